@@ -1,0 +1,49 @@
+"""Train PyTorch models whose weights do not fit the GPU.
+
+Weights live in page-locked host memory; a C engine streams them to the device just before each
+layer needs them and keeps what is needed soonest. Importing this package imports neither torch
+nor numpy: public names are resolved on first use (PEP 562).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it. One line per name: this table is the public API.
+_PUBLIC = {
+    "DriverError": "errors",
+    "MemoryManager": "manager",
+    "MemoryReport": "summary",
+    "OffloadError": "errors",
+    "StaleWeightsError": "errors",
+    "attach": "manager",
+    "build_info": "build_info",
+    "memory_summary": "summary",
+}
+
+__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from .build_info import build_info as build_info
+    from .errors import DriverError as DriverError
+    from .errors import OffloadError as OffloadError
+    from .errors import StaleWeightsError as StaleWeightsError
+    from .manager import MemoryManager as MemoryManager
+    from .manager import attach as attach
+    from .summary import MemoryReport as MemoryReport
+    from .summary import memory_summary as memory_summary
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})
