@@ -1,0 +1,65 @@
+/* arena.h - device memory as blocks in address order. Pure bookkeeping: no driver, no policy beyond
+ * "the contiguous window whose soonest-needed occupant is needed last". */
+#ifndef OO_ARENA_H
+#define OO_ARENA_H
+
+#include "oracle_offload.h"
+
+#define OO_NO_UNIT UINT32_MAX
+#define OO_NEVER UINT64_MAX /* as a next use: not in the known future */
+
+struct oo_segment;
+
+/* A run of bytes: free, or occupied by one unit. */
+struct oo_block {
+    struct oo_block *previous, *next; /* by address, within the segment */
+    struct oo_segment *segment;
+    size_t offset, bytes;
+    uint32_t unit;
+};
+
+struct oo_segment {
+    struct oo_segment *next;
+    struct oo_block *first;
+    uintptr_t base;
+    size_t bytes;
+    uint32_t model;
+    uintptr_t stream;  /* the one it was allocated on */
+    uintptr_t adopted; /* address known to the simulated driver, 0 on a real one */
+};
+
+struct oo_arena {
+    struct oo_segment *segments;
+    struct oo_block *spare; /* recycled block records, linked by `next` */
+    size_t total_bytes, used_bytes;
+    uint64_t allocations; /* host records created */
+};
+
+/* Consecutive blocks [first, last] of one segment that hold at least the asked bytes. */
+struct oo_window {
+    struct oo_block *first, *last;
+    size_t bytes;
+    uint64_t soonest; /* smallest next use of the occupants; OO_NEVER when all is free */
+};
+
+/* When the occupant will be used next, in visits from now; 0 when it must stay. */
+typedef uint64_t (*oo_next_use)(const void *context, uint32_t unit);
+
+enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes, uint32_t model, uintptr_t stream,
+                            struct oo_segment **out);
+/* The segment must be free of units. */
+void oo_arena_remove(struct oo_arena *arena, struct oo_segment *segment);
+void oo_arena_clear(struct oo_arena *arena);
+
+/* Find the window for `bytes` whose soonest next use is largest, and larger than `later_than`; among
+ * equals the one that evicts fewest bytes. Returns 0 when there is none. */
+int oo_arena_find(const struct oo_arena *arena, size_t bytes, uint64_t later_than, oo_next_use next_use,
+                  const void *context, struct oo_window *window);
+/* Make sure that the next oo_arena_take has the record it may need. 0: no memory. */
+int oo_arena_reserve(struct oo_arena *arena);
+/* Put `unit` at the start of the window; its occupants are evicted by this. After a reserve. */
+struct oo_block *oo_arena_take(struct oo_arena *arena, const struct oo_window *window, size_t bytes, uint32_t unit);
+void oo_arena_free(struct oo_arena *arena, struct oo_block *block);
+uintptr_t oo_block_address(const struct oo_block *block);
+
+#endif

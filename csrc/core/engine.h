@@ -1,0 +1,193 @@
+/* engine.h - the engine's private state, shared by engine.c (use), model.c (what is managed),
+ * ring.c (staging) and stats.c (events, measurement). One mutex protects all of it. */
+#ifndef OO_ENGINE_H
+#define OO_ENGINE_H
+
+#include "../driver/driver.h"
+#include "host.h"
+#include "oracle_offload.h"
+#include "plan.h"
+#include "status.h"
+
+/* ---- stats.c: events and spans ---- */
+
+/* A driver event, shared by a unit and the spans measured with it. */
+struct oo_event {
+    OOCUevent handle;
+    uint32_t references;
+    struct oo_event *next; /* in the free list */
+};
+
+/* Work between two recorded events, not yet measured. */
+struct oo_span {
+    enum oo_trace_kind kind;
+    uint32_t unit;
+    uint32_t model;
+    uint64_t bytes;
+    struct oo_event *begin, *end;
+};
+
+enum { OO_SPANS = 512 }; /* pending at once; the oldest is given up beyond */
+
+struct oo_spans {
+    struct oo_span pending[OO_SPANS];
+    uint64_t head, tail; /* pending[head..tail) modulo OO_SPANS */
+    struct oo_event *free_events;
+    uint64_t live_events;
+    int tracing;
+    struct oo_event *origin;
+    struct oo_trace_row *rows;
+    size_t n_rows, row_capacity;
+};
+
+/* ---- ring.c: a locked ring that pageable bytes pass through ---- */
+
+enum { OO_RING_PIECES = 4 };
+static const size_t oo__ring_piece_bytes = (size_t)4 << 20;
+
+struct oo_ring {
+    char *base; /* OO_RING_PIECES pieces of page-locked memory; NULL until needed */
+    struct oo_event *busy[OO_RING_PIECES]; /* the copy that last used the piece */
+    uint8_t lost[OO_RING_PIECES];          /* that copy's event could not be recorded */
+    unsigned next;
+};
+
+/* ---- what is managed ---- */
+
+struct oo_member_tensor {
+    const char *host;
+    size_t bytes;
+    size_t offset; /* in the unit, on the device */
+};
+
+struct oo_member {
+    uint32_t unit;
+    uint32_t n_tensors;
+    struct oo_member_tensor *tensors;
+    uint64_t stamp;       /* of the master that was copied */
+    uint64_t fingerprint; /* likewise */
+    uint64_t sweep;       /* the sweep that last checked the fingerprint */
+    int64_t task;
+    uint8_t stamp_known, removed;
+};
+
+/* A contiguous host range that travels as one copy. */
+struct oo_part {
+    const char *host;
+    size_t bytes;
+    size_t offset;
+    struct oo_host *memory; /* NULL: the engine does not know it */
+};
+
+/* The last use of a unit's bytes on one stream. */
+struct oo_last_use {
+    OOCUstream stream;
+    struct oo_event *event;
+    uint8_t lost; /* the event could not be recorded: only a synchronise tells when the use ends */
+};
+
+enum { OO_STREAMS = 4 }; /* streams that use one unit at a time without further bookkeeping */
+
+struct oo_unit {
+    uint32_t model;
+    uint32_t generation; /* of its device copy: counts evictions and refusals */
+    uint32_t n_members, n_parts;
+    struct oo_part *parts;
+    uint32_t *members;
+    size_t host_bytes, device_bytes;
+    uint8_t trainable, removed, stale;
+    struct oo_event *ready;         /* its copy has arrived */
+    OOCUstream waited[OO_STREAMS];  /* streams already ordered after `ready` */
+    uint32_t n_waited;
+    struct oo_last_use uses[OO_STREAMS];
+    uint32_t n_uses;
+    struct oo_event *trace_begin; /* start of the current use, while tracing */
+};
+
+struct oo_model {
+    uint8_t removed;
+    struct oo_stats stats;
+};
+
+struct oo_engine {
+    struct oo_driver driver;
+    struct oo_mutex *mutex;
+    struct oo_fork_guard *guard;
+    OOCUdevice device;
+    OOCUcontext context;
+    int context_pushed; /* by the call that holds the mutex */
+    OOCUstream h2d, d2h, compute;
+    char device_name[128], pci_id[32];
+
+    enum oo_status dead; /* OO_OK, or OO_E_DEAD */
+    char dead_message[512], dead_call[48], dead_name[64];
+    int dead_code;
+
+    struct oo_plan *plan;
+    struct oo_unit *units; /* by the plan's unit ids */
+    uint32_t n_units, unit_capacity;
+    struct oo_member *members;
+    uint32_t n_members, member_capacity;
+    struct oo_model *models;
+    uint32_t n_models, model_capacity;
+    struct oo_host **hosts;
+    uint32_t n_hosts, host_capacity;
+
+    uint64_t sweep;
+    int in_task, held, verify;
+
+    struct oo_ring up, down;
+    struct oo_spans spans;
+    struct oo_stats stats; /* the engine's own: what belongs to no model */
+};
+
+/* ---- engine.c ---- */
+
+/* Begin and end a call: mutex, pid, context. `enter` fails with nothing to undo. */
+enum oo_status oo__enter(struct oo_engine *engine, int flags);
+void oo__leave(struct oo_engine *engine);
+/* As oo__enter for calls that must work on a dead engine. */
+enum oo_status oo__enter_even_dead(struct oo_engine *engine);
+/* Status of a driver call; a sticky result kills the engine. */
+enum oo_status oo__check(struct oo_engine *engine, const char *call, OOCUresult result);
+#define OO_DRIVE(engine, call, ...) oo__check(engine, #call, (engine)->driver.call(__VA_ARGS__))
+
+/* Make the h2d stream wait for every use of the unit's bytes. */
+enum oo_status oo__order_after_uses(struct oo_engine *engine, struct oo_unit *unit);
+/* The unit's device copy is gone; its uses are ordered before the h2d stream already. */
+void oo__forget_copy(struct oo_engine *engine, uint32_t unit);
+/* Both of the above, and leave the arena. */
+enum oo_status oo__drop(struct oo_engine *engine, uint32_t unit);
+/* Wait on the host until the stream has ended; counted. */
+enum oo_status oo__synchronize(struct oo_engine *engine, OOCUstream stream, int recovering);
+
+/* ---- model.c ---- */
+
+struct oo_host *oo__known_memory(const struct oo_engine *engine, const void *address, size_t bytes);
+void oo__free_models(struct oo_engine *engine);
+size_t oo__align(size_t bytes);
+/* Not where the caller vouches for the masters' addresses only at an acquire, nor while trainable
+ * masters may be rewritten. */
+int oo__may_fetch_ahead(const struct oo_engine *engine, const struct oo_unit *unit);
+
+/* ---- ring.c ---- */
+
+enum oo_status oo__ring_prepare(struct oo_engine *engine, struct oo_ring *ring);
+enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, const char *source, size_t bytes);
+enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdeviceptr source, size_t bytes);
+void oo__ring_free(struct oo_engine *engine, struct oo_ring *ring);
+
+/* ---- stats.c ---- */
+
+/* An event with one reference, not recorded. */
+enum oo_status oo__event_take(struct oo_engine *engine, struct oo_event **event);
+void oo__event_give(struct oo_engine *engine, struct oo_event *event); /* NULL is allowed */
+struct oo_event *oo__event_share(struct oo_event *event);
+/* Queue a span for measurement; takes its own references. */
+void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit, uint32_t model, uint64_t bytes,
+                  struct oo_event *begin, struct oo_event *end);
+void oo__spans_harvest(struct oo_engine *engine);
+void oo__spans_free(struct oo_engine *engine);
+uint64_t oo__fingerprint(const void *memory, size_t bytes, int whole);
+
+#endif

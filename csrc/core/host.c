@@ -1,0 +1,86 @@
+/* host.c - host memory for masters: create, fill, free. */
+#include "host.h"
+#include "status.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { OO_COPY_THREADS = 8 };
+static const size_t oo__share_bytes = (size_t)16 << 20; /* below this a thread costs more than it saves */
+
+enum oo_status oo_host_create(size_t bytes, struct oo_host **out) {
+    *out = NULL;
+    const size_t page = oo__page_bytes();
+    if (bytes == 0 || bytes > SIZE_MAX - page)
+        return oo__fail(OO_E_ARGUMENT, "host memory of %zu bytes was asked for", bytes);
+    struct oo_host *host = calloc(1, sizeof *host);
+    if (!host)
+        return oo__fail(OO_E_MEMORY, "no memory for a host buffer's record");
+    host->bytes = bytes;
+    host->mapped_bytes = (bytes + page - 1) / page * page;
+    host->pages = oo__pages_map(host->mapped_bytes);
+    if (!host->pages) {
+        free(host);
+        return oo__fail(OO_E_MEMORY, "the system has no %.3f GiB of memory left for weights",
+                        (double)bytes / (double)((size_t)1 << 30));
+    }
+    *out = host;
+    return OO_OK;
+}
+
+void oo_host_destroy(struct oo_host *host) {
+    if (!host)
+        return;
+    /* A DMA from pages given back to the system would read another owner's bytes. Where unlocking
+     * fails the pages are leaked: memory lost is better than weights wrong. */
+    if (!host->owner || oo_engine_unlock(host->owner, host) == OO_OK)
+        oo__pages_unmap(host->pages, host->mapped_bytes);
+    free(host);
+}
+
+void *oo_host_address(const struct oo_host *host) { return host->pages; }
+size_t oo_host_bytes(const struct oo_host *host) { return host->bytes; }
+int oo_host_locked(const struct oo_host *host) { return host->locked; }
+
+struct oo_share {
+    char *target;
+    const char *source;
+    size_t bytes;
+    struct oo_thread *thread;
+};
+
+static void oo__share_copy(void *argument) {
+    const struct oo_share *share = argument;
+    memcpy(share->target, share->source, share->bytes);
+}
+
+enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *source, size_t bytes) {
+    if (offset > host->bytes || bytes > host->bytes - offset)
+        return oo__fail(OO_E_ARGUMENT, "fill of %zu bytes at offset %zu exceeds the buffer of %zu bytes", bytes,
+                        offset, host->bytes);
+    struct oo_share shares[OO_COPY_THREADS];
+    const size_t page = oo__page_bytes();
+    size_t count = bytes / oo__share_bytes;
+    if (count > oo__processors())
+        count = oo__processors();
+    if (count > OO_COPY_THREADS)
+        count = OO_COPY_THREADS;
+    if (count == 0)
+        count = 1;
+    const size_t step = (bytes / count + page - 1) / page * page;
+    for (size_t i = 0; i < count; i++) {
+        const size_t begin = i * step;
+        const size_t end = i + 1 == count ? bytes : (i + 1) * step;
+        shares[i].target = (char *)host->pages + offset + begin;
+        shares[i].source = (const char *)source + begin;
+        shares[i].bytes = end - begin;
+        /* The last share is this thread's own; so is any that finds no thread. */
+        shares[i].thread = i + 1 < count ? oo__thread_start(oo__share_copy, &shares[i]) : NULL;
+        if (!shares[i].thread)
+            oo__share_copy(&shares[i]);
+    }
+    for (size_t i = 0; i < count; i++)
+        if (shares[i].thread)
+            oo__thread_join(shares[i].thread);
+    return OO_OK;
+}

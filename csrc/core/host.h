@@ -1,0 +1,53 @@
+/* host.h - what the core asks of the operating system (host_posix.c, host_win32.c), and host
+ * memory for masters (host.c). */
+#ifndef OO_HOST_H
+#define OO_HOST_H
+
+#include "oracle_offload.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Page-aligned zeroed memory; NULL when there is none. Huge pages are asked for where given. */
+void *oo__pages_map(size_t bytes);
+void oo__pages_unmap(void *pages, size_t bytes);
+/* Locked pages must not cross a fork: the kernel would copy them eagerly (3.3 s and 1 GiB per GiB,
+ * measured). `keep` 0 hides the pages from children, 1 ends that. Returns 0 or -1. */
+int oo__pages_inherit(void *pages, size_t bytes, int keep);
+size_t oo__page_bytes(void);
+
+/* A flag page that reads 0 in a forked child, so that telling parent from child costs one load. */
+struct oo_fork_guard;
+struct oo_fork_guard *oo__fork_guard_create(void);
+void oo__fork_guard_destroy(struct oo_fork_guard *guard);
+int oo__fork_guard_in_child(const struct oo_fork_guard *guard);
+
+struct oo_mutex;
+struct oo_mutex *oo__mutex_create(void);
+void oo__mutex_destroy(struct oo_mutex *mutex);
+void oo__mutex_lock(struct oo_mutex *mutex);
+int oo__mutex_try(struct oo_mutex *mutex); /* 1 when taken */
+void oo__mutex_unlock(struct oo_mutex *mutex);
+
+struct oo_thread;
+struct oo_thread *oo__thread_start(void (*run)(void *), void *argument); /* NULL: none to be had */
+void oo__thread_join(struct oo_thread *thread);
+size_t oo__processors(void);
+
+void *oo__library_open(const char *path); /* NULL when it cannot be loaded */
+const char *oo__library_error(char *text, size_t capacity);
+void *oo__library_symbol(void *library, const char *name);
+/* The system's CUDA driver: "libcuda.so.1" or "nvcuda.dll". */
+void *oo__library_open_cuda(void);
+extern const char *const oo__cuda_library_name;
+
+/* Memory for masters. `locked` and `owner` belong to the engine that knows the memory. */
+struct oo_host {
+    void *pages;
+    size_t bytes;        /* as asked */
+    size_t mapped_bytes; /* in whole pages */
+    int locked;
+    struct oo_engine *owner;
+};
+
+#endif

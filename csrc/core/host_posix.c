@@ -1,0 +1,148 @@
+/* host_posix.c - Linux and other POSIX systems. */
+#if !defined(_WIN32)
+#define _GNU_SOURCE
+#include "host.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+const char *const oo__cuda_library_name = "libcuda.so.1";
+
+size_t oo__page_bytes(void) { return (size_t)sysconf(_SC_PAGESIZE); }
+
+void *oo__pages_map(size_t bytes) {
+    void *pages = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED)
+        return NULL;
+#ifdef MADV_HUGEPAGE
+    /* Only a hint: fewer page faults while filling, fewer entries to lock. */
+    if (bytes >= ((size_t)4 << 20))
+        (void)madvise(pages, bytes, MADV_HUGEPAGE);
+#endif
+    return pages;
+}
+
+void oo__pages_unmap(void *pages, size_t bytes) { (void)munmap(pages, bytes); }
+
+int oo__pages_inherit(void *pages, size_t bytes, int keep) {
+#ifdef MADV_DONTFORK
+    return madvise(pages, bytes, keep ? MADV_DOFORK : MADV_DONTFORK);
+#else
+    (void)pages, (void)bytes, (void)keep;
+    return 0;
+#endif
+}
+
+struct oo_fork_guard {
+    volatile int *alive; /* on a page that the kernel wipes in children */
+    pid_t pid;           /* where it cannot: compared instead */
+    int wiped;
+};
+
+struct oo_fork_guard *oo__fork_guard_create(void) {
+    struct oo_fork_guard *guard = calloc(1, sizeof *guard);
+    if (!guard)
+        return NULL;
+    void *page = oo__pages_map(oo__page_bytes());
+    if (!page) {
+        free(guard);
+        return NULL;
+    }
+    guard->alive = page;
+    *guard->alive = 1;
+    guard->pid = getpid();
+#ifdef MADV_WIPEONFORK
+    guard->wiped = madvise(page, oo__page_bytes(), MADV_WIPEONFORK) == 0;
+#endif
+    return guard;
+}
+
+void oo__fork_guard_destroy(struct oo_fork_guard *guard) {
+    if (!guard)
+        return;
+    oo__pages_unmap((void *)(uintptr_t)guard->alive, oo__page_bytes());
+    free(guard);
+}
+
+int oo__fork_guard_in_child(const struct oo_fork_guard *guard) {
+    return guard->wiped ? *guard->alive == 0 : getpid() != guard->pid;
+}
+
+struct oo_mutex {
+    pthread_mutex_t mutex;
+};
+
+struct oo_mutex *oo__mutex_create(void) {
+    struct oo_mutex *mutex = malloc(sizeof *mutex);
+    if (mutex && pthread_mutex_init(&mutex->mutex, NULL) != 0) {
+        free(mutex);
+        mutex = NULL;
+    }
+    return mutex;
+}
+
+void oo__mutex_destroy(struct oo_mutex *mutex) {
+    if (!mutex)
+        return;
+    pthread_mutex_destroy(&mutex->mutex);
+    free(mutex);
+}
+
+void oo__mutex_lock(struct oo_mutex *mutex) { pthread_mutex_lock(&mutex->mutex); }
+int oo__mutex_try(struct oo_mutex *mutex) { return pthread_mutex_trylock(&mutex->mutex) == 0; }
+void oo__mutex_unlock(struct oo_mutex *mutex) { pthread_mutex_unlock(&mutex->mutex); }
+
+struct oo_thread {
+    pthread_t id;
+    void (*run)(void *);
+    void *argument;
+};
+
+static void *oo__thread_main(void *argument) {
+    struct oo_thread *thread = argument;
+    thread->run(thread->argument);
+    return NULL;
+}
+
+struct oo_thread *oo__thread_start(void (*run)(void *), void *argument) {
+    struct oo_thread *thread = malloc(sizeof *thread);
+    if (!thread)
+        return NULL;
+    thread->run = run;
+    thread->argument = argument;
+    if (pthread_create(&thread->id, NULL, oo__thread_main, thread) != 0) {
+        free(thread);
+        return NULL;
+    }
+    return thread;
+}
+
+void oo__thread_join(struct oo_thread *thread) {
+    pthread_join(thread->id, NULL);
+    free(thread);
+}
+
+size_t oo__processors(void) {
+    long count = sysconf(_SC_NPROCESSORS_ONLN);
+    return count > 0 ? (size_t)count : 1;
+}
+
+void *oo__library_open(const char *path) { return dlopen(path, RTLD_NOW | RTLD_LOCAL); }
+void *oo__library_open_cuda(void) { return oo__library_open(oo__cuda_library_name); }
+
+const char *oo__library_error(char *text, size_t capacity) {
+    const char *error = dlerror();
+    snprintf(text, capacity, "%s", error ? error : "no reason given");
+    return text;
+}
+
+void *oo__library_symbol(void *library, const char *name) { return dlsym(library, name); }
+
+#else
+typedef int oo__posix_unused; /* an empty translation unit is not ISO C */
+#endif

@@ -1,0 +1,118 @@
+/* host_win32.c - Windows. */
+#if defined(_WIN32)
+#define WIN32_LEAN_AND_MEAN
+#include "host.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <windows.h>
+
+const char *const oo__cuda_library_name = "nvcuda.dll";
+
+size_t oo__page_bytes(void) {
+    SYSTEM_INFO info;
+    GetSystemInfo(&info);
+    return info.dwPageSize;
+}
+
+void *oo__pages_map(size_t bytes) {
+    return VirtualAlloc(NULL, bytes, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
+}
+
+void oo__pages_unmap(void *pages, size_t bytes) {
+    (void)bytes;
+    VirtualFree(pages, 0, MEM_RELEASE);
+}
+
+/* There is no fork to protect from. */
+int oo__pages_inherit(void *pages, size_t bytes, int keep) {
+    (void)pages, (void)bytes, (void)keep;
+    return 0;
+}
+
+struct oo_fork_guard {
+    int unused;
+};
+
+struct oo_fork_guard *oo__fork_guard_create(void) { return calloc(1, sizeof(struct oo_fork_guard)); }
+void oo__fork_guard_destroy(struct oo_fork_guard *guard) { free(guard); }
+
+int oo__fork_guard_in_child(const struct oo_fork_guard *guard) {
+    (void)guard;
+    return 0;
+}
+
+struct oo_mutex {
+    SRWLOCK lock;
+};
+
+struct oo_mutex *oo__mutex_create(void) {
+    struct oo_mutex *mutex = malloc(sizeof *mutex);
+    if (mutex)
+        InitializeSRWLock(&mutex->lock);
+    return mutex;
+}
+
+void oo__mutex_destroy(struct oo_mutex *mutex) { free(mutex); }
+void oo__mutex_lock(struct oo_mutex *mutex) { AcquireSRWLockExclusive(&mutex->lock); }
+int oo__mutex_try(struct oo_mutex *mutex) { return TryAcquireSRWLockExclusive(&mutex->lock) != 0; }
+void oo__mutex_unlock(struct oo_mutex *mutex) { ReleaseSRWLockExclusive(&mutex->lock); }
+
+struct oo_thread {
+    HANDLE handle;
+    void (*run)(void *);
+    void *argument;
+};
+
+static DWORD WINAPI oo__thread_main(void *argument) {
+    struct oo_thread *thread = argument;
+    thread->run(thread->argument);
+    return 0;
+}
+
+struct oo_thread *oo__thread_start(void (*run)(void *), void *argument) {
+    struct oo_thread *thread = malloc(sizeof *thread);
+    if (!thread)
+        return NULL;
+    thread->run = run;
+    thread->argument = argument;
+    thread->handle = CreateThread(NULL, 0, oo__thread_main, thread, 0, NULL);
+    if (!thread->handle) {
+        free(thread);
+        return NULL;
+    }
+    return thread;
+}
+
+void oo__thread_join(struct oo_thread *thread) {
+    WaitForSingleObject(thread->handle, INFINITE);
+    CloseHandle(thread->handle);
+    free(thread);
+}
+
+size_t oo__processors(void) {
+    SYSTEM_INFO info;
+    GetSystemInfo(&info);
+    return info.dwNumberOfProcessors;
+}
+
+void *oo__library_open(const char *path) { return (void *)LoadLibraryExA(path, NULL, 0); }
+
+void *oo__library_open_cuda(void) {
+    /* The system folder only: a nvcuda.dll beside the program would be a planted one. */
+    return (void *)LoadLibraryExA(oo__cuda_library_name, NULL, LOAD_LIBRARY_SEARCH_SYSTEM32);
+}
+
+const char *oo__library_error(char *text, size_t capacity) {
+    snprintf(text, capacity, "Windows error %lu", (unsigned long)GetLastError());
+    return text;
+}
+
+void *oo__library_symbol(void *library, const char *name) {
+    return (void *)(uintptr_t)GetProcAddress((HMODULE)library, name);
+}
+
+#else
+typedef int oo__win32_unused; /* an empty translation unit is not ISO C */
+#endif

@@ -1,0 +1,456 @@
+/* model.c - what is managed: host memory, models, segments, units, members. */
+#include "engine.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+size_t oo__align(size_t bytes) { return (bytes + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT; }
+
+/* Room for one more element; `array` and `capacity` are updated together. */
+static enum oo_status oo__grow(struct oo_engine *engine, void **array, uint32_t *capacity, uint32_t count,
+                               size_t element_bytes) {
+    if (count < *capacity)
+        return OO_OK;
+    const uint32_t larger = *capacity ? 2 * *capacity : 64;
+    void *grown = realloc(*array, larger * element_bytes);
+    if (!grown)
+        return oo__fail(OO_E_MEMORY, "no memory for %u records of %zu bytes", larger, element_bytes);
+    *array = grown;
+    *capacity = larger;
+    engine->stats.allocations++;
+    return OO_OK;
+}
+
+/* ---- host memory ---- */
+
+struct oo_host *oo__known_memory(const struct oo_engine *engine, const void *address, size_t bytes) {
+    const uintptr_t begin = (uintptr_t)address;
+    for (uint32_t i = 0; i < engine->n_hosts; i++) {
+        const uintptr_t base = (uintptr_t)engine->hosts[i]->pages;
+        if (begin >= base && begin + bytes <= base + engine->hosts[i]->bytes)
+            return engine->hosts[i];
+    }
+    return NULL;
+}
+
+enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, int lock) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    if (host->owner) {
+        status = oo__fail(OO_E_STATE, "this host memory is in use by %s engine already",
+                          host->owner == engine ? "this" : "another");
+        goto done;
+    }
+    void *hosts = engine->hosts;
+    OO_TRY(oo__grow(engine, &hosts, &engine->host_capacity, engine->n_hosts, sizeof(struct oo_host *)));
+    engine->hosts = hosts;
+    OOCUresult result = OOCU_ERROR_NOT_PERMITTED;
+    if (lock) {
+        /* Before locking: a fork between the two would copy every locked page. */
+        (void)oo__pages_inherit(host->pages, host->mapped_bytes, 0);
+        result = engine->driver.cuMemHostRegister(host->pages, host->mapped_bytes, OOCU_MEMHOSTREGISTER_PORTABLE);
+        if (result != OOCU_SUCCESS)
+            (void)oo__pages_inherit(host->pages, host->mapped_bytes, 1);
+    }
+    if (oo_driver_is_sticky(result) || result == OOCU_ERROR_HOST_MEMORY_ALREADY_REGISTERED) {
+        status = oo__check(engine, "cuMemHostRegister", result);
+        goto done;
+    }
+    if (result != OOCU_SUCCESS) {
+        /* The masters stay pageable behind the ring: make sure now that there is one, while the
+         * caller can still be told. */
+        OO_TRY(oo__ring_prepare(engine, &engine->up));
+        if (lock) {
+            (void)oo_driver_error(&engine->driver, "cuMemHostRegister", result);
+            status = OO_E_LOCK_REFUSED;
+        }
+    }
+    host->locked = result == OOCU_SUCCESS;
+    host->owner = engine;
+    engine->hosts[engine->n_hosts++] = host;
+done:
+    oo__leave(engine);
+    return status;
+}
+
+static int oo__memory_in_use(const struct oo_engine *engine, const struct oo_host *host) {
+    for (uint32_t i = 0; i < engine->n_units; i++)
+        for (uint32_t j = 0; !engine->units[i].removed && j < engine->units[i].n_parts; j++)
+            if (engine->units[i].parts[j].memory == host)
+                return 1;
+    return 0;
+}
+
+enum oo_status oo_engine_unlock(struct oo_engine *engine, struct oo_host *host) {
+    enum oo_status status = oo__enter_even_dead(engine);
+    if (status != OO_OK)
+        return status;
+    if (host->owner != engine) {
+        status = oo__fail(OO_E_STATE, "this engine does not know that host memory");
+        goto done;
+    }
+    if (oo__memory_in_use(engine, host)) {
+        status = oo__fail(OO_E_STATE, "units of an attached model live in this host memory; detach the model first");
+        goto done;
+    }
+    if (host->locked && engine->dead == OO_OK) {
+        /* Closes: pages given back, or written as ordinary memory, while a DMA still reads them. */
+        OO_TRY(oo__synchronize(engine, engine->h2d, 0));
+        OO_TRY(oo__synchronize(engine, engine->d2h, 0));
+        OO_TRY(OO_DRIVE(engine, cuMemHostUnregister, host->pages));
+    }
+    if (host->locked)
+        (void)oo__pages_inherit(host->pages, host->mapped_bytes, 1);
+    host->locked = 0;
+    host->owner = NULL;
+    for (uint32_t i = 0; i < engine->n_hosts; i++) {
+        if (engine->hosts[i] == host) {
+            engine->hosts[i] = engine->hosts[--engine->n_hosts];
+            break;
+        }
+    }
+done:
+    oo__leave(engine);
+    return status;
+}
+
+/* ---- models and segments ---- */
+
+static enum oo_status oo__need_model(const struct oo_engine *engine, uint32_t model) {
+    if (model >= engine->n_models || engine->models[model].removed)
+        return oo__fail(OO_E_ARGUMENT, "model %u is not attached", model);
+    return OO_OK;
+}
+
+enum oo_status oo_model_add(struct oo_engine *engine, uint32_t *model) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    void *models = engine->models;
+    OO_TRY(oo__grow(engine, &models, &engine->model_capacity, engine->n_models, sizeof *engine->models));
+    engine->models = models;
+    engine->models[engine->n_models] = (struct oo_model){0};
+    *model = engine->n_models++;
+done:
+    oo__leave(engine);
+    return status;
+}
+
+enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t model, uintptr_t address, size_t bytes,
+                              uintptr_t stream) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    int adopted = 0;
+    struct oo_event *allocated = NULL;
+    struct oo_segment *segment;
+    const uintptr_t base = oo__align(address);
+    OO_TRY(oo__need_model(engine, model));
+    if (bytes < base - address + OO_ALIGNMENT) {
+        status = oo__fail(OO_E_ARGUMENT, "a segment of %zu bytes holds nothing at an alignment of %zu", bytes,
+                          OO_ALIGNMENT);
+        goto done;
+    }
+    if (engine->driver.simAdopt) {
+        OO_TRY(OO_DRIVE(engine, simAdopt, address, bytes, OOSIM_ADOPT_POISON));
+        adopted = 1;
+    }
+    /* Closes: our first copy overtakes work that an earlier owner of these bytes still has queued on
+     * the allocating stream (the caching allocator hands freed blocks on in stream order). */
+    OO_TRY(oo__event_take(engine, &allocated));
+    OO_TRY(OO_DRIVE(engine, cuEventRecord, allocated->handle, (OOCUstream)stream));
+    OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, allocated->handle, 0));
+    const size_t usable = (bytes - (base - address)) / OO_ALIGNMENT * OO_ALIGNMENT;
+    OO_TRY(oo_arena_add(oo_plan_arena(engine->plan), base, usable, model, stream, &segment));
+    segment->adopted = adopted ? address : 0;
+done:
+    oo__event_give(engine, allocated);
+    if (status != OO_OK && adopted)
+        (void)engine->driver.simDrop(address);
+    oo__leave(engine);
+    return status;
+}
+
+/* Empty the segment and order its allocating stream after everything that used it. */
+static enum oo_status oo__segment_empty(struct oo_engine *engine, struct oo_segment *segment) {
+    for (struct oo_block *block = segment->first; block;) {
+        if (block->unit == OO_NO_UNIT) {
+            block = block->next;
+            continue;
+        }
+        struct oo_unit *unit = &engine->units[block->unit];
+        for (uint32_t i = 0; i < unit->n_uses && engine->dead == OO_OK; i++) {
+            enum oo_status status = OO_OK;
+            /* Closes: the allocator reuses the bytes on its own stream while another still reads. */
+            if (unit->uses[i].lost)
+                status = oo__synchronize(engine, unit->uses[i].stream, 1);
+            else if ((uintptr_t)unit->uses[i].stream != segment->stream)
+                status = OO_DRIVE(engine, cuStreamWaitEvent, (OOCUstream)segment->stream,
+                                  unit->uses[i].event->handle, 0);
+            if (status != OO_OK)
+                return status;
+        }
+        const uint32_t id = block->unit;
+        oo__forget_copy(engine, id);
+        oo_plan_drop(engine->plan, id);
+        block = segment->first; /* freeing merges neighbours */
+    }
+    return OO_OK;
+}
+
+static void oo__unit_remove(struct oo_engine *engine, uint32_t id) {
+    struct oo_unit *unit = &engine->units[id];
+    oo_plan_unit_remove(engine->plan, id);
+    for (uint32_t i = 0; i < unit->n_members; i++) {
+        struct oo_member *member = &engine->members[unit->members[i]];
+        if (member->unit == id) {
+            free(member->tensors);
+            member->tensors = NULL;
+            member->removed = 1;
+        }
+    }
+    free(unit->parts);
+    free(unit->members);
+    unit->parts = NULL;
+    unit->members = NULL;
+    unit->n_parts = unit->n_members = 0;
+    unit->removed = 1;
+}
+
+enum oo_status oo_model_remove(struct oo_engine *engine, uint32_t model) {
+    enum oo_status status = oo__enter_even_dead(engine);
+    if (status != OO_OK)
+        return status;
+    OO_TRY(oo__need_model(engine, model));
+    for (uint32_t i = 0; i < engine->n_units; i++) {
+        const struct oo_block *block = oo_plan_resident(engine->plan, i);
+        const int concerned = engine->units[i].model == model || (block && block->segment->model == model);
+        if (concerned && oo_plan_pins(engine->plan, i)) {
+            status = oo__fail(OO_E_STATE,
+                              "unit %u is being computed with; detach when forward and backward have returned", i);
+            goto done;
+        }
+    }
+    if (engine->dead == OO_OK) {
+        /* Closes: segments and masters freed under copies that are still queued. */
+        OO_TRY(oo__synchronize(engine, engine->h2d, 0));
+    }
+    struct oo_arena *arena = oo_plan_arena(engine->plan);
+    for (struct oo_segment *segment = arena->segments, *next; segment; segment = next) {
+        next = segment->next;
+        if (segment->model != model)
+            continue;
+        OO_TRY(oo__segment_empty(engine, segment));
+        if (segment->adopted && engine->dead == OO_OK)
+            OO_TRY(OO_DRIVE(engine, simDrop, segment->adopted));
+        oo_arena_remove(arena, segment);
+    }
+    for (uint32_t i = 0; i < engine->n_units; i++) {
+        if (engine->units[i].removed || engine->units[i].model != model)
+            continue;
+        OO_TRY(oo__drop(engine, i));
+        oo__unit_remove(engine, i);
+    }
+    engine->models[model].removed = 1;
+done:
+    oo__leave(engine);
+    return status;
+}
+
+/* ---- units ---- */
+
+/* Tensors in a row travel as one copy when the host layout equals the device layout. */
+static void oo__unit_build_parts(struct oo_engine *engine, struct oo_unit *unit) {
+    unit->n_parts = 0;
+    unit->host_bytes = 0;
+    for (uint32_t i = 0; i < unit->n_members; i++) {
+        const struct oo_member *member = &engine->members[unit->members[i]];
+        for (uint32_t j = 0; j < member->n_tensors; j++) {
+            const struct oo_member_tensor *tensor = &member->tensors[j];
+            struct oo_host *memory = oo__known_memory(engine, tensor->host, tensor->bytes);
+            struct oo_part *last = unit->n_parts ? &unit->parts[unit->n_parts - 1] : NULL;
+            if (last && memory && last->memory == memory &&
+                tensor->host - last->host == (ptrdiff_t)(tensor->offset - last->offset)) {
+                last->bytes = tensor->offset - last->offset + tensor->bytes;
+            } else {
+                unit->parts[unit->n_parts++] = (struct oo_part){tensor->host, tensor->bytes, tensor->offset, memory};
+            }
+        }
+    }
+    for (uint32_t i = 0; i < unit->n_parts; i++)
+        unit->host_bytes += unit->parts[i].bytes;
+}
+
+int oo__may_fetch_ahead(const struct oo_engine *engine, const struct oo_unit *unit) {
+    for (uint32_t i = 0; i < unit->n_parts; i++)
+        if (!unit->parts[i].memory)
+            return 0;
+    return !(unit->trainable && engine->held);
+}
+
+/* Give `unit` its members' tensors; members exist already. Nothing changes on failure. */
+static enum oo_status oo__unit_create(struct oo_engine *engine, uint32_t model, const uint32_t *members,
+                                      uint32_t n_members, size_t device_bytes, int trainable, uint32_t *id) {
+    enum oo_status status;
+    uint32_t n_tensors = 0;
+    for (uint32_t i = 0; i < n_members; i++)
+        n_tensors += engine->members[members[i]].n_tensors;
+    struct oo_part *parts = malloc(n_tensors * sizeof *parts);
+    uint32_t *ids = malloc(n_members * sizeof *ids);
+    if (!parts || !ids) {
+        status = oo__fail(OO_E_MEMORY, "no memory for a unit of %u tensors", n_tensors);
+        goto done;
+    }
+    void *units = engine->units;
+    OO_TRY(oo__grow(engine, &units, &engine->unit_capacity, engine->n_units, sizeof *engine->units));
+    engine->units = units;
+    OO_TRY(oo_plan_unit_add(engine->plan, device_bytes, id));
+    struct oo_unit *unit = &engine->units[*id];
+    engine->n_units = *id + 1;
+    *unit = (struct oo_unit){.model = model, .n_members = n_members, .device_bytes = device_bytes};
+    unit->trainable = trainable != 0;
+    unit->parts = parts;
+    unit->members = ids;
+    memcpy(ids, members, n_members * sizeof *ids);
+    oo__unit_build_parts(engine, unit);
+    for (uint32_t i = 0; i < n_members; i++)
+        engine->members[members[i]].unit = *id;
+    oo_plan_allow(engine->plan, *id, oo__may_fetch_ahead(engine, unit));
+    return OO_OK;
+done:
+    free(parts);
+    free(ids);
+    return status;
+}
+
+/* Set a member's tensors from `offset` on; returns the offset after them. */
+static size_t oo__member_lay_out(struct oo_member_tensor *to, const struct oo_tensor *from, uint32_t count,
+                                 size_t offset, size_t *offsets) {
+    for (uint32_t i = 0; i < count; i++) {
+        to[i] = (struct oo_member_tensor){from[i].host, from[i].bytes, offset};
+        offsets[i] = offset;
+        offset += oo__align(from[i].bytes);
+    }
+    return offset;
+}
+
+static enum oo_status oo__check_tensors(const struct oo_tensor *tensors, uint32_t count) {
+    if (count == 0)
+        return oo__fail(OO_E_ARGUMENT, "a member needs at least one tensor");
+    for (uint32_t i = 0; i < count; i++)
+        if (!tensors[i].host || tensors[i].bytes == 0)
+            return oo__fail(OO_E_ARGUMENT, "tensor %u of a member has address %p and %zu bytes", i, tensors[i].host,
+                            tensors[i].bytes);
+    return OO_OK;
+}
+
+enum oo_status oo_unit_add(struct oo_engine *engine, uint32_t model, const struct oo_tensor *tensors,
+                           const uint32_t *n_tensors, uint32_t n_members, int trainable, uint32_t *unit,
+                           uint32_t *members, size_t *offsets) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    const uint32_t first = engine->n_members;
+    OO_TRY(oo__need_model(engine, model));
+    if (n_members == 0) {
+        status = oo__fail(OO_E_ARGUMENT, "a unit needs at least one member");
+        goto done;
+    }
+    size_t offset = 0;
+    for (uint32_t i = 0; i < n_members; i++) {
+        OO_TRY(oo__check_tensors(tensors, n_tensors[i]));
+        void *all = engine->members;
+        OO_TRY(oo__grow(engine, &all, &engine->member_capacity, engine->n_members, sizeof *engine->members));
+        engine->members = all;
+        struct oo_member *member = &engine->members[engine->n_members];
+        *member = (struct oo_member){.n_tensors = n_tensors[i], .task = -1};
+        member->tensors = malloc(n_tensors[i] * sizeof *member->tensors);
+        if (!member->tensors) {
+            status = oo__fail(OO_E_MEMORY, "no memory for a member of %u tensors", n_tensors[i]);
+            goto done;
+        }
+        members[i] = engine->n_members++;
+        offset = oo__member_lay_out(member->tensors, tensors, n_tensors[i], offset, offsets);
+        tensors += n_tensors[i];
+        offsets += n_tensors[i];
+    }
+    OO_TRY(oo__unit_create(engine, model, members, n_members, offset, trainable, unit));
+done:
+    if (status != OO_OK)
+        while (engine->n_members > first)
+            free(engine->members[--engine->n_members].tensors);
+    oo__leave(engine);
+    return status;
+}
+
+enum oo_status oo_member_move(struct oo_engine *engine, uint32_t id, const struct oo_tensor *tensors,
+                              uint32_t n_tensors, uint32_t *unit_id, size_t *offsets) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    struct oo_member_tensor *laid_out = NULL;
+    if (id >= engine->n_members || engine->members[id].removed) {
+        status = oo__fail(OO_E_ARGUMENT, "member %u does not exist", id);
+        goto done;
+    }
+    OO_TRY(oo__check_tensors(tensors, n_tensors));
+    struct oo_member *member = &engine->members[id];
+    const uint32_t old_id = member->unit;
+    if (oo_plan_pins(engine->plan, old_id)) {
+        status = oo__fail(OO_E_STATE, "the weights were replaced while another call computes with them");
+        goto done;
+    }
+    laid_out = malloc(n_tensors * sizeof *laid_out);
+    if (!laid_out) {
+        status = oo__fail(OO_E_MEMORY, "no memory for a member of %u tensors", n_tensors);
+        goto done;
+    }
+    const size_t device_bytes = oo__member_lay_out(laid_out, tensors, n_tensors, 0, offsets);
+    OO_TRY(oo__drop(engine, old_id));
+    struct oo_unit *old = &engine->units[old_id];
+    struct oo_member_tensor *replaced = member->tensors;
+    const uint32_t n_replaced = member->n_tensors;
+    member->tensors = laid_out;
+    member->n_tensors = n_tensors;
+    if (old->n_members == 1 && old->device_bytes == device_bytes && n_replaced == n_tensors) {
+        /* Alone already, and of the same size: weights swapped to and fro (EMA) stay one unit. */
+        oo__unit_build_parts(engine, old);
+        oo_plan_allow(engine->plan, old_id, oo__may_fetch_ahead(engine, old));
+        *unit_id = old_id;
+    } else {
+        status = oo__unit_create(engine, old->model, &id, 1, device_bytes, old->trainable, unit_id);
+        if (status != OO_OK) {
+            member->tensors = replaced;
+            member->n_tensors = n_replaced;
+            goto done;
+        }
+        old = &engine->units[old_id]; /* creating may have moved it */
+        uint32_t left = 0;
+        for (uint32_t i = 0; i < old->n_members; i++)
+            left += engine->members[old->members[i]].unit == old_id;
+        if (left == 0)
+            oo__unit_remove(engine, old_id);
+    }
+    member->stamp_known = 0;
+    member->sweep = 0;
+    laid_out = NULL;
+    free(replaced);
+done:
+    free(laid_out);
+    oo__leave(engine);
+    return status;
+}
+
+void oo__free_models(struct oo_engine *engine) {
+    for (uint32_t i = 0; i < engine->n_units; i++) {
+        free(engine->units[i].parts);
+        free(engine->units[i].members);
+    }
+    for (uint32_t i = 0; i < engine->n_members; i++)
+        free(engine->members[i].tensors);
+    free(engine->units);
+    free(engine->members);
+    free(engine->models);
+    free(engine->hosts);
+}

@@ -1,0 +1,52 @@
+/* plan.h - what to fetch, what to evict, where to put it. Pure: numbers in, decisions out.
+ *
+ * The plan keeps a trace of visits (unit, kind) and predicts that what followed the longest matching
+ * piece of the past will follow again. From that prediction comes each unit's next use, measured in
+ * visits; fetches go in order of next use, evictions take what is needed furthest in the future
+ * (Belady's rule), and a fetch never evicts what is needed before it. A wrong prediction costs a late
+ * copy, never a wrong result.
+ */
+#ifndef OO_PLAN_H
+#define OO_PLAN_H
+
+#include "arena.h"
+#include "oracle_offload.h"
+
+struct oo_plan;
+
+enum oo_status oo_plan_create(struct oo_plan **out);
+void oo_plan_destroy(struct oo_plan *plan);
+struct oo_arena *oo_plan_arena(struct oo_plan *plan);
+
+/* Unit ids are dense, in order of creation: that order is the guess before any trace exists. */
+enum oo_status oo_plan_unit_add(struct oo_plan *plan, size_t bytes, uint32_t *unit);
+/* The unit is gone: never fetched again. It must not be resident. */
+void oo_plan_unit_remove(struct oo_plan *plan, uint32_t unit);
+/* Whether the unit may be fetched ahead of its use (1 at first). */
+void oo_plan_allow(struct oo_plan *plan, uint32_t unit, int ahead);
+/* A pinned unit is not evicted; pins nest. */
+void oo_plan_pin(struct oo_plan *plan, uint32_t unit);
+void oo_plan_unpin(struct oo_plan *plan, uint32_t unit);
+uint32_t oo_plan_pins(const struct oo_plan *plan, uint32_t unit);
+
+/* A unit is used now. Repeated visits of one unit in one kind count once. */
+void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind);
+/* Visits from now until the unit's next use; OO_NEVER when the prediction has none. */
+uint64_t oo_plan_next_use(const struct oo_plan *plan, uint32_t unit);
+/* Largest run of distinct bytes between a unit's recompute and its backward: one checkpointed block. */
+size_t oo_plan_block_bytes(const struct oo_plan *plan);
+
+/* The block a unit occupies, NULL when it is not resident. */
+struct oo_block *oo_plan_resident(const struct oo_plan *plan, uint32_t unit);
+/* Where to put `unit` now that it is needed at once. 0: everything that could make place is pinned. */
+int oo_plan_place(struct oo_plan *plan, uint32_t unit, struct oo_window *window);
+/* The next unit worth fetching ahead, and where to. 0: none now. */
+int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *window);
+/* Carry out a placement: the window's occupants stop being resident, the unit is. NULL: no memory. */
+struct oo_block *oo_plan_take(struct oo_plan *plan, uint32_t unit, const struct oo_window *window);
+/* The unit leaves the arena. */
+void oo_plan_drop(struct oo_plan *plan, uint32_t unit);
+/* Host records created so far; flat in the steady state. */
+uint64_t oo_plan_allocations(const struct oo_plan *plan);
+
+#endif

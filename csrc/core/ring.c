@@ -1,0 +1,97 @@
+/* ring.c - bytes that cannot be locked where they are pass through a small locked ring. */
+#include "engine.h"
+
+#include <string.h>
+
+enum oo_status oo__ring_prepare(struct oo_engine *engine, struct oo_ring *ring) {
+    enum oo_status status = OO_OK;
+    if (!ring->base) {
+        void *base = NULL;
+        OO_TRY(OO_DRIVE(engine, cuMemHostAlloc, &base, OO_RING_PIECES * oo__ring_piece_bytes,
+                        OOCU_MEMHOSTALLOC_PORTABLE));
+        ring->base = base;
+        engine->stats.allocations++;
+    }
+    for (int i = 0; i < OO_RING_PIECES; i++)
+        if (!ring->busy[i])
+            OO_TRY(oo__event_take(engine, &ring->busy[i]));
+done:
+    return status;
+}
+
+/* The host is about to write (upload) or has yet to read (download) the piece: the copy that used it
+ * last must have ended. Closes: host overwrites bytes that a queued DMA still reads. */
+static enum oo_status oo__ring_piece(struct oo_engine *engine, struct oo_ring *ring, OOCUstream stream,
+                                     unsigned piece) {
+    if (ring->lost[piece]) {
+        enum oo_status status = oo__synchronize(engine, stream, 1);
+        if (status == OO_OK)
+            ring->lost[piece] = 0;
+        return status;
+    }
+    const OOCUresult ended = engine->driver.cuEventQuery(ring->busy[piece]->handle);
+    if (ended != OOCU_ERROR_NOT_READY)
+        return oo__check(engine, "cuEventQuery", ended);
+    engine->stats.host_waits++;
+    return OO_DRIVE(engine, cuEventSynchronize, ring->busy[piece]->handle);
+}
+
+static enum oo_status oo__ring_record(struct oo_engine *engine, struct oo_ring *ring, OOCUstream stream,
+                                      unsigned piece) {
+    enum oo_status status = OO_DRIVE(engine, cuEventRecord, ring->busy[piece]->handle, stream);
+    ring->lost[piece] = status != OO_OK;
+    return status;
+}
+
+enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, const char *source, size_t bytes) {
+    struct oo_ring *ring = &engine->up;
+    enum oo_status status;
+    OO_TRY(oo__ring_prepare(engine, ring));
+    for (size_t begin = 0; begin < bytes; begin += oo__ring_piece_bytes) {
+        const size_t step = bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes;
+        const unsigned piece = ring->next++ % OO_RING_PIECES;
+        char *staging = ring->base + piece * oo__ring_piece_bytes;
+        OO_TRY(oo__ring_piece(engine, ring, engine->h2d, piece));
+        memcpy(staging, source + begin, step);
+        OO_TRY(OO_DRIVE(engine, cuMemcpyHtoDAsync, target + begin, staging, step, engine->h2d));
+        OO_TRY(oo__ring_record(engine, ring, engine->h2d, piece));
+    }
+done:
+    return status;
+}
+
+enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdeviceptr source, size_t bytes) {
+    struct oo_ring *ring = &engine->down;
+    enum oo_status status;
+    OO_TRY(oo__ring_prepare(engine, ring));
+    const size_t pieces = (bytes + oo__ring_piece_bytes - 1) / oo__ring_piece_bytes;
+    /* Copies run OO_RING_PIECES ahead of the host that empties the ring behind them. */
+    for (size_t i = 0; i < pieces + OO_RING_PIECES; i++) {
+        const unsigned piece = (unsigned)(i % OO_RING_PIECES);
+        char *staging = ring->base + piece * oo__ring_piece_bytes;
+        if (i >= OO_RING_PIECES && i - OO_RING_PIECES < pieces) {
+            const size_t begin = (i - OO_RING_PIECES) * oo__ring_piece_bytes;
+            /* Closes: the host reads bytes that have not arrived. */
+            OO_TRY(oo__ring_piece(engine, ring, engine->d2h, piece));
+            memcpy(target + begin, staging, bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes);
+        }
+        if (i < pieces) {
+            const size_t begin = i * oo__ring_piece_bytes;
+            const size_t step = bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes;
+            OO_TRY(OO_DRIVE(engine, cuMemcpyDtoHAsync, staging, source + begin, step, engine->d2h));
+            OO_TRY(oo__ring_record(engine, ring, engine->d2h, piece));
+        }
+    }
+done:
+    return status;
+}
+
+void oo__ring_free(struct oo_engine *engine, struct oo_ring *ring) {
+    for (int i = 0; i < OO_RING_PIECES; i++) {
+        oo__event_give(engine, ring->busy[i]);
+        ring->busy[i] = NULL;
+    }
+    if (ring->base)
+        (void)engine->driver.cuMemFreeHost(ring->base);
+    ring->base = NULL;
+}

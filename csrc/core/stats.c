@@ -1,0 +1,304 @@
+/* stats.c - events, measured spans, counters, the timeline, fingerprints.
+ *
+ * Seconds come from pairs of events and are read when both have passed, never by waiting: pairs queue
+ * in order of recording, and each new pair first reads those at the head that have ended. */
+#include "engine.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static const double oo__stall_floor_s = 10e-6; /* two events in a row on an idle stream are microseconds apart */
+
+/* ---- events ---- */
+
+enum oo_status oo__event_take(struct oo_engine *engine, struct oo_event **out) {
+    struct oo_event *event = engine->spans.free_events;
+    *out = NULL;
+    if (event) {
+        engine->spans.free_events = event->next;
+    } else {
+        event = calloc(1, sizeof *event);
+        if (!event)
+            return oo__fail(OO_E_MEMORY, "no memory for an event's record");
+        enum oo_status status = OO_DRIVE(engine, cuEventCreate, &event->handle, OOCU_EVENT_DEFAULT);
+        if (status != OO_OK) {
+            free(event);
+            return status;
+        }
+        engine->spans.live_events++;
+        engine->stats.allocations++;
+    }
+    event->references = 1;
+    event->next = NULL;
+    *out = event;
+    return OO_OK;
+}
+
+struct oo_event *oo__event_share(struct oo_event *event) {
+    event->references++;
+    return event;
+}
+
+/* An event may be recorded anew as soon as nobody refers to it: waits queued on it keep the record
+ * they saw. */
+void oo__event_give(struct oo_engine *engine, struct oo_event *event) {
+    if (!event || --event->references > 0)
+        return;
+    event->next = engine->spans.free_events;
+    engine->spans.free_events = event;
+}
+
+/* ---- spans ---- */
+
+static void oo__trace_row(struct oo_engine *engine, const struct oo_span *span) {
+    struct oo_spans *spans = &engine->spans;
+    float begin_ms, end_ms;
+    if (engine->driver.cuEventElapsedTime(&begin_ms, spans->origin->handle, span->begin->handle) != OOCU_SUCCESS ||
+        engine->driver.cuEventElapsedTime(&end_ms, spans->origin->handle, span->end->handle) != OOCU_SUCCESS)
+        return;
+    if (spans->n_rows == spans->row_capacity) {
+        const size_t capacity = spans->row_capacity ? 2 * spans->row_capacity : 4096;
+        struct oo_trace_row *rows = realloc(spans->rows, capacity * sizeof *rows);
+        if (!rows)
+            return;
+        spans->rows = rows;
+        spans->row_capacity = capacity;
+    }
+    spans->rows[spans->n_rows++] = (struct oo_trace_row){span->kind, span->unit, (double)begin_ms * 1e-3,
+                                                         (double)end_ms * 1e-3, span->bytes};
+}
+
+/* 1 when the span at the head was read or given up. */
+static int oo__harvest_one(struct oo_engine *engine) {
+    struct oo_spans *spans = &engine->spans;
+    struct oo_span *span = &spans->pending[spans->head % OO_SPANS];
+    float milliseconds = 0.0f;
+    const OOCUresult result =
+        engine->driver.cuEventElapsedTime
+            ? engine->driver.cuEventElapsedTime(&milliseconds, span->begin->handle, span->end->handle)
+            : OOCU_ERROR_NOT_SUPPORTED;
+    if (result == OOCU_ERROR_NOT_READY && spans->tail - spans->head < OO_SPANS)
+        return 0;
+    if (result == OOCU_SUCCESS) {
+        struct oo_stats *stats = span->kind == OO_TRACE_D2H ? &engine->stats : &engine->models[span->model].stats;
+        const double seconds = (double)milliseconds * 1e-3;
+        switch (span->kind) {
+        case OO_TRACE_H2D:
+            stats->h2d_seconds += seconds;
+            stats->h2d_timed_bytes += span->bytes;
+            break;
+        case OO_TRACE_D2H:
+            stats->d2h_seconds += seconds;
+            stats->d2h_timed_bytes += span->bytes;
+            break;
+        case OO_TRACE_STALL:
+            if (seconds > oo__stall_floor_s) {
+                stats->stalls++;
+                stats->stall_seconds += seconds;
+            }
+            break;
+        case OO_TRACE_COMPUTE:
+            break;
+        }
+        if (spans->tracing)
+            oo__trace_row(engine, span);
+    }
+    oo__event_give(engine, span->begin);
+    oo__event_give(engine, span->end);
+    spans->head++;
+    return 1;
+}
+
+void oo__spans_harvest(struct oo_engine *engine) {
+    while (engine->spans.head != engine->spans.tail && oo__harvest_one(engine))
+        continue;
+}
+
+void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit, uint32_t model, uint64_t bytes,
+                  struct oo_event *begin, struct oo_event *end) {
+    struct oo_spans *spans = &engine->spans;
+    oo__spans_harvest(engine);
+    if (spans->tail - spans->head == OO_SPANS)
+        (void)oo__harvest_one(engine);
+    spans->pending[spans->tail++ % OO_SPANS] =
+        (struct oo_span){kind, unit, model, bytes, oo__event_share(begin), oo__event_share(end)};
+}
+
+void oo__spans_free(struct oo_engine *engine) {
+    struct oo_spans *spans = &engine->spans;
+    while (spans->head != spans->tail) {
+        oo__event_give(engine, spans->pending[spans->head % OO_SPANS].begin);
+        oo__event_give(engine, spans->pending[spans->head % OO_SPANS].end);
+        spans->head++;
+    }
+    oo__event_give(engine, spans->origin);
+    spans->origin = NULL;
+    while (spans->free_events) {
+        struct oo_event *event = spans->free_events;
+        spans->free_events = event->next;
+        (void)engine->driver.cuEventDestroy(event->handle);
+        spans->live_events--;
+        free(event);
+    }
+    free(spans->rows);
+    spans->rows = NULL;
+}
+
+/* ---- the timeline ---- */
+
+enum oo_status oo_trace_start(struct oo_engine *engine) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    if (!engine->driver.cuEventElapsedTime) {
+        status = oo__fail(OO_E_DRIVER_OLD, "this driver has no cuEventElapsedTime: a timeline cannot be recorded");
+        goto done;
+    }
+    if (engine->spans.tracing) {
+        status = oo__fail(OO_E_STATE, "a timeline is being recorded already");
+        goto done;
+    }
+    oo__spans_harvest(engine);
+    OO_TRY(oo__event_take(engine, &engine->spans.origin));
+    status = OO_DRIVE(engine, cuEventRecord, engine->spans.origin->handle, engine->h2d);
+    if (status != OO_OK) {
+        oo__event_give(engine, engine->spans.origin);
+        engine->spans.origin = NULL;
+        goto done;
+    }
+    engine->spans.tracing = 1;
+done:
+    oo__leave(engine);
+    return status;
+}
+
+enum oo_status oo_trace_stop(struct oo_engine *engine, struct oo_trace_row **rows, size_t *count) {
+    *rows = NULL;
+    *count = 0;
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    struct oo_spans *spans = &engine->spans;
+    if (!spans->tracing) {
+        status = oo__fail(OO_E_STATE, "no timeline is being recorded");
+        goto done;
+    }
+    /* The rows are wanted now: wait for each span's end. Not part of a training step. */
+    for (uint64_t i = spans->head; i != spans->tail; i++) {
+        engine->stats.host_waits++;
+        OO_TRY(OO_DRIVE(engine, cuEventSynchronize, spans->pending[i % OO_SPANS].end->handle));
+    }
+    oo__spans_harvest(engine);
+    *rows = spans->rows;
+    *count = spans->n_rows;
+    spans->rows = NULL;
+    spans->n_rows = spans->row_capacity = 0;
+    spans->tracing = 0;
+    oo__event_give(engine, spans->origin);
+    spans->origin = NULL;
+done:
+    oo__leave(engine);
+    return status;
+}
+
+void oo_trace_free(struct oo_trace_row *rows) { free(rows); }
+
+/* ---- counters ---- */
+
+static void oo__add_model(struct oo_stats *sum, const struct oo_stats *model) {
+    sum->h2d_bytes += model->h2d_bytes;
+    sum->h2d_copies += model->h2d_copies;
+    sum->h2d_timed_bytes += model->h2d_timed_bytes;
+    sum->h2d_seconds += model->h2d_seconds;
+    sum->d2h_bytes += model->d2h_bytes;
+    sum->d2h_copies += model->d2h_copies;
+    sum->d2h_timed_bytes += model->d2h_timed_bytes;
+    sum->d2h_seconds += model->d2h_seconds;
+    sum->acquires += model->acquires;
+    sum->hits += model->hits;
+    sum->late += model->late;
+    sum->stale += model->stale;
+    sum->prefetches += model->prefetches;
+    sum->prefetch_failures += model->prefetch_failures;
+    sum->evictions += model->evictions;
+    sum->stalls += model->stalls;
+    sum->stall_seconds += model->stall_seconds;
+}
+
+static void oo__add_unit(const struct oo_engine *engine, struct oo_stats *sum, uint32_t id) {
+    const struct oo_unit *unit = &engine->units[id];
+    sum->units++;
+    sum->managed_bytes += unit->device_bytes;
+    if (unit->device_bytes > sum->largest_unit_bytes)
+        sum->largest_unit_bytes = unit->device_bytes;
+    if (oo_plan_resident(engine->plan, id)) {
+        sum->resident_units++;
+        sum->resident_bytes += unit->device_bytes;
+    }
+    for (uint32_t i = 0; i < unit->n_parts; i++) {
+        const struct oo_part *part = &unit->parts[i];
+        if (!part->memory || !part->memory->locked)
+            sum->pageable_bytes += part->bytes;
+    }
+}
+
+enum oo_status oo_engine_stats(struct oo_engine *engine, uint32_t model, struct oo_stats *out) {
+    enum oo_status status = oo__enter_even_dead(engine);
+    if (status != OO_OK)
+        return status;
+    if (model != OO_ALL_MODELS && (model >= engine->n_models || engine->models[model].removed)) {
+        status = oo__fail(OO_E_ARGUMENT, "model %u is not attached", model);
+        goto done;
+    }
+    if (engine->dead == OO_OK)
+        oo__spans_harvest(engine);
+    *out = engine->stats;
+    for (uint32_t i = 0; i < engine->n_models; i++)
+        if (model == OO_ALL_MODELS || model == i)
+            oo__add_model(out, &engine->models[i].stats);
+    for (uint32_t i = 0; i < engine->n_units; i++)
+        if (!engine->units[i].removed && (model == OO_ALL_MODELS || engine->units[i].model == model))
+            oo__add_unit(engine, out, i);
+    for (uint32_t i = 0; i < engine->n_hosts; i++)
+        if (engine->hosts[i]->locked)
+            out->locked_bytes += engine->hosts[i]->mapped_bytes;
+    const uint64_t ring_bytes = OO_RING_PIECES * (uint64_t)oo__ring_piece_bytes;
+    out->locked_bytes += (engine->up.base ? ring_bytes : 0) + (engine->down.base ? ring_bytes : 0);
+    out->arena_bytes = oo_plan_arena(engine->plan)->total_bytes;
+    out->learned_block_bytes = oo_plan_block_bytes(engine->plan);
+    out->allocations += oo_plan_allocations(engine->plan);
+done:
+    oo__leave(engine);
+    return status;
+}
+
+/* ---- fingerprints ---- */
+
+enum { OO_SAMPLES = 64, OO_LINE = 64 };
+
+static uint64_t oo__mix(uint64_t hash, const char *memory, size_t bytes) {
+    while (bytes) {
+        uint64_t word = 0;
+        const size_t step = bytes < sizeof word ? bytes : sizeof word;
+        memcpy(&word, memory, step);
+        hash = (hash ^ word) * UINT64_C(0x9E3779B97F4A7C15);
+        hash ^= hash >> 29;
+        memory += step;
+        bytes -= step;
+    }
+    return hash;
+}
+
+/* A whole cache line at each of 64 places: it costs the same misses as one word there, and eight times
+ * the words make a rewrite that leaves most rounded weights as they were (a small LoRA merged into
+ * bfloat16) visible all the same. */
+uint64_t oo__fingerprint(const void *memory, size_t bytes, int whole) {
+    const char *begin = memory;
+    uint64_t hash = UINT64_C(0x243F6A8885A308D3) ^ bytes;
+    if (whole || bytes <= (size_t)OO_SAMPLES * OO_LINE)
+        return oo__mix(hash, begin, bytes);
+    const size_t stride = (bytes - OO_LINE) / (OO_SAMPLES - 1);
+    for (size_t i = 0; i + 1 < OO_SAMPLES; i++)
+        hash = oo__mix(hash, begin + i * stride / OO_LINE * OO_LINE, OO_LINE);
+    return oo__mix(hash, begin + bytes - OO_LINE, OO_LINE);
+}

@@ -1,0 +1,133 @@
+/* sim.h - what the simulated CUDA driver exports beside the cu* calls.
+ *
+ * The simulator is a discrete-event machine, not a set of threads: work is queued per stream and
+ * makes progress only when someone synchronises, queries or launches. Beside the calls below it
+ * exports every call of csrc/driver/driver.h under its real symbol name (cuMemAlloc_v2, ...).
+ * State is per process, behind one lock. Control calls return 0 or a CUresult.
+ */
+#ifndef OO_SIM_H
+#define OO_SIM_H
+
+#include "../driver/cu_abi.h"
+
+#if defined(_WIN32)
+#define SIM_API __declspec(dllexport)
+#else
+#define SIM_API __attribute__((visibility("default")))
+#endif
+
+/* ---- how torch meets the simulator: optional rows of the driver table ---- */
+
+/* Host memory [ptr, ptr + bytes) becomes device memory: it counts against the device's capacity
+ * and can be the device side of copies. CUDA_ERROR_OUT_OF_MEMORY when it does not fit. */
+SIM_API OOCUresult simAdopt(OOCUdeviceptr ptr, size_t bytes, unsigned int flags);
+/* End of simAdopt. An error while copies from or to the range are queued. */
+SIM_API OOCUresult simDrop(OOCUdeviceptr ptr);
+/* A kernel on `stream` that reads and writes these ranges (device memory, or registered host
+ * memory) for `seconds` of virtual time. Checks the ranges for races, then executes what is
+ * ordered before the tail of `stream` and nothing else, then queues the kernel's virtual time.
+ * The caller runs the real operator right after the call. Not a host wait. */
+SIM_API OOCUresult simLaunch(OOCUstream stream, const OOSimRange *reads, size_t n_reads,
+                             const OOSimRange *writes, size_t n_writes, double seconds);
+/* The host itself reads or writes this memory now: checked against queued copies. */
+SIM_API OOCUresult simHostAccess(const void *ptr, size_t bytes, int is_write);
+
+/* ---- configuration ---- */
+
+struct sim_device {
+    char name[64];
+    double link_gbps;      /* each direction, 1e9 bytes/s */
+    double copy_latency_s; /* added to every copy */
+    double memory_bytes;
+    double tflops;         /* dense bf16, 1e12 FLOP/s; fp32 runs at half, see docs */
+    double memory_gbps;
+    double launch_s;       /* launch latency of a kernel */
+};
+
+/* The presets: rtx3090, rtx4090, rtx5090, h200. INVALID_VALUE for another name. */
+SIM_API OOCUresult simPreset(const char *name, struct sim_device *out);
+/* Read or replace device `ordinal`; replacing is refused (ILLEGAL_STATE) while its context is
+ * retained. The default comes from ORACLE_OFFLOAD_SIM_DEVICE (rtx4090). */
+SIM_API OOCUresult simGetDevice(int ordinal, struct sim_device *out);
+SIM_API OOCUresult simSetDevice(int ordinal, const struct sim_device *device);
+/* How many devices exist (1 by default, at most 8). */
+SIM_API OOCUresult simSetDeviceCount(int count);
+
+enum sim_schedule {
+    SIM_TIMED = 0,          /* in the order of virtual time: what the hardware would most likely do */
+    SIM_RANDOM = 1,         /* any legal order, chosen by the seed */
+    SIM_STARVE_COPY = 2,    /* copies run only when something waits for them */
+    SIM_STARVE_COMPUTE = 3, /* copies run as soon as they are legal, kernels' ends as late as legal */
+    SIM_EAGER = 4           /* every operation runs when it is queued, where legal */
+};
+/* The default comes from ORACLE_OFFLOAD_SIM_SEED: unset SIM_TIMED, a number SIM_RANDOM with it. */
+SIM_API OOCUresult simSetSchedule(int schedule, uint64_t seed);
+
+enum sim_switch {
+    SIM_RACES = 0,        /* detect races (default 1) */
+    SIM_POISON = 1,       /* poison fresh, freed and not yet arrived bytes (default 1) */
+    SIM_COPY_NOTHING = 2, /* copies take their time and move no byte (default 0): a broken driver */
+    SIM_TRACE_ON = 3      /* record executed operations for simTrace (default: ORACLE_OFFLOAD_SIM_TRACE) */
+};
+SIM_API OOCUresult simSwitch(int which, int on);
+
+/* Refuse host registrations: the n-th cuMemHostRegister from now on and all later ones fail with
+ * OUT_OF_MEMORY (1 = the next); 0 ends it. */
+SIM_API OOCUresult simRefuseRegistration(uint64_t from_nth);
+/* The n-th call from now on (1 = the next) of `call` ("cuEventRecord"; NULL: any cu* call that can
+ * fail) returns `result`: once, or for ever when `lasting`. One fault per call name and one for any;
+ * result 0 clears. A sticky result (700, 719...) makes all later calls fail with it. */
+SIM_API OOCUresult simFault(const char *call, uint64_t nth, OOCUresult result, int lasting);
+SIM_API OOCUresult simFaultClear(void);
+/* How often `call` was called since start or simReset; NULL: all calls. */
+SIM_API uint64_t simCallCount(const char *call);
+
+/* ---- observation ---- */
+
+struct sim_stats {
+    uint64_t h2d_bytes, h2d_copies, d2h_bytes, d2h_copies;
+    uint64_t kernels, host_waits; /* host_waits: cuStreamSynchronize + cuEventSynchronize */
+    double h2d_busy_s, d2h_busy_s, compute_busy_s;
+};
+SIM_API OOCUresult simGetStats(struct sim_stats *out);
+
+struct sim_live {
+    uint64_t streams, events, contexts, modules;
+    uint64_t registrations, registered_bytes, host_alloc_bytes, device_bytes, adopted_bytes;
+    uint64_t queued; /* operations not yet executed */
+    uint64_t device_peak_bytes;
+};
+SIM_API OOCUresult simGetLive(struct sim_live *out);
+
+/* The host's virtual clock, in seconds since start; advanced by waits, queries and simAdvance. */
+SIM_API double simNow(void);
+SIM_API OOCUresult simAdvance(double seconds);
+/* Virtual time at which everything queued on all streams so far will have ended; executes it. */
+SIM_API OOCUresult simFinish(double *seconds);
+
+/* Races, deadlocks and lints since start or simReset. A report is several lines of text that name
+ * both accesses, their streams, byte ranges and labels, the missing edge, and the seed. */
+SIM_API uint64_t simReportCount(void);
+SIM_API OOCUresult simReport(uint64_t index, char *text, size_t capacity);
+SIM_API OOCUresult simReportsClear(void);
+/* Name a memory range or a stream in reports and traces ("unit 12", "h2d"). */
+SIM_API OOCUresult simLabelRange(const void *ptr, size_t bytes, const char *label);
+SIM_API OOCUresult simLabelStream(OOCUstream stream, const char *label);
+
+enum sim_kind { SIM_H2D = 0, SIM_D2H = 1, SIM_KERNEL = 2, SIM_MEMSET = 3, SIM_HOSTFN = 4 };
+struct sim_trace_row {
+    int kind;
+    uint64_t stream; /* handle */
+    double start_s, end_s;
+    uint64_t bytes;
+    OOCUdeviceptr device_ptr;
+};
+SIM_API uint64_t simTraceCount(void);
+SIM_API OOCUresult simTraceRow(uint64_t index, struct sim_trace_row *out);
+SIM_API OOCUresult simTraceClear(void);
+
+/* Forget everything but the configuration of the devices: clocks, counters, reports, faults,
+ * schedule and switches go back to their defaults. ILLEGAL_STATE while anything is live. */
+SIM_API OOCUresult simReset(void);
+
+#endif

@@ -1,0 +1,176 @@
+"""Types of the C extension; csrc/python/ implements it, csrc/include/oracle_offload.h explains it.
+
+Pointers, streams and devices travel as integers, so that one build serves every torch. A stream is
+the ``CUstream`` handle (``torch.cuda.Stream.cuda_stream``; 0 is the default stream). Failed calls
+raise `oracle_offload.errors.OffloadError` or its subclasses; running out of arena raises
+`MemoryError`, which the Python layer turns into `torch.OutOfMemoryError`.
+"""
+
+from typing import Final, TypedDict
+
+FORWARD: Final = 0  # a forward outside any graph task
+RECOMPUTE: Final = 1  # a forward inside a graph task: a checkpoint recomputes
+BACKWARD: Final = 2
+ALIGNMENT: Final = 256  # bytes; of every tensor in host and device memory
+
+BUILD: Final[str]  # compiler, flags and date of this extension
+
+class Stats(TypedDict):
+    """Counters since the engine (or model) began; see struct oo_stats."""
+
+    managed_bytes: int  # device bytes of all units
+    locked_bytes: int  # host bytes that are page-locked
+    pageable_bytes: int  # host bytes of units that could not be locked
+    arena_bytes: int  # capacity: bytes of all segments
+    resident_bytes: int  # device bytes of the units in the arena now
+    peak_resident_bytes: int
+    largest_unit_bytes: int
+    learned_block_bytes: int  # largest checkpointed block seen so far
+    h2d_bytes: int
+    h2d_copies: int
+    h2d_seconds: float  # of the copies measured
+    h2d_timed_bytes: int  # bytes of the copies measured
+    d2h_bytes: int
+    d2h_copies: int
+    d2h_seconds: float
+    d2h_timed_bytes: int
+    acquires: int
+    hits: int
+    late: int  # acquires that had to enqueue their own copy
+    stale: int  # hits refused because the master had changed
+    prefetches: int
+    prefetch_failures: int  # given up without harm: the unit is copied when it is asked for
+    evictions: int
+    stalls: int  # waits of the compute stream for a copy longer than 10 microseconds
+    stall_seconds: float
+    host_waits: int
+    recoveries: int  # synchronisations made only because a driver call had failed
+    allocations: int  # driver objects and host blocks created; flat in the steady state
+    units: int
+    resident_units: int
+
+class TraceRow(TypedDict):
+    kind: str  # "compute", "h2d", "d2h" or "stall"
+    unit: int
+    start_s: float  # seconds since trace_start
+    end_s: float
+    bytes: int
+
+class HostBuffer:
+    """`nbytes` of page-aligned host memory; exports a writable buffer.
+
+    Tensors made with ``torch.frombuffer`` keep the object alive; the last reference frees it.
+    Not inherited by forked children while locked.
+    """
+
+    def __init__(self, nbytes: int) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def locked(self) -> bool: ...
+    def fill(self, offset: int, source: int, nbytes: int) -> None:
+        """Copy `nbytes` from address `source` to `offset`, with several threads, GIL released."""
+
+class Engine:
+    """The engine of one device. `library` None: the system's CUDA driver."""
+
+    def __init__(self, library: str | None, device: int) -> None: ...
+    @property
+    def simulated(self) -> bool: ...
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def pci_id(self) -> str: ...
+    @property
+    def driver_version(self) -> int: ...
+    @property
+    def compute_stream(self) -> int:
+        """A stream for callers that have none (the simulated device's); created on first use."""
+
+    def close(self) -> None:
+        """Give back everything. `OffloadError` while models are attached."""
+
+    def mem_info(self) -> tuple[int, int]:
+        """(free, total) device bytes."""
+
+    def lock(self, buffer: HostBuffer) -> bool:
+        """Page-lock `buffer`; False where the system refuses (its units then go through a ring)."""
+
+    def unlock(self, buffer: HostBuffer) -> None:
+        """Wait for copies from or to `buffer`, then make it ordinary memory again."""
+
+    def add_model(self) -> int: ...
+    def remove_model(self, model: int) -> None:
+        """Forget the model's units and segments, once every copy has ended (a host wait).
+
+        The streams that the segments were allocated on wait for all uses of them. `OffloadError`
+        while one of its units is acquired.
+        """
+
+    def add_segment(self, model: int, address: int, nbytes: int, stream: int) -> None:
+        """Give `nbytes` of device memory to the arena; `stream` is the one it was allocated on."""
+
+    def add_unit(
+        self, model: int, members: list[list[tuple[int, int]]], trainable: bool
+    ) -> tuple[int, list[tuple[int, list[int]]]]:
+        """One unit of several members (layers), each a list of (host address, nbytes).
+
+        Returns (unit, [(member, [device offset of each tensor in the unit])]).
+        """
+
+    def move_member(self, member: int, tensors: list[tuple[int, int]]) -> tuple[int, list[int]]:
+        """The member's tensors now live elsewhere (or have another size).
+
+        It gets a unit of its own. Memory outside every `HostBuffer` known to the engine is copied
+        only on demand, at an acquire of this member. Returns (unit, [device offsets]).
+        """
+
+    def acquire(
+        self, member: int, stream: int, stamp: int, kind: int, task: int
+    ) -> tuple[int, int, tuple[int, ...] | None]:
+        """Make the member's unit ready for work queued on `stream` after this call.
+
+        `stamp` is any integer that changes when a master is rewritten (``_version``); `kind` is
+        FORWARD, RECOMPUTE or BACKWARD; `task` the id of the running graph task or -1.
+        Returns (ticket, device address of the unit, units whose copy was enqueued or None); the
+        caller must `stamp` each member of those units at once.
+        """
+
+    def stamp(self, member: int, stamp: int) -> None: ...
+    def launch(self, member: int, stream: int, seconds: float) -> None:
+        """Declare a kernel that reads the acquired member; nothing on a real driver."""
+
+    def release(self, ticket: int, stream: int) -> tuple[int, ...] | None:
+        """The work that uses the unit has been queued on `stream`. Returns as `acquire` does."""
+
+    def download(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy device bytes written by `stream` to host address `target`; waits (counted)."""
+
+    def hold(self) -> None:
+        """Trainable masters may be rewritten from now on: drop their copies, prefetch none."""
+
+    def resume(self) -> None:
+        """They are stable again (an optimizer step ended); a FORWARD acquire does this too."""
+
+    def refresh(self, model: int) -> None:
+        """Every device copy of the model is stale."""
+
+    def set_verify(self, on: bool) -> None:
+        """Hash whole masters instead of samples at every hit."""
+
+    def stats(self, model: int = -1) -> Stats:
+        """One consistent snapshot, of one model or (-1) of the whole engine."""
+
+    def trace_start(self) -> None: ...
+    def trace_stop(self) -> list[TraceRow]: ...
+    def residents(self) -> list[tuple[int, int, int, int]]:
+        """[(unit, address, nbytes, pins)] of the arena, by address."""
+
+def live() -> dict[str, int]:
+    """Objects of this extension alive now: {"engines", "buffers", "buffer_bytes"}."""
+
+def driver_probe(library: str | None = None) -> tuple[int, int]:
+    """(driver version, number of devices); `DriverError` or `OffloadError` says why not."""
