@@ -1,0 +1,652 @@
+/* engine_type.c - Engine: oo_engine as a Python type.
+ *
+ * The GIL: acquire and release first try without blocking and keep it (dropping it for a microsecond of
+ * work invites every other thread to take it for five milliseconds); only when the engine says that it
+ * would block are they repeated with the GIL released. */
+#include "binding.h"
+
+struct oo_py_engine {
+    PyObject_HEAD
+    struct oo_engine *engine; /* NULL once closed */
+};
+
+static struct oo_engine *oo__engine_of(PyObject *object) {
+    struct oo_engine *engine = ((struct oo_py_engine *)object)->engine;
+    if (!engine)
+        PyErr_SetString(oo__state_of(Py_TYPE(object))->offload_error, "this engine is closed");
+    return engine;
+}
+
+static PyObject *oo__raise_for(PyObject *object, enum oo_status status) {
+    return oo_raise(oo__state_of(Py_TYPE(object)), status);
+}
+
+static PyObject *oo__none_or_raise(PyObject *object, enum oo_status status) {
+    if (status != OO_OK)
+        return oo__raise_for(object, status);
+    Py_RETURN_NONE;
+}
+
+/* Run a call that may block, with the GIL released. */
+#define OO_BLOCKING(status, call)                                                                  \
+    do {                                                                                           \
+        Py_BEGIN_ALLOW_THREADS status = (call);                                                    \
+        Py_END_ALLOW_THREADS                                                                       \
+    } while (0)
+
+/* Exactly `expected` integers; -1 with an exception set otherwise. Negative numbers wrap, as -1 for
+ * "no graph task" must. */
+static int oo__integers(const char *function, PyObject *const *arguments, Py_ssize_t count, Py_ssize_t expected,
+                        unsigned long long *values) {
+    if (count != expected) {
+        PyErr_Format(PyExc_TypeError, "%s() takes %zd arguments, not %zd", function, expected, count);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        values[i] = PyLong_AsUnsignedLongLongMask(arguments[i]);
+        if (PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
+/* ---- life ---- */
+
+static PyObject *oo__engine_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    static char library_name[] = "library", device_name[] = "device";
+    static char *names[] = {library_name, device_name, NULL};
+    const char *library;
+    int device;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "zi", names, &library, &device))
+        return NULL;
+    struct oo_module_state *state = oo__state_of(type);
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    struct oo_py_engine *self = (struct oo_py_engine *)allocate(type, 0);
+    if (!self)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_create(library, device, &self->engine));
+    if (status != OO_OK) {
+        Py_DECREF(self);
+        return oo_raise(state, status);
+    }
+    state->live_engines++;
+    return (PyObject *)self;
+}
+
+static enum oo_status oo__engine_shut(PyObject *object) {
+    struct oo_py_engine *self = (struct oo_py_engine *)object;
+    enum oo_status status = OO_OK;
+    if (self->engine) {
+        OO_BLOCKING(status, oo_engine_destroy(self->engine));
+        if (status == OO_OK) {
+            self->engine = NULL;
+            oo__state_of(Py_TYPE(object))->live_engines--;
+        }
+    }
+    return status;
+}
+
+static void oo__engine_dealloc(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object);
+    /* An engine with models attached is leaked rather than torn down under queued work. */
+    (void)oo__engine_shut(object);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+static PyObject *oo__engine_close(PyObject *object, PyObject *unused) {
+    (void)unused;
+    return oo__none_or_raise(object, oo__engine_shut(object));
+}
+
+/* ---- what is managed ---- */
+
+static struct oo_py_buffer *oo__as_buffer(PyObject *object, PyObject *argument) {
+    if (!PyObject_TypeCheck(argument, oo__state_of(Py_TYPE(object))->host_buffer_type)) {
+        PyErr_SetString(PyExc_TypeError, "a HostBuffer is needed");
+        return NULL;
+    }
+    return (struct oo_py_buffer *)argument;
+}
+
+static PyObject *oo__engine_lock(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        return NULL;
+    if (count < 1 || count > 2)
+        return PyErr_Format(PyExc_TypeError, "lock() takes a HostBuffer and an optional flag, not %zd arguments", count);
+    struct oo_py_buffer *buffer = oo__as_buffer(object, arguments[0]);
+    const int wanted = count == 2 ? PyObject_IsTrue(arguments[1]) : 1;
+    if (!buffer || wanted < 0)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_lock(engine, buffer->host, wanted));
+    if (status != OO_OK && status != OO_E_LOCK_REFUSED)
+        return oo__raise_for(object, status);
+    Py_INCREF(object);
+    buffer->engine = object;
+    return PyBool_FromLong(oo_host_locked(buffer->host));
+}
+
+static PyObject *oo__engine_unlock(PyObject *object, PyObject *argument) {
+    struct oo_engine *engine = oo__engine_of(object);
+    struct oo_py_buffer *buffer = engine ? oo__as_buffer(object, argument) : NULL;
+    if (!buffer)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_unlock(engine, buffer->host));
+    if (status != OO_OK)
+        return oo__raise_for(object, status);
+    Py_CLEAR(buffer->engine);
+    Py_RETURN_NONE;
+}
+
+static PyObject *oo__engine_add_model(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct oo_engine *engine = oo__engine_of(object);
+    uint32_t model;
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_model_add(engine, &model));
+    return status == OO_OK ? PyLong_FromUnsignedLong(model) : oo__raise_for(object, status);
+}
+
+static PyObject *oo__engine_remove_model(PyObject *object, PyObject *argument) {
+    struct oo_engine *engine = oo__engine_of(object);
+    const unsigned long model = engine ? PyLong_AsUnsignedLong(argument) : 0;
+    if (!engine || PyErr_Occurred())
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_model_remove(engine, (uint32_t)model));
+    return oo__none_or_raise(object, status);
+}
+
+static PyObject *oo__engine_add_segment(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+    struct oo_engine *engine = oo__engine_of(object);
+    unsigned long long values[4];
+    if (!engine || oo__integers("add_segment", arguments, count, 4, values) < 0)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_segment_add(engine, (uint32_t)values[0], (uintptr_t)values[1], (size_t)values[2],
+                                       (uintptr_t)values[3]));
+    return oo__none_or_raise(object, status);
+}
+
+/* A list of (address, nbytes) appended to `tensors` from `*n` on; -1 on error. */
+static int oo__append_tensors(PyObject *list, struct oo_tensor *tensors, size_t *n) {
+    for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
+        PyObject *pair = PyList_GetItem(list, i);
+        unsigned long long address, nbytes;
+        if (!PyArg_ParseTuple(pair, "KK;a tensor is (address, nbytes)", &address, &nbytes))
+            return -1;
+        tensors[*n].host = (const void *)(uintptr_t)address;
+        tensors[(*n)++].bytes = (size_t)nbytes;
+    }
+    return 0;
+}
+
+static PyObject *oo__offsets_list(const size_t *offsets, size_t count) {
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list && i < count; i++) {
+        PyObject *offset = PyLong_FromSize_t(offsets[i]);
+        if (!offset || PyList_SetItem(list, (Py_ssize_t)i, offset) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *oo__engine_add_unit(PyObject *object, PyObject *arguments) {
+    struct oo_engine *engine = oo__engine_of(object);
+    unsigned int model;
+    PyObject *lists, *result = NULL, *members = NULL;
+    int trainable;
+    if (!engine || !PyArg_ParseTuple(arguments, "IO!p", &model, &PyList_Type, &lists, &trainable))
+        return NULL;
+    const size_t n_members = (size_t)PyList_Size(lists);
+    size_t n_tensors = 0;
+    for (size_t i = 0; i < n_members; i++) {
+        PyObject *list = PyList_GetItem(lists, (Py_ssize_t)i);
+        if (!PyList_Check(list)) {
+            PyErr_SetString(PyExc_TypeError, "each member is a list of (address, nbytes)");
+            return NULL;
+        }
+        n_tensors += (size_t)PyList_Size(list);
+    }
+    /* One more than needed: malloc(0) may be NULL. */
+    struct oo_tensor *tensors = PyMem_Malloc((n_tensors + 1) * sizeof *tensors);
+    size_t *offsets = PyMem_Malloc((n_tensors + 1) * sizeof *offsets);
+    uint32_t *counts = PyMem_Malloc((n_members + 1) * sizeof *counts);
+    uint32_t *ids = PyMem_Malloc((n_members + 1) * sizeof *ids);
+    uint32_t unit = 0;
+    if (!tensors || !offsets || !counts || !ids) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    size_t filled = 0;
+    for (size_t i = 0; i < n_members; i++) {
+        const size_t before = filled;
+        if (oo__append_tensors(PyList_GetItem(lists, (Py_ssize_t)i), tensors, &filled) < 0)
+            goto done;
+        counts[i] = (uint32_t)(filled - before);
+    }
+    enum oo_status status;
+    OO_BLOCKING(status, oo_unit_add(engine, model, tensors, counts, (uint32_t)n_members, trainable, &unit, ids, offsets));
+    if (status != OO_OK) {
+        oo__raise_for(object, status);
+        goto done;
+    }
+    members = PyList_New(0);
+    const size_t *next = offsets;
+    for (size_t i = 0; members && i < n_members; i++) {
+        PyObject *list = oo__offsets_list(next, counts[i]);
+        PyObject *row = list ? Py_BuildValue("(IN)", (unsigned int)ids[i], list) : NULL;
+        if (!row || PyList_Append(members, row) < 0)
+            Py_CLEAR(members);
+        Py_XDECREF(row);
+        next += counts[i];
+    }
+    if (members)
+        result = Py_BuildValue("(IN)", (unsigned int)unit, members);
+done:
+    PyMem_Free(tensors);
+    PyMem_Free(offsets);
+    PyMem_Free(counts);
+    PyMem_Free(ids);
+    return result;
+}
+
+static PyObject *oo__engine_move_member(PyObject *object, PyObject *arguments) {
+    struct oo_engine *engine = oo__engine_of(object);
+    unsigned int member;
+    PyObject *list, *result = NULL;
+    if (!engine || !PyArg_ParseTuple(arguments, "IO!", &member, &PyList_Type, &list))
+        return NULL;
+    size_t count = (size_t)PyList_Size(list), filled = 0;
+    struct oo_tensor *tensors = PyMem_Malloc((count + 1) * sizeof *tensors);
+    size_t *offsets = PyMem_Malloc((count + 1) * sizeof *offsets);
+    uint32_t unit = 0;
+    if (!tensors || !offsets) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (oo__append_tensors(list, tensors, &filled) < 0)
+        goto done;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_member_move(engine, member, tensors, (uint32_t)count, &unit, offsets));
+    if (status != OO_OK) {
+        oo__raise_for(object, status);
+        goto done;
+    }
+    PyObject *rows = oo__offsets_list(offsets, count);
+    if (rows)
+        result = Py_BuildValue("(IN)", (unsigned int)unit, rows);
+done:
+    PyMem_Free(tensors);
+    PyMem_Free(offsets);
+    return result;
+}
+
+/* ---- use ---- */
+
+static PyObject *oo__fetched_tuple(const struct oo_fetched *fetched) {
+    if (fetched->count == 0)
+        Py_RETURN_NONE;
+    PyObject *tuple = PyTuple_New((Py_ssize_t)fetched->count);
+    for (uint32_t i = 0; tuple && i < fetched->count; i++) {
+        PyObject *unit = PyLong_FromUnsignedLong(fetched->units[i]);
+        if (!unit || PyTuple_SetItem(tuple, (Py_ssize_t)i, unit) < 0)
+            Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
+static PyObject *oo__engine_acquire(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+    struct oo_engine *engine = oo__engine_of(object);
+    unsigned long long v[5];
+    if (!engine || oo__integers("acquire", arguments, count, 5, v) < 0)
+        return NULL;
+    if (v[3] > OO_BACKWARD)
+        return PyErr_Format(PyExc_ValueError, "kind must be FORWARD, RECOMPUTE or BACKWARD, not %llu", v[3]);
+    struct oo_use use;
+    enum oo_status status = oo_engine_acquire(engine, (uint32_t)v[0], (uintptr_t)v[1], v[2], (enum oo_kind)v[3],
+                                              (int64_t)v[4], OO_NONBLOCKING, &use);
+    if (status == OO_WOULD_BLOCK)
+        OO_BLOCKING(status, oo_engine_acquire(engine, (uint32_t)v[0], (uintptr_t)v[1], v[2], (enum oo_kind)v[3],
+                                              (int64_t)v[4], 0, &use));
+    if (status != OO_OK)
+        return oo__raise_for(object, status);
+    PyObject *fetched = oo__fetched_tuple(&use.fetched);
+    return fetched ? Py_BuildValue("(KKN)", (unsigned long long)use.ticket, (unsigned long long)use.address, fetched)
+                   : NULL;
+}
+
+static PyObject *oo__engine_release(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+    struct oo_engine *engine = oo__engine_of(object);
+    unsigned long long v[2];
+    if (!engine || oo__integers("release", arguments, count, 2, v) < 0)
+        return NULL;
+    struct oo_fetched fetched;
+    enum oo_status status = oo_engine_release(engine, v[0], (uintptr_t)v[1], OO_NONBLOCKING, &fetched);
+    if (status == OO_WOULD_BLOCK)
+        OO_BLOCKING(status, oo_engine_release(engine, v[0], (uintptr_t)v[1], 0, &fetched));
+    else if (status == OO_OK && fetched.more && fetched.count == 0)
+        OO_BLOCKING(status, oo_engine_prefetch(engine, &fetched));
+    return status == OO_OK ? oo__fetched_tuple(&fetched) : oo__raise_for(object, status);
+}
+
+static PyObject *oo__engine_stamp(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+    struct oo_engine *engine = oo__engine_of(object);
+    unsigned long long v[2];
+    if (!engine || oo__integers("stamp", arguments, count, 2, v) < 0)
+        return NULL;
+    return oo__none_or_raise(object, oo_engine_stamp(engine, (uint32_t)v[0], v[1]));
+}
+
+static PyObject *oo__engine_launch(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+    struct oo_engine *engine = oo__engine_of(object);
+    unsigned long long v[2];
+    if (!engine)
+        return NULL;
+    if (count != 3)
+        return PyErr_Format(PyExc_TypeError, "launch() takes member, stream and seconds, not %zd arguments", count);
+    if (oo__integers("launch", arguments, 2, 2, v) < 0)
+        return NULL;
+    const double seconds = PyFloat_AsDouble(arguments[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_launch(engine, (uint32_t)v[0], (uintptr_t)v[1], seconds));
+    return oo__none_or_raise(object, status);
+}
+
+static PyObject *oo__engine_download(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+    struct oo_engine *engine = oo__engine_of(object);
+    unsigned long long v[4];
+    if (!engine || oo__integers("download", arguments, count, 4, v) < 0)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status,
+                oo_engine_download(engine, (void *)(uintptr_t)v[0], (uintptr_t)v[1], (size_t)v[2], (uintptr_t)v[3]));
+    return oo__none_or_raise(object, status);
+}
+
+static PyObject *oo__engine_hold(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_hold(engine));
+    return oo__none_or_raise(object, status);
+}
+
+static PyObject *oo__engine_resume(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_resume(engine));
+    return oo__none_or_raise(object, status);
+}
+
+static PyObject *oo__engine_refresh(PyObject *object, PyObject *argument) {
+    struct oo_engine *engine = oo__engine_of(object);
+    const unsigned long model = engine ? PyLong_AsUnsignedLong(argument) : 0;
+    if (!engine || PyErr_Occurred())
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_refresh(engine, (uint32_t)model));
+    return oo__none_or_raise(object, status);
+}
+
+static PyObject *oo__engine_set_verify(PyObject *object, PyObject *argument) {
+    struct oo_engine *engine = oo__engine_of(object);
+    const int on = engine ? PyObject_IsTrue(argument) : -1;
+    if (on < 0)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_set_verify(engine, on));
+    return oo__none_or_raise(object, status);
+}
+
+/* ---- what happened ---- */
+
+static int oo__set_item(PyObject *dict, const char *key, PyObject *value) {
+    const int result = value ? PyDict_SetItemString(dict, key, value) : -1;
+    Py_XDECREF(value);
+    return result;
+}
+
+static PyObject *oo__engine_stats(PyObject *object, PyObject *arguments, PyObject *keywords) {
+    static char model_name[] = "model";
+    static char *names[] = {model_name, NULL};
+    struct oo_engine *engine = oo__engine_of(object);
+    long model = -1;
+    if (!engine || !PyArg_ParseTupleAndKeywords(arguments, keywords, "|l", names, &model))
+        return NULL;
+    struct oo_stats stats;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_stats(engine, model < 0 ? OO_ALL_MODELS : (uint32_t)model, &stats));
+    if (status != OO_OK)
+        return oo__raise_for(object, status);
+    PyObject *dict = PyDict_New();
+    if (!dict)
+        return NULL;
+    int failed = 0;
+#define OO_COUNT(field) failed |= oo__set_item(dict, #field, PyLong_FromUnsignedLongLong(stats.field));
+#define OO_SECONDS(field) failed |= oo__set_item(dict, #field, PyFloat_FromDouble(stats.field));
+    OO_COUNT(managed_bytes)
+    OO_COUNT(locked_bytes)
+    OO_COUNT(pageable_bytes)
+    OO_COUNT(arena_bytes)
+    OO_COUNT(resident_bytes)
+    OO_COUNT(peak_resident_bytes)
+    OO_COUNT(largest_unit_bytes)
+    OO_COUNT(learned_block_bytes)
+    OO_COUNT(h2d_bytes)
+    OO_COUNT(h2d_copies)
+    OO_SECONDS(h2d_seconds)
+    OO_COUNT(h2d_timed_bytes)
+    OO_COUNT(d2h_bytes)
+    OO_COUNT(d2h_copies)
+    OO_SECONDS(d2h_seconds)
+    OO_COUNT(d2h_timed_bytes)
+    OO_COUNT(acquires)
+    OO_COUNT(hits)
+    OO_COUNT(late)
+    OO_COUNT(stale)
+    OO_COUNT(prefetches)
+    OO_COUNT(prefetch_failures)
+    OO_COUNT(evictions)
+    OO_COUNT(stalls)
+    OO_SECONDS(stall_seconds)
+    OO_COUNT(host_waits)
+    OO_COUNT(recoveries)
+    OO_COUNT(allocations)
+    OO_COUNT(units)
+    OO_COUNT(resident_units)
+#undef OO_COUNT
+#undef OO_SECONDS
+    if (failed)
+        Py_CLEAR(dict);
+    return dict;
+}
+
+static PyObject *oo__engine_mem_info(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct oo_engine *engine = oo__engine_of(object);
+    size_t free_bytes = 0, total_bytes = 0;
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_mem_info(engine, &free_bytes, &total_bytes));
+    if (status != OO_OK)
+        return oo__raise_for(object, status);
+    return Py_BuildValue("KK", (unsigned long long)free_bytes, (unsigned long long)total_bytes);
+}
+
+static PyObject *oo__engine_trace_start(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_trace_start(engine));
+    return oo__none_or_raise(object, status);
+}
+
+static PyObject *oo__engine_trace_stop(PyObject *object, PyObject *unused) {
+    (void)unused;
+    static const char *const kinds[] = {"compute", "h2d", "d2h", "stall"};
+    struct oo_engine *engine = oo__engine_of(object);
+    struct oo_trace_row *rows = NULL;
+    size_t count = 0;
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_trace_stop(engine, &rows, &count));
+    if (status != OO_OK)
+        return oo__raise_for(object, status);
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list && i < count; i++) {
+        const long long unit = rows[i].unit == UINT32_MAX ? -1 : (long long)rows[i].unit;
+        PyObject *row = Py_BuildValue("{s:s,s:L,s:d,s:d,s:K}", "kind", kinds[rows[i].kind], "unit", unit, "start_s",
+                                      rows[i].start_s, "end_s", rows[i].end_s, "bytes",
+                                      (unsigned long long)rows[i].bytes);
+        if (!row || PyList_Append(list, row) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    oo_trace_free(rows);
+    return list;
+}
+
+static PyObject *oo__engine_residents(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        return NULL;
+    size_t capacity = 0, count = 0;
+    struct oo_resident *rows = NULL;
+    enum oo_status status;
+    /* Twice at most in the common case: once to learn the size. */
+    do {
+        capacity = count;
+        PyMem_Free(rows);
+        rows = PyMem_Malloc((capacity + 1) * sizeof *rows);
+        if (!rows)
+            return PyErr_NoMemory();
+        OO_BLOCKING(status, oo_engine_residents(engine, rows, capacity, &count));
+    } while (status == OO_OK && count > capacity);
+    PyObject *list = status == OO_OK ? PyList_New(0) : oo__raise_for(object, status);
+    for (size_t i = 0; list && i < count; i++) {
+        PyObject *row = Py_BuildValue("(IKKI)", (unsigned int)rows[i].unit, (unsigned long long)rows[i].address,
+                                      (unsigned long long)rows[i].bytes, (unsigned int)rows[i].pins);
+        if (!row || PyList_Append(list, row) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    PyMem_Free(rows);
+    return list;
+}
+
+static PyObject *oo__engine_simulated(PyObject *object, void *unused) {
+    (void)unused;
+    const struct oo_engine *engine = oo__engine_of(object);
+    return engine ? PyBool_FromLong(oo_engine_simulated(engine)) : NULL;
+}
+
+static PyObject *oo__engine_device_name(PyObject *object, void *unused) {
+    (void)unused;
+    const struct oo_engine *engine = oo__engine_of(object);
+    return engine ? PyUnicode_FromString(oo_engine_device_name(engine)) : NULL;
+}
+
+static PyObject *oo__engine_pci_id(PyObject *object, void *unused) {
+    (void)unused;
+    const struct oo_engine *engine = oo__engine_of(object);
+    return engine ? PyUnicode_FromString(oo_engine_pci_id(engine)) : NULL;
+}
+
+static PyObject *oo__engine_driver_version(PyObject *object, void *unused) {
+    (void)unused;
+    const struct oo_engine *engine = oo__engine_of(object);
+    return engine ? PyLong_FromLong(oo_engine_driver_version(engine)) : NULL;
+}
+
+static PyObject *oo__engine_compute_stream(PyObject *object, void *unused) {
+    (void)unused;
+    struct oo_engine *engine = oo__engine_of(object);
+    uintptr_t stream = 0;
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_compute_stream(engine, &stream));
+    return status == OO_OK ? PyLong_FromUnsignedLongLong((unsigned long long)stream) : oo__raise_for(object, status);
+}
+
+#define OO_FAST(function) (PyCFunction)(void (*)(void))function, METH_FASTCALL
+
+static PyMethodDef oo__engine_methods[] = {
+    {"close", oo__engine_close, METH_NOARGS, "close($self, /)\n--\n\nGive back everything."},
+    {"mem_info", oo__engine_mem_info, METH_NOARGS, "mem_info($self, /)\n--\n\n(free, total) device bytes."},
+    {"lock", OO_FAST(oo__engine_lock), "Page-lock a HostBuffer: lock(buffer, wanted=True)."},
+    {"unlock", oo__engine_unlock, METH_O, "unlock($self, buffer, /)\n--\n\nMake a HostBuffer ordinary memory."},
+    {"add_model", oo__engine_add_model, METH_NOARGS, "add_model($self, /)\n--\n\nA new model's id."},
+    {"remove_model", oo__engine_remove_model, METH_O, "remove_model($self, model, /)\n--\n\nForget a model."},
+    {"add_segment", OO_FAST(oo__engine_add_segment),
+     "add_segment($self, model, address, nbytes, stream, /)\n--\n\nLend device memory to the arena."},
+    {"add_unit", oo__engine_add_unit, METH_VARARGS, "add_unit($self, model, members, trainable, /)\n--\n\nA new unit."},
+    {"move_member", oo__engine_move_member, METH_VARARGS,
+     "move_member($self, member, tensors, /)\n--\n\nThe member's tensors live elsewhere now."},
+    {"acquire", OO_FAST(oo__engine_acquire),
+     "acquire($self, member, stream, stamp, kind, task, /)\n--\n\nMake the member's unit ready on a stream."},
+    {"stamp", OO_FAST(oo__engine_stamp), "stamp($self, member, stamp, /)\n--\n\nThe copied master's stamp."},
+    {"launch", OO_FAST(oo__engine_launch),
+     "launch($self, member, stream, seconds, /)\n--\n\nDeclare a kernel to the simulated driver."},
+    {"release", OO_FAST(oo__engine_release),
+     "release($self, ticket, stream, /)\n--\n\nThe work that uses the unit is queued."},
+    {"download", OO_FAST(oo__engine_download),
+     "download($self, target, source, nbytes, stream, /)\n--\n\nCopy device bytes to the host and wait."},
+    {"hold", oo__engine_hold, METH_NOARGS, "hold($self, /)\n--\n\nTrainable masters may be rewritten."},
+    {"resume", oo__engine_resume, METH_NOARGS, "resume($self, /)\n--\n\nTrainable masters are stable."},
+    {"refresh", oo__engine_refresh, METH_O, "refresh($self, model, /)\n--\n\nAll copies of the model are stale."},
+    {"set_verify", oo__engine_set_verify, METH_O, "set_verify($self, on, /)\n--\n\nHash whole masters."},
+    {"stats", (PyCFunction)(void (*)(void))oo__engine_stats, METH_VARARGS | METH_KEYWORDS,
+     "stats($self, model=-1)\n--\n\nOne snapshot of the counters."},
+    {"trace_start", oo__engine_trace_start, METH_NOARGS, "trace_start($self, /)\n--\n\nRecord a timeline."},
+    {"trace_stop", oo__engine_trace_stop, METH_NOARGS, "trace_stop($self, /)\n--\n\nThe timeline's rows."},
+    {"residents", oo__engine_residents, METH_NOARGS, "residents($self, /)\n--\n\nThe arena's contents."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef oo__engine_properties[] = {
+    {"simulated", oo__engine_simulated, NULL, "Whether the driver is the simulated one.", NULL},
+    {"device_name", oo__engine_device_name, NULL, "Name of the device.", NULL},
+    {"pci_id", oo__engine_pci_id, NULL, "PCI bus id of the device.", NULL},
+    {"driver_version", oo__engine_driver_version, NULL, "12040 means 12.4.", NULL},
+    {"compute_stream", oo__engine_compute_stream, NULL, "A stream for callers that have none.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static char oo__engine_doc[] = "Engine(library, device)\n--\n\nThe engine of one device.";
+
+static PyType_Slot oo__engine_slots[] = {
+    {Py_tp_doc, oo__engine_doc},
+    {Py_tp_new, (void *)oo__engine_new},
+    {Py_tp_dealloc, (void *)oo__engine_dealloc},
+    {Py_tp_methods, oo__engine_methods},
+    {Py_tp_getset, oo__engine_properties},
+    {0, NULL},
+};
+
+PyType_Spec oo__engine_spec = {
+    .name = "oracle_offload._core.Engine",
+    .basicsize = sizeof(struct oo_py_engine),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = oo__engine_slots,
+};

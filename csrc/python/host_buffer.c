@@ -1,0 +1,116 @@
+/* host_buffer.c - HostBuffer: host memory as a Python buffer. */
+#include "binding.h"
+
+static PyObject *oo__buffer_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    static char nbytes_name[] = "nbytes";
+    static char *names[] = {nbytes_name, NULL};
+    Py_ssize_t nbytes;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "n", names, &nbytes))
+        return NULL;
+    if (nbytes <= 0)
+        return PyErr_Format(PyExc_ValueError, "HostBuffer needs a positive number of bytes, not %zd", nbytes);
+    struct oo_module_state *state = oo__state_of(type);
+    struct oo_host *host;
+    enum oo_status status = oo_host_create((size_t)nbytes, &host);
+    if (status != OO_OK)
+        return oo_raise(state, status);
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    struct oo_py_buffer *self = (struct oo_py_buffer *)allocate(type, 0);
+    if (!self) {
+        oo_host_destroy(host);
+        return NULL;
+    }
+    self->host = host;
+    self->engine = NULL;
+    state->live_buffers++;
+    state->live_buffer_bytes += (size_t)nbytes;
+    return (PyObject *)self;
+}
+
+static void oo__buffer_dealloc(PyObject *object) {
+    struct oo_py_buffer *self = (struct oo_py_buffer *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    struct oo_module_state *state = oo__state_of(type);
+    if (self->host) {
+        state->live_buffers--;
+        state->live_buffer_bytes -= oo_host_bytes(self->host);
+        /* May wait for copies; nothing of Python is touched meanwhile. */
+        Py_BEGIN_ALLOW_THREADS
+        oo_host_destroy(self->host);
+        Py_END_ALLOW_THREADS
+    }
+    Py_XDECREF(self->engine);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
+static int oo__buffer_get(PyObject *object, Py_buffer *view, int flags) {
+    const struct oo_py_buffer *self = (struct oo_py_buffer *)object;
+    return PyBuffer_FillInfo(view, object, oo_host_address(self->host), (Py_ssize_t)oo_host_bytes(self->host), 0, flags);
+}
+
+static PyObject *oo__buffer_fill(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+    const struct oo_py_buffer *self = (struct oo_py_buffer *)object;
+    if (count != 3)
+        return PyErr_Format(PyExc_TypeError, "fill() takes offset, source and nbytes, not %zd arguments", count);
+    const size_t offset = PyLong_AsSize_t(arguments[0]);
+    const uintptr_t source = PyErr_Occurred() ? 0 : oo__as_address(arguments[1]);
+    const size_t nbytes = PyErr_Occurred() ? 0 : PyLong_AsSize_t(arguments[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    enum oo_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = oo_host_fill(self->host, offset, (const void *)source, nbytes);
+    Py_END_ALLOW_THREADS
+    if (status != OO_OK)
+        return oo_raise(oo__state_of(Py_TYPE(object)), status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *oo__buffer_address(PyObject *object, void *unused) {
+    (void)unused;
+    return PyLong_FromVoidPtr(oo_host_address(((struct oo_py_buffer *)object)->host));
+}
+
+static PyObject *oo__buffer_nbytes(PyObject *object, void *unused) {
+    (void)unused;
+    return PyLong_FromSize_t(oo_host_bytes(((struct oo_py_buffer *)object)->host));
+}
+
+static PyObject *oo__buffer_locked(PyObject *object, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(oo_host_locked(((struct oo_py_buffer *)object)->host));
+}
+
+static PyMethodDef oo__buffer_methods[] = {
+    {"fill", (PyCFunction)(void (*)(void))oo__buffer_fill, METH_FASTCALL,
+     "fill($self, offset, source, nbytes, /)\n--\n\nCopy nbytes from address source to offset."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef oo__buffer_properties[] = {
+    {"address", oo__buffer_address, NULL, "Address of the first byte.", NULL},
+    {"nbytes", oo__buffer_nbytes, NULL, "Size in bytes.", NULL},
+    {"locked", oo__buffer_locked, NULL, "Whether the pages are locked for the device.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static char oo__buffer_doc[] = "HostBuffer(nbytes)\n--\n\nPage-aligned host memory for masters.";
+
+static PyType_Slot oo__buffer_slots[] = {
+    {Py_tp_doc, oo__buffer_doc},
+    {Py_tp_new, (void *)oo__buffer_new},
+    {Py_tp_dealloc, (void *)oo__buffer_dealloc},
+    {Py_tp_methods, oo__buffer_methods},
+    {Py_tp_getset, oo__buffer_properties},
+    {Py_bf_getbuffer, (void *)oo__buffer_get},
+    {0, NULL},
+};
+
+PyType_Spec oo__host_buffer_spec = {
+    .name = "oracle_offload._core.HostBuffer",
+    .basicsize = sizeof(struct oo_py_buffer),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = oo__buffer_slots,
+};
