@@ -1,0 +1,60 @@
+"""Reading small system files that may be absent, hidden or unreadable, and saying which it was."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+# A /proc or /sys file is a few KiB. The bound keeps a surprising one (a device node, a huge
+# mount table) from being read whole.
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The text of a file, or why there is none.
+
+    Attributes
+    ----------
+    text : str or None
+        What the file held, undecodable bytes replaced; None when it could not be read.
+    why : str
+        Empty when `text` is given, else a reason for people ("/proc/meminfo: no such file").
+    """
+
+    text: str | None
+    why: str = ""
+
+
+def below(root: str, path: str) -> str:
+    """Return the absolute `path` as seen under the tree at `root` ("/" is the live system)."""
+    return path if root == "/" else os.path.join(root, path.lstrip("/"))
+
+
+def read_text(root: str, path: str) -> Reading:
+    """Read the system file `path` below `root`; never raises."""
+    try:
+        with open(below(root, path), "rb") as file:
+            return Reading(file.read(_MAX_BYTES).decode("utf-8", "replace"))
+    except FileNotFoundError:
+        return Reading(None, f"{path}: no such file")
+    except PermissionError:
+        return Reading(None, f"{path}: permission denied")
+    except (OSError, ValueError) as error:
+        return Reading(None, f"{path}: {getattr(error, 'strerror', None) or error}")
+
+
+def list_names(root: str, path: str) -> list[str]:
+    """Return the sorted names in the directory `path` below `root`, none if it is unreadable."""
+    try:
+        return sorted(os.listdir(below(root, path)))
+    except (OSError, ValueError):
+        return []
+
+
+def parse_size(text: str | None) -> int | None:
+    """Return the integer that `text` holds, None when there is none ("max", "", garbage)."""
+    try:
+        return int(text.strip()) if text is not None else None
+    except ValueError:
+        return None
