@@ -21,6 +21,7 @@ _PUBLIC = {
     "StaleWeightsError": "errors",
     "attach": "manager",
     "build_info": "build_info",
+    "configure_allocator": "doctor.allocator",
     "memory_summary": "summary",
 }
 
@@ -28,6 +29,7 @@ __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from .build_info import build_info as build_info
+    from .doctor.allocator import configure_allocator as configure_allocator
     from .errors import DriverError as DriverError
     from .errors import OffloadError as OffloadError
     from .errors import StaleWeightsError as StaleWeightsError

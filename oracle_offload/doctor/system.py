@@ -1,0 +1,123 @@
+"""The machine under examination: the one we run on, or a recorded one.
+
+Checks see the machine through a `System` alone, so that a directory tree with `proc` and `sys`
+inside and a few recorded answers stands for any machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from functools import cached_property
+
+from .cgroup import MemoryLimit, read_memory_limit
+from .files import Reading, below, list_names, read_text
+from .gpus import GpuView, read_gpus
+from .torch_build import TorchView, ask_torch, find_torch
+
+
+class System:
+    """One machine.
+
+    Parameters
+    ----------
+    root : str
+        The directory that holds `proc`, `sys` and `dev`; "/" is the live machine.
+    environ : mapping, optional
+        Environment variables; those of this process by default.
+    platform : str, optional
+        As `sys.platform`.
+    gpus, torch : optional
+        Recorded answers; the live ones when not given and `root` is "/".
+    aitoolkit : str, optional
+        Path of an AI-Toolkit checkout.
+    """
+
+    def __init__(
+        self,
+        root: str = "/",
+        *,
+        environ: Mapping[str, str] | None = None,
+        platform: str | None = None,
+        gpus: GpuView | None = None,
+        torch: TorchView | None = None,
+        aitoolkit: str | None = None,
+    ) -> None:
+        self.root = root
+        self.environ: Mapping[str, str] = os.environ if environ is None else environ
+        self.platform = sys.platform if platform is None else platform
+        self.aitoolkit = aitoolkit
+        self._gpus = gpus
+        self._torch = torch
+
+    @property
+    def live(self) -> bool:
+        """Whether this is the machine we run on, so that system calls may be used too."""
+        return self.root == "/"
+
+    def read(self, path: str) -> Reading:
+        """Read a system file."""
+        return read_text(self.root, path)
+
+    def names(self, path: str) -> list[str]:
+        """Return the names in a system directory."""
+        return list_names(self.root, path)
+
+    def exists(self, path: str) -> bool:
+        """Whether a system file or directory is visible."""
+        return os.path.exists(below(self.root, path))
+
+    @cached_property
+    def gpus(self) -> GpuView:
+        """The cards, asked once."""
+        if self._gpus is not None:
+            return self._gpus
+        return read_gpus() if self.live else GpuView(why="not recorded")
+
+    @cached_property
+    def torch(self) -> TorchView:
+        """The installed torch, asked once; starts a process."""
+        if self._torch is not None:
+            return self._torch
+        if not self.live:
+            return TorchView(why="not recorded")
+        return ask_torch(find_torch(), self.environ)
+
+    @cached_property
+    def memory_limit(self) -> MemoryLimit:
+        """The control group's memory limit."""
+        return read_memory_limit(self.root)
+
+    @cached_property
+    def meminfo(self) -> dict[str, int]:
+        """/proc/meminfo in bytes, page counts as they are; empty when it is hidden."""
+        table = {}
+        for line in (self.read("/proc/meminfo").text or "").splitlines():
+            name, _, value = line.partition(":")
+            words = value.split()
+            if words and words[0].isdigit():
+                table[name] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
+        return table
+
+    @cached_property
+    def wsl(self) -> bool:
+        """Whether this Linux runs inside Windows."""
+        release = self.read("/proc/sys/kernel/osrelease").text
+        text = release or self.read("/proc/version").text or ""
+        return "microsoft" in text.lower() or self.exists("/usr/lib/wsl/lib/libcuda.so.1")
+
+    @cached_property
+    def container(self) -> str | None:
+        """The kind of container, as far as its usual marks tell; None outside of one."""
+        if self.environ.get("KUBERNETES_SERVICE_HOST"):
+            return "kubernetes"
+        if self.exists("/.dockerenv"):
+            return "docker"
+        if self.exists("/run/.containerenv"):
+            return "podman"
+        groups = self.read("/proc/1/cgroup").text or ""
+        for mark, kind in (("kubepods", "kubernetes"), ("docker", "docker"), ("lxc", "lxc")):
+            if f"/{mark}" in groups:
+                return kind
+        return None

@@ -1,0 +1,424 @@
+"""Allocator settings: parsed and linted as torch does, and set in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oracle_offload.doctor.allocator import (
+    _OPTIONS,
+    find_allocator_variable,
+    format_allocator_conf,
+    lint_allocator_conf,
+    parse_allocator_conf,
+)
+
+ROOT = Path(__file__).parent.parent.parent
+NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def bad(text: str, **context: object) -> list[str]:
+    notes = lint_allocator_conf(text, **context)  # type: ignore[arg-type]
+    return [note.text for note in notes if note.verdict == "bad"]
+
+
+def warned(text: str, **context: object) -> list[str]:
+    notes = lint_allocator_conf(text, **context)  # type: ignore[arg-type]
+    return [note.text for note in notes if note.verdict == "warn"]
+
+
+# --- Parse -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("", {}),
+        (",,", {}),
+        ("expandable_segments:True", {"expandable_segments": "True"}),
+        (
+            " max_split_size_mb : 64 ,\n backend:native,",
+            {"max_split_size_mb": "64", "backend": "native"},
+        ),
+        (
+            "roundup_power2_divisions:[256:1,>:8],max_split_size_mb:64",
+            {"roundup_power2_divisions": "[256:1,>:8]", "max_split_size_mb": "64"},
+        ),
+        ("roundup_power2_divisions:[256:1", {"roundup_power2_divisions": "[256:1"}),
+        ("max_split_size_mb", {"max_split_size_mb": ""}),
+        ("max_split_size_mb:64,max_split_size_mb:128", {"max_split_size_mb": "128"}),
+    ],
+)
+def test_parse(text: str, options: dict[str, str]) -> None:
+    assert parse_allocator_conf(text) == options
+
+
+@given(st.text(max_size=200))
+@settings(max_examples=500)
+def test_any_text_is_parsed_and_linted_without_raising(text: str) -> None:
+    options = parse_allocator_conf(text)
+    assert parse_allocator_conf(format_allocator_conf(options)).keys() <= {*options, ""}
+    lint_allocator_conf(text)
+
+
+# --- Lint against torch's own parser -----------------------------------------------------------
+
+CASES = [
+    "expandable_segments:True",
+    "expandable_segments:true",
+    "expandable_segments:1",
+    "expandable_segments:True;max_split_size_mb:64",
+    "expandable_segments:True max_split_size_mb:64",
+    "max_split_size_mb:20",
+    "max_split_size_mb:19",
+    "max_split_size_mb:0",
+    "max_split_size_mb:abc",
+    "max_split_size_mb:1.5",
+    "max_split_size_mb:128MB",
+    "max_split_size_mb",
+    "max_split_size_mb:",
+    "max_non_split_rounding_mb:20",
+    "max_non_split_rounding_mb:19",
+    "large_segment_size_mb:10",
+    "large_segment_size_mb:11",
+    "garbage_collection_threshold:0.8",
+    "garbage_collection_threshold:0",
+    "garbage_collection_threshold:1.0",
+    "garbage_collection_threshold:80",
+    "roundup_power2_divisions:4",
+    "roundup_power2_divisions:3",
+    "roundup_power2_divisions:0",
+    "roundup_power2_divisions:[256:1,512:2,1024:4,>:8]",
+    "roundup_power2_divisions:[256:0,>:4]",
+    "roundup_power2_divisions:[256:1,512:2",
+    "roundup_power2_divisions:[256:3]",
+    "roundup_power2_divisions:[100:4]",
+    "pinned_use_background_threads:True",
+    "pinned_use_background_threads:yes",
+    "pinned_max_round_threshold_mb:64",
+    "pinned_max_cached_size_mb:0",
+]
+
+
+def test_bad_is_exactly_what_the_installed_torch_refuses() -> None:
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        pytest.skip(f"torch {torch.__version__} has no parser that can be called without a card")
+    before = torch._C._accelerator_getAllocatorSettings()
+    disagreed = []
+    try:
+        for text in CASES:
+            try:
+                torch._C._accelerator_setAllocatorSettings(text)
+                refused = False
+            except (ValueError, RuntimeError):
+                refused = True
+            if refused != bool(bad(text)):
+                disagreed.append((text, refused, lint_allocator_conf(text)))
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+    assert disagreed == []
+
+
+def cuda_keys(torch_directory: Path) -> set[str]:
+    """Keys of the CUDA allocator, from the header that torch installs."""
+    header = torch_directory / "include" / "c10" / "cuda" / "CUDAAllocatorConfig.h"
+    if not header.exists():
+        pytest.skip("this torch installs no CUDAAllocatorConfig.h")
+    text = re.search(r"> keys\{(.*?)\};", header.read_text(), re.DOTALL)
+    if text is None:
+        pytest.skip("this torch's header lists no keys")
+    literals = re.sub(r"//[^\n]*", "", text[1])
+    # Neighbouring literals are one key, split so that the ROCm build does not rename it.
+    return {"".join(re.findall(r'"(.*?)"', item)) for item in literals.split(",")}
+
+
+def test_no_key_of_the_installed_torch_is_unknown_to_the_linter() -> None:
+    torch = pytest.importorskip("torch")
+    keys = cuda_keys(Path(torch.__file__).parent)
+    assert "backend" in keys
+    assert keys - set(_OPTIONS) == set()
+
+
+def test_every_other_key_is_one_that_torchs_common_parser_knows() -> None:
+    torch = pytest.importorskip("torch")
+    common = set(_OPTIONS) - cuda_keys(Path(torch.__file__).parent)
+    before = torch._C._accelerator_getAllocatorSettings()
+    unknown = []
+    try:
+        for key in sorted(common):
+            try:  # an unknown key is skipped without a look at its value
+                torch._C._accelerator_setAllocatorSettings(f"{key}:nonsense")
+                unknown.append(key)
+            except (ValueError, RuntimeError):
+                pass
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+    assert unknown == [] and len(common) == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("expandable_segments:true", "write expandable_segments:True"),
+        ("expandable_segments:0", "write expandable_segments:False"),
+        ("expandable_segment:True", "write expandable_segments:True"),
+        ("max_split_size_mb=128", "write max_split_size_mb:128"),
+        ("max_split_size:128", "write max_split_size_mb:128"),
+        (
+            "expandable_segments:True;max_split_size_mb:64",
+            "write expandable_segments:True,max_split_size_mb:64",
+        ),
+        ('"expandable_segments:True"', "set it without quotes: expandable_segments:True"),
+        ("max_split_size_mb:128MB", "write max_split_size_mb:128"),
+    ],
+)
+def test_slips_come_with_the_text_to_write(text: str, fix: str) -> None:
+    assert fix in [note.fix for note in lint_allocator_conf(text)]
+
+
+def test_expandable_segments_with_split_size_asserts_in_old_torch_and_grows_in_new() -> None:
+    text = "expandable_segments:True,max_split_size_mb:512"
+    assert "internal assertion" in bad(text, torch=(2, 4))[0]
+    assert bad(text, torch=(2, 5)) == []
+    assert "grow without bound" in warned(text, torch=(2, 13))[0]
+    assert warned("expandable_segments:False,max_split_size_mb:512")[0].startswith("max_split")
+
+
+def test_expandable_segments_is_bad_under_wsl_only() -> None:
+    assert "WSL2" in bad("expandable_segments:True", wsl=True)[0]
+    assert lint_allocator_conf("expandable_segments:True") == ()
+    assert lint_allocator_conf("expandable_segments:False", wsl=True) == ()
+
+
+def test_collection_threshold_needs_a_memory_fraction() -> None:
+    assert "does nothing" in warned("garbage_collection_threshold:0.8")[0]
+    both = "garbage_collection_threshold:0.8,per_process_memory_fraction:0.9"
+    assert lint_allocator_conf(both) == ()
+
+
+def test_async_backend_names_what_it_ignores() -> None:
+    note = warned("backend:cudaMallocAsync,roundup_power2_divisions:4")[0]
+    assert "ignores roundup_power2_divisions" in note
+    assert lint_allocator_conf("backend:cudaMallocAsync") == ()
+
+
+# --- Which variable counts ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("torch", "counts"),
+    [
+        ((2, 8), "PYTORCH_CUDA_ALLOC_CONF"),
+        ((2, 9), "PYTORCH_ALLOC_CONF"),
+        ((2, 10), "PYTORCH_ALLOC_CONF"),
+        ((2, 11), "PYTORCH_CUDA_ALLOC_CONF"),
+        ((2, 13), "PYTORCH_CUDA_ALLOC_CONF"),
+        (None, "PYTORCH_CUDA_ALLOC_CONF"),
+    ],
+)
+def test_the_variable_that_counts(torch: tuple[int, int] | None, counts: str) -> None:
+    environ = {
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128",
+    }
+    name, value, notes = find_allocator_variable(environ, torch)
+    assert (name, value) == (counts, environ[counts])
+    assert any("something else" in note.text for note in notes)
+
+
+def test_new_name_is_not_read_before_2_9_and_partly_in_2_9() -> None:
+    environ = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    name, _, notes = find_allocator_variable(environ, (2, 8))
+    assert name is None and notes[0].verdict == "bad"
+    name, _, notes = find_allocator_variable(environ, (2, 9))
+    assert name == "PYTORCH_ALLOC_CONF" and "183387" in notes[0].text
+    assert find_allocator_variable(environ, (2, 13))[2] == ()
+    environ["PYTORCH_CUDA_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"]
+    assert find_allocator_variable(environ, (2, 9))[2] == ()
+
+
+def test_order_of_names_is_that_of_the_installed_torch() -> None:
+    """The table in allocator.py, checked where it was measured."""
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        pytest.skip(f"torch {torch.__version__} cannot say its settings without a card")
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    values = {name: f"max_split_size_mb:{64 + i}" for i, name in enumerate(NAMES)}
+    for left_out in (None, *NAMES):
+        environ = {name: text for name, text in values.items() if name != left_out}
+        _, expected, _ = find_allocator_variable(environ, release)  # type: ignore[arg-type]
+        said = run_python(
+            "import torch; print(torch._C._accelerator_getAllocatorSettings())", environ
+        )
+        assert said == expected, environ
+
+
+# --- Set ---------------------------------------------------------------------------------------
+
+
+def run_python(code: str, environ: dict[str, str] | None = None) -> str:
+    """Run `code` in a fresh interpreter and return what it printed."""
+    clean = {name: value for name, value in os.environ.items() if name not in NAMES}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environ or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+REPORT = """
+import json, os
+def report(said):
+    print(json.dumps({"variable": said.variable, "asked": said.asked, "effect": said.in_effect,
+                      "confirmed": said.confirmed, "environ": os.environ.get(said.variable),
+                      "new": os.environ.get("PYTORCH_ALLOC_CONF"), "text": str(said)}))
+"""
+
+
+def test_set_before_import_is_what_torch_then_uses() -> None:
+    pytest.importorskip("torch")
+    out = run_python(
+        REPORT
+        + "import sys, oracle_offload\n"
+        + "said = oracle_offload.configure_allocator(expandable_segments=True)\n"
+        + "assert 'torch' not in sys.modules\n"
+        + "report(said)\n"
+        + "import torch\n"
+        + "read = getattr(torch._C, '_accelerator_getAllocatorSettings', None)\n"
+        + "print(read() if read else said.asked)\n"
+    )
+    said, effect = out.splitlines()
+    report = json.loads(said)
+    assert report["variable"] == "PYTORCH_CUDA_ALLOC_CONF"
+    assert report["asked"] == report["effect"] == report["environ"] == effect
+    assert effect == "expandable_segments:True"
+    assert report["confirmed"] is False
+    assert "read by torch at its first use" in report["text"]
+
+
+def test_earlier_settings_are_kept_and_other_names_follow() -> None:
+    out = run_python(
+        REPORT
+        + "import oracle_offload\n"
+        + "report(oracle_offload.configure_allocator('max_split_size_mb:64', "
+        + "expandable_segments=False))\n",
+        {"PYTORCH_ALLOC_CONF": "pinned_use_background_threads:True,max_split_size_mb:32"},
+    )
+    report = json.loads(out)
+    assert parse_allocator_conf(report["environ"]) == {
+        "pinned_use_background_threads": "True",
+        "max_split_size_mb": "64",
+        "expandable_segments": "False",
+    }
+    assert report["new"] == report["environ"]
+
+
+def test_set_after_import_reports_torchs_own_answer() -> None:
+    pytest.importorskip("torch")
+    out = run_python(
+        REPORT
+        + "import torch, oracle_offload\n"
+        + "report(oracle_offload.configure_allocator(max_split_size_mb=256))\n"
+        + "print(torch._C._accelerator_getAllocatorSettings())\n"
+    )
+    said, effect = out.splitlines()
+    assert json.loads(said)["effect"] == effect == "max_split_size_mb:256"
+    assert json.loads(said)["confirmed"] is True
+
+
+REFUSED = """
+import os, oracle_offload
+try:
+    oracle_offload.configure_allocator({arguments})
+except {error} as error:
+    print(error)
+else:
+    raise SystemExit("no error")
+assert {value!r} == os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), "the environment was changed"
+"""
+
+
+def test_initialised_allocator_is_refused_unless_nothing_changes() -> None:
+    pytest.importorskip("torch")
+    # No card is needed to be "initialised": the flag is what torch.cuda itself looks at.
+    start = "import torch; torch.cuda._initialized = True\n"
+    error = "oracle_offload.OffloadError"
+    value = "max_split_size_mb:64"
+    code = REFUSED.format(arguments="max_split_size_mb=128", error=error, value=value)
+    message = run_python(start + code, {"PYTORCH_CUDA_ALLOC_CONF": value})
+    assert "already in use with 'max_split_size_mb:64'" in message
+    assert "before `import torch`" in message
+    same = "import oracle_offload; print(oracle_offload.configure_allocator(max_split_size_mb=64))"
+    assert value in run_python(start + same, {"PYTORCH_CUDA_ALLOC_CONF": value})
+
+
+def test_backend_cannot_change_after_import() -> None:
+    pytest.importorskip("torch")
+    code = REFUSED.format(
+        arguments="backend='cudaMallocAsync'", error="oracle_offload.OffloadError", value=None
+    )
+    assert "chosen when torch is imported" in run_python("import torch\n" + code)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("expandable_segments='yes'", "must be True or False"),
+        ("max_split_size_mb=5", "at least 20"),
+        ("max_split=64", "write max_split_size_mb:64"),
+        ("'max_split_size_mb=64'", "write max_split_size_mb:64"),
+        ("garbage_collection_threshold=80", "fraction between 0 and 1"),
+        ("max_split_size_mb='64MB'", "write max_split_size_mb:64"),
+    ],
+)
+def test_wrong_options_are_refused_with_the_right_one(arguments: str, words: str) -> None:
+    code = REFUSED.format(arguments=arguments, error="ValueError", value=None)
+    assert words in run_python(code)
+
+
+def test_broken_variable_is_named() -> None:
+    code = REFUSED.format(
+        arguments="expandable_segments=True", error="ValueError", value="max_split_size_mb:5"
+    )
+    message = run_python(code, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:5"})
+    assert "PYTORCH_CUDA_ALLOC_CONF is already set" in message
+
+
+def test_without_arguments_it_reports_and_changes_nothing() -> None:
+    out = run_python(
+        "import os, oracle_offload\n"
+        "said = oracle_offload.configure_allocator()\n"
+        "print(repr(said.in_effect), 'PYTORCH_CUDA_ALLOC_CONF' in os.environ)"
+    )
+    assert out == "'' False"
+
+
+@pytest.mark.gpu
+def test_on_a_card_the_first_tensor_closes_the_door() -> None:
+    code = REFUSED.format(
+        arguments="max_split_size_mb=128",
+        error="oracle_offload.OffloadError",
+        value="expandable_segments:True",
+    )
+    start = (
+        "import oracle_offload\n"
+        "oracle_offload.configure_allocator(expandable_segments=True)\n"
+        "import torch; torch.zeros(1, device='cuda')\n"
+        "state = torch.cuda.memory._snapshot()['allocator_settings']\n"
+        "assert state['expandable_segments'] is True, state\n"
+    )
+    assert "already in use" in run_python(start + code)
