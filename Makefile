@@ -1,0 +1,118 @@
+# Everything a developer does. `make demo` and `make test` need git, make, a C compiler and Python
+# >= 3.11; they create .venv with pinned dependencies, build in place and run.
+#
+#   PYTHON=/path/to/python   use that environment (with its torch) as it is, and no .venv
+#   ARGS="-k name -x"        more arguments for pytest, the demo or the benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help build demo test lint format bench ctest asan-check tsan-check windows-check analyze \
+        wheel gpu-wheels gpu-check gpu-import environment clean
+
+ifdef PYTHON
+# sys.executable, not the name: `python3` may be a shell shim, which sanitizers cannot live in.
+PY := $(shell "$(PYTHON)" -c "import sys; print(sys.executable)")
+ifeq ($(PY),)
+$(error PYTHON=$(PYTHON) does not run)
+endif
+# The environment belongs to someone: say what it lacks, install nothing.
+ready = check-$(1)
+else
+PY := .venv/bin/python
+ready = .venv/installed-$(1)
+endif
+
+help:
+	@echo "make demo          train a Flux transformer with 91% of it offloaded, next to the resident one"
+	@echo "make test          build in place and run the tests that need no GPU"
+	@echo "make lint          style, types, compiler warnings"
+	@echo "make format        apply the formatters"
+	@echo "make bench         measure (DEVICE=cuda on a GPU)"
+	@echo "make ctest         the C programs of tests/c alone"
+	@echo "make asan-check    the C programs under AddressSanitizer and UBSan, with leak check"
+	@echo "make tsan-check    the C programs under ThreadSanitizer"
+	@echo "make windows-check cross-compile the C sources for Windows; run them where Wine is"
+	@echo "make analyze       clang-tidy and cppcheck"
+	@echo "make wheel         dist/*.whl and dist/*.tar.gz"
+	@echo "make gpu-wheels    fetch the wheels that a GPU machine without network lacks"
+	@echo "make gpu-check     GPU tests and benchmarks [WHEELS=dir] [RESULTS=dir] [COMMIT=id]"
+	@echo "make gpu-import    file its results: FILE=results.json"
+	@echo "PYTHON=/path/to/python uses that environment instead of .venv"
+
+# ---- the environment ----
+
+.venv/bin/python:
+	@python=$$(sh tools/find_python.sh) && echo "creating .venv with $$python" && "$$python" -m venv .venv
+
+.venv/installed-torch: tools/requirements-torch.txt | .venv/bin/python
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+.venv/installed-%: tools/requirements-%.txt .venv/installed-torch
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+.PHONY: check-test check-lint check-windows check-analysis
+check-%:
+	@"$(PY)" tools/check_environment.py $*
+
+environment: $(call ready,test)
+
+build: $(call ready,test)
+	"$(PY)" setup.py --quiet build_ext --inplace
+
+# ---- what people run ----
+
+demo: build
+	"$(PY)" -m oracle_offload demo $(ARGS)
+
+test: build
+	"$(PY)" -m pytest $(ARGS)
+
+DEVICE ?= cpu
+bench: build
+	"$(PY)" benchmarks/run.py --device $(DEVICE) $(ARGS)
+
+ctest: $(call ready,test)
+	"$(PY)" tools/c_programs.py run $(ARGS)
+
+asan-check: $(call ready,test)
+	"$(PY)" tools/c_programs.py run --sanitize address,undefined $(ARGS)
+
+tsan-check: $(call ready,test)
+	"$(PY)" tools/c_programs.py run --sanitize thread $(ARGS)
+
+windows-check: $(call ready,windows)
+	"$(PY)" tools/c_programs.py run --windows $(ARGS)
+
+lint: $(call ready,lint) $(call ready,test)
+	"$(PY)" tools/lint.py
+
+format: $(call ready,lint)
+	"$(PY)" tools/lint.py --fix
+
+analyze: $(call ready,analysis)
+	"$(PY)" tools/analyze.py
+
+wheel: $(call ready,test)
+	"$(PY)" -m build --outdir dist
+
+# ---- machines with a GPU ----
+
+WHEELS ?= .whl
+RESULTS ?= out/gpu-check
+COMMIT ?=
+# The machine's own Python and torch: never .venv, which may hold a torch without CUDA.
+GPU_PY = $(if $(PYTHON),$(PY),python3)
+
+gpu-wheels: $(call ready,test)
+	"$(PY)" tools/gpu_wheels.py --output "$(WHEELS)"
+
+gpu-check:
+	"$(GPU_PY)" tools/gpu_check.py --wheels "$(WHEELS)" --results "$(RESULTS)" --commit "$(COMMIT)"
+
+gpu-import:
+	@test -n "$(FILE)" || { echo "name the results: make gpu-import FILE=out/gpu-check/results.json"; exit 2; }
+	"$(GPU_PY)" tools/gpu_import.py "$(FILE)"
+
+clean:
+	rm -rf build dist out oracle_offload.egg-info oracle_offload/*.so oracle_offload/_build_info.json

@@ -1,0 +1,13 @@
+/* kernels.h - the kernels of csrc/kernels/ as compiled at build time, for cuModuleLoadData.
+ *
+ * setup.py writes the definitions. Built without nvcc the size is 0: callers must ask.
+ */
+#ifndef OO_KERNELS_H
+#define OO_KERNELS_H
+
+#include <stddef.h>
+
+extern const unsigned char oo_kernels_fatbin[];
+extern const size_t oo_kernels_fatbin_size;
+
+#endif

@@ -1,0 +1,260 @@
+"""Build and run the C programs of tests/c: with sanitizers, or cross-compiled for Windows.
+
+    python tools/c_programs.py run                                   # all, on the simulated driver
+    python tools/c_programs.py run test_plan --sanitize address,undefined
+    python tools/c_programs.py build --windows                       # with PyPI's ziglang
+
+A program is tests/c/test_*.c, example.c or conformance.c, linked with the objects of csrc/core and
+csrc/driver. It finds the simulated driver through ORACLE_OFFLOAD_DRIVER.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import c_flags
+from c_flags import ROOT
+
+PROGRAM_FOLDER = "tests/c"
+PROGRAM_PATTERNS = ("test_*.c", "example.c", "conformance.c")
+TIMEOUT_S = 300
+
+
+class BuildError(RuntimeError):
+    """A compiler said no; carries what it said."""
+
+
+@dataclass
+class Toolchain:
+    """One way to compile: a compiler, its flags, and how its programs are started."""
+
+    name: str
+    compiler: list[str]
+    flags: list[str]
+    link_flags: list[str]
+    shared_flags: list[str]
+    program_suffix: str
+    simulator: str
+    runner: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    why_not_run: str = ""
+
+
+def host_toolchain(sanitize: Sequence[str] = (), *, coverage: bool = False) -> Toolchain:
+    """Return this machine's compiler, with `sanitize` ("address", "undefined", "thread")."""
+    name = "-".join(["host", *sanitize, *(["coverage"] if coverage else [])])
+    compiler = c_flags.c_compiler()
+    flags = ["-O1", "-g", "-fPIC", "-pthread", "-fno-omit-frame-pointer"]
+    environment = {}
+    if sanitize:
+        flags.append("-fsanitize=" + ",".join(sanitize))
+        if "undefined" in sanitize:
+            flags.append("-fno-sanitize-recover=undefined")
+        environment = {
+            "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0:exitcode=66",
+            "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+            "TSAN_OPTIONS": "exitcode=66:halt_on_error=1:second_deadlock_stack=1",
+        }
+    if coverage:
+        flags.append("--coverage")
+    return Toolchain(
+        name=name,
+        compiler=compiler,
+        flags=[*flags, *c_flags.warning_flags(compiler, core=True, werror=True)],
+        link_flags=[*flags, "-ldl", "-lm"],
+        shared_flags=[*flags, "-shared", f"-Wl,-soname,{c_flags.SIMULATOR_SONAME}", "-ldl", "-lm"],
+        program_suffix="",
+        simulator="libsimcuda.so",
+        environment=environment,
+    )
+
+
+def windows_toolchain() -> Toolchain:
+    """Return zig's cross compiler for x86_64 Windows; its programs run where Wine is installed."""
+    compiler = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-windows-gnu"]
+    wine = shutil.which("wine64") or shutil.which("wine")
+    # zig adds UBSan traps to unoptimised code: this pass is about compiling and running.
+    flags = ["-O2", "-g", "-fno-sanitize=undefined"]
+    return Toolchain(
+        name="windows",
+        compiler=compiler,
+        flags=[*flags, *c_flags.warning_flags(compiler, core=True, werror=True)],
+        link_flags=flags,
+        shared_flags=[*flags, "-shared"],
+        program_suffix=".exe",
+        simulator="simcuda.dll",
+        runner=[wine] if wine else [],
+        environment={"WINEDEBUG": "-all"},
+        why_not_run="" if wine else "Wine is not installed",
+    )
+
+
+def programs(names: Sequence[str] = ()) -> list[Path]:
+    """Return the sources of the C programs, all or those named (without .c)."""
+    folder = ROOT / PROGRAM_FOLDER
+    found = sorted({p for pattern in PROGRAM_PATTERNS for p in folder.glob(pattern)})
+    unknown = set(names) - {p.stem for p in found}
+    if unknown:
+        raise SystemExit(
+            f"no such program: {', '.join(sorted(unknown))}; there are "
+            f"{', '.join(p.stem for p in found)}"
+        )
+    return [p for p in found if not names or p.stem in names]
+
+
+@dataclass
+class Built:
+    """Where a toolchain put what it built."""
+
+    simulator: Path
+    programs: dict[str, Path]
+
+
+def build(
+    toolchain: Toolchain, names: Sequence[str] = (), folder: Path | None = None
+) -> Built:
+    """Compile core, driver, simulator and the programs; only what changed since the last time.
+
+    Raises
+    ------
+    BuildError
+        With the compiler's words.
+    """
+    folder = folder or ROOT / "build" / "c" / toolchain.name
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        return _build(toolchain, programs(names), folder)
+
+
+def _build(toolchain: Toolchain, wanted: list[Path], folder: Path) -> Built:
+    newest_header = max(
+        (p.stat().st_mtime for p in [*(ROOT / "csrc").rglob("*.h"), *wanted[0].parent.glob("*.h")]),
+        default=0.0,
+    )
+    newest_header = max(newest_header, *(Path(m).stat().st_mtime for m in (__file__, c_flags.__file__)))
+    includes = [*c_flags.include_flags(), "-Icsrc/sim", f"-I{PROGRAM_FOLDER}"]
+
+    def compile_one(source: str) -> Path:
+        target = folder / (source.replace("/", "__")[: -len(".c")] + ".o")
+        newest = max(newest_header, (ROOT / source).stat().st_mtime)
+        if not target.is_file() or target.stat().st_mtime < newest:
+            run_compiler([*toolchain.compiler, "-std=c11", *toolchain.flags, *includes, "-c", source,
+                   "-o", str(target)])  # fmt: skip
+        return target
+
+    core = c_flags.sources(*c_flags.CORE_FOLDERS)
+    simulator = c_flags.sources(*c_flags.SIMULATOR_FOLDERS)
+    mains = [p.relative_to(ROOT).as_posix() for p in wanted]
+    if not core or not simulator:
+        raise BuildError("csrc/core or csrc/sim holds no C source: is this a whole source tree?")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = dict(zip([*core, *simulator, *mains],
+                           pool.map(compile_one, [*core, *simulator, *mains]), strict=True))  # fmt: skip
+
+        def link(target: Path, inputs: list[Path], flags: list[str]) -> Path:
+            newest = max(p.stat().st_mtime for p in inputs)
+            if not target.is_file() or target.stat().st_mtime < newest:
+                run_compiler([*toolchain.compiler, *map(str, inputs), "-o", str(target), *flags])
+            return target
+
+        library = link(
+            folder / toolchain.simulator, [objects[s] for s in simulator], toolchain.shared_flags
+        )
+        common = [objects[s] for s in core]
+        linked = pool.map(
+            lambda main: link(
+                folder / (Path(main).stem + toolchain.program_suffix),
+                [objects[main], *common],
+                toolchain.link_flags,
+            ),
+            mains,
+        )
+        return Built(library, {Path(main).stem: path for main, path in zip(mains, linked, strict=True)})
+
+
+def run(
+    toolchain: Toolchain, built: Built, name: str, *, timeout_s: float = TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
+    """Run one program on the simulated driver; a hang is killed and answers 124."""
+    environment = {**os.environ, **toolchain.environment}
+    environment["ORACLE_OFFLOAD_DRIVER"] = str(built.simulator)
+    command = [*toolchain.runner, str(built.programs[name])]
+    try:
+        return subprocess.run(command, cwd=ROOT, env=environment, text=True, errors="replace",
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+                              timeout=timeout_s)  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else ""
+        return subprocess.CompletedProcess(command, 124, f"{said}\nkilled after {timeout_s} s", "")
+
+
+def run_compiler(command: list[str]) -> None:
+    """Run a compiler from the repository root; `BuildError` with its words when it fails."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BuildError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Two builds into one folder wait for each other."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: no parallel builds there
+        yield
+        return
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build, and unless asked not to, run each program; 0 when all of them ended with 0."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("action", choices=["build", "run"])
+    parser.add_argument("names", nargs="*", help="programs without .c; default: all")
+    parser.add_argument("--sanitize", default="", help="address, undefined, thread; with commas")
+    parser.add_argument("--windows", action="store_true", help="cross-compile with ziglang")
+    parser.add_argument("--coverage", action="store_true", help="instrument for gcov")
+    args = parser.parse_args(argv)
+    sanitize = [s for s in args.sanitize.split(",") if s]
+    toolchain = (
+        windows_toolchain() if args.windows else host_toolchain(sanitize, coverage=args.coverage)
+    )
+    try:
+        built = build(toolchain, args.names)
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{toolchain.name}: built {len(built.programs)} programs and {built.simulator.name}")
+    if args.action == "build":
+        return 0
+    if toolchain.why_not_run:
+        print(f"{toolchain.name}: not run: {toolchain.why_not_run}")
+        return 0
+    failed = []
+    for name in built.programs:
+        start = time.monotonic()
+        done = run(toolchain, built, name)
+        seconds = time.monotonic() - start
+        print(f"{name}: {'ok' if done.returncode == 0 else f'exit {done.returncode}'} ({seconds:.1f} s)")
+        if done.returncode != 0:
+            print(done.stdout)
+            failed.append(name)
+    if failed:
+        print(f"{toolchain.name}: failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

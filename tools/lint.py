@@ -1,0 +1,112 @@
+"""Style, types and compiler warnings: what `make lint` runs, and with --fix what `make format` does.
+
+Every check runs, whatever the one before it said; the exit status is 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import c_flags
+from c_flags import ROOT
+
+PYTHON_PATHS = ("oracle_offload", "tools", "tests", "benchmarks", "setup.py")
+
+
+def c_files() -> list[str]:
+    """Return every C source, header and kernel of the repository."""
+    folders = ("csrc", "tests/c")
+    return sorted(
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".c", ".h", ".cu", ".cpp")
+    )
+
+
+def tool(name: str) -> str:
+    """Return the path of a command that was installed beside this Python, or from PATH."""
+    beside = Path(sysconfig.get_path("scripts")) / name
+    found = str(beside) if beside.is_file() else shutil.which(name)
+    if not found:
+        raise SystemExit(f"{name} is not installed; make lint PYTHON=... needs "
+                         "tools/requirements-lint.txt")  # fmt: skip
+    return found
+
+
+def call(*command: str) -> bool:
+    """Run a command from the repository root; whether it ended with 0."""
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+def c_warnings(compiler: list[str]) -> bool:
+    """Compile every C source for its warnings alone, with -Werror."""
+    python = ["-isystem", sysconfig.get_path("include"), "-DPy_LIMITED_API=0x030B0000"]
+    binding = c_flags.sources(*c_flags.BINDING_FOLDERS)
+    plain = [
+        *c_flags.sources(*c_flags.CORE_FOLDERS, *c_flags.SIMULATOR_FOLDERS),
+        *(path for path in c_files() if path.startswith("tests/c/") and path.endswith(".c")),
+    ]
+    warnings = {
+        core: c_flags.warning_flags(compiler, core=core, werror=True) for core in (True, False)
+    }
+
+    def check(source: str) -> str:
+        core = source not in binding
+        done = subprocess.run(
+            # -O1, not -fsyntax-only: some of the warnings need data flow.
+            [*compiler, "-std=c11", "-O1", *warnings[core], *([] if core else python),
+             *c_flags.include_flags(), "-Icsrc/sim", "-Itests/c", "-c", source, "-o", "/dev/null"],
+            cwd=ROOT, capture_output=True, text=True, check=False)  # fmt: skip
+        return done.stderr if done.returncode else ""
+
+    with ThreadPoolExecutor() as pool:
+        said = [text for text in pool.map(check, [*plain, *binding]) if text]
+    print("".join(said), end="", file=sys.stderr)
+    return not said
+
+
+def checks(fix: bool) -> list[tuple[str, Callable[[], bool]]]:
+    """Return (name, check) in the order they run."""
+    ruff, clang_format = tool("ruff"), tool("clang-format")
+    if fix:
+        return [
+            ("ruff check --fix", lambda: call(ruff, "check", "--fix", *PYTHON_PATHS)),
+            ("ruff format", lambda: call(ruff, "format", *PYTHON_PATHS)),
+            ("clang-format", lambda: call(clang_format, "-i", *c_files())),
+        ]
+    found: list[tuple[str, Callable[[], bool]]] = [
+        ("ruff check", lambda: call(ruff, "check", *PYTHON_PATHS)),
+        ("ruff format", lambda: call(ruff, "format", "--check", *PYTHON_PATHS)),
+        ("clang-format", lambda: call(clang_format, "--dry-run", "--Werror", *c_files())),
+        ("mypy --strict", lambda: call(sys.executable, "-m", "mypy")),
+        ("C warnings", lambda: c_warnings(c_flags.c_compiler())),
+    ]
+    if shutil.which("clang") and not c_flags.is_clang(c_flags.c_compiler()):
+        found.append(("C warnings, clang", lambda: c_warnings(["clang"])))
+    return found
+
+
+def main() -> int:
+    """Run the checks; 1 if any failed."""
+    failed = []
+    for name, check in checks("--fix" in sys.argv[1:]):
+        start = time.monotonic()
+        good = check()
+        print(f"{name}: {'ok' if good else 'FAILED'} ({time.monotonic() - start:.1f} s)", flush=True)
+        if not good:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
