@@ -235,7 +235,8 @@ class SourceDist(sdist):
 
     def prune_file_list(self) -> None:
         super().prune_file_list()
-        self.filelist.exclude_pattern(re.compile(r"(\.so|\.pyd|\.dll|_build_info\.json)$"), is_regex=True)
+        built = re.compile(r"(\.so|\.pyd|\.dll|_build_info\.json)$")
+        self.filelist.exclude_pattern(built, is_regex=True)
 
 
 setup(

@@ -24,8 +24,8 @@ def build_info() -> dict[str, Any]:
         ``schema``, ``version`` (of the package); ``built`` (False where the C part is missing; then
         ``why_not`` says what to do); ``date``, ``platform``, ``compiler``, ``built_with_python``;
         ``core``, ``simulator``, ``kernels`` and ``ops``, each a dict with ``built`` and, where that
-        is False, ``why_not``; ``python`` and ``torch``, the versions here and now (``torch`` is None
-        where it is not installed); ``folder``, where the package lies.
+        is False, ``why_not``; ``python`` and ``torch``, the versions here and now (``torch`` is
+        None where it is not installed); ``folder``, where the package lies.
 
     Examples
     --------

@@ -62,7 +62,7 @@ def headers() -> list[str]:
 
 
 def c_compiler() -> list[str]:
-    """Return the C compiler's command: $CC, or cc, gcc or clang, or the one Python was built with."""
+    """Return the C compiler's command: $CC, else cc, gcc, clang or what Python was built with."""
     named = os.environ.get("CC")
     if named:
         return shlex.split(named)

@@ -120,9 +120,7 @@ class Built:
     programs: dict[str, Path]
 
 
-def build(
-    toolchain: Toolchain, names: Sequence[str] = (), folder: Path | None = None
-) -> Built:
+def build(toolchain: Toolchain, names: Sequence[str] = (), folder: Path | None = None) -> Built:
     """Compile core, driver, simulator and the programs; only what changed since the last time.
 
     Raises
@@ -137,49 +135,44 @@ def build(
 
 
 def _build(toolchain: Toolchain, wanted: list[Path], folder: Path) -> Built:
-    newest_header = max(
-        (p.stat().st_mtime for p in [*(ROOT / "csrc").rglob("*.h"), *wanted[0].parent.glob("*.h")]),
-        default=0.0,
-    )
-    newest_header = max(newest_header, *(Path(m).stat().st_mtime for m in (__file__, c_flags.__file__)))
+    # Everything depends on every header, and on the flags that these two files hold.
+    everywhere = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / PROGRAM_FOLDER).glob("*.h")]
+    everywhere += [Path(__file__), Path(c_flags.__file__)]
+    newest_header = max(path.stat().st_mtime for path in everywhere)
     includes = [*c_flags.include_flags(), "-Icsrc/sim", f"-I{PROGRAM_FOLDER}"]
 
     def compile_one(source: str) -> Path:
         target = folder / (source.replace("/", "__")[: -len(".c")] + ".o")
         newest = max(newest_header, (ROOT / source).stat().st_mtime)
         if not target.is_file() or target.stat().st_mtime < newest:
-            run_compiler([*toolchain.compiler, "-std=c11", *toolchain.flags, *includes, "-c", source,
-                   "-o", str(target)])  # fmt: skip
+            command = [*toolchain.compiler, "-std=c11", *toolchain.flags, *includes]
+            run_compiler([*command, "-c", source, "-o", str(target)])
+        return target
+
+    def link(target: Path, inputs: list[Path], flags: list[str]) -> Path:
+        newest = max(path.stat().st_mtime for path in inputs)
+        if not target.is_file() or target.stat().st_mtime < newest:
+            run_compiler([*toolchain.compiler, *map(str, inputs), "-o", str(target), *flags])
         return target
 
     core = c_flags.sources(*c_flags.CORE_FOLDERS)
     simulator = c_flags.sources(*c_flags.SIMULATOR_FOLDERS)
-    mains = [p.relative_to(ROOT).as_posix() for p in wanted]
     if not core or not simulator:
         raise BuildError("csrc/core or csrc/sim holds no C source: is this a whole source tree?")
+    mains = [path.relative_to(ROOT).as_posix() for path in wanted]
+    units = [*core, *simulator, *mains]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = dict(zip([*core, *simulator, *mains],
-                           pool.map(compile_one, [*core, *simulator, *mains]), strict=True))  # fmt: skip
-
-        def link(target: Path, inputs: list[Path], flags: list[str]) -> Path:
-            newest = max(p.stat().st_mtime for p in inputs)
-            if not target.is_file() or target.stat().st_mtime < newest:
-                run_compiler([*toolchain.compiler, *map(str, inputs), "-o", str(target), *flags])
-            return target
-
+        objects = dict(zip(units, pool.map(compile_one, units), strict=True))
         library = link(
             folder / toolchain.simulator, [objects[s] for s in simulator], toolchain.shared_flags
         )
-        common = [objects[s] for s in core]
-        linked = pool.map(
-            lambda main: link(
-                folder / (Path(main).stem + toolchain.program_suffix),
-                [objects[main], *common],
-                toolchain.link_flags,
-            ),
-            mains,
-        )
-        return Built(library, {Path(main).stem: path for main, path in zip(mains, linked, strict=True)})
+
+        def link_program(main: str) -> Path:
+            target = folder / (Path(main).stem + toolchain.program_suffix)
+            return link(target, [objects[s] for s in (main, *core)], toolchain.link_flags)
+
+        linked = zip(mains, pool.map(link_program, mains), strict=True)
+        return Built(library, {Path(main).stem: path for main, path in linked})
 
 
 def run(
@@ -190,9 +183,17 @@ def run(
     environment["ORACLE_OFFLOAD_DRIVER"] = str(built.simulator)
     command = [*toolchain.runner, str(built.programs[name])]
     try:
-        return subprocess.run(command, cwd=ROOT, env=environment, text=True, errors="replace",
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-                              timeout=timeout_s)  # fmt: skip
+        return subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            errors="replace",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+            timeout=timeout_s,
+        )
     except subprocess.TimeoutExpired as error:
         said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else ""
         return subprocess.CompletedProcess(command, 124, f"{said}\nkilled after {timeout_s} s", "")
@@ -247,7 +248,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         start = time.monotonic()
         done = run(toolchain, built, name)
         seconds = time.monotonic() - start
-        print(f"{name}: {'ok' if done.returncode == 0 else f'exit {done.returncode}'} ({seconds:.1f} s)")
+        how = "ok" if done.returncode == 0 else f"exit {done.returncode}"
+        print(f"{name}: {how} ({seconds:.1f} s)", flush=True)
         if done.returncode != 0:
             print(done.stdout)
             failed.append(name)

@@ -38,7 +38,7 @@ def pins(what: str) -> dict[str, str]:
 
 def complaint(what: str) -> str:
     """Return what is missing and the command that installs it, or an empty string."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - PYTHON may name any version
         return f"{sys.executable} is Python {sys.version.split()[0]}; 3.11 or later is needed"
     missing = [name for name in NEEDED[what] if installed(name) is None]
     if not missing:

@@ -1,4 +1,4 @@
-"""Style, types and compiler warnings: what `make lint` runs, and with --fix what `make format` does.
+"""Style, types and compiler warnings (`make lint`); with --fix the formatters (`make format`).
 
 Every check runs, whatever the one before it said; the exit status is 1 if any failed.
 """
@@ -36,8 +36,9 @@ def tool(name: str) -> str:
     beside = Path(sysconfig.get_path("scripts")) / name
     found = str(beside) if beside.is_file() else shutil.which(name)
     if not found:
-        raise SystemExit(f"{name} is not installed; make lint PYTHON=... needs "
-                         "tools/requirements-lint.txt")  # fmt: skip
+        raise SystemExit(
+            f"{name} is not installed; make lint PYTHON=... needs tools/requirements-lint.txt"
+        )
     return found
 
 
@@ -62,9 +63,25 @@ def c_warnings(compiler: list[str]) -> bool:
         core = source not in binding
         done = subprocess.run(
             # -O1, not -fsyntax-only: some of the warnings need data flow.
-            [*compiler, "-std=c11", "-O1", *warnings[core], *([] if core else python),
-             *c_flags.include_flags(), "-Icsrc/sim", "-Itests/c", "-c", source, "-o", "/dev/null"],
-            cwd=ROOT, capture_output=True, text=True, check=False)  # fmt: skip
+            [
+                *compiler,
+                "-std=c11",
+                "-O1",
+                *warnings[core],
+                *([] if core else python),
+                *c_flags.include_flags(),
+                "-Icsrc/sim",
+                "-Itests/c",
+                "-c",
+                source,
+                "-o",
+                "/dev/null",
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         return done.stderr if done.returncode else ""
 
     with ThreadPoolExecutor() as pool:
@@ -100,7 +117,9 @@ def main() -> int:
     for name, check in checks("--fix" in sys.argv[1:]):
         start = time.monotonic()
         good = check()
-        print(f"{name}: {'ok' if good else 'FAILED'} ({time.monotonic() - start:.1f} s)", flush=True)
+        print(
+            f"{name}: {'ok' if good else 'FAILED'} ({time.monotonic() - start:.1f} s)", flush=True
+        )
         if not good:
             failed.append(name)
     if failed:
