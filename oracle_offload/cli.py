@@ -23,8 +23,42 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"oracle_offload {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    del commands
+    _add_doctor(commands)
     return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser("doctor", help="check whether this machine is fit to train")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument("--html", metavar="FILE", help="write the page to FILE as well")
+    doctor.add_argument("--aitoolkit", metavar="PATH", help="examine an AI-Toolkit checkout too")
+    doctor.set_defaults(run=run_doctor)
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Print one page of checks; exit with 3 when one of them is bad."""
+    import os
+
+    from .doctor import examine
+    from .doctor.report import write_text
+
+    if sys.stderr.isatty():
+        print("examining, which imports torch once ...", end="\r", file=sys.stderr, flush=True)
+    report = examine(aitoolkit=args.aitoolkit)
+    if sys.stderr.isatty():
+        print(" " * 40, end="\r", file=sys.stderr, flush=True)
+    if args.html:
+        try:
+            with open(args.html, "w", encoding="utf-8") as file:
+                file.write(report.to_html())
+        except OSError as error:
+            print(f"cannot write {args.html}: {error.strerror}", file=sys.stderr)
+            return EXIT_ERROR
+    if args.json:
+        print(report.to_json(), end="")
+    else:
+        write_text(report, sys.stdout, os.environ)
+    return EXIT_CHECK_FAILED if report.verdict == "bad" else EXIT_OK
 
 
 def main(argv: Sequence[str] | None = None) -> int:

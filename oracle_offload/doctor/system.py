@@ -56,6 +56,11 @@ class System:
         """Whether this is the machine we run on, so that system calls may be used too."""
         return self.root == "/"
 
+    @property
+    def linux(self) -> bool:
+        """Whether it runs Linux, WSL included."""
+        return self.platform.startswith("linux")
+
     def read(self, path: str) -> Reading:
         """Read a system file."""
         return read_text(self.root, path)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 
+from oracle_offload.doctor import CHECKS, System, examine
 from oracle_offload.doctor.cgroup import MemoryLimit, read_memory_limit
+from oracle_offload.doctor.finding import VERDICTS
+from oracle_offload.doctor.gpus import Gpu, GpuProcess, GpuView
+from oracle_offload.doctor.torch_build import TorchView
 
 TREES = Path(__file__).parent.parent / "data" / "systems"
 NAMES = sorted(path.stem for path in TREES.glob("*.tree"))
@@ -134,3 +140,159 @@ def test_empty_root_names_what_is_missing(tmp_path: Path) -> None:
     found = read_memory_limit(str(tmp_path))
     assert found.version is None
     assert "/proc/self/cgroup: no such file" in found.missing
+
+
+# --- Whole machines ----------------------------------------------------------------------------
+
+
+def machine(name: str, root: Path, **replaced: str) -> System:
+    """Return the recorded machine `name`, with some of its files replaced."""
+    build(name, root, **replaced)
+    answers = json.loads(replaced.get("answers.json") or sections(name)["answers.json"])
+    gpus = dict(answers["gpus"])
+    cards = []
+    for card in gpus.pop("gpus", []):
+        if card.get("processes") is not None:
+            card["processes"] = tuple(GpuProcess(**process) for process in card["processes"])
+        cards.append(Gpu(**card))
+    if "cuda_version" in gpus:
+        gpus["cuda_version"] = tuple(gpus["cuda_version"])
+    return System(
+        str(root),
+        environ=answers["environ"],
+        platform=answers["platform"],
+        gpus=GpuView(gpus=tuple(cards), **gpus),
+        torch=TorchView(**answers["torch"]),
+    )
+
+
+def changed(name: str, root: Path, path: str, old: str, new: str) -> System:
+    """Return the machine with `old` replaced by `new` in one of its files."""
+    text = sections(name)[path]
+    assert old in text, f"{path} of {name} does not hold {old!r}"
+    return machine(name, root, **{path: text.replace(old, new)})
+
+
+def test_at_least_eight_machines_are_recorded() -> None:
+    needed = {"bare_metal", "docker_v1", "docker_v2", "kubernetes", "slurm", "wsl2"}
+    assert needed | {"hidden_proc", "no_swap"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_page_of_each_machine(tmp_path: Path, name: str) -> None:
+    page = examine(machine(name, tmp_path)).to_text()
+    golden = TREES / f"{name}.txt"
+    if os.environ.get("OO_REWRITE_GOLDEN"):
+        golden.write_text(page, encoding="utf-8")
+    assert page == golden.read_text(encoding="utf-8")
+
+
+def test_json_and_html_of_a_machine(tmp_path: Path) -> None:
+    report = examine(machine("slurm", tmp_path))
+    for ending, text in (("json", report.to_json()), ("html", report.to_html())):
+        golden = TREES / f"slurm.{ending}"
+        if os.environ.get("OO_REWRITE_GOLDEN"):
+            golden.write_text(text, encoding="utf-8")
+        assert text == golden.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_report_is_complete_and_narrow(tmp_path: Path, name: str) -> None:
+    report = examine(machine(name, tmp_path))
+    assert [finding.name for finding in report.findings] == list(CHECKS)
+    for finding in report.findings:
+        assert finding.verdict in VERDICTS and finding.value, finding
+        if finding.verdict in ("bad", "warn"):
+            assert finding.why and finding.fix, finding
+        if finding.verdict == "unknown":
+            assert finding.why, f"{finding.name} does not say why it could not see"
+    for width in (40, 60, 80, 100, 200):
+        lines = report.to_text(width=width).splitlines()
+        assert max(map(len, lines)) <= max(60, min(100, width))
+
+
+def test_verdicts_stand_worst_first_in_the_text(tmp_path: Path) -> None:
+    text = examine(machine("ailing", tmp_path)).to_text()
+    order = [line.split()[0] for line in text.splitlines()[2:] if not line.startswith(" ")]
+    assert order == sorted(order, key=VERDICTS.index) and order[0] == "bad"
+
+
+ANSWERS = "answers.json"
+MEMINFO = "proc/meminfo"
+APP = "sys/fs/cgroup/user.slice/user-1000.slice/user@1000.service/app.slice/app-terminal.scope/"
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "old", "new", "check", "before", "after"),
+    [
+        ("bare_metal", MEMINFO, "119874328", "7874328", "ram", "ok", "warn"),
+        ("bare_metal", MEMINFO, "119874328", "1874328", "ram", "ok", "bad"),
+        ("bare_metal", MEMINFO, "MemAvailable", "MemElsewhere", "ram", "ok", "unknown"),
+        ("bare_metal", MEMINFO, "HugePages_Free:        0", "HugePages_Free: 30000", "ram", "ok",
+         "warn"),
+        ("bare_metal", MEMINFO, "SwapFree:        8388604", "SwapFree: 1", "swap", "ok", "warn"),
+        ("no_swap", MEMINFO, "MemTotal:       16099504", "MemTotal:  160995040", "swap", "warn",
+         "ok"),
+        ("no_swap", MEMINFO, "Total:             0 kB\nSwapFree:              0",
+         "Total: 8000 kB\nSwapFree: 8000", "swap", "warn", "ok"),
+        ("bare_metal", "sys/kernel/mm/transparent_hugepage/enabled", "[madvise] never",
+         "madvise [never]", "huge pages", "ok", "warn"),
+        ("bare_metal", "sys/kernel/mm/transparent_hugepage/enabled", "[madvise]", "madvise",
+         "huge pages", "ok", "unknown"),
+        ("slurm", "proc/self/limits", "65536  ", "unlimited", "locked memory", "bad", "ok"),
+        ("bare_metal", APP + "memory.max", "max", "2288490188", "memory limit", "ok", "bad"),
+        ("bare_metal", APP + "memory.max", "max", "9288490188", "memory limit", "ok", "warn"),
+        ("bare_metal", APP + "memory.events", "oom_kill 0", "oom_kill 1", "memory limit", "ok",
+         "warn"),
+        ("docker_v1", "proc/self/mounts", "size=65536k", "size=8g", "/dev/shm", "bad", "ok"),
+        ("docker_v1", "proc/self/mounts", "size=65536k", "size=512m", "/dev/shm", "bad", "warn"),
+        ("wsl2", "proc/sys/kernel/osrelease", "microsoft-standard-WSL2", "generic", "place",
+         "warn", "ok"),
+        ("wsl2", "proc/sys/kernel/osrelease", "microsoft-standard-WSL2", "generic", "allocator",
+         "bad", "ok"),
+        ("windows", ANSWERS, '"WDDM"', '"TCC"', "place", "warn", "ok"),
+        ("windows", ANSWERS, '"CUDA_LAUNCH_BLOCKING": "1"', '"CUDA_LAUNCH_BLOCKING": "0"',
+         "switches", "bad", "ok"),
+        ("slurm", ANSWERS, '"CUDA_VISIBLE_DEVICES": "0,1"', '"CUDA_VISIBLE_DEVICES": ""',
+         "switches", "ok", "bad"),
+        ("windows", ANSWERS, '"560.94"', '"580.88"', "torch", "bad", "ok"),
+        ("bare_metal", ANSWERS, '"580.65.06"', '"520.61.05"', "torch", "ok", "bad"),
+        ("bare_metal", ANSWERS, '"cuda": "12.8", ', "", "torch", "ok", "bad"),
+        ("bare_metal", ANSWERS, '"settings": "expandable_segments:True"', '"settings": ""',
+         "allocator", "ok", "bad"),
+        ("bare_metal", ANSWERS, '"settings": "expandable_segments:True"',
+         '"settings_error": "ValueError: x"', "allocator", "ok", "bad"),
+        ("bare_metal", ANSWERS, '"settings": "expandable_segments:True"',
+         '"import_error": "OSError: x"', "torch", "ok", "bad"),
+        ("bare_metal", ANSWERS, '"link_width": 16', '"link_width": 8', "link", "ok", "warn"),
+        ("bare_metal", ANSWERS, '"link_width": 16', '"link_width": 4', "link", "ok", "bad"),
+        ("bare_metal", ANSWERS, '"performance_state": 8, "clock_reasons": 1',
+         '"performance_state": 0, "clock_reasons": 0', "link", "ok", "warn"),
+        ("bare_metal", ANSWERS, '"performance_state": 8, "clock_reasons": 1',
+         '"performance_state": null, "clock_reasons": null', "link", "ok", "unknown"),
+        ("bare_metal", ANSWERS, '"card_link_generation": 4', '"card_link_generation": 5', "link",
+         "ok", "warn"),
+        ("bare_metal", ANSWERS, '"clock_reasons": 1', '"clock_reasons": 64', "clocks", "ok",
+         "bad"),
+        ("bare_metal", ANSWERS, '"clock_reasons": 1', '"clock_reasons": 32', "clocks", "ok",
+         "warn"),
+        ("bare_metal", ANSWERS, '"used_bytes": 734003200', '"used_bytes": 4734003200',
+         "other processes", "ok", "warn"),
+        ("bare_metal", ANSWERS, '"used_bytes": 734003200', '"used_bytes": 14734003200',
+         "other processes", "ok", "bad"),
+        ("no_swap", "sys/bus/pci/devices/0000:01:00.0/current_link_width", "8", "1", "link",
+         "unknown", "bad"),
+        ("no_swap", "proc/driver/nvidia/version", "560.35.03", "no version", "driver", "ok",
+         "bad"),
+        ("hybrid", "sys/bus/pci/devices/0000:00:05.0/class", "0x030200", "0x040300", "driver",
+         "bad", "unknown"),
+        ("hybrid", "sys/bus/pci/devices/0000:00:05.0/class", "0x030200", "0x040300", "torch",
+         "bad", "ok"),
+    ],
+)  # fmt: skip
+def test_one_changed_value_changes_the_verdict(
+    tmp_path: Path, name: str, path: str, old: str, new: str, check: str, before: str, after: str
+) -> None:
+    assert examine(machine(name, tmp_path / "before"))[check].verdict == before
+    found = examine(changed(name, tmp_path / "after", path, old, new))[check]
+    assert found.verdict == after, found

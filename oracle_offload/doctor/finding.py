@@ -1,0 +1,55 @@
+"""What a check found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+# From the worst to the best; "unknown" says nothing about the machine and stands last.
+VERDICTS = ("bad", "warn", "ok", "unknown")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The answer of one check.
+
+    Attributes
+    ----------
+    name : str
+        The check.
+    verdict : str
+        "ok"; "warn": works, but slower or with less room than it could; "bad": will fail or waste
+        most of the machine; "unknown": could not be seen.
+    value : str
+        What was found.
+    why : str
+        What it means, or why it could not be seen.
+    fix : str
+        What to do about it; empty when there is nothing to do.
+    facts : mapping
+        The numbers behind `value`: sizes in bytes under keys ending in `_bytes`.
+    """
+
+    name: str
+    verdict: str
+    value: str
+    why: str = ""
+    fix: str = ""
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+def worst(*verdicts: str) -> str:
+    """Return the most serious verdict; "unknown" only when nothing else is known."""
+    return min(verdicts, key=VERDICTS.index, default="unknown")
+
+
+def size(number: int) -> str:
+    """Return bytes for people: GiB with one decimal, MiB or KiB below that."""
+    if number >= GIB:
+        return f"{number / GIB:.1f} GiB"
+    if number >= MIB:
+        return f"{number / MIB:.0f} MiB"
+    return f"{number / 1024:.0f} KiB"

@@ -1,0 +1,436 @@
+"""The doctor on the machine that runs the tests, and on that machine with things taken away."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from oracle_offload.doctor import CHECKS, Finding, System, examine
+from oracle_offload.doctor import checks as checks_module
+from oracle_offload.doctor.cgroup import read_memory_limit
+from oracle_offload.doctor.gpus import GpuView
+from oracle_offload.doctor.report import DoctorReport
+from oracle_offload.doctor.torch_build import TorchView, ask_torch, find_torch
+
+ROOT = Path(__file__).parent.parent.parent
+ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+DOCTOR = [sys.executable, "-m", "oracle_offload", "doctor"]
+
+
+def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+    merged = {"env": ENVIRON, "cwd": ROOT, "timeout": 120, **options}
+    return subprocess.run(  # type: ignore[call-overload, no-any-return]
+        command, capture_output=True, text=True, check=False, **merged
+    )
+
+
+# --- The command -------------------------------------------------------------------------------
+
+
+def test_json_names_every_check_and_the_exit_code_follows_the_verdict() -> None:
+    done = run([*DOCTOR, "--json"])
+    report = json.loads(done.stdout)
+    assert report["schema"] == "oracle_offload/doctor/1"
+    assert [finding["name"] for finding in report["findings"]] == list(CHECKS)
+    assert done.returncode == (3 if report["verdict"] == "bad" else 0), done.stderr
+
+
+def test_a_bad_check_exits_with_3() -> None:
+    environ = {**ENVIRON, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = run(DOCTOR, env=environ)
+    assert done.returncode == 3
+    assert "bad     switches" in done.stdout
+
+
+def test_html_is_written_without_scripts(tmp_path: Path) -> None:
+    page = tmp_path / "doctor.html"
+    run([*DOCTOR, "--html", str(page)])
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>") and "<script" not in text and "http" not in text
+    done = run([*DOCTOR, "--html", str(tmp_path / "none" / "doctor.html")])
+    assert done.returncode == 1 and "cannot write" in done.stderr
+
+
+def on_a_terminal(environ: dict[str, str]) -> str:
+    """Run the doctor on a pseudo terminal and return what it drew."""
+    leader, follower = pty.openpty()
+    child = subprocess.Popen(
+        DOCTOR, stdout=follower, stderr=subprocess.DEVNULL, env=environ, cwd=ROOT
+    )
+    os.close(follower)
+    drawn = b""
+    while True:
+        try:
+            piece = os.read(leader, 65536)
+        except OSError:  # Linux reports the end of a pseudo terminal as EIO
+            break
+        if not piece:
+            break
+        drawn += piece
+    child.wait(timeout=60)
+    os.close(leader)
+    return drawn.decode()
+
+
+def test_colour_on_a_terminal_only_and_never_with_no_color() -> None:
+    plain = {**ENVIRON, "TERM": "xterm"}
+    plain.pop("NO_COLOR", None)
+    assert "\033[" in on_a_terminal(plain)
+    assert "\033[" not in on_a_terminal({**plain, "NO_COLOR": "1"})
+    assert "\033[" not in on_a_terminal({**plain, "TERM": "dumb"})
+    done = run(DOCTOR, env=plain)
+    assert "\033[" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_an_encoding_without_the_characters_of_a_path_is_no_obstacle(tmp_path: Path) -> None:
+    odd = tmp_path / "ünï"
+    odd.mkdir()
+    done = run([*DOCTOR, "--aitoolkit", str(odd)], env={**ENVIRON, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 3, done.stderr
+    assert "AI-Toolkit" in done.stdout
+
+
+# --- With things taken away --------------------------------------------------------------------
+
+
+def test_importing_stays_light() -> None:
+    """Processor time, the best of five: other work on the machine is not ours."""
+    code = (
+        "import time; start = time.process_time()\n"
+        "import oracle_offload.doctor\n"
+        "import oracle_offload.doctor.allocator, oracle_offload.doctor.cgroup\n"
+        "spent = time.process_time() - start\n"
+        "import sys; assert not {'torch', 'numpy', 'pynvml'} & set(sys.modules)\n"
+        "print(spent)"
+    )
+    spent = min(float(run([sys.executable, "-c", code]).stdout) for _ in range(5))
+    assert spent < 0.050
+
+
+def test_without_torch_and_without_any_package(tmp_path: Path) -> None:
+    # -S: no site-packages, so neither torch nor nvidia-ml-py nor psutil can be imported.
+    done = run([sys.executable, "-S", "-m", "oracle_offload", "doctor", "--json"])
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert found["torch"]["value"] == "not found"
+    assert found["torch"]["why"] == "torch is not installed for this Python"
+    assert "nvidia-ml-py is not installed" in found["clocks"]["why"]
+    assert found["ram"]["verdict"] != "unknown"
+
+
+@contextmanager
+def readable_copy() -> Iterator[Path]:
+    """Copy the package to where any user may read it."""
+    target = Path("/tmp") / f"oo-doctor-{os.getpid()}"
+    shutil.copytree(ROOT / "oracle_offload", target / "oracle_offload")
+    target.chmod(0o755)
+    try:
+        yield target
+    finally:
+        shutil.rmtree(target)
+
+
+def test_as_an_ordinary_user() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("the other tests run as an ordinary user already")
+    python = shutil.which("python3", path="/usr/bin:/bin")
+    if python is None or run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"],
+                             user=65534).returncode:  # fmt: skip
+        pytest.skip("no Python 3.11 that every user may run")
+    with readable_copy() as place:
+        done = run(
+            [python, "-m", "oracle_offload", "doctor", "--json"],
+            cwd=place,
+            env={"PATH": "/usr/bin:/bin"},
+            user=65534,
+            group=65534,
+            extra_groups=[],
+        )
+    findings = json.loads(done.stdout)["findings"]
+    assert [finding["name"] for finding in findings] == list(CHECKS)
+    assert not [f for f in findings if "check itself failed" in f["why"]]
+
+
+def test_with_proc_hidden() -> None:
+    """In a mount namespace of its own, with an empty directory over /proc."""
+    unshare = shutil.which("unshare")
+    hide = "mount -t tmpfs none /proc"
+    if unshare is None or run([unshare, "-rm", "sh", "-c", hide]).returncode:
+        pytest.skip("no mount namespaces here")
+    command = f"{hide} && exec {sys.executable} -m oracle_offload doctor --json"
+    done = run([unshare, "-rm", "sh", "-c", command])
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert list(found) == list(CHECKS), done.stderr
+    assert found["swap"]["verdict"] == "unknown"
+    assert found["swap"]["why"] == "/proc/meminfo: no such file"
+    assert found["ram"]["facts"]["total_bytes"] > 0, "the system call knows it without /proc"
+    assert found["locked memory"]["verdict"] != "unknown", "so does this one"
+    assert not [f for f in found.values() if "check itself failed" in f["why"]]
+
+
+def test_a_check_that_fails_is_one_line_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(system: System) -> Finding:
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setitem(checks_module.CHECKS, "swap", broken)
+    report = examine(System(torch=TorchView(why="not asked"), gpus=GpuView()))
+    assert report["swap"].verdict == "unknown"
+    assert report["swap"].why == "the check itself failed: ZeroDivisionError: on purpose"
+    assert report["ram"].facts["total_bytes"]
+
+
+def test_unreadable_files_are_told_from_absent_ones(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").mkdir()
+    report = examine(System(str(tmp_path), environ={}, platform="linux"))
+    assert report["ram"].why == "/proc/meminfo: Is a directory"
+    assert report["huge pages"].why.endswith("no such file")
+
+
+# --- The torch that is installed ---------------------------------------------------------------
+
+
+def test_torch_is_found_without_importing_it() -> None:
+    torch = pytest.importorskip("torch")
+    found = find_torch()
+    assert (found.version, found.cuda, found.hip) == (
+        str(torch.__version__),
+        torch.version.cuda,
+        torch.version.hip,
+    )
+
+
+def test_torch_confirms_or_refuses_the_settings() -> None:
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        pytest.skip(f"torch {torch.__version__} cannot say its settings without a card")
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    for value, verdict in (("expandable_segments:True", "ok"), ("max_split_size_mb:5", "bad")):
+        environ = {**ENVIRON, name: value}
+        report = examine(System(environ=environ, gpus=GpuView()))
+        found = report["allocator"]
+        assert found.verdict == verdict, found
+        if verdict == "ok":
+            assert found.facts["in_effect"] == value
+            assert found.value.endswith("(in effect)")
+        else:
+            assert "torch refuses it" in found.why and "must be >= 20" in found.why
+
+
+def test_a_torch_that_cannot_be_imported_is_bad_and_quoted(tmp_path: Path) -> None:
+    broken = tmp_path / "torch"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise OSError('libcudart.so.12: cannot open')\n")
+    (broken / "version.py").write_text("__version__ = '2.9.0+cu128'\ncuda: str = '12.8'\n")
+    code = (
+        "from oracle_offload.doctor import examine\n"
+        "found = examine()['torch']; print(found.verdict, found.value, found.why, sep='|')"
+    )
+    environ = {**ENVIRON, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = run([sys.executable, "-c", code], env=environ)
+    assert done.stdout.strip() == (
+        "bad|2.9.0+cu128 (CUDA 12.8)|`import torch` fails: OSError: libcudart.so.12: cannot open"
+    )
+    (broken / "__init__.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    done = run([sys.executable, "-c", code], env=environ)
+    assert "the process ended with status -11" in done.stdout
+    (broken / "__init__.py").write_text("import time; time.sleep(60)")
+    view = replace(find_torch(), version="2.9.0")
+    started = time.monotonic()
+    said = ask_torch(view, environ, timeout_s=1.0)
+    assert said.why == "torch was still importing after 1 s"
+    assert time.monotonic() - started < 30
+
+
+# --- A process really killed -------------------------------------------------------------------
+
+
+@contextmanager
+def limited_group(limit: int) -> Iterator[Path]:
+    """Make a control group with a memory limit, where this machine lets us."""
+    name = f"oo-doctor-test-{os.getpid()}"
+    for parent, file in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup"), "memory.max"),
+    ):
+        group = parent / name
+        try:
+            if file == "memory.max" and not (parent / "cgroup.controllers").exists():
+                continue
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / file).write_text(str(limit))
+            for swap in ("memory.memsw.limit_in_bytes", "memory.swap.max"):
+                if (group / swap).exists():
+                    (group / swap).write_text(str(limit if "memsw" in swap else 0))
+        except OSError:
+            group.rmdir()
+            continue
+        try:
+            yield group
+        finally:
+            for _ in range(50):
+                try:
+                    group.rmdir()
+                    break
+                except OSError:  # the last process is still being taken down
+                    time.sleep(0.1)
+        return
+    pytest.skip("no control group with a memory limit can be made here")
+
+
+def test_a_child_killed_by_its_control_group_is_recognised() -> None:
+    limit = 96 << 20
+    with limited_group(limit) as group:
+        join = f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')\n"
+        witness = subprocess.Popen(
+            [sys.executable, "-c", join
+             + "import json\n"
+             + "from oracle_offload.doctor import System\n"
+             + "from oracle_offload.doctor.checks_host import check_memory_limit\n"
+             + "for line in iter(input, ''):\n"
+             + "    found = check_memory_limit(System())\n"
+             + "    answer = [found.verdict, found.value, dict(found.facts)]\n"
+             + "    print(json.dumps(answer), flush=True)"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=ENVIRON, cwd=ROOT,
+        )  # fmt: skip
+        assert witness.stdin is not None and witness.stdout is not None
+
+        def ask() -> tuple[str, str, dict[str, object]]:
+            witness.stdin.write("now\n")
+            witness.stdin.flush()
+            return tuple(json.loads(witness.stdout.readline()))
+
+        try:
+            _, _, before = ask()
+            assert before["limit_bytes"] == limit
+            assert read_memory_limit(pid=witness.pid).limit_bytes == limit
+            # Bounded: it stops at 512 MiB should nobody stop it.
+            greedy = run([sys.executable, "-c", join + f"held = bytearray(b'x') * {512 << 20}"])
+            assert greedy.returncode == -signal.SIGKILL
+            verdict, value, after = ask()
+            assert after["oom_kills"] == int(str(before["oom_kills"])) + 1
+            assert verdict in ("warn", "bad") and "1 killed" in value
+        finally:
+            witness.kill()
+            witness.wait()
+
+
+def test_the_locked_memory_limit_of_a_process_is_the_one_in_force() -> None:
+    resource = pytest.importorskip("resource")
+    code = (
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
+        "from oracle_offload.doctor import System\n"
+        "from oracle_offload.doctor.checks_host import check_locked_memory\n"
+        "print(check_locked_memory(System()).facts['limit_bytes'])"
+    )
+    hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    if hard != resource.RLIM_INFINITY and hard < 65536:
+        pytest.skip("the limit is below 64 KiB already")
+    assert run([sys.executable, "-c", code]).stdout.strip() == "65536"
+
+
+# --- AI-Toolkit --------------------------------------------------------------------------------
+
+COMMIT = "27a03a91" + "0" * 32
+
+
+def checkout(root: Path) -> Path:
+    """Write a checkout with the files that are looked at."""
+    package = root / "toolkit" / "memory_management"
+    package.mkdir(parents=True)
+    (root / "version.py").write_text('VERSION = "0.13.19"\n')
+    (package / "manager.py").write_text("class MemoryManager:\n    pass\n")
+    (package / "__init__.py").write_text("from .manager_modules import sync_grad_transfers\n")
+    (root / ".git" / "refs" / "heads").mkdir(parents=True)
+    (root / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
+    (root / ".git" / "refs" / "heads" / "main").write_text(COMMIT + "\n")
+    return root
+
+
+def aitoolkit(path: Path) -> Finding:
+    quiet = System(aitoolkit=str(path), torch=TorchView(why="not asked"), gpus=GpuView())
+    return examine(quiet)["AI-Toolkit"]
+
+
+def test_checkout_is_told_by_version_and_commit(tmp_path: Path) -> None:
+    root = checkout(tmp_path)
+    found = aitoolkit(root)
+    assert (found.verdict, found.value) == ("ok", "0.13.19, commit 27a03a91")
+    (root / ".git" / "refs" / "heads" / "main").unlink()
+    (root / ".git" / "packed-refs").write_text(f"# pack-refs\n{COMMIT} refs/heads/main\n")
+    assert aitoolkit(root).facts["commit"] == COMMIT
+    (root / ".git" / "HEAD").write_text(COMMIT[::-1] + "\n")
+    assert aitoolkit(root).facts["commit"] == COMMIT[::-1]
+    shutil.rmtree(root / ".git")
+    assert aitoolkit(root).value == "0.13.19"
+
+
+def test_worktree_of_a_checkout_is_followed(tmp_path: Path) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    root = checkout(tmp_path / "main")
+    shutil.rmtree(root / ".git")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (
+        ["init", "-q"],
+        ["add", "."],
+        [*who, "commit", "-qm", "first"],
+        ["worktree", "add", "-q", str(tmp_path / "other")],
+    ):
+        assert run(["git", *command], cwd=root).returncode == 0
+    commit = run(["git", "rev-parse", "HEAD"], cwd=root).stdout.strip()
+    assert aitoolkit(root).facts["commit"] == commit
+    assert aitoolkit(tmp_path / "other").facts["commit"] == commit
+
+
+def test_what_is_missing_from_a_checkout_is_named(tmp_path: Path) -> None:
+    root = checkout(tmp_path / "a")
+    package = root / "toolkit" / "memory_management"
+    (root / "version.py").unlink()
+    assert aitoolkit(root).verdict == "warn"
+    (package / "__init__.py").write_text("")
+    assert "older than sync_grad_transfers" in aitoolkit(root).why
+    (package / "manager.py").unlink()
+    assert aitoolkit(root).fix == "update it: git pull"
+    shutil.rmtree(root / "toolkit")
+    assert "no toolkit/" in aitoolkit(root).why
+    assert aitoolkit(tmp_path / "none").value == str(tmp_path / "none")
+    assert aitoolkit(tmp_path / "none").verdict == "bad"
+
+
+# --- The report --------------------------------------------------------------------------------
+
+
+def test_values_from_the_machine_are_escaped_in_html() -> None:
+    nasty = "<script>alert('x')</script>&\""
+    report = DoctorReport((Finding("ram", "bad", nasty, nasty, nasty),))
+    assert "<script" not in report.to_html()
+    assert report.to_html().count("&lt;script&gt;") == 3
+
+
+def test_verdict_of_a_report_is_its_worst_and_unknown_only_when_alone() -> None:
+    def verdict(*given: str) -> str:
+        return DoctorReport(tuple(Finding("x", each, "v") for each in given)).verdict
+
+    assert verdict("ok", "unknown") == "ok"
+    assert verdict("unknown") == "unknown"
+    assert verdict("ok", "warn", "unknown") == "warn"
+    assert verdict("warn", "bad", "ok") == "bad"
+    assert verdict() == "unknown"
