@@ -23,6 +23,26 @@ static void oo__block_recycle(struct oo_arena *arena, struct oo_block *block) {
     arena->spare = block;
 }
 
+/* Free neighbours are one block: absorb them into `block`, or it into the one before. */
+static void oo__block_merge(struct oo_arena *arena, struct oo_block *block) {
+    struct oo_block *next = block->next;
+    if (next && next->unit == OO_NO_UNIT) {
+        block->bytes += next->bytes;
+        block->next = next->next;
+        if (block->next)
+            block->next->previous = block;
+        oo__block_recycle(arena, next);
+    }
+    struct oo_block *previous = block->previous;
+    if (previous && previous->unit == OO_NO_UNIT) {
+        previous->bytes += block->bytes;
+        previous->next = block->next;
+        if (previous->next)
+            previous->next->previous = previous;
+        oo__block_recycle(arena, block);
+    }
+}
+
 uintptr_t oo_block_address(const struct oo_block *block) { return block->segment->base + block->offset; }
 
 enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes, uint32_t model, uintptr_t stream,
@@ -33,7 +53,7 @@ enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes
         free(segment);
         return oo__fail(OO_E_MEMORY, "no memory for a segment's record");
     }
-    *block = (struct oo_block){NULL, NULL, segment, 0, bytes, OO_NO_UNIT};
+    *block = (struct oo_block){NULL, NULL, segment, 0, bytes, 0, OO_NO_UNIT};
     *segment = (struct oo_segment){arena->segments, block, base, bytes, model, stream, 0};
     arena->segments = segment;
     arena->total_bytes += bytes;
@@ -92,20 +112,17 @@ int oo_arena_find(const struct oo_arena *arena, size_t bytes, uint64_t later_tha
                   const void *context, struct oo_window *window) {
     size_t least_evicted = SIZE_MAX;
     window->first = NULL;
-    window->soonest = 0;
     for (const struct oo_segment *segment = arena->segments; segment; segment = segment->next) {
         if (segment->bytes < bytes)
             continue;
         for (struct oo_block *last = segment->first; last; last = last->next) {
             size_t evicted;
-            /* Below the best so far a window is of no interest: let the search stop early. */
-            const uint64_t floor = window->first && window->soonest > later_than + 1 ? window->soonest - 1 : later_than;
-            struct oo_window found = oo__window_ending_at(last, bytes, floor, next_use, context, &evicted);
+            const struct oo_window found = oo__window_ending_at(last, bytes, later_than, next_use, context, &evicted);
             if (!found.first)
                 continue;
-            const int better = !window->first || found.soonest > window->soonest || evicted < least_evicted ||
-                               (evicted == least_evicted && found.bytes < window->bytes);
-            if (better) {
+            const int later = !window->first || found.soonest > window->soonest;
+            const int fewer = evicted < least_evicted || (evicted == least_evicted && later);
+            if (later_than ? fewer : later) {
                 *window = found;
                 least_evicted = evicted;
             }
@@ -125,10 +142,12 @@ int oo_arena_reserve(struct oo_arena *arena) {
 }
 
 struct oo_block *oo_arena_take(struct oo_arena *arena, const struct oo_window *window, size_t bytes, uint32_t unit) {
-    struct oo_segment *segment = window->first->segment;
-    struct oo_block *rest = window->bytes > bytes ? oo__block_new(arena) : NULL;
-    struct oo_block *block = window->first;
+    struct oo_block *before = window->first->previous;
     struct oo_block *after = window->last->next;
+    struct oo_block *block = window->first;
+    const size_t left_over = window->bytes - bytes;
+    /* Streaming upwards or downwards, placements then follow each other without holes between them. */
+    const int at_end = after && after->placed > (before ? before->placed : 0);
     for (struct oo_block *old = block; old != after;) {
         struct oo_block *next = old->next;
         if (old->unit != OO_NO_UNIT)
@@ -137,45 +156,39 @@ struct oo_block *oo_arena_take(struct oo_arena *arena, const struct oo_window *w
             oo__block_recycle(arena, old);
         old = next;
     }
-    block->next = after;
+    /* One free block over the whole window, split when something is left over. */
+    *block = (struct oo_block){before, after, block->segment, block->offset, window->bytes, 0, OO_NO_UNIT};
     if (after)
         after->previous = block;
-    block->bytes = bytes;
-    block->unit = unit;
     arena->used_bytes += bytes;
-    if (rest) {
-        *rest = (struct oo_block){block, after, segment, block->offset + bytes, window->bytes - bytes, OO_NO_UNIT};
+    if (left_over) {
+        struct oo_block *rest = oo__block_new(arena);
+        struct oo_block *low = at_end ? rest : block, *high = at_end ? block : rest;
+        *rest = *block;
+        block->unit = unit; /* before merging: a block without a unit is free */
+        low->bytes = at_end ? left_over : bytes;
+        high->bytes = window->bytes - low->bytes;
+        high->offset = low->offset + low->bytes;
+        low->previous = before;
+        low->next = high;
+        high->previous = low;
+        high->next = after;
+        if (before)
+            before->next = low;
+        else
+            low->segment->first = low;
         if (after)
-            after->previous = rest;
-        block->next = rest;
-        if (after && after->unit == OO_NO_UNIT) { /* two free neighbours are one */
-            rest->bytes += after->bytes;
-            rest->next = after->next;
-            if (rest->next)
-                rest->next->previous = rest;
-            oo__block_recycle(arena, after);
-        }
+            after->previous = high;
+        oo__block_merge(arena, rest);
     }
+    block->unit = unit;
+    block->placed = ++arena->placements;
     return block;
 }
 
 void oo_arena_free(struct oo_arena *arena, struct oo_block *block) {
     arena->used_bytes -= block->bytes;
     block->unit = OO_NO_UNIT;
-    struct oo_block *next = block->next;
-    if (next && next->unit == OO_NO_UNIT) {
-        block->bytes += next->bytes;
-        block->next = next->next;
-        if (block->next)
-            block->next->previous = block;
-        oo__block_recycle(arena, next);
-    }
-    struct oo_block *previous = block->previous;
-    if (previous && previous->unit == OO_NO_UNIT) {
-        previous->bytes += block->bytes;
-        previous->next = block->next;
-        if (previous->next)
-            previous->next->previous = previous;
-        oo__block_recycle(arena, block);
-    }
+    block->placed = 0;
+    oo__block_merge(arena, block);
 }

@@ -1,5 +1,5 @@
-/* arena.h - device memory as blocks in address order. Pure bookkeeping: no driver, no policy beyond
- * "the contiguous window whose soonest-needed occupant is needed last". */
+/* arena.h - device memory as blocks in address order. Pure bookkeeping: it knows no driver, and of time
+ * only what the caller's next_use tells. */
 #ifndef OO_ARENA_H
 #define OO_ARENA_H
 
@@ -15,6 +15,7 @@ struct oo_block {
     struct oo_block *previous, *next; /* by address, within the segment */
     struct oo_segment *segment;
     size_t offset, bytes;
+    uint64_t placed; /* serial number of the placement; 0 while free */
     uint32_t unit;
 };
 
@@ -32,6 +33,7 @@ struct oo_arena {
     struct oo_segment *segments;
     struct oo_block *spare; /* recycled block records, linked by `next` */
     size_t total_bytes, used_bytes;
+    uint64_t placements;
     uint64_t allocations; /* host records created */
 };
 
@@ -51,13 +53,16 @@ enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes
 void oo_arena_remove(struct oo_arena *arena, struct oo_segment *segment);
 void oo_arena_clear(struct oo_arena *arena);
 
-/* Find the window for `bytes` whose soonest next use is largest, and larger than `later_than`; among
- * equals the one that evicts fewest bytes. Returns 0 when there is none. */
+/* Find a window for `bytes`, all of whose occupants are next used later than `later_than`. Such
+ * occupants are all fair to evict: the window with the fewest bytes of them is taken, which keeps
+ * units of different sizes from wasting the arena. With `later_than` 0 (a unit is needed at once, so
+ * nothing is known to be fair) it is the window needed last. Returns 0 when there is none. */
 int oo_arena_find(const struct oo_arena *arena, size_t bytes, uint64_t later_than, oo_next_use next_use,
                   const void *context, struct oo_window *window);
 /* Make sure that the next oo_arena_take has the record it may need. 0: no memory. */
 int oo_arena_reserve(struct oo_arena *arena);
-/* Put `unit` at the start of the window; its occupants are evicted by this. After a reserve. */
+/* Put `unit` into the window, against the neighbour that was placed last, so that what is left over is
+ * where the next placement will be; occupants are evicted by this. After a reserve. */
 struct oo_block *oo_arena_take(struct oo_arena *arena, const struct oo_window *window, size_t bytes, uint32_t unit);
 void oo_arena_free(struct oo_arena *arena, struct oo_block *block);
 uintptr_t oo_block_address(const struct oo_block *block);

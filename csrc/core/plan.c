@@ -15,7 +15,18 @@ enum { OO_CANDIDATES = 32, OO_CONTEXT = 256 }; /* bounds of one search for a mat
 struct oo_visit {
     uint32_t unit;
     enum oo_kind kind;
-    uint64_t previous; /* index of this unit's visit before, or OO_NOWHERE */
+    uint64_t previous, next; /* indices of this unit's visits before and after, or OO_NOWHERE */
+};
+
+/* The predicted visits (match, end) that need no fetch: their bytes, and as a queue of falling maxima
+ * when their units are used again. */
+struct oo_ahead {
+    uint64_t end;
+    size_t bytes;
+    uint64_t head, tail; /* queue[head..tail) modulo OO_TRACE */
+    struct oo_maximum {
+        uint64_t visit, next;
+    } *queue;
 };
 
 struct oo_plan_unit {
@@ -34,7 +45,7 @@ struct oo_plan {
     struct oo_visit *trace; /* ring: visit i at i & OO_TRACE_MASK */
     uint64_t now;           /* visits so far; the current one is now - 1 */
     uint64_t match;         /* an earlier visit after which the future is expected to repeat */
-    uint64_t ahead;         /* predicted visits before this index need no fetch */
+    struct oo_ahead ahead;
     uint64_t longest_block; /* in visits: shorter ones need no counting */
     size_t block_bytes;
     uint64_t allocations;
@@ -43,10 +54,12 @@ struct oo_plan {
 enum oo_status oo_plan_create(struct oo_plan **out) {
     struct oo_plan *plan = calloc(1, sizeof *plan);
     *out = plan;
-    if (plan)
+    if (plan) {
         plan->trace = calloc(OO_TRACE, sizeof *plan->trace);
-    if (!plan || !plan->trace) {
-        free(plan);
+        plan->ahead.queue = calloc(OO_TRACE, sizeof *plan->ahead.queue);
+    }
+    if (!plan || !plan->trace || !plan->ahead.queue) {
+        oo_plan_destroy(plan);
         *out = NULL;
         return oo__fail(OO_E_MEMORY, "no memory for the trace of visits");
     }
@@ -59,6 +72,7 @@ void oo_plan_destroy(struct oo_plan *plan) {
         return;
     oo_arena_clear(&plan->arena);
     free(plan->trace);
+    free(plan->ahead.queue);
     free(plan->units);
     free(plan);
 }
@@ -84,9 +98,11 @@ enum oo_status oo_plan_unit_add(struct oo_plan *plan, size_t bytes, uint32_t *un
 
 void oo_plan_unit_remove(struct oo_plan *plan, uint32_t unit) { plan->units[unit].removed = 1; }
 
+static void oo__ahead_reset(struct oo_plan *plan) { plan->ahead.end = 0; }
+
 void oo_plan_allow(struct oo_plan *plan, uint32_t unit, int ahead) {
     if (ahead && !plan->units[unit].ahead)
-        plan->ahead = 0; /* it may have been passed over */
+        oo__ahead_reset(plan); /* it may have been passed over */
     plan->units[unit].ahead = ahead != 0;
 }
 
@@ -161,36 +177,53 @@ static void oo__learn_block(struct oo_plan *plan) {
         plan->block_bytes = bytes;
 }
 
+/* The visit at the match was made: it lies ahead no more. */
+static void oo__ahead_pass(struct oo_plan *plan) {
+    struct oo_ahead *ahead = &plan->ahead;
+    if (ahead->end <= plan->match) {
+        oo__ahead_reset(plan);
+        return;
+    }
+    ahead->bytes -= plan->units[oo__visit_at(plan, plan->match)->unit].bytes;
+    if (ahead->head != ahead->tail && ahead->queue[ahead->head & OO_TRACE_MASK].visit == plan->match)
+        ahead->head++;
+}
+
 void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
     const struct oo_visit *latest = oo__visit_at(plan, plan->now - 1);
     if (plan->now > 0 && latest->unit == unit && latest->kind == kind)
         return;
-    plan->trace[plan->now & OO_TRACE_MASK] = (struct oo_visit){unit, kind, plan->units[unit].last};
+    const uint64_t previous = plan->units[unit].last;
+    plan->trace[plan->now & OO_TRACE_MASK] = (struct oo_visit){unit, kind, previous, OO_NOWHERE};
+    if (previous != OO_NOWHERE && oo__remembered(plan, previous))
+        plan->trace[previous & OO_TRACE_MASK].next = plan->now;
     plan->units[unit].last = plan->now++;
     /* The prediction held if the visit after the match is this one. */
     if (oo__remembered(plan, plan->match) && plan->match + 1 < plan->now - 1 &&
         oo__same_visit(plan, plan->match + 1, plan->now - 1)) {
         plan->match++;
+        oo__ahead_pass(plan);
     } else {
         plan->match = oo__find_match(plan);
-        plan->ahead = 0;
+        oo__ahead_reset(plan);
     }
     if (kind == OO_BACKWARD)
         oo__learn_block(plan);
 }
 
+/* Nothing to go by yet: forward in order of creation, backward against it; a recompute stays near. */
+static uint64_t oo__guess_next_use(const struct oo_plan *plan, uint32_t unit) {
+    if (plan->now == 0)
+        return (uint64_t)unit + 1;
+    const struct oo_visit *current = oo__visit_at(plan, plan->now - 1);
+    const uint64_t distance = unit > current->unit ? unit - current->unit : current->unit - unit;
+    const int lies_ahead = current->kind == OO_RECOMPUTE || (current->kind == OO_BACKWARD) == (unit < current->unit);
+    return lies_ahead ? distance : 2 * (uint64_t)plan->n_units - distance;
+}
+
 uint64_t oo_plan_next_use(const struct oo_plan *plan, uint32_t unit) {
-    if (!oo__remembered(plan, plan->match)) {
-        /* Nothing to go by yet: forward in order of creation, backward against it. */
-        if (plan->now == 0)
-            return (uint64_t)unit + 1;
-        const struct oo_visit *current = oo__visit_at(plan, plan->now - 1);
-        const uint32_t from = current->unit;
-        const int descending = current->kind == OO_BACKWARD;
-        const int lies_ahead = descending ? unit < from : unit > from;
-        const uint64_t distance = unit > from ? unit - from : from - unit;
-        return lies_ahead ? distance : 2 * (uint64_t)plan->n_units - distance;
-    }
+    if (!oo__remembered(plan, plan->match))
+        return oo__guess_next_use(plan, unit);
     uint64_t next = OO_NOWHERE;
     for (uint64_t i = plan->units[unit].last; oo__remembered(plan, i) && i > plan->match;
          i = oo__visit_at(plan, i)->previous)
@@ -206,7 +239,7 @@ static uint64_t oo__evictable_next_use(const void *context, uint32_t unit) {
 }
 
 int oo_plan_place(struct oo_plan *plan, uint32_t unit, struct oo_window *window) {
-    plan->ahead = 0; /* what a demand evicts may be needed soon */
+    oo__ahead_reset(plan); /* what a demand evicts may be needed soon */
     return oo_arena_find(&plan->arena, plan->units[unit].bytes, 0, oo__evictable_next_use, plan, window);
 }
 
@@ -215,20 +248,54 @@ static int oo__wants_fetch(const struct oo_plan *plan, uint32_t unit) {
     return !u->block && u->ahead && !u->removed;
 }
 
+/* When the unit of predicted visit `index` is used after that. */
+static uint64_t oo__use_after(const struct oo_plan *plan, uint64_t index) {
+    const struct oo_visit *visit = oo__visit_at(plan, index);
+    if (visit->next != OO_NOWHERE)
+        return visit->next;
+    return plan->match + oo_plan_next_use(plan, visit->unit) + (plan->now - 1 - plan->match); /* a period later */
+}
+
+/* Move the end over all that needs no fetch. */
+static void oo__ahead_extend(struct oo_plan *plan) {
+    struct oo_ahead *ahead = &plan->ahead;
+    if (ahead->end <= plan->match) {
+        ahead->end = plan->match + 1;
+        ahead->bytes = 0;
+        ahead->head = ahead->tail = 0;
+    }
+    for (; ahead->end < plan->now && !oo__wants_fetch(plan, oo__visit_at(plan, ahead->end)->unit); ahead->end++) {
+        const uint64_t next = oo__use_after(plan, ahead->end);
+        while (ahead->head != ahead->tail && ahead->queue[(ahead->tail - 1) & OO_TRACE_MASK].next <= next)
+            ahead->tail--;
+        ahead->queue[ahead->tail++ & OO_TRACE_MASK] = (struct oo_maximum){ahead->end, next};
+        ahead->bytes += plan->units[oo__visit_at(plan, ahead->end)->unit].bytes;
+    }
+}
+
+/* How far ahead a fetch may be even if waiting would find a better place for it. */
+static size_t oo__lead_bytes(const struct oo_plan *plan) { return plan->arena.total_bytes / 16; }
+
 int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *window) {
     uint64_t distance;
     if (oo__remembered(plan, plan->match)) {
-        uint64_t i = plan->ahead > plan->match ? plan->ahead : plan->match + 1;
-        while (i < plan->now && !oo__wants_fetch(plan, oo__visit_at(plan, i)->unit))
-            i++;
-        plan->ahead = i;
-        if (i == plan->now)
+        oo__ahead_extend(plan);
+        const struct oo_ahead *ahead = &plan->ahead;
+        if (ahead->end == plan->now)
             return 0;
-        *unit = oo__visit_at(plan, i)->unit;
-        distance = i - plan->match;
+        *unit = oo__visit_at(plan, ahead->end)->unit;
+        distance = ahead->end - plan->match;
+        /* Beyond the lead that hides a copy's latency, patience pays: a unit used between now and then
+         * may be needed later than any that can be evicted now (in sampling it always is). */
+        if (ahead->bytes > oo__lead_bytes(plan) && ahead->head != ahead->tail) {
+            const uint64_t latest = ahead->queue[ahead->head & OO_TRACE_MASK].next - plan->match;
+            if (latest > distance + 1)
+                distance = latest - 1;
+        }
     } else {
-        /* Before any match: the nearest absent unit in the direction of travel. */
-        if (plan->now == 0)
+        /* Before any match: the nearest absent unit in the direction of travel, of which a recompute
+         * has none that lasts. */
+        if (plan->now == 0 || oo__visit_at(plan, plan->now - 1)->kind == OO_RECOMPUTE)
             return 0;
         const struct oo_visit *current = oo__visit_at(plan, plan->now - 1);
         const int descending = current->kind == OO_BACKWARD;
@@ -239,7 +306,7 @@ int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *w
             next = descending ? next - 1 : next + 1;
         } while (!oo__wants_fetch(plan, next));
         *unit = next;
-        distance = descending ? current->unit - next : next - current->unit;
+        distance = oo__guess_next_use(plan, next);
     }
     return oo_arena_find(&plan->arena, plan->units[*unit].bytes, distance, oo__evictable_next_use, plan, window);
 }
@@ -264,5 +331,5 @@ void oo_plan_drop(struct oo_plan *plan, uint32_t unit) {
         return;
     oo_arena_free(&plan->arena, block);
     plan->units[unit].block = NULL;
-    plan->ahead = 0;
+    oo__ahead_reset(plan);
 }
