@@ -172,9 +172,15 @@ def _read_one(nvml: Any, index: int) -> Gpu:
 
 
 def _clock_reasons(nvml: Any, card: Any) -> int:
-    # Renamed from "throttle" to "event" reasons; releases before 12.535 know the old name only.
-    ask = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
-    return int((ask or nvml.nvmlDeviceGetCurrentClocksThrottleReasons)(card))
+    # Renamed from "throttle" to "event" reasons: an older nvidia-ml-py lacks the new name, and a
+    # newer one passes on that an older driver does.
+    try:
+        return int(nvml.nvmlDeviceGetCurrentClocksEventReasons(card))
+    except Exception as error:
+        try:
+            return int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(card))
+        except Exception:
+            raise error from None
 
 
 def _processes(nvml: Any, card: Any) -> tuple[GpuProcess, ...]:

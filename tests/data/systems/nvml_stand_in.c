@@ -1,0 +1,121 @@
+/*
+ * A libnvidia-ml.so.1 with two cards, so that nvidia-ml-py can be driven without a driver.
+ * Card 0 answers everything; card 1 has a name and answers NVML_ERROR_NOT_SUPPORTED otherwise, as
+ * integrated and partitioned cards do for much. OO_NVML_INIT sets what initialisation returns.
+ * Layouts and codes: nvml.h.
+ */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { SUCCESS = 0, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9 };
+
+struct pci {
+    char bus_id_legacy[16];
+    unsigned domain, bus, device, device_id, subsystem_id;
+    char bus_id[32];
+};
+struct memory {
+    unsigned long long total, free, used;
+};
+struct process {
+    unsigned pid;
+    unsigned long long used;
+    unsigned gpu_instance, compute_instance;
+};
+
+static int full(void *card) { return (uintptr_t)card == 1; }
+
+/* A question that only card 0 answers. */
+#define ASK(name, type, value)                                                                     \
+    int name(void *card, type *out) {                                                              \
+        if (!full(card))                                                                           \
+            return NOT_SUPPORTED;                                                                  \
+        *out = (value);                                                                            \
+        return SUCCESS;                                                                            \
+    }
+
+int nvmlInitWithFlags(unsigned flags) {
+    const char *wanted = getenv("OO_NVML_INIT");
+    (void)flags;
+    return wanted ? atoi(wanted) : SUCCESS;
+}
+
+int nvmlShutdown(void) { return SUCCESS; }
+
+const char *nvmlErrorString(int code) {
+    return code == NOT_SUPPORTED       ? "Not Supported"
+           : code == DRIVER_NOT_LOADED ? "Driver Not Loaded"
+                                       : "Another Error";
+}
+
+int nvmlSystemGetDriverVersion(char *out, unsigned size) {
+    strncpy(out, "580.65.06", size);
+    return SUCCESS;
+}
+
+int nvmlSystemGetCudaDriverVersion_v2(int *out) {
+    *out = 12080;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetCount_v2(unsigned *out) {
+    *out = 2;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **out) {
+    *out = (void *)(uintptr_t)(index + 1);
+    return SUCCESS;
+}
+
+int nvmlDeviceGetName(void *card, char *out, unsigned size) {
+    strncpy(out, full(card) ? "Stand-in 4090" : "Stand-in slice", size);
+    return SUCCESS;
+}
+
+ASK(nvmlDeviceGetMemoryInfo, struct memory,
+    ((struct memory){.total = 25769803776, .free = 20401094656, .used = 5368709120}))
+ASK(nvmlDeviceGetCurrPcieLinkGeneration, unsigned, 3)
+ASK(nvmlDeviceGetCurrPcieLinkWidth, unsigned, 8)
+ASK(nvmlDeviceGetMaxPcieLinkGeneration, unsigned, 4)
+ASK(nvmlDeviceGetGpuMaxPcieLinkGeneration, unsigned, 5)
+ASK(nvmlDeviceGetMaxPcieLinkWidth, unsigned, 16)
+ASK(nvmlDeviceGetPerformanceState, unsigned, 2)
+#ifdef OO_OLD_NAMES
+ASK(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, 0x44)
+#else
+ASK(nvmlDeviceGetCurrentClocksEventReasons, unsigned long long, 0x44)
+#endif
+
+int nvmlDeviceGetPciInfo_v3(void *card, struct pci *out) {
+    if (!full(card))
+        return NOT_SUPPORTED;
+    memset(out, 0, sizeof *out);
+    strcpy(out->bus_id, "00000000:01:00.0");
+    return SUCCESS;
+}
+
+static int list(void *card, unsigned *count, struct process *out, const struct process *have,
+                unsigned number) {
+    if (!full(card))
+        return NOT_SUPPORTED;
+    if (*count < number) {
+        *count = number;
+        return INSUFFICIENT_SIZE;
+    }
+    memcpy(out, have, number * sizeof *out);
+    *count = number;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetComputeRunningProcesses_v3(void *card, unsigned *count, struct process *out) {
+    /* All ones is "not available", which WDDM gives. */
+    static const struct process have[] = {{4242, 4294967296, 0, 0}, {77, ~0ULL, 0, 0}};
+    return list(card, count, out, have, 2);
+}
+
+int nvmlDeviceGetGraphicsRunningProcesses_v3(void *card, unsigned *count, struct process *out) {
+    static const struct process have[] = {{900, 268435456, 0, 0}, {4242, 4294967296, 0, 0}};
+    return list(card, count, out, have, 2);
+}

@@ -1,0 +1,130 @@
+"""Reading cards through the real nvidia-ml-py, over a stand-in for the driver's library."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oracle_offload.doctor.gpus import CLOCK_REASONS, Gpu, GpuProcess, GpuView, read_gpus
+
+ROOT = Path(__file__).parent.parent.parent
+SOURCE = ROOT / "tests" / "data" / "systems" / "nvml_stand_in.c"
+
+READ = (
+    "from oracle_offload.doctor.gpus import Gpu, GpuProcess, GpuView, read_gpus\n"
+    "print(repr(read_gpus()))"
+)
+
+
+def read_over(library: Path, **environ: str) -> GpuView:
+    """Call `read_gpus` in a process that finds `library` where the driver's would be."""
+    done = subprocess.run(
+        [sys.executable, "-c", READ],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(library), **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    names = {"Gpu": Gpu, "GpuProcess": GpuProcess, "GpuView": GpuView}
+    view = eval(done.stdout, {"__builtins__": {}}, names)  # the repr of our own dataclasses
+    assert isinstance(view, GpuView)
+    return view
+
+
+def compile_stand_in(folder: Path, *flags: str) -> Path:
+    pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("needs a C compiler and Linux")
+    target = folder / "libnvidia-ml.so.1"
+    command = [compiler, "-shared", "-fPIC", "-Wall", "-Werror", *flags, str(SOURCE)]
+    subprocess.run([*command, "-o", str(target)], check=True, timeout=60)
+    return folder
+
+
+def test_a_card_that_answers_is_read_whole(tmp_path: Path) -> None:
+    view = read_over(compile_stand_in(tmp_path))
+    assert (view.driver_version, view.cuda_version, view.why) == ("580.65.06", (12, 8), "")
+    assert view.gpus[0] == Gpu(
+        index=0,
+        name="Stand-in 4090",
+        bus_id="00000000:01:00.0",
+        total_bytes=24 << 30,
+        used_bytes=5 << 30,
+        link_generation=3,
+        link_width=8,
+        max_link_generation=4,
+        card_link_generation=5,
+        max_link_width=16,
+        performance_state=2,
+        clock_reasons=0x44,
+        # In order, each once; None where the driver does not say.
+        processes=(
+            GpuProcess(77, None),
+            GpuProcess(900, 256 << 20),
+            GpuProcess(4242, 4 << 30),
+        ),
+    )
+
+
+def test_a_card_that_refuses_keeps_its_name_and_the_reasons(tmp_path: Path) -> None:
+    card = read_over(compile_stand_in(tmp_path)).gpus[1]
+    assert card.name == "Stand-in slice"
+    assert (card.total_bytes, card.link_width, card.clock_reasons) == (None, None, None)
+    assert card.processes is None, "not listed is not the same as none"
+    expected = {"memory", "bus", "link", "performance state", "clock reasons", "processes"}
+    assert card.missing == dict.fromkeys(expected, "Not Supported")
+
+
+def test_a_driver_that_knows_old_names_only_is_asked_by_them(tmp_path: Path) -> None:
+    card = read_over(compile_stand_in(tmp_path, "-DOO_OLD_NAMES")).gpus[0]
+    assert card.clock_reasons == 0x44 and card.link_width == 8
+
+
+def test_a_driver_that_is_not_loaded_is_quoted(tmp_path: Path) -> None:
+    view = read_over(compile_stand_in(tmp_path), OO_NVML_INIT="9")
+    assert view == GpuView(why="the NVIDIA driver does not answer: Driver Not Loaded")
+
+
+def test_no_driver_library_is_quoted() -> None:
+    pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
+    if read_gpus().gpus:
+        pytest.skip("there is a driver here")
+    assert read_gpus().why == "the NVIDIA driver does not answer: NVML Shared Library Not Found"
+
+
+def test_clock_reasons_are_those_of_nvidia_ml_py() -> None:
+    nvml = pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
+    theirs = {
+        "idle": nvml.nvmlClocksEventReasonGpuIdle,
+        "application clocks set": nvml.nvmlClocksEventReasonApplicationsClocksSetting,
+        "power limit": nvml.nvmlClocksEventReasonSwPowerCap,
+        "hardware slowdown": nvml.nvmlClocksEventReasonHwSlowdown,
+        "sync boost": nvml.nvmlClocksEventReasonSyncBoost,
+        "software thermal slowdown": nvml.nvmlClocksEventReasonSwThermalSlowdown,
+        "hardware thermal slowdown": nvml.nvmlClocksEventReasonHwThermalSlowdown,
+        "power brake": nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
+        "display clocks": nvml.nvmlClocksEventReasonDisplayClockSetting,
+    }
+    assert {words: bit for bit, words in CLOCK_REASONS.items()} == theirs
+
+
+@pytest.mark.gpu
+def test_a_real_card_is_the_one_torch_sees() -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
+    view = read_gpus()
+    properties = torch.cuda.get_device_properties(0)
+    assert properties.name in [card.name for card in view.gpus]
+    card = view.gpus[0]
+    assert view.driver_version and view.cuda_version
+    # torch counts what is left of the memory after the driver's own part.
+    assert 0.9 * card.total_bytes <= properties.total_memory <= card.total_bytes
+    assert card.link_width in (1, 2, 4, 8, 16) and card.performance_state is not None
