@@ -5,7 +5,8 @@
     python tools/c_programs.py build --windows                       # with PyPI's ziglang
 
 A program is tests/c/test_*.c, example.c or conformance.c, linked with the objects of csrc/core and
-csrc/driver. It finds the simulated driver through ORACLE_OFFLOAD_DRIVER.
+csrc/driver and with the compiled kernels (csrc/kernels/kernels.h). It finds the simulated driver
+through ORACLE_OFFLOAD_DRIVER.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import c_flags
+import kernels
 from c_flags import ROOT
 
 PROGRAM_FOLDER = "tests/c"
@@ -50,7 +52,9 @@ class Toolchain:
     why_not_run: str = ""
 
 
-def host_toolchain(sanitize: Sequence[str] = (), *, coverage: bool = False) -> Toolchain:
+def host_toolchain(
+    sanitize: Sequence[str] = (), *, coverage: bool = False, werror: bool = True
+) -> Toolchain:
     """Return this machine's compiler, with `sanitize` ("address", "undefined", "thread")."""
     name = "-".join(["host", *sanitize, *(["coverage"] if coverage else [])])
     compiler = c_flags.c_compiler()
@@ -70,7 +74,7 @@ def host_toolchain(sanitize: Sequence[str] = (), *, coverage: bool = False) -> T
     return Toolchain(
         name=name,
         compiler=compiler,
-        flags=[*flags, *c_flags.warning_flags(compiler, core=True, werror=True)],
+        flags=[*flags, *c_flags.warning_flags(compiler, core=True, werror=werror)],
         link_flags=[*flags, "-ldl", "-lm"],
         shared_flags=[*flags, "-shared", f"-Wl,-soname,{c_flags.SIMULATOR_SONAME}", "-ldl", "-lm"],
         program_suffix="",
@@ -142,7 +146,7 @@ def _build(toolchain: Toolchain, wanted: list[Path], folder: Path) -> Built:
     includes = [*c_flags.include_flags(), "-Icsrc/sim", f"-I{PROGRAM_FOLDER}"]
 
     def compile_one(source: str) -> Path:
-        target = folder / (source.replace("/", "__")[: -len(".c")] + ".o")
+        target = folder / (source.replace("/", "__").removesuffix(".c") + ".o")
         newest = max(newest_header, (ROOT / source).stat().st_mtime)
         if not target.is_file() or target.stat().st_mtime < newest:
             command = [*toolchain.compiler, "-std=c11", *toolchain.flags, *includes]
@@ -155,7 +159,8 @@ def _build(toolchain: Toolchain, wanted: list[Path], folder: Path) -> Built:
             run_compiler([*toolchain.compiler, *map(str, inputs), "-o", str(target), *flags])
         return target
 
-    core = c_flags.sources(*c_flags.CORE_FOLDERS)
+    fatbin = kernels.build(os.environ.get("ORACLE_OFFLOAD_BUILD_KERNELS", "auto"), folder).source
+    core = [*c_flags.sources(*c_flags.CORE_FOLDERS), str(fatbin)]
     simulator = c_flags.sources(*c_flags.SIMULATOR_FOLDERS)
     if not core or not simulator:
         raise BuildError("csrc/core or csrc/sim holds no C source: is this a whole source tree?")
