@@ -34,8 +34,8 @@ def __getattr__(name: str) -> object:
 def examine(system: System | None = None, *, aitoolkit: str | None = None) -> DoctorReport:
     """Examine a machine; never raises.
 
-    Takes a few seconds where torch is installed: it is imported in a process of its own to learn
-    which allocator settings are in effect.
+    Takes a few seconds where torch is installed and not yet imported: it is then imported in a
+    process of its own to learn which allocator settings are in effect.
 
     Parameters
     ----------

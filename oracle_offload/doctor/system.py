@@ -14,7 +14,7 @@ from functools import cached_property
 from .cgroup import MemoryLimit, read_memory_limit
 from .files import Reading, below, list_names, read_text
 from .gpus import GpuView, read_gpus
-from .torch_build import TorchView, ask_torch, find_torch
+from .torch_build import TorchView, ask_torch, find_torch, imported_torch
 
 
 class System:
@@ -82,11 +82,14 @@ class System:
 
     @cached_property
     def torch(self) -> TorchView:
-        """The installed torch, asked once; starts a process."""
+        """The installed torch, asked once; starts a process unless this one has imported it."""
         if self._torch is not None:
             return self._torch
         if not self.live:
             return TorchView(why="not recorded")
+        # What counts in a notebook is the torch that runs there, not what a new one would do.
+        if self.environ is os.environ and (imported := imported_torch()) is not None:
+            return imported
         return ask_torch(find_torch(), self.environ)
 
     @cached_property

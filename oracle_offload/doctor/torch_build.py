@@ -110,6 +110,32 @@ def _assigned(text: str, name: str) -> str | None:
     return match[2] if match else None
 
 
+def imported_torch() -> TorchView | None:
+    """Describe the torch this process has imported, None when it has not; never raises."""
+    torch = sys.modules.get("torch")
+    version = getattr(getattr(torch, "version", None), "__version__", None)
+    if torch is None or version is None:
+        return None
+    settings, refused, why = None, None, ""
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if read is None:
+        why = "this torch cannot say which settings it uses"
+    else:
+        try:
+            settings = str(read())
+        except Exception as error:
+            refused = f"{type(error).__name__}: {error}".splitlines()[0]
+    return TorchView(
+        version=str(version),
+        cuda=torch.version.cuda,
+        hip=torch.version.hip,
+        location=os.path.dirname(str(torch.__file__)),
+        settings=settings,
+        settings_error=refused,
+        why=why,
+    )
+
+
 def ask_torch(
     found: TorchView, environ: Mapping[str, str], timeout_s: float = _PROBE_TIMEOUT_S
 ) -> TorchView:

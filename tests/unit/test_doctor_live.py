@@ -229,6 +229,23 @@ def test_torch_confirms_or_refuses_the_settings() -> None:
             assert "torch refuses it" in found.why and "must be >= 20" in found.why
 
 
+def test_an_imported_torch_answers_itself_so_a_variable_set_too_late_shows() -> None:
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        pytest.skip(f"torch {torch.__version__} cannot say its settings without a card")
+    code = (
+        "import os, torch, subprocess\n"
+        "torch._C._accelerator_getAllocatorSettings()\n"
+        "os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'max_split_size_mb:512'\n"
+        "subprocess.run = None  # no process may be needed\n"
+        "from oracle_offload.doctor import examine\n"
+        "found = examine()['allocator']; print(found.verdict, found.value, found.why, sep='|')"
+    )
+    verdict, value, why = run([sys.executable, "-c", code]).stdout.strip().split("|")
+    assert verdict == "bad" and value.endswith("in effect: defaults")
+    assert "torch does not use what was asked" in why
+
+
 def test_a_torch_that_cannot_be_imported_is_bad_and_quoted(tmp_path: Path) -> None:
     broken = tmp_path / "torch"
     broken.mkdir()

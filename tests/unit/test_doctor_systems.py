@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from oracle_offload.doctor import CHECKS, System, examine
 from oracle_offload.doctor.cgroup import MemoryLimit, read_memory_limit
@@ -296,3 +299,44 @@ def test_one_changed_value_changes_the_verdict(
     assert examine(machine(name, tmp_path / "before"))[check].verdict == before
     found = examine(changed(name, tmp_path / "after", path, old, new))[check]
     assert found.verdict == after, found
+
+
+# --- Anything in any file ----------------------------------------------------------------------
+
+GARBAGE = st.one_of(
+    st.text(max_size=80),
+    st.sampled_from(["", "max", "-1", "[", "[]", ":", "0::", "1e400", "9" * 40, "\x00", "\n" * 9]),
+)
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_no_content_of_any_file_makes_a_check_fail(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(NAMES))
+    files = [path for path in sections(name) if path != ANSWERS and not path.endswith("/")]
+    damaged = {
+        path: data.draw(GARBAGE)
+        for path in data.draw(st.lists(st.sampled_from(files or [""]), unique=True, max_size=5))
+        if path
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        report = examine(machine(name, Path(folder), **damaged))
+    for finding in report.findings:
+        assert "check itself failed" not in finding.why, (name, damaged)
+    report.to_html()
+    json.loads(report.to_json())
+
+
+@pytest.mark.parametrize("cards", [1, 3])
+def test_cards_that_answer_half_of_the_questions(cards: int) -> None:
+    """Every field of a card absent in turn: no check may rely on two arriving together."""
+    whole = {
+        "total_bytes": 8 << 30, "used_bytes": 1 << 30, "link_generation": 3, "link_width": 8,
+        "max_link_generation": 4, "card_link_generation": 4, "max_link_width": 16,
+        "performance_state": 0, "clock_reasons": 0, "processes": (),
+    }  # fmt: skip
+    for absent in whole:
+        card = Gpu(index=0, **{**whole, absent: None})  # type: ignore[arg-type]
+        view = GpuView(gpus=(card,) * cards, driver_version="580.1")
+        report = examine(System("/nowhere", environ={}, platform="linux", gpus=view))
+        assert not [f for f in report.findings if "check itself failed" in f.why], absent
