@@ -7,6 +7,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from oracle_offload.explain import explain_oom
+from oracle_offload.explain.parse import find
+from oracle_offload.explain.templates import TEMPLATES
 
 DATA = Path(__file__).parents[1] / "data" / "oom"
 SPLIT_SEED = 20261121  # chosen before the parser existed; the second half is only read here
@@ -49,3 +54,76 @@ def test_the_split_is_even_and_does_not_overlap() -> None:
     tuning, held_out = halves()
     assert abs(len(tuning) - len(held_out)) <= 1
     assert not {case["id"] for case in tuning} & {case["id"] for case in held_out}
+
+
+def misread(case: dict[str, Any]) -> list[str]:
+    """Return what the parser gets wrong about one case: found, backend, device, facts, cause."""
+    report = explain_oom(case["text"])
+    if not report.found:
+        return ["not found"]
+    facts = {name: fact.value for name, fact in report.facts.items()}
+    wrong = []
+    for what, got, expected in (
+        ("backend", report.backend, case["backend"]),
+        ("device", report.device, case["device"]),
+        ("facts", facts, case["facts"]),
+        ("cause", report.cause.name, case["cause"]),
+    ):
+        if got != expected:
+            wrong.append(f"{what}: {got!r} instead of {expected!r}")
+    return wrong
+
+
+@pytest.mark.parametrize("case", halves()[0], ids=lambda case: case["id"])
+def test_every_message_of_the_tuning_half_is_read_right(case: dict[str, Any]) -> None:
+    assert misread(case) == []
+
+
+def test_the_held_out_half_is_read_right_at_95_percent(capsys: pytest.CaptureFixture[str]) -> None:
+    held_out = halves()[1]
+    missed = {case["id"]: misread(case) for case in held_out}
+    missed = {name: wrong for name, wrong in missed.items() if wrong}
+    with capsys.disabled():
+        print(f"\nheld-out half: {len(held_out) - len(missed)} of {len(held_out)} right")
+        for name, wrong in missed.items():
+            print(f"  missed {name}: {'; '.join(wrong)}")
+    assert len(missed) <= 0.05 * len(held_out)
+
+
+@pytest.mark.parametrize("case", load("lookalikes.jsonl"), ids=lambda case: case["id"])
+def test_a_lookalike_is_no_false_alarm(case: dict[str, Any]) -> None:
+    report = explain_oom(case["text"])
+    assert not report.found, report.template
+
+
+# Formats read in source code or provoked in test_explain_real.py, absent from the corpus.
+UNMET = {
+    "cudnn-allocation-failed": (
+        "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED\n"
+    ),
+    "shared-object-open": (
+        "RuntimeError: unable to open shared memory object </torch_7_8> in read-write mode: "
+        "No space left on device (28)\n"
+    ),
+    "shared-file-allocate": (
+        "RuntimeError: unable to allocate shared memory(shm) for file </torch_7_8_0>: "
+        "No space left on device (28)\n"
+    ),
+    "mlock-refused": (
+        "warning: failed to mlock 73728000-byte buffer (after previously locking 0 bytes): "
+        "Cannot allocate memory\n"
+    ),
+    "host-register-refused": "RuntimeError: cudaHostRegister failed for 13.77 GiB\n",
+    "systemd-oomd": "systemd-oomd[932]: Killed /user.slice/app.slice/train.scope due to memory\n",
+    "out-of-memory-class": "torch.OutOfMemoryError: something new\n",
+}
+
+
+@pytest.mark.parametrize("name", UNMET)
+def test_a_template_without_a_public_log_still_matches_its_format(name: str) -> None:
+    assert [finding.template.name for finding in find(UNMET[name])] == [name]
+
+
+def test_each_template_is_met_by_the_corpus_or_named_here() -> None:
+    met = {finding.template.name for case in load("corpus.jsonl") for finding in find(case["text"])}
+    assert {template.name for template in TEMPLATES} - met == set(UNMET)

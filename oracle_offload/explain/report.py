@@ -1,0 +1,267 @@
+"""The report: one verdict, one cause, the first things to change, and where each number stands."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+from .cause import Cause, where
+from .facts import FACT_TITLES, Fact, format_size
+from .fixes import Fix
+from .parse import Finding
+from .templates import SUSPICION
+
+SCHEMA = "oracle_offload.oom/1"
+WIDTH = 100
+TEXT_FIXES = 3  # verdict, one cause, three fixes: the rest is in the JSON and the HTML
+
+_NAMES = {
+    "cuda": "CUDA",
+    "rocm": "ROCm",
+    "xpu": "Intel XPU",
+    "mps": "Apple MPS",
+    "cpu": "host memory",
+    "host": "the host",
+}
+
+
+class OomReport:
+    """What ran out of memory, why, and what to change first.
+
+    Attributes
+    ----------
+    found : bool
+        Whether the text holds an out-of-memory error (or a kill that may be one).
+    suspected : bool
+        True where the evidence is a kill alone, which has other explanations.
+    backend, device : str or None, int or None
+        Who printed the error (cuda, rocm, xpu, mps, cpu, host) and the device index.
+    where : str
+        What gave out: device, host, limit, setting, program or unknown.
+    cause : Cause
+        The first cause, with confidence and reason; `causes` holds all of them.
+    facts : mapping of str to Fact
+        The numbers the text states, in bytes; a missing key is unknown.
+    fixes : list of Fix
+        What to change, best first.
+    findings : list of Finding
+        Every message found, in the order of the text; `finding` is the one explained.
+    """
+
+    def __init__(
+        self,
+        finding: Finding | None = None,
+        causes: Sequence[Cause] = (),
+        fixes: Sequence[Fix] = (),
+        findings: Sequence[Finding] = (),
+    ) -> None:
+        self.finding = finding
+        self.causes = list(causes)
+        self.fixes = list(fixes)
+        self.findings = list(findings)
+        self.found = finding is not None
+        self.suspected = finding is not None and finding.template.strength == SUSPICION
+        self.backend = finding.backend if finding is not None else None
+        self.device = finding.device if finding is not None else None
+        self.template = finding.template.name if finding is not None else None
+        self.facts: Mapping[str, Fact] = finding.facts if finding is not None else {}
+        self.cause = self.causes[0] if self.causes else Cause("unknown", "low", "nothing was found")
+        self.where = where(self.cause.name, self.backend) if self.found else "unknown"
+
+    def value(self, name: str) -> int | None:
+        """Return a fact in bytes, or None where the text does not state it."""
+        fact = self.facts.get(name)
+        return None if fact is None else fact.value
+
+    @property
+    def shortfall(self) -> int | None:
+        """Bytes missing for the failed allocation, where both figures are stated."""
+        asked, free = self.value("requested"), self.value("free")
+        return None if asked is None or free is None or asked <= free else asked - free
+
+    # -- machine-readable ------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data; every fact is present, null where unknown."""
+        return {
+            "schema": SCHEMA,
+            "found": self.found,
+            "suspected": self.suspected,
+            "template": self.template,
+            "backend": self.backend,
+            "device": self.device,
+            "where": self.where,
+            "cause": self._cause(self.cause),
+            "other_causes": [self._cause(cause) for cause in self.causes[1:]],
+            "facts": {f"{name}_bytes": self.value(name) for name in FACT_TITLES},
+            "quotes": {
+                name: {"line": fact.line, "text": fact.quote, "derived": fact.derived}
+                for name, fact in self.facts.items()
+            },
+            "message": None
+            if self.finding is None
+            else {
+                "line": self.finding.line,
+                "text": self.finding.quote,
+                "says": self.finding.template.says,
+            },
+            "processes": [
+                {"pid": process.pid, "bytes": process.nbytes, "this_process": process.is_self}
+                for process in (self.finding.processes if self.finding else ())
+            ],
+            "fixes": [fix._asdict() for fix in self.fixes],
+            "messages_found": [
+                {"template": finding.template.name, "line": finding.line}
+                for finding in self.findings
+            ],
+        }
+
+    @staticmethod
+    def _cause(cause: Cause) -> dict[str, str]:
+        return {**cause._asdict(), "title": cause.title}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Return `to_dict` as JSON."""
+        import json
+
+        return json.dumps(self.to_dict(), indent=indent, ensure_ascii=False)
+
+    # -- for people ------------------------------------------------------------------------------
+
+    @property
+    def verdict(self) -> str:
+        """One line: what ran out, where."""
+        if not self.found:
+            return "No out-of-memory error found"
+        place = _NAMES.get(self.backend or "", "an unnamed device")
+        if self.device is not None and self.backend in ("cuda", "rocm", "xpu"):
+            place += f" device {self.device}"
+        if self.suspected:
+            return f"Killed, perhaps for memory: {self.cause.title}"
+        if self.backend in ("cpu", "host"):
+            return f"Out of memory: {self.cause.title}"
+        return f"Out of memory on {place}: {self.cause.title}"
+
+    def bar(self) -> list[tuple[str, int]]:
+        """Return the parts of the card, (name, bytes), where the figures allow it; else nothing."""
+        total, free = self.value("total"), self.value("free")
+        allocated, unused = self.value("allocated"), self.value("unallocated")
+        if total is None or free is None or allocated is None or allocated > total:
+            return []
+        parts = [("tensors", allocated)]
+        if unused is not None:
+            parts.append(("cached", unused))
+        if self.value("other_processes") is not None:
+            parts.append(("other processes", self.value("other_processes") or 0))
+        rest = total - free - sum(size for _, size in parts)
+        if rest < -total // 100:
+            return []
+        parts.append(("outside", max(rest, 0)))
+        parts.append(("free", free))
+        return parts
+
+    def to_text(self, *, width: int = WIDTH, color: bool = False, all_fixes: bool = False) -> str:
+        """Return the report for a terminal, at most `width` (60 to 100) columns wide.
+
+        Parameters
+        ----------
+        width : int
+            Columns; clamped to 60..100.
+        color : bool
+            Use ANSI colours. See `wants_color`.
+        all_fixes : bool
+            List every fix instead of the first three.
+        """
+        from textwrap import wrap
+
+        width = min(max(width, 60), WIDTH)
+        bold, dim, off = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if color else ("", "", "")
+        out = [f"{bold}{line}{off}" for line in wrap(self.verdict, width)]
+        if not self.found:
+            return "\n".join(out) + "\n"
+
+        def block(text: str, first: str, rest: str) -> None:
+            out.extend(wrap(text, width, initial_indent=first, subsequent_indent=rest))
+
+        block(f"confidence {self.cause.confidence}: {self.cause.why}", "  ", "  ")
+        for cause in self.causes[1:3]:
+            block(f"also ({cause.confidence}): {cause.title}: {cause.why}", "  ", "  ")
+        parts = self.bar()
+        if parts:
+            out.append("")
+            out.extend(_text_bar(parts, width))
+        if self.facts:
+            out.append("")
+            for name, title in FACT_TITLES.items():
+                fact = self.facts.get(name)
+                if fact is not None:
+                    note = "  (sum)" if fact.derived else ""
+                    out.append(f"  {title:<40}{format_size(fact.value):>14}{note}")
+            if self.shortfall is not None:
+                out.append(f"  {'missing':<40}{format_size(self.shortfall):>14}")
+        shown = self.fixes if all_fixes else self.fixes[:TEXT_FIXES]
+        if shown:
+            out += ["", f"{bold}What to change first{off}"]
+        for number, fix in enumerate(shown, 1):
+            mark = " [changes the result of training]" if fix.changes_result else ""
+            gain = "" if fix.gain_bytes is None else f" (up to {format_size(fix.gain_bytes)})"
+            block(f"{number}. {fix.title}{gain}{mark}", "  ", "     ")
+            block(fix.how, "     ", "     ")
+        if len(shown) < len(self.fixes):
+            out.append(f"  {dim}{len(self.fixes) - len(shown)} more with --all or --json{off}")
+        if self.finding is not None:
+            line = f"line {self.finding.line}" if self.finding.line else "read from"
+            out += ["", f"{dim}{line}:{off}"]
+            block(_printable(self.finding.quote), "  ", "  ")
+            if self.finding.template.says != self.cause.why:
+                block(self.finding.template.says, "  ", "  ")
+        if len(self.findings) > 1:
+            out.append(
+                f"  {len(self.findings)} memory messages in this text; the last is explained"
+            )
+        return "\n".join(out) + "\n"
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        return f"OomReport({self.verdict!r}, confidence={self.cause.confidence!r})"
+
+    def to_html(self, *, page: bool = True) -> str:
+        """Return the report as HTML without scripts: a whole page, or a fragment for a notebook."""
+        from .html import render
+
+        return render(self, page=page)
+
+    def _repr_html_(self) -> str:
+        return self.to_html(page=False)
+
+
+def wants_color(stream: IO[str]) -> bool:
+    """Return whether to colour what is written to `stream`: a terminal, and no NO_COLOR."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    try:
+        return stream.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _text_bar(parts: list[tuple[str, int]], width: int) -> list[str]:
+    """Draw the card as one line of characters, and name them below."""
+    marks = {"tensors": "#", "cached": "+", "other processes": "@", "outside": "=", "free": "."}
+    total = sum(size for _, size in parts) or 1
+    cells = width - 6
+    line, used = "", 0
+    for name, size in parts:
+        used += size
+        line += marks[name] * (round(cells * used / total) - len(line))
+    legend = "  ".join(f"{marks[name]} {name} {format_size(size)}" for name, size in parts)
+    from textwrap import wrap
+
+    return [f"  [{line}]", *wrap(legend, width, initial_indent="   ", subsequent_indent="   ")]

@@ -1,0 +1,126 @@
+"""Causes that only a history of steps shows."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oracle_offload.explain import explain_oom
+from oracle_offload.explain.history import read_history, signs
+
+GiB = 1 << 30
+FULL = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total "
+    "capacity of 24.00 GiB of which 100.00 MiB is free. Including non-PyTorch memory, this process "
+    "has 23.90 GiB memory in use. Of the allocated memory 23.20 GiB is allocated by PyTorch, and "
+    "200.00 MiB is reserved by PyTorch but unallocated."
+)
+
+
+def steps(**series: list[Any]) -> list[dict[str, Any]]:
+    """Turn columns into records."""
+    count = len(next(iter(series.values())))
+    return [{name: values[i] for name, values in series.items()} for i in range(count)]
+
+
+def cause(records: list[dict[str, Any]]) -> str:
+    return explain_oom(FULL, history=records).cause.name
+
+
+def test_without_a_history_the_card_is_simply_full() -> None:
+    assert cause([]) == "too_big"
+
+
+def test_steady_growth_is_a_leak_and_its_size_is_known() -> None:
+    records = steps(
+        step=list(range(40)), allocated_bytes=[8 * GiB + i * GiB // 4 for i in range(40)]
+    )
+    leak = signs(records)[0]
+    assert (leak.cause, leak.confidence) == ("leak", "high")
+    assert leak.nbytes == 36 * GiB // 4
+    assert cause(records) == "leak"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_around_a_plateau_is_no_leak(seed: int) -> None:
+    rng = random.Random(seed)
+    held = [20 * GiB + rng.randint(-GiB, GiB) for _ in range(60)]
+    assert cause(steps(step=list(range(60)), allocated_bytes=held)) == "too_big", f"seed {seed}"
+
+
+def test_a_warm_up_and_a_single_jump_are_no_leak() -> None:
+    held = [2 * GiB, 9 * GiB, 14 * GiB] + [14 * GiB] * 30 + [20 * GiB] * 3
+    assert cause(steps(step=list(range(36)), allocated_bytes=held)) == "too_big"
+
+
+def test_a_much_longer_last_batch_is_the_cause() -> None:
+    lengths = [4000, 4096, 3900, 4050, 9000]
+    assert cause(steps(step=list(range(5)), length=lengths)) == "longest_batch"
+    assert cause(steps(step=list(range(5)), length=[4000, 9000, 3900, 4050, 9000])) == "too_big"
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([{"step": 0, "phase": "forward"}, {"step": 0, "phase": "backward"}], "first_backward"),
+        (
+            [
+                {"step": 0, "phase": "forward"},
+                {"step": 0, "phase": "backward"},
+                {"step": 0, "phase": "optimizer"},
+            ],
+            "optimizer_state",
+        ),
+        (
+            [
+                {"step": 0, "phase": "backward"},
+                {"step": 0, "phase": "optimizer"},
+                {"step": 1, "phase": "backward"},
+            ],
+            "second_step",
+        ),
+        ([{"step": 90, "phase": "backward"}, {"step": 90, "phase": "evaluation"}], "evaluation"),
+        ([{"step": 90, "phase": "backward"}, {"step": 91, "phase": "backward"}], "second_step"),
+        ([{"step": i, "phase": "backward"} for i in range(50)], "too_big"),
+    ],
+)
+def test_the_phase_of_the_last_record_names_the_cause(
+    records: list[dict[str, Any]], expected: str
+) -> None:
+    assert cause(records) == expected
+
+
+def test_the_history_does_not_overrule_what_the_message_proves() -> None:
+    capped = FULL.replace("of which 100.00 MiB is free. ", "of which 14.00 GiB is free. ").replace(
+        "Of the allocated", "9.00 GiB allowed; Of the allocated"
+    )
+    report = explain_oom(capped, history=[{"step": 0, "phase": "backward"}])
+    assert [c.name for c in report.causes] == ["device_cap", "first_backward"]
+
+
+def test_a_file_with_half_a_line_and_odd_values_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    lines = [json.dumps({"step": i, "allocated_bytes": i << 30}) for i in range(12)]
+    odd = [
+        '{"step": true, "allocated_bytes": "many"}',
+        "[1, 2]",
+        "null",
+        '{"allocated_bytes": 1e999}',
+    ]
+    path.write_text("\n".join([*lines, *odd, '{"step": 12, "alloc']), encoding="utf-8")
+    records = read_history(path)
+    assert len(records) == 14
+    assert signs(records)[0].cause == "leak"
+
+
+def test_signs_never_raise_on_odd_records() -> None:
+    rng = random.Random(5)
+    values: list[Any] = [None, -1, 2**70, float("nan"), float("inf"), "x", [], True, 3.5, 7 << 30]
+    for _ in range(500):
+        keys = ["step", "phase", "allocated_bytes", "peak_bytes", "length"]
+        records = [{key: rng.choice(values) for key in keys} for _ in range(rng.randint(0, 30))]
+        assert isinstance(signs(records), list)
