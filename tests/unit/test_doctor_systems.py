@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -340,3 +341,12 @@ def test_cards_that_answer_half_of_the_questions(cards: int) -> None:
         view = GpuView(gpus=(card,) * cards, driver_version="580.1")
         report = examine(System("/nowhere", environ={}, platform="linux", gpus=view))
         assert not [f for f in report.findings if "check itself failed" in f.why], absent
+
+
+def test_the_documentation_quotes_a_real_page_and_lists_every_check() -> None:
+    text = (TREES.parent.parent.parent / "docs" / "doctor.md").read_text(encoding="utf-8")
+    quoted = text.split("```\n")
+    page = next(block for block in quoted if block.startswith("doctor: "))
+    assert (TREES / "docker_v1.txt").read_text(encoding="utf-8").startswith(page)
+    table = text.split("## The checks")[1]
+    assert re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE)[1 : len(CHECKS) + 1] == list(CHECKS)
