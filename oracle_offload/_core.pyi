@@ -71,7 +71,7 @@ class HostBuffer:
     def nbytes(self) -> int: ...
     @property
     def locked(self) -> bool: ...
-    def fill(self, offset: int, source: int, nbytes: int) -> None:
+    def fill(self, offset: int, source: int, nbytes: int, /) -> None:
         """Copy `nbytes` from address `source` to `offset`, with several threads, GIL released."""
 
 class Engine:
@@ -96,32 +96,36 @@ class Engine:
     def mem_info(self) -> tuple[int, int]:
         """(free, total) device bytes."""
 
-    def lock(self, buffer: HostBuffer) -> bool:
-        """Page-lock `buffer`; False where the system refuses (its units then go through a ring)."""
+    def lock(self, buffer: HostBuffer, wanted: bool = True, /) -> bool:
+        """Make `buffer` known and page-lock it; False where the system refuses or `wanted` is false
+        (its units then go through a small locked ring)."""
 
-    def unlock(self, buffer: HostBuffer) -> None:
+    def unlock(self, buffer: HostBuffer, /) -> None:
         """Wait for copies from or to `buffer`, then make it ordinary memory again."""
 
     def add_model(self) -> int: ...
-    def remove_model(self, model: int) -> None:
+    def remove_model(self, model: int, /) -> None:
         """Forget the model's units and segments, once every copy has ended (a host wait).
 
         The streams that the segments were allocated on wait for all uses of them. `OffloadError`
         while one of its units is acquired.
         """
 
-    def add_segment(self, model: int, address: int, nbytes: int, stream: int) -> None:
+    def add_segment(self, model: int, address: int, nbytes: int, stream: int, /) -> None:
         """Give `nbytes` of device memory to the arena; `stream` is the one it was allocated on."""
 
     def add_unit(
-        self, model: int, members: list[list[tuple[int, int]]], trainable: bool
+        self, model: int, members: list[list[tuple[int, int]]], trainable: bool, /
     ) -> tuple[int, list[tuple[int, list[int]]]]:
         """One unit of several members (layers), each a list of (host address, nbytes).
 
         Returns (unit, [(member, [device offset of each tensor in the unit])]).
         """
 
-    def move_member(self, member: int, tensors: list[tuple[int, int]]) -> tuple[int, list[int]]:
+    def set_trainable(self, unit: int, trainable: bool, /) -> None:
+        """Whether an optimizer may rewrite the unit's masters (see `hold`)."""
+
+    def move_member(self, member: int, tensors: list[tuple[int, int]], /) -> tuple[int, list[int]]:
         """The member's tensors now live elsewhere (or have another size).
 
         It gets a unit of its own. Memory outside every `HostBuffer` known to the engine is copied
@@ -129,7 +133,7 @@ class Engine:
         """
 
     def acquire(
-        self, member: int, stream: int, stamp: int, kind: int, task: int
+        self, member: int, stream: int, stamp: int, kind: int, task: int, /
     ) -> tuple[int, int, tuple[int, ...] | None]:
         """Make the member's unit ready for work queued on `stream` after this call.
 
@@ -139,14 +143,14 @@ class Engine:
         caller must `stamp` each member of those units at once.
         """
 
-    def stamp(self, member: int, stamp: int) -> None: ...
-    def launch(self, member: int, stream: int, seconds: float) -> None:
+    def stamp(self, member: int, stamp: int, /) -> None: ...
+    def launch(self, member: int, stream: int, seconds: float, /) -> None:
         """Declare a kernel that reads the acquired member; nothing on a real driver."""
 
-    def release(self, ticket: int, stream: int) -> tuple[int, ...] | None:
+    def release(self, ticket: int, stream: int, /) -> tuple[int, ...] | None:
         """The work that uses the unit has been queued on `stream`. Returns as `acquire` does."""
 
-    def download(self, target: int, source: int, nbytes: int, stream: int) -> None:
+    def download(self, target: int, source: int, nbytes: int, stream: int, /) -> None:
         """Copy device bytes written by `stream` to host address `target`; waits (counted)."""
 
     def hold(self) -> None:
@@ -155,10 +159,10 @@ class Engine:
     def resume(self) -> None:
         """They are stable again (an optimizer step ended); a FORWARD acquire does this too."""
 
-    def refresh(self, model: int) -> None:
+    def refresh(self, model: int, /) -> None:
         """Every device copy of the model is stale."""
 
-    def set_verify(self, on: bool) -> None:
+    def set_verify(self, on: bool, /) -> None:
         """Hash whole masters instead of samples at every hit."""
 
     def stats(self, model: int = -1) -> Stats:

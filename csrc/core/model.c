@@ -442,6 +442,22 @@ done:
     return status;
 }
 
+enum oo_status oo_unit_set_trainable(struct oo_engine *engine, uint32_t id, int trainable) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    if (id >= engine->n_units || engine->units[id].removed) {
+        status = oo__fail(OO_E_ARGUMENT, "unit %u does not exist", id);
+        goto done;
+    }
+    struct oo_unit *unit = &engine->units[id];
+    unit->trainable = trainable != 0;
+    oo_plan_allow(engine->plan, id, oo__may_fetch_ahead(engine, unit));
+done:
+    oo__leave(engine);
+    return status;
+}
+
 void oo__free_models(struct oo_engine *engine) {
     for (uint32_t i = 0; i < engine->n_units; i++) {
         free(engine->units[i].parts);

@@ -274,19 +274,24 @@ done:
 
 /* ---- fingerprints ---- */
 
-enum { OO_SAMPLES = 64, OO_LINE = 64 };
+enum { OO_SAMPLES = 64, OO_LINE = 64, OO_LANES = OO_LINE / 8 };
+static const uint64_t oo__odd = UINT64_C(0x9E3779B97F4A7C15);
 
-static uint64_t oo__mix(uint64_t hash, const char *memory, size_t bytes) {
-    while (bytes) {
-        uint64_t word = 0;
-        const size_t step = bytes < sizeof word ? bytes : sizeof word;
-        memcpy(&word, memory, step);
-        hash = (hash ^ word) * UINT64_C(0x9E3779B97F4A7C15);
-        hash ^= hash >> 29;
-        memory += step;
-        bytes -= step;
-    }
-    return hash;
+static uint64_t oo__mix(uint64_t hash, uint64_t word) {
+    hash = (hash ^ word) * oo__odd;
+    return hash ^ hash >> 29;
+}
+
+/* One hash per word of a cache line: eight chains that the processor runs side by side. */
+struct oo_lanes {
+    uint64_t lane[OO_LANES];
+};
+
+static void oo__mix_line(struct oo_lanes *lanes, const char *line) {
+    uint64_t words[OO_LANES];
+    memcpy(words, line, sizeof words);
+    for (int i = 0; i < OO_LANES; i++)
+        lanes->lane[i] = oo__mix(lanes->lane[i], words[i]);
 }
 
 /* A whole cache line at each of 64 places: it costs the same misses as one word there, and eight times
@@ -294,11 +299,25 @@ static uint64_t oo__mix(uint64_t hash, const char *memory, size_t bytes) {
  * bfloat16) visible all the same. */
 uint64_t oo__fingerprint(const void *memory, size_t bytes, int whole) {
     const char *begin = memory;
-    uint64_t hash = UINT64_C(0x243F6A8885A308D3) ^ bytes;
-    if (whole || bytes <= (size_t)OO_SAMPLES * OO_LINE)
-        return oo__mix(hash, begin, bytes);
-    const size_t stride = (bytes - OO_LINE) / (OO_SAMPLES - 1);
-    for (size_t i = 0; i + 1 < OO_SAMPLES; i++)
-        hash = oo__mix(hash, begin + i * stride / OO_LINE * OO_LINE, OO_LINE);
-    return oo__mix(hash, begin + bytes - OO_LINE, OO_LINE);
+    struct oo_lanes lanes = {{bytes}};
+    size_t tail = 0;
+    if (whole || bytes <= (size_t)OO_SAMPLES * OO_LINE) {
+        for (; tail + OO_LINE <= bytes; tail += OO_LINE)
+            oo__mix_line(&lanes, begin + tail);
+    } else {
+        const size_t stride = (bytes - OO_LINE) / (OO_SAMPLES - 1);
+        for (size_t i = 0; i + 1 < OO_SAMPLES; i++)
+            oo__mix_line(&lanes, begin + i * stride / OO_LINE * OO_LINE);
+        oo__mix_line(&lanes, begin + bytes - OO_LINE);
+        tail = bytes;
+    }
+    if (tail < bytes) {
+        char line[OO_LINE] = {0};
+        memcpy(line, begin + tail, bytes - tail);
+        oo__mix_line(&lanes, line);
+    }
+    uint64_t hash = 0;
+    for (int i = 0; i < OO_LANES; i++)
+        hash = oo__mix(hash, lanes.lane[i]);
+    return hash;
 }

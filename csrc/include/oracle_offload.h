@@ -144,6 +144,9 @@ enum oo_status oo_unit_add(struct oo_engine *engine, uint32_t model, const struc
 enum oo_status oo_member_move(struct oo_engine *engine, uint32_t member, const struct oo_tensor *tensors,
                               uint32_t n_tensors, uint32_t *unit, size_t *offsets);
 
+/* Whether an optimizer may rewrite the unit's masters (see oo_engine_hold). */
+enum oo_status oo_unit_set_trainable(struct oo_engine *engine, uint32_t unit, int trainable);
+
 /* See the top of this file. `stamp`: any number that changes when the master is rewritten. `task`:
  * id of the running graph task, -1 for none. A hit is refused (and copied anew) when the stamp or a
  * sampled fingerprint of the master differs from what was copied. */

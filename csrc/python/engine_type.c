@@ -258,6 +258,16 @@ done:
     return result;
 }
 
+static PyObject *oo__engine_set_trainable(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+    struct oo_engine *engine = oo__engine_of(object);
+    unsigned long long v[2];
+    if (!engine || oo__integers("set_trainable", arguments, count, 2, v) < 0)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_unit_set_trainable(engine, (uint32_t)v[0], v[1] != 0));
+    return oo__none_or_raise(object, status);
+}
+
 static PyObject *oo__engine_move_member(PyObject *object, PyObject *arguments) {
     struct oo_engine *engine = oo__engine_of(object);
     unsigned int member;
@@ -594,7 +604,7 @@ static PyObject *oo__engine_compute_stream(PyObject *object, void *unused) {
 static PyMethodDef oo__engine_methods[] = {
     {"close", oo__engine_close, METH_NOARGS, "close($self, /)\n--\n\nGive back everything."},
     {"mem_info", oo__engine_mem_info, METH_NOARGS, "mem_info($self, /)\n--\n\n(free, total) device bytes."},
-    {"lock", OO_FAST(oo__engine_lock), "Page-lock a HostBuffer: lock(buffer, wanted=True)."},
+    {"lock", OO_FAST(oo__engine_lock), "lock($self, buffer, wanted=True, /)\n--\n\nMake a HostBuffer known; page-lock it."},
     {"unlock", oo__engine_unlock, METH_O, "unlock($self, buffer, /)\n--\n\nMake a HostBuffer ordinary memory."},
     {"add_model", oo__engine_add_model, METH_NOARGS, "add_model($self, /)\n--\n\nA new model's id."},
     {"remove_model", oo__engine_remove_model, METH_O, "remove_model($self, model, /)\n--\n\nForget a model."},
@@ -603,6 +613,8 @@ static PyMethodDef oo__engine_methods[] = {
     {"add_unit", oo__engine_add_unit, METH_VARARGS, "add_unit($self, model, members, trainable, /)\n--\n\nA new unit."},
     {"move_member", oo__engine_move_member, METH_VARARGS,
      "move_member($self, member, tensors, /)\n--\n\nThe member's tensors live elsewhere now."},
+    {"set_trainable", OO_FAST(oo__engine_set_trainable),
+     "set_trainable($self, unit, trainable, /)\n--\n\nWhether an optimizer may rewrite the unit."},
     {"acquire", OO_FAST(oo__engine_acquire),
      "acquire($self, member, stream, stamp, kind, task, /)\n--\n\nMake the member's unit ready on a stream."},
     {"stamp", OO_FAST(oo__engine_stamp), "stamp($self, member, stamp, /)\n--\n\nThe copied master's stamp."},

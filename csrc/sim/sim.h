@@ -67,7 +67,10 @@ enum sim_switch {
     SIM_RACES = 0,        /* detect races (default 1) */
     SIM_POISON = 1,       /* poison fresh, freed and not yet arrived bytes (default 1) */
     SIM_COPY_NOTHING = 2, /* copies take their time and move no byte (default 0): a broken driver */
-    SIM_TRACE_ON = 3      /* record executed operations for simTrace (default: ORACLE_OFFLOAD_SIM_TRACE) */
+    SIM_TRACE_ON = 3,     /* record ended operations for simTrace (default: ORACLE_OFFLOAD_SIM_TRACE) */
+    /* Each host thread has its own clock, and only CUDA calls order threads (default 0: all host
+     * threads share one clock, as their locks cannot be seen from here). */
+    SIM_STRICT_THREADS = 4
 };
 SIM_API OOCUresult simSwitch(int which, int on);
 

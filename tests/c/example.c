@@ -1,0 +1,68 @@
+/* Two buffers that share an arena with room for one: ten steps of "use both" on the simulated driver,
+ * from the public header alone. Usage: example [DRIVER], or ORACLE_OFFLOAD_DRIVER. */
+#include "oracle_offload.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { BYTES = 1 << 20, STEPS = 10 };
+
+static void need(enum oo_status status) {
+    if (status == OO_OK)
+        return;
+    fprintf(stderr, "%s: %s\n", oo_status_name(status), oo_error_message());
+    exit(1);
+}
+
+int main(int argc, char **argv) {
+    const char *driver = argc > 1 ? argv[1] : getenv("ORACLE_OFFLOAD_DRIVER");
+    struct oo_engine *engine;
+    struct oo_host *host;
+    uintptr_t stream;
+    uint32_t model, unit, member[2];
+    size_t offset;
+    need(oo_engine_create(driver, 0, &engine));
+    need(oo_engine_compute_stream(engine, &stream));
+
+    /* The masters: one megabyte of 1s, one of 2s, in page-locked memory. */
+    need(oo_host_create(2 * BYTES, &host));
+    char *masters = oo_host_address(host);
+    memset(masters, 1, BYTES);
+    memset(masters + BYTES, 2, BYTES);
+    need(oo_engine_lock(engine, host, 1));
+
+    /* The arena: memory that stands for the device's, with room for one of them. */
+    char *arena = malloc(BYTES + OO_ALIGNMENT);
+    need(oo_model_add(engine, &model));
+    need(oo_segment_add(engine, model, (uintptr_t)arena, BYTES + OO_ALIGNMENT, stream));
+    for (int i = 0; i < 2; i++) {
+        const struct oo_tensor tensor = {masters + i * BYTES, BYTES};
+        const uint32_t one = 1;
+        need(oo_unit_add(engine, model, &tensor, &one, 1, 0, &unit, &member[i], &offset));
+    }
+
+    long sum = 0;
+    for (int step = 0; step < STEPS; step++) {
+        for (int i = 0; i < 2; i++) {
+            struct oo_use use;
+            struct oo_fetched fetched;
+            need(oo_engine_acquire(engine, member[i], stream, 0, OO_FORWARD, -1, 0, &use));
+            need(oo_engine_launch(engine, member[i], stream, 50e-6)); /* the kernel: sum the buffer */
+            for (size_t k = 0; k < BYTES; k++)
+                sum += ((const signed char *)use.address)[k];
+            need(oo_engine_release(engine, use.ticket, stream, 0, &fetched));
+        }
+    }
+
+    struct oo_stats stats;
+    need(oo_engine_stats(engine, OO_ALL_MODELS, &stats));
+    printf("sum %ld (expected %ld), %llu copies, %llu bytes to the device, %llu host waits\n", sum,
+           (long)STEPS * 3 * BYTES, (unsigned long long)stats.h2d_copies, (unsigned long long)stats.h2d_bytes,
+           (unsigned long long)stats.host_waits);
+    need(oo_model_remove(engine, model));
+    free(arena);
+    oo_host_destroy(host);
+    need(oo_engine_destroy(engine));
+    return sum == (long)STEPS * 3 * BYTES ? 0 : 1;
+}

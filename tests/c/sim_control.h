@@ -1,0 +1,49 @@
+/* sim_control.h - the simulator's control calls, found at run time as the engine finds the driver. */
+#ifndef SIM_CONTROL_H
+#define SIM_CONTROL_H
+
+#include "../../csrc/core/host.h"
+#include "../../csrc/sim/sim.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define SIM_CONTROLS(X)                                                                            \
+    X(simGetDevice) X(simSetDevice) X(simSetSchedule) X(simSwitch) X(simRefuseRegistration) X(simFault)     \
+    X(simFaultClear) X(simCallCount) X(simGetStats) X(simGetLive) X(simNow) X(simAdvance) X(simFinish)      \
+    X(simReportCount) X(simReport) X(simReportsClear) X(simReset) X(simLaunch) X(simHostAccess)
+
+struct sim_control {
+#define SIM_FIELD(name) __typeof__(&name) name;
+    SIM_CONTROLS(SIM_FIELD)
+#undef SIM_FIELD
+    const char *path;
+};
+
+/* The simulator named by argv[1] or ORACLE_OFFLOAD_DRIVER; ends the program when there is none. */
+static inline struct sim_control sim_open(int argc, char **argv) {
+    struct sim_control sim;
+    sim.path = argc > 1 ? argv[1] : getenv("ORACLE_OFFLOAD_DRIVER");
+    void *library = sim.path ? oo__library_open(sim.path) : NULL;
+    if (!library) {
+        char reason[512];
+        fprintf(stderr, "no simulated driver at %s: %s\n", sim.path ? sim.path : "(argv[1] or ORACLE_OFFLOAD_DRIVER)",
+                oo__library_error(reason, sizeof reason));
+        exit(2);
+    }
+#define SIM_FIND(name)                                                                             \
+    do {                                                                                           \
+        void *symbol = oo__library_symbol(library, #name);                                         \
+        if (!symbol) {                                                                             \
+            fprintf(stderr, "%s does not export %s\n", sim.path, #name);                           \
+            exit(2);                                                                               \
+        }                                                                                          \
+        memcpy(&sim.name, &symbol, sizeof symbol);                                                 \
+    } while (0);
+    SIM_CONTROLS(SIM_FIND)
+#undef SIM_FIND
+    return sim;
+}
+
+#endif

@@ -1,0 +1,558 @@
+/* The engine on the simulated driver: right bytes, right order, right counts, and what happens when
+ * calls fail. Every test ends with nothing alive and no race reported. */
+#include "check.h"
+#include "oracle_offload.h"
+#include "sim_control.h"
+
+#if !defined(_WIN32)
+#include <sys/wait.h>
+#include <unistd.h>
+#endif
+
+static struct sim_control sim;
+
+enum { UNITS = 24 };
+
+/* A model of UNITS units of different sizes in one host buffer, each filled with its own pattern. */
+struct world {
+    struct oo_engine *engine;
+    struct oo_host *host;
+    char *arena;
+    uint32_t model, unit[UNITS], member[UNITS];
+    char *master[UNITS];
+    size_t bytes[UNITS], total, largest;
+    uintptr_t stream;
+};
+
+static void need(enum oo_status status, const char *what) {
+    CHECK(status == OO_OK, "%s: %s: %s", what, oo_status_name(status), oo_error_message());
+}
+
+static void fill(char *master, size_t bytes, unsigned pattern) {
+    for (size_t i = 0; i < bytes; i++)
+        master[i] = (char)(pattern * 37 + i * 11 + (i >> 8));
+}
+
+static void world_sizes(struct world *w) {
+    w->total = w->largest = 0;
+    for (unsigned i = 0; i < UNITS; i++) {
+        w->bytes[i] = (size_t)(1 + i % 5) * 4096 + 256 * (i % 3);
+        w->total += w->bytes[i];
+        if (w->bytes[i] > w->largest)
+            w->largest = w->bytes[i];
+    }
+}
+
+/* Everything but the engine; 0 when some call failed (possible only while faults are injected). */
+static int world_attach(struct world *w, size_t arena_bytes, int trainable_from) {
+    if (oo_host_create(w->total, &w->host) != OO_OK)
+        return 0;
+    const enum oo_status locked = oo_engine_lock(w->engine, w->host, 1);
+    if (locked != OO_OK && locked != OO_E_LOCK_REFUSED)
+        return 0;
+    if (oo_model_add(w->engine, &w->model) != OO_OK || oo_engine_compute_stream(w->engine, &w->stream) != OO_OK)
+        return 0;
+    if (!w->arena)
+        w->arena = malloc(arena_bytes + OO_ALIGNMENT);
+    if (oo_segment_add(w->engine, w->model, (uintptr_t)w->arena, arena_bytes + OO_ALIGNMENT, w->stream) != OO_OK)
+        return 0;
+    char *master = oo_host_address(w->host);
+    for (unsigned i = 0; i < UNITS; i++) {
+        const struct oo_tensor tensor = {master, w->bytes[i]};
+        const uint32_t one = 1;
+        size_t offset;
+        w->master[i] = master;
+        fill(master, w->bytes[i], i);
+        master += w->bytes[i];
+        if (oo_unit_add(w->engine, w->model, &tensor, &one, 1, trainable_from >= 0 && (int)i >= trainable_from,
+                        &w->unit[i], &w->member[i], &offset) != OO_OK)
+            return 0;
+    }
+    return 1;
+}
+
+static void world_open(struct world *w, size_t arena_bytes, int trainable_from) {
+    memset(w, 0, sizeof *w);
+    world_sizes(w);
+    need(oo_engine_create(sim.path, 0, &w->engine), "create");
+    CHECK(world_attach(w, arena_bytes, trainable_from), "attach: %s", oo_error_message());
+}
+
+static void check_nothing_alive(const char *where) {
+    struct sim_live live;
+    sim.simGetLive(&live);
+    CHECK(live.streams == 0 && live.events == 0 && live.contexts == 0 && live.registrations == 0 &&
+              live.host_alloc_bytes == 0 && live.device_bytes == 0 && live.adopted_bytes == 0,
+          "%s: alive: %llu streams, %llu events, %llu contexts, %llu registrations, %llu host, %llu adopted bytes", where,
+          (unsigned long long)live.streams, (unsigned long long)live.events, (unsigned long long)live.contexts,
+          (unsigned long long)live.registrations, (unsigned long long)live.host_alloc_bytes,
+          (unsigned long long)live.adopted_bytes);
+}
+
+static void check_no_reports(const char *where) {
+    const uint64_t n = sim.simReportCount();
+    char text[2048] = "";
+    if (n)
+        sim.simReport(0, text, sizeof text);
+    CHECK(n == 0, "%s: %llu reports, the first: %s", where, (unsigned long long)n, text);
+}
+
+static void world_close(struct world *w, const char *where) {
+    need(oo_model_remove(w->engine, w->model), "remove");
+    need(oo_engine_unlock(w->engine, w->host), "unlock");
+    oo_host_destroy(w->host);
+    need(oo_engine_destroy(w->engine), "destroy");
+    free(w->arena);
+    check_no_reports(where);
+    check_nothing_alive(where);
+    CHECK(sim.simReset() == 0, "%s: the simulator could not be reset", where);
+}
+
+/* One use: acquire, "compute" by comparing what is on the device with the master, release. */
+static enum oo_status use_on(struct world *w, unsigned i, enum oo_kind kind, int64_t task, uint64_t stamp,
+                             uintptr_t stream) {
+    struct oo_use use;
+    struct oo_fetched fetched;
+    enum oo_status status = oo_engine_acquire(w->engine, w->member[i], stream, stamp, kind, task, 0, &use);
+    if (status != OO_OK)
+        return status;
+    const enum oo_status launched = oo_engine_launch(w->engine, w->member[i], stream, 20e-6);
+    if (launched == OO_OK)
+        CHECK(memcmp((const void *)use.address, w->master[i], w->bytes[i]) == 0, "unit %u has wrong bytes", i);
+    status = oo_engine_release(w->engine, use.ticket, stream, 0, &fetched);
+    return launched != OO_OK ? launched : status;
+}
+
+static enum oo_status use(struct world *w, unsigned i, enum oo_kind kind) {
+    return use_on(w, i, kind, kind == OO_FORWARD ? -1 : 1, 0, w->stream);
+}
+
+/* Forward, then backward with the recompute of blocks of four. */
+static enum oo_status step(struct world *w) {
+    enum oo_status status = OO_OK;
+    for (unsigned i = 0; i < UNITS && status == OO_OK; i++)
+        status = use(w, i, OO_FORWARD);
+    for (unsigned block = UNITS / 4; block-- > 0;) {
+        for (unsigned i = 0; i < 4 && status == OO_OK; i++)
+            status = use(w, 4 * block + i, OO_RECOMPUTE);
+        for (unsigned i = 4; i-- > 0 && status == OO_OK;)
+            status = use(w, 4 * block + i, OO_BACKWARD);
+    }
+    return status;
+}
+
+static struct oo_stats stats_of(struct world *w) {
+    struct oo_stats stats = {0};
+    need(oo_engine_stats(w->engine, OO_ALL_MODELS, &stats), "stats");
+    return stats;
+}
+
+/* ---- bytes and counts ---- */
+
+static void test_bytes_are_right_under_every_schedule(void) {
+    static const int schedules[] = {SIM_TIMED, SIM_RANDOM, SIM_STARVE_COPY, SIM_STARVE_COMPUTE, SIM_EAGER};
+    for (unsigned s = 0; s < sizeof schedules / sizeof schedules[0]; s++) {
+        for (uint64_t seed = 0; seed < (schedules[s] == SIM_RANDOM ? 10 : 1); seed++) {
+            struct world w;
+            char name[64];
+            snprintf(name, sizeof name, "schedule %d seed %llu", schedules[s], (unsigned long long)seed);
+            sim.simSetSchedule(schedules[s], seed);
+            world_open(&w, 60000, -1);
+            for (int i = 0; i < 3; i++)
+                need(step(&w), name);
+            world_close(&w, name);
+        }
+    }
+}
+
+static void test_counters_agree_with_the_driver(void) {
+    struct world w;
+    struct sim_stats seen;
+    world_open(&w, 100000, -1);
+    for (int i = 0; i < 3; i++)
+        need(step(&w), "step");
+    const struct oo_stats stats = stats_of(&w);
+    sim.simGetStats(&seen);
+    CHECK(stats.h2d_bytes == seen.h2d_bytes && stats.h2d_copies == seen.h2d_copies, "we count %llu bytes, the driver %llu",
+          (unsigned long long)stats.h2d_bytes, (unsigned long long)seen.h2d_bytes);
+    CHECK(stats.acquires == 3 * 3 * UNITS && stats.hits + stats.late == stats.acquires, "%llu acquires, %llu hits, %llu late",
+          (unsigned long long)stats.acquires, (unsigned long long)stats.hits, (unsigned long long)stats.late);
+    CHECK(stats.late + stats.prefetches == stats.h2d_copies, "%llu copies", (unsigned long long)stats.h2d_copies);
+    CHECK(stats.managed_bytes == w.total && stats.units == UNITS, "%llu managed", (unsigned long long)stats.managed_bytes);
+    CHECK(stats.learned_block_bytes > 0 && stats.learned_block_bytes < w.total / 3, "block of %llu bytes",
+          (unsigned long long)stats.learned_block_bytes);
+    world_close(&w, "counters");
+}
+
+static void test_the_steady_state_allocates_nothing_and_never_waits(void) {
+    struct world w;
+    world_open(&w, 60000, -1);
+    for (int i = 0; i < 3; i++)
+        need(step(&w), "warm-up");
+    const struct oo_stats before = stats_of(&w);
+    for (int i = 0; i < 5; i++)
+        need(step(&w), "step");
+    const struct oo_stats after = stats_of(&w);
+    CHECK(after.allocations == before.allocations, "%llu allocations in 5 steps",
+          (unsigned long long)(after.allocations - before.allocations));
+    CHECK(after.host_waits == before.host_waits, "%llu host waits in 5 steps",
+          (unsigned long long)(after.host_waits - before.host_waits));
+    CHECK(after.late - before.late == 0, "%llu late copies in 5 steps", (unsigned long long)(after.late - before.late));
+    world_close(&w, "steady state");
+}
+
+static void test_a_model_that_fits_moves_no_byte_after_the_first_step(void) {
+    struct world w;
+    world_open(&w, 400000, -1);
+    need(step(&w), "step");
+    const struct oo_stats before = stats_of(&w);
+    CHECK(before.h2d_bytes == w.total, "the first step moves %llu of %zu bytes", (unsigned long long)before.h2d_bytes, w.total);
+    need(step(&w), "step");
+    CHECK(stats_of(&w).h2d_bytes == before.h2d_bytes, "the second step moves bytes");
+    world_close(&w, "fits");
+}
+
+static void test_two_compute_streams_share_units(void) {
+    struct world w, other;
+    world_open(&w, 60000, -1);
+    memset(&other, 0, sizeof other);
+    need(oo_engine_create(sim.path, 0, &other.engine), "create"); /* only to have a second stream */
+    need(oo_engine_compute_stream(other.engine, &other.stream), "stream");
+    for (int sweep = 0; sweep < 4; sweep++)
+        for (unsigned i = 0; i < UNITS; i++) {
+            need(use_on(&w, i, OO_FORWARD, -1, 0, w.stream), "first stream");
+            need(use_on(&w, i, OO_FORWARD, -1, 0, other.stream), "second stream");
+        }
+    CHECK(stats_of(&w).host_waits == 0, "streams are ordered by waiting on the host");
+    need(oo_engine_destroy(other.engine), "destroy");
+    world_close(&w, "two streams");
+}
+
+/* ---- masters that change ---- */
+
+static void test_a_rewritten_master_is_never_served_stale(void) {
+    struct world w;
+    world_open(&w, 400000, -1);
+    need(step(&w), "step");
+    fill(w.master[3], w.bytes[3], 99); /* no version counter sees this */
+    need(step(&w), "after a silent rewrite");
+    CHECK(stats_of(&w).stale == 1, "%llu stale hits", (unsigned long long)stats_of(&w).stale);
+    w.master[5][w.bytes[5] / 2 + 1] ^= 1; /* one byte: the stamp tells */
+    need(use_on(&w, 5, OO_FORWARD, -1, 7, w.stream), "after a stamped rewrite");
+    CHECK(stats_of(&w).stale == 2, "%llu stale hits", (unsigned long long)stats_of(&w).stale);
+    w.master[6][w.bytes[6] / 2 + 1] ^= 1; /* one byte and no stamp: only refresh tells */
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(step(&w), "after refresh");
+    need(oo_engine_set_verify(w.engine, 1), "verify");
+    need(step(&w), "step");
+    for (unsigned i = 0; i < UNITS; i++)
+        w.master[i][w.bytes[i] / 3] ^= 1; /* one byte, no stamp: verify tells */
+    need(step(&w), "under verify");
+    world_close(&w, "stale");
+}
+
+static void test_held_trainable_units_are_dropped_and_not_fetched(void) {
+    struct world w;
+    world_open(&w, 400000, 20);
+    need(step(&w), "step");
+    need(oo_engine_hold(w.engine), "hold");
+    CHECK(stats_of(&w).resident_units == 20, "%llu resident", (unsigned long long)stats_of(&w).resident_units);
+    need(use(&w, 19, OO_RECOMPUTE), "use while held");
+    CHECK(stats_of(&w).resident_units == 20, "a held unit was fetched ahead");
+    for (unsigned i = 20; i < UNITS; i++)
+        fill(w.master[i], w.bytes[i], 50 + i); /* the optimizer */
+    need(oo_engine_resume(w.engine), "resume");
+    need(step(&w), "next step");
+    CHECK(stats_of(&w).stale == 0, "copies were made before the masters were stable");
+    need(oo_engine_hold(w.engine), "hold");
+    need(use(&w, 0, OO_FORWARD), "a forward ends the hold");
+    need(step(&w), "step");
+    CHECK(stats_of(&w).resident_units == UNITS, "not fetched ahead again");
+    world_close(&w, "hold");
+}
+
+static void test_a_member_moves_out_and_back(void) {
+    struct world w;
+    struct oo_tensor tensor;
+    uint32_t unit, again;
+    size_t offset;
+    world_open(&w, 60000, -1);
+    need(step(&w), "step");
+    char *home = w.master[7], *foreign = malloc(w.bytes[7]);
+    fill(foreign, w.bytes[7], 77);
+    w.master[7] = foreign;
+    tensor = (struct oo_tensor){foreign, w.bytes[7]};
+    need(oo_member_move(w.engine, w.member[7], &tensor, 1, &unit, &offset), "move");
+    need(step(&w), "with foreign memory");
+    need(step(&w), "with foreign memory");
+    CHECK(stats_of(&w).pageable_bytes == w.bytes[7], "%llu pageable", (unsigned long long)stats_of(&w).pageable_bytes);
+    w.master[7] = home;
+    tensor.host = home;
+    need(oo_member_move(w.engine, w.member[7], &tensor, 1, &again, &offset), "move back");
+    CHECK(again == unit && stats_of(&w).pageable_bytes == 0, "moving to and fro makes new units");
+    free(foreign); /* nothing may read it any more */
+    need(step(&w), "back home");
+    world_close(&w, "move");
+}
+
+/* ---- what the system refuses ---- */
+
+static void test_refused_registration_goes_through_the_ring(void) {
+    struct world w;
+    sim.simRefuseRegistration(1);
+    world_open(&w, 60000, -1);
+    CHECK(!oo_host_locked(w.host) && stats_of(&w).pageable_bytes == w.total, "%llu pageable bytes",
+          (unsigned long long)stats_of(&w).pageable_bytes);
+    for (int i = 0; i < 3; i++)
+        need(step(&w), "through the ring");
+    sim.simRefuseRegistration(0);
+    world_close(&w, "ring");
+}
+
+static void test_wrong_calls_are_refused_clearly(void) {
+    struct world w;
+    struct oo_use first;
+    struct oo_fetched fetched;
+    struct oo_stats stats;
+    uint32_t unit, member;
+    size_t offset;
+    const uint32_t one = 1;
+    world_open(&w, 60000, -1);
+    need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
+    CHECK(oo_model_remove(w.engine, w.model) == OO_E_STATE, "removed while in use");
+    const struct oo_tensor moved = {w.master[1], w.bytes[0]};
+    CHECK(oo_member_move(w.engine, w.member[0], &moved, 1, &unit, &offset) == OO_E_STATE, "moved while in use");
+    need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
+    CHECK(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched) == OO_E_TICKET, "released twice");
+    CHECK(oo_engine_launch(w.engine, w.member[0], w.stream, 1e-6) == OO_E_STATE, "launched without acquire");
+    CHECK(oo_engine_acquire(w.engine, 1000, w.stream, 0, OO_FORWARD, -1, 0, &first) == OO_E_STATE, "no such member");
+    CHECK(oo_engine_stats(w.engine, 9, &stats) == OO_E_ARGUMENT, "no such model");
+    CHECK(oo_segment_add(w.engine, w.model, 4096, 100, w.stream) == OO_E_ARGUMENT, "a segment of 100 bytes");
+    const struct oo_tensor empty = {NULL, 0};
+    CHECK(oo_unit_add(w.engine, w.model, &empty, &one, 1, 0, &unit, &member, &offset) == OO_E_ARGUMENT, "a tensor at NULL");
+    CHECK(oo_engine_unlock(w.engine, w.host) == OO_E_STATE, "unlocked under attached units");
+    CHECK(oo_engine_destroy(w.engine) == OO_E_STATE, "destroyed with a model attached");
+    struct oo_engine *none;
+    CHECK(oo_engine_create(sim.path, 5, &none) == OO_E_NO_DEVICE && strstr(oo_error_message(), "device 5"), "%s",
+          oo_error_message());
+    CHECK(oo_engine_create("/nonexistent/libcuda.so", 0, &none) == OO_E_DRIVER_MISSING, "%s", oo_error_message());
+    world_close(&w, "wrong calls");
+}
+
+static void test_a_unit_larger_than_the_arena_is_an_error_that_names_the_sizes(void) {
+    struct world w;
+    world_open(&w, 12000, -1);
+    enum oo_status status = OO_OK;
+    for (unsigned i = 0; i < UNITS && status == OO_OK; i++)
+        status = use(&w, i, OO_FORWARD);
+    CHECK(status == OO_E_NO_ROOM && strstr(oo_error_message(), "12"), "%s: %s", oo_status_name(status), oo_error_message());
+    world_close(&w, "no room");
+}
+
+static void test_removing_one_model_leaves_the_other(void) {
+    struct world w, b;
+    world_open(&w, 60000, -1);
+    memset(&b, 0, sizeof b);
+    world_sizes(&b);
+    b.engine = w.engine;
+    CHECK(world_attach(&b, 60000, -1), "second model: %s", oo_error_message());
+    for (int i = 0; i < 2; i++) {
+        need(step(&w), "first");
+        need(step(&b), "second");
+    }
+    need(oo_model_remove(b.engine, b.model), "remove the second");
+    oo_host_destroy(b.host);
+    memset(b.arena, 0x55, 60000); /* its segment is ordinary memory again */
+    free(b.arena);
+    need(step(&w), "the first goes on");
+    world_close(&w, "two models");
+}
+
+/* ---- gradients ---- */
+
+static void test_downloads_arrive_whole(void) {
+    static const size_t sizes[] = {1, 4096, (4u << 20) - 3, 4u << 20, (37u << 20) + 5};
+    struct world w;
+    world_open(&w, 60000, -1);
+    for (unsigned i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        char *gradient = malloc(sizes[i]), *target = calloc(1, sizes[i]);
+        fill(gradient, sizes[i], i);
+        need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizes[i], w.stream), "download");
+        CHECK(memcmp(gradient, target, sizes[i]) == 0, "%zu bytes did not arrive", sizes[i]);
+        free(gradient);
+        free(target);
+    }
+    CHECK(stats_of(&w).d2h_copies == 5, "%llu downloads", (unsigned long long)stats_of(&w).d2h_copies);
+    world_close(&w, "download");
+}
+
+/* ---- time ---- */
+
+static void test_a_timeline_tells_copies_compute_and_stalls(void) {
+    struct world w;
+    struct sim_device device;
+    struct oo_trace_row *rows;
+    size_t count;
+    unsigned seen[4] = {0};
+    world_open(&w, 60000, -1);
+    need(step(&w), "step");
+    sim.simGetDevice(0, &device);
+    need(oo_trace_start(w.engine), "trace");
+    CHECK(oo_trace_start(w.engine) == OO_E_STATE, "two timelines at once");
+    const uint64_t before = stats_of(&w).h2d_copies;
+    need(step(&w), "step");
+    const uint64_t copies = stats_of(&w).h2d_copies - before;
+    need(oo_trace_stop(w.engine, &rows, &count), "trace");
+    for (size_t i = 0; i < count; i++) {
+        seen[rows[i].kind]++;
+        CHECK(rows[i].end_s >= rows[i].start_s, "row %zu ends before it starts", i);
+        const double expected = device.copy_latency_s + (double)rows[i].bytes / (device.link_gbps * 1e9);
+        const double taken = rows[i].end_s - rows[i].start_s;
+        if (rows[i].kind == OO_TRACE_H2D) /* events are single-precision milliseconds */
+            CHECK(taken > expected - 2e-9 && taken < expected + 2e-9, "a copy of %llu bytes took %.9f, not %.9f s",
+                  (unsigned long long)rows[i].bytes, taken, expected);
+    }
+    CHECK(seen[OO_TRACE_COMPUTE] == 3 * UNITS, "%u compute rows", seen[OO_TRACE_COMPUTE]);
+    CHECK(seen[OO_TRACE_H2D] == copies, "%u copy rows for %llu copies", seen[OO_TRACE_H2D], (unsigned long long)copies);
+    oo_trace_free(rows);
+    const struct oo_stats stats = stats_of(&w);
+    CHECK(stats.h2d_seconds > 0 && stats.h2d_timed_bytes > 0, "no copy was measured");
+    world_close(&w, "timeline");
+}
+
+/* ---- failure ---- */
+
+/* A life of the engine in which the n-th driver call fails; every error is allowed, a wrong byte, a leak
+ * or a hang is not. Returns how many calls the life made. */
+static uint64_t life_with_fault(uint64_t nth, int lasting) {
+    struct world w;
+    memset(&w, 0, sizeof w);
+    world_sizes(&w);
+    const uint64_t before = sim.simCallCount(NULL);
+    if (nth)
+        sim.simFault(NULL, nth, OOCU_ERROR_UNKNOWN, lasting);
+    int failures = 0;
+    if (oo_engine_create(sim.path, 0, &w.engine) != OO_OK) {
+        CHECK(nth != 0, "create: %s", oo_error_message());
+        sim.simFaultClear();
+        need(oo_engine_create(sim.path, 0, &w.engine), "create after the fault");
+    }
+    if (!world_attach(&w, 60000, 20)) {
+        failures++;
+        sim.simFaultClear();
+        if (w.host) {
+            for (uint32_t m = 0; m < 4; m++)
+                (void)oo_model_remove(w.engine, m);
+            oo_host_destroy(w.host);
+            w.host = NULL;
+        }
+        CHECK(world_attach(&w, 60000, 20), "attach after the fault: %s", oo_error_message());
+    }
+    for (int i = 0; i < 2; i++) {
+        failures += step(&w) != OO_OK;
+        failures += oo_engine_hold(w.engine) != OO_OK;
+        failures += oo_engine_resume(w.engine) != OO_OK;
+        char gradient[8192], target[8192];
+        fill(gradient, sizeof gradient, (unsigned)i);
+        if (oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream) == OO_OK)
+            CHECK(memcmp(gradient, target, sizeof gradient) == 0, "a gradient arrived wrong after fault %llu",
+                  (unsigned long long)nth);
+        else
+            failures++;
+    }
+    CHECK(nth || failures == 0, "failures without a fault: %s", oo_error_message());
+    sim.simFaultClear();
+    need(step(&w), "a step after the fault");
+    if (oo_model_remove(w.engine, w.model) != OO_OK)
+        CHECK(0, "remove after the fault: %s", oo_error_message());
+    oo_host_destroy(w.host);
+    need(oo_engine_destroy(w.engine), "destroy after the fault");
+    free(w.arena);
+    const uint64_t calls = sim.simCallCount(NULL) - before;
+    char name[64];
+    snprintf(name, sizeof name, "fault at call %llu, lasting %d", (unsigned long long)nth, lasting);
+    check_no_reports(name);
+    check_nothing_alive(name);
+    CHECK(sim.simReset() == 0, "%s: not reset", name);
+    return calls;
+}
+
+static void test_any_call_may_fail_once(void) {
+    const uint64_t calls = life_with_fault(0, 0);
+    CHECK(calls > 300, "only %llu calls in a life", (unsigned long long)calls);
+    for (uint64_t n = 1; n <= calls; n++)
+        life_with_fault(n, 0);
+}
+
+static void test_a_fault_may_last(void) {
+    const uint64_t calls = life_with_fault(0, 0);
+    for (uint64_t n = 1; n <= calls; n += 7)
+        life_with_fault(n, 1);
+}
+
+static void test_a_sticky_error_kills_the_engine_and_says_so(void) {
+    struct world w;
+    world_open(&w, 60000, -1);
+    need(step(&w), "step");
+    sim.simFault("cuMemcpyHtoDAsync", 3, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
+    enum oo_status status = step(&w);
+    for (int i = 0; i < 3 && status == OO_OK; i++)
+        status = step(&w);
+    CHECK(status == OO_E_DRIVER || status == OO_E_DEAD, "%s", oo_status_name(status));
+    CHECK(use(&w, 0, OO_FORWARD) == OO_E_DEAD && strstr(oo_error_message(), "cuMemcpyHtoDAsync") &&
+              strstr(oo_error_message(), "restart"),
+          "%s", oo_error_message());
+    const char *call, *name;
+    int code;
+    oo_error_driver(&call, &code, &name);
+    CHECK(code == OOCU_ERROR_ILLEGAL_ADDRESS && strcmp(name, "CUDA_ERROR_ILLEGAL_ADDRESS") == 0, "%s %d", name, code);
+    need(oo_model_remove(w.engine, w.model), "detach of a dead engine");
+    need(oo_engine_unlock(w.engine, w.host), "unlock of a dead engine");
+    CHECK(memcmp(w.master[4], w.master[4], 1) == 0, "masters are readable");
+    oo_host_destroy(w.host);
+    need(oo_engine_destroy(w.engine), "destroy of a dead engine");
+    free(w.arena);
+}
+
+#if !defined(_WIN32)
+static void test_a_forked_child_is_told(void) {
+    struct world w;
+    world_open(&w, 60000, -1);
+    need(step(&w), "step");
+    const pid_t child = fork();
+    if (child == 0) {
+        const enum oo_status status = use(&w, 0, OO_FORWARD);
+        _exit(status == OO_E_FORKED && strstr(oo_error_message(), "DataLoader") ? 0 : 1);
+    }
+    int result = -1;
+    waitpid(child, &result, 0);
+    CHECK(WIFEXITED(result) && WEXITSTATUS(result) == 0, "the child was not refused (status %d)", result);
+    need(step(&w), "the parent goes on");
+    world_close(&w, "fork");
+}
+#endif
+
+int main(int argc, char **argv) {
+    sim = sim_open(argc, argv);
+    test_bytes_are_right_under_every_schedule();
+    test_counters_agree_with_the_driver();
+    test_the_steady_state_allocates_nothing_and_never_waits();
+    test_a_model_that_fits_moves_no_byte_after_the_first_step();
+    test_two_compute_streams_share_units();
+    test_a_rewritten_master_is_never_served_stale();
+    test_held_trainable_units_are_dropped_and_not_fetched();
+    test_a_member_moves_out_and_back();
+    test_refused_registration_goes_through_the_ring();
+    test_wrong_calls_are_refused_clearly();
+    test_a_unit_larger_than_the_arena_is_an_error_that_names_the_sizes();
+    test_removing_one_model_leaves_the_other();
+    test_downloads_arrive_whole();
+    test_a_timeline_tells_copies_compute_and_stalls();
+    test_any_call_may_fail_once();
+    test_a_fault_may_last();
+#if !defined(_WIN32)
+    test_a_forked_child_is_told();
+#endif
+    test_a_sticky_error_kills_the_engine_and_says_so(); /* last: the simulated context stays lost */
+    return check_report();
+}
