@@ -1,0 +1,445 @@
+"""Autograd functions of the managed layers: the same bits as torch's own, from a borrowed slot.
+
+A managed layer's weight lies in the arena only between `acquire` and `release`, and both stand here
+in one frame with the operator between them, in ``try``/``finally``: code after ``Function.apply`` or
+in a module hook never runs for the last layer of a checkpoint that stops early, and exceptions must
+give the slot back. Backward acquires again, by layer, never by the address that forward saw.
+
+Weights are not saved for backward (saved-tensor hooks would copy whole masters); their versions are,
+so that a change between forward and backward raises as torch would. The input is saved only for a
+weight gradient. The arithmetic repeats, call by call, what torch's own derivatives do for
+``at::linear`` and ``at::convolution`` (``aten/src/ATen/native/Linear.cpp``, ``should_fold`` in
+``LinearAlgebra.cpp``, ``mm_mat1_grad`` and ``mm_mat2_grad`` in ``FunctionsManual.cpp``): the choice
+between ``addmm``, ``mm`` and ``bmm`` and the layout of the operands decide the last bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from ._core import BACKWARD, FORWARD, RECOMPUTE
+from .errors import OffloadError, StaleWeightsError
+
+if TYPE_CHECKING:
+    from .manager_modules import Conv2dLayer, Layer, LinearLayer
+
+_graph_task = torch._C._current_graph_task_id
+_convolution_backward = torch.ops.aten.convolution_backward.default
+
+
+class _Refuse(Function):
+    """Identity whose backward refuses: gradients of managed layers are differentiable once."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *grad_outputs: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise OffloadError(
+            "double backward through a managed layer is not supported: its weights are gone from "
+            "the device by then. Leave the layers that need it resident with ignore_modules=[...]."
+        )
+
+
+def _refuse_double_backward(gradients: tuple[Any, ...], grad_output: Tensor) -> tuple[Any, ...]:
+    """Tie `gradients` of a backward under ``create_graph=True`` to a node that refuses."""
+    if not grad_output.requires_grad:
+        grad_output = grad_output.detach().requires_grad_()
+    return tuple(
+        _Refuse.apply(gradient, grad_output) if isinstance(gradient, Tensor) else gradient
+        for gradient in gradients
+    )
+
+
+def check_unchanged(layer: Layer, expected: tuple[int, int]) -> None:
+    """Raise `StaleWeightsError` where the weight is not what forward used.
+
+    Parameters
+    ----------
+    expected : tuple of int
+        ``(version, address)`` of the weight, as forward saw them.
+    """
+    layer.check_attached()
+    weight = layer.parameters["weight"]
+    found = layer.weight_state(weight)
+    if found != expected:
+        what = (
+            f"is at version {found[0]}; expected version {expected[0]} instead"
+            if found[0] != expected[0]
+            else "was replaced through .data"
+        )
+        raise StaleWeightsError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: the weight of managed layer '{layer.name}' {what}. Change weights after "
+            "backward, or leave the layer resident with ignore_modules=[...]."
+        )
+
+
+# ---- linear ----
+
+
+def _folds(x: Tensor) -> bool:
+    """Whether ``at::matmul`` multiplies an input of three or more dimensions as one matrix."""
+    if x.numel() == 0:
+        return True
+    shape, stride = x.shape, x.stride()
+    return all(stride[i] == stride[i + 1] * shape[i + 1] for i in range(len(shape) - 2))
+
+
+def _is_column_major(matrix: Tensor) -> bool:
+    stride = matrix.stride()
+    return stride[0] == 1 and stride[1] == matrix.shape[0]
+
+
+def linear(
+    x: Tensor, w: Tensor, b: Tensor | None, requires_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``F.linear(x, w, b)`` as torch does it for a weight that has this `requires_grad`.
+
+    With a trainable weight ``at::matmul`` folds an input of whatever layout into a matrix, by a copy
+    if need be; it asks the weight, and a slot's view never requires grad.
+
+    Returns
+    -------
+    tuple
+        The result, and the folded copy of `x` where one was made.
+    """
+    if not requires_grad or x.dim() <= 2 or x.is_contiguous() or _folds(x):
+        return F.linear(x, w, b), None
+    folded = x.reshape(-1, x.shape[-1])
+    y = torch.mm(folded, w.t()).view(*x.shape[:-1], w.shape[0])
+    return (y if b is None else y.add_(b)), folded
+
+
+class ManagedLinear(Function):
+    """``F.linear(x, weight, bias)`` on a weight borrowed from the arena.
+
+    ``apply(x, layer)``, or ``apply(x, layer, weight, bias, cast)`` under autocast (`cast` is its
+    dtype) and where a parameter is trainable: `weight` and `bias` are then those that require grad
+    (their stand-ins under autocast) and only tell autograd where gradients go. `x` is
+    ``(*, in_features)`` on the compute device.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        layer: LinearLayer,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        cast: torch.dtype | None = None,
+    ) -> Tensor:
+        task = _graph_task()
+        state = layer.state
+        engine = state.engine
+        stream = state.stream()
+        ticket, address, fetched = layer.acquire(stream, FORWARD if task == -1 else RECOMPUTE, task)
+        try:
+            if fetched:
+                state.stamp_units(fetched)
+            w, b = layer.views.get(address) or layer.view_at(address)
+            if cast is not None:
+                w, b = layer.cast_to(cast, w, b)
+            if state.simulated:
+                engine.launch(layer.member, stream, layer.forward_seconds(x))
+            y, saved = linear(x, w, b, weight is not None)
+        finally:
+            fetched = engine.release(ticket, stream)
+            if fetched:
+                state.stamp_units(fetched)
+        ctx.layer = layer
+        ctx.cast = cast
+        ctx.task = task
+        ctx.geometry = x.shape, x.stride()
+        ctx.folded = saved is not None
+        ctx.expected = layer.weight_state(layer.weight)
+        ctx.wide = weight is not None or bias is not None or cast is not None
+        if weight is not None:
+            ctx.save_for_backward(x if saved is None else saved)
+        if task != -1 and (weight is not None or bias is not None):
+            state.note_trainable(task)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        grad = grad_outputs[0]
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                gradients = ManagedLinear._backward(ctx, grad)
+            return _refuse_double_backward(gradients, grad)
+        return ManagedLinear._backward(ctx, grad)
+
+    @staticmethod
+    def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        layer: LinearLayer = ctx.layer
+        state = layer.state
+        shape, stride = ctx.geometry
+        dims = len(shape)
+        needs = ctx.needs_input_grad
+        gx = gw = gb = None
+        if needs[0]:
+            check_unchanged(layer, ctx.expected)
+            task = _graph_task()
+            engine = state.engine
+            raw_stream = state.stream()
+            ticket, address, fetched = layer.acquire(raw_stream, BACKWARD, task)
+            try:
+                if fetched:
+                    state.stamp_units(fetched)
+                w, _ = layer.views.get(address) or layer.view_at(address)
+                if ctx.cast is not None:
+                    w, _ = layer.cast_to(ctx.cast, w, None)
+                if state.simulated:
+                    engine.launch(layer.member, raw_stream, layer.backward_seconds(grad, needs))
+                gx = _linear_input_grad(grad, w, shape, stride, ctx.folded)
+            finally:
+                fetched = engine.release(ticket, raw_stream)
+                if fetched:
+                    state.stamp_units(fetched)
+        if not ctx.wide:
+            return gx, None
+        layer.check_attached()
+        if needs[2]:
+            (x,) = ctx.saved_tensors
+            x2 = x if x.dim() == 2 else x.reshape(-1, shape[-1])
+            g2 = grad if dims == 2 else grad.reshape(x2.shape[0], grad.shape[-1])
+            if layer.row_major:
+                gw = torch.mm(g2.t(), x2)
+            else:
+                gw = torch.mm(x2.t(), g2).t()
+        if needs[3]:
+            flat = dims != 2 and _is_contiguous(shape, stride)
+            gb = grad.reshape(-1, grad.shape[-1]) if flat else grad
+            if gb.dim() > 1:
+                gb = gb.sum(list(range(gb.dim() - 1)), keepdim=True).view(grad.shape[-1])
+        if needs[2] or needs[3]:
+            state.note_trainable(_graph_task() if ctx.task == -1 else -1)
+            if ctx.cast is None:
+                gw, gb = state.to_host(gw, layer), state.to_host(gb, layer)
+        return gx, None, gw, gb, None
+
+
+def _is_contiguous(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size == 0:
+            return True
+        if size != 1:
+            if step != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _linear_input_grad(
+    grad: Tensor, w: Tensor, shape: torch.Size, stride: tuple[int, ...], copied: bool
+) -> Tensor:
+    """Gradient of the input, by the operator that torch would use for this geometry.
+
+    Parameters
+    ----------
+    grad : Tensor
+        ``(*, out_features)``.
+    w : Tensor
+        ``(out_features, in_features)``.
+    shape, stride : tuple of int
+        Of the input that forward saw.
+    copied : bool
+        Whether forward folded the input by a copy.
+    """
+    dims = len(shape)
+    if dims == 2:
+        if stride[0] == 1 and stride[1] == shape[0]:
+            return torch.mm(w.t(), grad.t()).t()
+        return torch.mm(grad, w)
+    features = shape[-1]
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    # A meta tensor answers by the same code what the folded view would look like.
+    if dims > 2 and not copied and not _is_contiguous(shape, stride):
+        probe = torch.empty_strided(shape, stride, device="meta")
+        if not _folds(probe):
+            batch = rows // shape[-2]
+            g3 = grad.reshape(batch, shape[-2], w.shape[0])
+            return torch.bmm(g3, w.expand(batch, *w.shape)).reshape(shape)
+    g2 = grad.reshape(rows, w.shape[0])
+    # mm_mat1_grad turns the product round for a column-major input; a folded one is column-major
+    # only in degenerate shapes.
+    if not copied and (rows == 1 or features == 1 or stride[-1] != 1):
+        probe = torch.empty_strided(shape, stride, device="meta").reshape(rows, features)
+        if _is_column_major(probe):
+            return torch.mm(w.t(), g2.t()).t().reshape(shape)
+    return torch.mm(g2, w).reshape(shape)
+
+
+# ---- convolution ----
+
+
+def _convolve(x: Tensor, w: Tensor, b: Tensor | None, layer: Conv2dLayer, training: bool) -> Tensor:
+    """``at::convolution``, choosing its backend as the resident model would.
+
+    Some CPU backends (3x3 depthwise Winograd, XNNPACK) are for inference only, and torch asks
+    ``GradMode`` and ``requires_grad`` of the operands for that; inside a `Function` both say no.
+    """
+    if not training:
+        return torch.convolution(
+            x, w, b, layer.stride, layer.padding, layer.dilation, False, (0, 0), layer.groups
+        )
+    if not x.requires_grad:
+        x = x.detach().requires_grad_()
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+        return torch.convolution(
+            x, w, b, layer.stride, layer.padding, layer.dilation, False, (0, 0), layer.groups
+        )
+
+
+class ManagedConv2d(Function):
+    """``F.conv2d`` on a weight borrowed from the arena; arguments as `ManagedLinear`.
+
+    `x` is ``(N, C, H, W)``: batched, and padded already where the padding is not the operator's own.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        layer: Conv2dLayer,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        cast: torch.dtype | None = None,
+    ) -> Tensor:
+        task = _graph_task()
+        state = layer.state
+        engine = state.engine
+        stream = state.stream()
+        ticket, address, fetched = layer.acquire(stream, FORWARD if task == -1 else RECOMPUTE, task)
+        try:
+            if fetched:
+                state.stamp_units(fetched)
+            w, b = layer.views.get(address) or layer.view_at(address)
+            if cast is not None:
+                w, b = layer.cast_to(cast, w, b)
+            if state.simulated:
+                engine.launch(layer.member, stream, layer.forward_seconds(x))
+            y = _convolve(x, w, b, layer, True)
+        finally:
+            fetched = engine.release(ticket, stream)
+            if fetched:
+                state.stamp_units(fetched)
+        ctx.layer = layer
+        ctx.cast = cast
+        ctx.task = task
+        ctx.geometry = x.shape, x.stride(), x.dtype, x.device
+        ctx.expected = layer.weight_state(layer.weight)
+        ctx.wide = weight is not None or bias is not None or cast is not None
+        ctx.saves_input = weight is not None
+        if weight is not None:
+            ctx.save_for_backward(x)
+        if task != -1 and (weight is not None or bias is not None):
+            state.note_trainable(task)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        grad = grad_outputs[0]
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                gradients = ManagedConv2d._backward(ctx, grad)
+            return _refuse_double_backward(gradients, grad)
+        return ManagedConv2d._backward(ctx, grad)
+
+    @staticmethod
+    def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        layer: Conv2dLayer = ctx.layer
+        state = layer.state
+        needs = ctx.needs_input_grad
+        layer.check_attached()
+        wants_weight = ctx.wide and needs[2]
+        wants_bias = ctx.wide and needs[3]
+        if ctx.saves_input:  # saved tensors may be asked for only once under checkpointing
+            (x,) = ctx.saved_tensors
+        else:
+            # The input gradient needs the input's geometry alone.
+            shape, stride, dtype, device = ctx.geometry
+            x = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        if needs[0]:
+            check_unchanged(layer, ctx.expected)
+        task = _graph_task()
+        engine = state.engine
+        stream = state.stream()
+        # One operator makes all three gradients, and takes the weight even where it needs its
+        # geometry alone.
+        ticket, address, fetched = layer.acquire(stream, BACKWARD, task)
+        try:
+            if fetched:
+                state.stamp_units(fetched)
+            w, _ = layer.views.get(address) or layer.view_at(address)
+            if ctx.cast is not None:
+                w, _ = layer.cast_to(ctx.cast, w, None)
+            if state.simulated:
+                engine.launch(layer.member, stream, layer.backward_seconds(grad, needs))
+            gx, gw, gb = _convolution_backward(
+                grad,
+                x,
+                w,
+                [w.shape[0]] if layer.has_bias else None,
+                layer.stride,
+                layer.padding,
+                layer.dilation,
+                False,
+                (0, 0),
+                layer.groups,
+                (needs[0], wants_weight, wants_bias),
+            )
+        finally:
+            fetched = engine.release(ticket, stream)
+            if fetched:
+                state.stamp_units(fetched)
+        # Some backends return more than they were asked for.
+        gx = gx if needs[0] else None
+        gw = gw if wants_weight else None
+        gb = gb if wants_bias else None
+        if not ctx.wide:
+            return gx, None
+        if wants_weight or wants_bias:
+            state.note_trainable(task if ctx.task == -1 else -1)
+            if ctx.cast is None:
+                gw, gb = state.to_host(gw, layer), state.to_host(gb, layer)
+        return gx, None, gw, gb, None
+
+
+# ---- autocast ----
+
+
+class CastStandIn(Function):
+    """Stands for a trainable parameter's low-precision copy in one autocast region.
+
+    Autocast casts a trainable weight once per region and uses that copy everywhere, so gradients of
+    several uses are summed in low precision before they are cast back. The stand-in gives autograd
+    the same node to sum at, on the compute device; it has the copy's shape, dtype and device, and no
+    memory of its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, layer: Layer, dtype: torch.dtype) -> Tensor:
+        ctx.layer = layer
+        ctx.dtype = parameter.dtype
+        return torch.empty(1, dtype=dtype, device=layer.state.device).expand(parameter.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        with torch.no_grad():
+            gradient = ctx.layer.state.to_host(grad_outputs[0].to(ctx.dtype), ctx.layer)
+        return gradient, None, None
+
+
+# Function.apply is a Python method that asks functorch first; the layers have asked already.
+apply_linear = super(Function, ManagedLinear).apply  # type: ignore[misc]
+apply_conv2d = super(Function, ManagedConv2d).apply  # type: ignore[misc]

@@ -1,0 +1,320 @@
+"""One engine per device, shared by every model attached there.
+
+`DeviceState` is the Python side of one engine: which layers lie in which unit, which tensors are the
+arena's segments, on which stream torch computes, and when trainable masters may be rewritten.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
+
+from . import _core
+from .errors import OffloadError
+
+if TYPE_CHECKING:
+    from .manager_modules import Layer
+
+logger = logging.getLogger("oracle_offload")
+
+_registry: dict[str, DeviceState] = {}
+_registry_lock = threading.RLock()  # protects _registry and the creation of engines
+_hooks_installed = False
+_MASTER_DEVICE = torch.device("cpu")
+
+
+class Segment:
+    """One piece of the arena: `nbytes` of device memory at `address`, inside a torch allocation."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        # CPU tensors are aligned to 64 bytes; some kernels choose their path by alignment.
+        slack = 0 if device.type == "cuda" else _core.ALIGNMENT
+        self.tensor = torch.empty(nbytes + slack, dtype=torch.uint8, device=device)
+        self.storage = self.tensor.untyped_storage()
+        self.base = self.tensor.data_ptr()
+        self.address = -(-self.base // _core.ALIGNMENT) * _core.ALIGNMENT
+        self.nbytes = nbytes
+
+
+class DeviceState:
+    """The engine of one device and what torch has to know about it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pid = os.getpid()
+        self.lock = threading.RLock()  # protects units, segments and models
+        self.units: dict[int, list[Layer]] = {}
+        self.segments: list[Segment] = []
+        self.models: dict[int, Any] = {}
+        self._noted_tasks: set[int] = set()
+        self._cast_inputs: dict[int, tuple[object, weakref.ref[Tensor], Tensor]] = {}
+        self._canary: Tensor | None = None
+        self.clocked_outside = 0  # witnesses that charge simulated time in our place
+        self.engine, self.simulated, self.stream = self._open()
+        self.engine.set_verify(os.environ.get("ORACLE_OFFLOAD_VERIFY", "0") not in ("", "0"))
+        self._rates = self._read_rates() if self.simulated else (1.0, 1.0, 0.0)
+
+    def _open(self) -> tuple[_core.Engine, bool, Callable[[], int]]:
+        if self.device.type == "cuda":
+            index = self.device.index
+            torch.cuda.init()
+            with torch.cuda.device(index):
+                engine = _core.Engine(os.environ.get("ORACLE_OFFLOAD_DRIVER") or None, index)
+            raw = torch._C._cuda_getCurrentRawStream
+            return engine, engine.simulated, functools.partial(raw, index)
+        from . import simulator
+
+        engine = _core.Engine(str(simulator.library_path()), 0)
+        self.compute_stream = engine.compute_stream
+        return engine, engine.simulated, self._simulated_stream
+
+    def _simulated_stream(self) -> int:
+        return self.compute_stream
+
+    def _read_rates(self) -> tuple[float, float, float]:
+        from . import simulator
+
+        device = simulator.get_device(0)
+        return device.tflops * 1e12, device.memory_gbps * 1e9, device.launch_s
+
+    # ---- bookkeeping ----
+
+    def check_process(self) -> None:
+        """Raise in a forked child: masters and driver belong to the parent."""
+        if os.getpid() != self.pid:
+            raise OffloadError(
+                "a model attached in the parent process was used in a forked child; its weights do "
+                "not exist there. Use the model in the parent only, or start workers with 'spawn'."
+            )
+
+    def stamp_units(self, fetched: tuple[int, ...]) -> None:
+        """Tell the engine the versions of the masters it has just begun to copy."""
+        stamp = self.engine.stamp
+        for unit in fetched:
+            for layer in self.units.get(unit, ()):
+                stamp(layer.member, layer.stamp())
+
+    def forget_layer(self, layer: Layer) -> None:
+        """Take `layer` out of its unit."""
+        with self.lock:
+            members = self.units.get(layer.unit)
+            if members is not None and layer in members:
+                members.remove(layer)
+                if not members:
+                    del self.units[layer.unit]
+
+    def add_segment(self, segment: Segment) -> None:
+        """Make the segment's storage findable by address."""
+        with self.lock:
+            self.segments = sorted([*self.segments, segment], key=lambda s: s.address)
+
+    def drop_segments(self, gone: list[Segment]) -> None:
+        """Forget segments that were given back."""
+        with self.lock:
+            self.segments = [segment for segment in self.segments if segment not in gone]
+
+    def storage_at(self, address: int) -> tuple[torch.UntypedStorage, int]:
+        """Return the storage that holds device `address`, and the address it begins at."""
+        segments = self.segments
+        index = bisect.bisect_right(segments, address, key=lambda s: s.address) - 1
+        if index >= 0 and address < segments[index].address + segments[index].nbytes:
+            return segments[index].storage, segments[index].base
+        raise OffloadError(f"the engine answered {address:#x}, which is in no segment of the arena")
+
+    # ---- gradients ----
+
+    def to_host(self, gradient: Tensor | None, layer: Layer) -> Tensor | None:
+        """Return a host copy of a device gradient once its bytes have arrived.
+
+        autograd adds, clones and shows gradients on the host as soon as they are returned, so this
+        waits (the engine counts it).
+        """
+        if gradient is None:
+            return None
+        from .manager_modules import is_dense
+
+        if not is_dense(gradient):
+            gradient = gradient.contiguous()
+        host = torch.empty_strided(
+            gradient.size(), gradient.stride(), dtype=gradient.dtype, device=_MASTER_DEVICE
+        )
+        nbytes = gradient.numel() * gradient.element_size()
+        if nbytes:
+            self.engine.download(host.data_ptr(), gradient.data_ptr(), nbytes, self.stream())
+        return host
+
+    def note_trainable(self, task: int) -> None:
+        """A trainable layer took part in graph task `task`: at its end masters may be rewritten."""
+        if task == -1 or task in self._noted_tasks:
+            return
+        if len(self._noted_tasks) > 64:  # tasks that ended by an exception
+            self._noted_tasks.clear()
+        self._noted_tasks.add(task)
+
+        def end_of_task() -> None:
+            self._noted_tasks.discard(task)
+            self.engine.hold()
+
+        torch.autograd.Variable._execution_engine.queue_callback(end_of_task)
+
+    # ---- autocast ----
+
+    def autocast_region(self, dtype: torch.dtype) -> object:
+        """Return an object that stays the same as long as torch's autocast cache is not cleared.
+
+        torch has no name for an autocast region. A leaf of one element goes through its cache like
+        every trainable weight does; the node of its cached cast is the region's identity.
+        """
+        if dtype is torch.float32 or not torch.is_autocast_cache_enabled():
+            return object()
+        with torch.enable_grad():
+            if self._canary is None:
+                with torch.inference_mode(False):
+                    self._canary = torch.zeros(1, 1, device=self.device, requires_grad=True)
+            product = torch.mm(self._canary, self._canary)
+        node = product.grad_fn
+        return object() if node is None else node.next_functions[0][0]
+
+    def cast_input(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Cast an input as autocast would, visible to autograd; a float32 leaf once per region."""
+        if x.dtype is dtype or not x.is_floating_point() or x.dtype is torch.float64:
+            return x
+        if not (
+            x.requires_grad
+            and x.is_leaf
+            and x.dtype is torch.float32
+            and torch.is_grad_enabled()
+            and not x._is_view()
+        ):
+            return x.to(dtype)
+        region = self.autocast_region(dtype)
+        known = self._cast_inputs.get(id(x))
+        if known is not None and known[0] is region and known[1]() is x:
+            return known[2]
+        # One region at a time: what belongs to earlier ones is dropped here.
+        self._cast_inputs = {k: v for k, v in self._cast_inputs.items() if v[0] is region}
+        made = x.to(dtype)
+        self._cast_inputs[id(x)] = region, weakref.ref(x), made
+        return made
+
+    # ---- simulated time ----
+
+    def kernel_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
+        """Seconds that the simulated device takes: the larger of arithmetic and memory, and launch.
+
+        Parameters
+        ----------
+        flops : float
+            Floating-point operations (a multiply-add is two), as ``torch.utils.flop_counter`` counts.
+        moved_bytes : float
+            Bytes of operands and result.
+        dtype : torch.dtype
+            Of the operands: the device's rate is that of bf16, wider types run at half.
+        """
+        if self.clocked_outside:
+            return 0.0
+        return self.operator_seconds(flops, moved_bytes, dtype)
+
+    def operator_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
+        """`kernel_seconds`, whoever charges."""
+        rate, bandwidth, launch = self._rates
+        if dtype.itemsize > 2:
+            rate *= 0.5
+        return max(flops / rate, moved_bytes / bandwidth) + launch
+
+
+# ---- the registry ----
+
+
+def parse_device(device: Any) -> torch.device:
+    """Return the device that `device` names, with an index for CUDA.
+
+    Raises
+    ------
+    ValueError
+        Not a device, or one that models cannot be attached to.
+    OffloadError
+        CUDA where there is none, or a device number that does not exist.
+    """
+    try:
+        if isinstance(device, int) and not isinstance(device, bool):
+            device = f"cuda:{device}"
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device={device!r} is not a device; use 'cuda', 'cuda:0' or 'cpu'"
+        ) from error
+    if parsed.type == "cpu":
+        return torch.device("cpu")
+    if parsed.type != "cuda":
+        raise ValueError(
+            f"device={device!r}: only 'cuda' and 'cpu' (the simulated device) are supported"
+        )
+    if not torch.cuda.is_available():
+        raise OffloadError(
+            f"device={str(device)!r}, but torch sees no CUDA device (torch {torch.__version__}). "
+            "Use device='cpu' for the simulated one, or install torch with CUDA and a driver."
+        )
+    index = torch.cuda.current_device() if parsed.index is None else parsed.index
+    if index >= torch.cuda.device_count():
+        raise OffloadError(f"device='cuda:{index}', but there are {torch.cuda.device_count()}")
+    return torch.device("cuda", index)
+
+
+def open_state(device: torch.device) -> DeviceState:
+    """Return the device's state, opening its engine if it has none."""
+    with _registry_lock:
+        state = _registry.get(str(device))
+        if state is None:
+            state = DeviceState(device)
+            _registry[str(device)] = state
+            _install_hooks()
+        state.check_process()
+        return state
+
+
+def close_if_unused(state: DeviceState) -> None:
+    """Close the engine once no model is attached to it."""
+    with _registry_lock:
+        if state.models or _registry.get(str(state.device)) is not state:
+            return
+        del _registry[str(state.device)]
+        state.engine.close()
+
+
+def open_states() -> list[DeviceState]:
+    """Return the devices that have an engine in this process."""
+    with _registry_lock:
+        return [state for state in _registry.values() if state.pid == os.getpid()]
+
+
+def _install_hooks() -> None:
+    global _hooks_installed
+    if not _hooks_installed:
+        _hooks_installed = True
+        torch_optimizer.register_optimizer_step_pre_hook(_before_step)
+        torch_optimizer.register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Cover what the end of a graph task cannot: a backward that raised, gradients set by hand."""
+    for state in open_states():
+        if any(attachment.has_trainable() for attachment in list(state.models.values())):
+            state.engine.hold()
+
+
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for state in open_states():
+        state.engine.resume()
+        for attachment in list(state.models.values()):
+            attachment.end_of_step()

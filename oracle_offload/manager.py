@@ -1,0 +1,512 @@
+"""`attach`, `MemoryManager`: from an ordinary model to one whose weights are streamed, and back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from . import _core, masters, selection
+from .devices import DeviceState, Segment, close_if_unused, open_state, parse_device
+from .errors import OffloadError
+from .manager_modules import HANDLE, Layer, is_managed, layer_type, swap_in, swap_out
+from .selection import Leaf, group_units, wrapper_of
+from .sizes import GIB, format_size, parse_size
+from .witness import watch_first_forward
+
+logger = logging.getLogger("oracle_offload")
+
+ATTRIBUTE = "_memory_manager"  # on the attached module; AI-Toolkit's name
+_SEGMENT_BYTES = GIB
+_attached_roots: weakref.WeakSet[MemoryManager] = weakref.WeakSet()
+_structure_hook: Any = None
+
+
+class Attachment:
+    """What one attached model holds of its device; outlives the module only until it is closed."""
+
+    def __init__(self, state: DeviceState, name: str) -> None:
+        self.state = state
+        self.name = name
+        self.pid = os.getpid()
+        self.layers: list[Layer] = []
+        self.buffers: list[_core.HostBuffer] = []
+        self.segments: list[Segment] = []
+        self.managed_bytes = 0
+        self.capacity_bytes = 0
+        self.floor_bytes = 0
+        self.fixed_capacity = False
+        self.step_h2d_bytes: int | None = None
+        self.step_d2h_bytes: int | None = None
+        self.steps = 0
+        self._last = (0, 0)
+        self.model = state.engine.add_model()
+        state.models[self.model] = self
+
+    def has_trainable(self) -> bool:
+        """Whether any managed tensor is trained now."""
+        return any(tensor.requires_grad for layer in self.layers for tensor in layer.tensors())
+
+    def lock(self, buffer: _core.HostBuffer, wanted: bool = True) -> None:
+        """Make a piece known to the engine, page-locked if `wanted`, until the model is detached."""
+        self.buffers.append(buffer)
+        self.state.engine.lock(buffer, wanted)
+
+    def lone_master(self, tensor: Tensor) -> Tensor:
+        """Return a master of its own with the values and layout of `tensor`."""
+        copy = torch.empty(0, dtype=tensor.dtype)
+        copy.data = tensor.detach()
+        buffer = _core.HostBuffer(masters.aligned(masters.tensor_bytes(copy)))
+        masters.move_into(copy, buffer, 0)
+        self.lock(buffer)
+        return copy.data
+
+    def add_segments(self, nbytes: int, largest_unit: int) -> None:
+        """Lend `nbytes` of device memory to the arena, in segments of about 1 GiB."""
+        size = max(_SEGMENT_BYTES, 4 * largest_unit)
+        while nbytes > 0:
+            # A rest too small for the largest unit would be arena that most units cannot use.
+            take = nbytes if nbytes < size + 2 * largest_unit else size
+            segment = Segment(take, self.state.device)
+            self.state.engine.add_segment(
+                self.model, segment.address, segment.nbytes, self.state.stream()
+            )
+            self.segments.append(segment)
+            self.state.add_segment(segment)
+            self.capacity_bytes += take
+            nbytes -= take
+
+    def grow_to_block(self) -> None:
+        """Grow the arena, once, to the largest checkpointed block the engine has learned."""
+        if self.fixed_capacity:
+            return
+        stats = self.state.engine.stats(self.model)
+        missing = stats["learned_block_bytes"] - self.floor_bytes
+        room = self.managed_bytes - self.capacity_bytes
+        if missing > 0 and room > 0:
+            self.fixed_capacity = True
+            largest = stats["largest_unit_bytes"]
+            self.add_segments(max(min(missing, room), min(2 * largest, room)), largest)
+            self.floor_bytes = stats["learned_block_bytes"]
+
+    def end_of_step(self) -> None:
+        """Take the bytes that moved since the last optimizer step."""
+        stats = self.state.engine.stats(self.model)
+        now = stats["h2d_bytes"], stats["d2h_bytes"]
+        self.step_h2d_bytes, self.step_d2h_bytes = now[0] - self._last[0], now[1] - self._last[1]
+        self._last = now
+        self.steps += 1
+
+    def x_min_bytes(self) -> int:
+        """Least bytes a step can move to the device: 2 max(0, W - C), docs/how-it-works.md."""
+        return 2 * max(0, self.managed_bytes - self.capacity_bytes)
+
+    def close(self) -> None:
+        """Give everything back to the device; masters stay where they are, as ordinary memory."""
+        if os.getpid() != self.pid:
+            return
+        self.state.engine.remove_model(self.model)
+        self.state.models.pop(self.model, None)
+        for layer in self.layers:
+            self.state.forget_layer(layer)
+            layer.member = -1
+            layer.views.clear()
+        for buffer in self.buffers:
+            self.state.engine.unlock(buffer)
+        self.state.drop_segments(self.segments)
+        self.segments.clear()
+        self.buffers.clear()
+        self.layers.clear()
+        close_if_unused(self.state)
+
+
+class _DetachMethod:
+    """`detach` works on the class (AI-Toolkit's way) and on an instance (without an argument)."""
+
+    def __get__(
+        self, manager: MemoryManager | None, owner: type[MemoryManager]
+    ) -> Callable[..., nn.Module]:
+        def detach(module: nn.Module | None = None) -> nn.Module:
+            """Make the module an ordinary one again; see `MemoryManager`."""
+            found = manager
+            if module is not None:
+                found = module.__dict__.get(ATTRIBUTE)
+                if found is None:
+                    raise OffloadError(
+                        f"{type(module).__name__} is not attached; detach takes the module that "
+                        "was given to attach."
+                    )
+            if found is None:
+                raise TypeError("MemoryManager.detach() needs the attached module")
+            return found._detach()
+
+        return detach
+
+
+class MemoryManager:
+    """Streams the weights of one attached model; made by `attach`.
+
+    ``manager.detach()`` or ``MemoryManager.detach(module)`` waits for all copies, gives the arena
+    back and makes the layers ordinary ones again. Their weights stay in host memory, in the same
+    Parameters; parts that were not managed stay on the device.
+
+    Attributes
+    ----------
+    module : nn.Module
+        The attached model.
+    device : torch.device
+        Where it computes.
+    resident : dict
+        Linear and Conv2d layers that are not managed, each with the reason.
+    """
+
+    detach = _DetachMethod()
+
+    def __init__(self, module: nn.Module, state: DeviceState, attachment: Attachment) -> None:
+        self._module = weakref.ref(module)
+        self.state = state
+        self.device = state.device
+        self.attachment = attachment
+        self.resident: dict[str, str] = {}
+        self.unsettled = [False]
+        self.lock = threading.Lock()  # one thread settles
+        self.moved: set[int] = set()
+        self.hooks: list[Any] = []
+        self.wrappers: list[tuple[Any, Any]] = []
+        self.watch_pending = True
+        self.finalizer: Any = None
+
+    @classmethod
+    def attach(
+        cls,
+        module: nn.Module,
+        device: Any,
+        offload_percent: float = 1.0,
+        ignore_modules: Iterable[Any] = (),
+    ) -> MemoryManager:
+        """AI-Toolkit's spelling of `oracle_offload.attach`."""
+        return attach(
+            module, device, offload_percent=offload_percent, ignore_modules=ignore_modules
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """The attached model; `OffloadError` once it is gone."""
+        module = self._module()
+        if module is None:
+            raise OffloadError("the attached model has been deleted")
+        return module
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The managed layers, in module order."""
+        return list(self.attachment.layers)
+
+    def __repr__(self) -> str:
+        attachment = self.attachment
+        return (
+            f"MemoryManager({attachment.name} on {self.device}: {len(attachment.layers)} layers, "
+            f"{format_size(attachment.managed_bytes)} managed, arena "
+            f"{format_size(attachment.capacity_bytes)})"
+        )
+
+    def refresh(self, module: nn.Module | None = None) -> None:
+        """Forget all device copies: for writes to masters that nothing else can see.
+
+        Parameters
+        ----------
+        module : nn.Module, optional
+            Only checked to be the attached one: a refresh is of the whole model.
+        """
+        if module is not None and module.__dict__.get(ATTRIBUTE) not in (None, self):
+            raise OffloadError("this manager manages another model")
+        self.state.engine.refresh(self.attachment.model)
+
+    def memory_summary(self, abbreviated: bool = False) -> Any:
+        """Return the `MemoryReport` of this model."""
+        from .summary import memory_summary
+
+        return memory_summary(self.device, abbreviated, model=self._module())
+
+    def settle(self) -> None:
+        """Bring modules that were added since (an adapter) to the device; cheap when there is none."""
+        with self.lock:
+            module = self._module()
+            if module is not None and self.unsettled[0]:
+                move_unmanaged(module, self.device)
+                self.unsettled[0] = False
+
+    def _detach(self) -> nn.Module:
+        module = self.module
+        if not self.finalizer.alive:
+            raise OffloadError(f"{self.attachment.name} is detached already")
+        self.state.check_process()
+        self.attachment.close()
+        self.finalizer.detach()
+        for hook in self.hooks:
+            hook.remove()
+        for leaf in module.modules():
+            if is_managed(leaf) and leaf.__dict__[HANDLE].state is self.state:
+                swap_out(leaf)
+        for wrapper, original in self.wrappers:
+            wrapper.org_forward = original
+        module.__dict__.pop(ATTRIBUTE, None)
+        _attached_roots.discard(self)
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of an attached model is an ordinary one."""
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def attach(
+    module: nn.Module,
+    device: Any,
+    *,
+    offload_percent: float = 1.0,
+    vram_budget: int | float | str | None = None,
+    ram_budget: int | float | str | None = None,
+    ignore_modules: Iterable[Any] = (),
+) -> MemoryManager:
+    """Keep the weights of `module` in page-locked host memory and stream them while it computes.
+
+    Linear and Conv2d layers are managed: their Parameters keep their identity and lie on the host,
+    so optimizers, ``state_dict`` and EMA see them there. Everything else is moved to `device` once.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The model, on any device, with loaded weights.
+    device : torch.device or str
+        Where it computes: ``"cuda"``, ``"cuda:1"``, or ``"cpu"`` for the simulated device.
+    offload_percent : float
+        Share in [0, 1] of the managed bytes that has no room on the device. The arena holds the
+        rest and a floor of two of the largest units (later: one checkpointed block).
+    vram_budget : int, float, str, optional
+        Arena in bytes (``"8GiB"``, a fraction of the device's memory, ``"auto"`` for 90% of what is
+        free); replaces what follows from `offload_percent`.
+    ram_budget : int, float, str, optional
+        Most host memory to page-lock; the rest is copied through a small locked ring.
+    ignore_modules : iterable of nn.Module, Parameter or str
+        Modules (by object or name) and parameters that stay resident.
+
+    Returns
+    -------
+    MemoryManager
+        Also found as ``module._memory_manager``.
+
+    Raises
+    ------
+    ValueError
+        An argument that makes no sense; the message has its value.
+    OffloadError
+        A model that cannot be attached (attached already, meta parameters, nothing to manage), no
+        such device, or a budget too small for two of the largest units.
+    torch.OutOfMemoryError
+        The arena does not fit the device.
+    """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"attach() takes an nn.Module, not {type(module).__name__}")
+    if isinstance(offload_percent, bool) or not isinstance(offload_percent, int | float):
+        raise ValueError(f"offload_percent={offload_percent!r} is not a number in [0, 1]")
+    if not 0.0 <= offload_percent <= 1.0:
+        hint = f"; did you mean {offload_percent / 100}?" if 1 < offload_percent <= 100 else ""
+        raise ValueError(f"offload_percent={offload_percent!r} is outside [0, 1]{hint}")
+    if module.__dict__.get(ATTRIBUTE) is not None:
+        raise OffloadError(
+            f"{type(module).__name__} is attached already; detach it first (MemoryManager.detach)."
+        )
+    where = parse_device(device)
+    chosen = selection.select(module, ignore_modules)
+    units = group_units(chosen.leaves)
+    sizes = [masters.unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units]
+    managed, largest = sum(sizes), max(sizes)
+    state = open_state(where)
+    attachment = Attachment(state, type(module).__name__)
+    try:
+        floor = 2 * largest
+        capacity = _capacity(state, managed, floor, offload_percent, vram_budget)
+        attachment.managed_bytes, attachment.floor_bytes = managed, floor
+        attachment.fixed_capacity = vram_budget is not None
+        limit = _ram_limit(ram_budget)
+        attachment.add_segments(capacity, largest)
+        manager = MemoryManager(module, state, attachment)
+        manager.resident = chosen.resident
+        _build_masters(attachment, units, managed, limit)
+        _add_units(manager, units)
+    except BaseException as error:
+        attachment.close()
+        if isinstance(error, MemoryError) and not isinstance(error, torch.OutOfMemoryError):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise
+    for leaf, layer in zip(
+        (leaf for unit in units for leaf in unit), attachment.layers, strict=True
+    ):
+        wrapper = wrapper_of(leaf.module) if "forward" in leaf.module.__dict__ else None
+        swap_in(leaf.module, layer)
+        if wrapper is not None:
+            # The wrapper calls what it found; let it call the managed forward instead.
+            manager.wrappers.append((wrapper, wrapper.org_forward))
+            wrapper.org_forward = type(leaf.module).forward.__get__(leaf.module)
+    module.__dict__[ATTRIBUTE] = manager
+    manager.finalizer = weakref.finalize(module, _close_quietly, attachment)
+    move_unmanaged(module, where)
+    _install_root_hooks(manager, module)
+    _watch_structure()
+    _attached_roots.add(manager)
+    logger.info("attached %r; %d layers stay resident", manager, len(chosen.resident))
+    return manager
+
+
+def _capacity(
+    state: DeviceState,
+    managed: int,
+    floor: int,
+    offload_percent: float,
+    vram_budget: int | float | str | None,
+) -> int:
+    if vram_budget is None:
+        return _round(int((1.0 - offload_percent) * managed)) + floor
+    free, total = state.engine.mem_info()
+    if vram_budget == "auto":
+        budget = min(int(0.9 * free), managed + floor)
+    else:
+        budget = parse_size(vram_budget, total=total, name="vram_budget")
+    budget = budget // _core.ALIGNMENT * _core.ALIGNMENT
+    if budget < floor:
+        raise OffloadError(
+            f"vram_budget={vram_budget!r} is {format_size(budget)}, but two of the largest units "
+            f"need {format_size(floor)}; raise the budget or leave the largest layer out with "
+            "ignore_modules."
+        )
+    return budget
+
+
+def _round(nbytes: int) -> int:
+    return -(-nbytes // _core.ALIGNMENT) * _core.ALIGNMENT
+
+
+def _ram_limit(ram_budget: int | float | str | None) -> float:
+    if ram_budget is None or ram_budget == "auto":
+        return float("inf")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if os.name == "posix" else None
+    return parse_size(ram_budget, total=total, name="ram_budget")
+
+
+def _build_masters(
+    attachment: Attachment, units: Sequence[Sequence[Leaf]], managed: int, limit: float
+) -> None:
+    tensors = [[t for leaf in unit for t in leaf.tensors()] for unit in units]
+    locked = 0
+    with tqdm(
+        total=managed,
+        desc="oracle_offload: attach",
+        unit="B",
+        unit_scale=True,
+        delay=2,
+        leave=False,
+    ) as bar:
+        for piece in masters.split_pieces(tensors):
+            buffer = masters.fill_piece(piece, bar.update)
+            wanted = locked + buffer.nbytes <= limit
+            attachment.lock(buffer, wanted)
+            locked += buffer.nbytes if wanted else 0
+
+
+def _add_units(manager: MemoryManager, units: Sequence[Sequence[Leaf]]) -> None:
+    attachment = manager.attachment
+    engine = attachment.state.engine
+    for unit in units:
+        layers = []
+        for leaf in unit:
+            kind = layer_type(leaf.module)
+            assert kind is not None
+            layers.append(kind(leaf.module, leaf.name, manager))
+        trainable = any(tensor.requires_grad for leaf in unit for tensor in leaf.tensors())
+        number, members = engine.add_unit(
+            attachment.model, [layer.extents() for layer in layers], trainable
+        )
+        for layer, (member, offsets) in zip(layers, members, strict=True):
+            layer.placed(number, member, offsets)
+            attachment.layers.append(layer)
+
+
+def move_unmanaged(module: nn.Module, device: torch.device) -> None:
+    """Move every parameter and buffer outside the managed layers to `device`, dtypes untouched.
+
+    Shared tensors stay shared: a Parameter keeps its identity, a buffer that several modules hold is
+    moved once.
+    """
+    moved: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def move(tensor: Tensor) -> Tensor:
+        if tensor.device == device:
+            return tensor
+        known = moved.get(id(tensor))
+        if known is None:
+            known = tensor, tensor.to(device)
+            moved[id(tensor)] = known
+        return known[1]
+
+    for inner in module.modules():
+        if is_managed(inner):
+            continue
+        if any(t is not None and t.device != device for t in _own_tensors(inner)):
+            inner._apply(move, recurse=False)
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor | None]:
+    return [*module._parameters.values(), *module._buffers.values()]
+
+
+def _install_root_hooks(manager: MemoryManager, module: nn.Module) -> None:
+    reference = weakref.ref(manager)
+
+    @torch.compiler.disable
+    def before(root: nn.Module, args: Any) -> None:
+        found = reference()
+        if found is None:
+            return
+        if found.unsettled[0]:
+            found.settle()
+        if torch._C._current_graph_task_id() == -1:
+            found.attachment.grow_to_block()
+
+    manager.hooks.append(module.register_forward_pre_hook(before))
+    manager.hooks.extend(watch_first_forward(manager, module))
+
+
+def _watch_structure() -> None:
+    """Hear of modules that are added anywhere: an adapter put on an attached model."""
+    global _structure_hook
+    if _structure_hook is None:
+        register = torch.nn.modules.module.register_module_module_registration_hook
+        _structure_hook = register(_structure_changed)
+
+
+def _structure_changed(parent: nn.Module, name: str, child: Any) -> None:
+    for manager in list(_attached_roots):
+        manager.unsettled[0] = True
+
+
+def _close_quietly(attachment: Attachment) -> None:
+    """End of a model that was deleted while attached."""
+    try:
+        attachment.close()
+    except Exception:
+        logger.exception("could not give back the memory of a deleted model")
+
+
+def manager_of(module: nn.Module) -> MemoryManager | None:
+    """Return the manager of an attached module, None for any other."""
+    return cast("MemoryManager | None", module.__dict__.get(ATTRIBUTE))

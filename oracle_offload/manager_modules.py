@@ -1,0 +1,597 @@
+"""Managed layers: what `attach` turns ``nn.Linear`` and ``nn.Conv2d`` into.
+
+A managed module keeps its identity, its parameters and its class name; its class becomes a cached
+subclass whose ``forward`` borrows the weight from the arena. The state lies in one instance
+attribute, ``_layer_memory_manager``: without it (a deep copy, a detached layer) the same forward is
+the base class's.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from . import autograd
+from ._core import FORWARD, RECOMPUTE
+from .errors import OffloadError
+
+if TYPE_CHECKING:
+    from .devices import DeviceState
+    from .manager import MemoryManager
+
+HANDLE = "_layer_memory_manager"
+_TENSORS = ("weight", "bias")
+_MAX_VIEWS = 16  # addresses remembered per layer; placement repeats in the steady state
+_MASK = (1 << 64) - 1
+
+_functorch_active = torch._C._are_functorch_transforms_active
+_graph_task = torch._C._current_graph_task_id
+
+
+class Layer:
+    """One managed module: where its masters are, and how its slot is viewed.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The leaf; only a weak reference to it is kept.
+    name : str
+        Its name within the attached model, for messages.
+    manager : MemoryManager
+        Who attached it.
+    """
+
+    base_forward: ClassVar[Callable[..., Tensor]]
+
+    def __init__(self, module: nn.Module, name: str, manager: MemoryManager) -> None:
+        self.module = weakref.ref(module)
+        self.name = name
+        self.manager = weakref.ref(manager)
+        self.state: DeviceState = manager.state
+        self.attachment = manager.attachment
+        self.parameters: dict[str, Any] = cast("dict[str, Any]", module._parameters)
+        self.weight: Tensor = module._parameters["weight"]  # type: ignore[assignment]
+        self.bias: Tensor | None = module._parameters.get("bias")
+        self.has_bias = self.bias is not None
+        self.member = -1
+        self.unit = -1
+        self.offsets: list[int] = []
+        self.views: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.on_cuda = self.state.device.type == "cuda"
+        self.device_type = self.state.device.type
+        # The model's structure changed (an adapter was added): look at it again before computing.
+        self.unsettled: list[bool] = manager.unsettled
+        self.stand_ins: dict[str, tuple[object, torch.dtype, Tensor]] = {}
+        self.note_masters()
+
+    # ---- masters ----
+
+    def tensors(self) -> list[Tensor]:
+        """Return the layer's tensors in member order: weight, then bias if there is one."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def note_masters(self) -> None:
+        """Remember addresses and geometry of the masters as they are now."""
+        weight, bias = self.weight, self.bias
+        self.weight_ptr = weight.data_ptr()
+        self.bias_ptr = 0 if bias is None else bias.data_ptr()
+        self.layout = [(t.dtype, t.shape, t.stride()) for t in self.tensors()]
+        self.views.clear()
+        if weight.dim() == 2:
+            self.row_major = weight.stride() == (weight.shape[1], 1)
+
+    def extents(self) -> list[tuple[int, int]]:
+        """Return ``(host address, bytes)`` of each tensor."""
+        return [(t.data_ptr(), t.numel() * t.element_size()) for t in self.tensors()]
+
+    def placed(self, unit: int, member: int, offsets: list[int]) -> None:
+        """Take the engine's answer to where the layer's unit is."""
+        self.state.forget_layer(self)
+        self.unit, self.member, self.offsets = unit, member, offsets
+        self.views.clear()
+        self.state.units.setdefault(unit, []).append(self)
+
+    def stamp(self) -> int:
+        """Return a number that changes whenever torch knows of a write to the masters."""
+        weight, bias = self.weight, self.bias
+        version = 0 if weight.is_inference() else weight._version
+        if bias is not None and not bias.is_inference():
+            version += bias._version << 32
+        return version & _MASK
+
+    def weight_state(self, weight: Tensor) -> tuple[int, int]:
+        """Return ``(version, address)`` of a weight."""
+        return (0 if weight.is_inference() else weight._version), weight.data_ptr()
+
+    def check_attached(self) -> None:
+        """Raise where the layer was detached since forward."""
+        if self.member < 0:
+            raise OffloadError(
+                f"managed layer '{self.name}' was detached between forward and backward; run "
+                "backward first, then detach."
+            )
+
+    def adopt(self) -> bool:
+        """Follow ``p.data = t``, a swapped Parameter or a changed layout to the new memory.
+
+        The old master is left alone: somebody may hold it. False where what is there now cannot be
+        managed (a computed weight, another device, a tensor subclass).
+        """
+        weight = self.parameters.get("weight")
+        bias = self.parameters.get("bias")
+        tensors = [weight] if bias is None else [weight, bias]
+        for tensor in tensors:
+            if not is_plain_master(tensor):
+                return False
+        if (bias is None) == self.has_bias:
+            self.has_bias = bias is not None
+        self.weight, self.bias = weight, bias
+        self.note_masters()
+        with torch.inference_mode(False):
+            unit, offsets = self.state.engine.move_member(self.member, self.extents())
+        self.placed(unit, self.member, offsets)
+        return True
+
+    # ---- slots ----
+
+    def acquire(self, stream: int, kind: int, task: int) -> tuple[int, int, tuple[int, ...] | None]:
+        """`Engine.acquire` of this layer; out of arena is torch's out of memory."""
+        try:
+            return self.state.engine.acquire(self.member, stream, self.stamp(), kind, task)
+        except MemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"oracle_offload: no room in the arena for layer '{self.name}': {error}"
+            ) from error
+
+    def view_at(self, address: int) -> tuple[Tensor, Tensor | None]:
+        """Return the layer's tensors as they lie in the slot at `address`; they never require grad.
+
+        Autocast and autograd know tensors by identity, so a view that required grad could be cached
+        beyond its stay.
+        """
+        storage, base = self.state.storage_at(address)
+        views: list[Tensor] = []
+        with torch.inference_mode(False), torch.no_grad():
+            for (dtype, shape, stride), offset in zip(self.layout, self.offsets, strict=True):
+                start, rest = divmod(address + offset - base, dtype.itemsize)
+                if rest:
+                    raise OffloadError(
+                        f"slot at {address:#x} of layer '{self.name}' is not aligned for {dtype}"
+                    )
+                view = torch.empty(0, dtype=dtype, device=self.state.device)
+                views.append(view.set_(storage, start, shape, stride))
+        pair = views[0], views[1] if self.has_bias else None
+        if len(self.views) >= _MAX_VIEWS:
+            self.views.clear()
+        self.views[address] = pair
+        return pair
+
+    def cast_to(
+        self, dtype: torch.dtype, w: Tensor, b: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Cast slot views as autocast would: every floating tensor but float64."""
+        if w.is_floating_point() and w.dtype is not torch.float64:
+            w = w.to(dtype)
+        if b is not None and b.is_floating_point() and b.dtype is not torch.float64:
+            b = b.to(dtype)
+        return w, b
+
+    # ---- the call ----
+
+    def ready(self, x: Tensor) -> bool:
+        """Check everything a call depends on; False where it must run on foreign weights."""
+        if self.unsettled[0]:
+            manager = self.manager()
+            if manager is not None:
+                manager.settle()
+        if _functorch_active():
+            raise OffloadError(
+                f"torch.func transforms over managed layer '{self.name}' are not supported; leave "
+                "it resident with ignore_modules=[...] or detach the model first."
+            )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[attr-defined]
+            raise OffloadError(
+                f"forward-mode differentiation through managed layer '{self.name}' is not "
+                "supported; leave it resident with ignore_modules=[...]."
+            )
+        parameters = self.parameters
+        weight = parameters.get("weight")
+        bias = parameters.get("bias")
+        if (
+            weight is self.weight
+            and bias is self.bias
+            and weight.data_ptr() == self.weight_ptr
+            and (bias is None or bias.data_ptr() == self.bias_ptr)
+            and weight.stride() == self.layout[0][2]
+        ):
+            return True
+        return self.adopt()
+
+    def foreign(self, x: Tensor) -> Tensor:
+        """Compute with whatever ``module.weight`` is now, brought to the compute device.
+
+        Reached when a parametrisation, ``functional_call`` or a hook put a computed tensor in the
+        parameter's place, or somebody moved the parameter to the device by hand.
+        """
+        module = cast("Any", self.module())
+        weight = module.weight.to(self.state.device)
+        bias = None if module.bias is None else module.bias.to(self.state.device)
+        return self.base_call(module, x, weight, bias)
+
+    def base_call(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The base class's computation with the given tensors."""
+        raise NotImplementedError
+
+    def autocast(self) -> torch.dtype | None:
+        """Return the dtype that autocast would compute in, None where it is off."""
+        if torch.is_autocast_enabled(self.device_type):
+            return torch.get_autocast_dtype(self.device_type)
+        return None
+
+    def stand_in(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what stands for `parameter`'s cached cast in this autocast region.
+
+        Autocast caches casts of float32 leaves only; others are cast anew at each use.
+        """
+        if parameter.dtype is not torch.float32:
+            return cast("Tensor", autograd.CastStandIn.apply(parameter, self, dtype))
+        region = self.state.autocast_region(dtype)
+        known = self.stand_ins.get(name)
+        if known is not None and known[0] is region and known[1] is dtype:
+            return known[2]
+        made = cast("Tensor", autograd.CastStandIn.apply(parameter, self, dtype))
+        self.stand_ins[name] = region, dtype, made
+        return made
+
+    def __call__(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a managed module is an ordinary one."""
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class LinearLayer(Layer):
+    """A managed ``nn.Linear``; `x` is ``(*, in_features)``."""
+
+    base_forward = staticmethod(nn.Linear.forward)
+
+    def base_call(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def forward_seconds(self, x: Tensor) -> float:
+        """Simulated seconds of the product: 2 x rows x in x out operations."""
+        weight = self.weight
+        out_features, features = weight.shape
+        rows = x.numel() // features if features else 0
+        moved = (x.numel() + weight.numel() + rows * out_features) * weight.element_size()
+        return self.state.kernel_seconds(2.0 * rows * features * out_features, moved, x.dtype)
+
+    def backward_seconds(self, grad: Tensor, needs: tuple[bool, ...]) -> float:
+        """Simulated seconds of the input's and, where wanted, the weight's gradient."""
+        weight = self.weight
+        out_features, features = weight.shape
+        rows = grad.numel() // out_features if out_features else 0
+        products = int(needs[0]) + int(len(needs) > 2 and needs[2])
+        moved = products * (grad.numel() + weight.numel() + rows * features) * grad.element_size()
+        return self.state.kernel_seconds(
+            2.0 * products * rows * features * out_features, moved, grad.dtype
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.ready(x):
+            return self.foreign(x)
+        if x.is_cuda is not self.on_cuda:
+            x = x.to(self.state.device)
+        dtype = self.autocast()
+        if dtype is not None:
+            x = self.state.cast_input(x, dtype)
+        weight, bias = self.weight, self.bias
+        trains_weight = weight.requires_grad
+        trains_bias = bias is not None and bias.requires_grad
+        if torch.is_grad_enabled() and (x.requires_grad or trains_weight or trains_bias):
+            if dtype is None and not trains_weight and not trains_bias:
+                return cast("Tensor", autograd.apply_linear(x, self))
+            w: Tensor | None = weight if trains_weight else None
+            b: Tensor | None = bias if trains_bias else None
+            if dtype is not None:
+                w = w if w is None else self.stand_in("weight", w, dtype)
+                b = b if b is None else self.stand_in("bias", b, dtype)
+            return cast("Tensor", autograd.apply_linear(x, self, w, b, dtype))
+        return self.without_grad(x, dtype)
+
+    def without_grad(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """The call where autograd records nothing."""
+        state = self.state
+        engine = state.engine
+        task = _graph_task()
+        stream = state.stream()
+        ticket, address, fetched = self.acquire(stream, FORWARD if task == -1 else RECOMPUTE, task)
+        try:
+            if fetched:
+                state.stamp_units(fetched)
+            w, b = self.views.get(address) or self.view_at(address)
+            if dtype is not None:
+                w, b = self.cast_to(dtype, w, b)
+            if state.simulated:
+                engine.launch(self.member, stream, self.forward_seconds(x))
+            # A view of a trainable weight requires grad even under no_grad; a cast one does not.
+            folds = self.weight.requires_grad and (dtype is None or w.dtype is self.weight.dtype)
+            return autograd.linear(x, w, b, folds)[0]
+        finally:
+            fetched = engine.release(ticket, stream)
+            if fetched:
+                state.stamp_units(fetched)
+
+
+class Conv2dLayer(Layer):
+    """A managed ``nn.Conv2d``; `x` is ``(N, C, H, W)`` or ``(C, H, W)``."""
+
+    base_forward = staticmethod(nn.Conv2d.forward)
+    # Of the operator: what padding_mode and 'same' leave to it. Set for each call.
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+    def __init__(self, module: nn.Module, name: str, manager: MemoryManager) -> None:
+        super().__init__(module, name, manager)
+        self.read_arguments(module)
+
+    def read_arguments(self, module: Any) -> None:
+        """Work out, once, how the module's padding splits into ``F.pad`` and the operator's own.
+
+        ``padding='same'`` follows ``convolution_same`` in ``aten/src/ATen/native/Convolution.cpp``:
+        an uneven remainder is padded on the right first.
+        """
+        self.arguments = module.stride, module.padding, module.dilation, module.groups
+        self.stride, self.dilation, self.groups = module.stride, module.dilation, module.groups
+        self.pad: list[int] | None = None
+        self.pad_mode = "constant"
+        if module.padding_mode != "zeros":
+            self.pad = list(module._reversed_padding_repeated_twice)
+            self.pad_mode = module.padding_mode
+            self.padding = (0, 0)
+        elif module.padding == "valid":
+            self.padding = (0, 0)
+        elif module.padding == "same":
+            left, extra = [], []
+            for size, step in zip(module.kernel_size, module.dilation, strict=True):
+                total = step * (size - 1)
+                left.append(total // 2)
+                extra.append(total - 2 * (total // 2))
+            self.padding = (left[0], left[1])
+            if any(extra):
+                self.pad = [0, extra[1], 0, extra[0]]
+        else:
+            self.padding = module.padding
+
+    def base_call(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return cast("Tensor", module._conv_forward(x, weight, bias))
+
+    def forward_seconds(self, x: Tensor) -> float:
+        """Simulated seconds: 2 x outputs x weights per output channel."""
+        flops, moved = self._work(x.shape)
+        return self.state.kernel_seconds(flops, moved * x.element_size(), x.dtype)
+
+    def backward_seconds(self, grad: Tensor, needs: tuple[bool, ...]) -> float:
+        """Simulated seconds of the input's and, where wanted, the weight's gradient."""
+        products = int(needs[0]) + int(len(needs) > 2 and needs[2])
+        weight = self.weight
+        per_output = weight.numel() // max(1, weight.shape[0])
+        flops = 2.0 * products * grad.numel() * per_output
+        moved = products * (2 * grad.numel() + weight.numel()) * grad.element_size()
+        return self.state.kernel_seconds(flops, moved, grad.dtype)
+
+    def _work(self, shape: torch.Size) -> tuple[float, int]:
+        weight = self.weight
+        outputs = shape[0] * weight.shape[0]
+        for axis in (0, 1):
+            reach = self.dilation[axis] * (weight.shape[2 + axis] - 1) + 1
+            outputs *= (shape[2 + axis] + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
+        per_output = weight.numel() // max(1, weight.shape[0])
+        return 2.0 * outputs * per_output, shape.numel() + weight.numel() + outputs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.ready(x):
+            return self.foreign(x)
+        if x.is_cuda is not self.on_cuda:
+            x = x.to(self.state.device)
+        module = cast("Any", self.module())
+        if self.arguments != (module.stride, module.padding, module.dilation, module.groups):
+            self.read_arguments(module)
+        channels = self.weight.shape[1] * self.groups
+        if x.dim() not in (3, 4) or x.shape[-3] != channels:
+            # torch's own words for a wrong shape, from tensors without data.
+            module._conv_forward(
+                torch.empty_like(x, device="meta"),
+                torch.empty_like(self.weight, device="meta"),
+                None,
+            )
+        if self.pad_mode != "constant":
+            x = F.pad(x, self.pad, mode=self.pad_mode)  # type: ignore[arg-type]
+        batched = x.dim() == 4
+        if not batched:
+            x = x.unsqueeze(0)
+        dtype = self.autocast()
+        if dtype is not None:
+            x = self.state.cast_input(x, dtype)
+        if self.pad is not None and self.pad_mode == "constant":
+            x = torch.constant_pad_nd(x, self.pad, 0)
+        weight, bias = self.weight, self.bias
+        trains_weight = weight.requires_grad
+        trains_bias = bias is not None and bias.requires_grad
+        if torch.is_grad_enabled() and (x.requires_grad or trains_weight or trains_bias):
+            if dtype is None and not trains_weight and not trains_bias:
+                y = cast("Tensor", autograd.apply_conv2d(x, self))
+            else:
+                w: Tensor | None = weight if trains_weight else None
+                b: Tensor | None = bias if trains_bias else None
+                if dtype is not None:
+                    w = w if w is None else self.stand_in("weight", w, dtype)
+                    b = b if b is None else self.stand_in("bias", b, dtype)
+                y = cast("Tensor", autograd.apply_conv2d(x, self, w, b, dtype))
+        else:
+            y = self.without_grad(x, dtype)
+        return y if batched else y.squeeze(0)
+
+    def without_grad(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """The call where autograd records nothing."""
+        state = self.state
+        engine = state.engine
+        task = _graph_task()
+        stream = state.stream()
+        ticket, address, fetched = self.acquire(stream, FORWARD if task == -1 else RECOMPUTE, task)
+        try:
+            if fetched:
+                state.stamp_units(fetched)
+            w, b = self.views.get(address) or self.view_at(address)
+            if dtype is not None:
+                w, b = self.cast_to(dtype, w, b)
+            if state.simulated:
+                engine.launch(self.member, stream, self.forward_seconds(x))
+            return torch.convolution(
+                x, w, b, self.stride, self.padding, self.dilation, False, (0, 0), self.groups
+            )
+        finally:
+            fetched = engine.release(ticket, stream)
+            if fetched:
+                state.stamp_units(fetched)
+
+
+def is_plain_master(tensor: Any) -> bool:
+    """Whether `tensor` can be a host master: a dense floating leaf of a plain class in CPU memory."""
+    return (
+        isinstance(tensor, Tensor)
+        and type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.is_floating_point()
+        and tensor.is_leaf
+        and tensor.numel() > 0
+        and is_dense(tensor)
+    )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for step, size in sorted(
+        (step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
+    ):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+# ---- classes ----
+
+
+def layer_type(module: nn.Module) -> type[Layer] | None:
+    """Return how a module of this class is managed; None where it is not."""
+    forward = type(module).forward
+    if forward is nn.Linear.forward:
+        return LinearLayer
+    if forward is nn.Conv2d.forward:
+        return Conv2dLayer
+    return None
+
+
+@functools.cache
+def managed_class(base: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of `base` whose forward borrows its weight; one per base, same name."""
+
+    @torch.compiler.disable
+    def forward(self: Any, input: Tensor) -> Tensor:
+        layer = self.__dict__.get(HANDLE)
+        if layer is None:
+            return cast("Tensor", base.forward(self, input))
+        return cast("Tensor", layer(input))
+
+    def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if self.__dict__.get(HANDLE) is None:
+            return base._apply(self, fn, recurse)
+        apply_to_masters(self, fn)
+        return self
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        function, arguments, *rest = cast("Any", super(made, self)).__reduce_ex__(protocol)
+        arguments = tuple(base if argument is made else argument for argument in arguments)
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {key: value for key, value in rest[0].items() if key != HANDLE}
+        return function, arguments, *rest
+
+    functools.update_wrapper(forward, base.forward, assigned=("__doc__",), updated=())
+    made = type(
+        base.__name__,
+        (base,),
+        {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "forward": forward,
+            "_apply": _apply,
+            "__reduce_ex__": __reduce_ex__,
+            "_oracle_offload_base": base,
+        },
+    )
+    return made
+
+
+def swap_in(module: nn.Module, layer: Layer) -> None:
+    """Make `module` a managed one."""
+    module.__dict__[HANDLE] = layer
+    module.__class__ = managed_class(type(module))
+
+
+def swap_out(module: nn.Module) -> None:
+    """Undo `swap_in`."""
+    module.__dict__.pop(HANDLE, None)
+    base = getattr(type(module), "_oracle_offload_base", None)
+    if base is not None:
+        module.__class__ = base
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Whether `module` is a managed layer."""
+    return module.__dict__.get(HANDLE) is not None
+
+
+def apply_to_masters(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """``module._apply(fn)`` for masters: a change of dtype or layout is kept, a move is not.
+
+    What `fn` does is read off a small tensor of the same kind, so that no weight travels to a device
+    only to come back.
+    """
+    layer: Layer = module.__dict__[HANDLE]
+    changed = False
+    for name in _TENSORS:
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            continue
+        sample = torch.zeros((2,) * parameter.dim(), dtype=parameter.dtype)
+        with torch.no_grad():
+            result = fn(sample)
+        wanted = parameter.data
+        if result.dtype != parameter.dtype:
+            wanted = wanted.to(result.dtype)
+        if result.dim() == 4 and not result.is_contiguous():
+            wanted = wanted.contiguous(memory_format=torch.channels_last)
+        if wanted is not parameter.data and wanted.data_ptr() != parameter.data_ptr():
+            parameter.data = layer.attachment.lone_master(wanted)
+            changed = True
+        if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+            parameter.grad = parameter.grad.to(parameter.dtype)
+    if changed:
+        layer.adopt()

@@ -1,0 +1,127 @@
+"""Host masters: weights move, piece by piece, into page-locked memory of exact size.
+
+A piece is one `HostBuffer` of about 1 GiB. It is touched and filled, the originals are dropped, and
+it is locked before the next piece begins, so that the process never holds more than the weights and
+one or two pieces. A `Parameter` keeps its identity: only ``.data`` is re-pointed, to a tensor whose
+storage is exactly its own bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ._core import ALIGNMENT, HostBuffer
+from .manager_modules import is_dense
+from .sizes import GIB
+
+PIECE_BYTES = GIB
+
+
+def aligned(nbytes: int) -> int:
+    """Return `nbytes` rounded up to the alignment of tensors."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def unit_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of a unit: each tensor at the next multiple of the alignment."""
+    return sum(aligned(tensor_bytes(tensor)) for tensor in tensors)
+
+
+def split_pieces(
+    units: Sequence[Sequence[Tensor]], piece_bytes: int = PIECE_BYTES
+) -> Iterator[list[Tensor]]:
+    """Yield the tensors of one piece after another; no unit is cut.
+
+    Parameters
+    ----------
+    units : sequence of sequences of Tensor
+        The tensors that travel together, in model order; a tensor that occurs twice is placed once.
+    piece_bytes : int
+        Size that a piece of several units does not exceed.
+    """
+    piece: list[Tensor] = []
+    size = 0
+    placed: set[int] = set()
+    for unit in units:
+        fresh = [tensor for tensor in unit if id(tensor) not in placed]
+        placed.update(id(tensor) for tensor in fresh)
+        nbytes = unit_bytes(fresh)
+        if piece and size + nbytes > piece_bytes:
+            yield piece
+            piece, size = [], 0
+        piece.extend(fresh)
+        size += nbytes
+    if piece:
+        yield piece
+
+
+def fill_piece(tensors: Sequence[Tensor], on_bytes: Callable[[int], object]) -> HostBuffer:
+    """Move `tensors` into one new buffer and drop their old memory.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor
+        Plain strided tensors on any device; their ``.data`` is re-pointed.
+    on_bytes : callable
+        Told how many bytes each tensor had, for a progress bar.
+
+    Returns
+    -------
+    HostBuffer
+        Ordinary memory still: nothing is locked here.
+    """
+    buffer = HostBuffer(unit_bytes(tensors))
+    offset = 0
+    for tensor in tensors:
+        move_into(tensor, buffer, offset)
+        offset += aligned(tensor_bytes(tensor))
+        on_bytes(tensor_bytes(tensor))
+    trim_heap()
+    return buffer
+
+
+def move_into(tensor: Tensor, buffer: HostBuffer, offset: int) -> None:
+    """Re-point ``tensor.data`` to `offset` of `buffer`, keeping values and, where dense, strides."""
+    source = tensor.detach()
+    nbytes = tensor_bytes(source)
+    dense = is_dense(source)
+    with torch.inference_mode(False), torch.no_grad():
+        flat = torch.frombuffer(buffer, dtype=source.dtype, count=source.numel(), offset=offset)
+        stride = source.stride() if dense else _contiguous_stride(source.shape)
+        master = torch.as_strided(flat, source.shape, stride)
+        if dense and source.device.type == "cpu":
+            buffer.fill(offset, source.data_ptr(), nbytes)
+        else:
+            master.copy_(source)
+        # A tensor that is not a view, so that saving or sharing it sees one storage and no base.
+        tensor.data = torch.empty(0, dtype=source.dtype).set_(
+            flat.untyped_storage(), 0, source.shape, stride
+        )
+        if tensor.grad is not None and tensor.grad.device.type != "cpu":
+            tensor.grad = tensor.grad.to("cpu")
+
+
+def trim_heap() -> None:
+    """Give freed heap memory back to the system: small weights come from the heap, not from mmap."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(1, size)
+    return tuple(reversed(stride))

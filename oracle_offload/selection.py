@@ -1,0 +1,393 @@
+"""Which layers are managed, and in which units they travel.
+
+Managed is a leaf whose class computes with exactly ``nn.Linear.forward`` or ``nn.Conv2d.forward`` and
+whose tensors are plain floating parameters of its own. Everything else stays resident: what a
+parent's code uses the weight of without calling the layer, what is tied to a module that is not
+managed, adapters, quantised tensors. What the rules cannot see (a weight handed around in a
+variable) fails the watch over the first forward, see `oracle_offload.witness`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import OffloadError
+from .manager_modules import is_managed, layer_type
+from .masters import unit_bytes
+from .sizes import KIB, MIB
+
+# Methods that compute: where a weight used by name is computed with. Setup methods (diffusers'
+# fuse_projections, weight initialisation) are not reached from these.
+_ENTRY_METHODS = ("forward", "__call__", "encode", "decode", "forward_features")
+_HARMLESS = frozenset(
+    "dtype shape ndim size dim numel nelement requires_grad is_cuda itemsize element_size stride "
+    "layout is_floating_point is_meta is_sparse grad __class__".split()
+)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A module to be managed: its dotted name and the block it belongs to."""
+
+    name: str
+    module: nn.Module
+    block: str
+
+    def tensors(self) -> list[Tensor]:
+        """Return weight and, where there is one, bias."""
+        found = (self.module._parameters.get(name) for name in ("weight", "bias"))
+        return [tensor for tensor in found if tensor is not None]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The leaves to manage, in module order, and why other Linear and Conv2d stay resident."""
+
+    leaves: list[Leaf]
+    resident: dict[str, str]
+
+
+def select(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
+    """Decide which leaves of `root` are managed.
+
+    Parameters
+    ----------
+    root : nn.Module
+        The model.
+    ignore_modules : iterable of nn.Module, Tensor or str
+        Modules (with everything below them), single parameters, or dotted names of modules that
+        stay resident.
+
+    Raises
+    ------
+    OffloadError
+        Meta parameters, a model that is attached already, nothing to manage.
+    ValueError
+        An `ignore_modules` entry that names nothing in the model.
+    """
+    modules = dict(root.named_modules())
+    _refuse_meta(modules)
+    ignored_modules, ignored_tensors = _ignored(modules, ignore_modules)
+    resident: dict[str, str] = {}
+    candidates: dict[str, nn.Module] = {}
+    adapters = _below_adapters(modules)
+    used_directly = _used_directly(modules)
+    for name, module in modules.items():
+        if is_managed(module):
+            raise OffloadError(
+                f"'{name or type(root).__name__}' is attached already; detach it first "
+                "(MemoryManager.detach) or attach the whole model once."
+            )
+        if layer_type(module) is None:
+            continue
+        reason = (
+            ("named in ignore_modules" if id(module) in ignored_modules else "")
+            or adapters.get(id(module), "")
+            or used_directly.get(id(module), "")
+            or _unfit(module, ignored_tensors)
+        )
+        if reason:
+            resident[name] = reason
+        else:
+            candidates[name] = module
+    _drop_shared(modules, candidates, resident)
+    if not candidates:
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(resident.items())[:3])
+        raise OffloadError(
+            f"{type(root).__name__} has no layer to manage: no nn.Linear or nn.Conv2d with plain "
+            "floating-point weights" + (f" ({why})" if why else "") + "."
+        )
+    leaves = [Leaf(name, module, _block_of(name, modules)) for name, module in candidates.items()]
+    return Selection(leaves, resident)
+
+
+def group_units(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
+    """Group consecutive small leaves of one block, trainable and frozen apart, into units.
+
+    A unit of several leaves does not exceed 4 MiB or 1/256 of the managed bytes, whichever is
+    smaller, but may always reach 64 KiB: below that a copy's latency outweighs its bytes.
+    """
+    total = sum(unit_bytes(leaf.tensors()) for leaf in leaves)
+    limit = min(4 * MIB, max(total // 256, 64 * KIB))
+    units: list[list[Leaf]] = []
+    size, key = 0, None
+    for leaf in leaves:
+        nbytes = unit_bytes(leaf.tensors())
+        leaf_key = leaf.block, any(tensor.requires_grad for tensor in leaf.tensors())
+        if units and leaf_key == key and size + nbytes <= limit:
+            units[-1].append(leaf)
+            size += nbytes
+        else:
+            units.append([leaf])
+            size, key = nbytes, leaf_key
+    return units
+
+
+def _refuse_meta(modules: dict[str, nn.Module]) -> None:
+    for name, module in modules.items():
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and tensor.is_meta:
+                raise OffloadError(
+                    f"'{name}.{key}' is on the meta device and has no values; load the weights "
+                    "(for example with to_empty() and load_state_dict()) before attaching."
+                )
+
+
+def _ignored(modules: dict[str, nn.Module], entries: Iterable[Any]) -> tuple[set[int], set[int]]:
+    ids: set[int] = set()
+    tensors: set[int] = set()
+    if isinstance(entries, nn.Module | Tensor | str):
+        entries = (entries,)
+    for entry in entries or ():
+        if isinstance(entry, str):
+            if entry not in modules:
+                raise ValueError(f"ignore_modules: the model has no module named {entry!r}")
+            entry = modules[entry]
+        if isinstance(entry, nn.Module):
+            ids.update(id(module) for module in entry.modules())
+        elif isinstance(entry, Tensor):
+            tensors.add(id(entry))
+        else:
+            raise ValueError(
+                f"ignore_modules: {entry!r} is neither a module, a parameter nor a module's name"
+            )
+    return ids, tensors
+
+
+def _below_adapters(modules: dict[str, nn.Module]) -> dict[int, str]:
+    """Find leaves of adapters and of modules that hand their children's weights to one operator."""
+    found: dict[int, str] = {}
+    for name, module in modules.items():
+        if isinstance(module, nn.MultiheadAttention):
+            for inner in module.modules():
+                found[id(inner)] = f"part of MultiheadAttention '{name}', which computes with it"
+        if "base_layer" in module._modules:
+            for key, child in module._modules.items():
+                if key != "base_layer" and child is not None:
+                    for inner in child.modules():
+                        found[id(inner)] = f"adapter of '{name}'"
+    return found
+
+
+def _unfit(module: nn.Module, ignored_tensors: set[int]) -> str:
+    """Say why the module's own state keeps it from being managed; empty where nothing does."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed (parametrised), not a parameter"
+    for key, tensor in module._parameters.items():
+        if tensor is None:
+            continue
+        if key not in ("weight", "bias"):
+            return f"it has another parameter, '{key}'"
+        if type(tensor) is not nn.Parameter or tensor.layout is not torch.strided:
+            return f"'{key}' is a {type(tensor).__name__}, not a plain parameter"
+        if not tensor.is_floating_point():
+            return f"'{key}' is {tensor.dtype}"
+        if tensor.numel() == 0:
+            return f"'{key}' is empty"
+        if id(tensor) in ignored_tensors:
+            return f"'{key}' is named in ignore_modules"
+    if module._parameters.get("bias") is None and getattr(module, "bias", None) is not None:
+        return "its bias is computed, not a parameter"
+    if "forward" in module.__dict__ and wrapper_of(module) is None:
+        return "its forward was replaced"
+    return ""
+
+
+def wrapper_of(module: nn.Module) -> Any | None:
+    """Return the object at the end of a chain of LoRA-style wrappers around ``module.forward``.
+
+    Such a wrapper sets ``module.forward`` to its own method and keeps what was there in
+    ``org_forward``. The object returned is the one whose ``org_forward`` is the module's own.
+    """
+    forward = module.__dict__.get("forward")
+    for _ in range(16):
+        owner = getattr(forward, "__self__", None)
+        if owner is None or owner is module:
+            return None
+        forward = getattr(owner, "org_forward", None)
+        if isinstance(forward, types.MethodType) and forward.__self__ is module:
+            return owner
+    return None
+
+
+def _drop_shared(
+    modules: dict[str, nn.Module], candidates: dict[str, nn.Module], resident: dict[str, str]
+) -> None:
+    """Leave resident what shares memory with something that is not managed.
+
+    Two managed layers may share a Parameter (each copies the one master); two Parameters in
+    overlapping memory may not, because each is re-pointed to memory of its own.
+    """
+    owners: dict[int, list[str]] = {}
+    spans: dict[int, list[tuple[int, int, int, str]]] = {}
+    seen: set[int] = set()
+    for name, module in modules.items():
+        for tensor in [*module._parameters.values(), *module._buffers.values()]:
+            if tensor is None:
+                continue
+            owners.setdefault(id(tensor), []).append(name)
+            if id(tensor) in seen or tensor.layout is not torch.strided or tensor.numel() == 0:
+                continue
+            seen.add(id(tensor))
+            try:
+                start = tensor.data_ptr()
+                storage = tensor.untyped_storage().data_ptr()
+            except (RuntimeError, NotImplementedError):  # a wrapper subclass has no memory
+                continue
+            extent = 1 + sum(
+                (n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            end = start + extent * tensor.element_size()
+            spans.setdefault(storage, []).append((start, end, id(tensor), name))
+    overlapping: set[int] = set()
+    for group in spans.values():
+        group.sort()
+        for (_, end, first, _), (start, _, second, _) in zip(group, group[1:], strict=False):
+            if start < end:
+                overlapping.update((first, second))
+    changed = True
+    while changed:
+        changed = False
+        for name, module in list(candidates.items()):
+            for tensor in module._parameters.values():
+                if tensor is None:
+                    continue
+                others = [owner for owner in owners[id(tensor)] if owner not in candidates]
+                if others:
+                    reason = f"its weight is tied to '{others[0]}', which is not managed"
+                elif id(tensor) in overlapping:
+                    reason = "its memory overlaps another parameter's"
+                else:
+                    continue
+                resident[name] = reason
+                candidates.pop(name, None)
+                changed = True
+
+
+def _block_of(name: str, modules: dict[str, nn.Module]) -> str:
+    """Return the nearest proper ancestor that is an element of a ModuleList or Sequential."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        parent = modules.get(".".join(parts[: length - 1]))
+        if isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            return ".".join(parts[:length])
+    return ""
+
+
+# ---- weights used without calling their layer ----
+
+
+def _used_directly(modules: dict[str, nn.Module]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for module in modules.values():
+        for path, where in direct_uses(type(module)):
+            for target in _resolve(module, path):
+                if layer_type(target) is not None:
+                    found.setdefault(id(target), f"{where} uses its weight without calling it")
+    return found
+
+
+def _resolve(module: nn.Module, path: tuple[str, ...]) -> Iterator[nn.Module]:
+    if not path:
+        yield module
+        return
+    children = module._modules.values() if path[0] == "*" else [getattr(module, path[0], None)]
+    for child in children:
+        if isinstance(child, nn.Module):
+            yield from _resolve(child, path[1:])
+
+
+@functools.cache
+def direct_uses(cls: type[nn.Module]) -> tuple[tuple[tuple[str, ...], str], ...]:
+    """Find ``self.<path>.weight`` (or ``bias``) used as a value in the methods that compute.
+
+    Parameters
+    ----------
+    cls : type
+        A module class; its sources are read once.
+
+    Returns
+    -------
+    tuple
+        ``((path, where), ...)``: the attribute path from ``self`` to the layer (``"*"`` for an
+        index) and the method. ``.weight.dtype``, ``.weight.shape`` and tests for ``None`` do no
+        harm; ``.weight.device`` does (it would answer the host), and counts as a use.
+    """
+    methods: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if base is nn.Module:
+            break
+        for name, value in vars(base).items():
+            function = inspect.unwrap(getattr(value, "__func__", value))
+            if isinstance(function, types.FunctionType):
+                methods.setdefault(name, function)
+    reached = [name for name in _ENTRY_METHODS if name in methods]
+    for name in reached:  # grows while it is walked
+        for called in _names(methods[name].__code__):
+            if called in methods and called not in reached:
+                reached.append(called)
+    found: dict[tuple[str, ...], str] = {}
+    for name in reached:
+        function = methods[name]
+        if not {"weight", "bias"} & _names(function.__code__):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        for path in _value_uses(tree):
+            found.setdefault(path, f"{cls.__name__}.{name}")
+    return tuple(found.items())
+
+
+def _names(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names(constant)
+    return names
+
+
+def _value_uses(tree: ast.AST) -> Iterator[tuple[str, ...]]:
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Attribute) and node.attr in ("weight", "bias")):
+            continue
+        path = _path_from_self(node.value)
+        if not path or not isinstance(node.ctx, ast.Load):
+            continue
+        parent = parents.get(node)
+        if isinstance(parent, ast.Attribute) and parent.attr in _HARMLESS:
+            continue
+        if isinstance(parent, ast.Compare) and all(
+            isinstance(operator, ast.Is | ast.IsNot) for operator in parent.ops
+        ):
+            continue
+        yield path
+
+
+def _path_from_self(node: ast.AST) -> tuple[str, ...]:
+    """Return the attribute path of ``self.a.b[i].c``; empty where it does not begin at self."""
+    path: list[str] = []
+    while True:
+        if isinstance(node, ast.Attribute):
+            path.append(node.attr)
+            node = node.value
+        elif isinstance(node, ast.Subscript):
+            path.append("*")
+            node = node.value
+        elif isinstance(node, ast.Name) and node.id == "self":
+            return tuple(reversed(path))
+        else:
+            return ()

@@ -1,0 +1,283 @@
+"""An independent witness of what torch's operators touch.
+
+`attach` rests on a promise: no operator reads a host master while a managed model computes. On a
+machine without CUDA nothing in the results would show a broken promise, because master and slot hold
+the same bits. `Witness` is a dispatch mode that sees every operator below autograd. Strict, it fails
+one that touches a master; on the simulated device it also declares what operators read and write of
+the arena and of masters, so that the race detector sees what really happened, and, with a clock,
+charges each operator's time.
+
+`watch_first_forward` runs the first forward of every attached model under it, without the
+declarations: code that uses the weight of a managed layer without calling the layer is found there,
+with the layer's name, and not by wrong results.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from .devices import DeviceState, open_states
+from .errors import OffloadError
+
+if TYPE_CHECKING:
+    from .manager import MemoryManager
+
+# Operators that ask a tensor for its geometry and read none of its bytes.
+_GEOMETRY_ONLY = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+
+_exempt = threading.local()
+
+
+@contextmanager
+def exempt() -> Iterator[None]:
+    """Let operators of this thread touch masters: what an optimizer step may do."""
+    depth = getattr(_exempt, "depth", 0)
+    _exempt.depth = depth + 1
+    try:
+        yield
+    finally:
+        _exempt.depth = depth
+
+
+def _enter_step(*_: Any) -> None:
+    _exempt.depth = getattr(_exempt, "depth", 0) + 1
+
+
+def _leave_step(*_: Any) -> None:
+    _exempt.depth = max(0, getattr(_exempt, "depth", 0) - 1)
+
+
+class _Spans:
+    """Byte ranges that do not overlap, each with what it is."""
+
+    def __init__(self, spans: list[tuple[int, int, Any]]) -> None:
+        self.spans = sorted(set(spans), key=lambda span: span[:2])
+        self.starts = [span[0] for span in self.spans]
+
+    def touched(self, start: int, end: int) -> Iterator[tuple[int, int, Any]]:
+        """Yield the intersections of [start, end) with the ranges."""
+        index = max(0, bisect.bisect_right(self.starts, start) - 1)
+        for low, high, what in self.spans[index:]:
+            if low >= end:
+                return
+            if high > start:
+                yield max(low, start), min(high, end), what
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the address range ``(start, end)`` of a tensor's elements; empty where it has none."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
+        return 0, 0
+    try:
+        start = tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):  # a wrapper subclass or a fake tensor
+        return 0, 0
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + extent * tensor.element_size()
+
+
+class Witness(TorchDispatchMode):
+    """See every operator; fail those that touch a host master.
+
+    Parameters
+    ----------
+    strict : bool
+        Raise `OffloadError` for an operator outside an optimizer step that reads or writes a master.
+    declare : bool
+        On simulated devices, declare accesses to arena and masters to the race detector.
+    clock : bool
+        On simulated devices, charge every operator its virtual time (FLOPs by
+        ``torch.utils.flop_counter``, bytes of operands and results), the managed ones too.
+
+    Attributes
+    ----------
+    operators, arena_reads : int
+        How many operators ran, and how many read the arena: a run that saw none proves nothing.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, *, strict: bool = True, declare: bool = True, clock: bool = False) -> None:
+        super().__init__()
+        self.strict = strict
+        self.declare = declare
+        self.clock = clock
+        self.operators = 0
+        self.arena_reads = 0
+        self._steps: list[Any] = []
+        self._clocked: list[DeviceState] = []
+        self._masters = _Spans([])
+        self._arena = _Spans([])
+
+    def __enter__(self) -> Witness:
+        states = open_states()
+        self._masters = _Spans(
+            [
+                (start, end, f"{layer.name}.{key}" if layer.name else key)
+                for state in states
+                for attachment in list(state.models.values())
+                for layer in attachment.layers
+                for key, tensor in zip(("weight", "bias"), layer.tensors(), strict=False)
+                for start, end in [memory_of(tensor)]
+            ]
+        )
+        self._arena = _Spans(
+            [
+                (segment.address, segment.address + segment.nbytes, state)
+                for state in states
+                for segment in state.segments
+            ]
+        )
+        optimizer = torch_optimizer
+        self._steps = [
+            optimizer.register_optimizer_step_pre_hook(_enter_step),
+            optimizer.register_optimizer_step_post_hook(_leave_step),
+        ]
+        if self.clock:
+            self._clocked = [state for state in states if state.simulated]
+            for state in self._clocked:
+                state.clocked_outside += 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)
+        for hook in self._steps:
+            hook.remove()
+        _exempt.depth = 0
+        for state in self._clocked:
+            state.clocked_outside -= 1
+        self._clocked = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is None or func.is_view or schema.name.endswith(_GEOMETRY_ONLY):
+            return func(*args, **kwargs)
+        self.operators += 1
+        reads: list[tuple[int, int, Any]] = []
+        writes: list[tuple[int, int, Any]] = []
+        moved = 0
+        for argument, value in _with_arguments(schema, args, kwargs):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tree_leaves(value):
+                if not isinstance(tensor, Tensor):
+                    continue
+                start, end = memory_of(tensor)
+                if start == end:
+                    continue
+                moved += end - start
+                for touched in self._masters.touched(start, end):
+                    self._master_touched(func, touched, written)
+                (writes if written else reads).extend(self._arena.touched(start, end))
+        if reads or writes:
+            self.arena_reads += bool(reads)
+            if self.declare:
+                _declare(reads, writes)
+        result = func(*args, **kwargs)
+        if self._clocked:
+            self._charge(func, args, kwargs, result, moved)
+        return result
+
+    def _master_touched(self, func: Any, touched: tuple[int, int, str], written: bool) -> None:
+        start, end, name = touched
+        if getattr(_exempt, "depth", 0):
+            if self.declare:
+                from . import simulator
+
+                if any(state.simulated for state in open_states()):
+                    simulator.host_access(start, end - start, written)
+            return
+        if self.strict:
+            layer = name.rpartition(".")[0]
+            raise OffloadError(
+                f"operator {func} {'writes' if written else 'reads'} the host master of '{name}': "
+                "some code computes with the weight of a managed layer instead of calling the "
+                f"layer. Leave it resident: attach(..., ignore_modules=[{layer!r}])."
+            )
+
+    def _charge(self, func: Any, args: Any, kwargs: Any, result: Any, moved: int) -> None:
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        moved += sum(end - start for start, end in map(memory_of, outputs))
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        flops = 0 if formula is None else formula(*args, **kwargs, out_val=result)
+        dtype = outputs[0].dtype if outputs else torch.float32
+        for state in self._clocked:
+            seconds = state.operator_seconds(float(flops), moved, dtype)
+            from . import simulator
+
+            simulator.launch(state.stream(), [], [], seconds)
+
+
+def _with_arguments(schema: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    for argument, value in zip(schema.arguments, args, strict=False):
+        yield argument, value
+    if kwargs:
+        named = {argument.name: argument for argument in schema.arguments}
+        for key, value in kwargs.items():
+            if key in named:
+                yield named[key], value
+
+
+def _declare(reads: list[tuple[int, int, Any]], writes: list[tuple[int, int, Any]]) -> None:
+    """Declare one operator's arena accesses on the stream of each simulated device involved."""
+    from . import simulator
+
+    for state in {id(what): what for _, _, what in (*reads, *writes)}.values():
+        if state.simulated:
+            simulator.launch(
+                state.stream(),
+                [(start, end - start) for start, end, what in reads if what is state],
+                [(start, end - start) for start, end, what in writes if what is state],
+                0.0,
+            )
+
+
+def watch_first_forward(manager: MemoryManager, module: nn.Module) -> list[Any]:
+    """Run the first forward of an attached model under a strict witness that declares nothing.
+
+    Backward needs no watch: it reads a master only if forward saved it, and the operator that did
+    so was seen.
+
+    Returns
+    -------
+    list
+        Hook handles.
+    """
+    reference = weakref.ref(manager)
+    entered: list[Witness] = []
+
+    @torch.compiler.disable
+    def before(root: nn.Module, args: Any) -> None:
+        found = reference()
+        if found is not None and found.watch_pending and not entered:
+            witness = Witness(declare=False)
+            witness.__enter__()
+            entered.append(witness)
+
+    @torch.compiler.disable
+    def after(root: nn.Module, args: Any, output: Any) -> None:
+        found = reference()
+        if entered:
+            entered.pop().__exit__(None, None, None)
+            if found is not None and output is not None:
+                found.watch_pending = False
+
+    return [
+        module.register_forward_pre_hook(before),
+        module.register_forward_hook(after, always_call=True),
+    ]
