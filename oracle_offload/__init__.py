@@ -20,7 +20,7 @@ _PUBLIC = {
     "OffloadError": "errors",
     "StaleWeightsError": "errors",
     "attach": "manager",
-    "build_info": "build_info",
+    "build_info": "build_record",
     "configure_allocator": "doctor.allocator",
     "memory_summary": "summary",
 }
@@ -28,7 +28,7 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
 
 if TYPE_CHECKING:
-    from .build_info import build_info as build_info
+    from .build_record import build_info as build_info
     from .doctor.allocator import configure_allocator as configure_allocator
     from .errors import DriverError as DriverError
     from .errors import OffloadError as OffloadError

@@ -1,4 +1,8 @@
-"""What this installation was built with, and why anything is not there."""
+"""What this installation was built with, and why anything is not there.
+
+Not called build_info.py: importing a submodule of that name would replace the public function
+`oracle_offload.build_info` by the module.
+"""
 
 from __future__ import annotations
 
