@@ -18,10 +18,14 @@ _PUBLIC = {
     "MemoryManager": "manager",
     "MemoryReport": "summary",
     "OffloadError": "errors",
+    "OomReport": "explain",
     "StaleWeightsError": "errors",
     "attach": "manager",
     "build_info": "build_record",
     "configure_allocator": "doctor.allocator",
+    "explain_oom": "explain",
+    "explained_oom": "explain",
+    "is_oom": "explain",
     "memory_summary": "summary",
 }
 
@@ -33,6 +37,10 @@ if TYPE_CHECKING:
     from .errors import DriverError as DriverError
     from .errors import OffloadError as OffloadError
     from .errors import StaleWeightsError as StaleWeightsError
+    from .explain import OomReport as OomReport
+    from .explain import explain_oom as explain_oom
+    from .explain import explained_oom as explained_oom
+    from .explain import is_oom as is_oom
     from .manager import MemoryManager as MemoryManager
     from .manager import attach as attach
     from .summary import MemoryReport as MemoryReport

@@ -14,6 +14,13 @@ from .cause import Cause, rank
 from .facts import Fact, format_size
 from .fixes import Fix, plan
 from .history import Sign, read_history, signs
+from .hooks import (
+    explained_oom,
+    install,
+    load_ipython_extension,
+    uninstall,
+    unload_ipython_extension,
+)
 from .parse import find
 from .report import OomReport
 from .templates import NAMED
@@ -24,8 +31,13 @@ __all__ = [
     "Fix",
     "OomReport",
     "explain_oom",
+    "explained_oom",
     "format_size",
+    "install",
     "is_oom",
+    "load_ipython_extension",
+    "uninstall",
+    "unload_ipython_extension",
 ]
 
 # Class names that mean out of memory whatever their text says.

@@ -20,6 +20,9 @@ LINE_REACH = 600
 # Below this a text in which nothing was found is searched once more with its lines joined.
 UNWRAP_LIMIT = 1 << 18
 
+# Most anchors contain one of these: where it is absent, none of its anchors is searched for.
+_KEYS = ("emory", "Memory", "MEM", "KILL", "kill", "ALLOC", "SIG", "OOM", "CUDA", "err", "-9")
+
 _APIS = {"CUDA": "cuda", "HIP": "rocm", "XPU": "xpu"}
 _EDGES = str.maketrans(dict.fromkeys("│┃║╭╮╰╯─━═╔╗╚╝\x00\ufeff", " "))
 _ANSI = r"\x1b\[[0-9;?]{0,20}[A-Za-z]"
@@ -102,9 +105,11 @@ def _numbered(findings: list[Finding], text: str) -> list[Finding]:
 
 
 def _find(text: str) -> Iterator[Finding]:
+    absent = [key for key in _KEYS if key not in text]
     for template in TEMPLATES:
-        if template.anchor in text:
-            for position in _hits(text, template.anchor):
+        anchor = template.anchor
+        if not any(key in anchor for key in absent) and anchor in text:
+            for position in _hits(text, anchor):
                 finding = _read(template, text, position)
                 if finding is not None:
                     yield finding

@@ -237,6 +237,10 @@ class OomReport:
     def _repr_html_(self) -> str:
         return self.to_html(page=False)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        # IPython on a terminal: the whole report, not the one-line repr.
+        printer.text(repr(self) if cycle else self.to_text())
+
 
 def wants_color(stream: IO[str]) -> bool:
     """Return whether to colour what is written to `stream`: a terminal, and no NO_COLOR."""

@@ -1,0 +1,157 @@
+"""The ways in: context manager, decorator, hooks of the interpreter, IPython extension."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import textwrap
+import traceback
+
+import pytest
+
+from oracle_offload.explain import explained_oom, hooks
+
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 24.00 GiB total capacity; "
+FULL += "22.00 GiB already allocated; 0.50 GiB free; 22.50 GiB reserved in total by PyTorch)"
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_context_manager_adds_the_report_and_lets_the_error_pass() -> None:
+    error = RuntimeError(FULL)
+    with pytest.raises(RuntimeError) as caught, explained_oom() as explained:
+        raise error
+    assert caught.value is error
+    assert str(error) == FULL
+    assert explained.report is not None and explained.report.cause.name == "too_big"
+    shown = "".join(traceback.format_exception(error))
+    assert "What to change first" in shown.split(FULL)[1]  # under the traceback, not above
+
+
+def test_another_error_passes_untouched() -> None:
+    with pytest.raises(ValueError) as caught, explained_oom() as explained:
+        raise ValueError("memory_format")
+    assert explained.report is None
+    assert not getattr(caught.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_leaving_on_purpose_is_not_explained(kind: type[BaseException]) -> None:
+    with pytest.raises(kind), explained_oom() as explained:
+        raise kind("CUDA error: out of memory")
+    assert explained.report is None
+
+
+def test_it_decorates_and_nests_with_one_note_and_prints_where_asked() -> None:
+    out = io.StringIO()
+
+    @explained_oom()
+    def train() -> None:
+        with explained_oom(file=out):
+            raise MemoryError
+
+    with pytest.raises(MemoryError) as caught:
+        train()
+    assert len(caught.value.__notes__) == 1
+    assert "\x1b" not in out.getvalue()
+    assert "Host memory" in out.getvalue()
+
+
+def test_a_stream_that_cannot_write_does_not_hide_the_error() -> None:
+    closed = io.StringIO()
+    closed.close()
+    with pytest.raises(MemoryError), explained_oom(file=closed):
+        raise MemoryError
+
+
+def test_the_history_reaches_the_report() -> None:
+    records = [{"step": 0, "phase": "forward"}, {"step": 0, "phase": "backward"}]
+    with pytest.raises(RuntimeError), explained_oom(history=records) as explained:
+        raise RuntimeError(FULL)
+    assert explained.report is not None and explained.report.cause.name == "first_backward"
+
+
+def test_the_hook_explains_an_uncaught_error_under_its_traceback() -> None:
+    ended = run(
+        f"""
+        from oracle_offload import explain
+        explain.install(); explain.install()
+        raise RuntimeError({FULL!r})
+        """
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.index("Traceback") < ended.stderr.index("What to change first")
+    assert ended.stderr.count("What to change first") == 1
+    assert "\x1b" not in ended.stderr
+
+
+def test_the_hook_explains_once_when_the_context_manager_was_there_first() -> None:
+    ended = run(
+        """
+        from oracle_offload import explain
+        explain.install()
+        with explain.explained_oom():
+            raise MemoryError
+        """
+    )
+    assert ended.stderr.count("What to change first") == 1
+
+
+def test_the_hook_works_in_threads_and_leaves_other_errors_alone() -> None:
+    ended = run(
+        """
+        import threading
+        from oracle_offload import explain
+        explain.install()
+        def fail(error): raise error
+        for error in (MemoryError(), ValueError("memory")):
+            thread = threading.Thread(target=fail, args=(error,)); thread.start(); thread.join()
+        """
+    )
+    assert ended.stderr.count("What to change first") == 1
+
+
+def test_uninstalling_puts_back_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(*args: object) -> None:
+        """Stand for the hook of a framework."""
+
+    monkeypatch.setattr(sys, "excepthook", mine)
+    hooks.install()
+    assert sys.excepthook is not mine
+    hooks.uninstall()
+    assert sys.excepthook is mine
+    hooks.install()
+    later = lambda *args: None  # noqa: E731
+    sys.excepthook = later
+    hooks.uninstall()
+    assert sys.excepthook is later  # not ours to take away
+    hooks.uninstall()
+
+
+IPYTHON = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.run_cell("%load_ext oracle_offload.explain")
+shell.run_cell("raise ValueError('memory')")
+print("-- first")
+shell.run_cell("raise MemoryError")
+print("-- second")
+shell.run_cell("%unload_ext oracle_offload.explain")
+shell.run_cell("raise MemoryError")
+"""
+
+
+def test_the_ipython_extension_shows_the_report_under_the_cell() -> None:
+    pytest.importorskip("IPython", reason="IPython is not installed")
+    ended = run(IPYTHON)
+    assert ended.returncode == 0, ended.stderr
+    other, _, rest = ended.stdout.partition("-- first")
+    shown, _, after = rest.partition("-- second")
+    assert "What to change first" not in other
+    assert shown.index("MemoryError") < shown.index("What to change first")
+    assert "What to change first" not in after
