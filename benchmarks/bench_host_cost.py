@@ -1,0 +1,183 @@
+"""What a managed call costs the host, over a driver whose calls cost nothing.
+
+- a managed Linear over ``F.linear``, beside an empty ``autograd.Function`` over ``F.linear`` in the
+  same run: the price of any autograd function is the floor, and the ratio is ours (goal: 2.5);
+- acquire and release of a hit in C (goal: 1 microsecond);
+- attach against a plain copy of the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+FEATURES = 16  # so small that the product itself costs next to nothing
+LAYERS = 8
+CALLS = 400
+REPEATS = 30
+
+
+def compile_c(folder: Path) -> tuple[Path, Path]:
+    """Return (null driver, engine benchmark), built into `folder`."""
+    import c_flags
+
+    compiler = [*c_flags.c_compiler(), "-std=c11", "-O2", f"-I{ROOT / 'csrc/include'}"]
+    library, program = folder / "null_driver.so", folder / "bench_engine"
+    core = [str(p) for name in ("core", "driver") for p in (ROOT / "csrc" / name).glob("*.c")]
+    here = Path(__file__).parent
+    subprocess.run(
+        [*compiler, "-shared", "-fPIC", str(here / "null_driver.c"), "-o", str(library)], check=True
+    )
+    subprocess.run(
+        [*compiler, str(here / "bench_engine.c"), *core, "-ldl", "-pthread", "-o", str(program)],
+        check=True,
+    )
+    return library, program
+
+
+@contextlib.contextmanager
+def null_driver() -> Iterator[Path]:
+    """Make device "cpu" run over the null driver; yields the engine benchmark's folder."""
+    from oracle_offload import simulator
+
+    with tempfile.TemporaryDirectory() as folder:
+        library, _ = compile_c(Path(folder))
+        with mock.patch.object(simulator, "library_path", lambda: library):
+            yield Path(folder)
+
+
+def seconds_per_call(call: Callable[[], object]) -> float:
+    """Return the median over repeats of the mean over calls."""
+    call()
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        times.append((time.perf_counter() - start) / CALLS)
+    return median(times)
+
+
+def managed_call() -> list[dict[str, Any]]:
+    """Time forward, and forward with backward, of the three kinds of layer in turn."""
+    import torch
+    from torch.nn import functional as F
+
+    import oracle_offload
+
+    class Empty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
+            ctx.layer = layer
+            return F.linear(x, layer.weight)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return grads[0].mm(ctx.layer.weight), None
+
+    torch.set_num_threads(1)
+    x = torch.randn(1, FEATURES, requires_grad=True)
+    plain = torch.nn.Linear(FEATURES, FEATURES, bias=False).requires_grad_(False)
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(LAYERS))
+    ).requires_grad_(False)
+    manager = oracle_offload.attach(model, "cpu", offload_percent=0.0)
+    layer = model[0]
+    ones = torch.ones(1, FEATURES)
+    kinds: dict[str, Callable[[], torch.Tensor]] = {
+        "linear": lambda: F.linear(x, plain.weight),
+        "empty": lambda: Empty.apply(x, plain),  # type: ignore[no-untyped-call]
+        "managed": lambda: layer(x),
+        "managed_without_module": lambda: layer._layer_memory_manager(x),
+    }
+    rows = []
+    for what, wrap in (
+        ("forward", lambda call: call),
+        ("forward_backward", lambda call: lambda: torch.autograd.grad(call(), x, ones)),
+    ):
+        found = {name: seconds_per_call(wrap(call)) for name, call in kinds.items()}
+        floor = found["empty"] - found["linear"]
+        rows.append(
+            {
+                "name": f"managed_linear_{what}",
+                **{f"{name}_s": value for name, value in found.items()},
+                "over_empty_function_ratio": (found["managed_without_module"] - found["linear"])
+                / floor,
+                "over_empty_function_with_module_call_ratio": (found["managed"] - found["linear"])
+                / floor,
+            }
+        )
+    manager.detach(model)
+    return rows
+
+
+def engine_hit(folder: Path) -> list[dict[str, Any]]:
+    """Run the C benchmark."""
+    output = subprocess.run(
+        [folder / "bench_engine", folder / "null_driver.so"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    rows = [json.loads(line) for line in output.splitlines()]
+    return [
+        {
+            "name": row["name"],
+            "forward_s": row["forward_s"],
+            "backward_s": row["backward_s"],
+            "round_count": row["rounds"],
+        }
+        for row in rows
+    ]
+
+
+def attach_against_copy() -> dict[str, Any]:
+    """Attach half a gigabyte, and copy the same bytes with torch."""
+    import torch
+
+    import oracle_offload
+
+    def build() -> torch.nn.Sequential:
+        layers = (torch.nn.Linear(2048, 2048, bias=False) for _ in range(32))
+        return torch.nn.Sequential(*layers).requires_grad_(False)
+
+    times: dict[str, list[float]] = {"attach": [], "copy": []}
+    model = build()
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    for _ in range(3):
+        start = time.perf_counter()
+        copies = [p.detach().clone() for p in model.parameters()]
+        times["copy"].append(time.perf_counter() - start)
+        del copies
+        start = time.perf_counter()
+        manager = oracle_offload.attach(model, "cpu", offload_percent=1.0)
+        times["attach"].append(time.perf_counter() - start)
+        manager.detach(model)
+        del model
+        model = build()
+    attach_s, copy_s = median(times["attach"]), median(times["copy"])
+    return {
+        "name": "attach_against_copy",
+        "attach_s": attach_s,
+        "copy_s": copy_s,
+        "model_bytes": nbytes,
+        "over_copy_ratio": attach_s / copy_s,
+    }
+
+
+def benchmarks(device: str) -> list[dict[str, Any]]:
+    """Measure on the host alone: `device` makes no difference to this file."""
+    with null_driver() as folder:
+        return [*managed_call(), *engine_hit(folder), attach_against_copy()]
