@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"oracle_offload {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_doctor(commands)
+    _add_explain(commands)
     return parser
 
 
@@ -59,6 +60,24 @@ def run_doctor(args: argparse.Namespace) -> int:
     else:
         write_text(report, sys.stdout, os.environ)
     return EXIT_CHECK_FAILED if report.verdict == "bad" else EXIT_OK
+
+
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    explain = commands.add_parser("explain", help="explain an out-of-memory error in a log")
+    explain.add_argument("log", metavar="LOG", help="a log file, or - for standard input")
+    explain.add_argument("--follow", action="store_true", help="wait for what is still written")
+    explain.add_argument("--json", action="store_true", help="print JSON, one report per line")
+    explain.add_argument("--all", action="store_true", help="list every fix, not the first three")
+    explain.add_argument("--html", metavar="FILE", help="write the report to FILE as well")
+    explain.add_argument("--history", metavar="FILE", help="a step history (JSON lines)")
+    explain.set_defaults(run=run_explain)
+
+
+def run_explain(args: argparse.Namespace) -> int:
+    """Explain a log; exit with 3 when it holds no out-of-memory error."""
+    from .explain.command import run
+
+    return run(args, EXIT_OK, EXIT_ERROR, EXIT_CHECK_FAILED)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -87,11 +87,13 @@ def _explain(
     error: BaseException | str | bytes | None,
     history: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None,
     env: Mapping[str, str] | None,
+    since: int = 0,
 ) -> OomReport:
     text = _text(error)
     if env is None:
         env = os.environ if isinstance(error, BaseException) else {}
-    findings = find(text)
+    # What stands before `since` was explained already (a log that is followed): it stays context.
+    findings = [finding for finding in find(text) if finding.position >= since]
     if not findings:
         return OomReport()
     finding = max(findings, key=lambda item: (item.template.strength, item.position))
@@ -134,6 +136,13 @@ def _expandable(env: Mapping[str, str]) -> bool | None:
     return None
 
 
+def decode(raw: bytes) -> str:
+    """Return a log as text: UTF-8, or UTF-16 where a byte order mark says so (PowerShell's `>`)."""
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return raw.decode("utf-16", "replace")
+    return raw.decode("utf-8-sig", "replace")
+
+
 def _chain(error: BaseException) -> list[BaseException]:
     """Return the exception, its causes and contexts, and the members of groups, without loops."""
     links: list[BaseException] = []
@@ -166,7 +175,7 @@ def _text(error: BaseException | str | bytes | None) -> str:
     if isinstance(error, str):
         return error
     if isinstance(error, (bytes, bytearray)):
-        return bytes(error).decode("utf-8", "replace")
+        return decode(bytes(error))
     if not isinstance(error, BaseException):
         return "" if error is None else str(error)
     messages = _messages(error)

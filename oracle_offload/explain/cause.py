@@ -241,7 +241,8 @@ def _of_surroundings(before: str) -> list[Sign]:
     found = [sign._replace(confidence="medium") for sign in signs(records_in_log(before)[-2000:])]
     trace = _traceback(before)
     frames = compiled(r'File "[^"\n]{0,300}", line \d{1,7}, in (\w{1,80})').findall(trace)
-    label, done, total = _progress(before[: len(before) - len(trace)])
+    start = before.rfind("Traceback (most recent call last)")
+    label, done, total = _progress(before if start < 0 else before[:start])
     if any(compiled(_EVALUATION).match(frame) for frame in frames) or label:
         why = "the traceback passes through evaluation" if not label else f"progress says {label!r}"
         found.append(Sign("evaluation", "medium", why))

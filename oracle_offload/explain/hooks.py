@@ -16,12 +16,12 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterable, Mapping
-from contextlib import ContextDecorator
+from contextlib import ContextDecorator, suppress
 from os import PathLike
 from types import TracebackType
 from typing import IO, Any
 
-from .report import OomReport, wants_color
+from .report import OomReport, put, wants_color
 
 # The first line of the note: by it an exception that was explained once is known again.
 HEADING = "-- oracle_offload explain "
@@ -100,12 +100,8 @@ def _is_explained(error: BaseException) -> bool:
 def _write(report: OomReport, stream: IO[str]) -> None:
     """Print a report; a closed or narrow-minded stream is no reason for a second error."""
     text = _heading() + "\n" + report.to_text(color=wants_color(stream))
-    try:
-        stream.write(text)
-    except UnicodeEncodeError:
-        stream.write(text.encode("ascii", "replace").decode("ascii"))
-    except (OSError, ValueError):
-        return
+    with suppress(OSError, ValueError):
+        put(stream, text)
 
 
 def _explain_to_stderr(error: BaseException | None) -> None:

@@ -252,6 +252,15 @@ def wants_color(stream: IO[str]) -> bool:
         return False
 
 
+def put(stream: IO[str], text: str) -> None:
+    """Write `text` to a stream, with question marks for what its encoding cannot hold."""
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:
+        encoding = getattr(stream, "encoding", None) or "ascii"
+        stream.write(text.encode(encoding, "replace").decode(encoding))
+
+
 def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
