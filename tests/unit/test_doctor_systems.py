@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 
 from oracle_offload.doctor import CHECKS, System, examine
 from oracle_offload.doctor.cgroup import MemoryLimit, read_memory_limit
+from oracle_offload.doctor.checks_gpu import check_other_processes
+from oracle_offload.doctor.checks_host import check_shared_memory
 from oracle_offload.doctor.finding import VERDICTS
 from oracle_offload.doctor.gpus import Gpu, GpuProcess, GpuView
+from oracle_offload.doctor.report import DoctorReport
 from oracle_offload.doctor.torch_build import TorchView
 
 TREES = Path(__file__).parent.parent / "data" / "systems"
@@ -243,6 +246,7 @@ APP = "sys/fs/cgroup/user.slice/user-1000.slice/user@1000.service/app.slice/app-
          "madvise [never]", "huge pages", "ok", "warn"),
         ("bare_metal", "sys/kernel/mm/transparent_hugepage/enabled", "[madvise]", "madvise",
          "huge pages", "ok", "unknown"),
+        ("slurm", "proc/self/limits", "65536  ", "999999999999 ", "locked memory", "bad", "ok"),
         ("slurm", "proc/self/limits", "65536  ", "unlimited", "locked memory", "bad", "ok"),
         ("bare_metal", APP + "memory.max", "max", "2288490188", "memory limit", "ok", "bad"),
         ("bare_metal", APP + "memory.max", "max", "9288490188", "memory limit", "ok", "warn"),
@@ -350,3 +354,98 @@ def test_the_documentation_quotes_a_real_page_and_lists_every_check() -> None:
     assert (TREES / "docker_v1.txt").read_text(encoding="utf-8").startswith(page)
     table = text.split("## The checks")[1]
     assert re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE)[1 : len(CHECKS) + 1] == list(CHECKS)
+
+
+# --- What single answers mean ------------------------------------------------------------------
+
+
+def on_card(root: Path, **answers: object) -> DoctorReport:
+    """Examine an otherwise healthy machine whose card gives `answers`."""
+    healthy: dict[str, object] = {
+        "total_bytes": 24 << 30, "used_bytes": 0, "link_generation": 4, "link_width": 16,
+        "max_link_generation": 4, "card_link_generation": 4, "max_link_width": 16,
+        "performance_state": 0, "clock_reasons": 0, "processes": (),
+    }  # fmt: skip
+    card = Gpu(index=0, **{**healthy, **answers})  # type: ignore[arg-type]
+    return examine(System(str(root), environ={}, platform="linux", gpus=GpuView(gpus=(card,))))
+
+
+@pytest.mark.parametrize(
+    ("answers", "check", "verdict", "words"),
+    [
+        # Either answer alone shows that a slow link only rests.
+        ({"link_generation": 1, "performance_state": 8, "clock_reasons": None}, "link", "ok",
+         "resting"),
+        ({"link_generation": 1, "performance_state": None, "clock_reasons": 1}, "link", "ok",
+         "resting"),
+        ({"link_generation": 1, "performance_state": 8}, "link", "ok", "resting"),
+        ({"link_generation": 1, "performance_state": 4}, "link", "warn", "card works"),
+        ({"link_generation": 1, "performance_state": None}, "link", "warn", "card works"),
+        ({"link_generation": None}, "link", "unknown", "no NVIDIA card"),
+        ({"performance_state": None}, "clocks", "ok", ""),
+        ({"clock_reasons": None}, "clocks", "ok", "clock reasons: not visible"),
+        ({"clock_reasons": 1, "performance_state": 9}, "clocks", "ok", ""),
+        ({"clock_reasons": 0x80}, "clocks", "bad", "too little power"),
+        ({"clock_reasons": 4}, "clocks", "ok", ""),
+        ({"used_bytes": None}, "other processes", "unknown", "no NVIDIA card"),
+        ({"total_bytes": None}, "other processes", "unknown", "no NVIDIA card"),
+        ({"used_bytes": (2 << 30) - 1}, "other processes", "ok", ""),
+        ({"used_bytes": (12 << 30) - 1}, "other processes", "warn", "does not name"),
+        ({"used_bytes": 12 << 30}, "other processes", "bad", "does not name"),
+        ({"total_bytes": 80 << 30, "used_bytes": 7 << 30}, "other processes", "ok", ""),
+    ],
+)  # fmt: skip
+def test_what_one_answer_of_a_card_means(
+    tmp_path: Path, answers: dict[str, object], check: str, verdict: str, words: str
+) -> None:
+    found = on_card(tmp_path, **answers)[check]
+    assert (found.verdict, words in found.why) == (verdict, True), found
+
+
+def test_memory_of_this_process_is_not_somebody_elses() -> None:
+    """On the live machine, with a recorded card that this very process fills."""
+    mine, other = GpuProcess(os.getpid(), 20 << 30), GpuProcess(1, 3 << 30)
+    card = Gpu(0, total_bytes=24 << 30, used_bytes=23 << 30, processes=(mine, other))
+    found = check_other_processes(System(gpus=GpuView(gpus=(card,))))
+    assert found.verdict == "warn"
+    assert found.value == "3.0 GiB of 24.0 GiB in use by process 1 (3.0 GiB)"
+
+
+def test_many_processes_are_named_largest_first_and_counted(tmp_path: Path) -> None:
+    processes = tuple(GpuProcess(10 + i, i << 30) for i in range(1, 6))
+    value = on_card(tmp_path, processes=processes, used_bytes=15 << 30)["other processes"].value
+    assert value.endswith(
+        "by process 15 (5.0 GiB), process 14 (4.0 GiB), process 13 (3.0 GiB) and 2 more"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "total"),
+    [
+        ("rw,size=65536k", 64 << 20),
+        ("rw,size=2g,mode=1777", 2 << 30),
+        ("rw,size=3G", 3 << 30),
+        ("rw,size=512m", 512 << 20),
+        ("rw,size=8589934592", 8 << 30),
+        ("rw,nr_inodes=99k,size=1g", 1 << 30),
+        ("rw,nr_inodes=99k", 8 << 30),
+        ("rw,size=garbage", 8 << 30),
+    ],
+)
+def test_size_of_shared_memory_from_its_mount(tmp_path: Path, options: str, total: int) -> None:
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text(f"MemTotal: {16 << 20} kB\n")
+    (tmp_path / "proc" / "self" / "mounts").write_text(f"shm /dev/shm tmpfs {options} 0 0\n")
+    system = System(str(tmp_path), environ={}, platform="linux", gpus=GpuView())
+    assert check_shared_memory(system).facts["total_bytes"] == total
+
+
+def test_memory_high_counts_with_and_without_a_hard_limit(tmp_path: Path) -> None:
+    base = "sys/fs/cgroup/memory."
+    for number, (hard, high, slowed) in enumerate(
+        [("max", "9000000000", True), ("40000000000", "max", False),
+         ("40000000000", "39000000000", True), ("40000000000", "41000000000", False)]
+    ):  # fmt: skip
+        files = {base + "max": hard, base + "high": high, base + "current": "1"}
+        found = examine(machine("docker_v2", tmp_path / str(number), **files))["memory limit"]
+        assert ("slowed from" in found.value) == slowed == (found.verdict == "warn"), found
