@@ -84,7 +84,7 @@ tsan-check: $(call ready,test)
 windows-check: $(call ready,windows)
 	"$(PY)" tools/c_programs.py run --windows $(ARGS)
 
-lint: $(call ready,lint) $(call ready,test)
+lint: $(call ready,lint) build
 	"$(PY)" tools/lint.py
 
 format: $(call ready,lint)

@@ -1,5 +1,7 @@
 """Style, types and compiler warnings (`make lint`); with --fix the formatters (`make format`).
 
+The type stub of the extension is compared with the built one, so the package is built first.
+
 Every check runs, whatever the one before it said; the exit status is 1 if any failed.
 """
 
@@ -45,6 +47,11 @@ def tool(name: str) -> str:
 def call(*command: str) -> bool:
     """Run a command from the repository root; whether it ended with 0."""
     return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+def stubtest() -> bool:
+    """Compare _core.pyi with the extension as it was built."""
+    return call(sys.executable, "-m", "mypy.stubtest", "oracle_offload._core", "--concise")
 
 
 def c_warnings(compiler: list[str]) -> bool:
@@ -104,6 +111,7 @@ def checks(fix: bool) -> list[tuple[str, Callable[[], bool]]]:
         ("ruff format", lambda: call(ruff, "format", "--check", *PYTHON_PATHS)),
         ("clang-format", lambda: call(clang_format, "--dry-run", "--Werror", *c_files())),
         ("mypy --strict", lambda: call(sys.executable, "-m", "mypy")),
+        ("stubtest", stubtest),
         ("C warnings", lambda: c_warnings(c_flags.c_compiler())),
     ]
     if shutil.which("clang") and not c_flags.is_clang(c_flags.c_compiler()):
