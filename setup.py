@@ -128,7 +128,6 @@ class BuildExt(build_ext):
             self._set_flags(extension)
         core = next(e for e in self.extensions if not isinstance(e, SimulatedDriver))
         core.sources = [*core.sources, str(self.kernels.source)]
-        core.define_macros = [*core.define_macros, ("OO_BUILD", json.dumps(self.compiler_text))]
         stamp = self._stamp()
         for extension in self.extensions:
             extension.depends = [*c_flags.headers(), "setup.py", str(stamp)]

@@ -68,7 +68,7 @@ def simulator_path() -> Path:
     info = build_info()
     if not info["built"]:
         raise FileNotFoundError(info["why_not"])
-    path = Path(info["folder"]) / info["simulator"]["file"]
+    path = Path(info["folder"], info["simulator"]["file"])
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing though it was built; install the package again")
     return path
