@@ -32,10 +32,13 @@ REPEATS = 30
 def compile_c(folder: Path) -> tuple[Path, Path]:
     """Return (null driver, engine benchmark), built into `folder`."""
     import c_flags
+    import kernels
 
-    compiler = [*c_flags.c_compiler(), "-std=c11", "-O2", f"-I{ROOT / 'csrc/include'}"]
+    includes = [f"-I{ROOT / include}" for include in c_flags.INCLUDES]
+    compiler = [*c_flags.c_compiler(), "-std=c11", "-O2", *includes]
     library, program = folder / "null_driver.so", folder / "bench_engine"
-    core = [str(p) for name in ("core", "driver") for p in (ROOT / "csrc" / name).glob("*.c")]
+    core = [str(ROOT / name) for name in c_flags.sources(*c_flags.CORE_FOLDERS)]
+    core.append(str(kernels.build("off", folder).source))
     here = Path(__file__).parent
     subprocess.run(
         [*compiler, "-shared", "-fPIC", str(here / "null_driver.c"), "-o", str(library)], check=True

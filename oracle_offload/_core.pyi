@@ -153,6 +153,9 @@ class Engine:
     def download(self, target: int, source: int, nbytes: int, stream: int, /) -> None:
         """Copy device bytes written by `stream` to host address `target`; waits (counted)."""
 
+    def spin(self, stream: int, nanoseconds: int, /) -> None:
+        """Keep `stream` busy (at most ten seconds), so that tests can make copies race a kernel."""
+
     def hold(self) -> None:
         """Trainable masters may be rewritten from now on: drop their copies, prefetch none."""
 

@@ -631,6 +631,7 @@ static void oo__close_device(struct oo_engine *engine) {
     oo__ring_free(engine, &engine->up);
     oo__ring_free(engine, &engine->down);
     oo__spans_free(engine);
+    oo__kernels_free(engine);
     /* Destroying a stream returns at once and drops none of its work. */
     if (engine->h2d)
         (void)engine->driver.cuStreamDestroy(engine->h2d);

@@ -136,6 +136,8 @@ struct oo_engine {
     uint64_t sweep;
     int in_task, held, verify;
 
+    OOCUmodule module; /* the embedded kernels, loaded on first use */
+    OOCUfunction spin;
     struct oo_ring up, down;
     struct oo_spans spans;
     struct oo_stats stats; /* the engine's own: what belongs to no model */
@@ -176,6 +178,10 @@ enum oo_status oo__ring_prepare(struct oo_engine *engine, struct oo_ring *ring);
 enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, const char *source, size_t bytes);
 enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdeviceptr source, size_t bytes);
 void oo__ring_free(struct oo_engine *engine, struct oo_ring *ring);
+
+/* ---- kernels.c ---- */
+
+void oo__kernels_free(struct oo_engine *engine);
 
 /* ---- stats.c ---- */
 

@@ -164,6 +164,9 @@ enum oo_status oo_engine_launch(struct oo_engine *engine, uint32_t member, uintp
 enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintptr_t source, size_t bytes,
                                   uintptr_t stream);
 
+/* Keep `stream` busy for a time (at most ten seconds), so that tests can make copies race a kernel. */
+enum oo_status oo_engine_spin(struct oo_engine *engine, uintptr_t stream, uint64_t nanoseconds);
+
 /* Trainable masters may be rewritten from now on: their copies are dropped, none is prefetched. */
 enum oo_status oo_engine_hold(struct oo_engine *engine);
 /* They are stable again. A forward acquire outside a graph task says so too. */

@@ -383,6 +383,16 @@ static PyObject *oo__engine_download(PyObject *object, PyObject *const *argument
     return oo__none_or_raise(object, status);
 }
 
+static PyObject *oo__engine_spin(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+    struct oo_engine *engine = oo__engine_of(object);
+    unsigned long long v[2];
+    if (!engine || oo__integers("spin", arguments, count, 2, v) < 0)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_spin(engine, (uintptr_t)v[0], v[1]));
+    return oo__none_or_raise(object, status);
+}
+
 static PyObject *oo__engine_hold(PyObject *object, PyObject *unused) {
     (void)unused;
     struct oo_engine *engine = oo__engine_of(object);
@@ -624,6 +634,7 @@ static PyMethodDef oo__engine_methods[] = {
      "release($self, ticket, stream, /)\n--\n\nThe work that uses the unit is queued."},
     {"download", OO_FAST(oo__engine_download),
      "download($self, target, source, nbytes, stream, /)\n--\n\nCopy device bytes to the host and wait."},
+    {"spin", OO_FAST(oo__engine_spin), "spin($self, stream, nanoseconds, /)\n--\n\nKeep a stream busy."},
     {"hold", oo__engine_hold, METH_NOARGS, "hold($self, /)\n--\n\nTrainable masters may be rewritten."},
     {"resume", oo__engine_resume, METH_NOARGS, "resume($self, /)\n--\n\nTrainable masters are stable."},
     {"refresh", oo__engine_refresh, METH_O, "refresh($self, model, /)\n--\n\nAll copies of the model are stale."},

@@ -46,4 +46,13 @@ static inline struct sim_control sim_open(int argc, char **argv) {
     return sim;
 }
 
+/* simReset, and what the environment switches off for all tests: the mutation gate proves by that that
+ * the race detector is what catches races. Returns what simReset does. */
+static inline OOCUresult sim_reset(const struct sim_control *sim) {
+    const OOCUresult result = sim->simReset();
+    if (getenv("ORACLE_OFFLOAD_TEST_RACES_OFF"))
+        sim->simSwitch(SIM_RACES, 0);
+    return result;
+}
+
 #endif

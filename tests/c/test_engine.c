@@ -105,7 +105,7 @@ static void world_close(struct world *w, const char *where) {
     free(w->arena);
     check_no_reports(where);
     check_nothing_alive(where);
-    CHECK(sim.simReset() == 0, "%s: the simulator could not be reset", where);
+    CHECK(sim_reset(&sim) == 0, "%s: the simulator could not be reset", where);
 }
 
 /* One use: acquire, "compute" by comparing what is on the device with the master, release. */
@@ -473,7 +473,7 @@ static uint64_t life_with_fault(uint64_t nth, int lasting) {
     snprintf(name, sizeof name, "fault at call %llu, lasting %d", (unsigned long long)nth, lasting);
     check_no_reports(name);
     check_nothing_alive(name);
-    CHECK(sim.simReset() == 0, "%s: not reset", name);
+    CHECK(sim_reset(&sim) == 0, "%s: not reset", name);
     return calls;
 }
 
@@ -534,6 +534,7 @@ static void test_a_forked_child_is_told(void) {
 
 int main(int argc, char **argv) {
     sim = sim_open(argc, argv);
+    sim_reset(&sim);
     test_bytes_are_right_under_every_schedule();
     test_counters_agree_with_the_driver();
     test_the_steady_state_allocates_nothing_and_never_waits();
