@@ -125,6 +125,46 @@ def test_group_outside_of_the_container_falls_back_to_the_mount(tmp_path: Path) 
     assert found.limit_bytes == 32 * GIB
 
 
+def test_group_nested_in_a_container_is_followed_below_the_mount(tmp_path: Path) -> None:
+    group = "/docker/5d7f0c3a9be1"
+    files = {"proc/self/cgroup": f"9:memory:{group}/inner\n"}
+    root = build("docker_v1", tmp_path, **files)
+    inner = root / "sys/fs/cgroup/memory/inner"
+    inner.mkdir()
+    (inner / "memory.limit_in_bytes").write_text(f"{GIB}\n")
+    assert read_memory_limit(str(root)).limited_by == "/sys/fs/cgroup/memory/inner"
+    # A name that only begins alike is not inside.
+    (root / "proc/self/cgroup").write_text(f"9:memory:{group}f/inner\n")
+    assert read_memory_limit(str(root)).limited_by == "/sys/fs/cgroup/memory"
+
+
+def test_root_group_of_a_host_has_no_limit_and_nothing_is_missing(tmp_path: Path) -> None:
+    root = build("docker_v2", tmp_path)
+    for file in (root / "sys/fs/cgroup").glob("memory.*"):
+        file.unlink()
+    found = read_memory_limit(str(root))
+    assert (found.version, found.limit_bytes, found.missing) == ("v2", None, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "usage"),
+    [
+        ("docker_v1", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        ("docker_v2", "sys/fs/cgroup/memory.current"),
+    ],
+)
+def test_limit_without_a_usage_is_unknown_and_says_so(
+    tmp_path: Path, name: str, usage: str
+) -> None:
+    files = {"sys/fs/cgroup/memory/memory.oom_control": ""} if name == "docker_v1" else {}
+    system = machine(name, tmp_path, **files)
+    assert examine(system)["memory limit"].verdict != "unknown"
+    (tmp_path / usage).unlink()
+    found = examine(machine_at(name, tmp_path))["memory limit"]
+    assert (found.verdict, found.why) == ("unknown", f"/{usage}: no such file")
+    assert found.facts["limit_bytes"]
+
+
 def test_v2_without_the_memory_controller_is_unknown_and_says_so(tmp_path: Path) -> None:
     root = build("docker_v2", tmp_path)
     (root / "sys/fs/cgroup/memory.max").unlink()
@@ -155,7 +195,12 @@ def test_empty_root_names_what_is_missing(tmp_path: Path) -> None:
 def machine(name: str, root: Path, **replaced: str) -> System:
     """Return the recorded machine `name`, with some of its files replaced."""
     build(name, root, **replaced)
-    answers = json.loads(replaced.get("answers.json") or sections(name)["answers.json"])
+    return machine_at(name, root, replaced.get("answers.json"))
+
+
+def machine_at(name: str, root: Path, recorded: str | None = None) -> System:
+    """Return the recorded machine `name` whose files already stand at `root`."""
+    answers = json.loads(recorded or sections(name)["answers.json"])
     gpus = dict(answers["gpus"])
     cards = []
     for card in gpus.pop("gpus", []):
@@ -304,6 +349,13 @@ def test_one_changed_value_changes_the_verdict(
     assert examine(machine(name, tmp_path / "before"))[check].verdict == before
     found = examine(changed(name, tmp_path / "after", path, old, new))[check]
     assert found.verdict == after, found
+
+
+def test_settings_that_torch_lost_are_shown_with_those_it_uses(tmp_path: Path) -> None:
+    system = changed("bare_metal", tmp_path, ANSWERS, '"settings": "expandable_segments:True"',
+                     '"settings": ""')  # fmt: skip
+    value = examine(system)["allocator"].value
+    assert value == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; in effect: defaults"
 
 
 # --- Anything in any file ----------------------------------------------------------------------
