@@ -50,7 +50,16 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> object:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "numpy"):
+            raise
+        raise ModuleNotFoundError(
+            f"oracle_offload.{name} needs {error.name}, which is not installed; install the build "
+            "of PyTorch that fits this machine, or: pip install 'oracle_offload[torch]'",
+            name=error.name,
+        ) from error
     globals()[name] = value
     return value
 
