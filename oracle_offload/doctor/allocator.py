@@ -69,7 +69,7 @@ def _integer(
     low: int, high: int | None = None, power_of_2: bool = False
 ) -> Callable[[str], str | None]:
     def check(value: str) -> str | None:
-        if not re.fullmatch(r"\d+", value):
+        if not re.fullmatch(r"[0-9]{1,19}", value):  # more does not fit torch's size_t
             return "must be a whole number without a unit"
         number = int(value)
         if number < low or (high is not None and number > high):
@@ -220,7 +220,7 @@ def _lint_syntax(text: str) -> list[Note]:
             notes.append(Note("bad", *_unknown_key(key, value)))
         elif problem := check(value):
             # torch's number parser takes the leading digits and drops the rest: "128MB" runs.
-            digits = re.match(r"\d*", value)
+            digits = re.match(r"[0-9]*", value)
             runs = check is not _boolean and digits is not None and not check(digits[0])
             notes.append(Note("warn" if runs else "bad", *_bad_value(key, value, problem)))
     keys = [key for key, _ in parts]
@@ -247,9 +247,9 @@ def _bad_value(key: str, value: str, problem: str) -> tuple[str, str]:
     if value.lower() in ("true", "false", "1", "0", "on", "off") and _OPTIONS[key] is _boolean:
         right = "True" if value.lower() in ("true", "1", "on") else "False"
         return f"{text}; torch stops with an error", f"write {key}:{right}"
-    if inner := re.match(r"(True|False|\d+)[;|:]?([a-z_0-9]+:.*)", value):
+    if inner := re.match(r"(True|False|[0-9]+)[;|:]?([a-z_0-9]+:.*)", value):
         return f"{text}; options are separated by commas", f"write {key}:{inner[1]},{inner[2]}"
-    if number := re.match(r"(\d+)[^\d.]", value):
+    if number := re.match(r"([0-9]+)[^0-9.]", value):
         return f"{text}; torch reads {number[1]} and drops the rest", f"write {key}:{number[1]}"
     return text, f"correct or remove {key}"
 
@@ -502,11 +502,15 @@ def _environment_options(
     return parse_allocator_conf(value)
 
 
+# What torch's parser raises: a bad value, a missing one (an internal assertion), one too large.
+_REFUSALS = (ValueError, RuntimeError, IndexError)
+
+
 def _apply(torch: Any, wanted: dict[str, str], release: tuple[int, int] | None) -> dict[str, str]:
     """Hand the options to an imported torch and return all that are now set."""
     try:
         current = _settings_of(torch)
-    except ValueError as error:
+    except _REFUSALS as error:
         raise ValueError(
             f"configure_allocator: torch refuses the settings in the environment ({error}); "
             f"unset {CUDA_NAME} and start again"
@@ -541,7 +545,7 @@ def _apply(torch: Any, wanted: dict[str, str], release: tuple[int, int] | None) 
         )
     try:
         setter(format_allocator_conf(merged))
-    except (ValueError, RuntimeError) as error:
+    except _REFUSALS as error:
         raise ValueError(
             f"configure_allocator: torch {torch.__version__} refuses "
             f"{format_allocator_conf(merged)!r}: {str(error).splitlines()[0]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 
+from .files import parse_size
 from .finding import GIB, Finding, size, worst
 from .gpus import CLOCK_REASONS, Gpu
 from .system import System
@@ -107,7 +108,8 @@ def _card_from_sysfs(system: System, address: str, index: int) -> Gpu:
 
 def _positive(word: str) -> int | None:
     # The kernel prints 255 lanes where it does not know.
-    return int(word) if word.isdigit() and 0 < int(word) < 64 else None
+    number = parse_size(word)
+    return number if number is not None and 0 < number < 64 else None
 
 
 def _link_of(card: Gpu) -> tuple[str, str, str, str, dict[str, object]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from .files import parse_size
 from .finding import GIB, MIB, Finding, size, worst
 from .system import System
 
@@ -122,12 +123,12 @@ def check_locked_memory(system: System) -> Finding:
             soft = line.split()[3]
     if soft is None and system.live:
         soft = _memlock_from_system_call()
-    if soft is None or not (soft.isdigit() or soft == "unlimited"):
-        why = reading.why or "/proc/self/limits does not list it"
-        return Finding(name, "unknown", "not visible", why)
     if soft == "unlimited":
         return Finding(name, "ok", "unlimited", facts={"limit_bytes": None})
-    limit = int(soft)
+    limit = parse_size(soft)
+    if limit is None:
+        why = reading.why or "/proc/self/limits does not list it"
+        return Finding(name, "unknown", "not visible", why)
     facts = {"limit_bytes": limit}
     cards = system.names("/sys/class/infiniband")
     # Half of the memory is more than a run registers, and as good as no limit.
@@ -246,11 +247,11 @@ def _mount_size(options: str, ram: int | None) -> int | None:
     """Size of a tmpfs from its mount options; half the memory when they do not say."""
     for option in options.split(","):
         key, _, value = option.partition("=")
-        if key == "size" and value[:-1].isdigit():
-            units = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-            if value[-1].lower() in units:
-                return int(value[:-1]) * units[value[-1].lower()]
-            return int(value) if value.isdigit() else None
+        if key == "size":
+            unit = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}.get(value[-1:].lower())
+            number = parse_size(value[:-1] if unit else value)
+            if number is not None:
+                return number * (unit or 1)
     return ram // 2 if ram else None
 
 

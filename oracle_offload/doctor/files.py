@@ -53,7 +53,10 @@ def list_names(root: str, path: str) -> list[str]:
 
 
 def parse_size(text: str | None) -> int | None:
-    """Return the integer that `text` holds, None when there is none ("max", "", garbage)."""
+    """Return the integer that `text` holds, None when there is none ("max", "", garbage).
+
+    `str.isdigit` is no test for this: it accepts "²", which `int` does not.
+    """
     try:
         return int(text.strip()) if text is not None else None
     except ValueError:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from .cgroup import MemoryLimit, read_memory_limit
-from .files import Reading, below, list_names, read_text
+from .files import Reading, below, list_names, parse_size, read_text
 from .gpus import GpuView, read_gpus
 from .torch_build import TorchView, ask_torch, find_torch, imported_torch
 
@@ -104,8 +104,9 @@ class System:
         for line in (self.read("/proc/meminfo").text or "").splitlines():
             name, _, value = line.partition(":")
             words = value.split()
-            if words and words[0].isdigit():
-                table[name] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
+            number = parse_size(words[0]) if words else None
+            if number is not None:
+                table[name] = number * (1024 if words[1:] == ["kB"] else 1)
         return table
 
     @cached_property

@@ -76,7 +76,7 @@ class TorchView:
 
 def parse_release(version: str | None) -> tuple[int, int] | None:
     """Return (major, minor) of a version such as "12.8", "580.65.06" or "2.13.0+cu128"."""
-    match = re.match(r"(\d+)(?:\.(\d+))?", version or "")
+    match = re.match(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?", version or "")
     return (int(match[1]), int(match[2] or 0)) if match else None
 
 

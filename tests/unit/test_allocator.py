@@ -81,6 +81,8 @@ CASES = [
     "max_split_size_mb:19",
     "max_split_size_mb:0",
     "max_split_size_mb:abc",
+    "max_split_size_mb:²",
+    "max_split_size_mb:" + "9" * 5000,
     "max_split_size_mb:1.5",
     "max_split_size_mb:128MB",
     "max_split_size_mb",
@@ -119,7 +121,7 @@ def test_bad_is_exactly_what_the_installed_torch_refuses() -> None:
             try:
                 torch._C._accelerator_setAllocatorSettings(text)
                 refused = False
-            except (ValueError, RuntimeError):
+            except (ValueError, RuntimeError, IndexError):
                 refused = True
             if refused != bool(bad(text)):
                 disagreed.append((text, refused, lint_allocator_conf(text)))
@@ -388,6 +390,16 @@ def test_backend_cannot_change_after_import() -> None:
 def test_wrong_options_are_refused_with_the_right_one(arguments: str, words: str) -> None:
     code = REFUSED.format(arguments=arguments, error="ValueError", value=None)
     assert words in run_python(code)
+
+
+@pytest.mark.parametrize(
+    "broken", ["max_split_size_mb:5", "max_split_size_mb", "roundup_power2_divisions:["]
+)
+def test_broken_variable_is_named_after_import_too(broken: str) -> None:
+    pytest.importorskip("torch")
+    code = REFUSED.format(arguments="expandable_segments=True", error="ValueError", value=broken)
+    message = run_python("import torch\n" + code, {"PYTORCH_CUDA_ALLOC_CONF": broken})
+    assert "torch refuses the settings in the environment" in message
 
 
 def test_broken_variable_is_named() -> None:

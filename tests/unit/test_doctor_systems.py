@@ -362,7 +362,9 @@ def test_settings_that_torch_lost_are_shown_with_those_it_uses(tmp_path: Path) -
 
 GARBAGE = st.one_of(
     st.text(max_size=80),
-    st.sampled_from(["", "max", "-1", "[", "[]", ":", "0::", "1e400", "9" * 40, "\x00", "\n" * 9]),
+    st.sampled_from(
+        ["", "max", "-1", "[", "[]", ":", "0::", "1e400", "9" * 40, "9" * 5000, "\x00", "\n" * 9]
+    ),
 )
 
 
@@ -382,6 +384,19 @@ def test_no_content_of_any_file_makes_a_check_fail(data: st.DataObject) -> None:
         assert "check itself failed" not in finding.why, (name, damaged)
     report.to_html()
     json.loads(report.to_json())
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "²", "٣", "-1", "0x10", "1_0", "1.5"])
+def test_what_looks_like_a_number_and_is_none_or_huge(tmp_path: Path, number: str) -> None:
+    """In every place of every file where a number stands."""
+    for name in ("no_swap", "docker_v1", "docker_v2"):
+        for path, text in sections(name).items():
+            if path == ANSWERS or not re.search(r"\d", text):
+                continue
+            odd = re.sub(r"(?<![\w.])\d+(?![\w.])", number, text)
+            report = examine(machine(name, tmp_path, **{path: odd}))
+            failed = [f for f in report.findings if "check itself failed" in f.why]
+            assert not failed, (name, path, failed)
 
 
 @pytest.mark.parametrize("cards", [1, 3])
