@@ -10,6 +10,9 @@
 
 #include "../driver/cu_abi.h"
 
+#include <stddef.h>
+#include <stdint.h>
+
 #if defined(_WIN32)
 #define SIM_API __declspec(dllexport)
 #else
@@ -42,6 +45,7 @@ struct sim_device {
     double tflops;         /* dense bf16, 1e12 FLOP/s; fp32 runs at half, see docs */
     double memory_gbps;
     double launch_s;       /* launch latency of a kernel */
+    int compute_major, compute_minor; /* compute capability */
 };
 
 /* The presets: rtx3090, rtx4090, rtx5090, h200. INVALID_VALUE for another name. */
@@ -78,19 +82,27 @@ SIM_API OOCUresult simSwitch(int which, int on);
  * OUT_OF_MEMORY (1 = the next); 0 ends it. */
 SIM_API OOCUresult simRefuseRegistration(uint64_t from_nth);
 /* The n-th call from now on (1 = the next) of `call` ("cuEventRecord"; NULL: any cu* call that can
- * fail) returns `result`: once, or for ever when `lasting`. One fault per call name and one for any;
- * result 0 clears. A sticky result (700, 719...) makes all later calls fail with it. */
+ * fail) returns `result` and does nothing: once, or for ever when `lasting`. One fault per call name
+ * and one for any; result 0 clears. A sticky result (700, 719...) makes all later calls that need a
+ * context fail with it, and drops what is queued. "async h2d", "async d2h" and "async kernel" are the
+ * n-th operation of that kind to run: the error shows at a later call, and sticks. */
 SIM_API OOCUresult simFault(const char *call, uint64_t nth, OOCUresult result, int lasting);
 SIM_API OOCUresult simFaultClear(void);
+/* A stream that makes no progress until `on` is 0 again, as if its current operation hung. */
+SIM_API OOCUresult simHold(OOCUstream stream, int on);
+/* How long a wait bears with a host function that does not return before it is called a deadlock
+ * (real time; 10,000 ms by default). */
+SIM_API OOCUresult simPatience(unsigned int milliseconds);
 /* How often `call` was called since start or simReset; NULL: all calls. */
 SIM_API uint64_t simCallCount(const char *call);
 
 /* ---- observation ---- */
 
+/* Bytes and operations are counted when they are queued. */
 struct sim_stats {
     uint64_t h2d_bytes, h2d_copies, d2h_bytes, d2h_copies;
     uint64_t kernels, host_waits; /* host_waits: cuStreamSynchronize + cuEventSynchronize */
-    double h2d_busy_s, d2h_busy_s, compute_busy_s;
+    double h2d_busy_s, d2h_busy_s, compute_busy_s; /* of what has ended by simNow() */
 };
 SIM_API OOCUresult simGetStats(struct sim_stats *out);
 
@@ -99,13 +111,15 @@ struct sim_live {
     uint64_t registrations, registered_bytes, host_alloc_bytes, device_bytes, adopted_bytes;
     uint64_t queued; /* operations not yet executed */
     uint64_t device_peak_bytes;
+    uint64_t history; /* intervals that the race detector remembers */
 };
 SIM_API OOCUresult simGetLive(struct sim_live *out);
 
 /* The host's virtual clock, in seconds since start; advanced by waits, queries and simAdvance. */
 SIM_API double simNow(void);
 SIM_API OOCUresult simAdvance(double seconds);
-/* Virtual time at which everything queued on all streams so far will have ended; executes it. */
+/* Virtual time at which everything queued on all streams so far will have ended; executes it, and
+ * moves the host's clock there. Not a synchronisation: the host knows no more than before. */
 SIM_API OOCUresult simFinish(double *seconds);
 
 /* Races, deadlocks and lints since start or simReset. A report is several lines of text that name
