@@ -231,8 +231,8 @@ CATALOGUE: dict[str, tuple[str, str, bool]] = {
 }
 
 _FULL = (
-    "offload_weights", "checkpointing", "accumulate", "paged_optimizer", "eight_bit_optimizer",
-    "lower_precision", "adapter", "smaller_batch", "shorter_input",
+    "offload_weights", "checkpointing", "accumulate", "paged_optimizer", "mps_watermark",
+    "eight_bit_optimizer", "lower_precision", "adapter", "smaller_batch", "shorter_input",
 )  # fmt: skip
 _HOST = ("fewer_workers", "lazy_load", "more_ram")
 
@@ -274,6 +274,8 @@ def plan(finding: Finding, causes: list[Cause], *, expandable: bool | None = Non
         True where expandable segments are known to be on: they are not advised again.
     """
     keys: list[str] = []
+    if causes[0].name == "too_big" and _is_giant(finding):
+        keys += ["chunk_attention", "check_size"]  # one tensor: what else is held hardly matters
     for cause in causes[:3]:
         for key in PLANS[cause.name]:
             if key not in keys and _applies(key, finding, causes[0], expandable):
@@ -282,6 +284,14 @@ def plan(finding: Finding, causes: list[Cause], *, expandable: bool | None = Non
     fixes = [Fix(key, *CATALOGUE[key][:2], gains.get(key), CATALOGUE[key][2]) for key in keys]
     # What changes the result comes last, whatever its cause; the order is otherwise kept.
     return sorted(fixes, key=lambda fix: fix.changes_result)
+
+
+def _is_giant(finding: Finding) -> bool:
+    """Return whether a single allocation asks for more than half the card."""
+    asked, total = finding.value("requested"), finding.value("total")
+    if finding.template.name == "mps-buffer":
+        return True
+    return asked is not None and total is not None and 2 * asked > total
 
 
 def _applies(key: str, finding: Finding, first: Cause, expandable: bool | None) -> bool:
@@ -294,6 +304,8 @@ def _applies(key: str, finding: Finding, first: Cause, expandable: bool | None) 
         return backend in ("cuda", "rocm", None)
     if key == "prove_kill":
         return backend == "host" and finding.template.strength == 1
+    if key == "mps_watermark":
+        return finding.template.name == "mps-allocator"
     if key == "stop_others":
         return backend in DEVICE_BACKENDS and backend != "mps"
     return key != "raise_shm" or first.name == "shared_memory"

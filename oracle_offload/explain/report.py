@@ -173,16 +173,18 @@ class OomReport:
         all_fixes : bool
             List every fix instead of the first three.
         """
-        from textwrap import wrap
+        from textwrap import TextWrapper
 
         width = min(max(width, 60), WIDTH)
         bold, dim, off = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if color else ("", "", "")
-        out = [f"{bold}{line}{off}" for line in wrap(self.verdict, width)]
+        wrapper = TextWrapper(width, break_on_hyphens=False)
+        out = [f"{bold}{line}{off}" for line in wrapper.wrap(self.verdict)]
         if not self.found:
             return "\n".join(out) + "\n"
 
         def block(text: str, first: str, rest: str) -> None:
-            out.extend(wrap(text, width, initial_indent=first, subsequent_indent=rest))
+            wrapper.initial_indent, wrapper.subsequent_indent = first, rest
+            out.extend(wrapper.wrap(text))
 
         block(f"confidence {self.cause.confidence}: {self.cause.why}", "  ", "  ")
         for cause in self.causes[1:3]:
@@ -197,9 +199,9 @@ class OomReport:
                 fact = self.facts.get(name)
                 if fact is not None:
                     note = "  (sum)" if fact.derived else ""
-                    out.append(f"  {title:<40}{format_size(fact.value):>14}{note}")
+                    out.append(f"  {title:<37}{format_size(fact.value):>14}{note}")
             if self.shortfall is not None:
-                out.append(f"  {'missing':<40}{format_size(self.shortfall):>14}")
+                out.append(f"  {'missing':<37}{format_size(self.shortfall):>14}")
         shown = self.fixes if all_fixes else self.fixes[:TEXT_FIXES]
         if shown:
             out += ["", f"{bold}What to change first{off}"]
@@ -274,7 +276,12 @@ def _text_bar(parts: list[tuple[str, int]], width: int) -> list[str]:
     for name, size in parts:
         used += size
         line += marks[name] * (round(cells * used / total) - len(line))
-    legend = "  ".join(f"{marks[name]} {name} {format_size(size)}" for name, size in parts)
-    from textwrap import wrap
-
-    return [f"  [{line}]", *wrap(legend, width, initial_indent="   ", subsequent_indent="   ")]
+    rows = [""]
+    for name, size in parts:
+        item = f"{marks[name]} {name} {format_size(size)}"
+        joined = f"{rows[-1]}  {item}" if rows[-1] else f"   {item}"
+        if len(joined) <= width:
+            rows[-1] = joined
+        else:
+            rows.append(f"   {item}")
+    return [f"  [{line}]", *rows]

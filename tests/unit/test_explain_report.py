@@ -1,0 +1,232 @@
+"""What a report shows: golden texts and pages, the fixes and their order, marks and gains."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from oracle_offload.explain import explain_oom
+from oracle_offload.explain.cause import TITLES, where
+from oracle_offload.explain.facts import FACT_TITLES
+from oracle_offload.explain.fixes import CATALOGUE, PLANS
+
+DATA = Path(__file__).parents[1] / "data" / "oom"
+GOLDEN = DATA / "golden"
+GiB, MiB = 1 << 30, 1 << 20
+CASES = {
+    case["id"]: case["text"]
+    for case in map(json.loads, (DATA / "corpus.jsonl").read_text("utf-8").splitlines())
+}
+SHOWN = [
+    "cuda-1.3-cached-warning-log", "cuda-2.8-ranks-share-card", "cuda-2.12-capped", "mps-2.6-gib",
+    "cuda-err-pin-thread", "kernel-memcg-limit", "shm-mmap", "deepspeed-minus-9", "leak-in-log",
+    "phase-first-backward", "cpu-1pib", "cublas-create",
+]  # fmt: skip
+# Set to write the golden files anew; then read the difference before committing it.
+UPDATE = os.environ.get("ORACLE_OFFLOAD_UPDATE_GOLDEN") == "1"
+
+
+def device_text(**changed: str) -> str:
+    """Return a message of PyTorch 2.13 with some of its figures changed."""
+    figures = {
+        "asked": "1.00 GiB", "total": "24.00 GiB", "free": "0.20 GiB", "others": "",
+        "mine": "23.50 GiB", "cap": "", "allocated": "23.00 GiB", "unused": "0.30 GiB", **changed,
+    }  # fmt: skip
+    return (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total "
+        "capacity of {total} of which {free} is free. {others}Including non-PyTorch memory, this "
+        "process has {mine} memory in use. {cap}Of the allocated memory {allocated} is allocated "
+        "by PyTorch, and {unused} is reserved by PyTorch but unallocated."
+    ).format(**figures)
+
+
+def keys(text: str, **kwargs: dict[str, str]) -> list[str]:
+    return [fix.key for fix in explain_oom(text, **kwargs).fixes]
+
+
+# -- golden files ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["txt", "html"])
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_report_is_what_it_was(name: str, suffix: str) -> None:
+    report = explain_oom(CASES[name])
+    shown = report.to_text() if suffix == "txt" else report.to_html()
+    path = GOLDEN / f"{name}.{suffix}"
+    if UPDATE:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(shown, encoding="utf-8")
+    assert shown == path.read_text("utf-8")
+
+
+class Page(html.parser.HTMLParser):
+    """Collects tags, and whether every one that was opened is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+        self.open: list[str] = []
+        self.attributes: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.attributes.update(name for name, _ in attrs)
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("page", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_html_is_closed_and_runs_and_fetches_nothing(name: str, page: bool) -> None:
+    parser = Page()
+    parser.feed(explain_oom(CASES[name]).to_html(page=page))
+    assert parser.open == []
+    assert not parser.seen & {"script", "link", "img", "iframe", "object"}
+    assert not {a for a in parser.attributes if a.startswith("on") or a in ("src", "href")}
+
+
+def test_text_of_the_log_is_escaped_in_html() -> None:
+    report = explain_oom("<script>alert(1)</script> MemoryError: <b>\nMemoryError\n")
+    assert "<script" not in report.to_html() and "<b>" not in report.to_html()
+
+
+@pytest.mark.parametrize("width", [10, 60, 72, 100, 400])
+@pytest.mark.parametrize("name", SHOWN)
+def test_text_keeps_to_the_width(name: str, width: int) -> None:
+    text = explain_oom(CASES[name]).to_text(width=width, all_fixes=True)
+    assert max(map(len, text.splitlines())) <= min(max(width, 60), 100)
+
+
+def test_colour_adds_nothing_but_colour() -> None:
+    report = explain_oom(CASES[SHOWN[0]])
+    plain, coloured = report.to_text(), report.to_text(color=True)
+    for code in ("\x1b[1m", "\x1b[2m", "\x1b[0m"):
+        coloured = coloured.replace(code, "")
+    assert coloured == plain
+
+
+def test_json_has_every_fact_and_survives_a_round_trip() -> None:
+    report = explain_oom(CASES["cuda-2.8-ranks-share-card"])
+    data = json.loads(report.to_json())
+    assert data == report.to_dict()
+    assert set(data["facts"]) == {f"{name}_bytes" for name in FACT_TITLES}
+    assert data["facts"]["cap_bytes"] is None
+    assert [process["pid"] for process in data["processes"]] == [16746, 16747, 16748, 16749]
+    assert [process["this_process"] for process in data["processes"]].count(True) == 1
+
+
+def test_each_fact_points_to_the_line_it_came_from() -> None:
+    text = "one\ntwo\n" + CASES["async-2.4"] + "\n"
+    report = explain_oom(text)
+    lines = text.splitlines()
+    for name, fact in report.facts.items():
+        assert fact.quote == lines[fact.line - 1].strip(), name
+
+
+# -- causes and fixes -----------------------------------------------------------------------------
+
+
+def test_each_cause_has_a_title_a_plan_and_a_place() -> None:
+    assert set(PLANS) == set(TITLES)
+    assert {key for plan in PLANS.values() for key in plan} <= set(CATALOGUE)
+    for cause in TITLES:
+        assert where(cause, "cuda") in {"device", "host", "limit", "setting", "program"}
+
+
+def test_no_fix_is_listed_that_no_cause_leads_to() -> None:
+    used = {key for plan in PLANS.values() for key in plan}
+    assert set(CATALOGUE) - used == set()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_message_gets_a_fix_and_what_changes_the_result_comes_last(name: str) -> None:
+    fixes = explain_oom(CASES[name]).fixes
+    assert fixes
+    marks = [fix.changes_result for fix in fixes]
+    assert marks == sorted(marks)
+    assert len({fix.key for fix in fixes}) == len(fixes)
+
+
+def test_gains_come_from_the_figures_and_only_from_them() -> None:
+    text = device_text(allocated="15.00 GiB", unused="6.00 GiB", mine="22.00 GiB")
+    fragmented = explain_oom(text)
+    assert fragmented.cause.name == "fragmentation"
+    assert fragmented.fixes[0].key == "expandable_segments"
+    assert fragmented.fixes[0].gain_bytes == 6 * GiB
+    crowded = explain_oom(
+        device_text(others="Process 9 has 12.00 GiB memory in use. ", mine="11.00 GiB",
+                    allocated="10.50 GiB", unused="0.10 GiB")
+    )  # fmt: skip
+    assert (crowded.cause.name, crowded.fixes[0].key) == ("other_process", "stop_others")
+    assert crowded.fixes[0].gain_bytes == 12 * GiB
+    capped = explain_oom(device_text(cap="8.00 GiB allowed; ", free="15.00 GiB", mine="8.00 GiB",
+                                     allocated="7.50 GiB"))  # fmt: skip
+    assert (capped.cause.name, capped.fixes[0].key) == ("device_cap", "raise_cap")
+    assert capped.fixes[0].gain_bytes == 15 * GiB  # 16 GiB of cap, of which 15 GiB are free
+    full = explain_oom(device_text())
+    assert full.shortfall == GiB - round(0.2 * GiB)
+    assert all(fix.gain_bytes is None for fix in full.fixes)
+
+
+def test_expandable_segments_are_not_advised_where_they_are_on() -> None:
+    text = device_text(allocated="15.00 GiB", unused="6.00 GiB", mine="22.00 GiB")
+    assert "expandable_segments" in keys(text)
+    on = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert "expandable_segments" not in keys(text, env=on)
+    assert explain_oom("RuntimeError: CUDA driver error: out of memory", env=on).cause == (
+        "allocator_setting", "high", "expandable_segments was switched on",
+    )  # fmt: skip
+
+
+def test_one_giant_tensor_is_met_with_its_size_and_not_with_checkpointing() -> None:
+    fixes = keys(device_text(asked="31.25 GiB"))
+    assert fixes[:2] == ["chunk_attention", "check_size"]
+
+
+@pytest.mark.parametrize("backend", ["xpu", "mps"])
+def test_advice_for_cuda_alone_is_not_given_elsewhere(backend: str) -> None:
+    name = {"xpu": "xpu-2.12", "mps": "mps-2.6-gib"}[backend]
+    fixes = keys(CASES[name])
+    assert not set(fixes) & {"offload_weights", "paged_optimizer", "expandable_segments"}
+    assert ("mps_watermark" in fixes) == (backend == "mps")
+
+
+# -- the rules at their edges ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        ({}, "too_big"),
+        ({"asked": "24.01 GiB"}, "too_big"),
+        ({"cap": "24.00 GiB allowed; ", "free": "0.20 GiB"}, "too_big"),  # a cap that caps nothing
+        ({"cap": "8.00 GiB allowed; ", "free": "0.20 GiB"}, "too_big"),  # full before the cap
+        ({"free": "1.01 GiB", "mine": "22.80 GiB"}, "too_big"),  # within what the driver keeps
+        ({"free": "1.50 GiB", "mine": "22.00 GiB"}, "driver_refusal"),
+        ({"allocated": "25.00 GiB", "free": "0 bytes"}, "spilled"),
+        ({"unused": "1.10 GiB", "allocated": "22.00 GiB"}, "fragmentation"),
+        ({"unused": "0.99 GiB", "allocated": "22.00 GiB"}, "too_big"),
+        # a tensor of a megabyte asks for a segment of 20 MiB: a loose 200 MiB says nothing
+        ({"asked": "20.00 MiB", "free": "10.00 MiB", "unused": "200.00 MiB"}, "too_big"),
+        ({"asked": "200.00 MiB", "free": "10.00 MiB", "unused": "900.00 MiB"}, "fragmentation"),
+        ({"others": "Process 9 has 900.00 MiB memory in use. "}, "too_big"),
+        ({"others": "Process 9 has 17179869184.00 GiB memory in use. "}, "too_big"),
+    ],
+)
+def test_the_rules_at_their_edges(changed: dict[str, str], cause: str) -> None:
+    assert explain_oom(device_text(**changed)).cause.name == cause
+
+
+def test_a_process_list_without_this_process_is_read_as_from_a_container() -> None:
+    text = device_text().replace("Including non-PyTorch memory, this process has", "Process 1 has")
+    report = explain_oom(text)
+    assert report.value("this_process") == round(23.5 * GiB)
+    assert report.value("other_processes") is None  # none was listed: unknown, not zero
+    assert report.cause.name == "too_big"
