@@ -1,13 +1,14 @@
 """Autograd functions of the managed layers: the same bits as torch's own, from a borrowed slot.
 
-A managed layer's weight lies in the arena only between `acquire` and `release`, and both stand here
-in one frame with the operator between them, in ``try``/``finally``: code after ``Function.apply`` or
-in a module hook never runs for the last layer of a checkpoint that stops early, and exceptions must
-give the slot back. Backward acquires again, by layer, never by the address that forward saw.
+A managed layer's weight lies in the arena only between `acquire` and `release`, and both stand
+here in one frame with the operator between them, in ``try``/``finally``: code after
+``Function.apply`` or in a module hook never runs for the last layer of a checkpoint that stops
+early, and exceptions must give the slot back. Backward acquires again, by layer, never by the
+address that forward saw.
 
-Weights are not saved for backward (saved-tensor hooks would copy whole masters); their versions are,
-so that a change between forward and backward raises as torch would. The input is saved only for a
-weight gradient. The arithmetic repeats, call by call, what torch's own derivatives do for
+Weights are not saved for backward (saved-tensor hooks would copy whole masters); their versions
+are, so that a change between forward and backward raises as torch would. The input is saved only
+for a weight gradient. The arithmetic repeats, call by call, what torch's own derivatives do for
 ``at::linear`` and ``at::convolution`` (``aten/src/ATen/native/Linear.cpp``, ``should_fold`` in
 ``LinearAlgebra.cpp``, ``mm_mat1_grad`` and ``mm_mat2_grad`` in ``FunctionsManual.cpp``): the choice
 between ``addmm``, ``mm`` and ``bmm`` and the layout of the operands decide the last bits.
@@ -37,6 +38,7 @@ class _Refuse(Function):
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, *grad_outputs: Tensor) -> Tensor:
+        """Compute; see the class."""
         return gradient.view_as(gradient)
 
     @staticmethod
@@ -51,8 +53,9 @@ def _refuse_double_backward(gradients: tuple[Any, ...], grad_output: Tensor) -> 
     """Tie `gradients` of a backward under ``create_graph=True`` to a node that refuses."""
     if not grad_output.requires_grad:
         grad_output = grad_output.detach().requires_grad_()
+    refuse: Any = _Refuse.apply
     return tuple(
-        _Refuse.apply(gradient, grad_output) if isinstance(gradient, Tensor) else gradient
+        refuse(gradient, grad_output) if isinstance(gradient, Tensor) else gradient
         for gradient in gradients
     )
 
@@ -102,8 +105,8 @@ def linear(
 ) -> tuple[Tensor, Tensor | None]:
     """``F.linear(x, w, b)`` as torch does it for a weight that has this `requires_grad`.
 
-    With a trainable weight ``at::matmul`` folds an input of whatever layout into a matrix, by a copy
-    if need be; it asks the weight, and a slot's view never requires grad.
+    With a trainable weight ``at::matmul`` folds an input of whatever layout into a matrix, by a
+    copy if need be; it asks the weight, and a slot's view never requires grad.
 
     Returns
     -------
@@ -135,6 +138,7 @@ class ManagedLinear(Function):
         bias: Tensor | None = None,
         cast: torch.dtype | None = None,
     ) -> Tensor:
+        """Compute; see the class."""
         task = _graph_task()
         state = layer.state
         engine = state.engine
@@ -168,6 +172,7 @@ class ManagedLinear(Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Return the gradients; host tensors for parameters on the host."""
         grad = grad_outputs[0]
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -303,7 +308,7 @@ def _convolve(x: Tensor, w: Tensor, b: Tensor | None, layer: Conv2dLayer, traini
 class ManagedConv2d(Function):
     """``F.conv2d`` on a weight borrowed from the arena; arguments as `ManagedLinear`.
 
-    `x` is ``(N, C, H, W)``: batched, and padded already where the padding is not the operator's own.
+    `x` is ``(N, C, H, W)``: batched, and padded where the padding is not the operator's own.
     """
 
     @staticmethod
@@ -315,6 +320,7 @@ class ManagedConv2d(Function):
         bias: Tensor | None = None,
         cast: torch.dtype | None = None,
     ) -> Tensor:
+        """Compute; see the class."""
         task = _graph_task()
         state = layer.state
         engine = state.engine
@@ -348,6 +354,7 @@ class ManagedConv2d(Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Return the gradients; host tensors for parameters on the host."""
         grad = grad_outputs[0]
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -421,25 +428,28 @@ class ManagedConv2d(Function):
 class CastStandIn(Function):
     """Stands for a trainable parameter's low-precision copy in one autocast region.
 
-    Autocast casts a trainable weight once per region and uses that copy everywhere, so gradients of
-    several uses are summed in low precision before they are cast back. The stand-in gives autograd
-    the same node to sum at, on the compute device; it has the copy's shape, dtype and device, and no
-    memory of its own.
+    Autocast casts a trainable weight once per region and uses that copy everywhere, so gradients
+    of several uses are summed in low precision before they are cast back. The stand-in gives
+    autograd the same node to sum at, on the compute device; it has the copy's shape, dtype and
+    device, and no memory of its own.
     """
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, layer: Layer, dtype: torch.dtype) -> Tensor:
+        """Compute; see the class."""
         ctx.layer = layer
         ctx.dtype = parameter.dtype
         return torch.empty(1, dtype=dtype, device=layer.state.device).expand(parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Return the gradients; host tensors for parameters on the host."""
         with torch.no_grad():
             gradient = ctx.layer.state.to_host(grad_outputs[0].to(ctx.dtype), ctx.layer)
         return gradient, None, None
 
 
 # Function.apply is a Python method that asks functorch first; the layers have asked already.
-apply_linear = super(Function, ManagedLinear).apply  # type: ignore[misc]
-apply_conv2d = super(Function, ManagedConv2d).apply  # type: ignore[misc]
+apply_linear: Any = super(Function, ManagedLinear).apply
+apply_conv2d: Any = super(Function, ManagedConv2d).apply
+apply_stand_in: Any = CastStandIn.apply

@@ -1,7 +1,7 @@
 """One engine per device, shared by every model attached there.
 
-`DeviceState` is the Python side of one engine: which layers lie in which unit, which tensors are the
-arena's segments, on which stream torch computes, and when trainable masters may be rewritten.
+`DeviceState` is the Python side of one engine: which layers lie in which unit, which tensors are
+the arena's segments, on which stream torch computes, and when trainable masters may be rewritten.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class DeviceState:
         Parameters
         ----------
         flops : float
-            Floating-point operations (a multiply-add is two), as ``torch.utils.flop_counter`` counts.
+            Floating-point operations, as ``torch.utils.flop_counter`` counts them.
         moved_bytes : float
             Bytes of operands and result.
         dtype : torch.dtype

@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from . import _core, masters, selection
 from .devices import DeviceState, Segment, close_if_unused, open_state, parse_device
 from .errors import OffloadError
 from .manager_modules import HANDLE, Layer, is_managed, layer_type, swap_in, swap_out
+from .progress import DelayedBar
 from .selection import Leaf, group_units, wrapper_of
 from .sizes import GIB, format_size, parse_size
 from .witness import watch_first_forward
@@ -43,6 +43,7 @@ class Attachment:
         self.capacity_bytes = 0
         self.floor_bytes = 0
         self.fixed_capacity = False
+        self.layers_left_resident = 0
         self.step_h2d_bytes: int | None = None
         self.step_d2h_bytes: int | None = None
         self.steps = 0
@@ -55,7 +56,7 @@ class Attachment:
         return any(tensor.requires_grad for layer in self.layers for tensor in layer.tensors())
 
     def lock(self, buffer: _core.HostBuffer, wanted: bool = True) -> None:
-        """Make a piece known to the engine, page-locked if `wanted`, until the model is detached."""
+        """Make a piece known to the engine, page-locked if `wanted`, until detach."""
         self.buffers.append(buffer)
         self.state.engine.lock(buffer, wanted)
 
@@ -236,7 +237,7 @@ class MemoryManager:
         return memory_summary(self.device, abbreviated, model=self._module())
 
     def settle(self) -> None:
-        """Bring modules that were added since (an adapter) to the device; cheap when there is none."""
+        """Bring modules that were added since (an adapter) to the device."""
         with self.lock:
             module = self._module()
             if module is not None and self.unsettled[0]:
@@ -263,7 +264,6 @@ class MemoryManager:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of an attached model is an ordinary one."""
-        return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -342,6 +342,7 @@ def attach(
         attachment.add_segments(capacity, largest)
         manager = MemoryManager(module, state, attachment)
         manager.resident = chosen.resident
+        attachment.layers_left_resident = len(chosen.resident)
         _build_masters(attachment, units, managed, limit)
         _add_units(manager, units)
     except BaseException as error:
@@ -408,14 +409,7 @@ def _build_masters(
 ) -> None:
     tensors = [[t for leaf in unit for t in leaf.tensors()] for unit in units]
     locked = 0
-    with tqdm(
-        total=managed,
-        desc="oracle_offload: attach",
-        unit="B",
-        unit_scale=True,
-        delay=2,
-        leave=False,
-    ) as bar:
+    with DelayedBar(managed, "oracle_offload: attach") as bar:
         for piece in masters.split_pieces(tensors):
             buffer = masters.fill_piece(piece, bar.update)
             wanted = locked + buffer.nbytes <= limit
@@ -444,8 +438,8 @@ def _add_units(manager: MemoryManager, units: Sequence[Sequence[Leaf]]) -> None:
 def move_unmanaged(module: nn.Module, device: torch.device) -> None:
     """Move every parameter and buffer outside the managed layers to `device`, dtypes untouched.
 
-    Shared tensors stay shared: a Parameter keeps its identity, a buffer that several modules hold is
-    moved once.
+    Shared tensors stay shared: a Parameter keeps its identity, a buffer that several modules hold
+    is moved once.
     """
     moved: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -472,7 +466,6 @@ def _own_tensors(module: nn.Module) -> list[Tensor | None]:
 def _install_root_hooks(manager: MemoryManager, module: nn.Module) -> None:
     reference = weakref.ref(manager)
 
-    @torch.compiler.disable
     def before(root: nn.Module, args: Any) -> None:
         found = reference()
         if found is None:
@@ -482,7 +475,7 @@ def _install_root_hooks(manager: MemoryManager, module: nn.Module) -> None:
         if torch._C._current_graph_task_id() == -1:
             found.attachment.grow_to_block()
 
-    manager.hooks.append(module.register_forward_pre_hook(before))
+    manager.hooks.append(module.register_forward_pre_hook(torch.compiler.disable(before)))
     manager.hooks.extend(watch_first_forward(manager, module))
 
 

@@ -124,12 +124,10 @@ class Layer:
         The old master is left alone: somebody may hold it. False where what is there now cannot be
         managed (a computed weight, another device, a tensor subclass).
         """
-        weight = self.parameters.get("weight")
-        bias = self.parameters.get("bias")
-        tensors = [weight] if bias is None else [weight, bias]
-        for tensor in tensors:
-            if not is_plain_master(tensor):
-                return False
+        weight: Any = self.parameters.get("weight")
+        bias: Any = self.parameters.get("bias")
+        if not is_plain_master(weight) or not (bias is None or is_plain_master(bias)):
+            return False
         if (bias is None) == self.has_bias:
             self.has_bias = bias is not None
         self.weight, self.bias = weight, bias
@@ -196,7 +194,7 @@ class Layer:
                 f"torch.func transforms over managed layer '{self.name}' are not supported; leave "
                 "it resident with ignore_modules=[...] or detach the model first."
             )
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[attr-defined]
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
             raise OffloadError(
                 f"forward-mode differentiation through managed layer '{self.name}' is not "
                 "supported; leave it resident with ignore_modules=[...]."
@@ -241,21 +239,21 @@ class Layer:
         Autocast caches casts of float32 leaves only; others are cast anew at each use.
         """
         if parameter.dtype is not torch.float32:
-            return cast("Tensor", autograd.CastStandIn.apply(parameter, self, dtype))
+            return cast("Tensor", autograd.apply_stand_in(parameter, self, dtype))
         region = self.state.autocast_region(dtype)
         known = self.stand_ins.get(name)
         if known is not None and known[0] is region and known[1] is dtype:
             return known[2]
-        made = cast("Tensor", autograd.CastStandIn.apply(parameter, self, dtype))
+        made = cast("Tensor", autograd.apply_stand_in(parameter, self, dtype))
         self.stand_ins[name] = region, dtype, made
         return made
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Compute the layer for `x`."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a managed module is an ordinary one."""
-        return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -267,6 +265,7 @@ class LinearLayer(Layer):
     base_forward = staticmethod(nn.Linear.forward)
 
     def base_call(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``F.linear`` with the given tensors."""
         return F.linear(x, weight, bias)
 
     def forward_seconds(self, x: Tensor) -> float:
@@ -289,6 +288,7 @@ class LinearLayer(Layer):
         )
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Compute the layer for `x`."""
         if not self.ready(x):
             return self.foreign(x)
         if x.is_cuda is not self.on_cuda:
@@ -377,6 +377,7 @@ class Conv2dLayer(Layer):
             self.padding = module.padding
 
     def base_call(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``F.conv2d`` with the given tensors."""
         return cast("Tensor", module._conv_forward(x, weight, bias))
 
     def forward_seconds(self, x: Tensor) -> float:
@@ -403,6 +404,7 @@ class Conv2dLayer(Layer):
         return 2.0 * outputs * per_output, shape.numel() + weight.numel() + outputs
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Compute the layer for `x`."""
         if not self.ready(x):
             return self.foreign(x)
         if x.is_cuda is not self.on_cuda:
@@ -470,7 +472,7 @@ class Conv2dLayer(Layer):
 
 
 def is_plain_master(tensor: Any) -> bool:
-    """Whether `tensor` can be a host master: a dense floating leaf of a plain class in CPU memory."""
+    """Whether `tensor` can be a host master: dense, floating, a leaf, plain, in CPU memory."""
     return (
         isinstance(tensor, Tensor)
         and type(tensor) in (Tensor, nn.Parameter)
@@ -484,7 +486,7 @@ def is_plain_master(tensor: Any) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    """Whether the elements fill their memory without gaps or overlaps, in whatever order."""
     expected = 1
     for step, size in sorted(
         (step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
@@ -509,10 +511,9 @@ def layer_type(module: nn.Module) -> type[Layer] | None:
 
 
 @functools.cache
-def managed_class(base: type[nn.Module]) -> type[nn.Module]:
+def managed_class(base: Any) -> Any:
     """Return the subclass of `base` whose forward borrows its weight; one per base, same name."""
 
-    @torch.compiler.disable
     def forward(self: Any, input: Tensor) -> Tensor:
         layer = self.__dict__.get(HANDLE)
         if layer is None:
@@ -540,7 +541,7 @@ def managed_class(base: type[nn.Module]) -> type[nn.Module]:
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
-            "forward": forward,
+            "forward": torch.compiler.disable(forward),
             "_apply": _apply,
             "__reduce_ex__": __reduce_ex__,
             "_oracle_offload_base": base,
@@ -552,7 +553,7 @@ def managed_class(base: type[nn.Module]) -> type[nn.Module]:
 def swap_in(module: nn.Module, layer: Layer) -> None:
     """Make `module` a managed one."""
     module.__dict__[HANDLE] = layer
-    module.__class__ = managed_class(type(module))
+    module.__class__ = managed_class(cast("Any", type(module)))
 
 
 def swap_out(module: nn.Module) -> None:
@@ -571,8 +572,8 @@ def is_managed(module: nn.Module) -> bool:
 def apply_to_masters(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     """``module._apply(fn)`` for masters: a change of dtype or layout is kept, a move is not.
 
-    What `fn` does is read off a small tensor of the same kind, so that no weight travels to a device
-    only to come back.
+    What `fn` does is read off a small tensor of the same kind, so that no weight travels to a
+    device only to come back.
     """
     layer: Layer = module.__dict__[HANDLE]
     changed = False

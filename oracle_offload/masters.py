@@ -91,7 +91,7 @@ def fill_piece(tensors: Sequence[Tensor], on_bytes: Callable[[int], object]) -> 
 
 
 def move_into(tensor: Tensor, buffer: HostBuffer, offset: int) -> None:
-    """Re-point ``tensor.data`` to `offset` of `buffer`, keeping values and, where dense, strides."""
+    """Re-point ``tensor.data`` to `offset` of `buffer`; values and dense strides stay."""
     source = tensor.detach()
     nbytes = tensor_bytes(source)
     dense = is_dense(source)
@@ -112,7 +112,7 @@ def move_into(tensor: Tensor, buffer: HostBuffer, offset: int) -> None:
 
 
 def trim_heap() -> None:
-    """Give freed heap memory back to the system: small weights come from the heap, not from mmap."""
+    """Give freed heap memory back to the system: small weights come from the heap."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

@@ -1,7 +1,7 @@
 """Which layers are managed, and in which units they travel.
 
-Managed is a leaf whose class computes with exactly ``nn.Linear.forward`` or ``nn.Conv2d.forward`` and
-whose tensors are plain floating parameters of its own. Everything else stays resident: what a
+Managed is a leaf whose class computes with exactly ``nn.Linear.forward`` or ``nn.Conv2d.forward``
+and whose tensors are plain floating parameters of its own. Everything else stays resident: what a
 parent's code uses the weight of without calling the layer, what is tied to a module that is not
 managed, adapters, quantised tensors. What the rules cannot see (a weight handed around in a
 variable) fails the watch over the first forward, see `oracle_offload.witness`.
@@ -16,7 +16,8 @@ import textwrap
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,9 @@ from .sizes import KIB, MIB
 # fuse_projections, weight initialisation) are not reached from these.
 _ENTRY_METHODS = ("forward", "__call__", "encode", "decode", "forward_features")
 _HARMLESS = frozenset(
-    "dtype shape ndim size dim numel nelement requires_grad is_cuda itemsize element_size stride "
-    "layout is_floating_point is_meta is_sparse grad __class__".split()
+    {"dtype", "shape", "ndim", "size", "dim", "numel", "nelement", "requires_grad", "is_cuda"}
+    | {"itemsize", "element_size", "stride", "layout", "is_floating_point", "is_meta", "is_sparse"}
+    | {"grad", "__class__"}
 )
 
 
@@ -253,7 +255,7 @@ def _drop_shared(
     overlapping: set[int] = set()
     for group in spans.values():
         group.sort()
-        for (_, end, first, _), (start, _, second, _) in zip(group, group[1:], strict=False):
+        for (_, end, first, _), (start, _, second, _) in pairwise(group):
             if start < end:
                 overlapping.update((first, second))
     changed = True
@@ -291,7 +293,7 @@ def _block_of(name: str, modules: dict[str, nn.Module]) -> str:
 def _used_directly(modules: dict[str, nn.Module]) -> dict[int, str]:
     found: dict[int, str] = {}
     for module in modules.values():
-        for path, where in direct_uses(type(module)):
+        for path, where in direct_uses(cast("Any", type(module))):
             for target in _resolve(module, path):
                 if layer_type(target) is not None:
                     found.setdefault(id(target), f"{where} uses its weight without calling it")
@@ -309,7 +311,7 @@ def _resolve(module: nn.Module, path: tuple[str, ...]) -> Iterator[nn.Module]:
 
 
 @functools.cache
-def direct_uses(cls: type[nn.Module]) -> tuple[tuple[tuple[str, ...], str], ...]:
+def direct_uses(cls: Any) -> tuple[tuple[tuple[str, ...], str], ...]:
     """Find ``self.<path>.weight`` (or ``bias``) used as a value in the methods that compute.
 
     Parameters

@@ -1,11 +1,11 @@
 """An independent witness of what torch's operators touch.
 
 `attach` rests on a promise: no operator reads a host master while a managed model computes. On a
-machine without CUDA nothing in the results would show a broken promise, because master and slot hold
-the same bits. `Witness` is a dispatch mode that sees every operator below autograd. Strict, it fails
-one that touches a master; on the simulated device it also declares what operators read and write of
-the arena and of masters, so that the race detector sees what really happened, and, with a clock,
-charges each operator's time.
+machine without CUDA nothing in the results would show a broken promise, because master and slot
+hold the same bits. `Witness` is a dispatch mode that sees every operator below autograd. Strict, it
+fails one that touches a master; on the simulated device it also declares what operators read and
+write of the arena and of masters, so that the race detector sees what really happened, and, with a
+clock, charges each operator's time.
 
 `watch_first_forward` runs the first forward of every attached model under it, without the
 declarations: code that uses the weight of a managed layer without calling the layer is found there,
@@ -94,7 +94,7 @@ class Witness(TorchDispatchMode):
     Parameters
     ----------
     strict : bool
-        Raise `OffloadError` for an operator outside an optimizer step that reads or writes a master.
+        Raise `OffloadError` for an operator that touches a master outside an optimizer step.
     declare : bool
         On simulated devices, declare accesses to arena and masters to the race detector.
     clock : bool
@@ -110,7 +110,7 @@ class Witness(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, *, strict: bool = True, declare: bool = True, clock: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.strict = strict
         self.declare = declare
         self.clock = clock
@@ -149,11 +149,11 @@ class Witness(TorchDispatchMode):
             self._clocked = [state for state in states if state.simulated]
             for state in self._clocked:
                 state.clocked_outside += 1
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *details: Any) -> None:
-        super().__exit__(*details)
+        super().__exit__(*details)  # type: ignore[no-untyped-call]
         for hook in self._steps:
             hook.remove()
         _exempt.depth = 0
@@ -261,7 +261,6 @@ def watch_first_forward(manager: MemoryManager, module: nn.Module) -> list[Any]:
     reference = weakref.ref(manager)
     entered: list[Witness] = []
 
-    @torch.compiler.disable
     def before(root: nn.Module, args: Any) -> None:
         found = reference()
         if found is not None and found.watch_pending and not entered:
@@ -269,7 +268,6 @@ def watch_first_forward(manager: MemoryManager, module: nn.Module) -> list[Any]:
             witness.__enter__()
             entered.append(witness)
 
-    @torch.compiler.disable
     def after(root: nn.Module, args: Any, output: Any) -> None:
         found = reference()
         if entered:
@@ -278,6 +276,6 @@ def watch_first_forward(manager: MemoryManager, module: nn.Module) -> list[Any]:
                 found.watch_pending = False
 
     return [
-        module.register_forward_pre_hook(before),
-        module.register_forward_hook(after, always_call=True),
+        module.register_forward_pre_hook(torch.compiler.disable(before)),
+        module.register_forward_hook(torch.compiler.disable(after), always_call=True),
     ]

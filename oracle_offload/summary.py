@@ -1,0 +1,308 @@
+"""`memory_summary`: what is where, what moved and what waited, counted by the engine.
+
+In the manner of ``torch.cuda.memory_summary()``, but it returns a report: ``print`` it, show it in
+a notebook, or take ``to_dict()``. No figure is derived from a plan; bytes are counted at the copy
+call and seconds come from events on the device.
+"""
+
+from __future__ import annotations
+
+import html
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .devices import open_states, parse_device
+from .sizes import format_size
+
+if TYPE_CHECKING:
+    from .devices import DeviceState
+    from .manager import Attachment
+
+SCHEMA = "oracle_offload/memory-summary/1"
+_WIDTH = 75
+
+
+@dataclass(frozen=True)
+class ModelUsage:
+    """One attached model. Sizes in bytes, times in seconds, rates in 10^9 bytes per second."""
+
+    name: str
+    layers: int
+    layers_left_resident: int
+    managed_bytes: int
+    in_arena_bytes: int
+    capacity_bytes: int
+    units: int
+    units_in_arena: int
+    acquires: int
+    hits: int
+    late: int
+    stale: int
+    prefetches: int
+    evictions: int
+    stalls: int
+    stall_s: float
+    h2d_bytes: int
+    h2d_copies: int
+    h2d_gbps: float | None
+    d2h_bytes: int
+    d2h_copies: int
+    d2h_gbps: float | None
+    steps: int
+    step_h2d_bytes: int | None
+    step_d2h_bytes: int | None
+    x_min_bytes: int
+
+
+@dataclass(frozen=True)
+class DeviceUsage:
+    """One device and the models attached to it."""
+
+    device: str
+    name: str
+    simulated: bool
+    free_bytes: int
+    total_bytes: int
+    torch_allocated_bytes: int | None
+    arena_bytes: int
+    in_arena_bytes: int
+    peak_in_arena_bytes: int
+    locked_bytes: int
+    pageable_bytes: int
+    host_waits: int
+    recoveries: int
+    allocations: int
+    models: list[ModelUsage] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What `memory_summary` returns; ``str()`` is the table.
+
+    Attributes
+    ----------
+    devices : list of DeviceUsage
+        Devices with an attached model.
+    optimizer_bytes : dict
+        Bytes of the optimizer's state per device, where an optimizer was given.
+    abbreviated : bool
+        Whether the table leaves the counters out.
+    """
+
+    devices: list[DeviceUsage]
+    optimizer_bytes: dict[str, int] = field(default_factory=dict)
+    abbreviated: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data with a ``"schema"``."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    def __str__(self) -> str:
+        if not self.devices:
+            return "oracle_offload: no model is attached"
+        return "\n".join(_table(device, self) for device in self.devices)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def memory_summary(
+    device: Any = None,
+    abbreviated: bool = False,
+    *,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> MemoryReport:
+    """Report memory and traffic of attached models.
+
+    Parameters
+    ----------
+    device : torch.device or str, optional
+        Only this device; all of them by default.
+    abbreviated : bool
+        Leave counters out of the table (``to_dict()`` keeps them).
+    model : nn.Module, optional
+        Only this attached model.
+    optimizer : torch.optim.Optimizer, optional
+        Also report the bytes of its state.
+
+    Returns
+    -------
+    MemoryReport
+
+    Raises
+    ------
+    ValueError, OffloadError
+        `device` is not a device of this machine.
+    """
+    wanted = None if device is None else str(parse_device(device))
+    rows = []
+    for state in open_states():
+        if wanted is not None and str(state.device) != wanted:
+            continue
+        attachments = [
+            attachment
+            for attachment in list(state.models.values())
+            if model is None or _manages(attachment, model)
+        ]
+        if attachments:
+            rows.append(_device_usage(state, attachments))
+    return MemoryReport(rows, _optimizer_bytes(optimizer), abbreviated)
+
+
+def _manages(attachment: Attachment, model: nn.Module) -> bool:
+    manager = model.__dict__.get("_memory_manager")
+    return manager is not None and manager.attachment is attachment
+
+
+def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUsage:
+    stats = state.engine.stats()
+    free, total = state.engine.mem_info()
+    allocated = torch.cuda.memory_allocated(state.device) if state.device.type == "cuda" else None
+    return DeviceUsage(
+        device=str(state.device),
+        name=state.engine.device_name,
+        simulated=state.simulated,
+        free_bytes=free,
+        total_bytes=total,
+        torch_allocated_bytes=allocated,
+        arena_bytes=stats["arena_bytes"],
+        in_arena_bytes=stats["resident_bytes"],
+        peak_in_arena_bytes=stats["peak_resident_bytes"],
+        locked_bytes=stats["locked_bytes"],
+        pageable_bytes=stats["pageable_bytes"],
+        host_waits=stats["host_waits"],
+        recoveries=stats["recoveries"],
+        allocations=stats["allocations"],
+        models=[_model_usage(state, attachment) for attachment in attachments],
+    )
+
+
+def _model_usage(state: DeviceState, attachment: Attachment) -> ModelUsage:
+    stats = state.engine.stats(attachment.model)
+    return ModelUsage(
+        name=attachment.name,
+        layers=len(attachment.layers),
+        layers_left_resident=attachment.layers_left_resident,
+        managed_bytes=stats["managed_bytes"],
+        in_arena_bytes=stats["resident_bytes"],
+        capacity_bytes=attachment.capacity_bytes,
+        units=stats["units"],
+        units_in_arena=stats["resident_units"],
+        acquires=stats["acquires"],
+        hits=stats["hits"],
+        late=stats["late"],
+        stale=stats["stale"],
+        prefetches=stats["prefetches"],
+        evictions=stats["evictions"],
+        stalls=stats["stalls"],
+        stall_s=stats["stall_seconds"],
+        h2d_bytes=stats["h2d_bytes"],
+        h2d_copies=stats["h2d_copies"],
+        h2d_gbps=_rate(stats["h2d_timed_bytes"], stats["h2d_seconds"]),
+        d2h_bytes=stats["d2h_bytes"],
+        d2h_copies=stats["d2h_copies"],
+        d2h_gbps=_rate(stats["d2h_timed_bytes"], stats["d2h_seconds"]),
+        steps=attachment.steps,
+        step_h2d_bytes=attachment.step_h2d_bytes,
+        step_d2h_bytes=attachment.step_d2h_bytes,
+        x_min_bytes=attachment.x_min_bytes(),
+    )
+
+
+def _rate(nbytes: int, seconds: float) -> float | None:
+    return nbytes / seconds / 1e9 if seconds > 0 else None
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for state in optimizer.state.values() if optimizer is not None else ():
+        for value in state.values() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor):
+                place = str(value.device)
+                sizes[place] = sizes.get(place, 0) + value.numel() * value.element_size()
+    return sizes
+
+
+# ---- the table ----
+
+
+def _table(device: DeviceUsage, report: MemoryReport) -> str:
+    label = f"{device.device} ({device.name}{', simulated' if device.simulated else ''})"
+    rule, thin = f"|{'=' * _WIDTH}|", f"|{'-' * _WIDTH}|"
+    lines = [rule, f"|{'oracle_offload memory summary, ' + label:^{_WIDTH}}|", rule]
+    rows: list[tuple[str, str]] = [
+        ("arena", format_size(device.arena_bytes)),
+        (
+            "  weights in it now / at most",
+            f"{format_size(device.in_arena_bytes)} / {format_size(device.peak_in_arena_bytes)}",
+        ),
+        ("host memory, page-locked", format_size(device.locked_bytes)),
+        ("host memory, pageable", format_size(device.pageable_bytes)),
+    ]
+    if not report.abbreviated:
+        rows += [
+            (
+                "device memory free / total",
+                f"{format_size(device.free_bytes)} / {format_size(device.total_bytes)}",
+            ),
+            ("host waits", str(device.host_waits)),
+            ("recoveries after a failed driver call", str(device.recoveries)),
+            ("driver objects and host blocks created", str(device.allocations)),
+        ]
+        if device.torch_allocated_bytes is not None:
+            rows.insert(5, ("allocated by torch", format_size(device.torch_allocated_bytes)))
+    lines += [_row(*row) for row in rows]
+    for model in device.models:
+        lines += [thin, _row(model.name, f"{model.layers} layers in {model.units} units")]
+        lines += [_row(*row) for row in _model_rows(model, report.abbreviated)]
+    if report.optimizer_bytes:
+        lines.append(thin)
+        lines += [
+            _row(f"optimizer state on {place}", format_size(nbytes))
+            for place, nbytes in report.optimizer_bytes.items()
+        ]
+    return "\n".join([*lines, rule])
+
+
+def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
+    rows = [
+        ("  weights managed", format_size(model.managed_bytes)),
+        (
+            "  weights in the arena",
+            f"{format_size(model.in_arena_bytes)} of {format_size(model.capacity_bytes)}",
+        ),
+    ]
+    if model.step_h2d_bytes is not None:
+        step = format_size(model.step_h2d_bytes)
+        if model.x_min_bytes:
+            step += f" = {model.step_h2d_bytes / model.x_min_bytes:.3f} X_min"
+        rows.append(("  to the device, last step", step))
+        rows.append(("  to the host, last step", format_size(model.step_d2h_bytes or 0)))
+    rows.append(("  X_min, least bytes a step can need", format_size(model.x_min_bytes)))
+    if abbreviated:
+        return rows
+    hits = f"{model.hits} of {model.acquires}"
+    if model.acquires:
+        hits += f" ({100 * model.hits / model.acquires:.1f}%)"
+    return [
+        *rows,
+        ("  to the device, in all", _traffic(model.h2d_bytes, model.h2d_copies, model.h2d_gbps)),
+        ("  to the host, in all", _traffic(model.d2h_bytes, model.d2h_copies, model.d2h_gbps)),
+        ("  hits", hits),
+        ("  prefetched / late / stale", f"{model.prefetches} / {model.late} / {model.stale}"),
+        ("  stalls", f"{model.stalls}, {model.stall_s * 1e3:.2f} ms"),
+        ("  layers left resident", str(model.layers_left_resident)),
+    ]
+
+
+def _traffic(nbytes: int, copies: int, rate: float | None) -> str:
+    text = f"{format_size(nbytes)} in {copies} copies"
+    return text if rate is None else f"{text}, {rate:.1f} GB/s"
+
+
+def _row(label: str, value: str) -> str:
+    return f"| {label:<39}| {value:<{_WIDTH - 42}}|"
