@@ -7,14 +7,7 @@
 
 static struct oo_block *oo__block_new(struct oo_arena *arena) {
     struct oo_block *block = arena->spare;
-    if (block) {
-        arena->spare = block->next;
-        return block;
-    }
-    arena->allocations++;
-    block = malloc(sizeof *block);
-    if (block)
-        block->next = NULL;
+    arena->spare = block->next;
     return block;
 }
 
@@ -48,11 +41,11 @@ uintptr_t oo_block_address(const struct oo_block *block) { return block->segment
 enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes, uint32_t model, uintptr_t stream,
                             struct oo_segment **out) {
     struct oo_segment *segment = malloc(sizeof *segment);
-    struct oo_block *block = segment ? oo__block_new(arena) : NULL;
-    if (!block) {
+    if (!segment || !oo_arena_reserve(arena)) {
         free(segment);
         return oo__fail(OO_E_MEMORY, "no memory for a segment's record");
     }
+    struct oo_block *block = oo__block_new(arena);
     *block = (struct oo_block){NULL, NULL, segment, 0, bytes, 0, OO_NO_UNIT};
     *segment = (struct oo_segment){arena->segments, block, base, bytes, model, stream, 0};
     arena->segments = segment;
@@ -132,10 +125,11 @@ int oo_arena_find(const struct oo_arena *arena, size_t bytes, uint64_t later_tha
 }
 
 int oo_arena_reserve(struct oo_arena *arena) {
-    if (!arena->spare) {
-        struct oo_block *block = oo__block_new(arena);
+    for (int i = 0; i < 2; i++) {
+        struct oo_block *block = malloc(sizeof *block);
         if (!block)
             return 0;
+        arena->allocations++;
         oo__block_recycle(arena, block);
     }
     return 1;

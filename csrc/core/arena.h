@@ -59,10 +59,11 @@ void oo_arena_clear(struct oo_arena *arena);
  * nothing is known to be fair) it is the window needed last. Returns 0 when there is none. */
 int oo_arena_find(const struct oo_arena *arena, size_t bytes, uint64_t later_than, oo_next_use next_use,
                   const void *context, struct oo_window *window);
-/* Make sure that the next oo_arena_take has the record it may need. 0: no memory. */
+/* Records for one more unit in the arena: its block and the gap beside it. 0: no memory. */
 int oo_arena_reserve(struct oo_arena *arena);
 /* Put `unit` into the window, against the neighbour that was placed last, so that what is left over is
- * where the next placement will be; occupants are evicted by this. After a reserve. */
+ * where the next placement will be; occupants are evicted by this. Needs no
+ * memory: each unit that could be in the arena has its records reserved. */
 struct oo_block *oo_arena_take(struct oo_arena *arena, const struct oo_window *window, size_t bytes, uint32_t unit);
 void oo_arena_free(struct oo_arena *arena, struct oo_block *block);
 uintptr_t oo_block_address(const struct oo_block *block);

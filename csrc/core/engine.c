@@ -44,38 +44,24 @@ static enum oo_status oo__context_enter(struct oo_engine *engine) {
     return status;
 }
 
-enum oo_status oo__enter_even_dead(struct oo_engine *engine) {
+enum oo_status oo__enter(struct oo_engine *engine, int flags) {
     if (oo__fork_guard_in_child(engine->guard))
         return oo__fail(OO_E_FORKED, "this process is a fork of the one that trains: the GPU belongs to the parent; "
                                      "do not use a managed model in a DataLoader worker");
-    oo__mutex_lock(engine->mutex);
-    engine->context_pushed = 0;
-    if (engine->dead == OO_OK) {
-        enum oo_status status = oo__context_enter(engine);
-        if (status != OO_OK && engine->dead == OO_OK) {
-            oo__mutex_unlock(engine->mutex);
-            return status;
-        }
-    }
-    return OO_OK;
-}
-
-enum oo_status oo__enter(struct oo_engine *engine, int flags) {
-    if (oo__fork_guard_in_child(engine->guard))
-        return oo__enter_even_dead(engine);
     if (!(flags & OO_NONBLOCKING))
         oo__mutex_lock(engine->mutex);
     else if (!oo__mutex_try(engine->mutex))
         return OO_WOULD_BLOCK;
     engine->context_pushed = 0;
-    enum oo_status status = engine->dead;
-    if (status == OO_OK)
-        status = oo__context_enter(engine);
-    else
-        oo__fail_driver(OO_E_DEAD, engine->dead_call, engine->dead_code, engine->dead_name,
-                        "the GPU context was lost by an earlier error (%s); save what you need from host memory and "
-                        "restart the process",
-                        engine->dead_message);
+    enum oo_status status = engine->dead == OO_OK ? oo__context_enter(engine) : OO_OK;
+    engine->usable = engine->dead == OO_OK && status == OO_OK;
+    if (engine->dead != OO_OK && status == OO_OK && !(flags & OO__EVEN_DEAD))
+        status = oo__fail_driver(OO_E_DEAD, engine->dead_call, engine->dead_code, engine->dead_name,
+                                 "the GPU context was lost by an earlier error (%s); save what you need from host "
+                                 "memory and restart the process",
+                                 engine->dead_message);
+    if ((flags & OO__EVEN_WITHOUT_CONTEXT) || (engine->dead != OO_OK && (flags & OO__EVEN_DEAD)))
+        status = OO_OK;
     if (status != OO_OK)
         oo__mutex_unlock(engine->mutex);
     return status;
@@ -125,7 +111,7 @@ void oo__forget_copy(struct oo_engine *engine, uint32_t id) {
 enum oo_status oo__drop(struct oo_engine *engine, uint32_t id) {
     if (!oo_plan_resident(engine->plan, id))
         return OO_OK;
-    if (engine->dead == OO_OK) {
+    if (engine->usable) {
         enum oo_status status = oo__order_after_uses(engine, &engine->units[id]);
         if (status != OO_OK)
             return status;
@@ -186,10 +172,6 @@ static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id, const s
             OO_TRY(oo__order_after_uses(engine, &engine->units[block->unit]));
         if (block == window->last)
             break;
-    }
-    if (!oo_arena_reserve(oo_plan_arena(engine->plan))) {
-        status = oo__fail(OO_E_MEMORY, "no memory for a block's record");
-        goto done;
     }
     for (const struct oo_block *block = window->first;; block = block->next) {
         if (block->unit != OO_NO_UNIT) {
@@ -413,7 +395,8 @@ static struct oo_last_use *oo__use_entry(struct oo_engine *engine, struct oo_uni
             entry = &unit->uses[i];
     if (!entry && unit->n_uses == OO_STREAMS) {
         struct oo_last_use *oldest = &unit->uses[0];
-        if (oldest->lost || OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, oldest->event->handle, 0) != OO_OK)
+        if (oldest->lost || !engine->usable ||
+            OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, oldest->event->handle, 0) != OO_OK)
             return NULL;
         oo__event_give(engine, oldest->event);
         memmove(&unit->uses[0], &unit->uses[1], (OO_STREAMS - 1) * sizeof unit->uses[0]);
@@ -423,7 +406,7 @@ static struct oo_last_use *oo__use_entry(struct oo_engine *engine, struct oo_uni
         entry = &unit->uses[unit->n_uses++];
         *entry = (struct oo_last_use){stream, NULL, 1};
     }
-    if (!entry->event)
+    if (!entry->event && engine->usable)
         (void)oo__event_take(engine, &entry->event);
     return entry;
 }
@@ -434,7 +417,8 @@ static enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *uni
     struct oo_last_use *entry = oo__use_entry(engine, unit, stream);
     if (!entry)
         return oo__synchronize(engine, stream, 1);
-    entry->lost = !entry->event || OO_DRIVE(engine, cuEventRecord, entry->event->handle, stream) != OO_OK;
+    entry->lost = !entry->event || !engine->usable ||
+                  OO_DRIVE(engine, cuEventRecord, entry->event->handle, stream) != OO_OK;
     return OO_OK;
 }
 
@@ -443,7 +427,7 @@ static enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *uni
 static void oo__prefetch(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
     uint32_t id;
     struct oo_window window;
-    while (engine->dead == OO_OK && oo_plan_next_fetch(engine->plan, &id, &window)) {
+    while (engine->usable && engine->dead == OO_OK && oo_plan_next_fetch(engine->plan, &id, &window)) {
         if (fetched->count == OO_MAX_FETCHED || ((flags & OO_NONBLOCKING) && oo__may_block(&engine->units[id]))) {
             fetched->more = 1;
             return;
@@ -462,7 +446,8 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
                                  struct oo_fetched *fetched) {
     const OOCUstream stream = (OOCUstream)stream_handle;
     const uint32_t id = (uint32_t)ticket;
-    enum oo_status status = oo__enter(engine, flags);
+    /* Whatever befell the driver, the unit is in use no more: else nothing could ever detach. */
+    enum oo_status status = oo__enter(engine, flags | OO__EVEN_DEAD | OO__EVEN_WITHOUT_CONTEXT);
     if (status != OO_OK)
         return status;
     fetched->count = 0;
@@ -477,7 +462,7 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
     OO_TRY(oo__mark_use(engine, unit, stream));
     oo_plan_unpin(engine->plan, id);
     struct oo_event *end = NULL;
-    if (unit->trace_begin && engine->spans.tracing && oo__event_take(engine, &end) == OO_OK) {
+    if (unit->trace_begin && engine->usable && engine->spans.tracing && oo__event_take(engine, &end) == OO_OK) {
         /* The span keeps an end of its own: the mark is recorded anew by the next use. */
         if (OO_DRIVE(engine, cuEventRecord, end->handle, stream) == OO_OK)
             oo__span_add(engine, OO_TRACE_COMPUTE, id, unit->model, 0, unit->trace_begin, end);
@@ -542,7 +527,7 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     OO_TRY(OO_DRIVE(engine, cuEventSynchronize, arrived->handle));
     oo__span_add(engine, OO_TRACE_D2H, OO_NO_UNIT, 0, bytes, begin, arrived);
 done:
-    if (status != OO_OK && engine->dead == OO_OK && computed)
+    if (status != OO_OK && engine->usable && computed)
         (void)oo__synchronize(engine, engine->d2h, 1); /* the source goes back to torch: no copy may be queued */
     if (adopted)
         (void)engine->driver.simDrop(source);
@@ -673,6 +658,8 @@ enum oo_status oo_engine_create(const char *library, int device, struct oo_engin
         status = OO_DRIVE(engine, cuStreamCreateWithPriority, &engine->h2d, OOCU_STREAM_NON_BLOCKING, greatest);
     if (status == OO_OK)
         status = OO_DRIVE(engine, cuStreamCreateWithPriority, &engine->d2h, OOCU_STREAM_NON_BLOCKING, greatest);
+    if (status == OO_OK) /* two of each span, and those that one call holds */
+        status = oo__events_reserve(engine, 2 * OO_SPANS + 8);
     if (status != OO_OK)
         oo__close_device(engine);
     oo__leave(engine);
@@ -690,7 +677,7 @@ done:
 enum oo_status oo_engine_destroy(struct oo_engine *engine) {
     if (!engine)
         return OO_OK;
-    enum oo_status status = oo__enter_even_dead(engine);
+    enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
     if (status != OO_OK)
         return status;
     uint32_t attached = 0;
@@ -699,12 +686,12 @@ enum oo_status oo_engine_destroy(struct oo_engine *engine) {
     if (attached || engine->n_hosts)
         status = oo__fail(OO_E_STATE, "the engine still has %u models and %u host buffers; detach them first", attached,
                           engine->n_hosts);
-    else if (engine->dead == OO_OK)
+    else if (engine->usable)
         oo__close_device(engine);
     oo__leave(engine);
     if (status != OO_OK)
         return status;
-    if (engine->dead == OO_OK)
+    if (engine->usable)
         (void)engine->driver.cuDevicePrimaryCtxRelease(engine->device);
     oo__free_engine(engine);
     return OO_OK;
@@ -737,7 +724,7 @@ enum oo_status oo_engine_mem_info(struct oo_engine *engine, size_t *free_bytes, 
 
 enum oo_status oo_engine_residents(struct oo_engine *engine, struct oo_resident *rows, size_t capacity,
                                    size_t *count) {
-    enum oo_status status = oo__enter_even_dead(engine);
+    enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
     if (status != OO_OK)
         return status;
     *count = 0;

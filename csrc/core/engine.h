@@ -25,15 +25,18 @@ struct oo_span {
     uint32_t model;
     uint64_t bytes;
     struct oo_event *begin, *end;
+    int traced; /* a row of the timeline is wanted */
 };
 
-enum { OO_SPANS = 512 }; /* pending at once; the oldest is given up beyond */
+/* Spans pending at once. Of a host that runs further ahead of its device only some spans are measured,
+ * unless a timeline is being recorded. */
+enum { OO_SPANS = 128, OO_SPANS_TRACED = 1 << 18 };
 
 struct oo_spans {
-    struct oo_span pending[OO_SPANS];
-    uint64_t head, tail; /* pending[head..tail) modulo OO_SPANS */
+    struct oo_span *pending; /* ring of `capacity`, a power of two */
+    uint64_t capacity;
+    uint64_t head, tail; /* pending[head..tail) modulo capacity */
     struct oo_event *free_events;
-    uint64_t live_events;
     int tracing;
     struct oo_event *origin;
     struct oo_trace_row *rows;
@@ -116,6 +119,7 @@ struct oo_engine {
     OOCUdevice device;
     OOCUcontext context;
     int context_pushed; /* by the call that holds the mutex */
+    int usable;         /* in this call: alive, and its context is current */
     OOCUstream h2d, d2h, compute;
     char device_name[128], pci_id[32];
 
@@ -145,11 +149,11 @@ struct oo_engine {
 
 /* ---- engine.c ---- */
 
-/* Begin and end a call: mutex, pid, context. `enter` fails with nothing to undo. */
+/* Begin and end a call: mutex, pid, context. `enter` fails with nothing to undo. The two flags are for
+ * calls that have something to do all the same, and ask engine->usable before they drive. */
+enum { OO__EVEN_DEAD = 256, OO__EVEN_WITHOUT_CONTEXT = 512 };
 enum oo_status oo__enter(struct oo_engine *engine, int flags);
 void oo__leave(struct oo_engine *engine);
-/* As oo__enter for calls that must work on a dead engine. */
-enum oo_status oo__enter_even_dead(struct oo_engine *engine);
 /* Status of a driver call; a sticky result kills the engine. */
 enum oo_status oo__check(struct oo_engine *engine, const char *call, OOCUresult result);
 #define OO_DRIVE(engine, call, ...) oo__check(engine, #call, (engine)->driver.call(__VA_ARGS__))
@@ -185,6 +189,8 @@ void oo__kernels_free(struct oo_engine *engine);
 
 /* ---- stats.c ---- */
 
+/* Create events for a steady state that creates none. */
+enum oo_status oo__events_reserve(struct oo_engine *engine, uint32_t count);
 /* An event with one reference, not recorded. */
 enum oo_status oo__event_take(struct oo_engine *engine, struct oo_event **event);
 void oo__event_give(struct oo_engine *engine, struct oo_event *event); /* NULL is allowed */

@@ -83,7 +83,7 @@ static int oo__memory_in_use(const struct oo_engine *engine, const struct oo_hos
 }
 
 enum oo_status oo_engine_unlock(struct oo_engine *engine, struct oo_host *host) {
-    enum oo_status status = oo__enter_even_dead(engine);
+    enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
     if (status != OO_OK)
         return status;
     if (host->owner != engine) {
@@ -94,7 +94,7 @@ enum oo_status oo_engine_unlock(struct oo_engine *engine, struct oo_host *host) 
         status = oo__fail(OO_E_STATE, "units of an attached model live in this host memory; detach the model first");
         goto done;
     }
-    if (host->locked && engine->dead == OO_OK) {
+    if (host->locked && engine->usable) {
         /* Closes: pages given back, or written as ordinary memory, while a DMA still reads them. */
         OO_TRY(oo__synchronize(engine, engine->h2d, 0));
         OO_TRY(oo__synchronize(engine, engine->d2h, 0));
@@ -180,7 +180,7 @@ static enum oo_status oo__segment_empty(struct oo_engine *engine, struct oo_segm
             continue;
         }
         struct oo_unit *unit = &engine->units[block->unit];
-        for (uint32_t i = 0; i < unit->n_uses && engine->dead == OO_OK; i++) {
+        for (uint32_t i = 0; i < unit->n_uses && engine->usable; i++) {
             enum oo_status status = OO_OK;
             /* Closes: the allocator reuses the bytes on its own stream while another still reads. */
             if (unit->uses[i].lost)
@@ -219,7 +219,7 @@ static void oo__unit_remove(struct oo_engine *engine, uint32_t id) {
 }
 
 enum oo_status oo_model_remove(struct oo_engine *engine, uint32_t model) {
-    enum oo_status status = oo__enter_even_dead(engine);
+    enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
     if (status != OO_OK)
         return status;
     OO_TRY(oo__need_model(engine, model));
@@ -232,7 +232,7 @@ enum oo_status oo_model_remove(struct oo_engine *engine, uint32_t model) {
             goto done;
         }
     }
-    if (engine->dead == OO_OK) {
+    if (engine->usable) {
         /* Closes: segments and masters freed under copies that are still queued. */
         OO_TRY(oo__synchronize(engine, engine->h2d, 0));
     }
@@ -242,7 +242,7 @@ enum oo_status oo_model_remove(struct oo_engine *engine, uint32_t model) {
         if (segment->model != model)
             continue;
         OO_TRY(oo__segment_empty(engine, segment));
-        if (segment->adopted && engine->dead == OO_OK)
+        if (segment->adopted && engine->usable)
             OO_TRY(OO_DRIVE(engine, simDrop, segment->adopted));
         oo_arena_remove(arena, segment);
     }
@@ -305,6 +305,7 @@ static enum oo_status oo__unit_create(struct oo_engine *engine, uint32_t model, 
     void *units = engine->units;
     OO_TRY(oo__grow(engine, &units, &engine->unit_capacity, engine->n_units, sizeof *engine->units));
     engine->units = units;
+    OO_TRY(oo__events_reserve(engine, 2)); /* of its copy's arrival, and of its last use */
     OO_TRY(oo_plan_unit_add(engine->plan, device_bytes, id));
     struct oo_unit *unit = &engine->units[*id];
     engine->n_units = *id + 1;

@@ -90,6 +90,8 @@ enum oo_status oo_plan_unit_add(struct oo_plan *plan, size_t bytes, uint32_t *un
         plan->capacity = capacity;
         plan->allocations++;
     }
+    if (!oo_arena_reserve(&plan->arena))
+        return oo__fail(OO_E_MEMORY, "no memory for a unit's place in the arena");
     plan->units[plan->n_units] =
         (struct oo_plan_unit){.bytes = bytes, .last = OO_NOWHERE, .counted = OO_NOWHERE, .ahead = 1};
     *unit = plan->n_units++;
@@ -312,9 +314,7 @@ int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *w
 }
 
 struct oo_block *oo_plan_take(struct oo_plan *plan, uint32_t unit, const struct oo_window *window) {
-    if (!oo_arena_reserve(&plan->arena))
-        return NULL;
-    /* From here on nothing fails: taking recycles the occupants' blocks, so part them first. */
+    /* Taking recycles the occupants' blocks: part them from their units first. */
     for (struct oo_block *block = window->first;; block = block->next) {
         if (block->unit != OO_NO_UNIT)
             plan->units[block->unit].block = NULL;

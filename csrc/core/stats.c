@@ -11,26 +11,41 @@ static const double oo__stall_floor_s = 10e-6; /* two events in a row on an idle
 
 /* ---- events ---- */
 
-enum oo_status oo__event_take(struct oo_engine *engine, struct oo_event **out) {
-    struct oo_event *event = engine->spans.free_events;
-    *out = NULL;
-    if (event) {
-        engine->spans.free_events = event->next;
-    } else {
-        event = calloc(1, sizeof *event);
-        if (!event)
-            return oo__fail(OO_E_MEMORY, "no memory for an event's record");
-        enum oo_status status = OO_DRIVE(engine, cuEventCreate, &event->handle, OOCU_EVENT_DEFAULT);
-        if (status != OO_OK) {
-            free(event);
-            return status;
-        }
-        engine->spans.live_events++;
-        engine->stats.allocations++;
+static enum oo_status oo__event_create(struct oo_engine *engine) {
+    struct oo_event *event = calloc(1, sizeof *event);
+    if (!event)
+        return oo__fail(OO_E_MEMORY, "no memory for an event's record");
+    enum oo_status status = OO_DRIVE(engine, cuEventCreate, &event->handle, OOCU_EVENT_DEFAULT);
+    if (status != OO_OK) {
+        free(event);
+        return status;
     }
-    event->references = 1;
-    event->next = NULL;
-    *out = event;
+    engine->stats.allocations++;
+    event->next = engine->spans.free_events;
+    engine->spans.free_events = event;
+    return OO_OK;
+}
+
+enum oo_status oo__events_reserve(struct oo_engine *engine, uint32_t count) {
+    enum oo_status status = OO_OK;
+    for (uint32_t i = 0; i < count && status == OO_OK; i++)
+        status = oo__event_create(engine);
+    return status;
+}
+
+enum oo_status oo__event_take(struct oo_engine *engine, struct oo_event **out) {
+    *out = NULL;
+    if (!engine->spans.free_events)
+        oo__spans_harvest(engine);
+    if (!engine->spans.free_events) {
+        enum oo_status status = oo__event_create(engine);
+        if (status != OO_OK)
+            return status;
+    }
+    *out = engine->spans.free_events;
+    engine->spans.free_events = (*out)->next;
+    (*out)->references = 1;
+    (*out)->next = NULL;
     return OO_OK;
 }
 
@@ -68,16 +83,20 @@ static void oo__trace_row(struct oo_engine *engine, const struct oo_span *span) 
                                                          (double)end_ms * 1e-3, span->bytes};
 }
 
-/* 1 when the span at the head was read or given up. */
+static struct oo_span *oo__span_at(const struct oo_spans *spans, uint64_t index) {
+    return &spans->pending[index & (spans->capacity - 1)];
+}
+
+/* 1 when the span at the head has ended, and was read. */
 static int oo__harvest_one(struct oo_engine *engine) {
     struct oo_spans *spans = &engine->spans;
-    struct oo_span *span = &spans->pending[spans->head % OO_SPANS];
+    const struct oo_span *span = oo__span_at(spans, spans->head);
     float milliseconds = 0.0f;
     const OOCUresult result =
         engine->driver.cuEventElapsedTime
             ? engine->driver.cuEventElapsedTime(&milliseconds, span->begin->handle, span->end->handle)
             : OOCU_ERROR_NOT_SUPPORTED;
-    if (result == OOCU_ERROR_NOT_READY && spans->tail - spans->head < OO_SPANS)
+    if (result == OOCU_ERROR_NOT_READY)
         return 0;
     if (result == OOCU_SUCCESS) {
         struct oo_stats *stats = span->kind == OO_TRACE_D2H ? &engine->stats : &engine->models[span->model].stats;
@@ -100,7 +119,7 @@ static int oo__harvest_one(struct oo_engine *engine) {
         case OO_TRACE_COMPUTE:
             break;
         }
-        if (spans->tracing)
+        if (span->traced)
             oo__trace_row(engine, span);
     }
     oo__event_give(engine, span->begin);
@@ -114,21 +133,40 @@ void oo__spans_harvest(struct oo_engine *engine) {
         continue;
 }
 
+/* Room for one more span: 0 when there is none to be had. */
+static int oo__spans_make_room(struct oo_engine *engine) {
+    struct oo_spans *spans = &engine->spans;
+    oo__spans_harvest(engine);
+    if (spans->tail - spans->head < spans->capacity)
+        return 1;
+    if (spans->capacity >= (spans->tracing ? OO_SPANS_TRACED : OO_SPANS))
+        return 0;
+    const uint64_t capacity = spans->capacity ? 2 * spans->capacity : OO_SPANS;
+    struct oo_span *pending = calloc(capacity, sizeof *pending);
+    if (!pending)
+        return 0;
+    for (uint64_t i = spans->head; i != spans->tail; i++)
+        pending[i & (capacity - 1)] = *oo__span_at(spans, i);
+    free(spans->pending);
+    spans->pending = pending;
+    spans->capacity = capacity;
+    return 1;
+}
+
 void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit, uint32_t model, uint64_t bytes,
                   struct oo_event *begin, struct oo_event *end) {
     struct oo_spans *spans = &engine->spans;
-    oo__spans_harvest(engine);
-    if (spans->tail - spans->head == OO_SPANS)
-        (void)oo__harvest_one(engine);
-    spans->pending[spans->tail++ % OO_SPANS] =
-        (struct oo_span){kind, unit, model, bytes, oo__event_share(begin), oo__event_share(end)};
+    if (!oo__spans_make_room(engine))
+        return;
+    *oo__span_at(spans, spans->tail++) = (struct oo_span){
+        kind, unit, model, bytes, oo__event_share(begin), oo__event_share(end), spans->tracing};
 }
 
 void oo__spans_free(struct oo_engine *engine) {
     struct oo_spans *spans = &engine->spans;
     while (spans->head != spans->tail) {
-        oo__event_give(engine, spans->pending[spans->head % OO_SPANS].begin);
-        oo__event_give(engine, spans->pending[spans->head % OO_SPANS].end);
+        oo__event_give(engine, oo__span_at(spans, spans->head)->begin);
+        oo__event_give(engine, oo__span_at(spans, spans->head)->end);
         spans->head++;
     }
     oo__event_give(engine, spans->origin);
@@ -137,11 +175,13 @@ void oo__spans_free(struct oo_engine *engine) {
         struct oo_event *event = spans->free_events;
         spans->free_events = event->next;
         (void)engine->driver.cuEventDestroy(event->handle);
-        spans->live_events--;
         free(event);
     }
     free(spans->rows);
+    free(spans->pending);
     spans->rows = NULL;
+    spans->pending = NULL;
+    spans->capacity = 0;
 }
 
 /* ---- the timeline ---- */
@@ -186,7 +226,7 @@ enum oo_status oo_trace_stop(struct oo_engine *engine, struct oo_trace_row **row
     /* The rows are wanted now: wait for each span's end. Not part of a training step. */
     for (uint64_t i = spans->head; i != spans->tail; i++) {
         engine->stats.host_waits++;
-        OO_TRY(OO_DRIVE(engine, cuEventSynchronize, spans->pending[i % OO_SPANS].end->handle));
+        OO_TRY(OO_DRIVE(engine, cuEventSynchronize, oo__span_at(spans, i)->end->handle));
     }
     oo__spans_harvest(engine);
     *rows = spans->rows;
@@ -243,14 +283,14 @@ static void oo__add_unit(const struct oo_engine *engine, struct oo_stats *sum, u
 }
 
 enum oo_status oo_engine_stats(struct oo_engine *engine, uint32_t model, struct oo_stats *out) {
-    enum oo_status status = oo__enter_even_dead(engine);
+    enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
     if (status != OO_OK)
         return status;
     if (model != OO_ALL_MODELS && (model >= engine->n_models || engine->models[model].removed)) {
         status = oo__fail(OO_E_ARGUMENT, "model %u is not attached", model);
         goto done;
     }
-    if (engine->dead == OO_OK)
+    if (engine->usable)
         oo__spans_harvest(engine);
     *out = engine->stats;
     for (uint32_t i = 0; i < engine->n_models; i++)

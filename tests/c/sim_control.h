@@ -12,7 +12,9 @@
 #define SIM_CONTROLS(X)                                                                            \
     X(simGetDevice) X(simSetDevice) X(simSetSchedule) X(simSwitch) X(simRefuseRegistration) X(simFault)     \
     X(simFaultClear) X(simCallCount) X(simGetStats) X(simGetLive) X(simNow) X(simAdvance) X(simFinish)      \
-    X(simReportCount) X(simReport) X(simReportsClear) X(simReset) X(simLaunch) X(simHostAccess)
+    X(simReportCount) X(simReport) X(simReportsClear) X(simReset) X(simLaunch) X(simHostAccess) X(cuDevicePrimaryCtxRelease_v2)
+
+OOCUresult OOCUDAAPI cuDevicePrimaryCtxRelease_v2(OOCUdevice device);
 
 struct sim_control {
 #define SIM_FIELD(name) __typeof__(&name) name;

@@ -1,0 +1,295 @@
+/* Virtual time: checked against arithmetic done by hand, and the same whatever runs when. */
+#include "sim_test.h"
+
+#include <math.h>
+
+static void near(double value, double expected, const char *what) {
+    CHECK(fabs(value - expected) < 1e-9, "%s: %.12g s, expected %.12g s", what, value, expected);
+}
+
+/* A device with round numbers: a copy of n bytes takes 10 us + n / 1e9 s. */
+static void round_device(void) {
+    struct sim_device device;
+    OK(cu.simPreset("rtx4090", &device));
+    device.link_gbps = 1;
+    device.copy_latency_s = 10e-6;
+    OK(cu.simSetDevice(0, &device));
+}
+
+static double elapsed_s(OOCUevent from, OOCUevent to) {
+    float ms = -1;
+    OK(cu.cuEventElapsedTime(&ms, from, to));
+    return (double)ms * 1e-3;
+}
+
+/* Two layers: copy 0, then copy 1 under kernel 0, then kernel 1 once copy 1 has arrived.
+ *   copy 0    0.000010 + 1e6 B / 1e9    ends 1.010 ms
+ *   kernel 0  after copy 0, 0.5 ms      ends 1.510 ms
+ *   copy 1    after copy 0, 1.010 ms    ends 2.020 ms
+ *   kernel 1  after both, 0.5 ms        ends 2.520 ms */
+static void two_layer_step(int schedule) {
+    enum { BYTES = 1000000 };
+    OK(cu.simReset());
+    round_device();
+    sim_test_begin(schedule, 7);
+    const double start_s = cu.simNow();
+    OOCUstream h2d = new_stream(), compute = new_stream();
+    OOCUevent ready[2], done[2], begin = new_event();
+    OOCUdeviceptr slot = device_bytes(2 * BYTES);
+    char *master = host_bytes(2 * BYTES);
+    OK(cu.cuEventRecord(begin, compute));
+    for (unsigned i = 0; i < 2; i++) {
+        ready[i] = new_event();
+        done[i] = new_event();
+        OK(cu.cuMemcpyHtoDAsync(slot + i * BYTES, master + i * BYTES, BYTES, h2d));
+        OK(cu.cuEventRecord(ready[i], h2d));
+    }
+    for (unsigned i = 0; i < 2; i++) {
+        OOSimRange range = {slot + i * BYTES, BYTES};
+        OK(cu.cuStreamWaitEvent(compute, ready[i], 0));
+        OK(cu.simLaunch(compute, &range, 1, NULL, 0, 0.5e-3));
+        OK(cu.cuEventRecord(done[i], compute));
+    }
+    near(cu.simNow(), start_s, "queueing and launching is no host wait");
+    OK(cu.cuEventSynchronize(ready[0]));
+    near(cu.simNow() - start_s, 1.010e-3, "copy 0");
+    OK(cu.cuEventSynchronize(done[0]));
+    near(cu.simNow() - start_s, 1.510e-3, "kernel 0");
+    OK(cu.cuEventSynchronize(done[1]));
+    near(cu.simNow() - start_s, 2.520e-3, "kernel 1");
+    OK(cu.cuEventSynchronize(ready[1]));
+    near(cu.simNow() - start_s, 2.520e-3, "waiting for what is past takes no time");
+    CHECK(fabs(elapsed_s(begin, ready[1]) - 2.020e-3) < 1e-8, "copy 1 by events: %g", elapsed_s(begin, ready[1]));
+    struct sim_stats stats;
+    OK(cu.simGetStats(&stats));
+    near(stats.h2d_busy_s, 2.020e-3, "busy copies");
+    near(stats.compute_busy_s, 1.0e-3, "busy kernels");
+    CHECK(stats.h2d_bytes == 2 * BYTES && stats.h2d_copies == 2 && stats.kernels == 2 && stats.host_waits == 4,
+          "%llu bytes, %llu copies, %llu kernels, %llu waits", (unsigned long long)stats.h2d_bytes,
+          (unsigned long long)stats.h2d_copies, (unsigned long long)stats.kernels, (unsigned long long)stats.host_waits);
+    CHECK(cu.simReportCount() == 0, "%s: a correct step was accused", schedule_names[schedule]);
+    print_reports();
+    for (int i = 0; i < 2; i++) {
+        OK(cu.cuEventDestroy(ready[i]));
+        OK(cu.cuEventDestroy(done[i]));
+    }
+    OK(cu.cuEventDestroy(begin));
+    OK(cu.cuStreamDestroy(h2d));
+    OK(cu.cuStreamDestroy(compute));
+    OK(cu.cuMemFree(slot));
+    OK(cu.cuMemFreeHost(master));
+    sim_test_end();
+}
+
+/* One engine per direction, served in the order copies become ready, not in the order of calls. */
+static void engines_are_shared_in_ready_order(void) {
+    round_device();
+    sim_test_begin(SIM_TIMED, 0);
+    OOCUstream a = new_stream(), b = new_stream(), c = new_stream(), d2h = new_stream();
+    OOCUevent end_a = new_event(), end_b = new_event(), end_c = new_event(), end_d = new_event();
+    OOCUdeviceptr device = device_bytes(4000);
+    char *host = host_bytes(4000);
+    const double t0 = cu.simNow();
+    /* a: a kernel of 5 ms, then a copy: ready at 5 ms. b and c: ready at once, served before it. */
+    OK(cu.simLaunch(a, NULL, 0, NULL, 0, 5e-3));
+    OK(cu.cuMemcpyHtoDAsync(device, host, 1000, a));
+    OK(cu.cuEventRecord(end_a, a));
+    OK(cu.simLaunch(a, NULL, 0, NULL, 0, 0)); /* runs the copy's data now; its time must not move */
+    OK(cu.cuMemcpyHtoDAsync(device + 1000, host + 1000, 1000, b));
+    OK(cu.cuEventRecord(end_b, b));
+    OK(cu.cuMemcpyHtoDAsync(device + 2000, host + 2000, 1000, c));
+    OK(cu.cuEventRecord(end_c, c));
+    OK(cu.cuMemcpyDtoHAsync(host + 3000, device + 3000, 1000, d2h));
+    OK(cu.cuEventRecord(end_d, d2h));
+    OK(cu.cuEventSynchronize(end_d));
+    near(cu.simNow() - t0, 11e-6, "the other direction has its own engine");
+    OK(cu.cuEventSynchronize(end_b));
+    near(cu.simNow() - t0, 11e-6, "first on the engine");
+    OK(cu.cuEventSynchronize(end_c));
+    near(cu.simNow() - t0, 22e-6, "second on the engine");
+    OK(cu.cuEventSynchronize(end_a));
+    near(cu.simNow() - t0, 5e-3 + 11e-6, "ready last, served last");
+    sim_test_end();
+}
+
+static void queries_follow_the_clock(void) {
+    round_device();
+    sim_test_begin(SIM_TIMED, 0);
+    OOCUstream stream = new_stream();
+    OOCUevent event = new_event(), start = new_event();
+    float ms;
+    OK(cu.cuEventQuery(event)); /* never recorded: complete */
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.cuEventElapsedTime(&ms, start, event));
+    OK(cu.cuEventRecord(start, stream));
+    OK(cu.simLaunch(stream, NULL, 0, NULL, 0, 10e-6));
+    OK(cu.cuEventRecord(event, stream));
+    IS(OOCU_ERROR_NOT_READY, cu.cuEventElapsedTime(&ms, start, event));
+    int polls = 1;
+    while (cu.cuEventQuery(event) == OOCU_ERROR_NOT_READY && polls < 100)
+        polls++;
+    CHECK(polls == 10, "a kernel of 10 us took %d polls of 1 us", polls);
+    near(cu.simNow(), 10e-6, "after polling");
+    OK(cu.cuStreamQuery(stream));
+    CHECK(fabs(elapsed_s(start, event) - 10e-6) < 1e-10, "%g s", elapsed_s(start, event));
+    OK(cu.simLaunch(stream, NULL, 0, NULL, 0, 1e-3));
+    OK(cu.cuEventRecord(event, stream));
+    IS(OOCU_ERROR_NOT_READY, cu.cuStreamQuery(stream));
+    OK(cu.simAdvance(1e-3));
+    OK(cu.cuEventQuery(event));
+    sim_test_end();
+}
+
+static void polling_ends_on_every_schedule(void) {
+    for (int schedule = SIM_TIMED; schedule <= SIM_EAGER; schedule++) {
+        sim_test_begin(schedule, 3);
+        OOCUstream stream = new_stream();
+        OOCUdeviceptr device = device_bytes(1 << 20);
+        char *host = host_bytes(1 << 20);
+        memset(host, 5, 1 << 20);
+        OK(cu.cuMemcpyHtoDAsync(device, host, 1 << 20, stream));
+        int polls = 0;
+        while (cu.cuStreamQuery(stream) == OOCU_ERROR_NOT_READY && polls < 5000)
+            polls++;
+        CHECK(polls < 5000, "%s never became ready", schedule_names[schedule]);
+        CHECK(*(char *)device == 5, "%s: ready, but not there", schedule_names[schedule]);
+        sim_test_end();
+    }
+}
+
+/* The same calls under every schedule and with launches in between: the same virtual times. */
+static double random_program(int schedule, uint64_t seed, double *sum) {
+    enum { STREAMS = 4, EVENTS = 6, OPS = 400, BYTES = 4096 };
+    sim_test_begin(schedule, seed * 31 + 1);
+    OK(cu.simSwitch(SIM_RACES, 0));
+    OOCUstream streams[STREAMS];
+    OOCUevent events[EVENTS];
+    for (int i = 0; i < STREAMS; i++)
+        streams[i] = new_stream();
+    for (int i = 0; i < EVENTS; i++)
+        events[i] = new_event();
+    OOCUdeviceptr device = device_bytes(BYTES);
+    char *host = host_bytes(BYTES);
+    uint64_t random = seed * 2654435761u + 12345;
+    *sum = 0;
+    for (int i = 0; i < OPS; i++) {
+        random = random * 6364136223846793005u + 1442695040888963407u;
+        const unsigned pick = (unsigned)(random >> 33);
+        OOCUstream stream = streams[pick % STREAMS];
+        OOCUevent event = events[(pick >> 4) % EVENTS];
+        switch ((pick >> 8) % 8) {
+        case 0:
+        case 1:
+            OK(cu.cuMemcpyHtoDAsync(device, host, (pick >> 12) % BYTES, stream));
+            break;
+        case 2:
+            OK(cu.cuMemcpyDtoHAsync(host, device, (pick >> 12) % BYTES, stream));
+            break;
+        case 3:
+            OK(cu.simLaunch(stream, NULL, 0, NULL, 0, (pick >> 12) % 100 * 1e-6));
+            break;
+        case 4:
+        case 5:
+            OK(cu.cuEventRecord(event, stream));
+            break;
+        case 6:
+            OK(cu.cuStreamWaitEvent(stream, event, 0));
+            break;
+        default:
+            if ((pick >> 12) % 4 == 0) {
+                OK(cu.cuEventSynchronize(event));
+                *sum += cu.simNow() * i;
+            }
+        }
+    }
+    double end_s = 0;
+    OK(cu.simFinish(&end_s));
+    sim_test_end();
+    return end_s;
+}
+
+static void times_do_not_depend_on_the_schedule(void) {
+    for (uint64_t seed = 1; seed <= 30; seed++) {
+        double sum = 0, timed_sum = 0;
+        const double timed_s = random_program(SIM_TIMED, seed, &timed_sum);
+        for (int schedule = SIM_RANDOM; schedule <= SIM_EAGER; schedule++) {
+            const double end_s = random_program(schedule, seed, &sum);
+            CHECK(fabs(end_s - timed_s) < 1e-12 && fabs(sum - timed_sum) < 1e-9,
+                  "program %llu ends at %.9g s on %s, %.9g s on timed", (unsigned long long)seed, end_s,
+                  schedule_names[schedule], timed_s);
+        }
+    }
+}
+
+static void a_full_queue_holds_the_host_back(void) {
+    sim_test_begin(SIM_TIMED, 0);
+    OOCUstream stream = new_stream();
+    for (int i = 0; i < 1024; i++)
+        OK(cu.simLaunch(stream, NULL, 0, NULL, 0, 1e-6));
+    near(cu.simNow(), 0, "1,024 fit");
+    OK(cu.simLaunch(stream, NULL, 0, NULL, 0, 1e-6));
+    near(cu.simNow(), 1e-6, "the next one waits for the oldest");
+    struct sim_stats stats;
+    OK(cu.simGetStats(&stats));
+    CHECK(stats.host_waits == 0, "a full queue is no synchronisation");
+    OK(cu.cuStreamSynchronize(stream));
+    near(cu.simNow(), 1025e-6, "all");
+    sim_test_end();
+}
+
+static void presets_are_the_table(void) {
+    static const struct {
+        const char *name;
+        double link_gbps, gib, tflops, memory_gbps;
+    } table[] = {{"rtx3090", 24, 24, 60, 936}, {"rtx4090", 25, 24, 110, 1008}, {"rtx5090", 50, 32, 150, 1792},
+                 {"h200", 55, 141, 700, 4800}};
+    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
+        struct sim_device device;
+        OK(cu.simPreset(table[i].name, &device));
+        CHECK(fabs(device.link_gbps - table[i].link_gbps) < 1e-9 && fabs(device.tflops - table[i].tflops) < 1e-9 &&
+                  fabs(device.memory_bytes - table[i].gib * 1073741824.0) < 1 &&
+                  fabs(device.memory_gbps - table[i].memory_gbps) < 1e-9 && fabs(device.launch_s - 5e-6) < 1e-12,
+              "preset %s", table[i].name);
+    }
+    struct sim_device device;
+    IS(OOCU_ERROR_INVALID_VALUE, cu.simPreset("voodoo2", &device));
+    OK(cu.simPreset("rtx4090", &device));
+    const double mib = 1048576, share = mib / (device.link_gbps * 1e9) / (device.copy_latency_s + mib / (device.link_gbps * 1e9));
+    CHECK(share > 0.93 && share < 0.95, "1 MiB reaches %.3f of the peak", share);
+}
+
+static void the_trace_tells_when(void) {
+    round_device();
+    sim_test_begin(SIM_TIMED, 0);
+    OK(cu.simSwitch(SIM_TRACE_ON, 1));
+    OOCUstream stream = new_stream();
+    OOCUdeviceptr device = device_bytes(1000);
+    char *host = host_bytes(1000);
+    OK(cu.cuMemcpyHtoDAsync(device, host, 1000, stream));
+    OK(cu.simLaunch(stream, NULL, 0, NULL, 0, 1e-3));
+    OK(cu.cuStreamSynchronize(stream));
+    CHECK(cu.simTraceCount() == 2, "%llu rows", (unsigned long long)cu.simTraceCount());
+    struct sim_trace_row row;
+    OK(cu.simTraceRow(0, &row));
+    CHECK(row.kind == SIM_H2D && row.bytes == 1000 && row.device_ptr == device, "row 0 is the copy");
+    near(row.end_s, 11e-6, "copy in the trace");
+    OK(cu.simTraceRow(1, &row));
+    CHECK(row.kind == SIM_KERNEL && row.stream == (uintptr_t)stream, "row 1 is the kernel");
+    near(row.start_s, 11e-6, "kernel in the trace");
+    near(row.end_s, 1.011e-3, "kernel's end in the trace");
+    IS(OOCU_ERROR_INVALID_VALUE, cu.simTraceRow(2, &row));
+    sim_test_end();
+}
+
+int main(int argc, char **argv) {
+    sim_test_open(argc, argv);
+    for (int schedule = SIM_TIMED; schedule <= SIM_EAGER; schedule++)
+        two_layer_step(schedule);
+    engines_are_shared_in_ready_order();
+    queries_follow_the_clock();
+    polling_ends_on_every_schedule();
+    times_do_not_depend_on_the_schedule();
+    a_full_queue_holds_the_host_back();
+    presets_are_the_table();
+    the_trace_tells_when();
+    return check_report();
+}
