@@ -1,0 +1,372 @@
+/* The calls themselves: symbols, contexts, memory, handles, capture, host functions. What a real driver
+ * leaves undefined is tested here and not in conformance.c. */
+#include "../../csrc/driver/driver.h"
+#include "sim_test.h"
+
+#include <stdatomic.h>
+
+static void symbols_are_found_by_base_name_and_version(void) {
+    static const struct {
+        const char *name;
+        int introduced;
+    } rows[] = {
+#define ROW(name, introduced, need, parameters) {#name, introduced},
+        OO_DRIVER_CALLS(ROW)
+#undef ROW
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        void *function = NULL;
+        int status = -1;
+        if (!rows[i].introduced)
+            continue;
+        OK(cu.cuGetProcAddress(rows[i].name, &function, rows[i].introduced, 1, &status));
+        CHECK(function && status == 0, "%s at %d", rows[i].name, rows[i].introduced);
+        OK(cu.cuGetProcAddress(rows[i].name, &function, 99000, 1, &status));
+        CHECK(function && status == 0, "%s above the driver's version", rows[i].name);
+        OK(cu.cuGetProcAddress(rows[i].name, &function, rows[i].introduced - 10, 1, &status));
+        CHECK(!function && status == 2, "%s below %d", rows[i].name, rows[i].introduced);
+    }
+    void *function = &function;
+    int status = -1;
+    OK(cu.cuGetProcAddress("cuFlyToTheMoon", &function, 12000, 1, &status));
+    CHECK(!function && status == 1, "an unknown symbol is SUCCESS and NULL");
+    OK(cu.cuGetProcAddress("cuMemGetInfo_v2", &function, 12000, 1, NULL));
+    CHECK(!function, "base names only");
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuGetProcAddress(NULL, &function, 12000, 1, NULL));
+}
+
+static void before_init_only_the_first_calls_work(void) {
+    int count, version;
+    const char *text;
+    IS(OOCU_ERROR_NOT_INITIALIZED, cu.cuDeviceGetCount(&count));
+    IS(OOCU_ERROR_NOT_INITIALIZED, cu.cuCtxGetCurrent(&sim_context));
+    OK(cu.cuDriverGetVersion(&version));
+    CHECK(version >= 12000, "version %d", version);
+    OK(cu.cuGetErrorName(719, &text));
+    CHECK(!strcmp(text, "CUDA_ERROR_LAUNCH_FAILED"), "%s", text);
+    OK(cu.cuGetErrorString(2, &text));
+    CHECK(!strcmp(text, "out of memory"), "%s", text);
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuGetErrorName(123456, &text));
+    CHECK(!text, "no name for an unknown error");
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuInit(1));
+}
+
+static void contexts(void) {
+    OOCUcontext context, current;
+    OOCUstream stream;
+    size_t a, b;
+    OK(cu.simReset());
+    OK(cu.cuInit(0));
+    IS(OOCU_ERROR_INVALID_CONTEXT, cu.cuMemGetInfo(&a, &b));
+    IS(OOCU_ERROR_INVALID_CONTEXT, cu.cuCtxPopCurrent(&context));
+    IS(OOCU_ERROR_INVALID_CONTEXT, cu.cuCtxPushCurrent(NULL));
+    IS(OOCU_ERROR_INVALID_CONTEXT, cu.cuDevicePrimaryCtxRelease(0));
+    OK(cu.cuCtxGetCurrent(&current));
+    CHECK(!current, "no context yet");
+    OK(cu.cuDevicePrimaryCtxRetain(&context, 0));
+    OK(cu.cuDevicePrimaryCtxRetain(&current, 0));
+    CHECK(current == context, "one primary context per device");
+    IS(OOCU_ERROR_INVALID_CONTEXT, cu.cuMemGetInfo(&a, &b)); /* retained, not current */
+    OK(cu.cuCtxPushCurrent(context));
+    OK(cu.cuCtxPushCurrent(context));
+    OK(cu.cuMemGetInfo(&a, &b));
+    CHECK(a == b && b == (size_t)24 << 30, "%zu of %zu", a, b);
+    OK(cu.cuStreamCreateWithPriority(&stream, 1, 0));
+    OK(cu.cuDevicePrimaryCtxRelease(0));
+    OK(cu.cuStreamQuery(stream));
+    OK(cu.cuDevicePrimaryCtxRelease(0));
+    CHECK(reports_of("lint: the last release") == 1, "a stream left alive is pointed out");
+    IS(OOCU_ERROR_CONTEXT_IS_DESTROYED, cu.cuMemGetInfo(&a, &b));
+    IS(OOCU_ERROR_CONTEXT_IS_DESTROYED, cu.cuStreamQuery(stream));
+    OK(cu.cuCtxPopCurrent(&current));
+    CHECK(current == context, "popped");
+    OK(cu.cuCtxPopCurrent(NULL));
+    IS(OOCU_ERROR_CONTEXT_IS_DESTROYED, cu.cuCtxPushCurrent(context));
+    struct sim_live live;
+    OK(cu.simGetLive(&live));
+    CHECK(!live.streams && !live.contexts, "nothing is left");
+    OK(cu.simReset());
+}
+
+static void two_devices_are_two(void) {
+    OK(cu.simReset());
+    IS(OOCU_ERROR_INVALID_VALUE, cu.simSetDeviceCount(9));
+    OK(cu.simSetDeviceCount(2));
+    struct sim_device small;
+    OK(cu.simPreset("rtx3090", &small));
+    small.memory_bytes = 1 << 20;
+    OK(cu.simSetDevice(1, &small));
+    sim_test_begin(SIM_TIMED, 0);
+    IS(OOCU_ERROR_ILLEGAL_STATE, cu.simSetDevice(0, &small));
+    OOCUcontext second;
+    int major, minor, count;
+    char name[64], id[16], other_id[16];
+    OK(cu.cuDeviceGetCount(&count));
+    CHECK(count == 2, "%d devices", count);
+    OK(cu.cuDeviceGetName(name, sizeof name, 1));
+    CHECK(!strcmp(name, "Simulated RTX 3090"), "%s", name);
+    OK(cu.cuDeviceGetAttribute(&major, OOCU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 1));
+    OK(cu.cuDeviceGetAttribute(&minor, OOCU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 1));
+    CHECK(major == 8 && minor == 6, "%d.%d", major, minor);
+    OK(cu.cuDeviceGetPCIBusId(id, sizeof id, 0));
+    OK(cu.cuDeviceGetPCIBusId(other_id, sizeof other_id, 1));
+    CHECK(strcmp(id, other_id) != 0 && strlen(id) == 12, "%s %s", id, other_id);
+    OOCUevent event0 = new_event();
+    OK(cu.cuDevicePrimaryCtxRetain(&second, 1));
+    OK(cu.cuCtxPushCurrent(second));
+    OOCUdeviceptr ptr;
+    OK(cu.cuMemAlloc(&ptr, 1 << 20));
+    IS(OOCU_ERROR_OUT_OF_MEMORY, cu.cuMemAlloc(&ptr, 1));
+    OOCUstream stream = new_stream();
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.cuEventRecord(event0, stream));
+    OK(cu.cuStreamDestroy(stream));
+    OK(cu.cuMemFree(ptr));
+    OK(cu.cuCtxPopCurrent(NULL));
+    OK(cu.cuDevicePrimaryCtxRelease(1));
+    OK(cu.cuEventDestroy(event0));
+    sim_test_end();
+    OK(cu.simSetDeviceCount(1));
+}
+
+static void host_memory(void) {
+    enum { BYTES = 1 << 16 };
+    sim_test_begin(SIM_TIMED, 0);
+    struct sim_live live;
+    unsigned type = 0;
+    char *block = malloc(BYTES), *pinned;
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemHostRegister(NULL, 1, 0));
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemHostRegister(block, 0, 0));
+    OK(cu.cuMemHostRegister(block, BYTES / 2, OOCU_MEMHOSTREGISTER_PORTABLE));
+    IS(OOCU_ERROR_HOST_MEMORY_ALREADY_REGISTERED, cu.cuMemHostRegister(block, BYTES / 2, 0));
+    IS(OOCU_ERROR_HOST_MEMORY_ALREADY_REGISTERED, cu.cuMemHostRegister(block + BYTES / 2 - 1, 100, 0));
+    OK(cu.cuMemHostRegister(block + BYTES / 2, BYTES / 2, 0));
+    OK(cu.simGetLive(&live));
+    CHECK(live.registrations == 2 && live.registered_bytes == BYTES, "%llu registrations", (unsigned long long)live.registrations);
+    OK(cu.cuPointerGetAttribute(&type, OOCU_POINTER_ATTRIBUTE_MEMORY_TYPE, (OOCUdeviceptr)block + 5));
+    CHECK(type == OOCU_MEMORYTYPE_HOST, "type %u", type);
+    OOCUdeviceptr device = device_bytes(BYTES);
+    OOCUstream stream = new_stream();
+    OK(cu.cuPointerGetAttribute(&type, OOCU_POINTER_ATTRIBUTE_MEMORY_TYPE, device));
+    CHECK(type == OOCU_MEMORYTYPE_DEVICE, "type %u", type);
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuPointerGetAttribute(&type, OOCU_POINTER_ATTRIBUTE_MEMORY_TYPE, (OOCUdeviceptr)&type));
+    /* A copy over two adjacent registrations, and one that leaves a registration. */
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemcpyHtoDAsync(device, block + BYTES / 2 - 8, 16, stream));
+    OK(cu.cuMemHostUnregister(block + BYTES / 2));
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemcpyHtoDAsync(device, block + BYTES / 2 - 8, 16, stream));
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemcpyHtoDAsync(device + BYTES - 8, block, 16, stream));
+    IS(OOCU_ERROR_HOST_MEMORY_NOT_REGISTERED, cu.cuMemHostUnregister(block + BYTES / 2));
+    IS(OOCU_ERROR_HOST_MEMORY_NOT_REGISTERED, cu.cuMemHostUnregister(block + 8));
+    OK(cu.cuMemcpyHtoDAsync(device, block, 0, stream));
+    CHECK(cu.simReportCount() == 0, "no report so far");
+    /* In flight. */
+    memset(block, 1, BYTES);
+    OK(cu.cuMemcpyHtoDAsync(device, block, 100, stream));
+    IS(OOCU_ERROR_ILLEGAL_STATE, cu.cuMemHostUnregister(block));
+    CHECK(reports_of("in flight: cuMemHostUnregister") == 1, "reported");
+    IS(OOCU_ERROR_ILLEGAL_STATE, cu.cuMemFree(device));
+    OK(cu.cuStreamSynchronize(stream));
+    OK(cu.cuMemHostUnregister(block));
+    /* Pageable: works, is read late, and is pointed out once per stream and direction. */
+    OK(cu.simReportsClear());
+    OK(cu.cuMemcpyHtoDAsync(device, block, 100, stream));
+    OK(cu.cuMemcpyHtoDAsync(device + 100, block, 100, stream));
+    memset(block, 2, 100);
+    OK(cu.cuStreamSynchronize(stream));
+    CHECK(reports_of("lint: pageable") == 1, "%llu lints", (unsigned long long)reports_of("lint: pageable"));
+    CHECK(*(char *)device == 2, "a pageable source stays in use until the copy's event");
+    OK(cu.cuMemHostAlloc((void **)&pinned, BYTES, 0));
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemFreeHost(pinned + 1));
+    IS(OOCU_ERROR_HOST_MEMORY_NOT_REGISTERED, cu.cuMemHostUnregister(pinned));
+    IS(OOCU_ERROR_HOST_MEMORY_ALREADY_REGISTERED, cu.cuMemHostRegister(pinned, 100, 0));
+    OK(cu.cuMemFreeHost(pinned));
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemFreeHost(pinned));
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemHostRegister((void *)device, 100, 0));
+    OK(cu.cuMemFree(0));
+    OK(cu.cuMemFree(device));
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemFree(device));
+    free(block);
+    sim_test_end();
+}
+
+static void old_handles_are_refused(void) {
+    sim_test_begin(SIM_TIMED, 0);
+    OOCUstream stream = new_stream(), next;
+    OOCUevent event = new_event();
+    OOCUdeviceptr device = device_bytes(64);
+    char *host = host_bytes(64);
+    memset(host, 9, 64);
+    OK(cu.cuMemcpyHtoDAsync(device, host, 64, stream));
+    OK(cu.cuEventRecord(event, stream));
+    OK(cu.cuStreamDestroy(stream)); /* with work pending: none of it is dropped */
+    OK(cu.cuEventSynchronize(event));
+    CHECK(*(char *)device == 9, "a destroyed stream's work was dropped");
+    OK(cu.cuEventDestroy(event));
+    next = new_stream(); /* may take the old one's place, not its name */
+    CHECK(next != stream, "a handle came back");
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.cuStreamDestroy(stream));
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.cuStreamQuery(stream));
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.cuStreamSynchronize(stream));
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.cuMemcpyHtoDAsync(device, host, 64, stream));
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.simLaunch(stream, NULL, 0, NULL, 0, 0));
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.cuEventRecord(event, next));
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.cuEventQuery(event));
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.cuEventSynchronize(event));
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.cuStreamWaitEvent(next, event, 0));
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.cuEventDestroy(event));
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.cuEventDestroy(NULL));
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.cuStreamDestroy(NULL));
+    OK(cu.cuStreamDestroy(next));
+    for (int i = 0; i < 10000; i++) /* handles and clocks are used again */
+        OK(cu.cuStreamDestroy(new_stream()));
+    sim_test_end();
+}
+
+static void capture_is_refused_where_the_driver_refuses(void) {
+    sim_test_begin(SIM_TIMED, 0);
+    OOCUstream captured = new_stream(), blocking;
+    OOCUevent event = new_event();
+    int status;
+    void *graph;
+    OK(cu.cuStreamCreateWithPriority(&blocking, OOCU_STREAM_DEFAULT, 0));
+    OK(cu.cuStreamIsCapturing(captured, &status));
+    CHECK(status == 0, "not capturing");
+    IS(OOCU_ERROR_STREAM_CAPTURE_UNSUPPORTED, cu.cuStreamBeginCapture(NULL, 0));
+    OK(cu.cuStreamBeginCapture(captured, 0));
+    OK(cu.cuStreamIsCapturing(captured, &status));
+    CHECK(status == 1, "capturing");
+    OK(cu.cuEventRecord(event, captured));
+    IS(OOCU_ERROR_CAPTURED_EVENT, cu.cuEventQuery(event));
+    IS(OOCU_ERROR_CAPTURED_EVENT, cu.cuEventSynchronize(event));
+    OK(cu.cuStreamIsCapturing(NULL, &status)); /* a non-blocking stream captures: no matter */
+    OK(cu.cuStreamEndCapture(captured, &graph));
+    OK(cu.cuGraphDestroy(graph));
+    OK(cu.cuStreamBeginCapture(captured, 0));
+    IS(OOCU_ERROR_STREAM_CAPTURE_UNSUPPORTED, cu.cuStreamSynchronize(captured));
+    OK(cu.cuStreamIsCapturing(captured, &status));
+    CHECK(status == 2, "a synchronise invalidates the capture");
+    IS(OOCU_ERROR_STREAM_CAPTURE_INVALIDATED, cu.cuEventRecord(event, captured));
+    IS(OOCU_ERROR_STREAM_CAPTURE_INVALIDATED, cu.cuStreamEndCapture(captured, &graph));
+    OK(cu.cuStreamSynchronize(captured));
+    OK(cu.cuStreamBeginCapture(blocking, 0));
+    IS(OOCU_ERROR_STREAM_CAPTURE_IMPLICIT, cu.cuStreamIsCapturing(NULL, &status));
+    IS(OOCU_ERROR_STREAM_CAPTURE_IMPLICIT, cu.cuEventRecord(event, NULL));
+    IS(OOCU_ERROR_STREAM_CAPTURE_INVALIDATED, cu.cuStreamEndCapture(blocking, &graph));
+    OK(cu.cuEventDestroy(event));
+    OK(cu.cuStreamDestroy(captured));
+    OK(cu.cuStreamDestroy(blocking));
+    sim_test_end();
+}
+
+/* ---- host functions ---- */
+
+static atomic_int calls, may_go, refused;
+
+static void OOCUDAAPI count_call(void *ptr) {
+    *(int *)ptr = atomic_fetch_add(&calls, 1) + 1;
+    OOCUevent event;
+    if (cu.cuEventCreate(&event, 0) == OOCU_ERROR_NOT_PERMITTED)
+        atomic_fetch_add(&refused, 1);
+}
+
+static void OOCUDAAPI wait_for_go(void *unused) {
+    (void)unused;
+    while (!atomic_load(&may_go))
+        ;
+}
+
+static void host_functions_run_by_themselves_and_in_order(void) {
+    for (int schedule = SIM_TIMED; schedule <= SIM_EAGER; schedule++) {
+        sim_test_begin(schedule, 11);
+        atomic_store(&calls, 0);
+        atomic_store(&refused, 0);
+        OOCUstream stream = new_stream(), other = new_stream();
+        OOCUevent event = new_event();
+        OOCUdeviceptr device = device_bytes(64);
+        char *host = host_bytes(64);
+        int first = 0, second = 0;
+        memset(host, 1, 64);
+        OK(cu.cuMemcpyHtoDAsync(device, host, 64, stream));
+        OK(cu.cuLaunchHostFunc(stream, count_call, &first));
+        OK(cu.cuEventRecord(event, stream));
+        OK(cu.cuStreamWaitEvent(other, event, 0));
+        OK(cu.cuLaunchHostFunc(other, count_call, &second));
+        while (atomic_load(&refused) < 2) /* no call of ours makes it run */
+            ;
+        OK(cu.cuStreamSynchronize(other));
+        CHECK(first == 1 && second == 2, "order %d %d on %s", first, second, schedule_names[schedule]);
+        CHECK(*(char *)device == 1, "what is before a host function ran before it");
+        CHECK(reports_of("lint: cuEventCreate") == 1, "a CUDA call from a host function is pointed out");
+        /* A host function that does not return: work behind it waits, and so does a wait, for a while. */
+        atomic_store(&may_go, 0);
+        OK(cu.simReportsClear());
+        OK(cu.simPatience(30));
+        OK(cu.cuLaunchHostFunc(stream, wait_for_go, NULL));
+        OK(cu.cuMemsetD32Async(device, 0x02020202, 16, stream));
+        IS(OOCU_ERROR_NOT_READY, cu.cuStreamQuery(stream));
+        OK(cu.simAdvance(1));
+        IS(OOCU_ERROR_NOT_READY, cu.cuStreamQuery(stream));
+        IS(OOCU_ERROR_UNKNOWN, cu.cuStreamSynchronize(stream));
+        CHECK(reports_of("deadlock:") == 1, "reported");
+        CHECK(*(char *)device == 1, "work behind a host function ran before it");
+        atomic_store(&may_go, 1);
+        OK(cu.simPatience(10000));
+        OK(cu.cuStreamSynchronize(stream));
+        CHECK(*(char *)device == 2, "work behind a host function");
+        IS(OOCU_ERROR_INVALID_VALUE, cu.cuLaunchHostFunc(stream, NULL, NULL));
+        OK(cu.cuStreamDestroy(stream));
+        OK(cu.cuStreamDestroy(other));
+        sim_test_end();
+    }
+}
+
+static void the_spin_kernel_keeps_a_stream_busy(void) {
+    sim_test_begin(SIM_TIMED, 0);
+    OOCUstream stream = new_stream();
+    OOCUmodule module;
+    OOCUfunction function;
+    uint64_t ns = 1000000;
+    void *parameters[] = {&ns};
+    OK(cu.cuModuleLoadData(&module, "image"));
+    IS(OOCU_ERROR_NOT_FOUND, cu.cuModuleGetFunction(&function, module, "no such kernel"));
+    OK(cu.cuModuleGetFunction(&function, module, "spin"));
+    const double start_s = cu.simNow();
+    OK(cu.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream, parameters, NULL));
+    IS(OOCU_ERROR_NOT_READY, cu.cuStreamQuery(stream));
+    OK(cu.cuStreamSynchronize(stream));
+    const double took_s = cu.simNow() - start_s;
+    CHECK(took_s > 1e-3 && took_s < 1.1e-3, "%g s", took_s);
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuLaunchKernel(function, 0, 1, 1, 1, 1, 1, 0, stream, parameters, NULL));
+    OK(cu.cuModuleUnload(module));
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream, parameters, NULL));
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.cuModuleUnload(module));
+    sim_test_end();
+}
+
+static void reset_forgets_only_what_is_dead(void) {
+    sim_test_begin(SIM_TIMED, 0);
+    OOCUstream stream = new_stream();
+    IS(OOCU_ERROR_ILLEGAL_STATE, cu.simReset());
+    OK(cu.simLaunch(NULL, NULL, 0, NULL, 0, 1));
+    OK(cu.cuStreamSynchronize(NULL));
+    CHECK(cu.simNow() > 0.9 && cu.simCallCount("cuStreamSynchronize") == 1 && cu.simCallCount(NULL) > 3, "counted");
+    OK(cu.cuStreamDestroy(stream));
+    sim_test_end();
+    CHECK(cu.simNow() < 1e-12 && cu.simCallCount(NULL) == 0 && cu.simCallCount("cuStreamSynchronize") == 0, "forgotten");
+    IS(OOCU_ERROR_INVALID_VALUE, cu.simSetSchedule(17, 0));
+    IS(OOCU_ERROR_INVALID_VALUE, cu.simSwitch(17, 0));
+}
+
+int main(int argc, char **argv) {
+    sim_test_open(argc, argv);
+    symbols_are_found_by_base_name_and_version();
+    before_init_only_the_first_calls_work();
+    contexts();
+    two_devices_are_two();
+    host_memory();
+    old_handles_are_refused();
+    capture_is_refused_where_the_driver_refuses();
+    host_functions_run_by_themselves_and_in_order();
+    the_spin_kernel_keeps_a_stream_busy();
+    reset_forgets_only_what_is_dead();
+    return check_report();
+}

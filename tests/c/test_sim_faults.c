@@ -1,0 +1,148 @@
+/* Calls that fail on purpose: the n-th, once or for ever, sticky, asynchronous; refused registrations. */
+#include "sim_test.h"
+
+/* A small program whose every call is checked by the caller: returns the first error. */
+static OOCUresult program(OOCUstream stream, OOCUevent event, OOCUdeviceptr device, const void *host) {
+    OOCUresult result = cu.cuMemcpyHtoDAsync(device, host, 64, stream);
+    if (result == OOCU_SUCCESS)
+        result = cu.cuEventRecord(event, stream);
+    if (result == OOCU_SUCCESS)
+        result = cu.cuEventSynchronize(event);
+    return result;
+}
+
+static OOCUstream stream;
+static OOCUevent event;
+static OOCUdeviceptr device;
+static char *host;
+
+static void begin(void) {
+    sim_test_begin(SIM_TIMED, 0);
+    stream = new_stream();
+    event = new_event();
+    device = device_bytes(64);
+    host = host_bytes(64);
+    memset(host, 1, 64);
+}
+
+static void the_nth_call_of_any_kind(void) {
+    for (uint64_t nth = 1; nth <= 3; nth++)
+        for (int lasting = 0; lasting < 2; lasting++) {
+            begin();
+            memset((void *)device, 0, 64);
+            const uint64_t before = cu.simCallCount(NULL);
+            OK(cu.simFault(NULL, nth, OOCU_ERROR_OUT_OF_MEMORY, lasting));
+            IS(OOCU_ERROR_OUT_OF_MEMORY, program(stream, event, device, host));
+            CHECK(cu.simCallCount(NULL) - before == nth, "call %llu failed", (unsigned long long)nth);
+            IS(lasting ? OOCU_ERROR_OUT_OF_MEMORY : OOCU_SUCCESS, program(stream, event, device, host));
+            OK(cu.simFaultClear());
+            OK(program(stream, event, device, host));
+            CHECK(*(char *)device == 1, "after the fault");
+            sim_test_end();
+        }
+}
+
+static void the_nth_call_of_one_kind(void) {
+    begin();
+    OK(cu.simFault("cuEventRecord", 2, OOCU_ERROR_INVALID_VALUE, 0));
+    OK(program(stream, event, device, host));
+    IS(OOCU_ERROR_INVALID_VALUE, program(stream, event, device, host));
+    OK(program(stream, event, device, host));
+    OK(cu.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0));
+    OK(cu.simFault("cuMemcpyHtoDAsync", 0, OOCU_SUCCESS, 0)); /* cleared */
+    OK(program(stream, event, device, host));
+    OK(cu.simFault("simAdopt", 1, OOCU_ERROR_OUT_OF_MEMORY, 0));
+    char arena[64];
+    IS(OOCU_ERROR_OUT_OF_MEMORY, cu.simAdopt((OOCUdeviceptr)arena, 64, 0));
+    OK(cu.simAdopt((OOCUdeviceptr)arena, 64, 0));
+    OK(cu.simDrop((OOCUdeviceptr)arena));
+    IS(OOCU_ERROR_INVALID_VALUE, cu.simFault("cuNoSuchCall", 1, 2, 0));
+    IS(OOCU_ERROR_INVALID_VALUE, cu.simFault("cuGetErrorName", 1, 2, 0));
+    IS(OOCU_ERROR_INVALID_VALUE, cu.simFault("cuEventRecord", 0, 2, 0));
+    sim_test_end();
+}
+
+static void a_failed_call_does_nothing(void) {
+    begin();
+    struct sim_stats before, after;
+    OK(cu.simGetStats(&before));
+    OK(cu.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_OUT_OF_MEMORY, 0));
+    IS(OOCU_ERROR_OUT_OF_MEMORY, cu.cuMemcpyHtoDAsync(device, host, 64, stream));
+    OK(cu.cuStreamQuery(stream));
+    OK(cu.simGetStats(&after));
+    CHECK(before.h2d_copies == after.h2d_copies, "a refused copy was counted");
+    OK(cu.simFault("cuStreamDestroy", 1, OOCU_ERROR_UNKNOWN, 0));
+    IS(OOCU_ERROR_UNKNOWN, cu.cuStreamDestroy(stream));
+    OK(cu.cuStreamQuery(stream));
+    sim_test_end();
+}
+
+static void a_sticky_error_kills_the_context(void) {
+    static const OOCUresult sticky[] = {OOCU_ERROR_ILLEGAL_ADDRESS, OOCU_ERROR_LAUNCH_FAILED,
+                                        OOCU_ERROR_ECC_UNCORRECTABLE};
+    for (size_t i = 0; i < sizeof sticky / sizeof sticky[0]; i++) {
+        begin();
+        memset((void *)device, 0, 64);
+        OK(cu.cuMemcpyHtoDAsync(device, host, 64, stream));
+        OK(cu.simFault("cuEventRecord", 1, sticky[i], 0));
+        IS(sticky[i], cu.cuEventRecord(event, stream));
+        IS(sticky[i], cu.cuStreamSynchronize(stream));
+        IS(sticky[i], cu.cuEventCreate(&event, 0));
+        IS(sticky[i], cu.cuMemFreeHost(host));
+        OOCUcontext context;
+        OK(cu.cuCtxGetCurrent(&context));
+        OK(cu.cuCtxPushCurrent(context));
+        OK(cu.cuCtxPopCurrent(NULL));
+        struct sim_live live;
+        OK(cu.simGetLive(&live));
+        CHECK(live.queued == 0, "nothing runs in a dead context");
+        CHECK(*(char *)device == 0 || *(unsigned char *)device == 0xFF, "the copy ran after its death");
+        OK(cu.simFaultClear());
+        OK(program(stream, event, device, host));
+        CHECK(*(char *)device == 1, "alive again");
+        sim_test_end();
+    }
+}
+
+static void an_asynchronous_error_shows_later(void) {
+    for (int schedule = SIM_TIMED; schedule <= SIM_EAGER; schedule++) {
+        begin();
+        OK(cu.simSetSchedule(schedule, 1));
+        OK(cu.simFault("async h2d", 2, OOCU_ERROR_ILLEGAL_ADDRESS, 0));
+        OK(program(stream, event, device, host));
+        OK(cu.cuMemcpyHtoDAsync(device, host, 64, stream));
+        IS(OOCU_ERROR_ILLEGAL_ADDRESS, cu.cuStreamSynchronize(stream));
+        IS(OOCU_ERROR_ILLEGAL_ADDRESS, cu.cuStreamQuery(stream));
+        IS(OOCU_ERROR_ILLEGAL_ADDRESS, cu.cuStreamDestroy(stream));
+        OK(cu.simFaultClear());
+        OK(cu.cuStreamDestroy(stream));
+        sim_test_end();
+    }
+}
+
+static void registrations_are_refused_from_the_kth_on(void) {
+    begin();
+    static char block[4][4096];
+    for (uint64_t from = 1; from <= 3; from++) {
+        OK(cu.simRefuseRegistration(from));
+        for (uint64_t i = 1; i <= 4; i++)
+            IS(i < from ? OOCU_SUCCESS : OOCU_ERROR_OUT_OF_MEMORY, cu.cuMemHostRegister(block[i - 1], 4096, 0));
+        OK(cu.simRefuseRegistration(0));
+        for (uint64_t i = 1; i < from; i++)
+            OK(cu.cuMemHostUnregister(block[i - 1]));
+        OK(cu.cuMemHostRegister(block[3], 4096, 0));
+        OK(cu.cuMemHostUnregister(block[3]));
+    }
+    sim_test_end();
+}
+
+int main(int argc, char **argv) {
+    sim_test_open(argc, argv);
+    the_nth_call_of_any_kind();
+    the_nth_call_of_one_kind();
+    a_failed_call_does_nothing();
+    a_sticky_error_kills_the_context();
+    an_asynchronous_error_shows_later();
+    registrations_are_refused_from_the_kth_on();
+    return check_report();
+}
