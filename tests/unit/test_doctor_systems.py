@@ -183,6 +183,15 @@ def test_damaged_tables_never_raise(tmp_path: Path, path: str, text: str) -> Non
     assert found.limit_bytes in (None, 16 * GIB)
 
 
+def test_v1_limit_is_found_with_proc_hidden(tmp_path: Path) -> None:
+    group = tmp_path / "sys/fs/cgroup/memory"
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text(f"{4 * GIB}\n")
+    (group / "memory.usage_in_bytes").write_text(f"{GIB}\n")
+    found = read_memory_limit(str(tmp_path))
+    assert (found.version, found.limit_bytes, found.headroom_bytes) == ("v1", 4 * GIB, 3 * GIB)
+
+
 def test_empty_root_names_what_is_missing(tmp_path: Path) -> None:
     found = read_memory_limit(str(tmp_path))
     assert found.version is None
@@ -369,7 +378,7 @@ GARBAGE = st.one_of(
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_no_content_of_any_file_makes_a_check_fail(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(NAMES))
     files = [path for path in sections(name) if path != ANSWERS and not path.endswith("/")]
@@ -516,3 +525,11 @@ def test_memory_high_counts_with_and_without_a_hard_limit(tmp_path: Path) -> Non
         files = {base + "max": hard, base + "high": high, base + "current": "1"}
         found = examine(machine("docker_v2", tmp_path / str(number), **files))["memory limit"]
         assert ("slowed from" in found.value) == slowed == (found.verdict == "warn"), found
+
+
+def test_windows_without_an_answer_from_the_card_says_why(tmp_path: Path) -> None:
+    view = GpuView(why="nvidia-ml-py is not installed")
+    system = System(str(tmp_path), environ={}, platform="win32", gpus=view)
+    found = examine(system)["place"]
+    assert (found.verdict, found.value) == ("unknown", "Windows")
+    assert found.why == "the driver model is not visible: nvidia-ml-py is not installed"
