@@ -248,16 +248,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if toolchain.why_not_run:
         print(f"{toolchain.name}: not run: {toolchain.why_not_run}")
         return 0
-    failed = []
-    for name in built.programs:
+
+    def timed(name: str) -> tuple[str, subprocess.CompletedProcess[str], float]:
         start = time.monotonic()
-        done = run(toolchain, built, name)
-        seconds = time.monotonic() - start
-        how = "ok" if done.returncode == 0 else f"exit {done.returncode}"
-        print(f"{name}: {how} ({seconds:.1f} s)", flush=True)
-        if done.returncode != 0:
-            print(done.stdout)
-            failed.append(name)
+        return name, run(toolchain, built, name), time.monotonic() - start
+
+    failed = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, done, seconds in pool.map(timed, built.programs):
+            how = "ok" if done.returncode == 0 else f"exit {done.returncode}"
+            print(f"{name}: {how} ({seconds:.1f} s)", flush=True)
+            if done.returncode != 0:
+                # A sweep that fails says thousands of lines: the first ones tell the cause.
+                lines = done.stdout.splitlines()
+                print("\n".join([*lines[:40], "...", *lines[-10:]] if len(lines) > 50 else lines))
+                failed.append(name)
     if failed:
         print(f"{toolchain.name}: failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
