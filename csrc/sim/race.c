@@ -329,8 +329,27 @@ static void common_past(struct sim_clock *past) {
     sim__clock_free(&one);
 }
 
+static int same_access(const struct access *a, const struct access *b) {
+    return a->epoch == b->epoch && (!a->epoch || a->actor == b->actor);
+}
+
+/* Whether two intervals have the same history, so that one can stand for both. */
+static int same_history(const struct node *a, const struct node *b) {
+    if (!same_access(&a->write, &b->write) || a->n_reads != b->n_reads)
+        return 0;
+    for (uint32_t i = 0; i < a->n_reads; i++) {
+        uint32_t k = 0;
+        while (k < b->n_reads && !same_access(&a->reads[i], &b->reads[k]))
+            k++;
+        if (k == b->n_reads)
+            return 0;
+    }
+    return 1;
+}
+
 static void sweep(void) {
     struct sim_clock past = {0};
+    struct node *previous = NULL;
     common_past(&past);
     for (struct node *node = head.next[0], *next; node; node = next) {
         next = node->next[0];
@@ -341,8 +360,14 @@ static void sweep(void) {
             if (!ordered(&node->reads[i], &past))
                 node->reads[kept++] = node->reads[i];
         node->n_reads = kept;
-        if (!node->write.epoch && !kept)
+        if (!node->write.epoch && !kept) {
             drop(node);
+        } else if (previous && previous->hi == node->lo && same_history(previous, node)) {
+            previous->hi = node->hi;
+            drop(node);
+        } else {
+            previous = node;
+        }
     }
     for (uint32_t i = 0; i < sim.n_actors; i++) {
         struct sim_actor *actor = &sim.actors[i];
