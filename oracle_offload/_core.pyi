@@ -6,7 +6,7 @@ raise `oracle_offload.errors.OffloadError` or its subclasses; running out of are
 `MemoryError`, which the Python layer turns into `torch.OutOfMemoryError`.
 """
 
-from typing import Final, TypedDict
+from typing import Final, Self, TypedDict, final, type_check_only
 
 FORWARD: Final = 0  # a forward outside any graph task
 RECOMPUTE: Final = 1  # a forward inside a graph task: a checkpoint recomputes
@@ -15,6 +15,7 @@ ALIGNMENT: Final = 256  # bytes; of every tensor in host and device memory
 
 BUILD: Final[str]  # compiler, flags and date of this extension
 
+@type_check_only
 class Stats(TypedDict):
     """Counters since the engine (or model) began; see struct oo_stats."""
 
@@ -49,6 +50,7 @@ class Stats(TypedDict):
     units: int
     resident_units: int
 
+@type_check_only
 class TraceRow(TypedDict):
     kind: str  # "compute", "h2d", "d2h" or "stall"
     unit: int
@@ -56,6 +58,7 @@ class TraceRow(TypedDict):
     end_s: float
     bytes: int
 
+@final
 class HostBuffer:
     """`nbytes` of page-aligned host memory; exports a writable buffer.
 
@@ -63,7 +66,7 @@ class HostBuffer:
     Not inherited by forked children while locked.
     """
 
-    def __init__(self, nbytes: int) -> None: ...
+    def __new__(cls, nbytes: int) -> Self: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
     @property
     def address(self) -> int: ...
@@ -74,10 +77,11 @@ class HostBuffer:
     def fill(self, offset: int, source: int, nbytes: int, /) -> None:
         """Copy `nbytes` from address `source` to `offset`, with several threads, GIL released."""
 
+@final
 class Engine:
     """The engine of one device. `library` None: the system's CUDA driver."""
 
-    def __init__(self, library: str | None, device: int) -> None: ...
+    def __new__(cls, library: str | None, device: int) -> Self: ...
     @property
     def simulated(self) -> bool: ...
     @property
