@@ -489,6 +489,19 @@ enum oo_status oo_engine_prefetch(struct oo_engine *engine, struct oo_fetched *f
 
 /* ---- gradients ---- */
 
+/* While a fault lasts not even waiting works: what a failed download left queued is waited for by the
+ * next one, or at the end. */
+enum oo_status oo__finish_download(struct oo_engine *engine) {
+    enum oo_status status = OO_OK;
+    if (!engine->unfinished)
+        return OO_OK;
+    OO_TRY(oo__synchronize(engine, engine->d2h, 1));
+    OO_TRY(OO_DRIVE(engine, simDrop, engine->unfinished));
+    engine->unfinished = 0;
+done:
+    return status;
+}
+
 enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintptr_t source, size_t bytes,
                                   uintptr_t stream_handle) {
     const OOCUstream stream = (OOCUstream)stream_handle;
@@ -502,6 +515,7 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     OO_TRY(oo__event_take(engine, &computed));
     OO_TRY(oo__event_take(engine, &begin));
     OO_TRY(oo__event_take(engine, &arrived));
+    OO_TRY(oo__finish_download(engine));
     if (engine->driver.simAdopt) {
         /* To the simulated device a tensor of torch's CPU is device memory while it is copied, and
          * `stream` has just written it. */
@@ -527,10 +541,18 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     OO_TRY(OO_DRIVE(engine, cuEventSynchronize, arrived->handle));
     oo__span_add(engine, OO_TRACE_D2H, OO_NO_UNIT, 0, bytes, begin, arrived);
 done:
-    if (status != OO_OK && engine->usable && computed)
-        (void)oo__synchronize(engine, engine->d2h, 1); /* the source goes back to torch: no copy may be queued */
-    if (adopted)
-        (void)engine->driver.simDrop(source);
+    if (status != OO_OK && engine->usable && computed) {
+        /* The source goes back to torch: no copy from it may stay queued. Keeps the message of what failed
+         * first. */
+        engine->stats.host_waits++;
+        engine->stats.recoveries++;
+        if (engine->driver.cuStreamSynchronize(engine->d2h) != OOCU_SUCCESS && adopted) {
+            engine->unfinished = source;
+            adopted = 0;
+        }
+    }
+    if (adopted && engine->driver.simDrop(source) != OOCU_SUCCESS)
+        engine->unfinished = source;
     oo__event_give(engine, computed);
     oo__event_give(engine, begin);
     oo__event_give(engine, arrived);
@@ -613,6 +635,7 @@ done:
 static void oo__close_device(struct oo_engine *engine) {
     if (!engine->context)
         return;
+    (void)oo__finish_download(engine);
     oo__ring_free(engine, &engine->up);
     oo__ring_free(engine, &engine->down);
     oo__spans_free(engine);

@@ -143,6 +143,7 @@ struct oo_engine {
     OOCUmodule module; /* the embedded kernels, loaded on first use */
     OOCUfunction spin;
     struct oo_ring up, down;
+    OOCUdeviceptr unfinished; /* gradient whose download failed and could not be waited for; simulated driver */
     struct oo_spans spans;
     struct oo_stats stats; /* the engine's own: what belongs to no model */
 };
@@ -164,6 +165,7 @@ enum oo_status oo__order_after_uses(struct oo_engine *engine, struct oo_unit *un
 void oo__forget_copy(struct oo_engine *engine, uint32_t unit);
 /* Both of the above, and leave the arena. */
 enum oo_status oo__drop(struct oo_engine *engine, uint32_t unit);
+enum oo_status oo__finish_download(struct oo_engine *engine);
 /* Wait on the host until the stream has ended; counted. */
 enum oo_status oo__synchronize(struct oo_engine *engine, OOCUstream stream, int recovering);
 
