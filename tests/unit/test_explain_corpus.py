@@ -97,26 +97,7 @@ def test_a_lookalike_is_no_false_alarm(case: dict[str, Any]) -> None:
 
 
 # Formats read in source code or provoked in test_explain_real.py, absent from the corpus.
-UNMET = {
-    "cudnn-allocation-failed": (
-        "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED\n"
-    ),
-    "shared-object-open": (
-        "RuntimeError: unable to open shared memory object </torch_7_8> in read-write mode: "
-        "No space left on device (28)\n"
-    ),
-    "shared-file-allocate": (
-        "RuntimeError: unable to allocate shared memory(shm) for file </torch_7_8_0>: "
-        "No space left on device (28)\n"
-    ),
-    "mlock-refused": (
-        "warning: failed to mlock 73728000-byte buffer (after previously locking 0 bytes): "
-        "Cannot allocate memory\n"
-    ),
-    "host-register-refused": "RuntimeError: cudaHostRegister failed for 13.77 GiB\n",
-    "systemd-oomd": "systemd-oomd[932]: Killed /user.slice/app.slice/train.scope due to memory\n",
-    "out-of-memory-class": "torch.OutOfMemoryError: something new\n",
-}
+UNMET = json.loads((DATA / "unmet.json").read_text("utf-8"))
 
 
 @pytest.mark.parametrize("name", UNMET)
