@@ -283,6 +283,17 @@ OOCUresult simSetSchedule(int schedule, uint64_t seed) {
     return OOCU_SUCCESS;
 }
 
+OOCUresult simGetSchedule(int *schedule, uint64_t *seed) {
+    if (!schedule || !seed)
+        return OOCU_ERROR_INVALID_VALUE;
+    sim_os_lock(&sim.lock);
+    sim__boot();
+    *schedule = sim.schedule;
+    *seed = sim.seed;
+    sim_os_unlock(&sim.lock);
+    return OOCU_SUCCESS;
+}
+
 OOCUresult simSwitch(int which, int on) {
     if (which < SIM_RACES || which > SIM_STRICT_THREADS)
         return OOCU_ERROR_INVALID_VALUE;

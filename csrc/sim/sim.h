@@ -66,6 +66,7 @@ enum sim_schedule {
 };
 /* The default comes from ORACLE_OFFLOAD_SIM_SEED: unset SIM_TIMED, a number SIM_RANDOM with it. */
 SIM_API OOCUresult simSetSchedule(int schedule, uint64_t seed);
+SIM_API OOCUresult simGetSchedule(int *schedule, uint64_t *seed);
 
 enum sim_switch {
     SIM_RACES = 0,        /* detect races (default 1) */
