@@ -141,6 +141,8 @@ class ManagedLinear(Function):
         """Compute; see the class."""
         task = _graph_task()
         state = layer.state
+        if state.turned and task == -1:
+            state.begin_forward()
         engine = state.engine
         stream = state.stream()
         ticket, address, fetched = layer.acquire(stream, FORWARD if task == -1 else RECOMPUTE, task)
@@ -184,6 +186,7 @@ class ManagedLinear(Function):
     def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         layer: LinearLayer = ctx.layer
         state = layer.state
+        state.turned = True
         shape, stride = ctx.geometry
         dims = len(shape)
         needs = ctx.needs_input_grad
@@ -323,6 +326,8 @@ class ManagedConv2d(Function):
         """Compute; see the class."""
         task = _graph_task()
         state = layer.state
+        if state.turned and task == -1:
+            state.begin_forward()
         engine = state.engine
         stream = state.stream()
         ticket, address, fetched = layer.acquire(stream, FORWARD if task == -1 else RECOMPUTE, task)
@@ -366,6 +371,7 @@ class ManagedConv2d(Function):
     def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         layer: Conv2dLayer = ctx.layer
         state = layer.state
+        state.turned = True
         needs = ctx.needs_input_grad
         layer.check_attached()
         wants_weight = ctx.wide and needs[2]

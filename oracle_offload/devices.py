@@ -59,6 +59,7 @@ class DeviceState:
         self._noted_tasks: set[int] = set()
         self._cast_inputs: dict[int, tuple[object, weakref.ref[Tensor], Tensor]] = {}
         self._canary: Tensor | None = None
+        self.turned = False  # a managed backward has run since the last forward began
         self.clocked_outside = 0  # witnesses that charge simulated time in our place
         self.engine, self.simulated, self.stream = self._open()
         self.engine.set_verify(os.environ.get("ORACLE_OFFLOAD_VERIFY", "0") not in ("", "0"))
@@ -130,6 +131,13 @@ class DeviceState:
         if index >= 0 and address < segments[index].address + segments[index].nbytes:
             return segments[index].storage, segments[index].base
         raise OffloadError(f"the engine answered {address:#x}, which is in no segment of the arena")
+
+    def begin_forward(self) -> None:
+        """The first managed forward after a backward: the arena may grow to what was learned."""
+        self.turned = False
+        with self.lock:
+            for attachment in list(self.models.values()):
+                attachment.grow_to_block()
 
     # ---- gradients ----
 

@@ -19,7 +19,7 @@ from .manager_modules import HANDLE, Layer, is_managed, layer_type, swap_in, swa
 from .progress import DelayedBar
 from .selection import Leaf, group_units, wrapper_of
 from .sizes import GIB, format_size, parse_size
-from .witness import watch_first_forward
+from .witness import end_watch, watch_first_forward
 
 logger = logging.getLogger("oracle_offload")
 
@@ -178,10 +178,8 @@ class MemoryManager:
         self.resident: dict[str, str] = {}
         self.unsettled = [False]
         self.lock = threading.Lock()  # one thread settles
-        self.moved: set[int] = set()
-        self.hooks: list[Any] = []
         self.wrappers: list[tuple[Any, Any]] = []
-        self.watch_pending = True
+        self._parts = frozenset(id(part) for part in module.modules())
         self.finalizer: Any = None
 
     @classmethod
@@ -218,6 +216,14 @@ class MemoryManager:
             f"{format_size(attachment.capacity_bytes)})"
         )
 
+    def is_root(self, module: nn.Module) -> bool:
+        """Whether `module` is the attached model itself."""
+        return module is self._module()
+
+    def contains(self, module: nn.Module) -> bool:
+        """Whether `module` was part of the model when it was attached."""
+        return id(module) in self._parts and self._module() is not None
+
     def refresh(self, module: nn.Module | None = None) -> None:
         """Forget all device copies: for writes to masters that nothing else can see.
 
@@ -251,8 +257,7 @@ class MemoryManager:
         self.state.check_process()
         self.attachment.close()
         self.finalizer.detach()
-        for hook in self.hooks:
-            hook.remove()
+        end_watch(self)
         for leaf in module.modules():
             if is_managed(leaf) and leaf.__dict__[HANDLE].state is self.state:
                 swap_out(leaf)
@@ -362,9 +367,9 @@ def attach(
     module.__dict__[ATTRIBUTE] = manager
     manager.finalizer = weakref.finalize(module, _close_quietly, attachment)
     move_unmanaged(module, where)
-    _install_root_hooks(manager, module)
     _watch_structure()
     _attached_roots.add(manager)
+    watch_first_forward(manager)
     logger.info("attached %r; %d layers stay resident", manager, len(chosen.resident))
     return manager
 
@@ -461,22 +466,6 @@ def move_unmanaged(module: nn.Module, device: torch.device) -> None:
 
 def _own_tensors(module: nn.Module) -> list[Tensor | None]:
     return [*module._parameters.values(), *module._buffers.values()]
-
-
-def _install_root_hooks(manager: MemoryManager, module: nn.Module) -> None:
-    reference = weakref.ref(manager)
-
-    def before(root: nn.Module, args: Any) -> None:
-        found = reference()
-        if found is None:
-            return
-        if found.unsettled[0]:
-            found.settle()
-        if torch._C._current_graph_task_id() == -1:
-            found.attachment.grow_to_block()
-
-    manager.hooks.append(module.register_forward_pre_hook(torch.compiler.disable(before)))
-    manager.hooks.extend(watch_first_forward(manager, module))
 
 
 def _watch_structure() -> None:

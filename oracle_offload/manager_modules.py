@@ -8,6 +8,7 @@ the base class's.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import weakref
 from collections.abc import Callable
@@ -527,11 +528,12 @@ def managed_class(base: Any) -> Any:
         return self
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        function, arguments, *rest = cast("Any", super(made, self)).__reduce_ex__(protocol)
-        arguments = tuple(base if argument is made else argument for argument in arguments)
-        if rest and isinstance(rest[0], dict):
-            rest[0] = {key: value for key, value in rest[0].items() if key != HANDLE}
-        return function, arguments, *rest
+        # pickle insists that what __newobj__ makes has the object's own class; the older
+        # reconstructor of the standard library does the same without asking.
+        _, _, state, *rest = cast("Any", super(made, self)).__reduce_ex__(2)
+        if isinstance(state, dict):
+            state = {key: value for key, value in state.items() if key != HANDLE}
+        return copyreg._reconstructor, (base, object, None), state, *rest  # type: ignore[attr-defined]
 
     functools.update_wrapper(forward, base.forward, assigned=("__doc__",), updated=())
     made = type(

@@ -38,7 +38,7 @@ def unit_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def split_pieces(
-    units: Sequence[Sequence[Tensor]], piece_bytes: int = PIECE_BYTES
+    units: Sequence[Sequence[Tensor]], piece_bytes: int | None = None
 ) -> Iterator[list[Tensor]]:
     """Yield the tensors of one piece after another; no unit is cut.
 
@@ -46,9 +46,10 @@ def split_pieces(
     ----------
     units : sequence of sequences of Tensor
         The tensors that travel together, in model order; a tensor that occurs twice is placed once.
-    piece_bytes : int
-        Size that a piece of several units does not exceed.
+    piece_bytes : int, optional
+        Size that a piece of several units does not exceed; `PIECE_BYTES`.
     """
+    piece_bytes = PIECE_BYTES if piece_bytes is None else piece_bytes
     piece: list[Tensor] = []
     size = 0
     placed: set[int] = set()

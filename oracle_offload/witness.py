@@ -247,35 +247,65 @@ def _declare(reads: list[tuple[int, int, Any]], writes: list[tuple[int, int, Any
             )
 
 
-def watch_first_forward(manager: MemoryManager, module: nn.Module) -> list[Any]:
+# ---- the first forward ----
+
+_MAX_ENTRIES = 16  # calls of parts of a model that are watched where the model itself is not called
+_watched: weakref.WeakKeyDictionary[MemoryManager, int] = weakref.WeakKeyDictionary()
+_watch_hooks: list[Any] = []
+_watching = threading.local()
+
+
+def watch_first_forward(manager: MemoryManager) -> None:
     """Run the first forward of an attached model under a strict witness that declares nothing.
+
+    Where the model is used through its parts (an autoencoder's ``encode``), the first calls of
+    parts are watched instead. The hooks that do it are torch's global ones: hooks on the model
+    would be copied and pickled with it. They are gone after that forward.
 
     Backward needs no watch: it reads a master only if forward saved it, and the operator that did
     so was seen.
-
-    Returns
-    -------
-    list
-        Hook handles.
     """
-    reference = weakref.ref(manager)
-    entered: list[Witness] = []
+    _watched[manager] = 0
+    if not _watch_hooks:
+        modules = torch.nn.modules.module
+        _watch_hooks.extend(
+            (
+                modules.register_module_forward_pre_hook(torch.compiler.disable(_begin_watch)),
+                modules.register_module_forward_hook(
+                    torch.compiler.disable(_end_watch), always_call=True
+                ),
+            )
+        )
 
-    def before(root: nn.Module, args: Any) -> None:
-        found = reference()
-        if found is not None and found.watch_pending and not entered:
-            witness = Witness(declare=False)
-            witness.__enter__()
-            entered.append(witness)
 
-    def after(root: nn.Module, args: Any, output: Any) -> None:
-        found = reference()
-        if entered:
-            entered.pop().__exit__(None, None, None)
-            if found is not None and output is not None:
-                found.watch_pending = False
+def _begin_watch(module: nn.Module, args: Any) -> None:
+    if getattr(_watching, "module", None) is not None:
+        return
+    for manager in list(_watched):
+        if manager.contains(module):
+            _watching.module, _watching.manager = module, manager
+            _watching.witness = Witness(declare=False)
+            _watching.witness.__enter__()
+            return
 
-    return [
-        module.register_forward_pre_hook(torch.compiler.disable(before)),
-        module.register_forward_hook(torch.compiler.disable(after), always_call=True),
-    ]
+
+def _end_watch(module: nn.Module, args: Any, output: Any) -> None:
+    if getattr(_watching, "module", None) is not module:
+        return
+    manager: MemoryManager = _watching.manager
+    _watching.module = None
+    _watching.witness.__exit__(None, None, None)
+    if output is not None:
+        calls = _watched.get(manager, 0) + 1
+        _watched[manager] = calls
+        if manager.is_root(module) or calls >= _MAX_ENTRIES:
+            end_watch(manager)
+
+
+def end_watch(manager: MemoryManager) -> None:
+    """Stop watching a model: its first forward has ended, or it was detached."""
+    _watched.pop(manager, None)
+    if not _watched:
+        for hook in _watch_hooks:
+            hook.remove()
+        _watch_hooks.clear()

@@ -1,0 +1,102 @@
+"""Every test of this folder runs on a fresh simulated device and must leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+def pytest_generate_tests(metafunc):
+    """Tests that take `device` run on the simulated device and, with -m gpu, on CUDA."""
+    if "device" in metafunc.fixturenames and not any(
+        "device" in marker.args[0] for marker in metafunc.definition.iter_markers("parametrize")
+    ):
+        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@pytest.fixture(autouse=True)
+def same_on_cuda(request):
+    """On CUDA a comparison to the last bit needs deterministic kernels."""
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is not None and callspec.params.get("device") == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        torch.use_deterministic_algorithms(True)
+        yield
+        torch.use_deterministic_algorithms(False)
+    else:
+        yield
+
+
+class Simulation:
+    """What tests change about the simulated device."""
+
+    def __init__(self, simulator):
+        self.simulator = simulator
+        self.original = simulator.get_device(0)
+
+    def __getattr__(self, name):
+        return getattr(self.simulator, name)
+
+    def slow_link(self, gbps=0.01):
+        """A link so slow that copies are always under way."""
+        device = self.simulator.get_device(0)
+        device.link_gbps = gbps
+        self.simulator.set_device(0, device)
+
+    def create_stream(self):
+        """A second compute stream; `destroy_stream` gives it back."""
+        stream = ctypes.c_void_p()
+        with self._context() as library:
+            assert library.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0) == 0
+        return stream.value
+
+    def destroy_stream(self, stream):
+        with self._context() as library:
+            assert library.cuStreamDestroy_v2(ctypes.c_void_p(stream)) == 0
+
+    @contextlib.contextmanager
+    def _context(self):
+        library = ctypes.CDLL(str(self.simulator.library_path()))
+        context = ctypes.c_void_p()
+        assert library.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+        assert library.cuCtxPushCurrent_v2(context) == 0
+        try:
+            yield library
+        finally:
+            assert library.cuCtxPopCurrent_v2(ctypes.byref(context)) == 0
+            assert library.cuDevicePrimaryCtxRelease_v2(0) == 0
+
+
+@pytest.fixture(autouse=True)
+def sim():
+    """Fresh simulator; afterwards no race was reported and nothing is alive."""
+    from oracle_offload import simulator
+    from oracle_offload.devices import open_states
+
+    simulator.reset()
+    simulation = Simulation(simulator)
+    yield simulation
+    if open_states():
+        gc.collect()  # a model that is only waiting to be collected
+    left = [str(state.device) for state in open_states()]
+    reports = simulator.reports()
+    live = simulator.live()
+    alive = {
+        name: getattr(live, name)
+        for name in ("streams", "events", "contexts", "registrations", "adopted_bytes", "queued")
+        if getattr(live, name)
+    }
+    for state in open_states():
+        for attachment in list(state.models.values()):
+            attachment.close()
+    simulator.reset()
+    simulator.set_device(0, simulation.original)
+    assert not reports, "\n\n".join(reports[:3])
+    assert not left, f"still attached after the test: {left}"
+    assert not alive, f"still alive in the driver after the test: {alive}"

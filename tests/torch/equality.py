@@ -1,0 +1,106 @@
+"""What every test of a managed model checks: same bits, nothing touched that must not be."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import oracle_offload
+from oracle_offload.witness import Witness
+
+
+class Recorder:
+    """Stands before an engine and keeps what it answered; everything else passes through."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.fetched: list[int] = []
+        self.acquired: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def acquire(self, member: int, *rest: int) -> Any:
+        answer = self._engine.acquire(member, *rest)
+        self.acquired.append(member)
+        self.fetched.extend(answer[2] or ())
+        return answer
+
+    def release(self, *arguments: int) -> Any:
+        fetched = self._engine.release(*arguments)
+        self.fetched.extend(fetched or ())
+        return fetched
+
+
+def resident_pair(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Return the model to attach and an equal one that stays resident."""
+    return model, copy.deepcopy(model)
+
+
+@contextlib.contextmanager
+def attached(model: nn.Module, device: str = "cpu", **options: Any) -> Iterator[Any]:
+    """Attach for a while."""
+    manager = oracle_offload.attach(model, device, **options)
+    try:
+        yield manager
+    finally:
+        if model.__dict__.get("_memory_manager") is not None:
+            manager.detach()
+
+
+def assert_same(found: Any, expected: Any, what: str = "value") -> None:
+    """Assert equal to the last bit, and in dtype; containers element by element."""
+    if expected is None or found is None:
+        assert found is None and expected is None, f"{what}: {found is None} != {expected is None}"
+        return
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype, f"{what}: {found.dtype} != {expected.dtype}"
+        found, expected = found.detach().cpu(), expected.detach().cpu()
+        assert torch.isfinite(expected).all(), f"{what}: the resident result is not finite"
+        if not torch.equal(found, expected):
+            difference = (found.double() - expected.double()).abs().max()
+            raise AssertionError(f"{what} differs from resident by up to {difference:.3e}")
+        return
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), what
+        for key in expected:
+            assert_same(found[key], expected[key], f"{what}[{key!r}]")
+        return
+    assert len(found) == len(expected), what
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert_same(one, other, f"{what}[{index}]")
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Return each parameter's gradient by name."""
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_models_agree(
+    managed: nn.Module,
+    resident: nn.Module,
+    step: Callable[[nn.Module], Sequence[Tensor]],
+    *,
+    steps: int = 2,
+    device: str = "cpu",
+    clock: bool = False,
+) -> None:
+    """Run `step` on both, the managed one under a strict witness, and compare to the last bit."""
+    if device != "cpu":
+        resident.to(device)
+    for number in range(steps):
+        for model in (managed, resident):
+            model.zero_grad(set_to_none=True)
+        torch.manual_seed(number)
+        expected = step(resident)
+        torch.manual_seed(number)
+        with Witness(declare=device == "cpu", clock=clock) as witness:
+            found = step(managed)
+        assert witness.arena_reads > 0, "no operator read the arena: nothing was managed"
+        assert_same(found, expected, f"step {number}: result")
+        assert_same(gradients(managed), gradients(resident), f"step {number}: gradient")

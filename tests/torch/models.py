@@ -1,0 +1,166 @@
+"""Small versions of real models, and one training step for each."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+warnings.filterwarnings("ignore", category=UserWarning)
+
+
+def enable_checkpointing(model, **options) -> None:
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable(**options)
+    else:
+        model.enable_gradient_checkpointing()
+
+
+def llama(**options):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=3)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            **sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False, **options
+        )
+    )
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = dict(vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            **sizes,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            use_cache=False,
+        )
+    )
+
+
+def qwen2_moe():
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    sizes = dict(vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    return Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            **sizes,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=64,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            use_cache=False,
+        )
+    )
+
+
+def language_step(model):
+    ids = torch.randint(0, 100, (2, 9)).to(compute_device(model))
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    return [output.loss, output.logits]
+
+
+def flux(layers=2, single=3):
+    from diffusers import FluxTransformer2DModel
+
+    return FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=layers,
+        num_single_layers=single,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        pooled_projection_dim=24,
+        guidance_embeds=True,
+        axes_dims_rope=(4, 6, 6),
+    )
+
+
+def flux_step(model):
+    device = compute_device(model)
+    ids = torch.zeros(16, 3, device=device)
+    ids[:, 1] = torch.arange(16, device=device) // 4
+    ids[:, 2] = torch.arange(16, device=device) % 4
+    x = torch.randn(1, 16, 16).to(device).requires_grad_()
+    y = model(
+        hidden_states=x,
+        encoder_hidden_states=torch.randn(1, 8, 32).to(device),
+        pooled_projections=torch.randn(1, 24).to(device),
+        timestep=torch.tensor([0.5], device=device),
+        img_ids=ids,
+        txt_ids=torch.zeros(8, 3, device=device),
+        guidance=torch.tensor([3.5], device=device),
+    ).sample
+    y.square().mean().backward()
+    return [y]
+
+
+def unet():
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=32,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    )
+
+
+def unet_step(model):
+    device = compute_device(model)
+    x = torch.randn(2, 4, 8, 8).to(device).requires_grad_()
+    y = model(x, torch.tensor([3, 5], device=device), torch.randn(2, 7, 32).to(device)).sample
+    y.square().mean().backward()
+    return [y]
+
+
+def autoencoder():
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(16, 32),
+        norm_num_groups=8,
+        sample_size=16,
+    )
+
+
+def autoencoder_step(model):
+    x = torch.randn(2, 3, 16, 16).to(compute_device(model)).requires_grad_()
+    y = model(x).sample
+    y.square().mean().backward()
+    return [y]
+
+
+def compute_device(model):
+    manager = model.__dict__.get("_memory_manager")
+    if manager is not None:
+        return manager.device
+    return next(model.parameters()).device
+
+
+def lora(model, targets, rank=4):
+    """Put LoRA adapters on `model` with peft and give B values, so that they matter."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(7)
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=targets, init_lora_weights=False
+    )
+    inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return model

@@ -1,0 +1,551 @@
+"""What attach accepts, refuses and promises about the modules it changes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equality import assert_models_agree, assert_same, attached
+from torch import nn
+
+import oracle_offload
+from oracle_offload import MemoryManager, OffloadError, selection
+
+
+def mlp(*sizes):
+    layers: list[nn.Module] = []
+    for before, after in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def forward(model):
+    with torch.no_grad():
+        return [model(torch.ones(2, 8))]
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, 91, float("nan")], ids=str)
+def test_offload_percent_outside_its_range(value):
+    with pytest.raises(ValueError, match="offload_percent"):
+        oracle_offload.attach(mlp(8, 8), "cpu", offload_percent=value)
+
+
+def test_percent_meant_as_percent_gets_a_hint():
+    with pytest.raises(ValueError, match=r"0\.91"):
+        oracle_offload.attach(mlp(8, 8), "cpu", offload_percent=91)
+
+
+@pytest.mark.parametrize("value", ["a lot", None, True], ids=str)
+def test_offload_percent_of_a_wrong_type(value):
+    with pytest.raises(ValueError, match="offload_percent"):
+        oracle_offload.attach(mlp(8, 8), "cpu", offload_percent=value)
+
+
+@pytest.mark.parametrize("device", ["mps", "meta", "gpu", object(), 1.5], ids=str)
+def test_wrong_device(device):
+    with pytest.raises(ValueError, match="device"):
+        oracle_offload.attach(mlp(8, 8), device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", 0], ids=str)
+def test_cuda_without_cuda(device):
+    with pytest.raises(OffloadError, match="no CUDA device"):
+        oracle_offload.attach(mlp(8, 8), device)
+
+
+def test_not_a_module():
+    with pytest.raises(ValueError, match=r"nn\.Module"):
+        oracle_offload.attach([mlp(8, 8)], "cpu")
+
+
+def test_meta_parameters():
+    with torch.device("meta"):
+        model = mlp(8, 8)
+    with pytest.raises(OffloadError, match=r"'0\.weight' is on the meta device"):
+        oracle_offload.attach(model, "cpu")
+
+
+def test_nothing_to_manage():
+    with pytest.raises(OffloadError, match="no layer to manage"):
+        oracle_offload.attach(nn.Sequential(nn.LayerNorm(8), nn.Embedding(4, 8)), "cpu")
+
+
+def test_attach_twice():
+    model = mlp(8, 8)
+    with attached(model, "cpu"):
+        with pytest.raises(OffloadError, match="attached already"):
+            oracle_offload.attach(model, "cpu")
+        with pytest.raises(OffloadError, match="attached already"):
+            oracle_offload.attach(nn.Sequential(model), "cpu")
+        forward(model)
+
+
+def test_detach_what_is_not_attached():
+    model = mlp(8, 8)
+    with pytest.raises(OffloadError, match="not attached"):
+        MemoryManager.detach(model)
+    manager = oracle_offload.attach(model, "cpu")
+    manager.detach()
+    with pytest.raises(OffloadError, match="detached already"):
+        manager.detach()
+
+
+def test_detach_while_in_use():
+    """From inside a layer's operator: refused, and the model goes on working."""
+    model = mlp(8, 8)
+
+    class Inside(torch.utils._python_dispatch.TorchDispatchMode):
+        error = None
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "addmm" in str(func) and self.error is None:
+                try:
+                    MemoryManager.detach(model)
+                except OffloadError as error:
+                    self.error = error
+            return func(*args, **(kwargs or {}))
+
+    with attached(model, "cpu"):
+        expected = forward(model)
+        with Inside() as mode:
+            found = forward(model)
+        assert mode.error is not None
+        assert_same(found, expected)
+        assert_same(forward(model), expected)
+
+
+def test_backward_after_detach():
+    model = mlp(8, 8)
+    manager = oracle_offload.attach(model, "cpu")
+    loss = model(torch.ones(2, 8, requires_grad=True)).sum()
+    manager.detach()
+    with pytest.raises(OffloadError, match="detached between forward and backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("value", [0, -1, "8 parsecs", "", 1024], ids=str)
+def test_bad_vram_budget(value):
+    with pytest.raises((ValueError, OffloadError), match="vram_budget"):
+        oracle_offload.attach(mlp(64, 64, 64), "cpu", vram_budget=value)
+
+
+def test_ignore_modules_that_do_not_exist():
+    with pytest.raises(ValueError, match="no module named 'attn'"):
+        oracle_offload.attach(mlp(8, 8), "cpu", ignore_modules=["attn"])
+    with pytest.raises(ValueError, match="neither a module"):
+        oracle_offload.attach(mlp(8, 8), "cpu", ignore_modules=[3])
+
+
+def test_a_failed_attach_leaves_an_ordinary_model():
+    model = mlp(8, 8)
+    before = forward(model)
+    with pytest.raises((ValueError, OffloadError)):
+        oracle_offload.attach(model, "cpu", vram_budget=16)
+    assert type(model[0]) is nn.Linear
+    assert_same(forward(model), before)
+    with attached(model, "cpu"):
+        assert_same(forward(model), before)
+
+
+# ---- what is managed ----
+
+
+class DirectUse(nn.Module):
+    """Computes with a weight without calling its layer, as 254 lines of diffusers and others do."""
+
+    def __init__(self, hidden_use=False):
+        super().__init__()
+        self.inner, self.other, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.hidden_use = hidden_use
+
+    def forward(self, x):
+        if self.hidden_use:
+            layer = self.other
+            return F.linear(self.last(x), layer.weight)
+        return self.last(self.other(self.project(x)))
+
+    def project(self, x):
+        return F.linear(x, self.inner.weight.to(x.dtype), self.inner.bias)
+
+
+class AsksForDtype(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x.to(self.inner.weight.dtype)) if self.inner.bias is not None else x
+
+    def fuse(self):
+        return torch.cat([self.inner.weight, self.inner.weight])
+
+
+def test_weights_used_by_their_parents_stay_resident():
+    model = nn.ModuleList([DirectUse(), AsksForDtype()])
+    chosen = selection.select(model)
+    assert [leaf.name for leaf in chosen.leaves] == ["0.other", "0.last", "1.inner"]
+    assert "without calling it" in chosen.resident["0.inner"]
+
+
+def test_a_hidden_use_fails_the_first_forward_and_names_the_layer():
+    model = DirectUse(hidden_use=True)
+    with attached(model, "cpu"), pytest.raises(OffloadError, match=r"ignore_modules=\['other'\]"):
+        model(torch.ones(2, 8))
+    managed, resident = DirectUse(hidden_use=True), None
+    resident = copy.deepcopy(managed)
+    with attached(managed, "cpu", ignore_modules=["other"]):
+        assert_models_agree(managed, resident, forward)
+
+
+def test_multihead_attention_is_left_resident():
+    model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))
+    chosen = selection.select(model)
+    assert [leaf.name for leaf in chosen.leaves] == ["1"]
+
+
+def test_encoder_layer(device="cpu"):
+    torch.manual_seed(0)
+    managed = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    managed = nn.Sequential(managed.eval(), nn.Linear(16, 4))
+    resident = copy.deepcopy(managed)
+
+    def step(model):
+        with torch.no_grad():
+            return [model(torch.ones(2, 5, 16))]
+
+    with attached(managed, device):
+        assert_models_agree(managed, resident, step)
+
+
+def test_parametrised_and_tied_weights_stay_resident():
+    parametrised = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    embedding, head, free = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+    head.weight = embedding.weight
+    model = nn.ModuleList([parametrised, embedding, head, free])
+    chosen = selection.select(model)
+    assert [leaf.name for leaf in chosen.leaves] == ["3"]
+    with attached(model, "cpu"):
+        assert head.weight is embedding.weight
+
+
+def test_layers_that_share_a_parameter():
+    torch.manual_seed(0)
+    managed = mlp(8, 8, 8)
+    managed[2].weight = managed[0].weight
+    resident = copy.deepcopy(managed)
+    assert resident[2].weight is resident[0].weight
+
+    def step(model):
+        y = model(torch.ones(2, 8))
+        y.sum().backward()
+        return [y]
+
+    with attached(managed, "cpu") as manager:
+        assert managed[2].weight is managed[0].weight
+        assert len(manager.layers) == 2
+        assert_models_agree(managed, resident, step)
+        with torch.no_grad():
+            managed[0].weight.add_(1)
+            resident[0].weight.add_(1)
+        assert_models_agree(managed, resident, step)
+
+
+def test_subclasses_with_their_own_forward_are_not_touched():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class Named(nn.Linear):
+        pass
+
+    model = nn.ModuleList([Scaled(8, 8), Named(8, 8)])
+    chosen = selection.select(model)
+    assert [leaf.name for leaf in chosen.leaves] == ["1"]
+    with attached(model, "cpu"):
+        assert isinstance(model[1], Named)
+        assert type(model[1]).__name__ == "Named"
+    assert type(model[1]) is Named
+
+
+def test_lora_style_wrappers_around_forward():
+    """kohya's way: module.forward is replaced, and the original kept in org_forward."""
+
+    class Lora:
+        def __init__(self, module):
+            self.down = torch.randn(4, 8)
+            self.up = torch.randn(8, 4)
+            self.org_forward = module.forward
+            module.forward = self.forward
+
+        def forward(self, x):
+            return self.org_forward(x) + x @ self.down.t() @ self.up.t()
+
+    for wrap_first in (True, False):
+        torch.manual_seed(0)
+        model = mlp(8, 8)
+        resident = copy.deepcopy(model)
+        torch.manual_seed(1)
+        Lora(resident[0])
+        expected = forward(resident)
+        if wrap_first:
+            torch.manual_seed(1)
+            Lora(model[0])
+        with attached(model, "cpu") as manager:
+            assert len(manager.layers) == 1
+            if not wrap_first:
+                torch.manual_seed(1)
+                Lora(model[0])
+            with oracle_offload.witness.Witness() as witness:
+                assert_same(forward(model), expected)
+            assert witness.arena_reads
+        assert_same(forward(model), expected)
+
+
+def test_ignored_modules_and_parameters():
+    model = nn.ModuleDict({"a": mlp(8, 8, 8), "b": nn.Linear(8, 8), "c": nn.Linear(8, 8)})
+    chosen = selection.select(model, ["a", model["b"].weight])
+    assert [leaf.name for leaf in chosen.leaves] == ["c"]
+
+
+# ---- what modules can do while managed ----
+
+
+def test_identity_of_parameters_and_modules():
+    model = mlp(8, 8)
+    modules, parameters = list(model.modules()), list(model.parameters())
+    names = list(model.state_dict())
+    with attached(model, "cpu"):
+        assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
+        assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+        assert list(model.state_dict()) == names
+        assert isinstance(model[0], nn.Linear)
+        assert repr(model[0]).startswith("Linear(in_features=8")
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert type(model[0]) is nn.Linear
+
+
+def test_deepcopy_pickle_and_save_give_ordinary_modules():
+    torch.manual_seed(0)
+    model = mlp(8, 8)
+    expected = forward(model)
+    with attached(model, "cpu"):
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        copies = [
+            copy.deepcopy(model),
+            copy.copy(model[0]),
+            pickle.loads(pickle.dumps(model)),
+            torch.load(io.BytesIO(buffer.getvalue()), weights_only=False),
+        ]
+        for made in copies:
+            assert "_layer_memory_manager" not in made.__dict__
+        assert all(type(made[0]) is nn.Linear for made in (copies[0], *copies[2:]))
+        copies[0][0].weight.data.zero_()
+        assert_same(forward(copies[2]), expected)
+        assert_same(forward(model), expected)
+
+
+def test_a_saved_model_loads_without_this_package(tmp_path):
+    model = mlp(8, 8)
+    with attached(model, "cpu"):
+        torch.save(model, tmp_path / "model.pt")
+    code = (
+        "import sys; sys.modules['oracle_offload'] = None\n"
+        "import torch\n"
+        f"m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
+        "print(float(m(torch.ones(2, 8)).sum()))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(out.stdout) == pytest.approx(float(forward(model)[0].sum()))
+
+
+def test_saving_one_tensor_saves_one_tensor():
+    model = mlp(64, 64, 64)
+    with attached(model, "cpu"):
+        buffer = io.BytesIO()
+        torch.save(model[0].weight.data, buffer)
+    assert buffer.tell() < 64 * 64 * 4 + 4096
+
+
+def test_a_state_dict_outlives_the_model():
+    model = mlp(32, 32)
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    manager = oracle_offload.attach(model, "cpu")
+    state = model.state_dict()
+    manager.detach()
+    del model, manager
+    assert_same(dict(state), expected)
+    state["0.weight"].add_(1)
+    assert torch.equal(state["0.weight"], expected["0.weight"] + 1)
+
+
+def test_a_deleted_model_gives_its_memory_back():
+    model = mlp(32, 32)
+    oracle_offload.attach(model, "cpu")
+    forward_only = model(torch.ones(1, 32)).detach()
+    del model
+    import gc
+
+    gc.collect()
+    assert forward_only.shape == (1, 32)
+    from oracle_offload.devices import open_states
+
+    assert not open_states()
+
+
+@pytest.mark.parametrize("convert", ["half", "bfloat16", "double", "to"])
+def test_a_change_of_dtype_moves_the_masters(convert):
+    torch.manual_seed(0)
+    managed = mlp(8, 8, 8)
+    resident = copy.deepcopy(managed)
+
+    def change(model):
+        model.to(torch.bfloat16) if convert == "to" else getattr(model, convert)()
+
+    def step(model):
+        y = model(torch.ones(2, 8, dtype=model[0].weight.dtype))
+        y.sum().backward()
+        return [y]
+
+    with attached(managed, "cpu") as manager:
+        assert_models_agree(managed, resident, step)
+        parameters = list(managed.parameters())
+        change(managed)
+        change(resident)
+        assert all(a is b for a, b in zip(parameters, managed.parameters(), strict=True))
+        assert_models_agree(managed, resident, step)
+        stats = manager.state.engine.stats()
+        assert stats["pageable_bytes"] == 0, "the new masters are locked too"
+
+
+def test_moves_leave_the_masters_alone():
+    model = mlp(8, 8)
+    with attached(model, "cpu"):
+        address = model[0].weight.data_ptr()
+        assert model.to("cpu") is model
+        model.cpu()
+        assert model[0].weight.data_ptr() == address
+
+
+def test_everything_else_is_moved_and_keeps_its_dtype(device):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+            self.scale = nn.Parameter(torch.ones(8))
+            self.register_buffer("index", torch.arange(8))
+            self.conv, self.rnn = nn.Conv1d(8, 8, 1), nn.GRU(8, 8)
+
+        def forward(self, x):
+            y = self.linear(self.norm(x)) * self.scale + self.index
+            return self.rnn(self.conv(y.t()).t())[0]
+
+    torch.manual_seed(0)
+    managed = Odd()
+    resident = copy.deepcopy(managed)
+
+    def step(model):
+        y = model(torch.ones(3, 8, device=device))
+        y.sum().backward()
+        return [y]
+
+    with attached(managed, device):
+        assert managed.index.dtype == torch.int64
+        kind = torch.device(device).type
+        others = [
+            managed.scale,
+            managed.index,
+            *managed.conv.parameters(),
+            *managed.rnn.parameters(),
+        ]
+        assert all(tensor.device.type == kind for tensor in others)
+        assert_models_agree(managed, resident, step, device=device)
+
+
+# ---- what is refused ----
+
+
+def test_double_backward_is_refused():
+    model = mlp(8, 8)
+    with attached(model, "cpu"):
+        x = torch.ones(2, 8, requires_grad=True)
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        assert gradient.requires_grad
+        with pytest.raises(OffloadError, match="double backward"):
+            gradient.square().sum().backward()
+
+
+def test_forward_mode_and_functorch_are_refused():
+    model = mlp(8, 8)
+    with attached(model, "cpu"):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(torch.ones(2, 8), torch.ones(2, 8))
+            with pytest.raises(OffloadError, match="forward-mode"):
+                model(dual)
+        with pytest.raises(OffloadError, match=r"torch\.func"):
+            torch.func.vmap(model)(torch.ones(2, 3, 8))
+        with pytest.raises(OffloadError, match=r"torch\.func"):
+            torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 8))
+        forward(model)
+
+
+def test_functional_call_computes_with_what_it_is_given():
+    torch.manual_seed(0)
+    model = mlp(8, 8)
+    resident = copy.deepcopy(model)
+    weights = {key: value * 2 for key, value in resident.state_dict().items()}
+    with attached(model, "cpu"):
+        x = torch.ones(2, 8)
+        expected = torch.func.functional_call(resident, weights, (x,))
+        assert_same(torch.func.functional_call(model, weights, (x,)), expected)
+        assert_same(forward(model), forward(resident))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_compile_over_a_managed_model():
+    torch.manual_seed(0)
+    managed = mlp(8, 8, 8)
+    resident = copy.deepcopy(managed)
+
+    def step(model):
+        x = torch.full((2, 8), 0.5, requires_grad=True)
+        y = model(x)
+        y.sum().backward()
+        return [y, x.grad]
+
+    with attached(managed, "cpu"):
+        forward(managed)
+        compiled = torch.compile(managed, backend="aot_eager")
+        for _ in range(2):
+            assert_same(step(compiled), step(resident))
+            assert_same(managed[0].weight.grad, resident[0].weight.grad)
+
+
+def test_keyword_input_and_wrong_shapes():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv2d(3, 3, 1))
+    with attached(model, "cpu"):
+        model[0](input=torch.ones(2, 8))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model[0](torch.ones(2, 9))
+        with pytest.raises(RuntimeError, match="channel"):
+            model[1](torch.ones(1, 4, 5, 5))
+        model[0](torch.ones(2, 8))
+
+
+def test_the_global_random_state_is_left_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    model = mlp(8, 8)
+    torch.manual_seed(3)
+    with attached(model, "cpu"):
+        assert torch.equal(torch.rand(4), expected)

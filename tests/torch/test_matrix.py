@@ -1,0 +1,251 @@
+"""Linear and Conv2d: results and all gradients have the resident model's bits."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from equality import assert_models_agree, attached, resident_pair
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CHECKPOINTS = [None, True, False]  # none, reentrant, non-reentrant
+
+
+class Block(nn.Module):
+    """Two layers of one kind, the second one used twice, inside a checkpoint or not."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, reentrant: bool | None) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = first, second, reentrant
+
+    def inner(self, x):
+        x = torch.tanh(self.first(x))
+        return self.second(torch.tanh(self.second(x)))
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return self.inner(x)
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def weights_of(y):
+    """A loss that weighs every element differently."""
+    return torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape)
+
+
+def make_step(x, device, autocast, backward_inside=False):
+    def step(model):
+        leaf = x.to(device).requires_grad_()
+        leaf = leaf.detach().requires_grad_()
+        context = (
+            torch.autocast(torch.device(device).type, torch.bfloat16)
+            if autocast
+            else contextlib.nullcontext()
+        )
+        with context:
+            y = model(leaf)
+            loss = (y.float() * weights_of(y)).sum()
+            if backward_inside:
+                loss.backward()
+        if not backward_inside:
+            loss.backward()
+        return [y.detach(), leaf.grad]
+
+    return step
+
+
+def train_only(model: nn.Module, trainable: bool) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad_(trainable)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["nockpt", "reentrant", "nonreentrant"])
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_has_the_residents_bits(device, dtype, bias, trainable, reentrant, autocast):
+    torch.manual_seed(0)
+    model = Block(nn.Linear(48, 40, bias=bias), nn.Linear(40, 40, bias=bias), reentrant).to(dtype)
+    train_only(model, trainable)
+    managed, resident = resident_pair(model)
+    shapes = [torch.randn(6, 48), torch.randn(3, 2, 48).transpose(0, 1), torch.randn(2, 3, 2, 48)]
+    with attached(managed, device):
+        for x in shapes:
+            step = make_step(x.to(dtype), device, autocast)
+            assert_models_agree(managed, resident, step, device=device)
+
+
+CONVOLUTIONS = {
+    "3x3": dict(kernel_size=3, padding=1),
+    "same": dict(kernel_size=3, padding="same"),
+    "same-even-dilated": dict(kernel_size=(4, 2), padding="same", dilation=(1, 2)),
+    "reflect": dict(kernel_size=3, padding=(2, 1), padding_mode="reflect"),
+    "circular-same": dict(kernel_size=3, padding="same", padding_mode="circular"),
+    "grouped": dict(kernel_size=3, padding=1, groups=4),
+    "depthwise": dict(kernel_size=3, padding=1, groups=8),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["nockpt", "reentrant", "nonreentrant"])
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_conv2d_has_the_residents_bits(device, dtype, bias, trainable, reentrant, autocast):
+    for options in (CONVOLUTIONS["3x3"], CONVOLUTIONS["same"]):
+        torch.manual_seed(0)
+        model = Block(
+            nn.Conv2d(8, 8, bias=bias, **options), nn.Conv2d(8, 8, bias=bias, **options), reentrant
+        ).to(dtype)
+        train_only(model, trainable)
+        managed, resident = resident_pair(model)
+        with attached(managed, device):
+            step = make_step(torch.randn(2, 8, 9, 10).to(dtype), device, autocast)
+            assert_models_agree(managed, resident, step, device=device)
+
+
+@pytest.mark.parametrize(
+    "layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"]
+)
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
+def test_every_argument_of_conv2d(device, options, trainable, layout):
+    torch.manual_seed(0)
+    model = Block(nn.Conv2d(8, 8, **options), nn.Conv2d(8, 8, **options), None)
+    model = model.to(memory_format=layout)
+    train_only(model, trainable)
+    managed, resident = resident_pair(model)
+    with attached(managed, device):
+        for x in (
+            torch.randn(2, 8, 9, 10),
+            torch.randn(2, 8, 9, 10).contiguous(memory_format=torch.channels_last),
+            torch.randn(8, 9, 10),
+            torch.randn(2, 8, 9, 20)[..., ::2],
+        ):
+            assert_models_agree(managed, resident, make_step(x, device, False), device=device)
+
+
+@pytest.mark.parametrize("stride", [1, 2, (1, 2)], ids=str)
+@pytest.mark.parametrize("padding", [0, (1, 0), "valid"], ids=str)
+def test_strided_conv2d(device, stride, padding):
+    if padding == "same" and stride != 1:
+        pytest.skip("torch refuses strided 'same'")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 6, 3, stride=stride, padding=padding))
+    managed, resident = resident_pair(model)
+    with attached(managed, device):
+        step = make_step(torch.randn(2, 4, 9, 10), device, False)
+        assert_models_agree(managed, resident, step, device=device)
+
+
+GEOMETRIES = {
+    "vector": lambda k: torch.randn(k),
+    "strided vector": lambda k: torch.randn(2 * k)[::2],
+    "matrix": lambda k: torch.randn(6, k),
+    "column-major": lambda k: torch.randn(k, 6).t(),
+    "one row": lambda k: torch.randn(1, k),
+    "sliced": lambda k: torch.randn(4, 2 * k)[:, :k],
+    "strided": lambda k: torch.randn(4, 2 * k)[:, ::2],
+    "expanded": lambda k: torch.randn(1, k).expand(5, k),
+    "batch": lambda k: torch.randn(2, 5, k),
+    "transposed batch": lambda k: torch.randn(5, 2, k).transpose(0, 1),
+    "transposed features": lambda k: torch.randn(2, k, 5).transpose(1, 2),
+    "sliced batch": lambda k: torch.randn(2, 4, 2 * k)[:, :, :k],
+    "expanded batch": lambda k: torch.randn(1, 3, k).expand(5, 3, k),
+    "image": lambda k: torch.randn(2, k, 3, 4).permute(0, 2, 3, 1),
+    "five": lambda k: torch.randn(2, 1, 3, 1, k),
+    "empty": lambda k: torch.randn(0, 3, k),
+}
+
+
+@pytest.mark.parametrize("features", [(48, 40), (1, 7), (33, 1)], ids=str)
+@pytest.mark.parametrize("trains", [(0, 0), (1, 1), (0, 1), (1, 0)], ids=["-", "wb", "b", "w"])
+def test_linear_over_every_geometry(device, features, trains):
+    """at::linear picks addmm, mm or bmm by layout and by requires_grad: so must its gradients."""
+    torch.manual_seed(0)
+    for bias in (True, False):
+        layer = nn.Linear(*features, bias=bias)
+        layer.weight.requires_grad_(bool(trains[0]))
+        if bias:
+            layer.bias.requires_grad_(bool(trains[1]))
+        managed, resident = resident_pair(nn.Sequential(layer))
+        with attached(managed, device):
+            for build in GEOMETRIES.values():
+                step = make_step(build(features[0]), device, False)
+                assert_models_agree(managed, resident, step, steps=1, device=device)
+
+
+def test_inputs_of_one_leaf_share_autocasts_cast(device):
+    """Autocast casts a float32 leaf once per region, so its gradients are summed in bfloat16."""
+    torch.manual_seed(0)
+
+    class Fan(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            return self.q(x) * self.k(x) + self.v(x)
+
+    managed, resident = resident_pair(Fan())
+    with attached(managed, device):
+        for inside in (False, True):
+            step = make_step(torch.randn(64, 32), device, True, backward_inside=inside)
+            assert_models_agree(managed, resident, step, device=device)
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"]
+)
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+def test_without_grad(device, mode, trainable):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Flatten(2), nn.Linear(90, 30), nn.Linear(30, 4)
+    )
+    train_only(model, trainable)
+    managed, resident = resident_pair(model)
+
+    def step(module):
+        with mode():
+            return [module(torch.randn(2, 8, 9, 10).to(device))]
+
+    with attached(managed, device):
+        assert_models_agree(managed, resident, step, steps=3, device=device)
+
+
+def test_frozen_layers_save_nothing(device):
+    """A frozen Linear or Conv2d keeps no activation: its input gradient needs the weight alone."""
+    model = nn.Sequential(
+        nn.Conv2d(4, 4, 3, padding=1), nn.Flatten(2), nn.Linear(36, 12), nn.Linear(12, 5)
+    )
+    train_only(model, False)
+    saved: list[torch.Tensor] = []
+
+    def count():
+        saved.clear()
+        x = torch.randn(2, 4, 6, 6, device=device, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            y = model(x)
+        y.sum().backward()
+        return len(saved)
+
+    with attached(model, device):
+        assert count() == 0
+        model[2].weight.requires_grad_(True)
+        assert count() == 1, "a trainable weight needs its layer's input, and only that"
+
+
+def test_gradients_keep_the_residents_layout(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 6, 3)).to(memory_format=torch.channels_last)
+    managed, resident = resident_pair(model)
+    step = make_step(torch.randn(2, 4, 8, 8), device, False)
+    with attached(managed, device):
+        assert_models_agree(managed, resident, step, device=device)
+        assert managed[0].weight.grad.stride() == resident[0].weight.grad.stride()
+        assert managed[0].weight.grad.device.type == "cpu"

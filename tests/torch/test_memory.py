@@ -1,0 +1,446 @@
+"""Bytes, copies, waits and memory: counted, bounded, given back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+
+import models
+import pytest
+import torch
+from equality import (
+    Recorder,
+    assert_models_agree,
+    assert_same,
+    attached,
+    gradients,
+    resident_pair,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+import oracle_offload
+from oracle_offload import OffloadError, _core
+from oracle_offload.witness import Witness
+
+
+class Tower(nn.Module):
+    """`depth` blocks of two layers, checkpointed one by one."""
+
+    def __init__(self, depth=16, width=128, ratio=2):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, ratio * width), nn.Tanh(), nn.Linear(ratio * width, width)
+            )
+            for _ in range(depth)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def tower_step(model):
+    x = torch.randn(4, 128).to(models.compute_device(model)).requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return [y, x.grad]
+
+
+def differences(before, after, *keys):
+    return {key: after[key] - before[key] for key in keys}
+
+
+@pytest.mark.parametrize("percent", [0.0, 0.5, 0.9, 1.0])
+def test_steady_state_allocates_nothing_waits_for_nothing_and_moves_x_min(percent):
+    torch.manual_seed(0)
+    model = Tower(depth=24).requires_grad_(False)
+    with attached(model, "cpu", offload_percent=percent) as manager:
+        engine = manager.state.engine
+        for _ in range(6):
+            tower_step(model)
+        attachment = manager.attachment
+        block = engine.stats()["learned_block_bytes"]
+        assert block > 0, "the engine has learned what a checkpointed block is"
+        assert attachment.capacity_bytes >= block
+        before = engine.stats()
+        for _ in range(4):
+            tower_step(model)
+        moved = differences(before, engine.stats(), "h2d_bytes", "allocations", "host_waits")
+        assert moved["allocations"] == 0
+        assert moved["host_waits"] == 0
+        assert moved["h2d_bytes"] / 4 <= 1.10 * attachment.x_min_bytes()
+
+
+def test_bytes_the_simulator_copied_are_the_units_fetched(sim):
+    """Two counts that know nothing of each other: the driver's and the engine's answers."""
+    torch.manual_seed(0)
+    model = Tower(depth=6)
+    manager = oracle_offload.attach(model, "cpu", offload_percent=0.7)
+    state = manager.state
+    recorder = Recorder(state.engine)
+    state.engine = recorder
+    sizes = {
+        unit: sum(-(-n // 256) * 256 for layer in layers for _, n in layer.extents())
+        for unit, layers in state.units.items()
+    }
+    exact = {
+        unit: sum(n for layer in layers for _, n in layer.extents())
+        for unit, layers in state.units.items()
+    }
+    unit_of = {layer.member: unit for unit, layers in state.units.items() for layer in layers}
+    before, counted = sim.stats(), state.engine.stats()
+    for _ in range(3):
+        tower_step(model)
+    after, stats = sim.stats(), state.engine.stats()
+    copied = after.h2d_bytes - before.h2d_bytes
+    assert copied == stats["h2d_bytes"] - counted["h2d_bytes"]
+    low = sum(exact[unit] for unit in recorder.fetched)
+    high = sum(sizes[unit] for unit in recorder.fetched)
+    assert low <= copied <= high
+    visited = [unit_of[member] for member in recorder.acquired]
+    hits = stats["hits"] - counted["hits"]
+    assert 0 < hits < len(visited)
+    assert set(visited) == set(unit_of.values()) == set(recorder.fetched)
+    assert len(visited) - hits <= len(recorder.fetched) <= len(visited)
+    state.engine = recorder._engine
+    manager.detach()
+
+
+@pytest.mark.parametrize("budget", ["96KiB", "0.4MiB", 200_000])
+def test_a_cap_in_bytes_holds_beside_a_layer_ten_times_the_others(device, budget):
+    torch.manual_seed(0)
+    sizes = [64, 64, 64, 96, 64, 64]
+    model = nn.Sequential(*[nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)])
+    big = nn.Linear(64, 640)
+    model = nn.Sequential(*model, big, nn.Linear(640, 8, bias=False))
+    managed, resident = resident_pair(model)
+
+    def step(module):
+        y = module(torch.randn(3, 64).to(device))
+        y.sum().backward()
+        return [y]
+
+    limit = (
+        96 << 10 if budget == "96KiB" else 200_000 if budget == 200_000 else int(0.4 * (1 << 20))
+    )
+    largest = 640 * 64 * 4 + 640 * 4
+    if limit < 2 * largest:
+        with pytest.raises(OffloadError, match="two of the largest units"):
+            oracle_offload.attach(managed, device, vram_budget=budget)
+        return
+    with attached(managed, device, vram_budget=budget) as manager:
+        assert_models_agree(managed, resident, step, steps=3, device=device)
+        stats = manager.state.engine.stats()
+        assert stats["arena_bytes"] <= limit
+        assert stats["peak_resident_bytes"] <= limit
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_registration_refused_from_the_kth_piece_on(sim, monkeypatch, nth):
+    """The rest stays pageable, the bits stay the same, and the summary says so."""
+    from oracle_offload import masters
+
+    monkeypatch.setattr(masters, "PIECE_BYTES", 600_000)
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Tower(depth=8))
+    pieces = list(masters.split_pieces([[t] for t in managed.parameters()], 600_000))
+    assert len(pieces) >= 3
+    sim.refuse_registration(nth)
+    with attached(managed, "cpu", offload_percent=0.8) as manager:
+        report = manager.memory_summary()
+        usage = report.devices[0]
+        buffers = manager.attachment.buffers
+        assert [buffer.locked for buffer in buffers] == [
+            number < nth - 1 for number in range(len(buffers))
+        ]
+        assert usage.pageable_bytes == sum(b.nbytes for b in buffers if not b.locked)
+        assert "pageable" in str(report)
+        assert_models_agree(managed, resident, tower_step, steps=3)
+
+
+def test_ram_budget_locks_no_more_than_it_says(monkeypatch):
+    from oracle_offload import masters
+
+    monkeypatch.setattr(masters, "PIECE_BYTES", 600_000)
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Tower(depth=8))
+    with attached(managed, "cpu", ram_budget="1MB") as manager:
+        locked = sum(buffer.nbytes for buffer in manager.attachment.buffers if buffer.locked)
+        assert 0 < locked <= 1_000_000
+        assert manager.state.engine.stats()["pageable_bytes"] > 0
+        assert_models_agree(managed, resident, tower_step)
+
+
+def test_locked_bytes_are_the_weights():
+    model = Tower(depth=12)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    with attached(model, "cpu") as manager:
+        assert weights <= manager.state.engine.stats()["locked_bytes"] <= 1.02 * weights
+
+
+def test_detach_right_after_backward_on_a_slow_link(sim):
+    """Copies are still under way; the memory they use must not be reused before they end."""
+    sim.slow_link()
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Tower(depth=8))
+    manager = oracle_offload.attach(managed, "cpu", offload_percent=0.5)
+    for _ in range(2):
+        tower_step(managed)
+    torch.manual_seed(5)
+    expected = tower_step(resident)
+    managed.zero_grad()
+    resident.zero_grad()
+    torch.manual_seed(5)
+    expected = tower_step(resident)
+    torch.manual_seed(5)
+    found = tower_step(managed)
+    manager.detach()
+    del manager
+    gc.collect()
+    junk = [torch.full((1 << 18,), float("nan")) for _ in range(8)]
+    for parameter in managed.parameters():
+        parameter.data.add_(1)
+    assert_same(found, expected)
+    assert_same(gradients(managed), gradients(resident))
+    assert len(junk) == 8
+
+
+def test_two_compute_streams_use_one_unit(sim):
+    """A slot is overwritten only after the last use on each stream that used it."""
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Tower(depth=6).requires_grad_(False))
+    with attached(managed, "cpu", offload_percent=0.8) as manager:
+        state = manager.state
+        first, second = state.compute_stream, sim.create_stream()
+        calls = iter(range(10**6))
+        state.stream = lambda: (first, second)[next(calls) % 2]
+        with torch.no_grad():
+            expected = [resident(torch.ones(2, 128))]
+            for _ in range(4):
+                with Witness(declare=False):
+                    assert_same([managed(torch.ones(2, 128))], expected)
+        state.stream = lambda: first
+        sim.destroy_stream(second)
+
+
+class Failing:
+    """Raises at the n-th managed layer that computes, in forward or in backward."""
+
+    def __init__(self, model, at, where):
+        self.count, self.at, self.where = 0, at, where
+        self.hooks = []
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                if where == "forward":
+                    self.hooks.append(module.register_forward_hook(self.hit))
+                else:
+                    self.hooks.append(module.register_full_backward_hook(self.hit))
+
+    def hit(self, *_):
+        self.count += 1
+        if self.count == self.at:
+            raise RuntimeError("out of memory, says the user's code")
+
+    def remove(self):
+        for hook in self.hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_at_any_layer_leaves_the_next_step_identical(device, where):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Tower(depth=3))
+    resident.to(device)
+    with attached(managed, device, offload_percent=0.8):
+        assert_models_agree(managed, resident, tower_step, device=device)
+        for at in range(1, 7):
+            failing = Failing(managed, at, where)
+            with pytest.raises(RuntimeError, match="user's code"):
+                tower_step(managed)
+            failing.remove()
+            assert_models_agree(managed, resident, tower_step, steps=1, device=device)
+
+
+def test_an_operator_that_fails_gives_its_slot_back():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv2d(2, 2, 3))
+    with attached(model, "cpu") as manager:
+        for _ in range(50):
+            with pytest.raises(RuntimeError):
+                model[0](torch.ones(2, 9))
+            with pytest.raises(RuntimeError):
+                model[1](torch.ones(1, 2, 2, 2))
+        assert all(pins == 0 for *_, pins in manager.state.engine.residents())
+
+
+def test_reentrant_and_sequential_checkpointing():
+    torch.manual_seed(0)
+
+    class Chain(nn.Sequential):
+        def forward(self, x):
+            return checkpoint_sequential(list(self), 3, x, use_reentrant=True)
+
+    chain = Chain(*[nn.Linear(64, 64) for _ in range(9)])
+    managed, resident = resident_pair(chain)
+
+    def step(model):
+        x = torch.randn(3, 64).requires_grad_()
+        y = model(x)
+        y.square().sum().backward()
+        return [y, x.grad]
+
+    with attached(managed, "cpu", offload_percent=0.6):
+        assert_models_agree(managed, resident, step, steps=4)
+
+
+def test_summary_says_what_was_counted():
+    torch.manual_seed(0)
+    model = Tower(depth=8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with attached(model, "cpu", offload_percent=0.5) as manager:
+        for _ in range(3):
+            tower_step(model)
+            optimizer.step()
+        report = oracle_offload.memory_summary(optimizer=optimizer)
+        stats = manager.state.engine.stats(manager.attachment.model)
+        usage = report.devices[0].models[0]
+        assert usage.h2d_bytes == stats["h2d_bytes"] > 0
+        assert usage.d2h_bytes == stats["d2h_bytes"]
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        assert usage.d2h_bytes == 3 * weights, "each gradient travelled once per step"
+        assert usage.steps == 3
+        assert report.optimizer_bytes["cpu"] >= 2 * weights
+        data = report.to_dict()
+        assert data["schema"].startswith("oracle_offload/")
+        assert data["devices"][0]["models"][0]["h2d_bytes"] == usage.h2d_bytes
+        text = str(report)
+        assert "X_min" in text and "host waits" in text and "Tower" in text
+        assert all(len(line) <= 100 for line in text.splitlines())
+        assert len(str(oracle_offload.memory_summary(abbreviated=True))) < len(text)
+        assert report._repr_html_().startswith("<pre>")
+    assert str(oracle_offload.memory_summary()) == "oracle_offload: no model is attached"
+
+
+def test_attach_and_detach_leak_nothing():
+    model = Tower(depth=4)
+
+    def cycle():
+        manager = oracle_offload.attach(model, "cpu")
+        tower_step(model)
+        model.zero_grad(set_to_none=True)
+        manager.detach()
+
+    for _ in range(5):
+        cycle()
+    gc.collect()
+    live = _core.live()
+    for _ in range(10):
+        cycle()
+    gc.collect()
+    assert _core.live() == live
+    assert live["engines"] == 0
+
+
+# ---- processes ----
+
+FORK = """
+import os, sys, time, torch, psutil, oracle_offload
+from torch import nn
+model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(16)])
+manager = oracle_offload.attach(model, "cpu", offload_percent=1.0)
+before = psutil.virtual_memory().available
+start = time.perf_counter()
+child = os.fork()
+if child == 0:
+    try:
+        model(torch.ones(1, 4096))
+        os._exit(1)
+    except oracle_offload.OffloadError as error:
+        os._exit(0 if "forked child" in str(error) else 2)
+    except BaseException:
+        os._exit(3)
+print(time.perf_counter() - start)
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status))
+with torch.no_grad():
+    print(float(model(torch.zeros(1, 4096)).sum()))
+manager.detach()
+"""
+
+
+def run_python(code, **options):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, **options
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_is_refused_and_the_parent_goes_on():
+    done = run_python(FORK)
+    assert done.returncode == 0, done.stderr
+    seconds, code, total = done.stdout.split()
+    assert code == "0", "the child must get our error, not a crash"
+    assert float(total) == 0.0
+    assert float(seconds) < 1.0
+
+
+PEAK = """
+import sys, torch, oracle_offload
+from torch import nn
+from oracle_offload import masters
+GIB = 1 << 30
+masters.PIECE_BYTES = GIB // 4
+def status(key):
+    for line in open("/proc/self/status"):
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+torch.manual_seed(0)
+empty = status("VmRSS")
+class Layer(nn.Linear):
+    pass
+layers = []
+for _ in range(12):
+    with torch.no_grad():
+        layer = nn.utils.skip_init(nn.Linear, 8192, 8192, bias=False)
+        layer.weight.fill_(1.0)
+    layers.append(layer)
+small = [nn.Linear(512, 512) for _ in range(256)]
+model = nn.Sequential(*layers, *small)
+weights = sum(p.numel() * p.element_size() for p in model.parameters())
+def reset():
+    open("/proc/self/clear_refs", "w").write("5")
+reset()
+begin = status("VmRSS")
+manager = oracle_offload.attach(model, "cpu", vram_budget=2 * 8192 * 8192 * 4 + 4096)
+arena = manager.attachment.capacity_bytes
+print("attach", weights, status("VmHWM") - empty)
+reset()
+manager.detach()
+print("detach", weights, status("VmHWM") - empty)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory_of_attach_and_detach():
+    """At most the weights and two pieces, for 3.3 GiB of weights in pieces of 256 MiB."""
+    done = run_python(PEAK)
+    assert done.returncode == 0, done.stderr
+    piece = 1 << 28
+    for line in done.stdout.splitlines():
+        what, weights, peak = line.split()
+        assert int(weights) >= 3 * (1 << 30)
+        assert int(peak) <= int(weights) + 2 * piece + (96 << 20), (what, int(peak) - int(weights))
+
+
+def test_nothing_is_printed(capfd):
+    model = Tower(depth=2)
+    with attached(model, "cpu"):
+        tower_step(model)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == ""

@@ -1,0 +1,47 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from oracle_offload.sizes import format_size, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (1000, 1000),
+        ("8GiB", 8 << 30),
+        ("8 GB", 8 * 10**9),
+        ("500MiB", 500 << 20),
+        ("1.5kib", 1536),
+        ("1e9", 10**9),
+        (0.5, 500),
+        ("0.25", 250),
+        ("0.5GB", 5 * 10**8),
+    ],
+    ids=str,
+)
+def test_sizes_that_are_accepted(text, expected):
+    assert parse_size(text, total=1000) == expected
+
+
+@pytest.mark.parametrize("text", ["", "8 parsecs", "GiB", -1, 0, "0", True, None, [1]], ids=str)
+def test_sizes_that_are_refused(text):
+    with pytest.raises(ValueError, match="budget"):
+        parse_size(text, total=1000, name="budget")
+
+
+def test_a_fraction_needs_a_device():
+    with pytest.raises(ValueError, match="fraction"):
+        parse_size(0.5)
+
+
+def test_formatting():
+    assert [format_size(n) for n in (0, 1023, 1024, 3 << 20, 3 << 29)] == [
+        "0 B",
+        "1023 B",
+        "1.00 KiB",
+        "3.00 MiB",
+        "1.50 GiB",
+    ]
