@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 FEATURES = 16  # so small that the product itself costs next to nothing
 LAYERS = 8
-CALLS = 400
+CALLS = 50
 REPEATS = 30
 
 
@@ -61,20 +61,21 @@ def null_driver() -> Iterator[Path]:
             yield Path(folder)
 
 
-def seconds_per_call(call: Callable[[], object]) -> float:
-    """Return the median over repeats of the mean over calls."""
-    call()
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        times.append((time.perf_counter() - start) / CALLS)
-    return median(times)
+def seconds_per_call(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Return each call's least mean over a round; rounds alternate, so that all see the same load."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(REPEATS + 1):  # the first warms up
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            if repeat:
+                times[name].append((time.perf_counter() - start) / CALLS)
+    return {name: min(values) for name, values in times.items()}
 
 
 def managed_call() -> list[dict[str, Any]]:
-    """Time forward, and forward with backward, of the three kinds of layer in turn."""
+    """Time a chain of layers, forward and with backward, made of each kind in turn; per layer."""
     import torch
     from torch.nn import functional as F
 
@@ -97,28 +98,43 @@ def managed_call() -> list[dict[str, Any]]:
         *(torch.nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(LAYERS))
     ).requires_grad_(False)
     manager = oracle_offload.attach(model, "cpu", offload_percent=0.0)
-    layer = model[0]
+    layers = [layer._layer_memory_manager for layer in model]
     ones = torch.ones(1, FEATURES)
-    kinds: dict[str, Callable[[], torch.Tensor]] = {
-        "linear": lambda: F.linear(x, plain.weight),
-        "empty": lambda: Empty.apply(x, plain),  # type: ignore[no-untyped-call]
-        "managed": lambda: layer(x),
-        "managed_without_module": lambda: layer._layer_memory_manager(x),
+
+    def chain(calls: list[Callable[[torch.Tensor], torch.Tensor]]) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            y = x
+            for call in calls:
+                y = call(y)
+            return y
+
+        return run
+
+    kinds = {
+        "linear": chain([lambda y: F.linear(y, plain.weight)] * LAYERS),
+        "empty": chain([lambda y: Empty.apply(y, plain)] * LAYERS),  # type: ignore[no-untyped-call]
+        "managed": chain([lambda y, layer=layer: layer(y) for layer in layers]),
+        "module": chain([plain] * LAYERS),
+        "managed_module": chain(list(model)),
     }
     rows = []
     for what, wrap in (
         ("forward", lambda call: call),
         ("forward_backward", lambda call: lambda: torch.autograd.grad(call(), x, ones)),
     ):
-        found = {name: seconds_per_call(wrap(call)) for name, call in kinds.items()}
+        found = {
+            name: seconds / LAYERS
+            for name, seconds in seconds_per_call(
+                {name: wrap(call) for name, call in kinds.items()}
+            ).items()
+        }
         floor = found["empty"] - found["linear"]
         rows.append(
             {
                 "name": f"managed_linear_{what}",
                 **{f"{name}_s": value for name, value in found.items()},
-                "over_empty_function_ratio": (found["managed_without_module"] - found["linear"])
-                / floor,
-                "over_empty_function_with_module_call_ratio": (found["managed"] - found["linear"])
+                "over_empty_function_ratio": (found["managed"] - found["linear"]) / floor,
+                "module_over_empty_function_ratio": (found["managed_module"] - found["module"])
                 / floor,
             }
         )
