@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -114,6 +115,12 @@ def programs(names: Sequence[str] = ()) -> list[Path]:
             f"{', '.join(p.stem for p in found)}"
         )
     return [p for p in found if not names or p.stem in names]
+
+
+def threaded(paths: Sequence[Path]) -> list[Path]:
+    """Return those programs that start threads: the others have no race to find."""
+    starts = re.compile(r"pthread_create|thrd_create|CreateThread|sim_os_thread")
+    return [path for path in paths if starts.search(path.read_text(encoding="utf-8"))]
 
 
 @dataclass
@@ -229,16 +236,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("action", choices=["build", "run"])
     parser.add_argument("names", nargs="*", help="programs without .c; default: all")
-    parser.add_argument("--sanitize", default="", help="address, undefined, thread; with commas")
+    parser.add_argument(
+        "--sanitize",
+        default="",
+        help="address, undefined, thread (runs the programs that start threads); with commas",
+    )
     parser.add_argument("--windows", action="store_true", help="cross-compile with ziglang")
     parser.add_argument("--coverage", action="store_true", help="instrument for gcov")
     args = parser.parse_args(argv)
     sanitize = [s for s in args.sanitize.split(",") if s]
+    names = args.names
+    if "thread" in sanitize and not names:
+        names = [path.stem for path in threaded(programs())]
     toolchain = (
         windows_toolchain() if args.windows else host_toolchain(sanitize, coverage=args.coverage)
     )
     try:
-        built = build(toolchain, args.names)
+        built = build(toolchain, names)
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1
