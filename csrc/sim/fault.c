@@ -103,7 +103,7 @@ OOCUresult sim__enter(enum sim_call call) {
     return sim__current_device(&device);
 }
 
-void sim__async(enum sim_op_kind kind) {
+void sim__async(enum sim_op_kind kind, OOCUresult fails) {
     enum sim_call call = kind == OP_H2D   ? CALL_async_h2d
                          : kind == OP_D2H ? CALL_async_d2h
                                           : CALL_async_kernel;
@@ -112,7 +112,7 @@ void sim__async(enum sim_op_kind kind) {
     counts[call]++;
     OOCUresult result = strike(&faults[call]);
     if (sim.sticky == OOCU_SUCCESS)
-        sim.sticky = result;
+        sim.sticky = fails != OOCU_SUCCESS ? fails : result;
 }
 
 static int find(const char *call) {

@@ -200,7 +200,7 @@ static void time_ready(struct sim_op *op) {
 static void move_data(struct sim_op *op) {
     if (is_copy(op) && !sim.switches[SIM_COPY_NOTHING]) {
         memmove(op->dst, op->src, op->bytes);
-    } else if (op->kind == OP_MEMSET) {
+    } else if (op->kind == OP_MEMSET || (op->kind == OP_KERNEL && op->dst)) {
         unsigned char *at = op->dst;
         for (size_t i = 0; i < op->bytes; i += sizeof op->value)
             memcpy(at + i, &op->value, sizeof op->value);
@@ -231,8 +231,9 @@ static void execute(struct sim_op *op) {
     settle(op);
     move_data(op);
     enum sim_op_kind kind = op->kind;
+    OOCUresult fails = op->fails;
     mark_executed(op);
-    sim__async(kind);
+    sim__async(kind, fails);
 }
 
 /* Execute what has been waiting only for its predecessors since its time came. */

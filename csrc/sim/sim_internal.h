@@ -106,6 +106,7 @@ struct sim_op {
     const void *src;
     size_t bytes;
     unsigned int value;
+    OOCUresult fails; /* what it does instead, when it runs */
     OOCUhostFn function;
     void *user_data;
 };
@@ -210,7 +211,7 @@ void sim__memory_reset(void);
 /* Every call begins here: counts it, and returns what it shall fail with. */
 OOCUresult sim__enter(enum sim_call call);
 /* An operation runs, and perhaps fails while doing so: the error shows at a later call, and sticks. */
-void sim__async(enum sim_op_kind kind);
+void sim__async(enum sim_op_kind kind, OOCUresult fails);
 int sim__is_sticky(OOCUresult result);
 const char *sim__call_name(enum sim_call call);
 void sim__fault_reset(void);

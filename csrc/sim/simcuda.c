@@ -919,11 +919,17 @@ OOCUresult cuEventElapsedTime(float *milliseconds, OOCUevent start_handle, OOCUe
     SIM_LEAVE;
 }
 
-/* ---- modules and kernels: one is known by name, `spin`, which keeps a stream busy ---- */
+/* ---- modules and kernels ----
+ *
+ * Images are not looked into. Two kernels are known by name: spin(uint64_t nanoseconds) keeps a stream
+ * busy; store(uint64_t address, uint32_t value) writes one word, and fails where there is no memory. */
+
+enum kernel { KERNEL_SPIN, KERNEL_STORE, KERNELS };
+static const char *const kernel_names[KERNELS] = {"spin", "store"};
 
 struct module {
     int device;
-    uint64_t spin; /* function handle; 0 until asked for */
+    uint64_t functions[KERNELS]; /* handles; 0 until asked for */
 };
 
 OOCUresult cuModuleLoadData(OOCUmodule *out_module, const void *image) {
@@ -940,8 +946,9 @@ OOCUresult cuModuleLoadData(OOCUmodule *out_module, const void *image) {
 }
 
 static void end_module(uint64_t handle, struct module *module) {
-    if (module->spin)
-        sim__handle_end(module->spin);
+    for (int i = 0; i < KERNELS; i++)
+        if (module->functions[i])
+            sim__handle_end(module->functions[i]);
     sim__handle_end(handle);
     free(module);
     sim.live.modules--;
@@ -963,15 +970,37 @@ OOCUresult cuModuleGetFunction(OOCUfunction *function, OOCUmodule handle, const 
         SIM_RETURN(OOCU_ERROR_INVALID_VALUE);
     if (!module)
         SIM_RETURN(OOCU_ERROR_INVALID_HANDLE);
-    if (strcmp(name, "spin") != 0 && strcmp(name, "oo_spin") != 0)
+    int kernel = 0;
+    while (kernel < KERNELS && strcmp(name, kernel_names[kernel]) != 0)
+        kernel++;
+    if (kernel == KERNELS)
         SIM_RETURN(OOCU_ERROR_NOT_FOUND);
-    if (!module->spin)
-        module->spin = sim__handle_new(OBJECT_FUNCTION, module);
-    *function = (OOCUfunction)(uintptr_t)module->spin;
+    if (!module->functions[kernel])
+        module->functions[kernel] = sim__handle_new(OBJECT_FUNCTION, module);
+    *function = (OOCUfunction)(uintptr_t)module->functions[kernel];
     SIM_LEAVE;
 }
 
-/* Parameter 0 of spin: uint64_t nanoseconds. */
+static OOCUresult launch_store(struct sim_stream *stream, uintptr_t address, unsigned int value) {
+    struct sim_op *op;
+    struct sim_range *range;
+    OOCUresult result = sim__op_new(stream, OP_KERNEL, &op);
+    if (result != OOCU_SUCCESS)
+        return result;
+    op->cost_s = sim.devices[stream->device].launch_s;
+    op->bytes = sizeof value;
+    op->value = value;
+    sim.stats.kernels++;
+    if (address % sizeof value == 0 && sim__place(address, sizeof value, &range) == PLACE_DEVICE) {
+        op->dst = (void *)address;
+        sim__access(stream->actor, SIM_BY_KERNEL, 1, address, address + sizeof value);
+    } else {
+        op->fails = OOCU_ERROR_ILLEGAL_ADDRESS; /* when it runs, not now */
+    }
+    sim__submit(op);
+    return OOCU_SUCCESS;
+}
+
 OOCUresult cuLaunchKernel(OOCUfunction function, unsigned int grid_x, unsigned int grid_y,
                           unsigned int grid_z, unsigned int block_x, unsigned int block_y,
                           unsigned int block_z, unsigned int shared_bytes, OOCUstream handle,
@@ -980,7 +1009,8 @@ OOCUresult cuLaunchKernel(OOCUfunction function, unsigned int grid_x, unsigned i
     SIM_ENTER(CALL_cuLaunchKernel);
     struct sim_stream *stream;
     int captured;
-    if (!sim__handle_get(OBJECT_FUNCTION, (uintptr_t)function))
+    const struct module *module = sim__handle_get(OBJECT_FUNCTION, (uintptr_t)function);
+    if (!module)
         SIM_RETURN(OOCU_ERROR_INVALID_HANDLE);
     if (!grid_x || !grid_y || !grid_z || !block_x || !block_y || !block_z || !parameters || extra ||
         shared_bytes > MAX_SHARED || (uint64_t)block_x * block_y * block_z > MAX_BLOCK)
@@ -988,9 +1018,16 @@ OOCUresult cuLaunchKernel(OOCUfunction function, unsigned int grid_x, unsigned i
     result = usable(handle, &stream, &captured);
     if (result != OOCU_SUCCESS || captured)
         goto out;
-    uint64_t ns;
-    memcpy(&ns, parameters[0], sizeof ns);
-    result = launch(stream, NULL, 0, NULL, 0, sim.devices[stream->device].launch_s + (double)ns * 1e-9);
+    uint64_t first;
+    memcpy(&first, parameters[0], sizeof first);
+    if ((uintptr_t)function == module->functions[KERNEL_SPIN]) {
+        const double seconds = sim.devices[stream->device].launch_s + (double)first * 1e-9;
+        result = launch(stream, NULL, 0, NULL, 0, seconds);
+    } else {
+        unsigned int value;
+        memcpy(&value, parameters[1], sizeof value);
+        result = launch_store(stream, (uintptr_t)first, value);
+    }
     SIM_LEAVE;
 }
 
