@@ -19,7 +19,7 @@ from pathlib import Path
 import c_flags
 from c_flags import ROOT
 
-PYTHON_PATHS = ("oracle_offload", "tools", "tests", "benchmarks", "setup.py")
+PYTHON_PATHS = ("oracle_offload", "tools", "tests", "benchmarks", "setup.py", "conftest.py")
 
 
 def c_files() -> list[str]:

@@ -1,0 +1,24 @@
+"""What every test shares. Here and not in tests/: that folder on sys.path would offer `tests/torch`
+as a package named torch wherever the real one is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+
+@functools.cache
+def why_no_card() -> str:
+    """Return why the tests marked gpu cannot run here, or an empty string."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return "torch is not installed"
+    return "" if torch.cuda.is_available() else "no CUDA device"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and why_no_card():
+        pytest.skip(why_no_card())
