@@ -55,7 +55,7 @@ class Fact(NamedTuple):
     value : int
         Bytes.
     quote : str
-        The line of the text the number was read from, at most 300 characters.
+        The line of the text the number was read from, cut on both sides where it is long.
     line : int
         Its line number, from 1; 0 where the text had to be unwrapped first.
     derived : bool

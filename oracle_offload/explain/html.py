@@ -10,20 +10,24 @@ from .facts import FACT_TITLES, format_size
 if TYPE_CHECKING:
     from .report import OomReport
 
+# The colour of text is inherited: a notebook has a theme of its own. Jupyter aligns the cells of
+# tables to the right by a rule that only `!important` outweighs.
 _STYLE = """
-.oo-oom{font:14px/1.45 system-ui,sans-serif;max-width:56rem;color:#1d2329}
+.oo-oom{font:14px/1.45 system-ui,sans-serif;max-width:56rem}
 .oo-oom h2{font-size:1.15rem;margin:.2rem 0 .3rem}
 .oo-oom h3{font-size:1rem;margin:1rem 0 .3rem}
 .oo-oom p{margin:.2rem 0}
 .oo-oom table{border-collapse:collapse}
-.oo-oom td,.oo-oom th{padding:.1rem .8rem .1rem 0;text-align:left;vertical-align:top}
-.oo-oom td.n{text-align:right;font-variant-numeric:tabular-nums}
-.oo-oom .q{font:12px/1.4 ui-monospace,monospace;color:#5a6570;overflow-wrap:anywhere}
+.oo-oom td{padding:.1rem .9rem .1rem 0;vertical-align:top}
+.oo-oom table tr td{text-align:left!important;white-space:nowrap}
+.oo-oom table tr td.n{text-align:right!important;font-variant-numeric:tabular-nums}
+.oo-oom table tr td.q{white-space:normal}
+.oo-oom .q{font:12px/1.4 ui-monospace,monospace;opacity:.75;overflow-wrap:anywhere}
 .oo-oom .bar{display:flex;height:1.3rem;border-radius:3px;overflow:hidden;margin:.6rem 0 .3rem}
-.oo-oom .key{display:inline-block;width:.7rem;height:.7rem;border-radius:2px;margin:0 .3rem 0 .8rem}
+.oo-oom .part{margin-right:1rem;white-space:nowrap}
+.oo-oom .key{display:inline-block;width:.7rem;height:.7rem;border-radius:2px;margin-right:.3rem}
 .oo-oom .mark{background:#8a4b00;color:#fff;border-radius:3px;padding:0 .4rem;font-size:12px}
-.oo-oom code{font:12.5px ui-monospace,monospace}
-@media (prefers-color-scheme:dark){.oo-oom{color:#e4e8ec}.oo-oom .q{color:#9aa6b2}}
+.oo-oom li{margin:.3rem 0}
 """
 _COLOURS = {
     "tensors": "#2f6db5",
@@ -35,8 +39,9 @@ _COLOURS = {
 _HEAD = (
     '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
     '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
-    "<title>Out of memory</title>\n<style>body{margin:1.5rem}"
-    "@media (prefers-color-scheme:dark){body{background:#16191d}}</style>\n</head>\n<body>\n"
+    "<title>Out of memory</title>\n<style>body{margin:1.5rem;background:#fff;color:#1d2329}"
+    "@media (prefers-color-scheme:dark){body{background:#16191d;color:#e4e8ec}}</style>\n"
+    "</head>\n<body>\n"
 )
 
 
@@ -65,7 +70,7 @@ def _body(report: OomReport) -> list[str]:
             mark = ' <span class="mark">changes the result of training</span>'
             out.append(
                 f"<li>{escape(fix.title)}{gain}{mark if fix.changes_result else ''}"
-                f"<br><code>{escape(fix.how)}</code></li>"
+                f"<br>{escape(fix.how)}</li>"
             )
         out.append("</ol>")
     if report.finding is not None:
@@ -88,8 +93,8 @@ def _bar(report: OomReport) -> list[str]:
         for name, size in parts
     )
     keys = "".join(
-        f'<span class="key" style="background:{_COLOURS[name]}"></span>'
-        f"{escape(name)} {format_size(size)}"
+        f'<span class="part"><span class="key" style="background:{_COLOURS[name]}"></span>'
+        f"{escape(name)} {format_size(size)}</span>"
         for name, size in parts
     )
     return [f'<div class="bar">{cells}</div>', f"<p>{keys}</p>"]

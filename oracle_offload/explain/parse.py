@@ -6,6 +6,7 @@ most `MOST_HITS` hits of each, so no input makes it slow.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ FIRST_HITS, LAST_HITS = 3, 9
 MOST_HITS = FIRST_HITS + LAST_HITS
 # A line is looked for at most this far away, so one endless line costs no more than many short.
 LINE_REACH = 600
+# A number is quoted with this much before and after it.
+NEAR = (60, 55)
 # Below this a text in which nothing was found is searched once more with its lines joined.
 UNWRAP_LIMIT = 1 << 18
 
@@ -161,7 +164,9 @@ def _read(template: Template, text: str, position: int) -> Finding | None:
     processes: tuple[Process, ...] = ()
     if template.name == "device-allocator":
         processes = _processes(window, facts)
-        _derive_device(facts, processes, old="cached" in window)
+        listed = compiled(r"\bProcess\s{1,9}\d").search(raw)
+        spot = start + listed.start() if listed else position
+        _derive_device(facts, processes, quote(text, spot, 8, 0, 240), spot)
     if template.name.startswith("kernel-"):
         _kernel_rss(facts, window, raw, text, start)
     return Finding(
@@ -191,14 +196,25 @@ def _facts(template: Template, window: str, raw: str, text: str, start: int) -> 
             continue
         value = parse_size(match[1])
         if value is not None and value * template.unit < UNLIMITED:
-            spot = start + max(raw.find(match[1].split(" ")[0]), 0)
+            spot = start + _in_raw(raw, window, match)
             facts[name] = Fact(
                 name,
                 value * template.unit,
-                quote(text, spot, len(match[1])),
+                quote(text, spot, len(match[1]), *NEAR),
                 spot,  # an offset until `_numbered`
             )
     return facts
+
+
+def _in_raw(raw: str, window: str, match: re.Match[str]) -> int:
+    """Return where a number of the unwrapped text stands in the text as it was printed."""
+    for needle in (match[1], match[1].split(" ")[0]):  # a break may lie between number and unit
+        spot = raw.find(needle)
+        for _ in range(window.count(needle, 0, match.start(1))):
+            spot = raw.find(needle, spot + len(needle)) if spot >= 0 else spot
+        if spot >= 0:
+            return spot
+    return 0
 
 
 def _cut(window: str, start: int, end: int) -> bool:
@@ -226,9 +242,13 @@ def _processes(window: str, facts: dict[str, Fact]) -> tuple[Process, ...]:
     return tuple(found)
 
 
-def _derive_device(facts: dict[str, Fact], processes: tuple[Process, ...], *, old: bool) -> None:
-    """Add what follows from the printed figures: reserved, unallocated, other processes."""
-    del old  # `cached` already reads as unallocated: until 1.3 it excluded what tensors used
+def _derive_device(
+    facts: dict[str, Fact], processes: tuple[Process, ...], listed: str, spot: int
+) -> None:
+    """Add what follows from the printed figures: reserved, unallocated, other processes.
+
+    `cached` of torch 1.0 to 1.3 is what is unallocated here: it excluded what tensors used.
+    """
     allocated = facts.get("allocated")
     if allocated is not None:
         unallocated, reserved = facts.get("unallocated"), facts.get("reserved")
@@ -239,19 +259,12 @@ def _derive_device(facts: dict[str, Fact], processes: tuple[Process, ...], *, ol
             rest = reserved.value - allocated.value
             facts["unallocated"] = reserved._replace(name="unallocated", value=rest, derived=True)
     mine = [process for process in processes if process.is_self]
-    source = next(iter(facts.values()), None)
-    if source is None:
-        return
     if mine and mine[0].nbytes is not None and "this_process" not in facts:
-        facts["this_process"] = Fact(
-            "this_process", mine[0].nbytes, source.quote, source.line, derived=True
-        )
+        facts["this_process"] = Fact("this_process", mine[0].nbytes, listed, spot, derived=True)
     others = [process.nbytes for process in processes if not process.is_self]
     if mine and others and None not in others:
         held = sum(nbytes for nbytes in others if nbytes is not None)
-        facts["other_processes"] = Fact(
-            "other_processes", held, source.quote, source.line, derived=True
-        )
+        facts["other_processes"] = Fact("other_processes", held, listed, spot, derived=True)
 
 
 def _kernel_rss(facts: dict[str, Fact], window: str, raw: str, text: str, start: int) -> None:
@@ -274,12 +287,12 @@ def _line_start(text: str, position: int) -> int:
     return max(text.rfind("\n", floor, position) + 1, floor)
 
 
-def quote(text: str, position: int, length: int) -> str:
-    """Return the line around `position`, without colours, at most about 300 characters."""
+def quote(text: str, position: int, length: int, before: int = 140, after: int = 160) -> str:
+    """Return the line around `position`, without colours; a long one is cut on both sides."""
     start = _line_start(text, position)
     stop = text.find("\n", position, position + length + LINE_REACH)
     stop = min(len(text), position + length + LINE_REACH) if stop < 0 else stop
-    low, high = max(start, position - 140), min(stop, position + length + 160)
+    low, high = max(start, position - before), min(stop, position + length + after)
     line = compiled(_ANSI).sub("", text[low:high]).translate(_EDGES).strip()
     return ("…" if low > start else "") + line + ("…" if high < stop else "")
 

@@ -180,10 +180,10 @@ HOSTILE = {
 def test_a_megabyte_of_log_takes_less_than_50_ms(name: str) -> None:
     text = (HOSTILE[name] * (MEGABYTE // len(HOSTILE[name]) + 1))[:MEGABYTE]
     best = BUDGET_S * 100
-    for _ in range(40):  # others may use this machine: the work itself is the shortest run
-        start = time.perf_counter()
+    for _ in range(40):  # others may use this machine: processor time, and of that the least
+        start = time.process_time()
         explain_oom(text)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
         if best < BUDGET_S:
             break
     assert best < BUDGET_S, f"{best * 1000:.1f} ms"
@@ -194,9 +194,9 @@ def test_the_cost_grows_in_proportion_to_the_text() -> None:
         text = (LOG_LINE * (size // len(LOG_LINE) + 1))[:size] + TEXTS[60]
         best = 10.0
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.process_time()
             explain_oom(text)
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.process_time() - start)
         return best
 
     assert cost(8 * MEGABYTE) < 3 * 8 * max(cost(MEGABYTE), 0.002)
@@ -207,9 +207,9 @@ def test_the_cost_grows_in_proportion_to_the_text() -> None:
 IMPORT = """
 import sys, time
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()  # all of it is computing: this leaves out what others compute
 import oracle_offload.explain
-took = time.perf_counter() - start
+took = time.process_time() - start
 heavy = {"torch", "numpy", "json", "argparse", "traceback"} & (set(sys.modules) - before)
 print(took, ",".join(sorted(heavy)))
 """

@@ -130,6 +130,26 @@ def test_each_fact_points_to_the_line_it_came_from() -> None:
         assert fact.quote == lines[fact.line - 1].strip(), name
 
 
+def test_a_quote_holds_the_number_it_is_given_for() -> None:
+    # The same digits stand three times, once in a colour code and once across a line break.
+    text = (
+        "\x1b[20mCUDA out of memory. Tried to allocate 20.00 GiB (GPU 0; 40.00 GiB total capacity; "
+        "20.00 GiB already\nallocated; 1.00 GiB free; 20.00\nGiB reserved in total by PyTorch)\n"
+    )
+    facts = explain_oom(text).facts
+    assert {name: fact.line for name, fact in facts.items()} == {
+        "requested": 1, "total": 1, "allocated": 1, "free": 2, "reserved": 2, "unallocated": 2,
+    }  # fmt: skip
+    assert facts["allocated"].quote.endswith("20.00 GiB already")
+    assert facts["reserved"].quote == "allocated; 1.00 GiB free; 20.00"
+
+
+def test_what_the_processes_hold_is_quoted_from_their_list() -> None:
+    facts = explain_oom(CASES["cuda-2.8-ranks-share-card"]).facts
+    for name in ("this_process", "other_processes"):
+        assert "Process 16746 has 20.84 GiB memory in use" in facts[name].quote
+
+
 # -- causes and fixes -----------------------------------------------------------------------------
 
 
