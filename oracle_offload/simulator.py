@@ -32,6 +32,7 @@ class Schedule(enum.IntEnum):
     STARVE_COPY = 2  #: copies run only when something waits for them
     STARVE_COMPUTE = 3  #: copies run as soon as they are legal, kernels end as late as legal
     EAGER = 4  #: everything runs when it is queued, where legal
+    DELAYED = 5  #: TIMED, but the seed makes some operations take far too long
 
 
 class _Switch(enum.IntEnum):
@@ -359,7 +360,7 @@ def device(
 
 
 def set_schedule(kind: Schedule, seed: int = 0) -> None:
-    """Choose what runs first; `seed` (0 to 2**64 - 1) matters to `Schedule.RANDOM` alone."""
+    """Choose what runs first; `seed` (0 to 2**64 - 1) matters to RANDOM and DELAYED."""
     _check("simSetSchedule", library().simSetSchedule(int(kind), seed), f"schedule {kind!r}")
 
 

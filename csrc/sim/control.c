@@ -130,7 +130,8 @@ void sim__report(uint64_t key, const char *format, ...) {
 }
 
 void sim__seed_text(char *text, size_t capacity) {
-    static const char *const names[] = {"timed", "random", "starve-copy", "starve-compute", "eager"};
+    static const char *const names[] = {"timed",          "random", "starve-copy",
+                                        "starve-compute", "eager",  "delayed"};
     if (sim.schedule == SIM_RANDOM)
         snprintf(text, capacity, "random, seed %llu; replay with ORACLE_OFFLOAD_SIM_SEED=%llu",
                  (unsigned long long)sim.seed, (unsigned long long)sim.seed);
@@ -273,7 +274,7 @@ OOCUresult simSetDeviceCount(int count) {
 }
 
 OOCUresult simSetSchedule(int schedule, uint64_t seed) {
-    if (schedule < SIM_TIMED || schedule > SIM_EAGER)
+    if (schedule < SIM_TIMED || schedule > SIM_DELAYED)
         return OOCU_ERROR_INVALID_VALUE;
     sim_os_lock(&sim.lock);
     sim__boot();

@@ -153,7 +153,10 @@ static uint32_t host_actor(void) {
     return thread_actors[my_actor_plus_one - 1];
 }
 
-struct sim_clock *sim__host_clock(void) { return sim.actors[host_actor()].clock; }
+struct sim_clock *sim__host_clock(void) {
+    const uint32_t actor = host_actor(); /* may move sim.actors: must come first */
+    return sim.actors[actor].clock;
+}
 
 /* ---- the skip list ---- */
 

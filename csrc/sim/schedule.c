@@ -81,6 +81,9 @@ void sim__event_clear(struct sim_event *event) {
     event->op = NULL;
 }
 
+/* Whether data move when their virtual time has come. */
+static int by_time(void) { return sim.schedule == SIM_TIMED || sim.schedule == SIM_DELAYED; }
+
 /* ---- the heap of moments ---- */
 
 static int earlier(const struct moment *a, const struct moment *b) {
@@ -358,7 +361,7 @@ static void end_op(struct sim_op *op) {
         if (--edge->to->wait_time == 0)
             time_ready(edge->to);
     }
-    if (sim.schedule == SIM_TIMED && !op->executed) {
+    if (by_time() && !op->executed) {
         op->due = 1;
         if (op->runnable_at && op->kind != OP_HOSTFN) {
             execute(op); /* forgets it, and perhaps its stream */
@@ -437,7 +440,7 @@ static void run_by_choice(void) {
         struct sim_op *op;
         while ((draw() & 3u) && (op = random_runnable()) != NULL)
             execute(op);
-    } else if (sim.schedule != SIM_TIMED) {
+    } else if (!by_time()) {
         for (;;) {
             struct sim_op *oldest = NULL;
             for (size_t i = 0; i < sim.n_runnable; i++)
@@ -511,7 +514,7 @@ static enum outcome bear(void) {
 OOCUresult sim__wait(struct sim_op *op) {
     enum outcome outcome = RAN;
     sim__op_ref(op);
-    if (sim.schedule == SIM_TIMED) {
+    if (by_time()) {
         pass_until(INFINITY, op);
         execute_due();
     }
@@ -549,7 +552,7 @@ int sim__done(struct sim_op *op) {
         run_by_choice();
     sim__time_to(sim.now_s);
     int done = op->executed && op->ended;
-    if (!done && sim.schedule != SIM_TIMED) {
+    if (!done && !by_time()) {
         /* Polling must end on every schedule: what should long be over is run now. */
         if (op->ended && !op->executed) {
             done = run(op) == RAN;
@@ -821,6 +824,11 @@ void sim__op_after(struct sim_op *op, struct sim_op *from) {
 }
 
 void sim__submit(struct sim_op *op) {
+    /* One operation in four takes ten to a thousand times as long as it should. */
+    if (sim.schedule == SIM_DELAYED && !(draw() & 3u)) {
+        static const double factors[] = {10, 30, 100, 1000};
+        op->cost_s *= factors[draw() & 3u];
+    }
     if (!op->wait_time)
         time_ready(op);
     if (!op->wait_exec)

@@ -62,7 +62,8 @@ enum sim_schedule {
     SIM_RANDOM = 1,         /* any legal order, chosen by the seed */
     SIM_STARVE_COPY = 2,    /* copies run only when something waits for them */
     SIM_STARVE_COMPUTE = 3, /* copies run as soon as they are legal, kernels' ends as late as legal */
-    SIM_EAGER = 4           /* every operation runs when it is queued, where legal */
+    SIM_EAGER = 4,          /* every operation runs when it is queued, where legal */
+    SIM_DELAYED = 5         /* SIM_TIMED, but the seed makes some operations take far too long */
 };
 /* The default comes from ORACLE_OFFLOAD_SIM_SEED: unset SIM_TIMED, a number SIM_RANDOM with it. */
 SIM_API OOCUresult simSetSchedule(int schedule, uint64_t seed);

@@ -123,6 +123,7 @@ static inline void print_reports(void) {
     }
 }
 
-static const char *const schedule_names[] = {"timed", "random", "starve-copy", "starve-compute", "eager"};
+static const char *const schedule_names[] = {"timed",          "random", "starve-copy",
+                                             "starve-compute", "eager",  "delayed"};
 
 #endif

@@ -275,7 +275,7 @@ static void OOCUDAAPI wait_for_go(void *unused) {
 }
 
 static void host_functions_run_by_themselves_and_in_order(void) {
-    for (int schedule = SIM_TIMED; schedule <= SIM_EAGER; schedule++) {
+    for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
         sim_test_begin(schedule, 11);
         atomic_store(&calls, 0);
         atomic_store(&refused, 0);

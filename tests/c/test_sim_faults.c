@@ -105,7 +105,7 @@ static void a_sticky_error_kills_the_context(void) {
 }
 
 static void an_asynchronous_error_shows_later(void) {
-    for (int schedule = SIM_TIMED; schedule <= SIM_EAGER; schedule++) {
+    for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
         begin();
         OK(cu.simSetSchedule(schedule, 1));
         OK(cu.simFault("async h2d", 2, OOCU_ERROR_ILLEGAL_ADDRESS, 0));

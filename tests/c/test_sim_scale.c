@@ -195,7 +195,7 @@ int main(int argc, char **argv) {
     sim_test_open(argc, argv);
     a_long_program_is_as_fast_as_a_short_one();
     history_is_forgotten();
-    for (int schedule = SIM_TIMED; schedule <= SIM_EAGER; schedule++)
+    for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++)
         threads_do_not_disturb_each_other(schedule, schedule % 2);
     strict_threads_know_only_what_they_waited_for();
     return check_report();

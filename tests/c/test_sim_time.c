@@ -220,6 +220,14 @@ static void times_do_not_depend_on_the_schedule(void) {
     }
 }
 
+static void delays_are_adversarial_and_repeatable(void) {
+    double sum = 0;
+    const double timed_s = random_program(SIM_TIMED, 3, &sum);
+    const double delayed_s = random_program(SIM_DELAYED, 3, &sum);
+    CHECK(delayed_s > 2 * timed_s, "delayed %g s, timed %g s", delayed_s, timed_s);
+    near(random_program(SIM_DELAYED, 3, &sum), delayed_s, "the same seed");
+}
+
 static void a_full_queue_holds_the_host_back(void) {
     sim_test_begin(SIM_TIMED, 0);
     OOCUstream stream = new_stream();
@@ -288,6 +296,7 @@ int main(int argc, char **argv) {
     queries_follow_the_clock();
     polling_ends_on_every_schedule();
     times_do_not_depend_on_the_schedule();
+    delays_are_adversarial_and_repeatable();
     a_full_queue_holds_the_host_back();
     presets_are_the_table();
     the_trace_tells_when();
