@@ -23,9 +23,25 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"oracle_offload {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_demo(commands)
     _add_doctor(commands)
     _add_explain(commands)
     return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from .demo import add_arguments
+
+    demo = commands.add_parser("demo", help="train a Flux transformer offloaded and resident")
+    add_arguments(demo)
+    demo.set_defaults(run=run_demo)
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """Train offloaded and resident side by side; exit with 3 when the bits differ."""
+    from .demo import run
+
+    return run(args, EXIT_OK, EXIT_ERROR, EXIT_CHECK_FAILED)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

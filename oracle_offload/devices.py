@@ -60,6 +60,7 @@ class DeviceState:
         self._cast_inputs: dict[int, tuple[object, weakref.ref[Tensor], Tensor]] = {}
         self._canary: Tensor | None = None
         self.turned = False  # a managed backward has run since the last forward began
+        self.owed_s = 0.0  # simulated seconds of operators that were not queued yet
         self.clocked_outside = 0  # witnesses that charge simulated time in our place
         self.engine, self.simulated, self.stream = self._open()
         self.engine.set_verify(os.environ.get("ORACLE_OFFLOAD_VERIFY", "0") not in ("", "0"))
@@ -157,6 +158,8 @@ class DeviceState:
             gradient.size(), gradient.stride(), dtype=gradient.dtype, device=_MASTER_DEVICE
         )
         nbytes = gradient.numel() * gradient.element_size()
+        if self.owed_s:
+            self.pay()
         if nbytes:
             self.engine.download(host.data_ptr(), gradient.data_ptr(), nbytes, self.stream())
         return host
@@ -232,6 +235,17 @@ class DeviceState:
         if self.clocked_outside:
             return 0.0
         return self.operator_seconds(flops, moved_bytes, dtype)
+
+    def pay(self) -> None:
+        """Queue the simulated time that a witness has added up in `owed_s`.
+
+        Done before anything whose order on the stream matters: an acquire, a release, a download.
+        """
+        if self.owed_s:
+            from . import simulator
+
+            seconds, self.owed_s = self.owed_s, 0.0
+            simulator.launch(self.stream(), (), (), seconds)
 
     def operator_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
         """`kernel_seconds`, whoever charges."""

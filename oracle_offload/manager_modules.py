@@ -142,8 +142,11 @@ class Layer:
 
     def acquire(self, stream: int, kind: int, task: int) -> tuple[int, int, tuple[int, ...] | None]:
         """`Engine.acquire` of this layer; out of arena is torch's out of memory."""
+        state = self.state
+        if state.owed_s:
+            state.pay()
         try:
-            return self.state.engine.acquire(self.member, stream, self.stamp(), kind, task)
+            return state.engine.acquire(self.member, stream, self.stamp(), kind, task)
         except MemoryError as error:
             raise torch.OutOfMemoryError(
                 f"oracle_offload: no room in the arena for layer '{self.name}': {error}"

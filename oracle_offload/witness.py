@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from .devices import DeviceState, open_states
@@ -36,6 +35,11 @@ if TYPE_CHECKING:
 
 # Operators that ask a tensor for its geometry and read none of its bytes.
 _GEOMETRY_ONLY = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+# Operators that launch no kernel: they allocate, or make a tensor of memory that is there.
+_NO_KERNEL = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_strided", "set_", "resize_", "_unsafe_view", "_reshape_alias")
+)
 
 _exempt = threading.local()
 
@@ -65,6 +69,8 @@ class _Spans:
     def __init__(self, spans: list[tuple[int, int, Any]]) -> None:
         self.spans = sorted(set(spans), key=lambda span: span[:2])
         self.starts = [span[0] for span in self.spans]
+        self.start = self.spans[0][0] if spans else 0
+        self.end = max((span[1] for span in spans), default=0)
 
     def touched(self, start: int, end: int) -> Iterator[tuple[int, int, Any]]:
         """Yield the intersections of [start, end) with the ranges."""
@@ -84,6 +90,8 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
         start = tensor.data_ptr()
     except (RuntimeError, NotImplementedError):  # a wrapper subclass or a fake tensor
         return 0, 0
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * tensor.element_size()
     extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + extent * tensor.element_size()
 
@@ -158,6 +166,7 @@ class Witness(TorchDispatchMode):
             hook.remove()
         _exempt.depth = 0
         for state in self._clocked:
+            state.pay()
             state.clocked_outside -= 1
         self._clocked = []
 
@@ -165,24 +174,22 @@ class Witness(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        schema = getattr(func, "_schema", None)
-        if schema is None or func.is_view or schema.name.endswith(_GEOMETRY_ONLY):
+        operator = _operators.get(func)
+        if operator is None:
+            operator = _operators[func] = _Operator(func)
+        if not operator.touches_bytes:
             return func(*args, **kwargs)
         self.operators += 1
         reads: list[tuple[int, int, Any]] = []
         writes: list[tuple[int, int, Any]] = []
         moved = 0
-        for argument, value in _with_arguments(schema, args, kwargs):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tree_leaves(value):
-                if not isinstance(tensor, Tensor):
-                    continue
-                start, end = memory_of(tensor)
-                if start == end:
-                    continue
-                moved += end - start
+        for tensor, written in operator.tensors(args, kwargs):
+            start, end = memory_of(tensor)
+            moved += end - start
+            if start < self._masters.end and end > self._masters.start:
                 for touched in self._masters.touched(start, end):
                     self._master_touched(func, touched, written)
+            if start < self._arena.end and end > self._arena.start:
                 (writes if written else reads).extend(self._arena.touched(start, end))
         if reads or writes:
             self.arena_reads += bool(reads)
@@ -190,7 +197,7 @@ class Witness(TorchDispatchMode):
                 _declare(reads, writes)
         result = func(*args, **kwargs)
         if self._clocked:
-            self._charge(func, args, kwargs, result, moved)
+            self._charge(operator, args, kwargs, result, moved, bool(reads or writes))
         return result
 
     def _master_touched(self, func: Any, touched: tuple[int, int, str], written: bool) -> None:
@@ -210,27 +217,59 @@ class Witness(TorchDispatchMode):
                 f"layer. Leave it resident: attach(..., ignore_modules=[{layer!r}])."
             )
 
-    def _charge(self, func: Any, args: Any, kwargs: Any, result: Any, moved: int) -> None:
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    def _charge(
+        self, operator: _Operator, args: Any, kwargs: Any, result: Any, moved: int, now: bool
+    ) -> None:
+        outputs = list(_tensors_in(result))
         moved += sum(end - start for start, end in map(memory_of, outputs))
-        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        formula = operator.flops
         flops = 0 if formula is None else formula(*args, **kwargs, out_val=result)
         dtype = outputs[0].dtype if outputs else torch.float32
         for state in self._clocked:
-            seconds = state.operator_seconds(float(flops), moved, dtype)
-            from . import simulator
+            state.owed_s += state.operator_seconds(float(flops), moved, dtype)
+            if now:  # before the slot is released
+                state.pay()
 
-            simulator.launch(state.stream(), [], [], seconds)
+
+class _Operator:
+    """What has to be known of one operator, read off its schema once."""
+
+    def __init__(self, func: Any) -> None:
+        schema = getattr(func, "_schema", None)
+        self.touches_bytes = not (
+            schema is None
+            or func.is_view
+            or schema.name.endswith(_GEOMETRY_ONLY)
+            or schema.name in _NO_KERNEL
+        )
+        self.flops = flop_registry.get(getattr(func, "_overloadpacket", None))
+        arguments = () if schema is None else schema.arguments
+        written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+        self.positional: list[bool] = written
+        self.named = {a.name: w for a, w in zip(arguments, written, strict=True)}
+
+    def tensors(self, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+        """Yield the tensors among the arguments, each with whether it is written."""
+        for value, written in zip(args, self.positional, strict=False):
+            if isinstance(value, Tensor):
+                yield value, written
+            elif isinstance(value, list | tuple):
+                for tensor in _tensors_in(value):
+                    yield tensor, written
+        for name, value in kwargs.items():
+            for tensor in _tensors_in(value):
+                yield tensor, self.named.get(name, False)
 
 
-def _with_arguments(schema: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    for argument, value in zip(schema.arguments, args, strict=False):
-        yield argument, value
-    if kwargs:
-        named = {argument.name: argument for argument in schema.arguments}
-        for key, value in kwargs.items():
-            if key in named:
-                yield named[key], value
+_operators: dict[Any, _Operator] = {}
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
 
 
 def _declare(reads: list[tuple[int, int, Any]], writes: list[tuple[int, int, Any]]) -> None:
