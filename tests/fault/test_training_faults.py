@@ -1,7 +1,7 @@
 """Any driver call of a training run may fail: attach, three steps, detach.
 
-After a transient fault the run goes on as if it had never failed; while a fault lasts there is a clear
-error each time and never a hang; afterwards nothing is left behind. The default run takes a
+After a transient fault the run goes on as if it had never failed; while a fault lasts there is a
+clear error each time and never a hang; afterwards nothing is left behind. The default run takes a
 sample of the calls, `-m proof` takes every one.
 """
 
