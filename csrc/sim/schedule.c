@@ -593,15 +593,18 @@ static int touches(const struct sim_op *op, uintptr_t lo, uintptr_t hi) {
            (op->src && src < hi && src + op->bytes > lo);
 }
 
+static struct sim_op *queued_touching(uintptr_t lo, uintptr_t hi) {
+    for (struct sim_stream *s = sim.streams; s; s = s->next)
+        for (struct sim_op *op = s->exec_head; op; op = op->next)
+            if (!op->executed && touches(op, lo, hi))
+                return op;
+    return NULL;
+}
+
 void sim__run_touching(uintptr_t lo, uintptr_t hi) {
-    int again = 1;
-    while (again) {
-        again = 0;
-        for (struct sim_stream *s = sim.streams; s && !again; s = s->next)
-            for (struct sim_op *op = s->exec_head; op && !again; op = op->next)
-                if (!op->executed && touches(op, lo, hi))
-                    again = run(op) == RAN;
-    }
+    struct sim_op *op;
+    while ((op = queued_touching(lo, hi)) != NULL && run(op) == RAN)
+        ; /* running one may forget others, and streams: search anew */
     settle(NULL);
 }
 
@@ -696,6 +699,7 @@ static struct sim_op *oldest_host_function(void) {
 
 /* A host function must run although nobody waits for it: a program may wait for its signal alone. */
 static sim_os_thread_result SIM_OS_THREAD driver_thread(void *unused) {
+    (void)unused;
     sim_os_lock(&sim.lock);
     for (;;) {
         struct sim_op *op = n_host_functions ? oldest_host_function() : NULL;
@@ -727,7 +731,7 @@ static sim_os_thread_result SIM_OS_THREAD driver_thread(void *unused) {
         run_by_choice();
         sim_os_broadcast(&sim.changed);
     }
-    return unused; /* not reached */
+    return 0; /* not reached */
 }
 
 /* ---- queueing ---- */

@@ -263,7 +263,13 @@ OOCUresult cuDevicePrimaryCtxRetain(OOCUcontext *out_context, OOCUdevice device)
 /* Ends everything that belongs to the context, as the last release does. */
 static void end_context(int device) {
     uint64_t streams = sim.live.streams, events = sim.live.events;
-    (void)sim__wait_all(device); /* a hang has been reported; the rest is dropped with the streams */
+    for (struct sim_stream *s = sim.streams; s;) {
+        const int held = s->device == device && s->held;
+        if (held)
+            sim__hold(s, 0); /* may run work and so forget streams: begin again */
+        s = held ? sim.streams : s->next;
+    }
+    (void)sim__wait_all(device); /* an error of the work itself: there is nobody left to tell */
     for (struct sim_stream *s = sim.streams, *next; s; s = next) {
         next = s->next;
         if (s->device == device && !s->destroyed)
@@ -994,6 +1000,7 @@ static OOCUresult launch_store(struct sim_stream *stream, uintptr_t address, uns
     if (address % sizeof value == 0 && sim__place(address, sizeof value, &range) == PLACE_DEVICE) {
         op->dst = (void *)address;
         sim__access(stream->actor, SIM_BY_KERNEL, 1, address, address + sizeof value);
+        sim__copy_uses(range, stream->actor, sim.actors[stream->actor].epoch);
     } else {
         op->fails = OOCU_ERROR_ILLEGAL_ADDRESS; /* when it runs, not now */
     }
