@@ -3,18 +3,21 @@
 #define SIM_CONTROL_H
 
 #include "../../csrc/core/host.h"
-#include "../../csrc/sim/sim.h"
+#include "../../csrc/sim/sim_calls.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define SIM_CONTROLS(X)                                                                            \
-    X(simGetDevice) X(simSetDevice) X(simSetSchedule) X(simSwitch) X(simRefuseRegistration) X(simFault)     \
-    X(simFaultClear) X(simCallCount) X(simGetStats) X(simGetLive) X(simNow) X(simAdvance) X(simFinish)      \
-    X(simReportCount) X(simReport) X(simReportsClear) X(simReset) X(simLaunch) X(simHostAccess) X(cuDevicePrimaryCtxRelease_v2)
-
-OOCUresult OOCUDAAPI cuDevicePrimaryCtxRelease_v2(OOCUdevice device);
+    X(simGetDevice) X(simSetDevice) X(simSetDeviceCount) X(simSetSchedule) X(simSwitch)                     \
+    X(simRefuseRegistration) X(simFault) X(simFaultClear) X(simHold) X(simCallCount) X(simGetStats)         \
+    X(simGetLive) X(simNow) X(simAdvance) X(simFinish) X(simReportCount) X(simReport) X(simReportsClear)    \
+    X(simReset) X(simAdopt) X(simDrop) X(simLaunch) X(simHostAccess) X(simTraceCount) X(simTraceRow)        \
+    X(simTraceClear) X(cuInit) X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease_v2)                  \
+    X(cuCtxGetCurrent) X(cuCtxPushCurrent_v2) X(cuCtxPopCurrent_v2) X(cuMemAlloc_v2) X(cuMemFree_v2)        \
+    X(cuStreamCreateWithPriority) X(cuStreamDestroy_v2) X(cuStreamBeginCapture_v2) X(cuStreamEndCapture)    \
+    X(cuGraphDestroy) X(cuMemHostRegister_v2) X(cuMemHostUnregister)
 
 struct sim_control {
 #define SIM_FIELD(name) __typeof__(&name) name;

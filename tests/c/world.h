@@ -1,8 +1,12 @@
-/* world.h - a model of UNITS units on the simulated driver, and its use: shared by the engine's tests. */
+/* world.h - a model of UNITS units on the simulated driver, and its use: shared by the engine's tests.
+ *
+ * Tests may look into the engine (engine.h): its streams, to keep them busy; its driver table, to take
+ * away what only a simulated driver has. */
 #ifndef WORLD_H
 #define WORLD_H
 
 #include "check.h"
+#include "engine.h"
 #include "oracle_offload.h"
 #include "sim_control.h"
 
@@ -14,7 +18,9 @@ enum { UNITS = 24 };
 struct world {
     struct oo_engine *engine;
     struct oo_host *host;
+    OOCUcontext context; /* retained by the test as well, as torch does: what leaks outlives the engine */
     char *arena;
+    int device_arena; /* the arena is device memory of the driver, and the engine adopts nothing */
     uint32_t model, unit[UNITS], member[UNITS];
     char *master[UNITS];
     size_t bytes[UNITS], total, largest;
@@ -40,6 +46,44 @@ static inline void world_sizes(struct world *w) {
     }
 }
 
+/* A non-blocking stream that the engine did not create. */
+static inline uintptr_t new_stream(struct world *w) {
+    OOCUstream stream = NULL;
+    sim.cuCtxPushCurrent_v2(w->context);
+    CHECK(sim.cuStreamCreateWithPriority(&stream, OOCU_STREAM_NON_BLOCKING, 0) == 0, "no stream");
+    sim.cuCtxPopCurrent_v2(NULL);
+    return (uintptr_t)stream;
+}
+
+static inline void end_stream(struct world *w, uintptr_t stream) {
+    sim.cuCtxPushCurrent_v2(w->context);
+    CHECK(sim.cuStreamDestroy_v2((OOCUstream)stream) == 0, "a stream that cannot be destroyed");
+    sim.cuCtxPopCurrent_v2(NULL);
+}
+
+/* Device memory of the driver, as a real device's: the simulated one can be read by the host, too. */
+static inline char *device_memory(struct world *w, size_t bytes) {
+    OOCUdeviceptr address = 0;
+    sim.cuCtxPushCurrent_v2(w->context);
+    CHECK(sim.cuMemAlloc_v2(&address, bytes) == 0, "no device memory");
+    sim.cuCtxPopCurrent_v2(NULL);
+    return (char *)address; /* aligned to 512 bytes */
+}
+
+static inline void end_device_memory(struct world *w, char *address) {
+    sim.cuCtxPushCurrent_v2(w->context);
+    CHECK(sim.cuMemFree_v2((OOCUdeviceptr)address) == 0, "device memory freed while a copy uses it");
+    sim.cuCtxPopCurrent_v2(NULL);
+}
+
+/* A kernel of `seconds` that reads or writes these bytes. */
+static inline void kernel(uintptr_t stream, const void *address, size_t bytes, int writes, double seconds) {
+    const OOSimRange range = {(OOCUdeviceptr)address, bytes};
+    const OOCUresult result = writes ? sim.simLaunch((OOCUstream)stream, NULL, 0, &range, 1, seconds)
+                                     : sim.simLaunch((OOCUstream)stream, &range, bytes != 0, NULL, 0, seconds);
+    CHECK(result == 0, "a kernel that cannot be launched: %d", result);
+}
+
 /* Everything but the engine; 0 when some call failed (possible only while faults are injected). */
 static inline int world_attach(struct world *w, size_t arena_bytes, int trainable_from) {
     if (oo_host_create(w->total, &w->host) != OO_OK)
@@ -47,10 +91,12 @@ static inline int world_attach(struct world *w, size_t arena_bytes, int trainabl
     const enum oo_status locked = oo_engine_lock(w->engine, w->host, 1);
     if (locked != OO_OK && locked != OO_E_LOCK_REFUSED)
         return 0;
-    if (oo_model_add(w->engine, &w->model) != OO_OK || oo_engine_compute_stream(w->engine, &w->stream) != OO_OK)
+    if (oo_model_add(w->engine, &w->model) != OO_OK)
+        return 0;
+    if (!w->stream && oo_engine_compute_stream(w->engine, &w->stream) != OO_OK)
         return 0;
     if (!w->arena)
-        w->arena = malloc(arena_bytes + OO_ALIGNMENT);
+        w->arena = w->device_arena ? device_memory(w, arena_bytes + OO_ALIGNMENT) : malloc(arena_bytes + OO_ALIGNMENT);
     if (oo_segment_add(w->engine, w->model, (uintptr_t)w->arena, arena_bytes + OO_ALIGNMENT, w->stream) != OO_OK)
         return 0;
     char *master = oo_host_address(w->host);
@@ -68,22 +114,46 @@ static inline int world_attach(struct world *w, size_t arena_bytes, int trainabl
     return 1;
 }
 
-static inline void world_open(struct world *w, size_t arena_bytes, int trainable_from) {
+static inline void world_begin(struct world *w) {
     memset(w, 0, sizeof *w);
     world_sizes(w);
     need(oo_engine_create(sim.path, 0, &w->engine), "create");
+    CHECK(sim.cuDevicePrimaryCtxRetain(&w->context, 0) == 0, "no context");
+}
+
+static inline void world_open(struct world *w, size_t arena_bytes, int trainable_from) {
+    world_begin(w);
     CHECK(world_attach(w, arena_bytes, trainable_from), "attach: %s", oo_error_message());
+}
+
+/* A world as on a real device: the arena is device memory, whose history the race detector keeps; kernels
+ * run on `stream`, or on one that the engine did not create. */
+static inline void world_open_on_device(struct world *w, size_t arena_bytes) {
+    world_begin(w);
+    w->device_arena = 1;
+    w->engine->driver.simAdopt = NULL;
+    w->engine->driver.simDrop = NULL;
+    w->stream = new_stream(w);
+    CHECK(world_attach(w, arena_bytes, -1), "attach: %s", oo_error_message());
 }
 
 static inline void check_nothing_alive(const char *where) {
     struct sim_live live;
     sim.simGetLive(&live);
-    CHECK(live.streams == 0 && live.events == 0 && live.contexts == 0 && live.registrations == 0 &&
+    CHECK(live.streams == 0 && live.events == 0 && live.modules == 0 && live.registrations == 0 &&
               live.host_alloc_bytes == 0 && live.device_bytes == 0 && live.adopted_bytes == 0,
-          "%s: alive: %llu streams, %llu events, %llu contexts, %llu registrations, %llu host, %llu adopted bytes", where,
-          (unsigned long long)live.streams, (unsigned long long)live.events, (unsigned long long)live.contexts,
+          "%s: alive: %llu streams, %llu events, %llu modules, %llu registrations, %llu host, %llu device, %llu adopted bytes",
+          where, (unsigned long long)live.streams, (unsigned long long)live.events, (unsigned long long)live.modules,
           (unsigned long long)live.registrations, (unsigned long long)live.host_alloc_bytes,
-          (unsigned long long)live.adopted_bytes);
+          (unsigned long long)live.device_bytes, (unsigned long long)live.adopted_bytes);
+}
+
+/* The test's own hold on the context is the last one. */
+static inline void release_context(const char *where) {
+    struct sim_live live;
+    sim.cuDevicePrimaryCtxRelease_v2(0);
+    sim.simGetLive(&live);
+    CHECK(live.contexts == 0, "%s: the engine still holds the context", where);
 }
 
 static inline void check_no_reports(const char *where) {
@@ -94,14 +164,31 @@ static inline void check_no_reports(const char *where) {
     CHECK(n == 0, "%s: %llu reports, the first: %s", where, (unsigned long long)n, text);
 }
 
-static inline void world_close(struct world *w, const char *where) {
+static inline void world_detach(struct world *w) {
+    struct sim_live before, after;
     need(oo_model_remove(w->engine, w->model), "remove");
+    sim.simGetLive(&before);
+    const int locked = w->host->locked;
     need(oo_engine_unlock(w->engine, w->host), "unlock");
+    sim.simGetLive(&after);
+    CHECK(after.registrations + (locked ? 1 : 0) == before.registrations, "%llu registrations, %llu before",
+          (unsigned long long)after.registrations, (unsigned long long)before.registrations);
     oo_host_destroy(w->host);
+    if (w->device_arena) {
+        end_device_memory(w, w->arena);
+        end_stream(w, w->stream);
+    } else {
+        free(w->arena);
+    }
+}
+
+static inline void world_close(struct world *w, const char *where) {
+    world_detach(w);
     need(oo_engine_destroy(w->engine), "destroy");
-    free(w->arena);
     check_no_reports(where);
     check_nothing_alive(where);
+    release_context(where);
+    check_no_reports(where);
     CHECK(sim_reset(&sim) == 0, "%s: the simulator could not be reset", where);
 }
 

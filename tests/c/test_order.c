@@ -1,0 +1,430 @@
+/* The order of things: for each hazard of csrc/core/engine.c (H1 to H6) the calls that would race if its
+ * wait were missing, on the wrong stream, or of the wrong event. The simulated driver's race detector must
+ * stay silent. Arenas are device memory here, so that what a kernel did before the engine got the bytes,
+ * and does after it gave them back, counts as well. */
+#include "world.h"
+
+#include <math.h>
+
+static const int schedules[] = {SIM_TIMED, SIM_RANDOM, SIM_STARVE_COPY, SIM_STARVE_COMPUTE, SIM_EAGER};
+enum { N_SCHEDULES = sizeof schedules / sizeof schedules[0] };
+
+static const char *schedule_name(int schedule) {
+    static const char *const names[] = {"timed", "random", "starve-copy", "starve-compute", "eager"};
+    return names[schedule];
+}
+
+static void for_each_schedule(void (*test)(const char *where), const char *name) {
+    for (unsigned s = 0; s < N_SCHEDULES; s++) {
+        char where[96];
+        snprintf(where, sizeof where, "%s, %s", name, schedule_name(schedules[s]));
+        sim.simSetSchedule(schedules[s], 11);
+        test(where);
+    }
+}
+
+/* ---- H1, H2: copies and kernels ---- */
+
+static void steps_on_a_stream_of_the_caller(const char *where) {
+    struct world w;
+    world_open_on_device(&w, 60000);
+    for (int i = 0; i < 3; i++)
+        need(step(&w), where);
+    world_close(&w, where);
+}
+
+/* The legacy default stream, on which torch computes, orders nothing against non-blocking streams. */
+static void steps_on_the_default_stream(const char *where) {
+    struct world w;
+    world_open_on_device(&w, 60000);
+    const uintptr_t own = w.stream;
+    w.stream = 0;
+    for (int i = 0; i < 2; i++)
+        need(step(&w), where);
+    need(oo_model_remove(w.engine, w.model), "remove");
+    kernel(own, w.arena, 60000, 1, 1e-6); /* the segment's allocating stream */
+    w.stream = own;
+    struct sim_live live;
+    need(oo_engine_unlock(w.engine, w.host), "unlock");
+    oo_host_destroy(w.host);
+    end_device_memory(&w, w.arena);
+    end_stream(&w, own);
+    need(oo_engine_destroy(w.engine), "destroy");
+    sim.simGetLive(&live);
+    CHECK(live.events == 0 && live.streams == 0, "%s: alive", where);
+    check_no_reports(where);
+    release_context(where);
+    CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
+}
+
+/* Six streams use one unit at a time, two more than the engine keeps last uses of; then its place is
+ * taken. */
+static void more_streams_than_entries(const char *where) {
+    enum { STREAMS = OO_STREAMS + 2 };
+    struct world w;
+    uintptr_t streams[STREAMS];
+    world_open_on_device(&w, 30000);
+    for (int s = 0; s < STREAMS; s++)
+        streams[s] = new_stream(&w);
+    for (int round = 0; round < 3; round++) {
+        for (unsigned i = 0; i < UNITS; i++)
+            for (int s = 0; s < STREAMS; s++)
+                need(use_on(&w, i, OO_FORWARD, -1, 0, streams[s]), where);
+    }
+    CHECK(stats_of(&w).host_waits == 0, "%s: streams are ordered by waiting on the host", where);
+    for (int s = 0; s < STREAMS; s++)
+        end_stream(&w, streams[s]); /* drops none of their work */
+    world_close(&w, where);
+}
+
+/* A stream that is ordered after a copy already waits for no event again; another one does. */
+static void test_each_stream_waits_for_a_copy_once(void) {
+    struct world w;
+    world_open_on_device(&w, 400000);
+    const uintptr_t other = new_stream(&w);
+    need(use(&w, 0, OO_FORWARD), "first");
+    uint64_t waits = sim.simCallCount("cuStreamWaitEvent");
+    need(use(&w, 0, OO_FORWARD), "second");
+    CHECK(sim.simCallCount("cuStreamWaitEvent") == waits, "a stream waits twice for one copy");
+    need(use_on(&w, 0, OO_FORWARD, -1, 0, other), "other stream");
+    CHECK(sim.simCallCount("cuStreamWaitEvent") == waits + 1, "the other stream does not wait");
+    end_stream(&w, other);
+    world_close(&w, "waits");
+}
+
+/* More streams than the unit remembers as ordered: the rest waits every time, nothing is overrun. */
+static void test_more_streams_than_are_remembered_wait_each_time(void) {
+    enum { STREAMS = OO_STREAMS + 3 };
+    struct world w;
+    uintptr_t streams[STREAMS];
+    world_open_on_device(&w, 400000);
+    for (int s = 0; s < STREAMS; s++)
+        streams[s] = new_stream(&w);
+    for (int round = 0; round < 2; round++) {
+        const uint64_t waits = sim.simCallCount("cuStreamWaitEvent");
+        for (int s = 0; s < STREAMS; s++)
+            need(use_on(&w, 0, OO_FORWARD, -1, 0, streams[s]), "use");
+        const uint64_t made = sim.simCallCount("cuStreamWaitEvent") - waits;
+        CHECK(w.engine->units[w.unit[0]].n_waited == OO_STREAMS, "%u streams remembered", w.engine->units[w.unit[0]].n_waited);
+        /* Second round: those not remembered wait for the copy, and each use displaces an older one. */
+        CHECK(round == 0 || made == STREAMS - OO_STREAMS + STREAMS, "%llu waits", (unsigned long long)made);
+    }
+    for (int s = 0; s < STREAMS; s++)
+        end_stream(&w, streams[s]);
+    world_close(&w, "many streams");
+}
+
+/* A long kernel on another stream still reads a unit when it is dropped (its master changed) and when
+ * its bytes are given to another unit. */
+static void dropped_while_a_kernel_reads(const char *where) {
+    struct world w;
+    world_open_on_device(&w, 30000);
+    const uintptr_t slow = new_stream(&w);
+    for (unsigned i = 0; i < UNITS; i++) {
+        struct oo_use use;
+        struct oo_fetched fetched;
+        need(oo_engine_acquire(w.engine, w.member[i], slow, 0, OO_FORWARD, -1, 0, &use), where);
+        need(oo_engine_launch(w.engine, w.member[i], slow, 5e-3), where);
+        need(oo_engine_release(w.engine, use.ticket, slow, 0, &fetched), where);
+        if (i % 3 == 0)
+            need(oo_engine_refresh(w.engine, w.model), where);
+        need(use_on(&w, (i + 5) % UNITS, OO_FORWARD, -1, 0, w.stream), where);
+    }
+    end_stream(&w, slow);
+    world_close(&w, where);
+}
+
+/* ---- H3: bytes that an earlier owner still uses ---- */
+
+static void a_segment_from_a_busy_stream(const char *where) {
+    struct world w;
+    world_begin(&w);
+    w.device_arena = 1;
+    w.engine->driver.simAdopt = NULL;
+    w.engine->driver.simDrop = NULL;
+    w.stream = new_stream(&w);
+    w.arena = device_memory(&w, 60000 + OO_ALIGNMENT);
+    /* The caching allocator hands on what the last owner freed, in the order of the stream. */
+    kernel(w.stream, w.arena, 60000 + OO_ALIGNMENT, 1, 3e-3);
+    CHECK(world_attach(&w, 60000, -1), "%s: %s", where, oo_error_message());
+    need(step(&w), where);
+    world_close(&w, where);
+}
+
+/* A second segment while copies run, allocated on yet another stream. */
+static void a_second_segment_from_another_stream(const char *where) {
+    struct world w;
+    world_open_on_device(&w, 30000);
+    const uintptr_t other = new_stream(&w);
+    need(step(&w), where);
+    char *more = device_memory(&w, 40000);
+    kernel(other, more, 40000, 1, 3e-3);
+    need(oo_segment_add(w.engine, w.model, (uintptr_t)more, 40000, other), where);
+    for (int i = 0; i < 2; i++)
+        need(step(&w), where);
+    need(oo_model_remove(w.engine, w.model), where);
+    kernel(other, more, 40000, 1, 1e-6); /* its next owner, at once */
+    kernel(w.stream, w.arena, 30000, 1, 1e-6);
+    need(oo_engine_unlock(w.engine, w.host), "unlock");
+    oo_host_destroy(w.host);
+    end_device_memory(&w, more);
+    end_device_memory(&w, w.arena);
+    end_stream(&w, other);
+    end_stream(&w, w.stream);
+    need(oo_engine_destroy(w.engine), "destroy");
+    check_no_reports(where);
+    check_nothing_alive(where);
+    release_context(where);
+    CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
+}
+
+/* ---- H4: bytes given back ---- */
+
+/* Uses on several streams, then the model goes; the allocating stream's next kernel writes the bytes. */
+static void removed_after_uses_on_other_streams(const char *where) {
+    struct world w;
+    world_open_on_device(&w, 60000);
+    uintptr_t others[3];
+    for (int s = 0; s < 3; s++)
+        others[s] = new_stream(&w);
+    for (unsigned i = 0; i < 2 * UNITS; i++) {
+        need(use_on(&w, i % UNITS, OO_FORWARD, -1, 0, others[i % 3]), where);
+        need(use_on(&w, i % UNITS, OO_FORWARD, -1, 0, others[(i + 1) % 3]), where);
+    }
+    for (int s = 0; s < 3; s++) { /* still computing when the model goes */
+        struct oo_use use;
+        struct oo_fetched fetched;
+        need(oo_engine_acquire(w.engine, w.member[UNITS - 1], others[s], 0, OO_FORWARD, -1, 0, &use), where);
+        need(oo_engine_launch(w.engine, w.member[UNITS - 1], others[s], 2e-3), where);
+        need(oo_engine_release(w.engine, use.ticket, others[s], 0, &fetched), where);
+    }
+    need(oo_model_remove(w.engine, w.model), where);
+    kernel(w.stream, w.arena, 60000, 1, 1e-6);
+    check_no_reports(where);
+    /* The masters, too, are the host's again. */
+    CHECK(sim.simHostAccess(oo_host_address(w.host), w.total, 1) == 0, "%s", where);
+    need(oo_engine_unlock(w.engine, w.host), "unlock");
+    oo_host_destroy(w.host);
+    end_device_memory(&w, w.arena);
+    for (int s = 0; s < 3; s++)
+        end_stream(&w, others[s]);
+    end_stream(&w, w.stream);
+    need(oo_engine_destroy(w.engine), "destroy");
+    check_no_reports(where);
+    check_nothing_alive(where);
+    release_context(where);
+    CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
+}
+
+/* Removal waits for copies that nobody has waited for yet: the next owner's kernel comes on a stream that
+ * the engine never saw. */
+static void removed_with_copies_in_flight(const char *where) {
+    struct world w;
+    struct oo_fetched fetched;
+    world_open_on_device(&w, 60000);
+    need(use(&w, 0, OO_FORWARD), where);
+    need(oo_engine_prefetch(w.engine, &fetched), where);
+    need(oo_model_remove(w.engine, w.model), where);
+    CHECK(sim.simHostAccess(oo_host_address(w.host), w.total, 1) == 0, "%s", where);
+    kernel(w.stream, w.arena, 60000, 1, 1e-6);
+    check_no_reports(where);
+    need(oo_engine_unlock(w.engine, w.host), "unlock");
+    oo_host_destroy(w.host);
+    end_device_memory(&w, w.arena);
+    end_stream(&w, w.stream);
+    need(oo_engine_destroy(w.engine), "destroy");
+    check_no_reports(where);
+    check_nothing_alive(where);
+    release_context(where);
+    CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
+}
+
+/* Two models share two segments: one goes while the other's units lie in its segment. */
+static void a_segment_goes_with_another_models_units(const char *where) {
+    struct world w, b;
+    world_open_on_device(&w, 50000);
+    memset(&b, 0, sizeof b);
+    world_sizes(&b);
+    b.engine = w.engine;
+    b.context = w.context;
+    b.device_arena = 1;
+    b.stream = new_stream(&b);
+    CHECK(world_attach(&b, 50000, -1), "%s: %s", where, oo_error_message());
+    for (unsigned i = 0; i < UNITS; i++) {
+        need(use(&w, i, OO_FORWARD), where);
+        need(use(&b, i, OO_FORWARD), where);
+    }
+    need(oo_model_remove(b.engine, b.model), where);
+    kernel(b.stream, b.arena, 50000, 1, 1e-6);
+    need(step(&w), where);
+    need(oo_engine_unlock(b.engine, b.host), where);
+    oo_host_destroy(b.host);
+    end_device_memory(&b, b.arena);
+    end_stream(&b, b.stream);
+    world_close(&w, where);
+}
+
+/* ---- H5: the ring ---- */
+
+/* More pieces than the ring has, of units of one piece and of several, none of which can be locked. */
+static void through_the_ring(const char *where) {
+    struct world w;
+    sim.simRefuseRegistration(1);
+    world_open_on_device(&w, 60000);
+    for (int i = 0; i < 3; i++)
+        need(step(&w), where);
+    sim.simRefuseRegistration(0);
+    world_close(&w, where);
+}
+
+/* One unit of nine pieces and a bit, in foreign memory that changes as soon as the call returns. */
+static void a_large_unit_through_the_ring(const char *where) {
+    struct world w;
+    const size_t bytes = 9 * oo__ring_piece_bytes + 12345;
+    const uint32_t one = 1;
+    uint32_t unit, member;
+    size_t offset;
+    struct oo_use use;
+    struct oo_fetched fetched;
+    world_open_on_device(&w, 2 * bytes);
+    char *foreign = malloc(bytes);
+    for (int round = 0; round < 2; round++) {
+        const struct oo_tensor tensor = {foreign, bytes};
+        if (round == 0)
+            need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &unit, &member, &offset), where);
+        fill(foreign, bytes, 3 + (unsigned)round);
+        need(oo_engine_acquire(w.engine, member, w.stream, (uint64_t)round + 1, OO_FORWARD, -1, 0, &use), where);
+        memset(foreign, 0, bytes); /* all of it is behind the ring by now */
+        need(oo_engine_launch(w.engine, member, w.stream, 1e-3), where);
+        fill(foreign, bytes, 3 + (unsigned)round);
+        CHECK(memcmp((const void *)use.address, foreign, bytes) == 0, "%s: wrong bytes", where);
+        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), where);
+    }
+    free(foreign);
+    world_close(&w, where);
+}
+
+/* ---- H6: gradients ---- */
+
+/* A gradient is read right after the kernel that computes it, by the host right after the call returns,
+ * and its buffer is written again at once. */
+static void downloads_of(const char *where, size_t bytes, int locked) {
+    struct world w;
+    struct oo_host *host = NULL;
+    world_open_on_device(&w, 60000);
+    const uintptr_t other = new_stream(&w);
+    char *gradients[2] = {device_memory(&w, bytes), device_memory(&w, bytes)}, *target;
+    if (locked) {
+        need(oo_host_create(bytes, &host), where);
+        need(oo_engine_lock(w.engine, host, 1), where);
+        target = oo_host_address(host);
+    } else {
+        target = malloc(bytes);
+    }
+    for (unsigned i = 0; i < 4; i++) {
+        const uintptr_t stream = i % 2 ? other : w.stream;
+        char *gradient = gradients[i % 2];
+        const struct oo_stats before = stats_of(&w);
+        kernel(stream, gradient, bytes, 1, 1e-3);
+        fill(gradient, bytes, i);
+        need(oo_engine_download(w.engine, target, (uintptr_t)gradient, bytes, stream), where);
+        CHECK(sim.simHostAccess(target, bytes, 0) == 0, "%s", where);
+        fill(gradient, bytes, i);
+        CHECK(memcmp(gradient, target, bytes) == 0, "%s: %zu bytes arrived wrong", where, bytes);
+        kernel(stream, gradient, bytes, 1, 1e-6);
+        const struct oo_stats after = stats_of(&w);
+        CHECK(after.d2h_bytes - before.d2h_bytes == bytes && after.d2h_copies - before.d2h_copies == 1, "%s: counted wrong",
+              where);
+        CHECK(after.host_waits > before.host_waits, "%s: a wait was not counted", where);
+    }
+    if (locked) {
+        need(oo_engine_unlock(w.engine, host), where);
+        oo_host_destroy(host);
+    } else {
+        free(target);
+    }
+    end_device_memory(&w, gradients[0]);
+    end_device_memory(&w, gradients[1]);
+    end_stream(&w, other);
+    world_close(&w, where);
+}
+
+static void downloads_to_locked_memory(const char *where) { downloads_of(where, 20000, 1); }
+static void downloads_through_the_ring(const char *where) { downloads_of(where, (20u << 20) + 77, 0); }
+
+/* What a download costs, by events on the device: exactly its copy, however busy the streams are. */
+static void test_a_download_is_measured_exactly(void) {
+    struct world w;
+    struct oo_host *host;
+    struct sim_device device;
+    const size_t bytes = 1000000;
+    world_open_on_device(&w, 60000);
+    sim.simGetDevice(0, &device);
+    char *gradient = device_memory(&w, bytes);
+    need(oo_host_create(bytes, &host), "host");
+    need(oo_engine_lock(w.engine, host, 1), "lock");
+    kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 4e-3); /* a busy upload stream has no part in it */
+    const double begin = sim.simNow();
+    kernel(w.stream, gradient, bytes, 1, 1e-3);
+    need(oo_engine_download(w.engine, oo_host_address(host), (uintptr_t)gradient, bytes, w.stream), "download");
+    const struct oo_stats stats = stats_of(&w);
+    const double copy = device.copy_latency_s + (double)bytes / (device.link_gbps * 1e9);
+    const double waited = sim.simNow() - begin;
+    CHECK(fabs(stats.d2h_seconds - copy) < 1e-9, "a copy of %.9f s measured as %.9f", copy, stats.d2h_seconds);
+    CHECK(stats.d2h_timed_bytes == bytes, "%llu bytes timed", (unsigned long long)stats.d2h_timed_bytes);
+    /* Kernels share the compute engine: the first one ends before ours begins. */
+    CHECK(fabs(waited - (5e-3 + copy)) < 1e-9, "the host waited %.9f s, not %.9f", waited, 5e-3 + copy);
+    need(oo_engine_unlock(w.engine, host), "unlock");
+    oo_host_destroy(host);
+    end_device_memory(&w, gradient);
+    world_close(&w, "measured download");
+}
+
+/* Memory locked for downloads is given back right after one. */
+static void unlocked_right_after_a_download(const char *where) {
+    struct world w;
+    struct oo_host *host;
+    world_open_on_device(&w, 60000);
+    char *gradient = device_memory(&w, 9000);
+    need(oo_host_create(9000, &host), where);
+    need(oo_engine_lock(w.engine, host, 1), where);
+    kernel(w.stream, gradient, 9000, 1, 1e-3);
+    /* A download that nobody waited for: as after a failure in between. */
+    sim.cuCtxPushCurrent_v2(w.context);
+    CHECK(w.engine->driver.cuMemcpyDtoHAsync(oo_host_address(host), (uintptr_t)gradient, 9000, w.engine->d2h) == 0,
+          "%s: no copy", where);
+    sim.cuCtxPopCurrent_v2(NULL);
+    sim.simReportsClear(); /* that copy was ordered after no kernel */
+    need(oo_engine_unlock(w.engine, host), where);
+    oo_host_destroy(host);
+    end_device_memory(&w, gradient);
+    world_close(&w, where);
+}
+
+int main(int argc, char **argv) {
+    sim = sim_open(argc, argv);
+    sim_reset(&sim);
+    for_each_schedule(steps_on_a_stream_of_the_caller, "steps");
+    for_each_schedule(steps_on_the_default_stream, "default stream");
+    for_each_schedule(more_streams_than_entries, "many streams");
+    test_each_stream_waits_for_a_copy_once();
+    test_more_streams_than_are_remembered_wait_each_time();
+    for_each_schedule(dropped_while_a_kernel_reads, "drop");
+    for_each_schedule(a_segment_from_a_busy_stream, "busy allocator");
+    for_each_schedule(a_second_segment_from_another_stream, "second segment");
+    for_each_schedule(removed_after_uses_on_other_streams, "remove");
+    for_each_schedule(removed_with_copies_in_flight, "remove in flight");
+    for_each_schedule(a_segment_goes_with_another_models_units, "shared segments");
+    for_each_schedule(through_the_ring, "ring");
+    a_large_unit_through_the_ring("large unit through the ring");
+    sim.simSetSchedule(SIM_STARVE_COPY, 0);
+    a_large_unit_through_the_ring("large unit through the ring, starve-copy");
+    for_each_schedule(downloads_to_locked_memory, "locked download");
+    downloads_through_the_ring("ring download");
+    sim.simSetSchedule(SIM_STARVE_COPY, 0);
+    downloads_through_the_ring("ring download, starve-copy");
+    sim.simSetSchedule(SIM_TIMED, 0);
+    test_a_download_is_measured_exactly();
+    for_each_schedule(unlocked_right_after_a_download, "unlock");
+    return check_report();
+}
