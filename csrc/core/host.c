@@ -32,9 +32,11 @@ void oo_host_destroy(struct oo_host *host) {
     if (!host)
         return;
     /* A DMA from pages given back to the system would read another owner's bytes. Where unlocking
-     * fails the pages are leaked: memory lost is better than weights wrong. */
-    if (!host->owner || oo_engine_unlock(host->owner, host) == OO_OK)
-        oo__pages_unmap(host->pages, host->mapped_bytes);
+     * fails the memory is leaked, with the record that its engine still holds: memory lost is better
+     * than weights wrong. */
+    if (host->owner && oo_engine_unlock(host->owner, host) != OO_OK)
+        return;
+    oo__pages_unmap(host->pages, host->mapped_bytes);
     free(host);
 }
 

@@ -1,0 +1,738 @@
+/* What each call of the engine answers, counts and measures, exactly; which calls of the driver it makes
+ * and on which stream; and what is left when one of them fails at the worst moment. */
+#include "world.h"
+
+#include "kernels.h"
+
+#include <math.h>
+
+/* ---- what the engine is asked ---- */
+
+static void test_an_engine_tells_its_device(void) {
+    struct world w;
+    struct sim_device device;
+    size_t free_bytes = 0, total_bytes = 0;
+    world_open(&w, 60000, -1);
+    sim.simGetDevice(0, &device);
+    CHECK(strcmp(oo_engine_device_name(w.engine), device.name) == 0, "%s", oo_engine_device_name(w.engine));
+    CHECK(strcmp(oo_engine_pci_id(w.engine), "0000:F0:00.0") == 0, "%s", oo_engine_pci_id(w.engine));
+    CHECK(oo_engine_simulated(w.engine) && oo_engine_driver_version(w.engine) >= 12000, "%d",
+          oo_engine_driver_version(w.engine));
+    need(oo_engine_mem_info(w.engine, &free_bytes, &total_bytes), "mem_info");
+    CHECK(total_bytes == (size_t)device.memory_bytes && free_bytes == total_bytes - 60000 - OO_ALIGNMENT, "%zu of %zu free",
+          free_bytes, total_bytes);
+    CHECK(w.engine->h2d && w.engine->d2h && w.engine->compute && w.engine->h2d != w.engine->d2h &&
+              w.engine->compute != w.engine->h2d && w.engine->compute != w.engine->d2h,
+          "streams are missing or shared");
+    const uintptr_t before = w.stream;
+    need(oo_engine_compute_stream(w.engine, &w.stream), "compute stream");
+    CHECK(w.stream == before, "a second compute stream");
+    int version = 0, devices = 0;
+    need(oo_driver_probe(sim.path, &version, &devices), "probe");
+    CHECK(version == oo_engine_driver_version(w.engine) && devices == 1, "%d, %d devices", version, devices);
+    world_close(&w, "tells");
+}
+
+static void test_the_second_device(void) {
+    struct oo_engine *engine, *none;
+    uintptr_t stream;
+    CHECK(sim.simSetDeviceCount(2) == 0, "no second device");
+    need(oo_engine_create(sim.path, 1, &engine), "create");
+    CHECK(strcmp(oo_engine_pci_id(engine), "0000:F1:00.0") == 0, "%s", oo_engine_pci_id(engine));
+    need(oo_engine_compute_stream(engine, &stream), "stream");
+    CHECK(oo_engine_create(sim.path, 2, &none) == OO_E_NO_DEVICE, "device 2 of 2");
+    CHECK(oo_engine_create(sim.path, -1, &none) == OO_E_NO_DEVICE, "device -1");
+    need(oo_engine_destroy(engine), "destroy");
+    CHECK(sim.simSetDeviceCount(1) == 0 && sim_reset(&sim) == 0, "not reset");
+}
+
+static void test_residents_by_address(void) {
+    struct world w;
+    struct oo_resident rows[UNITS + 1];
+    size_t count = 0, few = 0;
+    world_open(&w, 400000, -1);
+    need(step(&w), "step");
+    struct oo_use use;
+    struct oo_fetched fetched;
+    need(oo_engine_acquire(w.engine, w.member[5], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(oo_engine_residents(w.engine, rows, UNITS + 1, &count), "residents");
+    CHECK(count == UNITS, "%zu residents", count);
+    for (size_t i = 0; i < count; i++) {
+        CHECK(rows[i].bytes == w.bytes[rows[i].unit] && (i == 0 || rows[i].address >= rows[i - 1].address + rows[i - 1].bytes),
+              "row %zu", i);
+        CHECK(rows[i].pins == (rows[i].unit == w.unit[5] ? 1u : 0u), "unit %u has %u pins", rows[i].unit, rows[i].pins);
+        CHECK(rows[i].unit != w.unit[5] || rows[i].address == use.address, "another address");
+    }
+    memset(rows, 0x55, sizeof rows);
+    need(oo_engine_residents(w.engine, rows, 3, &few), "residents");
+    CHECK(few == UNITS && rows[2].bytes == w.bytes[rows[2].unit] && rows[3].bytes == (size_t)0x5555555555555555u,
+          "more rows than there is room for");
+    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    world_close(&w, "residents");
+}
+
+static void test_figures_of_two_models(void) {
+    struct world w, b;
+    struct oo_stats all, first, second;
+    world_open(&w, 60000, -1);
+    memset(&b, 0, sizeof b);
+    world_sizes(&b);
+    b.engine = w.engine;
+    CHECK(world_attach(&b, 60000, -1), "second model: %s", oo_error_message());
+    need(step(&w), "first");
+    need(use(&b, 0, OO_FORWARD), "second");
+    double end_s;
+    sim.simFinish(&end_s);
+    need(oo_engine_stats(w.engine, OO_ALL_MODELS, &all), "stats");
+    need(oo_engine_stats(w.engine, w.model, &first), "stats");
+    need(oo_engine_stats(w.engine, b.model, &second), "stats");
+    CHECK(first.acquires == 3 * UNITS && second.acquires == 1 && all.acquires == first.acquires + second.acquires, "acquires");
+    CHECK(all.managed_bytes == 2 * w.total && first.managed_bytes == w.total && first.units == UNITS, "managed");
+    CHECK(all.h2d_bytes == first.h2d_bytes + second.h2d_bytes && all.evictions == first.evictions + second.evictions &&
+              all.prefetches == first.prefetches + second.prefetches && all.late == first.late + second.late &&
+              fabs(all.h2d_seconds - first.h2d_seconds - second.h2d_seconds) < 1e-12,
+          "the sum of the models is not the whole");
+    CHECK(all.h2d_timed_bytes == first.h2d_timed_bytes + second.h2d_timed_bytes && all.h2d_timed_bytes <= all.h2d_bytes, "timed");
+    CHECK(all.arena_bytes / OO_ALIGNMENT >= 2 * (60000 / OO_ALIGNMENT) && all.arena_bytes <= 2 * (60000 + OO_ALIGNMENT),
+          "%llu arena", (unsigned long long)all.arena_bytes);
+    CHECK(all.locked_bytes == w.host->mapped_bytes + b.host->mapped_bytes && all.pageable_bytes == 0, "locked");
+    CHECK(all.largest_unit_bytes == w.largest && all.peak_resident_bytes >= all.resident_bytes &&
+              all.peak_resident_bytes <= all.arena_bytes && all.resident_bytes > 0,
+          "resident");
+    need(oo_model_remove(b.engine, b.model), "remove");
+    CHECK(oo_engine_stats(w.engine, b.model, &second) == OO_E_ARGUMENT, "a model that is gone");
+    oo_host_destroy(b.host); /* unlocks */
+    free(b.arena);
+    world_close(&w, "two models");
+}
+
+/* ---- contexts, threads, capture ---- */
+
+static void test_the_callers_context_is_left_as_it_was(void) {
+    struct world w;
+    OOCUcontext current = NULL;
+    world_open(&w, 60000, -1);
+    need(step(&w), "without a context");
+    sim.cuCtxGetCurrent(&current);
+    CHECK(current == NULL, "the engine left its context behind");
+    sim.cuCtxPushCurrent_v2(w.context);
+    const uint64_t pushes = sim.simCallCount("cuCtxPushCurrent"), pops = sim.simCallCount("cuCtxPopCurrent");
+    need(step(&w), "with the context current already");
+    CHECK(sim.simCallCount("cuCtxPushCurrent") == pushes && sim.simCallCount("cuCtxPopCurrent") == pops,
+          "the context is pushed although it is current");
+    sim.cuCtxPopCurrent_v2(&current);
+    CHECK(current == w.context, "the caller's context was popped");
+    world_close(&w, "context");
+}
+
+/* A thread that computes on another device: its context comes back after every call. */
+static void test_a_context_of_another_device(void) {
+    struct world w;
+    OOCUcontext other = NULL, current = NULL;
+    CHECK(sim.simSetDeviceCount(2) == 0, "no second device");
+    world_open(&w, 60000, -1);
+    CHECK(sim.cuDevicePrimaryCtxRetain(&other, 1) == 0 && sim.cuCtxPushCurrent_v2(other) == 0, "no second context");
+    need(step(&w), "under another context");
+    sim.cuCtxGetCurrent(&current);
+    CHECK(current == other, "another context is current than before");
+    sim.cuCtxPopCurrent_v2(NULL);
+    sim.cuDevicePrimaryCtxRelease_v2(1);
+    world_close(&w, "other context");
+    CHECK(sim.simSetDeviceCount(1) == 0, "two devices");
+}
+
+static void test_a_capturing_stream_is_refused(void) {
+    struct world w;
+    struct oo_use use;
+    void *graph = NULL;
+    world_open(&w, 60000, -1);
+    need(step(&w), "step");
+    const uintptr_t stream = new_stream(&w);
+    sim.cuCtxPushCurrent_v2(w.context);
+    CHECK(sim.cuStreamBeginCapture_v2((OOCUstream)stream, 0) == 0, "no capture");
+    const struct oo_stats before = stats_of(&w);
+    CHECK(oo_engine_acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_CAPTURE &&
+              strstr(oo_error_message(), "CUDA graph"),
+          "%s", oo_error_message());
+    CHECK(stats_of(&w).acquires == before.acquires, "a refused acquire is counted");
+    CHECK(sim.cuStreamEndCapture((OOCUstream)stream, &graph) == 0, "the capture was broken");
+    sim.cuGraphDestroy(graph);
+    sim.cuCtxPopCurrent_v2(NULL);
+    need(use_on(&w, 0, OO_FORWARD, -1, 0, stream), "after the capture");
+    end_stream(&w, stream);
+    world_close(&w, "capture");
+}
+
+/* ---- which calls, and on which stream ---- */
+
+static unsigned kernels_on(uintptr_t stream) {
+    struct sim_trace_row row;
+    unsigned count = 0;
+    for (uint64_t i = 0; i < sim.simTraceCount(); i++)
+        count += sim.simTraceRow(i, &row) == 0 && row.kind == SIM_KERNEL && row.stream == stream;
+    return count;
+}
+
+static void test_declared_kernels_run_on_the_callers_stream(void) {
+    struct world w;
+    double end_s;
+    char gradient[512], target[512];
+    world_open(&w, 60000, -1);
+    const uintptr_t stream = new_stream(&w);
+    sim.simSwitch(SIM_TRACE_ON, 1);
+    need(use_on(&w, 0, OO_FORWARD, -1, 0, stream), "use");
+    sim.simFinish(&end_s);
+    CHECK(kernels_on(stream) == 1 && sim.simTraceCount() >= 2, "%u kernels", kernels_on(stream));
+    need(oo_engine_spin(w.engine, stream, 1000000), "spin");
+    const double before = sim.simNow();
+    sim.simFinish(&end_s);
+    CHECK(kernels_on(stream) == 2 && fabs(end_s - before - 1e-3) < 1e-9, "%u kernels, %.9f s", kernels_on(stream),
+          end_s - before);
+    fill(gradient, sizeof gradient, 1);
+    need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, stream), "download");
+    sim.simFinish(&end_s);
+    CHECK(kernels_on(stream) == 3, "what writes a gradient of torch's CPU is declared on %u kernels", kernels_on(stream) - 2);
+    need(oo_engine_download(w.engine, target, 0, 0, stream), "an empty gradient");
+    end_stream(&w, stream);
+    world_close(&w, "declared kernels");
+}
+
+/* A driver without the simulator's extras computes with the embedded kernels. */
+static void test_spin_by_the_embedded_kernels(void) {
+    struct world w;
+    double end_s;
+    struct sim_device device;
+    struct sim_live live;
+    world_open(&w, 60000, -1);
+    const uintptr_t stream = new_stream(&w);
+    sim.simGetDevice(0, &device);
+    w.engine->driver.simLaunch = NULL;
+    if (oo_kernels_fatbin_size == 0) {
+        CHECK(oo_engine_spin(w.engine, stream, 1000) == OO_E_STATE && strstr(oo_error_message(), "nvcc"), "%s",
+              oo_error_message());
+    } else {
+        sim.simSwitch(SIM_TRACE_ON, 1);
+        for (int i = 0; i < 2; i++) {
+            const double before = sim.simNow();
+            need(oo_engine_spin(w.engine, stream, 2000000), "spin");
+            sim.simFinish(&end_s);
+            CHECK(fabs(end_s - before - 2e-3 - device.launch_s) < 1e-9, "%.9f s", end_s - before);
+            CHECK(kernels_on(stream) == (unsigned)i + 1, "%u kernels", kernels_on(stream));
+        }
+        CHECK(sim.simCallCount("cuModuleLoadData") == 1, "loaded more than once");
+        sim.simGetLive(&live);
+        CHECK(live.modules == 1, "%llu modules", (unsigned long long)live.modules);
+    }
+    CHECK(oo_engine_launch(w.engine, w.member[0], stream, 1.0) == OO_OK, "a real driver needs no declaration");
+    end_stream(&w, stream);
+    world_close(&w, "spin");
+}
+
+/* ---- sweeps: when a master is hashed again ---- */
+
+static void test_a_master_is_hashed_once_in_a_sweep(void) {
+    struct world w;
+    world_open(&w, 400000, -1);
+    for (int i = 0; i < 2; i++)
+        need(step(&w), "step");
+    double end_s;
+    sim.simFinish(&end_s); /* no copy reads the masters any more */
+    uint64_t stale = stats_of(&w).stale;
+    /* Inside one task the second use trusts the first; the hash is not paid again. */
+    need(use_on(&w, 3, OO_RECOMPUTE, 7, 0, w.stream), "recompute");
+    need(use_on(&w, 4, OO_RECOMPUTE, 7, 0, w.stream), "recompute");
+    w.master[3][0] ^= 1;
+    struct oo_use use;
+    struct oo_fetched fetched;
+    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_BACKWARD, 7, 0, &use), "backward");
+    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    CHECK(stats_of(&w).stale == stale, "hashed twice in a sweep");
+    /* Another task is another sweep. */
+    need(use_on(&w, 3, OO_RECOMPUTE, 8, 0, w.stream), "next task");
+    CHECK(stats_of(&w).stale == ++stale, "a rewrite before the next task was missed");
+    /* From task to forward, and back. */
+    w.master[3][0] ^= 1;
+    need(use_on(&w, 3, OO_FORWARD, -1, 0, w.stream), "forward");
+    CHECK(stats_of(&w).stale == ++stale, "a rewrite before the forward was missed");
+    w.master[3][0] ^= 1;
+    need(use_on(&w, 3, OO_RECOMPUTE, 8, 0, w.stream), "the same task after a forward");
+    CHECK(stats_of(&w).stale == ++stale, "a rewrite between forward and backward was missed");
+    /* Without tasks a unit that comes again begins a new sweep. */
+    need(use_on(&w, 3, OO_FORWARD, -1, 0, w.stream), "forward");
+    w.master[3][0] ^= 1;
+    need(use_on(&w, 3, OO_FORWARD, -1, 0, w.stream), "next forward");
+    CHECK(stats_of(&w).stale == ++stale, "a rewrite between two forwards was missed");
+    /* What comes first in a sweep does not end it for the others. */
+    need(use_on(&w, 5, OO_FORWARD, -1, 0, w.stream), "forward");
+    const uint64_t sweep = w.engine->sweep;
+    need(use_on(&w, 6, OO_FORWARD, -1, 0, w.stream), "forward");
+    CHECK(w.engine->sweep == sweep, "a sweep for every unit");
+    world_close(&w, "sweeps");
+}
+
+static void test_only_a_forward_ends_the_hold(void) {
+    struct world w;
+    world_open(&w, 400000, 20);
+    need(step(&w), "step");
+    need(oo_engine_hold(w.engine), "hold");
+    need(use(&w, 0, OO_RECOMPUTE), "recompute");
+    need(use(&w, 0, OO_BACKWARD), "backward");
+    CHECK(w.engine->held == 1, "a backward ended the hold");
+    need(use(&w, 0, OO_FORWARD), "forward");
+    CHECK(w.engine->held == 0, "a forward did not end the hold");
+    need(oo_unit_set_trainable(w.engine, w.unit[2], 1), "set_trainable");
+    need(oo_engine_hold(w.engine), "hold");
+    CHECK(!oo_plan_resident(w.engine->plan, w.unit[2]) && oo_plan_resident(w.engine->plan, w.unit[3]), "hold dropped the wrong units");
+    CHECK(oo_unit_set_trainable(w.engine, 1000, 1) == OO_E_ARGUMENT, "no such unit");
+    need(oo_engine_resume(w.engine), "resume");
+    world_close(&w, "hold");
+}
+
+/* ---- measured time, to the nanosecond ---- */
+
+static void test_a_stall_is_what_the_stream_waits_for_its_copy(void) {
+    struct world w;
+    struct sim_device device;
+    struct oo_trace_row *rows;
+    size_t count;
+    world_open(&w, 60000, -1);
+    const uintptr_t stream = new_stream(&w);
+    const size_t bytes = 8u << 20; /* a copy far longer than the floor under which a stall is none */
+    const uint32_t one = 1;
+    uint32_t unit, member, model;
+    size_t offset;
+    struct oo_host *host;
+    char *arena = malloc(bytes + OO_ALIGNMENT);
+    need(oo_host_create(bytes, &host), "host");
+    need(oo_engine_lock(w.engine, host, 1), "lock");
+    need(oo_model_add(w.engine, &model), "model");
+    need(oo_segment_add(w.engine, model, (uintptr_t)arena, bytes + OO_ALIGNMENT, stream), "segment");
+    const struct oo_tensor tensor = {oo_host_address(host), bytes};
+    need(oo_unit_add(w.engine, model, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
+    sim.simGetDevice(0, &device);
+    const double copy = device.copy_latency_s + (double)bytes / (device.link_gbps * 1e9);
+    kernel(stream, NULL, 0, 0, 100e-6);                       /* the stream is busy for a part of the copy */
+    kernel((uintptr_t)w.engine->d2h, NULL, 0, 0, 5e-3);       /* and so, later, is the other copy stream */
+    const double origin = sim.simNow();
+    need(oo_trace_start(w.engine), "trace");
+    struct oo_use use;
+    struct oo_fetched fetched;
+    need(oo_engine_acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(oo_engine_launch(w.engine, member, stream, 300e-6), "launch");
+    need(oo_engine_release(w.engine, use.ticket, stream, 0, &fetched), "release");
+    const uint64_t waits = stats_of(&w).host_waits;
+    need(oo_trace_stop(w.engine, &rows, &count), "trace");
+    CHECK(stats_of(&w).host_waits == waits + 3, "%llu waits for 3 spans", (unsigned long long)(stats_of(&w).host_waits - waits));
+    unsigned seen[4] = {0};
+    for (size_t i = 0; i < count; i++) {
+        const struct oo_trace_row *row = &rows[i];
+        if (row->unit != unit)
+            continue;
+        seen[row->kind]++;
+        /* The second kernel in the queue of the device is the 5 ms one. */
+        const double begins = row->kind == OO_TRACE_H2D ? 0 : row->kind == OO_TRACE_STALL ? 100e-6 : copy;
+        CHECK(fabs(row->start_s - begins) < 1e-9, "kind %d starts at %.9f, not %.9f", (int)row->kind, row->start_s, begins);
+        if (row->kind == OO_TRACE_H2D || row->kind == OO_TRACE_STALL)
+            CHECK(fabs(row->end_s - copy) < 1e-9 && row->bytes == (row->kind == OO_TRACE_H2D ? bytes : 0),
+                  "kind %d ends at %.9f, not %.9f", (int)row->kind, row->end_s, copy);
+        else
+            CHECK(fabs(row->end_s - (100e-6 + 5e-3 + 300e-6)) < 1e-9, "compute ends at %.9f", row->end_s);
+    }
+    CHECK(seen[OO_TRACE_H2D] == 1 && seen[OO_TRACE_STALL] == 1 && seen[OO_TRACE_COMPUTE] == 1, "%u %u %u", seen[1], seen[3],
+          seen[0]);
+    oo_trace_free(rows);
+    struct oo_stats stats;
+    need(oo_engine_stats(w.engine, model, &stats), "stats");
+    CHECK(stats.stalls == 1 && fabs(stats.stall_seconds - (copy - 100e-6)) < 1e-9, "%llu stalls, %.9f s",
+          (unsigned long long)stats.stalls, stats.stall_seconds);
+    CHECK(fabs(stats.h2d_seconds - copy) < 1e-9 && stats.h2d_timed_bytes == bytes, "%.9f s", stats.h2d_seconds);
+    /* A hit on a stream that has waited already costs it nothing: no second stall. */
+    need(oo_engine_acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(oo_engine_release(w.engine, use.ticket, stream, 0, &fetched), "release");
+    double end_s;
+    sim.simFinish(&end_s);
+    need(oo_engine_stats(w.engine, model, &stats), "stats");
+    CHECK(stats.stalls == 1 && end_s > origin, "%llu stalls", (unsigned long long)stats.stalls);
+    need(oo_model_remove(w.engine, model), "remove");
+    oo_host_destroy(host);
+    free(arena);
+    CHECK(oo_trace_stop(w.engine, &rows, &count) == OO_E_STATE, "no timeline");
+    end_stream(&w, stream);
+    world_close(&w, "stall");
+}
+
+/* The timeline begins where the upload stream is, not where a busy stream of another kind is. */
+static void test_a_timeline_begins_on_the_upload_stream(void) {
+    struct world w;
+    struct oo_trace_row *rows;
+    size_t count;
+    world_open(&w, 60000, -1);
+    kernel((uintptr_t)w.engine->compute, NULL, 0, 0, 2e-3);
+    kernel((uintptr_t)w.engine->d2h, NULL, 0, 0, 2e-3);
+    need(oo_trace_start(w.engine), "trace");
+    CHECK(oo_trace_start(w.engine) == OO_E_STATE, "two timelines at once");
+    const uintptr_t idle = new_stream(&w);
+    need(use_on(&w, 0, OO_FORWARD, -1, 0, idle), "use");
+    need(oo_trace_stop(w.engine, &rows, &count), "trace");
+    int found = 0;
+    for (size_t i = 0; i < count; i++) {
+        CHECK(rows[i].start_s >= 0, "a row before the origin: %.9f", rows[i].start_s);
+        found += rows[i].kind == OO_TRACE_H2D && rows[i].unit == w.unit[0] && fabs(rows[i].start_s) < 1e-9;
+    }
+    CHECK(found == 1, "the first copy does not start at the origin");
+    oo_trace_free(rows);
+    end_stream(&w, idle);
+    world_close(&w, "origin");
+}
+
+/* ---- tensors of a unit ---- */
+
+/* Members of several tensors; gaps, shared masters and foreign memory: each tensor's bytes at its offset. */
+static void test_units_of_several_members_and_tensors(void) {
+    struct world w;
+    uint32_t unit, members[3];
+    size_t offsets[6];
+    const uint32_t n_tensors[3] = {2, 3, 1};
+    world_open(&w, 60000, -1);
+    char *base = oo_host_address(w.host), *foreign = malloc(700);
+    fill(foreign, 700, 3);
+    const struct oo_tensor tensors[6] = {
+        {base, 1000},                                  /* travels with the next one: */
+        {base + 1024, 300},                            /* congruent to the device layout */
+        {base + 1024 + 768, 100},                      /* a hole: not congruent */
+        {base, 1000},                                  /* tied to the first */
+        {foreign, 700},                                /* unknown to the engine */
+        {base + 8192, 4096},
+    };
+    need(oo_unit_add(w.engine, w.model, tensors, n_tensors, 3, 0, &unit, members, offsets), "unit");
+    CHECK(w.engine->units[unit].n_parts == 5, "%u parts", w.engine->units[unit].n_parts);
+    for (int m = 0; m < 3; m++) {
+        struct oo_use use;
+        struct oo_fetched fetched;
+        need(oo_engine_acquire(w.engine, members[m], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+        need(oo_engine_launch(w.engine, members[m], w.stream, 1e-6), "launch");
+        for (int t = 0; t < 6; t++)
+            CHECK(memcmp((const char *)use.address + offsets[t], tensors[t].host, tensors[t].bytes) == 0 &&
+                      offsets[t] % OO_ALIGNMENT == 0,
+                  "tensor %d is not at offset %zu", t, offsets[t]);
+        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    }
+    CHECK(stats_of(&w).pageable_bytes == 700, "%llu pageable", (unsigned long long)stats_of(&w).pageable_bytes);
+    need(oo_engine_stamp(w.engine, members[1], 9), "stamp");
+    CHECK(oo_engine_stamp(w.engine, 1000, 9) == OO_E_STATE, "no such member");
+    CHECK(oo_unit_add(w.engine, w.model, tensors, n_tensors, 0, 0, &unit, members, offsets) == OO_E_ARGUMENT, "no members");
+    free(foreign);
+    world_close(&w, "members");
+}
+
+static void test_a_nonblocking_call_never_waits(void) {
+    struct world w;
+    struct oo_use use;
+    struct oo_fetched fetched;
+    sim.simRefuseRegistration(1);
+    world_open(&w, 60000, -1);
+    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &use) == OO_WOULD_BLOCK,
+          "a unit behind the ring without waiting");
+    need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    CHECK(use.fetched.count == 1 && use.fetched.units[0] == w.unit[0], "%u fetched", use.fetched.count);
+    need(oo_engine_release(w.engine, use.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
+    CHECK(fetched.count == 0 && fetched.more == 1, "%u fetched, more %d", fetched.count, fetched.more);
+    need(oo_engine_prefetch(w.engine, &fetched), "prefetch");
+    CHECK(fetched.count > 0 && fetched.count <= OO_MAX_FETCHED, "%u fetched", fetched.count);
+    sim.simRefuseRegistration(0);
+    world_close(&w, "nonblocking");
+}
+
+static void test_no_more_than_eight_copies_in_a_call(void) {
+    struct world w;
+    struct oo_use use;
+    struct oo_fetched fetched;
+    world_open(&w, 400000, -1);
+    need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    CHECK(fetched.count == OO_MAX_FETCHED && fetched.more, "%u fetched, more %d", fetched.count, fetched.more);
+    for (uint32_t i = 0; i < fetched.count; i++)
+        CHECK(fetched.units[i] == w.unit[i + 1], "unit %u fetched as number %u", fetched.units[i], i);
+    unsigned rest = 0;
+    while (fetched.more) {
+        need(oo_engine_prefetch(w.engine, &fetched), "prefetch");
+        rest += fetched.count;
+    }
+    CHECK(rest == UNITS - 1 - OO_MAX_FETCHED, "%u more", rest);
+    world_close(&w, "fetched");
+}
+
+/* ---- failures at the worst moment ---- */
+
+static void test_a_use_that_could_not_be_marked_is_waited_for(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open_on_device(&w, 30000);
+    const uintptr_t slow = new_stream(&w);
+    for (int how = 0; how < 3; how++) {
+        need(oo_engine_acquire(w.engine, w.member[0], slow, 0, OO_FORWARD, -1, 0, &held), "acquire");
+        need(oo_engine_launch(w.engine, w.member[0], slow, 5e-3), "launch");
+        sim.simFault("cuEventRecord", 1, OOCU_ERROR_UNKNOWN, 0);
+        need(oo_engine_release(w.engine, held.ticket, slow, 0, &fetched), "release");
+        const struct oo_stats before = stats_of(&w);
+        const double began = sim.simNow();
+        if (how == 0)
+            need(oo_engine_refresh(w.engine, w.model), "refresh");
+        else if (how == 1)
+            for (unsigned i = 1; i < UNITS; i++) /* its place is taken */
+                need(use(&w, i, OO_FORWARD), "use");
+        else
+            need(oo_model_remove(w.engine, w.model), "remove");
+        const struct oo_stats after = stats_of(&w);
+        CHECK(after.recoveries == before.recoveries + 1 && after.host_waits > before.host_waits, "%llu recoveries",
+              (unsigned long long)(after.recoveries - before.recoveries));
+        CHECK(sim.simNow() - began > 4.9e-3, "the host waited %.6f s for a kernel of 5 ms", sim.simNow() - began);
+    }
+    kernel(w.stream, w.arena, 30000, 1, 1e-6);
+    end_stream(&w, slow);
+    need(oo_engine_unlock(w.engine, w.host), "unlock");
+    oo_host_destroy(w.host);
+    end_device_memory(&w, w.arena);
+    end_stream(&w, w.stream);
+    need(oo_engine_destroy(w.engine), "destroy");
+    check_no_reports("lost use");
+    check_nothing_alive("lost use");
+    release_context("lost use");
+    CHECK(sim_reset(&sim) == 0, "not reset");
+}
+
+/* A download fails behind its copy: the copy has ended when the call returns, as its buffers go back. */
+static void test_a_failed_download_leaves_no_copy_behind(void) {
+    static const char *const calls[] = {"cuEventRecord", "cuEventRecord", "cuEventRecord", "cuEventSynchronize",
+                                        "cuStreamWaitEvent", "cuMemcpyDtoHAsync"};
+    static const uint64_t nth[] = {1, 2, 3, 1, 1, 1};
+    for (unsigned i = 0; i < sizeof nth / sizeof nth[0]; i++) {
+        struct world w;
+        struct oo_host *host;
+        world_open_on_device(&w, 60000);
+        char *gradient = device_memory(&w, 50000);
+        need(oo_host_create(50000, &host), "host");
+        need(oo_engine_lock(w.engine, host, 1), "lock");
+        kernel(w.stream, gradient, 50000, 1, 1e-3);
+        const struct oo_stats before = stats_of(&w);
+        sim.simFault(calls[i], nth[i], OOCU_ERROR_UNKNOWN, 0);
+        CHECK(oo_engine_download(w.engine, oo_host_address(host), (uintptr_t)gradient, 50000, w.stream) == OO_E_DRIVER &&
+                  strstr(oo_error_message(), calls[i]),
+              "%s: %s", calls[i], oo_error_message());
+        const struct oo_stats after = stats_of(&w);
+        const int counted = i == 3; /* the copy was queued and its end marked */
+        CHECK(after.d2h_copies - before.d2h_copies == (counted ? 1u : 0u) &&
+                  after.d2h_bytes - before.d2h_bytes == (counted ? 50000u : 0u),
+              "%s %u: counted wrong", calls[i], i);
+        CHECK(after.recoveries == before.recoveries + 1 && after.host_waits == before.host_waits + (counted ? 2 : 1),
+              "%s %u: waits", calls[i], i);
+        CHECK(after.d2h_seconds <= before.d2h_seconds, "measured what failed");
+        CHECK(sim.simHostAccess(oo_host_address(host), 50000, 1) == 0, "access");
+        check_no_reports(calls[i]);
+        kernel(w.stream, gradient, 50000, 1, 1e-6);
+        need(oo_engine_unlock(w.engine, host), "unlock");
+        oo_host_destroy(host);
+        end_device_memory(&w, gradient);
+        world_close(&w, calls[i]);
+    }
+}
+
+/* Not even waiting works: the adopted gradient stays known until the next download, or the end. */
+static void test_what_a_failed_download_left_is_ended_by_the_next(void) {
+    for (int again = 0; again < 2; again++) {
+        struct world w;
+        struct sim_live before, after;
+        char first[2048], second[2048], target[2048];
+        world_open(&w, 60000, -1);
+        fill(first, sizeof first, 1);
+        fill(second, sizeof second, 2);
+        sim.simGetLive(&before);
+        sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault("simDrop", 1, OOCU_ERROR_UNKNOWN, 0);
+        CHECK(oo_engine_download(w.engine, target, (uintptr_t)first, sizeof first, w.stream) == OO_E_DRIVER, "no error");
+        sim.simFaultClear();
+        sim.simGetLive(&after);
+        CHECK(after.adopted_bytes == before.adopted_bytes + sizeof first, "given back while a copy is queued");
+        if (again) {
+            need(oo_engine_download(w.engine, target, (uintptr_t)second, sizeof second, w.stream), "next download");
+            CHECK(memcmp(target, second, sizeof second) == 0, "wrong bytes");
+            sim.simGetLive(&after);
+            CHECK(after.adopted_bytes == before.adopted_bytes, "%llu bytes stay adopted",
+                  (unsigned long long)(after.adopted_bytes - before.adopted_bytes));
+            need(oo_engine_download(w.engine, target, (uintptr_t)first, sizeof first, w.stream), "the same address again");
+        }
+        world_close(&w, "unfinished download");
+    }
+}
+
+/* A copy into the arena fails half-way: the unit is absent, and the next use copies it whole. */
+static void test_a_failed_upload_leaves_the_unit_absent(void) {
+    static const char *const calls[] = {"cuEventRecord", "cuMemcpyHtoDAsync", "cuStreamWaitEvent", "cuEventRecord"};
+    static const uint64_t nth[] = {1, 1, 1, 2};
+    for (unsigned i = 0; i < sizeof nth / sizeof nth[0]; i++) {
+        struct world w;
+        struct oo_use use;
+        world_open_on_device(&w, 60000);
+        sim.simFault(calls[i], nth[i], OOCU_ERROR_UNKNOWN, 0);
+        CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_DRIVER, "%s", calls[i]);
+        CHECK(stats_of(&w).resident_units == (i == 2 ? 1u : 0u), "%s %u: resident", calls[i], i);
+        need(step(&w), "the next step");
+        world_close(&w, calls[i]);
+    }
+}
+
+/* A segment that could not be ordered after its stream's work is not used, and not kept. */
+static void test_a_segment_that_failed_is_given_back(void) {
+    static const char *const calls[] = {"simAdopt", "cuEventRecord", "cuStreamWaitEvent"};
+    for (unsigned i = 0; i < 3; i++) {
+        struct world w;
+        struct sim_live live;
+        world_open(&w, 60000, -1);
+        sim.simGetLive(&live);
+        const uint64_t adopted = live.adopted_bytes, arena = stats_of(&w).arena_bytes;
+        char *more = malloc(8192);
+        sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
+        CHECK(oo_segment_add(w.engine, w.model, (uintptr_t)more, 8192, w.stream) == OO_E_DRIVER, "%s", calls[i]);
+        sim.simGetLive(&live);
+        CHECK(live.adopted_bytes == adopted && stats_of(&w).arena_bytes == arena, "%s: kept", calls[i]);
+        need(oo_segment_add(w.engine, w.model, (uintptr_t)more, 8192, w.stream), "again");
+        CHECK(stats_of(&w).arena_bytes > arena, "not added");
+        need(step(&w), "step");
+        need(oo_model_remove(w.engine, w.model), "remove");
+        need(oo_model_add(w.engine, &w.model), "add");
+        free(more);
+        world_close(&w, calls[i]);
+    }
+}
+
+static void test_a_creation_that_fails_leaves_nothing(void) {
+    static const char *const calls[] = {"cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName", "cuDeviceGetPCIBusId",
+                                        "cuDevicePrimaryCtxRetain", "cuCtxGetCurrent", "cuCtxPushCurrent",
+                                        "cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority", "cuEventCreate"};
+    CHECK(sim.cuInit(0) == 0, "cuInit");
+    for (unsigned i = 0; i < sizeof calls / sizeof calls[0]; i++) {
+        for (uint64_t nth = 1; nth <= 2; nth++) {
+            struct oo_engine *engine = NULL;
+            OOCUcontext context;
+            CHECK(sim.cuDevicePrimaryCtxRetain(&context, 0) == 0, "context");
+            const uint64_t before = sim.simCallCount(calls[i]);
+            sim.simFault(calls[i], nth, OOCU_ERROR_UNKNOWN, 0);
+            const enum oo_status status = oo_engine_create(sim.path, 0, &engine);
+            CHECK(sim.simCallCount(calls[i]) > before, "%s is not called", calls[i]);
+            const int struck = sim.simCallCount(calls[i]) - before >= nth;
+            CHECK(struck ? status == OO_E_DRIVER && engine == NULL : status == OO_OK, "%s %llu: %s", calls[i],
+                  (unsigned long long)nth, oo_status_name(status));
+            sim.simFaultClear();
+            need(oo_engine_destroy(engine), "destroy");
+            check_nothing_alive(calls[i]);
+            release_context(calls[i]);
+            check_no_reports(calls[i]);
+        }
+    }
+    CHECK(sim_reset(&sim) == 0, "not reset");
+}
+
+/* Host memory that cannot be unlocked stays with the engine: freeing the pages under a registration
+ * would let copies read another owner's bytes. */
+static void test_memory_that_cannot_be_unlocked_is_kept(void) {
+    struct world w;
+    struct oo_host *host;
+    world_open(&w, 60000, -1);
+    need(oo_host_create(10000, &host), "host");
+    need(oo_engine_lock(w.engine, host, 1), "lock");
+    CHECK(oo_engine_lock(w.engine, host, 1) == OO_E_STATE, "locked twice");
+    for (int i = 0; i < 3; i++) {
+        static const char *const calls[] = {"cuMemHostUnregister", "cuStreamSynchronize", "cuStreamSynchronize"};
+        sim.simFault(calls[i], i == 2 ? 2 : 1, OOCU_ERROR_UNKNOWN, 0);
+        oo_host_destroy(host);
+        CHECK(w.engine->n_hosts == 2 && host->owner == w.engine && host->locked, "%d: forgotten", i);
+        ((char *)oo_host_address(host))[9999] = 1; /* still there */
+    }
+    oo_host_destroy(host);
+    CHECK(w.engine->n_hosts == 1, "still known");
+    world_close(&w, "kept memory");
+}
+
+static void test_refused_locks_are_told(void) {
+    struct world w;
+    struct oo_host *host, *again;
+    world_open(&w, 60000, -1);
+    need(oo_host_create(10000, &host), "host");
+    sim.simFault("cuMemHostRegister", 1, OOCU_ERROR_OUT_OF_MEMORY, 0);
+    CHECK(oo_engine_lock(w.engine, host, 1) == OO_E_LOCK_REFUSED && strstr(oo_error_message(), "cuMemHostRegister"), "%s",
+          oo_error_message());
+    CHECK(!oo_host_locked(host) && stats_of(&w).locked_bytes == w.host->mapped_bytes + OO_RING_PIECES * oo__ring_piece_bytes,
+          "%llu locked", (unsigned long long)stats_of(&w).locked_bytes);
+    oo_host_destroy(host);
+    need(oo_host_create(10000, &again), "host");
+    need(oo_engine_lock(w.engine, again, 0), "known, not locked");
+    CHECK(!oo_host_locked(again), "locked");
+    need(oo_engine_unlock(w.engine, again), "unlock");
+    CHECK(oo_engine_unlock(w.engine, again) == OO_E_STATE, "unlocked twice");
+    /* Someone else has registered it: an error, not a fallback. */
+    sim.cuCtxPushCurrent_v2(w.context);
+    CHECK(sim.cuMemHostRegister_v2(oo_host_address(again), 4096, 0) == 0, "register");
+    CHECK(oo_engine_lock(w.engine, again, 1) == OO_E_DRIVER && again->owner == NULL, "%s", oo_error_message());
+    CHECK(sim.cuMemHostUnregister(oo_host_address(again)) == 0, "unregister");
+    sim.cuCtxPopCurrent_v2(NULL);
+    oo_host_destroy(again);
+    world_close(&w, "refused");
+}
+
+/* Many spans pending at once: what does not fit is not measured, and nothing is overwritten. */
+static void test_a_host_far_ahead_measures_a_part(void) {
+    struct world w;
+    world_open(&w, 30000, -1);
+    sim.simHold((OOCUstream)w.stream, 1);
+    struct oo_use use;
+    struct oo_fetched fetched;
+    for (unsigned i = 0; i < 3 * UNITS; i++) { /* copies wait for uses that do not end */
+        need(oo_engine_acquire(w.engine, w.member[i % UNITS], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    }
+    const struct oo_stats before = stats_of(&w);
+    CHECK(w.engine->spans.capacity == OO_SPANS && w.engine->spans.tail - w.engine->spans.head <= OO_SPANS, "%llu spans of %llu",
+          (unsigned long long)(w.engine->spans.tail - w.engine->spans.head), (unsigned long long)w.engine->spans.capacity);
+    CHECK(before.h2d_timed_bytes < before.h2d_bytes, "all measured already");
+    sim.simHold((OOCUstream)w.stream, 0);
+    double end_s;
+    sim.simFinish(&end_s);
+    const struct oo_stats after = stats_of(&w);
+    CHECK(after.h2d_timed_bytes > before.h2d_timed_bytes && after.h2d_timed_bytes <= after.h2d_bytes, "%llu timed",
+          (unsigned long long)after.h2d_timed_bytes);
+    need(step(&w), "step");
+    world_close(&w, "far ahead");
+}
+
+int main(int argc, char **argv) {
+    sim = sim_open(argc, argv);
+    sim_reset(&sim);
+    test_an_engine_tells_its_device();
+    test_the_second_device();
+    test_residents_by_address();
+    test_figures_of_two_models();
+    test_the_callers_context_is_left_as_it_was();
+    test_a_context_of_another_device();
+    test_a_capturing_stream_is_refused();
+    test_declared_kernels_run_on_the_callers_stream();
+    test_spin_by_the_embedded_kernels();
+    test_a_master_is_hashed_once_in_a_sweep();
+    test_only_a_forward_ends_the_hold();
+    test_a_stall_is_what_the_stream_waits_for_its_copy();
+    test_a_timeline_begins_on_the_upload_stream();
+    test_units_of_several_members_and_tensors();
+    test_a_nonblocking_call_never_waits();
+    test_no_more_than_eight_copies_in_a_call();
+    test_a_use_that_could_not_be_marked_is_waited_for();
+    test_a_failed_download_leaves_no_copy_behind();
+    test_what_a_failed_download_left_is_ended_by_the_next();
+    test_a_failed_upload_leaves_the_unit_absent();
+    test_a_segment_that_failed_is_given_back();
+    test_a_creation_that_fails_leaves_nothing();
+    test_memory_that_cannot_be_unlocked_is_kept();
+    test_refused_locks_are_told();
+    test_a_host_far_ahead_measures_a_part();
+    return check_report();
+}
