@@ -7,6 +7,7 @@ import io
 import pickle
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from oracle_offload import MemoryManager, OffloadError, selection
 
 def mlp(*sizes):
     layers: list[nn.Module] = []
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), nn.Tanh()]
     return nn.Sequential(*layers)
 

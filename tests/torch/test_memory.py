@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
+from itertools import pairwise
 
 import models
 import pytest
@@ -115,7 +115,7 @@ def test_bytes_the_simulator_copied_are_the_units_fetched(sim):
 def test_a_cap_in_bytes_holds_beside_a_layer_ten_times_the_others(device, budget):
     torch.manual_seed(0)
     sizes = [64, 64, 64, 96, 64, 64]
-    model = nn.Sequential(*[nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)])
+    model = nn.Sequential(*[nn.Linear(a, b) for a, b in pairwise(sizes)])
     big = nn.Linear(64, 640)
     model = nn.Sequential(*model, big, nn.Linear(640, 8, bias=False))
     managed, resident = resident_pair(model)
@@ -348,26 +348,61 @@ def test_attach_and_detach_leak_nothing():
 # ---- processes ----
 
 FORK = """
-import os, sys, time, torch, psutil, oracle_offload
+import ctypes, os, sys, time, torch, oracle_offload
 from torch import nn
-model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(16)])
+from torch.utils.data import DataLoader
+from oracle_offload import masters
+
+def layer():
+    made = nn.utils.skip_init(nn.Linear, 4096, 4096, bias=False)
+    made.weight.data.fill_(1e-4)
+    return made
+
+def pin(buffers):
+    # io_uring registers (pins) buffers as a driver does; None where the kernel does not allow it.
+    libc = ctypes.CDLL(None, use_errno=True)
+    ring = libc.syscall(425, 4, (ctypes.c_char * 120)())
+    if ring < 0:
+        return None
+    vectors = (ctypes.c_size_t * (2 * len(buffers)))()
+    for number, buffer in enumerate(buffers):
+        vectors[2 * number : 2 * number + 2] = buffer.address, buffer.nbytes
+    done = libc.syscall(427, ring, 0, vectors, len(buffers))
+    return ring if done == 0 else None
+
+def private_bytes(pid):
+    keys = ("Private_Clean", "Private_Dirty")
+    lines = open(f"/proc/{pid}/smaps_rollup").read().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(keys))
+
+masters.PIECE_BYTES = 1 << 28
+model = nn.Sequential(*[layer() for _ in range(16)])
 manager = oracle_offload.attach(model, "cpu", offload_percent=1.0)
-before = psutil.virtual_memory().available
+slab = sum(buffer.nbytes for buffer in manager.attachment.buffers)
+ring = pin(manager.attachment.buffers)
+print("pinned", ring is not None)
+reader, writer = os.pipe()
 start = time.perf_counter()
 child = os.fork()
 if child == 0:
+    os.read(reader, 1)
     try:
         model(torch.ones(1, 4096))
         os._exit(1)
     except oracle_offload.OffloadError as error:
-        os._exit(0 if "forked child" in str(error) else 2)
+        os._exit(0 if "fork" in str(error) else 2)
     except BaseException:
         os._exit(3)
-print(time.perf_counter() - start)
-_, status = os.waitpid(child, 0)
-print(os.waitstatus_to_exitcode(status))
+print("seconds", time.perf_counter() - start)
+print("share", private_bytes(child) / slab)
+os.write(writer, b".")
+print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+loader = DataLoader(range(8), num_workers=2, multiprocessing_context="fork")
+print("loaded", sum(int(batch) for batch in loader))
 with torch.no_grad():
-    print(float(model(torch.zeros(1, 4096)).sum()))
+    print("sum", float(model(torch.zeros(1, 4096)).sum()))
+if ring is not None:
+    os.close(ring)
 manager.detach()
 """
 
@@ -378,20 +413,26 @@ def run_python(code, **options):
     )
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_is_refused_and_the_parent_goes_on():
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, pins with io_uring")
+def test_forked_workers_cost_nothing_and_are_refused():
+    """1 GiB of masters, pinned for real: a fork takes < 50 ms and < 5% of them, in the child."""
     done = run_python(FORK)
     assert done.returncode == 0, done.stderr
-    seconds, code, total = done.stdout.split()
-    assert code == "0", "the child must get our error, not a crash"
-    assert float(total) == 0.0
-    assert float(seconds) < 1.0
+    found = dict(line.split() for line in done.stdout.splitlines())
+    assert found["child"] == "0", "the child must get our error, not a crash"
+    assert found["loaded"] == "28"
+    assert float(found["sum"]) == 0.0
+    assert float(found["share"]) < 0.05
+    assert float(found["seconds"]) < 0.05
+    if found["pinned"] != "True":
+        pytest.skip("io_uring may not pin here; the rest was checked with ordinary memory")
 
 
 PEAK = """
-import sys, torch, oracle_offload
+import sys, torch, torch._dynamo, oracle_offload
 from torch import nn
-from oracle_offload import masters
+from oracle_offload import manager, masters, simulator
+simulator.library()
 GIB = 1 << 30
 masters.PIECE_BYTES = GIB // 4
 def status(key):
@@ -400,8 +441,6 @@ def status(key):
             return int(line.split()[1]) * 1024
 torch.manual_seed(0)
 empty = status("VmRSS")
-class Layer(nn.Linear):
-    pass
 layers = []
 for _ in range(12):
     with torch.no_grad():
@@ -417,24 +456,24 @@ reset()
 begin = status("VmRSS")
 manager = oracle_offload.attach(model, "cpu", vram_budget=2 * 8192 * 8192 * 4 + 4096)
 arena = manager.attachment.capacity_bytes
-print("attach", weights, status("VmHWM") - empty)
+print("attach", weights + arena, status("VmHWM") - empty)
 reset()
 manager.detach()
-print("detach", weights, status("VmHWM") - empty)
+print("detach", weights + arena, status("VmHWM") - empty)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_of_attach_and_detach():
-    """At most the weights and two pieces, for 3.3 GiB of weights in pieces of 256 MiB."""
+    """At most the weights and two pieces (and the simulated device's memory, which is RAM)."""
     done = run_python(PEAK)
     assert done.returncode == 0, done.stderr
     piece = 1 << 28
     for line in done.stdout.splitlines():
-        what, weights, peak = line.split()
-        assert int(weights) >= 3 * (1 << 30)
-        assert int(peak) <= int(weights) + 2 * piece + (96 << 20), (what, int(peak) - int(weights))
+        what, held, peak = line.split()
+        assert int(held) >= 3 * (1 << 30)
+        assert int(peak) <= int(held) + 2 * piece, (what, int(peak) - int(held))
 
 
 def test_nothing_is_printed(capfd):
