@@ -1,0 +1,51 @@
+"""The demonstration, for a few steps: the main job on real input."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree
+
+import pytest
+
+from oracle_offload import cli
+from oracle_offload.timeline import timeline_svg
+
+
+def test_demo_trains_alike_and_draws_its_step(tmp_path, capsys):
+    svg = tmp_path / "deep" / "step.svg"
+    code = cli.main(["demo", "--device", "cpu", "--steps", "3", "--json", "--svg", str(svg)])
+    result = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert result["schema"] == "oracle_offload/demo/1"
+    assert result["simulated"] is True
+    assert result["losses"] == result["resident_losses"]
+    assert len(result["losses"]) == result["equal_steps"] == 3
+    assert len(set(result["losses"])) == 3, "the loss moves"
+    assert result["weights_equal"] is True
+    assert result["step_s"] >= result["resident_step_s"] > 0
+    assert 0 < result["peak_in_arena_bytes"] <= result["arena_bytes"] < result["managed_bytes"] / 5
+    assert result["step_h2d_bytes"] >= result["x_min_bytes"] > 0
+    drawn = xml.etree.ElementTree.parse(svg).getroot()
+    assert "simulated" in "".join(drawn.itertext())
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--width", "100"], ["--steps", "0"], ["--offload", "91"]], ids=" ".join
+)
+def test_demo_refuses_nonsense(arguments, capsys):
+    assert cli.main(["demo", "--device", "cpu", *arguments]) == 1
+    assert arguments[0].strip("-")[:5] in capsys.readouterr().err
+
+
+def test_a_timeline_without_rows_is_still_a_picture():
+    xml.etree.ElementTree.fromstring(timeline_svg([], "nothing <happened> & so on"))
+
+
+def test_a_timeline_merges_what_nobody_could_see():
+    rows = [
+        {"kind": "h2d", "unit": n, "start_s": n * 1e-6, "end_s": (n + 0.9) * 1e-6, "bytes": 10}
+        for n in range(20_000)
+    ]
+    text = timeline_svg(rows, "many", max_boxes=500)
+    assert text.count("<rect") < 520
+    assert "0.2 MB" in text
