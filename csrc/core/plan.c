@@ -192,9 +192,6 @@ static void oo__ahead_pass(struct oo_plan *plan) {
 }
 
 void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
-    const struct oo_visit *latest = oo__visit_at(plan, plan->now - 1);
-    if (plan->now > 0 && latest->unit == unit && latest->kind == kind)
-        return;
     const uint64_t previous = plan->units[unit].last;
     plan->trace[plan->now & OO_TRACE_MASK] = (struct oo_visit){unit, kind, previous, OO_NOWHERE};
     if (previous != OO_NOWHERE && oo__remembered(plan, previous))

@@ -29,7 +29,8 @@ void oo_plan_pin(struct oo_plan *plan, uint32_t unit);
 void oo_plan_unpin(struct oo_plan *plan, uint32_t unit);
 uint32_t oo_plan_pins(const struct oo_plan *plan, uint32_t unit);
 
-/* A unit is used now. Repeated visits of one unit in one kind count once. */
+/* A unit is used now. Each of its members' uses is a visit of its own: between them the unit is needed
+ * at once again, and must not look as if it were done with. */
 void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind);
 /* Visits from now until the unit's next use; OO_NEVER when the prediction has none. */
 uint64_t oo_plan_next_use(const struct oo_plan *plan, uint32_t unit);
