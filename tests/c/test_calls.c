@@ -141,6 +141,33 @@ static void test_a_context_of_another_device(void) {
     CHECK(sim.simSetDeviceCount(1) == 0, "two devices");
 }
 
+/* A release succeeds even where the context cannot be made current, and pops none that it did not push. */
+static void test_a_release_without_a_context(void) {
+    struct world w;
+    OOCUcontext other = NULL, current = NULL;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    CHECK(sim.simSetDeviceCount(2) == 0, "no second device");
+    world_open(&w, 60000, -1);
+    CHECK(sim.cuDevicePrimaryCtxRetain(&other, 1) == 0 && sim.cuCtxPushCurrent_v2(other) == 0, "no second context");
+    static const char *const calls[] = {"cuCtxPushCurrent", "cuCtxGetCurrent"};
+    for (int i = 0; i < 2; i++) {
+        need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+        sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
+        need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+        sim.cuCtxGetCurrent(&current);
+        CHECK(current == other, "%s: the caller's context was popped", calls[i]);
+        CHECK(oo_plan_pins(w.engine->plan, w.unit[0]) == 0, "still in use");
+    }
+    need(oo_model_remove(w.engine, w.model), "remove"); /* waits for the uses that could not be marked */
+    CHECK(stats_of(&w).recoveries >= 1, "a lost use was not waited for");
+    need(oo_model_add(w.engine, &w.model), "add");
+    sim.cuCtxPopCurrent_v2(NULL);
+    sim.cuDevicePrimaryCtxRelease_v2(1);
+    world_close(&w, "release without a context");
+    CHECK(sim.simSetDeviceCount(1) == 0, "two devices");
+}
+
 static void test_a_capturing_stream_is_refused(void) {
     struct world w;
     struct oo_use use;
@@ -320,9 +347,13 @@ static void test_a_stall_is_what_the_stream_waits_for_its_copy(void) {
     need(oo_engine_acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_engine_launch(w.engine, member, stream, 300e-6), "launch");
     need(oo_engine_release(w.engine, use.ticket, stream, 0, &fetched), "release");
+    /* The same again, at once: its compute begins where the first one ends, and waits for no copy. */
+    need(oo_engine_acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(oo_engine_launch(w.engine, member, stream, 200e-6), "launch");
+    need(oo_engine_release(w.engine, use.ticket, stream, 0, &fetched), "release");
     const uint64_t waits = stats_of(&w).host_waits;
     need(oo_trace_stop(w.engine, &rows, &count), "trace");
-    CHECK(stats_of(&w).host_waits == waits + 3, "%llu waits for 3 spans", (unsigned long long)(stats_of(&w).host_waits - waits));
+    CHECK(stats_of(&w).host_waits == waits + 4, "%llu waits for 4 spans", (unsigned long long)(stats_of(&w).host_waits - waits));
     unsigned seen[4] = {0};
     for (size_t i = 0; i < count; i++) {
         const struct oo_trace_row *row = &rows[i];
@@ -330,15 +361,20 @@ static void test_a_stall_is_what_the_stream_waits_for_its_copy(void) {
             continue;
         seen[row->kind]++;
         /* The second kernel in the queue of the device is the 5 ms one. */
-        const double begins = row->kind == OO_TRACE_H2D ? 0 : row->kind == OO_TRACE_STALL ? 100e-6 : copy;
+        const double first_end = 100e-6 + 5e-3 + 300e-6;
+        const int again = seen[OO_TRACE_COMPUTE] == 2;
+        const double begins = row->kind == OO_TRACE_H2D     ? 0
+                              : row->kind == OO_TRACE_STALL ? 100e-6
+                              : again                       ? first_end
+                                                            : copy;
         CHECK(fabs(row->start_s - begins) < 1e-9, "kind %d starts at %.9f, not %.9f", (int)row->kind, row->start_s, begins);
         if (row->kind == OO_TRACE_H2D || row->kind == OO_TRACE_STALL)
             CHECK(fabs(row->end_s - copy) < 1e-9 && row->bytes == (row->kind == OO_TRACE_H2D ? bytes : 0),
                   "kind %d ends at %.9f, not %.9f", (int)row->kind, row->end_s, copy);
         else
-            CHECK(fabs(row->end_s - (100e-6 + 5e-3 + 300e-6)) < 1e-9, "compute ends at %.9f", row->end_s);
+            CHECK(fabs(row->end_s - first_end - (again ? 200e-6 : 0)) < 1e-9, "compute ends at %.9f", row->end_s);
     }
-    CHECK(seen[OO_TRACE_H2D] == 1 && seen[OO_TRACE_STALL] == 1 && seen[OO_TRACE_COMPUTE] == 1, "%u %u %u", seen[1], seen[3],
+    CHECK(seen[OO_TRACE_H2D] == 1 && seen[OO_TRACE_STALL] == 1 && seen[OO_TRACE_COMPUTE] == 2, "%u %u %u", seen[1], seen[3],
           seen[0]);
     oo_trace_free(rows);
     struct oo_stats stats;
@@ -502,7 +538,63 @@ static void test_a_use_that_could_not_be_marked_is_waited_for(void) {
     CHECK(sim_reset(&sim) == 0, "not reset");
 }
 
-/* A download fails behind its copy: the copy has ended when the call returns, as its buffers go back. */
+/* More streams than entries, and the oldest use cannot be ordered: the new one is waited for instead. */
+static void test_a_use_without_an_entry_is_waited_for(void) {
+    struct world w;
+    uintptr_t streams[OO_STREAMS + 1];
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open_on_device(&w, 30000);
+    for (int s = 0; s <= OO_STREAMS; s++)
+        streams[s] = new_stream(&w);
+    for (int s = 0; s < OO_STREAMS; s++)
+        need(use_on(&w, 0, OO_FORWARD, -1, 0, streams[s]), "use");
+    need(oo_engine_acquire(w.engine, w.member[0], streams[OO_STREAMS], 0, OO_FORWARD, -1, 0, &held), "acquire");
+    need(oo_engine_launch(w.engine, w.member[0], streams[OO_STREAMS], 5e-3), "launch");
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+    const double began = sim.simNow();
+    const struct oo_stats before = stats_of(&w);
+    need(oo_engine_release(w.engine, held.ticket, streams[OO_STREAMS], 0, &fetched), "release");
+    CHECK(sim.simNow() - began > 4.9e-3 && stats_of(&w).recoveries == before.recoveries + 1, "the host waited %.6f s",
+          sim.simNow() - began);
+    for (int round = 0; round < 3; round++)
+        for (unsigned i = 0; i < UNITS; i++)
+            need(use_on(&w, i, OO_FORWARD, -1, 0, streams[i % (OO_STREAMS + 1)]), "use");
+    for (int s = 0; s <= OO_STREAMS; s++)
+        end_stream(&w, streams[s]);
+    world_close(&w, "no entry");
+}
+
+/* An acquire that fails behind its copy keeps what it knows of the master, and measures nothing. */
+static void test_an_acquire_that_fails_behind_its_copy(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_trace_row *rows;
+    size_t count;
+    world_open(&w, 30000, -1);
+    for (int i = 0; i < 3; i++)
+        need(step(&w), "step"); /* every event has been recorded before */
+    double end_s;
+    sim.simFinish(&end_s);
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(oo_trace_start(w.engine), "trace");
+    sim.simFault("cuEventRecord", 4, OOCU_ERROR_UNKNOWN, 0); /* begin, ready, before, and after the wait */
+    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 1, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER, "no error");
+    need(oo_trace_stop(w.engine, &rows, &count), "trace");
+    for (size_t i = 0; i < count; i++)
+        CHECK(rows[i].kind == OO_TRACE_H2D, "a row of kind %d for what failed", (int)rows[i].kind);
+    oo_trace_free(rows);
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(use_on(&w, 1, OO_RECOMPUTE, 3, 1, w.stream), "use");
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 1, OO_RECOMPUTE, 3, 0, &held) == OO_E_DRIVER, "no error");
+    const uint64_t stale = stats_of(&w).stale;
+    need(use_on(&w, 0, OO_BACKWARD, 3, 2, w.stream), "with another stamp");
+    CHECK(stats_of(&w).stale == stale + 1, "the stamp of the copy was forgotten");
+    world_close(&w, "failed acquire");
+}
+
+/* A download fails behind: the copy has ended when the call returns, as its buffers go back. */
 static void test_a_failed_download_leaves_no_copy_behind(void) {
     static const char *const calls[] = {"cuEventRecord", "cuEventRecord", "cuEventRecord", "cuEventSynchronize",
                                         "cuStreamWaitEvent", "cuMemcpyDtoHAsync"};
@@ -715,6 +807,7 @@ int main(int argc, char **argv) {
     test_figures_of_two_models();
     test_the_callers_context_is_left_as_it_was();
     test_a_context_of_another_device();
+    test_a_release_without_a_context();
     test_a_capturing_stream_is_refused();
     test_declared_kernels_run_on_the_callers_stream();
     test_spin_by_the_embedded_kernels();
@@ -726,6 +819,8 @@ int main(int argc, char **argv) {
     test_a_nonblocking_call_never_waits();
     test_no_more_than_eight_copies_in_a_call();
     test_a_use_that_could_not_be_marked_is_waited_for();
+    test_a_use_without_an_entry_is_waited_for();
+    test_an_acquire_that_fails_behind_its_copy();
     test_a_failed_download_leaves_no_copy_behind();
     test_what_a_failed_download_left_is_ended_by_the_next();
     test_a_failed_upload_leaves_the_unit_absent();

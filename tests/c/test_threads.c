@@ -1,0 +1,187 @@
+/* Several threads and one engine: the same units on streams of their own, models that come and go, and
+ * somebody who looks. Run under ThreadSanitizer (make tsan-check): the simulated driver moves bytes on
+ * whichever thread calls it, so a use that is not ordered after its copy is a race of threads, too. */
+#include "world.h"
+
+enum { WORKERS = 3, ROUNDS = 6 };
+
+struct worker {
+    struct world *w; /* shared */
+    uintptr_t stream;
+    int64_t task;
+    unsigned failures;
+    char said[256];
+};
+
+/* CHECK counts in globals: threads note what failed and the main thread tells. */
+static void note(struct worker *worker, const char *what) {
+    if (worker->failures++ == 0)
+        snprintf(worker->said, sizeof worker->said, "%s: %.200s", what, oo_error_message());
+}
+
+static void use_in_thread(struct worker *worker, unsigned i, enum oo_kind kind, unsigned round) {
+    const struct world *w = worker->w;
+    struct oo_use use;
+    struct oo_fetched fetched;
+    /* Every second time as from a caller that must not block, as the GIL's holder does. */
+    enum oo_status status = OO_WOULD_BLOCK;
+    if (round % 2)
+        status = oo_engine_acquire(w->engine, w->member[i], worker->stream, 0, kind, worker->task, OO_NONBLOCKING, &use);
+    if (status == OO_WOULD_BLOCK)
+        status = oo_engine_acquire(w->engine, w->member[i], worker->stream, 0, kind, worker->task, 0, &use);
+    if (status != OO_OK) {
+        note(worker, "acquire");
+        return;
+    }
+    if (oo_engine_launch(w->engine, w->member[i], worker->stream, 5e-6) != OO_OK)
+        note(worker, "launch");
+    if (memcmp((const void *)use.address, w->master[i], w->bytes[i]) != 0)
+        note(worker, "wrong bytes");
+    if (oo_engine_release(w->engine, use.ticket, worker->stream, 0, &fetched) != OO_OK)
+        note(worker, "release");
+    while (fetched.more)
+        if (oo_engine_prefetch(w->engine, &fetched) != OO_OK) {
+            note(worker, "prefetch");
+            break;
+        }
+}
+
+static void compute(void *argument) {
+    struct worker *worker = argument;
+    const struct world *w = worker->w;
+    char gradient[3000], target[3000];
+    for (unsigned round = 0; round < ROUNDS; round++) {
+        for (unsigned i = 0; i < UNITS; i++)
+            use_in_thread(worker, i, OO_FORWARD, round);
+        for (unsigned i = UNITS; i-- > 0;)
+            use_in_thread(worker, i, OO_BACKWARD, round);
+        fill(gradient, sizeof gradient, round + (unsigned)worker->task);
+        if (oo_engine_download(w->engine, target, (uintptr_t)gradient, sizeof gradient, worker->stream) != OO_OK)
+            note(worker, "download");
+        if (memcmp(gradient, target, sizeof gradient) != 0)
+            note(worker, "wrong gradient");
+        /* A failure's message belongs to the thread that asked. */
+        struct oo_use use;
+        if (oo_engine_acquire(w->engine, 100000 + (uint32_t)worker->task, worker->stream, 0, OO_FORWARD, -1, 0, &use) != OO_E_STATE)
+            note(worker, "no such member");
+        char mine[32];
+        snprintf(mine, sizeof mine, "member %d ", 100000 + (int)worker->task);
+        if (!strstr(oo_error_message(), mine))
+            note(worker, "another thread's message");
+    }
+}
+
+/* A second model attaches, steps and detaches while the first one trains. */
+static void come_and_go(void *argument) {
+    struct worker *worker = argument;
+    for (unsigned round = 0; round < ROUNDS; round++) {
+        struct world b;
+        memset(&b, 0, sizeof b);
+        world_sizes(&b);
+        b.engine = worker->w->engine;
+        b.stream = worker->stream;
+        if (!world_attach(&b, 40000, 12)) {
+            note(worker, "attach");
+            return;
+        }
+        struct worker inner = {&b, worker->stream, worker->task, 0, ""};
+        for (unsigned i = 0; i < UNITS; i++)
+            use_in_thread(&inner, i, OO_FORWARD, round);
+        if (inner.failures) {
+            worker->failures += inner.failures;
+            snprintf(worker->said, sizeof worker->said, "%s", inner.said);
+        }
+        /* Refused while another thread computes with a unit that lies in this model's segment. */
+        enum oo_status removed;
+        do
+            removed = oo_model_remove(b.engine, b.model);
+        while (removed == OO_E_STATE);
+        if (removed != OO_OK)
+            note(worker, "remove");
+        oo_host_destroy(b.host);
+        free(b.arena);
+    }
+}
+
+static void look(void *argument) {
+    struct worker *worker = argument;
+    const struct world *w = worker->w;
+    for (unsigned round = 0; round < 20 * ROUNDS; round++) {
+        struct oo_stats stats;
+        struct oo_resident rows[8];
+        size_t count, free_bytes, total_bytes;
+        if (oo_engine_stats(w->engine, round % 2 ? w->model : OO_ALL_MODELS, &stats) != OO_OK)
+            note(worker, "stats");
+        if (stats.hits + stats.late > stats.acquires || stats.resident_bytes > stats.arena_bytes)
+            note(worker, "torn figures");
+        if (oo_engine_residents(w->engine, rows, 8, &count) != OO_OK)
+            note(worker, "residents");
+        if (oo_engine_mem_info(w->engine, &free_bytes, &total_bytes) != OO_OK || free_bytes > total_bytes)
+            note(worker, "mem_info");
+        if (round % 16 == 5 && oo_engine_hold(w->engine) != OO_OK)
+            note(worker, "hold");
+        if (round % 16 == 6 && oo_engine_resume(w->engine) != OO_OK)
+            note(worker, "resume");
+    }
+}
+
+static void test_threads_share_an_engine(int schedule) {
+    void (*const what[])(void *) = {compute, compute, compute, come_and_go, look};
+    enum { THREADS = WORKERS + 2 };
+    struct world w;
+    struct worker workers[THREADS];
+    struct oo_thread *threads[THREADS];
+    sim.simSetSchedule(schedule, 5);
+    world_open(&w, 250000, -1);
+    for (int t = 0; t < THREADS; t++)
+        workers[t] = (struct worker){&w, new_stream(&w), t + 1, 0, ""};
+    for (int t = 0; t < THREADS; t++)
+        threads[t] = oo__thread_start(what[t], &workers[t]);
+    for (int t = 0; t < THREADS; t++) {
+        CHECK(threads[t] != NULL, "no thread");
+        if (threads[t])
+            oo__thread_join(threads[t]);
+        CHECK(workers[t].failures == 0, "thread %d: %u failures, the first: %s", t, workers[t].failures, workers[t].said);
+    }
+    const struct oo_stats stats = stats_of(&w);
+    CHECK(stats.acquires >= (uint64_t)WORKERS * ROUNDS * 2 * UNITS, "%llu acquires", (unsigned long long)stats.acquires);
+    for (int t = 0; t < THREADS; t++)
+        end_stream(&w, workers[t].stream);
+    world_close(&w, "threads");
+}
+
+/* Engines on one device know nothing of each other. */
+static void own_engine(void *argument) {
+    struct worker *worker = argument;
+    struct oo_engine *engine;
+    uintptr_t stream;
+    for (int i = 0; i < 4; i++) {
+        if (oo_engine_create(sim.path, 0, &engine) != OO_OK || oo_engine_compute_stream(engine, &stream) != OO_OK ||
+            oo_engine_spin(engine, stream, 1000) != OO_OK || oo_engine_destroy(engine) != OO_OK)
+            note(worker, "own engine");
+    }
+}
+
+static void test_engines_come_and_go_in_threads(void) {
+    struct worker workers[3] = {{0}};
+    struct oo_thread *threads[3];
+    for (int t = 0; t < 3; t++)
+        threads[t] = oo__thread_start(own_engine, &workers[t]);
+    for (int t = 0; t < 3; t++) {
+        oo__thread_join(threads[t]);
+        CHECK(workers[t].failures == 0, "%s", workers[t].said);
+    }
+    check_no_reports("engines");
+    check_nothing_alive("engines");
+    CHECK(sim_reset(&sim) == 0, "not reset");
+}
+
+int main(int argc, char **argv) {
+    static const int schedules[] = {SIM_TIMED, SIM_RANDOM, SIM_STARVE_COPY};
+    sim = sim_open(argc, argv);
+    sim_reset(&sim);
+    for (unsigned s = 0; s < sizeof schedules / sizeof schedules[0]; s++)
+        test_threads_share_an_engine(schedules[s]);
+    test_engines_come_and_go_in_threads();
+    return check_report();
+}
