@@ -21,8 +21,9 @@ static size_t n_keys, keys_capacity;
 static struct sim_trace_row *trace_rows;
 static size_t n_trace, trace_capacity;
 
-/* Link and compute rates are the vendors' or measured elsewhere (docs/simulator.md). The copy latency
- * is assumed: it makes a copy of 1 MiB reach 94% of the peak at 25 GB/s, as reported of a 4090. */
+/* Link and compute rates are the vendors' or measured elsewhere (docs/simulator.md). The copy
+ * latency is assumed: it makes a copy of 1 MiB reach 94% of the peak at 25 GB/s, as reported of a
+ * 4090. */
 static const struct {
     const char *key;
     struct sim_device device;
@@ -67,7 +68,8 @@ uint64_t sim__handle_new(enum sim_object_kind kind, void *object) {
     slot->object = object;
     slot->kind = (int)kind;
     slot->generation = slot->generation % 0x0FFFFFFFu + 1;
-    return (uint64_t)slot->generation << (KIND_BITS + INDEX_BITS) | (uint64_t)index << KIND_BITS | kind;
+    return (uint64_t)slot->generation << (KIND_BITS + INDEX_BITS) | (uint64_t)index << KIND_BITS |
+           kind;
 }
 
 void *sim__handle_get(enum sim_object_kind kind, uint64_t handle) {
@@ -136,7 +138,8 @@ void sim__seed_text(char *text, size_t capacity) {
         snprintf(text, capacity, "random, seed %llu; replay with ORACLE_OFFLOAD_SIM_SEED=%llu",
                  (unsigned long long)sim.seed, (unsigned long long)sim.seed);
     else
-        snprintf(text, capacity, "%s, seed %llu", names[sim.schedule], (unsigned long long)sim.seed);
+        snprintf(text, capacity, "%s, seed %llu", names[sim.schedule],
+                 (unsigned long long)sim.seed);
 }
 
 uint64_t simReportCount(void) {
@@ -177,7 +180,8 @@ OOCUresult simLabelStream(OOCUstream handle, const char *label) {
     sim__boot();
     struct sim_stream *stream = sim__stream(handle);
     if (stream)
-        snprintf(sim.actors[stream->actor].name, sizeof sim.actors[stream->actor].name, "%s", label);
+        snprintf(sim.actors[stream->actor].name, sizeof sim.actors[stream->actor].name, "%s",
+                 label);
     sim_os_unlock(&sim.lock);
     return stream ? OOCU_SUCCESS : OOCU_ERROR_INVALID_HANDLE;
 }
@@ -212,8 +216,10 @@ void sim__boot(void) {
     if (!device) {
         /* cuInit refuses; a wrong name must not become a device that nobody asked for. */
         sim.boot_error = OOCU_ERROR_INVALID_DEVICE;
-        sim__report(1, "error: ORACLE_OFFLOAD_SIM_DEVICE is \"%s\"; it must be rtx3090, rtx4090, "
-                       "rtx5090 or h200", name);
+        sim__report(1,
+                    "error: ORACLE_OFFLOAD_SIM_DEVICE is \"%s\"; it must be rtx3090, rtx4090, "
+                    "rtx5090 or h200",
+                    name);
         device = preset("rtx4090");
     }
     for (int i = 0; i < SIM_MAX_DEVICES; i++)

@@ -139,7 +139,8 @@ OOCUresult sim__range_remove(struct sim_range *range, const char *call) {
         sim__describe(range->lo, range->hi, text, sizeof text);
         sim__seed_text(seed, sizeof seed);
         sim__report(range->lo * 31 + actor,
-                    "in flight: %s (call #%" PRIu64 ") on %s while a copy on stream \"%s\" may still "
+                    "in flight: %s (call #%" PRIu64
+                    ") on %s while a copy on stream \"%s\" may still "
                     "use it\n  missing edge: the host has not waited for an event recorded on that "
                     "stream after the copy\n  schedule: %s",
                     call, sim.call, text, sim.actors[actor].name, seed);
@@ -199,7 +200,8 @@ static size_t first_label_over(uintptr_t address) {
 void sim__describe(uintptr_t lo, uintptr_t hi, char *text, size_t capacity) {
     size_t i = first_label_over(lo);
     if (i < n_labels && labels[i].lo <= lo && hi <= labels[i].hi)
-        snprintf(text, capacity, "bytes %" PRIuPTR "..%" PRIuPTR " of \"%s\" [0x%" PRIxPTR ", +%" PRIuPTR ")",
+        snprintf(text, capacity,
+                 "bytes %" PRIuPTR "..%" PRIuPTR " of \"%s\" [0x%" PRIxPTR ", +%" PRIuPTR ")",
                  lo - labels[i].lo, hi - labels[i].lo, labels[i].text, lo, hi - lo);
     else if (i < n_labels && labels[i].lo < hi)
         snprintf(text, capacity, "[0x%" PRIxPTR ", +%" PRIuPTR "), which meets \"%s\"", lo, hi - lo,

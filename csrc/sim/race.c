@@ -1,14 +1,14 @@
 /* race.c - who has touched which bytes, and what is ordered before what.
  *
- * Every stream and the host are actors with a vector clock. An operation is the actor's epoch at the
- * time of the call; it is ordered before a later one exactly if the later actor's clock has reached
- * that epoch. Clocks follow from the calls alone (queueing, records, waits, synchronisation), never
- * from what happens to run first, so a race is found on every schedule.
+ * Every stream and the host are actors with a vector clock. An operation is the actor's epoch at
+ * the time of the call; it is ordered before a later one exactly if the later actor's clock has
+ * reached that epoch. Clocks follow from the calls alone (queueing, records, waits,
+ * synchronisation), never from what happens to run first, so a race is found on every schedule.
  *
  * History: disjoint byte intervals in a skip list; each holds the last write and the reads since
- * that are not ordered among themselves. Replacing an access by a later one that is ordered after it
- * loses no race: what is not ordered after the old one is not ordered after the new one either. So
- * the history is as large as the memory is fragmented, not as the program is long.
+ * that are not ordered among themselves. Replacing an access by a later one that is ordered after
+ * it loses no race: what is not ordered after the old one is not ordered after the new one either.
+ * So the history is as large as the memory is fragmented, not as the program is long.
  */
 #include "sim_internal.h"
 
@@ -278,8 +278,9 @@ static uint64_t mix(uint64_t hash, uint64_t value) {
 }
 
 static void report(const struct access *old, const struct access *now, uintptr_t lo, uintptr_t hi) {
-    uint64_t key = mix(mix(mix(mix(1, old->actor), now->actor), (uint64_t)old->kind * 8 + now->kind),
-                       (uint64_t)old->is_write * 2 + (uint64_t)now->is_write);
+    uint64_t key =
+        mix(mix(mix(mix(1, old->actor), now->actor), (uint64_t)old->kind * 8 + now->kind),
+            (uint64_t)old->is_write * 2 + (uint64_t)now->is_write);
     key = mix(mix(key, lo), hi);
     if (sim__reported(key))
         return;
@@ -293,7 +294,8 @@ static void report(const struct access *old, const struct access *now, uintptr_t
         snprintf(edge, sizeof edge, "%s and %s are not ordered by any call", from->name, to->name);
     else if (to->is_host)
         snprintf(edge, sizeof edge,
-                 "before call #%" PRIu64 " the host waits for no event recorded on stream \"%s\" after "
+                 "before call #%" PRIu64
+                 " the host waits for no event recorded on stream \"%s\" after "
                  "call #%" PRIu64,
                  now->call, from->name, old->call);
     else if (from->is_host)
@@ -301,7 +303,8 @@ static void report(const struct access *old, const struct access *now, uintptr_t
                  now->call, from->name);
     else
         snprintf(edge, sizeof edge,
-                 "before call #%" PRIu64 " stream \"%s\" waits for no event recorded on stream \"%s\" "
+                 "before call #%" PRIu64
+                 " stream \"%s\" waits for no event recorded on stream \"%s\" "
                  "after call #%" PRIu64,
                  now->call, to->name, from->name, old->call);
     sim__seed_text(seed, sizeof seed);
@@ -408,7 +411,8 @@ static void add_read(struct node *node, const struct access *now, const struct s
 }
 
 static void check(const struct access *now, const struct sim_clock *clock) {
-    for (struct node *node = first_over(now->lo); node && node->lo < now->hi; node = node->next[0]) {
+    for (struct node *node = first_over(now->lo); node && node->lo < now->hi;
+         node = node->next[0]) {
         uintptr_t lo = node->lo > now->lo ? node->lo : now->lo;
         uintptr_t hi = node->hi < now->hi ? node->hi : now->hi;
         if (node->write.epoch && !ordered(&node->write, clock))

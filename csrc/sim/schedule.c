@@ -1,11 +1,12 @@
 /* schedule.c - streams, events and queued operations: what may run, what does run, and when.
  *
- * Each operation counts its predecessors (the one before it in its stream; the recorded one it waits
- * for; the legacy stream's) twice: those not yet executed, and those whose virtual end has not come.
+ * Each operation counts its predecessors (the one before it in its stream; the recorded one it
+ * waits for; the legacy stream's) twice: those not yet executed, and those whose virtual end has
+ * not come.
  *
  * Execution: an operation without unexecuted predecessors is *runnable*; the schedule chooses among
- * those. A copy that becomes runnable poisons its destination: from then on the bytes are the copy's,
- * and nobody may rely on what was there before.
+ * those. A copy that becomes runnable poisons its destination: from then on the bytes are the
+ * copy's, and nobody may rely on what was there before.
  *
  * Virtual time: an event simulation that never runs ahead of the host. It moves only when the host
  * does (a wait, a query, simAdvance), at most as far; whatever is queued later begins later. So the
@@ -59,7 +60,9 @@ double sim__copy_cost(int device, size_t bytes) {
 }
 
 static int is_copy(const struct sim_op *op) { return op->kind == OP_H2D || op->kind == OP_D2H; }
-static int is_marker(const struct sim_op *op) { return op->kind == OP_RECORD || op->kind == OP_WAIT; }
+static int is_marker(const struct sim_op *op) {
+    return op->kind == OP_RECORD || op->kind == OP_WAIT;
+}
 
 void sim__op_ref(struct sim_op *op) { op->refs++; }
 
@@ -170,8 +173,8 @@ static void not_runnable(struct sim_op *op) {
 static void become_runnable(struct sim_op *op) {
     if (op->executed || op->runnable_at || op->stream->held)
         return;
-    sim.runnable =
-        sim__grow(sim.runnable, &sim.runnable_capacity, sim.n_runnable + 1, sizeof(struct sim_op *));
+    sim.runnable = sim__grow(sim.runnable, &sim.runnable_capacity, sim.n_runnable + 1,
+                             sizeof(struct sim_op *));
     sim.runnable[sim.n_runnable] = op;
     op->runnable_at = ++sim.n_runnable;
     if (is_copy(op) && !op->poisoned) {
@@ -181,8 +184,8 @@ static void become_runnable(struct sim_op *op) {
     }
 }
 
-/* Poison the destinations of copies that have become runnable, except of the one that is about to be
- * executed anyway. Must come before anything else reads or writes memory. */
+/* Poison the destinations of copies that have become runnable, except of the one that is about to
+ * be executed anyway. Must come before anything else reads or writes memory. */
 static void settle(const struct sim_op *except) {
     while (n_fresh) {
         struct sim_op *op = fresh[--n_fresh];
@@ -697,7 +700,8 @@ static struct sim_op *oldest_host_function(void) {
     return oldest;
 }
 
-/* A host function must run although nobody waits for it: a program may wait for its signal alone. */
+/* A host function must run although nobody waits for it: a program may wait for its signal alone.
+ */
 static sim_os_thread_result SIM_OS_THREAD driver_thread(void *unused) {
     (void)unused;
     sim_os_lock(&sim.lock);
@@ -705,8 +709,8 @@ static sim_os_thread_result SIM_OS_THREAD driver_thread(void *unused) {
         struct sim_op *op = n_host_functions ? oldest_host_function() : NULL;
         enum outcome outcome = STUCK;
         if (op) {
-            /* Everything before it, then the function itself, outside the lock. Older host functions
-             * are done, so what is before it is runnable unless a stream is held. */
+            /* Everything before it, then the function itself, outside the lock. Older host
+             * functions are done, so what is before it is runnable unless a stream is held. */
             outcome = run(op);
             settle(NULL);
         }

@@ -42,9 +42,9 @@ struct sim_device {
     double link_gbps;      /* each direction, 1e9 bytes/s */
     double copy_latency_s; /* added to every copy */
     double memory_bytes;
-    double tflops;         /* dense bf16, 1e12 FLOP/s; fp32 runs at half, see docs */
+    double tflops; /* dense bf16, 1e12 FLOP/s; fp32 runs at half, see docs */
     double memory_gbps;
-    double launch_s;       /* launch latency of a kernel */
+    double launch_s;                  /* launch latency of a kernel */
     int compute_major, compute_minor; /* compute capability */
 };
 
@@ -58,12 +58,13 @@ SIM_API OOCUresult simSetDevice(int ordinal, const struct sim_device *device);
 SIM_API OOCUresult simSetDeviceCount(int count);
 
 enum sim_schedule {
-    SIM_TIMED = 0,          /* in the order of virtual time: what the hardware would most likely do */
-    SIM_RANDOM = 1,         /* any legal order, chosen by the seed */
-    SIM_STARVE_COPY = 2,    /* copies run only when something waits for them */
-    SIM_STARVE_COMPUTE = 3, /* copies run as soon as they are legal, kernels' ends as late as legal */
-    SIM_EAGER = 4,          /* every operation runs when it is queued, where legal */
-    SIM_DELAYED = 5         /* SIM_TIMED, but the seed makes some operations take far too long */
+    SIM_TIMED = 0,       /* in the order of virtual time: what the hardware would most likely do */
+    SIM_RANDOM = 1,      /* any legal order, chosen by the seed */
+    SIM_STARVE_COPY = 2, /* copies run only when something waits for them */
+    SIM_STARVE_COMPUTE =
+        3,          /* copies run as soon as they are legal, kernels' ends as late as legal */
+    SIM_EAGER = 4,  /* every operation runs when it is queued, where legal */
+    SIM_DELAYED = 5 /* SIM_TIMED, but the seed makes some operations take far too long */
 };
 /* The default comes from ORACLE_OFFLOAD_SIM_SEED: unset SIM_TIMED, a number SIM_RANDOM with it. */
 SIM_API OOCUresult simSetSchedule(int schedule, uint64_t seed);
@@ -73,7 +74,7 @@ enum sim_switch {
     SIM_RACES = 0,        /* detect races (default 1) */
     SIM_POISON = 1,       /* poison fresh, freed and not yet arrived bytes (default 1) */
     SIM_COPY_NOTHING = 2, /* copies take their time and move no byte (default 0): a broken driver */
-    SIM_TRACE_ON = 3,     /* record ended operations for simTrace (default: ORACLE_OFFLOAD_SIM_TRACE) */
+    SIM_TRACE_ON = 3, /* record ended operations for simTrace (default: ORACLE_OFFLOAD_SIM_TRACE) */
     /* Each host thread has its own clock, and only CUDA calls order threads (default 0: all host
      * threads share one clock, as their locks cannot be seen from here). */
     SIM_STRICT_THREADS = 4
@@ -84,10 +85,11 @@ SIM_API OOCUresult simSwitch(int which, int on);
  * OUT_OF_MEMORY (1 = the next); 0 ends it. */
 SIM_API OOCUresult simRefuseRegistration(uint64_t from_nth);
 /* The n-th call from now on (1 = the next) of `call` ("cuEventRecord"; NULL: any cu* call that can
- * fail) returns `result` and does nothing: once, or for ever when `lasting`. One fault per call name
- * and one for any; result 0 clears. A sticky result (700, 719...) makes all later calls that need a
- * context fail with it, and drops what is queued. "async h2d", "async d2h" and "async kernel" are the
- * n-th operation of that kind to run: the error shows at a later call, and sticks. */
+ * fail) returns `result` and does nothing: once, or for ever when `lasting`. One fault per call
+ * name and one for any; result 0 clears. A sticky result (700, 719...) makes all later calls that
+ * need a context fail with it, and drops what is queued. "async h2d", "async d2h" and "async
+ * kernel" are the n-th operation of that kind to run: the error shows at a later call, and sticks.
+ */
 SIM_API OOCUresult simFault(const char *call, uint64_t nth, OOCUresult result, int lasting);
 SIM_API OOCUresult simFaultClear(void);
 /* A stream that makes no progress until `on` is 0 again, as if its current operation hung. */

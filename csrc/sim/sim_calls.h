@@ -1,7 +1,7 @@
 /* sim_calls.h - every cu* call that the simulator exports.
  *
- * X(base name, exported symbol, introduced, traits, parameters). `introduced` is the CUDA version of
- * the exported signature, as cuGetProcAddress_v2 is asked for it.
+ * X(base name, exported symbol, introduced, traits, parameters). `introduced` is the CUDA version
+ * of the exported signature, as cuGetProcAddress_v2 is asked for it.
  */
 #ifndef OO_SIM_CALLS_H
 #define OO_SIM_CALLS_H
@@ -9,7 +9,8 @@
 #include "sim.h"
 
 enum sim_traits {
-    SIM_ANY_TIME = 1,  /* works before cuInit, and can neither be made to fail nor counted as "any" */
+    SIM_ANY_TIME =
+        1, /* works before cuInit, and can neither be made to fail nor counted as "any" */
     SIM_NO_CONTEXT = 2 /* needs no current context, and survives a sticky error */
 };
 
@@ -80,7 +81,8 @@ enum sim_traits {
 SIM_CALLS(SIM_PROTOTYPE)
 #undef SIM_PROTOTYPE
 
-/* One number per call, for counting and for faults; the torch-side calls come after the cu* calls. */
+/* One number per call, for counting and for faults; the torch-side calls come after the cu* calls.
+ */
 enum sim_call {
 #define SIM_NUMBER(base, symbol, introduced, traits, parameters) CALL_##base,
     SIM_CALLS(SIM_NUMBER)

@@ -7,10 +7,10 @@
  *   fault.c     counting and failing of calls, sticky errors
  *   control.c   devices, switches, reports, statistics, trace, reset
  *
- * Two things are kept apart. *Execution* moves bytes, lazily, in an order that the schedule chooses.
- * *Virtual time* says when each operation would have started and ended; it follows from the calls
- * alone. An operation is forgotten when it has been executed and its end lies in the past.
- * Happens-before, in turn, depends on neither: it is decided when a call is made.
+ * Two things are kept apart. *Execution* moves bytes, lazily, in an order that the schedule
+ * chooses. *Virtual time* says when each operation would have started and ended; it follows from
+ * the calls alone. An operation is forgotten when it has been executed and its end lies in the
+ * past. Happens-before, in turn, depends on neither: it is decided when a call is made.
  *
  * Locking: `sim.lock` protects everything here; functions with two underscores expect it held.
  */
@@ -27,7 +27,8 @@ enum { SIM_MAX_DEVICES = 8, SIM_QUEUE_DEPTH = 1024, SIM_MAX_REPORTS = 1000 };
 
 /* ---- vector clocks (race.c) ---- */
 
-/* Entry i is the number of the last operation of actor i that is ordered before; absent ones are 0. */
+/* Entry i is the number of the last operation of actor i that is ordered before; absent ones are 0.
+ */
 struct sim_clock {
     uint64_t *at;
     uint32_t width;
@@ -35,7 +36,8 @@ struct sim_clock {
 
 enum sim_actor_state { SIM_ACTOR_FREE = 0, SIM_ACTOR_LIVE, SIM_ACTOR_GONE };
 
-/* A stream or a host thread. A number is used again only when no access of its last owner is left. */
+/* A stream or a host thread. A number is used again only when no access of its last owner is left.
+ */
 struct sim_actor {
     enum sim_actor_state state;
     int is_host;
@@ -65,7 +67,8 @@ void sim__actor_gone(uint32_t actor);
 struct sim_clock *sim__host_clock(void);
 /* Declare one access of `actor`, checked against all earlier ones. The actor's clock says what is
  * ordered before it. */
-void sim__access(uint32_t actor, enum sim_access_kind kind, int is_write, uintptr_t lo, uintptr_t hi);
+void sim__access(uint32_t actor, enum sim_access_kind kind, int is_write, uintptr_t lo,
+                 uintptr_t hi);
 /* The calling host thread reads or writes. */
 void sim__host_access(enum sim_access_kind kind, int is_write, uintptr_t lo, uintptr_t hi);
 /* Forget all accesses to bytes that cease to exist. */
@@ -96,8 +99,8 @@ struct sim_op {
     uint32_t refs; /* events and waiters that still look at it */
     uint64_t seq, call;
     struct sim_stream *stream;
-    struct sim_op *next; /* in the stream, then in a free list */
-    struct sim_op *next_waiting; /* in the queue of a copy or compute engine */
+    struct sim_op *next;           /* in the stream, then in a free list */
+    struct sim_op *next_waiting;   /* in the queue of a copy or compute engine */
     uint32_t wait_exec, wait_time; /* predecessors not yet executed, not yet ended */
     struct sim_edge *in, *out;
     size_t runnable_at; /* index in sim.runnable plus one; 0: not runnable */
@@ -116,7 +119,7 @@ enum sim_capture { SIM_CAPTURE_NONE = 0, SIM_CAPTURE_ACTIVE = 1, SIM_CAPTURE_INV
 struct sim_stream {
     uint64_t handle;
     int device;
-    int blocking;  /* ordered against the legacy stream */
+    int blocking; /* ordered against the legacy stream */
     int is_legacy;
     int destroyed; /* the handle is gone; the object lives until it has drained */
     int held;      /* makes no progress: simHold */
@@ -210,7 +213,8 @@ void sim__memory_reset(void);
 
 /* Every call begins here: counts it, and returns what it shall fail with. */
 OOCUresult sim__enter(enum sim_call call);
-/* An operation runs, and perhaps fails while doing so: the error shows at a later call, and sticks. */
+/* An operation runs, and perhaps fails while doing so: the error shows at a later call, and sticks.
+ */
 void sim__async(enum sim_op_kind kind, OOCUresult fails);
 int sim__is_sticky(OOCUresult result);
 const char *sim__call_name(enum sim_call call);
@@ -276,14 +280,14 @@ struct sim_state {
     int switches[8];
     unsigned patience_ms; /* how long a wait bears with a host function that does not return */
 
-    uint64_t call;        /* number of the current call */
+    uint64_t call; /* number of the current call */
     enum sim_call current;
-    double now_s;         /* the host's virtual clock */
-    OOCUresult sticky;    /* the error that killed the context */
+    double now_s;      /* the host's virtual clock */
+    OOCUresult sticky; /* the error that killed the context */
 
     struct sim_stream *streams;
     uint64_t streams_made;
-    size_t n_queued;      /* not yet executed */
+    size_t n_queued; /* not yet executed */
     struct sim_op **runnable;
     size_t n_runnable, runnable_capacity;
     struct sim_engine engines[SIM_MAX_DEVICES][ENGINE_COUNT];
@@ -311,7 +315,7 @@ extern struct sim_state sim;
         goto out;                                                                                  \
     } while (0)
 #define SIM_LEAVE                                                                                  \
-out:                                                                                               \
+    out:                                                                                           \
     sim_os_unlock(&sim.lock);                                                                      \
     return result
 

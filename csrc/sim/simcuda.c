@@ -11,7 +11,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { DRIVER_VERSION = 12080, MAX_CONTEXTS = 64, SYMBOL_NOT_FOUND = 1, VERSION_NOT_SUFFICIENT = 2 };
+enum {
+    DRIVER_VERSION = 12080,
+    MAX_CONTEXTS = 64,
+    SYMBOL_NOT_FOUND = 1,
+    VERSION_NOT_SUFFICIENT = 2
+};
 
 static SIM_THREAD_LOCAL uint64_t context_stack[MAX_CONTEXTS];
 static SIM_THREAD_LOCAL int context_depth;
@@ -34,13 +39,13 @@ static const struct {
     {200, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
     {201, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
     {205, "CUDA_ERROR_MAP_FAILED", "mapping of buffer object failed"},
-    {209, "CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"},
+    {209, "CUDA_ERROR_NO_BINARY_FOR_GPU",
+     "no kernel image is available for execution on the device"},
     {214, "CUDA_ERROR_ECC_UNCORRECTABLE", "uncorrectable ECC error encountered"},
     {218, "CUDA_ERROR_INVALID_PTX", "a PTX JIT compilation failed"},
     {304, "CUDA_ERROR_OPERATING_SYSTEM", "OS call failed or operation not supported on this OS"},
     {400, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
-    {401, "CUDA_ERROR_ILLEGAL_STATE",
-     "the operation cannot be performed in the present state"},
+    {401, "CUDA_ERROR_ILLEGAL_STATE", "the operation cannot be performed in the present state"},
     {500, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {600, "CUDA_ERROR_NOT_READY", "device not ready"},
     {700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
@@ -51,21 +56,28 @@ static const struct {
     {710, "CUDA_ERROR_ASSERT", "device-side assert triggered"},
     {712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
      "part or all of the requested memory range is already mapped"},
-    {713, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", "pointer does not correspond to a registered memory region"},
+    {713, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
+     "pointer does not correspond to a registered memory region"},
     {714, "CUDA_ERROR_HARDWARE_STACK_ERROR", "hardware stack error"},
     {715, "CUDA_ERROR_ILLEGAL_INSTRUCTION", "an illegal instruction was encountered"},
     {716, "CUDA_ERROR_MISALIGNED_ADDRESS", "misaligned address"},
-    {717, "CUDA_ERROR_INVALID_ADDRESS_SPACE", "operation not supported on global/shared address space"},
+    {717, "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+     "operation not supported on global/shared address space"},
     {718, "CUDA_ERROR_INVALID_PC", "invalid program counter"},
     {719, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {800, "CUDA_ERROR_NOT_PERMITTED", "operation not permitted"},
     {801, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
     {802, "CUDA_ERROR_SYSTEM_NOT_READY", "system not yet initialized"},
-    {803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "system has unsupported display driver / cuda driver combination"},
-    {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"},
-    {901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "operation failed due to a previous error during capture"},
-    {906, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT", "operation would make the legacy stream depend on a capturing blocking stream"},
-    {907, "CUDA_ERROR_CAPTURED_EVENT", "operation not permitted on an event last recorded in a capturing stream"},
+    {803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+     "system has unsupported display driver / cuda driver combination"},
+    {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+     "operation not permitted when stream is capturing"},
+    {901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+     "operation failed due to a previous error during capture"},
+    {906, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
+     "operation would make the legacy stream depend on a capturing blocking stream"},
+    {907, "CUDA_ERROR_CAPTURED_EVENT",
+     "operation not permitted on an event last recorded in a capturing stream"},
     {999, "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
 
@@ -124,8 +136,8 @@ static const struct {
 #undef SIM_SYMBOL
 };
 
-/* Base names only; an unknown one is SUCCESS with a NULL pointer. A version above the driver's gives
- * the function all the same, as drivers 535 and 550 do. */
+/* Base names only; an unknown one is SUCCESS with a NULL pointer. A version above the driver's
+ * gives the function all the same, as drivers 535 and 550 do. */
 OOCUresult cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags,
                                int *status) {
     if (!name || !function || flags > 2)
@@ -180,7 +192,13 @@ OOCUresult cuDeviceGetName(char *name, int length, OOCUdevice device) {
 }
 
 OOCUresult cuDeviceGetAttribute(int *value, int attribute, OOCUdevice device) {
-    enum { MAX_THREADS_PER_BLOCK = 1, MULTIPROCESSORS = 16, PCI_BUS = 33, UNIFIED_ADDRESSING = 41, LAST = 150 };
+    enum {
+        MAX_THREADS_PER_BLOCK = 1,
+        MULTIPROCESSORS = 16,
+        PCI_BUS = 33,
+        UNIFIED_ADDRESSING = 41,
+        LAST = 150
+    };
     SIM_ENTER(CALL_cuDeviceGetAttribute);
     if (!value || attribute < 1 || attribute > LAST)
         SIM_RETURN(OOCU_ERROR_INVALID_VALUE);
@@ -226,7 +244,9 @@ OOCUresult cuDeviceGetPCIBusId(char *id, int length, OOCUdevice device) {
 
 /* ---- contexts: one primary context per device; each thread has a stack ---- */
 
-static struct sim_primary *context(uint64_t handle) { return sim__handle_get(OBJECT_CONTEXT, handle); }
+static struct sim_primary *context(uint64_t handle) {
+    return sim__handle_get(OBJECT_CONTEXT, handle);
+}
 
 OOCUresult sim__current_device(int *device) {
     if (!context_depth || !context_stack[context_depth - 1])
@@ -278,8 +298,9 @@ static void end_context(int device) {
     sim__handles_end(device);
     sim__memory_end_context(device);
     if (sim.live.streams < streams || sim.live.events < events)
-        sim__report(0, "lint: the last release of the primary context of device %d (call #%" PRIu64
-                       ") found %" PRIu64 " streams and %" PRIu64 " events not destroyed",
+        sim__report(0,
+                    "lint: the last release of the primary context of device %d (call #%" PRIu64
+                    ") found %" PRIu64 " streams and %" PRIu64 " events not destroyed",
                     device, sim.call, streams - sim.live.streams, events - sim.live.events);
 }
 
@@ -434,7 +455,8 @@ OOCUresult cuPointerGetAttribute(void *value, int attribute, OOCUdeviceptr ptr) 
 
 /* ---- queueing work ---- */
 
-/* A stream that may take work now. A capturing one takes it into its graph, which here is nowhere. */
+/* A stream that may take work now. A capturing one takes it into its graph, which here is nowhere.
+ */
 static OOCUresult usable(OOCUstream handle, struct sim_stream **stream, int *captured) {
     *stream = sim__stream(handle);
     *captured = 0;
@@ -455,8 +477,8 @@ static OOCUresult usable(OOCUstream handle, struct sim_stream **stream, int *cap
     return result;
 }
 
-static OOCUresult copy(enum sim_op_kind kind, uintptr_t device_side, uintptr_t host_side, size_t bytes,
-                       OOCUstream handle) {
+static OOCUresult copy(enum sim_op_kind kind, uintptr_t device_side, uintptr_t host_side,
+                       size_t bytes, OOCUstream handle) {
     struct sim_stream *stream;
     struct sim_range *device_range = NULL, *host_range = NULL;
     int captured;
@@ -473,12 +495,13 @@ static OOCUresult copy(enum sim_op_kind kind, uintptr_t device_side, uintptr_t h
     if (place == PLACE_PAGEABLE) {
         char text[160];
         sim__describe(host_side, host_side + bytes, text, sizeof text);
-        sim__report((uint64_t)kind + 9000 + 16 * stream->actor,
-                    "lint: pageable host memory in %s (call #%" PRIu64 ") on stream \"%s\": %s\n"
-                    "  it may be staged or not, and may be synchronous or not: the range stays in use "
-                    "until an event recorded after the copy",
-                    kind == OP_H2D ? "cuMemcpyHtoDAsync" : "cuMemcpyDtoHAsync", sim.call,
-                    sim.actors[stream->actor].name, text);
+        sim__report(
+            (uint64_t)kind + 9000 + 16 * stream->actor,
+            "lint: pageable host memory in %s (call #%" PRIu64 ") on stream \"%s\": %s\n"
+            "  it may be staged or not, and may be synchronous or not: the range stays in use "
+            "until an event recorded after the copy",
+            kind == OP_H2D ? "cuMemcpyHtoDAsync" : "cuMemcpyDtoHAsync", sim.call,
+            sim.actors[stream->actor].name, text);
     }
     struct sim_op *op;
     result = sim__op_new(stream, kind, &op);
@@ -504,7 +527,8 @@ static OOCUresult copy(enum sim_op_kind kind, uintptr_t device_side, uintptr_t h
     return OOCU_SUCCESS;
 }
 
-OOCUresult cuMemcpyHtoDAsync_v2(OOCUdeviceptr dst, const void *src, size_t bytes, OOCUstream stream) {
+OOCUresult cuMemcpyHtoDAsync_v2(OOCUdeviceptr dst, const void *src, size_t bytes,
+                                OOCUstream stream) {
     SIM_ENTER(CALL_cuMemcpyHtoDAsync);
     result = copy(OP_H2D, dst, (uintptr_t)src, bytes, stream);
     SIM_LEAVE;
@@ -516,7 +540,8 @@ OOCUresult cuMemcpyDtoHAsync_v2(void *dst, OOCUdeviceptr src, size_t bytes, OOCU
     SIM_LEAVE;
 }
 
-OOCUresult cuMemsetD32Async(OOCUdeviceptr ptr, unsigned int value, size_t count, OOCUstream handle) {
+OOCUresult cuMemsetD32Async(OOCUdeviceptr ptr, unsigned int value, size_t count,
+                            OOCUstream handle) {
     SIM_ENTER(CALL_cuMemsetD32Async);
     struct sim_stream *stream;
     struct sim_range *range;
@@ -584,7 +609,8 @@ static OOCUresult launch(struct sim_stream *stream, const OOSimRange *reads, siz
     for (size_t i = 0; i < n_reads; i++)
         sim__access(stream->actor, SIM_BY_KERNEL, 0, reads[i].ptr, reads[i].ptr + reads[i].bytes);
     for (size_t i = 0; i < n_writes; i++)
-        sim__access(stream->actor, SIM_BY_KERNEL, 1, writes[i].ptr, writes[i].ptr + writes[i].bytes);
+        sim__access(stream->actor, SIM_BY_KERNEL, 1, writes[i].ptr,
+                    writes[i].ptr + writes[i].bytes);
     sim.stats.kernels++;
     sim__submit(op);
     return OOCU_SUCCESS;
@@ -604,8 +630,8 @@ OOCUresult simLaunch(OOCUstream handle, const OOSimRange *reads, size_t n_reads,
         result = check_ranges(writes, n_writes);
     if (result != OOCU_SUCCESS || captured)
         goto out;
-    /* The caller computes right after this call: what is ordered before must have happened, and what
-     * is not must not, or a missing wait would go unseen. */
+    /* The caller computes right after this call: what is ordered before must have happened, and
+     * what is not must not, or a missing wait would go unseen. */
     result = sim__run_before(stream);
     if (result == OOCU_SUCCESS)
         result = launch(stream, reads, n_reads, writes, n_writes, seconds);
@@ -710,7 +736,8 @@ OOCUresult cuStreamQuery(OOCUstream handle) {
     result = observable(handle, &stream);
     if (result != OOCU_SUCCESS)
         goto out;
-    /* Asking may run and forget operations and streams: look for one that is not done, anew each time. */
+    /* Asking may run and forget operations and streams: look for one that is not done, anew each
+     * time. */
     for (struct sim_stream *s = sim.streams, *next; s && result == OOCU_SUCCESS; s = next) {
         next = s->next;
         if (covers(stream, s) && s->tail) {
@@ -927,8 +954,9 @@ OOCUresult cuEventElapsedTime(float *milliseconds, OOCUevent start_handle, OOCUe
 
 /* ---- modules and kernels ----
  *
- * Images are not looked into. Two kernels are known by name: spin(uint64_t nanoseconds) keeps a stream
- * busy; store(uint64_t address, uint32_t value) writes one word, and fails where there is no memory. */
+ * Images are not looked into. Two kernels are known by name: spin(uint64_t nanoseconds) keeps a
+ * stream busy; store(uint64_t address, uint32_t value) writes one word, and fails where there is no
+ * memory. */
 
 enum kernel { KERNEL_SPIN, KERNEL_STORE, KERNELS };
 static const char *const kernel_names[KERNELS] = {"spin", "store"};

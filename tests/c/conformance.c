@@ -4,11 +4,12 @@
  *                                   ORACLE_OFFLOAD_DRIVER names, or on the system's driver
  *     conformance DRIVER CASE       one case, in this process
  *
- * The same program runs on the real and on the simulated driver; a line that differs is a bug of the
- * simulator. A line is `name: ok`, `name: FAILED what`, `name: skipped why`, or `name: observed value`
- * where the documentation leaves the value open. Cases that need a process of their own (before cuInit,
- * after the end of a context, after a sticky error, captures) get one. Use of destroyed handles and the
- * like is undefined on a real driver and therefore tested on the simulator alone (test_sim_calls.c).
+ * The same program runs on the real and on the simulated driver; a line that differs is a bug of
+ * the simulator. A line is `name: ok`, `name: FAILED what`, `name: skipped why`, or `name: observed
+ * value` where the documentation leaves the value open. Cases that need a process of their own
+ * (before cuInit, after the end of a context, after a sticky error, captures) get one. Use of
+ * destroyed handles and the like is undefined on a real driver and therefore tested on the
+ * simulator alone (test_sim_calls.c).
  */
 #if !defined(_WIN32)
 #define _POSIX_C_SOURCE 200809L
@@ -25,7 +26,7 @@
 #include <time.h>
 
 #if defined(_WIN32)
-#define popen _popen
+#define popen  _popen
 #define pclose _pclose
 #endif
 
@@ -36,8 +37,8 @@
     X(cuStreamEndCapture, 10000, OPTIONAL, (OOCUstream stream, void **graph))                      \
     X(cuGraphDestroy, 10000, OPTIONAL, (void *graph))
 
-typedef OOCUresult(OOCUDAAPI *proc_address)(const char *name, void **function, int version, uint64_t flags,
-                                            int *status);
+typedef OOCUresult(OOCUDAAPI *proc_address)(const char *name, void **function, int version,
+                                            uint64_t flags, int *status);
 
 static struct {
 #define FIELD(name, introduced, need, parameters) OOCUresult(OOCUDAAPI *name) parameters;
@@ -50,7 +51,8 @@ static struct {
 static void find(const char *name, int introduced, void *slot) {
     void *function = NULL;
     int status = 0;
-    if (introduced && cu.get(name, &function, introduced, OOCU_GET_PROC_ADDRESS_LEGACY_STREAM, &status))
+    if (introduced &&
+        cu.get(name, &function, introduced, OOCU_GET_PROC_ADDRESS_LEGACY_STREAM, &status))
         function = NULL;
     memcpy(slot, &function, sizeof function);
 }
@@ -91,7 +93,7 @@ static void expect(OOCUresult expected, OOCUresult result, const char *call, int
         say("FAILED line %d: %.120s is %d, not %d", line, call, result, expected);
 }
 #define IS(expected, call) expect((expected), (call), #call, __LINE__)
-#define OK(call) IS(OOCU_SUCCESS, call)
+#define OK(call)           IS(OOCU_SUCCESS, call)
 #define TRUE(condition)                                                                            \
     do {                                                                                           \
         if (!(condition))                                                                          \
@@ -201,7 +203,9 @@ static uint32_t word(size_t index) {
     return value;
 }
 
-static void put(uint32_t value, OOCUstream stream) { OK(cu.cuMemsetD32Async(device, value, WORDS, stream)); }
+static void put(uint32_t value, OOCUstream stream) {
+    OK(cu.cuMemsetD32Async(device, value, WORDS, stream));
+}
 
 /* ---- before and around cuInit (each in a process of its own) ---- */
 
@@ -308,8 +312,10 @@ static void errors_have_the_documented_names(void) {
                  {999, "CUDA_ERROR_UNKNOWN"}};
     for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
         const char *name = NULL;
-        if (cu.cuGetErrorName(table[i].value, &name) != OOCU_SUCCESS || !name || strcmp(name, table[i].name) != 0)
-            say("FAILED: error %d is %s, not %s", table[i].value, name ? name : "nameless", table[i].name);
+        if (cu.cuGetErrorName(table[i].value, &name) != OOCU_SUCCESS || !name ||
+            strcmp(name, table[i].name) != 0)
+            say("FAILED: error %d is %s, not %s", table[i].value, name ? name : "nameless",
+                table[i].name);
     }
 }
 
@@ -464,9 +470,11 @@ static void pointers_know_their_memory(void) {
     int local;
     OK(cu.cuPointerGetAttribute(&type, OOCU_POINTER_ATTRIBUTE_MEMORY_TYPE, device + 100));
     TRUE(type == OOCU_MEMORYTYPE_DEVICE);
-    OK(cu.cuPointerGetAttribute(&type, OOCU_POINTER_ATTRIBUTE_MEMORY_TYPE, (OOCUdeviceptr)pinned + 100));
+    OK(cu.cuPointerGetAttribute(&type, OOCU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+                                (OOCUdeviceptr)pinned + 100));
     TRUE(type == OOCU_MEMORYTYPE_HOST);
-    IS(OOCU_ERROR_INVALID_VALUE, cu.cuPointerGetAttribute(&type, OOCU_POINTER_ATTRIBUTE_MEMORY_TYPE, (OOCUdeviceptr)&local));
+    IS(OOCU_ERROR_INVALID_VALUE,
+       cu.cuPointerGetAttribute(&type, OOCU_POINTER_ATTRIBUTE_MEMORY_TYPE, (OOCUdeviceptr)&local));
 }
 
 /* Page-aligned memory of our own, PAGE bytes, not yet registered. */
@@ -1053,7 +1061,8 @@ static OOCUresult launch_spin(OOCUfunction spin, uint64_t nanoseconds, OOCUstrea
     return cu.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, stream, parameters, NULL);
 }
 
-static OOCUresult launch_store(OOCUfunction store, uint64_t address, uint32_t value, OOCUstream stream) {
+static OOCUresult launch_store(OOCUfunction store, uint64_t address, uint32_t value,
+                               OOCUstream stream) {
     void *parameters[] = {&address, &value};
     return cu.cuLaunchKernel(store, 1, 1, 1, 1, 1, 1, 0, stream, parameters, NULL);
 }
@@ -1098,7 +1107,8 @@ static void a_kernel_needs_a_grid(void) {
     NEEDS(cuLaunchKernel);
     OOCUfunction spin = kernel("spin");
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuLaunchKernel(spin, 0, 1, 1, 1, 1, 1, 0, a, parameters, NULL));
-    IS(OOCU_ERROR_INVALID_VALUE, cu.cuLaunchKernel(spin, 1, 1, 1, 2000, 1, 1, 0, a, parameters, NULL));
+    IS(OOCU_ERROR_INVALID_VALUE,
+       cu.cuLaunchKernel(spin, 1, 1, 1, 2000, 1, 1, 0, a, parameters, NULL));
     OK(cu.cuStreamSynchronize(a));
 }
 
@@ -1121,9 +1131,9 @@ static void a_bad_address_kills_the_context(void) {
 
 enum how {
     PLAIN = 0,
-    SET_UP = 1,  /* between set_up and tear_down */
-    ALONE = 2,   /* in a process of its own */
-    DEADLY = 4   /* no tear_down: the context is gone */
+    SET_UP = 1, /* between set_up and tear_down */
+    ALONE = 2,  /* in a process of its own */
+    DEADLY = 4  /* no tear_down: the context is gone */
 };
 
 static const struct {
@@ -1264,7 +1274,8 @@ int main(int argc, char **argv) {
     if (!driver)
         driver = "";
     if (!load(driver)) {
-        fprintf(stderr, "no CUDA driver of 12.0 or later at %s\n", *driver ? driver : "the system's place");
+        fprintf(stderr, "no CUDA driver of 12.0 or later at %s\n",
+                *driver ? driver : "the system's place");
         return 2;
     }
     int passed = 0, failed = 0, found = 0;

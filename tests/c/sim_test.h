@@ -11,12 +11,13 @@
 #include <string.h>
 
 #define SIM_TEST_CONTROLS(X)                                                                       \
-    X(simAdopt) X(simDrop) X(simLaunch) X(simHostAccess) X(simPreset) X(simGetDevice)              \
-    X(simSetDevice) X(simSetDeviceCount) X(simSetSchedule) X(simSwitch) X(simRefuseRegistration)   \
-    X(simFault) X(simFaultClear) X(simHold) X(simPatience) X(simCallCount) X(simGetStats)          \
-    X(simGetLive) X(simNow) X(simAdvance) X(simFinish) X(simReportCount) X(simReport)              \
-    X(simReportsClear) X(simLabelRange) X(simLabelStream) X(simTraceCount) X(simTraceRow)          \
-    X(simTraceClear) X(simReset)
+    X(simAdopt)                                                                                    \
+    X(simDrop) X(simLaunch) X(simHostAccess) X(simPreset) X(simGetDevice) X(simSetDevice)          \
+        X(simSetDeviceCount) X(simSetSchedule) X(simSwitch) X(simRefuseRegistration) X(simFault)   \
+            X(simFaultClear) X(simHold) X(simPatience) X(simCallCount) X(simGetStats)              \
+                X(simGetLive) X(simNow) X(simAdvance) X(simFinish) X(simReportCount) X(simReport)  \
+                    X(simReportsClear) X(simLabelRange) X(simLabelStream) X(simTraceCount)         \
+                        X(simTraceRow) X(simTraceClear) X(simReset)
 
 struct sim_library {
 #define SIM_TEST_FIELD(base, symbol, introduced, traits, parameters) __typeof__(&symbol) base;
@@ -63,7 +64,8 @@ static inline void sim_ok(OOCUresult result, const char *what, int line) {
 #define IS(expected, call)                                                                         \
     do {                                                                                           \
         const OOCUresult is_result = (call);                                                       \
-        CHECK(is_result == (expected), "%s returned %d, not %d", #call, is_result, (int)(expected)); \
+        CHECK(is_result == (expected), "%s returned %d, not %d", #call, is_result,                 \
+              (int)(expected));                                                                    \
     } while (0)
 
 /* A current context on device 0, and nothing else; every test ends with sim_test_end. */

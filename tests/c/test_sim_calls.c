@@ -1,5 +1,5 @@
-/* The calls themselves: symbols, contexts, memory, handles, capture, host functions. What a real driver
- * leaves undefined is tested here and not in conformance.c. */
+/* The calls themselves: symbols, contexts, memory, handles, capture, host functions. What a real
+ * driver leaves undefined is tested here and not in conformance.c. */
 #include "../../csrc/driver/driver.h"
 #include "sim_test.h"
 
@@ -138,17 +138,21 @@ static void host_memory(void) {
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemHostRegister(block, 0, 0));
     OK(cu.cuMemHostRegister(block, BYTES / 2, OOCU_MEMHOSTREGISTER_PORTABLE));
     IS(OOCU_ERROR_HOST_MEMORY_ALREADY_REGISTERED, cu.cuMemHostRegister(block, BYTES / 2, 0));
-    IS(OOCU_ERROR_HOST_MEMORY_ALREADY_REGISTERED, cu.cuMemHostRegister(block + BYTES / 2 - 1, 100, 0));
+    IS(OOCU_ERROR_HOST_MEMORY_ALREADY_REGISTERED,
+       cu.cuMemHostRegister(block + BYTES / 2 - 1, 100, 0));
     OK(cu.cuMemHostRegister(block + BYTES / 2, BYTES / 2, 0));
     OK(cu.simGetLive(&live));
-    CHECK(live.registrations == 2 && live.registered_bytes == BYTES, "%llu registrations", (unsigned long long)live.registrations);
-    OK(cu.cuPointerGetAttribute(&type, OOCU_POINTER_ATTRIBUTE_MEMORY_TYPE, (OOCUdeviceptr)block + 5));
+    CHECK(live.registrations == 2 && live.registered_bytes == BYTES, "%llu registrations",
+          (unsigned long long)live.registrations);
+    OK(cu.cuPointerGetAttribute(&type, OOCU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+                                (OOCUdeviceptr)block + 5));
     CHECK(type == OOCU_MEMORYTYPE_HOST, "type %u", type);
     OOCUdeviceptr device = device_bytes(BYTES);
     OOCUstream stream = new_stream();
     OK(cu.cuPointerGetAttribute(&type, OOCU_POINTER_ATTRIBUTE_MEMORY_TYPE, device));
     CHECK(type == OOCU_MEMORYTYPE_DEVICE, "type %u", type);
-    IS(OOCU_ERROR_INVALID_VALUE, cu.cuPointerGetAttribute(&type, OOCU_POINTER_ATTRIBUTE_MEMORY_TYPE, (OOCUdeviceptr)&type));
+    IS(OOCU_ERROR_INVALID_VALUE,
+       cu.cuPointerGetAttribute(&type, OOCU_POINTER_ATTRIBUTE_MEMORY_TYPE, (OOCUdeviceptr)&type));
     /* A copy over two adjacent registrations, and one that leaves a registration. */
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemcpyHtoDAsync(device, block + BYTES / 2 - 8, 16, stream));
     OK(cu.cuMemHostUnregister(block + BYTES / 2));
@@ -172,7 +176,8 @@ static void host_memory(void) {
     OK(cu.cuMemcpyHtoDAsync(device + 100, block, 100, stream));
     memset(block, 2, 100);
     OK(cu.cuStreamSynchronize(stream));
-    CHECK(reports_of("lint: pageable") == 1, "%llu lints", (unsigned long long)reports_of("lint: pageable"));
+    CHECK(reports_of("lint: pageable") == 1, "%llu lints",
+          (unsigned long long)reports_of("lint: pageable"));
     CHECK(*(char *)device == 2, "a pageable source stays in use until the copy's event");
     OK(cu.cuMemHostAlloc((void **)&pinned, BYTES, 0));
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemFreeHost(pinned + 1));
@@ -293,10 +298,13 @@ static void host_functions_run_by_themselves_and_in_order(void) {
         while (atomic_load(&refused) < 2) /* no call of ours makes it run */
             ;
         OK(cu.cuStreamSynchronize(other));
-        CHECK(first == 1 && second == 2, "order %d %d on %s", first, second, schedule_names[schedule]);
+        CHECK(first == 1 && second == 2, "order %d %d on %s", first, second,
+              schedule_names[schedule]);
         CHECK(*(char *)device == 1, "what is before a host function ran before it");
-        CHECK(reports_of("lint: cuEventCreate") == 1, "a CUDA call from a host function is pointed out");
-        /* A host function that does not return: work behind it waits, and so does a wait, for a while. */
+        CHECK(reports_of("lint: cuEventCreate") == 1,
+              "a CUDA call from a host function is pointed out");
+        /* A host function that does not return: work behind it waits, and so does a wait, for a
+         * while. */
         atomic_store(&may_go, 0);
         OK(cu.simReportsClear());
         OK(cu.simPatience(30));
@@ -335,9 +343,11 @@ static void the_spin_kernel_keeps_a_stream_busy(void) {
     OK(cu.cuStreamSynchronize(stream));
     const double took_s = cu.simNow() - start_s;
     CHECK(took_s > 1e-3 && took_s < 1.1e-3, "%g s", took_s);
-    IS(OOCU_ERROR_INVALID_VALUE, cu.cuLaunchKernel(function, 0, 1, 1, 1, 1, 1, 0, stream, parameters, NULL));
+    IS(OOCU_ERROR_INVALID_VALUE,
+       cu.cuLaunchKernel(function, 0, 1, 1, 1, 1, 1, 0, stream, parameters, NULL));
     OK(cu.cuModuleUnload(module));
-    IS(OOCU_ERROR_INVALID_HANDLE, cu.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream, parameters, NULL));
+    IS(OOCU_ERROR_INVALID_HANDLE,
+       cu.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream, parameters, NULL));
     IS(OOCU_ERROR_INVALID_HANDLE, cu.cuModuleUnload(module));
     sim_test_end();
 }
@@ -348,10 +358,14 @@ static void reset_forgets_only_what_is_dead(void) {
     IS(OOCU_ERROR_ILLEGAL_STATE, cu.simReset());
     OK(cu.simLaunch(NULL, NULL, 0, NULL, 0, 1));
     OK(cu.cuStreamSynchronize(NULL));
-    CHECK(cu.simNow() > 0.9 && cu.simCallCount("cuStreamSynchronize") == 1 && cu.simCallCount(NULL) > 3, "counted");
+    CHECK(cu.simNow() > 0.9 && cu.simCallCount("cuStreamSynchronize") == 1 &&
+              cu.simCallCount(NULL) > 3,
+          "counted");
     OK(cu.cuStreamDestroy(stream));
     sim_test_end();
-    CHECK(cu.simNow() < 1e-12 && cu.simCallCount(NULL) == 0 && cu.simCallCount("cuStreamSynchronize") == 0, "forgotten");
+    CHECK(cu.simNow() < 1e-12 && cu.simCallCount(NULL) == 0 &&
+              cu.simCallCount("cuStreamSynchronize") == 0,
+          "forgotten");
     IS(OOCU_ERROR_INVALID_VALUE, cu.simSetSchedule(17, 0));
     IS(OOCU_ERROR_INVALID_VALUE, cu.simSwitch(17, 0));
 }

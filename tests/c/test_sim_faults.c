@@ -1,8 +1,10 @@
-/* Calls that fail on purpose: the n-th, once or for ever, sticky, asynchronous; refused registrations. */
+/* Calls that fail on purpose: the n-th, once or for ever, sticky, asynchronous; refused
+ * registrations. */
 #include "sim_test.h"
 
 /* A small program whose every call is checked by the caller: returns the first error. */
-static OOCUresult program(OOCUstream stream, OOCUevent event, OOCUdeviceptr device, const void *host) {
+static OOCUresult program(OOCUstream stream, OOCUevent event, OOCUdeviceptr device,
+                          const void *host) {
     OOCUresult result = cu.cuMemcpyHtoDAsync(device, host, 64, stream);
     if (result == OOCU_SUCCESS)
         result = cu.cuEventRecord(event, stream);
@@ -33,8 +35,10 @@ static void the_nth_call_of_any_kind(void) {
             const uint64_t before = cu.simCallCount(NULL);
             OK(cu.simFault(NULL, nth, OOCU_ERROR_OUT_OF_MEMORY, lasting));
             IS(OOCU_ERROR_OUT_OF_MEMORY, program(stream, event, device, host));
-            CHECK(cu.simCallCount(NULL) - before == nth, "call %llu failed", (unsigned long long)nth);
-            IS(lasting ? OOCU_ERROR_OUT_OF_MEMORY : OOCU_SUCCESS, program(stream, event, device, host));
+            CHECK(cu.simCallCount(NULL) - before == nth, "call %llu failed",
+                  (unsigned long long)nth);
+            IS(lasting ? OOCU_ERROR_OUT_OF_MEMORY : OOCU_SUCCESS,
+               program(stream, event, device, host));
             OK(cu.simFaultClear());
             OK(program(stream, event, device, host));
             CHECK(*(char *)device == 1, "after the fault");
@@ -96,7 +100,8 @@ static void a_sticky_error_kills_the_context(void) {
         struct sim_live live;
         OK(cu.simGetLive(&live));
         CHECK(live.queued == 0, "nothing runs in a dead context");
-        CHECK(*(char *)device == 0 || *(unsigned char *)device == 0xFF, "the copy ran after its death");
+        CHECK(*(char *)device == 0 || *(unsigned char *)device == 0xFF,
+              "the copy ran after its death");
         OK(cu.simFaultClear());
         OK(program(stream, event, device, host));
         CHECK(*(char *)device == 1, "alive again");
@@ -126,7 +131,8 @@ static void registrations_are_refused_from_the_kth_on(void) {
     for (uint64_t from = 1; from <= 3; from++) {
         OK(cu.simRefuseRegistration(from));
         for (uint64_t i = 1; i <= 4; i++)
-            IS(i < from ? OOCU_SUCCESS : OOCU_ERROR_OUT_OF_MEMORY, cu.cuMemHostRegister(block[i - 1], 4096, 0));
+            IS(i < from ? OOCU_SUCCESS : OOCU_ERROR_OUT_OF_MEMORY,
+               cu.cuMemHostRegister(block[i - 1], 4096, 0));
         OK(cu.simRefuseRegistration(0));
         for (uint64_t i = 1; i < from; i++)
             OK(cu.cuMemHostUnregister(block[i - 1]));

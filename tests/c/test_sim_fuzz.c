@@ -1,5 +1,6 @@
-/* Random calls with random, also stale, arguments on every schedule, with faults, hangs and host functions:
- * nothing crashes (meant for the sanitizers), nothing hangs, everything can be given back. */
+/* Random calls with random, also stale, arguments on every schedule, with faults, hangs and host
+ * functions: nothing crashes (meant for the sanitizers), nothing hangs, everything can be given
+ * back. */
 #include "sim_test.h"
 
 #include <stdatomic.h>
@@ -76,7 +77,8 @@ static void one_call(struct pool *p) {
         break;
     case 8:
     case 9:
-        cu.cuMemcpyHtoDAsync(p->device[i] + offset, p->pinned[k], bytes % (BYTES - offset + 1), stream);
+        cu.cuMemcpyHtoDAsync(p->device[i] + offset, p->pinned[k], bytes % (BYTES - offset + 1),
+                             stream);
         break;
     case 10:
         if (p->pinned[k])
@@ -129,7 +131,8 @@ static void one_call(struct pool *p) {
         float ms;
         void *graph = NULL;
         if (draw(10) == 0)
-            cu.simFault(draw(2) ? "cuEventRecord" : NULL, 1 + draw(20), draw(8) ? 2 : 700, (int)draw(2));
+            cu.simFault(draw(2) ? "cuEventRecord" : NULL, 1 + draw(20), draw(8) ? 2 : 700,
+                        (int)draw(2));
         else if (draw(3) == 0)
             cu.simFaultClear();
         else if (draw(10) == 0)
@@ -178,11 +181,12 @@ static void random_program(uint64_t seed) {
         cu.simDrop((OOCUdeviceptr)p.blocks[i]);
     struct sim_live live;
     OK(cu.simGetLive(&live));
-    CHECK(!live.streams && !live.events && !live.contexts && !live.registrations && !live.host_alloc_bytes &&
-              !live.device_bytes && !live.adopted_bytes && !live.queued,
+    CHECK(!live.streams && !live.events && !live.contexts && !live.registrations &&
+              !live.host_alloc_bytes && !live.device_bytes && !live.adopted_bytes && !live.queued,
           "program %llu: %llu streams, %llu events, %llu registrations, %llu adopted, %llu queued",
-          (unsigned long long)seed, (unsigned long long)live.streams, (unsigned long long)live.events,
-          (unsigned long long)live.registrations, (unsigned long long)live.adopted_bytes, (unsigned long long)live.queued);
+          (unsigned long long)seed, (unsigned long long)live.streams,
+          (unsigned long long)live.events, (unsigned long long)live.registrations,
+          (unsigned long long)live.adopted_bytes, (unsigned long long)live.queued);
     OK(cu.simReset());
 }
 

@@ -8,17 +8,18 @@
 
 enum bug {
     NO_BUG,
-    NO_STAGING_WAIT,  /* the host rewrites a staging buffer while its copy may still read it */
-    NO_SLOT_WAIT,     /* a copy overwrites a slot that the kernel may still read */
-    NO_READY_WAIT,    /* the kernel does not wait for its copy */
-    RECORD_ON_WRONG,  /* the ready event is recorded on the compute stream */
+    NO_STAGING_WAIT,    /* the host rewrites a staging buffer while its copy may still read it */
+    NO_SLOT_WAIT,       /* a copy overwrites a slot that the kernel may still read */
+    NO_READY_WAIT,      /* the kernel does not wait for its copy */
+    RECORD_ON_WRONG,    /* the ready event is recorded on the compute stream */
     WAIT_BEFORE_RECORD, /* the kernel waits for the event's previous record */
     BUGS
 };
 static const char *const bug_names[] = {"none",          "no staging wait", "no slot wait",
                                         "no ready wait", "wrong stream",    "wait before record"};
 
-/* 8 layers through 2 slots and 2 staging buffers. Returns 1 when every layer computed on its own data. */
+/* 8 layers through 2 slots and 2 staging buffers. Returns 1 when every layer computed on its own
+ * data. */
 static int streamer(enum bug bug) {
     enum { LAYERS = 8, FLOATS = 1024, BYTES = FLOATS * 4 };
     OOCUstream copies = new_stream(), compute = new_stream();
@@ -78,18 +79,21 @@ static int streamer(enum bug bug) {
 static void every_schedule_finds_every_missing_wait(void) {
     for (int bug = NO_BUG; bug < BUGS; bug++)
         for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++)
-            for (uint64_t seed = 0; seed < (schedule == SIM_RANDOM || schedule == SIM_DELAYED ? 20 : 1); seed++) {
+            for (uint64_t seed = 0;
+                 seed < (schedule == SIM_RANDOM || schedule == SIM_DELAYED ? 20 : 1); seed++) {
                 sim_test_begin(schedule, seed);
                 const int correct = streamer((enum bug)bug);
                 const uint64_t races = reports_of("race:");
-                CHECK((races > 0) == (bug != NO_BUG), "%s on %s, seed %llu: %llu races", bug_names[bug],
-                      schedule_names[schedule], (unsigned long long)seed, (unsigned long long)races);
+                CHECK((races > 0) == (bug != NO_BUG), "%s on %s, seed %llu: %llu races",
+                      bug_names[bug], schedule_names[schedule], (unsigned long long)seed,
+                      (unsigned long long)races);
                 CHECK(cu.simReportCount() == races, "only races are reported");
                 CHECK(bug != NO_BUG || correct, "the correct streamer computed wrongly on %s",
                       schedule_names[schedule]);
                 if (schedule == SIM_STARVE_COPY &&
                     (bug == NO_READY_WAIT || bug == RECORD_ON_WRONG || bug == WAIT_BEFORE_RECORD))
-                    CHECK(!correct, "%s: the kernel's data must be missing on starve-copy", bug_names[bug]);
+                    CHECK(!correct, "%s: the kernel's data must be missing on starve-copy",
+                          bug_names[bug]);
                 sim_test_end();
             }
 }
@@ -115,16 +119,17 @@ static void a_report_names_everything(void) {
     OK(cu.simLaunch(b, &range, 1, NULL, 0, 0));
     CHECK(cu.simReportCount() == 1, "%llu reports", (unsigned long long)cu.simReportCount());
     OK(cu.simReport(0, text, sizeof text));
-    static const char *const parts[] = {"race: read-after-write",
-                                        "bytes 1024..1536 of \"unit 12\"",
-                                        "bytes 0..4096 of \"unit 12\"",
-                                        "write by a host-to-device copy, stream \"h2d\"",
-                                        "(cuMemcpyHtoDAsync)",
-                                        "read by a kernel, stream \"compute\"",
-                                        "(simLaunch)",
-                                        "missing edge:",
-                                        "stream \"compute\" waits for no event recorded on stream \"h2d\"",
-                                        "ORACLE_OFFLOAD_SIM_SEED=41"};
+    static const char *const parts[] = {
+        "race: read-after-write",
+        "bytes 1024..1536 of \"unit 12\"",
+        "bytes 0..4096 of \"unit 12\"",
+        "write by a host-to-device copy, stream \"h2d\"",
+        "(cuMemcpyHtoDAsync)",
+        "read by a kernel, stream \"compute\"",
+        "(simLaunch)",
+        "missing edge:",
+        "stream \"compute\" waits for no event recorded on stream \"h2d\"",
+        "ORACLE_OFFLOAD_SIM_SEED=41"};
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)
         CHECK(strstr(text, parts[i]), "a report without %s:\n%s", parts[i], text);
     OK(cu.simLaunch(b, &range, 1, NULL, 0, 0));
@@ -154,7 +159,8 @@ static void rule_begin(void) {
 
 static void rule_end(uint64_t races, const char *rule) {
     const uint64_t found = reports_of("race:");
-    CHECK(found == races, "%s: %llu races, expected %llu", rule, (unsigned long long)found, (unsigned long long)races);
+    CHECK(found == races, "%s: %llu races, expected %llu", rule, (unsigned long long)found,
+          (unsigned long long)races);
     if (found != races)
         print_reports();
     sim_test_end();
@@ -213,7 +219,8 @@ static void rules(void) {
     OK(cu.cuEventSynchronize(e1));
     kernel(s2, 0, 100, 1);
     OK(cu.simHostAccess((void *)memory, 100, 0));
-    rule_end(1, "what the host has waited for is before what it queues (the read of the host races)");
+    rule_end(1,
+             "what the host has waited for is before what it queues (the read of the host races)");
 
     rule_begin();
     kernel(s1, 0, 100, 1);
@@ -269,12 +276,14 @@ static void rules(void) {
     for (int blocking = 0; blocking < 2; blocking++) {
         rule_begin();
         OK(cu.cuStreamDestroy(s1));
-        OK(cu.cuStreamCreateWithPriority(&s1, blocking ? OOCU_STREAM_DEFAULT : OOCU_STREAM_NON_BLOCKING, 0));
+        OK(cu.cuStreamCreateWithPriority(
+            &s1, blocking ? OOCU_STREAM_DEFAULT : OOCU_STREAM_NON_BLOCKING, 0));
         kernel(s1, 0, 100, 1);
         kernel(NULL, 0, 100, 1);
         kernel(s1, 0, 100, 1);
-        rule_end(blocking ? 0 : 2, blocking ? "the legacy stream and a blocking stream wait for each other"
-                                            : "a non-blocking stream is exempt");
+        rule_end(blocking ? 0 : 2,
+                 blocking ? "the legacy stream and a blocking stream wait for each other"
+                          : "a non-blocking stream is exempt");
     }
     rule_begin();
     kernel(OOCU_STREAM_PER_THREAD, 0, 100, 1);
@@ -405,7 +414,7 @@ static void a_hang_is_reported_and_returns(void) {
 enum { STREAMS = 4, EVENTS = 4, CELLS = 8, OPS = 40 };
 
 struct step {
-    int actor;            /* 0..STREAMS-1, STREAMS: the host */
+    int actor;              /* 0..STREAMS-1, STREAMS: the host */
     unsigned reads, writes; /* bit sets of cells */
 };
 
@@ -475,13 +484,14 @@ static void random_program(uint64_t seed) {
             OK(cu.simHostAccess((void *)(cells + first * 64), (size_t)count * 64, is_write));
         }
         for (int k = 0; k < i; k++)
-            if (!after[i][k] && ((step->writes & (steps[k].reads | steps[k].writes)) || (step->reads & steps[k].writes)))
+            if (!after[i][k] && ((step->writes & (steps[k].reads | steps[k].writes)) ||
+                                 (step->reads & steps[k].writes)))
                 first_race = i;
         if (cu.simReportCount())
             first_report = i;
     }
-    CHECK(first_race == first_report, "program %llu: races at step %d, reported at step %d", (unsigned long long)seed,
-          first_race, first_report);
+    CHECK(first_race == first_report, "program %llu: races at step %d, reported at step %d",
+          (unsigned long long)seed, first_race, first_report);
     OK(cu.simReportsClear());
     sim_test_end();
 }
@@ -510,7 +520,8 @@ static uint64_t random_copies(int schedule, uint64_t seed) {
         random = random * 6364136223846793005u + 1442695040888963407u;
         const unsigned pick = (unsigned)(random >> 32);
         OOCUstream stream = streams[pick % STREAMS];
-        const unsigned h = (pick >> 4) % BUFFERS, d = (pick >> 8) % BUFFERS, n = 1 + (pick >> 12) % BYTES;
+        const unsigned h = (pick >> 4) % BUFFERS, d = (pick >> 8) % BUFFERS,
+                       n = 1 + (pick >> 12) % BYTES;
         /* One event per pair (host buffer h, device buffer d): both must be free. */
         OK(cu.cuStreamWaitEvent(stream, touched[h], 0));
         OK(cu.cuStreamWaitEvent(stream, touched[d], 0));
@@ -528,7 +539,8 @@ static uint64_t random_copies(int schedule, uint64_t seed) {
             const OOSimRange range = {device[d], n};
             OK(cu.simLaunch(stream, &range, 1, &range, 1, 1e-6));
             for (unsigned k = 0; k < n; k++)
-                ((unsigned char *)device[d])[k] = (unsigned char)(((unsigned char *)device[d])[k] * 31 + k);
+                ((unsigned char *)device[d])[k] =
+                    (unsigned char)(((unsigned char *)device[d])[k] * 31 + k);
         }
         }
         OK(cu.cuEventRecord(touched[h], stream));
@@ -546,7 +558,8 @@ static uint64_t random_copies(int schedule, uint64_t seed) {
             hash = (hash ^ host[i][k]) * 1099511628211u;
             hash = (hash ^ ((unsigned char *)device[i])[k]) * 1099511628211u;
         }
-    CHECK(cu.simReportCount() == 0, "program %llu: a correct program was accused", (unsigned long long)seed);
+    CHECK(cu.simReportCount() == 0, "program %llu: a correct program was accused",
+          (unsigned long long)seed);
     print_reports();
     sim_test_end();
     return hash;
@@ -566,8 +579,8 @@ int main(int argc, char **argv) {
     for (uint64_t seed = 1; seed <= 40; seed++) {
         const uint64_t expected = random_copies(SIM_EAGER, seed);
         for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++)
-            CHECK(random_copies(schedule, seed) == expected, "program %llu: other bytes on %s", (unsigned long long)seed,
-                  schedule_names[schedule]);
+            CHECK(random_copies(schedule, seed) == expected, "program %llu: other bytes on %s",
+                  (unsigned long long)seed, schedule_names[schedule]);
     }
     return check_report();
 }

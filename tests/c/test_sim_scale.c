@@ -28,7 +28,8 @@ static double stream_layers(long layers, double *first_half_s) {
         const OOCUdeviceptr slot = arena + (size_t)i * BYTES;
         const OOSimRange reads[2] = {{slot, 3000}, {slot + 3072, 1024}};
         failed += cu.cuStreamWaitEvent(copies, used[i], 0) != OOCU_SUCCESS;
-        failed += cu.cuMemcpyHtoDAsync(slot, masters + layer % UNIT * BYTES, BYTES, copies) != OOCU_SUCCESS;
+        failed += cu.cuMemcpyHtoDAsync(slot, masters + layer % UNIT * BYTES, BYTES, copies) !=
+                  OOCU_SUCCESS;
         failed += cu.cuEventRecord(ready[i], copies) != OOCU_SUCCESS;
         failed += cu.cuStreamWaitEvent(compute, ready[i], 0) != OOCU_SUCCESS;
         failed += cu.simLaunch(compute, reads, 2, NULL, 0, 1e-6) != OOCU_SUCCESS;
@@ -51,9 +52,12 @@ static void a_long_program_is_as_fast_as_a_short_one(void) {
     enum { LAYERS = 170000 }; /* 1,020,000 operations */
     double half_s = 0;
     const double took_s = stream_layers(LAYERS, &half_s);
-    printf("%d layers, %d operations: %.2f us of CPU per layer\n", LAYERS, 6 * LAYERS, took_s * 1e6 / (double)LAYERS);
-    /* Generous, for sanitizers and busy machines; growth with the length would show all the same. */
-    CHECK(took_s - half_s < 2 * half_s + 0.5, "the second half took %.2f s, the first %.2f s", took_s - half_s, half_s);
+    printf("%d layers, %d operations: %.2f us of CPU per layer\n", LAYERS, 6 * LAYERS,
+           took_s * 1e6 / (double)LAYERS);
+    /* Generous, for sanitizers and busy machines; growth with the length would show all the same.
+     */
+    CHECK(took_s - half_s < 2 * half_s + 0.5, "the second half took %.2f s, the first %.2f s",
+          took_s - half_s, half_s);
 }
 
 /* Random sub-ranges on random streams, synchronised now and then: the history stays small. */
@@ -67,7 +71,8 @@ static void history_is_forgotten(void) {
     for (int i = 0; i < 100000; i++) {
         random = random * 6364136223846793005u + 1442695040888963407u;
         const size_t first = (size_t)(random >> 20) % BYTES;
-        const OOSimRange range = {device + first, 1 + (size_t)(random >> 44) % (BYTES - first) / 64};
+        const OOSimRange range = {device + first,
+                                  1 + (size_t)(random >> 44) % (BYTES - first) / 64};
         OK(cu.simLaunch(streams[i % 3], &range, 1, NULL, 0, 0));
         if (i % 1000 == 999) {
             for (int k = 0; k < 3; k++)
@@ -100,7 +105,8 @@ static void thread_work(void) {
     for (int i = 0; i < ROUNDS && !bad; i++) {
         memset(host, i, BYTES);
         const OOSimRange range = {device, BYTES};
-        bad += cu.simHostAccess(host, BYTES, 1) || cu.cuMemcpyHtoDAsync(device, host, BYTES, stream);
+        bad +=
+            cu.simHostAccess(host, BYTES, 1) || cu.cuMemcpyHtoDAsync(device, host, BYTES, stream);
         bad += cu.simLaunch(stream, &range, 1, &range, 1, 1e-6) != OOCU_SUCCESS;
         bad += *(unsigned char *)device != (unsigned char)i;
         bad += cu.cuMemcpyDtoHAsync(host, device, BYTES, stream) || cu.cuEventRecord(event, stream);
@@ -111,7 +117,8 @@ static void thread_work(void) {
             bad += cu.cuEventSynchronize(event) != OOCU_SUCCESS;
         bad += ((unsigned char *)host)[BYTES - 1] != (unsigned char)i;
     }
-    bad += cu.cuStreamDestroy(stream) || cu.cuEventDestroy(event) || cu.cuMemFree(device) || cu.cuMemFreeHost(host);
+    bad += cu.cuStreamDestroy(stream) || cu.cuEventDestroy(event) || cu.cuMemFree(device) ||
+           cu.cuMemFreeHost(host);
     bad += cu.cuCtxPopCurrent(NULL) != OOCU_SUCCESS;
     atomic_fetch_add(&failures, bad);
     atomic_fetch_add(&finished, 1);
@@ -149,7 +156,8 @@ static void threads_do_not_disturb_each_other(int schedule, int strict) {
     OK(cu.cuStreamSynchronize(stream));
     while (atomic_load(&finished) < THREADS)
         (void)cu.cuStreamQuery(stream);
-    CHECK(atomic_load(&failures) == 0, "%d failures on %s", atomic_load(&failures), schedule_names[schedule]);
+    CHECK(atomic_load(&failures) == 0, "%d failures on %s", atomic_load(&failures),
+          schedule_names[schedule]);
     CHECK(atomic_load(&host_calls) == 50, "%d host functions", atomic_load(&host_calls));
     CHECK(reports_of("race:") == 0, "threads with their own memory were accused");
     print_reports();
@@ -170,8 +178,8 @@ static sim_os_thread_result SIM_OS_THREAD waits_for_a_kernel(void *unused) {
     return 0;
 }
 
-/* One thread waits for a kernel, another reads its result: ordered by a lock we cannot see, unless asked
- * to count CUDA's order alone. */
+/* One thread waits for a kernel, another reads its result: ordered by a lock we cannot see, unless
+ * asked to count CUDA's order alone. */
 static void strict_threads_know_only_what_they_waited_for(void) {
     for (int strict = 0; strict < 2; strict++) {
         sim_test_begin(SIM_TIMED, 0);

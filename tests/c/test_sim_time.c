@@ -59,14 +59,17 @@ static void two_layer_step(int schedule) {
     near(cu.simNow() - start_s, 2.520e-3, "kernel 1");
     OK(cu.cuEventSynchronize(ready[1]));
     near(cu.simNow() - start_s, 2.520e-3, "waiting for what is past takes no time");
-    CHECK(fabs(elapsed_s(begin, ready[1]) - 2.020e-3) < 1e-8, "copy 1 by events: %g", elapsed_s(begin, ready[1]));
+    CHECK(fabs(elapsed_s(begin, ready[1]) - 2.020e-3) < 1e-8, "copy 1 by events: %g",
+          elapsed_s(begin, ready[1]));
     struct sim_stats stats;
     OK(cu.simGetStats(&stats));
     near(stats.h2d_busy_s, 2.020e-3, "busy copies");
     near(stats.compute_busy_s, 1.0e-3, "busy kernels");
-    CHECK(stats.h2d_bytes == 2 * BYTES && stats.h2d_copies == 2 && stats.kernels == 2 && stats.host_waits == 4,
+    CHECK(stats.h2d_bytes == 2 * BYTES && stats.h2d_copies == 2 && stats.kernels == 2 &&
+              stats.host_waits == 4,
           "%llu bytes, %llu copies, %llu kernels, %llu waits", (unsigned long long)stats.h2d_bytes,
-          (unsigned long long)stats.h2d_copies, (unsigned long long)stats.kernels, (unsigned long long)stats.host_waits);
+          (unsigned long long)stats.h2d_copies, (unsigned long long)stats.kernels,
+          (unsigned long long)stats.host_waits);
     CHECK(cu.simReportCount() == 0, "%s: a correct step was accused", schedule_names[schedule]);
     print_reports();
     for (int i = 0; i < 2; i++) {
@@ -214,8 +217,8 @@ static void times_do_not_depend_on_the_schedule(void) {
         for (int schedule = SIM_RANDOM; schedule <= SIM_EAGER; schedule++) {
             const double end_s = random_program(schedule, seed, &sum);
             CHECK(fabs(end_s - timed_s) < 1e-12 && fabs(sum - timed_sum) < 1e-9,
-                  "program %llu ends at %.9g s on %s, %.9g s on timed", (unsigned long long)seed, end_s,
-                  schedule_names[schedule], timed_s);
+                  "program %llu ends at %.9g s on %s, %.9g s on timed", (unsigned long long)seed,
+                  end_s, schedule_names[schedule], timed_s);
         }
     }
 }
@@ -248,20 +251,25 @@ static void presets_are_the_table(void) {
     static const struct {
         const char *name;
         double link_gbps, gib, tflops, memory_gbps;
-    } table[] = {{"rtx3090", 24, 24, 60, 936}, {"rtx4090", 25, 24, 110, 1008}, {"rtx5090", 50, 32, 150, 1792},
+    } table[] = {{"rtx3090", 24, 24, 60, 936},
+                 {"rtx4090", 25, 24, 110, 1008},
+                 {"rtx5090", 50, 32, 150, 1792},
                  {"h200", 55, 141, 700, 4800}};
     for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
         struct sim_device device;
         OK(cu.simPreset(table[i].name, &device));
-        CHECK(fabs(device.link_gbps - table[i].link_gbps) < 1e-9 && fabs(device.tflops - table[i].tflops) < 1e-9 &&
+        CHECK(fabs(device.link_gbps - table[i].link_gbps) < 1e-9 &&
+                  fabs(device.tflops - table[i].tflops) < 1e-9 &&
                   fabs(device.memory_bytes - table[i].gib * 1073741824.0) < 1 &&
-                  fabs(device.memory_gbps - table[i].memory_gbps) < 1e-9 && fabs(device.launch_s - 5e-6) < 1e-12,
+                  fabs(device.memory_gbps - table[i].memory_gbps) < 1e-9 &&
+                  fabs(device.launch_s - 5e-6) < 1e-12,
               "preset %s", table[i].name);
     }
     struct sim_device device;
     IS(OOCU_ERROR_INVALID_VALUE, cu.simPreset("voodoo2", &device));
     OK(cu.simPreset("rtx4090", &device));
-    const double mib = 1048576, share = mib / (device.link_gbps * 1e9) / (device.copy_latency_s + mib / (device.link_gbps * 1e9));
+    const double mib = 1048576, share = mib / (device.link_gbps * 1e9) /
+                                        (device.copy_latency_s + mib / (device.link_gbps * 1e9));
     CHECK(share > 0.93 && share < 0.95, "1 MiB reaches %.3f of the peak", share);
 }
 
@@ -278,7 +286,8 @@ static void the_trace_tells_when(void) {
     CHECK(cu.simTraceCount() == 2, "%llu rows", (unsigned long long)cu.simTraceCount());
     struct sim_trace_row row;
     OK(cu.simTraceRow(0, &row));
-    CHECK(row.kind == SIM_H2D && row.bytes == 1000 && row.device_ptr == device, "row 0 is the copy");
+    CHECK(row.kind == SIM_H2D && row.bytes == 1000 && row.device_ptr == device,
+          "row 0 is the copy");
     near(row.end_s, 11e-6, "copy in the trace");
     OK(cu.simTraceRow(1, &row));
     CHECK(row.kind == SIM_KERNEL && row.stream == (uintptr_t)stream, "row 1 is the kernel");
