@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _LANES = (
-    ("compute", "compute", "#4c78a8"),
+    ("compute", "managed layers", "#4c78a8"),
     ("stall", "stalls", "#e45756"),
     ("h2d", "copies to the device", "#54a24b"),
     ("d2h", "copies to the host", "#b279a2"),
 )
-_WIDTH, _LEFT, _RIGHT, _TOP = 1000, 150, 20, 56
+_WIDTH, _LEFT, _RIGHT, _TOP = 1000, 150, 36, 56
+_STALL_FLOOR_S = 10e-6  # shorter waits are two events in a row, as the engine's own counter has it
 _LANE, _GAP = 34, 10
 
 
@@ -37,11 +38,17 @@ def timeline_svg(rows: Sequence[Mapping[str, Any]], title: str, *, max_boxes: in
     str
         The SVG document.
     """
+    rows = [
+        row
+        for row in rows
+        if row["kind"] != "stall" or row["end_s"] - row["start_s"] > _STALL_FLOOR_S
+    ]
     begin = min((row["start_s"] for row in rows), default=0.0)
     end = max((row["end_s"] for row in rows), default=0.0)
     span = max(end - begin, 1e-12)
     scale = (_WIDTH - _LEFT - _RIGHT) / span
-    lanes = [lane for lane in _LANES if any(row["kind"] == lane[0] for row in rows)]
+    used = {row["kind"] for row in rows} | {"stall"}  # a step without stalls is worth showing
+    lanes = [lane for lane in _LANES if lane[0] in used]
     height = _TOP + len(lanes) * (_LANE + _GAP) + 34
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
