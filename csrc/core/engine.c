@@ -508,6 +508,7 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
+    const struct oo_host *memory = oo__known_memory(engine, target, bytes);
     struct oo_event *computed = NULL, *begin = NULL, *arrived = NULL;
     int adopted = 0;
     if (bytes == 0)
@@ -528,7 +529,6 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     OO_TRY(OO_DRIVE(engine, cuEventRecord, computed->handle, stream));
     OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->d2h, computed->handle, 0));
     OO_TRY(OO_DRIVE(engine, cuEventRecord, begin->handle, engine->d2h));
-    struct oo_host *memory = oo__known_memory(engine, target, bytes);
     if (memory && memory->locked)
         OO_TRY(OO_DRIVE(engine, cuMemcpyDtoHAsync, target, source, bytes, engine->d2h));
     else
@@ -633,11 +633,9 @@ done:
 }
 
 static void oo__close_device(struct oo_engine *engine) {
-    if (!engine->context)
-        return;
-    (void)oo__finish_download(engine);
-    oo__ring_free(engine, &engine->up);
+    (void)oo__finish_download(engine); /* before the ring it may still be reading goes */
     oo__ring_free(engine, &engine->down);
+    oo__ring_free(engine, &engine->up);
     oo__spans_free(engine);
     oo__kernels_free(engine);
     /* Destroying a stream returns at once and drops none of its work. */

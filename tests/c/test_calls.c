@@ -36,14 +36,19 @@ static void test_an_engine_tells_its_device(void) {
 static void test_the_second_device(void) {
     struct oo_engine *engine, *none;
     uintptr_t stream;
-    CHECK(sim.simSetDeviceCount(2) == 0, "no second device");
+    struct sim_device device, original;
+    CHECK(sim.simSetDeviceCount(2) == 0 && sim.simGetDevice(1, &original) == 0, "no second device");
+    device = original;
+    snprintf(device.name, sizeof device.name, "Another Device");
+    CHECK(sim.simSetDevice(1, &device) == 0, "not renamed");
     need(oo_engine_create(sim.path, 1, &engine), "create");
+    CHECK(strcmp(oo_engine_device_name(engine), "Another Device") == 0, "%s", oo_engine_device_name(engine));
     CHECK(strcmp(oo_engine_pci_id(engine), "0000:F1:00.0") == 0, "%s", oo_engine_pci_id(engine));
     need(oo_engine_compute_stream(engine, &stream), "stream");
     CHECK(oo_engine_create(sim.path, 2, &none) == OO_E_NO_DEVICE, "device 2 of 2");
     CHECK(oo_engine_create(sim.path, -1, &none) == OO_E_NO_DEVICE, "device -1");
     need(oo_engine_destroy(engine), "destroy");
-    CHECK(sim.simSetDeviceCount(1) == 0 && sim_reset(&sim) == 0, "not reset");
+    CHECK(sim.simSetDevice(1, &original) == 0 && sim.simSetDeviceCount(1) == 0 && sim_reset(&sim) == 0, "not reset");
 }
 
 static void test_residents_by_address(void) {
@@ -659,6 +664,251 @@ static void test_what_a_failed_download_left_is_ended_by_the_next(void) {
     }
 }
 
+/* The next gradient may lie where the unfinished one lay. */
+static void test_an_unfinished_download_of_the_same_address(void) {
+    struct world w;
+    char gradient[2048], target[2048];
+    world_open(&w, 60000, -1);
+    fill(gradient, sizeof gradient, 1);
+    sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream) == OO_E_DRIVER, "no error");
+    sim.simFaultClear();
+    need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream), "the same address");
+    CHECK(memcmp(target, gradient, sizeof gradient) == 0, "wrong bytes");
+    world_close(&w, "same address");
+}
+
+/* The simulated device refuses the gradient, or to declare its kernel: nothing stays adopted. */
+static void test_a_refused_gradient_is_not_kept(void) {
+    static const char *const calls[] = {"simAdopt", "simLaunch", "cuEventRecord", "simDrop"};
+    for (unsigned i = 0; i < 4; i++) {
+        struct world w;
+        struct sim_live before, after;
+        char gradient[2048], target[2048];
+        world_open(&w, 60000, -1);
+        fill(gradient, sizeof gradient, 1);
+        sim.simGetLive(&before);
+        sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
+        const enum oo_status status = oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream);
+        CHECK(status == (i == 3 ? OO_OK : OO_E_DRIVER), "%s: %s", calls[i], oo_status_name(status));
+        sim.simGetLive(&after);
+        CHECK(after.adopted_bytes == before.adopted_bytes + (i == 3 ? sizeof gradient : 0), "%s: kept", calls[i]);
+        CHECK(w.engine->unfinished == (i == 3 ? (OOCUdeviceptr)gradient : 0), "%s: wrongly unfinished", calls[i]);
+        need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream), "again");
+        sim.simGetLive(&after);
+        CHECK(after.adopted_bytes == before.adopted_bytes, "%s: kept", calls[i]);
+        world_close(&w, calls[i]);
+    }
+}
+
+/* A piece of the ring whose copy could not be marked is waited for before it is used again. */
+static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
+    struct world w;
+    struct oo_use held;
+    char target[5000];
+    sim.simSetSchedule(SIM_STARVE_COPY, 0);
+    sim.simRefuseRegistration(1);
+    world_open_on_device(&w, 60000);
+    char *gradient = device_memory(&w, 5000);
+    kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 5e-3); /* uploads are slow */
+    sim.simFault("cuEventRecord", 2, OOCU_ERROR_UNKNOWN, 0); /* the copy's begin, then the piece */
+    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER, "no error");
+    CHECK(w.engine->up.lost[0] == 1, "not lost");
+    const double began = sim.simNow();
+    const uint64_t recoveries = stats_of(&w).recoveries;
+    for (unsigned i = 0; i < OO_RING_PIECES; i++) /* as many as the ring has: one of them is the lost one */
+        need(use(&w, i, OO_FORWARD), "use");
+    CHECK(stats_of(&w).recoveries == recoveries + 1 && sim.simNow() - began > 4.9e-3 && w.engine->up.lost[0] == 0,
+          "%llu recoveries, %.6f s", (unsigned long long)(stats_of(&w).recoveries - recoveries), sim.simNow() - began);
+    /* Likewise downwards: behind a failed download, which waited itself. */
+    fill(gradient, 5000, 1);
+    sim.simFault("cuEventRecord", 3, OOCU_ERROR_UNKNOWN, 0); /* computed, begin, piece */
+    CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, 5000, w.stream) == OO_E_DRIVER, "no error");
+    CHECK(w.engine->down.lost[0] == 1, "not lost");
+    need(oo_engine_download(w.engine, target, (uintptr_t)gradient, 5000, w.stream), "again");
+    CHECK(memcmp(target, gradient, 5000) == 0 && w.engine->down.lost[0] == 0, "wrong bytes");
+    /* A piece that is lost although nobody waited: as after a fault that lasted. */
+    w.engine->down.lost[0] = 1;
+    const double waited = sim.simNow();
+    kernel((uintptr_t)w.engine->d2h, NULL, 0, 0, 3e-3);
+    need(oo_engine_download(w.engine, target, (uintptr_t)gradient, 5000, w.stream), "again");
+    CHECK(sim.simNow() - waited > 2.9e-3 && memcmp(target, gradient, 5000) == 0, "%.6f s", sim.simNow() - waited);
+    end_device_memory(&w, gradient);
+    sim.simRefuseRegistration(0);
+    world_close(&w, "lost piece");
+}
+
+/* A release that could neither mark its use nor wait for it failed: it can be repeated. */
+static void test_a_release_that_failed_can_be_repeated(void) {
+    struct world w;
+    uintptr_t streams[OO_STREAMS + 1];
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open_on_device(&w, 60000);
+    for (int s = 0; s <= OO_STREAMS; s++)
+        streams[s] = new_stream(&w);
+    for (int s = 0; s < OO_STREAMS; s++)
+        need(use_on(&w, 0, OO_FORWARD, -1, 0, streams[s]), "use");
+    need(oo_engine_acquire(w.engine, w.member[0], streams[OO_STREAMS], 0, OO_FORWARD, -1, 0, &held), "acquire");
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(oo_engine_release(w.engine, held.ticket, streams[OO_STREAMS], 0, &fetched) == OO_E_DRIVER, "no error");
+    need(oo_engine_release(w.engine, held.ticket, streams[OO_STREAMS], 0, &fetched), "repeated");
+    CHECK(oo_engine_release(w.engine, held.ticket, streams[OO_STREAMS], 0, &fetched) == OO_E_TICKET, "released twice");
+    for (int s = 0; s <= OO_STREAMS; s++)
+        end_stream(&w, streams[s]);
+    world_close(&w, "repeated release");
+}
+
+/* Detaching fails where the segment's stream cannot be ordered after a use, and can be repeated. */
+static void test_a_detach_that_failed_can_be_repeated(void) {
+    static const char *const calls[] = {"cuStreamWaitEvent", "cuStreamSynchronize", "simDrop"};
+    for (unsigned i = 0; i < 3; i++) {
+        struct world w;
+        world_open(&w, 400000, -1);
+        const uintptr_t other = new_stream(&w);
+        for (unsigned u = 0; u < UNITS; u++)
+            need(use_on(&w, u, OO_FORWARD, -1, 0, other), "use");
+        /* The same memory twice is refused, and stays what it was. */
+        CHECK(oo_segment_add(w.engine, w.model, (uintptr_t)w.arena, 400000 + OO_ALIGNMENT, w.stream) == OO_E_DRIVER, "twice");
+        need(step(&w), "step");
+        sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
+        CHECK(oo_model_remove(w.engine, w.model) == OO_E_DRIVER && strstr(oo_error_message(), calls[i]), "%s: %s", calls[i],
+              oo_error_message());
+        end_stream(&w, other);
+        world_close(&w, calls[i]);
+    }
+}
+
+/* Masters move elsewhere while their copy is still queued: unlocking waits for it. */
+static void test_unlocking_waits_for_copies_of_masters_that_moved_away(void) {
+    struct world w;
+    struct oo_host *host;
+    uint32_t unit, member;
+    size_t offset;
+    const uint32_t one = 1;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open(&w, 60000, -1);
+    need(oo_host_create(20000, &host), "host");
+    need(oo_engine_lock(w.engine, host, 1), "lock");
+    const struct oo_tensor there = {oo_host_address(host), 20000}, here = {w.master[0], w.bytes[0]};
+    need(oo_unit_add(w.engine, w.model, &there, &one, 1, 0, &unit, &member, &offset), "unit");
+    kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 2e-3);
+    need(oo_engine_acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    need(oo_member_move(w.engine, member, &here, 1, &unit, &offset), "move");
+    const double began = sim.simNow();
+    need(oo_engine_unlock(w.engine, host), "unlock");
+    CHECK(sim.simNow() - began > 1.9e-3, "unlocked after %.6f s", sim.simNow() - began);
+    oo_host_destroy(host);
+    world_close(&w, "moved away");
+}
+
+/* Every call says so when it cannot make the context current, and changes nothing. */
+static void test_each_call_needs_the_context(void) {
+    struct world w;
+    uintptr_t stream;
+    size_t free_bytes = 77, total_bytes, offset, count;
+    uint32_t id;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    struct oo_resident row;
+    struct oo_trace_row *rows;
+    struct oo_stats stats;
+    const uint32_t one = 1;
+    world_begin(&w);
+    w.stream = new_stream(&w);
+    CHECK(world_attach(&w, 60000, -1), "attach");
+    const struct oo_tensor tensor = {w.master[0], w.bytes[0]};
+    char memory[512];
+#define FAILS(call)                                                                                    do {                                                                                                   sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);                                         const enum oo_status status = call;                                                                CHECK(status == OO_E_DRIVER && strstr(oo_error_message(), "cuCtxGetCurrent"), "%s: %s", #call,                oo_status_name(status));                                                                     sim.simFaultClear();                                                                           } while (0)
+    FAILS(oo_engine_compute_stream(w.engine, &stream));
+    CHECK(w.engine->compute == NULL, "a stream was created");
+    FAILS(oo_engine_mem_info(w.engine, &free_bytes, &total_bytes));
+    CHECK(free_bytes == 77, "asked all the same");
+    FAILS(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held));
+    FAILS(oo_engine_prefetch(w.engine, &fetched));
+    FAILS(oo_engine_launch(w.engine, w.member[0], w.stream, 0));
+    FAILS(oo_engine_spin(w.engine, w.stream, 0));
+    FAILS(oo_engine_stamp(w.engine, w.member[0], 0));
+    FAILS(oo_engine_download(w.engine, memory, (uintptr_t)memory + 256, 256, w.stream));
+    FAILS(oo_engine_hold(w.engine));
+    FAILS(oo_engine_resume(w.engine));
+    FAILS(oo_engine_refresh(w.engine, OO_ALL_MODELS));
+    FAILS(oo_engine_set_verify(w.engine, 1));
+    FAILS(oo_engine_lock(w.engine, w.host, 1));
+    FAILS(oo_engine_unlock(w.engine, w.host));
+    FAILS(oo_model_add(w.engine, &id));
+    FAILS(oo_model_remove(w.engine, w.model));
+    FAILS(oo_segment_add(w.engine, w.model, (uintptr_t)memory, 512, w.stream));
+    FAILS(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &id, &id, &offset));
+    FAILS(oo_member_move(w.engine, w.member[0], &tensor, 1, &id, &offset));
+    FAILS(oo_unit_set_trainable(w.engine, w.unit[0], 1));
+    FAILS(oo_trace_start(w.engine));
+    FAILS(oo_trace_stop(w.engine, &rows, &count));
+    FAILS(oo_engine_stats(w.engine, OO_ALL_MODELS, &stats));
+    FAILS(oo_engine_residents(w.engine, &row, 1, &count));
+    FAILS(oo_engine_destroy(w.engine));
+#undef FAILS
+    need(step(&w), "step");
+    CHECK(oo_engine_destroy(w.engine) == OO_E_STATE, "destroyed with a model");
+    end_stream(&w, w.stream);
+    w.stream = 0;
+    world_close(&w, "context");
+}
+
+#if defined(__linux__)
+/* Whether the pages are hidden from children, as the kernel tells: "dc", do not copy. */
+static int hidden_from_children(const void *address) {
+    FILE *maps = fopen("/proc/self/smaps", "r");
+    char line[512];
+    int inside = 0, hidden = -1;
+    while (maps && fgets(line, sizeof line, maps)) {
+        unsigned long lo, hi;
+        if (sscanf(line, "%lx-%lx ", &lo, &hi) == 2)
+            inside = (uintptr_t)address >= lo && (uintptr_t)address < hi;
+        else if (inside && strncmp(line, "VmFlags:", 8) == 0)
+            hidden = strstr(line, " dc") != NULL;
+    }
+    if (maps)
+        fclose(maps);
+    return hidden;
+}
+
+static OOCUresult(OOCUDAAPI *real_register)(void *, size_t, unsigned int);
+static int hidden_when_registered;
+
+static OOCUresult OOCUDAAPI spy_register(void *pages, size_t bytes, unsigned int flags) {
+    hidden_when_registered = hidden_from_children(pages);
+    return real_register(pages, bytes, flags);
+}
+
+/* Locked pages must not cross a fork at any time: the kernel would copy them all. */
+static void test_locked_pages_are_hidden_from_children(void) {
+    struct world w;
+    struct oo_host *host;
+    world_open(&w, 60000, -1);
+    real_register = w.engine->driver.cuMemHostRegister;
+    w.engine->driver.cuMemHostRegister = spy_register;
+    need(oo_host_create(50000, &host), "host");
+    ((char *)oo_host_address(host))[0] = 1;
+    if (hidden_from_children(oo_host_address(host)) == 0) { /* not in a container without smaps */
+        need(oo_engine_lock(w.engine, host, 1), "lock");
+        CHECK(hidden_when_registered == 1, "a fork while the pages are being locked would copy them");
+        CHECK(hidden_from_children(oo_host_address(host)) == 1, "locked pages are copied by a fork");
+        need(oo_engine_unlock(w.engine, host), "unlock");
+        CHECK(hidden_from_children(oo_host_address(host)) == 0, "a child does not see unlocked pages");
+        sim.simFault("cuMemHostRegister", 1, OOCU_ERROR_OUT_OF_MEMORY, 0);
+        CHECK(oo_engine_lock(w.engine, host, 1) == OO_E_LOCK_REFUSED, "not refused");
+        CHECK(hidden_from_children(oo_host_address(host)) == 0, "a child does not see refused pages");
+    }
+    oo_host_destroy(host);
+    world_close(&w, "hidden");
+}
+#endif
+
 /* A copy into the arena fails half-way: the unit is absent, and the next use copies it whole. */
 static void test_a_failed_upload_leaves_the_unit_absent(void) {
     static const char *const calls[] = {"cuEventRecord", "cuMemcpyHtoDAsync", "cuStreamWaitEvent", "cuEventRecord"};
@@ -823,6 +1073,16 @@ int main(int argc, char **argv) {
     test_an_acquire_that_fails_behind_its_copy();
     test_a_failed_download_leaves_no_copy_behind();
     test_what_a_failed_download_left_is_ended_by_the_next();
+    test_an_unfinished_download_of_the_same_address();
+    test_a_refused_gradient_is_not_kept();
+    test_a_lost_piece_of_the_ring_is_waited_for();
+    test_a_release_that_failed_can_be_repeated();
+    test_a_detach_that_failed_can_be_repeated();
+    test_unlocking_waits_for_copies_of_masters_that_moved_away();
+    test_each_call_needs_the_context();
+#if defined(__linux__)
+    test_locked_pages_are_hidden_from_children();
+#endif
     test_a_failed_upload_leaves_the_unit_absent();
     test_a_segment_that_failed_is_given_back();
     test_a_creation_that_fails_leaves_nothing();

@@ -151,7 +151,7 @@ static inline void check_nothing_alive(const char *where) {
 /* The test's own hold on the context is the last one. */
 static inline void release_context(const char *where) {
     struct sim_live live;
-    sim.cuDevicePrimaryCtxRelease_v2(0);
+    CHECK(sim.cuDevicePrimaryCtxRelease_v2(0) == 0, "%s: the engine released the context twice", where);
     sim.simGetLive(&live);
     CHECK(live.contexts == 0, "%s: the engine still holds the context", where);
 }
