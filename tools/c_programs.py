@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -194,21 +195,24 @@ def run(
     environment = {**os.environ, **toolchain.environment}
     environment["ORACLE_OFFLOAD_DRIVER"] = str(built.simulator)
     command = [*toolchain.runner, str(built.programs[name])]
-    try:
-        return subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment,
-            text=True,
-            errors="replace",
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-            timeout=timeout_s,
-        )
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else ""
-        return subprocess.CompletedProcess(command, 124, f"{said}\nkilled after {timeout_s} s", "")
+    # A file, not a pipe: processes that Wine leaves behind would keep a pipe open.
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        try:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+                timeout=timeout_s,
+            )
+            status, ending = done.returncode, ""
+        except subprocess.TimeoutExpired:
+            status, ending = 124, f"\nkilled after {timeout_s} s"
+        output.seek(0)
+        return subprocess.CompletedProcess(command, status, output.read() + ending, "")
 
 
 def run_compiler(command: list[str]) -> None:
