@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import oracle_offload
+from oracle_offload import simulator
+from oracle_offload.devices import open_states
 from oracle_offload.witness import Witness
 
 
@@ -81,6 +83,16 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+def copied_bytes() -> tuple[int, int]:
+    """Return the bytes that travelled so far: by the simulator's count, and by the engines'."""
+    copied = simulator.stats()
+    counts = [state.engine.stats() for state in open_states()]
+    return (
+        copied.h2d_bytes + copied.d2h_bytes,
+        sum(count["h2d_bytes"] + count["d2h_bytes"] for count in counts),
+    )
+
+
 def assert_models_agree(
     managed: nn.Module,
     resident: nn.Module,
@@ -99,8 +111,12 @@ def assert_models_agree(
         torch.manual_seed(number)
         expected = step(resident)
         torch.manual_seed(number)
+        before = copied_bytes() if device == "cpu" else None
         with Witness(declare=device == "cpu", clock=clock) as witness:
             found = step(managed)
+        if before is not None:
+            driver, engine = (now - then for now, then in zip(copied_bytes(), before, strict=True))
+            assert driver == engine, "bytes copied by the driver are not those the engine counted"
         assert witness.arena_reads > 0, "no operator read the arena: nothing was managed"
         assert_same(found, expected, f"step {number}: result")
         assert_same(gradients(managed), gradients(resident), f"step {number}: gradient")
