@@ -51,7 +51,7 @@ static const size_t oo__ring_piece_bytes = (size_t)4 << 20;
 struct oo_ring {
     char *base; /* OO_RING_PIECES pieces of page-locked memory; NULL until needed */
     struct oo_event *busy[OO_RING_PIECES]; /* the copy that last used the piece */
-    uint8_t lost[OO_RING_PIECES];          /* that copy's event could not be recorded */
+    uint8_t lost[OO_RING_PIECES];          /* upwards: that copy's event could not be recorded */
     unsigned next;
 };
 

@@ -19,28 +19,14 @@ done:
     return status;
 }
 
-/* The host is about to write (upload) or has yet to read (download) the piece: the copy that used it
- * last must have ended. Closes: host overwrites bytes that a queued DMA still reads. */
-static enum oo_status oo__ring_piece(struct oo_engine *engine, struct oo_ring *ring, OOCUstream stream,
-                                     unsigned piece) {
-    if (ring->lost[piece]) {
-        enum oo_status status = oo__synchronize(engine, stream, 1);
-        if (status == OO_OK)
-            ring->lost[piece] = 0;
-        return status;
-    }
-    const OOCUresult ended = engine->driver.cuEventQuery(ring->busy[piece]->handle);
+/* The host is about to write (upload) or has yet to read (download) a piece: the copy that used it last
+ * must have ended. Closes: host overwrites bytes that a queued DMA still reads. */
+static enum oo_status oo__ring_wait(struct oo_engine *engine, const struct oo_event *copied) {
+    const OOCUresult ended = engine->driver.cuEventQuery(copied->handle);
     if (ended != OOCU_ERROR_NOT_READY)
         return oo__check(engine, "cuEventQuery", ended);
     engine->stats.host_waits++;
-    return OO_DRIVE(engine, cuEventSynchronize, ring->busy[piece]->handle);
-}
-
-static enum oo_status oo__ring_record(struct oo_engine *engine, struct oo_ring *ring, OOCUstream stream,
-                                      unsigned piece) {
-    enum oo_status status = OO_DRIVE(engine, cuEventRecord, ring->busy[piece]->handle, stream);
-    ring->lost[piece] = status != OO_OK;
-    return status;
+    return OO_DRIVE(engine, cuEventSynchronize, copied->handle);
 }
 
 enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, const char *source, size_t bytes) {
@@ -51,10 +37,15 @@ enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, c
         const size_t step = bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes;
         const unsigned piece = ring->next++ % OO_RING_PIECES;
         char *staging = ring->base + piece * oo__ring_piece_bytes;
-        OO_TRY(oo__ring_piece(engine, ring, engine->h2d, piece));
+        if (ring->lost[piece])
+            OO_TRY(oo__synchronize(engine, engine->h2d, 1));
+        else
+            OO_TRY(oo__ring_wait(engine, ring->busy[piece]));
         memcpy(staging, source + begin, step);
+        ring->lost[piece] = 1; /* until the copy's end is marked */
         OO_TRY(OO_DRIVE(engine, cuMemcpyHtoDAsync, target + begin, staging, step, engine->h2d));
-        OO_TRY(oo__ring_record(engine, ring, engine->h2d, piece));
+        OO_TRY(OO_DRIVE(engine, cuEventRecord, ring->busy[piece]->handle, engine->h2d));
+        ring->lost[piece] = 0;
     }
 done:
     return status;
@@ -72,14 +63,14 @@ enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdev
         if (i >= OO_RING_PIECES && i - OO_RING_PIECES < pieces) {
             const size_t begin = (i - OO_RING_PIECES) * oo__ring_piece_bytes;
             /* Closes: the host reads bytes that have not arrived. */
-            OO_TRY(oo__ring_piece(engine, ring, engine->d2h, piece));
+            OO_TRY(oo__ring_wait(engine, ring->busy[piece]));
             memcpy(target + begin, staging, bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes);
         }
         if (i < pieces) {
             const size_t begin = i * oo__ring_piece_bytes;
             const size_t step = bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes;
             OO_TRY(OO_DRIVE(engine, cuMemcpyDtoHAsync, staging, source + begin, step, engine->d2h));
-            OO_TRY(oo__ring_record(engine, ring, engine->d2h, piece));
+            OO_TRY(OO_DRIVE(engine, cuEventRecord, ring->busy[piece]->handle, engine->d2h));
         }
     }
 done:
@@ -87,11 +78,11 @@ done:
 }
 
 void oo__ring_free(struct oo_engine *engine, struct oo_ring *ring) {
+    if (ring->base)
+        (void)engine->driver.cuMemFreeHost(ring->base);
+    ring->base = NULL;
     for (int i = 0; i < OO_RING_PIECES; i++) {
         oo__event_give(engine, ring->busy[i]);
         ring->busy[i] = NULL;
     }
-    if (ring->base)
-        (void)engine->driver.cuMemFreeHost(ring->base);
-    ring->base = NULL;
 }
