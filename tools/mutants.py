@@ -1,0 +1,307 @@
+"""Find the mutants of the engine: what tools/mutate.py tries, read off the source by rules alone.
+
+Of every call of the driver's table, and of the engine's own functions that wrap one such call:
+
+delete          the call is replaced by its success
+other stream    the stream it is given becomes each other stream of the engine
+other event     the event it is given becomes the one that the function used before
+swap            its statement changes places with the one above, and with the one below
+
+Of every comparison on a line that speaks of a generation, version, reference count or capacity:
+
+negate          == becomes !=, < becomes >=, and so on
+
+What is not a mutant, by rule:
+
+- A swap is of two whole statements of one block, neither of which carries a label or is a jump
+  (moving a call behind a jump deletes it, which is a mutant already).
+- A swap with a statement that only adds to a counter in `stats`, when the call's statement does not
+  mention that counter and cannot leave the block between the two: nothing in between can read it.
+- A swap with a statement that takes an event from the engine's free list, or gives one back, which
+  the call's statement does not mention: no driver call sees that list, and where either fails the
+  function gives back what it took and returns the failure.
+- A swap with a declaration that is initialised from plain names and numbers alone: nothing changes
+  them, and the call's statement cannot mention what is declared after it.
+- A swap of two statements that only create, name, destroy or wait for different objects
+  (COMMUTING): such calls queue no work and are ordered by nothing; where one fails, the other's
+  object is released by the same clean-up either way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from c_flags import ROOT
+
+CORE = ROOT / "csrc/core"
+FILES = (
+    "engine.c",
+    "model.c",
+    "ring.c",
+    "stats.c",
+    "kernels.c",
+    "plan.c",
+    "arena.c",
+    "host.c",
+    "host_posix.c",
+)
+STREAMS = ("engine->h2d", "engine->d2h", "engine->compute")
+GUARDED = re.compile(
+    r"generation|stamp|sweep|references|pins|capacity|fingerprint|n_uses|n_waited|stale|placed|"
+    r"counted|lost|held|n_hosts|OO_MAX_FETCHED|OO_SPANS|OO_STREAMS|OO_RING_PIECES"
+)
+GUARDED_HOST = re.compile(r"host->bytes|owner|alive")
+
+CALL = re.compile(
+    r"OO_DRIVE\(engine, (\w+)|engine->driver\.(\w+)\("
+    r"|(?<!status )\b(oo__(?:synchronize|order_after_uses|order_after_copy|mark_use|"
+    r"ring_wait|finish_download))\("
+)
+EVENT = re.compile(r"[\w>\-.\[\]]+->handle")
+STREAM = re.compile(r"(?<![\w.>])(?:\w+(?:\[\w+\])?(?:->|\.))*stream\b")
+COMPARISON = re.compile(r"(?<![<>=!\-])(==|!=|<=|>=|<|>)(?![<>=])")
+OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
+COUNTER = re.compile(r"[\w.>\-\[\]]*\bstats(?:->|\.)(\w+)\s*(?:\+\+|\+=[^;=]*);")
+LEAVES = re.compile(r"\b(?:OO_TRY|return|goto|break|continue)\b")
+EVENT_LIST = re.compile(r"(?:OO_TRY\()?oo__event_(?:take|give)\(engine, &?([\w>\-.\[\]]+)\)\)?;")
+PLAIN = re.compile(r"(?:const )?(?:struct |enum )?\w+ \*?\w+ = (?:\{[\w, ]+\}|\w+);")
+COMMUTING = {
+    "cuStreamCreateWithPriority",
+    "oo__events_reserve",
+    "cuDevicePrimaryCtxRetain",
+    "cuDeviceGetName",
+    "cuDeviceGetPCIBusId",
+    "cuStreamDestroy",
+    "oo__kernels_free",
+    "oo__synchronize",
+}
+CALLED = re.compile(r"OO_DRIVE\(engine, (\w+)|driver\.(\w+)\(|\b(oo_\w+)\(")
+JUMP = re.compile(r"(?:return|goto|break|continue)\b")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change: characters [begin, end) of `file` become `text`."""
+
+    file: str
+    line: int
+    kind: str
+    begin: int
+    end: int
+    text: str
+    original: str
+
+    @property
+    def name(self) -> str:
+        """Where and what, for people."""
+        return f"{self.file}:{self.line} {self.kind}"
+
+    @property
+    def key(self) -> str:
+        """What is changed, without a line number that moves."""
+        code = re.sub(r"/\*.*?\*/", "", self.original, flags=re.DOTALL)
+        return f"{self.file} | {self.kind} | {' '.join(code.split())}"
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A whole statement that stands in a block."""
+
+    begin: int
+    end: int
+    block: int
+    labelled: bool
+
+
+def blank(source: str) -> str:
+    """Return `source` with comments, strings and directives turned to spaces; positions stay."""
+
+    def spaces(match: re.Match[str]) -> str:
+        return re.sub(r"[^\n]", " ", match.group(0))
+
+    code = re.sub(
+        r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])'", spaces, source, flags=re.DOTALL
+    )
+    return re.sub(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", spaces, code, flags=re.MULTILINE)
+
+
+class Parser:
+    """Reads the statements of all functions of a file, as far as swapping them needs it."""
+
+    WORD = re.compile(r"[A-Za-z_]\w*")
+    LABEL = re.compile(r"(?:case\b[^:;{}]*|[A-Za-z_]\w*\s*):(?!:)")
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+        self.found: list[Statement] = []
+        self.blocks = 0
+        at = 0
+        while (at := code.find("{", at)) >= 0:
+            if code[:at].rstrip().endswith(")"):
+                at = self.block(at)
+            else:
+                at = self.matching(at)
+
+    def matching(self, at: int) -> int:
+        """Return the index after the bracket that closes the one at `at`."""
+        depth = 0
+        for index in range(at, len(self.code)):
+            depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(self.code[index], 0)
+            if depth == 0:
+                return index + 1
+        raise ValueError(f"no closing bracket after {at}")
+
+    def skip(self, at: int) -> int:
+        while self.code[at].isspace():
+            at += 1
+        return at
+
+    def block(self, at: int) -> int:
+        self.blocks += 1
+        serial = self.blocks
+        at = self.skip(at + 1)
+        while self.code[at] != "}":
+            label = self.LABEL.match(self.code, at)
+            end = self.statement(at)
+            self.found.append(Statement(at, end, serial, bool(label)))
+            at = self.skip(end)
+        return at + 1
+
+    def statement(self, at: int) -> int:
+        """Return the index after the statement that begins at `at`."""
+        if self.code[at] == "{":
+            return self.block(at)
+        label = self.LABEL.match(self.code, at)
+        if label:
+            return self.statement(self.skip(label.end()))
+        word = self.WORD.match(self.code, at)
+        name = word.group(0) if word else ""
+        if name in ("if", "for", "while", "switch"):
+            end = self.statement(self.skip(self.matching(self.code.index("(", at))))
+            rest = self.skip(end)
+            if name == "if" and re.match(r"else\b", self.code[rest : rest + 5]):
+                return self.statement(self.skip(rest + 4))
+            return end
+        if name == "do":
+            end = self.statement(self.skip(at + 2))
+            return self.code.index(";", self.matching(self.code.index("(", end))) + 1
+        while self.code[at] != ";":
+            at = self.matching(at) if self.code[at] in "({[" else at + 1
+        return at + 1
+
+
+def may_swap(call: str, other: str) -> bool:
+    """Whether exchanging the statement of a call and its neighbour is a mutant."""
+    if JUMP.match(call) or JUMP.match(other):
+        return False
+    counter = COUNTER.fullmatch(other)
+    if counter and not LEAVES.search(call) and counter.group(1) not in call:
+        return False
+    event = EVENT_LIST.fullmatch(other)
+    if event and not re.search(rf"(?<![\w>]){re.escape(event.group(1))}\b", call):
+        gives = "oo__event_give" in other
+        if not (gives and LEAVES.search(call)):
+            return False
+    if PLAIN.fullmatch(other):
+        return False
+    return not all(called(text) and called(text) <= COMMUTING for text in (call, other))
+
+
+def called(text: str) -> set[str]:
+    """Return the functions that a statement calls, by name."""
+    return {next(name for name in groups if name) for groups in CALLED.findall(text)}
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """Yield every mutant of one file."""
+    source = path.read_text()
+    code = blank(source)
+    parser = Parser(code)
+
+    def make(kind: str, begin: int, end: int, text: str) -> Mutant:
+        line = source.count("\n", 0, begin) + 1
+        return Mutant(path.name, line, kind, begin, end, text, source[begin:end])
+
+    for match in CALL.finditer(code):
+        name = next(group for group in match.groups() if group)
+        if not name.startswith(("cu", "sim", "oo__")):
+            continue
+        end = parser.matching(code.index("(", match.start()))
+        if not any(s.begin <= match.start() < s.end for s in parser.found):
+            continue  # a prototype or a definition
+        call = source[match.start() : end]
+        yield make(f"delete {name}", match.start(), end, "OO_OK")
+        yield from streams(make, name, match.start(), call)
+        used = EVENT.search(call)
+        if used:
+            function = code.rfind("\n}\n", 0, match.start()) + 1
+            past = EVENT.findall(code[function : match.start()])
+            before = [event for event in past if event != used.group(0)]
+            if before:
+                changed = call.replace(used.group(0), before[-1])
+                yield make(f"{name} with {before[-1]}", match.start(), end, changed)
+        yield from swaps(make, name, match.start(), source, parser.found)
+
+    guarded = GUARDED_HOST if path.name.startswith("host") else GUARDED
+    for match in COMPARISON.finditer(code):
+        line_begin = code.rfind("\n", 0, match.start()) + 1
+        line = code[line_begin : code.index("\n", match.start())]
+        if guarded.search(line) and not line.lstrip().startswith("for ("):
+            opposite = OPPOSITE[match.group(0)]
+            # The line and the place in it identify the mutant.
+            kind = f"{match.group(0)} becomes {opposite}"
+            nth = len(COMPARISON.findall(code[line_begin : match.start()]))
+            text = source[line_begin : match.start()] + opposite
+            text += source[match.end() : line_begin + len(line)]
+            where = f", comparison {nth + 1}" if len(COMPARISON.findall(line)) > 1 else ""
+            yield make(kind + where, line_begin, line_begin + len(line), text)
+
+
+def streams(make, name: str, begin: int, call: str) -> Iterator[Mutant]:  # type: ignore[no-untyped-def]
+    """Yield the call with each other stream of the engine."""
+    given = next((stream for stream in STREAMS if stream in call), "")
+    if not given:
+        arguments = call.index(name) + len(name)
+        found = STREAM.search(call, arguments)
+        given = found.group(0) if found else ""
+    for other in STREAMS if given else ():
+        if other != given:
+            changed = re.sub(rf"(?<![\w.>]){re.escape(given)}\b", other, call)
+            yield make(f"{name} on {other}", begin, begin + len(call), changed)
+
+
+def swaps(  # type: ignore[no-untyped-def]
+    make, name: str, begin: int, source: str, statements: list[Statement]
+) -> Iterator[Mutant]:
+    """Yield the exchanges of the call's statement with its neighbours."""
+    holder = max((s for s in statements if s.begin <= begin < s.end), key=lambda s: s.begin)
+    row = sorted((s for s in statements if s.block == holder.block), key=lambda s: s.begin)
+    at = row.index(holder)
+    for step, word in ((-1, "above"), (1, "below")):
+        if not 0 <= at + step < len(row):
+            continue
+        other = row[at + step]
+        if holder.labelled or other.labelled:
+            continue
+        if not may_swap(source[holder.begin : holder.end], source[other.begin : other.end]):
+            continue
+        first, second = (other, holder) if step < 0 else (holder, other)
+        text = source[second.begin : second.end] + source[first.end : second.begin]
+        text += source[first.begin : first.end]
+        yield make(f"swap {name} with the statement {word}", first.begin, second.end, text)
+
+
+def all_mutants() -> list[Mutant]:
+    """Return every mutant, without those whose text is unchanged or seen already."""
+    seen: set[tuple[str, int, int, str]] = set()
+    result = []
+    for file in FILES:
+        for mutant in mutants_of(CORE / file):
+            key = (mutant.file, mutant.begin, mutant.end, mutant.text)
+            if mutant.text != mutant.original and key not in seen:
+                seen.add(key)
+                result.append(mutant)
+    return result
