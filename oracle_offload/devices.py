@@ -33,6 +33,12 @@ _hooks_installed = False
 _MASTER_DEVICE = torch.device("cpu")
 
 
+class Layout:
+    """Counts changes of where masters and segments lie, for whoever keeps a map of them."""
+
+    version = 0
+
+
 class Segment:
     """One piece of the arena: `nbytes` of device memory at `address`, inside a torch allocation."""
 
@@ -115,15 +121,16 @@ class DeviceState:
                 if not members:
                     del self.units[layer.unit]
 
-    def add_segment(self, segment: Segment) -> None:
-        """Make the segment's storage findable by address."""
+    def exchange_segments(self, gone: list[Segment], come: list[Segment]) -> None:
+        """Make new segments findable by address, and forget those that were given back."""
         with self.lock:
-            self.segments = sorted([*self.segments, segment], key=lambda s: s.address)
-
-    def drop_segments(self, gone: list[Segment]) -> None:
-        """Forget segments that were given back."""
-        with self.lock:
-            self.segments = [segment for segment in self.segments if segment not in gone]
+            kept = [segment for segment in self.segments if segment not in gone]
+            self.segments = sorted([*kept, *come], key=lambda segment: segment.address)
+            Layout.version += 1
+            if gone:  # views keep their segment's memory alive
+                for layers in self.units.values():
+                    for layer in layers:
+                        layer.views.clear()
 
     def storage_at(self, address: int) -> tuple[torch.UntypedStorage, int]:
         """Return the storage that holds device `address`, and the address it begins at."""

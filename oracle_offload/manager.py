@@ -39,6 +39,7 @@ class Attachment:
         self.layers: list[Layer] = []
         self.buffers: list[_core.HostBuffer] = []
         self.segments: list[Segment] = []
+        self.arena: int | None = None  # what the engine knows the segments under
         self.managed_bytes = 0
         self.capacity_bytes = 0
         self.floor_bytes = 0
@@ -69,33 +70,46 @@ class Attachment:
         self.lock(buffer)
         return copy.data
 
-    def add_segments(self, nbytes: int, largest_unit: int) -> None:
-        """Lend `nbytes` of device memory to the arena, in segments of about 1 GiB."""
+    def lend_arena(self, nbytes: int, largest_unit: int) -> None:
+        """Lend `nbytes` of device memory to the arena, in segments of about 1 GiB.
+
+        What was lent before is taken back once the new memory is there: units do not span
+        segments, so one large segment caches more than the same bytes in pieces.
+        """
+        engine = self.state.engine
         size = max(_SEGMENT_BYTES, 4 * largest_unit)
-        while nbytes > 0:
-            # A rest too small for the largest unit would be arena that most units cannot use.
-            take = nbytes if nbytes < size + 2 * largest_unit else size
-            segment = Segment(take, self.state.device)
-            self.state.engine.add_segment(
-                self.model, segment.address, segment.nbytes, self.state.stream()
-            )
-            self.segments.append(segment)
-            self.state.add_segment(segment)
-            self.capacity_bytes += take
-            nbytes -= take
+        arena, segments, left = engine.add_model(), list[Segment](), nbytes
+        try:
+            while left > 0:
+                # A rest too small for the largest unit would be of no use to most units.
+                take = left if left < size + 2 * largest_unit else size
+                segment = Segment(take, self.state.device)
+                engine.add_segment(arena, segment.address, take, self.state.stream())
+                segments.append(segment)
+                left -= take
+            if self.arena is not None:
+                engine.remove_model(self.arena)
+        except BaseException:
+            engine.remove_model(arena)
+            raise
+        self.state.exchange_segments(self.segments, segments)
+        self.arena, self.segments, self.capacity_bytes = arena, segments, nbytes
 
     def grow_to_block(self) -> None:
         """Grow the arena, once, to the largest checkpointed block the engine has learned."""
         if self.fixed_capacity:
             return
         stats = self.state.engine.stats(self.model)
-        missing = stats["learned_block_bytes"] - self.floor_bytes
-        room = self.managed_bytes - self.capacity_bytes
-        if missing > 0 and room > 0:
-            self.fixed_capacity = True
-            largest = stats["largest_unit_bytes"]
-            self.add_segments(max(min(missing, room), min(2 * largest, room)), largest)
-            self.floor_bytes = stats["learned_block_bytes"]
+        learned = stats["learned_block_bytes"]
+        capacity = min(self.capacity_bytes + learned - self.floor_bytes, self.managed_bytes)
+        if capacity <= self.capacity_bytes:
+            return
+        self.fixed_capacity = True
+        try:
+            self.lend_arena(_round(capacity), stats["largest_unit_bytes"])
+            self.floor_bytes = learned
+        except (OffloadError, MemoryError, torch.OutOfMemoryError) as error:
+            logger.warning("the arena stays at %s: %s", format_size(self.capacity_bytes), error)
 
     def end_of_step(self) -> None:
         """Take the bytes that moved since the last optimizer step."""
@@ -113,6 +127,10 @@ class Attachment:
         """Give everything back to the device; masters stay where they are, as ordinary memory."""
         if os.getpid() != self.pid:
             return
+        # Either is refused while in use, and then nothing has changed: closing can be repeated.
+        if self.arena is not None:
+            self.state.engine.remove_model(self.arena)
+            self.arena = None
         self.state.engine.remove_model(self.model)
         self.state.models.pop(self.model, None)
         for layer in self.layers:
@@ -121,7 +139,7 @@ class Attachment:
             layer.views.clear()
         for buffer in self.buffers:
             self.state.engine.unlock(buffer)
-        self.state.drop_segments(self.segments)
+        self.state.exchange_segments(self.segments, [])
         self.segments.clear()
         self.buffers.clear()
         self.layers.clear()
@@ -344,7 +362,7 @@ def attach(
         attachment.managed_bytes, attachment.floor_bytes = managed, floor
         attachment.fixed_capacity = vram_budget is not None
         limit = _ram_limit(ram_budget)
-        attachment.add_segments(capacity, largest)
+        attachment.lend_arena(capacity, largest)
         manager = MemoryManager(module, state, attachment)
         manager.resident = chosen.resident
         attachment.layers_left_resident = len(chosen.resident)

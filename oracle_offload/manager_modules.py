@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from . import autograd
+from . import autograd, devices
 from ._core import FORWARD, RECOMPUTE
 from .errors import OffloadError
 
@@ -97,6 +97,7 @@ class Layer:
         self.state.forget_layer(self)
         self.unit, self.member, self.offsets = unit, member, offsets
         self.views.clear()
+        devices.Layout.version += 1
         self.state.units.setdefault(unit, []).append(self)
 
     def stamp(self) -> int:

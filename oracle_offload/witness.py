@@ -27,7 +27,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from .devices import DeviceState, open_states
+from .devices import DeviceState, Layout, open_states
 from .errors import OffloadError
 
 if TYPE_CHECKING:
@@ -126,10 +126,27 @@ class Witness(TorchDispatchMode):
         self.arena_reads = 0
         self._steps: list[Any] = []
         self._clocked: list[DeviceState] = []
+        self._layout = -1
         self._masters = _Spans([])
         self._arena = _Spans([])
 
     def __enter__(self) -> Witness:
+        states = self._map_memory()
+        optimizer = torch_optimizer
+        self._steps = [
+            optimizer.register_optimizer_step_pre_hook(_enter_step),
+            optimizer.register_optimizer_step_post_hook(_leave_step),
+        ]
+        if self.clock:
+            self._clocked = [state for state in states if state.simulated]
+            for state in self._clocked:
+                state.clocked_outside += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def _map_memory(self) -> list[DeviceState]:
+        """Note where masters and arenas lie now."""
+        self._layout = Layout.version
         states = open_states()
         self._masters = _Spans(
             [
@@ -148,17 +165,7 @@ class Witness(TorchDispatchMode):
                 for segment in state.segments
             ]
         )
-        optimizer = torch_optimizer
-        self._steps = [
-            optimizer.register_optimizer_step_pre_hook(_enter_step),
-            optimizer.register_optimizer_step_post_hook(_leave_step),
-        ]
-        if self.clock:
-            self._clocked = [state for state in states if state.simulated]
-            for state in self._clocked:
-                state.clocked_outside += 1
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+        return states
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)  # type: ignore[no-untyped-call]
@@ -180,6 +187,8 @@ class Witness(TorchDispatchMode):
         if not operator.touches_bytes:
             return func(*args, **kwargs)
         self.operators += 1
+        if self._layout != Layout.version:
+            self._map_memory()
         reads: list[tuple[int, int, Any]] = []
         writes: list[tuple[int, int, Any]] = []
         moved = 0

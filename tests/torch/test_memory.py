@@ -76,6 +76,22 @@ def test_steady_state_allocates_nothing_waits_for_nothing_and_moves_x_min(percen
         assert moved["h2d_bytes"] / 4 <= 1.10 * attachment.x_min_bytes()
 
 
+def test_real_depth_moves_x_min():
+    """Flux at its real depth: leaves of very different sizes, adapters, recomputed blocks."""
+    model = models.flux(layers=19, single=38).requires_grad_(False)
+    with attached(model, "cpu", offload_percent=0.91) as manager:
+        models.enable_checkpointing(model)
+        for _ in range(3):
+            models.flux_step(model)
+        engine = manager.state.engine
+        before = engine.stats()
+        models.flux_step(model)
+        moved = differences(before, engine.stats(), "h2d_bytes", "host_waits", "allocations")
+        assert moved["host_waits"] == moved["allocations"] == 0
+        assert moved["h2d_bytes"] <= 1.10 * manager.attachment.x_min_bytes()
+        assert len(manager.attachment.segments) == 1, "growing leaves one arena, not two"
+
+
 def test_bytes_the_simulator_copied_are_the_units_fetched(sim):
     """Two counts that know nothing of each other: the driver's and the engine's answers."""
     torch.manual_seed(0)
