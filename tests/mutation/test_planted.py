@@ -1,0 +1,170 @@
+"""Bugs that others shipped, planted one at a time: the C programs must find each of them.
+
+The five one-line mistakes of a double-buffered streamer (no staging wait, no slot wait, no wait for
+the copy, a record on the wrong stream, a wait before its record) and the five traps that offloaders
+fell into: a slot freed before backward, a use on another stream, a gradient read in flight, an
+assumed order of layers, wrong bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import mutants  # noqa: E402
+import mutate  # noqa: E402
+
+pytestmark = [
+    pytest.mark.proof,
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="links shared libraries the POSIX way"),
+]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """What stands in the source, and what a bug makes of it."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+
+
+BUGS = [
+    Bug(
+        "no staging wait",
+        "ring.c",
+        "        else\n"
+        "            OO_TRY(oo__ring_wait(engine, ring->busy[piece]));\n"
+        "        memcpy(staging",
+        "        memcpy(staging",
+    ),
+    Bug(
+        "no slot wait",
+        "engine.c",
+        "OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, use->event->handle, 0)",
+        "OO_OK",
+    ),
+    Bug(
+        "no wait for the copy",
+        "engine.c",
+        "    OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, stream, unit->ready->handle, 0));\n",
+        "",
+    ),
+    Bug(
+        "record on the wrong stream",
+        "engine.c",
+        "OO_DRIVE(engine, cuEventRecord, ready->handle, engine->h2d)",
+        "OO_DRIVE(engine, cuEventRecord, ready->handle, engine->d2h)",
+    ),
+    Bug(
+        "wait before its record",
+        "engine.c",
+        "    OO_TRY(OO_DRIVE(engine, cuEventRecord, computed->handle, stream));\n"
+        "    OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->d2h, computed->handle, 0));\n",
+        "    OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->d2h, computed->handle, 0));\n"
+        "    OO_TRY(OO_DRIVE(engine, cuEventRecord, computed->handle, stream));\n",
+    ),
+    Bug(
+        "trap 1: the slot of a unit in use is given away",
+        "plan.c",
+        "plan->units[unit].pins ? 0 : oo_plan_next_use(plan, unit)",
+        "oo_plan_next_use(plan, unit)",
+    ),
+    Bug(
+        "trap 1: the slot is freed before the backward kernel has run",
+        "engine.c",
+        "    OO_TRY(oo__mark_use(engine, unit, stream));\n",
+        "",
+    ),
+    Bug(
+        "trap 2: memory goes back while another stream still uses it",
+        "model.c",
+        "else if ((uintptr_t)unit->uses[i].stream != segment->stream)",
+        "else if (0)",
+    ),
+    Bug(
+        "trap 3: the host reads a gradient in flight",
+        "engine.c",
+        "    OO_TRY(OO_DRIVE(engine, cuEventSynchronize, arrived->handle));\n",
+        "",
+    ),
+    Bug(
+        "trap 4: layers are assumed to run in the order they were created",
+        "plan.c",
+        "    return best;\n",
+        "    return OO_NOWHERE;\n",
+    ),
+    Bug(
+        "trap 5: tensors with a gap between them travel as one",
+        "model.c",
+        "tensor->host - last->host == (ptrdiff_t)(tensor->offset - last->offset)",
+        "1",
+    ),
+    Bug(
+        "trap 5: a rewritten master is served from the old copy",
+        "engine.c",
+        "return fingerprint != member->fingerprint;",
+        "return 0;",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    yield mutate.Gate(tmp_path_factory.mktemp("gate"), races=True, slow=False)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(gate: Any, bug: Bug) -> None:
+    source = (mutants.CORE / bug.file).read_text()
+    assert source.count(bug.before) == 1, "the source has changed: plant the bug where it belongs"
+    begin = source.index(bug.before)
+    mutant = mutants.Mutant(
+        bug.file, 0, bug.name, begin, begin + len(bug.before), bug.after, bug.before
+    )
+    outcome = gate.try_mutant(mutant)
+    assert outcome.startswith("killed"), f"{bug.name}: {outcome}"
+
+
+SOURCE = """
+static int f(struct engine *engine) {
+    engine->stats.calls++;
+    OO_TRY(OO_DRIVE(engine, cuEventRecord, first->handle, engine->h2d));
+    if (engine->sweep == 1)
+        OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, stream, second->handle, 0));
+    else
+        return 1;
+done:
+    engine->driver.cuEventQuery(first->handle);
+    return 0;
+}
+"""
+
+
+def test_mutants_are_found_by_the_rules(tmp_path: Path) -> None:
+    """A swap moves whole statements; labels and jumps stay; every kind is there."""
+    path = tmp_path / "engine.c"
+    path.write_text(SOURCE)
+    found = {mutant.kind: mutant for mutant in mutants.mutants_of(path)}
+    assert {"delete cuEventRecord", "delete cuStreamWaitEvent", "delete cuEventQuery"} <= set(found)
+    assert {"cuEventRecord on engine->d2h", "cuStreamWaitEvent on engine->h2d"} <= set(found)
+    assert "cuStreamWaitEvent with first->handle" in found
+    assert "== becomes !=" in found
+    # The counter stands above a call that can leave the function: the swap can be seen.
+    assert "swap cuEventRecord with the statement above" in found
+    below = found["swap cuEventRecord with the statement below"]
+    assert below.text.lstrip().startswith("if (engine->sweep == 1)")
+    assert below.text.count("return 1;") == 1
+    # Nothing is swapped with what carries the label, nor with a jump.
+    assert not [kind for kind in found if kind.startswith("swap cuEventQuery")]
+    assert "swap cuStreamWaitEvent with the statement below" not in found
