@@ -532,6 +532,64 @@ static void test_no_more_than_eight_copies_in_a_call(void) {
     world_close(&w, "fetched");
 }
 
+/* What is being computed with stays, and is stale from then on; everything else is dropped at once. */
+static void test_what_is_in_use_becomes_stale(void) {
+    struct world w;
+    struct oo_use held, again;
+    struct oo_fetched fetched;
+    world_open(&w, 400000, 0);
+    for (int how = 0; how < 4; how++) {
+        double end_s;
+        need(oo_engine_resume(w.engine), "resume");
+        need(step(&w), "step");
+        sim.simFinish(&end_s);
+        need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held), "acquire");
+        if (how == 0)
+            need(oo_engine_refresh(w.engine, w.model), "refresh");
+        else if (how == 1)
+            need(oo_engine_refresh(w.engine, OO_ALL_MODELS), "refresh");
+        else if (how == 2)
+            need(oo_engine_hold(w.engine), "hold");
+        CHECK(stats_of(&w).resident_units == (how == 3 ? UNITS : 1), "%d: %llu resident", how,
+              (unsigned long long)stats_of(&w).resident_units);
+        CHECK(oo_engine_acquire(w.engine, w.member[3], w.stream, how == 3 ? 1 : 0, OO_RECOMPUTE, 1, 0, &again) == OO_E_STATE &&
+                  strstr(oo_error_message(), "rewritten"),
+              "%d: %s", how, oo_error_message());
+        need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+        const uint64_t stale = stats_of(&w).stale;
+        need(use(&w, 3, OO_BACKWARD), "use");
+        CHECK(stats_of(&w).stale == stale + 1, "%d: served from the old copy", how);
+    }
+    need(oo_engine_refresh(w.engine, w.model + 1), "a model that is none");
+    CHECK(stats_of(&w).resident_units > 0, "dropped another model's units");
+    CHECK(oo_engine_release(w.engine, UINT64_C(1) << 32 | 5000, w.stream, 0, &fetched) == OO_E_TICKET, "no such unit");
+    CHECK(oo_engine_release(w.engine, w.unit[3], w.stream, 0, &fetched) == OO_E_TICKET, "an old generation");
+    CHECK(oo_engine_launch(w.engine, 5000, w.stream, 0) == OO_E_STATE, "no such member");
+    CHECK(oo_engine_set_verify(w.engine, 1) == OO_OK && oo_engine_set_verify(w.engine, 0) == OO_OK, "verify");
+    world_close(&w, "in use");
+}
+
+/* Whoever must not block is told that another thread is inside. */
+static void test_a_nonblocking_call_leaves_when_the_engine_is_busy(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open(&w, 60000, -1);
+    oo__mutex_lock(w.engine->mutex);
+    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held) == OO_WOULD_BLOCK,
+          "acquired in a busy engine");
+    CHECK(oo_engine_release(w.engine, 0, w.stream, OO_NONBLOCKING, &fetched) == OO_WOULD_BLOCK, "released in a busy engine");
+    oo__mutex_unlock(w.engine->mutex);
+    need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held), "acquire");
+    need(oo_engine_release(w.engine, held.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
+    need(oo_model_remove(w.engine, w.model), "remove");
+    CHECK(oo_engine_destroy(w.engine) == OO_E_STATE && strstr(oo_error_message(), "0 models and 1 host"), "%s",
+          oo_error_message());
+    need(oo_model_add(w.engine, &w.model), "add");
+    need(oo_engine_destroy(NULL), "destroy nothing");
+    world_close(&w, "busy");
+}
+
 /* ---- failures at the worst moment ---- */
 
 static void test_a_use_that_could_not_be_marked_is_waited_for(void) {
@@ -666,10 +724,11 @@ static void test_a_failed_download_leaves_no_copy_behind(void) {
 
 /* Not even waiting works: the adopted gradient stays known until the next download, or the end. */
 static void test_what_a_failed_download_left_is_ended_by_the_next(void) {
-    for (int again = 0; again < 2; again++) {
+    for (int again = 0; again < 3; again++) {
         struct world w;
         struct sim_live before, after;
         char first[2048], second[2048], target[2048];
+        sim.simRefuseRegistration(again == 2); /* then nothing else waits for downloads until the end */
         world_open(&w, 60000, -1);
         fill(first, sizeof first, 1);
         fill(second, sizeof second, 2);
@@ -681,7 +740,7 @@ static void test_what_a_failed_download_left_is_ended_by_the_next(void) {
         sim.simFaultClear();
         sim.simGetLive(&after);
         CHECK(after.adopted_bytes == before.adopted_bytes + sizeof first, "given back while a copy is queued");
-        if (again) {
+        if (again == 1) {
             need(oo_engine_download(w.engine, target, (uintptr_t)second, sizeof second, w.stream), "next download");
             CHECK(memcmp(target, second, sizeof second) == 0, "wrong bytes");
             sim.simGetLive(&after);
@@ -689,6 +748,7 @@ static void test_what_a_failed_download_left_is_ended_by_the_next(void) {
                   (unsigned long long)(after.adopted_bytes - before.adopted_bytes));
             need(oo_engine_download(w.engine, target, (uintptr_t)first, sizeof first, w.stream), "the same address again");
         }
+        sim.simRefuseRegistration(0);
         world_close(&w, "unfinished download");
     }
 }
@@ -746,10 +806,14 @@ static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
     CHECK(w.engine->up.lost[0] == 1, "not lost");
     const double began = sim.simNow();
     const uint64_t recoveries = stats_of(&w).recoveries;
-    for (unsigned i = 0; i < OO_RING_PIECES; i++) /* as many as the ring has: one of them is the lost one */
-        need(use(&w, i, OO_FORWARD), "use");
+    struct oo_use uses[OO_RING_PIECES];
+    struct oo_fetched fetched;
+    for (unsigned i = 0; i < OO_RING_PIECES; i++) /* as many as the ring has: the last one is the lost one */
+        need(oo_engine_acquire(w.engine, w.member[i], w.stream, 0, OO_FORWARD, -1, 0, &uses[i]), "acquire");
     CHECK(stats_of(&w).recoveries == recoveries + 1 && sim.simNow() - began > 4.9e-3 && w.engine->up.lost[0] == 0,
           "%llu recoveries, %.6f s", (unsigned long long)(stats_of(&w).recoveries - recoveries), sim.simNow() - began);
+    for (unsigned i = 0; i < OO_RING_PIECES; i++)
+        need(oo_engine_release(w.engine, uses[i].ticket, w.stream, 0, &fetched), "release");
     /* A copy that could not be queued: nobody knows, so it is waited for as well. */
     sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
     CHECK(oo_engine_acquire(w.engine, w.member[9], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER, "no error");
@@ -823,14 +887,16 @@ static void test_unlocking_waits_for_copies_of_masters_that_moved_away(void) {
     need(oo_engine_lock(w.engine, host, 1), "lock");
     const struct oo_tensor there = {oo_host_address(host), 20000}, here = {w.master[0], w.bytes[0]};
     need(oo_unit_add(w.engine, w.model, &there, &one, 1, 0, &unit, &member, &offset), "unit");
+    const uintptr_t stream = new_stream(&w);
     kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 2e-3);
-    need(oo_engine_acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    need(oo_engine_acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    need(oo_engine_release(w.engine, held.ticket, stream, 0, &fetched), "release");
     need(oo_member_move(w.engine, member, &here, 1, &unit, &offset), "move");
     const double began = sim.simNow();
     need(oo_engine_unlock(w.engine, host), "unlock");
     CHECK(sim.simNow() - began > 1.9e-3, "unlocked after %.6f s", sim.simNow() - began);
     oo_host_destroy(host);
+    end_stream(&w, stream);
     world_close(&w, "moved away");
 }
 
@@ -1097,6 +1163,8 @@ int main(int argc, char **argv) {
     test_units_of_several_members_and_tensors();
     test_a_nonblocking_call_never_waits();
     test_no_more_than_eight_copies_in_a_call();
+    test_what_is_in_use_becomes_stale();
+    test_a_nonblocking_call_leaves_when_the_engine_is_busy();
     test_a_use_that_could_not_be_marked_is_waited_for();
     test_a_use_without_an_entry_is_waited_for();
     test_an_acquire_that_fails_behind_its_copy();

@@ -111,6 +111,31 @@ static void test_any_allocation_may_fail(void) {
         life_without_memory(n);
     printf("%llu allocations in a life\n", (unsigned long long)count);
 }
+
+static OOCUresult(OOCUDAAPI *real_create)(OOCUevent *, unsigned int);
+static int created;
+
+static OOCUresult OOCUDAAPI spy_create(OOCUevent *event, unsigned int flags) {
+    created++;
+    return real_create(event, flags);
+}
+
+/* A real driver writes the handle where it is told to. */
+static void test_no_event_is_created_without_a_record(void) {
+    struct world w;
+    world_open(&w, 60000, -1);
+    real_create = w.engine->driver.cuEventCreate;
+    w.engine->driver.cuEventCreate = spy_create;
+    sim.cuCtxPushCurrent_v2(w.context);
+    fail_in = 1;
+    counting = 1;
+    CHECK(oo__events_reserve(w.engine, 1) == OO_E_MEMORY && created == 0, "%d events", created);
+    counting = 0;
+    need(oo__events_reserve(w.engine, 1), "reserve");
+    CHECK(created == 1, "%d events", created);
+    sim.cuCtxPopCurrent_v2(NULL);
+    world_close(&w, "record");
+}
 #endif
 
 /* ---- host memory ---- */
@@ -157,6 +182,7 @@ int main(int argc, char **argv) {
     test_host_memory_that_cannot_be_had();
 #if defined(CAN_FAIL)
     test_any_allocation_may_fail();
+    test_no_event_is_created_without_a_record();
 #endif
     return check_report();
 }
