@@ -229,6 +229,8 @@ def run_demo(
                 timing = runner is managed or not manager.state.simulated or number >= steps - 3
                 loss, seconds = timed(runner, number) if timing else (runner.step(number), None)
                 if last and runner is managed:
+                    # Before the trace ends, which waits for the device.
+                    report = memory_summary(place, model=model, optimizer=managed.optimizer)
                     trace = list(engine.trace_stop())
                 runner.losses.append(float(loss))
                 if seconds is not None:
@@ -243,7 +245,6 @@ def run_demo(
     label = "simulated times" if manager.state.simulated else "measured by events"
     title = f"one training step, {offload:.0%} offloaded, {engine.device_name} ({label})"
     target.write_text(timeline_svg(trace, title), encoding="utf-8")
-    report = memory_summary(place, model=model, optimizer=managed.optimizer)
     result = DemoResult(
         device=str(place),
         device_name=engine.device_name,
@@ -304,8 +305,6 @@ def _quiet_libraries() -> None:
     from diffusers.utils import logging as diffusers_logging
 
     diffusers_logging.set_verbosity_error()
-    for name in ("bitsandbytes", "peft"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _typical(seconds: list[float]) -> float:
@@ -393,6 +392,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, ok: int, error: int, check_failed: int) -> int:
     """Run the subcommand; `check_failed` where the two trainings differ."""
+    for name in ("bitsandbytes", "peft"):  # their notices at import are not the demo's
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         import diffusers  # noqa: F401
         import peft  # noqa: F401

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .manager import Attachment
 
 SCHEMA = "oracle_offload/memory-summary/1"
-_WIDTH = 75
+_WIDTH = 80
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 
 import models
@@ -242,6 +243,33 @@ def test_two_compute_streams_use_one_unit(sim):
                     assert_same([managed(torch.ones(2, 128))], expected)
         state.stream = lambda: first
         sim.destroy_stream(second)
+
+
+def test_two_threads_train_through_one_model():
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Tower(depth=4).requires_grad_(False))
+    inputs = [torch.randn(3, 128) for _ in range(2)]
+    expected = [resident(x).detach() for x in inputs]
+    errors = []
+
+    def train(number):
+        try:
+            for _ in range(30):
+                x = inputs[number].clone().requires_grad_()
+                y = managed(x)
+                y.square().sum().backward()
+                assert_same(y, expected[number])
+        except BaseException as error:
+            errors.append(error)
+
+    with attached(managed, "cpu", offload_percent=0.6):
+        managed(inputs[0])
+        threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors, errors
 
 
 class Failing:
