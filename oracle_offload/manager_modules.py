@@ -575,6 +575,31 @@ def is_managed(module: nn.Module) -> bool:
     return module.__dict__.get(HANDLE) is not None
 
 
+_outcomes: tuple[Any, dict[tuple[int, torch.dtype], tuple[torch.dtype, bool]]] = (None, {})
+
+
+def _outcome(
+    fn: Callable[[Tensor], Tensor], dim: int, dtype: torch.dtype
+) -> tuple[torch.dtype, bool]:
+    """Return the dtype that `fn` gives such a tensor, and whether it makes it channels-last.
+
+    One ``.to()`` asks for every layer with the same `fn`; trainers call it at every step.
+    """
+    global _outcomes
+    if _outcomes[0] is None or _outcomes[0]() is not fn:
+        try:
+            _outcomes = weakref.ref(fn), {}
+        except TypeError:
+            _outcomes = None, {}
+    known = _outcomes[1].get((dim, dtype))
+    if known is None:
+        with torch.no_grad():
+            result = fn(torch.zeros((2,) * dim, dtype=dtype))
+        known = result.dtype, result.dim() == 4 and not result.is_contiguous()
+        _outcomes[1][dim, dtype] = known
+    return known
+
+
 def apply_to_masters(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     """``module._apply(fn)`` for masters: a change of dtype or layout is kept, a move is not.
 
@@ -587,13 +612,11 @@ def apply_to_masters(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
         parameter = module._parameters.get(name)
         if parameter is None:
             continue
-        sample = torch.zeros((2,) * parameter.dim(), dtype=parameter.dtype)
-        with torch.no_grad():
-            result = fn(sample)
+        dtype, channels_last = _outcome(fn, parameter.dim(), parameter.dtype)
         wanted = parameter.data
-        if result.dtype != parameter.dtype:
-            wanted = wanted.to(result.dtype)
-        if result.dim() == 4 and not result.is_contiguous():
+        if dtype != parameter.dtype:
+            wanted = wanted.to(dtype)
+        if channels_last:
             wanted = wanted.contiguous(memory_format=torch.channels_last)
         if wanted is not parameter.data and wanted.data_ptr() != parameter.data_ptr():
             parameter.data = layer.attachment.lone_master(wanted)

@@ -438,6 +438,24 @@ def test_moves_leave_the_masters_alone():
         assert model[0].weight.data_ptr() == address
 
 
+def test_channels_last_is_kept_as_a_layout():
+    torch.manual_seed(0)
+    managed = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Conv2d(6, 4, 3))
+    resident = copy.deepcopy(managed)
+
+    def step(model):
+        x = torch.randn(2, 4, 9, 9).contiguous(memory_format=torch.channels_last)
+        y = model(x)
+        y.square().sum().backward()
+        return [y]
+
+    with attached(managed, "cpu"):
+        for model in (managed, resident):
+            model.to(memory_format=torch.channels_last)
+        assert managed[0].weight.stride() == resident[0].weight.stride()
+        assert_models_agree(managed, resident, step)
+
+
 def test_everything_else_is_moved_and_keeps_its_dtype(device):
     class Odd(nn.Module):
         def __init__(self):
