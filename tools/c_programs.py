@@ -246,6 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="address, undefined, thread (runs the programs that start threads); with commas",
     )
     parser.add_argument("--windows", action="store_true", help="cross-compile with ziglang")
+    parser.add_argument("--verbose", action="store_true", help="show what programs that pass say")
     parser.add_argument("--coverage", action="store_true", help="instrument for gcov")
     args = parser.parse_args(argv)
     sanitize = [s for s in args.sanitize.split(",") if s]
@@ -281,6 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 lines = done.stdout.splitlines()
                 print("\n".join([*lines[:40], "...", *lines[-10:]] if len(lines) > 50 else lines))
                 failed.append(name)
+            elif args.verbose:
+                print(done.stdout)
     if failed:
         print(f"{toolchain.name}: failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -632,11 +632,15 @@ done:
     return status;
 }
 
+/* On a dead engine only host records are freed: a lost context has taken the rest with it. */
 static void oo__close_device(struct oo_engine *engine) {
-    (void)oo__finish_download(engine); /* before the ring it may still be reading goes */
+    if (engine->usable)
+        (void)oo__finish_download(engine); /* before the ring it may still be reading goes */
     oo__ring_free(engine, &engine->down);
     oo__ring_free(engine, &engine->up);
     oo__spans_free(engine);
+    if (!engine->usable)
+        return;
     oo__kernels_free(engine);
     /* Destroying a stream returns at once and drops none of its work. */
     if (engine->h2d)
@@ -707,7 +711,7 @@ enum oo_status oo_engine_destroy(struct oo_engine *engine) {
     if (attached || engine->n_hosts)
         status = oo__fail(OO_E_STATE, "the engine still has %u models and %u host buffers; detach them first", attached,
                           engine->n_hosts);
-    else if (engine->usable)
+    else
         oo__close_device(engine);
     oo__leave(engine);
     if (status != OO_OK)

@@ -174,7 +174,8 @@ void oo__spans_free(struct oo_engine *engine) {
     while (spans->free_events) {
         struct oo_event *event = spans->free_events;
         spans->free_events = event->next;
-        (void)engine->driver.cuEventDestroy(event->handle);
+        if (engine->usable)
+            (void)engine->driver.cuEventDestroy(event->handle);
         free(event);
     }
     free(spans->rows);

@@ -12,6 +12,13 @@ static void release_leaked_context(void) {
     sim.simReportsClear();
 }
 
+/* A context whose pop was made to fail is still current: the next life shall begin without one. */
+static void leave_contexts(void) {
+    OOCUcontext current = NULL;
+    while (sim.cuCtxGetCurrent(&current) == 0 && current)
+        sim.cuCtxPopCurrent_v2(NULL);
+}
+
 /* A life of the engine in which the n-th driver call fails; every error is allowed, a wrong byte, a leak
  * or a hang is not. Returns how many calls the life made. */
 static uint64_t life_with_fault(uint64_t nth, int lasting) {
@@ -43,7 +50,8 @@ static uint64_t life_with_fault(uint64_t nth, int lasting) {
         failures += step(&w) != OO_OK;
         failures += oo_engine_hold(w.engine) != OO_OK;
         failures += oo_engine_resume(w.engine) != OO_OK;
-        char gradient[8192], target[8192];
+        /* Static: a download that could not even be waited for may read its source later. */
+        static char gradient[8192], target[8192];
         fill(gradient, sizeof gradient, (unsigned)i);
         if (oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream) == OO_OK)
             CHECK(memcmp(gradient, target, sizeof gradient) == 0, "a gradient arrived wrong after fault %llu",
@@ -60,6 +68,8 @@ static uint64_t life_with_fault(uint64_t nth, int lasting) {
     need(oo_engine_destroy(w.engine), "destroy after the fault");
     free(w.arena);
     const uint64_t calls = sim.simCallCount(NULL) - before;
+    CHECK(lasting || nth <= calls, "call %llu of %llu was never made", (unsigned long long)nth, (unsigned long long)calls);
+    leave_contexts();
     char name[64];
     snprintf(name, sizeof name, "fault at call %llu, lasting %d", (unsigned long long)nth, lasting);
     check_no_reports(name);

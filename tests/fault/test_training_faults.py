@@ -151,6 +151,7 @@ def sweep(step: int, *, lasting: bool) -> None:
     assert calls > 500
     for nth in range(1, calls + 1, step):
         in_child(nth, lasting)
+    print(f"faults: {len(range(1, calls + 1, step))} of {calls} calls, lasting {lasting}")
 
 
 def test_a_sample_of_calls_fails_once() -> None:
