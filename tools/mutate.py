@@ -76,6 +76,8 @@ class Gate:
         if not races:
             self.environment["ORACLE_OFFLOAD_TEST_RACES_OFF"] = "1"
         self.lock = threading.Lock()
+        # Read once: a mutant is a place in the text as it was when the mutants were found.
+        self.sources = {path.name: path.read_text() for path in CORE.glob("*.c")}
         self.seen: dict[tuple[str, str], str] = {}  # file and hash of its object -> mutant
         self.objects: dict[str, Path] = {}
         for name in c_flags.sources(*c_flags.CORE_FOLDERS):
@@ -198,7 +200,7 @@ class Gate:
 
     def try_mutant(self, mutant: Mutant) -> str:
         """Return "survived", "killed: " and by what, or "none: " and why it is no mutant."""
-        source = (CORE / mutant.file).read_text()
+        source = self.sources[mutant.file]
         text = source[: mutant.begin] + mutant.text + source[mutant.end :]
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             folder = Path(name)
