@@ -104,7 +104,7 @@ void oo__forget_copy(struct oo_engine *engine, uint32_t id) {
     oo__event_give(engine, unit->trace_begin);
     unit->ready = unit->trace_begin = NULL;
     unit->n_uses = unit->n_waited = 0;
-    unit->stale = 0;
+    unit->stale = unit->leaving = 0;
     unit->generation++;
 }
 
@@ -470,6 +470,8 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
     }
     oo__event_give(engine, unit->trace_begin);
     unit->trace_begin = NULL;
+    if (unit->leaving && !oo_plan_pins(engine->plan, id) && oo__drop(engine, id) != OO_OK)
+        unit->stale = 1; /* it stays, and is not to be trusted */
     oo__prefetch(engine, flags, fetched);
 done:
     oo__leave(engine);
@@ -572,7 +574,7 @@ enum oo_status oo_engine_hold(struct oo_engine *engine) {
         if (unit->removed || !unit->trainable)
             continue;
         if (oo_plan_pins(engine->plan, i))
-            unit->stale = 1;
+            unit->leaving = 1; /* another thread is still in its backward, with the same weights */
         else
             OO_TRY(oo__drop(engine, i));
     }

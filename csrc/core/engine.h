@@ -99,6 +99,7 @@ struct oo_unit {
     uint32_t *members;
     size_t host_bytes, device_bytes;
     uint8_t trainable, removed, stale;
+    uint8_t leaving; /* to be dropped as soon as nobody computes with it */
     struct oo_event *ready;         /* its copy has arrived */
     OOCUstream waited[OO_STREAMS];  /* streams already ordered after `ready` */
     uint32_t n_waited;
