@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -61,8 +61,8 @@ def null_driver() -> Iterator[Path]:
             yield Path(folder)
 
 
-def seconds_per_call(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return each call's least mean over a round; rounds alternate, so that all see the same load."""
+def seconds_per_call(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Return each call's least mean over a round; rounds alternate: all see the same load."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(REPEATS + 1):  # the first warms up
         for name, call in calls.items():
@@ -113,21 +113,18 @@ def managed_call() -> list[dict[str, Any]]:
     kinds = {
         "linear": chain([lambda y: F.linear(y, plain.weight)] * LAYERS),
         "empty": chain([lambda y: Empty.apply(y, plain)] * LAYERS),  # type: ignore[no-untyped-call]
-        "managed": chain([lambda y, layer=layer: layer(y) for layer in layers]),
+        "managed": chain(list(layers)),
         "module": chain([plain] * LAYERS),
         "managed_module": chain(list(model)),
     }
     rows = []
-    for what, wrap in (
-        ("forward", lambda call: call),
-        ("forward_backward", lambda call: lambda: torch.autograd.grad(call(), x, ones)),
-    ):
-        found = {
-            name: seconds / LAYERS
-            for name, seconds in seconds_per_call(
-                {name: wrap(call) for name, call in kinds.items()}
-            ).items()
-        }
+
+    def backward_of(call: Callable[[], torch.Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(call(), x, ones)
+
+    with_backward = {name: backward_of(call) for name, call in kinds.items()}
+    for what, calls in (("forward", kinds), ("forward_backward", with_backward)):
+        found = {name: seconds / LAYERS for name, seconds in seconds_per_call(calls).items()}
         floor = found["empty"] - found["linear"]
         rows.append(
             {
@@ -173,9 +170,9 @@ def attach_against_copy() -> dict[str, Any]:
         return torch.nn.Sequential(*layers).requires_grad_(False)
 
     times: dict[str, list[float]] = {"attach": [], "copy": []}
-    model = build()
-    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     for _ in range(3):
+        model = build()
+        nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
         start = time.perf_counter()
         copies = [p.detach().clone() for p in model.parameters()]
         times["copy"].append(time.perf_counter() - start)
@@ -184,8 +181,6 @@ def attach_against_copy() -> dict[str, Any]:
         manager = oracle_offload.attach(model, "cpu", offload_percent=1.0)
         times["attach"].append(time.perf_counter() - start)
         manager.detach(model)
-        del model
-        model = build()
     attach_s, copy_s = median(times["attach"]), median(times["copy"])
     return {
         "name": "attach_against_copy",

@@ -1,4 +1,4 @@
-"""On a real card: copies and kernels that race each other on purpose give the resident model's bits.
+"""On a real card: copies and kernels race each other on purpose, and the bits are the resident's.
 
 The simulator proves the order of every wait; here the same waits meet a real driver, real copy
 engines and torch's caching allocator. `spin` keeps the compute stream busy so that every copy has

@@ -85,6 +85,6 @@ def test_a_failed_call_keeps_its_name_and_code(broken_driver) -> None:  # type: 
 
 
 def test_a_missing_library_says_where_it_looked_and_what_else_works() -> None:
-    with pytest.raises(OffloadError, match="/nowhere/libcuda.so cannot be loaded") as caught:
+    with pytest.raises(OffloadError, match=r"/nowhere/libcuda\.so cannot be loaded") as caught:
         _core.driver_probe("/nowhere/libcuda.so")
     assert 'device "cpu"' in str(caught.value)
