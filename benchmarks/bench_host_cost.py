@@ -98,7 +98,7 @@ def managed_call() -> list[dict[str, Any]]:
         *(torch.nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(LAYERS))
     ).requires_grad_(False)
     manager = oracle_offload.attach(model, "cpu", offload_percent=0.0)
-    layers = [layer._layer_memory_manager for layer in model]
+    layers: list[Any] = [layer._layer_memory_manager for layer in model]
     ones = torch.ones(1, FEATURES)
 
     def chain(calls: list[Callable[[torch.Tensor], torch.Tensor]]) -> Callable[[], torch.Tensor]:
