@@ -6,6 +6,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo test lint format bench ctest asan-check tsan-check windows-check analyze \
+        proof mutation coverage screenshots \
         wheel gpu-wheels gpu-check gpu-import environment clean
 
 ifdef PYTHON
@@ -32,6 +33,10 @@ help:
 	@echo "make tsan-check    the C programs under ThreadSanitizer"
 	@echo "make windows-check cross-compile the C sources for Windows; run them where Wine is"
 	@echo "make analyze       clang-tidy and cppcheck"
+	@echo "make proof         every proof of order and of behaviour under faults, with figures"
+	@echo "make mutation      the mutation gate alone"
+	@echo "make coverage      branches of the core that the C programs take"
+	@echo "make screenshots   the pictures of docs/images that a browser takes"
 	@echo "make wheel         dist/*.whl and dist/*.tar.gz"
 	@echo "make gpu-wheels    fetch the wheels that a GPU machine without network lacks"
 	@echo "make gpu-check     GPU tests and benchmarks [WHEELS=dir] [RESULTS=dir] [COMMIT=id]"
@@ -92,6 +97,19 @@ format: $(call ready,lint)
 
 analyze: $(call ready,analysis)
 	"$(PY)" tools/analyze.py
+
+# The parts are listed by `python tools/proof.py --list`; each can be run alone.
+proof: build
+	"$(PY)" tools/proof.py $(ARGS)
+
+mutation: $(call ready,test)
+	"$(PY)" tools/mutate.py $(ARGS)
+
+coverage: $(call ready,test)
+	"$(PY)" tools/c_coverage.py $(ARGS)
+
+screenshots: $(call ready,screenshots) build
+	"$(PY)" tools/screenshots.py docs/images
 
 wheel: $(call ready,test)
 	"$(PY)" -m build --outdir dist

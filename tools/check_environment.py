@@ -16,6 +16,7 @@ NEEDED = {
     "lint": ("ruff", "mypy", "clang-format"),
     "windows": ("ziglang",),
     "analysis": ("clang-tidy", "cppcheck"),
+    "screenshots": ("torch", "nbconvert", "ipykernel"),
 }
 
 
