@@ -338,7 +338,8 @@ def _install_hooks() -> None:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Cover what the end of a graph task cannot: a backward that raised, gradients set by hand."""
     for state in open_states():
-        if any(attachment.has_trainable() for attachment in list(state.models.values())):
+        trained = [attachment.update_trainable() for attachment in list(state.models.values())]
+        if any(trained):
             state.engine.hold()
 
 

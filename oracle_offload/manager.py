@@ -48,13 +48,28 @@ class Attachment:
         self.step_h2d_bytes: int | None = None
         self.step_d2h_bytes: int | None = None
         self.steps = 0
+        self.trained_units: set[int] = set()
         self._last = (0, 0)
         self.model = state.engine.add_model()
         state.models[self.model] = self
 
-    def has_trainable(self) -> bool:
-        """Whether any managed tensor is trained now."""
-        return any(tensor.requires_grad for layer in self.layers for tensor in layer.tensors())
+    def update_trainable(self) -> bool:
+        """Tell the engine which units are trained now: many a model is frozen after attach.
+
+        Returns
+        -------
+        bool
+            Whether any is.
+        """
+        trained = {
+            layer.unit
+            for layer in self.layers
+            if any(tensor.requires_grad for tensor in layer.tensors())
+        }
+        for unit in (trained ^ self.trained_units) & self.state.units.keys():
+            self.state.engine.set_trainable(unit, unit in trained)
+        self.trained_units = trained
+        return bool(trained)
 
     def lock(self, buffer: _core.HostBuffer, wanted: bool = True) -> None:
         """Make a piece known to the engine, page-locked if `wanted`, until detach."""
@@ -456,6 +471,8 @@ def _add_units(manager: MemoryManager, units: Sequence[Sequence[Leaf]]) -> None:
         for layer, (member, offsets) in zip(layers, members, strict=True):
             layer.placed(number, member, offsets)
             attachment.layers.append(layer)
+        if trainable:
+            attachment.trained_units.add(number)
 
 
 def move_unmanaged(module: nn.Module, device: torch.device) -> None:
