@@ -36,10 +36,12 @@ static void oo__block_merge(struct oo_arena *arena, struct oo_block *block) {
     }
 }
 
-uintptr_t oo_block_address(const struct oo_block *block) { return block->segment->base + block->offset; }
+uintptr_t oo_block_address(const struct oo_block *block) {
+    return block->segment->base + block->offset;
+}
 
-enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes, uint32_t model, uintptr_t stream,
-                            struct oo_segment **out) {
+enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes, uint32_t model,
+                            uintptr_t stream, struct oo_segment **out) {
     struct oo_segment *segment = malloc(sizeof *segment);
     if (!segment || !oo_arena_reserve(arena)) {
         free(segment);
@@ -79,8 +81,9 @@ void oo_arena_clear(struct oo_arena *arena) {
 }
 
 /* The smallest window that ends at `last`, or first == NULL. */
-static struct oo_window oo__window_ending_at(struct oo_block *last, size_t bytes, uint64_t later_than,
-                                             oo_next_use next_use, const void *context, size_t *evicted) {
+static struct oo_window oo__window_ending_at(struct oo_block *last, size_t bytes,
+                                             uint64_t later_than, oo_next_use next_use,
+                                             const void *context, size_t *evicted) {
     struct oo_window window = {NULL, last, 0, OO_NEVER};
     *evicted = 0;
     for (struct oo_block *block = last; block; block = block->previous) {
@@ -101,8 +104,8 @@ static struct oo_window oo__window_ending_at(struct oo_block *last, size_t bytes
     return window;
 }
 
-int oo_arena_find(const struct oo_arena *arena, size_t bytes, uint64_t later_than, oo_next_use next_use,
-                  const void *context, struct oo_window *window) {
+int oo_arena_find(const struct oo_arena *arena, size_t bytes, uint64_t later_than,
+                  oo_next_use next_use, const void *context, struct oo_window *window) {
     size_t least_evicted = SIZE_MAX;
     window->first = NULL;
     for (const struct oo_segment *segment = arena->segments; segment; segment = segment->next) {
@@ -110,7 +113,8 @@ int oo_arena_find(const struct oo_arena *arena, size_t bytes, uint64_t later_tha
             continue;
         for (struct oo_block *last = segment->first; last; last = last->next) {
             size_t evicted;
-            const struct oo_window found = oo__window_ending_at(last, bytes, later_than, next_use, context, &evicted);
+            const struct oo_window found =
+                oo__window_ending_at(last, bytes, later_than, next_use, context, &evicted);
             if (!found.first)
                 continue;
             const int later = !window->first || found.soonest > window->soonest;
@@ -135,12 +139,14 @@ int oo_arena_reserve(struct oo_arena *arena) {
     return 1;
 }
 
-struct oo_block *oo_arena_take(struct oo_arena *arena, const struct oo_window *window, size_t bytes, uint32_t unit) {
+struct oo_block *oo_arena_take(struct oo_arena *arena, const struct oo_window *window, size_t bytes,
+                               uint32_t unit) {
     struct oo_block *before = window->first->previous;
     struct oo_block *after = window->last->next;
     struct oo_block *block = window->first;
     const size_t left_over = window->bytes - bytes;
-    /* Streaming upwards or downwards, placements then follow each other without holes between them. */
+    /* Streaming upwards or downwards, placements then follow each other without holes between them.
+     */
     const int at_end = after && after->placed > (before ? before->placed : 0);
     for (struct oo_block *old = block; old != after;) {
         struct oo_block *next = old->next;
@@ -151,7 +157,8 @@ struct oo_block *oo_arena_take(struct oo_arena *arena, const struct oo_window *w
         old = next;
     }
     /* One free block over the whole window, split when something is left over. */
-    *block = (struct oo_block){before, after, block->segment, block->offset, window->bytes, 0, OO_NO_UNIT};
+    *block = (struct oo_block){before,        after, block->segment, block->offset,
+                               window->bytes, 0,     OO_NO_UNIT};
     if (after)
         after->previous = block;
     arena->used_bytes += bytes;

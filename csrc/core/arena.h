@@ -1,12 +1,12 @@
-/* arena.h - device memory as blocks in address order. Pure bookkeeping: it knows no driver, and of time
- * only what the caller's next_use tells. */
+/* arena.h - device memory as blocks in address order. Pure bookkeeping: it knows no driver, and of
+ * time only what the caller's next_use tells. */
 #ifndef OO_ARENA_H
 #define OO_ARENA_H
 
 #include "oracle_offload.h"
 
 #define OO_NO_UNIT UINT32_MAX
-#define OO_NEVER UINT64_MAX /* as a next use: not in the known future */
+#define OO_NEVER   UINT64_MAX /* as a next use: not in the known future */
 
 struct oo_segment;
 
@@ -47,24 +47,25 @@ struct oo_window {
 /* When the occupant will be used next, in visits from now; 0 when it must stay. */
 typedef uint64_t (*oo_next_use)(const void *context, uint32_t unit);
 
-enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes, uint32_t model, uintptr_t stream,
-                            struct oo_segment **out);
+enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes, uint32_t model,
+                            uintptr_t stream, struct oo_segment **out);
 /* The segment must be free of units. */
 void oo_arena_remove(struct oo_arena *arena, struct oo_segment *segment);
 void oo_arena_clear(struct oo_arena *arena);
 
 /* Find a window for `bytes`, all of whose occupants are next used later than `later_than`. Such
  * occupants are all fair to evict: the window with the fewest bytes of them is taken, which keeps
- * units of different sizes from wasting the arena. With `later_than` 0 (a unit is needed at once, so
- * nothing is known to be fair) it is the window needed last. Returns 0 when there is none. */
-int oo_arena_find(const struct oo_arena *arena, size_t bytes, uint64_t later_than, oo_next_use next_use,
-                  const void *context, struct oo_window *window);
+ * units of different sizes from wasting the arena. With `later_than` 0 (a unit is needed at once,
+ * so nothing is known to be fair) it is the window needed last. Returns 0 when there is none. */
+int oo_arena_find(const struct oo_arena *arena, size_t bytes, uint64_t later_than,
+                  oo_next_use next_use, const void *context, struct oo_window *window);
 /* Records for one more unit in the arena: its block and the gap beside it. 0: no memory. */
 int oo_arena_reserve(struct oo_arena *arena);
-/* Put `unit` into the window, against the neighbour that was placed last, so that what is left over is
- * where the next placement will be; occupants are evicted by this. Needs no
- * memory: each unit that could be in the arena has its records reserved. */
-struct oo_block *oo_arena_take(struct oo_arena *arena, const struct oo_window *window, size_t bytes, uint32_t unit);
+/* Put `unit` into the window, against the neighbour that was placed last, so that what is left over
+ * is where the next placement will be; occupants are evicted by this. Needs no memory: each unit
+ * that could be in the arena has its records reserved. */
+struct oo_block *oo_arena_take(struct oo_arena *arena, const struct oo_window *window, size_t bytes,
+                               uint32_t unit);
 void oo_arena_free(struct oo_arena *arena, struct oo_block *block);
 uintptr_t oo_block_address(const struct oo_block *block);
 

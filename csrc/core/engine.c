@@ -1,15 +1,16 @@
-/* engine.c - one use of a unit, from top to bottom: enter, acquire, copy in, release, prefetch, evict,
- * recover. What to do is decided in plan.c; here it is carried out, in the right order.
+/* engine.c - one use of a unit, from top to bottom: enter, acquire, copy in, release, prefetch,
+ * evict, recover. What to do is decided in plan.c; here it is carried out, in the right order.
  *
  * The hazards, and the one wait that closes each:
  *   H1  a kernel reads a slot before the copy has arrived      compute stream waits for `ready`
  *   H2  a copy overwrites bytes that a kernel still reads      h2d stream waits for every last use
  *   H3  a copy overwrites bytes an earlier owner still uses    h2d waits for the allocating stream
- *   H4  bytes given back while copies or kernels are queued    allocating stream / host waits (model.c)
- *   H5  the host rewrites ring bytes a DMA still reads         host waits for the piece (ring.c)
- *   H6  a gradient is copied before it is computed             d2h stream waits for the compute stream
- * Copies among themselves are ordered by being on one stream each way. Free bytes of the arena keep one
- * promise: every use of them is ordered before the tail of the h2d stream (oo__drop, oo__copy_in). */
+ *   H4  bytes given back while copies or kernels are queued    allocating stream / host waits
+ * (model.c) H5  the host rewrites ring bytes a DMA still reads         host waits for the piece
+ * (ring.c) H6  a gradient is copied before it is computed             d2h stream waits for the
+ * compute stream Copies among themselves are ordered by being on one stream each way. Free bytes of
+ * the arena keep one promise: every use of them is ordered before the tail of the h2d stream
+ * (oo__drop, oo__copy_in). */
 #include "engine.h"
 
 #include <stdio.h>
@@ -46,8 +47,10 @@ static enum oo_status oo__context_enter(struct oo_engine *engine) {
 
 enum oo_status oo__enter(struct oo_engine *engine, int flags) {
     if (oo__fork_guard_in_child(engine->guard))
-        return oo__fail(OO_E_FORKED, "this process is a fork of the one that trains: the GPU belongs to the parent; "
-                                     "do not use a managed model in a DataLoader worker");
+        return oo__fail(
+            OO_E_FORKED,
+            "this process is a fork of the one that trains: the GPU belongs to the parent; "
+            "do not use a managed model in a DataLoader worker");
     if (!(flags & OO_NONBLOCKING))
         oo__mutex_lock(engine->mutex);
     else if (!oo__mutex_try(engine->mutex))
@@ -56,10 +59,11 @@ enum oo_status oo__enter(struct oo_engine *engine, int flags) {
     enum oo_status status = engine->dead == OO_OK ? oo__context_enter(engine) : OO_OK;
     engine->usable = engine->dead == OO_OK && status == OO_OK;
     if (engine->dead != OO_OK && status == OO_OK && !(flags & OO__EVEN_DEAD))
-        status = oo__fail_driver(OO_E_DEAD, engine->dead_call, engine->dead_code, engine->dead_name,
-                                 "the GPU context was lost by an earlier error (%s); save what you need from host "
-                                 "memory and restart the process",
-                                 engine->dead_message);
+        status = oo__fail_driver(
+            OO_E_DEAD, engine->dead_call, engine->dead_code, engine->dead_name,
+            "the GPU context was lost by an earlier error (%s); save what you need from host "
+            "memory and restart the process",
+            engine->dead_message);
     if ((flags & OO__EVEN_WITHOUT_CONTEXT) || (engine->dead != OO_OK && (flags & OO__EVEN_DEAD)))
         status = OO_OK;
     if (status != OO_OK)
@@ -87,15 +91,17 @@ enum oo_status oo__synchronize(struct oo_engine *engine, OOCUstream stream, int 
 enum oo_status oo__order_after_uses(struct oo_engine *engine, struct oo_unit *unit) {
     for (uint32_t i = 0; i < unit->n_uses; i++) {
         const struct oo_last_use *use = &unit->uses[i];
-        enum oo_status status = use->lost ? oo__synchronize(engine, use->stream, 1)
-                                          : OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, use->event->handle, 0);
+        enum oo_status status =
+            use->lost ? oo__synchronize(engine, use->stream, 1)
+                      : OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, use->event->handle, 0);
         if (status != OO_OK)
             return status;
     }
     return OO_OK;
 }
 
-/* The waits queued on the events keep the records they saw, so the events are free again at once. */
+/* The waits queued on the events keep the records they saw, so the events are free again at once.
+ */
 void oo__forget_copy(struct oo_engine *engine, uint32_t id) {
     struct oo_unit *unit = &engine->units[id];
     for (uint32_t i = 0; i < unit->n_uses; i++)
@@ -132,23 +138,27 @@ static void oo__note_masters(struct oo_engine *engine, uint32_t id) {
         member->fingerprint = 0;
         for (uint32_t j = 0; j < member->n_tensors; j++)
             member->fingerprint =
-                member->fingerprint * 31 + oo__fingerprint(member->tensors[j].host, member->tensors[j].bytes, engine->verify);
+                member->fingerprint * 31 +
+                oo__fingerprint(member->tensors[j].host, member->tensors[j].bytes, engine->verify);
     }
 }
 
 static int oo__masters_changed(const struct oo_engine *engine, const struct oo_member *member) {
     uint64_t fingerprint = 0;
     for (uint32_t j = 0; j < member->n_tensors; j++)
-        fingerprint = fingerprint * 31 + oo__fingerprint(member->tensors[j].host, member->tensors[j].bytes, engine->verify);
+        fingerprint = fingerprint * 31 + oo__fingerprint(member->tensors[j].host,
+                                                         member->tensors[j].bytes, engine->verify);
     return fingerprint != member->fingerprint;
 }
 
-static enum oo_status oo__copy_parts(struct oo_engine *engine, const struct oo_unit *unit, uintptr_t address) {
+static enum oo_status oo__copy_parts(struct oo_engine *engine, const struct oo_unit *unit,
+                                     uintptr_t address) {
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         const struct oo_part *part = &unit->parts[i];
         const int locked = part->memory && part->memory->locked;
         enum oo_status status =
-            locked ? OO_DRIVE(engine, cuMemcpyHtoDAsync, address + part->offset, part->host, part->bytes, engine->h2d)
+            locked ? OO_DRIVE(engine, cuMemcpyHtoDAsync, address + part->offset, part->host,
+                              part->bytes, engine->h2d)
                    : oo__ring_upload(engine, address + part->offset, part->host, part->bytes);
         if (status != OO_OK)
             return status;
@@ -161,7 +171,8 @@ static enum oo_status oo__copy_parts(struct oo_engine *engine, const struct oo_u
 
 /* Bring a unit in over the window's occupants. Fails with the unit absent; what was evicted by then
  * stays evicted, which costs a copy and nothing else. */
-static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id, const struct oo_window *window) {
+static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
+                                  const struct oo_window *window) {
     enum oo_status status = OO_OK;
     struct oo_event *begin = NULL, *ready = NULL;
     struct oo_unit *unit = &engine->units[id];
@@ -220,7 +231,8 @@ static void oo__set_held(struct oo_engine *engine, int held) {
  * sweep checks its fingerprint, since no version counter sees every write. */
 static int oo__first_of_sweep(struct oo_engine *engine, struct oo_member *member, int64_t task) {
     const int in_task = task >= 0;
-    if (in_task != engine->in_task || (member->sweep == engine->sweep && (!in_task || member->task != task)))
+    if (in_task != engine->in_task ||
+        (member->sweep == engine->sweep && (!in_task || member->task != task)))
         engine->sweep++;
     engine->in_task = in_task;
     const int first = member->sweep != engine->sweep;
@@ -230,7 +242,8 @@ static int oo__first_of_sweep(struct oo_engine *engine, struct oo_member *member
 }
 
 /* H1: work queued on `stream` from now on comes after the copy's arrival. */
-static enum oo_status oo__order_after_copy(struct oo_engine *engine, uint32_t id, OOCUstream stream) {
+static enum oo_status oo__order_after_copy(struct oo_engine *engine, uint32_t id,
+                                           OOCUstream stream) {
     struct oo_unit *unit = &engine->units[id];
     for (uint32_t i = 0; i < unit->n_waited; i++)
         if (unit->waited[i] == stream)
@@ -259,8 +272,9 @@ static enum oo_status oo__refuse_capture(struct oo_engine *engine, OOCUstream st
     int capturing = OOCU_STREAM_CAPTURE_STATUS_NONE;
     enum oo_status status = OO_DRIVE(engine, cuStreamIsCapturing, stream, &capturing);
     if (status == OO_OK && capturing != OOCU_STREAM_CAPTURE_STATUS_NONE)
-        status = oo__fail(OO_E_CAPTURE, "offloaded layers cannot be captured into a CUDA graph: their addresses "
-                                        "change; exclude them with ignore_modules or do not capture");
+        status = oo__fail(OO_E_CAPTURE,
+                          "offloaded layers cannot be captured into a CUDA graph: their addresses "
+                          "change; exclude them with ignore_modules or do not capture");
     return status;
 }
 
@@ -272,16 +286,21 @@ static int oo__may_block(const struct oo_unit *unit) {
     return 0;
 }
 
-static void oo__note_fetched(struct oo_fetched *fetched, uint32_t id) { fetched->units[fetched->count++] = id; }
+static void oo__note_fetched(struct oo_fetched *fetched, uint32_t id) {
+    fetched->units[fetched->count++] = id;
+}
 
-static enum oo_status oo__acquire_late(struct oo_engine *engine, uint32_t id, struct oo_fetched *fetched) {
+static enum oo_status oo__acquire_late(struct oo_engine *engine, uint32_t id,
+                                       struct oo_fetched *fetched) {
     struct oo_window window;
     if (!oo_plan_place(engine->plan, id, &window)) {
         const struct oo_arena *arena = oo_plan_arena(engine->plan);
-        return oo__fail(OO_E_NO_ROOM,
-                        "the arena of %zu bytes (%zu in use) has no place for a unit of %zu bytes: what is there is being "
-                        "computed with or too fragmented; raise vram_budget or lower offload_percent",
-                        arena->total_bytes, arena->used_bytes, engine->units[id].device_bytes);
+        return oo__fail(
+            OO_E_NO_ROOM,
+            "the arena of %zu bytes (%zu in use) has no place for a unit of %zu bytes: what is "
+            "there is being "
+            "computed with or too fragmented; raise vram_budget or lower offload_percent",
+            arena->total_bytes, arena->used_bytes, engine->units[id].device_bytes);
     }
     enum oo_status status = oo__copy_in(engine, id, &window);
     if (status == OO_OK) {
@@ -291,8 +310,9 @@ static enum oo_status oo__acquire_late(struct oo_engine *engine, uint32_t id, st
     return status;
 }
 
-enum oo_status oo_engine_acquire(struct oo_engine *engine, uint32_t member_id, uintptr_t stream_handle,
-                                 uint64_t stamp, enum oo_kind kind, int64_t task, int flags, struct oo_use *use) {
+enum oo_status oo_engine_acquire(struct oo_engine *engine, uint32_t member_id,
+                                 uintptr_t stream_handle, uint64_t stamp, enum oo_kind kind,
+                                 int64_t task, int flags, struct oo_use *use) {
     const OOCUstream stream = (OOCUstream)stream_handle;
     enum oo_status status = oo__enter(engine, flags);
     if (status != OO_OK)
@@ -323,8 +343,9 @@ enum oo_status oo_engine_acquire(struct oo_engine *engine, uint32_t member_id, u
         stats->stale++;
         if (oo_plan_pins(engine->plan, id)) {
             unit->stale = 1;
-            status = oo__fail(OO_E_STATE, "the weights of unit %u were rewritten while another call computes with them",
-                              id);
+            status = oo__fail(
+                OO_E_STATE,
+                "the weights of unit %u were rewritten while another call computes with them", id);
             goto done;
         }
         OO_TRY(oo__drop(engine, id));
@@ -349,20 +370,23 @@ done:
     return status;
 }
 
-enum oo_status oo_engine_launch(struct oo_engine *engine, uint32_t member_id, uintptr_t stream, double seconds) {
+enum oo_status oo_engine_launch(struct oo_engine *engine, uint32_t member_id, uintptr_t stream,
+                                double seconds) {
     if (!engine->driver.simLaunch)
         return OO_OK;
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
-    const struct oo_member *member = member_id < engine->n_members ? &engine->members[member_id] : NULL;
+    const struct oo_member *member =
+        member_id < engine->n_members ? &engine->members[member_id] : NULL;
     if (!member || member->removed || !oo_plan_pins(engine->plan, member->unit)) {
         status = oo__fail(OO_E_STATE, "member %u is launched without being acquired", member_id);
         goto done;
     }
     const uintptr_t address = oo_block_address(oo_plan_resident(engine->plan, member->unit));
     const struct oo_member_tensor *last = &member->tensors[member->n_tensors - 1];
-    const OOSimRange read = {address + member->tensors[0].offset, last->offset + last->bytes - member->tensors[0].offset};
+    const OOSimRange read = {address + member->tensors[0].offset,
+                             last->offset + last->bytes - member->tensors[0].offset};
     status = OO_DRIVE(engine, simLaunch, (OOCUstream)stream, &read, 1, NULL, 0, seconds);
 done:
     oo__leave(engine);
@@ -386,9 +410,10 @@ enum oo_status oo_engine_stamp(struct oo_engine *engine, uint32_t member_id, uin
 /* ---- release and prefetch ---- */
 
 /* The entry of `stream` among the unit's last uses; NULL when there is no room for one. When more
- * streams than entries use the unit, the oldest use is ordered before the h2d stream at once, which is
- * all that an eviction would do (H2). */
-static struct oo_last_use *oo__use_entry(struct oo_engine *engine, struct oo_unit *unit, OOCUstream stream) {
+ * streams than entries use the unit, the oldest use is ordered before the h2d stream at once, which
+ * is all that an eviction would do (H2). */
+static struct oo_last_use *oo__use_entry(struct oo_engine *engine, struct oo_unit *unit,
+                                         OOCUstream stream) {
     struct oo_last_use *entry = NULL;
     for (uint32_t i = 0; i < unit->n_uses && !entry; i++)
         if (unit->uses[i].stream == stream)
@@ -411,9 +436,10 @@ static struct oo_last_use *oo__use_entry(struct oo_engine *engine, struct oo_uni
     return entry;
 }
 
-/* The mark that H2 waits for. Where it cannot be set, the use counts as lost: only a synchronise can
- * tell when it ends, and whoever overwrites the bytes will do that. */
-static enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *unit, OOCUstream stream) {
+/* The mark that H2 waits for. Where it cannot be set, the use counts as lost: only a synchronise
+ * can tell when it ends, and whoever overwrites the bytes will do that. */
+static enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *unit,
+                                   OOCUstream stream) {
     struct oo_last_use *entry = oo__use_entry(engine, unit, stream);
     if (!entry)
         return oo__synchronize(engine, stream, 1);
@@ -422,13 +448,15 @@ static enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *uni
     return OO_OK;
 }
 
-/* Start copies by next use until nothing more is worth its place. A prefetch that fails is given up:
- * the unit is copied when it is asked for, and the failure surfaces there if it lasts. */
+/* Start copies by next use until nothing more is worth its place. A prefetch that fails is given
+ * up: the unit is copied when it is asked for, and the failure surfaces there if it lasts. */
 static void oo__prefetch(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
     uint32_t id;
     struct oo_window window;
-    while (engine->usable && engine->dead == OO_OK && oo_plan_next_fetch(engine->plan, &id, &window)) {
-        if (fetched->count == OO_MAX_FETCHED || ((flags & OO_NONBLOCKING) && oo__may_block(&engine->units[id]))) {
+    while (engine->usable && engine->dead == OO_OK &&
+           oo_plan_next_fetch(engine->plan, &id, &window)) {
+        if (fetched->count == OO_MAX_FETCHED ||
+            ((flags & OO_NONBLOCKING) && oo__may_block(&engine->units[id]))) {
             fetched->more = 1;
             return;
         }
@@ -442,8 +470,8 @@ static void oo__prefetch(struct oo_engine *engine, int flags, struct oo_fetched 
     }
 }
 
-enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uintptr_t stream_handle, int flags,
-                                 struct oo_fetched *fetched) {
+enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uintptr_t stream_handle,
+                                 int flags, struct oo_fetched *fetched) {
     const OOCUstream stream = (OOCUstream)stream_handle;
     const uint32_t id = (uint32_t)ticket;
     /* Whatever befell the driver, the unit is in use no more: else nothing could ever detach. */
@@ -454,15 +482,18 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
     fetched->more = 0;
     if (id >= engine->n_units || engine->units[id].generation != (uint32_t)(ticket >> 32) ||
         !oo_plan_pins(engine->plan, id)) {
-        status = oo__fail(OO_E_TICKET, "ticket %016llx of unit %u is not in use: released twice, or of an earlier copy",
-                          (unsigned long long)ticket, id);
+        status = oo__fail(
+            OO_E_TICKET,
+            "ticket %016llx of unit %u is not in use: released twice, or of an earlier copy",
+            (unsigned long long)ticket, id);
         goto done;
     }
     struct oo_unit *unit = &engine->units[id];
     OO_TRY(oo__mark_use(engine, unit, stream));
     oo_plan_unpin(engine->plan, id);
     struct oo_event *end = NULL;
-    if (unit->trace_begin && engine->usable && engine->spans.tracing && oo__event_take(engine, &end) == OO_OK) {
+    if (unit->trace_begin && engine->usable && engine->spans.tracing &&
+        oo__event_take(engine, &end) == OO_OK) {
         /* The span keeps an end of its own: the mark is recorded anew by the next use. */
         if (OO_DRIVE(engine, cuEventRecord, end->handle, stream) == OO_OK)
             oo__span_add(engine, OO_TRACE_COMPUTE, id, unit->model, 0, unit->trace_begin, end);
@@ -491,8 +522,8 @@ enum oo_status oo_engine_prefetch(struct oo_engine *engine, struct oo_fetched *f
 
 /* ---- gradients ---- */
 
-/* While a fault lasts not even waiting works: what a failed download left queued is waited for by the
- * next one, or at the end. */
+/* While a fault lasts not even waiting works: what a failed download left queued is waited for by
+ * the next one, or at the end. */
 enum oo_status oo__finish_download(struct oo_engine *engine) {
     enum oo_status status = OO_OK;
     if (!engine->unfinished)
@@ -504,8 +535,8 @@ done:
     return status;
 }
 
-enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintptr_t source, size_t bytes,
-                                  uintptr_t stream_handle) {
+enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintptr_t source,
+                                  size_t bytes, uintptr_t stream_handle) {
     const OOCUstream stream = (OOCUstream)stream_handle;
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
@@ -544,8 +575,8 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     oo__span_add(engine, OO_TRACE_D2H, OO_NO_UNIT, 0, bytes, begin, arrived);
 done:
     if (status != OO_OK && engine->usable && computed) {
-        /* The source goes back to torch: no copy from it may stay queued. Keeps the message of what failed
-         * first. */
+        /* The source goes back to torch: no copy from it may stay queued. Keeps the message of what
+         * failed first. */
         engine->stats.host_waits++;
         engine->stats.recoveries++;
         if (engine->driver.cuStreamSynchronize(engine->d2h) != OOCU_SUCCESS && adopted) {
@@ -625,10 +656,13 @@ static enum oo_status oo__open_device(struct oo_engine *engine, int ordinal) {
     int count = 0;
     OO_TRY(OO_DRIVE(engine, cuDeviceGetCount, &count));
     if (ordinal < 0 || ordinal >= count)
-        return oo__fail(OO_E_NO_DEVICE, "device %d was asked for; the driver has %d (0 to %d)", ordinal, count, count - 1);
+        return oo__fail(OO_E_NO_DEVICE, "device %d was asked for; the driver has %d (0 to %d)",
+                        ordinal, count, count - 1);
     OO_TRY(OO_DRIVE(engine, cuDeviceGet, &engine->device, ordinal));
-    OO_TRY(OO_DRIVE(engine, cuDeviceGetName, engine->device_name, (int)sizeof engine->device_name, engine->device));
-    OO_TRY(OO_DRIVE(engine, cuDeviceGetPCIBusId, engine->pci_id, (int)sizeof engine->pci_id, engine->device));
+    OO_TRY(OO_DRIVE(engine, cuDeviceGetName, engine->device_name, (int)sizeof engine->device_name,
+                    engine->device));
+    OO_TRY(OO_DRIVE(engine, cuDeviceGetPCIBusId, engine->pci_id, (int)sizeof engine->pci_id,
+                    engine->device));
     OO_TRY(OO_DRIVE(engine, cuDevicePrimaryCtxRetain, &engine->context, engine->device));
 done:
     return status;
@@ -682,9 +716,11 @@ enum oo_status oo_engine_create(const char *library, int device, struct oo_engin
     status = OO_DRIVE(engine, cuCtxGetStreamPriorityRange, &least, &greatest);
     /* Non-blocking: the default stream, on which torch computes, must not wait for our copies. */
     if (status == OO_OK)
-        status = OO_DRIVE(engine, cuStreamCreateWithPriority, &engine->h2d, OOCU_STREAM_NON_BLOCKING, greatest);
+        status = OO_DRIVE(engine, cuStreamCreateWithPriority, &engine->h2d,
+                          OOCU_STREAM_NON_BLOCKING, greatest);
     if (status == OO_OK)
-        status = OO_DRIVE(engine, cuStreamCreateWithPriority, &engine->d2h, OOCU_STREAM_NON_BLOCKING, greatest);
+        status = OO_DRIVE(engine, cuStreamCreateWithPriority, &engine->d2h,
+                          OOCU_STREAM_NON_BLOCKING, greatest);
     if (status == OO_OK) /* two of each span, and those that one call holds */
         status = oo__events_reserve(engine, 2 * OO_SPANS + 8);
     if (status != OO_OK)
@@ -711,8 +747,9 @@ enum oo_status oo_engine_destroy(struct oo_engine *engine) {
     for (uint32_t i = 0; i < engine->n_models; i++)
         attached += !engine->models[i].removed;
     if (attached || engine->n_hosts)
-        status = oo__fail(OO_E_STATE, "the engine still has %u models and %u host buffers; detach them first", attached,
-                          engine->n_hosts);
+        status = oo__fail(OO_E_STATE,
+                          "the engine still has %u models and %u host buffers; detach them first",
+                          attached, engine->n_hosts);
     else
         oo__close_device(engine);
     oo__leave(engine);
@@ -734,13 +771,15 @@ enum oo_status oo_engine_compute_stream(struct oo_engine *engine, uintptr_t *str
     if (status != OO_OK)
         return status;
     if (!engine->compute)
-        status = OO_DRIVE(engine, cuStreamCreateWithPriority, &engine->compute, OOCU_STREAM_NON_BLOCKING, 0);
+        status = OO_DRIVE(engine, cuStreamCreateWithPriority, &engine->compute,
+                          OOCU_STREAM_NON_BLOCKING, 0);
     *stream = (uintptr_t)engine->compute;
     oo__leave(engine);
     return status;
 }
 
-enum oo_status oo_engine_mem_info(struct oo_engine *engine, size_t *free_bytes, size_t *total_bytes) {
+enum oo_status oo_engine_mem_info(struct oo_engine *engine, size_t *free_bytes,
+                                  size_t *total_bytes) {
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
@@ -749,19 +788,21 @@ enum oo_status oo_engine_mem_info(struct oo_engine *engine, size_t *free_bytes, 
     return status;
 }
 
-enum oo_status oo_engine_residents(struct oo_engine *engine, struct oo_resident *rows, size_t capacity,
-                                   size_t *count) {
+enum oo_status oo_engine_residents(struct oo_engine *engine, struct oo_resident *rows,
+                                   size_t capacity, size_t *count) {
     enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
     if (status != OO_OK)
         return status;
     *count = 0;
-    for (const struct oo_segment *segment = oo_plan_arena(engine->plan)->segments; segment; segment = segment->next) {
+    for (const struct oo_segment *segment = oo_plan_arena(engine->plan)->segments; segment;
+         segment = segment->next) {
         for (const struct oo_block *block = segment->first; block; block = block->next) {
             if (block->unit == OO_NO_UNIT)
                 continue;
             if (*count < capacity)
-                rows[*count] = (struct oo_resident){block->unit, oo_plan_pins(engine->plan, block->unit),
-                                                    oo_block_address(block), block->bytes};
+                rows[*count] =
+                    (struct oo_resident){block->unit, oo_plan_pins(engine->plan, block->unit),
+                                         oo_block_address(block), block->bytes};
             ++*count;
         }
     }

@@ -28,8 +28,8 @@ struct oo_span {
     int traced; /* a row of the timeline is wanted */
 };
 
-/* Spans pending at once. Of a host that runs further ahead of its device only some spans are measured,
- * unless a timeline is being recorded. */
+/* Spans pending at once. Of a host that runs further ahead of its device only some spans are
+ * measured, unless a timeline is being recorded. */
 enum { OO_SPANS = 128, OO_SPANS_TRACED = 1 << 18 };
 
 struct oo_spans {
@@ -99,9 +99,9 @@ struct oo_unit {
     uint32_t *members;
     size_t host_bytes, device_bytes;
     uint8_t trainable, removed, stale;
-    uint8_t leaving; /* to be dropped as soon as nobody computes with it */
-    struct oo_event *ready;         /* its copy has arrived */
-    OOCUstream waited[OO_STREAMS];  /* streams already ordered after `ready` */
+    uint8_t leaving;               /* to be dropped as soon as nobody computes with it */
+    struct oo_event *ready;        /* its copy has arrived */
+    OOCUstream waited[OO_STREAMS]; /* streams already ordered after `ready` */
     uint32_t n_waited;
     struct oo_last_use uses[OO_STREAMS];
     uint32_t n_uses;
@@ -144,15 +144,16 @@ struct oo_engine {
     OOCUmodule module; /* the embedded kernels, loaded on first use */
     OOCUfunction spin;
     struct oo_ring up, down;
-    OOCUdeviceptr unfinished; /* gradient whose download failed and could not be waited for; simulated driver */
+    OOCUdeviceptr unfinished; /* gradient whose download failed and could not be waited for;
+                                 simulated driver */
     struct oo_spans spans;
     struct oo_stats stats; /* the engine's own: what belongs to no model */
 };
 
 /* ---- engine.c ---- */
 
-/* Begin and end a call: mutex, pid, context. `enter` fails with nothing to undo. The two flags are for
- * calls that have something to do all the same, and ask engine->usable before they drive. */
+/* Begin and end a call: mutex, pid, context. `enter` fails with nothing to undo. The two flags are
+ * for calls that have something to do all the same, and ask engine->usable before they drive. */
 enum { OO__EVEN_DEAD = 256, OO__EVEN_WITHOUT_CONTEXT = 512 };
 enum oo_status oo__enter(struct oo_engine *engine, int flags);
 void oo__leave(struct oo_engine *engine);
@@ -182,8 +183,10 @@ int oo__may_fetch_ahead(const struct oo_engine *engine, const struct oo_unit *un
 /* ---- ring.c ---- */
 
 enum oo_status oo__ring_prepare(struct oo_engine *engine, struct oo_ring *ring);
-enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, const char *source, size_t bytes);
-enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdeviceptr source, size_t bytes);
+enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, const char *source,
+                               size_t bytes);
+enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdeviceptr source,
+                                 size_t bytes);
 void oo__ring_free(struct oo_engine *engine, struct oo_ring *ring);
 
 /* ---- kernels.c ---- */
@@ -199,8 +202,8 @@ enum oo_status oo__event_take(struct oo_engine *engine, struct oo_event **event)
 void oo__event_give(struct oo_engine *engine, struct oo_event *event); /* NULL is allowed */
 struct oo_event *oo__event_share(struct oo_event *event);
 /* Queue a span for measurement; takes its own references. */
-void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit, uint32_t model, uint64_t bytes,
-                  struct oo_event *begin, struct oo_event *end);
+void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit, uint32_t model,
+                  uint64_t bytes, struct oo_event *begin, struct oo_event *end);
 void oo__spans_harvest(struct oo_engine *engine);
 void oo__spans_free(struct oo_engine *engine);
 uint64_t oo__fingerprint(const void *memory, size_t bytes, int whole);

@@ -6,7 +6,8 @@
 #include <string.h>
 
 enum { OO_COPY_THREADS = 8 };
-static const size_t oo__share_bytes = (size_t)16 << 20; /* below this a thread costs more than it saves */
+static const size_t oo__share_bytes = (size_t)16
+                                      << 20; /* below this a thread costs more than it saves */
 
 enum oo_status oo_host_create(size_t bytes, struct oo_host **out) {
     *out = NULL;
@@ -32,8 +33,8 @@ void oo_host_destroy(struct oo_host *host) {
     if (!host)
         return;
     /* A DMA from pages given back to the system would read another owner's bytes. Where unlocking
-     * fails the memory is leaked, with the record that its engine still holds: memory lost is better
-     * than weights wrong. */
+     * fails the memory is leaked, with the record that its engine still holds: memory lost is
+     * better than weights wrong. */
     if (host->owner && oo_engine_unlock(host->owner, host) != OO_OK)
         return;
     oo__pages_unmap(host->pages, host->mapped_bytes);
@@ -58,7 +59,8 @@ static void oo__share_copy(void *argument) {
 
 enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *source, size_t bytes) {
     if (offset > host->bytes || bytes > host->bytes - offset)
-        return oo__fail(OO_E_ARGUMENT, "fill of %zu bytes at offset %zu exceeds the buffer of %zu bytes", bytes,
+        return oo__fail(OO_E_ARGUMENT,
+                        "fill of %zu bytes at offset %zu exceeds the buffer of %zu bytes", bytes,
                         offset, host->bytes);
     struct oo_share shares[OO_COPY_THREADS];
     const size_t page = oo__page_bytes();

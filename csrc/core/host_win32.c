@@ -35,7 +35,9 @@ struct oo_fork_guard {
     int unused;
 };
 
-struct oo_fork_guard *oo__fork_guard_create(void) { return calloc(1, sizeof(struct oo_fork_guard)); }
+struct oo_fork_guard *oo__fork_guard_create(void) {
+    return calloc(1, sizeof(struct oo_fork_guard));
+}
 void oo__fork_guard_destroy(struct oo_fork_guard *guard) { free(guard); }
 
 int oo__fork_guard_in_child(const struct oo_fork_guard *guard) {

@@ -1,13 +1,16 @@
 /* kernels.c - the engine's own kernels, from the module embedded at build time. */
-#include "engine.h"
 #include "kernels.h"
+#include "engine.h"
 
 static enum oo_status oo__kernels_load(struct oo_engine *engine) {
     enum oo_status status;
     if (engine->spin)
         return OO_OK;
-    if (oo_kernels_fatbin_size == 0 || !engine->driver.cuModuleLoadData || !engine->driver.cuLaunchKernel)
-        return oo__fail(OO_E_STATE, "this build has no kernels: build with nvcc and ORACLE_OFFLOAD_BUILD_KERNELS=on");
+    if (oo_kernels_fatbin_size == 0 || !engine->driver.cuModuleLoadData ||
+        !engine->driver.cuLaunchKernel)
+        return oo__fail(
+            OO_E_STATE,
+            "this build has no kernels: build with nvcc and ORACLE_OFFLOAD_BUILD_KERNELS=on");
     OO_TRY(OO_DRIVE(engine, cuModuleLoadData, &engine->module, oo_kernels_fatbin));
     OO_TRY(OO_DRIVE(engine, cuModuleGetFunction, &engine->spin, engine->module, "spin"));
 done:
@@ -19,12 +22,14 @@ enum oo_status oo_engine_spin(struct oo_engine *engine, uintptr_t stream, uint64
     if (status != OO_OK)
         return status;
     if (engine->driver.simLaunch) {
-        status = OO_DRIVE(engine, simLaunch, (OOCUstream)stream, NULL, 0, NULL, 0, (double)nanoseconds * 1e-9);
+        status = OO_DRIVE(engine, simLaunch, (OOCUstream)stream, NULL, 0, NULL, 0,
+                          (double)nanoseconds * 1e-9);
         goto done;
     }
     OO_TRY(oo__kernels_load(engine));
     void *parameters[] = {&nanoseconds};
-    OO_TRY(OO_DRIVE(engine, cuLaunchKernel, engine->spin, 1, 1, 1, 1, 1, 1, 0, (OOCUstream)stream, parameters, NULL));
+    OO_TRY(OO_DRIVE(engine, cuLaunchKernel, engine->spin, 1, 1, 1, 1, 1, 1, 0, (OOCUstream)stream,
+                    parameters, NULL));
 done:
     oo__leave(engine);
     return status;

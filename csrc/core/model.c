@@ -7,14 +7,15 @@
 size_t oo__align(size_t bytes) { return (bytes + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT; }
 
 /* Room for one more element; `array` and `capacity` are updated together. */
-static enum oo_status oo__grow(struct oo_engine *engine, void **array, uint32_t *capacity, uint32_t count,
-                               size_t element_bytes) {
+static enum oo_status oo__grow(struct oo_engine *engine, void **array, uint32_t *capacity,
+                               uint32_t count, size_t element_bytes) {
     if (count < *capacity)
         return OO_OK;
     const uint32_t larger = *capacity ? 2 * *capacity : 64;
     void *grown = realloc(*array, larger * element_bytes);
     if (!grown)
-        return oo__fail(OO_E_MEMORY, "no memory for %u records of %zu bytes", larger, element_bytes);
+        return oo__fail(OO_E_MEMORY, "no memory for %u records of %zu bytes", larger,
+                        element_bytes);
     *array = grown;
     *capacity = larger;
     engine->stats.allocations++;
@@ -23,7 +24,8 @@ static enum oo_status oo__grow(struct oo_engine *engine, void **array, uint32_t 
 
 /* ---- host memory ---- */
 
-struct oo_host *oo__known_memory(const struct oo_engine *engine, const void *address, size_t bytes) {
+struct oo_host *oo__known_memory(const struct oo_engine *engine, const void *address,
+                                 size_t bytes) {
     const uintptr_t begin = (uintptr_t)address;
     for (uint32_t i = 0; i < engine->n_hosts; i++) {
         const uintptr_t base = (uintptr_t)engine->hosts[i]->pages;
@@ -43,13 +45,15 @@ enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, in
         goto done;
     }
     void *hosts = engine->hosts;
-    OO_TRY(oo__grow(engine, &hosts, &engine->host_capacity, engine->n_hosts, sizeof(struct oo_host *)));
+    OO_TRY(oo__grow(engine, &hosts, &engine->host_capacity, engine->n_hosts,
+                    sizeof(struct oo_host *)));
     engine->hosts = hosts;
     OOCUresult result = OOCU_ERROR_NOT_PERMITTED;
     if (lock) {
         /* Before locking: a fork between the two would copy every locked page. */
         (void)oo__pages_inherit(host->pages, host->mapped_bytes, 0);
-        result = engine->driver.cuMemHostRegister(host->pages, host->mapped_bytes, OOCU_MEMHOSTREGISTER_PORTABLE);
+        result = engine->driver.cuMemHostRegister(host->pages, host->mapped_bytes,
+                                                  OOCU_MEMHOSTREGISTER_PORTABLE);
         if (result != OOCU_SUCCESS)
             (void)oo__pages_inherit(host->pages, host->mapped_bytes, 1);
     }
@@ -91,7 +95,9 @@ enum oo_status oo_engine_unlock(struct oo_engine *engine, struct oo_host *host) 
         goto done;
     }
     if (oo__memory_in_use(engine, host)) {
-        status = oo__fail(OO_E_STATE, "units of an attached model live in this host memory; detach the model first");
+        status =
+            oo__fail(OO_E_STATE,
+                     "units of an attached model live in this host memory; detach the model first");
         goto done;
     }
     if (host->locked && engine->usable) {
@@ -128,7 +134,8 @@ enum oo_status oo_model_add(struct oo_engine *engine, uint32_t *model) {
     if (status != OO_OK)
         return status;
     void *models = engine->models;
-    OO_TRY(oo__grow(engine, &models, &engine->model_capacity, engine->n_models, sizeof *engine->models));
+    OO_TRY(oo__grow(engine, &models, &engine->model_capacity, engine->n_models,
+                    sizeof *engine->models));
     engine->models = models;
     engine->models[engine->n_models] = (struct oo_model){0};
     *model = engine->n_models++;
@@ -137,8 +144,8 @@ done:
     return status;
 }
 
-enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t model, uintptr_t address, size_t bytes,
-                              uintptr_t stream) {
+enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t model, uintptr_t address,
+                              size_t bytes, uintptr_t stream) {
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
@@ -148,16 +155,17 @@ enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t model, uintptr_
     const uintptr_t base = oo__align(address);
     OO_TRY(oo__need_model(engine, model));
     if (bytes < base - address + OO_ALIGNMENT) {
-        status = oo__fail(OO_E_ARGUMENT, "a segment of %zu bytes holds nothing at an alignment of %zu", bytes,
-                          OO_ALIGNMENT);
+        status =
+            oo__fail(OO_E_ARGUMENT, "a segment of %zu bytes holds nothing at an alignment of %zu",
+                     bytes, OO_ALIGNMENT);
         goto done;
     }
     if (engine->driver.simAdopt) {
         OO_TRY(OO_DRIVE(engine, simAdopt, address, bytes, OOSIM_ADOPT_POISON));
         adopted = 1;
     }
-    /* Closes: our first copy overtakes work that an earlier owner of these bytes still has queued on
-     * the allocating stream (the caching allocator hands freed blocks on in stream order). */
+    /* Closes: our first copy overtakes work that an earlier owner of these bytes still has queued
+     * on the allocating stream (the caching allocator hands freed blocks on in stream order). */
     OO_TRY(oo__event_take(engine, &allocated));
     OO_TRY(OO_DRIVE(engine, cuEventRecord, allocated->handle, (OOCUstream)stream));
     OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, allocated->handle, 0));
@@ -182,7 +190,8 @@ static enum oo_status oo__segment_empty(struct oo_engine *engine, struct oo_segm
         struct oo_unit *unit = &engine->units[block->unit];
         for (uint32_t i = 0; i < unit->n_uses && engine->usable; i++) {
             enum oo_status status = OO_OK;
-            /* Closes: the allocator reuses the bytes on its own stream while another still reads. */
+            /* Closes: the allocator reuses the bytes on its own stream while another still reads.
+             */
             if (unit->uses[i].lost)
                 status = oo__synchronize(engine, unit->uses[i].stream, 1);
             else if ((uintptr_t)unit->uses[i].stream != segment->stream)
@@ -225,10 +234,13 @@ enum oo_status oo_model_remove(struct oo_engine *engine, uint32_t model) {
     OO_TRY(oo__need_model(engine, model));
     for (uint32_t i = 0; i < engine->n_units; i++) {
         const struct oo_block *block = oo_plan_resident(engine->plan, i);
-        const int concerned = engine->units[i].model == model || (block && block->segment->model == model);
+        const int concerned =
+            engine->units[i].model == model || (block && block->segment->model == model);
         if (concerned && oo_plan_pins(engine->plan, i)) {
-            status = oo__fail(OO_E_STATE,
-                              "unit %u is being computed with; detach when forward and backward have returned", i);
+            status = oo__fail(
+                OO_E_STATE,
+                "unit %u is being computed with; detach when forward and backward have returned",
+                i);
             goto done;
         }
     }
@@ -274,7 +286,8 @@ static void oo__unit_build_parts(struct oo_engine *engine, struct oo_unit *unit)
                 tensor->host - last->host == (ptrdiff_t)(tensor->offset - last->offset)) {
                 last->bytes = tensor->offset - last->offset + tensor->bytes;
             } else {
-                unit->parts[unit->n_parts++] = (struct oo_part){tensor->host, tensor->bytes, tensor->offset, memory};
+                unit->parts[unit->n_parts++] =
+                    (struct oo_part){tensor->host, tensor->bytes, tensor->offset, memory};
             }
         }
     }
@@ -290,8 +303,9 @@ int oo__may_fetch_ahead(const struct oo_engine *engine, const struct oo_unit *un
 }
 
 /* Give `unit` its members' tensors; members exist already. Nothing changes on failure. */
-static enum oo_status oo__unit_create(struct oo_engine *engine, uint32_t model, const uint32_t *members,
-                                      uint32_t n_members, size_t device_bytes, int trainable, uint32_t *id) {
+static enum oo_status oo__unit_create(struct oo_engine *engine, uint32_t model,
+                                      const uint32_t *members, uint32_t n_members,
+                                      size_t device_bytes, int trainable, uint32_t *id) {
     enum oo_status status;
     uint32_t n_tensors = 0;
     for (uint32_t i = 0; i < n_members; i++)
@@ -303,7 +317,8 @@ static enum oo_status oo__unit_create(struct oo_engine *engine, uint32_t model, 
         goto done;
     }
     void *units = engine->units;
-    OO_TRY(oo__grow(engine, &units, &engine->unit_capacity, engine->n_units, sizeof *engine->units));
+    OO_TRY(
+        oo__grow(engine, &units, &engine->unit_capacity, engine->n_units, sizeof *engine->units));
     engine->units = units;
     OO_TRY(oo__events_reserve(engine, 2)); /* of its copy's arrival, and of its last use */
     OO_TRY(oo_plan_unit_add(engine->plan, device_bytes, id));
@@ -326,8 +341,8 @@ done:
 }
 
 /* Set a member's tensors from `offset` on; returns the offset after them. */
-static size_t oo__member_lay_out(struct oo_member_tensor *to, const struct oo_tensor *from, uint32_t count,
-                                 size_t offset, size_t *offsets) {
+static size_t oo__member_lay_out(struct oo_member_tensor *to, const struct oo_tensor *from,
+                                 uint32_t count, size_t offset, size_t *offsets) {
     for (uint32_t i = 0; i < count; i++) {
         to[i] = (struct oo_member_tensor){from[i].host, from[i].bytes, offset};
         offsets[i] = offset;
@@ -341,14 +356,15 @@ static enum oo_status oo__check_tensors(const struct oo_tensor *tensors, uint32_
         return oo__fail(OO_E_ARGUMENT, "a member needs at least one tensor");
     for (uint32_t i = 0; i < count; i++)
         if (!tensors[i].host || tensors[i].bytes == 0)
-            return oo__fail(OO_E_ARGUMENT, "tensor %u of a member has address %p and %zu bytes", i, tensors[i].host,
-                            tensors[i].bytes);
+            return oo__fail(OO_E_ARGUMENT, "tensor %u of a member has address %p and %zu bytes", i,
+                            tensors[i].host, tensors[i].bytes);
     return OO_OK;
 }
 
-enum oo_status oo_unit_add(struct oo_engine *engine, uint32_t model, const struct oo_tensor *tensors,
-                           const uint32_t *n_tensors, uint32_t n_members, int trainable, uint32_t *unit,
-                           uint32_t *members, size_t *offsets) {
+enum oo_status oo_unit_add(struct oo_engine *engine, uint32_t model,
+                           const struct oo_tensor *tensors, const uint32_t *n_tensors,
+                           uint32_t n_members, int trainable, uint32_t *unit, uint32_t *members,
+                           size_t *offsets) {
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
@@ -362,7 +378,8 @@ enum oo_status oo_unit_add(struct oo_engine *engine, uint32_t model, const struc
     for (uint32_t i = 0; i < n_members; i++) {
         OO_TRY(oo__check_tensors(tensors, n_tensors[i]));
         void *all = engine->members;
-        OO_TRY(oo__grow(engine, &all, &engine->member_capacity, engine->n_members, sizeof *engine->members));
+        OO_TRY(oo__grow(engine, &all, &engine->member_capacity, engine->n_members,
+                        sizeof *engine->members));
         engine->members = all;
         struct oo_member *member = &engine->members[engine->n_members];
         *member = (struct oo_member){.n_tensors = n_tensors[i], .task = -1};
@@ -385,8 +402,9 @@ done:
     return status;
 }
 
-enum oo_status oo_member_move(struct oo_engine *engine, uint32_t id, const struct oo_tensor *tensors,
-                              uint32_t n_tensors, uint32_t *unit_id, size_t *offsets) {
+enum oo_status oo_member_move(struct oo_engine *engine, uint32_t id,
+                              const struct oo_tensor *tensors, uint32_t n_tensors,
+                              uint32_t *unit_id, size_t *offsets) {
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
@@ -399,7 +417,8 @@ enum oo_status oo_member_move(struct oo_engine *engine, uint32_t id, const struc
     struct oo_member *member = &engine->members[id];
     const uint32_t old_id = member->unit;
     if (oo_plan_pins(engine->plan, old_id)) {
-        status = oo__fail(OO_E_STATE, "the weights were replaced while another call computes with them");
+        status =
+            oo__fail(OO_E_STATE, "the weights were replaced while another call computes with them");
         goto done;
     }
     laid_out = malloc(n_tensors * sizeof *laid_out);

@@ -6,11 +6,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Visits remembered. A step of a model with 1,000 units is 3,000 visits; the match needs one earlier
- * period and the current one. */
+/* Visits remembered. A step of a model with 1,000 units is 3,000 visits; the match needs one
+ * earlier period and the current one. */
 enum { OO_TRACE_BITS = 16, OO_TRACE = 1 << OO_TRACE_BITS, OO_TRACE_MASK = OO_TRACE - 1 };
 enum { OO_CANDIDATES = 32, OO_CONTEXT = 256 }; /* bounds of one search for a match */
-#define OO_NOWHERE UINT64_MAX                    /* an index into the trace that is none */
+#define OO_NOWHERE UINT64_MAX                  /* an index into the trace that is none */
 
 struct oo_visit {
     uint32_t unit;
@@ -18,8 +18,8 @@ struct oo_visit {
     uint64_t previous, next; /* indices of this unit's visits before and after, or OO_NOWHERE */
 };
 
-/* The predicted visits (match, end) that need no fetch: their bytes, and as a queue of falling maxima
- * when their units are used again. */
+/* The predicted visits (match, end) that need no fetch: their bytes, and as a queue of falling
+ * maxima when their units are used again. */
 struct oo_ahead {
     uint64_t end;
     size_t bytes;
@@ -32,8 +32,8 @@ struct oo_ahead {
 struct oo_plan_unit {
     size_t bytes;
     struct oo_block *block;
-    uint64_t last;      /* index of its latest visit */
-    uint64_t counted;   /* scratch of oo__learn_block: the visit it was counted for */
+    uint64_t last;    /* index of its latest visit */
+    uint64_t counted; /* scratch of oo__learn_block: the visit it was counted for */
     uint32_t pins;
     uint8_t ahead, removed;
 };
@@ -78,7 +78,9 @@ void oo_plan_destroy(struct oo_plan *plan) {
 }
 
 struct oo_arena *oo_plan_arena(struct oo_plan *plan) { return &plan->arena; }
-uint64_t oo_plan_allocations(const struct oo_plan *plan) { return plan->allocations + plan->arena.allocations; }
+uint64_t oo_plan_allocations(const struct oo_plan *plan) {
+    return plan->allocations + plan->arena.allocations;
+}
 
 enum oo_status oo_plan_unit_add(struct oo_plan *plan, size_t bytes, uint32_t *unit) {
     if (plan->n_units == plan->capacity) {
@@ -92,8 +94,8 @@ enum oo_status oo_plan_unit_add(struct oo_plan *plan, size_t bytes, uint32_t *un
     }
     if (!oo_arena_reserve(&plan->arena))
         return oo__fail(OO_E_MEMORY, "no memory for a unit's place in the arena");
-    plan->units[plan->n_units] =
-        (struct oo_plan_unit){.bytes = bytes, .last = OO_NOWHERE, .counted = OO_NOWHERE, .ahead = 1};
+    plan->units[plan->n_units] = (struct oo_plan_unit){
+        .bytes = bytes, .last = OO_NOWHERE, .counted = OO_NOWHERE, .ahead = 1};
     *unit = plan->n_units++;
     return OO_OK;
 }
@@ -112,7 +114,9 @@ void oo_plan_pin(struct oo_plan *plan, uint32_t unit) { plan->units[unit].pins++
 void oo_plan_unpin(struct oo_plan *plan, uint32_t unit) { plan->units[unit].pins--; }
 uint32_t oo_plan_pins(const struct oo_plan *plan, uint32_t unit) { return plan->units[unit].pins; }
 size_t oo_plan_block_bytes(const struct oo_plan *plan) { return plan->block_bytes; }
-struct oo_block *oo_plan_resident(const struct oo_plan *plan, uint32_t unit) { return plan->units[unit].block; }
+struct oo_block *oo_plan_resident(const struct oo_plan *plan, uint32_t unit) {
+    return plan->units[unit].block;
+}
 
 /* ---- the trace and the match ---- */
 
@@ -129,8 +133,8 @@ static int oo__same_visit(const struct oo_plan *plan, uint64_t a, uint64_t b) {
            oo__visit_at(plan, a)->kind == oo__visit_at(plan, b)->kind;
 }
 
-/* Among earlier visits like the current one, the one preceded by the longest equal past; of equals the
- * latest, so that the period is the shortest that explains what was seen. */
+/* Among earlier visits like the current one, the one preceded by the longest equal past; of equals
+ * the latest, so that the period is the shortest that explains what was seen. */
 static uint64_t oo__find_match(const struct oo_plan *plan) {
     const uint64_t current = plan->now - 1;
     uint64_t best = OO_NOWHERE;
@@ -142,7 +146,8 @@ static uint64_t oo__find_match(const struct oo_plan *plan) {
             continue;
         tried++;
         uint64_t length = 1;
-        while (length < OO_CONTEXT && length <= candidate && oo__remembered(plan, candidate - length) &&
+        while (length < OO_CONTEXT && length <= candidate &&
+               oo__remembered(plan, candidate - length) &&
                oo__same_visit(plan, candidate - length, current - length))
             length++;
         if (length > best_length) {
@@ -187,7 +192,8 @@ static void oo__ahead_pass(struct oo_plan *plan) {
         return;
     }
     ahead->bytes -= plan->units[oo__visit_at(plan, plan->match)->unit].bytes;
-    if (ahead->head != ahead->tail && ahead->queue[ahead->head & OO_TRACE_MASK].visit == plan->match)
+    if (ahead->head != ahead->tail &&
+        ahead->queue[ahead->head & OO_TRACE_MASK].visit == plan->match)
         ahead->head++;
 }
 
@@ -210,13 +216,15 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
         oo__learn_block(plan);
 }
 
-/* Nothing to go by yet: forward in order of creation, backward against it; a recompute stays near. */
+/* Nothing to go by yet: forward in order of creation, backward against it; a recompute stays near.
+ */
 static uint64_t oo__guess_next_use(const struct oo_plan *plan, uint32_t unit) {
     if (plan->now == 0)
         return (uint64_t)unit + 1;
     const struct oo_visit *current = oo__visit_at(plan, plan->now - 1);
     const uint64_t distance = unit > current->unit ? unit - current->unit : current->unit - unit;
-    const int lies_ahead = current->kind == OO_RECOMPUTE || (current->kind == OO_BACKWARD) == (unit < current->unit);
+    const int lies_ahead =
+        current->kind == OO_RECOMPUTE || (current->kind == OO_BACKWARD) == (unit < current->unit);
     return lies_ahead ? distance : 2 * (uint64_t)plan->n_units - distance;
 }
 
@@ -239,7 +247,8 @@ static uint64_t oo__evictable_next_use(const void *context, uint32_t unit) {
 
 int oo_plan_place(struct oo_plan *plan, uint32_t unit, struct oo_window *window) {
     oo__ahead_reset(plan); /* what a demand evicts may be needed soon */
-    return oo_arena_find(&plan->arena, plan->units[unit].bytes, 0, oo__evictable_next_use, plan, window);
+    return oo_arena_find(&plan->arena, plan->units[unit].bytes, 0, oo__evictable_next_use, plan,
+                         window);
 }
 
 static int oo__wants_fetch(const struct oo_plan *plan, uint32_t unit) {
@@ -252,7 +261,8 @@ static uint64_t oo__use_after(const struct oo_plan *plan, uint64_t index) {
     const struct oo_visit *visit = oo__visit_at(plan, index);
     if (visit->next != OO_NOWHERE)
         return visit->next;
-    return plan->match + oo_plan_next_use(plan, visit->unit) + (plan->now - 1 - plan->match); /* a period later */
+    return plan->match + oo_plan_next_use(plan, visit->unit) +
+           (plan->now - 1 - plan->match); /* a period later */
 }
 
 /* Move the end over all that needs no fetch. */
@@ -263,9 +273,11 @@ static void oo__ahead_extend(struct oo_plan *plan) {
         ahead->bytes = 0;
         ahead->head = ahead->tail = 0;
     }
-    for (; ahead->end < plan->now && !oo__wants_fetch(plan, oo__visit_at(plan, ahead->end)->unit); ahead->end++) {
+    for (; ahead->end < plan->now && !oo__wants_fetch(plan, oo__visit_at(plan, ahead->end)->unit);
+         ahead->end++) {
         const uint64_t next = oo__use_after(plan, ahead->end);
-        while (ahead->head != ahead->tail && ahead->queue[(ahead->tail - 1) & OO_TRACE_MASK].next <= next)
+        while (ahead->head != ahead->tail &&
+               ahead->queue[(ahead->tail - 1) & OO_TRACE_MASK].next <= next)
             ahead->tail--;
         ahead->queue[ahead->tail++ & OO_TRACE_MASK] = (struct oo_maximum){ahead->end, next};
         ahead->bytes += plan->units[oo__visit_at(plan, ahead->end)->unit].bytes;
@@ -284,16 +296,16 @@ int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *w
             return 0;
         *unit = oo__visit_at(plan, ahead->end)->unit;
         distance = ahead->end - plan->match;
-        /* Beyond the lead that hides a copy's latency, patience pays: a unit used between now and then
-         * may be needed later than any that can be evicted now (in sampling it always is). */
+        /* Beyond the lead that hides a copy's latency, patience pays: a unit used between now and
+         * then may be needed later than any that can be evicted now (in sampling it always is). */
         if (ahead->bytes > oo__lead_bytes(plan) && ahead->head != ahead->tail) {
             const uint64_t latest = ahead->queue[ahead->head & OO_TRACE_MASK].next - plan->match;
             if (latest > distance + 1)
                 distance = latest - 1;
         }
     } else {
-        /* Before any match: the nearest absent unit in the direction of travel, of which a recompute
-         * has none that lasts. */
+        /* Before any match: the nearest absent unit in the direction of travel, of which a
+         * recompute has none that lasts. */
         if (plan->now == 0 || oo__visit_at(plan, plan->now - 1)->kind == OO_RECOMPUTE)
             return 0;
         const struct oo_visit *current = oo__visit_at(plan, plan->now - 1);
@@ -307,7 +319,8 @@ int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *w
         *unit = next;
         distance = oo__guess_next_use(plan, next);
     }
-    return oo_arena_find(&plan->arena, plan->units[*unit].bytes, distance, oo__evictable_next_use, plan, window);
+    return oo_arena_find(&plan->arena, plan->units[*unit].bytes, distance, oo__evictable_next_use,
+                         plan, window);
 }
 
 struct oo_block *oo_plan_take(struct oo_plan *plan, uint32_t unit, const struct oo_window *window) {

@@ -1,10 +1,10 @@
 /* plan.h - what to fetch, what to evict, where to put it. Pure: numbers in, decisions out.
  *
- * The plan keeps a trace of visits (unit, kind) and predicts that what followed the longest matching
- * piece of the past will follow again. From that prediction comes each unit's next use, measured in
- * visits; fetches go in order of next use, evictions take what is needed furthest in the future
- * (Belady's rule), and a fetch never evicts what is needed before it. A wrong prediction costs a late
- * copy, never a wrong result.
+ * The plan keeps a trace of visits (unit, kind) and predicts that what followed the longest
+ * matching piece of the past will follow again. From that prediction comes each unit's next use,
+ * measured in visits; fetches go in order of next use, evictions take what is needed furthest in
+ * the future (Belady's rule), and a fetch never evicts what is needed before it. A wrong prediction
+ * costs a late copy, never a wrong result.
  */
 #ifndef OO_PLAN_H
 #define OO_PLAN_H
@@ -29,17 +29,19 @@ void oo_plan_pin(struct oo_plan *plan, uint32_t unit);
 void oo_plan_unpin(struct oo_plan *plan, uint32_t unit);
 uint32_t oo_plan_pins(const struct oo_plan *plan, uint32_t unit);
 
-/* A unit is used now. Each of its members' uses is a visit of its own: between them the unit is needed
- * at once again, and must not look as if it were done with. */
+/* A unit is used now. Each of its members' uses is a visit of its own: between them the unit is
+ * needed at once again, and must not look as if it were done with. */
 void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind);
 /* Visits from now until the unit's next use; OO_NEVER when the prediction has none. */
 uint64_t oo_plan_next_use(const struct oo_plan *plan, uint32_t unit);
-/* Largest run of distinct bytes between a unit's recompute and its backward: one checkpointed block. */
+/* Largest run of distinct bytes between a unit's recompute and its backward: one checkpointed
+ * block. */
 size_t oo_plan_block_bytes(const struct oo_plan *plan);
 
 /* The block a unit occupies, NULL when it is not resident. */
 struct oo_block *oo_plan_resident(const struct oo_plan *plan, uint32_t unit);
-/* Where to put `unit` now that it is needed at once. 0: everything that could make place is pinned. */
+/* Where to put `unit` now that it is needed at once. 0: everything that could make place is pinned.
+ */
 int oo_plan_place(struct oo_plan *plan, uint32_t unit, struct oo_window *window);
 /* The next unit worth fetching ahead, and where to. 0: none now. */
 int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *window);

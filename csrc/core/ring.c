@@ -19,8 +19,8 @@ done:
     return status;
 }
 
-/* The host is about to write (upload) or has yet to read (download) a piece: the copy that used it last
- * must have ended. Closes: host overwrites bytes that a queued DMA still reads. */
+/* The host is about to write (upload) or has yet to read (download) a piece: the copy that used it
+ * last must have ended. Closes: host overwrites bytes that a queued DMA still reads. */
 static enum oo_status oo__ring_wait(struct oo_engine *engine, const struct oo_event *copied) {
     const OOCUresult ended = engine->driver.cuEventQuery(copied->handle);
     if (ended != OOCU_ERROR_NOT_READY)
@@ -29,12 +29,14 @@ static enum oo_status oo__ring_wait(struct oo_engine *engine, const struct oo_ev
     return OO_DRIVE(engine, cuEventSynchronize, copied->handle);
 }
 
-enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, const char *source, size_t bytes) {
+enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, const char *source,
+                               size_t bytes) {
     struct oo_ring *ring = &engine->up;
     enum oo_status status;
     OO_TRY(oo__ring_prepare(engine, ring));
     for (size_t begin = 0; begin < bytes; begin += oo__ring_piece_bytes) {
-        const size_t step = bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes;
+        const size_t step =
+            bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes;
         const unsigned piece = ring->next++ % OO_RING_PIECES;
         char *staging = ring->base + piece * oo__ring_piece_bytes;
         if (ring->lost[piece])
@@ -51,7 +53,8 @@ done:
     return status;
 }
 
-enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdeviceptr source, size_t bytes) {
+enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdeviceptr source,
+                                 size_t bytes) {
     struct oo_ring *ring = &engine->down;
     enum oo_status status;
     OO_TRY(oo__ring_prepare(engine, ring));
@@ -64,11 +67,13 @@ enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdev
             const size_t begin = (i - OO_RING_PIECES) * oo__ring_piece_bytes;
             /* Closes: the host reads bytes that have not arrived. */
             OO_TRY(oo__ring_wait(engine, ring->busy[piece]));
-            memcpy(target + begin, staging, bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes);
+            memcpy(target + begin, staging,
+                   bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes);
         }
         if (i < pieces) {
             const size_t begin = i * oo__ring_piece_bytes;
-            const size_t step = bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes;
+            const size_t step =
+                bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes;
             OO_TRY(OO_DRIVE(engine, cuMemcpyDtoHAsync, staging, source + begin, step, engine->d2h));
             OO_TRY(OO_DRIVE(engine, cuEventRecord, ring->busy[piece]->handle, engine->d2h));
         }

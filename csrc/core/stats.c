@@ -1,13 +1,14 @@
 /* stats.c - events, measured spans, counters, the timeline, fingerprints.
  *
- * Seconds come from pairs of events and are read when both have passed, never by waiting: pairs queue
- * in order of recording, and each new pair first reads those at the head that have ended. */
+ * Seconds come from pairs of events and are read when both have passed, never by waiting: pairs
+ * queue in order of recording, and each new pair first reads those at the head that have ended. */
 #include "engine.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-static const double oo__stall_floor_s = 10e-6; /* two events in a row on an idle stream are microseconds apart */
+static const double oo__stall_floor_s =
+    10e-6; /* two events in a row on an idle stream are microseconds apart */
 
 /* ---- events ---- */
 
@@ -68,8 +69,10 @@ void oo__event_give(struct oo_engine *engine, struct oo_event *event) {
 static void oo__trace_row(struct oo_engine *engine, const struct oo_span *span) {
     struct oo_spans *spans = &engine->spans;
     float begin_ms, end_ms;
-    if (engine->driver.cuEventElapsedTime(&begin_ms, spans->origin->handle, span->begin->handle) != OOCU_SUCCESS ||
-        engine->driver.cuEventElapsedTime(&end_ms, spans->origin->handle, span->end->handle) != OOCU_SUCCESS)
+    if (engine->driver.cuEventElapsedTime(&begin_ms, spans->origin->handle, span->begin->handle) !=
+            OOCU_SUCCESS ||
+        engine->driver.cuEventElapsedTime(&end_ms, spans->origin->handle, span->end->handle) !=
+            OOCU_SUCCESS)
         return;
     if (spans->n_rows == spans->row_capacity) {
         const size_t capacity = spans->row_capacity ? 2 * spans->row_capacity : 4096;
@@ -79,8 +82,8 @@ static void oo__trace_row(struct oo_engine *engine, const struct oo_span *span) 
         spans->rows = rows;
         spans->row_capacity = capacity;
     }
-    spans->rows[spans->n_rows++] = (struct oo_trace_row){span->kind, span->unit, (double)begin_ms * 1e-3,
-                                                         (double)end_ms * 1e-3, span->bytes};
+    spans->rows[spans->n_rows++] = (struct oo_trace_row){
+        span->kind, span->unit, (double)begin_ms * 1e-3, (double)end_ms * 1e-3, span->bytes};
 }
 
 static struct oo_span *oo__span_at(const struct oo_spans *spans, uint64_t index) {
@@ -92,14 +95,15 @@ static int oo__harvest_one(struct oo_engine *engine) {
     struct oo_spans *spans = &engine->spans;
     const struct oo_span *span = oo__span_at(spans, spans->head);
     float milliseconds = 0.0f;
-    const OOCUresult result =
-        engine->driver.cuEventElapsedTime
-            ? engine->driver.cuEventElapsedTime(&milliseconds, span->begin->handle, span->end->handle)
-            : OOCU_ERROR_NOT_SUPPORTED;
+    const OOCUresult result = engine->driver.cuEventElapsedTime
+                                  ? engine->driver.cuEventElapsedTime(
+                                        &milliseconds, span->begin->handle, span->end->handle)
+                                  : OOCU_ERROR_NOT_SUPPORTED;
     if (result == OOCU_ERROR_NOT_READY)
         return 0;
     if (result == OOCU_SUCCESS) {
-        struct oo_stats *stats = span->kind == OO_TRACE_D2H ? &engine->stats : &engine->models[span->model].stats;
+        struct oo_stats *stats =
+            span->kind == OO_TRACE_D2H ? &engine->stats : &engine->models[span->model].stats;
         const double seconds = (double)milliseconds * 1e-3;
         switch (span->kind) {
         case OO_TRACE_H2D:
@@ -153,8 +157,8 @@ static int oo__spans_make_room(struct oo_engine *engine) {
     return 1;
 }
 
-void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit, uint32_t model, uint64_t bytes,
-                  struct oo_event *begin, struct oo_event *end) {
+void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit, uint32_t model,
+                  uint64_t bytes, struct oo_event *begin, struct oo_event *end) {
     struct oo_spans *spans = &engine->spans;
     if (!oo__spans_make_room(engine))
         return;
@@ -192,7 +196,8 @@ enum oo_status oo_trace_start(struct oo_engine *engine) {
     if (status != OO_OK)
         return status;
     if (!engine->driver.cuEventElapsedTime) {
-        status = oo__fail(OO_E_DRIVER_OLD, "this driver has no cuEventElapsedTime: a timeline cannot be recorded");
+        status = oo__fail(OO_E_DRIVER_OLD,
+                          "this driver has no cuEventElapsedTime: a timeline cannot be recorded");
         goto done;
     }
     if (engine->spans.tracing) {
@@ -298,7 +303,8 @@ enum oo_status oo_engine_stats(struct oo_engine *engine, uint32_t model, struct 
         if (model == OO_ALL_MODELS || model == i)
             oo__add_model(out, &engine->models[i].stats);
     for (uint32_t i = 0; i < engine->n_units; i++)
-        if (!engine->units[i].removed && (model == OO_ALL_MODELS || engine->units[i].model == model))
+        if (!engine->units[i].removed &&
+            (model == OO_ALL_MODELS || engine->units[i].model == model))
             oo__add_unit(engine, out, i);
     for (uint32_t i = 0; i < engine->n_hosts; i++)
         if (engine->hosts[i]->locked)
@@ -335,9 +341,9 @@ static void oo__mix_line(struct oo_lanes *lanes, const char *line) {
         lanes->lane[i] = oo__mix(lanes->lane[i], words[i]);
 }
 
-/* A whole cache line at each of 64 places: it costs the same misses as one word there, and eight times
- * the words make a rewrite that leaves most rounded weights as they were (a small LoRA merged into
- * bfloat16) visible all the same. */
+/* A whole cache line at each of 64 places: it costs the same misses as one word there, and eight
+ * times the words make a rewrite that leaves most rounded weights as they were (a small LoRA merged
+ * into bfloat16) visible all the same. */
 uint64_t oo__fingerprint(const void *memory, size_t bytes, int whole) {
     const char *begin = memory;
     struct oo_lanes lanes = {{bytes}};

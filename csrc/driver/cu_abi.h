@@ -65,7 +65,7 @@ enum {
 };
 
 /* Stream handles with a fixed meaning. */
-#define OOCU_STREAM_LEGACY ((OOCUstream)(uintptr_t)1)
+#define OOCU_STREAM_LEGACY     ((OOCUstream)(uintptr_t)1)
 #define OOCU_STREAM_PER_THREAD ((OOCUstream)(uintptr_t)2)
 
 enum { OOCU_STREAM_DEFAULT = 0, OOCU_STREAM_NON_BLOCKING = 1 };

@@ -31,14 +31,17 @@ static const struct oo_row oo__rows[] = {
 #undef OO_DRIVER_ROW
 };
 
-enum oo_status oo_driver_error(const struct oo_driver *driver, const char *call, OOCUresult result) {
+enum oo_status oo_driver_error(const struct oo_driver *driver, const char *call,
+                               OOCUresult result) {
     const char *name = NULL;
     const char *text = NULL;
     if (!driver->cuGetErrorName || driver->cuGetErrorName(result, &name) != OOCU_SUCCESS || !name)
         name = "unknown CUresult";
-    if (!driver->cuGetErrorString || driver->cuGetErrorString(result, &text) != OOCU_SUCCESS || !text)
+    if (!driver->cuGetErrorString || driver->cuGetErrorString(result, &text) != OOCU_SUCCESS ||
+        !text)
         text = "the driver has no text for it";
-    return oo__fail_driver(OO_E_DRIVER, call, result, name, "%s: %s (%d): %s", call, name, result, text);
+    return oo__fail_driver(OO_E_DRIVER, call, result, name, "%s: %s (%d): %s", call, name, result,
+                           text);
 }
 
 int oo_driver_is_sticky(OOCUresult result) {
@@ -62,17 +65,19 @@ int oo_driver_is_sticky(OOCUresult result) {
 }
 
 static enum oo_status oo__fail_stub(const char *path, const char *call, OOCUresult result) {
-    return oo__fail_driver(OO_E_DRIVER_STUB, call, result, "CUDA_ERROR_STUB_LIBRARY",
-                           "%s is the CUDA toolkit's stub, not a driver; remove its folder from LD_LIBRARY_PATH so "
-                           "that the installed driver is found",
-                           path);
+    return oo__fail_driver(
+        OO_E_DRIVER_STUB, call, result, "CUDA_ERROR_STUB_LIBRARY",
+        "%s is the CUDA toolkit's stub, not a driver; remove its folder from LD_LIBRARY_PATH so "
+        "that the installed driver is found",
+        path);
 }
 
 static enum oo_status oo__fill_table(struct oo_driver *driver, const char *path) {
     void *symbol = oo__library_symbol(driver->library, "cuGetProcAddress_v2");
     if (!symbol)
         return oo__fail(OO_E_DRIVER_OLD,
-                        "%s has no cuGetProcAddress_v2: it is older than CUDA 12.0; update the NVIDIA driver to "
+                        "%s has no cuGetProcAddress_v2: it is older than CUDA 12.0; update the "
+                        "NVIDIA driver to "
                         "525 or later",
                         path);
     oo_get_proc_address get_proc_address;
@@ -85,16 +90,16 @@ static enum oo_status oo__fill_table(struct oo_driver *driver, const char *path)
         if (row->introduced == 0)
             function = oo__library_symbol(driver->library, row->name);
         else
-            result = get_proc_address(row->name, &function, row->introduced, OOCU_GET_PROC_ADDRESS_LEGACY_STREAM,
-                                      &query_result);
+            result = get_proc_address(row->name, &function, row->introduced,
+                                      OOCU_GET_PROC_ADDRESS_LEGACY_STREAM, &query_result);
         if (result == OOCU_ERROR_STUB_LIBRARY)
             return oo__fail_stub(path, "cuGetProcAddress", result);
         if (result != OOCU_SUCCESS)
             function = NULL;
         /* An unknown symbol is SUCCESS with a NULL pointer: only the pointer tells. */
         if (!function && row->required)
-            return oo__fail(OO_E_DRIVER_OLD, "%s lacks %s (CUDA %d.%d): update the NVIDIA driver", path, row->name,
-                            row->introduced / 1000, row->introduced % 1000 / 10);
+            return oo__fail(OO_E_DRIVER_OLD, "%s lacks %s (CUDA %d.%d): update the NVIDIA driver",
+                            path, row->name, row->introduced / 1000, row->introduced % 1000 / 10);
         oo__set_pointer((char *)driver + row->offset, function);
     }
     driver->simulated = driver->simLaunch != NULL;
@@ -108,7 +113,8 @@ enum oo_status oo_driver_load(struct oo_driver *driver, const char *path) {
     if (!driver->library) {
         char reason[512];
         return oo__fail(OO_E_DRIVER_MISSING,
-                        "no CUDA driver: %s cannot be loaded (%s); install the NVIDIA driver, or use device \"cpu\", "
+                        "no CUDA driver: %s cannot be loaded (%s); install the NVIDIA driver, or "
+                        "use device \"cpu\", "
                         "which runs on the simulated driver",
                         name, oo__library_error(reason, sizeof reason));
     }
@@ -119,15 +125,17 @@ enum oo_status oo_driver_load(struct oo_driver *driver, const char *path) {
     if (result == OOCU_ERROR_STUB_LIBRARY)
         return oo__fail_stub(name, "cuInit", result);
     if (result == OOCU_ERROR_NO_DEVICE)
-        return oo__fail_driver(OO_E_NO_DEVICE, "cuInit", result, "CUDA_ERROR_NO_DEVICE",
-                               "the NVIDIA driver sees no CUDA device; check nvidia-smi and CUDA_VISIBLE_DEVICES");
+        return oo__fail_driver(
+            OO_E_NO_DEVICE, "cuInit", result, "CUDA_ERROR_NO_DEVICE",
+            "the NVIDIA driver sees no CUDA device; check nvidia-smi and CUDA_VISIBLE_DEVICES");
     if (result != OOCU_SUCCESS)
         return oo_driver_error(driver, "cuInit", result);
     result = driver->cuDriverGetVersion(&driver->version);
     if (result != OOCU_SUCCESS)
         return oo_driver_error(driver, "cuDriverGetVersion", result);
     if (driver->version < OO_OLDEST_DRIVER)
-        return oo__fail(OO_E_DRIVER_OLD, "%s supports CUDA %d.%d; 12.0 or later is needed: update the NVIDIA driver",
+        return oo__fail(OO_E_DRIVER_OLD,
+                        "%s supports CUDA %d.%d; 12.0 or later is needed: update the NVIDIA driver",
                         name, driver->version / 1000, driver->version % 1000 / 10);
     return OO_OK;
 }

@@ -8,9 +8,9 @@
  *     ... queue work on `stream` that reads device memory at use.address + the tensor's offset ...
  *     oo_engine_release(engine, use.ticket, stream, flags, &fetched);
  *
- * Between the two calls the unit cannot be evicted. `acquire` makes `stream` wait for the copy, never
- * the host; `release` marks the last use on `stream` and starts copies of what will be needed next.
- * The address is valid for work queued before `release` only: acquire again for the next use.
+ * Between the two calls the unit cannot be evicted. `acquire` makes `stream` wait for the copy,
+ * never the host; `release` marks the last use on `stream` and starts copies of what will be needed
+ * next. The address is valid for work queued before `release` only: acquire again for the next use.
  *
  * Every function that can fail returns an oo_status and, unless OO_OK or OO_WOULD_BLOCK, leaves a
  * message for this thread in oo_error_message(). A failed call changes nothing the caller can see,
@@ -51,8 +51,8 @@ enum oo_status {
 const char *oo_status_name(enum oo_status status);
 /* What the last failed call of this thread said; valid until the thread's next call. */
 const char *oo_error_message(void);
-/* The driver call behind the thread's last OO_E_DRIVER*, OO_E_LOCK_REFUSED or OO_E_DEAD: its name, CUresult and
- * the CUresult's name; empty strings and 0 where no call was involved. */
+/* The driver call behind the thread's last OO_E_DRIVER*, OO_E_LOCK_REFUSED or OO_E_DEAD: its name,
+ * CUresult and the CUresult's name; empty strings and 0 where no call was involved. */
 void oo_error_driver(const char **call, int *code, const char **name);
 
 /* ---- host memory ---- */
@@ -71,8 +71,8 @@ enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *sou
 
 /* ---- engines ---- */
 
-#define OO_ALIGNMENT ((size_t)256) /* of every tensor, in host and in device memory */
-#define OO_ALL_MODELS UINT32_MAX
+#define OO_ALIGNMENT   ((size_t)256) /* of every tensor, in host and in device memory */
+#define OO_ALL_MODELS  UINT32_MAX
 #define OO_MAX_FETCHED 8 /* copies that one acquire or release enqueues at most */
 
 enum oo_kind {
@@ -114,11 +114,12 @@ const char *oo_engine_device_name(const struct oo_engine *engine);
 const char *oo_engine_pci_id(const struct oo_engine *engine);
 /* A non-blocking stream for callers that have none; created on first use. */
 enum oo_status oo_engine_compute_stream(struct oo_engine *engine, uintptr_t *stream);
-enum oo_status oo_engine_mem_info(struct oo_engine *engine, size_t *free_bytes, size_t *total_bytes);
+enum oo_status oo_engine_mem_info(struct oo_engine *engine, size_t *free_bytes,
+                                  size_t *total_bytes);
 
-/* Page-lock host memory and make it known to the engine. OO_E_LOCK_REFUSED where the system refuses:
- * the memory is known all the same, and its units go through a small locked ring. `lock` 0 asks for
- * that from the start. */
+/* Page-lock host memory and make it known to the engine. OO_E_LOCK_REFUSED where the system
+ * refuses: the memory is known all the same, and its units go through a small locked ring. `lock` 0
+ * asks for that from the start. */
 enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, int lock);
 /* Wait for all copies from the memory, then forget it; no unit may still live in it. */
 enum oo_status oo_engine_unlock(struct oo_engine *engine, struct oo_host *host);
@@ -135,14 +136,16 @@ enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t model, uintptr_
  * lists one after the other in `tensors`. `members` receives n_members ids, `offsets` one device
  * offset per tensor. Tensors that lie in one host memory at offsets congruent to the device layout
  * (each at the next multiple of OO_ALIGNMENT) travel as one copy. */
-enum oo_status oo_unit_add(struct oo_engine *engine, uint32_t model, const struct oo_tensor *tensors,
-                           const uint32_t *n_tensors, uint32_t n_members, int trainable,
-                           uint32_t *unit, uint32_t *members, size_t *offsets);
+enum oo_status oo_unit_add(struct oo_engine *engine, uint32_t model,
+                           const struct oo_tensor *tensors, const uint32_t *n_tensors,
+                           uint32_t n_members, int trainable, uint32_t *unit, uint32_t *members,
+                           size_t *offsets);
 /* The member's tensors live elsewhere now. It gets a unit of its own. Memory that the engine does
- * not know is copied through the ring, and only by an acquire of this member: the caller vouches for
- * the addresses at that moment alone. */
-enum oo_status oo_member_move(struct oo_engine *engine, uint32_t member, const struct oo_tensor *tensors,
-                              uint32_t n_tensors, uint32_t *unit, size_t *offsets);
+ * not know is copied through the ring, and only by an acquire of this member: the caller vouches
+ * for the addresses at that moment alone. */
+enum oo_status oo_member_move(struct oo_engine *engine, uint32_t member,
+                              const struct oo_tensor *tensors, uint32_t n_tensors, uint32_t *unit,
+                              size_t *offsets);
 
 /* Whether an optimizer may rewrite the unit's masters (see oo_engine_hold). */
 enum oo_status oo_unit_set_trainable(struct oo_engine *engine, uint32_t unit, int trainable);
@@ -153,18 +156,20 @@ enum oo_status oo_unit_set_trainable(struct oo_engine *engine, uint32_t unit, in
 enum oo_status oo_engine_acquire(struct oo_engine *engine, uint32_t member, uintptr_t stream,
                                  uint64_t stamp, enum oo_kind kind, int64_t task, int flags,
                                  struct oo_use *use);
-enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uintptr_t stream, int flags,
-                                 struct oo_fetched *fetched);
+enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uintptr_t stream,
+                                 int flags, struct oo_fetched *fetched);
 /* Start the copies that `more` spoke of. */
 enum oo_status oo_engine_prefetch(struct oo_engine *engine, struct oo_fetched *fetched);
 enum oo_status oo_engine_stamp(struct oo_engine *engine, uint32_t member, uint64_t stamp);
 /* Declare a kernel that reads the acquired member for `seconds`; does nothing on a real driver. */
-enum oo_status oo_engine_launch(struct oo_engine *engine, uint32_t member, uintptr_t stream, double seconds);
+enum oo_status oo_engine_launch(struct oo_engine *engine, uint32_t member, uintptr_t stream,
+                                double seconds);
 /* Copy device bytes that `stream` writes to host memory; returns when they have arrived. */
-enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintptr_t source, size_t bytes,
-                                  uintptr_t stream);
+enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintptr_t source,
+                                  size_t bytes, uintptr_t stream);
 
-/* Keep `stream` busy for a time (at most ten seconds), so that tests can make copies race a kernel. */
+/* Keep `stream` busy for a time (at most ten seconds), so that tests can make copies race a kernel.
+ */
 enum oo_status oo_engine_spin(struct oo_engine *engine, uintptr_t stream, uint64_t nanoseconds);
 
 /* Trainable masters may be rewritten from now on: their copies are dropped, none is prefetched. */
@@ -217,8 +222,8 @@ struct oo_resident {
     size_t bytes;
 };
 /* The arena's contents by address: up to `capacity` rows; `count` receives how many there are. */
-enum oo_status oo_engine_residents(struct oo_engine *engine, struct oo_resident *rows, size_t capacity,
-                                   size_t *count);
+enum oo_status oo_engine_residents(struct oo_engine *engine, struct oo_resident *rows,
+                                   size_t capacity, size_t *count);
 
 /* Version (12040 = 12.4) and number of devices of a driver, without an engine. */
 enum oo_status oo_driver_probe(const char *library, int *version, int *devices);

@@ -1,4 +1,5 @@
-/* binding.h - shared by the files of the extension module. Argument checks, GIL, lifetimes; no policy. */
+/* binding.h - shared by the files of the extension module. Argument checks, GIL, lifetimes; no
+ * policy. */
 #ifndef OO_BINDING_H
 #define OO_BINDING_H
 
@@ -25,8 +26,7 @@ struct oo_module_state *oo__state_of(PyTypeObject *type);
 PyObject *oo_raise(const struct oo_module_state *state, enum oo_status status);
 
 struct oo_py_buffer {
-    PyObject_HEAD
-    struct oo_host *host;
+    PyObject_HEAD struct oo_host *host;
     PyObject *engine; /* kept alive while it knows the memory */
 };
 

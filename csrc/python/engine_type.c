@@ -1,13 +1,12 @@
 /* engine_type.c - Engine: oo_engine as a Python type.
  *
- * The GIL: acquire and release first try without blocking and keep it (dropping it for a microsecond of
- * work invites every other thread to take it for five milliseconds); only when the engine says that it
- * would block are they repeated with the GIL released. */
+ * The GIL: acquire and release first try without blocking and keep it (dropping it for a
+ * microsecond of work invites every other thread to take it for five milliseconds); only when the
+ * engine says that it would block are they repeated with the GIL released. */
 #include "binding.h"
 
 struct oo_py_engine {
-    PyObject_HEAD
-    struct oo_engine *engine; /* NULL once closed */
+    PyObject_HEAD struct oo_engine *engine; /* NULL once closed */
 };
 
 static struct oo_engine *oo__engine_of(PyObject *object) {
@@ -36,10 +35,11 @@ static PyObject *oo__none_or_raise(PyObject *object, enum oo_status status) {
 
 /* Exactly `expected` integers; -1 with an exception set otherwise. Negative numbers wrap, as -1 for
  * "no graph task" must. */
-static int oo__integers(const char *function, PyObject *const *arguments, Py_ssize_t count, Py_ssize_t expected,
-                        unsigned long long *values) {
+static int oo__integers(const char *function, PyObject *const *arguments, Py_ssize_t count,
+                        Py_ssize_t expected, unsigned long long *values) {
     if (count != expected) {
-        PyErr_Format(PyExc_TypeError, "%s() takes %zd arguments, not %zd", function, expected, count);
+        PyErr_Format(PyExc_TypeError, "%s() takes %zd arguments, not %zd", function, expected,
+                     count);
         return -1;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -116,7 +116,9 @@ static PyObject *oo__engine_lock(PyObject *object, PyObject *const *arguments, P
     if (!engine)
         return NULL;
     if (count < 1 || count > 2)
-        return PyErr_Format(PyExc_TypeError, "lock() takes a HostBuffer and an optional flag, not %zd arguments", count);
+        return PyErr_Format(PyExc_TypeError,
+                            "lock() takes a HostBuffer and an optional flag, not %zd arguments",
+                            count);
     struct oo_py_buffer *buffer = oo__as_buffer(object, arguments[0]);
     const int wanted = count == 2 ? PyObject_IsTrue(arguments[1]) : 1;
     if (!buffer || wanted < 0)
@@ -164,14 +166,15 @@ static PyObject *oo__engine_remove_model(PyObject *object, PyObject *argument) {
     return oo__none_or_raise(object, status);
 }
 
-static PyObject *oo__engine_add_segment(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+static PyObject *oo__engine_add_segment(PyObject *object, PyObject *const *arguments,
+                                        Py_ssize_t count) {
     struct oo_engine *engine = oo__engine_of(object);
     unsigned long long values[4];
     if (!engine || oo__integers("add_segment", arguments, count, 4, values) < 0)
         return NULL;
     enum oo_status status;
-    OO_BLOCKING(status, oo_segment_add(engine, (uint32_t)values[0], (uintptr_t)values[1], (size_t)values[2],
-                                       (uintptr_t)values[3]));
+    OO_BLOCKING(status, oo_segment_add(engine, (uint32_t)values[0], (uintptr_t)values[1],
+                                       (size_t)values[2], (uintptr_t)values[3]));
     return oo__none_or_raise(object, status);
 }
 
@@ -233,7 +236,8 @@ static PyObject *oo__engine_add_unit(PyObject *object, PyObject *arguments) {
         counts[i] = (uint32_t)(filled - before);
     }
     enum oo_status status;
-    OO_BLOCKING(status, oo_unit_add(engine, model, tensors, counts, (uint32_t)n_members, trainable, &unit, ids, offsets));
+    OO_BLOCKING(status, oo_unit_add(engine, model, tensors, counts, (uint32_t)n_members, trainable,
+                                    &unit, ids, offsets));
     if (status != OO_OK) {
         oo__raise_for(object, status);
         goto done;
@@ -258,7 +262,8 @@ done:
     return result;
 }
 
-static PyObject *oo__engine_set_trainable(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+static PyObject *oo__engine_set_trainable(PyObject *object, PyObject *const *arguments,
+                                          Py_ssize_t count) {
     struct oo_engine *engine = oo__engine_of(object);
     unsigned long long v[2];
     if (!engine || oo__integers("set_trainable", arguments, count, 2, v) < 0)
@@ -313,33 +318,39 @@ static PyObject *oo__fetched_tuple(const struct oo_fetched *fetched) {
     return tuple;
 }
 
-static PyObject *oo__engine_acquire(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+static PyObject *oo__engine_acquire(PyObject *object, PyObject *const *arguments,
+                                    Py_ssize_t count) {
     struct oo_engine *engine = oo__engine_of(object);
     unsigned long long v[5];
     if (!engine || oo__integers("acquire", arguments, count, 5, v) < 0)
         return NULL;
     if (v[3] > OO_BACKWARD)
-        return PyErr_Format(PyExc_ValueError, "kind must be FORWARD, RECOMPUTE or BACKWARD, not %llu", v[3]);
+        return PyErr_Format(PyExc_ValueError,
+                            "kind must be FORWARD, RECOMPUTE or BACKWARD, not %llu", v[3]);
     struct oo_use use;
-    enum oo_status status = oo_engine_acquire(engine, (uint32_t)v[0], (uintptr_t)v[1], v[2], (enum oo_kind)v[3],
-                                              (int64_t)v[4], OO_NONBLOCKING, &use);
+    enum oo_status status =
+        oo_engine_acquire(engine, (uint32_t)v[0], (uintptr_t)v[1], v[2], (enum oo_kind)v[3],
+                          (int64_t)v[4], OO_NONBLOCKING, &use);
     if (status == OO_WOULD_BLOCK)
-        OO_BLOCKING(status, oo_engine_acquire(engine, (uint32_t)v[0], (uintptr_t)v[1], v[2], (enum oo_kind)v[3],
-                                              (int64_t)v[4], 0, &use));
+        OO_BLOCKING(status, oo_engine_acquire(engine, (uint32_t)v[0], (uintptr_t)v[1], v[2],
+                                              (enum oo_kind)v[3], (int64_t)v[4], 0, &use));
     if (status != OO_OK)
         return oo__raise_for(object, status);
     PyObject *fetched = oo__fetched_tuple(&use.fetched);
-    return fetched ? Py_BuildValue("(KKN)", (unsigned long long)use.ticket, (unsigned long long)use.address, fetched)
+    return fetched ? Py_BuildValue("(KKN)", (unsigned long long)use.ticket,
+                                   (unsigned long long)use.address, fetched)
                    : NULL;
 }
 
-static PyObject *oo__engine_release(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+static PyObject *oo__engine_release(PyObject *object, PyObject *const *arguments,
+                                    Py_ssize_t count) {
     struct oo_engine *engine = oo__engine_of(object);
     unsigned long long v[2];
     if (!engine || oo__integers("release", arguments, count, 2, v) < 0)
         return NULL;
     struct oo_fetched fetched;
-    enum oo_status status = oo_engine_release(engine, v[0], (uintptr_t)v[1], OO_NONBLOCKING, &fetched);
+    enum oo_status status =
+        oo_engine_release(engine, v[0], (uintptr_t)v[1], OO_NONBLOCKING, &fetched);
     if (status == OO_WOULD_BLOCK)
         OO_BLOCKING(status, oo_engine_release(engine, v[0], (uintptr_t)v[1], 0, &fetched));
     else if (status == OO_OK && fetched.more && fetched.count == 0)
@@ -361,7 +372,8 @@ static PyObject *oo__engine_launch(PyObject *object, PyObject *const *arguments,
     if (!engine)
         return NULL;
     if (count != 3)
-        return PyErr_Format(PyExc_TypeError, "launch() takes member, stream and seconds, not %zd arguments", count);
+        return PyErr_Format(PyExc_TypeError,
+                            "launch() takes member, stream and seconds, not %zd arguments", count);
     if (oo__integers("launch", arguments, 2, 2, v) < 0)
         return NULL;
     const double seconds = PyFloat_AsDouble(arguments[2]);
@@ -372,14 +384,15 @@ static PyObject *oo__engine_launch(PyObject *object, PyObject *const *arguments,
     return oo__none_or_raise(object, status);
 }
 
-static PyObject *oo__engine_download(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+static PyObject *oo__engine_download(PyObject *object, PyObject *const *arguments,
+                                     Py_ssize_t count) {
     struct oo_engine *engine = oo__engine_of(object);
     unsigned long long v[4];
     if (!engine || oo__integers("download", arguments, count, 4, v) < 0)
         return NULL;
     enum oo_status status;
-    OO_BLOCKING(status,
-                oo_engine_download(engine, (void *)(uintptr_t)v[0], (uintptr_t)v[1], (size_t)v[2], (uintptr_t)v[3]));
+    OO_BLOCKING(status, oo_engine_download(engine, (void *)(uintptr_t)v[0], (uintptr_t)v[1],
+                                           (size_t)v[2], (uintptr_t)v[3]));
     return oo__none_or_raise(object, status);
 }
 
@@ -450,14 +463,16 @@ static PyObject *oo__engine_stats(PyObject *object, PyObject *arguments, PyObjec
         return NULL;
     struct oo_stats stats;
     enum oo_status status;
-    OO_BLOCKING(status, oo_engine_stats(engine, model < 0 ? OO_ALL_MODELS : (uint32_t)model, &stats));
+    OO_BLOCKING(status,
+                oo_engine_stats(engine, model < 0 ? OO_ALL_MODELS : (uint32_t)model, &stats));
     if (status != OO_OK)
         return oo__raise_for(object, status);
     PyObject *dict = PyDict_New();
     if (!dict)
         return NULL;
     int failed = 0;
-#define OO_COUNT(field) failed |= oo__set_item(dict, #field, PyLong_FromUnsignedLongLong(stats.field));
+#define OO_COUNT(field)                                                                            \
+    failed |= oo__set_item(dict, #field, PyLong_FromUnsignedLongLong(stats.field));
 #define OO_SECONDS(field) failed |= oo__set_item(dict, #field, PyFloat_FromDouble(stats.field));
     OO_COUNT(managed_bytes)
     OO_COUNT(locked_bytes)
@@ -534,9 +549,9 @@ static PyObject *oo__engine_trace_stop(PyObject *object, PyObject *unused) {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < count; i++) {
         const long long unit = rows[i].unit == UINT32_MAX ? -1 : (long long)rows[i].unit;
-        PyObject *row = Py_BuildValue("{s:s,s:L,s:d,s:d,s:K}", "kind", kinds[rows[i].kind], "unit", unit, "start_s",
-                                      rows[i].start_s, "end_s", rows[i].end_s, "bytes",
-                                      (unsigned long long)rows[i].bytes);
+        PyObject *row = Py_BuildValue("{s:s,s:L,s:d,s:d,s:K}", "kind", kinds[rows[i].kind], "unit",
+                                      unit, "start_s", rows[i].start_s, "end_s", rows[i].end_s,
+                                      "bytes", (unsigned long long)rows[i].bytes);
         if (!row || PyList_Append(list, row) < 0)
             Py_CLEAR(list);
         Py_XDECREF(row);
@@ -564,8 +579,9 @@ static PyObject *oo__engine_residents(PyObject *object, PyObject *unused) {
     } while (status == OO_OK && count > capacity);
     PyObject *list = status == OO_OK ? PyList_New(0) : oo__raise_for(object, status);
     for (size_t i = 0; list && i < count; i++) {
-        PyObject *row = Py_BuildValue("(IKKI)", (unsigned int)rows[i].unit, (unsigned long long)rows[i].address,
-                                      (unsigned long long)rows[i].bytes, (unsigned int)rows[i].pins);
+        PyObject *row =
+            Py_BuildValue("(IKKI)", (unsigned int)rows[i].unit, (unsigned long long)rows[i].address,
+                          (unsigned long long)rows[i].bytes, (unsigned int)rows[i].pins);
         if (!row || PyList_Append(list, row) < 0)
             Py_CLEAR(list);
         Py_XDECREF(row);
@@ -606,44 +622,63 @@ static PyObject *oo__engine_compute_stream(PyObject *object, void *unused) {
         return NULL;
     enum oo_status status;
     OO_BLOCKING(status, oo_engine_compute_stream(engine, &stream));
-    return status == OO_OK ? PyLong_FromUnsignedLongLong((unsigned long long)stream) : oo__raise_for(object, status);
+    return status == OO_OK ? PyLong_FromUnsignedLongLong((unsigned long long)stream)
+                           : oo__raise_for(object, status);
 }
 
-#define OO_FAST(function) (PyCFunction)(void (*)(void))function, METH_FASTCALL
+#define OO_FAST(function) (PyCFunction)(void (*)(void)) function, METH_FASTCALL
 
 static PyMethodDef oo__engine_methods[] = {
     {"close", oo__engine_close, METH_NOARGS, "close($self, /)\n--\n\nGive back everything."},
-    {"mem_info", oo__engine_mem_info, METH_NOARGS, "mem_info($self, /)\n--\n\n(free, total) device bytes."},
-    {"lock", OO_FAST(oo__engine_lock), "lock($self, buffer, wanted=True, /)\n--\n\nMake a HostBuffer known; page-lock it."},
-    {"unlock", oo__engine_unlock, METH_O, "unlock($self, buffer, /)\n--\n\nMake a HostBuffer ordinary memory."},
-    {"add_model", oo__engine_add_model, METH_NOARGS, "add_model($self, /)\n--\n\nA new model's id."},
-    {"remove_model", oo__engine_remove_model, METH_O, "remove_model($self, model, /)\n--\n\nForget a model."},
+    {"mem_info", oo__engine_mem_info, METH_NOARGS,
+     "mem_info($self, /)\n--\n\n(free, total) device bytes."},
+    {"lock", OO_FAST(oo__engine_lock),
+     "lock($self, buffer, wanted=True, /)\n--\n\nMake a HostBuffer known; page-lock it."},
+    {"unlock", oo__engine_unlock, METH_O,
+     "unlock($self, buffer, /)\n--\n\nMake a HostBuffer ordinary memory."},
+    {"add_model", oo__engine_add_model, METH_NOARGS,
+     "add_model($self, /)\n--\n\nA new model's id."},
+    {"remove_model", oo__engine_remove_model, METH_O,
+     "remove_model($self, model, /)\n--\n\nForget a model."},
     {"add_segment", OO_FAST(oo__engine_add_segment),
-     "add_segment($self, model, address, nbytes, stream, /)\n--\n\nLend device memory to the arena."},
-    {"add_unit", oo__engine_add_unit, METH_VARARGS, "add_unit($self, model, members, trainable, /)\n--\n\nA new unit."},
+     "add_segment($self, model, address, nbytes, stream, /)\n--\n\nLend device memory to the "
+     "arena."},
+    {"add_unit", oo__engine_add_unit, METH_VARARGS,
+     "add_unit($self, model, members, trainable, /)\n--\n\nA new unit."},
     {"move_member", oo__engine_move_member, METH_VARARGS,
      "move_member($self, member, tensors, /)\n--\n\nThe member's tensors live elsewhere now."},
     {"set_trainable", OO_FAST(oo__engine_set_trainable),
      "set_trainable($self, unit, trainable, /)\n--\n\nWhether an optimizer may rewrite the unit."},
     {"acquire", OO_FAST(oo__engine_acquire),
-     "acquire($self, member, stream, stamp, kind, task, /)\n--\n\nMake the member's unit ready on a stream."},
-    {"stamp", OO_FAST(oo__engine_stamp), "stamp($self, member, stamp, /)\n--\n\nThe copied master's stamp."},
+     "acquire($self, member, stream, stamp, kind, task, /)\n--\n\nMake the member's unit ready on "
+     "a stream."},
+    {"stamp", OO_FAST(oo__engine_stamp),
+     "stamp($self, member, stamp, /)\n--\n\nThe copied master's stamp."},
     {"launch", OO_FAST(oo__engine_launch),
      "launch($self, member, stream, seconds, /)\n--\n\nDeclare a kernel to the simulated driver."},
     {"release", OO_FAST(oo__engine_release),
      "release($self, ticket, stream, /)\n--\n\nThe work that uses the unit is queued."},
     {"download", OO_FAST(oo__engine_download),
-     "download($self, target, source, nbytes, stream, /)\n--\n\nCopy device bytes to the host and wait."},
-    {"spin", OO_FAST(oo__engine_spin), "spin($self, stream, nanoseconds, /)\n--\n\nKeep a stream busy."},
-    {"hold", oo__engine_hold, METH_NOARGS, "hold($self, /)\n--\n\nTrainable masters may be rewritten."},
-    {"resume", oo__engine_resume, METH_NOARGS, "resume($self, /)\n--\n\nTrainable masters are stable."},
-    {"refresh", oo__engine_refresh, METH_O, "refresh($self, model, /)\n--\n\nAll copies of the model are stale."},
-    {"set_verify", oo__engine_set_verify, METH_O, "set_verify($self, on, /)\n--\n\nHash whole masters."},
+     "download($self, target, source, nbytes, stream, /)\n--\n\nCopy device bytes to the host and "
+     "wait."},
+    {"spin", OO_FAST(oo__engine_spin),
+     "spin($self, stream, nanoseconds, /)\n--\n\nKeep a stream busy."},
+    {"hold", oo__engine_hold, METH_NOARGS,
+     "hold($self, /)\n--\n\nTrainable masters may be rewritten."},
+    {"resume", oo__engine_resume, METH_NOARGS,
+     "resume($self, /)\n--\n\nTrainable masters are stable."},
+    {"refresh", oo__engine_refresh, METH_O,
+     "refresh($self, model, /)\n--\n\nAll copies of the model are stale."},
+    {"set_verify", oo__engine_set_verify, METH_O,
+     "set_verify($self, on, /)\n--\n\nHash whole masters."},
     {"stats", (PyCFunction)(void (*)(void))oo__engine_stats, METH_VARARGS | METH_KEYWORDS,
      "stats($self, model=-1)\n--\n\nOne snapshot of the counters."},
-    {"trace_start", oo__engine_trace_start, METH_NOARGS, "trace_start($self, /)\n--\n\nRecord a timeline."},
-    {"trace_stop", oo__engine_trace_stop, METH_NOARGS, "trace_stop($self, /)\n--\n\nThe timeline's rows."},
-    {"residents", oo__engine_residents, METH_NOARGS, "residents($self, /)\n--\n\nThe arena's contents."},
+    {"trace_start", oo__engine_trace_start, METH_NOARGS,
+     "trace_start($self, /)\n--\n\nRecord a timeline."},
+    {"trace_stop", oo__engine_trace_stop, METH_NOARGS,
+     "trace_stop($self, /)\n--\n\nThe timeline's rows."},
+    {"residents", oo__engine_residents, METH_NOARGS,
+     "residents($self, /)\n--\n\nThe arena's contents."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -652,7 +687,8 @@ static PyGetSetDef oo__engine_properties[] = {
     {"device_name", oo__engine_device_name, NULL, "Name of the device.", NULL},
     {"pci_id", oo__engine_pci_id, NULL, "PCI bus id of the device.", NULL},
     {"driver_version", oo__engine_driver_version, NULL, "12040 means 12.4.", NULL},
-    {"compute_stream", oo__engine_compute_stream, NULL, "A stream for callers that have none.", NULL},
+    {"compute_stream", oo__engine_compute_stream, NULL, "A stream for callers that have none.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -8,7 +8,8 @@ static PyObject *oo__buffer_new(PyTypeObject *type, PyObject *arguments, PyObjec
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "n", names, &nbytes))
         return NULL;
     if (nbytes <= 0)
-        return PyErr_Format(PyExc_ValueError, "HostBuffer needs a positive number of bytes, not %zd", nbytes);
+        return PyErr_Format(PyExc_ValueError,
+                            "HostBuffer needs a positive number of bytes, not %zd", nbytes);
     struct oo_module_state *state = oo__state_of(type);
     struct oo_host *host;
     enum oo_status status = oo_host_create((size_t)nbytes, &host);
@@ -35,8 +36,7 @@ static void oo__buffer_dealloc(PyObject *object) {
         state->live_buffers--;
         state->live_buffer_bytes -= oo_host_bytes(self->host);
         /* May wait for copies; nothing of Python is touched meanwhile. */
-        Py_BEGIN_ALLOW_THREADS
-        oo_host_destroy(self->host);
+        Py_BEGIN_ALLOW_THREADS oo_host_destroy(self->host);
         Py_END_ALLOW_THREADS
     }
     Py_XDECREF(self->engine);
@@ -47,24 +47,24 @@ static void oo__buffer_dealloc(PyObject *object) {
 
 static int oo__buffer_get(PyObject *object, Py_buffer *view, int flags) {
     const struct oo_py_buffer *self = (struct oo_py_buffer *)object;
-    return PyBuffer_FillInfo(view, object, oo_host_address(self->host), (Py_ssize_t)oo_host_bytes(self->host), 0, flags);
+    return PyBuffer_FillInfo(view, object, oo_host_address(self->host),
+                             (Py_ssize_t)oo_host_bytes(self->host), 0, flags);
 }
 
 static PyObject *oo__buffer_fill(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
     const struct oo_py_buffer *self = (struct oo_py_buffer *)object;
     if (count != 3)
-        return PyErr_Format(PyExc_TypeError, "fill() takes offset, source and nbytes, not %zd arguments", count);
+        return PyErr_Format(PyExc_TypeError,
+                            "fill() takes offset, source and nbytes, not %zd arguments", count);
     const size_t offset = PyLong_AsSize_t(arguments[0]);
     const uintptr_t source = PyErr_Occurred() ? 0 : oo__as_address(arguments[1]);
     const size_t nbytes = PyErr_Occurred() ? 0 : PyLong_AsSize_t(arguments[2]);
     if (PyErr_Occurred())
         return NULL;
     enum oo_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = oo_host_fill(self->host, offset, (const void *)source, nbytes);
-    Py_END_ALLOW_THREADS
-    if (status != OO_OK)
-        return oo_raise(oo__state_of(Py_TYPE(object)), status);
+    Py_BEGIN_ALLOW_THREADS status = oo_host_fill(self->host, offset, (const void *)source, nbytes);
+    Py_END_ALLOW_THREADS if (status != OO_OK) return oo_raise(oo__state_of(Py_TYPE(object)),
+                                                              status);
     Py_RETURN_NONE;
 }
 

@@ -1,5 +1,5 @@
-/* module.c - `oracle_offload._core`: the module, its state, and the one place where a status becomes an
- * exception. */
+/* module.c - `oracle_offload._core`: the module, its state, and the one place where a status
+ * becomes an exception. */
 #include "binding.h"
 
 struct oo_module_state *oo__state(PyObject *module) { return PyModule_GetState(module); }
@@ -25,7 +25,8 @@ PyObject *oo_raise(const struct oo_module_state *state, enum oo_status status) {
     case OO_E_DEAD:
     case OO_E_LOCK_REFUSED:
     case OO_E_DRIVER_STUB: {
-        PyObject *error = PyObject_CallFunction(state->driver_error, "ssis", message, call, code, name);
+        PyObject *error =
+            PyObject_CallFunction(state->driver_error, "ssis", message, call, code, name);
         if (error)
             PyErr_SetObject(state->driver_error, error);
         Py_XDECREF(error);
@@ -50,8 +51,8 @@ PyObject *oo_raise(const struct oo_module_state *state, enum oo_status status) {
 static PyObject *oo__live(PyObject *module, PyObject *unused) {
     (void)unused;
     const struct oo_module_state *state = oo__state(module);
-    return Py_BuildValue("{s:n,s:n,s:n}", "engines", state->live_engines, "buffers", state->live_buffers,
-                         "buffer_bytes", (Py_ssize_t)state->live_buffer_bytes);
+    return Py_BuildValue("{s:n,s:n,s:n}", "engines", state->live_engines, "buffers",
+                         state->live_buffers, "buffer_bytes", (Py_ssize_t)state->live_buffer_bytes);
 }
 
 static PyObject *oo__driver_probe(PyObject *module, PyObject *arguments, PyObject *keywords) {
@@ -62,10 +63,9 @@ static PyObject *oo__driver_probe(PyObject *module, PyObject *arguments, PyObjec
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "|z", names, &library))
         return NULL;
     enum oo_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = oo_driver_probe(library, &version, &devices);
-    Py_END_ALLOW_THREADS
-    return status == OO_OK ? Py_BuildValue("ii", version, devices) : oo_raise(oo__state(module), status);
+    Py_BEGIN_ALLOW_THREADS status = oo_driver_probe(library, &version, &devices);
+    Py_END_ALLOW_THREADS return status == OO_OK ? Py_BuildValue("ii", version, devices)
+                                                : oo_raise(oo__state(module), status);
 }
 
 static PyMethodDef oo__functions[] = {

@@ -1,5 +1,6 @@
-/* check.h - the whole test framework of the C tests: CHECK counts and reports, check_report ends. With
- * ORACLE_OFFLOAD_TEST_FAIL_FAST set the first failure ends the program: the mutation gate needs no more. */
+/* check.h - the whole test framework of the C tests: CHECK counts and reports, check_report ends.
+ * With ORACLE_OFFLOAD_TEST_FAIL_FAST set the first failure ends the program: the mutation gate
+ * needs no more. */
 #ifndef CHECK_H
 #define CHECK_H
 

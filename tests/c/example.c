@@ -1,5 +1,5 @@
-/* Two buffers that share an arena with room for one: ten steps of "use both" on the simulated driver,
- * from the public header alone. Usage: example [DRIVER], or ORACLE_OFFLOAD_DRIVER. */
+/* Two buffers that share an arena with room for one: ten steps of "use both" on the simulated
+ * driver, from the public header alone. Usage: example [DRIVER], or ORACLE_OFFLOAD_DRIVER. */
 #include "oracle_offload.h"
 
 #include <stdio.h>
@@ -48,7 +48,8 @@ int main(int argc, char **argv) {
             struct oo_use use;
             struct oo_fetched fetched;
             need(oo_engine_acquire(engine, member[i], stream, 0, OO_FORWARD, -1, 0, &use));
-            need(oo_engine_launch(engine, member[i], stream, 50e-6)); /* the kernel: sum the buffer */
+            need(oo_engine_launch(engine, member[i], stream,
+                                  50e-6)); /* the kernel: sum the buffer */
             for (size_t k = 0; k < BYTES; k++)
                 sum += ((const signed char *)use.address)[k];
             need(oo_engine_release(engine, use.ticket, stream, 0, &fetched));
@@ -58,8 +59,8 @@ int main(int argc, char **argv) {
     struct oo_stats stats;
     need(oo_engine_stats(engine, OO_ALL_MODELS, &stats));
     printf("sum %ld (expected %ld), %llu copies, %llu bytes to the device, %llu host waits\n", sum,
-           (long)STEPS * 3 * BYTES, (unsigned long long)stats.h2d_copies, (unsigned long long)stats.h2d_bytes,
-           (unsigned long long)stats.host_waits);
+           (long)STEPS * 3 * BYTES, (unsigned long long)stats.h2d_copies,
+           (unsigned long long)stats.h2d_bytes, (unsigned long long)stats.host_waits);
     need(oo_model_remove(engine, model));
     free(arena);
     oo_host_destroy(host);

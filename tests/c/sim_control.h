@@ -1,4 +1,5 @@
-/* sim_control.h - the simulator's control calls, found at run time as the engine finds the driver. */
+/* sim_control.h - the simulator's control calls, found at run time as the engine finds the driver.
+ */
 #ifndef SIM_CONTROL_H
 #define SIM_CONTROL_H
 
@@ -10,14 +11,18 @@
 #include <string.h>
 
 #define SIM_CONTROLS(X)                                                                            \
-    X(simGetDevice) X(simSetDevice) X(simSetDeviceCount) X(simSetSchedule) X(simSwitch)                     \
-    X(simRefuseRegistration) X(simFault) X(simFaultClear) X(simHold) X(simCallCount) X(simGetStats)         \
-    X(simGetLive) X(simNow) X(simAdvance) X(simFinish) X(simReportCount) X(simReport) X(simReportsClear)    \
-    X(simReset) X(simAdopt) X(simDrop) X(simLaunch) X(simHostAccess) X(simTraceCount) X(simTraceRow)        \
-    X(simTraceClear) X(cuInit) X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease_v2)                  \
-    X(cuCtxGetCurrent) X(cuCtxPushCurrent_v2) X(cuCtxPopCurrent_v2) X(cuMemAlloc_v2) X(cuMemFree_v2)        \
-    X(cuStreamCreateWithPriority) X(cuStreamDestroy_v2) X(cuStreamBeginCapture_v2) X(cuStreamEndCapture)    \
-    X(cuGraphDestroy) X(cuMemHostRegister_v2) X(cuMemHostUnregister)
+    X(simGetDevice)                                                                                \
+    X(simSetDevice) X(simSetDeviceCount) X(simSetSchedule) X(simSwitch) X(simRefuseRegistration)   \
+        X(simFault) X(simFaultClear) X(simHold) X(simCallCount) X(simGetStats) X(simGetLive)       \
+            X(simNow) X(simAdvance) X(simFinish) X(simReportCount) X(simReport) X(simReportsClear) \
+                X(simReset) X(simAdopt) X(simDrop) X(simLaunch) X(simHostAccess) X(simTraceCount)  \
+                    X(simTraceRow) X(simTraceClear) X(cuInit) X(cuDevicePrimaryCtxRetain)          \
+                        X(cuDevicePrimaryCtxRelease_v2) X(cuCtxGetCurrent) X(cuCtxPushCurrent_v2)  \
+                            X(cuCtxPopCurrent_v2) X(cuMemAlloc_v2) X(cuMemFree_v2)                 \
+                                X(cuStreamCreateWithPriority) X(cuStreamDestroy_v2)                \
+                                    X(cuStreamBeginCapture_v2) X(cuStreamEndCapture)               \
+                                        X(cuGraphDestroy) X(cuMemHostRegister_v2)                  \
+                                            X(cuMemHostUnregister)
 
 struct sim_control {
 #define SIM_FIELD(name) __typeof__(&name) name;
@@ -33,7 +38,8 @@ static inline struct sim_control sim_open(int argc, char **argv) {
     void *library = sim.path ? oo__library_open(sim.path) : NULL;
     if (!library) {
         char reason[512];
-        fprintf(stderr, "no simulated driver at %s: %s\n", sim.path ? sim.path : "(argv[1] or ORACLE_OFFLOAD_DRIVER)",
+        fprintf(stderr, "no simulated driver at %s: %s\n",
+                sim.path ? sim.path : "(argv[1] or ORACLE_OFFLOAD_DRIVER)",
                 oo__library_error(reason, sizeof reason));
         exit(2);
     }
@@ -51,8 +57,8 @@ static inline struct sim_control sim_open(int argc, char **argv) {
     return sim;
 }
 
-/* simReset, and what the environment switches off for all tests: the mutation gate proves by that that
- * the race detector is what catches races. Returns what simReset does. */
+/* simReset, and what the environment switches off for all tests: the mutation gate proves by that
+ * that the race detector is what catches races. Returns what simReset does. */
 static inline OOCUresult sim_reset(const struct sim_control *sim) {
     const OOCUresult result = sim->simReset();
     if (getenv("ORACLE_OFFLOAD_TEST_RACES_OFF"))

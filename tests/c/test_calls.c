@@ -1,5 +1,5 @@
-/* What each call of the engine answers, counts and measures, exactly; which calls of the driver it makes
- * and on which stream; and what is left when one of them fails at the worst moment. */
+/* What each call of the engine answers, counts and measures, exactly; which calls of the driver it
+ * makes and on which stream; and what is left when one of them fails at the worst moment. */
 #include "world.h"
 
 #include "kernels.h"
@@ -14,13 +14,16 @@ static void test_an_engine_tells_its_device(void) {
     size_t free_bytes = 0, total_bytes = 0;
     world_open(&w, 60000, -1);
     sim.simGetDevice(0, &device);
-    CHECK(strcmp(oo_engine_device_name(w.engine), device.name) == 0, "%s", oo_engine_device_name(w.engine));
-    CHECK(strcmp(oo_engine_pci_id(w.engine), "0000:F0:00.0") == 0, "%s", oo_engine_pci_id(w.engine));
+    CHECK(strcmp(oo_engine_device_name(w.engine), device.name) == 0, "%s",
+          oo_engine_device_name(w.engine));
+    CHECK(strcmp(oo_engine_pci_id(w.engine), "0000:F0:00.0") == 0, "%s",
+          oo_engine_pci_id(w.engine));
     CHECK(oo_engine_simulated(w.engine) && oo_engine_driver_version(w.engine) >= 12000, "%d",
           oo_engine_driver_version(w.engine));
     need(oo_engine_mem_info(w.engine, &free_bytes, &total_bytes), "mem_info");
-    CHECK(total_bytes == (size_t)device.memory_bytes && free_bytes == total_bytes - 60000 - OO_ALIGNMENT, "%zu of %zu free",
-          free_bytes, total_bytes);
+    CHECK(total_bytes == (size_t)device.memory_bytes &&
+              free_bytes == total_bytes - 60000 - OO_ALIGNMENT,
+          "%zu of %zu free", free_bytes, total_bytes);
     CHECK(w.engine->h2d && w.engine->d2h && w.engine->compute && w.engine->h2d != w.engine->d2h &&
               w.engine->compute != w.engine->h2d && w.engine->compute != w.engine->d2h,
           "streams are missing or shared");
@@ -29,18 +32,33 @@ static void test_an_engine_tells_its_device(void) {
     CHECK(w.stream == before, "a second compute stream");
     int version = 0, devices = 0;
     need(oo_driver_probe(sim.path, &version, &devices), "probe");
-    CHECK(version == oo_engine_driver_version(w.engine) && devices == 1, "%d, %d devices", version, devices);
+    CHECK(version == oo_engine_driver_version(w.engine) && devices == 1, "%d, %d devices", version,
+          devices);
     world_close(&w, "tells");
 }
 
 static void test_each_status_has_its_name(void) {
-    static const char *const names[] = {"OO_OK", "OO_WOULD_BLOCK", "OO_E_ARGUMENT", "OO_E_STATE", "OO_E_MEMORY",
-                                        "OO_E_NO_ROOM", "OO_E_LOCK_REFUSED", "OO_E_TICKET", "OO_E_FORKED", "OO_E_CAPTURE",
-                                        "OO_E_DEAD", "OO_E_DRIVER", "OO_E_DRIVER_MISSING", "OO_E_DRIVER_STUB",
-                                        "OO_E_DRIVER_OLD", "OO_E_NO_DEVICE"};
+    static const char *const names[] = {"OO_OK",
+                                        "OO_WOULD_BLOCK",
+                                        "OO_E_ARGUMENT",
+                                        "OO_E_STATE",
+                                        "OO_E_MEMORY",
+                                        "OO_E_NO_ROOM",
+                                        "OO_E_LOCK_REFUSED",
+                                        "OO_E_TICKET",
+                                        "OO_E_FORKED",
+                                        "OO_E_CAPTURE",
+                                        "OO_E_DEAD",
+                                        "OO_E_DRIVER",
+                                        "OO_E_DRIVER_MISSING",
+                                        "OO_E_DRIVER_STUB",
+                                        "OO_E_DRIVER_OLD",
+                                        "OO_E_NO_DEVICE"};
     for (int i = 0; i <= OO_E_NO_DEVICE; i++)
-        CHECK(strcmp(oo_status_name((enum oo_status)i), names[i]) == 0, "%d is %s", i, oo_status_name((enum oo_status)i));
-    CHECK(strstr(oo_status_name((enum oo_status)99), "unknown"), "%s", oo_status_name((enum oo_status)99));
+        CHECK(strcmp(oo_status_name((enum oo_status)i), names[i]) == 0, "%d is %s", i,
+              oo_status_name((enum oo_status)i));
+    CHECK(strstr(oo_status_name((enum oo_status)99), "unknown"), "%s",
+          oo_status_name((enum oo_status)99));
 }
 
 static void test_the_second_device(void) {
@@ -52,13 +70,16 @@ static void test_the_second_device(void) {
     snprintf(device.name, sizeof device.name, "Another Device");
     CHECK(sim.simSetDevice(1, &device) == 0, "not renamed");
     need(oo_engine_create(sim.path, 1, &engine), "create");
-    CHECK(strcmp(oo_engine_device_name(engine), "Another Device") == 0, "%s", oo_engine_device_name(engine));
+    CHECK(strcmp(oo_engine_device_name(engine), "Another Device") == 0, "%s",
+          oo_engine_device_name(engine));
     CHECK(strcmp(oo_engine_pci_id(engine), "0000:F1:00.0") == 0, "%s", oo_engine_pci_id(engine));
     need(oo_engine_compute_stream(engine, &stream), "stream");
     CHECK(oo_engine_create(sim.path, 2, &none) == OO_E_NO_DEVICE, "device 2 of 2");
     CHECK(oo_engine_create(sim.path, -1, &none) == OO_E_NO_DEVICE, "device -1");
     need(oo_engine_destroy(engine), "destroy");
-    CHECK(sim.simSetDevice(1, &original) == 0 && sim.simSetDeviceCount(1) == 0 && sim_reset(&sim) == 0, "not reset");
+    CHECK(sim.simSetDevice(1, &original) == 0 && sim.simSetDeviceCount(1) == 0 &&
+              sim_reset(&sim) == 0,
+          "not reset");
 }
 
 static void test_residents_by_address(void) {
@@ -73,14 +94,17 @@ static void test_residents_by_address(void) {
     need(oo_engine_residents(w.engine, rows, UNITS + 1, &count), "residents");
     CHECK(count == UNITS, "%zu residents", count);
     for (size_t i = 0; i < count; i++) {
-        CHECK(rows[i].bytes == w.bytes[rows[i].unit] && (i == 0 || rows[i].address >= rows[i - 1].address + rows[i - 1].bytes),
+        CHECK(rows[i].bytes == w.bytes[rows[i].unit] &&
+                  (i == 0 || rows[i].address >= rows[i - 1].address + rows[i - 1].bytes),
               "row %zu", i);
-        CHECK(rows[i].pins == (rows[i].unit == w.unit[5] ? 1u : 0u), "unit %u has %u pins", rows[i].unit, rows[i].pins);
+        CHECK(rows[i].pins == (rows[i].unit == w.unit[5] ? 1u : 0u), "unit %u has %u pins",
+              rows[i].unit, rows[i].pins);
         CHECK(rows[i].unit != w.unit[5] || rows[i].address == use.address, "another address");
     }
     memset(rows, 0x55, sizeof rows);
     need(oo_engine_residents(w.engine, rows, 3, &few), "residents");
-    CHECK(few == UNITS && rows[2].bytes == w.bytes[rows[2].unit] && rows[3].bytes == (size_t)0x5555555555555555u,
+    CHECK(few == UNITS && rows[2].bytes == w.bytes[rows[2].unit] &&
+              rows[3].bytes == (size_t)0x5555555555555555u,
           "more rows than there is room for");
     need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
     world_close(&w, "residents");
@@ -101,16 +125,27 @@ static void test_figures_of_two_models(void) {
     need(oo_engine_stats(w.engine, OO_ALL_MODELS, &all), "stats");
     need(oo_engine_stats(w.engine, w.model, &first), "stats");
     need(oo_engine_stats(w.engine, b.model, &second), "stats");
-    CHECK(first.acquires == 3 * UNITS && second.acquires == 1 && all.acquires == first.acquires + second.acquires, "acquires");
-    CHECK(all.managed_bytes == 2 * w.total && first.managed_bytes == w.total && first.units == UNITS, "managed");
-    CHECK(all.h2d_bytes == first.h2d_bytes + second.h2d_bytes && all.evictions == first.evictions + second.evictions &&
-              all.prefetches == first.prefetches + second.prefetches && all.late == first.late + second.late &&
+    CHECK(first.acquires == 3 * UNITS && second.acquires == 1 &&
+              all.acquires == first.acquires + second.acquires,
+          "acquires");
+    CHECK(all.managed_bytes == 2 * w.total && first.managed_bytes == w.total &&
+              first.units == UNITS,
+          "managed");
+    CHECK(all.h2d_bytes == first.h2d_bytes + second.h2d_bytes &&
+              all.evictions == first.evictions + second.evictions &&
+              all.prefetches == first.prefetches + second.prefetches &&
+              all.late == first.late + second.late &&
               fabs(all.h2d_seconds - first.h2d_seconds - second.h2d_seconds) < 1e-12,
           "the sum of the models is not the whole");
-    CHECK(all.h2d_timed_bytes == first.h2d_timed_bytes + second.h2d_timed_bytes && all.h2d_timed_bytes <= all.h2d_bytes, "timed");
-    CHECK(all.arena_bytes / OO_ALIGNMENT >= 2 * (60000 / OO_ALIGNMENT) && all.arena_bytes <= 2 * (60000 + OO_ALIGNMENT),
+    CHECK(all.h2d_timed_bytes == first.h2d_timed_bytes + second.h2d_timed_bytes &&
+              all.h2d_timed_bytes <= all.h2d_bytes,
+          "timed");
+    CHECK(all.arena_bytes / OO_ALIGNMENT >= 2 * (60000 / OO_ALIGNMENT) &&
+              all.arena_bytes <= 2 * (60000 + OO_ALIGNMENT),
           "%llu arena", (unsigned long long)all.arena_bytes);
-    CHECK(all.locked_bytes == w.host->mapped_bytes + b.host->mapped_bytes && all.pageable_bytes == 0, "locked");
+    CHECK(all.locked_bytes == w.host->mapped_bytes + b.host->mapped_bytes &&
+              all.pageable_bytes == 0,
+          "locked");
     CHECK(all.largest_unit_bytes == w.largest && all.peak_resident_bytes >= all.resident_bytes &&
               all.peak_resident_bytes <= all.arena_bytes && all.resident_bytes > 0,
           "resident");
@@ -131,9 +166,11 @@ static void test_the_callers_context_is_left_as_it_was(void) {
     sim.cuCtxGetCurrent(&current);
     CHECK(current == NULL, "the engine left its context behind");
     sim.cuCtxPushCurrent_v2(w.context);
-    const uint64_t pushes = sim.simCallCount("cuCtxPushCurrent"), pops = sim.simCallCount("cuCtxPopCurrent");
+    const uint64_t pushes = sim.simCallCount("cuCtxPushCurrent"),
+                   pops = sim.simCallCount("cuCtxPopCurrent");
     need(step(&w), "with the context current already");
-    CHECK(sim.simCallCount("cuCtxPushCurrent") == pushes && sim.simCallCount("cuCtxPopCurrent") == pops,
+    CHECK(sim.simCallCount("cuCtxPushCurrent") == pushes &&
+              sim.simCallCount("cuCtxPopCurrent") == pops,
           "the context is pushed although it is current");
     sim.cuCtxPopCurrent_v2(&current);
     CHECK(current == w.context, "the caller's context was popped");
@@ -146,7 +183,8 @@ static void test_a_context_of_another_device(void) {
     OOCUcontext other = NULL, current = NULL;
     CHECK(sim.simSetDeviceCount(2) == 0, "no second device");
     world_open(&w, 60000, -1);
-    CHECK(sim.cuDevicePrimaryCtxRetain(&other, 1) == 0 && sim.cuCtxPushCurrent_v2(other) == 0, "no second context");
+    CHECK(sim.cuDevicePrimaryCtxRetain(&other, 1) == 0 && sim.cuCtxPushCurrent_v2(other) == 0,
+          "no second context");
     need(step(&w), "under another context");
     sim.cuCtxGetCurrent(&current);
     CHECK(current == other, "another context is current than before");
@@ -156,7 +194,8 @@ static void test_a_context_of_another_device(void) {
     CHECK(sim.simSetDeviceCount(1) == 0, "two devices");
 }
 
-/* A release succeeds even where the context cannot be made current, and pops none that it did not push. */
+/* A release succeeds even where the context cannot be made current, and pops none that it did not
+ * push. */
 static void test_a_release_without_a_context(void) {
     struct world w;
     OOCUcontext other = NULL, current = NULL;
@@ -164,17 +203,20 @@ static void test_a_release_without_a_context(void) {
     struct oo_fetched fetched;
     CHECK(sim.simSetDeviceCount(2) == 0, "no second device");
     world_open(&w, 60000, -1);
-    CHECK(sim.cuDevicePrimaryCtxRetain(&other, 1) == 0 && sim.cuCtxPushCurrent_v2(other) == 0, "no second context");
+    CHECK(sim.cuDevicePrimaryCtxRetain(&other, 1) == 0 && sim.cuCtxPushCurrent_v2(other) == 0,
+          "no second context");
     static const char *const calls[] = {"cuCtxPushCurrent", "cuCtxGetCurrent"};
     for (int i = 0; i < 2; i++) {
-        need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+        need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held),
+             "acquire");
         sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
         need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
         sim.cuCtxGetCurrent(&current);
         CHECK(current == other, "%s: the caller's context was popped", calls[i]);
         CHECK(oo_plan_pins(w.engine->plan, w.unit[0]) == 0, "still in use");
     }
-    need(oo_model_remove(w.engine, w.model), "remove"); /* waits for the uses that could not be marked */
+    need(oo_model_remove(w.engine, w.model),
+         "remove"); /* waits for the uses that could not be marked */
     CHECK(stats_of(&w).recoveries >= 1, "a lost use was not waited for");
     need(oo_model_add(w.engine, &w.model), "add");
     sim.cuCtxPopCurrent_v2(NULL);
@@ -193,7 +235,8 @@ static void test_a_capturing_stream_is_refused(void) {
     sim.cuCtxPushCurrent_v2(w.context);
     CHECK(sim.cuStreamBeginCapture_v2((OOCUstream)stream, 0) == 0, "no capture");
     const struct oo_stats before = stats_of(&w);
-    CHECK(oo_engine_acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_CAPTURE &&
+    CHECK(oo_engine_acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &use) ==
+                  OO_E_CAPTURE &&
               strstr(oo_error_message(), "CUDA graph"),
           "%s", oo_error_message());
     CHECK(stats_of(&w).acquires == before.acquires, "a refused acquire is counted");
@@ -228,12 +271,15 @@ static void test_declared_kernels_run_on_the_callers_stream(void) {
     need(oo_engine_spin(w.engine, stream, 1000000), "spin");
     const double before = sim.simNow();
     sim.simFinish(&end_s);
-    CHECK(kernels_on(stream) == 2 && fabs(end_s - before - 1e-3) < 1e-9, "%u kernels, %.9f s", kernels_on(stream),
-          end_s - before);
+    CHECK(kernels_on(stream) == 2 && fabs(end_s - before - 1e-3) < 1e-9, "%u kernels, %.9f s",
+          kernels_on(stream), end_s - before);
     fill(gradient, sizeof gradient, 1);
-    need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, stream), "download");
+    need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, stream),
+         "download");
     sim.simFinish(&end_s);
-    CHECK(kernels_on(stream) == 3, "what writes a gradient of torch's CPU is declared on %u kernels", kernels_on(stream) - 2);
+    CHECK(kernels_on(stream) == 3,
+          "what writes a gradient of torch's CPU is declared on %u kernels",
+          kernels_on(stream) - 2);
     need(oo_engine_download(w.engine, target, 0, 0, stream), "an empty gradient");
     end_stream(&w, stream);
     world_close(&w, "declared kernels");
@@ -249,13 +295,15 @@ static void test_spin_by_the_embedded_kernels(void) {
     const uintptr_t stream = new_stream(&w);
     sim.simGetDevice(0, &device);
     w.engine->driver.simLaunch = NULL;
-    OOCUresult(OOCUDAAPI *const load)(OOCUmodule *, const void *) = w.engine->driver.cuModuleLoadData;
+    OOCUresult(OOCUDAAPI *const load)(OOCUmodule *, const void *) =
+        w.engine->driver.cuModuleLoadData;
     w.engine->driver.cuModuleLoadData = NULL;
     CHECK(oo_engine_spin(w.engine, stream, 1000) == OO_E_STATE, "a driver without modules");
     w.engine->driver.cuModuleLoadData = load;
     if (oo_kernels_fatbin_size == 0) {
-        CHECK(oo_engine_spin(w.engine, stream, 1000) == OO_E_STATE && strstr(oo_error_message(), "nvcc"), "%s",
-              oo_error_message());
+        CHECK(oo_engine_spin(w.engine, stream, 1000) == OO_E_STATE &&
+                  strstr(oo_error_message(), "nvcc"),
+              "%s", oo_error_message());
     } else {
         sim.simSwitch(SIM_TRACE_ON, 1);
         for (int i = 0; i < 2; i++) {
@@ -269,7 +317,8 @@ static void test_spin_by_the_embedded_kernels(void) {
         sim.simGetLive(&live);
         CHECK(live.modules == 1, "%llu modules", (unsigned long long)live.modules);
     }
-    CHECK(oo_engine_launch(w.engine, w.member[0], stream, 1.0) == OO_OK, "a real driver needs no declaration");
+    CHECK(oo_engine_launch(w.engine, w.member[0], stream, 1.0) == OO_OK,
+          "a real driver needs no declaration");
     end_stream(&w, stream);
     world_close(&w, "spin");
 }
@@ -290,7 +339,8 @@ static void test_a_master_is_hashed_once_in_a_sweep(void) {
     w.master[3][0] ^= 1;
     struct oo_use use;
     struct oo_fetched fetched;
-    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_BACKWARD, 7, 0, &use), "backward");
+    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_BACKWARD, 7, 0, &use),
+         "backward");
     need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
     CHECK(stats_of(&w).stale == stale, "hashed twice in a sweep");
     /* Another task is another sweep. */
@@ -328,7 +378,9 @@ static void test_only_a_forward_ends_the_hold(void) {
     CHECK(w.engine->held == 0, "a forward did not end the hold");
     need(oo_unit_set_trainable(w.engine, w.unit[2], 1), "set_trainable");
     need(oo_engine_hold(w.engine), "hold");
-    CHECK(!oo_plan_resident(w.engine->plan, w.unit[2]) && oo_plan_resident(w.engine->plan, w.unit[3]), "hold dropped the wrong units");
+    CHECK(!oo_plan_resident(w.engine->plan, w.unit[2]) &&
+              oo_plan_resident(w.engine->plan, w.unit[3]),
+          "hold dropped the wrong units");
     CHECK(oo_unit_set_trainable(w.engine, 1000, 1) == OO_E_ARGUMENT, "no such unit");
     need(oo_engine_resume(w.engine), "resume");
     world_close(&w, "hold");
@@ -343,7 +395,8 @@ static void test_a_stall_is_what_the_stream_waits_for_its_copy(void) {
     size_t count;
     world_open(&w, 60000, -1);
     const uintptr_t stream = new_stream(&w);
-    const size_t bytes = 8u << 20; /* a copy far longer than the floor under which a stall is none */
+    const size_t bytes =
+        8u << 20; /* a copy far longer than the floor under which a stall is none */
     const uint32_t one = 1;
     uint32_t unit, member, model;
     size_t offset;
@@ -352,13 +405,15 @@ static void test_a_stall_is_what_the_stream_waits_for_its_copy(void) {
     need(oo_host_create(bytes, &host), "host");
     need(oo_engine_lock(w.engine, host, 1), "lock");
     need(oo_model_add(w.engine, &model), "model");
-    need(oo_segment_add(w.engine, model, (uintptr_t)arena, bytes + OO_ALIGNMENT, stream), "segment");
+    need(oo_segment_add(w.engine, model, (uintptr_t)arena, bytes + OO_ALIGNMENT, stream),
+         "segment");
     const struct oo_tensor tensor = {oo_host_address(host), bytes};
     need(oo_unit_add(w.engine, model, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
     sim.simGetDevice(0, &device);
     const double copy = device.copy_latency_s + (double)bytes / (device.link_gbps * 1e9);
-    kernel(stream, NULL, 0, 0, 100e-6);                       /* the stream is busy for a part of the copy */
-    kernel((uintptr_t)w.engine->d2h, NULL, 0, 0, 5e-3);       /* and so, later, is the other copy stream */
+    kernel(stream, NULL, 0, 0, 100e-6); /* the stream is busy for a part of the copy */
+    kernel((uintptr_t)w.engine->d2h, NULL, 0, 0,
+           5e-3); /* and so, later, is the other copy stream */
     const double origin = sim.simNow();
     need(oo_trace_start(w.engine), "trace");
     struct oo_use use;
@@ -366,13 +421,15 @@ static void test_a_stall_is_what_the_stream_waits_for_its_copy(void) {
     need(oo_engine_acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_engine_launch(w.engine, member, stream, 300e-6), "launch");
     need(oo_engine_release(w.engine, use.ticket, stream, 0, &fetched), "release");
-    /* The same again, at once: its compute begins where the first one ends, and waits for no copy. */
+    /* The same again, at once: its compute begins where the first one ends, and waits for no copy.
+     */
     need(oo_engine_acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_engine_launch(w.engine, member, stream, 200e-6), "launch");
     need(oo_engine_release(w.engine, use.ticket, stream, 0, &fetched), "release");
     const uint64_t waits = stats_of(&w).host_waits;
     need(oo_trace_stop(w.engine, &rows, &count), "trace");
-    CHECK(stats_of(&w).host_waits == waits + 4, "%llu waits for 4 spans", (unsigned long long)(stats_of(&w).host_waits - waits));
+    CHECK(stats_of(&w).host_waits == waits + 4, "%llu waits for 4 spans",
+          (unsigned long long)(stats_of(&w).host_waits - waits));
     unsigned seen[4] = {0};
     for (size_t i = 0; i < count; i++) {
         const struct oo_trace_row *row = &rows[i];
@@ -386,21 +443,25 @@ static void test_a_stall_is_what_the_stream_waits_for_its_copy(void) {
                               : row->kind == OO_TRACE_STALL ? 100e-6
                               : again                       ? first_end
                                                             : copy;
-        CHECK(fabs(row->start_s - begins) < 1e-9, "kind %d starts at %.9f, not %.9f", (int)row->kind, row->start_s, begins);
+        CHECK(fabs(row->start_s - begins) < 1e-9, "kind %d starts at %.9f, not %.9f",
+              (int)row->kind, row->start_s, begins);
         if (row->kind == OO_TRACE_H2D || row->kind == OO_TRACE_STALL)
-            CHECK(fabs(row->end_s - copy) < 1e-9 && row->bytes == (row->kind == OO_TRACE_H2D ? bytes : 0),
+            CHECK(fabs(row->end_s - copy) < 1e-9 &&
+                      row->bytes == (row->kind == OO_TRACE_H2D ? bytes : 0),
                   "kind %d ends at %.9f, not %.9f", (int)row->kind, row->end_s, copy);
         else
-            CHECK(fabs(row->end_s - first_end - (again ? 200e-6 : 0)) < 1e-9, "compute ends at %.9f", row->end_s);
+            CHECK(fabs(row->end_s - first_end - (again ? 200e-6 : 0)) < 1e-9,
+                  "compute ends at %.9f", row->end_s);
     }
-    CHECK(seen[OO_TRACE_H2D] == 1 && seen[OO_TRACE_STALL] == 1 && seen[OO_TRACE_COMPUTE] == 2, "%u %u %u", seen[1], seen[3],
-          seen[0]);
+    CHECK(seen[OO_TRACE_H2D] == 1 && seen[OO_TRACE_STALL] == 1 && seen[OO_TRACE_COMPUTE] == 2,
+          "%u %u %u", seen[1], seen[3], seen[0]);
     oo_trace_free(rows);
     struct oo_stats stats;
     need(oo_engine_stats(w.engine, model, &stats), "stats");
-    CHECK(stats.stalls == 1 && fabs(stats.stall_seconds - (copy - 100e-6)) < 1e-9, "%llu stalls, %.9f s",
-          (unsigned long long)stats.stalls, stats.stall_seconds);
-    CHECK(fabs(stats.h2d_seconds - copy) < 1e-9 && stats.h2d_timed_bytes == bytes, "%.9f s", stats.h2d_seconds);
+    CHECK(stats.stalls == 1 && fabs(stats.stall_seconds - (copy - 100e-6)) < 1e-9,
+          "%llu stalls, %.9f s", (unsigned long long)stats.stalls, stats.stall_seconds);
+    CHECK(fabs(stats.h2d_seconds - copy) < 1e-9 && stats.h2d_timed_bytes == bytes, "%.9f s",
+          stats.h2d_seconds);
     /* A hit on a stream that has waited already costs it nothing: no second stall. */
     need(oo_engine_acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_engine_release(w.engine, use.ticket, stream, 0, &fetched), "release");
@@ -423,13 +484,15 @@ static void test_a_timeline_that_fails_can_be_repeated(void) {
     size_t count;
     world_open(&w, 60000, -1);
     sim.simFault("cuEventRecord", 1, OOCU_ERROR_UNKNOWN, 0);
-    CHECK(oo_trace_start(w.engine) == OO_E_DRIVER && !w.engine->spans.tracing, "started all the same");
+    CHECK(oo_trace_start(w.engine) == OO_E_DRIVER && !w.engine->spans.tracing,
+          "started all the same");
     need(oo_trace_start(w.engine), "start again");
     need(step(&w), "step");
     const uint64_t waits = stats_of(&w).host_waits;
     sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
     CHECK(oo_trace_stop(w.engine, &rows, &count) == OO_E_DRIVER && !rows && count == 0, "no error");
-    CHECK(stats_of(&w).host_waits == waits + 1, "%llu waits", (unsigned long long)(stats_of(&w).host_waits - waits));
+    CHECK(stats_of(&w).host_waits == waits + 1, "%llu waits",
+          (unsigned long long)(stats_of(&w).host_waits - waits));
     need(oo_trace_stop(w.engine, &rows, &count), "stop again");
     CHECK(count >= 3 * UNITS, "%zu rows", count);
     oo_trace_free(rows);
@@ -457,7 +520,8 @@ static void test_a_timeline_begins_on_the_upload_stream(void) {
     int found = 0;
     for (size_t i = 0; i < count; i++) {
         CHECK(rows[i].start_s >= 0, "a row before the origin: %.9f", rows[i].start_s);
-        found += rows[i].kind == OO_TRACE_H2D && rows[i].unit == w.unit[0] && fabs(rows[i].start_s) < 1e-9;
+        found += rows[i].kind == OO_TRACE_H2D && rows[i].unit == w.unit[0] &&
+                 fabs(rows[i].start_s) < 1e-9;
     }
     CHECK(found == 1, "the first copy does not start at the origin");
     oo_trace_free(rows);
@@ -467,7 +531,8 @@ static void test_a_timeline_begins_on_the_upload_stream(void) {
 
 /* ---- tensors of a unit ---- */
 
-/* Members of several tensors; gaps, shared masters and foreign memory: each tensor's bytes at its offset. */
+/* Members of several tensors; gaps, shared masters and foreign memory: each tensor's bytes at its
+ * offset. */
 static void test_units_of_several_members_and_tensors(void) {
     struct world w;
     uint32_t unit, members[3];
@@ -477,11 +542,11 @@ static void test_units_of_several_members_and_tensors(void) {
     char *base = oo_host_address(w.host), *foreign = malloc(700);
     fill(foreign, 700, 3);
     const struct oo_tensor tensors[6] = {
-        {base, 1000},                                  /* travels with the next one: */
-        {base + 1024, 300},                            /* congruent to the device layout */
-        {base + 1024 + 768, 100},                      /* a hole: not congruent */
-        {base, 1000},                                  /* tied to the first */
-        {foreign, 700},                                /* unknown to the engine */
+        {base, 1000},             /* travels with the next one: */
+        {base + 1024, 300},       /* congruent to the device layout */
+        {base + 1024 + 768, 100}, /* a hole: not congruent */
+        {base, 1000},             /* tied to the first */
+        {foreign, 700},           /* unknown to the engine */
         {base + 8192, 4096},
     };
     need(oo_unit_add(w.engine, w.model, tensors, n_tensors, 3, 0, &unit, members, offsets), "unit");
@@ -489,18 +554,23 @@ static void test_units_of_several_members_and_tensors(void) {
     for (int m = 0; m < 3; m++) {
         struct oo_use use;
         struct oo_fetched fetched;
-        need(oo_engine_acquire(w.engine, members[m], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+        need(oo_engine_acquire(w.engine, members[m], w.stream, 0, OO_FORWARD, -1, 0, &use),
+             "acquire");
         need(oo_engine_launch(w.engine, members[m], w.stream, 1e-6), "launch");
         for (int t = 0; t < 6; t++)
-            CHECK(memcmp((const char *)use.address + offsets[t], tensors[t].host, tensors[t].bytes) == 0 &&
+            CHECK(memcmp((const char *)use.address + offsets[t], tensors[t].host,
+                         tensors[t].bytes) == 0 &&
                       offsets[t] % OO_ALIGNMENT == 0,
                   "tensor %d is not at offset %zu", t, offsets[t]);
         need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
     }
-    CHECK(stats_of(&w).pageable_bytes == 700, "%llu pageable", (unsigned long long)stats_of(&w).pageable_bytes);
+    CHECK(stats_of(&w).pageable_bytes == 700, "%llu pageable",
+          (unsigned long long)stats_of(&w).pageable_bytes);
     need(oo_engine_stamp(w.engine, members[1], 9), "stamp");
     CHECK(oo_engine_stamp(w.engine, 1000, 9) == OO_E_STATE, "no such member");
-    CHECK(oo_unit_add(w.engine, w.model, tensors, n_tensors, 0, 0, &unit, members, offsets) == OO_E_ARGUMENT, "no members");
+    CHECK(oo_unit_add(w.engine, w.model, tensors, n_tensors, 0, 0, &unit, members, offsets) ==
+              OO_E_ARGUMENT,
+          "no members");
     free(foreign);
     world_close(&w, "members");
 }
@@ -511,12 +581,15 @@ static void test_a_nonblocking_call_never_waits(void) {
     struct oo_fetched fetched;
     sim.simRefuseRegistration(1);
     world_open(&w, 60000, -1);
-    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &use) == OO_WOULD_BLOCK,
+    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING,
+                            &use) == OO_WOULD_BLOCK,
           "a unit behind the ring without waiting");
     need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-    CHECK(use.fetched.count == 1 && use.fetched.units[0] == w.unit[0], "%u fetched", use.fetched.count);
+    CHECK(use.fetched.count == 1 && use.fetched.units[0] == w.unit[0], "%u fetched",
+          use.fetched.count);
     need(oo_engine_release(w.engine, use.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
-    CHECK(fetched.count == 0 && fetched.more == 1, "%u fetched, more %d", fetched.count, fetched.more);
+    CHECK(fetched.count == 0 && fetched.more == 1, "%u fetched, more %d", fetched.count,
+          fetched.more);
     need(oo_engine_prefetch(w.engine, &fetched), "prefetch");
     CHECK(fetched.count > 0 && fetched.count <= OO_MAX_FETCHED, "%u fetched", fetched.count);
     sim.simRefuseRegistration(0);
@@ -530,9 +603,11 @@ static void test_no_more_than_eight_copies_in_a_call(void) {
     world_open(&w, 400000, -1);
     need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
-    CHECK(fetched.count == OO_MAX_FETCHED && fetched.more, "%u fetched, more %d", fetched.count, fetched.more);
+    CHECK(fetched.count == OO_MAX_FETCHED && fetched.more, "%u fetched, more %d", fetched.count,
+          fetched.more);
     for (uint32_t i = 0; i < fetched.count; i++)
-        CHECK(fetched.units[i] == w.unit[i + 1], "unit %u fetched as number %u", fetched.units[i], i);
+        CHECK(fetched.units[i] == w.unit[i + 1], "unit %u fetched as number %u", fetched.units[i],
+              i);
     unsigned rest = 0;
     while (fetched.more) {
         need(oo_engine_prefetch(w.engine, &fetched), "prefetch");
@@ -545,14 +620,16 @@ static void test_no_more_than_eight_copies_in_a_call(void) {
 static void continue_while_held(struct world *w, uint64_t first) {
     struct oo_use again;
     struct oo_fetched fetched;
-    need(oo_engine_acquire(w->engine, w->member[3], w->stream, 0, OO_RECOMPUTE, 1, 0, &again), "joins in");
+    need(oo_engine_acquire(w->engine, w->member[3], w->stream, 0, OO_RECOMPUTE, 1, 0, &again),
+         "joins in");
     need(oo_engine_release(w->engine, first, w->stream, 0, &fetched), "release");
     CHECK(oo_plan_resident(w->engine->plan, w->unit[3]) != NULL, "dropped under a use");
     need(oo_engine_release(w->engine, again.ticket, w->stream, 0, &fetched), "release");
     CHECK(oo_plan_resident(w->engine->plan, w->unit[3]) == NULL, "not dropped after the last use");
 }
 
-/* What is being computed with stays, and is stale from then on; everything else is dropped at once. */
+/* What is being computed with stays, and is stale from then on; everything else is dropped at once.
+ */
 static void test_what_is_in_use_becomes_stale(void) {
     struct world w;
     struct oo_use held, again;
@@ -563,27 +640,31 @@ static void test_what_is_in_use_becomes_stale(void) {
         need(oo_engine_resume(w.engine), "resume");
         need(step(&w), "step");
         sim.simFinish(&end_s);
-        need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held), "acquire");
+        need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held),
+             "acquire");
         if (how == 0)
             need(oo_engine_refresh(w.engine, w.model), "refresh");
         else if (how == 1)
             need(oo_engine_refresh(w.engine, OO_ALL_MODELS), "refresh");
         CHECK(stats_of(&w).resident_units == (how == 2 ? UNITS : 1), "%d: %llu resident", how,
               (unsigned long long)stats_of(&w).resident_units);
-        CHECK(oo_engine_acquire(w.engine, w.member[3], w.stream, how == 2 ? 1 : 0, OO_RECOMPUTE, 1, 0, &again) == OO_E_STATE &&
+        CHECK(oo_engine_acquire(w.engine, w.member[3], w.stream, how == 2 ? 1 : 0, OO_RECOMPUTE, 1,
+                                0, &again) == OO_E_STATE &&
                   strstr(oo_error_message(), "rewritten"),
               "%d: %s", how, oo_error_message());
         need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
         const uint64_t stale = stats_of(&w).stale;
         for (int i = 0; i < 2; i++) {
             need(use(&w, 3, OO_BACKWARD), "use");
-            CHECK(stats_of(&w).stale == stale + 1, "%d: %llu stale", how, (unsigned long long)(stats_of(&w).stale - stale));
+            CHECK(stats_of(&w).stale == stale + 1, "%d: %llu stale", how,
+                  (unsigned long long)(stats_of(&w).stale - stale));
         }
     }
     /* An optimizer will rewrite it: whoever computes now, and joins in, has the old weights. */
     double end_s;
     sim.simFinish(&end_s);
-    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held), "acquire");
+    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held),
+         "acquire");
     need(oo_engine_hold(w.engine), "hold");
     const uint64_t never = stats_of(&w).stale;
     continue_while_held(&w, held.ticket);
@@ -593,7 +674,8 @@ static void test_what_is_in_use_becomes_stale(void) {
     /* Where it cannot be dropped it stays, and is not trusted. */
     sim.simFinish(&end_s);
     need(oo_engine_resume(w.engine), "resume");
-    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held), "acquire");
+    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held),
+         "acquire");
     need(oo_engine_hold(w.engine), "hold");
     sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
     need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
@@ -602,10 +684,14 @@ static void test_what_is_in_use_becomes_stale(void) {
     CHECK(stats_of(&w).stale == before + 1, "trusted");
     need(oo_engine_refresh(w.engine, w.model + 1), "a model that is none");
     CHECK(stats_of(&w).resident_units > 0, "dropped another model's units");
-    CHECK(oo_engine_release(w.engine, UINT64_C(1) << 32 | 5000, w.stream, 0, &fetched) == OO_E_TICKET, "no such unit");
-    CHECK(oo_engine_release(w.engine, w.unit[3], w.stream, 0, &fetched) == OO_E_TICKET, "an old generation");
+    CHECK(oo_engine_release(w.engine, UINT64_C(1) << 32 | 5000, w.stream, 0, &fetched) ==
+              OO_E_TICKET,
+          "no such unit");
+    CHECK(oo_engine_release(w.engine, w.unit[3], w.stream, 0, &fetched) == OO_E_TICKET,
+          "an old generation");
     CHECK(oo_engine_launch(w.engine, 5000, w.stream, 0) == OO_E_STATE, "no such member");
-    CHECK(oo_engine_set_verify(w.engine, 1) == OO_OK && oo_engine_set_verify(w.engine, 0) == OO_OK, "verify");
+    CHECK(oo_engine_set_verify(w.engine, 1) == OO_OK && oo_engine_set_verify(w.engine, 0) == OO_OK,
+          "verify");
     world_close(&w, "in use");
 }
 
@@ -616,15 +702,20 @@ static void test_a_nonblocking_call_leaves_when_the_engine_is_busy(void) {
     struct oo_fetched fetched;
     world_open(&w, 60000, -1);
     oo__mutex_lock(w.engine->mutex);
-    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held) == OO_WOULD_BLOCK,
+    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING,
+                            &held) == OO_WOULD_BLOCK,
           "acquired in a busy engine");
-    CHECK(oo_engine_release(w.engine, 0, w.stream, OO_NONBLOCKING, &fetched) == OO_WOULD_BLOCK, "released in a busy engine");
+    CHECK(oo_engine_release(w.engine, 0, w.stream, OO_NONBLOCKING, &fetched) == OO_WOULD_BLOCK,
+          "released in a busy engine");
     oo__mutex_unlock(w.engine->mutex);
-    need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held), "acquire");
+    need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING,
+                           &held),
+         "acquire");
     need(oo_engine_release(w.engine, held.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
     need(oo_model_remove(w.engine, w.model), "remove");
-    CHECK(oo_engine_destroy(w.engine) == OO_E_STATE && strstr(oo_error_message(), "0 models and 1 host"), "%s",
-          oo_error_message());
+    CHECK(oo_engine_destroy(w.engine) == OO_E_STATE &&
+              strstr(oo_error_message(), "0 models and 1 host"),
+          "%s", oo_error_message());
     need(oo_model_add(w.engine, &w.model), "add");
     need(oo_engine_destroy(NULL), "destroy nothing");
     world_close(&w, "busy");
@@ -639,7 +730,8 @@ static void test_a_use_that_could_not_be_marked_is_waited_for(void) {
     world_open_on_device(&w, 30000);
     const uintptr_t slow = new_stream(&w);
     for (int how = 0; how < 3; how++) {
-        need(oo_engine_acquire(w.engine, w.member[0], slow, 0, OO_FORWARD, -1, 0, &held), "acquire");
+        need(oo_engine_acquire(w.engine, w.member[0], slow, 0, OO_FORWARD, -1, 0, &held),
+             "acquire");
         need(oo_engine_launch(w.engine, w.member[0], slow, 5e-3), "launch");
         sim.simFault("cuEventRecord", 1, OOCU_ERROR_UNKNOWN, 0);
         need(oo_engine_release(w.engine, held.ticket, slow, 0, &fetched), "release");
@@ -653,9 +745,10 @@ static void test_a_use_that_could_not_be_marked_is_waited_for(void) {
         else
             need(oo_model_remove(w.engine, w.model), "remove");
         const struct oo_stats after = stats_of(&w);
-        CHECK(after.recoveries == before.recoveries + 1 && after.host_waits > before.host_waits, "%llu recoveries",
-              (unsigned long long)(after.recoveries - before.recoveries));
-        CHECK(sim.simNow() - began > 4.9e-3, "the host waited %.6f s for a kernel of 5 ms", sim.simNow() - began);
+        CHECK(after.recoveries == before.recoveries + 1 && after.host_waits > before.host_waits,
+              "%llu recoveries", (unsigned long long)(after.recoveries - before.recoveries));
+        CHECK(sim.simNow() - began > 4.9e-3, "the host waited %.6f s for a kernel of 5 ms",
+              sim.simNow() - began);
     }
     kernel(w.stream, w.arena, 30000, 1, 1e-6);
     end_stream(&w, slow);
@@ -670,7 +763,8 @@ static void test_a_use_that_could_not_be_marked_is_waited_for(void) {
     CHECK(sim_reset(&sim) == 0, "not reset");
 }
 
-/* More streams than entries, and the oldest use cannot be ordered: the new one is waited for instead. */
+/* More streams than entries, and the oldest use cannot be ordered: the new one is waited for
+ * instead. */
 static void test_a_use_without_an_entry_is_waited_for(void) {
     struct world w;
     uintptr_t streams[OO_STREAMS + 1];
@@ -681,14 +775,15 @@ static void test_a_use_without_an_entry_is_waited_for(void) {
         streams[s] = new_stream(&w);
     for (int s = 0; s < OO_STREAMS; s++)
         need(use_on(&w, 0, OO_FORWARD, -1, 0, streams[s]), "use");
-    need(oo_engine_acquire(w.engine, w.member[0], streams[OO_STREAMS], 0, OO_FORWARD, -1, 0, &held), "acquire");
+    need(oo_engine_acquire(w.engine, w.member[0], streams[OO_STREAMS], 0, OO_FORWARD, -1, 0, &held),
+         "acquire");
     need(oo_engine_launch(w.engine, w.member[0], streams[OO_STREAMS], 5e-3), "launch");
     sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
     const double began = sim.simNow();
     const struct oo_stats before = stats_of(&w);
     need(oo_engine_release(w.engine, held.ticket, streams[OO_STREAMS], 0, &fetched), "release");
-    CHECK(sim.simNow() - began > 4.9e-3 && stats_of(&w).recoveries == before.recoveries + 1, "the host waited %.6f s",
-          sim.simNow() - began);
+    CHECK(sim.simNow() - began > 4.9e-3 && stats_of(&w).recoveries == before.recoveries + 1,
+          "the host waited %.6f s", sim.simNow() - began);
     for (int round = 0; round < 3; round++)
         for (unsigned i = 0; i < UNITS; i++)
             need(use_on(&w, i, OO_FORWARD, -1, 0, streams[i % (OO_STREAMS + 1)]), "use");
@@ -710,8 +805,11 @@ static void test_an_acquire_that_fails_behind_its_copy(void) {
     sim.simFinish(&end_s);
     need(oo_engine_refresh(w.engine, w.model), "refresh");
     need(oo_trace_start(w.engine), "trace");
-    sim.simFault("cuEventRecord", 4, OOCU_ERROR_UNKNOWN, 0); /* begin, ready, before, and after the wait */
-    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 1, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER, "no error");
+    sim.simFault("cuEventRecord", 4, OOCU_ERROR_UNKNOWN,
+                 0); /* begin, ready, before, and after the wait */
+    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 1, OO_FORWARD, -1, 0, &held) ==
+              OO_E_DRIVER,
+          "no error");
     need(oo_trace_stop(w.engine, &rows, &count), "trace");
     for (size_t i = 0; i < count; i++)
         CHECK(rows[i].kind == OO_TRACE_H2D, "a row of kind %d for what failed", (int)rows[i].kind);
@@ -719,7 +817,9 @@ static void test_an_acquire_that_fails_behind_its_copy(void) {
     need(oo_engine_refresh(w.engine, w.model), "refresh");
     need(use_on(&w, 1, OO_RECOMPUTE, 3, 1, w.stream), "use");
     sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
-    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 1, OO_RECOMPUTE, 3, 0, &held) == OO_E_DRIVER, "no error");
+    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 1, OO_RECOMPUTE, 3, 0, &held) ==
+              OO_E_DRIVER,
+          "no error");
     const uint64_t stale = stats_of(&w).stale;
     need(use_on(&w, 0, OO_BACKWARD, 3, 2, w.stream), "with another stamp");
     CHECK(stats_of(&w).stale == stale + 1, "the stamp of the copy was forgotten");
@@ -728,7 +828,8 @@ static void test_an_acquire_that_fails_behind_its_copy(void) {
 
 /* A download fails behind: the copy has ended when the call returns, as its buffers go back. */
 static void test_a_failed_download_leaves_no_copy_behind(void) {
-    static const char *const calls[] = {"cuEventRecord", "cuEventRecord", "cuEventRecord", "cuEventSynchronize",
+    static const char *const calls[] = {"cuEventRecord",     "cuEventRecord",
+                                        "cuEventRecord",     "cuEventSynchronize",
                                         "cuStreamWaitEvent", "cuMemcpyDtoHAsync"};
     static const uint64_t nth[] = {1, 2, 3, 1, 1, 1};
     for (unsigned i = 0; i < sizeof nth / sizeof nth[0]; i++) {
@@ -741,7 +842,8 @@ static void test_a_failed_download_leaves_no_copy_behind(void) {
         kernel(w.stream, gradient, 50000, 1, 1e-3);
         const struct oo_stats before = stats_of(&w);
         sim.simFault(calls[i], nth[i], OOCU_ERROR_UNKNOWN, 0);
-        CHECK(oo_engine_download(w.engine, oo_host_address(host), (uintptr_t)gradient, 50000, w.stream) == OO_E_DRIVER &&
+        CHECK(oo_engine_download(w.engine, oo_host_address(host), (uintptr_t)gradient, 50000,
+                                 w.stream) == OO_E_DRIVER &&
                   strstr(oo_error_message(), calls[i]),
               "%s: %s", calls[i], oo_error_message());
         const struct oo_stats after = stats_of(&w);
@@ -749,7 +851,8 @@ static void test_a_failed_download_leaves_no_copy_behind(void) {
         CHECK(after.d2h_copies - before.d2h_copies == (counted ? 1u : 0u) &&
                   after.d2h_bytes - before.d2h_bytes == (counted ? 50000u : 0u),
               "%s %u: counted wrong", calls[i], i);
-        CHECK(after.recoveries == before.recoveries + 1 && after.host_waits == before.host_waits + (counted ? 2 : 1),
+        CHECK(after.recoveries == before.recoveries + 1 &&
+                  after.host_waits == before.host_waits + (counted ? 2 : 1),
               "%s %u: waits", calls[i], i);
         CHECK(after.d2h_seconds <= before.d2h_seconds, "measured what failed");
         CHECK(sim.simHostAccess(oo_host_address(host), 50000, 1) == 0, "access");
@@ -768,7 +871,8 @@ static void test_what_a_failed_download_left_is_ended_by_the_next(void) {
         struct world w;
         struct sim_live before, after;
         char first[2048], second[2048], target[2048];
-        sim.simRefuseRegistration(again == 2); /* then nothing else waits for downloads until the end */
+        sim.simRefuseRegistration(again ==
+                                  2); /* then nothing else waits for downloads until the end */
         world_open(&w, 60000, -1);
         fill(first, sizeof first, 1);
         fill(second, sizeof second, 2);
@@ -776,17 +880,22 @@ static void test_what_a_failed_download_left_is_ended_by_the_next(void) {
         sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
         sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
         sim.simFault("simDrop", 1, OOCU_ERROR_UNKNOWN, 0);
-        CHECK(oo_engine_download(w.engine, target, (uintptr_t)first, sizeof first, w.stream) == OO_E_DRIVER, "no error");
+        CHECK(oo_engine_download(w.engine, target, (uintptr_t)first, sizeof first, w.stream) ==
+                  OO_E_DRIVER,
+              "no error");
         sim.simFaultClear();
         sim.simGetLive(&after);
-        CHECK(after.adopted_bytes == before.adopted_bytes + sizeof first, "given back while a copy is queued");
+        CHECK(after.adopted_bytes == before.adopted_bytes + sizeof first,
+              "given back while a copy is queued");
         if (again == 1) {
-            need(oo_engine_download(w.engine, target, (uintptr_t)second, sizeof second, w.stream), "next download");
+            need(oo_engine_download(w.engine, target, (uintptr_t)second, sizeof second, w.stream),
+                 "next download");
             CHECK(memcmp(target, second, sizeof second) == 0, "wrong bytes");
             sim.simGetLive(&after);
             CHECK(after.adopted_bytes == before.adopted_bytes, "%llu bytes stay adopted",
                   (unsigned long long)(after.adopted_bytes - before.adopted_bytes));
-            need(oo_engine_download(w.engine, target, (uintptr_t)first, sizeof first, w.stream), "the same address again");
+            need(oo_engine_download(w.engine, target, (uintptr_t)first, sizeof first, w.stream),
+                 "the same address again");
         }
         sim.simRefuseRegistration(0);
         world_close(&w, "unfinished download");
@@ -801,9 +910,12 @@ static void test_an_unfinished_download_of_the_same_address(void) {
     fill(gradient, sizeof gradient, 1);
     sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
     sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
-    CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream) == OO_E_DRIVER, "no error");
+    CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream) ==
+              OO_E_DRIVER,
+          "no error");
     sim.simFaultClear();
-    need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream), "the same address");
+    need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream),
+         "the same address");
     CHECK(memcmp(target, gradient, sizeof gradient) == 0, "wrong bytes");
     world_close(&w, "same address");
 }
@@ -819,12 +931,16 @@ static void test_a_refused_gradient_is_not_kept(void) {
         fill(gradient, sizeof gradient, 1);
         sim.simGetLive(&before);
         sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
-        const enum oo_status status = oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream);
+        const enum oo_status status =
+            oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream);
         CHECK(status == (i == 3 ? OO_OK : OO_E_DRIVER), "%s: %s", calls[i], oo_status_name(status));
         sim.simGetLive(&after);
-        CHECK(after.adopted_bytes == before.adopted_bytes + (i == 3 ? sizeof gradient : 0), "%s: kept", calls[i]);
-        CHECK(w.engine->unfinished == (i == 3 ? (OOCUdeviceptr)gradient : 0), "%s: wrongly unfinished", calls[i]);
-        need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream), "again");
+        CHECK(after.adopted_bytes == before.adopted_bytes + (i == 3 ? sizeof gradient : 0),
+              "%s: kept", calls[i]);
+        CHECK(w.engine->unfinished == (i == 3 ? (OOCUdeviceptr)gradient : 0),
+              "%s: wrongly unfinished", calls[i]);
+        need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream),
+             "again");
         sim.simGetLive(&after);
         CHECK(after.adopted_bytes == before.adopted_bytes, "%s: kept", calls[i]);
         world_close(&w, calls[i]);
@@ -840,30 +956,40 @@ static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
     sim.simRefuseRegistration(1);
     world_open_on_device(&w, 60000);
     char *gradient = device_memory(&w, 5000);
-    kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 5e-3); /* uploads are slow */
+    kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 5e-3);      /* uploads are slow */
     sim.simFault("cuEventRecord", 2, OOCU_ERROR_UNKNOWN, 0); /* the copy's begin, then the piece */
-    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER, "no error");
+    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held) ==
+              OO_E_DRIVER,
+          "no error");
     CHECK(w.engine->up.lost[0] == 1, "not lost");
     const double began = sim.simNow();
     const uint64_t recoveries = stats_of(&w).recoveries;
     struct oo_use uses[OO_RING_PIECES];
     struct oo_fetched fetched;
-    for (unsigned i = 0; i < OO_RING_PIECES; i++) /* as many as the ring has: the last one is the lost one */
-        need(oo_engine_acquire(w.engine, w.member[i], w.stream, 0, OO_FORWARD, -1, 0, &uses[i]), "acquire");
-    CHECK(stats_of(&w).recoveries == recoveries + 1 && sim.simNow() - began > 4.9e-3 && w.engine->up.lost[0] == 0,
-          "%llu recoveries, %.6f s", (unsigned long long)(stats_of(&w).recoveries - recoveries), sim.simNow() - began);
+    for (unsigned i = 0; i < OO_RING_PIECES;
+         i++) /* as many as the ring has: the last one is the lost one */
+        need(oo_engine_acquire(w.engine, w.member[i], w.stream, 0, OO_FORWARD, -1, 0, &uses[i]),
+             "acquire");
+    CHECK(stats_of(&w).recoveries == recoveries + 1 && sim.simNow() - began > 4.9e-3 &&
+              w.engine->up.lost[0] == 0,
+          "%llu recoveries, %.6f s", (unsigned long long)(stats_of(&w).recoveries - recoveries),
+          sim.simNow() - began);
     for (unsigned i = 0; i < OO_RING_PIECES; i++)
         need(oo_engine_release(w.engine, uses[i].ticket, w.stream, 0, &fetched), "release");
     /* A copy that could not be queued: nobody knows, so it is waited for as well. */
     sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
-    CHECK(oo_engine_acquire(w.engine, w.member[9], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER, "no error");
+    CHECK(oo_engine_acquire(w.engine, w.member[9], w.stream, 0, OO_FORWARD, -1, 0, &held) ==
+              OO_E_DRIVER,
+          "no error");
     for (unsigned i = 10; i < 10 + OO_RING_PIECES; i++)
         need(use(&w, i, OO_FORWARD), "use");
-    CHECK(stats_of(&w).recoveries == recoveries + 2, "%llu recoveries", (unsigned long long)(stats_of(&w).recoveries - recoveries));
+    CHECK(stats_of(&w).recoveries == recoveries + 2, "%llu recoveries",
+          (unsigned long long)(stats_of(&w).recoveries - recoveries));
     /* Downwards a failed download waits itself; the next one starts afresh. */
     fill(gradient, 5000, 1);
     sim.simFault("cuEventRecord", 3, OOCU_ERROR_UNKNOWN, 0); /* computed, begin, piece */
-    CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, 5000, w.stream) == OO_E_DRIVER, "no error");
+    CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, 5000, w.stream) == OO_E_DRIVER,
+          "no error");
     need(oo_engine_download(w.engine, target, (uintptr_t)gradient, 5000, w.stream), "again");
     CHECK(memcmp(target, gradient, 5000) == 0, "wrong bytes");
     end_device_memory(&w, gradient);
@@ -882,12 +1008,15 @@ static void test_a_release_that_failed_can_be_repeated(void) {
         streams[s] = new_stream(&w);
     for (int s = 0; s < OO_STREAMS; s++)
         need(use_on(&w, 0, OO_FORWARD, -1, 0, streams[s]), "use");
-    need(oo_engine_acquire(w.engine, w.member[0], streams[OO_STREAMS], 0, OO_FORWARD, -1, 0, &held), "acquire");
+    need(oo_engine_acquire(w.engine, w.member[0], streams[OO_STREAMS], 0, OO_FORWARD, -1, 0, &held),
+         "acquire");
     sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
     sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
-    CHECK(oo_engine_release(w.engine, held.ticket, streams[OO_STREAMS], 0, &fetched) == OO_E_DRIVER, "no error");
+    CHECK(oo_engine_release(w.engine, held.ticket, streams[OO_STREAMS], 0, &fetched) == OO_E_DRIVER,
+          "no error");
     need(oo_engine_release(w.engine, held.ticket, streams[OO_STREAMS], 0, &fetched), "repeated");
-    CHECK(oo_engine_release(w.engine, held.ticket, streams[OO_STREAMS], 0, &fetched) == OO_E_TICKET, "released twice");
+    CHECK(oo_engine_release(w.engine, held.ticket, streams[OO_STREAMS], 0, &fetched) == OO_E_TICKET,
+          "released twice");
     for (int s = 0; s <= OO_STREAMS; s++)
         end_stream(&w, streams[s]);
     world_close(&w, "repeated release");
@@ -903,11 +1032,14 @@ static void test_a_detach_that_failed_can_be_repeated(void) {
         for (unsigned u = 0; u < UNITS; u++)
             need(use_on(&w, u, OO_FORWARD, -1, 0, other), "use");
         /* The same memory twice is refused, and stays what it was. */
-        CHECK(oo_segment_add(w.engine, w.model, (uintptr_t)w.arena, 400000 + OO_ALIGNMENT, w.stream) == OO_E_DRIVER, "twice");
+        CHECK(oo_segment_add(w.engine, w.model, (uintptr_t)w.arena, 400000 + OO_ALIGNMENT,
+                             w.stream) == OO_E_DRIVER,
+              "twice");
         need(step(&w), "step");
         sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
-        CHECK(oo_model_remove(w.engine, w.model) == OO_E_DRIVER && strstr(oo_error_message(), calls[i]), "%s: %s", calls[i],
-              oo_error_message());
+        CHECK(oo_model_remove(w.engine, w.model) == OO_E_DRIVER &&
+                  strstr(oo_error_message(), calls[i]),
+              "%s: %s", calls[i], oo_error_message());
         end_stream(&w, other);
         world_close(&w, calls[i]);
     }
@@ -957,7 +1089,14 @@ static void test_each_call_needs_the_context(void) {
     CHECK(world_attach(&w, 60000, -1), "attach");
     const struct oo_tensor tensor = {w.master[0], w.bytes[0]};
     char memory[512];
-#define FAILS(call)                                                                                    do {                                                                                                   sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);                                         const enum oo_status status = call;                                                                CHECK(status == OO_E_DRIVER && strstr(oo_error_message(), "cuCtxGetCurrent"), "%s: %s", #call,                oo_status_name(status));                                                                     sim.simFaultClear();                                                                           } while (0)
+#define FAILS(call)                                                                                \
+    do {                                                                                           \
+        sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);                                 \
+        const enum oo_status status = call;                                                        \
+        CHECK(status == OO_E_DRIVER && strstr(oo_error_message(), "cuCtxGetCurrent"), "%s: %s",    \
+              #call, oo_status_name(status));                                                      \
+        sim.simFaultClear();                                                                       \
+    } while (0)
     FAILS(oo_engine_compute_stream(w.engine, &stream));
     CHECK(w.engine->compute == NULL, "a stream was created");
     FAILS(oo_engine_mem_info(w.engine, &free_bytes, &total_bytes));
@@ -1030,13 +1169,17 @@ static void test_locked_pages_are_hidden_from_children(void) {
     ((char *)oo_host_address(host))[0] = 1;
     if (hidden_from_children(oo_host_address(host)) == 0) { /* not in a container without smaps */
         need(oo_engine_lock(w.engine, host, 1), "lock");
-        CHECK(hidden_when_registered == 1, "a fork while the pages are being locked would copy them");
-        CHECK(hidden_from_children(oo_host_address(host)) == 1, "locked pages are copied by a fork");
+        CHECK(hidden_when_registered == 1,
+              "a fork while the pages are being locked would copy them");
+        CHECK(hidden_from_children(oo_host_address(host)) == 1,
+              "locked pages are copied by a fork");
         need(oo_engine_unlock(w.engine, host), "unlock");
-        CHECK(hidden_from_children(oo_host_address(host)) == 0, "a child does not see unlocked pages");
+        CHECK(hidden_from_children(oo_host_address(host)) == 0,
+              "a child does not see unlocked pages");
         sim.simFault("cuMemHostRegister", 1, OOCU_ERROR_OUT_OF_MEMORY, 0);
         CHECK(oo_engine_lock(w.engine, host, 1) == OO_E_LOCK_REFUSED, "not refused");
-        CHECK(hidden_from_children(oo_host_address(host)) == 0, "a child does not see refused pages");
+        CHECK(hidden_from_children(oo_host_address(host)) == 0,
+              "a child does not see refused pages");
     }
     oo_host_destroy(host);
     world_close(&w, "hidden");
@@ -1045,14 +1188,17 @@ static void test_locked_pages_are_hidden_from_children(void) {
 
 /* A copy into the arena fails half-way: the unit is absent, and the next use copies it whole. */
 static void test_a_failed_upload_leaves_the_unit_absent(void) {
-    static const char *const calls[] = {"cuEventRecord", "cuMemcpyHtoDAsync", "cuStreamWaitEvent", "cuEventRecord"};
+    static const char *const calls[] = {"cuEventRecord", "cuMemcpyHtoDAsync", "cuStreamWaitEvent",
+                                        "cuEventRecord"};
     static const uint64_t nth[] = {1, 1, 1, 2};
     for (unsigned i = 0; i < sizeof nth / sizeof nth[0]; i++) {
         struct world w;
         struct oo_use use;
         world_open_on_device(&w, 60000);
         sim.simFault(calls[i], nth[i], OOCU_ERROR_UNKNOWN, 0);
-        CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_DRIVER, "%s", calls[i]);
+        CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &use) ==
+                  OO_E_DRIVER,
+              "%s", calls[i]);
         CHECK(stats_of(&w).resident_units == (i == 2 ? 1u : 0u), "%s %u: resident", calls[i], i);
         need(step(&w), "the next step");
         world_close(&w, calls[i]);
@@ -1070,9 +1216,11 @@ static void test_a_segment_that_failed_is_given_back(void) {
         const uint64_t adopted = live.adopted_bytes, arena = stats_of(&w).arena_bytes;
         char *more = malloc(8192);
         sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
-        CHECK(oo_segment_add(w.engine, w.model, (uintptr_t)more, 8192, w.stream) == OO_E_DRIVER, "%s", calls[i]);
+        CHECK(oo_segment_add(w.engine, w.model, (uintptr_t)more, 8192, w.stream) == OO_E_DRIVER,
+              "%s", calls[i]);
         sim.simGetLive(&live);
-        CHECK(live.adopted_bytes == adopted && stats_of(&w).arena_bytes == arena, "%s: kept", calls[i]);
+        CHECK(live.adopted_bytes == adopted && stats_of(&w).arena_bytes == arena, "%s: kept",
+              calls[i]);
         need(oo_segment_add(w.engine, w.model, (uintptr_t)more, 8192, w.stream), "again");
         CHECK(stats_of(&w).arena_bytes > arena, "not added");
         need(step(&w), "step");
@@ -1084,9 +1232,16 @@ static void test_a_segment_that_failed_is_given_back(void) {
 }
 
 static void test_a_creation_that_fails_leaves_nothing(void) {
-    static const char *const calls[] = {"cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName", "cuDeviceGetPCIBusId",
-                                        "cuDevicePrimaryCtxRetain", "cuCtxGetCurrent", "cuCtxPushCurrent",
-                                        "cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority", "cuEventCreate"};
+    static const char *const calls[] = {"cuDeviceGetCount",
+                                        "cuDeviceGet",
+                                        "cuDeviceGetName",
+                                        "cuDeviceGetPCIBusId",
+                                        "cuDevicePrimaryCtxRetain",
+                                        "cuCtxGetCurrent",
+                                        "cuCtxPushCurrent",
+                                        "cuCtxGetStreamPriorityRange",
+                                        "cuStreamCreateWithPriority",
+                                        "cuEventCreate"};
     CHECK(sim.cuInit(0) == 0, "cuInit");
     for (unsigned i = 0; i < sizeof calls / sizeof calls[0]; i++) {
         for (uint64_t nth = 1; nth <= 2; nth++) {
@@ -1098,8 +1253,8 @@ static void test_a_creation_that_fails_leaves_nothing(void) {
             const enum oo_status status = oo_engine_create(sim.path, 0, &engine);
             CHECK(sim.simCallCount(calls[i]) > before, "%s is not called", calls[i]);
             const int struck = sim.simCallCount(calls[i]) - before >= nth;
-            CHECK(struck ? status == OO_E_DRIVER && engine == NULL : status == OO_OK, "%s %llu: %s", calls[i],
-                  (unsigned long long)nth, oo_status_name(status));
+            CHECK(struck ? status == OO_E_DRIVER && engine == NULL : status == OO_OK, "%s %llu: %s",
+                  calls[i], (unsigned long long)nth, oo_status_name(status));
             sim.simFaultClear();
             need(oo_engine_destroy(engine), "destroy");
             check_nothing_alive(calls[i]);
@@ -1120,10 +1275,12 @@ static void test_memory_that_cannot_be_unlocked_is_kept(void) {
     need(oo_engine_lock(w.engine, host, 1), "lock");
     CHECK(oo_engine_lock(w.engine, host, 1) == OO_E_STATE, "locked twice");
     for (int i = 0; i < 3; i++) {
-        static const char *const calls[] = {"cuMemHostUnregister", "cuStreamSynchronize", "cuStreamSynchronize"};
+        static const char *const calls[] = {"cuMemHostUnregister", "cuStreamSynchronize",
+                                            "cuStreamSynchronize"};
         sim.simFault(calls[i], i == 2 ? 2 : 1, OOCU_ERROR_UNKNOWN, 0);
         oo_host_destroy(host);
-        CHECK(w.engine->n_hosts == 2 && host->owner == w.engine && host->locked, "%d: forgotten", i);
+        CHECK(w.engine->n_hosts == 2 && host->owner == w.engine && host->locked, "%d: forgotten",
+              i);
         ((char *)oo_host_address(host))[9999] = 1; /* still there */
     }
     oo_host_destroy(host);
@@ -1137,9 +1294,11 @@ static void test_refused_locks_are_told(void) {
     world_open(&w, 60000, -1);
     need(oo_host_create(10000, &host), "host");
     sim.simFault("cuMemHostRegister", 1, OOCU_ERROR_OUT_OF_MEMORY, 0);
-    CHECK(oo_engine_lock(w.engine, host, 1) == OO_E_LOCK_REFUSED && strstr(oo_error_message(), "cuMemHostRegister"), "%s",
-          oo_error_message());
-    CHECK(!oo_host_locked(host) && stats_of(&w).locked_bytes == w.host->mapped_bytes + OO_RING_PIECES * oo__ring_piece_bytes,
+    CHECK(oo_engine_lock(w.engine, host, 1) == OO_E_LOCK_REFUSED &&
+              strstr(oo_error_message(), "cuMemHostRegister"),
+          "%s", oo_error_message());
+    CHECK(!oo_host_locked(host) && stats_of(&w).locked_bytes ==
+                                       w.host->mapped_bytes + OO_RING_PIECES * oo__ring_piece_bytes,
           "%llu locked", (unsigned long long)stats_of(&w).locked_bytes);
     oo_host_destroy(host);
     need(oo_host_create(10000, &again), "host");
@@ -1150,7 +1309,8 @@ static void test_refused_locks_are_told(void) {
     /* Someone else has registered it: an error, not a fallback. */
     sim.cuCtxPushCurrent_v2(w.context);
     CHECK(sim.cuMemHostRegister_v2(oo_host_address(again), 4096, 0) == 0, "register");
-    CHECK(oo_engine_lock(w.engine, again, 1) == OO_E_DRIVER && again->owner == NULL, "%s", oo_error_message());
+    CHECK(oo_engine_lock(w.engine, again, 1) == OO_E_DRIVER && again->owner == NULL, "%s",
+          oo_error_message());
     CHECK(sim.cuMemHostUnregister(oo_host_address(again)) == 0, "unregister");
     sim.cuCtxPopCurrent_v2(NULL);
     oo_host_destroy(again);
@@ -1165,19 +1325,23 @@ static void test_a_host_far_ahead_measures_a_part(void) {
     struct oo_use use;
     struct oo_fetched fetched;
     for (unsigned i = 0; i < 3 * UNITS; i++) { /* copies wait for uses that do not end */
-        need(oo_engine_acquire(w.engine, w.member[i % UNITS], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+        need(oo_engine_acquire(w.engine, w.member[i % UNITS], w.stream, 0, OO_FORWARD, -1, 0, &use),
+             "acquire");
         need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
     }
     const struct oo_stats before = stats_of(&w);
-    CHECK(w.engine->spans.capacity == OO_SPANS && w.engine->spans.tail - w.engine->spans.head <= OO_SPANS, "%llu spans of %llu",
-          (unsigned long long)(w.engine->spans.tail - w.engine->spans.head), (unsigned long long)w.engine->spans.capacity);
+    CHECK(w.engine->spans.capacity == OO_SPANS &&
+              w.engine->spans.tail - w.engine->spans.head <= OO_SPANS,
+          "%llu spans of %llu", (unsigned long long)(w.engine->spans.tail - w.engine->spans.head),
+          (unsigned long long)w.engine->spans.capacity);
     CHECK(before.h2d_timed_bytes < before.h2d_bytes, "all measured already");
     sim.simHold((OOCUstream)w.stream, 0);
     double end_s;
     sim.simFinish(&end_s);
     const struct oo_stats after = stats_of(&w);
-    CHECK(after.h2d_timed_bytes > before.h2d_timed_bytes && after.h2d_timed_bytes <= after.h2d_bytes, "%llu timed",
-          (unsigned long long)after.h2d_timed_bytes);
+    CHECK(after.h2d_timed_bytes > before.h2d_timed_bytes &&
+              after.h2d_timed_bytes <= after.h2d_bytes,
+          "%llu timed", (unsigned long long)after.h2d_timed_bytes);
     need(step(&w), "step");
     world_close(&w, "far ahead");
 }

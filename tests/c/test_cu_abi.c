@@ -1,6 +1,7 @@
-/* Our own declarations of the driver's ABI against the toolkit's cuda.h, where a toolkit is present. */
-#include "check.h"
+/* Our own declarations of the driver's ABI against the toolkit's cuda.h, where a toolkit is
+ * present. */
 #include "../../csrc/driver/cu_abi.h"
+#include "check.h"
 
 #if defined(__has_include)
 #if __has_include(<cuda.h>)
@@ -12,9 +13,11 @@
 
 #if defined(CUDA_VERSION)
 #define SAME_VALUE(ours, theirs)                                                                   \
-    CHECK((long long)(ours) == (long long)(theirs), "%lld, cuda.h says %lld", (long long)(ours), (long long)(theirs))
+    CHECK((long long)(ours) == (long long)(theirs), "%lld, cuda.h says %lld", (long long)(ours),   \
+          (long long)(theirs))
 #define SAME_SIZE(ours, theirs)                                                                    \
-    CHECK(sizeof(ours) == sizeof(theirs), "%zu bytes, cuda.h says %zu", sizeof(ours), sizeof(theirs))
+    CHECK(sizeof(ours) == sizeof(theirs), "%zu bytes, cuda.h says %zu", sizeof(ours),              \
+          sizeof(theirs))
 #define SAME_ERROR(name) SAME_VALUE(OOCU_##name, CUDA_##name)
 
 static void compare(void) {
@@ -73,8 +76,10 @@ static void compare(void) {
     SAME_VALUE(OOCU_GET_PROC_ADDRESS_LEGACY_STREAM, CU_GET_PROC_ADDRESS_LEGACY_STREAM);
     SAME_VALUE(OOCU_STREAM_CAPTURE_STATUS_NONE, CU_STREAM_CAPTURE_STATUS_NONE);
     SAME_VALUE(OOCU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT, CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT);
-    SAME_VALUE(OOCU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
-    SAME_VALUE(OOCU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+    SAME_VALUE(OOCU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+               CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+    SAME_VALUE(OOCU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+               CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
     SAME_VALUE(OOCU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
     SAME_VALUE(OOCU_MEMORYTYPE_HOST, CU_MEMORYTYPE_HOST);
     SAME_VALUE(OOCU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_DEVICE);

@@ -1,5 +1,6 @@
-/* The engine on the simulated driver: right bytes, right order, right counts, clear refusals. Every test
- * ends with nothing alive and no race reported. What happens when calls fail: test_faults.c. */
+/* The engine on the simulated driver: right bytes, right order, right counts, clear refusals. Every
+ * test ends with nothing alive and no race reported. What happens when calls fail: test_faults.c.
+ */
 #include "world.h"
 
 #if !defined(_WIN32)
@@ -10,12 +11,14 @@
 /* ---- bytes and counts ---- */
 
 static void test_bytes_are_right_under_every_schedule(void) {
-    static const int schedules[] = {SIM_TIMED, SIM_RANDOM, SIM_STARVE_COPY, SIM_STARVE_COMPUTE, SIM_EAGER};
+    static const int schedules[] = {SIM_TIMED, SIM_RANDOM, SIM_STARVE_COPY, SIM_STARVE_COMPUTE,
+                                    SIM_EAGER};
     for (unsigned s = 0; s < sizeof schedules / sizeof schedules[0]; s++) {
         for (uint64_t seed = 0; seed < (schedules[s] == SIM_RANDOM ? 10 : 1); seed++) {
             struct world w;
             char name[64];
-            snprintf(name, sizeof name, "schedule %d seed %llu", schedules[s], (unsigned long long)seed);
+            snprintf(name, sizeof name, "schedule %d seed %llu", schedules[s],
+                     (unsigned long long)seed);
             sim.simSetSchedule(schedules[s], seed);
             world_open(&w, 60000, -1);
             for (int i = 0; i < 3; i++)
@@ -33,14 +36,18 @@ static void test_counters_agree_with_the_driver(void) {
         need(step(&w), "step");
     const struct oo_stats stats = stats_of(&w);
     sim.simGetStats(&seen);
-    CHECK(stats.h2d_bytes == seen.h2d_bytes && stats.h2d_copies == seen.h2d_copies, "we count %llu bytes, the driver %llu",
-          (unsigned long long)stats.h2d_bytes, (unsigned long long)seen.h2d_bytes);
-    CHECK(stats.acquires == 3 * 3 * UNITS && stats.hits + stats.late == stats.acquires, "%llu acquires, %llu hits, %llu late",
-          (unsigned long long)stats.acquires, (unsigned long long)stats.hits, (unsigned long long)stats.late);
-    CHECK(stats.late + stats.prefetches == stats.h2d_copies, "%llu copies", (unsigned long long)stats.h2d_copies);
-    CHECK(stats.managed_bytes == w.total && stats.units == UNITS, "%llu managed", (unsigned long long)stats.managed_bytes);
-    CHECK(stats.learned_block_bytes > 0 && stats.learned_block_bytes < w.total / 3, "block of %llu bytes",
-          (unsigned long long)stats.learned_block_bytes);
+    CHECK(stats.h2d_bytes == seen.h2d_bytes && stats.h2d_copies == seen.h2d_copies,
+          "we count %llu bytes, the driver %llu", (unsigned long long)stats.h2d_bytes,
+          (unsigned long long)seen.h2d_bytes);
+    CHECK(stats.acquires == 3 * 3 * UNITS && stats.hits + stats.late == stats.acquires,
+          "%llu acquires, %llu hits, %llu late", (unsigned long long)stats.acquires,
+          (unsigned long long)stats.hits, (unsigned long long)stats.late);
+    CHECK(stats.late + stats.prefetches == stats.h2d_copies, "%llu copies",
+          (unsigned long long)stats.h2d_copies);
+    CHECK(stats.managed_bytes == w.total && stats.units == UNITS, "%llu managed",
+          (unsigned long long)stats.managed_bytes);
+    CHECK(stats.learned_block_bytes > 0 && stats.learned_block_bytes < w.total / 3,
+          "block of %llu bytes", (unsigned long long)stats.learned_block_bytes);
     world_close(&w, "counters");
 }
 
@@ -62,7 +69,8 @@ static void test_the_steady_state_allocates_nothing_and_never_waits(void) {
           (unsigned long long)(after.allocations - before.allocations));
     CHECK(after.host_waits == before.host_waits, "%llu host waits in 5 steps",
           (unsigned long long)(after.host_waits - before.host_waits));
-    CHECK(after.late - before.late == 0, "%llu late copies in 5 steps", (unsigned long long)(after.late - before.late));
+    CHECK(after.late - before.late == 0, "%llu late copies in 5 steps",
+          (unsigned long long)(after.late - before.late));
     world_close(&w, "steady state");
 }
 
@@ -71,7 +79,8 @@ static void test_a_model_that_fits_moves_no_byte_after_the_first_step(void) {
     world_open(&w, 400000, -1);
     need(step(&w), "step");
     const struct oo_stats before = stats_of(&w);
-    CHECK(before.h2d_bytes == w.total, "the first step moves %llu of %zu bytes", (unsigned long long)before.h2d_bytes, w.total);
+    CHECK(before.h2d_bytes == w.total, "the first step moves %llu of %zu bytes",
+          (unsigned long long)before.h2d_bytes, w.total);
     need(step(&w), "step");
     CHECK(stats_of(&w).h2d_bytes == before.h2d_bytes, "the second step moves bytes");
     world_close(&w, "fits");
@@ -121,7 +130,8 @@ static void test_held_trainable_units_are_dropped_and_not_fetched(void) {
     world_open(&w, 400000, 20);
     need(step(&w), "step");
     need(oo_engine_hold(w.engine), "hold");
-    CHECK(stats_of(&w).resident_units == 20, "%llu resident", (unsigned long long)stats_of(&w).resident_units);
+    CHECK(stats_of(&w).resident_units == 20, "%llu resident",
+          (unsigned long long)stats_of(&w).resident_units);
     need(use(&w, 19, OO_RECOMPUTE), "use while held");
     CHECK(stats_of(&w).resident_units == 20, "a held unit was fetched ahead");
     for (unsigned i = 20; i < UNITS; i++)
@@ -136,21 +146,27 @@ static void test_held_trainable_units_are_dropped_and_not_fetched(void) {
     world_close(&w, "hold");
 }
 
-/* Two threads train one model: one ends its backward while the other is in the middle of its own. */
+/* Two threads train one model: one ends its backward while the other is in the middle of its own.
+ */
 static void test_hold_on_a_unit_in_use_drops_it_at_the_last_release(void) {
     struct world w;
     struct oo_use mine, theirs;
     struct oo_fetched fetched;
     world_open(&w, 400000, 20);
     need(step(&w), "step");
-    need(oo_engine_acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &theirs), "their use");
+    need(oo_engine_acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &theirs),
+         "their use");
     need(oo_engine_hold(w.engine), "my backward ends");
-    need(oo_engine_acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &mine), "their next use");
-    CHECK(mine.address == theirs.address, "the weights moved under a thread that computes with them");
+    need(oo_engine_acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &mine),
+         "their next use");
+    CHECK(mine.address == theirs.address,
+          "the weights moved under a thread that computes with them");
     need(oo_engine_release(w.engine, mine.ticket, w.stream, 0, &fetched), "release");
-    CHECK(stats_of(&w).resident_units == 21, "%llu resident", (unsigned long long)stats_of(&w).resident_units);
+    CHECK(stats_of(&w).resident_units == 21, "%llu resident",
+          (unsigned long long)stats_of(&w).resident_units);
     need(oo_engine_release(w.engine, theirs.ticket, w.stream, 0, &fetched), "release");
-    CHECK(stats_of(&w).resident_units == 20, "%llu resident", (unsigned long long)stats_of(&w).resident_units);
+    CHECK(stats_of(&w).resident_units == 20, "%llu resident",
+          (unsigned long long)stats_of(&w).resident_units);
     need(step(&w), "next step");
     world_close(&w, "hold in use");
 }
@@ -169,7 +185,8 @@ static void test_a_member_moves_out_and_back(void) {
     need(oo_member_move(w.engine, w.member[7], &tensor, 1, &unit, &offset), "move");
     need(step(&w), "with foreign memory");
     need(step(&w), "with foreign memory");
-    CHECK(stats_of(&w).pageable_bytes == w.bytes[7], "%llu pageable", (unsigned long long)stats_of(&w).pageable_bytes);
+    CHECK(stats_of(&w).pageable_bytes == w.bytes[7], "%llu pageable",
+          (unsigned long long)stats_of(&w).pageable_bytes);
     w.master[7] = home;
     tensor.host = home;
     need(oo_member_move(w.engine, w.member[7], &tensor, 1, &again, &offset), "move back");
@@ -202,24 +219,34 @@ static void test_wrong_calls_are_refused_clearly(void) {
     size_t offset;
     const uint32_t one = 1;
     world_open(&w, 60000, -1);
-    need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
+    need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &first),
+         "acquire");
     CHECK(oo_model_remove(w.engine, w.model) == OO_E_STATE, "removed while in use");
     const struct oo_tensor moved = {w.master[1], w.bytes[0]};
-    CHECK(oo_member_move(w.engine, w.member[0], &moved, 1, &unit, &offset) == OO_E_STATE, "moved while in use");
+    CHECK(oo_member_move(w.engine, w.member[0], &moved, 1, &unit, &offset) == OO_E_STATE,
+          "moved while in use");
     need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
-    CHECK(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched) == OO_E_TICKET, "released twice");
-    CHECK(oo_engine_launch(w.engine, w.member[0], w.stream, 1e-6) == OO_E_STATE, "launched without acquire");
-    CHECK(oo_engine_acquire(w.engine, 1000, w.stream, 0, OO_FORWARD, -1, 0, &first) == OO_E_STATE, "no such member");
+    CHECK(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched) == OO_E_TICKET,
+          "released twice");
+    CHECK(oo_engine_launch(w.engine, w.member[0], w.stream, 1e-6) == OO_E_STATE,
+          "launched without acquire");
+    CHECK(oo_engine_acquire(w.engine, 1000, w.stream, 0, OO_FORWARD, -1, 0, &first) == OO_E_STATE,
+          "no such member");
     CHECK(oo_engine_stats(w.engine, 9, &stats) == OO_E_ARGUMENT, "no such model");
-    CHECK(oo_segment_add(w.engine, w.model, 4096, 100, w.stream) == OO_E_ARGUMENT, "a segment of 100 bytes");
+    CHECK(oo_segment_add(w.engine, w.model, 4096, 100, w.stream) == OO_E_ARGUMENT,
+          "a segment of 100 bytes");
     const struct oo_tensor empty = {NULL, 0};
-    CHECK(oo_unit_add(w.engine, w.model, &empty, &one, 1, 0, &unit, &member, &offset) == OO_E_ARGUMENT, "a tensor at NULL");
+    CHECK(oo_unit_add(w.engine, w.model, &empty, &one, 1, 0, &unit, &member, &offset) ==
+              OO_E_ARGUMENT,
+          "a tensor at NULL");
     CHECK(oo_engine_unlock(w.engine, w.host) == OO_E_STATE, "unlocked under attached units");
     CHECK(oo_engine_destroy(w.engine) == OO_E_STATE, "destroyed with a model attached");
     struct oo_engine *none;
-    CHECK(oo_engine_create(sim.path, 5, &none) == OO_E_NO_DEVICE && strstr(oo_error_message(), "device 5"), "%s",
+    CHECK(oo_engine_create(sim.path, 5, &none) == OO_E_NO_DEVICE &&
+              strstr(oo_error_message(), "device 5"),
+          "%s", oo_error_message());
+    CHECK(oo_engine_create("/nonexistent/libcuda.so", 0, &none) == OO_E_DRIVER_MISSING, "%s",
           oo_error_message());
-    CHECK(oo_engine_create("/nonexistent/libcuda.so", 0, &none) == OO_E_DRIVER_MISSING, "%s", oo_error_message());
     world_close(&w, "wrong calls");
 }
 
@@ -229,7 +256,8 @@ static void test_a_unit_larger_than_the_arena_is_an_error_that_names_the_sizes(v
     enum oo_status status = OO_OK;
     for (unsigned i = 0; i < UNITS && status == OO_OK; i++)
         status = use(&w, i, OO_FORWARD);
-    CHECK(status == OO_E_NO_ROOM && strstr(oo_error_message(), "12"), "%s: %s", oo_status_name(status), oo_error_message());
+    CHECK(status == OO_E_NO_ROOM && strstr(oo_error_message(), "12"), "%s: %s",
+          oo_status_name(status), oo_error_message());
     world_close(&w, "no room");
 }
 
@@ -261,12 +289,14 @@ static void test_downloads_arrive_whole(void) {
     for (unsigned i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
         char *gradient = malloc(sizes[i]), *target = calloc(1, sizes[i]);
         fill(gradient, sizes[i], i);
-        need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizes[i], w.stream), "download");
+        need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizes[i], w.stream),
+             "download");
         CHECK(memcmp(gradient, target, sizes[i]) == 0, "%zu bytes did not arrive", sizes[i]);
         free(gradient);
         free(target);
     }
-    CHECK(stats_of(&w).d2h_copies == 5, "%llu downloads", (unsigned long long)stats_of(&w).d2h_copies);
+    CHECK(stats_of(&w).d2h_copies == 5, "%llu downloads",
+          (unsigned long long)stats_of(&w).d2h_copies);
     world_close(&w, "download");
 }
 
@@ -290,14 +320,17 @@ static void test_a_timeline_tells_copies_compute_and_stalls(void) {
     for (size_t i = 0; i < count; i++) {
         seen[rows[i].kind]++;
         CHECK(rows[i].end_s >= rows[i].start_s, "row %zu ends before it starts", i);
-        const double expected = device.copy_latency_s + (double)rows[i].bytes / (device.link_gbps * 1e9);
+        const double expected =
+            device.copy_latency_s + (double)rows[i].bytes / (device.link_gbps * 1e9);
         const double taken = rows[i].end_s - rows[i].start_s;
         if (rows[i].kind == OO_TRACE_H2D) /* events are single-precision milliseconds */
-            CHECK(taken > expected - 2e-9 && taken < expected + 2e-9, "a copy of %llu bytes took %.9f, not %.9f s",
-                  (unsigned long long)rows[i].bytes, taken, expected);
+            CHECK(taken > expected - 2e-9 && taken < expected + 2e-9,
+                  "a copy of %llu bytes took %.9f, not %.9f s", (unsigned long long)rows[i].bytes,
+                  taken, expected);
     }
     CHECK(seen[OO_TRACE_COMPUTE] == 3 * UNITS, "%u compute rows", seen[OO_TRACE_COMPUTE]);
-    CHECK(seen[OO_TRACE_H2D] == copies, "%u copy rows for %llu copies", seen[OO_TRACE_H2D], (unsigned long long)copies);
+    CHECK(seen[OO_TRACE_H2D] == copies, "%u copy rows for %llu copies", seen[OO_TRACE_H2D],
+          (unsigned long long)copies);
     oo_trace_free(rows);
     const struct oo_stats stats = stats_of(&w);
     CHECK(stats.h2d_seconds > 0 && stats.h2d_timed_bytes > 0, "no copy was measured");
@@ -315,7 +348,8 @@ static void test_a_sticky_error_kills_the_engine_and_says_so(int through_the_rin
     sim.simRefuseRegistration((uint64_t)through_the_ring);
     world_open(&w, 60000, -1);
     need(step(&w), "step");
-    need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream), "download");
+    need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream),
+         "download");
     need(oo_trace_start(w.engine), "trace");
     sim.simFault("cuMemcpyHtoDAsync", 3, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
     enum oo_status status = step(&w);
@@ -328,12 +362,14 @@ static void test_a_sticky_error_kills_the_engine_and_says_so(int through_the_rin
     const char *call, *name;
     int code;
     oo_error_driver(&call, &code, &name);
-    CHECK(code == OOCU_ERROR_ILLEGAL_ADDRESS && strcmp(name, "CUDA_ERROR_ILLEGAL_ADDRESS") == 0, "%s %d", name, code);
+    CHECK(code == OOCU_ERROR_ILLEGAL_ADDRESS && strcmp(name, "CUDA_ERROR_ILLEGAL_ADDRESS") == 0,
+          "%s %d", name, code);
     need(oo_model_remove(w.engine, w.model), "detach of a dead engine");
     need(oo_engine_unlock(w.engine, w.host), "unlock of a dead engine");
     CHECK(((const char *)oo_host_address(w.host))[1] == w.master[0][1], "masters are not readable");
     oo_host_destroy(w.host);
-    need(oo_engine_destroy(w.engine), "destroy of a dead engine"); /* its records must go: the leak check sees */
+    need(oo_engine_destroy(w.engine),
+         "destroy of a dead engine"); /* its records must go: the leak check sees */
     lost_arenas[through_the_ring] = w.arena;
     sim.simFaultClear();
     sim.cuDevicePrimaryCtxRelease_v2(0);
@@ -351,7 +387,8 @@ static void test_a_forked_child_is_told(void) {
     }
     int result = -1;
     waitpid(child, &result, 0);
-    CHECK(WIFEXITED(result) && WEXITSTATUS(result) == 0, "the child was not refused (status %d)", result);
+    CHECK(WIFEXITED(result) && WEXITSTATUS(result) == 0, "the child was not refused (status %d)",
+          result);
     need(step(&w), "the parent goes on");
     world_close(&w, "fork");
 }
@@ -378,7 +415,8 @@ int main(int argc, char **argv) {
 #if !defined(_WIN32)
     test_a_forked_child_is_told();
 #endif
-    test_a_sticky_error_kills_the_engine_and_says_so(0); /* last: the lost contexts are not released */
+    test_a_sticky_error_kills_the_engine_and_says_so(
+        0); /* last: the lost contexts are not released */
     test_a_sticky_error_kills_the_engine_and_says_so(1);
     return check_report();
 }

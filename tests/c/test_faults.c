@@ -1,9 +1,10 @@
 /* Any driver call may fail, once or for as long as a fault lasts: a clear error or the documented
- * fallback, never a wrong byte, a leak or a hang; and what comes after is as if it had never failed. */
+ * fallback, never a wrong byte, a leak or a hang; and what comes after is as if it had never
+ * failed. */
 #include "world.h"
 
-/* A release that fails is not ours to repeat, so it does not count as a leak: while a fault lasts, the
- * clean-up of a creation that failed fails too. */
+/* A release that fails is not ours to repeat, so it does not count as a leak: while a fault lasts,
+ * the clean-up of a creation that failed fails too. */
 static void release_leaked_context(void) {
     struct sim_live live;
     sim.simGetLive(&live);
@@ -19,8 +20,8 @@ static void leave_contexts(void) {
         sim.cuCtxPopCurrent_v2(NULL);
 }
 
-/* A life of the engine in which the n-th driver call fails; every error is allowed, a wrong byte, a leak
- * or a hang is not. Returns how many calls the life made. */
+/* A life of the engine in which the n-th driver call fails; every error is allowed, a wrong byte, a
+ * leak or a hang is not. Returns how many calls the life made. */
 static uint64_t life_with_fault(uint64_t nth, int lasting) {
     struct world w;
     memset(&w, 0, sizeof w);
@@ -53,9 +54,10 @@ static uint64_t life_with_fault(uint64_t nth, int lasting) {
         /* Static: a download that could not even be waited for may read its source later. */
         static char gradient[8192], target[8192];
         fill(gradient, sizeof gradient, (unsigned)i);
-        if (oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream) == OO_OK)
-            CHECK(memcmp(gradient, target, sizeof gradient) == 0, "a gradient arrived wrong after fault %llu",
-                  (unsigned long long)nth);
+        if (oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream) ==
+            OO_OK)
+            CHECK(memcmp(gradient, target, sizeof gradient) == 0,
+                  "a gradient arrived wrong after fault %llu", (unsigned long long)nth);
         else
             failures++;
     }
@@ -68,7 +70,8 @@ static uint64_t life_with_fault(uint64_t nth, int lasting) {
     need(oo_engine_destroy(w.engine), "destroy after the fault");
     free(w.arena);
     const uint64_t calls = sim.simCallCount(NULL) - before;
-    CHECK(lasting || nth <= calls, "call %llu of %llu was never made", (unsigned long long)nth, (unsigned long long)calls);
+    CHECK(lasting || nth <= calls, "call %llu of %llu was never made", (unsigned long long)nth,
+          (unsigned long long)calls);
     leave_contexts();
     char name[64];
     snprintf(name, sizeof name, "fault at call %llu, lasting %d", (unsigned long long)nth, lasting);
@@ -98,7 +101,8 @@ static void test_a_fault_may_last(void) {
     const uint64_t calls = life_with_fault(0, 0);
     for (uint64_t n = 1; n <= calls; n += 7 * stride())
         life_with_fault(n, 1);
-    printf("%llu faults that lasted\n", (unsigned long long)((calls + 7 * stride() - 1) / (7 * stride())));
+    printf("%llu faults that lasted\n",
+           (unsigned long long)((calls + 7 * stride() - 1) / (7 * stride())));
 }
 
 int main(int argc, char **argv) {

@@ -1,5 +1,6 @@
-/* Memory runs out: the n-th allocation of the engine fails, n from the first to the last of a life. A clear
- * error, nothing leaked, and the life goes on. And host memory: filling it, by one thread and by several. */
+/* Memory runs out: the n-th allocation of the engine fails, n from the first to the last of a life.
+ * A clear error, nothing leaked, and the life goes on. And host memory: filling it, by one thread
+ * and by several. */
 #if defined(__linux__)
 #define _GNU_SOURCE
 #endif
@@ -9,8 +10,8 @@
 #define CAN_FAIL 1
 #include <dlfcn.h>
 
-/* This program's allocator stands before the C library's. Only allocations made by the engine's code can
- * fail: not the simulated driver's, not the C library's own. */
+/* This program's allocator stands before the C library's. Only allocations made by the engine's
+ * code can fail: not the simulated driver's, not the C library's own. */
 void *__libc_malloc(size_t bytes);
 void *__libc_calloc(size_t count, size_t bytes);
 void *__libc_realloc(void *memory, size_t bytes);
@@ -21,14 +22,17 @@ static int counting;
 
 static int fails(const void *caller) {
     Dl_info info;
-    if (!counting || !dladdr(caller, &info) || !info.dli_fname || strstr(info.dli_fname, "simcuda") ||
-        strstr(info.dli_fname, "libc.so") || strstr(info.dli_fname, "ld-linux"))
+    if (!counting || !dladdr(caller, &info) || !info.dli_fname ||
+        strstr(info.dli_fname, "simcuda") || strstr(info.dli_fname, "libc.so") ||
+        strstr(info.dli_fname, "ld-linux"))
         return 0;
     allocations++;
     return fail_in && --fail_in == 0;
 }
 
-void *malloc(size_t bytes) { return fails(__builtin_return_address(0)) ? NULL : __libc_malloc(bytes); }
+void *malloc(size_t bytes) {
+    return fails(__builtin_return_address(0)) ? NULL : __libc_malloc(bytes);
+}
 void *calloc(size_t count, size_t bytes) {
     return fails(__builtin_return_address(0)) ? NULL : __libc_calloc(count, bytes);
 }
@@ -42,8 +46,8 @@ static void try(enum oo_status status, const char *what) {
     if (status == OO_OK)
         return;
     failures++;
-    CHECK(status == OO_E_MEMORY && strstr(oo_error_message(), "no memory"), "%s: %s: %s", what, oo_status_name(status),
-          oo_error_message());
+    CHECK(status == OO_E_MEMORY && strstr(oo_error_message(), "no memory"), "%s: %s: %s", what,
+          oo_status_name(status), oo_error_message());
 }
 
 /* Everything that allocates. Returns how often that was. */
@@ -86,18 +90,21 @@ static uint64_t life_without_memory(uint64_t nth) {
     oo_trace_free(rows);
     char gradient[600], target[600];
     fill(gradient, sizeof gradient, 1);
-    try(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream), "download");
+    try(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream),
+        "download");
     const struct oo_tensor two[2] = {{w.master[0], w.bytes[0]}, {w.master[1], w.bytes[1]}};
     uint32_t unit = 0;
     size_t offsets[2];
-    for (int i = 0; i < 2; i++) { /* to two tensors and to others: units and members are made anew */
+    for (int i = 0; i < 2;
+         i++) { /* to two tensors and to others: units and members are made anew */
         const enum oo_status moved = oo_member_move(w.engine, w.member[i], two, 2, &unit, offsets);
         try(moved, "move");
         if (moved != OO_OK)
             try(oo_member_move(w.engine, w.member[i], two, 2, &unit, offsets), "move again");
     }
     counting = 0;
-    CHECK(failures <= 1 && (nth || failures == 0), "allocation %llu: %d failures", (unsigned long long)nth, failures);
+    CHECK(failures <= 1 && (nth || failures == 0), "allocation %llu: %d failures",
+          (unsigned long long)nth, failures);
     for (unsigned i = 2; i < UNITS; i++)
         need(use(&w, i, OO_FORWARD), "after all");
     world_close(&w, "without memory");
@@ -107,7 +114,8 @@ static uint64_t life_without_memory(uint64_t nth) {
 static void test_any_allocation_may_fail(void) {
     const uint64_t count = life_without_memory(0);
     CHECK(count > 300, "only %llu allocations", (unsigned long long)count);
-    for (uint64_t n = 1; n <= count; n += n < 20 || n > 280 ? 1 : 17) /* most are events of the reserve */
+    for (uint64_t n = 1; n <= count;
+         n += n < 20 || n > 280 ? 1 : 17) /* most are events of the reserve */
         life_without_memory(n);
     printf("%llu allocations in a life\n", (unsigned long long)count);
 }
@@ -146,8 +154,10 @@ static void test_host_memory_is_filled_where_asked(void) {
     char *source = malloc(large);
     need(oo_host_create(large + 100, &host), "host");
     char *memory = oo_host_address(host);
-    CHECK(oo_host_bytes(host) == large + 100 && !oo_host_locked(host), "%zu bytes", oo_host_bytes(host));
-    CHECK(((uintptr_t)memory & 4095) == 0 && memory[0] == 0 && memory[large + 99] == 0, "not fresh pages");
+    CHECK(oo_host_bytes(host) == large + 100 && !oo_host_locked(host), "%zu bytes",
+          oo_host_bytes(host));
+    CHECK(((uintptr_t)memory & 4095) == 0 && memory[0] == 0 && memory[large + 99] == 0,
+          "not fresh pages");
     fill(source, large, 3);
     need(oo_host_fill(host, 77, source, large), "fill");
     CHECK(memcmp(memory + 77, source, large) == 0, "wrong bytes");
@@ -159,7 +169,9 @@ static void test_host_memory_is_filled_where_asked(void) {
     CHECK(memcmp(memory, source + 5, 11) == 0 && memory[11] == 0, "wrong bytes");
     need(oo_host_fill(host, large + 100, source, 0), "fill nothing at the end");
     need(oo_host_fill(host, 100, source, large), "fill to the last byte");
-    CHECK(oo_host_fill(host, 101, source, large) == OO_E_ARGUMENT && strstr(oo_error_message(), "exceeds"), "one byte too many");
+    CHECK(oo_host_fill(host, 101, source, large) == OO_E_ARGUMENT &&
+              strstr(oo_error_message(), "exceeds"),
+          "one byte too many");
     CHECK(oo_host_fill(host, large + 101, source, 0) == OO_E_ARGUMENT, "an offset behind the end");
     CHECK(oo_host_fill(host, SIZE_MAX, source, 2) == OO_E_ARGUMENT, "an offset that overflows");
     free(source);
@@ -171,8 +183,9 @@ static void test_host_memory_that_cannot_be_had(void) {
     struct oo_host *host;
     CHECK(oo_host_create(0, &host) == OO_E_ARGUMENT && host == NULL, "no bytes");
     CHECK(oo_host_create(SIZE_MAX, &host) == OO_E_ARGUMENT && host == NULL, "all bytes");
-    CHECK(oo_host_create(SIZE_MAX / 4, &host) == OO_E_MEMORY && host == NULL && strstr(oo_error_message(), "GiB"), "%s",
-          oo_error_message());
+    CHECK(oo_host_create(SIZE_MAX / 4, &host) == OO_E_MEMORY && host == NULL &&
+              strstr(oo_error_message(), "GiB"),
+          "%s", oo_error_message());
 }
 
 int main(int argc, char **argv) {

@@ -1,16 +1,18 @@
-/* The order of things: for each hazard of csrc/core/engine.c (H1 to H6) the calls that would race if its
- * wait were missing, on the wrong stream, or of the wrong event. The simulated driver's race detector must
- * stay silent. Arenas are device memory here, so that what a kernel did before the engine got the bytes,
- * and does after it gave them back, counts as well. */
+/* The order of things: for each hazard of csrc/core/engine.c (H1 to H6) the calls that would race
+ * if its wait were missing, on the wrong stream, or of the wrong event. The simulated driver's race
+ * detector must stay silent. Arenas are device memory here, so that what a kernel did before the
+ * engine got the bytes, and does after it gave them back, counts as well. */
 #include "world.h"
 
 #include <math.h>
 
-static const int schedules[] = {SIM_TIMED, SIM_RANDOM, SIM_STARVE_COPY, SIM_STARVE_COMPUTE, SIM_EAGER};
+static const int schedules[] = {SIM_TIMED, SIM_RANDOM, SIM_STARVE_COPY, SIM_STARVE_COMPUTE,
+                                SIM_EAGER};
 enum { N_SCHEDULES = sizeof schedules / sizeof schedules[0] };
 
 static const char *schedule_name(int schedule) {
-    static const char *const names[] = {"timed", "random", "starve-copy", "starve-compute", "eager"};
+    static const char *const names[] = {"timed", "random", "starve-copy", "starve-compute",
+                                        "eager"};
     return names[schedule];
 }
 
@@ -33,7 +35,8 @@ static void steps_on_a_stream_of_the_caller(const char *where) {
     world_close(&w, where);
 }
 
-/* The legacy default stream, on which torch computes, orders nothing against non-blocking streams. */
+/* The legacy default stream, on which torch computes, orders nothing against non-blocking streams.
+ */
 static void steps_on_the_default_stream(const char *where) {
     struct world w;
     world_open_on_device(&w, 60000);
@@ -57,8 +60,8 @@ static void steps_on_the_default_stream(const char *where) {
     CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
 }
 
-/* Six streams use one unit at a time, two more than the engine keeps last uses of; then its place is
- * taken. */
+/* Six streams use one unit at a time, two more than the engine keeps last uses of; then its place
+ * is taken. */
 static void more_streams_than_entries(const char *where) {
     enum { STREAMS = OO_STREAMS + 2 };
     struct world w;
@@ -92,7 +95,8 @@ static void test_each_stream_waits_for_a_copy_once(void) {
     world_close(&w, "waits");
 }
 
-/* More streams than the unit remembers as ordered: the rest waits every time, nothing is overrun. */
+/* More streams than the unit remembers as ordered: the rest waits every time, nothing is overrun.
+ */
 static void test_more_streams_than_are_remembered_wait_each_time(void) {
     enum { STREAMS = OO_STREAMS + 3 };
     struct world w;
@@ -105,17 +109,20 @@ static void test_more_streams_than_are_remembered_wait_each_time(void) {
         for (int s = 0; s < STREAMS; s++)
             need(use_on(&w, 0, OO_FORWARD, -1, 0, streams[s]), "use");
         const uint64_t made = sim.simCallCount("cuStreamWaitEvent") - waits;
-        CHECK(w.engine->units[w.unit[0]].n_waited == OO_STREAMS, "%u streams remembered", w.engine->units[w.unit[0]].n_waited);
-        /* Second round: those not remembered wait for the copy, and each use displaces an older one. */
-        CHECK(round == 0 || made == STREAMS - OO_STREAMS + STREAMS, "%llu waits", (unsigned long long)made);
+        CHECK(w.engine->units[w.unit[0]].n_waited == OO_STREAMS, "%u streams remembered",
+              w.engine->units[w.unit[0]].n_waited);
+        /* Second round: those not remembered wait for the copy, and each use displaces an older
+         * one. */
+        CHECK(round == 0 || made == STREAMS - OO_STREAMS + STREAMS, "%llu waits",
+              (unsigned long long)made);
     }
     for (int s = 0; s < STREAMS; s++)
         end_stream(&w, streams[s]);
     world_close(&w, "many streams");
 }
 
-/* A long kernel on another stream still reads a unit when it is dropped (its master changed) and when
- * its bytes are given to another unit. */
+/* A long kernel on another stream still reads a unit when it is dropped (its master changed) and
+ * when its bytes are given to another unit. */
 static void dropped_while_a_kernel_reads(const char *where) {
     struct world w;
     world_open_on_device(&w, 30000);
@@ -180,7 +187,8 @@ static void a_second_segment_from_another_stream(const char *where) {
 
 /* ---- H4: bytes given back ---- */
 
-/* Uses on several streams, then the model goes; the allocating stream's next kernel writes the bytes. */
+/* Uses on several streams, then the model goes; the allocating stream's next kernel writes the
+ * bytes. */
 static void removed_after_uses_on_other_streams(const char *where) {
     struct world w;
     world_open_on_device(&w, 60000);
@@ -194,7 +202,9 @@ static void removed_after_uses_on_other_streams(const char *where) {
     for (int s = 0; s < 3; s++) { /* still computing when the model goes */
         struct oo_use use;
         struct oo_fetched fetched;
-        need(oo_engine_acquire(w.engine, w.member[UNITS - 1], others[s], 0, OO_FORWARD, -1, 0, &use), where);
+        need(
+            oo_engine_acquire(w.engine, w.member[UNITS - 1], others[s], 0, OO_FORWARD, -1, 0, &use),
+            where);
         need(oo_engine_launch(w.engine, w.member[UNITS - 1], others[s], 2e-3), where);
         need(oo_engine_release(w.engine, use.ticket, others[s], 0, &fetched), where);
     }
@@ -216,8 +226,8 @@ static void removed_after_uses_on_other_streams(const char *where) {
     CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
 }
 
-/* Removal waits for copies that nobody has waited for yet: the next owner's kernel comes on a stream that
- * the engine never saw. */
+/* Removal waits for copies that nobody has waited for yet: the next owner's kernel comes on a
+ * stream that the engine never saw. */
 static void removed_with_copies_in_flight(const char *where) {
     struct world w;
     struct oo_fetched fetched;
@@ -266,7 +276,8 @@ static void a_segment_goes_with_another_models_units(const char *where) {
 
 /* ---- H5: the ring ---- */
 
-/* More pieces than the ring has, of units of one piece and of several, none of which can be locked. */
+/* More pieces than the ring has, of units of one piece and of several, none of which can be locked.
+ */
 static void through_the_ring(const char *where) {
     struct world w;
     sim.simRefuseRegistration(1);
@@ -291,9 +302,12 @@ static void a_large_unit_through_the_ring(const char *where) {
     for (int round = 0; round < 2; round++) {
         const struct oo_tensor tensor = {foreign, bytes};
         if (round == 0)
-            need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &unit, &member, &offset), where);
+            need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &unit, &member, &offset),
+                 where);
         fill(foreign, bytes, 3 + (unsigned)round);
-        need(oo_engine_acquire(w.engine, member, w.stream, (uint64_t)round + 1, OO_FORWARD, -1, 0, &use), where);
+        need(oo_engine_acquire(w.engine, member, w.stream, (uint64_t)round + 1, OO_FORWARD, -1, 0,
+                               &use),
+             where);
         memset(foreign, 0, bytes); /* all of it is behind the ring by now */
         need(oo_engine_launch(w.engine, member, w.stream, 1e-3), where);
         fill(foreign, bytes, 3 + (unsigned)round);
@@ -306,8 +320,8 @@ static void a_large_unit_through_the_ring(const char *where) {
 
 /* ---- H6: gradients ---- */
 
-/* A gradient is read right after the kernel that computes it, by the host right after the call returns,
- * and its buffer is written again at once. */
+/* A gradient is read right after the kernel that computes it, by the host right after the call
+ * returns, and its buffer is written again at once. */
 static void downloads_of(const char *where, size_t bytes, int locked) {
     struct world w;
     struct oo_host *host = NULL;
@@ -333,8 +347,9 @@ static void downloads_of(const char *where, size_t bytes, int locked) {
         CHECK(memcmp(gradient, target, bytes) == 0, "%s: %zu bytes arrived wrong", where, bytes);
         kernel(stream, gradient, bytes, 1, 1e-6);
         const struct oo_stats after = stats_of(&w);
-        CHECK(after.d2h_bytes - before.d2h_bytes == bytes && after.d2h_copies - before.d2h_copies == 1, "%s: counted wrong",
-              where);
+        CHECK(after.d2h_bytes - before.d2h_bytes == bytes &&
+                  after.d2h_copies - before.d2h_copies == 1,
+              "%s: counted wrong", where);
         CHECK(after.host_waits > before.host_waits, "%s: a wait was not counted", where);
     }
     if (locked) {
@@ -350,9 +365,12 @@ static void downloads_of(const char *where, size_t bytes, int locked) {
 }
 
 static void downloads_to_locked_memory(const char *where) { downloads_of(where, 20000, 1); }
-static void downloads_through_the_ring(const char *where) { downloads_of(where, (20u << 20) + 77, 0); }
+static void downloads_through_the_ring(const char *where) {
+    downloads_of(where, (20u << 20) + 77, 0);
+}
 
-/* What a download costs, by events on the device: exactly its copy, however busy the streams are. */
+/* What a download costs, by events on the device: exactly its copy, however busy the streams are.
+ */
 static void test_a_download_is_measured_exactly(void) {
     struct world w;
     struct oo_host *host;
@@ -366,14 +384,18 @@ static void test_a_download_is_measured_exactly(void) {
     kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 4e-3); /* a busy upload stream has no part in it */
     const double begin = sim.simNow();
     kernel(w.stream, gradient, bytes, 1, 1e-3);
-    need(oo_engine_download(w.engine, oo_host_address(host), (uintptr_t)gradient, bytes, w.stream), "download");
+    need(oo_engine_download(w.engine, oo_host_address(host), (uintptr_t)gradient, bytes, w.stream),
+         "download");
     const struct oo_stats stats = stats_of(&w);
     const double copy = device.copy_latency_s + (double)bytes / (device.link_gbps * 1e9);
     const double waited = sim.simNow() - begin;
-    CHECK(fabs(stats.d2h_seconds - copy) < 1e-9, "a copy of %.9f s measured as %.9f", copy, stats.d2h_seconds);
-    CHECK(stats.d2h_timed_bytes == bytes, "%llu bytes timed", (unsigned long long)stats.d2h_timed_bytes);
+    CHECK(fabs(stats.d2h_seconds - copy) < 1e-9, "a copy of %.9f s measured as %.9f", copy,
+          stats.d2h_seconds);
+    CHECK(stats.d2h_timed_bytes == bytes, "%llu bytes timed",
+          (unsigned long long)stats.d2h_timed_bytes);
     /* Kernels share the compute engine: the first one ends before ours begins. */
-    CHECK(fabs(waited - (5e-3 + copy)) < 1e-9, "the host waited %.9f s, not %.9f", waited, 5e-3 + copy);
+    CHECK(fabs(waited - (5e-3 + copy)) < 1e-9, "the host waited %.9f s, not %.9f", waited,
+          5e-3 + copy);
     need(oo_engine_unlock(w.engine, host), "unlock");
     oo_host_destroy(host);
     end_device_memory(&w, gradient);
@@ -391,7 +413,8 @@ static void unlocked_right_after_a_download(const char *where) {
     kernel(w.stream, gradient, 9000, 1, 1e-3);
     /* A download that nobody waited for: as after a failure in between. */
     sim.cuCtxPushCurrent_v2(w.context);
-    CHECK(w.engine->driver.cuMemcpyDtoHAsync(oo_host_address(host), (uintptr_t)gradient, 9000, w.engine->d2h) == 0,
+    CHECK(w.engine->driver.cuMemcpyDtoHAsync(oo_host_address(host), (uintptr_t)gradient, 9000,
+                                             w.engine->d2h) == 0,
           "%s: no copy", where);
     sim.cuCtxPopCurrent_v2(NULL);
     sim.simReportsClear(); /* that copy was ordered after no kernel */

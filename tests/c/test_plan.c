@@ -18,7 +18,9 @@ struct model {
     unsigned n_visits;
 };
 
-static size_t aligned(size_t bytes) { return (bytes + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT; }
+static size_t aligned(size_t bytes) {
+    return (bytes + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
+}
 
 static void add_block(struct model *m, const unsigned *h2_units, unsigned n, size_t hidden) {
     size_t bytes = 0;
@@ -71,7 +73,8 @@ struct outcome {
 };
 
 /* Visit in order, carrying out at once what the plan decides. */
-static struct outcome run(struct oo_plan *plan, const struct model *m, const struct visit *visits, unsigned n) {
+static struct outcome run(struct oo_plan *plan, const struct model *m, const struct visit *visits,
+                          unsigned n) {
     struct outcome outcome = {0, 0};
     for (unsigned i = 0; i < n; i++) {
         const uint32_t unit = visits[i].unit;
@@ -97,7 +100,9 @@ static struct outcome run(struct oo_plan *plan, const struct model *m, const str
     return outcome;
 }
 
-static size_t x_min(const struct model *m, size_t capacity) { return capacity < m->total ? 2 * (m->total - capacity) : 0; }
+static size_t x_min(const struct model *m, size_t capacity) {
+    return capacity < m->total ? 2 * (m->total - capacity) : 0;
+}
 
 static void test_bytes_per_step_stay_near_the_lower_bound(void) {
     static struct model m;
@@ -110,15 +115,17 @@ static void test_bytes_per_step_stay_near_the_lower_bound(void) {
             run(plan, &m, m.step, m.n_visits);
             for (int step = 0; step < 4; step++) {
                 const struct outcome o = run(plan, &m, m.step, m.n_visits);
-                /* Below 15% the bound is so small that single units, which are not divisible, count. */
+                /* Below 15% the bound is so small that single units, which are not divisible,
+                 * count. */
                 const size_t units = percent < 15 ? 2 * m.largest : 0;
                 CHECK(o.bytes <= x_min(&m, capacity) / 100 * 110 + units,
-                      "%d%% offloaded, checkpoints %d: %zu bytes, bound %zu", percent, checkpointed, o.bytes,
-                      x_min(&m, capacity));
+                      "%d%% offloaded, checkpoints %d: %zu bytes, bound %zu", percent, checkpointed,
+                      o.bytes, x_min(&m, capacity));
                 CHECK(o.late == 0, "%u late copies with %d%% offloaded", o.late, percent);
             }
             if (checkpointed)
-                CHECK(oo_plan_block_bytes(plan) == m.block, "block %zu learned as %zu", m.block, oo_plan_block_bytes(plan));
+                CHECK(oo_plan_block_bytes(plan) == m.block, "block %zu learned as %zu", m.block,
+                      oo_plan_block_bytes(plan));
             oo_plan_destroy(plan);
         }
     }
@@ -134,14 +141,15 @@ static void test_sampling_does_not_degenerate_to_loading_everything(void) {
     run(plan, &m, m.step, m.n);
     for (int sweep = 0; sweep < 4; sweep++) {
         const struct outcome o = run(plan, &m, m.step, m.n);
-        CHECK(o.bytes * 100 <= (m.total - capacity) * 110, "a sweep loads %zu of %zu bytes", o.bytes, m.total);
+        CHECK(o.bytes * 100 <= (m.total - capacity) * 110, "a sweep loads %zu of %zu bytes",
+              o.bytes, m.total);
         CHECK(o.late == 0, "%u late copies", o.late);
     }
     /* Back to training: what the change costs is bounded, and it heals within a step. */
     run(plan, &m, m.step, m.n_visits);
     const struct outcome healed = run(plan, &m, m.step, m.n_visits);
-    CHECK(healed.bytes * 100 <= x_min(&m, capacity) * 110 && healed.late <= 1, "%zu bytes, %u late", healed.bytes,
-          healed.late);
+    CHECK(healed.bytes * 100 <= x_min(&m, capacity) * 110 && healed.late <= 1, "%zu bytes, %u late",
+          healed.bytes, healed.late);
     oo_plan_destroy(plan);
 }
 
@@ -164,7 +172,8 @@ static void test_a_skipped_or_repeated_unit_costs_little(void) {
         }
         const struct outcome odd = run(plan, &m, changed, n);
         CHECK(odd.late <= 6, "%u late copies after a change at visit %u", odd.late, at);
-        CHECK(odd.bytes * 100 <= x_min(&m, capacity) * 125, "%zu bytes after a change at visit %u", odd.bytes, at);
+        CHECK(odd.bytes * 100 <= x_min(&m, capacity) * 125, "%zu bytes after a change at visit %u",
+              odd.bytes, at);
         run(plan, &m, m.step, m.n_visits);
         const struct outcome healed = run(plan, &m, m.step, m.n_visits);
         CHECK(healed.late == 0, "%u late copies a step after the change at %u", healed.late, at);
@@ -194,7 +203,8 @@ static void test_units_not_allowed_ahead_are_only_fetched_on_demand(void) {
     run(plan, &m, m.step, m.n_visits);
     oo_plan_allow(plan, 9, 0);
     oo_plan_drop(plan, 9);
-    CHECK(run(plan, &m, m.step, 9).bytes == 0 && !oo_plan_resident(plan, 9), "unit 9 was fetched ahead");
+    CHECK(run(plan, &m, m.step, 9).bytes == 0 && !oo_plan_resident(plan, 9),
+          "unit 9 was fetched ahead");
     CHECK(run(plan, &m, m.step + 9, 1).late == 1, "unit 9 was not fetched on demand");
     oo_plan_drop(plan, 9);
     oo_plan_allow(plan, 9, 1);
@@ -210,7 +220,8 @@ static void test_the_first_step_knows_no_order_and_still_behaves(void) {
         const size_t capacity = aligned(m.total / 3);
         struct oo_plan *plan = plan_of(&m, capacity);
         const struct outcome first = run(plan, &m, m.step, m.n_visits);
-        CHECK(first.bytes <= 2 * m.total, "the first step moves %zu bytes of a model of %zu", first.bytes, m.total);
+        CHECK(first.bytes <= 2 * m.total, "the first step moves %zu bytes of a model of %zu",
+              first.bytes, m.total);
         oo_plan_destroy(plan);
     }
 }
@@ -223,10 +234,13 @@ static void check_arena(struct oo_plan *plan, unsigned n_units) {
         size_t offset = 0;
         const struct oo_block *previous = NULL;
         for (const struct oo_block *b = s->first; b; previous = b, b = b->next) {
-            CHECK(b->offset == offset && b->previous == previous && b->segment == s, "broken chain at %zu", offset);
-            CHECK(!(previous && previous->unit == OO_NO_UNIT && b->unit == OO_NO_UNIT), "free neighbours at %zu", offset);
+            CHECK(b->offset == offset && b->previous == previous && b->segment == s,
+                  "broken chain at %zu", offset);
+            CHECK(!(previous && previous->unit == OO_NO_UNIT && b->unit == OO_NO_UNIT),
+                  "free neighbours at %zu", offset);
             if (b->unit != OO_NO_UNIT) {
-                CHECK(oo_plan_resident(plan, b->unit) == b, "unit %u is not where the arena says", b->unit);
+                CHECK(oo_plan_resident(plan, b->unit) == b, "unit %u is not where the arena says",
+                      b->unit);
                 used += b->bytes;
                 occupied++;
             }
@@ -236,8 +250,8 @@ static void check_arena(struct oo_plan *plan, unsigned n_units) {
     }
     for (unsigned i = 0; i < n_units; i++)
         resident += oo_plan_resident(plan, i) != NULL;
-    CHECK(used == oo_plan_arena(plan)->used_bytes && occupied == resident, "%zu used, %u blocks, %u units", used,
-          occupied, resident);
+    CHECK(used == oo_plan_arena(plan)->used_bytes && occupied == resident,
+          "%zu used, %u blocks, %u units", used, occupied, resident);
 }
 
 static void test_random_traces_keep_the_arena_sound(void) {
@@ -255,7 +269,9 @@ static void test_random_traces_keep_the_arena_sound(void) {
         struct oo_plan *plan = plan_of(&m, aligned(m.largest + (size_t)rand() % m.total));
         struct oo_segment *second;
         if (rand() % 2)
-            CHECK(oo_arena_add(oo_plan_arena(plan), 1 << 28, aligned(m.largest), 1, 0, &second) == OO_OK, "segment");
+            CHECK(oo_arena_add(oo_plan_arena(plan), 1 << 28, aligned(m.largest), 1, 0, &second) ==
+                      OO_OK,
+                  "segment");
         const unsigned before = (unsigned)check_failed;
         for (int i = 0; i < 300; i++) {
             struct visit visit = {(uint32_t)rand() % m.n, (enum oo_kind)(rand() % 3)};
@@ -281,7 +297,8 @@ static void test_the_trace_wraps(void) {
     struct outcome last = {0, 0};
     for (int step = 0; step < 80; step++) /* 80 steps of 1,026 visits: once around and more */
         last = run(plan, &m, m.step, m.n_visits);
-    CHECK(last.late == 0 && last.bytes * 100 <= x_min(&m, capacity) * 110, "%u late, %zu bytes", last.late, last.bytes);
+    CHECK(last.late == 0 && last.bytes * 100 <= x_min(&m, capacity) * 110, "%u late, %zu bytes",
+          last.late, last.bytes);
     oo_plan_destroy(plan);
 }
 

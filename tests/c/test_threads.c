@@ -1,6 +1,7 @@
-/* Several threads and one engine: the same units on streams of their own, models that come and go, and
- * somebody who looks. Run under ThreadSanitizer (make tsan-check): the simulated driver moves bytes on
- * whichever thread calls it, so a use that is not ordered after its copy is a race of threads, too. */
+/* Several threads and one engine: the same units on streams of their own, models that come and go,
+ * and somebody who looks. Run under ThreadSanitizer (make tsan-check): the simulated driver moves
+ * bytes on whichever thread calls it, so a use that is not ordered after its copy is a race of
+ * threads, too. */
 #include "world.h"
 
 enum { WORKERS = 3, ROUNDS = 6 };
@@ -26,9 +27,11 @@ static void use_in_thread(struct worker *worker, unsigned i, enum oo_kind kind, 
     /* Every second time as from a caller that must not block, as the GIL's holder does. */
     enum oo_status status = OO_WOULD_BLOCK;
     if (round % 2)
-        status = oo_engine_acquire(w->engine, w->member[i], worker->stream, 0, kind, worker->task, OO_NONBLOCKING, &use);
+        status = oo_engine_acquire(w->engine, w->member[i], worker->stream, 0, kind, worker->task,
+                                   OO_NONBLOCKING, &use);
     if (status == OO_WOULD_BLOCK)
-        status = oo_engine_acquire(w->engine, w->member[i], worker->stream, 0, kind, worker->task, 0, &use);
+        status = oo_engine_acquire(w->engine, w->member[i], worker->stream, 0, kind, worker->task,
+                                   0, &use);
     if (status != OO_OK) {
         note(worker, "acquire");
         return;
@@ -56,13 +59,15 @@ static void compute(void *argument) {
         for (unsigned i = UNITS; i-- > 0;)
             use_in_thread(worker, i, OO_BACKWARD, round);
         fill(gradient, sizeof gradient, round + (unsigned)worker->task);
-        if (oo_engine_download(w->engine, target, (uintptr_t)gradient, sizeof gradient, worker->stream) != OO_OK)
+        if (oo_engine_download(w->engine, target, (uintptr_t)gradient, sizeof gradient,
+                               worker->stream) != OO_OK)
             note(worker, "download");
         if (memcmp(gradient, target, sizeof gradient) != 0)
             note(worker, "wrong gradient");
         /* A failure's message belongs to the thread that asked. */
         struct oo_use use;
-        if (oo_engine_acquire(w->engine, 100000 + (uint32_t)worker->task, worker->stream, 0, OO_FORWARD, -1, 0, &use) != OO_E_STATE)
+        if (oo_engine_acquire(w->engine, 100000 + (uint32_t)worker->task, worker->stream, 0,
+                              OO_FORWARD, -1, 0, &use) != OO_E_STATE)
             note(worker, "no such member");
         char mine[32];
         snprintf(mine, sizeof mine, "member %d ", 100000 + (int)worker->task);
@@ -116,7 +121,8 @@ static void look(void *argument) {
             note(worker, "torn figures");
         if (oo_engine_residents(w->engine, rows, 8, &count) != OO_OK)
             note(worker, "residents");
-        if (oo_engine_mem_info(w->engine, &free_bytes, &total_bytes) != OO_OK || free_bytes > total_bytes)
+        if (oo_engine_mem_info(w->engine, &free_bytes, &total_bytes) != OO_OK ||
+            free_bytes > total_bytes)
             note(worker, "mem_info");
         if (round % 16 == 5 && oo_engine_hold(w->engine) != OO_OK)
             note(worker, "hold");
@@ -141,10 +147,12 @@ static void test_threads_share_an_engine(int schedule) {
         CHECK(threads[t] != NULL, "no thread");
         if (threads[t])
             oo__thread_join(threads[t]);
-        CHECK(workers[t].failures == 0, "thread %d: %u failures, the first: %s", t, workers[t].failures, workers[t].said);
+        CHECK(workers[t].failures == 0, "thread %d: %u failures, the first: %s", t,
+              workers[t].failures, workers[t].said);
     }
     const struct oo_stats stats = stats_of(&w);
-    CHECK(stats.acquires >= (uint64_t)WORKERS * ROUNDS * 2 * UNITS, "%llu acquires", (unsigned long long)stats.acquires);
+    CHECK(stats.acquires >= (uint64_t)WORKERS * ROUNDS * 2 * UNITS, "%llu acquires",
+          (unsigned long long)stats.acquires);
     for (int t = 0; t < THREADS; t++)
         end_stream(&w, workers[t].stream);
     world_close(&w, "threads");
@@ -156,7 +164,8 @@ static void own_engine(void *argument) {
     struct oo_engine *engine;
     uintptr_t stream;
     for (int i = 0; i < 4; i++) {
-        if (oo_engine_create(sim.path, 0, &engine) != OO_OK || oo_engine_compute_stream(engine, &stream) != OO_OK ||
+        if (oo_engine_create(sim.path, 0, &engine) != OO_OK ||
+            oo_engine_compute_stream(engine, &stream) != OO_OK ||
             oo_engine_spin(engine, stream, 1000) != OO_OK || oo_engine_destroy(engine) != OO_OK)
             note(worker, "own engine");
     }

@@ -1,7 +1,8 @@
-/* world.h - a model of UNITS units on the simulated driver, and its use: shared by the engine's tests.
+/* world.h - a model of UNITS units on the simulated driver, and its use: shared by the engine's
+ * tests.
  *
- * Tests may look into the engine (engine.h): its streams, to keep them busy; its driver table, to take
- * away what only a simulated driver has. */
+ * Tests may look into the engine (engine.h): its streams, to keep them busy; its driver table, to
+ * take away what only a simulated driver has. */
 #ifndef WORLD_H
 #define WORLD_H
 
@@ -14,11 +15,13 @@ static struct sim_control sim;
 
 enum { UNITS = 24 };
 
-/* A model of UNITS units of different sizes in one host buffer, each filled with its own pattern. */
+/* A model of UNITS units of different sizes in one host buffer, each filled with its own pattern.
+ */
 struct world {
     struct oo_engine *engine;
     struct oo_host *host;
-    OOCUcontext context; /* retained by the test as well, as torch does: what leaks outlives the engine */
+    OOCUcontext
+        context; /* retained by the test as well, as torch does: what leaks outlives the engine */
     char *arena;
     int device_arena; /* the arena is device memory of the driver, and the engine adopts nothing */
     uint32_t model, unit[UNITS], member[UNITS];
@@ -61,7 +64,8 @@ static inline void end_stream(struct world *w, uintptr_t stream) {
     sim.cuCtxPopCurrent_v2(NULL);
 }
 
-/* Device memory of the driver, as a real device's: the simulated one can be read by the host, too. */
+/* Device memory of the driver, as a real device's: the simulated one can be read by the host, too.
+ */
 static inline char *device_memory(struct world *w, size_t bytes) {
     OOCUdeviceptr address = 0;
     sim.cuCtxPushCurrent_v2(w->context);
@@ -72,15 +76,18 @@ static inline char *device_memory(struct world *w, size_t bytes) {
 
 static inline void end_device_memory(struct world *w, char *address) {
     sim.cuCtxPushCurrent_v2(w->context);
-    CHECK(sim.cuMemFree_v2((OOCUdeviceptr)address) == 0, "device memory freed while a copy uses it");
+    CHECK(sim.cuMemFree_v2((OOCUdeviceptr)address) == 0,
+          "device memory freed while a copy uses it");
     sim.cuCtxPopCurrent_v2(NULL);
 }
 
 /* A kernel of `seconds` that reads or writes these bytes. */
-static inline void kernel(uintptr_t stream, const void *address, size_t bytes, int writes, double seconds) {
+static inline void kernel(uintptr_t stream, const void *address, size_t bytes, int writes,
+                          double seconds) {
     const OOSimRange range = {(OOCUdeviceptr)address, bytes};
-    const OOCUresult result = writes ? sim.simLaunch((OOCUstream)stream, NULL, 0, &range, 1, seconds)
-                                     : sim.simLaunch((OOCUstream)stream, &range, bytes != 0, NULL, 0, seconds);
+    const OOCUresult result =
+        writes ? sim.simLaunch((OOCUstream)stream, NULL, 0, &range, 1, seconds)
+               : sim.simLaunch((OOCUstream)stream, &range, bytes != 0, NULL, 0, seconds);
     CHECK(result == 0, "a kernel that cannot be launched: %d", result);
 }
 
@@ -96,8 +103,10 @@ static inline int world_attach(struct world *w, size_t arena_bytes, int trainabl
     if (!w->stream && oo_engine_compute_stream(w->engine, &w->stream) != OO_OK)
         return 0;
     if (!w->arena)
-        w->arena = w->device_arena ? device_memory(w, arena_bytes + OO_ALIGNMENT) : malloc(arena_bytes + OO_ALIGNMENT);
-    if (oo_segment_add(w->engine, w->model, (uintptr_t)w->arena, arena_bytes + OO_ALIGNMENT, w->stream) != OO_OK)
+        w->arena = w->device_arena ? device_memory(w, arena_bytes + OO_ALIGNMENT)
+                                   : malloc(arena_bytes + OO_ALIGNMENT);
+    if (oo_segment_add(w->engine, w->model, (uintptr_t)w->arena, arena_bytes + OO_ALIGNMENT,
+                       w->stream) != OO_OK)
         return 0;
     char *master = oo_host_address(w->host);
     for (unsigned i = 0; i < UNITS; i++) {
@@ -107,8 +116,9 @@ static inline int world_attach(struct world *w, size_t arena_bytes, int trainabl
         w->master[i] = master;
         fill(master, w->bytes[i], i);
         master += w->bytes[i];
-        if (oo_unit_add(w->engine, w->model, &tensor, &one, 1, trainable_from >= 0 && (int)i >= trainable_from,
-                        &w->unit[i], &w->member[i], &offset) != OO_OK)
+        if (oo_unit_add(w->engine, w->model, &tensor, &one, 1,
+                        trainable_from >= 0 && (int)i >= trainable_from, &w->unit[i], &w->member[i],
+                        &offset) != OO_OK)
             return 0;
     }
     return 1;
@@ -126,8 +136,8 @@ static inline void world_open(struct world *w, size_t arena_bytes, int trainable
     CHECK(world_attach(w, arena_bytes, trainable_from), "attach: %s", oo_error_message());
 }
 
-/* A world as on a real device: the arena is device memory, whose history the race detector keeps; kernels
- * run on `stream`, or on one that the engine did not create. */
+/* A world as on a real device: the arena is device memory, whose history the race detector keeps;
+ * kernels run on `stream`, or on one that the engine did not create. */
 static inline void world_open_on_device(struct world *w, size_t arena_bytes) {
     world_begin(w);
     w->device_arena = 1;
@@ -142,16 +152,19 @@ static inline void check_nothing_alive(const char *where) {
     sim.simGetLive(&live);
     CHECK(live.streams == 0 && live.events == 0 && live.modules == 0 && live.registrations == 0 &&
               live.host_alloc_bytes == 0 && live.device_bytes == 0 && live.adopted_bytes == 0,
-          "%s: alive: %llu streams, %llu events, %llu modules, %llu registrations, %llu host, %llu device, %llu adopted bytes",
-          where, (unsigned long long)live.streams, (unsigned long long)live.events, (unsigned long long)live.modules,
-          (unsigned long long)live.registrations, (unsigned long long)live.host_alloc_bytes,
-          (unsigned long long)live.device_bytes, (unsigned long long)live.adopted_bytes);
+          "%s: alive: %llu streams, %llu events, %llu modules, %llu registrations, %llu host, %llu "
+          "device, %llu adopted bytes",
+          where, (unsigned long long)live.streams, (unsigned long long)live.events,
+          (unsigned long long)live.modules, (unsigned long long)live.registrations,
+          (unsigned long long)live.host_alloc_bytes, (unsigned long long)live.device_bytes,
+          (unsigned long long)live.adopted_bytes);
 }
 
 /* The test's own hold on the context is the last one. */
 static inline void release_context(const char *where) {
     struct sim_live live;
-    CHECK(sim.cuDevicePrimaryCtxRelease_v2(0) == 0, "%s: the engine released the context twice", where);
+    CHECK(sim.cuDevicePrimaryCtxRelease_v2(0) == 0, "%s: the engine released the context twice",
+          where);
     sim.simGetLive(&live);
     CHECK(live.contexts == 0, "%s: the engine still holds the context", where);
 }
@@ -171,8 +184,9 @@ static inline void world_detach(struct world *w) {
     const int locked = w->host->locked;
     need(oo_engine_unlock(w->engine, w->host), "unlock");
     sim.simGetLive(&after);
-    CHECK(after.registrations + (locked ? 1 : 0) == before.registrations, "%llu registrations, %llu before",
-          (unsigned long long)after.registrations, (unsigned long long)before.registrations);
+    CHECK(after.registrations + (locked ? 1 : 0) == before.registrations,
+          "%llu registrations, %llu before", (unsigned long long)after.registrations,
+          (unsigned long long)before.registrations);
     oo_host_destroy(w->host);
     if (w->device_arena) {
         end_device_memory(w, w->arena);
@@ -193,16 +207,18 @@ static inline void world_close(struct world *w, const char *where) {
 }
 
 /* One use: acquire, "compute" by comparing what is on the device with the master, release. */
-static inline enum oo_status use_on(struct world *w, unsigned i, enum oo_kind kind, int64_t task, uint64_t stamp,
-                             uintptr_t stream) {
+static inline enum oo_status use_on(struct world *w, unsigned i, enum oo_kind kind, int64_t task,
+                                    uint64_t stamp, uintptr_t stream) {
     struct oo_use use;
     struct oo_fetched fetched;
-    enum oo_status status = oo_engine_acquire(w->engine, w->member[i], stream, stamp, kind, task, 0, &use);
+    enum oo_status status =
+        oo_engine_acquire(w->engine, w->member[i], stream, stamp, kind, task, 0, &use);
     if (status != OO_OK)
         return status;
     const enum oo_status launched = oo_engine_launch(w->engine, w->member[i], stream, 20e-6);
     if (launched == OO_OK)
-        CHECK(memcmp((const void *)use.address, w->master[i], w->bytes[i]) == 0, "unit %u has wrong bytes", i);
+        CHECK(memcmp((const void *)use.address, w->master[i], w->bytes[i]) == 0,
+              "unit %u has wrong bytes", i);
     status = oo_engine_release(w->engine, use.ticket, stream, 0, &fetched);
     return launched != OO_OK ? launched : status;
 }
