@@ -10,19 +10,18 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SIM_CONTROLS(X)                                                                            \
-    X(simGetDevice)                                                                                \
-    X(simSetDevice) X(simSetDeviceCount) X(simSetSchedule) X(simSwitch) X(simRefuseRegistration)   \
-        X(simFault) X(simFaultClear) X(simHold) X(simCallCount) X(simGetStats) X(simGetLive)       \
-            X(simNow) X(simAdvance) X(simFinish) X(simReportCount) X(simReport) X(simReportsClear) \
-                X(simReset) X(simAdopt) X(simDrop) X(simLaunch) X(simHostAccess) X(simTraceCount)  \
-                    X(simTraceRow) X(simTraceClear) X(cuInit) X(cuDevicePrimaryCtxRetain)          \
-                        X(cuDevicePrimaryCtxRelease_v2) X(cuCtxGetCurrent) X(cuCtxPushCurrent_v2)  \
-                            X(cuCtxPopCurrent_v2) X(cuMemAlloc_v2) X(cuMemFree_v2)                 \
-                                X(cuStreamCreateWithPriority) X(cuStreamDestroy_v2)                \
-                                    X(cuStreamBeginCapture_v2) X(cuStreamEndCapture)               \
-                                        X(cuGraphDestroy) X(cuMemHostRegister_v2)                  \
-                                            X(cuMemHostUnregister)
+/* clang-format off */
+#define SIM_CONTROLS(X) \
+    X(simGetDevice) X(simSetDevice) X(simSetDeviceCount) X(simSetSchedule) X(simSwitch) \
+    X(simRefuseRegistration) X(simFault) X(simFaultClear) X(simHold) X(simCallCount) \
+    X(simGetStats) X(simGetLive) X(simNow) X(simAdvance) X(simFinish) X(simReportCount) \
+    X(simReport) X(simReportsClear) X(simReset) X(simAdopt) X(simDrop) X(simLaunch) \
+    X(simHostAccess) X(simTraceCount) X(simTraceRow) X(simTraceClear) X(cuInit) \
+    X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease_v2) X(cuCtxGetCurrent) \
+    X(cuCtxPushCurrent_v2) X(cuCtxPopCurrent_v2) X(cuMemAlloc_v2) X(cuMemFree_v2) \
+    X(cuStreamCreateWithPriority) X(cuStreamDestroy_v2) X(cuStreamBeginCapture_v2) \
+    X(cuStreamEndCapture) X(cuGraphDestroy) X(cuMemHostRegister_v2) X(cuMemHostUnregister)
+/* clang-format on */
 
 struct sim_control {
 #define SIM_FIELD(name) __typeof__(&name) name;

@@ -10,15 +10,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SIM_TEST_CONTROLS(X)                                                                       \
-    X(simAdopt)                                                                                    \
-    X(simDrop)                                                                                     \
-    X(simLaunch) X(simHostAccess) X(simPreset) X(simGetDevice) X(simSetDevice)                     \
-        X(simSetDeviceCount) X(simSetSchedule) X(simSwitch) X(simRefuseRegistration) X(simFault)   \
-            X(simFaultClear) X(simHold) X(simPatience) X(simCallCount) X(simGetStats)              \
-                X(simGetLive) X(simNow) X(simAdvance) X(simFinish) X(simReportCount) X(simReport)  \
-                    X(simReportsClear) X(simLabelRange) X(simLabelStream) X(simTraceCount)         \
-                        X(simTraceRow) X(simTraceClear) X(simReset)
+/* clang-format off */
+#define SIM_TEST_CONTROLS(X) \
+    X(simAdopt) X(simDrop) X(simLaunch) X(simHostAccess) X(simPreset) X(simGetDevice) \
+    X(simSetDevice) X(simSetDeviceCount) X(simSetSchedule) X(simSwitch) \
+    X(simRefuseRegistration) X(simFault) X(simFaultClear) X(simHold) X(simPatience) \
+    X(simCallCount) X(simGetStats) X(simGetLive) X(simNow) X(simAdvance) X(simFinish) \
+    X(simReportCount) X(simReport) X(simReportsClear) X(simLabelRange) X(simLabelStream) \
+    X(simTraceCount) X(simTraceRow) X(simTraceClear) X(simReset)
+/* clang-format on */
 
 struct sim_library {
 #define SIM_TEST_FIELD(base, symbol, introduced, traits, parameters) __typeof__(&symbol) base;
