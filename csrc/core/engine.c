@@ -501,7 +501,9 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
     }
     oo__event_give(engine, unit->trace_begin);
     unit->trace_begin = NULL;
-    if (unit->leaving && !oo_plan_pins(engine->plan, id) && oo__drop(engine, id) != OO_OK)
+    /* Without a context its uses cannot be ordered before the copy that takes its place. */
+    if (unit->leaving && !oo_plan_pins(engine->plan, id) &&
+        (!engine->usable || oo__drop(engine, id) != OO_OK))
         unit->stale = 1; /* it stays, and is not to be trusted */
     oo__prefetch(engine, flags, fetched);
 done:
