@@ -62,6 +62,7 @@ class DeviceState:
         self.units: dict[int, list[Layer]] = {}
         self.segments: list[Segment] = []
         self.models: dict[int, Any] = {}
+        self.unclosed: list[Any] = []  # attachments that a lasting fault kept from being closed
         self._noted_tasks: set[int] = set()
         self._cast_inputs: dict[int, tuple[object, weakref.ref[Tensor], Tensor]] = {}
         self._canary: Tensor | None = None
@@ -317,8 +318,8 @@ def close_if_unused(state: DeviceState) -> None:
     with _registry_lock:
         if state.models or _registry.get(str(state.device)) is not state:
             return
-        del _registry[str(state.device)]
         state.engine.close()
+        del _registry[str(state.device)]
 
 
 def open_states() -> list[DeviceState]:

@@ -142,22 +142,25 @@ class Attachment:
         """Give everything back to the device; masters stay where they are, as ordinary memory."""
         if os.getpid() != self.pid:
             return
-        # Either is refused while in use, and then nothing has changed: closing can be repeated.
+        # Any step may fail, or be refused while in use: what was done stays done, and closing again
+        # goes on from there.
+        engine = self.state.engine
         if self.arena is not None:
-            self.state.engine.remove_model(self.arena)
+            engine.remove_model(self.arena)
             self.arena = None
-        self.state.engine.remove_model(self.model)
-        self.state.models.pop(self.model, None)
+        if self.model in self.state.models:
+            engine.remove_model(self.model)
+            del self.state.models[self.model]
         for layer in self.layers:
             self.state.forget_layer(layer)
             layer.member = -1
             layer.views.clear()
-        for buffer in self.buffers:
-            self.state.engine.unlock(buffer)
+        self.layers.clear()
+        while self.buffers:
+            engine.unlock(self.buffers[-1])
+            self.buffers.pop()
         self.state.exchange_segments(self.segments, [])
         self.segments.clear()
-        self.buffers.clear()
-        self.layers.clear()
         close_if_unused(self.state)
 
 
@@ -289,6 +292,7 @@ class MemoryManager:
             raise OffloadError(f"{self.attachment.name} is detached already")
         self.state.check_process()
         self.attachment.close()
+        _close_leftovers(self.state)
         self.finalizer.detach()
         end_watch(self)
         for leaf in module.modules():
@@ -369,7 +373,8 @@ def attach(
     units = group_units(chosen.leaves)
     sizes = [masters.unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units]
     managed, largest = sum(sizes), max(sizes)
-    state = open_state(where)
+    _close_leftovers(open_state(where))
+    state = open_state(where)  # closing the last leftover closes the engine
     attachment = Attachment(state, type(module).__name__)
     try:
         floor = 2 * largest
@@ -384,7 +389,7 @@ def attach(
         _build_masters(attachment, units, managed, limit)
         _add_units(manager, units)
     except BaseException as error:
-        attachment.close()
+        _close_quietly(attachment)
         if isinstance(error, MemoryError) and not isinstance(error, torch.OutOfMemoryError):
             raise torch.OutOfMemoryError(str(error)) from error
         raise
@@ -517,11 +522,19 @@ def _structure_changed(parent: nn.Module, name: str, child: Any) -> None:
 
 
 def _close_quietly(attachment: Attachment) -> None:
-    """End of a model that was deleted while attached."""
+    """End of a deleted model or of an attach that failed; what fails is tried again later."""
     try:
         attachment.close()
     except Exception:
-        logger.exception("could not give back the memory of a deleted model")
+        attachment.state.unclosed.append(attachment)
+        logger.exception("could not give back a model's memory yet")
+
+
+def _close_leftovers(state: DeviceState) -> None:
+    """Close what could not be closed while a fault lasted."""
+    leftovers, state.unclosed = state.unclosed, []
+    for attachment in leftovers:
+        _close_quietly(attachment)
 
 
 def manager_of(module: nn.Module) -> MemoryManager | None:
