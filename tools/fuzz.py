@@ -1,0 +1,208 @@
+"""Fuzz the plan and the engine over the simulated driver; exit 3 when an input fails.
+
+    python tools/fuzz.py --seconds 30                            # both targets
+    python tools/fuzz.py --target engine --seconds 600
+    python tools/fuzz.py --target engine build/fuzz/crash-1234   # that input again
+    python tools/fuzz.py --compiler gcc --seed 7         # the targets' own main: inputs from a seed
+
+With clang (and its runtime: Debian's libclang-rt-14-dev) libFuzzer follows what an input covers;
+else the targets' own main draws inputs from a seed. Either way AddressSanitizer and UBSan watch,
+and an input that fails is saved under build/fuzz. What libFuzzer keeps grows there too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import c_flags
+import c_programs
+import kernels
+from c_flags import ROOT
+
+FOLDER = ROOT / "build" / "fuzz"
+TARGETS = ("plan", "engine")
+HANG_S = 60
+EXIT_OK, EXIT_CANNOT_RUN, EXIT_FOUND = 0, 1, 3
+
+
+@dataclass
+class Fuzzer:
+    """A built target, ready to run."""
+
+    program: Path
+    simulator: Path
+    libfuzzer: bool
+
+
+def has_libfuzzer() -> bool:
+    """Whether clang is here and links libFuzzer with the sanitizers."""
+    if not shutil.which("clang"):
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.c"
+        source.write_text(
+            "#include <stddef.h>\n#include <stdint.h>\n"
+            "int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);\n"
+            "int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {\n"
+            "    return data && size ? 0 : 0;\n}\n"
+        )
+        command = ["clang", "-fsanitize=fuzzer,address,undefined", str(source)]
+        done = subprocess.run(
+            [*command, "-o", str(Path(folder) / "probe")], capture_output=True, check=False
+        )
+        return done.returncode == 0
+
+
+def build(target: str, *, libfuzzer: bool, folder: Path = FOLDER) -> Fuzzer:
+    """Compile one target with what it needs, and the simulated driver beside it.
+
+    Raises
+    ------
+    c_programs.BuildError
+        With the compiler's words.
+    """
+    compiler = ["clang"] if libfuzzer else c_flags.c_compiler()
+    place = folder / ("libfuzzer" if libfuzzer else "plain")
+    place.mkdir(parents=True, exist_ok=True)
+    common = ["-O1", "-g", "-fPIC", "-pthread", "-fno-omit-frame-pointer"]
+    common += ["-fno-sanitize-recover=undefined"]
+    watched = [*common, "-fsanitize=address,undefined"]
+    # The simulator's branches are not what inputs are chosen by: it is loaded, not linked.
+    traced = [*common, "-fsanitize=fuzzer-no-link,address,undefined"] if libfuzzer else watched
+    warnings = c_flags.warning_flags(compiler, core=True, werror=True)
+    includes = [*c_flags.include_flags(), "-Icsrc/sim", "-Itests/c", "-Itests/fuzz"]
+    headers = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "tests/c").glob("*.h")]
+    headers += [*(ROOT / "tests/fuzz").glob("*.h"), Path(__file__), Path(c_flags.__file__)]
+    newest_header = max(path.stat().st_mtime for path in headers)
+
+    def compile_one(source: str, flags: list[str]) -> Path:
+        made = place / (source.replace("/", "__").removesuffix(".c") + ".o")
+        newest = max(newest_header, (ROOT / source).stat().st_mtime)
+        if not made.is_file() or made.stat().st_mtime < newest:
+            define = ["-DFUZZ_LIBFUZZER"] if libfuzzer else []
+            options = [*flags, *warnings, *includes, *define]
+            c_programs.run_compiler(
+                [*compiler, "-std=c11", *options, "-c", source, "-o", str(made)]
+            )
+        return made
+
+    fatbin = kernels.build(os.environ.get("ORACLE_OFFLOAD_BUILD_KERNELS", "auto"), place).source
+    core = [*c_flags.sources(*c_flags.CORE_FOLDERS), str(fatbin)]
+    core.append(f"tests/fuzz/fuzz_{target}.c")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        simulated = list(
+            pool.map(lambda s: compile_one(s, watched), c_flags.sources(*c_flags.SIMULATOR_FOLDERS))
+        )
+        objects = list(pool.map(lambda s: compile_one(s, traced), core))
+    simulator, program = place / "libsimcuda.so", place / f"fuzz_{target}"
+    soname = f"-Wl,-soname,{c_flags.SIMULATOR_SONAME}"
+    libraries = ["-ldl", "-lm"]
+    shared = [*watched, "-shared", soname, *map(str, simulated), "-o", str(simulator)]
+    c_programs.run_compiler([*compiler, *shared, *libraries])
+    linked = [*common, "-fsanitize=fuzzer,address,undefined"] if libfuzzer else watched
+    c_programs.run_compiler(
+        [*compiler, *linked, *map(str, objects), "-o", str(program), *libraries]
+    )
+    return Fuzzer(program, simulator, libfuzzer)
+
+
+def run(
+    fuzzer: Fuzzer,
+    arguments: Sequence[str],
+    *,
+    timeout_s: float,
+    output: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a built target; its output to ours, or kept with ``output=subprocess.PIPE``."""
+    environment = {
+        **os.environ,
+        "ORACLE_OFFLOAD_DRIVER": str(fuzzer.simulator),
+        "ASAN_OPTIONS": "detect_leaks=1:handle_abort=0:exitcode=66",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+    }
+    return subprocess.run(
+        [str(fuzzer.program), *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=output,
+        stderr=subprocess.STDOUT if output is not None else None,
+        text=True,
+        errors="replace",
+        check=False,
+        timeout=timeout_s,
+    )
+
+
+def arguments_for(fuzzer: Fuzzer, target: str, seconds: float, seed: int) -> list[str]:
+    """Return what starts a search of `seconds` on a target."""
+    if not fuzzer.libfuzzer:
+        limits = ["--seconds", str(seconds), "--count", "100000000", "--seed", str(seed or 1)]
+        return [*limits, "--save", str(FOLDER)]
+    corpus = FOLDER / f"corpus-{target}"
+    corpus.mkdir(parents=True, exist_ok=True)
+    return [
+        str(corpus),
+        f"-max_total_time={max(1, round(seconds))}",
+        f"-timeout={HANG_S}",
+        f"-seed={seed}",
+        "-max_len=2048",
+        "-rss_limit_mb=2048",
+        "-print_final_stats=1",
+        "-verbosity=0",
+        f"-artifact_prefix={FOLDER}/{target}-",
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build and run; 0 when nothing was found."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=30.0, help="per target")
+    parser.add_argument("--target", choices=TARGETS, help="default: both")
+    parser.add_argument("--seed", type=int, default=0, help="0: libFuzzer draws one, plain takes 1")
+    parser.add_argument(
+        "--compiler", choices=["auto", "clang", "gcc"], default="auto", help="gcc: no libFuzzer"
+    )
+    parser.add_argument("inputs", nargs="*", help="run these inputs and no others")
+    args = parser.parse_args(argv)
+    if args.inputs and not args.target:
+        parser.error("--target says which program the inputs are for")
+    libfuzzer = args.compiler != "gcc" and has_libfuzzer()
+    if args.compiler == "clang" and not libfuzzer:
+        print("clang with libFuzzer is not installed (Debian: clang libclang-rt-14-dev)")
+        return EXIT_CANNOT_RUN
+    found = []
+    for target in [args.target] if args.target else TARGETS:
+        try:
+            fuzzer = build(target, libfuzzer=libfuzzer)
+        except c_programs.BuildError as error:
+            print(error, file=sys.stderr)
+            return EXIT_CANNOT_RUN
+        how = "libFuzzer" if libfuzzer else "inputs from a seed"
+        print(f"{target}: {how}, {args.seconds:g} s", flush=True)
+        if args.inputs:
+            done = run(fuzzer, args.inputs, timeout_s=HANG_S * len(args.inputs))
+        else:
+            search = arguments_for(fuzzer, target, args.seconds, args.seed)
+            done = run(fuzzer, search, timeout_s=args.seconds + 2 * HANG_S, output=subprocess.PIPE)
+            lines = done.stdout.splitlines()
+            if done.returncode == 0:
+                lines = [line for line in lines if re.search(r"stat::|inputs in", line)]
+            print("\n".join(lines[-80:]), flush=True)
+        if done.returncode != 0:
+            found.append(target)
+            print(f"{target}: ended with {done.returncode}; inputs that fail are in {FOLDER}")
+    return EXIT_FOUND if found else EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
