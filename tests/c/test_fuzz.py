@@ -31,7 +31,7 @@ def fuzzed(target: str, *arguments: str) -> Any:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("target", ["plan"])
+@pytest.mark.parametrize("target", fuzz.TARGETS)
 def test_inputs_from_a_seed_find_nothing(target: str, tmp_path: Path) -> None:
     done = fuzzed(target, "--seconds", "3", "--seed", "1", "--save", str(tmp_path))
     assert done.returncode == 0, done.stdout[-4000:]

@@ -267,7 +267,8 @@ static int compute(struct fuzz *f, struct held *h) {
 
 static void release(struct fuzz *f, struct held *h) {
     struct oo_fetched fetched;
-    (void)compute(f, h);
+    if (h->known) /* else the master may have been rewritten since a first kernel could not start */
+        (void)compute(f, h);
     const enum oo_status status = oo_engine_release(f->w.engine, h->ticket, h->stream, 0, &fetched);
     excuse(f, status, 0, "release");
     if (status != OO_OK)
