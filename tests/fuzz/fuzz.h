@@ -4,7 +4,8 @@
  *     fuzz_x [--seed N] [--count N] [--seconds S] [--save FOLDER]   inputs made from a seed
  *     fuzz_x FILE...                                               these inputs again
  *
- * With libFuzzer (FUZZ_LIBFUZZER defined) main is its own. An input that fails is saved either way. */
+ * With libFuzzer (FUZZ_LIBFUZZER defined) main is its own. An input that fails is saved either way.
+ */
 #ifndef FUZZ_H
 #define FUZZ_H
 
@@ -78,7 +79,8 @@ static void fuzz_save(void) {
         fwrite(fuzz_bytes, 1, fuzz_size, file);
         fclose(file);
     }
-    fprintf(stderr, "failed with --seed %llu at input %llu; saved as %s\n", fuzz_seed, fuzz_index, path);
+    fprintf(stderr, "failed with --seed %llu at input %llu; saved as %s\n", fuzz_seed, fuzz_index,
+            path);
 }
 
 static void fuzz_on_signal(int number) {

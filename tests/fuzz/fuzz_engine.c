@@ -1,17 +1,29 @@
 /* Bytes become calls on an engine over the simulated driver: two models, six streams, nested uses,
- * masters rewritten and moved, faults that pass or last, every schedule. What a kernel reads must equal the master; every
- * refusal must have its reason; at the end everything is given back, and the race detector is silent. */
+ * masters rewritten and moved, faults that pass or last, every schedule. What a kernel reads must
+ * equal the master; every refusal must have its reason; at the end everything is given back, and
+ * the race detector is silent. */
 #include "fuzz.h"
 
 #include "world.h"
 
-enum { MODELS = 2, LAYERS = 18, TENSORS = 2, STREAMS = 6, HELD = 6, MOST_BYTES = 12288, GRADIENT = 6000 };
-enum { ARENA = 4 * MOST_BYTES * TENSORS }; /* holds the largest unit: three members, a quarter to spare */
+enum {
+    MODELS = 2,
+    LAYERS = 18,
+    TENSORS = 2,
+    STREAMS = 6,
+    HELD = 6,
+    MOST_BYTES = 12288,
+    GRADIENT = 6000
+};
+enum {
+    ARENA = 4 * MOST_BYTES * TENSORS
+}; /* holds the largest unit: three members, a quarter to spare */
 
 struct layer {
     uint32_t member, unit;
     unsigned n_tensors;
-    struct oo_tensor tensors[TENSORS], home[TENSORS]; /* where the master is, where it was at first */
+    struct oo_tensor tensors[TENSORS],
+        home[TENSORS]; /* where the master is, where it was at first */
     size_t offsets[TENSORS];
     char *foreign; /* memory of a master that has moved */
     uint64_t stamp;
@@ -69,9 +81,11 @@ static unsigned pins_of(const struct fuzz *f, uint32_t unit) {
 /* A call may fail while a fault is set, else for the reasons named. */
 static void excuse(const struct fuzz *f, enum oo_status status, int excused, const char *what) {
     if (narrate)
-        fprintf(stderr, "%s: %s%s%s; %llu reports\n", what, oo_status_name(status), status == OO_OK ? "" : ": ",
-                status == OO_OK ? "" : oo_error_message(), (unsigned long long)sim.simReportCount());
-    REQUIRE(status == OO_OK || f->faulty || excused, "%s: %s: %s", what, oo_status_name(status), oo_error_message());
+        fprintf(stderr, "%s: %s%s%s; %llu reports\n", what, oo_status_name(status),
+                status == OO_OK ? "" : ": ", status == OO_OK ? "" : oo_error_message(),
+                (unsigned long long)sim.simReportCount());
+    REQUIRE(status == OO_OK || f->faulty || excused, "%s: %s: %s", what, oo_status_name(status),
+            oo_error_message());
     REQUIRE(status != OO_E_DEAD, "%s: dead without a sticky error", what);
 }
 
@@ -105,7 +119,8 @@ static void give_stamps(struct fuzz *f, const struct oo_fetched *fetched) {
             for (unsigned l = 0; f->models[m].live && l < f->models[m].n_layers; l++) {
                 struct layer *layer = &f->models[m].layers[l];
                 if (layer->unit == fetched->units[i]) {
-                    const enum oo_status status = oo_engine_stamp(f->w.engine, layer->member, layer->stamp);
+                    const enum oo_status status =
+                        oo_engine_stamp(f->w.engine, layer->member, layer->stamp);
                     excuse(f, status, 0, "stamp");
                     layer->silent |= status != OO_OK;
                 }
@@ -132,7 +147,8 @@ static void arena_end(struct fuzz *f, char *arena) {
 
 static enum oo_status add_segment(struct fuzz *f, struct attached *m, uintptr_t stream) {
     char *arena = arena_new(f, ARENA);
-    const enum oo_status status = oo_segment_add(f->w.engine, m->id, (uintptr_t)arena, ARENA, stream);
+    const enum oo_status status =
+        oo_segment_add(f->w.engine, m->id, (uintptr_t)arena, ARENA, stream);
     if (status == OO_OK) {
         m->arena_streams[m->n_arenas] = stream;
         m->arenas[m->n_arenas++] = arena;
@@ -156,7 +172,8 @@ static enum oo_status add_unit(struct fuzz *f, struct attached *m, struct input 
     const int trainable = below(in, 3) == 0;
     for (unsigned i = 0; i < n; i++) {
         struct layer *layer = &first[i];
-        *layer = (struct layer){.n_tensors = 1 + below(in, TENSORS), .stamp = 1, .trainable = trainable};
+        *layer =
+            (struct layer){.n_tensors = 1 + below(in, TENSORS), .stamp = 1, .trainable = trainable};
         counts[i] = layer->n_tensors;
         for (unsigned t = 0; t < layer->n_tensors; t++) {
             const size_t bytes = 16 + 4 * (size_t)below(in, 1000);
@@ -179,13 +196,15 @@ static enum oo_status add_unit(struct fuzz *f, struct attached *m, struct input 
 }
 
 static void give_back_model(struct fuzz *f, struct attached *m) {
-    REQUIRE(oo_engine_unlock(f->w.engine, m->host) == OO_OK || !m->host->owner, "unlock: %s", oo_error_message());
+    REQUIRE(oo_engine_unlock(f->w.engine, m->host) == OO_OK || !m->host->owner, "unlock: %s",
+            oo_error_message());
     oo_host_destroy(m->host);
     for (unsigned i = 0; i < m->n_arenas; i++) {
-        /* The engine has ordered the allocating stream after every use: once that has ended, whoever
-         * comes next may have the bytes, on whatever stream. */
+        /* The engine has ordered the allocating stream after every use: once that has ended,
+         * whoever comes next may have the bytes, on whatever stream. */
         sim.cuCtxPushCurrent_v2(f->w.context);
-        const OOCUresult ended = f->w.engine->driver.cuStreamSynchronize((OOCUstream)m->arena_streams[i]);
+        const OOCUresult ended =
+            f->w.engine->driver.cuStreamSynchronize((OOCUstream)m->arena_streams[i]);
         sim.cuCtxPopCurrent_v2(NULL);
         REQUIRE(ended == 0, "a stream that does not end: %d", ended);
         arena_end(f, m->arenas[i]);
@@ -216,7 +235,8 @@ static void attach(struct fuzz *f, struct attached *m, struct input *in) {
     excuse(f, status, 0, "attach");
     clear_faults(f);
     if (added)
-        REQUIRE(oo_model_remove(f->w.engine, m->id) == OO_OK, "undo attach: %s", oo_error_message());
+        REQUIRE(oo_model_remove(f->w.engine, m->id) == OO_OK, "undo attach: %s",
+                oo_error_message());
     give_back_model(f, m);
 }
 
@@ -225,7 +245,8 @@ static void detach(struct fuzz *f, struct attached *m) {
     for (int i = 0; i < HELD; i++)
         for (unsigned l = 0; l < m->n_layers; l++)
             in_use |= f->held[i].live && f->held[i].layer == &m->layers[l];
-    for (unsigned other = 0; other < MODELS; other++) /* another's unit in use may lie in its segment */
+    for (unsigned other = 0; other < MODELS;
+         other++) /* another's unit in use may lie in its segment */
         in_use |= &f->models[other] != m && holds_any(f);
     enum oo_status status = oo_model_remove(f->w.engine, m->id);
     excuse(f, status, in_use, "detach");
@@ -249,7 +270,8 @@ static int compute(struct fuzz *f, struct held *h) {
     struct layer *layer = h->layer;
     const enum oo_status status = oo_engine_launch(f->w.engine, layer->member, h->stream, 20e-6);
     if (narrate)
-        fprintf(stderr, "unit %u at %#zx on stream %#zx: ", layer->unit, (size_t)h->address, (size_t)h->stream);
+        fprintf(stderr, "unit %u at %#zx on stream %#zx: ", layer->unit, (size_t)h->address,
+                (size_t)h->stream);
     excuse(f, status, 0, "launch");
     if (status != OO_OK)
         return 0;
@@ -257,7 +279,8 @@ static int compute(struct fuzz *f, struct held *h) {
     for (unsigned t = 0; t < layer->n_tensors; seen += layer->tensors[t++].bytes) {
         const void *there = (const void *)(h->address + layer->offsets[t]);
         const void *expected = h->known ? seen : layer->tensors[t].host;
-        REQUIRE(memcmp(there, expected, layer->tensors[t].bytes) == 0, "member %u, tensor %u: %s", layer->member, t,
+        REQUIRE(memcmp(there, expected, layer->tensors[t].bytes) == 0, "member %u, tensor %u: %s",
+                layer->member, t,
                 h->known ? "its bytes changed while it was in use" : "wrong bytes");
         memcpy(seen, there, layer->tensors[t].bytes);
     }
@@ -276,7 +299,8 @@ static void release(struct fuzz *f, struct held *h) {
     h->live = 0;
     give_stamps(f, &fetched);
     if (!f->faulty && pins_of(f, h->layer->unit) == 0) /* uses of one copy share its ticket */
-        REQUIRE(oo_engine_release(f->w.engine, h->ticket, h->stream, 0, &fetched) == OO_E_TICKET, "released twice");
+        REQUIRE(oo_engine_release(f->w.engine, h->ticket, h->stream, 0, &fetched) == OO_E_TICKET,
+                "released twice");
 }
 
 static void acquire(struct fuzz *f, struct held *h, struct layer *layer, struct input *in) {
@@ -287,8 +311,8 @@ static void acquire(struct fuzz *f, struct held *h, struct layer *layer, struct 
     if (kind != OO_FORWARD && (layer->silent || below(in, 8) == 0))
         f->task++;
     struct oo_use use;
-    enum oo_status status = oo_engine_acquire(f->w.engine, layer->member, stream, layer->stamp, kind,
-                                              kind == OO_FORWARD ? -1 : f->task, flags, &use);
+    enum oo_status status = oo_engine_acquire(f->w.engine, layer->member, stream, layer->stamp,
+                                              kind, kind == OO_FORWARD ? -1 : f->task, flags, &use);
     /* No room, or rewritten while in use: only where something is in use. */
     const int excused = holds_any(f) && (status == OO_E_NO_ROOM || status == OO_E_STATE);
     excuse(f, status, excused || (status == OO_WOULD_BLOCK && flags), "acquire");
@@ -296,7 +320,8 @@ static void acquire(struct fuzz *f, struct held *h, struct layer *layer, struct 
         return;
     give_stamps(f, &use.fetched);
     layer->silent = 0;
-    *h = (struct held){.live = 1, .layer = layer, .ticket = use.ticket, .address = use.address, .stream = stream};
+    *h = (struct held){
+        .live = 1, .layer = layer, .ticket = use.ticket, .address = use.address, .stream = stream};
     (void)compute(f, h);
 }
 
@@ -309,7 +334,8 @@ static void move(struct fuzz *f, struct layer *layer, int home, unsigned words) 
     char *memory = home ? NULL : malloc((size_t)layer->n_tensors * MOST_BYTES);
     for (unsigned t = 0; t < layer->n_tensors; t++)
         to[t] = home ? layer->home[t]
-                     : (struct oo_tensor){memory + t * MOST_BYTES, words ? 4 * (size_t)words : layer->home[t].bytes};
+                     : (struct oo_tensor){memory + t * MOST_BYTES,
+                                          words ? 4 * (size_t)words : layer->home[t].bytes};
     for (unsigned t = 0; t < layer->n_tensors; t++)
         rewrite_tensor(f, &to[t]);
     const enum oo_status status =
@@ -327,7 +353,8 @@ static void move(struct fuzz *f, struct layer *layer, int home, unsigned words) 
     layer->unit = unit;
 }
 
-/* Each stream has a gradient of its own: after a failure nobody has waited for the kernel that wrote it. */
+/* Each stream has a gradient of its own: after a failure nobody has waited for the kernel that
+ * wrote it. */
 static void download(struct fuzz *f, unsigned which, size_t bytes, int landing) {
     const uintptr_t stream = f->streams[which];
     char *gradient = f->gradient + (size_t)which * GRADIENT;
@@ -342,28 +369,33 @@ static void download(struct fuzz *f, unsigned which, size_t bytes, int landing) 
             return;
     }
     fill(gradient, bytes, ++f->pattern);
-    const enum oo_status status = oo_engine_download(f->w.engine, target, (uintptr_t)gradient, bytes, stream);
+    const enum oo_status status =
+        oo_engine_download(f->w.engine, target, (uintptr_t)gradient, bytes, stream);
     excuse(f, status, 0, "download");
     if (status == OO_OK)
-        REQUIRE(memcmp(target, gradient, bytes) == 0, "a gradient of %zu bytes arrived wrong", bytes);
+        REQUIRE(memcmp(target, gradient, bytes) == 0, "a gradient of %zu bytes arrived wrong",
+                bytes);
 }
 
 static void inspect(struct fuzz *f) {
     struct oo_resident rows[MODELS * LAYERS * 2];
     struct oo_stats stats;
     size_t count, bytes = 0;
-    enum oo_status status = oo_engine_residents(f->w.engine, rows, sizeof rows / sizeof rows[0], &count);
+    enum oo_status status =
+        oo_engine_residents(f->w.engine, rows, sizeof rows / sizeof rows[0], &count);
     excuse(f, status, 0, "residents");
     if (status != OO_OK)
         return;
     REQUIRE(count <= sizeof rows / sizeof rows[0], "%zu residents", count);
     unsigned pins = 0, held = 0;
     for (size_t i = 0; i < count; i++) {
-        REQUIRE(rows[i].pins == pins_of(f, rows[i].unit), "unit %u: %u pins", rows[i].unit, rows[i].pins);
+        REQUIRE(rows[i].pins == pins_of(f, rows[i].unit), "unit %u: %u pins", rows[i].unit,
+                rows[i].pins);
         pins += rows[i].pins;
         bytes += rows[i].bytes;
         for (size_t j = 0; j < i; j++)
-            REQUIRE(rows[i].address >= rows[j].address + rows[j].bytes || rows[j].address >= rows[i].address + rows[i].bytes,
+            REQUIRE(rows[i].address >= rows[j].address + rows[j].bytes ||
+                        rows[j].address >= rows[i].address + rows[i].bytes,
                     "units %u and %u share bytes", rows[i].unit, rows[j].unit);
     }
     for (int i = 0; i < HELD; i++)
@@ -372,8 +404,10 @@ static void inspect(struct fuzz *f) {
     status = oo_engine_stats(f->w.engine, OO_ALL_MODELS, &stats);
     excuse(f, status, 0, "stats");
     if (status == OO_OK)
-        REQUIRE(stats.resident_bytes == bytes && stats.resident_units == count && stats.resident_bytes <= stats.arena_bytes,
-                "%zu bytes resident, counted %llu", bytes, (unsigned long long)stats.resident_bytes);
+        REQUIRE(stats.resident_bytes == bytes && stats.resident_units == count &&
+                    stats.resident_bytes <= stats.arena_bytes,
+                "%zu bytes resident, counted %llu", bytes,
+                (unsigned long long)stats.resident_bytes);
 }
 
 static void set_fault(struct fuzz *f, struct input *in) {
@@ -395,20 +429,24 @@ static void set_fault(struct fuzz *f, struct input *in) {
                                         "simAdopt"};
     const char *call = calls[below(in, sizeof calls / sizeof calls[0])];
     const unsigned nth = 1 + below(in, 40), lasting = below(in, 3) == 0;
-    sim.simFault(call, nth, below(in, 2) ? OOCU_ERROR_UNKNOWN : OOCU_ERROR_OUT_OF_MEMORY, (int)lasting);
+    sim.simFault(call, nth, below(in, 2) ? OOCU_ERROR_UNKNOWN : OOCU_ERROR_OUT_OF_MEMORY,
+                 (int)lasting);
     f->faulty = 1;
 }
 
 static void trace(struct fuzz *f) {
     struct oo_trace_row *rows = NULL;
     size_t count = 0;
-    enum oo_status status = f->tracing ? oo_trace_stop(f->w.engine, &rows, &count) : oo_trace_start(f->w.engine);
+    enum oo_status status =
+        f->tracing ? oo_trace_stop(f->w.engine, &rows, &count) : oo_trace_start(f->w.engine);
     excuse(f, status, 0, "trace");
     if (status == OO_OK) {
         for (size_t i = 0; i < count; i++)
-            /* Uses of one unit on several streams share a row's begin, which may lie behind another's end. */
-            REQUIRE(rows[i].end_s >= rows[i].start_s || rows[i].kind == OO_TRACE_COMPUTE, "row %zu (kind %d): %.9f to %.9f", i,
-                    (int)rows[i].kind, rows[i].start_s, rows[i].end_s);
+            /* Uses of one unit on several streams share a row's begin, which may lie behind
+             * another's end. */
+            REQUIRE(rows[i].end_s >= rows[i].start_s || rows[i].kind == OO_TRACE_COMPUTE,
+                    "row %zu (kind %d): %.9f to %.9f", i, (int)rows[i].kind, rows[i].start_s,
+                    rows[i].end_s);
         f->tracing = !f->tracing;
         oo_trace_free(rows);
     }
@@ -466,7 +504,8 @@ static void one_call(struct fuzz *f, struct input *in) {
         excuse(f, oo_engine_resume(f->w.engine), 0, "resume");
         break;
     case 8:
-        excuse(f, oo_engine_refresh(f->w.engine, below(in, 2) ? m->id : OO_ALL_MODELS), 0, "refresh");
+        excuse(f, oo_engine_refresh(f->w.engine, below(in, 2) ? m->id : OO_ALL_MODELS), 0,
+               "refresh");
         break;
     case 9:
         move(f, layer, (int)below(in, 2), below(in, 2) ? 1 + below(in, 1100) : 0);
@@ -492,7 +531,8 @@ static void one_call(struct fuzz *f, struct input *in) {
         break;
     case 14:
         layer->trainable = (int)below(in, 2);
-        excuse(f, oo_unit_set_trainable(f->w.engine, layer->unit, layer->trainable), 0, "trainable");
+        excuse(f, oo_unit_set_trainable(f->w.engine, layer->unit, layer->trainable), 0,
+               "trainable");
         break;
     case 15:
         status = oo_engine_prefetch(f->w.engine, &fetched);

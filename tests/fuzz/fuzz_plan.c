@@ -1,5 +1,6 @@
-/* Bytes become calls on a plan. After each one the arena must tile its segments, the plan's map of what
- * is resident must be the arena's, nothing pinned may have gone, and every decision must keep its word. */
+/* Bytes become calls on a plan. After each one the arena must tile its segments, the plan's map of
+ * what is resident must be the arena's, nothing pinned may have gone, and every decision must keep
+ * its word. */
 #include "fuzz.h"
 
 #include "plan.h"
@@ -37,18 +38,20 @@ static void check_invariants(const struct model *m) {
         const struct oo_block *before = NULL;
         for (const struct oo_block *b = s->first; b; before = b, b = b->next) {
             REQUIRE(b->previous == before && b->segment == s, "broken links");
-            REQUIRE(b->offset == offset && b->bytes > 0, "block at %zu of %zu bytes, not at %zu", b->offset,
-                    b->bytes, offset);
+            REQUIRE(b->offset == offset && b->bytes > 0, "block at %zu of %zu bytes, not at %zu",
+                    b->offset, b->bytes, offset);
             offset += b->bytes;
             if (b->unit == OO_NO_UNIT) {
                 REQUIRE(!before || before->unit != OO_NO_UNIT, "two free blocks side by side");
                 REQUIRE(b->placed == 0, "a free block that was placed");
                 continue;
             }
-            REQUIRE(b->unit < m->n_units && !seen[b->unit]++, "unit %u is unknown or twice there", b->unit);
-            REQUIRE(b->bytes == m->units[b->unit].bytes, "unit %u has %zu bytes, not %zu", b->unit, b->bytes,
-                    m->units[b->unit].bytes);
-            REQUIRE(oo_plan_resident(m->plan, b->unit) == b, "the plan does not know unit %u's block", b->unit);
+            REQUIRE(b->unit < m->n_units && !seen[b->unit]++, "unit %u is unknown or twice there",
+                    b->unit);
+            REQUIRE(b->bytes == m->units[b->unit].bytes, "unit %u has %zu bytes, not %zu", b->unit,
+                    b->bytes, m->units[b->unit].bytes);
+            REQUIRE(oo_plan_resident(m->plan, b->unit) == b,
+                    "the plan does not know unit %u's block", b->unit);
             used += b->bytes;
             found++;
         }
@@ -56,18 +59,21 @@ static void check_invariants(const struct model *m) {
         total += s->bytes;
     }
     for (uint32_t u = 0; u < m->n_units; u++) {
-        REQUIRE((oo_plan_resident(m->plan, u) != NULL) == m->units[u].resident, "unit %u: resident %d", u,
-                m->units[u].resident);
-        REQUIRE(oo_plan_pins(m->plan, u) == m->units[u].pins, "unit %u: %u pins", u, m->units[u].pins);
+        REQUIRE((oo_plan_resident(m->plan, u) != NULL) == m->units[u].resident,
+                "unit %u: resident %d", u, m->units[u].resident);
+        REQUIRE(oo_plan_pins(m->plan, u) == m->units[u].pins, "unit %u: %u pins", u,
+                m->units[u].pins);
         REQUIRE(!m->units[u].pins || m->units[u].resident, "unit %u is pinned and gone", u);
         resident += m->units[u].resident != 0;
     }
     REQUIRE(found == resident && segments == m->n_segments, "%u of %u units", found, resident);
-    REQUIRE(used == arena->used_bytes && total == arena->total_bytes, "%zu of %zu bytes used, counted %zu of %zu",
-            used, total, arena->used_bytes, arena->total_bytes);
+    REQUIRE(used == arena->used_bytes && total == arena->total_bytes,
+            "%zu of %zu bytes used, counted %zu of %zu", used, total, arena->used_bytes,
+            arena->total_bytes);
 }
 
-/* Whether consecutive unpinned blocks of one segment have the bytes: found the slow and simple way. */
+/* Whether consecutive unpinned blocks of one segment have the bytes: found the slow and simple way.
+ */
 static int could_place(const struct model *m, size_t bytes) {
     for (const struct oo_segment *s = oo_plan_arena(m->plan)->segments; s; s = s->next) {
         size_t run = 0;
@@ -80,7 +86,8 @@ static int could_place(const struct model *m, size_t bytes) {
     return 0;
 }
 
-/* Carry out a placement after looking at what it evicts, none of it used by `before` visits from now. */
+/* Carry out a placement after looking at what it evicts, none of it used by `before` visits from
+ * now. */
 static void take(struct model *m, uint32_t unit, const struct oo_window *window, uint64_t before) {
     size_t bytes = 0;
     for (const struct oo_block *b = window->first;; b = b->next) {
@@ -90,19 +97,21 @@ static void take(struct model *m, uint32_t unit, const struct oo_window *window,
             REQUIRE(m->units[b->unit].pins == 0, "unit %u is pinned and would be evicted", b->unit);
             REQUIRE(b->unit != unit, "unit %u evicts itself", unit);
             const uint64_t next = oo_plan_next_use(m->plan, b->unit);
-            REQUIRE(next > before, "unit %u, used in %llu, is evicted for one used in %llu", b->unit,
-                    (unsigned long long)next, (unsigned long long)before);
+            REQUIRE(next > before, "unit %u, used in %llu, is evicted for one used in %llu",
+                    b->unit, (unsigned long long)next, (unsigned long long)before);
             m->units[b->unit].resident = 0;
         }
         if (b == window->last)
             break;
     }
-    REQUIRE(bytes == window->bytes && bytes >= m->units[unit].bytes, "a window of %zu bytes counted as %zu", bytes,
-            window->bytes);
+    REQUIRE(bytes == window->bytes && bytes >= m->units[unit].bytes,
+            "a window of %zu bytes counted as %zu", bytes, window->bytes);
     const struct oo_segment *segment = window->first->segment;
     const struct oo_block *block = oo_plan_take(m->plan, unit, window);
-    REQUIRE(block && block->unit == unit && block->segment == segment, "unit %u was put elsewhere", unit);
-    REQUIRE(oo_block_address(block) % GRAIN == segment->base % GRAIN, "unit %u is not aligned", unit);
+    REQUIRE(block && block->unit == unit && block->segment == segment, "unit %u was put elsewhere",
+            unit);
+    REQUIRE(oo_block_address(block) % GRAIN == segment->base % GRAIN, "unit %u is not aligned",
+            unit);
     m->units[unit].resident = 1;
 }
 
@@ -125,7 +134,8 @@ static void demand(struct model *m, uint32_t unit, enum oo_kind kind) {
         take(m, unit, &window, 0);
 }
 
-/* Fetches end by themselves; each is of a unit that wants one, and evicts nothing that is needed before. */
+/* Fetches end by themselves; each is of a unit that wants one, and evicts nothing that is needed
+ * before. */
 static void fetch(struct model *m, unsigned most) {
     uint32_t unit;
     struct oo_window window;
@@ -134,8 +144,8 @@ static void fetch(struct model *m, unsigned most) {
     while (done < most && oo_plan_next_fetch(m->plan, &unit, &window)) {
         REQUIRE(unit < m->n_units, "unit %u does not exist", unit);
         REQUIRE(!m->units[unit].resident && !m->units[unit].removed && m->units[unit].ahead,
-                "unit %u is fetched: resident %d, removed %d, allowed %d", unit, m->units[unit].resident,
-                m->units[unit].removed, m->units[unit].ahead);
+                "unit %u is fetched: resident %d, removed %d, allowed %d", unit,
+                m->units[unit].resident, m->units[unit].removed, m->units[unit].ahead);
         take(m, unit, &window, oo_plan_next_use(m->plan, unit));
         REQUIRE(++done < bound, "fetching does not end");
     }
@@ -145,7 +155,8 @@ static void add_unit(struct model *m, unsigned grains) {
     uint32_t unit;
     if (m->n_units == MAX_UNITS)
         return;
-    REQUIRE(oo_plan_unit_add(m->plan, (size_t)grains * GRAIN, &unit) == OO_OK && unit == m->n_units, "no unit");
+    REQUIRE(oo_plan_unit_add(m->plan, (size_t)grains * GRAIN, &unit) == OO_OK && unit == m->n_units,
+            "no unit");
     m->units[unit].bytes = (size_t)grains * GRAIN;
     m->units[unit].ahead = 1;
     m->n_units++;
@@ -155,8 +166,8 @@ static void add_segment(struct model *m, unsigned grains) {
     if (m->n_segments == MAX_SEGMENTS)
         return;
     const uintptr_t base = (uintptr_t)(m->n_segments + 1) << 32;
-    REQUIRE(oo_arena_add(oo_plan_arena(m->plan), base, (size_t)grains * GRAIN, 0, 0, &m->segments[m->n_segments]) ==
-                OO_OK,
+    REQUIRE(oo_arena_add(oo_plan_arena(m->plan), base, (size_t)grains * GRAIN, 0, 0,
+                         &m->segments[m->n_segments]) == OO_OK,
             "no segment");
     m->n_segments++;
 }
@@ -251,9 +262,11 @@ static void one_call(struct model *m, struct input *in) {
     case 10:
         fetch(m, 1 + below(in, 8));
         break;
-    case 11: /* without the visit that the engine makes: what is placed is placed well all the same */
+    case 11: /* without the visit that the engine makes: what is placed is placed well all the same
+              */
         if (!m->units[unit].resident && oo_plan_place(m->plan, unit, &window)) {
-            REQUIRE(could_place(m, m->units[unit].bytes), "unit %u is placed where nothing can be", unit);
+            REQUIRE(could_place(m, m->units[unit].bytes), "unit %u is placed where nothing can be",
+                    unit);
             take(m, unit, &window, 0);
         }
         break;
@@ -263,7 +276,8 @@ static void one_call(struct model *m, struct input *in) {
             step(m, (int)backward, most);
         break;
     }
-    case 13: /* past the end of what is remembered, now and then; a cycle, as its prediction is cheap */
+    case 13: /* past the end of what is remembered, now and then; a cycle, as its prediction is
+                cheap */
         if (below(in, 16) == 0 && m->visits < 8000)
             for (unsigned n = 1u << below(in, 18); n-- > 0 && (m->n_units > 2 || m->visits < 8000);)
                 visit(m, n % m->n_units, OO_FORWARD);
