@@ -6,7 +6,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo test lint format bench ctest asan-check tsan-check windows-check analyze \
-        proof mutation coverage screenshots \
+        proof mutation coverage fuzz conformance screenshots \
         wheel gpu-wheels gpu-check gpu-import environment clean
 
 ifdef PYTHON
@@ -36,6 +36,8 @@ help:
 	@echo "make proof         every proof of order and of behaviour under faults, with figures"
 	@echo "make mutation      the mutation gate alone"
 	@echo "make coverage      branches of the core that the C programs take"
+	@echo "make fuzz          random plans and random lives of an engine, FUZZ_S=30 seconds each"
+	@echo "make conformance   the simulator against recordings of real drivers"
 	@echo "make screenshots   the pictures of docs/images that a browser takes"
 	@echo "make wheel         dist/*.whl and dist/*.tar.gz"
 	@echo "make gpu-wheels    fetch the wheels that a GPU machine without network lacks"
@@ -107,6 +109,14 @@ mutation: $(call ready,test)
 
 coverage: $(call ready,test)
 	"$(PY)" tools/c_coverage.py $(ARGS)
+
+# FUZZ_S: seconds for each target
+FUZZ_S ?= 30
+fuzz: $(call ready,test)
+	"$(PY)" tools/fuzz.py --seconds $(FUZZ_S) $(ARGS)
+
+conformance: $(call ready,test)
+	"$(PY)" tools/conformance.py $(ARGS)
 
 screenshots: $(call ready,screenshots) build
 	"$(PY)" tools/screenshots.py docs/images

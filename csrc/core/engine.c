@@ -441,8 +441,8 @@ static struct oo_last_use *oo__use_entry(struct oo_engine *engine, struct oo_uni
 static enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *unit,
                                    OOCUstream stream) {
     struct oo_last_use *entry = oo__use_entry(engine, unit, stream);
-    if (!entry)
-        return oo__synchronize(engine, stream, 1);
+    if (!entry) /* on a dead engine there is nothing left to overwrite */
+        return engine->dead == OO_OK ? oo__synchronize(engine, stream, 1) : OO_OK;
     entry->lost = !entry->event || !engine->usable ||
                   OO_DRIVE(engine, cuEventRecord, entry->event->handle, stream) != OO_OK;
     return OO_OK;

@@ -171,6 +171,26 @@ static void test_hold_on_a_unit_in_use_drops_it_at_the_last_release(void) {
     world_close(&w, "hold in use");
 }
 
+/* A release that cannot even enter the context leaves no mark: the bytes must not be given away. */
+static void test_a_unit_that_leaves_without_a_context_keeps_its_bytes(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open(&w, 60000, 20);
+    need(step(&w), "step");
+    need(oo_engine_acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &held),
+         "acquire");
+    need(oo_engine_launch(w.engine, w.member[22], w.stream, 5e-3), "a long kernel");
+    need(oo_engine_hold(w.engine), "hold");
+    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 1);
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    sim.simFaultClear();
+    const uint64_t recoveries = stats_of(&w).recoveries;
+    need(step(&w), "a step that needs the bytes");
+    CHECK(stats_of(&w).recoveries > recoveries, "the kernel was not waited for");
+    world_close(&w, "leaving without a context");
+}
+
 static void test_a_member_moves_out_and_back(void) {
     struct world w;
     struct oo_tensor tensor;
@@ -405,6 +425,7 @@ int main(int argc, char **argv) {
     test_a_rewritten_master_is_never_served_stale();
     test_held_trainable_units_are_dropped_and_not_fetched();
     test_hold_on_a_unit_in_use_drops_it_at_the_last_release();
+    test_a_unit_that_leaves_without_a_context_keeps_its_bytes();
     test_a_member_moves_out_and_back();
     test_refused_registration_goes_through_the_ring();
     test_wrong_calls_are_refused_clearly();
