@@ -104,6 +104,7 @@ class Check:
                 stdout=target,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=heed_interrupts if os.name == "posix" else None,
             )
             try:
                 status: int | None = process.wait(max(timeout_s, 1.0))
@@ -115,6 +116,11 @@ class Check:
         # The end says how it went; a log of megabytes helps nobody.
         self.say(said[-20_000:].rstrip())
         return status
+
+
+def heed_interrupts() -> None:
+    """In a child: a shell that starts jobs in the background lets them ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
