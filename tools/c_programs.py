@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--windows", action="store_true", help="cross-compile with ziglang")
     parser.add_argument("--verbose", action="store_true", help="show what programs that pass say")
     parser.add_argument("--coverage", action="store_true", help="instrument for gcov")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     sanitize = [s for s in args.sanitize.split(",") if s]
     names = args.names
     if "thread" in sanitize and not names:
