@@ -26,6 +26,7 @@ enum oo_status oo__check(struct oo_engine *engine, const char *call, OOCUresult 
     if (oo_driver_is_sticky(result) && engine->dead == OO_OK) {
         const char *failed_call, *name;
         engine->dead = OO_E_DEAD;
+        engine->usable = 0; /* for the rest of this call, too */
         oo_error_driver(&failed_call, &engine->dead_code, &name);
         snprintf(engine->dead_message, sizeof engine->dead_message, "%s", oo_error_message());
         snprintf(engine->dead_call, sizeof engine->dead_call, "%s", failed_call);
@@ -453,8 +454,7 @@ static enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *uni
 static void oo__prefetch(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
     uint32_t id;
     struct oo_window window;
-    while (engine->usable && engine->dead == OO_OK &&
-           oo_plan_next_fetch(engine->plan, &id, &window)) {
+    while (engine->usable && oo_plan_next_fetch(engine->plan, &id, &window)) {
         if (fetched->count == OO_MAX_FETCHED ||
             ((flags & OO_NONBLOCKING) && oo__may_block(&engine->units[id]))) {
             fetched->more = 1;
@@ -530,7 +530,8 @@ enum oo_status oo__finish_download(struct oo_engine *engine) {
     enum oo_status status = OO_OK;
     if (!engine->unfinished)
         return OO_OK;
-    OO_TRY(oo__synchronize(engine, engine->d2h, 1));
+    if (engine->usable) /* a lost context has nothing in flight */
+        OO_TRY(oo__synchronize(engine, engine->d2h, 1));
     OO_TRY(OO_DRIVE(engine, simDrop, engine->unfinished));
     engine->unfinished = 0;
 done:
@@ -672,8 +673,7 @@ done:
 
 /* On a dead engine only host records are freed: a lost context has taken the rest with it. */
 static void oo__close_device(struct oo_engine *engine) {
-    if (engine->usable)
-        (void)oo__finish_download(engine); /* before the ring it may still be reading goes */
+    (void)oo__finish_download(engine); /* before the ring it may still be reading goes */
     oo__ring_free(engine, &engine->down);
     oo__ring_free(engine, &engine->up);
     oo__spans_free(engine);

@@ -86,6 +86,16 @@ static int oo__memory_in_use(const struct oo_engine *engine, const struct oo_hos
     return 0;
 }
 
+/* Closes: pages given back, or written as ordinary memory, while a DMA still reads them. */
+static enum oo_status oo__unregister(struct oo_engine *engine, struct oo_host *host) {
+    enum oo_status status;
+    OO_TRY(oo__synchronize(engine, engine->h2d, 0));
+    OO_TRY(oo__synchronize(engine, engine->d2h, 0));
+    OO_TRY(OO_DRIVE(engine, cuMemHostUnregister, host->pages));
+done:
+    return status;
+}
+
 enum oo_status oo_engine_unlock(struct oo_engine *engine, struct oo_host *host) {
     enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
     if (status != OO_OK)
@@ -101,10 +111,10 @@ enum oo_status oo_engine_unlock(struct oo_engine *engine, struct oo_host *host) 
         goto done;
     }
     if (host->locked && engine->usable) {
-        /* Closes: pages given back, or written as ordinary memory, while a DMA still reads them. */
-        OO_TRY(oo__synchronize(engine, engine->h2d, 0));
-        OO_TRY(oo__synchronize(engine, engine->d2h, 0));
-        OO_TRY(OO_DRIVE(engine, cuMemHostUnregister, host->pages));
+        status = oo__unregister(engine, host);
+        if (status != OO_OK && engine->usable)
+            goto done;
+        status = OO_OK; /* the context was lost just now, and the registration with it */
     }
     if (host->locked)
         (void)oo__pages_inherit(host->pages, host->mapped_bytes, 1);
@@ -254,7 +264,8 @@ enum oo_status oo_model_remove(struct oo_engine *engine, uint32_t model) {
         if (segment->model != model)
             continue;
         OO_TRY(oo__segment_empty(engine, segment));
-        if (segment->adopted && engine->usable)
+        /* Also on a dead engine: the memory is the caller's, and no lost context takes it. */
+        if (segment->adopted)
             OO_TRY(OO_DRIVE(engine, simDrop, segment->adopted));
         oo_arena_remove(arena, segment);
     }

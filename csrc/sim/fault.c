@@ -48,6 +48,8 @@ int sim__is_sticky(OOCUresult result) {
     case OOCU_ERROR_INVALID_ADDRESS_SPACE:
     case OOCU_ERROR_INVALID_PC:
     case OOCU_ERROR_LAUNCH_FAILED:
+    case OOCU_ERROR_CONTEXT_IS_DESTROYED:
+    case OOCU_ERROR_DEINITIALIZED:
         return 1;
     default:
         return 0;
@@ -60,6 +62,13 @@ static OOCUresult strike(struct fault *fault) {
         return OOCU_SUCCESS;
     fault->left = (uint64_t)fault->lasting;
     return fault->result;
+}
+
+/* A launch through simLaunch is refused on a lost context as one through the driver is; adopted
+ * memory, in turn, is torch's whatever befalls the device. */
+static int needs_context(enum sim_call call) {
+    return call < CALL_simAdopt ? !(traits[call] & (SIM_ANY_TIME | SIM_NO_CONTEXT))
+                                : call == CALL_simLaunch;
 }
 
 OOCUresult sim__enter(enum sim_call call) {
@@ -92,8 +101,8 @@ OOCUresult sim__enter(enum sim_call call) {
     if (sim.sticky != OOCU_SUCCESS) {
         if (sim.n_queued)
             sim__discard_all();
-        if (result == OOCU_SUCCESS && call < CALL_simAdopt &&
-            !(call_traits & (SIM_ANY_TIME | SIM_NO_CONTEXT)))
+        sim__host_knows_all();
+        if (result == OOCU_SUCCESS && needs_context(call))
             result = sim.sticky;
     }
     if (result != OOCU_SUCCESS || call >= CALL_simAdopt ||

@@ -158,6 +158,14 @@ struct sim_clock *sim__host_clock(void) {
     return sim.actors[actor].clock;
 }
 
+void sim__host_knows_all(void) {
+    (void)host_actor();
+    for (uint32_t i = 0; i < n_threads; i++)
+        for (uint32_t actor = 0; actor < sim.n_actors; actor++)
+            if (!sim.actors[actor].is_host)
+                sim__clock_set(thread_clocks[i], actor, sim.actors[actor].epoch);
+}
+
 /* ---- the skip list ---- */
 
 /* before[l]: the last node of level l that begins below `lo`. */

@@ -65,6 +65,9 @@ uint32_t sim__actor_new(struct sim_clock *clock, const char *name);
 void sim__actor_gone(uint32_t actor);
 /* The clock of the calling host thread. */
 struct sim_clock *sim__host_clock(void);
+/* A lost context: what ran has ended and what was queued never will run, so that nothing can be in
+ * flight from now on, whatever the host has waited for. */
+void sim__host_knows_all(void);
 /* Declare one access of `actor`, checked against all earlier ones. The actor's clock says what is
  * ordered before it. */
 void sim__access(uint32_t actor, enum sim_access_kind kind, int is_write, uintptr_t lo,

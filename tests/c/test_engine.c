@@ -359,8 +359,20 @@ static void test_a_timeline_tells_copies_compute_and_stalls(void) {
 
 /* ---- failure ---- */
 
-extern char *lost_arenas[2];
-char *lost_arenas[2]; /* a lost device never gives them back: kept, so that no leak is seen */
+/* A lost context has taken what it owned; all else must have been given back. */
+static void end_lost_context(const char *where) {
+    struct sim_live live;
+    sim.simGetLive(&live);
+    CHECK(live.adopted_bytes == 0 && live.queued == 0, "%s: %llu adopted bytes, %llu queued", where,
+          (unsigned long long)live.adopted_bytes, (unsigned long long)live.queued);
+    check_no_reports(where);
+    sim.simFaultClear();
+    for (; live.contexts > 0; sim.simGetLive(&live))
+        sim.cuDevicePrimaryCtxRelease_v2(0);
+    sim.simReportsClear(); /* the streams and events that went with it */
+    check_nothing_alive(where);
+    CHECK(sim_reset(&sim) == 0, "%s: the simulator could not be reset", where);
+}
 
 static void test_a_sticky_error_kills_the_engine_and_says_so(int through_the_ring) {
     struct world w;
@@ -390,9 +402,140 @@ static void test_a_sticky_error_kills_the_engine_and_says_so(int through_the_rin
     oo_host_destroy(w.host);
     need(oo_engine_destroy(w.engine),
          "destroy of a dead engine"); /* its records must go: the leak check sees */
-    lost_arenas[through_the_ring] = w.arena;
-    sim.simFaultClear();
-    sim.cuDevicePrimaryCtxRelease_v2(0);
+    free(w.arena);
+    end_lost_context("a sticky error");
+}
+
+static void test_a_context_lost_while_masters_are_freed_leaves_no_engine_behind(void) {
+    struct world w;
+    world_open(&w, 60000, -1);
+    need(step(&w), "step");
+    need(oo_model_remove(w.engine, w.model), "remove");
+    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
+    oo_host_destroy(w.host);
+    need(oo_engine_destroy(w.engine), "destroy");
+    free(w.arena);
+    end_lost_context("a context lost while masters are freed");
+}
+
+/* What a dead engine still does returns; all else names what killed it. */
+static void check_dead(struct world *w, const struct oo_use *held, const char *where) {
+    struct oo_fetched fetched;
+    struct oo_stats stats;
+    struct oo_use another;
+    struct oo_trace_row *rows;
+    char bytes[64] = {0};
+    size_t count, offset;
+    uint32_t id;
+    uintptr_t stream;
+    const struct oo_tensor tensor = {bytes, sizeof bytes};
+    const uint32_t one = 1;
+    char first[1024], first_call[64];
+    const char *call, *name;
+    int code;
+    struct oo_engine *e = w->engine;
+    struct oo_host *host = NULL;
+    need(oo_host_create(4096, &host), "host");
+    const enum oo_status answers[] = {
+        oo_engine_acquire(e, 0, w->stream, 0, OO_FORWARD, -1, 0, &another),
+        oo_engine_prefetch(e, &fetched),
+        oo_engine_stamp(e, 0, 1),
+        oo_engine_launch(e, 0, w->stream, 0.0),
+        oo_engine_download(e, bytes, (uintptr_t)bytes, sizeof bytes, w->stream),
+        oo_engine_spin(e, w->stream, 1),
+        oo_engine_hold(e),
+        oo_engine_resume(e),
+        oo_engine_refresh(e, OO_ALL_MODELS),
+        oo_engine_set_verify(e, 1),
+        oo_engine_lock(e, host, 1),
+        oo_engine_compute_stream(e, &stream),
+        oo_engine_mem_info(e, &count, &offset),
+        oo_model_add(e, &id),
+        oo_segment_add(e, 0, (uintptr_t)bytes, sizeof bytes, w->stream),
+        oo_unit_add(e, 0, &tensor, &one, 1, 0, &id, &id, &offset),
+        oo_member_move(e, 0, &tensor, 1, &id, &offset),
+        oo_unit_set_trainable(e, 0, 1),
+        oo_trace_start(e),
+        oo_trace_stop(e, &rows, &count)};
+    for (size_t i = 0; i < sizeof answers / sizeof answers[0]; i++)
+        CHECK(answers[i] == OO_E_DEAD, "%s: call %zu answers %s", where, i,
+              oo_status_name(answers[i]));
+    oo_host_destroy(host);
+    snprintf(first, sizeof first, "%s", oo_error_message());
+    oo_error_driver(&call, &code, &name);
+    snprintf(first_call, sizeof first_call, "%s", call);
+    CHECK(code == OOCU_ERROR_LAUNCH_FAILED && strstr(first, call) && call[0], "%s: %s", where,
+          first);
+    CHECK(oo_engine_stats(e, OO_ALL_MODELS, &stats) == OO_OK &&
+              oo_engine_residents(e, NULL, 0, &count) == OO_OK,
+          "%s: nothing can be asked", where);
+    CHECK(!held || oo_engine_release(e, held->ticket, w->stream, 0, &fetched) == OO_OK,
+          "%s: a use that cannot end", where);
+    (void)oo_engine_resume(e);
+    oo_error_driver(&call, &code, &name);
+    CHECK(strcmp(oo_error_message(), first) == 0 && strcmp(call, first_call) == 0,
+          "%s: first \"%s\", now \"%s\"", where, first, oo_error_message());
+}
+
+/* Returns how many calls the life makes; the n-th loses the context. Half of the masters go through
+ * the ring, a timeline is recorded, a unit is in use when the end comes. */
+static uint64_t life_that_ends_at(uint64_t nth, int schedule) {
+    struct world w;
+    char where[64];
+    static char gradient[5000], target[5000];
+    struct oo_use held = {0};
+    snprintf(where, sizeof where, "context lost at call %llu, schedule %d", (unsigned long long)nth,
+             schedule);
+    sim.simSetSchedule(schedule, 30);
+    world_begin(&w);
+    const uint64_t before = sim.simCallCount(NULL);
+    if (nth)
+        sim.simFault(NULL, nth, OOCU_ERROR_LAUNCH_FAILED, 0);
+    sim.simRefuseRegistration(nth % 2);
+    enum oo_status status = world_attach(&w, 60000, 18) ? OO_OK : OO_E_DRIVER;
+    if (status == OO_OK)
+        status = oo_trace_start(w.engine);
+    if (status == OO_OK)
+        status = step(&w);
+    int in_use = 0;
+    if (status == OO_OK) {
+        status = oo_engine_acquire(w.engine, w.member[2], w.stream, 0, OO_FORWARD, -1, 0, &held);
+        in_use = status == OO_OK;
+    }
+    if (status == OO_OK)
+        status =
+            oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream);
+    if (status == OO_OK)
+        status = oo_engine_hold(w.engine);
+    const uint64_t calls = sim.simCallCount(NULL) - before;
+    if (!nth) {
+        struct oo_fetched fetched;
+        need(status, where);
+        need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+        world_close(&w, where);
+        return calls;
+    }
+    /* What swallowed it was not obliged to tell; and a life through the ring has fewer calls. */
+    for (int after = 0; after < 2 && status == OO_OK;
+         after += sim.simCallCount(NULL) > before + nth)
+        status = use(&w, 5, OO_FORWARD);
+    CHECK(status == OO_E_DRIVER || status == OO_E_DEAD, "%s: %s", where, oo_status_name(status));
+    check_dead(&w, in_use ? &held : NULL, where);
+    for (uint32_t i = 0; i < w.engine->n_models; i++)
+        need(oo_model_remove(w.engine, i), where);
+    oo_host_destroy(w.host);
+    need(oo_engine_destroy(w.engine), where);
+    free(w.arena);
+    end_lost_context(where);
+    return calls;
+}
+
+static void test_wherever_the_context_is_lost_all_else_is_given_back(void) {
+    for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
+        const uint64_t calls = life_that_ends_at(0, schedule);
+        for (uint64_t n = 1 + (uint64_t)schedule; n <= calls; n += 31)
+            life_that_ends_at(n, schedule);
+    }
 }
 
 #if !defined(_WIN32)
@@ -436,8 +579,9 @@ int main(int argc, char **argv) {
 #if !defined(_WIN32)
     test_a_forked_child_is_told();
 #endif
-    test_a_sticky_error_kills_the_engine_and_says_so(
-        0); /* last: the lost contexts are not released */
+    test_a_sticky_error_kills_the_engine_and_says_so(0);
     test_a_sticky_error_kills_the_engine_and_says_so(1);
+    test_wherever_the_context_is_lost_all_else_is_given_back();
+    test_a_context_lost_while_masters_are_freed_leaves_no_engine_behind();
     return check_report();
 }

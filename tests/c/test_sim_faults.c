@@ -109,6 +109,39 @@ static void a_sticky_error_kills_the_context(void) {
     }
 }
 
+/* What a lost context had queued never runs: memory under it may go, though nobody waited. */
+static void nothing_is_in_flight_on_a_lost_context(void) {
+    static char memory[2][4096];
+    const OOSimRange range = {(OOCUdeviceptr)memory[0], sizeof memory[0]};
+    for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++)
+        for (int sticky = 0; sticky < 2; sticky++) {
+            begin();
+            OK(cu.simSetSchedule(schedule, 30));
+            OK(cu.simAdopt((OOCUdeviceptr)memory[0], sizeof memory[0], 0));
+            OK(cu.simAdopt((OOCUdeviceptr)memory[1], sizeof memory[1], 0));
+            OK(cu.cuMemcpyHtoDAsync((OOCUdeviceptr)memory[0], host, 64, stream));
+            OOCUstream other = new_stream();
+            OK(cu.cuMemcpyHtoDAsync((OOCUdeviceptr)memory[1], host, 64, other));
+            if (sticky) {
+                OK(cu.cuStreamDestroy(other)); /* where its copy has run nothing is left of it */
+                OK(cu.simFault("cuEventRecord", 1, OOCU_ERROR_LAUNCH_FAILED, 0));
+                IS(OOCU_ERROR_LAUNCH_FAILED, cu.cuEventRecord(event, stream));
+                IS(OOCU_ERROR_LAUNCH_FAILED, cu.simLaunch(stream, &range, 1, NULL, 0, 0.0));
+            }
+            for (int i = 0; i < 2; i++)
+                IS(sticky ? OOCU_SUCCESS : OOCU_ERROR_ILLEGAL_STATE,
+                   cu.simDrop((OOCUdeviceptr)memory[i]));
+            CHECK(reports_of("in flight") == (sticky ? 0 : 2), "%s: %llu reports",
+                  schedule_names[schedule], (unsigned long long)reports_of("in flight"));
+            OK(cu.simFaultClear());
+            for (int i = 0; i < 2 && !sticky; i++) {
+                OK(cu.cuStreamSynchronize(i ? other : stream));
+                OK(cu.simDrop((OOCUdeviceptr)memory[i]));
+            }
+            sim_test_end();
+        }
+}
+
 static void an_asynchronous_error_shows_later(void) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
         begin();
@@ -148,6 +181,7 @@ int main(int argc, char **argv) {
     the_nth_call_of_one_kind();
     a_failed_call_does_nothing();
     a_sticky_error_kills_the_context();
+    nothing_is_in_flight_on_a_lost_context();
     an_asynchronous_error_shows_later();
     registrations_are_refused_from_the_kth_on();
     return check_report();
