@@ -185,7 +185,10 @@ _KINDS = ("h2d", "d2h", "kernel", "memset", "host_function")
 _T = TypeVar("_T", Stats, Live)
 
 _SIGNATURES: dict[str, tuple[type | None, tuple[object, ...]]] = {
-    "simAdopt": (ctypes.c_int, (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint)),
+    "simAdopt": (
+        ctypes.c_int,
+        (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint, ctypes.c_size_t),
+    ),
     "simDrop": (ctypes.c_int, (ctypes.c_size_t,)),
     "simLaunch": (
         ctypes.c_int,
@@ -472,10 +475,14 @@ def call_count(call: str | None = None) -> int:
 # ---- what torch declares ----
 
 
-def adopt(ptr: int, nbytes: int, *, keep: bool = False) -> None:
-    """Count host memory [`ptr`, `ptr` + `nbytes`) as device memory; poison it unless `keep`."""
-    hint = f"{nbytes} bytes at {ptr:#x}"
-    _check("simAdopt", library().simAdopt(ptr, nbytes, int(keep)), hint)
+def adopt(ptr: int, nbytes: int, stream: int = 0, *, keep: bool = False) -> None:
+    """Count host memory [`ptr`, `ptr` + `nbytes`) as device memory; poison it unless `keep`.
+
+    It is lent as a caching allocator lends: to the race detector others have written it on `stream`
+    until now, and will again after `drop`.
+    """
+    hint = f"{nbytes} bytes at {ptr:#x}, stream {stream:#x}"
+    _check("simAdopt", library().simAdopt(ptr, nbytes, int(keep), stream), hint)
 
 
 def drop(ptr: int) -> None:

@@ -20,8 +20,11 @@ What is not a mutant, by rule:
 - A swap with a statement that takes an event from the engine's free list, or gives one back, which
   the call's statement does not mention: no driver call sees that list, and where either fails the
   function gives back what it took and returns the failure.
-- A swap with a declaration that is initialised from plain names and numbers alone: nothing changes
-  them, and the call's statement cannot mention what is declared after it.
+- A swap with a declaration that is initialised from plain names and numbers alone, or arithmetic of
+  them: a call that is given no address of a local changes none, and the call's statement cannot
+  mention what is declared after it.
+- A swap of what only tells the simulator of a host access with a statement that is no such call:
+  the detector judges it by what was queued and waited for, which the other does not change.
 - A swap of two statements that only create, name, destroy or wait for different objects
   (COMMUTING): such calls queue no work and are ordered by nothing; where one fails, the other's
   object is released by the same clean-up either way.
@@ -41,6 +44,7 @@ FILES = (
     "engine.c",
     "model.c",
     "ring.c",
+    "declare.c",
     "stats.c",
     "kernels.c",
     "plan.c",
@@ -58,7 +62,7 @@ GUARDED_HOST = re.compile(r"host->bytes|owner|alive")
 CALL = re.compile(
     r"OO_DRIVE\(engine, (\w+)|engine->driver\.(\w+)\("
     r"|(?<!status )\b(oo__(?:synchronize|order_after_uses|order_after_copy|mark_use|"
-    r"ring_wait|finish_download))\("
+    r"ring_wait|finish_download|host_access))\("
 )
 EVENT = re.compile(r"[\w>\-.\[\]]+->handle")
 STREAM = re.compile(r"(?<![\w.>])(?:\w+(?:\[\w+\])?(?:->|\.))*stream\b")
@@ -68,6 +72,7 @@ COUNTER = re.compile(r"[\w.>\-\[\]]*\bstats(?:->|\.)(\w+)\s*(?:\+\+|\+=[^;=]*);"
 LEAVES = re.compile(r"\b(?:OO_TRY|return|goto|break|continue)\b")
 EVENT_LIST = re.compile(r"(?:OO_TRY\()?oo__event_(?:take|give)\(engine, &?([\w>\-.\[\]]+)\)\)?;")
 PLAIN = re.compile(r"(?:const )?(?:struct |enum )?\w+ \*?\w+ = (?:\{[\w, ]+\}|\w+);")
+ARITHMETIC = re.compile(r"const \w+ \w+ =[\w\s+\-*/%<?:]+;")
 COMMUTING = {
     "cuStreamCreateWithPriority",
     "oo__events_reserve",
@@ -205,7 +210,9 @@ def may_swap(call: str, other: str) -> bool:
         gives = "oo__event_give" in other
         if not (gives and LEAVES.search(call)):
             return False
-    if PLAIN.fullmatch(other):
+    if PLAIN.fullmatch(other) or (ARITHMETIC.fullmatch(other) and "&" not in call):
+        return False
+    if "oo__host_access" in call and not CALL.search(other):
         return False
     return not all(called(text) and called(text) <= COMMUTING for text in (call, other))
 

@@ -37,7 +37,15 @@ import c_flags
 from c_flags import ROOT
 from mutants import CORE, Mutant, all_mutants
 
-PROGRAMS = ("test_calls", "test_engine", "test_order", "test_plan", "test_memory", "test_faults")
+PROGRAMS = (
+    "test_calls",
+    "test_engine",
+    "test_order",
+    "test_missing_waits",
+    "test_plan",
+    "test_memory",
+    "test_faults",
+)
 THREADS_TEST = "test_threads"
 TORCH_TEST = ROOT / "tests/mutation/torch_training.py"
 EQUIVALENT = ROOT / "tests/mutation/equivalent.toml"

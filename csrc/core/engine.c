@@ -5,12 +5,13 @@
  *   H1  a kernel reads a slot before the copy has arrived      compute stream waits for `ready`
  *   H2  a copy overwrites bytes that a kernel still reads      h2d stream waits for every last use
  *   H3  a copy overwrites bytes an earlier owner still uses    h2d waits for the allocating stream
- *   H4  bytes given back while copies or kernels are queued    allocating stream / host waits
- * (model.c) H5  the host rewrites ring bytes a DMA still reads         host waits for the piece
- * (ring.c) H6  a gradient is copied before it is computed             d2h stream waits for the
- * compute stream Copies among themselves are ordered by being on one stream each way. Free bytes of
- * the arena keep one promise: every use of them is ordered before the tail of the h2d stream
- * (oo__drop, oo__copy_in). */
+ *   H4  bytes given back while copies or kernels are queued    allocating stream and host wait
+ *   H5  the host rewrites ring bytes a DMA still reads         host waits for the piece
+ *   H6  a gradient is copied before it is computed             d2h stream waits for its stream
+ *
+ * H3 and H4 are closed in model.c, H5 in ring.c. Copies among themselves are ordered by being on
+ * one stream each way. Free bytes of the arena keep one promise: every use of them is ordered
+ * before the tail of the h2d stream (oo__drop, oo__copy_in). */
 #include "engine.h"
 
 #include <stdio.h>
@@ -197,6 +198,7 @@ static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
     const size_t used = oo_plan_arena(engine->plan)->used_bytes;
     if (used > engine->stats.peak_resident_bytes)
         engine->stats.peak_resident_bytes = used;
+    oo__label(engine, (const void *)address, unit->device_bytes, "unit", id);
     /* A copy that failed half-way leaves bytes in flight on the h2d stream only: dropping the unit
      * keeps the promise of free bytes. */
     status = OO_DRIVE(engine, cuEventRecord, begin->handle, engine->h2d);
@@ -546,7 +548,7 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
         return status;
     const struct oo_host *memory = oo__known_memory(engine, target, bytes);
     struct oo_event *computed = NULL, *begin = NULL, *arrived = NULL;
-    int adopted = 0;
+    int adopted = 0, in_flight = 0;
     if (bytes == 0)
         goto done;
     OO_TRY(oo__event_take(engine, &computed));
@@ -554,12 +556,10 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     OO_TRY(oo__event_take(engine, &arrived));
     OO_TRY(oo__finish_download(engine));
     if (engine->driver.simAdopt) {
-        /* To the simulated device a tensor of torch's CPU is device memory while it is copied, and
-         * `stream` has just written it. */
-        const OOSimRange written = {source, bytes};
-        OO_TRY(OO_DRIVE(engine, simAdopt, source, bytes, OOSIM_ADOPT_KEEP));
+        /* To the simulated device a tensor of torch's CPU is device memory while it is copied. */
+        OO_TRY(OO_DRIVE(engine, simAdopt, source, bytes, OOSIM_ADOPT_KEEP, stream));
         adopted = 1;
-        OO_TRY(OO_DRIVE(engine, simLaunch, stream, NULL, 0, &written, 1, 0.0));
+        oo__label(engine, (const void *)source, bytes, "gradient", OO_NO_UNIT);
     }
     /* H6: the copy starts after the work that computes the gradient. */
     OO_TRY(OO_DRIVE(engine, cuEventRecord, computed->handle, stream));
@@ -575,6 +575,7 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     engine->stats.host_waits++;
     /* The caller shows the bytes to autograd, which reads them at once. */
     OO_TRY(OO_DRIVE(engine, cuEventSynchronize, arrived->handle));
+    OO_TRY(oo__host_access(engine, target, bytes, 0));
     oo__span_add(engine, OO_TRACE_D2H, OO_NO_UNIT, 0, bytes, begin, arrived);
 done:
     if (status != OO_OK && engine->usable && computed) {
@@ -582,12 +583,9 @@ done:
          * failed first. */
         engine->stats.host_waits++;
         engine->stats.recoveries++;
-        if (engine->driver.cuStreamSynchronize(engine->d2h) != OOCU_SUCCESS && adopted) {
-            engine->unfinished = source;
-            adopted = 0;
-        }
+        in_flight = engine->driver.cuStreamSynchronize(engine->d2h) != OOCU_SUCCESS;
     }
-    if (adopted && engine->driver.simDrop(source) != OOCU_SUCCESS)
+    if (adopted && (in_flight || engine->driver.simDrop(source) != OOCU_SUCCESS))
         engine->unfinished = source;
     oo__event_give(engine, computed);
     oo__event_give(engine, begin);
@@ -725,6 +723,8 @@ enum oo_status oo_engine_create(const char *library, int device, struct oo_engin
                           OOCU_STREAM_NON_BLOCKING, greatest);
     if (status == OO_OK) /* two of each span, and those that one call holds */
         status = oo__events_reserve(engine, 2 * OO_SPANS + 8);
+    oo__label_stream(engine, engine->h2d, "h2d");
+    oo__label_stream(engine, engine->d2h, "d2h");
     if (status != OO_OK)
         oo__close_device(engine);
     oo__leave(engine);
@@ -775,6 +775,7 @@ enum oo_status oo_engine_compute_stream(struct oo_engine *engine, uintptr_t *str
     if (!engine->compute)
         status = OO_DRIVE(engine, cuStreamCreateWithPriority, &engine->compute,
                           OOCU_STREAM_NON_BLOCKING, 0);
+    oo__label_stream(engine, engine->compute, "compute");
     *stream = (uintptr_t)engine->compute;
     oo__leave(engine);
     return status;

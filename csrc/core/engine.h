@@ -189,6 +189,16 @@ enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdev
                                  size_t bytes);
 void oo__ring_free(struct oo_engine *engine, struct oo_ring *ring);
 
+/* ---- declare.c ---- */
+
+/* Name bytes or a stream in the simulator's reports: "unit 12", "h2d". `unit` may be OO_NO_UNIT. */
+void oo__label(struct oo_engine *engine, const void *memory, size_t bytes, const char *what,
+               uint32_t unit);
+void oo__label_stream(struct oo_engine *engine, OOCUstream stream, const char *name);
+/* The host reads or writes these bytes now. */
+enum oo_status oo__host_access(struct oo_engine *engine, const void *memory, size_t bytes,
+                               int is_write);
+
 /* ---- kernels.c ---- */
 
 void oo__kernels_free(struct oo_engine *engine);

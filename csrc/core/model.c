@@ -171,7 +171,7 @@ enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t model, uintptr_
         goto done;
     }
     if (engine->driver.simAdopt) {
-        OO_TRY(OO_DRIVE(engine, simAdopt, address, bytes, OOSIM_ADOPT_POISON));
+        OO_TRY(OO_DRIVE(engine, simAdopt, address, bytes, OOSIM_ADOPT_POISON, (OOCUstream)stream));
         adopted = 1;
     }
     /* Closes: our first copy overtakes work that an earlier owner of these bytes still has queued
@@ -302,8 +302,11 @@ static void oo__unit_build_parts(struct oo_engine *engine, struct oo_unit *unit)
             }
         }
     }
-    for (uint32_t i = 0; i < unit->n_parts; i++)
+    for (uint32_t i = 0; i < unit->n_parts; i++) {
         unit->host_bytes += unit->parts[i].bytes;
+        oo__label(engine, unit->parts[i].host, unit->parts[i].bytes, "masters of unit",
+                  (uint32_t)(unit - engine->units));
+    }
 }
 
 int oo__may_fetch_ahead(const struct oo_engine *engine, const struct oo_unit *unit) {

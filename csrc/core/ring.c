@@ -10,6 +10,8 @@ enum oo_status oo__ring_prepare(struct oo_engine *engine, struct oo_ring *ring) 
         OO_TRY(OO_DRIVE(engine, cuMemHostAlloc, &base, OO_RING_PIECES * oo__ring_piece_bytes,
                         OOCU_MEMHOSTALLOC_PORTABLE));
         ring->base = base;
+        oo__label(engine, base, OO_RING_PIECES * oo__ring_piece_bytes,
+                  ring == &engine->up ? "upload ring" : "download ring", OO_NO_UNIT);
         engine->stats.allocations++;
     }
     for (int i = 0; i < OO_RING_PIECES; i++)
@@ -43,6 +45,7 @@ enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, c
             OO_TRY(oo__synchronize(engine, engine->h2d, 1));
         else
             OO_TRY(oo__ring_wait(engine, ring->busy[piece]));
+        OO_TRY(oo__host_access(engine, staging, step, 1));
         memcpy(staging, source + begin, step);
         ring->lost[piece] = 1; /* until the copy's end is marked */
         OO_TRY(OO_DRIVE(engine, cuMemcpyHtoDAsync, target + begin, staging, step, engine->h2d));
@@ -65,10 +68,12 @@ enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdev
         char *staging = ring->base + piece * oo__ring_piece_bytes;
         if (i >= OO_RING_PIECES && i - OO_RING_PIECES < pieces) {
             const size_t begin = (i - OO_RING_PIECES) * oo__ring_piece_bytes;
+            const size_t step =
+                bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes;
             /* Closes: the host reads bytes that have not arrived. */
             OO_TRY(oo__ring_wait(engine, ring->busy[piece]));
-            memcpy(target + begin, staging,
-                   bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes);
+            OO_TRY(oo__host_access(engine, staging, step, 0));
+            memcpy(target + begin, staging, step);
         }
         if (i < pieces) {
             const size_t begin = i * oo__ring_piece_bytes;

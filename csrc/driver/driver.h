@@ -65,11 +65,13 @@
                                                  unsigned int block_x, unsigned int block_y, unsigned int block_z, \
                                                  unsigned int shared_bytes, OOCUstream stream, void **parameters, void **extra)) \
   /* simulated driver only (resolved by dlsym): see csrc/sim/sim.h */ \
-  X(simAdopt,                  0,     OPTIONAL, (OOCUdeviceptr ptr, size_t bytes, unsigned int flags)) \
+  X(simAdopt,                  0,     OPTIONAL, (OOCUdeviceptr ptr, size_t bytes, unsigned int flags, OOCUstream stream)) \
   X(simDrop,                   0,     OPTIONAL, (OOCUdeviceptr ptr)) \
   X(simLaunch,                 0,     OPTIONAL, (OOCUstream stream, const OOSimRange *reads, size_t n_reads, \
                                                  const OOSimRange *writes, size_t n_writes, double seconds)) \
-  X(simHostAccess,             0,     OPTIONAL, (const void *ptr, size_t bytes, int is_write))
+  X(simHostAccess,             0,     OPTIONAL, (const void *ptr, size_t bytes, int is_write)) \
+  X(simLabelRange,             0,     OPTIONAL, (const void *ptr, size_t bytes, const char *label)) \
+  X(simLabelStream,            0,     OPTIONAL, (OOCUstream stream, const char *label))
 /* clang-format on */
 
 struct oo_driver {

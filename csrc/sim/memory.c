@@ -113,12 +113,35 @@ OOCUresult sim__range_add(uintptr_t lo, size_t bytes, enum sim_memory kind, int 
     return OOCU_SUCCESS;
 }
 
+static size_t first_label_over(uintptr_t address) {
+    size_t low = 0, high = n_labels;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (labels[middle].hi <= address)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* Remove the labels that overlap [lo, hi); returns the index where one for it belongs. */
+static size_t erase_labels(uintptr_t lo, uintptr_t hi) {
+    size_t i = first_label_over(lo), end = i;
+    while (end < n_labels && labels[end].lo < hi)
+        end++;
+    memmove(labels + i, labels + end, (n_labels - end) * sizeof *labels);
+    n_labels -= end - i;
+    return i;
+}
+
 static void forget(struct sim_range *range) {
     size_t i = first_over(range->lo);
     memmove(ranges + i, ranges + i + 1, (n_ranges - i - 1) * sizeof *ranges);
     n_ranges--;
     account(range, 0);
     sim__access_forget(range->lo, range->hi);
+    erase_labels(range->lo, range->hi);
     if (is_device(range) && !(range->kind == MEM_ADOPTED && range->flags & OOSIM_ADOPT_KEEP))
         sim__poison((void *)range->lo, range->hi - range->lo);
     else if (range->kind == MEM_HOST_ALLOC)
@@ -146,6 +169,9 @@ OOCUresult sim__range_remove(struct sim_range *range, const char *call) {
                     call, sim.call, text, sim.actors[actor].name, seed);
         return OOCU_ERROR_ILLEGAL_STATE;
     }
+    struct sim_stream *lender = sim__handle_get(OBJECT_STREAM, range->lender);
+    if (lender)
+        sim__stream_writes(lender, SIM_BY_LENDER, range->lo, range->hi);
     sim__run_touching(range->lo, range->hi); /* kernels and memsets: their data only */
     forget(range);
     return OOCU_SUCCESS;
@@ -185,18 +211,6 @@ void sim__memory_end_context(int device) {
 
 /* ---- labels ---- */
 
-static size_t first_label_over(uintptr_t address) {
-    size_t low = 0, high = n_labels;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (labels[middle].hi <= address)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
 void sim__describe(uintptr_t lo, uintptr_t hi, char *text, size_t capacity) {
     size_t i = first_label_over(lo);
     if (i < n_labels && labels[i].lo <= lo && hi <= labels[i].hi)
@@ -215,13 +229,10 @@ OOCUresult simLabelRange(const void *ptr, size_t bytes, const char *label) {
     if (!ptr || !bytes || !label || hi < lo)
         return OOCU_ERROR_INVALID_VALUE;
     sim_os_lock(&sim.lock);
-    /* A new label takes the place of all that it overlaps. */
-    size_t i = first_label_over(lo), end = i;
-    while (end < n_labels && labels[end].lo < hi)
-        end++;
+    size_t i = erase_labels(lo, hi); /* a new label takes the place of all that it overlaps */
     labels = sim__grow(labels, &labels_capacity, n_labels + 1, sizeof *labels);
-    memmove(labels + i + 1, labels + end, (n_labels - end) * sizeof *labels);
-    n_labels = n_labels + 1 - (end - i);
+    memmove(labels + i + 1, labels + i, (n_labels - i) * sizeof *labels);
+    n_labels++;
     labels[i].lo = lo;
     labels[i].hi = hi;
     snprintf(labels[i].text, sizeof labels[i].text, "%s", label);
@@ -233,15 +244,19 @@ void sim__memory_reset(void) { n_labels = 0; }
 
 /* ---- how torch meets the simulator ---- */
 
-OOCUresult simAdopt(OOCUdeviceptr ptr, size_t bytes, unsigned int flags) {
+OOCUresult simAdopt(OOCUdeviceptr ptr, size_t bytes, unsigned int flags, OOCUstream handle) {
     SIM_ENTER(CALL_simAdopt);
-    int device = 0;
-    if (sim__current_device(&device) != OOCU_SUCCESS)
-        device = 0;
+    struct sim_stream *lender = sim__stream(handle);
     if (flags & ~(unsigned)OOSIM_ADOPT_KEEP)
         SIM_RETURN(OOCU_ERROR_INVALID_VALUE);
-    result = sim__range_add(ptr, bytes, MEM_ADOPTED, device, flags, NULL);
-    if (result == OOCU_SUCCESS && !(flags & OOSIM_ADOPT_KEEP))
+    if (!lender)
+        SIM_RETURN(OOCU_ERROR_INVALID_HANDLE);
+    result = sim__range_add(ptr, bytes, MEM_ADOPTED, lender->device, flags, NULL);
+    if (result != OOCU_SUCCESS)
+        goto out;
+    sim__range_at(ptr)->lender = lender->handle;
+    sim__stream_writes(lender, SIM_BY_LENDER, ptr, ptr + bytes);
+    if (!(flags & OOSIM_ADOPT_KEEP))
         sim__poison((void *)ptr, bytes);
     SIM_LEAVE;
 }

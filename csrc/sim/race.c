@@ -265,8 +265,8 @@ static const char *kind_text(enum sim_access_kind kind) {
         return "memset";
     case SIM_BY_HOST:
         return "host access";
-    case SIM_BY_FREE:
-        return "release of the memory";
+    case SIM_BY_LENDER:
+        return "lender of the memory";
     }
     return "access";
 }

@@ -744,6 +744,29 @@ static struct sim_stream *legacy_of(int device) {
     return sim__handle_get(OBJECT_STREAM, sim.legacy[device]);
 }
 
+static void follow(struct sim_stream *stream, struct sim_op *op, const struct sim_stream *other) {
+    if (op)
+        sim__op_after(op, other->tail);
+    sim__clock_join(&stream->clock, &other->clock);
+}
+
+/* The stream's next operation begins (`op`, or one that is not queued): its clock learns what comes
+ * before. */
+static void advance(struct sim_stream *stream, struct sim_op *op) {
+    sim__clock_set(&stream->clock, stream->actor, ++sim.actors[stream->actor].epoch);
+    sim__clock_join(&stream->clock, sim__host_clock());
+    /* The legacy stream waits for all blocking streams of its device, and they for it. */
+    if (stream->is_legacy) {
+        for (struct sim_stream *s = sim.streams; s; s = s->next)
+            if (s != stream && s->blocking && s->device == stream->device)
+                follow(stream, op, s);
+    } else if (stream->blocking) {
+        struct sim_stream *legacy = legacy_of(stream->device);
+        if (legacy)
+            follow(stream, op, legacy);
+    }
+}
+
 OOCUresult sim__op_new(struct sim_stream *stream, enum sim_op_kind kind, struct sim_op **out) {
     /* A hardware queue is bounded: the call that finds it full waits for the oldest operation. */
     while (stream->depth >= SIM_QUEUE_DEPTH) {
@@ -785,26 +808,15 @@ OOCUresult sim__op_new(struct sim_stream *stream, enum sim_op_kind kind, struct 
     stream->depth++;
     sim.n_queued++;
 
-    uint32_t actor = stream->actor;
-    struct sim_clock *clock = &stream->clock;
-    sim__clock_set(clock, actor, ++sim.actors[actor].epoch);
-    sim__clock_join(clock, sim__host_clock());
-    /* The legacy stream waits for all blocking streams of its device, and they for it. */
-    if (stream->is_legacy) {
-        for (struct sim_stream *s = sim.streams; s; s = s->next)
-            if (s != stream && s->blocking && s->device == stream->device) {
-                sim__op_after(op, s->tail);
-                sim__clock_join(clock, &s->clock);
-            }
-    } else if (stream->blocking) {
-        struct sim_stream *legacy = legacy_of(stream->device);
-        if (legacy) {
-            sim__op_after(op, legacy->tail);
-            sim__clock_join(clock, &legacy->clock);
-        }
-    }
+    advance(stream, op);
     *out = op;
     return OOCU_SUCCESS;
+}
+
+void sim__stream_writes(struct sim_stream *stream, enum sim_access_kind kind, uintptr_t lo,
+                        uintptr_t hi) {
+    advance(stream, NULL);
+    sim__access(stream->actor, kind, 1, lo, hi);
 }
 
 void sim__op_after(struct sim_op *op, struct sim_op *from) {

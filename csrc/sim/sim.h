@@ -22,8 +22,10 @@
 /* ---- how torch meets the simulator: optional rows of the driver table ---- */
 
 /* Host memory [ptr, ptr + bytes) becomes device memory: it counts against the device's capacity
- * and can be the device side of copies. CUDA_ERROR_OUT_OF_MEMORY when it does not fit. */
-SIM_API OOCUresult simAdopt(OOCUdeviceptr ptr, size_t bytes, unsigned int flags);
+ * and can be the device side of copies. CUDA_ERROR_OUT_OF_MEMORY when it does not fit. It is lent
+ * as a caching allocator lends: others may have written it on `stream` until now, and will again
+ * after simDrop. What is not ordered between the two races with them. */
+SIM_API OOCUresult simAdopt(OOCUdeviceptr ptr, size_t bytes, unsigned int flags, OOCUstream stream);
 /* End of simAdopt. An error while copies from or to the range are queued. */
 SIM_API OOCUresult simDrop(OOCUdeviceptr ptr);
 /* A kernel on `stream` that reads and writes these ranges (device memory, or registered host

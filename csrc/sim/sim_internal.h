@@ -52,7 +52,7 @@ enum sim_access_kind {
     SIM_BY_KERNEL,
     SIM_BY_MEMSET,
     SIM_BY_HOST,
-    SIM_BY_FREE
+    SIM_BY_LENDER /* who has the memory before simAdopt and after simDrop */
 };
 
 void sim__clock_join(struct sim_clock *clock, const struct sim_clock *other);
@@ -162,6 +162,9 @@ struct sim_event *sim__event(OOCUevent handle);
  * is ordered as the call order demands. `*out` may be filled in until sim__submit. */
 OOCUresult sim__op_new(struct sim_stream *stream, enum sim_op_kind kind, struct sim_op **out);
 void sim__op_after(struct sim_op *op, struct sim_op *predecessor);
+/* Declare a write at the stream's tail by work that is not queued here. */
+void sim__stream_writes(struct sim_stream *stream, enum sim_access_kind kind, uintptr_t lo,
+                        uintptr_t hi);
 void sim__submit(struct sim_op *op);
 /* Wait until `op` has been executed and has ended; the host's virtual clock moves to its end. */
 OOCUresult sim__wait(struct sim_op *op);
@@ -192,6 +195,7 @@ struct sim_range {
     int device;
     unsigned int flags;
     void *block;             /* to free */
+    uint64_t lender;         /* of adopted memory: the stream whose it is before and after */
     struct sim_clock copies; /* the last copy of each stream that touched it */
 };
 

@@ -57,8 +57,8 @@ static void the_nth_call_of_one_kind(void) {
     OK(program(stream, event, device, host));
     OK(cu.simFault("simAdopt", 1, OOCU_ERROR_OUT_OF_MEMORY, 0));
     char arena[64];
-    IS(OOCU_ERROR_OUT_OF_MEMORY, cu.simAdopt((OOCUdeviceptr)arena, 64, 0));
-    OK(cu.simAdopt((OOCUdeviceptr)arena, 64, 0));
+    IS(OOCU_ERROR_OUT_OF_MEMORY, cu.simAdopt((OOCUdeviceptr)arena, 64, 0, stream));
+    OK(cu.simAdopt((OOCUdeviceptr)arena, 64, 0, stream));
     OK(cu.simDrop((OOCUdeviceptr)arena));
     IS(OOCU_ERROR_INVALID_VALUE, cu.simFault("cuNoSuchCall", 1, 2, 0));
     IS(OOCU_ERROR_INVALID_VALUE, cu.simFault("cuGetErrorName", 1, 2, 0));
@@ -117,8 +117,8 @@ static void nothing_is_in_flight_on_a_lost_context(void) {
         for (int sticky = 0; sticky < 2; sticky++) {
             begin();
             OK(cu.simSetSchedule(schedule, 30));
-            OK(cu.simAdopt((OOCUdeviceptr)memory[0], sizeof memory[0], 0));
-            OK(cu.simAdopt((OOCUdeviceptr)memory[1], sizeof memory[1], 0));
+            OK(cu.simAdopt((OOCUdeviceptr)memory[0], sizeof memory[0], 0, stream));
+            OK(cu.simAdopt((OOCUdeviceptr)memory[1], sizeof memory[1], 0, stream));
             OK(cu.cuMemcpyHtoDAsync((OOCUdeviceptr)memory[0], host, 64, stream));
             OOCUstream other = new_stream();
             OK(cu.cuMemcpyHtoDAsync((OOCUdeviceptr)memory[1], host, 64, other));

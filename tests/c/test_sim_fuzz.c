@@ -70,7 +70,7 @@ static void one_call(struct pool *p) {
         cu.cuMemHostUnregister(p->blocks[i]);
         break;
     case 6:
-        cu.simAdopt((OOCUdeviceptr)p->blocks[i], BYTES, draw(2));
+        cu.simAdopt((OOCUdeviceptr)p->blocks[i], BYTES, draw(2), stream);
         break;
     case 7:
         cu.simDrop((OOCUdeviceptr)p->blocks[i]);

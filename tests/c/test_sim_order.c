@@ -353,6 +353,46 @@ static void bytes_that_have_not_arrived_are_nan(void) {
     }
 }
 
+/* Before simAdopt and after simDrop the memory is written on the stream of its lender. */
+static void lent_memory_is_its_lenders_before_and_after(void) {
+    for (int ordered = 0; ordered < 2; ordered++) {
+        for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
+            sim_test_begin(schedule, 5);
+            OOCUstream lender = new_stream(), copies = new_stream();
+            OOCUevent event = new_event();
+            char *arena = malloc(SIZE), *host = host_bytes(SIZE);
+            const OOSimRange range = {(OOCUdeviceptr)arena, SIZE};
+            OK(cu.simAdopt((OOCUdeviceptr)arena, SIZE, OOSIM_ADOPT_KEEP, lender));
+            if (ordered) {
+                OK(cu.cuEventRecord(event, lender));
+                OK(cu.cuStreamWaitEvent(copies, event, 0));
+            }
+            OK(cu.cuMemcpyHtoDAsync((OOCUdeviceptr)arena, host, SIZE, copies));
+            CHECK(reports_of("race:") == (ordered ? 0u : 1u), "adopt, ordered %d", ordered);
+            OK(cu.cuStreamSynchronize(copies));
+            OK(cu.simLaunch(copies, &range, 1, NULL, 0, 1e-3));
+            if (ordered) {
+                OK(cu.cuEventRecord(event, copies));
+                OK(cu.cuStreamWaitEvent(lender, event, 0));
+            }
+            OK(cu.simDrop((OOCUdeviceptr)arena));
+            CHECK(reports_of("race:") == (ordered ? 0u : 2u), "drop, ordered %d", ordered);
+            OK(cu.simReportsClear());
+            free(arena);
+            sim_test_end();
+        }
+    }
+    sim_test_begin(SIM_TIMED, 0);
+    char *arena = malloc(SIZE);
+    OOCUstream lender = new_stream();
+    OK(cu.simAdopt((OOCUdeviceptr)arena, SIZE, 0, lender));
+    OK(cu.cuStreamDestroy(lender));
+    IS(OOCU_ERROR_INVALID_HANDLE, cu.simAdopt((OOCUdeviceptr)arena + SIZE, 1, 0, lender));
+    OK(cu.simDrop((OOCUdeviceptr)arena)); /* a stream that is gone writes nothing any more */
+    free(arena);
+    sim_test_end();
+}
+
 static void adopted_memory_is_device_memory(void) {
     sim_test_begin(SIM_TIMED, 0);
     OOCUstream stream = new_stream();
@@ -361,9 +401,9 @@ static void adopted_memory_is_device_memory(void) {
     memset(arena, 3, 2 * SIZE);
     memset(host, 4, SIZE);
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemcpyHtoDAsync((OOCUdeviceptr)arena, host, SIZE, stream));
-    OK(cu.simAdopt((OOCUdeviceptr)arena, SIZE, OOSIM_ADOPT_POISON));
-    OK(cu.simAdopt((OOCUdeviceptr)arena + SIZE, SIZE, OOSIM_ADOPT_KEEP));
-    IS(OOCU_ERROR_INVALID_VALUE, cu.simAdopt((OOCUdeviceptr)arena + 10, SIZE, 0));
+    OK(cu.simAdopt((OOCUdeviceptr)arena, SIZE, OOSIM_ADOPT_POISON, stream));
+    OK(cu.simAdopt((OOCUdeviceptr)arena + SIZE, SIZE, OOSIM_ADOPT_KEEP, stream));
+    IS(OOCU_ERROR_INVALID_VALUE, cu.simAdopt((OOCUdeviceptr)arena + 10, SIZE, 0, stream));
     CHECK(is_poison(arena, SIZE) && arena[SIZE] == 3, "poison or keep");
     OK(cu.simGetLive(&live));
     CHECK(live.adopted_bytes == 2 * SIZE && live.device_peak_bytes == 2 * SIZE, "accounted");
@@ -573,6 +613,7 @@ int main(int argc, char **argv) {
     rules();
     bytes_that_have_not_arrived_are_nan();
     adopted_memory_is_device_memory();
+    lent_memory_is_its_lenders_before_and_after();
     a_hang_is_reported_and_returns();
     for (uint64_t seed = 1; seed <= 3000; seed++)
         random_program(seed);

@@ -1,0 +1,221 @@
+/* The race detector is shown each hazard of csrc/core/engine.c (H1 to H6): one wait is taken out of
+ * the engine's driver table, and a report must name what is now unordered, on every schedule. With
+ * the wait in place the same calls must be silent. Memory is lent to the engine as torch lends it,
+ * so this is also what its tests of training rely on. */
+#include "world.h"
+
+enum { STREAM_WAITS = 1, EVENT_WAITS = 2, SYNCHRONISES = 4 };
+
+static struct oo_driver real;
+static unsigned absent;      /* which waits do nothing */
+static OOCUstream absent_of; /* of this stream alone; NULL: of all */
+
+static OOCUresult OOCUDAAPI wait_stream(OOCUstream stream, OOCUevent event, unsigned int flags) {
+    if (absent & STREAM_WAITS && (!absent_of || absent_of == stream))
+        return OOCU_SUCCESS;
+    return real.cuStreamWaitEvent(stream, event, flags);
+}
+static OOCUresult OOCUDAAPI wait_event(OOCUevent event) {
+    return absent & EVENT_WAITS ? OOCU_SUCCESS : real.cuEventSynchronize(event);
+}
+static OOCUresult OOCUDAAPI query_event(OOCUevent event) {
+    return absent & EVENT_WAITS ? OOCU_SUCCESS : real.cuEventQuery(event);
+}
+static OOCUresult OOCUDAAPI synchronise(OOCUstream stream) {
+    return absent & SYNCHRONISES ? OOCU_SUCCESS : real.cuStreamSynchronize(stream);
+}
+
+static void begin(struct world *w) {
+    world_begin(w);
+    w->stream = new_stream(w); /* not one of the engine's own */
+    real = w->engine->driver;
+    w->engine->driver.cuStreamWaitEvent = wait_stream;
+    w->engine->driver.cuEventSynchronize = wait_event;
+    w->engine->driver.cuEventQuery = query_event;
+    w->engine->driver.cuStreamSynchronize = synchronise;
+    absent_of = NULL;
+}
+
+/* One use whose bytes nobody looks at: they are wrong when a wait is missing. */
+static void touch(struct world *w, unsigned i, uintptr_t stream) {
+    struct oo_use use;
+    struct oo_fetched fetched;
+    need(oo_engine_acquire(w->engine, w->member[i], stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(oo_engine_launch(w->engine, w->member[i], stream, 1e-3), "launch");
+    need(oo_engine_release(w->engine, use.ticket, stream, 0, &fetched), "release");
+}
+
+static void attach(struct world *w, size_t arena_bytes) {
+    CHECK(world_attach(w, arena_bytes, -1), "attach: %s", oo_error_message());
+}
+
+static void detach(struct world *w) {
+    absent = 0;
+    (void)oo_model_remove(w->engine, w->model); /* unless the test has */
+    need(oo_engine_unlock(w->engine, w->host), "unlock");
+    oo_host_destroy(w->host);
+    free(w->arena);
+}
+
+/* ---- the hazards: each takes the waits that it shall do without ---- */
+
+static void a_kernel_before_its_copy_has_arrived(struct world *w, unsigned missing) {
+    attach(w, 400000);
+    absent = missing;
+    touch(w, 0, w->stream);
+    detach(w);
+}
+
+static void a_copy_over_bytes_still_read(struct world *w, unsigned missing) {
+    attach(w, 30000);
+    touch(w, 0, w->stream);
+    absent = missing;
+    absent_of = w->engine->h2d;
+    for (unsigned i = 1; i < UNITS; i++)
+        touch(w, i, w->stream);
+    detach(w);
+}
+
+static void a_copy_before_the_lender_has_finished(struct world *w, unsigned missing) {
+    absent = missing;
+    attach(w, 60000);
+    absent = 0;
+    touch(w, 0, w->stream);
+    detach(w);
+}
+
+static void bytes_given_back_under_a_kernel(struct world *w, unsigned missing) {
+    attach(w, 60000);
+    const uintptr_t other = new_stream(w);
+    touch(w, 0, other);
+    absent = missing;
+    need(oo_model_remove(w->engine, w->model), "remove");
+    detach(w);
+    end_stream(w, other);
+}
+
+static void bytes_given_back_under_a_copy(struct world *w, unsigned missing) {
+    attach(w, 60000);
+    touch(w, 0, w->stream); /* and copies ahead what nobody waits for */
+    absent = missing;
+    CHECK(oo_model_remove(w->engine, w->model) == (missing ? OO_E_DRIVER : OO_OK), "removed: %s",
+          oo_error_message());
+    detach(w);
+}
+
+static void masters_unlocked_under_a_copy(struct world *w, unsigned missing) {
+    attach(w, 60000);
+    need(oo_model_remove(w->engine, w->model), "remove");
+    char *slot = device_memory(w, 4096);
+    sim.cuCtxPushCurrent_v2(w->context);
+    /* As of a unit whose masters have moved elsewhere since. */
+    CHECK(real.cuMemcpyHtoDAsync((OOCUdeviceptr)slot, w->master[0], 4096, w->engine->h2d) == 0,
+          "no copy");
+    sim.cuCtxPopCurrent_v2(NULL);
+    absent = missing;
+    CHECK(oo_engine_unlock(w->engine, w->host) == (missing ? OO_E_DRIVER : OO_OK), "unlocked: %s",
+          oo_error_message());
+    absent = 0;
+    if (missing)
+        need(oo_engine_unlock(w->engine, w->host), "unlock");
+    oo_host_destroy(w->host);
+    end_device_memory(w, slot);
+    free(w->arena);
+}
+
+static void ring_bytes_rewritten_under_a_copy(struct world *w, unsigned missing) {
+    sim.simRefuseRegistration(1);
+    attach(w, 400000);
+    absent = missing;
+    for (unsigned i = 0; i < UNITS; i++)
+        touch(w, i, w->stream);
+    detach(w);
+    sim.simRefuseRegistration(0);
+}
+
+static void download(struct world *w, int locked, unsigned missing) {
+    static char gradient[20000]; /* static: what is not waited for may read it later */
+    struct oo_host *target;
+    attach(w, 60000);
+    need(oo_host_create(sizeof gradient, &target), "target");
+    if (locked)
+        need(oo_engine_lock(w->engine, target, 1), "lock");
+    absent = missing;
+    need(oo_engine_download(w->engine, oo_host_address(target), (uintptr_t)gradient,
+                            sizeof gradient, w->stream),
+         "download");
+    absent = 0;
+    if (locked)
+        need(oo_engine_unlock(w->engine, target), "unlock");
+    oo_host_destroy(target);
+    detach(w);
+}
+
+static void a_locked_download(struct world *w, unsigned missing) { download(w, 1, missing); }
+static void a_download_by_the_ring(struct world *w, unsigned missing) { download(w, 0, missing); }
+
+/* ---- all of them, on every schedule ---- */
+
+static const struct hazard {
+    const char *name;
+    void (*run)(struct world *w, unsigned missing);
+    unsigned missing;
+    const char *what, *earlier, *later; /* what the report must name */
+} hazards[] = {
+    {"H1", a_kernel_before_its_copy_has_arrived, STREAM_WAITS, "of \"unit 0\"",
+     "write by a host-to-device copy, stream \"h2d\"", "read by a kernel"},
+    {"H2", a_copy_over_bytes_still_read, STREAM_WAITS, "unit ", "read by a kernel",
+     "write by a host-to-device copy, stream \"h2d\""},
+    {"H3", a_copy_before_the_lender_has_finished, STREAM_WAITS, "of \"unit 0\"",
+     "write by a lender of the memory", "write by a host-to-device copy, stream \"h2d\""},
+    {"H4, kernel", bytes_given_back_under_a_kernel, STREAM_WAITS, "of \"unit 0\"",
+     "read by a kernel", "write by a lender of the memory"},
+    {"H4, copy", bytes_given_back_under_a_copy, SYNCHRONISES, "in flight: simDrop", "unit ",
+     "while a copy on stream \"h2d\""},
+    {"H4, masters", masters_unlocked_under_a_copy, SYNCHRONISES, "in flight: cuMemHostUnregister",
+     "masters of unit ", "while a copy on stream \"h2d\""},
+    {"H5, upload", ring_bytes_rewritten_under_a_copy, EVENT_WAITS, "of \"upload ring\"",
+     "read by a host-to-device copy, stream \"h2d\"", "write by a host access"},
+    {"H5, download", a_download_by_the_ring, EVENT_WAITS, "of \"download ring\"",
+     "write by a device-to-host copy, stream \"d2h\"", "read by a host access"},
+    {"H6", a_locked_download, STREAM_WAITS, "of \"gradient\"", "write by a lender of the memory",
+     "read by a device-to-host copy, stream \"d2h\""},
+    {"H6, arrival", a_locked_download, EVENT_WAITS, "race: read-after-write",
+     "write by a device-to-host copy, stream \"d2h\"", "read by a host access"},
+};
+
+static int reported(const struct hazard *hazard) {
+    char text[2048];
+    for (uint64_t i = 0; i < sim.simReportCount(); i++)
+        if (sim.simReport(i, text, sizeof text) == 0 && strstr(text, hazard->what) &&
+            strstr(text, hazard->earlier) && strstr(text, hazard->later))
+            return 1;
+    return 0;
+}
+
+int main(int argc, char **argv) {
+    sim = sim_open(argc, argv);
+    sim_reset(&sim);
+    for (unsigned h = 0; h < sizeof hazards / sizeof hazards[0]; h++) {
+        for (int run = 0; run < 2 * (SIM_DELAYED + 1); run++) {
+            const int missing = run % 2;
+            struct world w;
+            char where[64];
+            snprintf(where, sizeof where, "%s, schedule %d", hazards[h].name, run / 2);
+            sim.simSetSchedule(run / 2, 7);
+            begin(&w);
+            hazards[h].run(&w, missing ? hazards[h].missing : 0);
+            if (missing) {
+                CHECK(reported(&hazards[h]), "%s: the missing wait passed unnoticed", where);
+                sim.simReportsClear();
+            }
+            end_stream(&w, w.stream);
+            need(oo_engine_destroy(w.engine), where);
+            check_no_reports(where);
+            check_nothing_alive(where);
+            release_context(where);
+            CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
+        }
+    }
+    return check_report();
+}
