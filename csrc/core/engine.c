@@ -109,11 +109,15 @@ void oo__forget_copy(struct oo_engine *engine, uint32_t id) {
     for (uint32_t i = 0; i < unit->n_uses; i++)
         oo__event_give(engine, unit->uses[i].event);
     oo__event_give(engine, unit->ready);
-    oo__event_give(engine, unit->trace_begin);
-    unit->ready = unit->trace_begin = NULL;
+    unit->ready = NULL;
     unit->n_uses = unit->n_waited = 0;
     unit->stale = unit->leaving = 0;
     unit->generation++;
+}
+
+void oo__rows_forget(struct oo_engine *engine, struct oo_unit *unit) {
+    while (unit->n_begun)
+        oo__event_give(engine, unit->begun[--unit->n_begun].event);
 }
 
 enum oo_status oo__drop(struct oo_engine *engine, uint32_t id) {
@@ -271,6 +275,43 @@ done:
     return status;
 }
 
+/* A row of the timeline; of more uses at a time than there is room for, some have none. */
+static enum oo_status oo__row_begin(struct oo_engine *engine, struct oo_unit *unit,
+                                    OOCUstream stream) {
+    struct oo_event *begin;
+    if (!engine->spans.tracing || unit->n_begun == OO_STREAMS)
+        return OO_OK;
+    enum oo_status status = oo__event_take(engine, &begin);
+    if (status != OO_OK)
+        return status;
+    status = OO_DRIVE(engine, cuEventRecord, begin->handle, stream);
+    if (status == OO_OK)
+        unit->begun[unit->n_begun++] = (struct oo_begun){stream, begin};
+    else
+        oo__event_give(engine, begin);
+    return status;
+}
+
+/* The span has an end of its own: the mark that H2 waits for is recorded anew by the next use. */
+static void oo__row_end(struct oo_engine *engine, uint32_t id, OOCUstream stream) {
+    struct oo_unit *unit = &engine->units[id];
+    struct oo_event *end;
+    uint32_t i = 0;
+    while (i < unit->n_begun && unit->begun[i].stream != stream)
+        i++;
+    if (i == unit->n_begun)
+        return;
+    struct oo_event *begin = unit->begun[i].event;
+    unit->n_begun--;
+    memmove(&unit->begun[i], &unit->begun[i + 1], (unit->n_begun - i) * sizeof unit->begun[0]);
+    if (engine->usable && oo__event_take(engine, &end) == OO_OK) {
+        if (OO_DRIVE(engine, cuEventRecord, end->handle, stream) == OO_OK)
+            oo__span_add(engine, OO_TRACE_COMPUTE, id, unit->model, 0, begin, end);
+        oo__event_give(engine, end);
+    }
+    oo__event_give(engine, begin);
+}
+
 static enum oo_status oo__refuse_capture(struct oo_engine *engine, OOCUstream stream) {
     int capturing = OOCU_STREAM_CAPTURE_STATUS_NONE;
     enum oo_status status = OO_DRIVE(engine, cuStreamIsCapturing, stream, &capturing);
@@ -361,10 +402,7 @@ enum oo_status oo_engine_acquire(struct oo_engine *engine, uint32_t member_id,
     member->stamp = stamp;
     member->stamp_known = 1;
     OO_TRY(oo__order_after_copy(engine, id, stream));
-    if (engine->spans.tracing && !unit->trace_begin) {
-        OO_TRY(oo__event_take(engine, &unit->trace_begin));
-        OO_TRY(OO_DRIVE(engine, cuEventRecord, unit->trace_begin->handle, stream));
-    }
+    OO_TRY(oo__row_begin(engine, unit, stream));
     oo_plan_pin(engine->plan, id);
     use->ticket = (uint64_t)unit->generation << 32 | id;
     use->address = oo_block_address(oo_plan_resident(engine->plan, id));
@@ -493,16 +531,9 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
     struct oo_unit *unit = &engine->units[id];
     OO_TRY(oo__mark_use(engine, unit, stream));
     oo_plan_unpin(engine->plan, id);
-    struct oo_event *end = NULL;
-    if (unit->trace_begin && engine->usable && engine->spans.tracing &&
-        oo__event_take(engine, &end) == OO_OK) {
-        /* The span keeps an end of its own: the mark is recorded anew by the next use. */
-        if (OO_DRIVE(engine, cuEventRecord, end->handle, stream) == OO_OK)
-            oo__span_add(engine, OO_TRACE_COMPUTE, id, unit->model, 0, unit->trace_begin, end);
-        oo__event_give(engine, end);
-    }
-    oo__event_give(engine, unit->trace_begin);
-    unit->trace_begin = NULL;
+    oo__row_end(engine, id, stream);
+    if (!oo_plan_pins(engine->plan, id))
+        oo__rows_forget(engine, unit); /* of uses that ended on another stream */
     /* Without a context its uses cannot be ordered before the copy that takes its place. */
     if (unit->leaving && !oo_plan_pins(engine->plan, id) &&
         (!engine->usable || oo__drop(engine, id) != OO_OK))

@@ -89,6 +89,12 @@ struct oo_last_use {
     uint8_t lost; /* the event could not be recorded: only a synchronise tells when the use ends */
 };
 
+/* A use that lasts, while a timeline is recorded: a row ends on the stream that it began on. */
+struct oo_begun {
+    OOCUstream stream;
+    struct oo_event *event;
+};
+
 enum { OO_STREAMS = 4 }; /* streams that use one unit at a time without further bookkeeping */
 
 struct oo_unit {
@@ -105,7 +111,8 @@ struct oo_unit {
     uint32_t n_waited;
     struct oo_last_use uses[OO_STREAMS];
     uint32_t n_uses;
-    struct oo_event *trace_begin; /* start of the current use, while tracing */
+    struct oo_begun begun[OO_STREAMS];
+    uint32_t n_begun;
 };
 
 struct oo_model {
@@ -165,7 +172,9 @@ enum oo_status oo__check(struct oo_engine *engine, const char *call, OOCUresult 
 enum oo_status oo__order_after_uses(struct oo_engine *engine, struct oo_unit *unit);
 /* The unit's device copy is gone; its uses are ordered before the h2d stream already. */
 void oo__forget_copy(struct oo_engine *engine, uint32_t unit);
-/* Both of the above, and leave the arena. */
+/* Uses that began under a timeline get no row. */
+void oo__rows_forget(struct oo_engine *engine, struct oo_unit *unit);
+/* Order after uses, forget the copy, and leave the arena. */
 enum oo_status oo__drop(struct oo_engine *engine, uint32_t unit);
 enum oo_status oo__finish_download(struct oo_engine *engine);
 /* Wait on the host until the stream has ended; counted. */

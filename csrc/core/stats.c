@@ -240,6 +240,8 @@ enum oo_status oo_trace_stop(struct oo_engine *engine, struct oo_trace_row **row
     spans->rows = NULL;
     spans->n_rows = spans->row_capacity = 0;
     spans->tracing = 0;
+    for (uint32_t i = 0; i < engine->n_units; i++) /* uses that outlast it are in no later one */
+        oo__rows_forget(engine, &engine->units[i]);
     oo__event_give(engine, spans->origin);
     spans->origin = NULL;
 done:

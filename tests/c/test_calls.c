@@ -475,6 +475,98 @@ static void test_a_stall_is_what_the_stream_waits_for_its_copy(void) {
     world_close(&w, "stall");
 }
 
+/* The compute rows of the unit, in order of their ends, against `expected` pairs of start and end.
+ */
+static void check_compute_rows(struct world *w, uint32_t unit, const double (*expected)[2],
+                               unsigned n_expected) {
+    struct oo_trace_row *rows;
+    size_t count;
+    unsigned seen = 0;
+    need(oo_trace_stop(w->engine, &rows, &count), "stop");
+    for (size_t i = 0; i < count; i++) {
+        if (rows[i].kind != OO_TRACE_COMPUTE || rows[i].unit != unit)
+            continue;
+        CHECK(seen < n_expected && fabs(rows[i].start_s - expected[seen][0]) < 1e-9 &&
+                  fabs(rows[i].end_s - expected[seen][1]) < 1e-9,
+              "compute row %u of %u: %.9f to %.9f", seen, n_expected, rows[i].start_s,
+              rows[i].end_s);
+        seen++;
+    }
+    CHECK(seen == n_expected, "%u rows, not %u", seen, n_expected);
+    oo_trace_free(rows);
+}
+
+static struct oo_use begin_use(struct world *w, uintptr_t stream, double seconds) {
+    struct oo_use use = {0};
+    need(oo_engine_acquire(w->engine, w->member[0], stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(oo_engine_launch(w->engine, w->member[0], stream, seconds), "launch");
+    return use;
+}
+
+static void end_use(struct world *w, const struct oo_use *use, uintptr_t stream) {
+    struct oo_fetched fetched;
+    need(oo_engine_release(w->engine, use->ticket, stream, 0, &fetched), "release");
+}
+
+/* Streams that share a unit have a row each, from where they begin with it to where they end. */
+static void test_each_stream_has_its_own_row_of_a_unit_in_the_timeline(void) {
+    struct world w;
+    double end_s;
+    world_open(&w, 200000, -1); /* all is resident: no copy is in the way */
+    const uintptr_t a = new_stream(&w), b = new_stream(&w);
+    need(step(&w), "step");
+    for (int i = 0; i < 2; i++) { /* no stream waits for the copy any more */
+        const struct oo_use use = begin_use(&w, i ? a : b, 0.0);
+        end_use(&w, &use, i ? a : b);
+    }
+    sim.simFinish(&end_s);
+    need(oo_trace_start(w.engine), "trace");
+    kernel(b, NULL, 0, 0, 50e-6);
+    const struct oo_use on_a = begin_use(&w, a, 300e-6);  /* kernels take turns: 50 to 350 us */
+    const struct oo_use on_b = begin_use(&w, b, 100e-6);  /* 350 to 450 us */
+    const struct oo_use nested = begin_use(&w, a, 20e-6); /* 450 to 470 us, queued at 350 us */
+    end_use(&w, &on_b, b);
+    end_use(&w, &on_a, a);
+    end_use(&w, &nested, a);
+    const double first[][2] = {{50e-6, 450e-6}, {0, 470e-6}, {350e-6, 470e-6}};
+    check_compute_rows(&w, w.unit[0], first, 3);
+
+    /* A use that ends on another stream has no row; nor has one that began in an earlier timeline.
+     * More than four at a time: the fifth has none. */
+    sim.simFinish(&end_s);
+    need(oo_trace_start(w.engine), "trace again");
+    const struct oo_use crossing = begin_use(&w, a, 10e-6);
+    end_use(&w, &crossing, b);
+    const struct oo_use lasting = begin_use(&w, a, 10e-6);
+    check_compute_rows(&w, w.unit[0], NULL, 0);
+    sim.simFinish(&end_s);
+    need(oo_trace_start(w.engine), "a third time");
+    end_use(&w, &lasting, a);
+    struct oo_use uses[5];
+    for (int i = 0; i < 5; i++)
+        uses[i] = begin_use(&w, b, 10e-6);
+    for (int i = 0; i < 5; i++)
+        end_use(&w, &uses[i], b);
+    const double third[][2] = {{0, 50e-6}, {10e-6, 50e-6}, {20e-6, 50e-6}, {30e-6, 50e-6}};
+    sim.simFinish(&end_s);
+    check_compute_rows(&w, w.unit[0], third, 4);
+
+    /* An acquire whose row cannot begin fails, and leaves none behind. */
+    struct oo_use none;
+    sim.simAdvance(1e-3); /* what any event recorded before now would be seen by */
+    need(oo_trace_start(w.engine), "a fourth time");
+    sim.simFault("cuEventRecord", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(oo_engine_acquire(w.engine, w.member[0], a, 0, OO_FORWARD, -1, 0, &none) == OO_E_DRIVER,
+          "acquired without its row's begin");
+    const struct oo_use alone = begin_use(&w, a, 10e-6);
+    end_use(&w, &alone, a);
+    const double fourth[][2] = {{0, 10e-6}};
+    check_compute_rows(&w, w.unit[0], fourth, 1);
+    end_stream(&w, a);
+    end_stream(&w, b);
+    world_close(&w, "rows of a shared unit");
+}
+
 /* Starting and stopping may fail, and can be repeated. */
 static void test_a_timeline_that_fails_can_be_repeated(void) {
     struct world w;
@@ -1361,6 +1453,7 @@ int main(int argc, char **argv) {
     test_a_master_is_hashed_once_in_a_sweep();
     test_only_a_forward_ends_the_hold();
     test_a_stall_is_what_the_stream_waits_for_its_copy();
+    test_each_stream_has_its_own_row_of_a_unit_in_the_timeline();
     test_a_timeline_that_fails_can_be_repeated();
     test_a_timeline_begins_on_the_upload_stream();
     test_units_of_several_members_and_tensors();
