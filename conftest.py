@@ -5,6 +5,8 @@ as a package named torch wherever the real one is missing.
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Generator
 
 import pytest
 
@@ -22,3 +24,15 @@ def why_no_card() -> str:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and why_no_card():
         pytest.skip(why_no_card())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let a failed test say on which schedule of the simulated driver it ran."""
+    report = yield
+    simulator = sys.modules.get("oracle_offload.simulator")
+    if report.failed and simulator is not None and simulator.library.cache_info().currsize:
+        report.sections.append(("simulated driver", f"schedule: {simulator.schedule_text()}"))
+    return report

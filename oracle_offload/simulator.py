@@ -211,6 +211,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[object, ...]]] = {
         ctypes.c_int,
         (ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_uint64)),
     ),
+    "simScheduleText": (ctypes.c_int, (ctypes.c_char_p, ctypes.c_size_t)),
     "simSwitch": (ctypes.c_int, (ctypes.c_int, ctypes.c_int)),
     "simRefuseRegistration": (ctypes.c_int, (ctypes.c_uint64,)),
     "simFault": (
@@ -372,6 +373,13 @@ def get_schedule() -> tuple[Schedule, int]:
     kind, seed = ctypes.c_int(), ctypes.c_uint64()
     _check("simGetSchedule", library().simGetSchedule(ctypes.byref(kind), ctypes.byref(seed)))
     return Schedule(kind.value), seed.value
+
+
+def schedule_text() -> str:
+    """Return the schedule, its seed and how to replay it: what a failed test should say."""
+    text = ctypes.create_string_buffer(160)
+    _check("simScheduleText", library().simScheduleText(text, len(text)))
+    return text.value.decode()
 
 
 @contextlib.contextmanager

@@ -131,15 +131,23 @@ void sim__report(uint64_t key, const char *format, ...) {
     }
 }
 
+static const char *const schedule_names[] = {"timed",          "random", "starve-copy",
+                                             "starve-compute", "eager",  "delayed"};
+
 void sim__seed_text(char *text, size_t capacity) {
-    static const char *const names[] = {"timed",          "random", "starve-copy",
-                                        "starve-compute", "eager",  "delayed"};
-    if (sim.schedule == SIM_RANDOM)
-        snprintf(text, capacity, "random, seed %llu; replay with ORACLE_OFFLOAD_SIM_SEED=%llu",
-                 (unsigned long long)sim.seed, (unsigned long long)sim.seed);
-    else
-        snprintf(text, capacity, "%s, seed %llu", names[sim.schedule],
-                 (unsigned long long)sim.seed);
+    const char *name = schedule_names[sim.schedule];
+    snprintf(text, capacity, "%s, seed %llu; replay with ORACLE_OFFLOAD_SIM_SEED=%s:%llu", name,
+             (unsigned long long)sim.seed, name, (unsigned long long)sim.seed);
+}
+
+OOCUresult simScheduleText(char *text, size_t capacity) {
+    if (!text || !capacity)
+        return OOCU_ERROR_INVALID_VALUE;
+    sim_os_lock(&sim.lock);
+    sim__boot();
+    sim__seed_text(text, capacity);
+    sim_os_unlock(&sim.lock);
+    return OOCU_SUCCESS;
 }
 
 uint64_t simReportCount(void) {
@@ -195,12 +203,35 @@ static const struct sim_device *preset(const char *name) {
     return NULL;
 }
 
+/* "41" is the random schedule with seed 41, "delayed:41" another one. Returns 0 for what is no
+ * schedule. */
+static int schedule_from(const char *text) {
+    char *end = NULL;
+    const char *number = strchr(text, ':');
+    const size_t length = number ? (size_t)(number - text) : strlen(text);
+    sim.schedule = SIM_RANDOM;
+    for (int i = SIM_TIMED; i <= SIM_DELAYED; i++) {
+        if (strlen(schedule_names[i]) == length && !strncmp(text, schedule_names[i], length)) {
+            sim.schedule = i;
+            text = number ? number + 1 : "0";
+        }
+    }
+    sim.seed = sim.random = strtoull(text, &end, 10);
+    return end != text && !*end && *text != '-';
+}
+
 static void defaults(void) {
     const char *seed = getenv("ORACLE_OFFLOAD_SIM_SEED");
     const char *trace = getenv("ORACLE_OFFLOAD_SIM_TRACE");
-    sim.seed = seed && *seed ? strtoull(seed, NULL, 10) : 0;
-    sim.random = sim.seed;
-    sim.schedule = seed && *seed ? SIM_RANDOM : SIM_TIMED;
+    if (!schedule_from(seed && *seed ? seed : "timed")) {
+        /* cuInit refuses: what was not replayed must not look as if it had been. */
+        sim.boot_error = OOCU_ERROR_INVALID_VALUE;
+        sim__report(2,
+                    "error: ORACLE_OFFLOAD_SIM_SEED is \"%s\"; it must be a number (of the random "
+                    "schedule), or timed, random, starve-copy, starve-compute, eager or delayed "
+                    "with a number: delayed:41",
+                    seed);
+    }
     memset(sim.switches, 0, sizeof sim.switches);
     sim.switches[SIM_RACES] = sim.switches[SIM_POISON] = 1;
     sim.switches[SIM_TRACE_ON] = trace && *trace && strcmp(trace, "0") != 0;

@@ -68,9 +68,12 @@ enum sim_schedule {
     SIM_EAGER = 4,  /* every operation runs when it is queued, where legal */
     SIM_DELAYED = 5 /* SIM_TIMED, but the seed makes some operations take far too long */
 };
-/* The default comes from ORACLE_OFFLOAD_SIM_SEED: unset SIM_TIMED, a number SIM_RANDOM with it. */
+/* The default comes from ORACLE_OFFLOAD_SIM_SEED: unset SIM_TIMED, a number SIM_RANDOM with it,
+ * "delayed:41" SIM_DELAYED with seed 41. */
 SIM_API OOCUresult simSetSchedule(int schedule, uint64_t seed);
 SIM_API OOCUresult simGetSchedule(int *schedule, uint64_t *seed);
+/* The same for people: "random, seed 41; replay with ORACLE_OFFLOAD_SIM_SEED=random:41". */
+SIM_API OOCUresult simScheduleText(char *text, size_t capacity);
 
 enum sim_switch {
     SIM_RACES = 0,        /* detect races (default 1) */

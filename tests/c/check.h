@@ -19,10 +19,21 @@ static unsigned long check_passed, check_failed;
             fprintf(stderr, "%s:%d: CHECK(%s) failed: ", __FILE__, __LINE__, #condition);          \
             fprintf(stderr, __VA_ARGS__);                                                          \
             fputc('\n', stderr);                                                                   \
+            check_say_schedule();                                                                  \
             if (getenv("ORACLE_OFFLOAD_TEST_FAIL_FAST"))                                           \
                 _Exit(1);                                                                          \
         }                                                                                          \
     } while (0)
+
+/* What a failed check says of the simulator; `text` is its simScheduleText. */
+typedef int check_schedule_text(char *text, size_t capacity);
+static check_schedule_text *check_schedule;
+
+static inline void check_say_schedule(void) {
+    char text[160];
+    if (check_schedule && check_schedule(text, sizeof text) == 0)
+        fprintf(stderr, "    on the schedule %s\n", text);
+}
 
 /* The last line of a C test; the value for main to return. */
 static inline int check_report(void) {

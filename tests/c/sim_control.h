@@ -5,6 +5,7 @@
 
 #include "../../csrc/core/host.h"
 #include "../../csrc/sim/sim_calls.h"
+#include "check.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,7 +13,7 @@
 
 /* clang-format off */
 #define SIM_CONTROLS(X) \
-    X(simGetDevice) X(simSetDevice) X(simSetDeviceCount) X(simSetSchedule) X(simSwitch) \
+    X(simScheduleText) X(simGetDevice) X(simSetDevice) X(simSetDeviceCount) X(simSetSchedule) X(simSwitch) \
     X(simRefuseRegistration) X(simFault) X(simFaultClear) X(simHold) X(simCallCount) \
     X(simGetStats) X(simGetLive) X(simNow) X(simAdvance) X(simFinish) X(simReportCount) \
     X(simReport) X(simReportsClear) X(simReset) X(simAdopt) X(simDrop) X(simLaunch) \
@@ -53,6 +54,7 @@ static inline struct sim_control sim_open(int argc, char **argv) {
     } while (0);
     SIM_CONTROLS(SIM_FIND)
 #undef SIM_FIND
+    check_schedule = sim.simScheduleText;
     return sim;
 }
 

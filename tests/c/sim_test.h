@@ -17,7 +17,7 @@
     X(simRefuseRegistration) X(simFault) X(simFaultClear) X(simHold) X(simPatience) \
     X(simCallCount) X(simGetStats) X(simGetLive) X(simNow) X(simAdvance) X(simFinish) \
     X(simReportCount) X(simReport) X(simReportsClear) X(simLabelRange) X(simLabelStream) \
-    X(simTraceCount) X(simTraceRow) X(simTraceClear) X(simReset)
+    X(simTraceCount) X(simTraceRow) X(simTraceClear) X(simScheduleText) X(simReset)
 /* clang-format on */
 
 struct sim_library {
@@ -56,6 +56,7 @@ static inline void sim_test_open(int argc, char **argv) {
 #define SIM_TEST_FIND(name) sim_test_find(library, #name, &cu.name);
     SIM_TEST_CONTROLS(SIM_TEST_FIND)
 #undef SIM_TEST_FIND
+    check_schedule = cu.simScheduleText;
 }
 
 static inline void sim_ok(OOCUresult result, const char *what, int line) {

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -155,13 +156,71 @@ def test_an_unknown_device_in_the_environment_is_refused_by_name() -> None:
     assert done.stdout.startswith("101 ") and "voodoo2" in done.stdout, done
 
 
-def test_the_environment_replays_a_seed() -> None:
-    code = "from oracle_offload import simulator; print(simulator.get_schedule())"
-    environment = {**os.environ, "ORACLE_OFFLOAD_SIM_SEED": "42"}
+@pytest.mark.parametrize(
+    ("value", "kind", "seed"),
+    [
+        ("", Schedule.TIMED, 0),
+        ("42", Schedule.RANDOM, 42),
+        ("0", Schedule.RANDOM, 0),
+        ("random:42", Schedule.RANDOM, 42),
+        ("delayed:18446744073709551615", Schedule.DELAYED, 2**64 - 1),
+        ("starve-copy", Schedule.STARVE_COPY, 0),
+        ("starve-compute:1", Schedule.STARVE_COMPUTE, 1),
+        ("eager:3", Schedule.EAGER, 3),
+    ],
+)
+def test_the_environment_replays_a_schedule(value: str, kind: Schedule, seed: int) -> None:
+    code = (
+        "from oracle_offload import simulator; kind, seed = simulator.get_schedule();"
+        "print(kind.value, seed); print(simulator.schedule_text())"
+    )
+    environment = {**os.environ, "ORACLE_OFFLOAD_SIM_SEED": value}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )
-    assert "RANDOM" in done.stdout and "42" in done.stdout, done
+    first, text = done.stdout.splitlines()
+    assert first == f"{kind.value} {seed}", done
+    # What is said replays the same.
+    environment["ORACLE_OFFLOAD_SIM_SEED"] = text.rpartition("ORACLE_OFFLOAD_SIM_SEED=")[2]
+    again = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert again.stdout == done.stdout, again
+
+
+@pytest.mark.parametrize("value", ["fast", "random:", "41x", "-1", "delayed:-1", "timed 4", ":3"])
+def test_a_seed_that_is_none_is_refused(value: str) -> None:
+    code = (
+        "import ctypes; from oracle_offload import simulator;"
+        "print(simulator.library().cuInit(0), simulator.reports())"
+    )
+    environment = {**os.environ, "ORACLE_OFFLOAD_SIM_SEED": value}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("1 ") and repr(value)[1:-1] in done.stdout, done
+
+
+def test_a_failed_test_says_how_to_replay_it(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    (tmp_path / "conftest.py").write_text((root / "conftest.py").read_text())
+    (tmp_path / "test_it.py").write_text(
+        "from oracle_offload import simulator\n"
+        "def test_fails():\n"
+        "    simulator.set_schedule(simulator.Schedule.DELAYED, 7)\n"
+        "    assert simulator.now() < 0\n"
+        "def test_passes():\n"
+        "    assert simulator.now() == 0\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "."],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.count("ORACLE_OFFLOAD_SIM_SEED=delayed:7") == 1, done
+    assert "1 failed, 1 passed" in done.stdout, done
 
 
 def test_device_and_schedule_last_for_their_with_block(driver: Driver) -> None:
