@@ -130,8 +130,10 @@ static size_t erase_labels(uintptr_t lo, uintptr_t hi) {
     size_t i = first_label_over(lo), end = i;
     while (end < n_labels && labels[end].lo < hi)
         end++;
-    memmove(labels + i, labels + end, (n_labels - end) * sizeof *labels);
-    n_labels -= end - i;
+    if (end > i) { /* at first there is no array to move in */
+        memmove(labels + i, labels + end, (n_labels - end) * sizeof *labels);
+        n_labels -= end - i;
+    }
     return i;
 }
 
