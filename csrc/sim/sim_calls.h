@@ -47,6 +47,8 @@ enum sim_traits {
     (void *dst, OOCUdeviceptr src, size_t bytes, OOCUstream stream)) \
   X(cuStreamCreateWithPriority, cuStreamCreateWithPriority, 5050, 0, \
     (OOCUstream *stream, unsigned int flags, int priority)) \
+  X(cuStreamGetPriority, cuStreamGetPriority, 5050, 0, (OOCUstream stream, int *priority)) \
+  X(cuStreamGetFlags, cuStreamGetFlags, 5050, 0, (OOCUstream stream, unsigned int *flags)) \
   X(cuStreamDestroy, cuStreamDestroy_v2, 4000, 0, (OOCUstream stream)) \
   X(cuStreamSynchronize, cuStreamSynchronize, 2000, 0, (OOCUstream stream)) \
   X(cuStreamQuery, cuStreamQuery, 2000, 0, (OOCUstream stream)) \

@@ -123,6 +123,7 @@ struct sim_stream {
     uint64_t handle;
     int device;
     int blocking; /* ordered against the legacy stream */
+    int priority; /* told when asked; copies and kernels are served by arrival all the same */
     int is_legacy;
     int destroyed; /* the handle is gone; the object lives until it has drained */
     int held;      /* makes no progress: simHold */

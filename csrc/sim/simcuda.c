@@ -350,12 +350,14 @@ OOCUresult cuCtxPopCurrent_v2(OOCUcontext *out_context) {
     SIM_LEAVE;
 }
 
+enum { LEAST_PRIORITY = 0, GREATEST_PRIORITY = -5 };
+
 OOCUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) {
     SIM_ENTER(CALL_cuCtxGetStreamPriorityRange);
     if (least)
-        *least = 0;
+        *least = LEAST_PRIORITY;
     if (greatest)
-        *greatest = -5;
+        *greatest = GREATEST_PRIORITY;
     SIM_LEAVE;
 }
 
@@ -641,7 +643,6 @@ OOCUresult simLaunch(OOCUstream handle, const OOSimRange *reads, size_t n_reads,
 /* ---- streams ---- */
 
 OOCUresult cuStreamCreateWithPriority(OOCUstream *out_stream, unsigned int flags, int priority) {
-    (void)priority; /* any value is clamped to the range; the simulator has no use for it */
     SIM_ENTER(CALL_cuStreamCreateWithPriority);
     if (!out_stream || flags > OOCU_STREAM_NON_BLOCKING)
         SIM_RETURN(OOCU_ERROR_INVALID_VALUE);
@@ -650,7 +651,32 @@ OOCUresult cuStreamCreateWithPriority(OOCUstream *out_stream, unsigned int flags
     struct sim_stream *stream = sim__stream_new(current_device(), flags, name, 1);
     if (!stream)
         SIM_RETURN(OOCU_ERROR_OUT_OF_MEMORY);
+    stream->priority = priority > LEAST_PRIORITY      ? LEAST_PRIORITY
+                       : priority < GREATEST_PRIORITY ? GREATEST_PRIORITY
+                                                      : priority;
     *out_stream = (OOCUstream)(uintptr_t)stream->handle;
+    SIM_LEAVE;
+}
+
+OOCUresult cuStreamGetPriority(OOCUstream handle, int *priority) {
+    SIM_ENTER(CALL_cuStreamGetPriority);
+    const struct sim_stream *stream = sim__stream(handle);
+    if (!priority)
+        SIM_RETURN(OOCU_ERROR_INVALID_VALUE);
+    if (!stream)
+        SIM_RETURN(OOCU_ERROR_INVALID_HANDLE);
+    *priority = stream->priority;
+    SIM_LEAVE;
+}
+
+OOCUresult cuStreamGetFlags(OOCUstream handle, unsigned int *flags) {
+    SIM_ENTER(CALL_cuStreamGetFlags);
+    const struct sim_stream *stream = sim__stream(handle);
+    if (!flags)
+        SIM_RETURN(OOCU_ERROR_INVALID_VALUE);
+    if (!stream)
+        SIM_RETURN(OOCU_ERROR_INVALID_HANDLE);
+    *flags = stream->blocking ? OOCU_STREAM_DEFAULT : OOCU_STREAM_NON_BLOCKING;
     SIM_LEAVE;
 }
 

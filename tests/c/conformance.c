@@ -32,7 +32,10 @@
 
 /* ---- the driver ---- */
 
-#define CAPTURE_CALLS(X)                                                                           \
+/* What the engine does not call. */
+#define OTHER_CALLS(X)                                                                             \
+    X(cuStreamGetPriority, 5050, OPTIONAL, (OOCUstream stream, int *priority))                     \
+    X(cuStreamGetFlags, 5050, OPTIONAL, (OOCUstream stream, unsigned int *flags))                  \
     X(cuStreamBeginCapture, 10010, OPTIONAL, (OOCUstream stream, int mode))                        \
     X(cuStreamEndCapture, 10000, OPTIONAL, (OOCUstream stream, void **graph))                      \
     X(cuGraphDestroy, 10000, OPTIONAL, (void *graph))
@@ -43,7 +46,7 @@ typedef OOCUresult(OOCUDAAPI *proc_address)(const char *name, void **function, i
 static struct {
 #define FIELD(name, introduced, need, parameters) OOCUresult(OOCUDAAPI *name) parameters;
     OO_DRIVER_CALLS(FIELD)
-    CAPTURE_CALLS(FIELD)
+    OTHER_CALLS(FIELD)
 #undef FIELD
     proc_address get;
 } cu;
@@ -65,7 +68,7 @@ static int load(const char *path) {
     memcpy(&cu.get, &symbol, sizeof symbol);
 #define FIND(name, introduced, need, parameters) find(#name, introduced, &cu.name);
     OO_DRIVER_CALLS(FIND)
-    CAPTURE_CALLS(FIND)
+    OTHER_CALLS(FIND)
 #undef FIND
     return 1;
 }
@@ -625,10 +628,44 @@ static void stream_flags_are_checked(void) {
 static void priorities_are_clamped(void) {
     int least = -100, greatest = 100;
     OOCUstream stream;
+    NEEDS(cuStreamGetPriority);
     OK(cu.cuCtxGetStreamPriorityRange(&least, &greatest));
     TRUE(least >= greatest);
-    OK(cu.cuStreamCreateWithPriority(&stream, 0, greatest - 1000));
-    OK(cu.cuStreamDestroy(stream));
+    for (int i = 0; i < 2; i++) {
+        int priority = 100;
+        OK(cu.cuStreamCreateWithPriority(&stream, 0, i ? greatest - 1000 : least + 1000));
+        OK(cu.cuStreamGetPriority(stream, &priority));
+        TRUE(priority == (i ? greatest : least));
+        OK(cu.cuStreamDestroy(stream));
+    }
+}
+
+static void a_stream_keeps_its_priority(void) {
+    int least = -100, greatest = 100;
+    NEEDS(cuStreamGetPriority);
+    OK(cu.cuCtxGetStreamPriorityRange(&least, &greatest));
+    for (int asked = greatest; asked <= least; asked++) {
+        OOCUstream stream;
+        int priority = 100;
+        OK(cu.cuStreamCreateWithPriority(&stream, OOCU_STREAM_NON_BLOCKING, asked));
+        OK(cu.cuStreamGetPriority(stream, &priority));
+        TRUE(priority == asked);
+        OK(cu.cuStreamDestroy(stream));
+    }
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuStreamGetPriority(a, NULL));
+}
+
+static void a_stream_keeps_its_flags(void) {
+    NEEDS(cuStreamGetFlags);
+    for (unsigned asked = OOCU_STREAM_DEFAULT; asked <= OOCU_STREAM_NON_BLOCKING; asked++) {
+        OOCUstream stream;
+        unsigned flags = 100;
+        OK(cu.cuStreamCreateWithPriority(&stream, asked, 0));
+        OK(cu.cuStreamGetFlags(stream, &flags));
+        TRUE(flags == asked);
+        OK(cu.cuStreamDestroy(stream));
+    }
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuStreamGetFlags(a, NULL));
 }
 
 static void an_idle_stream_is_ready(void) {
@@ -1188,6 +1225,8 @@ static const struct {
     CASE(memset_needs_alignment, SET_UP),
     CASE(stream_flags_are_checked, SET_UP),
     CASE(priorities_are_clamped, SET_UP),
+    CASE(a_stream_keeps_its_priority, SET_UP),
+    CASE(a_stream_keeps_its_flags, SET_UP),
     CASE(an_idle_stream_is_ready, SET_UP),
     CASE(a_busy_stream_is_not_ready, SET_UP),
     CASE(destroying_a_stream_drops_no_work, SET_UP),

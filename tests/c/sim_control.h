@@ -20,7 +20,7 @@
     X(simHostAccess) X(simTraceCount) X(simTraceRow) X(simTraceClear) X(cuInit) \
     X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease_v2) X(cuCtxGetCurrent) \
     X(cuCtxPushCurrent_v2) X(cuCtxPopCurrent_v2) X(cuMemAlloc_v2) X(cuMemFree_v2) \
-    X(cuStreamCreateWithPriority) X(cuStreamDestroy_v2) X(cuStreamBeginCapture_v2) \
+    X(cuStreamCreateWithPriority) X(cuStreamDestroy_v2) X(cuStreamBeginCapture_v2) X(cuStreamGetPriority) X(cuStreamGetFlags) X(cuCtxGetStreamPriorityRange) \
     X(cuStreamEndCapture) X(cuGraphDestroy) X(cuMemHostRegister_v2) X(cuMemHostUnregister)
 /* clang-format on */
 

@@ -1321,6 +1321,34 @@ static void test_a_segment_that_failed_is_given_back(void) {
     }
 }
 
+/* The device serves copies before kernels that are waiting, and torch's default stream, which waits
+ * for blocking streams, does not wait for them. */
+static void test_copies_have_the_greatest_priority_and_block_nobody(void) {
+    struct world w;
+    int least = 0, greatest = 0, priority = 100;
+    unsigned flags = 100;
+    uintptr_t compute;
+    world_open(&w, 60000, -1);
+    sim.cuCtxPushCurrent_v2(w.context);
+    CHECK(sim.cuCtxGetStreamPriorityRange(&least, &greatest) == 0 && greatest < least, "%d to %d",
+          least, greatest);
+    const OOCUstream copies[] = {w.engine->h2d, w.engine->d2h};
+    for (int i = 0; i < 2; i++) {
+        CHECK(sim.cuStreamGetPriority(copies[i], &priority) == 0 && priority == greatest,
+              "%s has priority %d, the greatest is %d", i ? "d2h" : "h2d", priority, greatest);
+        CHECK(sim.cuStreamGetFlags(copies[i], &flags) == 0 && flags == OOCU_STREAM_NON_BLOCKING,
+              "%s has flags %u", i ? "d2h" : "h2d", flags);
+    }
+    need(oo_engine_compute_stream(w.engine, &compute), "compute stream");
+    CHECK(sim.cuStreamGetPriority((OOCUstream)compute, &priority) == 0 && priority == 0,
+          "compute has priority %d", priority);
+    CHECK(sim.cuStreamGetFlags((OOCUstream)compute, &flags) == 0 &&
+              flags == OOCU_STREAM_NON_BLOCKING,
+          "compute has flags %u", flags);
+    sim.cuCtxPopCurrent_v2(NULL);
+    world_close(&w, "priority");
+}
+
 static void test_a_creation_that_fails_leaves_nothing(void) {
     static const char *const calls[] = {"cuDeviceGetCount",
                                         "cuDeviceGet",
@@ -1478,6 +1506,7 @@ int main(int argc, char **argv) {
 #endif
     test_a_failed_upload_leaves_the_unit_absent();
     test_a_segment_that_failed_is_given_back();
+    test_copies_have_the_greatest_priority_and_block_nobody();
     test_a_creation_that_fails_leaves_nothing();
     test_memory_that_cannot_be_unlocked_is_kept();
     test_refused_locks_are_told();
