@@ -94,15 +94,21 @@ class Engine:
     def compute_stream(self) -> int:
         """A stream for callers that have none (the simulated device's); created on first use."""
 
-    def close(self) -> None:
-        """Give back everything. `OffloadError` while models are attached."""
+    def close(self) -> str | None:
+        """Give back everything. `OffloadError` while models are attached.
+
+        Returns what the driver refused to take back (it is lost then), None where that is nothing.
+        """
 
     def mem_info(self) -> tuple[int, int]:
         """(free, total) device bytes."""
 
-    def lock(self, buffer: HostBuffer, wanted: bool = True, /) -> bool:
-        """Make `buffer` known and page-lock it; False where the system refuses or `wanted` is false
-        (its units then go through a small locked ring)."""
+    def lock(self, buffer: HostBuffer, wanted: bool = True, /) -> str | None:
+        """Make `buffer` known, and page-lock it unless `wanted` is false.
+
+        Returns why the system refused to lock it, None where it did not. Units of memory that is
+        not locked go through a small locked ring.
+        """
 
     def unlock(self, buffer: HostBuffer, /) -> None:
         """Wait for copies from or to `buffer`, then make it ordinary memory again."""

@@ -5,6 +5,11 @@ Running out of device memory stays `torch.OutOfMemoryError`, which training loop
 
 from __future__ import annotations
 
+import functools
+import sys
+
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+
 
 class OffloadError(RuntimeError):
     """Base of every error of this package; says what was wrong, the value, and what to do."""
@@ -30,7 +35,20 @@ class DriverError(OffloadError):
         self.name = name
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.call, self.code, self.name)
+        return driver_error, (str(self), self.call, self.code, self.name)
+
+
+def driver_error(message: str, call: str, code: int, name: str) -> DriverError:
+    """Return the exception of a failed driver call; out of memory is torch's error as well."""
+    torch = sys.modules.get("torch")
+    if code == _OUT_OF_MEMORY and torch is not None:
+        return _out_of_memory(torch.OutOfMemoryError)(message, call, code, name)
+    return DriverError(message, call, code, name)
+
+
+@functools.cache
+def _out_of_memory(theirs: type[Exception]) -> type[DriverError]:
+    return type("OutOfMemoryError", (DriverError, theirs), {"__module__": __name__})
 
 
 class StaleWeightsError(OffloadError):

@@ -32,8 +32,29 @@ enum oo_status oo__check(struct oo_engine *engine, const char *call, OOCUresult 
         snprintf(engine->dead_message, sizeof engine->dead_message, "%s", oo_error_message());
         snprintf(engine->dead_call, sizeof engine->dead_call, "%s", failed_call);
         snprintf(engine->dead_name, sizeof engine->dead_name, "%s", name);
+        oo__append("; the GPU context is lost: save what you need from host memory and restart the "
+                   "process");
     }
     return status;
+}
+
+enum oo_status oo__note(struct oo_engine *engine, const char *call, OOCUresult result) {
+    if (result == OOCU_SUCCESS)
+        return OO_OK;
+    const struct oo_error first = oo__error_save();
+    enum oo_status status = oo__check(engine, call, result);
+    oo__error_restore(&first);
+    return status;
+}
+
+void oo__note_leak(struct oo_engine *engine, const char *call, OOCUresult result) {
+    if (result == OOCU_SUCCESS)
+        return;
+    const struct oo_error first = oo__error_save();
+    (void)oo__check(engine, call, result);
+    if (engine->n_leaked++ == 0)
+        engine->first_leak = oo__error_save();
+    oo__error_restore(&first);
 }
 
 /* The driver works on the thread's current context; autograd's threads and users' may have none. */
@@ -76,7 +97,7 @@ enum oo_status oo__enter(struct oo_engine *engine, int flags) {
 void oo__leave(struct oo_engine *engine) {
     OOCUcontext popped;
     if (engine->context_pushed)
-        (void)engine->driver.cuCtxPopCurrent(&popped);
+        OO_GIVE_BACK(engine, cuCtxPopCurrent, &popped);
     oo__mutex_unlock(engine->mutex);
 }
 
@@ -407,6 +428,9 @@ enum oo_status oo_engine_acquire(struct oo_engine *engine, uint32_t member_id,
     use->ticket = (uint64_t)unit->generation << 32 | id;
     use->address = oo_block_address(oo_plan_resident(engine->plan, id));
 done:
+    /* The caller learns of a copy only from a call that succeeds, and so can stamp only then. */
+    if (status != OO_OK && use->fetched.count)
+        engine->units[use->fetched.units[0]].stale = 1;
     oo__leave(engine);
     return status;
 }
@@ -459,14 +483,14 @@ static struct oo_last_use *oo__use_entry(struct oo_engine *engine, struct oo_uni
     for (uint32_t i = 0; i < unit->n_uses && !entry; i++)
         if (unit->uses[i].stream == stream)
             entry = &unit->uses[i];
-    if (!entry && unit->n_uses == OO_STREAMS) {
+    if (!entry && unit->n_uses >= OO_STREAMS) {
         struct oo_last_use *oldest = &unit->uses[0];
         if (oldest->lost || !engine->usable ||
             OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, oldest->event->handle, 0) != OO_OK)
             return NULL;
         oo__event_give(engine, oldest->event);
-        memmove(&unit->uses[0], &unit->uses[1], (OO_STREAMS - 1) * sizeof unit->uses[0]);
         unit->n_uses--;
+        memmove(&unit->uses[0], &unit->uses[1], unit->n_uses * sizeof unit->uses[0]);
     }
     if (!entry) {
         entry = &unit->uses[unit->n_uses++];
@@ -482,8 +506,15 @@ static struct oo_last_use *oo__use_entry(struct oo_engine *engine, struct oo_uni
 static enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *unit,
                                    OOCUstream stream) {
     struct oo_last_use *entry = oo__use_entry(engine, unit, stream);
-    if (!entry) /* on a dead engine there is nothing left to overwrite */
-        return engine->dead == OO_OK ? oo__synchronize(engine, stream, 1) : OO_OK;
+    if (!entry) {
+        if (engine->dead != OO_OK) /* there is nothing left to overwrite */
+            return OO_OK;
+        enum oo_status status = oo__synchronize(engine, stream, 1);
+        if (status == OO_OK || unit->n_uses == OO_USES)
+            return status;
+        unit->uses[unit->n_uses++] = (struct oo_last_use){stream, NULL, 1};
+        return OO_OK;
+    }
     entry->lost = !entry->event || !engine->usable ||
                   OO_DRIVE(engine, cuEventRecord, entry->event->handle, stream) != OO_OK;
     return OO_OK;
@@ -614,7 +645,8 @@ done:
          * failed first. */
         engine->stats.host_waits++;
         engine->stats.recoveries++;
-        in_flight = engine->driver.cuStreamSynchronize(engine->d2h) != OOCU_SUCCESS;
+        in_flight = oo__note(engine, "cuStreamSynchronize",
+                             engine->driver.cuStreamSynchronize(engine->d2h)) != OO_OK;
     }
     if (adopted && (in_flight || engine->driver.simDrop(source) != OOCU_SUCCESS))
         engine->unfinished = source;
@@ -711,11 +743,11 @@ static void oo__close_device(struct oo_engine *engine) {
     oo__kernels_free(engine);
     /* Destroying a stream returns at once and drops none of its work. */
     if (engine->h2d)
-        (void)engine->driver.cuStreamDestroy(engine->h2d);
+        OO_GIVE_BACK(engine, cuStreamDestroy, engine->h2d);
     if (engine->d2h)
-        (void)engine->driver.cuStreamDestroy(engine->d2h);
+        OO_GIVE_BACK(engine, cuStreamDestroy, engine->d2h);
     if (engine->compute)
-        (void)engine->driver.cuStreamDestroy(engine->compute);
+        OO_GIVE_BACK(engine, cuStreamDestroy, engine->compute);
 }
 
 static void oo__free_engine(struct oo_engine *engine) {
@@ -762,7 +794,10 @@ enum oo_status oo_engine_create(const char *library, int device, struct oo_engin
 done:
     if (status != OO_OK) {
         if (engine->context)
-            (void)engine->driver.cuDevicePrimaryCtxRelease(engine->device);
+            OO_GIVE_BACK(engine, cuDevicePrimaryCtxRelease, engine->device);
+        if (engine->n_leaked)
+            oo__append("; and %u driver objects could not be given back, the first: %s",
+                       engine->n_leaked, engine->first_leak.message);
         oo__free_engine(engine);
         return status;
     }
@@ -789,9 +824,15 @@ enum oo_status oo_engine_destroy(struct oo_engine *engine) {
     if (status != OO_OK)
         return status;
     if (engine->usable)
-        (void)engine->driver.cuDevicePrimaryCtxRelease(engine->device);
+        OO_GIVE_BACK(engine, cuDevicePrimaryCtxRelease, engine->device);
+    if (engine->n_leaked) {
+        const struct oo_error *leak = &engine->first_leak;
+        status = oo__fail_driver(OO_LEAKED, leak->call, leak->code, leak->name,
+                                 "%u driver objects could not be given back, the first: %s",
+                                 engine->n_leaked, leak->message);
+    }
     oo__free_engine(engine);
-    return OO_OK;
+    return status;
 }
 
 int oo_engine_simulated(const struct oo_engine *engine) { return engine->driver.simulated; }

@@ -95,7 +95,10 @@ struct oo_begun {
     struct oo_event *event;
 };
 
-enum { OO_STREAMS = 4 }; /* streams that use one unit at a time without further bookkeeping */
+enum {
+    OO_STREAMS = 4, /* streams that use one unit at a time without further bookkeeping */
+    OO_USES = 16    /* uses a unit can have while the driver refuses to order them */
+};
 
 struct oo_unit {
     uint32_t model;
@@ -109,7 +112,7 @@ struct oo_unit {
     struct oo_event *ready;        /* its copy has arrived */
     OOCUstream waited[OO_STREAMS]; /* streams already ordered after `ready` */
     uint32_t n_waited;
-    struct oo_last_use uses[OO_STREAMS];
+    struct oo_last_use uses[OO_USES];
     uint32_t n_uses;
     struct oo_begun begun[OO_STREAMS];
     uint32_t n_begun;
@@ -134,6 +137,8 @@ struct oo_engine {
     enum oo_status dead; /* OO_OK, or OO_E_DEAD */
     char dead_message[512], dead_call[48], dead_name[64];
     int dead_code;
+    uint32_t n_leaked; /* driver objects that could not be given back, and what befell the first */
+    struct oo_error first_leak;
 
     struct oo_plan *plan;
     struct oo_unit *units; /* by the plan's unit ids */
@@ -166,6 +171,12 @@ enum oo_status oo__enter(struct oo_engine *engine, int flags);
 void oo__leave(struct oo_engine *engine);
 /* Status of a driver call; a sticky result kills the engine. */
 enum oo_status oo__check(struct oo_engine *engine, const char *call, OOCUresult result);
+/* The same for a call whose failure is no failure of the caller's; the thread's error stays. */
+enum oo_status oo__note(struct oo_engine *engine, const char *call, OOCUresult result);
+/* The same for one that gives something back, which is not to be tried again. */
+void oo__note_leak(struct oo_engine *engine, const char *call, OOCUresult result);
+#define OO_GIVE_BACK(engine, call, ...)                                                            \
+    oo__note_leak(engine, #call, (engine)->driver.call(__VA_ARGS__))
 #define OO_DRIVE(engine, call, ...) oo__check(engine, #call, (engine)->driver.call(__VA_ARGS__))
 
 /* Make the h2d stream wait for every use of the unit's bytes. */

@@ -37,7 +37,7 @@ done:
 
 void oo__kernels_free(struct oo_engine *engine) {
     if (engine->module && engine->driver.cuModuleUnload)
-        (void)engine->driver.cuModuleUnload(engine->module);
+        OO_GIVE_BACK(engine, cuModuleUnload, engine->module);
     engine->module = NULL;
     engine->spin = NULL;
 }

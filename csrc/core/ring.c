@@ -89,7 +89,7 @@ done:
 
 void oo__ring_free(struct oo_engine *engine, struct oo_ring *ring) {
     if (ring->base && engine->usable)
-        (void)engine->driver.cuMemFreeHost(ring->base);
+        OO_GIVE_BACK(engine, cuMemFreeHost, ring->base);
     ring->base = NULL;
     for (int i = 0; i < OO_RING_PIECES; i++) {
         oo__event_give(engine, ring->busy[i]);

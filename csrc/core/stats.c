@@ -66,13 +66,23 @@ void oo__event_give(struct oo_engine *engine, struct oo_event *event) {
 
 /* ---- spans ---- */
 
+/* A time that cannot be read is a measurement lost, and nothing else. */
+static OOCUresult oo__elapsed(struct oo_engine *engine, float *milliseconds,
+                              const struct oo_event *begin, const struct oo_event *end) {
+    if (!engine->driver.cuEventElapsedTime)
+        return OOCU_ERROR_NOT_SUPPORTED;
+    const OOCUresult result =
+        engine->driver.cuEventElapsedTime(milliseconds, begin->handle, end->handle);
+    if (result != OOCU_ERROR_NOT_READY)
+        (void)oo__note(engine, "cuEventElapsedTime", result);
+    return result;
+}
+
 static void oo__trace_row(struct oo_engine *engine, const struct oo_span *span) {
     struct oo_spans *spans = &engine->spans;
     float begin_ms, end_ms;
-    if (engine->driver.cuEventElapsedTime(&begin_ms, spans->origin->handle, span->begin->handle) !=
-            OOCU_SUCCESS ||
-        engine->driver.cuEventElapsedTime(&end_ms, spans->origin->handle, span->end->handle) !=
-            OOCU_SUCCESS)
+    if (oo__elapsed(engine, &begin_ms, spans->origin, span->begin) != OOCU_SUCCESS ||
+        oo__elapsed(engine, &end_ms, spans->origin, span->end) != OOCU_SUCCESS)
         return;
     if (spans->n_rows == spans->row_capacity) {
         const size_t capacity = spans->row_capacity ? 2 * spans->row_capacity : 4096;
@@ -95,10 +105,7 @@ static int oo__harvest_one(struct oo_engine *engine) {
     struct oo_spans *spans = &engine->spans;
     const struct oo_span *span = oo__span_at(spans, spans->head);
     float milliseconds = 0.0f;
-    const OOCUresult result = engine->driver.cuEventElapsedTime
-                                  ? engine->driver.cuEventElapsedTime(
-                                        &milliseconds, span->begin->handle, span->end->handle)
-                                  : OOCU_ERROR_NOT_SUPPORTED;
+    const OOCUresult result = oo__elapsed(engine, &milliseconds, span->begin, span->end);
     if (result == OOCU_ERROR_NOT_READY)
         return 0;
     if (result == OOCU_SUCCESS) {
@@ -179,7 +186,7 @@ void oo__spans_free(struct oo_engine *engine) {
         struct oo_event *event = spans->free_events;
         spans->free_events = event->next;
         if (engine->usable)
-            (void)engine->driver.cuEventDestroy(event->handle);
+            OO_GIVE_BACK(engine, cuEventDestroy, event->handle);
         free(event);
     }
     free(spans->rows);
@@ -235,6 +242,10 @@ enum oo_status oo_trace_stop(struct oo_engine *engine, struct oo_trace_row **row
         OO_TRY(OO_DRIVE(engine, cuEventSynchronize, oo__span_at(spans, i)->end->handle));
     }
     oo__spans_harvest(engine);
+    if (spans->head != spans->tail) { /* each has ended: the driver contradicts itself */
+        status = oo__check(engine, "cuEventElapsedTime", OOCU_ERROR_NOT_READY);
+        goto done;
+    }
     *rows = spans->rows;
     *count = spans->n_rows;
     spans->rows = NULL;

@@ -5,15 +5,8 @@
 #include <stdio.h>
 #include <string.h>
 
-struct oo_last_error {
-    char message[1024];
-    char call[48];
-    char name[64];
-    int code;
-};
-
 /* Thread-local, as errno is: a message must survive until its own thread reads it. */
-static _Thread_local struct oo_last_error oo__last;
+static _Thread_local struct oo_error oo__last;
 
 static void oo__set_text(char *target, size_t capacity, const char *text) {
     snprintf(target, capacity, "%s", text ? text : "");
@@ -41,6 +34,17 @@ enum oo_status oo__fail_driver(enum oo_status status, const char *call, int code
     return status;
 }
 
+void oo__append(const char *format, ...) {
+    const size_t length = strlen(oo__last.message);
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(oo__last.message + length, sizeof oo__last.message - length, format, arguments);
+    va_end(arguments);
+}
+
+struct oo_error oo__error_save(void) { return oo__last; }
+void oo__error_restore(const struct oo_error *saved) { oo__last = *saved; }
+
 const char *oo_error_message(void) { return oo__last.message; }
 
 void oo_error_driver(const char **call, int *code, const char **name) {
@@ -56,6 +60,7 @@ const char *oo_status_name(enum oo_status status) {
         return #value;
         OO_NAME(OO_OK)
         OO_NAME(OO_WOULD_BLOCK)
+        OO_NAME(OO_LEAKED)
         OO_NAME(OO_E_ARGUMENT)
         OO_NAME(OO_E_STATE)
         OO_NAME(OO_E_MEMORY)

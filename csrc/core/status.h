@@ -16,6 +16,19 @@ enum oo_status oo__fail(enum oo_status status, const char *format, ...) OO_PRINT
 enum oo_status oo__fail_driver(enum oo_status status, const char *call, int code, const char *name,
                                const char *format, ...) OO_PRINTF(5, 6);
 
+/* Add to the thread's message; the rest of its error stays. */
+void oo__append(const char *format, ...) OO_PRINTF(1, 2);
+
+/* The thread's error, put aside while something of less weight may fail. */
+struct oo_error {
+    char message[1024];
+    char call[48];
+    char name[64];
+    int code;
+};
+struct oo_error oo__error_save(void);
+void oo__error_restore(const struct oo_error *saved);
+
 /* Leave through the function's one exit label when `expression` is not OO_OK. */
 #define OO_TRY(expression)                                                                         \
     do {                                                                                           \

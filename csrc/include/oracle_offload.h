@@ -31,6 +31,7 @@ extern "C" {
 enum oo_status {
     OO_OK = 0,
     OO_WOULD_BLOCK,      /* only with OO_NONBLOCKING: repeat without it */
+    OO_LEAKED,           /* it is done, but something could not be given back: see the message */
     OO_E_ARGUMENT,       /* a value the caller passed */
     OO_E_STATE,          /* right value, wrong time: in use, closed, unknown by now */
     OO_E_MEMORY,         /* host memory for bookkeeping or masters */
@@ -61,8 +62,9 @@ struct oo_host;
 
 /* `bytes` of zeroed, page-aligned memory, not yet touched. */
 enum oo_status oo_host_create(size_t bytes, struct oo_host **out);
-/* Unlocks if need be (waiting for copies) and frees. NULL is allowed. */
-void oo_host_destroy(struct oo_host *host);
+/* Unlocks if need be (waiting for copies) and frees. Where unlocking fails the memory is leaked, and
+ * this is unlocking's error. NULL is allowed. */
+enum oo_status oo_host_destroy(struct oo_host *host);
 void *oo_host_address(const struct oo_host *host);
 size_t oo_host_bytes(const struct oo_host *host);
 int oo_host_locked(const struct oo_host *host);
@@ -106,7 +108,8 @@ struct oo_use {
 
 /* `library` NULL: the system's CUDA driver. Retains the device's primary context. */
 enum oo_status oo_engine_create(const char *library, int device, struct oo_engine **out);
-/* OO_E_STATE while models are attached or memory is locked. NULL is allowed. */
+/* OO_E_STATE while models are attached or memory is locked. OO_LEAKED: the engine is gone, but the
+ * driver refused to destroy some of what it held. NULL is allowed. */
 enum oo_status oo_engine_destroy(struct oo_engine *engine);
 int oo_engine_simulated(const struct oo_engine *engine);
 int oo_engine_driver_version(const struct oo_engine *engine);

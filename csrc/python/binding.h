@@ -11,8 +11,8 @@
 struct oo_module_state {
     PyTypeObject *host_buffer_type;
     PyTypeObject *engine_type;
-    PyObject *offload_error; /* oracle_offload.errors.* */
-    PyObject *driver_error;
+    PyObject *offload_error; /* oracle_offload.errors.OffloadError */
+    PyObject *driver_error;  /* errors.driver_error, which makes the exception of a failed call */
     Py_ssize_t live_engines, live_buffers;
     size_t live_buffer_bytes;
 };
@@ -24,6 +24,10 @@ struct oo_module_state *oo__state_of(PyTypeObject *type);
 
 /* Raise the exception that belongs to a failed call, from the thread's last error; returns NULL. */
 PyObject *oo_raise(const struct oo_module_state *state, enum oo_status status);
+
+/* For a deallocation, which cannot raise: show a failure of the driver as Python shows exceptions
+ * of finalizers. */
+void oo__report(PyTypeObject *type, enum oo_status status);
 
 struct oo_py_buffer {
     PyObject_HEAD struct oo_host *host;

@@ -79,7 +79,7 @@ static enum oo_status oo__engine_shut(PyObject *object) {
     enum oo_status status = OO_OK;
     if (self->engine) {
         OO_BLOCKING(status, oo_engine_destroy(self->engine));
-        if (status == OO_OK) {
+        if (status == OO_OK || status == OO_LEAKED) {
             self->engine = NULL;
             oo__state_of(Py_TYPE(object))->live_engines--;
         }
@@ -90,7 +90,7 @@ static enum oo_status oo__engine_shut(PyObject *object) {
 static void oo__engine_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     /* An engine with models attached is leaked rather than torn down under queued work. */
-    (void)oo__engine_shut(object);
+    oo__report(type, oo__engine_shut(object));
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(object);
     Py_DECREF(type);
@@ -98,7 +98,9 @@ static void oo__engine_dealloc(PyObject *object) {
 
 static PyObject *oo__engine_close(PyObject *object, PyObject *unused) {
     (void)unused;
-    return oo__none_or_raise(object, oo__engine_shut(object));
+    enum oo_status status = oo__engine_shut(object);
+    return status == OO_LEAKED ? PyUnicode_FromString(oo_error_message())
+                               : oo__none_or_raise(object, status);
 }
 
 /* ---- what is managed ---- */
@@ -129,7 +131,9 @@ static PyObject *oo__engine_lock(PyObject *object, PyObject *const *arguments, P
         return oo__raise_for(object, status);
     Py_INCREF(object);
     buffer->engine = object;
-    return PyBool_FromLong(oo_host_locked(buffer->host));
+    if (status == OO_E_LOCK_REFUSED)
+        return PyUnicode_FromString(oo_error_message());
+    Py_RETURN_NONE;
 }
 
 static PyObject *oo__engine_unlock(PyObject *object, PyObject *argument) {

@@ -36,8 +36,9 @@ static void oo__buffer_dealloc(PyObject *object) {
         state->live_buffers--;
         state->live_buffer_bytes -= oo_host_bytes(self->host);
         /* May wait for copies; nothing of Python is touched meanwhile. */
-        Py_BEGIN_ALLOW_THREADS oo_host_destroy(self->host);
-        Py_END_ALLOW_THREADS
+        enum oo_status status;
+        Py_BEGIN_ALLOW_THREADS status = oo_host_destroy(self->host);
+        Py_END_ALLOW_THREADS oo__report(type, status);
     }
     Py_XDECREF(self->engine);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);

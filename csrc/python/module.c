@@ -23,12 +23,13 @@ PyObject *oo_raise(const struct oo_module_state *state, enum oo_status status) {
         break;
     case OO_E_DRIVER:
     case OO_E_DEAD:
+    case OO_LEAKED:
     case OO_E_LOCK_REFUSED:
     case OO_E_DRIVER_STUB: {
         PyObject *error =
             PyObject_CallFunction(state->driver_error, "ssis", message, call, code, name);
         if (error)
-            PyErr_SetObject(state->driver_error, error);
+            PyErr_SetObject((PyObject *)Py_TYPE(error), error);
         Py_XDECREF(error);
         break;
     }
@@ -46,6 +47,16 @@ PyObject *oo_raise(const struct oo_module_state *state, enum oo_status status) {
         break;
     }
     return NULL;
+}
+
+void oo__report(PyTypeObject *type, enum oo_status status) {
+    if (status != OO_LEAKED && status != OO_E_DRIVER)
+        return;
+    PyObject *kind, *value, *traceback;
+    PyErr_Fetch(&kind, &value, &traceback);
+    oo_raise(oo__state_of(type), status);
+    PyErr_WriteUnraisable((PyObject *)type);
+    PyErr_Restore(kind, value, traceback);
 }
 
 static PyObject *oo__live(PyObject *module, PyObject *unused) {
@@ -86,7 +97,7 @@ static int oo__execute(PyObject *module) {
     if (!errors)
         return -1;
     state->offload_error = PyObject_GetAttrString(errors, "OffloadError");
-    state->driver_error = PyObject_GetAttrString(errors, "DriverError");
+    state->driver_error = PyObject_GetAttrString(errors, "driver_error");
     Py_DECREF(errors);
     if (!state->offload_error || !state->driver_error ||
         oo__add_type(module, &oo__host_buffer_spec, &state->host_buffer_type) < 0 ||

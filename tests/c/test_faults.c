@@ -3,23 +3,6 @@
  * failed. */
 #include "world.h"
 
-/* A release that fails is not ours to repeat, so it does not count as a leak: while a fault lasts,
- * the clean-up of a creation that failed fails too. */
-static void release_leaked_context(void) {
-    struct sim_live live;
-    sim.simGetLive(&live);
-    for (; live.contexts > 0; live.contexts--)
-        sim.cuDevicePrimaryCtxRelease_v2(0);
-    sim.simReportsClear();
-}
-
-/* A context whose pop was made to fail is still current: the next life shall begin without one. */
-static void leave_contexts(void) {
-    OOCUcontext current = NULL;
-    while (sim.cuCtxGetCurrent(&current) == 0 && current)
-        sim.cuCtxPopCurrent_v2(NULL);
-}
-
 /* A life of the engine in which the n-th driver call fails; every error is allowed, a wrong byte, a
  * leak or a hang is not. Returns how many calls the life made. */
 static uint64_t life_with_fault(uint64_t nth, int lasting) {
@@ -33,7 +16,7 @@ static uint64_t life_with_fault(uint64_t nth, int lasting) {
     if (oo_engine_create(sim.path, 0, &w.engine) != OO_OK) {
         CHECK(nth != 0, "create: %s", oo_error_message());
         sim.simFaultClear();
-        release_leaked_context();
+        release_leaked_contexts();
         need(oo_engine_create(sim.path, 0, &w.engine), "create after the fault");
     }
     if (!world_attach(&w, 60000, 20)) {

@@ -160,6 +160,22 @@ static inline void check_nothing_alive(const char *where) {
           (unsigned long long)live.adopted_bytes);
 }
 
+/* What a life whose release was made to fail leaves: the holds on the context, and with the last of
+ * them all that belongs to it. */
+static inline void release_leaked_contexts(void) {
+    struct sim_live live;
+    for (sim.simGetLive(&live); live.contexts > 0; sim.simGetLive(&live))
+        sim.cuDevicePrimaryCtxRelease_v2(0);
+    sim.simReportsClear();
+}
+
+/* A context whose pop was made to fail is still current: the next life shall begin without one. */
+static inline void leave_contexts(void) {
+    OOCUcontext current = NULL;
+    while (sim.cuCtxGetCurrent(&current) == 0 && current)
+        sim.cuCtxPopCurrent_v2(NULL);
+}
+
 /* The test's own hold on the context is the last one. */
 static inline void release_context(const char *where) {
     struct sim_live live;
