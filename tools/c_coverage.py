@@ -63,7 +63,7 @@ def main() -> int:
     if not shutil.which("gcov"):
         raise SystemExit("gcov is not installed: it comes with gcc")
     start = time.monotonic()
-    os.environ.setdefault("ORACLE_OFFLOAD_TEST_FAULT_STRIDE", "5")
+    os.environ.setdefault("ORACLE_OFFLOAD_TEST_FAULT_STRIDE", "3")
     toolchain = c_programs.host_toolchain(coverage=True)
     failed = []
     with tempfile.TemporaryDirectory() as name:

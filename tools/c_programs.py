@@ -31,7 +31,7 @@ from c_flags import ROOT
 
 PROGRAM_FOLDER = "tests/c"
 PROGRAM_PATTERNS = ("test_*.c", "example.c", "conformance.c")
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 
 
 class BuildError(RuntimeError):

@@ -52,7 +52,7 @@ EQUIVALENT = ROOT / "tests/mutation/equivalent.toml"
 TIMEOUT_S = 10.0
 SLOW_TIMEOUT_S = 120.0  # of the two that only survivors of the rest meet
 SURVIVORS_ALLOWED = 0.03
-FAULT_STRIDE = 19  # of the fault sweep every 19th call: the whole sweep is a test of its own
+FAULT_STRIDE = 6  # of the sample of faults every sixth: the sweep is a test of its own
 ADDRESS_SPACE_KIB = 8 << 20  # a mutant that allocates without end
 # Not empty, so that loading it can be tested; the simulated driver takes any image.
 FATBIN = """#include "kernels.h"

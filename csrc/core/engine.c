@@ -20,11 +20,21 @@
 
 /* ---- enter and leave ---- */
 
+static enum oo_status oo__fail_dead(const struct oo_engine *engine) {
+    return oo__fail_driver(
+        OO_E_DEAD, engine->dead_call, engine->dead_code, engine->dead_name,
+        "the GPU context was lost by an earlier error (%s); save what you need from host memory "
+        "and restart the process",
+        engine->dead_message);
+}
+
 enum oo_status oo__check(struct oo_engine *engine, const char *call, OOCUresult result) {
     if (result == OOCU_SUCCESS)
         return OO_OK;
+    if (engine->dead != OO_OK) /* what fails now fails because of what failed first */
+        return oo__fail_dead(engine);
     enum oo_status status = oo_driver_error(&engine->driver, call, result);
-    if (oo_driver_is_sticky(result) && engine->dead == OO_OK) {
+    if (oo_driver_is_sticky(result)) {
         const char *failed_call, *name;
         engine->dead = OO_E_DEAD;
         engine->usable = 0; /* for the rest of this call, too */
@@ -82,11 +92,7 @@ enum oo_status oo__enter(struct oo_engine *engine, int flags) {
     enum oo_status status = engine->dead == OO_OK ? oo__context_enter(engine) : OO_OK;
     engine->usable = engine->dead == OO_OK && status == OO_OK;
     if (engine->dead != OO_OK && status == OO_OK && !(flags & OO__EVEN_DEAD))
-        status = oo__fail_driver(
-            OO_E_DEAD, engine->dead_call, engine->dead_code, engine->dead_name,
-            "the GPU context was lost by an earlier error (%s); save what you need from host "
-            "memory and restart the process",
-            engine->dead_message);
+        status = oo__fail_dead(engine);
     if ((flags & OO__EVEN_WITHOUT_CONTEXT) || (engine->dead != OO_OK && (flags & OO__EVEN_DEAD)))
         status = OO_OK;
     if (status != OO_OK)
@@ -811,6 +817,7 @@ enum oo_status oo_engine_destroy(struct oo_engine *engine) {
     enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
     if (status != OO_OK)
         return status;
+    const int lost = engine->dead != OO_OK; /* and everything with it, as all calls have told */
     uint32_t attached = 0;
     for (uint32_t i = 0; i < engine->n_models; i++)
         attached += !engine->models[i].removed;
@@ -825,7 +832,7 @@ enum oo_status oo_engine_destroy(struct oo_engine *engine) {
         return status;
     if (engine->usable)
         OO_GIVE_BACK(engine, cuDevicePrimaryCtxRelease, engine->device);
-    if (engine->n_leaked) {
+    if (engine->n_leaked && !lost) {
         const struct oo_error *leak = &engine->first_leak;
         status = oo__fail_driver(OO_LEAKED, leak->call, leak->code, leak->name,
                                  "%u driver objects could not be given back, the first: %s",

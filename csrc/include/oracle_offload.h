@@ -62,8 +62,8 @@ struct oo_host;
 
 /* `bytes` of zeroed, page-aligned memory, not yet touched. */
 enum oo_status oo_host_create(size_t bytes, struct oo_host **out);
-/* Unlocks if need be (waiting for copies) and frees. Where unlocking fails the memory is leaked, and
- * this is unlocking's error. NULL is allowed. */
+/* Unlocks if need be (waiting for copies) and frees. Where unlocking fails the memory is leaked,
+ * and this is unlocking's error. NULL is allowed. */
 enum oo_status oo_host_destroy(struct oo_host *host);
 void *oo_host_address(const struct oo_host *host);
 size_t oo_host_bytes(const struct oo_host *host);

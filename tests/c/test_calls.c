@@ -38,23 +38,12 @@ static void test_an_engine_tells_its_device(void) {
 }
 
 static void test_each_status_has_its_name(void) {
-    static const char *const names[] = {"OO_OK",
-                                        "OO_WOULD_BLOCK",
-                                        "OO_LEAKED",
-                                        "OO_E_ARGUMENT",
-                                        "OO_E_STATE",
-                                        "OO_E_MEMORY",
-                                        "OO_E_NO_ROOM",
-                                        "OO_E_LOCK_REFUSED",
-                                        "OO_E_TICKET",
-                                        "OO_E_FORKED",
-                                        "OO_E_CAPTURE",
-                                        "OO_E_DEAD",
-                                        "OO_E_DRIVER",
-                                        "OO_E_DRIVER_MISSING",
-                                        "OO_E_DRIVER_STUB",
-                                        "OO_E_DRIVER_OLD",
-                                        "OO_E_NO_DEVICE"};
+    static const char *const names[] = {
+        "OO_OK",         "OO_WOULD_BLOCK",      "OO_LEAKED",        "OO_E_ARGUMENT",
+        "OO_E_STATE",    "OO_E_MEMORY",         "OO_E_NO_ROOM",     "OO_E_LOCK_REFUSED",
+        "OO_E_TICKET",   "OO_E_FORKED",         "OO_E_CAPTURE",     "OO_E_DEAD",
+        "OO_E_DRIVER",   "OO_E_DRIVER_MISSING", "OO_E_DRIVER_STUB", "OO_E_DRIVER_OLD",
+        "OO_E_NO_DEVICE"};
     for (int i = 0; i <= OO_E_NO_DEVICE; i++)
         CHECK(strcmp(oo_status_name((enum oo_status)i), names[i]) == 0, "%d is %s", i,
               oo_status_name((enum oo_status)i));
@@ -1184,9 +1173,9 @@ static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
     world_close(&w, "lost piece");
 }
 
-/* While a fault lasts a release can neither mark its use nor wait for it. The unit is in use no more
- * all the same, or nothing could ever detach; whoever overwrites it waits for each such use. Only
- * with more of them than there are entries a release fails, and can be repeated. */
+/* While a fault lasts a release can neither mark its use nor wait for it. The unit is in use no
+ * more all the same, or nothing could ever detach; whoever overwrites it waits for each such use.
+ * Only with more of them than there are entries a release fails, and can be repeated. */
 static void test_a_release_returns_while_a_fault_lasts(void) {
     enum { STREAMS = OO_USES + 1 };
     struct world w;
@@ -1215,7 +1204,8 @@ static void test_a_release_returns_while_a_fault_lasts(void) {
     CHECK(oo_engine_release(w.engine, held[OO_USES].ticket, streams[OO_USES], 0, &fetched) ==
               OO_E_TICKET,
           "released twice");
-    for (unsigned i = 1; i < UNITS; i++) /* the race detector sees each use that is not waited for */
+    for (unsigned i = 1; i < UNITS;
+         i++) /* the race detector sees each use that is not waited for */
         need(use_on(&w, i, OO_FORWARD, -1, 0, streams[0]), "overwrite");
     CHECK(stats_of(&w).recoveries >= before.recoveries + STREAMS - 1, "%llu recoveries",
           (unsigned long long)(stats_of(&w).recoveries - before.recoveries));

@@ -28,6 +28,7 @@ struct world {
     char *master[UNITS];
     size_t bytes[UNITS], total, largest;
     uintptr_t stream;
+    enum oo_status refused; /* by the call that made world_attach fail */
 };
 
 static inline void need(enum oo_status status, const char *what) {
@@ -91,23 +92,26 @@ static inline void kernel(uintptr_t stream, const void *address, size_t bytes, i
     CHECK(result == 0, "a kernel that cannot be launched: %d", result);
 }
 
-/* Everything but the engine; 0 when some call failed (possible only while faults are injected). */
+/* Everything but the engine; 0 when some call failed (possible only while faults are injected),
+ * with its status in w->refused. */
 static inline int world_attach(struct world *w, size_t arena_bytes, int trainable_from) {
-    if (oo_host_create(w->total, &w->host) != OO_OK)
-        return 0;
+#define WORLD_TRY(call)                                                                            \
+    do {                                                                                           \
+        w->refused = (call);                                                                       \
+        if (w->refused != OO_OK)                                                                   \
+            return 0;                                                                              \
+    } while (0)
+    WORLD_TRY(oo_host_create(w->total, &w->host));
     const enum oo_status locked = oo_engine_lock(w->engine, w->host, 1);
-    if (locked != OO_OK && locked != OO_E_LOCK_REFUSED)
-        return 0;
-    if (oo_model_add(w->engine, &w->model) != OO_OK)
-        return 0;
-    if (!w->stream && oo_engine_compute_stream(w->engine, &w->stream) != OO_OK)
-        return 0;
+    WORLD_TRY(locked == OO_E_LOCK_REFUSED ? OO_OK : locked);
+    WORLD_TRY(oo_model_add(w->engine, &w->model));
+    if (!w->stream)
+        WORLD_TRY(oo_engine_compute_stream(w->engine, &w->stream));
     if (!w->arena)
         w->arena = w->device_arena ? device_memory(w, arena_bytes + OO_ALIGNMENT)
                                    : malloc(arena_bytes + OO_ALIGNMENT);
-    if (oo_segment_add(w->engine, w->model, (uintptr_t)w->arena, arena_bytes + OO_ALIGNMENT,
-                       w->stream) != OO_OK)
-        return 0;
+    WORLD_TRY(oo_segment_add(w->engine, w->model, (uintptr_t)w->arena, arena_bytes + OO_ALIGNMENT,
+                             w->stream));
     char *master = oo_host_address(w->host);
     for (unsigned i = 0; i < UNITS; i++) {
         const struct oo_tensor tensor = {master, w->bytes[i]};
@@ -116,11 +120,11 @@ static inline int world_attach(struct world *w, size_t arena_bytes, int trainabl
         w->master[i] = master;
         fill(master, w->bytes[i], i);
         master += w->bytes[i];
-        if (oo_unit_add(w->engine, w->model, &tensor, &one, 1,
-                        trainable_from >= 0 && (int)i >= trainable_from, &w->unit[i], &w->member[i],
-                        &offset) != OO_OK)
-            return 0;
+        WORLD_TRY(oo_unit_add(w->engine, w->model, &tensor, &one, 1,
+                              trainable_from >= 0 && (int)i >= trainable_from, &w->unit[i],
+                              &w->member[i], &offset));
     }
+#undef WORLD_TRY
     return 1;
 }
 
