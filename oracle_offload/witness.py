@@ -15,10 +15,12 @@ with the layer's name, and not by wrong results.
 from __future__ import annotations
 
 import bisect
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +44,7 @@ _NO_KERNEL = frozenset(
 )
 
 _exempt = threading.local()
+_STEP_FILE = torch_optimizer.Optimizer.profile_hook_step.__code__.co_filename  # wraps each step()
 
 
 @contextmanager
@@ -55,12 +58,19 @@ def exempt() -> Iterator[None]:
         _exempt.depth = depth
 
 
-def _enter_step(*_: Any) -> None:
-    _exempt.depth = getattr(_exempt, "depth", 0) + 1
+def _is_exempt() -> bool:
+    """Whether this thread may touch masters now.
 
-
-def _leave_step(*_: Any) -> None:
-    _exempt.depth = max(0, getattr(_exempt, "depth", 0) - 1)
+    An optimizer step is told by its frame: torch's hooks do not say when a step has failed.
+    """
+    if getattr(_exempt, "depth", 0):
+        return True
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == _STEP_FILE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Spans:
@@ -124,7 +134,6 @@ class Witness(TorchDispatchMode):
         self.clock = clock
         self.operators = 0
         self.arena_reads = 0
-        self._steps: list[Any] = []
         self._clocked: list[DeviceState] = []
         self._layout = -1
         self._masters = _Spans([])
@@ -132,11 +141,6 @@ class Witness(TorchDispatchMode):
 
     def __enter__(self) -> Witness:
         states = self._map_memory()
-        optimizer = torch_optimizer
-        self._steps = [
-            optimizer.register_optimizer_step_pre_hook(_enter_step),
-            optimizer.register_optimizer_step_post_hook(_leave_step),
-        ]
         if self.clock:
             self._clocked = [state for state in states if state.simulated]
             for state in self._clocked:
@@ -169,9 +173,6 @@ class Witness(TorchDispatchMode):
 
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)  # type: ignore[no-untyped-call]
-        for hook in self._steps:
-            hook.remove()
-        _exempt.depth = 0
         for state in self._clocked:
             state.pay()
             state.clocked_outside -= 1
@@ -211,7 +212,7 @@ class Witness(TorchDispatchMode):
 
     def _master_touched(self, func: Any, touched: tuple[int, int, str], written: bool) -> None:
         start, end, name = touched
-        if getattr(_exempt, "depth", 0):
+        if _is_exempt():
             if self.declare:
                 from . import simulator
 
@@ -245,26 +246,25 @@ class _Operator:
 
     def __init__(self, func: Any) -> None:
         schema = getattr(func, "_schema", None)
-        self.touches_bytes = not (
-            schema is None
-            or func.is_view
-            or schema.name.endswith(_GEOMETRY_ONLY)
-            or schema.name in _NO_KERNEL
-        )
-        self.flops = flop_registry.get(getattr(func, "_overloadpacket", None))
         arguments = () if schema is None else schema.arguments
         written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+        self.touches_bytes = not (
+            schema is not None  # a higher-order operator may do anything with its arguments
+            and (
+                func.is_view
+                or (schema.name.endswith(_GEOMETRY_ONLY) and not any(written))
+                or schema.name in _NO_KERNEL
+            )
+        )
+        self.flops = flop_registry.get(getattr(func, "_overloadpacket", None))
         self.positional: list[bool] = written
         self.named = {a.name: w for a, w in zip(arguments, written, strict=True)}
 
     def tensors(self, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
         """Yield the tensors among the arguments, each with whether it is written."""
-        for value, written in zip(args, self.positional, strict=False):
-            if isinstance(value, Tensor):
-                yield value, written
-            elif isinstance(value, list | tuple):
-                for tensor in _tensors_in(value):
-                    yield tensor, written
+        for value, written in zip_longest(args, self.positional[: len(args)], fillvalue=False):
+            for tensor in _tensors_in(value):
+                yield tensor, written
         for name, value in kwargs.items():
             for tensor in _tensors_in(value):
                 yield tensor, self.named.get(name, False)
@@ -275,7 +275,12 @@ _operators: dict[Any, _Operator] = {}
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        yield value
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is None:
+            yield value
+            return
+        for name in flatten()[0]:  # what a wrapper subclass is made of
+            yield from _tensors_in(getattr(value, name))
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors_in(item)
@@ -300,6 +305,8 @@ def _declare(reads: list[tuple[int, int, Any]], writes: list[tuple[int, int, Any
 _MAX_ENTRIES = 16  # calls of parts of a model that are watched where the model itself is not called
 _watched: weakref.WeakKeyDictionary[MemoryManager, int] = weakref.WeakKeyDictionary()
 _watch_hooks: list[Any] = []
+_watch_lock = threading.Lock()  # protects _watch_hooks and _open_watches
+_open_watches: set[int] = set()  # threads inside a watched call: they need the hooks to its end
 _watching = threading.local()
 
 
@@ -313,17 +320,18 @@ def watch_first_forward(manager: MemoryManager) -> None:
     Backward needs no watch: it reads a master only if forward saved it, and the operator that did
     so was seen.
     """
-    _watched[manager] = 0
-    if not _watch_hooks:
-        modules = torch.nn.modules.module
-        _watch_hooks.extend(
-            (
-                modules.register_module_forward_pre_hook(torch.compiler.disable(_begin_watch)),
-                modules.register_module_forward_hook(
-                    torch.compiler.disable(_end_watch), always_call=True
-                ),
+    with _watch_lock:
+        _watched[manager] = 0
+        if not _watch_hooks:
+            modules = torch.nn.modules.module
+            _watch_hooks.extend(
+                (
+                    modules.register_module_forward_pre_hook(torch.compiler.disable(_begin_watch)),
+                    modules.register_module_forward_hook(
+                        torch.compiler.disable(_end_watch), always_call=True
+                    ),
+                )
             )
-        )
 
 
 def _begin_watch(module: nn.Module, args: Any) -> None:
@@ -331,6 +339,10 @@ def _begin_watch(module: nn.Module, args: Any) -> None:
         return
     for manager in list(_watched):
         if manager.contains(module):
+            with _watch_lock:
+                if not _watch_hooks:
+                    return  # another thread has just ended the watch
+                _open_watches.add(threading.get_ident())
             _watching.module, _watching.manager = module, manager
             _watching.witness = Witness(declare=False)
             _watching.witness.__enter__()
@@ -343,17 +355,24 @@ def _end_watch(module: nn.Module, args: Any, output: Any) -> None:
     manager: MemoryManager = _watching.manager
     _watching.module = None
     _watching.witness.__exit__(None, None, None)
-    if output is not None:
-        calls = _watched.get(manager, 0) + 1
-        _watched[manager] = calls
-        if manager.is_root(module) or calls >= _MAX_ENTRIES:
-            end_watch(manager)
+    with _watch_lock:
+        _open_watches.discard(threading.get_ident())
+        if output is not None and manager in _watched:
+            _watched[manager] += 1
+            if manager.is_root(module) or _watched[manager] >= _MAX_ENTRIES:
+                del _watched[manager]
+        _remove_watch_hooks()
 
 
 def end_watch(manager: MemoryManager) -> None:
     """Stop watching a model: its first forward has ended, or it was detached."""
-    _watched.pop(manager, None)
-    if not _watched:
+    with _watch_lock:
+        _watched.pop(manager, None)
+        _remove_watch_hooks()
+
+
+def _remove_watch_hooks() -> None:
+    if not _watched and not _open_watches:
         for hook in _watch_hooks:
             hook.remove()
         _watch_hooks.clear()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
+import gc
 import io
 import pickle
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 
 import pytest
@@ -395,13 +398,38 @@ def test_a_deleted_model_gives_its_memory_back():
     oracle_offload.attach(model, "cpu")
     forward_only = model(torch.ones(1, 32)).detach()
     del model
-    import gc
-
     gc.collect()
     assert forward_only.shape == (1, 32)
     from oracle_offload.devices import open_states
 
     assert not open_states()
+
+
+def test_the_watch_ends_in_every_thread_that_began_it():
+    """Two threads run the first forward: the one that ends later must not be left under watch."""
+    model = mlp(8, 8, 8)
+    entered, proceed = threading.Event(), threading.Event()
+
+    def wait(*_):
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            assert proceed.wait(30)
+
+    def first_forward():
+        forward(model)
+        return torch._C._len_torch_dispatch_stack()
+
+    model[2].register_forward_pre_hook(wait)
+    with attached(model, "cpu"), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        later = pool.submit(first_forward)
+        assert entered.wait(30)
+        assert first_forward() == 0
+        proceed.set()
+        assert later.result() == 0
+        assert pool.submit(first_forward).result() == 0
+    hooks = torch.nn.modules.module
+    assert not hooks._global_forward_pre_hooks
+    assert not hooks._global_forward_hooks
 
 
 @pytest.mark.parametrize("convert", ["half", "bfloat16", "double", "to"])

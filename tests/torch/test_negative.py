@@ -6,6 +6,8 @@ import pytest
 import torch
 from equality import assert_models_agree, attached, resident_pair
 from torch import nn
+from torch.nn.attention.flex_attention import _create_empty_block_mask
+from torch.testing._internal.two_tensor import TwoTensor
 
 import oracle_offload
 from oracle_offload import OffloadError, manager, witness
@@ -90,3 +92,65 @@ def test_a_missing_wait_fails_the_suite(sim):
     sim.destroy_stream(other)
     manager_.detach()
     sim.clear_reports()
+
+
+zeros_like_out = torch.ops.aten.zeros_like.out
+TOUCHES = {
+    "a view": lambda w: w.t()[1:, ::2] + 1,
+    "a saved slice": lambda w: w.detach().view(-1)[-1:].clone(),
+    "in place": lambda w: w.detach().mul_(2),
+    "in place through a view": lambda w: w.detach().t()[0].zero_(),
+    "an out= argument": lambda w: torch.add(torch.ones(32, 32), 1, out=w.detach()),
+    "an out= argument of a factory": lambda w: zeros_like_out(torch.ones(32, 32), out=w.detach()),
+    "a list": lambda w: torch.stack([torch.ones(32, 32), w.detach()]),
+    "foreach": lambda w: torch._foreach_add([w.detach()], 1),
+    "foreach in place": lambda w: torch._foreach_mul_([torch.ones(2), w.detach()], 2),
+    "a keyword": lambda w: torch.where(condition=torch.ones(1) > 0, input=torch.ones(1), other=w),
+    "one element": lambda w: w[3, 4].item(),
+    "comparison": lambda w: torch.equal(w, torch.ones(32, 32)),
+    "a random fill": lambda w: w.detach().normal_(),
+    "a copy from": lambda w: torch.empty(32, 32).copy_(w),
+    "a wrapper subclass": lambda w: TwoTensor(w.detach(), torch.ones(32, 32)) + 1,
+    "a higher-order operator": lambda w: higher_order(w.detach().view(1, 1, 32, 32)),
+    "autograd's saved tensor": lambda w: torch.ones(2, 32, requires_grad=True) @ w.detach(),
+}
+
+
+def higher_order(q):
+    return torch.ops.higher_order.flex_attention(
+        q, q, q, lambda score, *_: score, _create_empty_block_mask(q, q).as_tuple(), 1.0, {}
+    )
+
+
+@pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES.keys())
+def test_the_witness_sees_every_way_to_touch_a_master(touch):
+    model = build()
+    with attached(model, "cpu"):
+        model(torch.ones(1, 32))
+        with witness.Witness(), pytest.raises(OffloadError, match=r"host master of '0\.weight'"):
+            touch(model[0].weight)
+
+
+def test_the_witness_lets_geometry_pass():
+    model = build()
+    with attached(model, "cpu"):
+        model(torch.ones(1, 32))
+        weight = model[0].weight
+        with witness.Witness():
+            made = [torch.empty_like(weight), torch.zeros_like(weight), weight.new_ones(2, 2)]
+            assert weight.t().shape == made[0].shape == made[1].shape == (32, 32)
+
+
+def test_an_optimizer_step_that_fails_leaves_the_witness_strict():
+    model = build()
+    with attached(model, "cpu"):
+        step(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        failing = witness.Witness()
+        with failing:
+            model[0].weight.grad = None
+            optimizer.param_groups[0]["lr"] = "much"
+            with pytest.raises(TypeError):
+                optimizer.step()
+            with pytest.raises(OffloadError, match=r"host master of '0\.weight'"):
+                model[0].weight + 1
