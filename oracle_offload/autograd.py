@@ -373,7 +373,8 @@ class ManagedConv2d(Function):
         state = layer.state
         state.turned = True
         needs = ctx.needs_input_grad
-        layer.check_attached()
+        # torch keeps the weight for each of the three gradients, and so refuses any of them.
+        check_unchanged(layer, ctx.expected)
         wants_weight = ctx.wide and needs[2]
         wants_bias = ctx.wide and needs[3]
         if ctx.saves_input:  # saved tensors may be asked for only once under checkpointing
@@ -382,8 +383,6 @@ class ManagedConv2d(Function):
             # The input gradient needs the input's geometry alone.
             shape, stride, dtype, device = ctx.geometry
             x = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        if needs[0]:
-            check_unchanged(layer, ctx.expected)
         task = _graph_task()
         engine = state.engine
         stream = state.stream()

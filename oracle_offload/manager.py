@@ -38,8 +38,8 @@ class Attachment:
         self.pid = os.getpid()
         self.layers: list[Layer] = []
         self.buffers: list[_core.HostBuffer] = []
-        self.segments: list[Segment] = []
-        self.arena: int | None = None  # what the engine knows the segments under
+        self.lent: dict[int, list[Segment]] = {}  # by what the engine knows them under
+        self.arena = -1  # the one in use; others of `lent` go back as soon as the engine lets them
         self.managed_bytes = 0
         self.capacity_bytes = 0
         self.floor_bytes = 0
@@ -85,6 +85,11 @@ class Attachment:
         self.lock(buffer)
         return copy.data
 
+    @property
+    def segments(self) -> list[Segment]:
+        """The device memory lent to the engine."""
+        return [segment for segments in self.lent.values() for segment in segments]
+
     def lend_arena(self, nbytes: int, largest_unit: int) -> None:
         """Lend `nbytes` of device memory to the arena, in segments of about 1 GiB.
 
@@ -93,25 +98,38 @@ class Attachment:
         """
         engine = self.state.engine
         size = max(_SEGMENT_BYTES, 4 * largest_unit)
-        arena, segments, left = engine.add_model(), list[Segment](), nbytes
+        arena, left = engine.add_model(), nbytes
+        segments = self.lent[arena] = []
         try:
             while left > 0:
                 # A rest too small for the largest unit would be of no use to most units.
                 take = left if left < size + 2 * largest_unit else size
                 segment = Segment(take, self.state.device)
-                engine.add_segment(arena, segment.address, take, self.state.stream())
+                # Findable first: other threads are answered with it as soon as the engine has it.
                 segments.append(segment)
+                self.state.exchange_segments([], [segment])
+                engine.add_segment(arena, segment.address, take, self.state.stream())
                 left -= take
-            if self.arena is not None:
-                engine.remove_model(self.arena)
-        except BaseException:
-            engine.remove_model(arena)
-            raise
-        self.state.exchange_segments(self.segments, segments)
-        self.arena, self.segments, self.capacity_bytes = arena, segments, nbytes
+            self.arena, self.capacity_bytes = arena, nbytes
+        finally:
+            self.take_back_replaced()
+
+    def take_back(self, arena: int) -> None:
+        """Take memory back from the engine; it stays alive until the engine has let go of it."""
+        self.state.engine.remove_model(arena)
+        self.state.exchange_segments(self.lent.pop(arena), [])
+
+    def take_back_replaced(self) -> None:
+        """Take back all but the arena in use; what another thread computes with goes later."""
+        for arena in [arena for arena in self.lent if arena != self.arena]:
+            try:
+                self.take_back(arena)
+            except OffloadError as error:
+                logger.info("replaced device memory is given back later: %s", error)
 
     def grow_to_block(self) -> None:
         """Grow the arena, once, to the largest checkpointed block the engine has learned."""
+        self.take_back_replaced()
         if self.fixed_capacity:
             return
         stats = self.state.engine.stats(self.model)
@@ -145,9 +163,8 @@ class Attachment:
         # Any step may fail, or be refused while in use: what was done stays done, and closing again
         # goes on from there.
         engine = self.state.engine
-        if self.arena is not None:
-            engine.remove_model(self.arena)
-            self.arena = None
+        for arena in list(self.lent):
+            self.take_back(arena)
         if self.model in self.state.models:
             engine.remove_model(self.model)
             del self.state.models[self.model]
@@ -155,12 +172,13 @@ class Attachment:
             self.state.forget_layer(layer)
             layer.member = -1
             layer.views.clear()
+            leaf = layer.module()  # also one that is no part of the model any more
+            if leaf is not None and leaf.__dict__.get(HANDLE) is layer:
+                swap_out(leaf)
         self.layers.clear()
         while self.buffers:
             engine.unlock(self.buffers[-1])
             self.buffers.pop()
-        self.state.exchange_segments(self.segments, [])
-        self.segments.clear()
         close_if_unused(self.state)
 
 
@@ -295,9 +313,6 @@ class MemoryManager:
         _close_leftovers(self.state)
         self.finalizer.detach()
         end_watch(self)
-        for leaf in module.modules():
-            if is_managed(leaf) and leaf.__dict__[HANDLE].state is self.state:
-                swap_out(leaf)
         for wrapper, original in self.wrappers:
             wrapper.org_forward = original
         module.__dict__.pop(ATTRIBUTE, None)

@@ -83,6 +83,8 @@ class Layer:
         weight, bias = self.weight, self.bias
         self.weight_ptr = weight.data_ptr()
         self.bias_ptr = 0 if bias is None else bias.data_ptr()
+        self.weight_numel = weight.numel()
+        self.bias_numel = 0 if bias is None else bias.numel()
         self.layout = [(t.dtype, t.shape, t.stride()) for t in self.tensors()]
         self.views.clear()
         if weight.dim() == 2:
@@ -130,9 +132,7 @@ class Layer:
         bias: Any = self.parameters.get("bias")
         if not is_plain_master(weight) or not (bias is None or is_plain_master(bias)):
             return False
-        if (bias is None) == self.has_bias:
-            self.has_bias = bias is not None
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.has_bias = weight, bias, bias is not None
         self.note_masters()
         with torch.inference_mode(False):
             unit, offsets = self.state.engine.move_member(self.member, self.extents())
@@ -211,8 +211,13 @@ class Layer:
             weight is self.weight
             and bias is self.bias
             and weight.data_ptr() == self.weight_ptr
-            and (bias is None or bias.data_ptr() == self.bias_ptr)
             and weight.stride() == self.layout[0][2]
+            and weight.numel() == self.weight_numel  # of dense masters: with the strides, the shape
+            and weight.dtype is self.layout[0][0]
+            and (
+                bias is None
+                or (bias.data_ptr() == self.bias_ptr and bias.numel() == self.bias_numel)
+            )
         ):
             return True
         return self.adopt()

@@ -405,6 +405,38 @@ def test_a_deleted_model_gives_its_memory_back():
     assert not open_states()
 
 
+@pytest.mark.parametrize("end", ["detach", "delete"])
+def test_layers_that_left_the_model_become_ordinary_ones_with_it(end):
+    """A layer taken out of an attached model, or kept when the model goes, still computes."""
+    torch.manual_seed(0)
+    model = mlp(8, 8, 8)
+    kept, expected = model[2], forward(model[2])
+    manager = oracle_offload.attach(model, "cpu")
+    if end == "detach":
+        del model[2]
+        manager.detach()
+    else:
+        del model, manager
+        gc.collect()
+    assert type(kept) is nn.Linear
+    assert_same(forward(kept), expected)
+
+
+def test_detaching_one_model_leaves_anothers_layers_managed():
+    one, other = mlp(8, 8), mlp(8, 8)
+    manager = oracle_offload.attach(one, "cpu")
+    with attached(other, "cpu"):
+        one.append(other[0])
+        expected = forward(one)
+        manager.detach()
+        assert type(one[0]) is nn.Linear
+        with oracle_offload.witness.Witness() as witness:
+            forward(other)
+        assert witness.arena_reads, "its layer is managed still"
+        with torch.no_grad():
+            assert_same([other[0](one[:2](torch.ones(2, 8)))], expected)
+
+
 def test_the_watch_ends_in_every_thread_that_began_it():
     """Two threads run the first forward: the one that ends later must not be left under watch."""
     model = mlp(8, 8, 8)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -25,6 +28,15 @@ from torch.utils.checkpoint import checkpoint_sequential
 import oracle_offload
 from oracle_offload import OffloadError, _core
 from oracle_offload.witness import Witness
+
+
+class Checkpointed(nn.Sequential):
+    """Its children are checkpointed one by one."""
+
+    def forward(self, x):
+        for block in self:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return x
 
 
 class Tower(nn.Module):
@@ -319,6 +331,108 @@ def test_an_operator_that_fails_gives_its_slot_back():
             with pytest.raises(RuntimeError):
                 model[1](torch.ones(1, 2, 2, 2))
         assert all(pins == 0 for *_, pins in manager.state.engine.residents())
+
+
+@pytest.mark.parametrize("pinned", [False, True], ids=["between layers", "inside a layer"])
+def test_the_arena_grows_while_another_thread_computes(pinned):
+    """The other thread may be given the new memory at once, and may still hold some of the old."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(128, 128), nn.Tanh())])
+        for _ in range(4)
+    ]
+    managed, resident = resident_pair(Checkpointed(*blocks).requires_grad_(False))
+    with attached(managed, "cpu") as manager, contextlib.ExitStack() as held:
+        attachment, state, engine = manager.attachment, manager.state, manager.state.engine
+        before = attachment.capacity_bytes
+        for _ in range(6):
+            assert_models_agree(managed, resident, tower_step, steps=1)
+            if engine.stats()["learned_block_bytes"] > before:
+                break
+        assert attachment.capacity_bytes == before
+
+        def hold(layer):
+            ticket, address, _ = engine.acquire(
+                layer.member, state.compute_stream, layer.stamp(), _core.FORWARD, -1
+            )
+            held.callback(engine.release, ticket, state.compute_stream)
+            return address
+
+        class Meanwhile:
+            """What another thread does while this one is inside `add_segment`."""
+
+            grown = False
+
+            def __getattr__(self, name):
+                return getattr(engine, name)
+
+            def add_segment(self, *arguments):
+                engine.add_segment(*arguments)
+                self.grown = True
+                if pinned:
+                    hold(attachment.layers[-1])
+                x = torch.ones(2, 128)
+                with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                    found = pool.submit(torch.no_grad()(managed), x).result()
+                assert_same(found, resident(x))
+
+        if pinned:
+            hold(attachment.layers[0])
+        state.engine = Meanwhile()
+        assert_models_agree(managed, resident, tower_step, steps=1)
+        assert state.engine.grown
+        state.engine = engine
+        held.close()
+        assert_models_agree(managed, resident, tower_step)
+        assert attachment.capacity_bytes > before
+        assert engine.stats()["arena_bytes"] == attachment.capacity_bytes, "the old one went back"
+
+
+class FailingOperator(torch.utils._python_dispatch.TorchDispatchMode):
+    """Raises instead of the n-th operator."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.count, self.at = 0, at
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count == self.at:
+            raise RuntimeError("this operator fails")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+def test_any_operator_may_fail(trainable):
+    """Each one of a step: the slot is given back, and the next step has the resident's bits."""
+    torch.manual_seed(0)
+    model = Checkpointed(
+        nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh()), nn.Sequential(nn.Linear(6, 5), nn.Tanh())
+    ).requires_grad_(trainable)
+    managed, resident = resident_pair(model)
+
+    def step(module):
+        x = torch.ones(2, 2, 4, 8, requires_grad=True)
+        y = module(x)
+        y.square().sum().backward()
+        with torch.no_grad():
+            return [y, x.grad, module(x)]
+
+    with attached(managed, "cpu") as manager:
+        for at in itertools.count(1):
+            failing = FailingOperator(at)
+            try:
+                with failing:
+                    step(managed)
+            except RuntimeError as error:
+                assert "this operator fails" in str(error)
+            residents = manager.state.engine.residents()
+            assert all(pins == 0 for *_, pins in residents), f"operator {at} kept its slot"
+            if at % 8 == 0:
+                assert_models_agree(managed, resident, step, steps=1)
+            if failing.count < at:
+                break
+        assert at > 40, "a step has more operators than that"
 
 
 def test_reentrant_and_sequential_checkpointing():

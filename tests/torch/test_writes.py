@@ -70,7 +70,23 @@ def in_place(model):
             parameter.mul_(1.25)
 
 
-WRITES = [load_state, load_assign, data_copy, data_add, data_replace, swap, numpy_write, in_place]
+def prune(model):
+    """The same address and strides, fewer rows."""
+    for parameter in model[-1].parameters():
+        parameter.data = parameter.data[: len(parameter) // 2]
+
+
+WRITES = [
+    load_state,
+    load_assign,
+    data_copy,
+    data_add,
+    data_replace,
+    swap,
+    numpy_write,
+    in_place,
+    prune,
+]
 
 
 def step(model):
@@ -246,3 +262,24 @@ def test_an_in_place_change_before_backward_is_an_error(device):
             write(model)
             with pytest.raises(oracle_offload.StaleWeightsError, match="inplace operation"):
                 loss.backward()
+
+
+@pytest.mark.parametrize("wants", ["input", "weight", "bias"])
+def test_conv2d_refuses_whatever_gradient_after_an_in_place_change(wants):
+    """As torch does, which keeps the weight for each: only Linear's own need it not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3)).requires_grad_(False)
+    x = torch.randn(1, 2, 5, 5)
+    {"input": x, "weight": model[0].weight, "bias": model[0].bias}[wants].requires_grad_()
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        backward_after(in_place, copy.deepcopy(model), x)
+    with attached(model, "cpu"):
+        for write in (in_place, data_replace):
+            with pytest.raises(oracle_offload.StaleWeightsError, match="inplace operation"):
+                backward_after(write, model, x)
+
+
+def backward_after(write, model, x):
+    loss = model(x).sum()
+    write(model)
+    loss.backward()
