@@ -40,11 +40,11 @@ void *sim__grow(void *array, size_t *capacity, size_t needed, size_t size) {
     size_t wider = *capacity ? 2 * *capacity : 16;
     while (wider < needed)
         wider *= 2;
-    array = realloc(array, wider * size);
-    if (!array)
+    void *moved = realloc(array, wider * size);
+    if (!moved)
         abort(); /* a few kilobytes of bookkeeping: nothing sensible can follow */
     *capacity = wider;
-    return array;
+    return moved;
 }
 
 /* ---- handles: index and generation, so that an old handle never names a new object ---- */

@@ -58,7 +58,10 @@ int sim__is_sticky(OOCUresult result) {
 
 /* Whether this call is the one that shall fail. */
 static OOCUresult strike(struct fault *fault) {
-    if (!fault->left || --fault->left)
+    if (!fault->left)
+        return OOCU_SUCCESS;
+    fault->left--;
+    if (fault->left)
         return OOCU_SUCCESS;
     fault->left = (uint64_t)fault->lasting;
     return fault->result;

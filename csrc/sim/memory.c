@@ -144,9 +144,8 @@ static void forget(struct sim_range *range) {
     account(range, 0);
     sim__access_forget(range->lo, range->hi);
     erase_labels(range->lo, range->hi);
-    if (is_device(range) && !(range->kind == MEM_ADOPTED && range->flags & OOSIM_ADOPT_KEEP))
-        sim__poison((void *)range->lo, range->hi - range->lo);
-    else if (range->kind == MEM_HOST_ALLOC)
+    const int kept = range->kind == MEM_ADOPTED && range->flags & OOSIM_ADOPT_KEEP;
+    if ((is_device(range) && !kept) || range->kind == MEM_HOST_ALLOC)
         sim__poison((void *)range->lo, range->hi - range->lo);
     free(range->block);
     sim__clock_free(&range->copies);
@@ -192,6 +191,7 @@ OOCUresult sim__allocate(enum sim_memory kind, size_t bytes, int device, unsigne
     void *block = malloc(rounded + align);
     if (!block)
         return OOCU_ERROR_OUT_OF_MEMORY;
+    // cppcheck-suppress uninitdata ; the address is read, not the bytes
     uintptr_t lo = ((uintptr_t)block + align - 1) / align * align;
     OOCUresult result =
         sim__range_add(lo, kind == MEM_DEVICE ? rounded : bytes, kind, device, flags, block);

@@ -50,9 +50,10 @@ static void widen(struct sim_clock *clock, uint32_t width) {
     if (clock->width >= width)
         return;
     uint32_t wider = (width + 7u) & ~7u;
-    clock->at = realloc(clock->at, wider * sizeof *clock->at);
-    if (!clock->at)
+    uint64_t *moved = realloc(clock->at, wider * sizeof *moved);
+    if (!moved)
         abort();
+    clock->at = moved;
     memset(clock->at + clock->width, 0, (wider - clock->width) * sizeof *clock->at);
     clock->width = wider;
 }
@@ -229,9 +230,10 @@ static void reserve_reads(struct node *node, uint32_t count) {
     if (count <= node->reads_capacity)
         return;
     uint32_t capacity = count < 4 ? 4 : 2 * count;
-    node->reads = realloc(node->reads, capacity * sizeof *node->reads);
-    if (!node->reads)
+    struct access *moved = realloc(node->reads, capacity * sizeof *moved);
+    if (!moved)
         abort();
+    node->reads = moved;
     node->reads_capacity = capacity;
 }
 

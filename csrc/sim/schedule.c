@@ -184,12 +184,12 @@ static void become_runnable(struct sim_op *op) {
     }
 }
 
-/* Poison the destinations of copies that have become runnable, except of the one that is about to
- * be executed anyway. Must come before anything else reads or writes memory. */
-static void settle(const struct sim_op *except) {
+/* Poison the destinations of copies that have become runnable. Must come before anything else reads
+ * or writes memory. */
+static void settle(void) {
     while (n_fresh) {
         struct sim_op *op = fresh[--n_fresh];
-        if (op != except && !op->executed && !op->poisoned) {
+        if (!op->executed && !op->poisoned) {
             op->poisoned = 1;
             if (!sim.switches[SIM_COPY_NOTHING])
                 sim__poison(op->dst, op->bytes);
@@ -234,7 +234,8 @@ static void mark_executed(struct sim_op *op) {
 }
 
 static void execute(struct sim_op *op) {
-    settle(op);
+    op->poisoned = 1; /* it gets its bytes at once */
+    settle();
     move_data(op);
     enum sim_op_kind kind = op->kind;
     OOCUresult fails = op->fails;
@@ -408,7 +409,7 @@ void sim__time_to(double seconds) {
         sim.now_s = seconds;
     pass_until(sim.now_s, NULL);
     execute_due();
-    settle(NULL);
+    settle();
 }
 
 void sim__clock_reset(void) { sim.now_s = clock_s = 0; }
@@ -454,7 +455,7 @@ static void run_by_choice(void) {
             execute(oldest);
         }
     }
-    settle(NULL);
+    settle();
 }
 
 /* ---- deadlock ---- */
@@ -522,17 +523,17 @@ OOCUresult sim__wait(struct sim_op *op) {
         execute_due();
     }
     while (!op->executed && outcome != STUCK) {
-        struct sim_op *other;
-        if (sim.schedule == SIM_RANDOM && (other = random_runnable()) != NULL) {
+        struct sim_op *other = sim.schedule == SIM_RANDOM ? random_runnable() : NULL;
+        if (other) {
             execute(other);
             continue;
         }
         outcome = run(op);
-        settle(NULL);
+        settle();
         if (outcome == WAITS_FOR_HOST_FUNCTION)
             outcome = bear();
     }
-    settle(NULL);
+    settle();
     pass_until(INFINITY, op);
     if (op->ended)
         sim__time_to(op->end_s);
@@ -565,7 +566,7 @@ int sim__done(struct sim_op *op) {
             if (done)
                 sim__time_to(op->end_s);
         }
-        settle(NULL);
+        settle();
     }
     sim__op_unref(op);
     return done;
@@ -579,7 +580,7 @@ OOCUresult sim__run_before(struct sim_stream *stream) {
     sim__op_ref(op);
     while (!op->executed && outcome != STUCK) {
         outcome = run(op);
-        settle(NULL);
+        settle();
         if (outcome == WAITS_FOR_HOST_FUNCTION)
             outcome = bear();
     }
@@ -608,7 +609,7 @@ void sim__run_touching(uintptr_t lo, uintptr_t hi) {
     struct sim_op *op;
     while ((op = queued_touching(lo, hi)) != NULL && run(op) == RAN)
         ; /* running one may forget others, and streams: search anew */
-    settle(NULL);
+    settle();
 }
 
 OOCUresult sim__wait_all(int device) {
@@ -712,7 +713,7 @@ static sim_os_thread_result SIM_OS_THREAD driver_thread(void *unused) {
             /* Everything before it, then the function itself, outside the lock. Older host
              * functions are done, so what is before it is runnable unless a stream is held. */
             outcome = run(op);
-            settle(NULL);
+            settle();
         }
         if (outcome != WAITS_FOR_HOST_FUNCTION || op->wait_exec || op->stream->exec_head != op) {
             sim_os_wait(&sim.changed, &sim.lock, 1000);

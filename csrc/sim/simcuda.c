@@ -498,7 +498,7 @@ static OOCUresult copy(enum sim_op_kind kind, uintptr_t device_side, uintptr_t h
         char text[160];
         sim__describe(host_side, host_side + bytes, text, sizeof text);
         sim__report(
-            (uint64_t)kind + 9000 + 16 * stream->actor,
+            (uint64_t)kind + 9000 + (uint64_t)16 * stream->actor,
             "lint: pageable host memory in %s (call #%" PRIu64 ") on stream \"%s\": %s\n"
             "  it may be staged or not, and may be synchronous or not: the range stays in use "
             "until an event recorded after the copy",

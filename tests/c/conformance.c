@@ -1293,6 +1293,7 @@ static void run_alone(const char *self, const char *driver, int i) {
 #else
     snprintf(command, sizeof command, "'%s' '%s' %s", self, driver, cases[i].name);
 #endif
+    // NOLINTNEXTLINE(bugprone-command-processor,cert-env33-c): this program's own name and case
     FILE *child = popen(command, "r");
     char line[512] = "";
     if (!child) {

@@ -1332,6 +1332,7 @@ static int hidden_from_children(const void *address) {
     int inside = 0, hidden = -1;
     while (maps && fgets(line, sizeof line, maps)) {
         unsigned long lo, hi;
+        // NOLINTNEXTLINE(bugprone-unchecked-string-to-number-conversion,cert-err34-c): the kernel's
         if (sscanf(line, "%lx-%lx ", &lo, &hi) == 2)
             inside = (uintptr_t)address >= lo && (uintptr_t)address < hi;
         else if (inside && strncmp(line, "VmFlags:", 8) == 0)

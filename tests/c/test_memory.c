@@ -27,7 +27,10 @@ static int fails(const void *caller) {
         strstr(info.dli_fname, "ld-linux"))
         return 0;
     allocations++;
-    return fail_in && --fail_in == 0;
+    if (fail_in == 0)
+        return 0;
+    fail_in--;
+    return fail_in == 0;
 }
 
 void *malloc(size_t bytes) {

@@ -293,7 +293,7 @@ static void a_large_unit_through_the_ring(const char *where) {
     struct world w;
     const size_t bytes = 9 * oo__ring_piece_bytes + 12345;
     const uint32_t one = 1;
-    uint32_t unit, member;
+    uint32_t unit, member = 0;
     size_t offset;
     struct oo_use use;
     struct oo_fetched fetched;

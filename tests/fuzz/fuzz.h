@@ -67,7 +67,9 @@ static unsigned long long fuzz_seed, fuzz_index;
 static const char *fuzz_folder = ".";
 static int fuzz_saving;
 
-/* Called in a signal handler or while a sanitizer ends the process: as simple as can be. */
+/* Called in a signal handler or while a sanitizer ends the process: as simple as can be. A second
+ * crash in here would lose nothing but the file. */
+// NOLINTBEGIN(bugprone-signal-handler,cert-msc54-cpp,cert-sig30-c)
 static void fuzz_save(void) {
     char path[512];
     if (!fuzz_saving)
@@ -90,6 +92,7 @@ static void fuzz_on_signal(int number) {
     signal(number, SIG_DFL);
     raise(number);
 }
+// NOLINTEND(bugprone-signal-handler,cert-msc54-cpp,cert-sig30-c)
 
 /* Weak: there only where a sanitizer is. */
 extern void __sanitizer_set_death_callback(void (*callback)(void)) __attribute__((weak));

@@ -164,7 +164,7 @@ static enum oo_status add_segment(struct fuzz *f, struct attached *m, uintptr_t 
 static enum oo_status add_unit(struct fuzz *f, struct attached *m, struct input *in, char **at) {
     struct oo_tensor tensors[3 * TENSORS];
     size_t offsets[3 * TENSORS];
-    uint32_t counts[3], members[3], unit;
+    uint32_t counts[3] = {0}, members[3], unit;
     struct layer *first = &m->layers[m->n_layers];
     unsigned n = 1 + below(in, 3), all = 0;
     if (n > LAYERS - m->n_layers)
