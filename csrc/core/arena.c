@@ -49,9 +49,13 @@ enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes
     }
     struct oo_block *block = oo__block_new(arena);
     *block = (struct oo_block){NULL, NULL, segment, 0, bytes, 0, OO_NO_UNIT};
-    *segment = (struct oo_segment){arena->segments, block, base, bytes, model, stream, 0};
-    arena->segments = segment;
+    *segment = (struct oo_segment){NULL, block, base, bytes, model, stream, 0};
+    struct oo_segment **last = &arena->segments; /* positions in those before it stay */
+    while (*last)
+        last = &(*last)->next;
+    *last = segment;
     arena->total_bytes += bytes;
+    arena->layout++;
     *out = segment;
     return OO_OK;
 }
@@ -67,6 +71,7 @@ void oo_arena_remove(struct oo_arena *arena, struct oo_segment *segment) {
         oo__block_recycle(arena, block);
     }
     arena->total_bytes -= segment->bytes;
+    arena->layout++;
     free(segment);
 }
 
@@ -84,7 +89,7 @@ void oo_arena_clear(struct oo_arena *arena) {
 static struct oo_window oo__window_ending_at(struct oo_block *last, size_t bytes,
                                              uint64_t later_than, oo_next_use next_use,
                                              const void *context, size_t *evicted) {
-    struct oo_window window = {NULL, last, 0, OO_NEVER};
+    struct oo_window window = {NULL, last, 0, OO_ANYWHERE, OO_NEVER};
     *evicted = 0;
     for (struct oo_block *block = last; block; block = block->previous) {
         if (block->unit != OO_NO_UNIT) {
@@ -128,6 +133,40 @@ int oo_arena_find(const struct oo_arena *arena, size_t bytes, uint64_t later_tha
     return window->first != NULL;
 }
 
+size_t oo_arena_fit(const struct oo_arena *arena, size_t position, size_t bytes) {
+    for (int lap = 0; lap < 2; lap++) {
+        size_t begin = 0;
+        for (const struct oo_segment *segment = arena->segments; segment; segment = segment->next) {
+            const size_t offset = position > begin ? position - begin : 0;
+            if (offset < segment->bytes && segment->bytes - offset >= bytes)
+                return begin + offset;
+            begin += segment->bytes;
+        }
+        position = 0;
+    }
+    return 0;
+}
+
+int oo_arena_window_at(const struct oo_arena *arena, size_t position, size_t bytes,
+                       struct oo_window *window) {
+    const struct oo_segment *segment = arena->segments;
+    while (segment && position >= segment->bytes) {
+        position -= segment->bytes;
+        segment = segment->next;
+    }
+    if (!segment || segment->bytes - position < bytes)
+        return 0;
+    struct oo_block *block = segment->first;
+    while (block->offset + block->bytes <= position)
+        block = block->next;
+    *window = (struct oo_window){block, block, block->bytes, position - block->offset, OO_NEVER};
+    while (window->bytes - window->skip < bytes) {
+        window->last = window->last->next;
+        window->bytes += window->last->bytes;
+    }
+    return 1;
+}
+
 int oo_arena_reserve(struct oo_arena *arena) {
     for (int i = 0; i < 2; i++) {
         struct oo_block *block = malloc(sizeof *block);
@@ -139,15 +178,31 @@ int oo_arena_reserve(struct oo_arena *arena) {
     return 1;
 }
 
+/* Cut a block in two, `bytes` from its begin; returns the upper part. */
+static struct oo_block *oo__block_split(struct oo_arena *arena, struct oo_block *block,
+                                        size_t bytes) {
+    struct oo_block *upper = oo__block_new(arena);
+    *upper = *block;
+    upper->offset += bytes;
+    upper->bytes -= bytes;
+    upper->previous = block;
+    block->bytes = bytes;
+    block->next = upper;
+    if (upper->next)
+        upper->next->previous = upper;
+    return upper;
+}
+
 struct oo_block *oo_arena_take(struct oo_arena *arena, const struct oo_window *window, size_t bytes,
                                uint32_t unit) {
     struct oo_block *before = window->first->previous;
     struct oo_block *after = window->last->next;
-    struct oo_block *block = window->first;
-    const size_t left_over = window->bytes - bytes;
+    struct oo_block *block = window->first, *low = NULL, *high = NULL;
+    size_t skip = window->skip;
     /* Streaming upwards or downwards, placements then follow each other without holes between them.
      */
-    const int at_end = after && after->placed > (before ? before->placed : 0);
+    if (skip == OO_ANYWHERE)
+        skip = after && after->placed > (before ? before->placed : 0) ? window->bytes - bytes : 0;
     for (struct oo_block *old = block; old != after;) {
         struct oo_block *next = old->next;
         if (old->unit != OO_NO_UNIT)
@@ -156,34 +211,24 @@ struct oo_block *oo_arena_take(struct oo_arena *arena, const struct oo_window *w
             oo__block_recycle(arena, old);
         old = next;
     }
-    /* One free block over the whole window, split when something is left over. */
+    /* One free block over the whole window, split where something is left over. */
     *block = (struct oo_block){before,        after, block->segment, block->offset,
                                window->bytes, 0,     OO_NO_UNIT};
     if (after)
         after->previous = block;
-    arena->used_bytes += bytes;
-    if (left_over) {
-        struct oo_block *rest = oo__block_new(arena);
-        struct oo_block *low = at_end ? rest : block, *high = at_end ? block : rest;
-        *rest = *block;
-        block->unit = unit; /* before merging: a block without a unit is free */
-        low->bytes = at_end ? left_over : bytes;
-        high->bytes = window->bytes - low->bytes;
-        high->offset = low->offset + low->bytes;
-        low->previous = before;
-        low->next = high;
-        high->previous = low;
-        high->next = after;
-        if (before)
-            before->next = low;
-        else
-            low->segment->first = low;
-        if (after)
-            after->previous = high;
-        oo__block_merge(arena, rest);
+    if (skip) {
+        low = block;
+        block = oo__block_split(arena, block, skip);
     }
-    block->unit = unit;
+    if (block->bytes > bytes)
+        high = oo__block_split(arena, block, bytes);
+    block->unit = unit; /* before merging: a block without a unit is free */
     block->placed = ++arena->placements;
+    arena->used_bytes += bytes;
+    if (low)
+        oo__block_merge(arena, low);
+    if (high)
+        oo__block_merge(arena, high);
     return block;
 }
 

@@ -5,8 +5,9 @@
 
 #include "oracle_offload.h"
 
-#define OO_NO_UNIT UINT32_MAX
-#define OO_NEVER   UINT64_MAX /* as a next use: not in the known future */
+#define OO_NO_UNIT  UINT32_MAX
+#define OO_NEVER    UINT64_MAX /* as a next use: not in the known future */
+#define OO_ANYWHERE SIZE_MAX
 
 struct oo_segment;
 
@@ -34,6 +35,7 @@ struct oo_arena {
     struct oo_block *spare; /* recycled block records, linked by `next` */
     size_t total_bytes, used_bytes;
     uint64_t placements;
+    uint64_t layout;      /* how often segments came or went: positions hold as long as it stays */
     uint64_t allocations; /* host records created */
 };
 
@@ -41,6 +43,7 @@ struct oo_arena {
 struct oo_window {
     struct oo_block *first, *last;
     size_t bytes;
+    size_t skip;      /* where in it the unit belongs, or OO_ANYWHERE */
     uint64_t soonest; /* smallest next use of the occupants; OO_NEVER when all is free */
 };
 
@@ -59,11 +62,17 @@ void oo_arena_clear(struct oo_arena *arena);
  * so nothing is known to be fair) it is the window needed last. Returns 0 when there is none. */
 int oo_arena_find(const struct oo_arena *arena, size_t bytes, uint64_t later_than,
                   oo_next_use next_use, const void *context, struct oo_window *window);
+/* Positions count through all segments. The first one from `position` on, around the end, where
+ * `bytes` lie in one segment; 0 when there is none. */
+size_t oo_arena_fit(const struct oo_arena *arena, size_t position, size_t bytes);
+/* The window over `bytes` at such a position, whoever is there. 0: they leave their segment. */
+int oo_arena_window_at(const struct oo_arena *arena, size_t position, size_t bytes,
+                       struct oo_window *window);
 /* Records for one more unit in the arena: its block and the gap beside it. 0: no memory. */
 int oo_arena_reserve(struct oo_arena *arena);
-/* Put `unit` into the window, against the neighbour that was placed last, so that what is left over
- * is where the next placement will be; occupants are evicted by this. Needs no memory: each unit
- * that could be in the arena has its records reserved. */
+/* Put `unit` into the window: where the window says, or against the neighbour that was placed last,
+ * so that what is left over is where the next placement will be. Occupants are evicted by this.
+ * Needs no memory: each unit that could be in the arena has its records reserved. */
 struct oo_block *oo_arena_take(struct oo_arena *arena, const struct oo_window *window, size_t bytes,
                                uint32_t unit);
 void oo_arena_free(struct oo_arena *arena, struct oo_block *block);

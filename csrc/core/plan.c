@@ -1,4 +1,4 @@
-/* plan.c - prediction, Belady's rule, placement; see plan.h. */
+/* plan.c - prediction, Belady's rule, homes; see plan.h. */
 #include "plan.h"
 
 #include "status.h"
@@ -10,6 +10,7 @@
  * earlier period and the current one. */
 enum { OO_TRACE_BITS = 16, OO_TRACE = 1 << OO_TRACE_BITS, OO_TRACE_MASK = OO_TRACE - 1 };
 enum { OO_CANDIDATES = 32, OO_CONTEXT = 256 }; /* bounds of one search for a match */
+enum { OO_LOOKAHEAD = 16 };                    /* uses of a unit looked at to find one far off */
 #define OO_NOWHERE UINT64_MAX                  /* an index into the trace that is none */
 
 struct oo_visit {
@@ -32,8 +33,10 @@ struct oo_ahead {
 struct oo_plan_unit {
     size_t bytes;
     struct oo_block *block;
-    uint64_t last;    /* index of its latest visit */
-    uint64_t counted; /* scratch of oo__learn_block: the visit it was counted for */
+    uint64_t last; /* index of its latest visit */
+    uint64_t mark; /* scratch: the walk over the trace that has met it */
+    size_t home;   /* position in the arena */
+    uint32_t rank; /* its place among the homes, from 1; 0: it has none */
     uint32_t pins;
     uint8_t ahead, removed;
 };
@@ -48,6 +51,11 @@ struct oo_plan {
     struct oo_ahead ahead;
     uint64_t longest_block; /* in visits: shorter ones need no counting */
     size_t block_bytes;
+    uint64_t marks;  /* walks over the trace so far */
+    uint32_t *homes; /* the units that have one, in order */
+    uint32_t n_homes;
+    uint64_t home_layout; /* the arena's layout that they were given in */
+    size_t home_end;      /* where the next one may begin */
     uint64_t allocations;
 };
 
@@ -74,6 +82,7 @@ void oo_plan_destroy(struct oo_plan *plan) {
     free(plan->trace);
     free(plan->ahead.queue);
     free(plan->units);
+    free(plan->homes);
     free(plan);
 }
 
@@ -86,21 +95,26 @@ enum oo_status oo_plan_unit_add(struct oo_plan *plan, size_t bytes, uint32_t *un
     if (plan->n_units == plan->capacity) {
         const uint32_t capacity = plan->capacity ? 2 * plan->capacity : 256;
         struct oo_plan_unit *units = realloc(plan->units, capacity * sizeof *units);
-        if (!units)
+        plan->units = units ? units : plan->units;
+        uint32_t *homes = realloc(plan->homes, capacity * sizeof *homes);
+        plan->homes = homes ? homes : plan->homes;
+        if (!units || !homes)
             return oo__fail(OO_E_MEMORY, "no memory for %u units", capacity);
-        plan->units = units;
         plan->capacity = capacity;
-        plan->allocations++;
+        plan->allocations += 2;
     }
     if (!oo_arena_reserve(&plan->arena))
         return oo__fail(OO_E_MEMORY, "no memory for a unit's place in the arena");
-    plan->units[plan->n_units] = (struct oo_plan_unit){
-        .bytes = bytes, .last = OO_NOWHERE, .counted = OO_NOWHERE, .ahead = 1};
+    plan->units[plan->n_units] =
+        (struct oo_plan_unit){.bytes = bytes, .last = OO_NOWHERE, .ahead = 1};
     *unit = plan->n_units++;
     return OO_OK;
 }
 
-void oo_plan_unit_remove(struct oo_plan *plan, uint32_t unit) { plan->units[unit].removed = 1; }
+void oo_plan_unit_remove(struct oo_plan *plan, uint32_t unit) {
+    plan->units[unit].removed = 1;
+    plan->home_layout = OO_NOWHERE; /* its home goes to others */
+}
 
 static void oo__ahead_reset(struct oo_plan *plan) { plan->ahead.end = 0; }
 
@@ -158,6 +172,15 @@ static uint64_t oo__find_match(const struct oo_plan *plan) {
     return best;
 }
 
+/* The unit of visit `index`, if the walk that began with `marks++` had not met it before. */
+static struct oo_plan_unit *oo__first_met(struct oo_plan *plan, uint64_t index) {
+    struct oo_plan_unit *unit = &plan->units[oo__visit_at(plan, index)->unit];
+    if (unit->mark == plan->marks)
+        return NULL;
+    unit->mark = plan->marks;
+    return unit;
+}
+
 /* A unit's backward follows its recompute within one checkpointed block: the distinct bytes used in
  * between are what the arena must hold for recompute and backward to share one stay. */
 static void oo__learn_block(struct oo_plan *plan) {
@@ -170,18 +193,68 @@ static void oo__learn_block(struct oo_plan *plan) {
     if (current - begin <= plan->longest_block)
         return;
     size_t bytes = 0;
+    plan->marks++;
     for (uint64_t i = begin; i < current; i++) {
-        struct oo_plan_unit *between = &plan->units[oo__visit_at(plan, i)->unit];
         if (oo__visit_at(plan, i)->kind == OO_FORWARD)
             return; /* another step lies between: not one block */
-        if (between->counted != current) {
-            between->counted = current;
+        struct oo_plan_unit *between = oo__first_met(plan, i);
+        if (between)
             bytes += between->bytes;
-        }
     }
     plan->longest_block = current - begin;
     if (bytes > plan->block_bytes)
         plan->block_bytes = bytes;
+}
+
+/* ---- homes ---- */
+
+/* A home begins where the one before it ends, around the arena. */
+static void oo__give_home(struct oo_plan *plan, struct oo_plan_unit *unit) {
+    unit->home = oo_arena_fit(&plan->arena, plan->home_end, unit->bytes);
+    plan->home_end = unit->home + unit->bytes;
+}
+
+static size_t oo__home(struct oo_plan *plan, uint32_t id) {
+    struct oo_plan_unit *unit = &plan->units[id];
+    if (plan->home_layout != plan->arena.layout) { /* the same order, around another arena */
+        plan->home_layout = plan->arena.layout;
+        plan->home_end = 0;
+        for (uint32_t i = 0; i < plan->n_homes; i++)
+            if (!plan->units[plan->homes[i]].removed)
+                oo__give_home(plan, &plan->units[plan->homes[i]]);
+    }
+    if (!unit->rank) {
+        plan->homes[plan->n_homes++] = id;
+        unit->rank = plan->n_homes;
+        oo__give_home(plan, unit);
+    }
+    return unit->home;
+}
+
+/* Forward turns into backward: homes shall lie in the order of the forward that has just ended.
+ * They keep their places as long as that order only skips units. */
+static void oo__learn_order(struct oo_plan *plan) {
+    const uint64_t end = plan->now - 1;
+    uint64_t begin = end;
+    while (begin > 0 && oo__remembered(plan, begin - 1) &&
+           oo__visit_at(plan, begin - 1)->kind == OO_FORWARD)
+        begin--;
+    uint32_t rank = 0;
+    int kept = 1;
+    plan->marks++;
+    for (uint64_t i = begin; i < end && kept; i++) {
+        const struct oo_plan_unit *unit = oo__first_met(plan, i);
+        kept = !unit || unit->rank > rank;
+        rank = unit ? unit->rank : rank;
+    }
+    if (kept)
+        return;
+    for (uint32_t i = 0; i < plan->n_homes; i++)
+        plan->units[plan->homes[i]].rank = 0;
+    plan->n_homes = 0;
+    plan->home_end = 0;
+    for (uint64_t i = begin; i < end; i++)
+        (void)oo__home(plan, oo__visit_at(plan, i)->unit);
 }
 
 /* The visit at the match was made: it lies ahead no more. */
@@ -214,6 +287,9 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
     }
     if (kind == OO_BACKWARD)
         oo__learn_block(plan);
+    if (kind != OO_FORWARD && plan->now > 1 &&
+        oo__visit_at(plan, plan->now - 2)->kind == OO_FORWARD)
+        oo__learn_order(plan);
 }
 
 /* Nothing to go by yet: forward in order of creation, backward against it; a recompute stays near.
@@ -245,17 +321,6 @@ static uint64_t oo__evictable_next_use(const void *context, uint32_t unit) {
     return plan->units[unit].pins ? 0 : oo_plan_next_use(plan, unit);
 }
 
-int oo_plan_place(struct oo_plan *plan, uint32_t unit, struct oo_window *window) {
-    oo__ahead_reset(plan); /* what a demand evicts may be needed soon */
-    return oo_arena_find(&plan->arena, plan->units[unit].bytes, 0, oo__evictable_next_use, plan,
-                         window);
-}
-
-static int oo__wants_fetch(const struct oo_plan *plan, uint32_t unit) {
-    const struct oo_plan_unit *u = &plan->units[unit];
-    return !u->block && u->ahead && !u->removed;
-}
-
 /* When the unit of predicted visit `index` is used after that. */
 static uint64_t oo__use_after(const struct oo_plan *plan, uint64_t index) {
     const struct oo_visit *visit = oo__visit_at(plan, index);
@@ -263,6 +328,58 @@ static uint64_t oo__use_after(const struct oo_plan *plan, uint64_t index) {
         return visit->next;
     return plan->match + oo_plan_next_use(plan, visit->unit) +
            (plan->now - 1 - plan->match); /* a period later */
+}
+
+/* The unit's first predicted use that is more than `distance` visits from now. */
+static uint64_t oo__next_use_after(const struct oo_plan *plan, uint32_t unit, uint64_t distance) {
+    uint64_t use = oo_plan_next_use(plan, unit);
+    if (!oo__remembered(plan, plan->match))
+        return use;
+    for (int i = 0; i < OO_LOOKAHEAD && use <= distance && plan->match + use < plan->now; i++)
+        use = oo__use_after(plan, plan->match + use) - plan->match;
+    return use;
+}
+
+static int oo__find(const struct oo_plan *plan, uint32_t unit, uint64_t later_than,
+                    struct oo_window *window) {
+    return oo_arena_find(&plan->arena, plan->units[unit].bytes, later_than, oo__evictable_next_use,
+                         plan, window);
+}
+
+/* Whether the unit can go home. Its home is for it while those who are there are needed later than
+ * the unit is needed `again`: they stay away for all of its stay, as in a forward and a backward
+ * that mirror each other. OO_HOME_SOON: that will be so when they have been used, before the unit
+ * is, `distance` visits from now. OO_HOME_NOT: one of them is needed while the unit would be there
+ * (in sampling, of two units with one home, always). */
+enum oo_homecoming { OO_HOME_NOW, OO_HOME_SOON, OO_HOME_NOT };
+
+static enum oo_homecoming oo__go_home(struct oo_plan *plan, uint32_t unit, uint64_t distance,
+                                      uint64_t again, struct oo_window *window) {
+    enum oo_homecoming answer = OO_HOME_NOW;
+    const size_t home = oo__home(plan, unit);
+    if (!oo_arena_window_at(&plan->arena, home, plan->units[unit].bytes, window))
+        return OO_HOME_NOT;
+    for (const struct oo_block *block = window->first;; block = block->next) {
+        if (block->unit != OO_NO_UNIT && oo__evictable_next_use(plan, block->unit) <= again) {
+            if (oo__next_use_after(plan, block->unit, distance) <= again)
+                return OO_HOME_NOT;
+            answer = OO_HOME_SOON;
+        }
+        if (block == window->last)
+            return answer;
+    }
+}
+
+int oo_plan_place(struct oo_plan *plan, uint32_t unit, struct oo_window *window) {
+    oo__ahead_reset(plan); /* what a demand evicts may be needed soon */
+    const uint64_t again = oo_plan_next_use(plan, unit);
+    return oo__go_home(plan, unit, 0, again, window) == OO_HOME_NOW ||
+           oo__find(plan, unit, 0, window);
+}
+
+static int oo__wants_fetch(const struct oo_plan *plan, uint32_t unit) {
+    const struct oo_plan_unit *u = &plan->units[unit];
+    return !u->block && u->ahead && !u->removed;
 }
 
 /* Move the end over all that needs no fetch. */
@@ -287,40 +404,53 @@ static void oo__ahead_extend(struct oo_plan *plan) {
 /* How far ahead a fetch may be even if waiting would find a better place for it. */
 static size_t oo__lead_bytes(const struct oo_plan *plan) { return plan->arena.total_bytes / 16; }
 
-int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *window) {
-    uint64_t distance;
-    if (oo__remembered(plan, plan->match)) {
-        oo__ahead_extend(plan);
-        const struct oo_ahead *ahead = &plan->ahead;
-        if (ahead->end == plan->now)
-            return 0;
-        *unit = oo__visit_at(plan, ahead->end)->unit;
-        distance = ahead->end - plan->match;
-        /* Beyond the lead that hides a copy's latency, patience pays: a unit used between now and
-         * then may be needed later than any that can be evicted now (in sampling it always is). */
-        if (ahead->bytes > oo__lead_bytes(plan) && ahead->head != ahead->tail) {
-            const uint64_t latest = ahead->queue[ahead->head & OO_TRACE_MASK].next - plan->match;
-            if (latest > distance + 1)
-                distance = latest - 1;
-        }
-    } else {
-        /* Before any match: the nearest absent unit in the direction of travel, of which a
-         * recompute has none that lasts. */
-        if (plan->now == 0 || oo__visit_at(plan, plan->now - 1)->kind == OO_RECOMPUTE)
-            return 0;
-        const struct oo_visit *current = oo__visit_at(plan, plan->now - 1);
-        const int descending = current->kind == OO_BACKWARD;
-        uint32_t next = current->unit;
-        do {
-            if (descending ? next == 0 : next + 1 == plan->n_units)
-                return 0;
-            next = descending ? next - 1 : next + 1;
-        } while (!oo__wants_fetch(plan, next));
-        *unit = next;
-        distance = oo__guess_next_use(plan, next);
+static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_window *window) {
+    oo__ahead_extend(plan);
+    const struct oo_ahead *ahead = &plan->ahead;
+    if (ahead->end == plan->now)
+        return 0;
+    *unit = oo__visit_at(plan, ahead->end)->unit;
+    uint64_t distance = ahead->end - plan->match;
+    const uint64_t again = oo__use_after(plan, ahead->end) - plan->match;
+    const int early = ahead->bytes > oo__lead_bytes(plan);
+    const enum oo_homecoming home = oo__go_home(plan, *unit, distance, again, window);
+    if (home == OO_HOME_NOW)
+        return 1;
+    /* Elsewhere it would only take the place of another: unless there is room that nobody uses. */
+    if (home == OO_HOME_SOON && early)
+        return oo__find(plan, *unit, OO_NEVER, window);
+    /* Beyond the lead that hides a copy's latency, patience pays: a unit used between now and then
+     * may be needed later than any that can be evicted now (in sampling it always is). */
+    if (early && ahead->head != ahead->tail) {
+        const uint64_t latest = ahead->queue[ahead->head & OO_TRACE_MASK].next - plan->match;
+        if (latest > distance + 1)
+            distance = latest - 1;
     }
-    return oo_arena_find(&plan->arena, plan->units[*unit].bytes, distance, oo__evictable_next_use,
-                         plan, window);
+    return oo__find(plan, *unit, distance, window);
+}
+
+/* Before any match: the nearest absent unit in the direction of travel, of which a recompute has
+ * none that lasts. */
+static int oo__fetch_guessed(struct oo_plan *plan, uint32_t *unit, struct oo_window *window) {
+    if (plan->now == 0 || oo__visit_at(plan, plan->now - 1)->kind == OO_RECOMPUTE)
+        return 0;
+    const struct oo_visit *current = oo__visit_at(plan, plan->now - 1);
+    const int descending = current->kind == OO_BACKWARD;
+    uint32_t next = current->unit;
+    do {
+        if (descending ? next == 0 : next + 1 == plan->n_units)
+            return 0;
+        next = descending ? next - 1 : next + 1;
+    } while (!oo__wants_fetch(plan, next));
+    *unit = next;
+    const uint64_t distance = oo__guess_next_use(plan, next);
+    return oo__go_home(plan, next, distance, distance, window) == OO_HOME_NOW ||
+           oo__find(plan, next, distance, window);
+}
+
+int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *window) {
+    return oo__remembered(plan, plan->match) ? oo__fetch_predicted(plan, unit, window)
+                                             : oo__fetch_guessed(plan, unit, window);
 }
 
 struct oo_block *oo_plan_take(struct oo_plan *plan, uint32_t unit, const struct oo_window *window) {

@@ -5,6 +5,11 @@
  * measured in visits; fetches go in order of next use, evictions take what is needed furthest in
  * the future (Belady's rule), and a fetch never evicts what is needed before it. A wrong prediction
  * costs a late copy, never a wrong result.
+ *
+ * Each unit has a home in the arena: homes lie in the order of a forward pass, one after the other
+ * and around the arena as often as it takes. Training goes forward and back, so the arena then is a
+ * window that slides over the weights: what comes in at one end finds its home where the unit that
+ * went out of use longest ago was, and units of different sizes leave no holes between them.
  */
 #ifndef OO_PLAN_H
 #define OO_PLAN_H

@@ -3,6 +3,7 @@
 #include "plan.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 enum { MAX_UNITS = 1024, MAX_VISITS = 8192 };
 
@@ -115,10 +116,10 @@ static void test_bytes_per_step_stay_near_the_lower_bound(void) {
             run(plan, &m, m.step, m.n_visits);
             for (int step = 0; step < 4; step++) {
                 const struct outcome o = run(plan, &m, m.step, m.n_visits);
-                /* Below 15% the bound is so small that single units, which are not divisible,
-                 * count. */
-                const size_t units = percent < 15 ? 2 * m.largest : 0;
-                CHECK(o.bytes <= x_min(&m, capacity) / 100 * 110 + units,
+                /* Below 15% the bound is so small that a single unit, which is not divisible,
+                 * counts. */
+                const size_t unit = percent < 15 ? m.largest : 0;
+                CHECK(o.bytes <= x_min(&m, capacity) / 1000 * 1025 + unit,
                       "%d%% offloaded, checkpoints %d: %zu bytes, bound %zu", percent, checkpointed,
                       o.bytes, x_min(&m, capacity));
                 CHECK(o.late == 0, "%u late copies with %d%% offloaded", o.late, percent);
@@ -129,6 +130,112 @@ static void test_bytes_per_step_stay_near_the_lower_bound(void) {
             oo_plan_destroy(plan);
         }
     }
+}
+
+/* Bytes of the last of `steps`, and whether each unit came back to where it was in the step before.
+ */
+static struct outcome settle(struct oo_plan *plan, const struct model *m, int steps,
+                             unsigned *moved) {
+    static uintptr_t address[MAX_UNITS], before[MAX_UNITS];
+    struct outcome last = {0, 0};
+    for (int step = 0; step < steps; step++) {
+        last = (struct outcome){0, 0};
+        memcpy(before, address, sizeof before);
+        for (unsigned i = 0; i < m->n_visits; i++) {
+            const struct outcome one = run(plan, m, m->step + i, 1);
+            const uint32_t unit = m->step[i].unit;
+            last.bytes += one.bytes;
+            last.late += one.late;
+            if (oo_plan_resident(plan, unit)) /* else it has made place already */
+                address[unit] = oo_block_address(oo_plan_resident(plan, unit));
+        }
+    }
+    *moved = 0;
+    for (unsigned i = 0; i < m->n; i++)
+        *moved += address[i] != before[i];
+    return last;
+}
+
+/* The order of creation is another than that of execution, which is learned at the first turn. */
+static void test_units_created_in_another_order_than_they_run(void) {
+    static struct model m;
+    uint32_t other[MAX_UNITS];
+    size_t bytes[MAX_UNITS];
+    unsigned moved;
+    flux(&m, 3072, 1);
+    srand(5);
+    for (unsigned i = 0; i < m.n; i++)
+        other[i] = i;
+    for (unsigned i = m.n - 1; i > 0; i--) {
+        const unsigned k = (unsigned)rand() % (i + 1);
+        const uint32_t swapped = other[i];
+        other[i] = other[k];
+        other[k] = swapped;
+    }
+    memcpy(bytes, m.bytes, sizeof bytes);
+    for (unsigned i = 0; i < m.n; i++)
+        m.bytes[other[i]] = bytes[i];
+    for (unsigned i = 0; i < m.n_visits; i++)
+        m.step[i].unit = other[m.step[i].unit];
+    for (int percent = 50; percent <= 90; percent += 10) {
+        const size_t capacity = aligned(m.total / 100 * (size_t)(100 - percent) + m.block);
+        struct oo_plan *plan = plan_of(&m, capacity);
+        const struct outcome o = settle(plan, &m, 5, &moved);
+        CHECK(o.bytes <= x_min(&m, capacity) / 1000 * 1010 && o.late == 0,
+              "%d%%: %zu bytes, bound %zu; %u late", percent, o.bytes, x_min(&m, capacity), o.late);
+        CHECK(moved * 50 <= m.n, "%d%%: %u units moved", percent, moved);
+        oo_plan_destroy(plan);
+    }
+}
+
+/* Homes go through all segments; what is left over at the ends of segments is not lost. */
+static void test_several_segments_are_nearly_as_good_as_one(void) {
+    static struct model m;
+    struct oo_segment *segment;
+    unsigned moved;
+    flux(&m, 3072, 1);
+    for (int percent = 20; percent <= 80; percent += 20) {
+        const size_t capacity = aligned(m.total / 100 * (size_t)(100 - percent) + m.block);
+        struct oo_plan *plan = plan_of(&m, aligned(capacity / 2));
+        const struct outcome half = settle(plan, &m, 3, &moved);
+        CHECK(moved == 0, "%d%%: %u units moved", percent, moved);
+        /* The arena grows while training goes on: homes are given anew. */
+        for (unsigned i = 1; i < 3; i++)
+            CHECK(oo_arena_add(oo_plan_arena(plan), (uintptr_t)i << 40, aligned(capacity / 4), 0, 0,
+                               &segment) == OO_OK,
+                  "segment");
+        const struct outcome o = settle(plan, &m, 6, &moved);
+        CHECK(o.bytes < half.bytes && o.bytes <= x_min(&m, capacity) / 100 * 105,
+              "%d%%: %zu bytes, bound %zu", percent, o.bytes, x_min(&m, capacity));
+        CHECK(o.late == 0, "%d%%: %u late copies", percent, o.late);
+        oo_plan_destroy(plan);
+    }
+}
+
+/* The weights of a model that is gone leave no gaps between the homes of the others. */
+static void test_homes_close_up_when_units_are_removed(void) {
+    static struct model m, both;
+    unsigned moved;
+    flux(&m, 3072, 1);
+    both = (struct model){.n = 2 * m.n, .n_visits = 2 * m.n_visits};
+    for (unsigned i = 0; i < both.n; i++)
+        both.bytes[i] = m.bytes[i % m.n];
+    for (unsigned i = 0; i < both.n_visits; i++) { /* two models take turns, layer by layer */
+        both.step[i] = m.step[i / 2];
+        both.step[i].unit += i % 2 * m.n;
+    }
+    const size_t capacity = aligned(m.total / 2);
+    struct oo_plan *plan = plan_of(&both, capacity);
+    for (int step = 0; step < 3; step++)
+        run(plan, &both, both.step, both.n_visits);
+    for (uint32_t unit = m.n; unit < both.n; unit++) {
+        oo_plan_drop(plan, unit);
+        oo_plan_unit_remove(plan, unit);
+    }
+    const struct outcome o = settle(plan, &m, 6, &moved);
+    CHECK(o.bytes <= x_min(&m, capacity) / 1000 * 1010 && o.late == 0, "%zu bytes, bound %zu",
+          o.bytes, x_min(&m, capacity));
+    oo_plan_destroy(plan);
 }
 
 /* Sampling visits 0..L-1 over and over: keeping c units, the best possible is about L - c loads. */
@@ -297,13 +404,16 @@ static void test_the_trace_wraps(void) {
     struct outcome last = {0, 0};
     for (int step = 0; step < 80; step++) /* 80 steps of 1,026 visits: once around and more */
         last = run(plan, &m, m.step, m.n_visits);
-    CHECK(last.late == 0 && last.bytes * 100 <= x_min(&m, capacity) * 110, "%u late, %zu bytes",
+    CHECK(last.late == 0 && last.bytes * 100 <= x_min(&m, capacity) * 101, "%u late, %zu bytes",
           last.late, last.bytes);
     oo_plan_destroy(plan);
 }
 
 int main(void) {
     test_bytes_per_step_stay_near_the_lower_bound();
+    test_units_created_in_another_order_than_they_run();
+    test_several_segments_are_nearly_as_good_as_one();
+    test_homes_close_up_when_units_are_removed();
     test_sampling_does_not_degenerate_to_loading_everything();
     test_a_skipped_or_repeated_unit_costs_little();
     test_a_pinned_unit_is_never_evicted();
