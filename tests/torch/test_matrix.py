@@ -198,6 +198,41 @@ def test_inputs_of_one_leaf_share_autocasts_cast(device):
             assert_models_agree(managed, resident, step, device=device)
 
 
+def test_autocast_regions_are_kept_apart(device):
+    """Gradients are summed in bfloat16 within a region, and in float32 from one to the next."""
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(nn.Linear(32, 32), nn.Tanh()))
+
+    def step(model):
+        x = torch.randn(64, 32, device=device, requires_grad=True)
+        y = 0
+        for _ in range(3):
+            with torch.autocast(torch.device(device).type, torch.bfloat16):
+                y = y + (model(x) * model(x)).float()
+        (y * weights_of(y)).sum().backward()
+        return [y, x.grad]
+
+    with attached(managed, device):
+        assert_models_agree(managed, resident, step, device=device)
+
+
+def test_a_leaf_in_the_place_of_another_is_cast_anew(device):
+    """A new tensor may have the identity of one that is gone, within one autocast region."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32)).requires_grad_(False)
+    managed, resident = resident_pair(model)
+
+    def step(model):
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            return [
+                model(torch.randn(4, 32, device=device, requires_grad=True)).detach()
+                for _ in range(20)
+            ]
+
+    with attached(managed, device):
+        assert_models_agree(managed, resident, step, device=device)
+
+
 @pytest.mark.parametrize(
     "mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"]
 )

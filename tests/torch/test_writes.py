@@ -9,9 +9,17 @@ import pytest
 import torch
 from equality import assert_models_agree, assert_same, attached, gradients
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload.witness import Witness
+
+
+@pytest.fixture(autouse=True)
+def copies_are_made_at_once(sim):
+    """A copy that the simulator makes as late as it may would have the new bytes by chance."""
+    with sim.schedule(sim.Schedule.EAGER):
+        yield
 
 
 def build():
@@ -160,6 +168,30 @@ def test_optimizers_train_alike(device, make, percent):
             assert_same(list(managed.parameters()), list(resident.parameters()), "weights")
 
 
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+def test_autocast_casts_what_was_written(trainable):
+    """The casts of one region are of no use in the next, with a gradient and without."""
+    torch.manual_seed(0)
+    managed = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(72, 8))
+    managed.requires_grad_(trainable)
+    resident = copy.deepcopy(managed)
+
+    def step(model):
+        x = torch.randn(2, 3, 5, 5, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+            with torch.no_grad():
+                sampled = model(x)
+        y.float().square().sum().backward()
+        return [y, sampled, x.grad]
+
+    with attached(managed, "cpu", offload_percent=0.0):
+        for _ in range(3):
+            assert_models_agree(managed, resident, step, steps=1)
+            in_place(managed)
+            in_place(resident)
+
+
 @pytest.mark.parametrize("safe", [False, True], ids=["unsafe", "safe"])
 def test_peft_merges_and_unmerges(safe):
     """peft writes through .data, which bumps no version."""
@@ -283,3 +315,149 @@ def backward_after(write, model, x):
     loss = model(x).sum()
     write(model)
     loss.backward()
+
+
+# ---- writes that no sample of a master can be relied upon to see ----
+
+
+def one_element(parameter, index):
+    with torch.no_grad():
+        parameter.view(-1)[index] += 8.0
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_one_element_written_through_torch_is_seen(name):
+    """Its version tells."""
+    torch.manual_seed(0)
+    managed = nn.Sequential(nn.Linear(16, 16384)).requires_grad_(False)
+    resident = copy.deepcopy(managed)
+    with attached(managed, "cpu", offload_percent=0.0):
+        for index in range(5, 16384, 2113):
+            for model in (managed, resident):
+                one_element(getattr(model[0], name), index)
+            assert_models_agree(managed, resident, sample, steps=1)
+
+
+def sample(model):
+    with torch.no_grad():
+        return [model(torch.ones(2, model[0].in_features))]
+
+
+class Encoded(nn.ModuleList):
+    """Half of its layers encode, without a gradient, what the other half is trained on."""
+
+    def __init__(self, make):
+        super().__init__(make() for _ in range(24))
+
+    def forward(self, x, mode):
+        with torch.set_grad_enabled(mode != "sampling"):
+            for number, layer in enumerate(self):
+                if mode == "training" and number == 12:
+                    x = x.detach().requires_grad_()
+                x = torch.tanh(layer(x))
+        if mode == "training":
+            x.square().sum().backward()
+        return x
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+@pytest.mark.parametrize("mode", ["sampling", "forward", "training"])
+def test_one_element_written_after_its_copy_was_fetched_ahead_is_seen(mode, kind):
+    """Each layer of a unit has the version of its copy, also where it has not computed yet."""
+    torch.manual_seed(0)
+    managed = Encoded(
+        (lambda: nn.Linear(64, 64, bias=False))
+        if kind == "linear"
+        else (lambda: nn.Conv2d(64, 64, 1, bias=False))
+    ).requires_grad_(False)
+    resident = copy.deepcopy(managed)
+
+    def step(model):
+        x = torch.ones(2, 64) if kind == "linear" else torch.ones(1, 64, 1, 2)
+        return [model(x.requires_grad_(mode == "forward"), mode)]
+
+    with attached(managed, "cpu", offload_percent=1.0) as manager:
+        unit = [layer for layer in manager.layers if layer.unit == manager.layers[0].unit]
+        assert len(unit) > 2
+        assert_models_agree(managed, resident, step, steps=3)
+        for number, index in enumerate(range(5, 64 * 64, 64 * 64 // 13)):
+            for model in (managed, resident):
+                one_element(model[number % len(unit)].weight, index)
+            assert_models_agree(managed, resident, step, steps=1)
+
+
+def a_linear():
+    return nn.Linear(512, 512, bias=False), torch.ones(2, 512)
+
+
+def a_conv2d():
+    return nn.Conv2d(512, 512, 1, bias=False), torch.ones(1, 512, 1, 2)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["nockpt", "reentrant", "ckpt"])
+@pytest.mark.parametrize("build_layer", [a_linear, a_conv2d], ids=["linear", "conv2d"])
+def test_one_row_written_after_backward_is_seen(build_layer, reentrant, autocast):
+    """A trainable master may be rewritten in any way once its backward has ended."""
+    torch.manual_seed(0)
+    layer, x = build_layer()
+    x.requires_grad_()
+    managed, resident = nn.Sequential(layer), copy.deepcopy(nn.Sequential(layer))
+
+    def step(model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model(x) if reentrant is None else checkpoint(model, x, use_reentrant=reentrant)
+            y.float().square().sum().backward()
+        return [y]
+
+    with attached(managed, "cpu", offload_percent=0.0):
+        for row in range(3, 512, 101):
+            assert_models_agree(managed, resident, step, steps=1)
+            for model in (managed, resident):
+                model[0].weight.detach().numpy()[row] += 1.0
+
+
+@pytest.mark.parametrize("when", ["trainable", "unfrozen after attach"])
+def test_one_row_trained_by_a_fused_optimizer_is_seen(when):
+    """It bumps no version, and no graph task ended before it: the gradient was set by hand."""
+    torch.manual_seed(0)
+    managed = nn.Sequential(nn.Linear(512, 512, bias=False)).requires_grad_(when == "trainable")
+    resident = copy.deepcopy(managed)
+
+    def forward(model):
+        return [model(torch.ones(2, 512))]
+
+    with attached(managed, "cpu", offload_percent=0.0):
+        assert_models_agree(managed, resident, forward)
+        for model in (managed, resident):
+            model.requires_grad_(True)
+        optimizers = [
+            torch.optim.SGD(m.parameters(), lr=1.0, fused=True) for m in (managed, resident)
+        ]
+        for row in range(3, 512, 101):
+            for model, optimizer in zip((managed, resident), optimizers, strict=True):
+                version = model[0].weight._version
+                model[0].weight.grad = torch.zeros(512, 512)
+                model[0].weight.grad[row] = 1.0
+                optimizer.step()
+                assert model[0].weight._version == version, "torch says so now: test it otherwise"
+            assert_models_agree(managed, resident, forward, steps=1)
+
+
+def test_optimizers_that_step_inside_backward_train_alike():
+    """One optimizer for each parameter, which steps as soon as its gradient is there."""
+    managed = build()
+    resident = copy.deepcopy(managed)
+    for model in (managed, resident):
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+            def update(_, optimizer=optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(update)
+    for percent in (0.0, 1.0):
+        with attached(managed, "cpu", offload_percent=percent):
+            assert_models_agree(managed, resident, step, steps=4)
+            assert_same(list(managed.parameters()), list(resident.parameters()), "weights")
