@@ -11,7 +11,6 @@ import functools
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +63,7 @@ class DeviceState:
         self.models: dict[int, Any] = {}
         self.unclosed: list[Any] = []  # attachments that a lasting fault kept from being closed
         self._noted_tasks: set[int] = set()
-        self._cast_inputs: dict[int, tuple[object, weakref.ref[Tensor], Tensor]] = {}
+        self._cast_inputs: dict[int, tuple[object, Tensor]] = {}
         self._canary: Tensor | None = None
         self.turned = False  # a managed backward has run since the last forward began
         self.owed_s = 0.0  # simulated seconds of operators that were not queued yet
@@ -217,13 +216,13 @@ class DeviceState:
         ):
             return x.to(dtype)
         region = self.autocast_region(dtype)
-        known = self._cast_inputs.get(id(x))
-        if known is not None and known[0] is region and known[1]() is x:
-            return known[2]
+        known = self._cast_inputs.get(id(x))  # its graph keeps the leaf alive, and so the id
+        if known is not None and known[0] is region:
+            return known[1]
         # One region at a time: what belongs to earlier ones is dropped here.
         self._cast_inputs = {k: v for k, v in self._cast_inputs.items() if v[0] is region}
         made = x.to(dtype)
-        self._cast_inputs[id(x)] = region, weakref.ref(x), made
+        self._cast_inputs[id(x)] = region, made
         return made
 
     # ---- simulated time ----
