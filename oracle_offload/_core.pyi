@@ -41,6 +41,7 @@ class Stats(TypedDict):
     stale: int  # hits refused because the master had changed
     prefetches: int
     prefetch_failures: int  # given up without harm: the unit is copied when it is asked for
+    lost_uses: int  # their end could not be marked: who overwrites the unit waits for them
     evictions: int
     stalls: int  # waits of the compute stream for a copy longer than 10 microseconds
     stall_seconds: float

@@ -7,6 +7,7 @@ the arena's segments, on which stream torch computes, and when trainable masters
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import logging
 import os
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("oracle_offload")
 
 _registry: dict[str, DeviceState] = {}
-_registry_lock = threading.RLock()  # protects _registry and the creation of engines
+_registry_lock = threading.RLock()  # protects _registry, _orphans and the creation of engines
+_orphans: list[_core.Engine] = []  # could not be set up, nor closed yet: a fault lasts
 _hooks_installed = False
 _MASTER_DEVICE = torch.device("cpu")
 
@@ -68,23 +70,33 @@ class DeviceState:
         self.turned = False  # a managed backward has run since the last forward began
         self.owed_s = 0.0  # simulated seconds of operators that were not queued yet
         self.clocked_outside = 0  # witnesses that charge simulated time in our place
-        self.engine, self.simulated, self.stream = self._open()
-        self.engine.set_verify(os.environ.get("ORACLE_OFFLOAD_VERIFY", "0") not in ("", "0"))
+        self.engine = self._open()
+        try:
+            self.simulated = self.engine.simulated
+            self.stream = self._find_stream()
+            self.engine.set_verify(os.environ.get("ORACLE_OFFLOAD_VERIFY", "0") not in ("", "0"))
+        except BaseException:
+            _orphans.append(self.engine)
+            _close_orphans()
+            raise
         self._rates = self._read_rates() if self.simulated else (1.0, 1.0, 0.0)
 
-    def _open(self) -> tuple[_core.Engine, bool, Callable[[], int]]:
+    def _open(self) -> _core.Engine:
         if self.device.type == "cuda":
             index = self.device.index
             torch.cuda.init()
             with torch.cuda.device(index):
-                engine = _core.Engine(os.environ.get("ORACLE_OFFLOAD_DRIVER") or None, index)
-            raw = torch._C._cuda_getCurrentRawStream
-            return engine, engine.simulated, functools.partial(raw, index)
+                return _core.Engine(os.environ.get("ORACLE_OFFLOAD_DRIVER") or None, index)
         from . import simulator
 
-        engine = _core.Engine(str(simulator.library_path()), 0)
-        self.compute_stream = engine.compute_stream
-        return engine, engine.simulated, self._simulated_stream
+        return _core.Engine(str(simulator.library_path()), 0)
+
+    def _find_stream(self) -> Callable[[], int]:
+        if self.device.type == "cuda":
+            raw = torch._C._cuda_getCurrentRawStream
+            return functools.partial(raw, self.device.index)
+        self.compute_stream = self.engine.compute_stream
+        return self._simulated_stream
 
     def _simulated_stream(self) -> int:
         return self.compute_stream
@@ -305,6 +317,7 @@ def open_state(device: torch.device) -> DeviceState:
     with _registry_lock:
         state = _registry.get(str(device))
         if state is None:
+            _close_orphans()
             state = DeviceState(device)
             _registry[str(device)] = state
             _install_hooks()
@@ -312,12 +325,25 @@ def open_state(device: torch.device) -> DeviceState:
         return state
 
 
+def _close_orphans() -> None:
+    for engine in list(_orphans):
+        with contextlib.suppress(OffloadError):
+            _close_engine(engine)
+            _orphans.remove(engine)
+
+
+def _close_engine(engine: _core.Engine) -> None:
+    lost = engine.close()
+    if lost is not None:
+        logger.warning("closing an engine: %s", lost)
+
+
 def close_if_unused(state: DeviceState) -> None:
-    """Close the engine once no model is attached to it."""
+    """Close the engine once it holds nothing of any model."""
     with _registry_lock:
-        if state.models or _registry.get(str(state.device)) is not state:
+        if state.models or state.unclosed or _registry.get(str(state.device)) is not state:
             return
-        state.engine.close()
+        _close_engine(state.engine)
         del _registry[str(state.device)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from . import _core, masters, selection
 from .devices import DeviceState, Segment, close_if_unused, open_state, parse_device
-from .errors import OffloadError
+from .errors import DriverError, OffloadError
 from .manager_modules import HANDLE, Layer, is_managed, layer_type, swap_in, swap_out
 from .progress import DelayedBar
 from .selection import Leaf, group_units, wrapper_of
@@ -40,6 +41,7 @@ class Attachment:
         self.buffers: list[_core.HostBuffer] = []
         self.lent: dict[int, list[Segment]] = {}  # by what the engine knows them under
         self.arena = -1  # the one in use; others of `lent` go back as soon as the engine lets them
+        self.told_of_refusal = False
         self.managed_bytes = 0
         self.capacity_bytes = 0
         self.floor_bytes = 0
@@ -73,8 +75,18 @@ class Attachment:
 
     def lock(self, buffer: _core.HostBuffer, wanted: bool = True) -> None:
         """Make a piece known to the engine, page-locked if `wanted`, until detach."""
+        refused = self.state.engine.lock(buffer, wanted)
         self.buffers.append(buffer)
-        self.state.engine.lock(buffer, wanted)
+        if refused is not None and not self.told_of_refusal:
+            self.told_of_refusal = True
+            logger.warning(
+                "%s: the system does not page-lock %s of its weights (%s); what is not locked is "
+                "copied through a small locked ring, which is slower. Close what else holds locked "
+                "memory, raise the limit (ulimit -l), or set ram_budget to what may be locked.",
+                self.name,
+                format_size(buffer.nbytes),
+                refused,
+            )
 
     def lone_master(self, tensor: Tensor) -> Tensor:
         """Return a master of its own with the values and layout of `tensor`."""
@@ -125,7 +137,8 @@ class Attachment:
             try:
                 self.take_back(arena)
             except OffloadError as error:
-                logger.info("replaced device memory is given back later: %s", error)
+                level = logging.WARNING if isinstance(error, DriverError) else logging.INFO
+                logger.log(level, "replaced device memory is given back later: %s", error)
 
     def grow_to_block(self) -> None:
         """Grow the arena, once, to the largest checkpointed block the engine has learned."""
@@ -168,6 +181,16 @@ class Attachment:
         if self.model in self.state.models:
             engine.remove_model(self.model)
             del self.state.models[self.model]
+        self.let_go_of_layers()
+        while self.buffers:
+            engine.unlock(self.buffers[-1])
+            self.buffers.pop()
+        if self in self.state.unclosed:
+            self.state.unclosed.remove(self)
+        close_if_unused(self.state)
+
+    def let_go_of_layers(self) -> None:
+        """Make the layers ordinary ones again."""
         for layer in self.layers:
             self.state.forget_layer(layer)
             layer.member = -1
@@ -176,10 +199,12 @@ class Attachment:
             if leaf is not None and leaf.__dict__.get(HANDLE) is layer:
                 swap_out(leaf)
         self.layers.clear()
-        while self.buffers:
-            engine.unlock(self.buffers[-1])
-            self.buffers.pop()
-        close_if_unused(self.state)
+
+    def close_later(self) -> None:
+        """Keep what could not be given back, for the next attach or detach to try again."""
+        self.let_go_of_layers()
+        if self not in self.state.unclosed:
+            self.state.unclosed.append(self)
 
 
 class _DetachMethod:
@@ -210,7 +235,9 @@ class MemoryManager:
 
     ``manager.detach()`` or ``MemoryManager.detach(module)`` waits for all copies, gives the arena
     back and makes the layers ordinary ones again. Their weights stay in host memory, in the same
-    Parameters; parts that were not managed stay on the device.
+    Parameters; parts that were not managed stay on the device. A driver that fails does not keep
+    it from that: what could not be given back is logged, kept, and tried again at the next attach
+    or detach.
 
     Attributes
     ----------
@@ -309,8 +336,7 @@ class MemoryManager:
         if not self.finalizer.alive:
             raise OffloadError(f"{self.attachment.name} is detached already")
         self.state.check_process()
-        self.attachment.close()
-        _close_leftovers(self.state)
+        _close_patiently(self.attachment)
         self.finalizer.detach()
         end_watch(self)
         for wrapper, original in self.wrappers:
@@ -390,7 +416,12 @@ def attach(
     managed, largest = sum(sizes), max(sizes)
     _close_leftovers(open_state(where))
     state = open_state(where)  # closing the last leftover closes the engine
-    attachment = Attachment(state, type(module).__name__)
+    try:
+        attachment = Attachment(state, type(module).__name__)
+    except BaseException:
+        with contextlib.suppress(OffloadError):  # else at the next attach
+            close_if_unused(state)
+        raise
     try:
         floor = 2 * largest
         capacity = _capacity(state, managed, floor, offload_percent, vram_budget)
@@ -536,19 +567,37 @@ def _structure_changed(parent: nn.Module, name: str, child: Any) -> None:
         manager.unsettled[0] = True
 
 
+def _close_patiently(attachment: Attachment) -> None:
+    """Close at detach, which a driver that fails does not prevent: what fails twice is left."""
+    _close_leftovers(attachment.state)
+    try:
+        try:
+            attachment.close()
+        except DriverError as error:
+            logger.warning("detaching %s, at the second attempt: %s", attachment.name, error)
+            attachment.close()
+    except DriverError as error:
+        attachment.close_later()
+        logger.warning(
+            "%s is detached, but some of its memory could not be given back yet: %s. It is tried "
+            "again at the next attach or detach.",
+            attachment.name,
+            error,
+        )
+
+
 def _close_quietly(attachment: Attachment) -> None:
     """End of a deleted model or of an attach that failed; what fails is tried again later."""
     try:
         attachment.close()
     except Exception:
-        attachment.state.unclosed.append(attachment)
+        attachment.close_later()
         logger.exception("could not give back a model's memory yet")
 
 
 def _close_leftovers(state: DeviceState) -> None:
     """Close what could not be closed while a fault lasted."""
-    leftovers, state.unclosed = state.unclosed, []
-    for attachment in leftovers:
+    for attachment in list(state.unclosed):
         _close_quietly(attachment)
 
 

@@ -132,10 +132,17 @@ class Layer:
         bias: Any = self.parameters.get("bias")
         if not is_plain_master(weight) or not (bias is None or is_plain_master(bias)):
             return False
-        self.weight, self.bias, self.has_bias = weight, bias, bias is not None
+        before = self.weight, self.bias
+        self.weight, self.bias = weight, bias
+        try:
+            with torch.inference_mode(False):
+                unit, offsets = self.state.engine.move_member(self.member, self.extents())
+        except BaseException:
+            # The engine copies from where it did: the next call must see the change again.
+            self.weight, self.bias = before
+            raise
+        self.has_bias = bias is not None
         self.note_masters()
-        with torch.inference_mode(False):
-            unit, offsets = self.state.engine.move_member(self.member, self.extents())
         self.placed(unit, self.member, offsets)
         return True
 

@@ -89,10 +89,13 @@ enum oo_status oo__enter(struct oo_engine *engine, int flags) {
     else if (!oo__mutex_try(engine->mutex))
         return OO_WOULD_BLOCK;
     engine->context_pushed = 0;
-    enum oo_status status = engine->dead == OO_OK ? oo__context_enter(engine) : OO_OK;
-    engine->usable = engine->dead == OO_OK && status == OO_OK;
-    if (engine->dead != OO_OK && status == OO_OK && !(flags & OO__EVEN_DEAD))
+    const int drives = engine->dead == OO_OK && !(flags & OO__WITHOUT_DRIVER);
+    enum oo_status status = drives ? oo__context_enter(engine) : OO_OK;
+    engine->usable = drives && status == OO_OK;
+    if (engine->dead != OO_OK && status == OO_OK && !(flags & OO__EVEN_DEAD)) {
         status = oo__fail_dead(engine);
+        engine->death_told = 1;
+    }
     if ((flags & OO__EVEN_WITHOUT_CONTEXT) || (engine->dead != OO_OK && (flags & OO__EVEN_DEAD)))
         status = OO_OK;
     if (status != OO_OK)
@@ -464,8 +467,11 @@ done:
     return status;
 }
 
+/* A copy that is never stamped is checked by samples alone: no fault of the driver shall prevent
+ * it.
+ */
 enum oo_status oo_engine_stamp(struct oo_engine *engine, uint32_t member_id, uint64_t stamp) {
-    enum oo_status status = oo__enter(engine, 0);
+    enum oo_status status = oo__enter(engine, OO__WITHOUT_DRIVER);
     if (status != OO_OK)
         return status;
     if (member_id < engine->n_members && !engine->members[member_id].removed) {
@@ -519,10 +525,12 @@ static enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *uni
         if (status == OO_OK || unit->n_uses == OO_USES)
             return status;
         unit->uses[unit->n_uses++] = (struct oo_last_use){stream, NULL, 1};
+        engine->stats.lost_uses++;
         return OO_OK;
     }
     entry->lost = !entry->event || !engine->usable ||
                   OO_DRIVE(engine, cuEventRecord, entry->event->handle, stream) != OO_OK;
+    engine->stats.lost_uses += entry->lost;
     return OO_OK;
 }
 
@@ -817,7 +825,7 @@ enum oo_status oo_engine_destroy(struct oo_engine *engine) {
     enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
     if (status != OO_OK)
         return status;
-    const int lost = engine->dead != OO_OK; /* and everything with it, as all calls have told */
+    const int lost = engine->dead != OO_OK; /* and everything with it */
     uint32_t attached = 0;
     for (uint32_t i = 0; i < engine->n_models; i++)
         attached += !engine->models[i].removed;
@@ -837,6 +845,9 @@ enum oo_status oo_engine_destroy(struct oo_engine *engine) {
         status = oo__fail_driver(OO_LEAKED, leak->call, leak->code, leak->name,
                                  "%u driver objects could not be given back, the first: %s",
                                  engine->n_leaked, leak->message);
+    } else if (engine->dead != OO_OK && !engine->death_told) {
+        (void)oo__fail_dead(engine);
+        status = OO_LEAKED;
     }
     oo__free_engine(engine);
     return status;

@@ -135,6 +135,7 @@ struct oo_engine {
     char device_name[128], pci_id[32];
 
     enum oo_status dead; /* OO_OK, or OO_E_DEAD */
+    int death_told;      /* to a caller that it was refused for that */
     char dead_message[512], dead_call[48], dead_name[64];
     int dead_code;
     uint32_t n_leaked; /* driver objects that could not be given back, and what befell the first */
@@ -164,9 +165,10 @@ struct oo_engine {
 
 /* ---- engine.c ---- */
 
-/* Begin and end a call: mutex, pid, context. `enter` fails with nothing to undo. The two flags are
- * for calls that have something to do all the same, and ask engine->usable before they drive. */
-enum { OO__EVEN_DEAD = 256, OO__EVEN_WITHOUT_CONTEXT = 512 };
+/* Begin and end a call: mutex, pid, context. `enter` fails with nothing to undo. The first two
+ * flags are for calls that have something to do all the same, and ask engine->usable before they
+ * drive; the third is for those that never drive. */
+enum { OO__EVEN_DEAD = 256, OO__EVEN_WITHOUT_CONTEXT = 512, OO__WITHOUT_DRIVER = 1024 };
 enum oo_status oo__enter(struct oo_engine *engine, int flags);
 void oo__leave(struct oo_engine *engine);
 /* Status of a driver call; a sticky result kills the engine. */

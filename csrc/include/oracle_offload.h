@@ -109,7 +109,8 @@ struct oo_use {
 /* `library` NULL: the system's CUDA driver. Retains the device's primary context. */
 enum oo_status oo_engine_create(const char *library, int device, struct oo_engine **out);
 /* OO_E_STATE while models are attached or memory is locked. OO_LEAKED: the engine is gone, but the
- * driver refused to destroy some of what it held. NULL is allowed. */
+ * driver refused to destroy some of what it held, or had lost it, which no call was told yet. NULL
+ * is allowed. */
 enum oo_status oo_engine_destroy(struct oo_engine *engine);
 int oo_engine_simulated(const struct oo_engine *engine);
 int oo_engine_driver_version(const struct oo_engine *engine);
@@ -196,7 +197,8 @@ struct oo_stats {
     double h2d_seconds, d2h_seconds;
     uint64_t acquires, hits, late, stale, prefetches, evictions;
     uint64_t prefetch_failures; /* given up without harm: the unit is copied when it is asked for */
-    uint64_t stalls; /* waits of a compute stream for a copy longer than 10 microseconds */
+    uint64_t lost_uses; /* whose end could not be marked: who overwrites the unit waits for them */
+    uint64_t stalls;    /* waits of a compute stream for a copy longer than 10 microseconds */
     double stall_seconds;
     uint64_t host_waits, recoveries, allocations;
     uint64_t units, resident_units;

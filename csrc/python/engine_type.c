@@ -500,6 +500,7 @@ static PyObject *oo__engine_stats(PyObject *object, PyObject *arguments, PyObjec
     OO_COUNT(stale)
     OO_COUNT(prefetches)
     OO_COUNT(prefetch_failures)
+    OO_COUNT(lost_uses)
     OO_COUNT(evictions)
     OO_COUNT(stalls)
     OO_SECONDS(stall_seconds)

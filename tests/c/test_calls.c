@@ -1297,7 +1297,6 @@ static void test_each_call_needs_the_context(void) {
     FAILS(oo_engine_prefetch(w.engine, &fetched));
     FAILS(oo_engine_launch(w.engine, w.member[0], w.stream, 0));
     FAILS(oo_engine_spin(w.engine, w.stream, 0));
-    FAILS(oo_engine_stamp(w.engine, w.member[0], 0));
     FAILS(oo_engine_download(w.engine, memory, (uintptr_t)memory + 256, 256, w.stream));
     FAILS(oo_engine_hold(w.engine));
     FAILS(oo_engine_resume(w.engine));
@@ -1317,6 +1316,9 @@ static void test_each_call_needs_the_context(void) {
     FAILS(oo_engine_residents(w.engine, &row, 1, &count));
     FAILS(oo_engine_destroy(w.engine));
 #undef FAILS
+    sim.simFault(NULL, 1, OOCU_ERROR_UNKNOWN, 1);
+    need(oo_engine_stamp(w.engine, w.member[0], 0), "a stamp needs no driver");
+    sim.simFaultClear();
     need(step(&w), "step");
     CHECK(oo_engine_destroy(w.engine) == OO_E_STATE, "destroyed with a model");
     end_stream(&w, w.stream);

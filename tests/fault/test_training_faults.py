@@ -1,17 +1,24 @@
-"""Any driver call of a training run may fail: attach, three steps, detach.
+"""Any driver call of a training run may fail, with any CUresult: attach, three steps, detach.
 
-After a transient fault the run goes on as if it had never failed; while a fault lasts there is a
-clear error each time and never a hang; afterwards nothing is left behind. The default run takes a
-sample of the calls, `-m proof` takes every one.
+After a transient fault the run goes on as if it had never failed; while a fault lasts there is the
+same clear error each time and never a hang, and detach returns; afterwards nothing is left behind.
+After a lost context every call names the first failure, and the weights are there. No fault passes
+unnoticed. The default run takes a sample of the calls, `-m proof` takes every one.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import gc
+import logging
 import multiprocessing
 import os
 import signal
+import time
 import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,11 +26,37 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import oracle_offload  # noqa: E402
-from oracle_offload import DriverError, OffloadError, _core, simulator  # noqa: E402
+from oracle_offload import DriverError, OffloadError, devices, simulator  # noqa: E402
 
-UNKNOWN = 999
+OUT_OF_MEMORY, UNKNOWN = 2, 999
+TRANSIENT = (UNKNOWN, 1, OUT_OF_MEMORY, 400, 600, 801)
+STICKY = (700, 719)
 STEPS = 3
-SAMPLE = 29  # a prime, so that the sample falls on every kind of call
+WORKERS = 2
+PATIENCE_S = 60
+
+# Calls whose failure loses a measurement and nothing else.
+MEASURES = ("cuEventElapsedTime",)
+# Every call that can fail; those that a life does not make are left out by their count.
+KINDS = (
+    "cuInit cuDriverGetVersion cuDeviceGet cuDeviceGetCount cuDeviceGetName cuDeviceGetAttribute "
+    "cuDeviceGetPCIBusId cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease cuCtxGetCurrent "
+    "cuCtxPushCurrent cuCtxPopCurrent cuCtxGetStreamPriorityRange cuMemGetInfo cuMemHostAlloc "
+    "cuMemFreeHost cuMemHostRegister cuMemHostUnregister cuMemcpyHtoDAsync cuMemcpyDtoHAsync "
+    "cuStreamCreateWithPriority cuStreamDestroy cuStreamSynchronize cuStreamQuery "
+    "cuStreamWaitEvent cuStreamIsCapturing cuEventCreate cuEventDestroy cuEventRecord cuEventQuery "
+    "cuEventSynchronize cuEventElapsedTime"
+).split()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The `nth` call of a name (None: of any) returns `code`, once or from then on."""
+
+    call: str | None
+    nth: int
+    code: int = UNKNOWN
+    lasting: bool = False
 
 
 class Net(torch.nn.Module):
@@ -45,158 +78,393 @@ class Net(torch.nn.Module):
         return self.last(torch.tanh(x))
 
 
-def train_step(model: Any, optimizer: Any, x: Any) -> Any:
-    optimizer.zero_grad()
-    loss = model(x.detach().requires_grad_()).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
+class Run:
+    """A model, its optimizer and its data: the same each time."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Net()
+        self.optimizer = torch.optim.SGD(self.model.last.parameters(), lr=0.1)
+        self.x = torch.randn(4, 16)
+
+    def step(self) -> Any:
+        self.optimizer.zero_grad()
+        loss = self.model(self.x.detach().requires_grad_()).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def swap(self) -> None:
+        """Put another frozen weight in place, as an EMA does: the engine must follow."""
+        self.model.second.weight.data = 2 * self.model.second.weight.data
+
+    def attempts(self) -> Callable[[], Any]:
+        """A step that can be repeated: it starts from the weights as they are now."""
+        weights = [p.detach().clone() for p in self.model.last.parameters()]
+
+        def attempt() -> Any:
+            with torch.no_grad():
+                for p, w in zip(self.model.last.parameters(), weights, strict=True):
+                    p.copy_(w)
+            return self.step()
+
+        return attempt
+
+    def weights(self) -> list[Any]:
+        return [p.detach().clone() for p in self.model.parameters()]
 
 
-def build() -> tuple[Any, Any, Any]:
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.last.parameters(), lr=0.1)
-    return model, optimizer, torch.randn(4, 16)
+def expected() -> tuple[list[Any], list[list[Any]]]:
+    """The resident run's losses, and its weights before each step and at the end."""
+    run = Run()
+    losses, weights = [], [run.weights()]
+    for step in range(STEPS):
+        if step == 1:
+            run.swap()
+        losses.append(run.step())
+        weights.append(run.weights())
+    return losses, weights
 
 
-def expected_losses() -> list[Any]:
-    model, optimizer, x = build()
-    return [train_step(model, optimizer, x) for _ in range(STEPS)]
+LOSSES, WEIGHTS = expected()
 
 
-def persist(action: Any, nth: int) -> Any:
-    """Repeat `action` once after an error, which must be a clear one."""
-    try:
-        return action()
-    except (OffloadError, torch.OutOfMemoryError) as error:
-        assert str(error), f"an error without words after fault {nth}"
-        simulator.clear_faults()
-        return action()
+class Log(logging.Handler):
+    """What the package says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info:
+            text += f": {record.exc_info[1]}"
+        self.texts.append(text)
+
+    def __enter__(self) -> Log:
+        logging.getLogger("oracle_offload").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("oracle_offload").removeHandler(self)
+
+
+def attach(run: Run) -> Any:
+    return oracle_offload.attach(run.model, "cpu", offload_percent=1.0)
+
+
+def check_clear(error: Any, fault: Fault) -> None:
+    """The error of this fault: the call, the code, torch's own type where memory ran out."""
+    assert isinstance(error, DriverError), f"{type(error).__name__}: {error}"
+    assert error.code == fault.code, error
+    assert error.call and (fault.call in (None, error.call)), error
+    assert error.call in str(error) and str(fault.code) in str(error), error
+    assert isinstance(error, torch.OutOfMemoryError) == (fault.code == OUT_OF_MEMORY), error
+
+
+def persist(action: Callable[[], Any], fault: Fault, errors: list[str]) -> Any:
+    """Repeat `action` after an error: once, or, while it lasts, twice before it is lifted."""
+    said: list[str] = []
+    while True:
+        try:
+            return action()
+        except (OffloadError, torch.OutOfMemoryError) as error:
+            check_clear(error, fault)
+            said.append(str(error))
+        errors.append(said[-1])
+        # Of any call, the next attempt meets the fault earlier than the first did.
+        same = said[1:] if fault.call is None else said
+        assert len(set(same)) <= 1, f"not the same each time: {said}"
+        assert len(said) <= 3 and (fault.lasting or len(said) == 1), said
+        if not fault.lasting or len(said) == 3:
+            simulator.clear_faults()
 
 
 def live_objects() -> dict[str, int]:
     live = simulator.live()
-    names = ("streams", "events", "contexts", "registrations", "adopted_bytes")
+    names = "streams events contexts registrations adopted_bytes host_alloc_bytes queued".split()
     return {name: getattr(live, name) for name in names if getattr(live, name)}
 
 
-def life(nth: int, lasting: bool) -> tuple[int, int]:
-    """Attach, train, detach with the `nth` call failing.
+def release_contexts() -> None:
+    """With the last hold on a context goes all that a failed destroy has left in it."""
+    library = ctypes.CDLL(str(simulator.library_path()))
+    current = ctypes.c_void_p()
+    while library.cuCtxGetCurrent(ctypes.byref(current)) == 0 and current.value:
+        library.cuCtxPopCurrent_v2(ctypes.byref(current))
+    while simulator.live().contexts:
+        library.cuDevicePrimaryCtxRelease_v2(0)
+    simulator.clear_reports()
 
-    Returns the number of calls until the engine was there, and in all.
-    """
-    model, optimizer, x = build()
-    start = simulator.call_count()
-    _core.Engine(str(simulator.library_path()), 0).close()
-    creation = simulator.call_count() - start
-    start = simulator.call_count()
-    if nth:
-        simulator.set_fault(None, nth, UNKNOWN, lasting=lasting)
-    manager = persist(lambda: oracle_offload.attach(model, "cpu", offload_percent=1.0), nth)
+
+def check_ordinary(run: Run, weights: list[Any]) -> None:
+    """Detached: an ordinary model, with the weights it should have."""
+    assert "_memory_manager" not in run.model.__dict__
+    for found, wanted in zip(run.model.parameters(), weights, strict=True):
+        assert torch.equal(found, wanted), "a weight differs after detach"
+    assert torch.isfinite(run.model(run.x)).all()
+
+
+def train(run: Run, fault: Fault, errors: list[str]) -> None:
     for step in range(STEPS):
-        # A step that failed is repeated from the same weights: keep what it would change.
-        weights = [p.detach().clone() for p in model.last.parameters()]
+        if step == 1:
+            run.swap()
+        loss = persist(run.attempts(), fault, errors)
+        assert torch.equal(loss, LOSSES[step]), f"step {step} differs"
 
-        def attempt(weights: Any = weights) -> Any:
-            with torch.no_grad():
-                for p, w in zip(model.last.parameters(), weights, strict=True):
-                    p.copy_(w)
-            return train_step(model, optimizer, x)
 
-        loss = persist(attempt, nth)
-        assert torch.equal(loss, EXPECTED[step]), f"step {step} differs"
-    before_detach = simulator.call_count() - start
-    persist(manager.detach, nth)
-    simulator.clear_faults()
-    calls = simulator.call_count() - start
-    del manager, model, optimizer
-    gc.collect()
-    # A destroy that fails is not ours to repeat: leaks are counted where none was asked to fail.
-    destroys = nth > before_detach or (lasting and nth <= creation)
-    if not destroys:
-        assert not simulator.reports(), simulator.reports()[0]
-        assert not live_objects(), live_objects()
-    # Whatever happened, a new attachment works.
-    model, optimizer, x = build()
-    manager = oracle_offload.attach(model, "cpu", offload_percent=1.0)
-    assert torch.equal(train_step(model, optimizer, x), EXPECTED[0]), "a new attachment differs"
+def check_new_attachment() -> None:
+    """Whatever happened, a new attachment works, and leaves nothing behind."""
+    run = Run()
+    manager = attach(run)
+    assert torch.equal(run.step(), LOSSES[0]), "a new attachment differs"
     manager.detach()
-    return creation, calls
 
 
-def in_child(nth: int, lasting: bool) -> tuple[int, int]:
-    """Run one life in a fork, so that what it breaks is gone with it."""
+def life(fault: Fault) -> None:
+    """Attach, train, detach with a fault that passes or is lifted."""
+    run: Any = Run()
+    errors: list[str] = []
+    with Log() as log:
+        made = simulator.call_count(fault.call)
+        if fault.nth:
+            simulator.set_fault(fault.call, fault.nth, fault.code, lasting=fault.lasting)
+        manager = persist(lambda: attach(run), fault, errors)
+        train(run, fault, errors)
+        stats = persist(manager.state.engine.stats, fault, errors)
+        manager.detach()
+        struck = simulator.call_count(fault.call) - made >= fault.nth > 0
+        simulator.clear_faults()
+    assert struck or not fault.nth, "it never struck"
+    check_ordinary(run, WEIGHTS[STEPS])
+    counted = sum(stats[name] for name in ("recoveries", "prefetch_failures", "lost_uses"))
+    noticed = errors or log.texts or counted
+    assert noticed or not struck or fault.call in (None, *MEASURES), "nobody noticed"
+    assert fault.nth or not noticed, (errors, log.texts)
+    if fault.call == "cuMemHostRegister":
+        assert not errors and stats["pageable_bytes"], "a refusal is no error"
+        assert len([text for text in log.texts if "page-lock" in text]) == 1, log.texts
+    manager = run = None
+    gc.collect()
+    if fault.lasting:  # detach has left to the next attach what a lasting fault kept it from
+        check_new_attachment()
+    lost = [text for text in log.texts if "could not be given back, the first" in text]
+    lost += [text for text in errors if "could not be given back, the first" in text]
+    if lost:  # told, and not ours to repeat: excluded from the count of leaks
+        release_contexts()
+    assert not simulator.reports(), simulator.reports()[0]
+    assert not live_objects(), live_objects()
+
+
+def death(fault: Fault) -> None:
+    """Attach and train until the context is lost; each later call says so, and detach returns."""
+    run: Any = Run()
+    done, manager = 0, None
+    simulator.set_fault(fault.call, fault.nth, fault.code)
+    made = simulator.call_count(fault.call)
+    with Log() as log:
+        try:
+            manager = attach(run)
+            for step in range(STEPS):
+                if step == 1:
+                    run.swap()
+                run.step()
+                done += 1
+        except DriverError as error:
+            check_clear(error, fault)
+            assert "restart" in str(error) or manager is None, error
+            for action in (lambda: run.model(run.x), run.step, lambda: attach(Run())) * 2:
+                if manager is not None:
+                    with pytest.raises(DriverError) as caught:
+                        action()
+                    check_clear(caught.value, fault)
+                    assert "restart" in str(caught.value), caught.value
+        if manager is not None:
+            manager.detach()
+    struck = simulator.call_count(fault.call) - made >= fault.nth
+    assert struck, "it never struck"
+    assert done < STEPS or log.texts, "nobody noticed"
+    # The weights are those before the step that failed, or, where its end failed, those after it.
+    frozen = WEIGHTS[done + 1 if done == 1 else done][:3]
+    if done == 1 and torch.equal(run.model.second.weight, WEIGHTS[1][2]):
+        frozen = WEIGHTS[1][:3]
+    trained = list(run.model.last.parameters())
+    before, after = WEIGHTS[done][3:], WEIGHTS[min(done + 1, STEPS)][3:]
+    assert any(all(map(torch.equal, trained, wanted)) for wanted in (before, after))
+    check_ordinary(run, [*frozen, *trained])
+    simulator.clear_faults()  # a new process
+    release_contexts()
+    manager = run = None
+    gc.collect()
+    assert not live_objects(), live_objects()
+    assert not devices.open_states()
+    check_new_attachment()
+
+
+# ---- sweeps, in workers that a life may bring down ----
+
+
+def lives(work: list[Fault], sender: Any) -> None:
+    """Live with each fault; send its number, or what went wrong with it."""
+    torch.set_num_threads(1)
+    logging.getLogger("oracle_offload").addHandler(logging.NullHandler())
+    gc.collect()
+    gc.freeze()  # collections between lives need not look at torch
+    for number, fault in enumerate(work):
+        try:
+            simulator.reset()
+            (death if fault.code in STICKY else life)(fault)
+            assert not devices.open_states()
+        except BaseException:
+            sender.send(traceback.format_exc())
+            return
+        sender.send(number + 1)
+
+
+class Worker:
+    """A forked process that lives with its share of the faults."""
+
+    def __init__(self, work: list[Fault]) -> None:
+        self.work, self.done = work, 0
+        self.receiver, sender = multiprocessing.Pipe(duplex=False)
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self.receiver.close()
+                lives(work, sender)
+            finally:
+                os._exit(0)
+        sender.close()
+
+    def watch(self) -> Iterator[int]:
+        """Yield the number of lives so far; raises for one that fails, hangs or crashes."""
+        while self.done < len(self.work):
+            fault = self.work[self.done]
+            assert self.receiver.poll(PATIENCE_S), f"{fault}: it hangs"
+            try:
+                answer = self.receiver.recv()
+            except EOFError:
+                raise AssertionError(f"{fault}: the process died") from None
+            assert isinstance(answer, int), f"{fault}: {answer}"
+            self.done = answer
+            yield answer
+
+    def end(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self.receiver.close()
+
+
+def sweep(what: str, work: list[Fault], of: int) -> None:
+    """Live with all of `work`, in parallel; say how far it is when that takes long."""
+    workers = [Worker(work[first::WORKERS]) for first in range(WORKERS)]
+    start = said = time.monotonic()
+    try:
+        turns = [worker.watch() for worker in workers]
+        while turns:
+            turns = [turn for turn in turns if next(turn, None) is not None]
+            if time.monotonic() - said > 2:
+                said = time.monotonic()
+                done = sum(worker.done for worker in workers)
+                print(f"{what}: {done} of {len(work)}", flush=True)
+    finally:
+        for worker in workers:
+            worker.end()
+    seconds = time.monotonic() - start
+    print(f"faults: {len(work)} of {of} calls, {what} ({seconds:.0f} s)", flush=True)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The calls of a life without a fault: all, and by kind."""
+
+    calls: int
+    kinds: dict[str, int]
+
+
+@functools.cache
+def plain() -> Plain:
+    """Live once without a fault, in a process of its own."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = os.fork()
     if child == 0:
         try:
-            sender.send(life(nth, lasting))
+            simulator.reset()
+            run = Run()
+            manager = attach(run)
+            train(run, Fault(None, 0), [])
+            manager.state.engine.stats()
+            manager.detach()
+            kinds = {kind: simulator.call_count(kind) for kind in KINDS}
+            sender.send((simulator.call_count(), kinds))
         except BaseException:
             sender.send(traceback.format_exc())
         finally:
             os._exit(0)
-    answer = receiver.recv() if receiver.poll(60) else "it hangs"
-    os.kill(child, signal.SIGKILL)
+    answer = receiver.recv()
     os.waitpid(child, 0)
-    assert isinstance(answer, tuple), f"fault at call {nth}, lasting {lasting}: {answer}"
-    return answer
+    assert isinstance(answer, tuple), answer
+    total, kinds = answer
+    assert sum(kinds.values()) == total > 500, "a kind of call is missing in KINDS"
+    return Plain(total, {kind: count for kind, count in kinds.items() if count})
 
 
-EXPECTED = expected_losses()
+def by_kind(codes: tuple[int, ...], *, lasting: bool = False) -> list[Fault]:
+    """Each call of each kind with each code."""
+    return [
+        Fault(kind, nth, code, lasting)
+        for code in codes
+        for kind, count in plain().kinds.items()
+        for nth in range(1, count + 1)
+    ]
 
 
-def sweep(step: int, *, lasting: bool) -> None:
-    _, calls = in_child(0, False)
-    assert calls > 500
-    for nth in range(1, calls + 1, step):
-        in_child(nth, lasting)
-    print(f"faults: {len(range(1, calls + 1, step))} of {calls} calls, lasting {lasting}")
+def test_a_call_fails_once() -> None:
+    work = by_kind(TRANSIENT)
+    sweep("once, six codes", work[::61], len(work))
 
 
-def test_a_sample_of_calls_fails_once() -> None:
-    sweep(SAMPLE, lasting=False)
+def test_a_kind_of_call_fails_for_a_while() -> None:
+    work = by_kind(TRANSIENT, lasting=True)
+    sweep("with all of their kind until lifted, six codes", work[::89], len(work))
 
 
-def test_a_sample_of_calls_fails_for_a_while() -> None:
-    sweep(2 * SAMPLE + 1, lasting=True)
+def test_all_calls_fail_for_a_while() -> None:
+    total = plain().calls
+    work = [Fault(None, nth, lasting=True) for nth in range(1, total + 1)]
+    sweep("and every one after it until lifted", work[::41], total)
+
+
+def test_the_context_is_lost() -> None:
+    work = by_kind(STICKY)
+    sweep("losing the context, two codes", work[::53], len(work))
 
 
 @pytest.mark.proof
 @pytest.mark.slow
-@pytest.mark.parametrize("lasting", [False, True])
-def test_every_call_fails(lasting: bool) -> None:
-    sweep(1, lasting=lasting)
+def test_every_call_fails_once() -> None:
+    work = by_kind(TRANSIENT)
+    sweep("once, six codes", work, len(work))
 
 
-def test_a_sticky_error_names_the_first_failure_each_time_and_detach_returns() -> None:
-    """In a process of its own: the simulated context stays lost, as a real one would."""
-    import subprocess
-    import sys
+@pytest.mark.proof
+@pytest.mark.slow
+def test_every_kind_of_call_fails_for_a_while() -> None:
+    work = by_kind((UNKNOWN, OUT_OF_MEMORY), lasting=True)
+    sweep("with all of their kind until lifted, two codes", work, len(work))
 
-    code = """
-import torch, oracle_offload
-from oracle_offload import simulator
-model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(6)]).requires_grad_(False)
-manager = oracle_offload.attach(model, "cpu", offload_percent=1.0)
-x = torch.randn(2, 256)
-model(x)
-simulator.set_fault("cuMemcpyHtoDAsync", 2, 700)
-errors = []
-for _ in range(4):
-    try:
-        model(x)
-    except oracle_offload.DriverError as error:
-        errors.append(error)
-assert len(errors) >= 3, errors
-assert all(e.code == 700 and "cuMemcpyHtoDAsync" in str(e) for e in errors), errors
-assert all("restart" in str(e) for e in errors[1:]), errors
-manager.detach()
-print(sum(p.sum().item() for p in model.parameters()) != 0)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "True"
-    assert issubclass(DriverError, OffloadError)
+
+@pytest.mark.proof
+@pytest.mark.slow
+def test_all_calls_fail_for_a_while_from_every_one_on() -> None:
+    total = plain().calls
+    work = [Fault(None, nth, lasting=True) for nth in range(1, total + 1)]
+    sweep("and every one after it until lifted", work, total)
+
+
+@pytest.mark.proof
+@pytest.mark.slow
+def test_the_context_is_lost_at_every_call() -> None:
+    work = by_kind(STICKY)
+    sweep("losing the context, two codes", work, len(work))

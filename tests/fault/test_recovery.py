@@ -1,0 +1,259 @@
+"""What a user meets when the driver fails: which exception, what is logged, what goes on."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import pickle
+import sys
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import oracle_offload  # noqa: E402
+from oracle_offload import DriverError, OffloadError, _core, devices, simulator  # noqa: E402
+
+OUT_OF_MEMORY, INVALID_HANDLE, ILLEGAL_ADDRESS, UNKNOWN = 2, 400, 700, 999
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Any:
+    simulator.reset()
+    yield
+    simulator.clear_faults()
+    gc.collect()
+    assert not devices.open_states()
+    assert not simulator.reports()
+    simulator.reset()  # refuses while anything is alive
+
+
+class Said:
+    """The texts that the package warned with."""
+
+    def __init__(self, caplog: Any) -> None:
+        self.caplog = caplog
+
+    def __call__(self) -> list[str]:
+        return [r.getMessage() for r in self.caplog.records if r.name == "oracle_offload"]
+
+    def clear(self) -> None:
+        self.caplog.clear()
+
+
+@pytest.fixture
+def warnings(caplog: Any) -> Said:
+    caplog.set_level(logging.WARNING, logger="oracle_offload")
+    return Said(caplog)
+
+
+def frozen(layers: int = 6, width: int = 64) -> Any:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
+    return model.requires_grad_(False)
+
+
+def attach(model: Any) -> Any:
+    return oracle_offload.attach(model, "cpu", offload_percent=1.0)
+
+
+def test_a_refused_registration_is_one_warning_and_the_same_bits(warnings: Said) -> None:
+    model, x = frozen(), torch.randn(3, 64)
+    wanted = model(x)
+    for code in (UNKNOWN, OUT_OF_MEMORY, 801):
+        simulator.set_fault("cuMemHostRegister", 1, code, lasting=True)
+        manager = attach(model)
+        for _ in range(3):
+            assert torch.equal(model(x), wanted)
+        stats = manager.state.engine.stats()
+        assert stats["pageable_bytes"] == sum(p.nbytes for p in model.parameters())
+        manager.detach()
+        simulator.clear_faults()
+        assert len(warnings()) == 1, warnings()
+        (text,) = warnings()
+        assert "page-lock" in text and "cuMemHostRegister" in text and str(code) in text
+        assert "ram_budget" in text
+        warnings.clear()
+
+
+def test_each_wait_of_a_recovery_is_counted() -> None:
+    """A use whose end cannot be marked is waited for by whoever overwrites it, and only then."""
+    model, x = frozen(width=512), torch.randn(3, 512)
+    wanted = model(x)
+    manager = attach(model)
+    for _ in range(3):
+        model(x)
+    before, waits = manager.state.engine.stats(), simulator.stats().host_waits
+    records = simulator.call_count("cuEventRecord")
+    model(x)
+    records = simulator.call_count("cuEventRecord") - records
+    stats = manager.state.engine.stats()
+    assert stats["recoveries"] == before["recoveries"] and simulator.stats().host_waits == waits
+    moved = 0
+    for nth in range(1, records + 1):
+        simulator.set_fault("cuEventRecord", nth, UNKNOWN)
+        before, waits = manager.state.engine.stats(), simulator.stats().host_waits
+        failed = False
+        for _ in range(3):
+            try:
+                assert torch.equal(model(x), wanted)
+            except DriverError:
+                failed = True
+        stats = manager.state.engine.stats()
+        recoveries = stats["recoveries"] - before["recoveries"]
+        lost = stats["lost_uses"] - before["lost_uses"]
+        given_up = stats["prefetch_failures"] - before["prefetch_failures"]
+        assert failed or lost or given_up, "nobody noticed"
+        assert recoveries == simulator.stats().host_waits - waits, "a wait that is not counted"
+        assert recoveries <= lost
+        moved += recoveries
+    assert moved > 0
+    manager.detach()
+
+
+@pytest.mark.parametrize("call", ["cuStreamSynchronize", "cuMemHostUnregister", "cuCtxGetCurrent"])
+def test_detach_returns_whatever_lasts_and_the_next_attach_gives_back(
+    call: str, warnings: Said
+) -> None:
+    model, x = frozen(), torch.randn(3, 64)
+    wanted = model(x)
+    manager = attach(model)
+    model(x)
+    simulator.set_fault(call, 1, UNKNOWN, lasting=True)
+    manager.detach()
+    assert "_memory_manager" not in model.__dict__
+    assert torch.equal(model(x), wanted)
+    told = warnings()
+    assert len(told) == 2 and "second attempt" in told[0] and "given back yet" in told[1]
+    assert all(call in text and str(UNKNOWN) in text for text in told)
+    if call == "cuCtxGetCurrent":
+        for _ in range(2):
+            with pytest.raises(DriverError, match=call):
+                attach(model)
+    simulator.clear_faults()
+    manager = attach(model)
+    assert torch.equal(model(x), wanted)
+    manager.detach()
+
+
+def test_detach_tries_again_what_failed_once(warnings: Said) -> None:
+    model = frozen()
+    manager = attach(model)
+    simulator.set_fault("cuMemHostUnregister", 1, UNKNOWN)
+    manager.detach()
+    (text,) = warnings()
+    assert "second attempt" in text and "cuMemHostUnregister" in text
+    assert simulator.live().registrations == 0
+
+
+def test_a_destroy_that_fails_is_logged(warnings: Said) -> None:
+    model = frozen()
+    manager = attach(model)
+    simulator.set_fault("cuEventDestroy", 3, INVALID_HANDLE)
+    manager.detach()
+    (text,) = warnings()
+    assert "1 driver objects could not be given back, the first: cuEventDestroy" in text
+    assert simulator.reports("lint")[0].count("1 events not destroyed") == 1
+    simulator.clear_reports()  # the event went with the context
+
+
+def test_a_destroy_that_fails_where_nobody_can_be_told_is_shown(monkeypatch: Any) -> None:
+    """A deallocation cannot raise: Python shows it as it shows exceptions of finalizers."""
+    shown: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda seen: shown.append(seen.exc_value))
+    engine = _core.Engine(str(simulator.library_path()), 0)
+    simulator.set_fault("cuStreamDestroy", 1, INVALID_HANDLE)
+    del engine
+    assert [error.call for error in shown] == ["cuStreamDestroy"]
+    simulator.clear_reports()  # the stream went with the context
+
+
+def test_running_out_of_memory_is_torchs_error_and_ours() -> None:
+    model, x = frozen(), torch.randn(3, 64)
+    wanted = model(x)
+    manager = attach(model)
+    simulator.set_fault("cuMemcpyHtoDAsync", 1, OUT_OF_MEMORY, lasting=True)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        model(x)
+    error = caught.value
+    assert isinstance(error, DriverError) and error.code == OUT_OF_MEMORY
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error) and str(copy) == str(error) and copy.call == error.call
+    simulator.clear_faults()
+    assert torch.equal(model(x), wanted)
+    manager.detach()
+
+
+def test_an_arena_that_does_not_fit_is_out_of_memory() -> None:
+    with (
+        simulator.device("rtx4090", memory_bytes=8e4),
+        pytest.raises(torch.OutOfMemoryError, match="simAdopt"),
+    ):
+        attach(frozen(width=128))
+
+
+def test_a_swapped_weight_is_found_again_after_the_move_failed() -> None:
+    """The engine copies from the old memory until it knows of the new one."""
+    model, x = frozen(), torch.randn(3, 64)
+    manager = attach(model)
+    model(x)
+    model[2].weight.data = 3 * model[2].weight.data
+    wanted = torch.nn.functional.linear(x, model[2].weight.clone(), model[2].bias.clone())
+    simulator.set_fault("cuCtxGetCurrent", 1, UNKNOWN)
+    with pytest.raises(DriverError):
+        model[2](x)
+    assert torch.equal(model[2](x), wanted), "computed with the weight from before"
+    manager.detach()
+
+
+def test_an_arena_that_cannot_be_replaced_goes_back_later(warnings: Said) -> None:
+    """Growing lends a second arena; the first is in use until the driver lets go of it."""
+    model, x = frozen(8, 512), torch.randn(3, 512)
+
+    def half(layers: Any, y: Any) -> Any:
+        for layer in layers:
+            y = torch.tanh(layer(y))
+        return y
+
+    def step() -> Any:
+        y = x.clone().requires_grad_()
+        for layers in (model[:4], model[4:]):
+            y = torch.utils.checkpoint.checkpoint(half, layers, y, use_reentrant=False)
+        return y
+
+    wanted = step()
+    manager = attach(model)
+    simulator.set_fault("cuStreamSynchronize", 1, UNKNOWN, lasting=True)
+    for _ in range(3):
+        step().sum().backward()
+    simulator.clear_faults()
+    assert any("given back later: cuStreamSynchronize" in text for text in warnings())
+    assert len(manager.attachment.lent) == 2
+    for _ in range(3):
+        result = step()
+        assert torch.equal(result, wanted)
+        result.sum().backward()
+    manager.detach()
+
+
+def test_an_attach_that_fails_leaves_nothing_open() -> None:
+    """Wherever attach fails, the engine that it opened is closed again."""
+    model = frozen()
+    made = simulator.call_count()
+    manager = attach(model)
+    calls = simulator.call_count() - made
+    manager.detach()
+    failed = 0
+    for nth in range(1, calls + 1, 3):
+        simulator.set_fault(None, nth, UNKNOWN)
+        try:
+            attach(model).detach()
+        except OffloadError as error:
+            failed += 1
+            assert not devices.open_states(), f"{nth}: {error}"
+        simulator.clear_faults()
+        live = simulator.live()
+        assert live.contexts == live.events == live.registrations == live.adopted_bytes == 0, nth
+    assert failed > calls / 6
+    simulator.clear_reports()  # of events that a fault kept from being destroyed
