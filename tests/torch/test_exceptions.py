@@ -1,0 +1,244 @@
+"""User code raises at every module boundary of forward and backward: the next step is unharmed.
+
+A boundary is one run of a forward pre-hook, forward hook, backward pre-hook or backward hook of any
+module, containers included, also while a checkpoint recomputes. Each is made to raise in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from equality import Recorder, assert_models_agree, assert_same, attached, resident_pair
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+REGISTER = {
+    "forward pre": nn.Module.register_forward_pre_hook,
+    "forward": nn.Module.register_forward_hook,
+    "backward pre": nn.Module.register_full_backward_pre_hook,
+    "backward": nn.Module.register_full_backward_hook,
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.body = nn.Sequential(nn.Linear(8, 192), nn.Tanh(), nn.Linear(192, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(self.norm(x))
+
+
+class Net(nn.Module):
+    """A picture of tokens: resident embedding and norms, managed convolution and linear layers.
+
+    The first block is frozen, the second trains; `reentrant` says how both are checkpointed.
+    """
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.embed = nn.Embedding(11, 8)
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 4, bias=False)
+        self.blocks[0].requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).transpose(1, 2).reshape(-1, 8, 4, 4)
+        x = self.conv(x).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            if self.reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def pair(reentrant: bool | None) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    return resident_pair(Net(reentrant))
+
+
+def micro_step(model: nn.Module, cast: bool = False) -> list[Tensor]:
+    ids = torch.randint(0, 11, (2, 16)).to(model.embed.weight.device)
+    context = torch.autocast(ids.device.type, torch.bfloat16) if cast else contextlib.nullcontext()
+    with context:
+        y = model(ids)
+        loss = y.float().square().mean()
+    loss.backward()
+    return [loss, y]
+
+
+def two_micro_steps(model: nn.Module) -> list[Tensor]:
+    """Gradients of two batches are added up, each computed under autocast."""
+    return [*micro_step(model, cast=True), *micro_step(model, cast=True)]
+
+
+class Raising:
+    """While it lasts, the hooks of one kind of all modules; the `at`-th run of one raises."""
+
+    def __init__(self, model: nn.Module, kind: str, at: int, error: Exception) -> None:
+        self.model, self.kind, self.at, self.error = model, kind, at, error
+        self.runs = 0
+        self.seen: set[nn.Module] = set()
+
+    def hook(self, module: nn.Module, *_: Any) -> None:
+        self.runs += 1
+        self.seen.add(module)
+        if self.runs == self.at:
+            raise self.error
+
+    def __enter__(self) -> Raising:
+        register = REGISTER[self.kind]
+        self.handles = [register(module, self.hook) for module in self.model.modules()]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class Ledger(Recorder):
+    """The tickets that were given out and not given back."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.open: list[int] = []
+
+    def acquire(self, member: int, *rest: int) -> Any:
+        answer = super().acquire(member, *rest)
+        self.open.append(answer[0])
+        return answer
+
+    def release(self, ticket: int, *rest: int) -> Any:
+        answer = super().release(ticket, *rest)
+        self.open.remove(ticket)
+        return answer
+
+
+@contextlib.contextmanager
+def ledger_of(manager: Any) -> Any:
+    state = manager.state
+    state.engine = ledger = Ledger(state.engine)
+    try:
+        yield ledger
+    finally:
+        state.engine = ledger._engine
+
+
+def check_nothing_held(ledger: Ledger, where: str) -> None:
+    assert not ledger.open, f"{where}: tickets that were not given back: {ledger.open}"
+    pinned = [row for row in ledger.residents() if row[-1]]
+    assert not pinned, f"{where}: units still in use: {pinned}"
+
+
+def boundaries(model: nn.Module, kind: str, step: Any) -> int:
+    with Raising(model, kind, 0, RuntimeError()) as counting:
+        step(model)
+    # A ModuleList is never called.
+    every = {module for module in model.modules() if not isinstance(module, nn.ModuleList)}
+    assert counting.seen == every, "a module without a boundary"
+    return counting.runs
+
+
+STEPS = {"a step": micro_step, "two micro-steps under autocast": two_micro_steps}
+
+
+@pytest.mark.parametrize("what", STEPS)
+@pytest.mark.parametrize("reentrant", [None, True, False])
+@pytest.mark.parametrize("kind", REGISTER)
+def test_an_exception_at_any_boundary_leaves_the_next_step_identical(device, kind, reentrant, what):
+    step = STEPS[what]
+    managed, resident = pair(reentrant)
+    resident.to(device)
+    with attached(managed, device, offload_percent=1.0) as manager, ledger_of(manager) as ledger:
+        assert_models_agree(managed, resident, step, steps=3, device=device)
+        count = boundaries(managed, kind, step)
+        used = len(ledger.acquired)
+        for at in range(1, count + 1):
+            where = f"{kind} hook {at} of {count}"
+            error = RuntimeError(f"raised by user code in {where}")
+            with Raising(managed, kind, at, error), pytest.raises(RuntimeError) as caught:
+                step(managed)
+            assert caught.value is error
+            check_nothing_held(ledger, where)
+            assert_models_agree(managed, resident, step, steps=1, device=device)
+        assert len(ledger.acquired) > used
+
+
+def train(model: nn.Module, steps: int, oom_at: int, raising: Any) -> list[Tensor | None]:
+    """A loop that catches running out of memory, as AI-Toolkit's does.
+
+    Returns the losses, None for the step that was skipped for it.
+    """
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    losses: list[Tensor | None] = []
+    for number in range(steps):
+        torch.manual_seed(number)
+        try:
+            with raising if number == oom_at else contextlib.nullcontext():
+                loss, _ = micro_step(model)
+        except torch.OutOfMemoryError:
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(None)
+            continue
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("kind", REGISTER)
+def test_a_loop_that_catches_running_out_of_memory_goes_on_as_the_resident_one(device, kind):
+    managed, resident = pair(reentrant=False)
+    resident.to(device)
+    start = {name: value.clone() for name, value in resident.state_dict().items()}
+    # Wherever it strikes, the step is skipped: for the resident model any place will do.
+    expected = train(
+        resident, 4, 1, Raising(resident, "forward pre", 1, torch.OutOfMemoryError("no memory"))
+    )
+    assert expected[1] is None
+    with attached(managed, device, offload_percent=1.0) as manager, ledger_of(manager) as ledger:
+        for at in range(1, boundaries(managed, kind, micro_step) + 1):
+            managed.zero_grad(set_to_none=True)
+            managed.load_state_dict(start)
+            error = torch.OutOfMemoryError("no memory")
+            found = train(managed, 4, 1, Raising(managed, kind, at, error))
+            check_nothing_held(ledger, f"{kind} hook {at}")
+            assert_same(found, expected, f"{kind} hook {at}: losses")
+            assert_same(managed.state_dict(), resident.state_dict(), f"{kind} hook {at}: weights")
+
+
+def test_the_arena_runs_out_and_the_loop_goes_on():
+    """Out of memory of the engine's own, by a driver call that says so, at each call of a step."""
+    from oracle_offload import simulator
+
+    managed, resident = pair(reentrant=False)
+    start = {name: value.clone() for name, value in resident.state_dict().items()}
+    with attached(managed, "cpu", offload_percent=1.0) as manager, ledger_of(manager) as ledger:
+        micro_step(managed)
+        calls = simulator.call_count("cuMemcpyHtoDAsync")
+        train(managed, 1, -1, None)
+        calls = simulator.call_count("cuMemcpyHtoDAsync") - calls
+        skipped = 0
+        for nth in range(1, calls + 1):
+            for model in (managed, resident):
+                model.zero_grad(set_to_none=True)
+                model.load_state_dict(start)
+            simulator.set_fault("cuMemcpyHtoDAsync", nth, 2)
+            found = train(managed, 4, -1, None)
+            simulator.clear_faults()
+            check_nothing_held(ledger, f"copy {nth}")
+            # A prefetch that fails is given up without harm: then no step is skipped.
+            skip = next((number for number, loss in enumerate(found) if loss is None), -1)
+            skipped += skip >= 0
+            oom = torch.OutOfMemoryError("no memory")
+            expected = train(resident, 4, skip, Raising(resident, "forward pre", 1, oom))
+            assert_same(found, expected, f"copy {nth}: losses")
+            assert_same(managed.state_dict(), resident.state_dict(), f"copy {nth}: weights")
+        assert 0 < skipped < calls
