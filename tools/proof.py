@@ -43,7 +43,16 @@ PARTS = (
     ),
     Part(
         "races",
-        ("tools/c_programs.py", "run", "test_sim_order", "test_order", "--verbose"),
+        (
+            *("tools/c_programs.py", "run", "--verbose"),
+            *(
+                "test_sim_order",
+                "test_sim_fuzz",
+                "test_order",
+                "test_missing_waits",
+                "test_threads",
+            ),
+        ),
         (r"(\d+ passed, \d+ failed)",),
         300,
     ),
