@@ -80,6 +80,8 @@ def build(target: str, *, libfuzzer: bool, folder: Path = FOLDER) -> Fuzzer:
     # The simulator's branches are not what inputs are chosen by: it is loaded, not linked.
     traced = [*common, "-fsanitize=fuzzer-no-link,address,undefined"] if libfuzzer else watched
     warnings = c_flags.warning_flags(compiler, core=True, werror=True)
+    # Small pieces: whatever is not page-locked passes through all of the ring, and around it.
+    warnings.append("-DOO_RING_PIECE_BYTES=((size_t)3072)")
     includes = [*c_flags.include_flags(), "-Icsrc/sim", "-Itests/c", "-Itests/fuzz"]
     headers = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "tests/c").glob("*.h")]
     headers += [*(ROOT / "tests/fuzz").glob("*.h"), Path(__file__), Path(c_flags.__file__)]
@@ -156,6 +158,7 @@ def arguments_for(fuzzer: Fuzzer, target: str, seconds: float, seed: int) -> lis
         f"-timeout={HANG_S}",
         f"-seed={seed}",
         "-max_len=2048",
+        "-len_control=0",  # a byte or two are a call: short inputs are short lives
         "-rss_limit_mb=2048",
         "-print_final_stats=1",
         "-verbosity=0",

@@ -46,7 +46,10 @@ struct oo_spans {
 /* ---- ring.c: a locked ring that pageable bytes pass through ---- */
 
 enum { OO_RING_PIECES = 4 };
-static const size_t oo__ring_piece_bytes = (size_t)4 << 20;
+#if !defined(OO_RING_PIECE_BYTES)
+#define OO_RING_PIECE_BYTES ((size_t)4 << 20) /* the fuzz target builds with less */
+#endif
+static const size_t oo__ring_piece_bytes = OO_RING_PIECE_BYTES;
 
 struct oo_ring {
     char *base; /* OO_RING_PIECES pieces of page-locked memory; NULL until needed */

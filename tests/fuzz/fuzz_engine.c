@@ -1,7 +1,11 @@
 /* Bytes become calls on an engine over the simulated driver: two models, six streams, nested uses,
- * masters rewritten and moved, faults that pass or last, every schedule. What a kernel reads must
- * equal the master; every refusal must have its reason; at the end everything is given back, and
- * the race detector is silent. */
+ * masters rewritten while their copies are queued, moved, or unknown to the engine; captures,
+ * threads, contexts come and gone; faults that pass, last, or end the context; every schedule.
+ *
+ * What a kernel reads must equal the master; every refusal must have its reason; memory that the
+ * caller vouches for at an acquire alone is unreadable at any other time; the race detector is
+ * silent after every call; what the engine counts is what the driver saw; at the end everything is
+ * given back, or went with the lost context. */
 #include "fuzz.h"
 
 #include "world.h"
@@ -12,12 +16,16 @@ enum {
     TENSORS = 2,
     STREAMS = 6,
     HELD = 6,
-    MOST_BYTES = 12288,
-    GRADIENT = 6000
+    SEGMENTS = 3,
+    MOST_BYTES = 12288, /* of a tensor */
+    LARGEST_UNIT = 3 * TENSORS * 4096,
+    GRADIENT = 20000 /* more than the ring, whose pieces are small here: see tools/fuzz.py */
 };
-enum {
-    ARENA = 4 * MOST_BYTES * TENSORS
-}; /* holds the largest unit: three members, a quarter to spare */
+
+/* Memory that nobody may touch now; there only where AddressSanitizer is. */
+void __asan_poison_memory_region(const volatile void *address, size_t bytes) __attribute__((weak));
+void __asan_unpoison_memory_region(const volatile void *address, size_t bytes)
+    __attribute__((weak));
 
 struct layer {
     uint32_t member, unit;
@@ -25,7 +33,8 @@ struct layer {
     struct oo_tensor tensors[TENSORS],
         home[TENSORS]; /* where the master is, where it was at first */
     size_t offsets[TENSORS];
-    char *foreign; /* memory of a master that has moved */
+    /* Memory that the engine does not know: where the master was at first, where it is. */
+    char *own, *foreign;
     uint64_t stamp;
     int silent; /* rewritten without a new stamp: only the first use of a sweep sees that */
     int trainable;
@@ -35,8 +44,9 @@ struct attached {
     int live;
     uint32_t id;
     struct oo_host *host;
-    char *arenas[2];
-    uintptr_t arena_streams[2];
+    char *arenas[SEGMENTS];
+    uintptr_t arena_streams[SEGMENTS];
+    size_t usable[SEGMENTS];
     unsigned n_arenas, n_layers;
     struct layer layers[LAYERS];
 };
@@ -59,7 +69,14 @@ struct fuzz {
     char *gradient;
     unsigned pattern;
     int64_t task;
-    int faulty, tracing;
+    int faulty, ever_faulty, tracing, main_context;
+    int capturing[STREAMS], unfinished[STREAMS];
+    OOCUresult sticky; /* of a fault that ends the context; 0: none has been set */
+    int was_dead;      /* before the call that is being judged */
+    char killer[512];  /* what the first call on the dead engine said */
+    struct input *input;
+    /* what was asked and answered, to hold the engine's figures against */
+    uint64_t acquired, refused, fetched, fetched_untraced, waits, peak;
 };
 
 static int narrate; /* FUZZ_NARRATE: say what each call answers, for an input that fails */
@@ -78,28 +95,121 @@ static unsigned pins_of(const struct fuzz *f, uint32_t unit) {
     return pins;
 }
 
-/* A call may fail while a fault is set, else for the reasons named. */
-static void excuse(const struct fuzz *f, enum oo_status status, int excused, const char *what) {
-    if (narrate)
-        fprintf(stderr, "%s: %s%s%s; %llu reports\n", what, oo_status_name(status),
-                status == OO_OK ? "" : ": ", status == OO_OK ? "" : oo_error_message(),
-                (unsigned long long)sim.simReportCount());
-    REQUIRE(status == OO_OK || f->faulty || excused, "%s: %s: %s", what, oo_status_name(status),
-            oo_error_message());
-    REQUIRE(status != OO_E_DEAD, "%s: dead without a sticky error", what);
+static void see_reports(void) {
+    char text[2048] = "";
+    if (!sim.simReportCount())
+        return;
+    sim.simReport(0, text, sizeof text);
+    REQUIRE(0, "%llu reports, the first: %s", (unsigned long long)sim.simReportCount(), text);
 }
 
+/* On a dead engine: OO_E_DEAD, always with the words of the first time. */
+static void judge_dead(struct fuzz *f, enum oo_status status, const char *what) {
+    const char *call, *name;
+    int code;
+    REQUIRE(status == OO_E_DEAD, "%s on a dead engine: %s", what, oo_status_name(status));
+    oo_error_driver(&call, &code, &name);
+    REQUIRE(code == f->sticky && call[0] && strstr(oo_error_message(), call), "%s: %d, %s: %s",
+            what, code, call, oo_error_message());
+    if (!f->killer[0])
+        snprintf(f->killer, sizeof f->killer, "%s", oo_error_message());
+    REQUIRE(strcmp(f->killer, oo_error_message()) == 0, "first \"%s\", then \"%s\"", f->killer,
+            oo_error_message());
+}
+
+/* Where a use could not be marked, only a synchronise tells when it has ended, and a stream that is
+ * being captured since cannot be waited for. */
+static int waits_for_capture(const struct fuzz *f, enum oo_status status) {
+    const char *call, *name;
+    int code, capturing = 0;
+    oo_error_driver(&call, &code, &name);
+    for (int i = 0; i < STREAMS; i++)
+        capturing |= f->capturing[i];
+    return capturing && f->ever_faulty && status == OO_E_DRIVER &&
+           (code == OOCU_ERROR_STREAM_CAPTURE_UNSUPPORTED ||
+            code == OOCU_ERROR_STREAM_CAPTURE_INVALIDATED);
+}
+
+/* What every call must answer. `even_dead`: it is one that returns on a dead engine, too. */
+static void judge(struct fuzz *f, enum oo_status status, int excused, int even_dead,
+                  const char *what) {
+    if (narrate)
+        fprintf(stderr, "%s: %s%s%s\n", what, oo_status_name(status), status == OO_OK ? "" : ": ",
+                status == OO_OK ? "" : oo_error_message());
+    const int was_dead = f->was_dead;
+    f->was_dead = f->w.engine->dead != OO_OK;
+    REQUIRE(!f->was_dead || f->sticky, "%s: dead without a sticky error", what);
+    see_reports();
+    if ((was_dead && !even_dead) || (f->was_dead && status == OO_E_DEAD))
+        judge_dead(f, status, what);
+    else if (was_dead)
+        REQUIRE(status == OO_OK || excused, "%s on a dead engine: %s: %s", what,
+                oo_status_name(status), oo_error_message());
+    else
+        REQUIRE(status == OO_OK || (f->faulty && status != OO_E_DEAD) || excused ||
+                    waits_for_capture(f, status),
+                "%s: %s: %s", what, oo_status_name(status), oo_error_message());
+}
+
+/* A call may fail while a fault is set, else for the reasons named. */
+static void excuse(struct fuzz *f, enum oo_status status, int excused, const char *what) {
+    judge(f, status, excused, 0, what);
+}
+
+static void enter_context(const struct fuzz *f) { sim.cuCtxPushCurrent_v2(f->w.context); }
+static void leave_context(void) { sim.cuCtxPopCurrent_v2(NULL); }
+
+/* Whether the context has been lost, though the engine may not know yet. One call asks, and none
+ * follows it that the fault could strike: a lost context answers so even where none is current. */
+static int lost(const struct fuzz *f) {
+    unsigned flags;
+    if (!f->sticky || f->w.engine->dead != OO_OK)
+        return f->sticky && f->w.engine->dead != OO_OK;
+    return sim.cuStreamGetFlags((OOCUstream)f->streams[1], &flags) == f->sticky;
+}
+
+/* Nothing brings a lost context back. */
 static void clear_faults(struct fuzz *f) {
+    if (lost(f))
+        return;
     sim.simFaultClear();
     f->faulty = 0;
+    f->sticky = OOCU_SUCCESS;
 }
 
 /* ---- masters ---- */
+
+/* Only what is called vouches for memory that the engine does not know. */
+static void cover(const struct layer *layer, int covered) {
+    const size_t bytes = (size_t)layer->n_tensors * MOST_BYTES;
+    char *const blocks[] = {layer->own, layer->foreign};
+    for (int i = 0; i < 2 && __asan_poison_memory_region; i++)
+        if (blocks[i] && covered)
+            __asan_poison_memory_region(blocks[i], bytes);
+        else if (blocks[i])
+            __asan_unpoison_memory_region(blocks[i], bytes);
+}
+
+/* Whoever rewrites a master races with its copy if that is still queued: the detector shall say so,
+ * and nobody shall ever compute with what arrives. */
+static void declare_write(const void *memory, size_t bytes) {
+    char text[2048];
+    see_reports();
+    sim.simHostAccess(memory, bytes, 1);
+    for (uint64_t i = 0; i < sim.simReportCount(); i++) {
+        sim.simReport(i, text, sizeof text);
+        REQUIRE(strstr(text, "race: write-after-read") == text &&
+                    strstr(text, "read by a host-to-device copy, stream \"h2d\""),
+                "a rewritten master: %s", text);
+    }
+    sim.simReportsClear();
+}
 
 static void rewrite_tensor(struct fuzz *f, const struct oo_tensor *tensor) {
     /* A pattern that no tensor ever had; the masters are ours, whatever the engine calls const. */
     char *bytes = (char *)(uintptr_t)tensor->host;
     const unsigned pattern = ++f->pattern;
+    declare_write(bytes, tensor->bytes);
     for (size_t i = 0; i + 4 <= tensor->bytes; i += 4) {
         const uint32_t word = pattern * 2654435761u + (uint32_t)i;
         memcpy(bytes + i, &word, 4);
@@ -107,13 +217,16 @@ static void rewrite_tensor(struct fuzz *f, const struct oo_tensor *tensor) {
 }
 
 static void rewrite(struct fuzz *f, struct layer *layer) {
+    cover(layer, 0);
     for (unsigned i = 0; i < layer->n_tensors; i++)
         rewrite_tensor(f, &layer->tensors[i]);
+    cover(layer, 1);
 }
 
 /* The binding gives the stamps of all members of a unit that was copied. */
 static void give_stamps(struct fuzz *f, const struct oo_fetched *fetched) {
     REQUIRE(fetched->count <= OO_MAX_FETCHED, "%u fetched", fetched->count);
+    f->fetched += fetched->count;
     for (uint32_t i = 0; i < fetched->count; i++)
         for (int m = 0; m < MODELS; m++)
             for (unsigned l = 0; f->models[m].live && l < f->models[m].n_layers; l++) {
@@ -127,11 +240,49 @@ static void give_stamps(struct fuzz *f, const struct oo_fetched *fetched) {
             }
 }
 
+/* ---- captures ---- */
+
+static void capture(struct fuzz *f, unsigned which) {
+    void *graph = NULL;
+    enter_context(f);
+    if (!f->capturing[which]) {
+        f->capturing[which] =
+            sim.cuStreamBeginCapture_v2((OOCUstream)f->streams[which], 2) == OOCU_SUCCESS;
+    } else {
+        const OOCUresult ended = sim.cuStreamEndCapture((OOCUstream)f->streams[which], &graph);
+        if (ended == OOCU_SUCCESS)
+            sim.cuGraphDestroy(graph);
+        if (ended == OOCU_SUCCESS || ended == OOCU_ERROR_STREAM_CAPTURE_INVALIDATED)
+            f->capturing[which] = 0;
+    }
+    leave_context();
+}
+
+static void end_captures(struct fuzz *f) {
+    clear_faults(f);
+    for (unsigned i = 1; i < STREAMS; i++)
+        if (f->capturing[i] && !lost(f))
+            capture(f, i);
+}
+
+/* Not of a stream where something is still to be marked: that would be marked in the graph. */
+static int may_capture(const struct fuzz *f, unsigned which) {
+    int free_of_us = which != 0;
+    for (int i = 0; i < HELD; i++)
+        free_of_us &= !f->held[i].live || f->held[i].stream != f->streams[which];
+    for (int m = 0; m < MODELS; m++)
+        for (unsigned i = 0; i < f->models[m].n_arenas; i++)
+            free_of_us &= f->models[m].arena_streams[i] != f->streams[which];
+    return free_of_us;
+}
+
 /* ---- attach and detach ---- */
 
 static char *arena_new(struct fuzz *f, size_t bytes) {
     if (f->w.device_arena)
         clear_faults(f); /* they are for the engine's calls, not for ours */
+    if (f->w.device_arena && lost(f))
+        return NULL;
     char *arena = f->w.device_arena ? device_memory(&f->w, bytes) : malloc(bytes);
     REQUIRE(arena, "no arena");
     return arena;
@@ -139,23 +290,34 @@ static char *arena_new(struct fuzz *f, size_t bytes) {
 
 static void arena_end(struct fuzz *f, char *arena) {
     clear_faults(f);
-    if (f->w.device_arena)
-        end_device_memory(&f->w, arena);
-    else
+    if (!f->w.device_arena)
         free(arena);
+    else if (!lost(f)) /* else the context has taken it */
+        end_device_memory(&f->w, arena);
 }
 
-static enum oo_status add_segment(struct fuzz *f, struct attached *m, uintptr_t stream) {
-    char *arena = arena_new(f, ARENA);
+/* Of any size and alignment; the first of a model holds the largest unit, and some. */
+static enum oo_status add_segment(struct fuzz *f, struct attached *m, unsigned stream,
+                                  struct input *in) {
+    const size_t least = m->n_arenas ? 1 : LARGEST_UNIT + 2 * OO_ALIGNMENT;
+    const size_t off = below(in, 2) ? below(in, 300) : 0;
+    const size_t bytes = least + (size_t)below(in, 65536) % (m->n_arenas ? 30000 : 60000);
+    char *arena = arena_new(f, off + bytes);
+    if (!arena)
+        return OO_E_DRIVER;
+    const uintptr_t begin = (uintptr_t)arena + off;
+    const size_t skipped = (OO_ALIGNMENT - begin % OO_ALIGNMENT) % OO_ALIGNMENT;
     const enum oo_status status =
-        oo_segment_add(f->w.engine, m->id, (uintptr_t)arena, ARENA, stream);
+        oo_segment_add(f->w.engine, m->id, begin, bytes, f->streams[stream]);
+    const int too_small = bytes < skipped + OO_ALIGNMENT;
+    excuse(f, status, too_small && status == OO_E_ARGUMENT, "segment");
+    REQUIRE(status != OO_OK || !too_small, "a segment of %zu bytes was taken", bytes);
     if (status == OO_OK) {
-        m->arena_streams[m->n_arenas] = stream;
+        m->arena_streams[m->n_arenas] = f->streams[stream];
+        m->usable[m->n_arenas] = (bytes - skipped) / OO_ALIGNMENT * OO_ALIGNMENT;
         m->arenas[m->n_arenas++] = arena;
     } else {
-        const int faulty = f->faulty;
         arena_end(f, arena);
-        f->faulty = faulty; /* the caller asks what excuses `status` */
     }
     return status;
 }
@@ -167,24 +329,38 @@ static enum oo_status add_unit(struct fuzz *f, struct attached *m, struct input 
     uint32_t counts[3] = {0}, members[3], unit;
     struct layer *first = &m->layers[m->n_layers];
     unsigned n = 1 + below(in, 3), all = 0;
-    if (n > LAYERS - m->n_layers)
-        n = LAYERS - m->n_layers;
+    const int unknown = below(in, 8) == 0; /* memory that the engine never heard of */
+    if (n > LAYERS - m->n_layers || unknown)
+        n = 1;
     const int trainable = below(in, 3) == 0;
     for (unsigned i = 0; i < n; i++) {
         struct layer *layer = &first[i];
         *layer =
             (struct layer){.n_tensors = 1 + below(in, TENSORS), .stamp = 1, .trainable = trainable};
         counts[i] = layer->n_tensors;
+        if (unknown) {
+            layer->own = malloc((size_t)layer->n_tensors * MOST_BYTES);
+            REQUIRE(layer->own, "no memory");
+        }
         for (unsigned t = 0; t < layer->n_tensors; t++) {
-            const size_t bytes = 16 + 4 * (size_t)below(in, 1000);
-            layer->home[t] = layer->tensors[t] = (struct oo_tensor){*at, bytes};
+            const unsigned words =
+                n == 1 && below(in, 4) == 0 ? 3000 : 1000; /* sampled, or whole */
+            const size_t bytes = 16 + 4 * (size_t)below(in, words);
+            layer->home[t] = layer->tensors[t] =
+                (struct oo_tensor){unknown ? layer->own + t * MOST_BYTES : *at, bytes};
             tensors[all++] = layer->tensors[t];
             rewrite_tensor(f, &layer->tensors[t]);
+            /* Beside each other as on the device, or not: then they travel as several copies. */
             *at += (bytes + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
+            *at += below(in, 4) == 0 ? 4 : 0;
         }
+        cover(layer, 1);
     }
     const enum oo_status status =
         oo_unit_add(f->w.engine, m->id, tensors, counts, n, trainable, &unit, members, offsets);
+    excuse(f, status, 0, "unit");
+    for (unsigned i = 0; i < n && status != OO_OK; i++)
+        free(first[i].own);
     for (unsigned i = 0, o = 0; i < n && status == OO_OK; i++) {
         first[i].member = members[i];
         first[i].unit = unit;
@@ -195,48 +371,73 @@ static enum oo_status add_unit(struct fuzz *f, struct attached *m, struct input 
     return status;
 }
 
+static void unlock(struct fuzz *f, struct oo_host *host) {
+    enum oo_status status = oo_engine_unlock(f->w.engine, host);
+    judge(f, status, !host->owner || f->faulty, 1, "unlock");
+    if (status != OO_OK && host->owner) {
+        clear_faults(f);
+        status = oo_engine_unlock(f->w.engine, host);
+        REQUIRE(status == OO_OK, "unlock once more: %s", oo_error_message());
+    }
+    f->was_dead = f->w.engine->dead != OO_OK;
+    oo_host_destroy(host);
+}
+
 static void give_back_model(struct fuzz *f, struct attached *m) {
-    REQUIRE(oo_engine_unlock(f->w.engine, m->host) == OO_OK || !m->host->owner, "unlock: %s",
-            oo_error_message());
-    oo_host_destroy(m->host);
+    unlock(f, m->host);
     for (unsigned i = 0; i < m->n_arenas; i++) {
         /* The engine has ordered the allocating stream after every use: once that has ended,
          * whoever comes next may have the bytes, on whatever stream. */
-        sim.cuCtxPushCurrent_v2(f->w.context);
+        clear_faults(f);
+        enter_context(f);
         const OOCUresult ended =
             f->w.engine->driver.cuStreamSynchronize((OOCUstream)m->arena_streams[i]);
-        sim.cuCtxPopCurrent_v2(NULL);
-        REQUIRE(ended == 0, "a stream that does not end: %d", ended);
+        leave_context();
+        f->waits++;
+        REQUIRE(ended == 0 || lost(f), "a stream that does not end: %d", ended);
         arena_end(f, m->arenas[i]);
     }
-    for (unsigned i = 0; i < m->n_layers; i++)
+    for (unsigned i = 0; i < m->n_layers; i++) {
+        cover(&m->layers[i], 0);
+        free(m->layers[i].own);
         free(m->layers[i].foreign);
+    }
     memset(m, 0, sizeof *m);
+}
+
+/* A stream that is not being captured. */
+static unsigned any_stream(const struct fuzz *f, struct input *in) {
+    const unsigned stream = below(in, STREAMS);
+    return f->capturing[stream] ? 0 : stream;
 }
 
 static void attach(struct fuzz *f, struct attached *m, struct input *in) {
     memset(m, 0, sizeof *m);
-    if (oo_host_create((size_t)LAYERS * TENSORS * 4352, &m->host) != OO_OK)
+    if (oo_host_create((size_t)LAYERS * TENSORS * MOST_BYTES, &m->host) != OO_OK)
         return;
     int added = 0;
     enum oo_status status = oo_engine_lock(f->w.engine, m->host, below(in, 4) != 0);
+    excuse(f, status, status == OO_E_LOCK_REFUSED, "lock");
     if (status == OO_OK || status == OO_E_LOCK_REFUSED) {
         status = oo_model_add(f->w.engine, &m->id);
+        excuse(f, status, 0, "model");
         added = status == OO_OK;
     }
     if (status == OO_OK)
-        status = add_segment(f, m, f->streams[below(in, STREAMS)]);
+        status = add_segment(f, m, any_stream(f, in), in);
     char *at = oo_host_address(m->host);
     for (unsigned n = 1 + below(in, 12); n-- > 0 && status == OO_OK && m->n_layers < LAYERS;)
         status = add_unit(f, m, in, &at);
     m->live = status == OO_OK;
     if (m->live)
         return;
-    excuse(f, status, 0, "attach");
     clear_faults(f);
-    if (added)
-        REQUIRE(oo_model_remove(f->w.engine, m->id) == OO_OK, "undo attach: %s",
-                oo_error_message());
+    if (added) {
+        status = oo_model_remove(f->w.engine, m->id);
+        if (status != OO_OK && lost(f))
+            status = oo_model_remove(f->w.engine, m->id);
+        REQUIRE(status == OO_OK, "undo attach: %s", oo_error_message());
+    }
     give_back_model(f, m);
 }
 
@@ -249,17 +450,19 @@ static void detach(struct fuzz *f, struct attached *m) {
          other++) /* another's unit in use may lie in its segment */
         in_use |= &f->models[other] != m && holds_any(f);
     enum oo_status status = oo_model_remove(f->w.engine, m->id);
-    excuse(f, status, in_use, "detach");
+    judge(f, status, in_use && status == OO_E_STATE, 1, "detach");
     if (status == OO_E_STATE)
         return;
     if (status != OO_OK) {
-        clear_faults(f);
+        end_captures(f);
         status = oo_model_remove(f->w.engine, m->id);
+        judge(f, status, in_use && status == OO_E_STATE, 1, "detach after the fault");
         if (status == OO_E_STATE && in_use)
             return;
+        if (status != OO_OK && lost(f)) /* lost by the second attempt */
+            status = oo_model_remove(f->w.engine, m->id);
         REQUIRE(status == OO_OK, "detach after the fault: %s", oo_error_message());
     }
-    clear_faults(f);
     give_back_model(f, m);
 }
 
@@ -276,6 +479,7 @@ static int compute(struct fuzz *f, struct held *h) {
     if (status != OO_OK)
         return 0;
     char *seen = h->bytes;
+    cover(layer, 0);
     for (unsigned t = 0; t < layer->n_tensors; seen += layer->tensors[t++].bytes) {
         const void *there = (const void *)(h->address + layer->offsets[t]);
         const void *expected = h->known ? seen : layer->tensors[t].host;
@@ -284,16 +488,19 @@ static int compute(struct fuzz *f, struct held *h) {
                 h->known ? "its bytes changed while it was in use" : "wrong bytes");
         memcpy(seen, there, layer->tensors[t].bytes);
     }
+    cover(layer, 1);
     h->known = 1;
     return 1;
 }
 
 static void release(struct fuzz *f, struct held *h) {
+    const int flags = f->input && below(f->input, 4) == 0 ? OO_NONBLOCKING : 0;
     struct oo_fetched fetched;
     if (h->known) /* else the master may have been rewritten since a first kernel could not start */
         (void)compute(f, h);
-    const enum oo_status status = oo_engine_release(f->w.engine, h->ticket, h->stream, 0, &fetched);
-    excuse(f, status, 0, "release");
+    const enum oo_status status =
+        oo_engine_release(f->w.engine, h->ticket, h->stream, flags, &fetched);
+    judge(f, status, 0, 1, "release");
     if (status != OO_OK)
         return;
     h->live = 0;
@@ -304,20 +511,26 @@ static void release(struct fuzz *f, struct held *h) {
 }
 
 static void acquire(struct fuzz *f, struct held *h, struct layer *layer, struct input *in) {
-    const unsigned how = below(in, 8);
-    const uintptr_t stream = f->streams[below(in, STREAMS)];
+    const unsigned how = below(in, 8), which = below(in, STREAMS);
+    const uintptr_t stream = f->streams[which];
     enum oo_kind kind = how < 3 ? OO_FORWARD : how < 5 ? OO_RECOMPUTE : OO_BACKWARD;
     const int flags = below(in, 8) == 0 ? OO_NONBLOCKING : 0;
     if (kind != OO_FORWARD && (layer->silent || below(in, 8) == 0))
         f->task++;
     struct oo_use use;
+    cover(layer, 0);
     enum oo_status status = oo_engine_acquire(f->w.engine, layer->member, stream, layer->stamp,
                                               kind, kind == OO_FORWARD ? -1 : f->task, flags, &use);
+    cover(layer, 1);
     /* No room, or rewritten while in use: only where something is in use. */
-    const int excused = holds_any(f) && (status == OO_E_NO_ROOM || status == OO_E_STATE);
-    excuse(f, status, excused || (status == OO_WOULD_BLOCK && flags), "acquire");
+    const int no_use = holds_any(f) && (status == OO_E_NO_ROOM || status == OO_E_STATE);
+    const int captures = f->capturing[which] && status == OO_E_CAPTURE;
+    excuse(f, status, no_use || captures || (status == OO_WOULD_BLOCK && flags), "acquire");
+    f->refused += no_use != 0;
     if (status != OO_OK)
         return;
+    REQUIRE(!f->capturing[which], "acquired on a stream that is being captured");
+    f->acquired++;
     give_stamps(f, &use.fetched);
     layer->silent = 0;
     *h = (struct held){
@@ -332,12 +545,14 @@ static void move(struct fuzz *f, struct layer *layer, int home, unsigned words) 
     size_t offsets[TENSORS];
     uint32_t unit;
     char *memory = home ? NULL : malloc((size_t)layer->n_tensors * MOST_BYTES);
+    cover(layer, 0);
     for (unsigned t = 0; t < layer->n_tensors; t++)
         to[t] = home ? layer->home[t]
                      : (struct oo_tensor){memory + t * MOST_BYTES,
                                           words ? 4 * (size_t)words : layer->home[t].bytes};
     for (unsigned t = 0; t < layer->n_tensors; t++)
         rewrite_tensor(f, &to[t]);
+    cover(layer, 1);
     const enum oo_status status =
         oo_member_move(f->w.engine, layer->member, to, layer->n_tensors, &unit, offsets);
     excuse(f, status, pins_of(f, layer->unit) > 0, "move");
@@ -346,8 +561,10 @@ static void move(struct fuzz *f, struct layer *layer, int home, unsigned words) 
         layer->silent |= home && to[0].host == layer->tensors[0].host; /* rewritten in place */
         return;
     }
+    cover(layer, 0);
     free(layer->foreign); /* the caller vouched for it at an acquire only */
     layer->foreign = memory;
+    cover(layer, 1);
     memcpy(layer->tensors, to, sizeof to);
     memcpy(layer->offsets, offsets, sizeof offsets);
     layer->unit = unit;
@@ -360,21 +577,78 @@ static void download(struct fuzz *f, unsigned which, size_t bytes, int landing) 
     char *gradient = f->gradient + (size_t)which * GRADIENT;
     static char pageable[GRADIENT];
     char *target = landing && f->landing ? oo_host_address(f->landing) : pageable;
-    if (f->w.device_arena) {
-        sim.cuCtxPushCurrent_v2(f->w.context);
+    if (f->unfinished[which] && !lost(f)) { /* even waiting failed: its source is still read */
+        clear_faults(f);
+        enter_context(f);
+        const OOCUresult ended = f->w.engine->driver.cuStreamSynchronize(f->w.engine->d2h);
+        leave_context();
+        f->unfinished[which] = 0;
+        REQUIRE(ended == 0 || lost(f), "downloads that do not end: %d", ended);
+    }
+    if (f->w.device_arena && bytes) {
         const OOSimRange range = {(OOCUdeviceptr)gradient, bytes};
+        enter_context(f);
         const OOCUresult launched = sim.simLaunch((OOCUstream)stream, NULL, 0, &range, 1, 1e-5);
-        sim.cuCtxPopCurrent_v2(NULL);
+        leave_context();
         if (launched)
             return;
     }
-    fill(gradient, bytes, ++f->pattern);
+    if (!f->w.device_arena || !lost(f))
+        fill(gradient, bytes, ++f->pattern);
     const enum oo_status status =
         oo_engine_download(f->w.engine, target, (uintptr_t)gradient, bytes, stream);
     excuse(f, status, 0, "download");
+    f->unfinished[which] = status != OO_OK;
     if (status == OO_OK)
         REQUIRE(memcmp(target, gradient, bytes) == 0, "a gradient of %zu bytes arrived wrong",
                 bytes);
+}
+
+/* What the engine counts against what the driver saw, and what it answered. */
+static void audit(struct fuzz *f, const struct oo_stats *stats) {
+    struct sim_stats seen;
+    struct sim_live live;
+    uint64_t arena = 0, copies = 0;
+    sim.simGetStats(&seen);
+    sim.simGetLive(&live);
+    for (int m = 0; m < MODELS; m++)
+        for (unsigned i = 0; f->models[m].live && i < f->models[m].n_arenas; i++)
+            arena += f->models[m].usable[i];
+    copies = stats->late + stats->prefetches;
+    REQUIRE(stats->peak_resident_bytes >= stats->resident_bytes &&
+                stats->peak_resident_bytes >= f->peak,
+            "a peak of %llu bytes", (unsigned long long)stats->peak_resident_bytes);
+    f->peak = stats->peak_resident_bytes;
+    REQUIRE(stats->arena_bytes == arena, "%llu arena bytes, not %llu",
+            (unsigned long long)stats->arena_bytes, (unsigned long long)arena);
+    if (f->w.engine->dead == OO_OK && !lost(f))
+        REQUIRE(stats->locked_bytes == live.registered_bytes + live.host_alloc_bytes,
+                "%llu bytes locked, the driver has %llu and %llu",
+                (unsigned long long)stats->locked_bytes, (unsigned long long)live.registered_bytes,
+                (unsigned long long)live.host_alloc_bytes);
+    REQUIRE(stats->h2d_bytes <= seen.h2d_bytes && stats->d2h_bytes <= seen.d2h_bytes &&
+                stats->h2d_copies <= seen.h2d_copies && stats->d2h_copies <= seen.d2h_copies,
+            "more copies than the driver saw");
+    REQUIRE(stats->h2d_timed_bytes <= stats->h2d_bytes &&
+                stats->d2h_timed_bytes <= stats->d2h_bytes,
+            "more bytes timed than copied");
+    if (f->ever_faulty)
+        return;
+    REQUIRE(stats->h2d_bytes == seen.h2d_bytes && stats->d2h_bytes == seen.d2h_bytes,
+            "%llu and %llu bytes counted, %llu and %llu copied",
+            (unsigned long long)stats->h2d_bytes, (unsigned long long)stats->d2h_bytes,
+            (unsigned long long)seen.h2d_bytes, (unsigned long long)seen.d2h_bytes);
+    REQUIRE(stats->hits + stats->late == f->acquired && stats->acquires == f->acquired + f->refused,
+            "%llu acquires, %llu hits, %llu late; answered %llu, refused %llu",
+            (unsigned long long)stats->acquires, (unsigned long long)stats->hits,
+            (unsigned long long)stats->late, (unsigned long long)f->acquired,
+            (unsigned long long)f->refused);
+    REQUIRE(copies == f->fetched, "%llu copies, told of %llu", (unsigned long long)copies,
+            (unsigned long long)f->fetched);
+    REQUIRE(stats->host_waits + f->waits == seen.host_waits, "%llu host waits counted, %llu seen",
+            (unsigned long long)stats->host_waits,
+            (unsigned long long)(seen.host_waits - f->waits));
+    REQUIRE(stats->recoveries == 0 && stats->prefetch_failures == 0, "recovered from nothing");
 }
 
 static void inspect(struct fuzz *f) {
@@ -383,7 +657,7 @@ static void inspect(struct fuzz *f) {
     size_t count, bytes = 0;
     enum oo_status status =
         oo_engine_residents(f->w.engine, rows, sizeof rows / sizeof rows[0], &count);
-    excuse(f, status, 0, "residents");
+    judge(f, status, 0, 1, "residents");
     if (status != OO_OK)
         return;
     REQUIRE(count <= sizeof rows / sizeof rows[0], "%zu residents", count);
@@ -402,12 +676,19 @@ static void inspect(struct fuzz *f) {
         held += f->held[i].live != 0;
     REQUIRE(pins == held, "%u pins, %u uses", pins, held);
     status = oo_engine_stats(f->w.engine, OO_ALL_MODELS, &stats);
-    excuse(f, status, 0, "stats");
-    if (status == OO_OK)
+    judge(f, status, 0, 1, "stats");
+    if (status == OO_OK) {
+        audit(f, &stats);
         REQUIRE(stats.resident_bytes == bytes && stats.resident_units == count &&
                     stats.resident_bytes <= stats.arena_bytes,
                 "%zu bytes resident, counted %llu", bytes,
                 (unsigned long long)stats.resident_bytes);
+    }
+}
+
+static void set_schedule(struct input *in) {
+    const int schedule = (int)below(in, 6); /* one after the other, whatever the compiler prefers */
+    sim.simSetSchedule(schedule, byte_of(in));
 }
 
 static void set_fault(struct fuzz *f, struct input *in) {
@@ -426,65 +707,187 @@ static void set_fault(struct fuzz *f, struct input *in) {
                                         "cuMemHostUnregister",
                                         "cuCtxGetCurrent",
                                         "cuCtxPushCurrent",
-                                        "simAdopt"};
+                                        "cuCtxPopCurrent",
+                                        "cuEventElapsedTime",
+                                        "cuStreamIsCapturing",
+                                        "simAdopt",
+                                        "simDrop",
+                                        "simLaunch",
+                                        "simHostAccess"};
     const char *call = calls[below(in, sizeof calls / sizeof calls[0])];
     const unsigned nth = 1 + below(in, 40), lasting = below(in, 3) == 0;
-    sim.simFault(call, nth, below(in, 2) ? OOCU_ERROR_UNKNOWN : OOCU_ERROR_OUT_OF_MEMORY,
-                 (int)lasting);
-    f->faulty = 1;
+    OOCUresult result = below(in, 2) ? OOCU_ERROR_UNKNOWN : OOCU_ERROR_OUT_OF_MEMORY;
+    if (below(in, 12) == 0) {
+        static const char *const ways[] = {"async h2d", "async d2h", "async kernel"};
+        static const OOCUresult ends[] = {OOCU_ERROR_ILLEGAL_ADDRESS, OOCU_ERROR_LAUNCH_FAILED};
+        const unsigned way = below(in, 6);
+        if (f->sticky) /* one is enough: all that follows must name the same */
+            return;
+        f->sticky = result = ends[below(in, 2)];
+        call = way < 3 ? ways[way] : call;
+    }
+    sim.simFault(call, nth, result, (int)lasting);
+    f->faulty = f->ever_faulty = 1;
 }
 
 static void trace(struct fuzz *f) {
     struct oo_trace_row *rows = NULL;
-    size_t count = 0;
+    size_t count, copies = 0;
+    double free_s[2] = {0, 0}; /* when the copy streams have ended their last row */
+    const int no_times = !f->w.engine->driver.cuEventElapsedTime;
     enum oo_status status =
         f->tracing ? oo_trace_stop(f->w.engine, &rows, &count) : oo_trace_start(f->w.engine);
-    excuse(f, status, 0, "trace");
-    if (status == OO_OK) {
-        for (size_t i = 0; i < count; i++)
-            REQUIRE(rows[i].end_s >= rows[i].start_s, "row %zu (kind %d): %.9f to %.9f", i,
-                    (int)rows[i].kind, rows[i].start_s, rows[i].end_s);
-        f->tracing = !f->tracing;
-        oo_trace_free(rows);
+    excuse(f, status, no_times && status == OO_E_DRIVER_OLD, "trace");
+    if (status != OO_OK)
+        return;
+    for (size_t i = 0; f->tracing && i < count; i++) {
+        const struct oo_trace_row *row = &rows[i];
+        REQUIRE(row->end_s >= row->start_s, "row %zu (kind %d): %.9f to %.9f", i, (int)row->kind,
+                row->start_s, row->end_s);
+        if (row->kind != OO_TRACE_H2D && row->kind != OO_TRACE_D2H)
+            continue;
+        const int which = row->kind == OO_TRACE_D2H;
+        copies += !which;
+        REQUIRE(row->start_s > free_s[which] - 1e-6 * (1 + row->start_s) || which,
+                "row %zu: a copy begins at %.9f, the one before it ends at %.9f", i, row->start_s,
+                free_s[which]);
+        free_s[which] = row->end_s;
+    }
+    if (f->tracing && !f->ever_faulty)
+        REQUIRE(copies == f->fetched - f->fetched_untraced, "%zu rows of copies, %llu copies",
+                copies, (unsigned long long)(f->fetched - f->fetched_untraced));
+    f->fetched_untraced = f->fetched;
+    f->tracing = !f->tracing;
+    oo_trace_free(rows);
+}
+
+/* Calls that must be refused for a reason of their own. */
+static void wrong_call(struct fuzz *f, struct input *in) {
+    struct oo_engine *e = f->w.engine;
+    struct oo_use use;
+    struct oo_fetched fetched;
+    struct oo_stats stats;
+    char bytes[16] = {0};
+    const struct oo_tensor nothing = {bytes, 0};
+    const uint32_t one = 1, none = 0;
+    uint32_t id;
+    size_t offset;
+    enum oo_status status = OO_OK, expected = OO_E_ARGUMENT;
+    int even_dead = 0;
+    struct attached *m = &f->models[f->models[0].live ? 0 : 1];
+    struct oo_trace_row *rows;
+    switch (below(in, 17)) {
+    case 0:
+        status = oo_engine_acquire(e, 99999, f->streams[1], 0, OO_FORWARD, -1, 0, &use);
+        expected = OO_E_STATE;
+        break;
+    case 1:
+        status = oo_engine_release(e, (uint64_t)99999 << 32, f->streams[1], 0, &fetched);
+        expected = OO_E_TICKET;
+        even_dead = 1;
+        break;
+    case 2:
+        status = oo_unit_set_trainable(e, 99999, 1);
+        break;
+    case 3:
+        status = oo_member_move(e, 99999, &nothing, 1, &id, &offset);
+        break;
+    case 4:
+        status = oo_segment_add(e, 99999, (uintptr_t)bytes, sizeof bytes, f->streams[1]);
+        break;
+    case 5:
+        status = oo_model_remove(e, 99999);
+        even_dead = 1;
+        break;
+    case 6:
+        status = oo_engine_stats(e, 99999, &stats);
+        even_dead = 1;
+        break;
+    case 7:
+        status = oo_engine_lock(e, f->landing, 1);
+        expected = OO_E_STATE;
+        break;
+    case 8: /* masters of an attached model */
+        if (!m->live || !m->n_layers || m->layers[0].own)
+            return;
+        for (unsigned l = 0; l < m->n_layers; l++)
+            if (m->layers[l].foreign || m->layers[l].own)
+                return;
+        status = oo_engine_unlock(e, m->host);
+        expected = OO_E_STATE;
+        even_dead = 1;
+        break;
+    case 9:
+        status = oo_unit_add(e, m->id, &nothing, &one, 1, 0, &id, &id, &offset);
+        break;
+    case 10:
+        status = oo_unit_add(e, m->id, &nothing, &none, 0, 0, &id, &id, &offset);
+        break;
+    case 11:
+        status = oo_engine_destroy(e); /* the landing buffer is locked */
+        expected = OO_E_STATE;
+        even_dead = 1;
+        break;
+    case 12:
+        status = oo_engine_launch(e, 99999, f->streams[1], 0.0);
+        expected = OO_E_STATE;
+        break;
+    case 13:
+        status = f->tracing ? oo_trace_start(e) : oo_trace_stop(e, &rows, &offset);
+        expected = OO_E_STATE;
+        break;
+    case 14:
+        if (!m->live || !m->n_layers)
+            return;
+        status = oo_member_move(e, m->layers[0].member, &nothing, 0, &id, &offset);
+        break;
+    case 15:
+        status = oo_engine_create(sim.path, 7, &e);
+        REQUIRE(status == OO_E_NO_DEVICE || f->faulty, "%s", oo_status_name(status));
+        return;
+    default:
+        status = oo_engine_stamp(e, 99999, 1);
+        expected = OO_E_STATE;
+    }
+    REQUIRE(status != OO_OK, "a wrong call succeeds");
+    judge(f, status, status == expected, even_dead, "wrong call");
+}
+
+static void ask(struct fuzz *f, struct input *in) {
+    size_t free_bytes, total_bytes;
+    enum oo_status status;
+    uintptr_t stream;
+    if (below(in, 4) == 0) {
+        status = oo_engine_compute_stream(f->w.engine, &stream);
+        excuse(f, status, 0, "compute stream");
+    } else if (below(in, 2)) {
+        status = oo_engine_mem_info(f->w.engine, &free_bytes, &total_bytes);
+        excuse(f, status, 0, "memory");
+        struct sim_live live;
+        sim.simGetLive(&live);
+        if (status == OO_OK)
+            REQUIRE(total_bytes - free_bytes == live.device_bytes + live.adopted_bytes,
+                    "%zu bytes in use", total_bytes - free_bytes);
+    } else {
+        status = oo_engine_spin(f->w.engine, f->streams[any_stream(f, in)],
+                                (uint64_t)1 << below(in, 24));
+        excuse(f, status, 0, "spin");
     }
 }
 
-static void one_call(struct fuzz *f, struct input *in) {
-    const unsigned call = below(in, 32);
-    struct attached *m = &f->models[below(in, MODELS)];
+static void use_model(struct fuzz *f, struct attached *m, unsigned call, struct input *in) {
     struct held *h = &f->held[below(in, HELD)];
-    const uintptr_t stream = f->streams[below(in, STREAMS)];
     struct oo_fetched fetched;
     enum oo_status status;
-    if (call == 0) {
-        if (!m->live)
-            attach(f, m, in);
-        else if (below(in, 3) == 0)
-            detach(f, m);
-        return;
-    }
-    if (call == 1) {
-        if (below(in, 2))
-            sim.simSetSchedule((int)below(in, 6), byte_of(in));
-        else
-            sim.simAdvance(1e-6 * (1u << below(in, 12)));
-        return;
-    }
-    if (call == 2) {
-        set_fault(f, in);
-        return;
-    }
-    if (call == 3 || call == 4) {
-        clear_faults(f);
-        return;
-    }
-    if (!m->live)
-        return;
     struct layer *layer = &m->layers[below(in, m->n_layers)];
+    int home;
+    if (narrate)
+        fprintf(stderr, "-- %u: member %u of unit %u, stamp %llu\n", call, layer->member,
+                layer->unit, (unsigned long long)layer->stamp);
     switch (call) {
     case 5: {
-        const unsigned which = below(in, STREAMS);
-        const size_t bytes = 1 + below(in, GRADIENT);
+        const unsigned which = any_stream(f, in);
+        const size_t bytes = below(in, GRADIENT + 1);
         download(f, which, bytes, (int)below(in, 2));
         break;
     }
@@ -505,7 +908,8 @@ static void one_call(struct fuzz *f, struct input *in) {
                "refresh");
         break;
     case 9:
-        move(f, layer, (int)below(in, 2), below(in, 2) ? 1 + below(in, 1100) : 0);
+        home = (int)below(in, 2);
+        move(f, layer, home, below(in, 2) ? 1 + below(in, 3000) : 0);
         break;
     case 10:
         rewrite(f, layer);
@@ -515,7 +919,11 @@ static void one_call(struct fuzz *f, struct input *in) {
         if (!layer->silent) {
             const struct oo_tensor *tensor = &layer->tensors[below(in, layer->n_tensors)];
             char *bytes = (char *)(uintptr_t)tensor->host;
-            bytes[below(in, (unsigned)tensor->bytes)] ^= 0x55;
+            const unsigned at = below(in, (unsigned)tensor->bytes);
+            cover(layer, 0);
+            declare_write(bytes + at, 1);
+            bytes[at] ^= 0x55;
+            cover(layer, 1);
             layer->stamp++;
         }
         break;
@@ -527,9 +935,9 @@ static void one_call(struct fuzz *f, struct input *in) {
         excuse(f, oo_engine_set_verify(f->w.engine, (int)below(in, 2)), 0, "verify");
         break;
     case 14:
-        layer->trainable = (int)below(in, 2);
-        excuse(f, oo_unit_set_trainable(f->w.engine, layer->unit, layer->trainable), 0,
-               "trainable");
+        status = oo_unit_set_trainable(f->w.engine, layer->unit, (int)below(in, 2));
+        excuse(f, status, 0, "trainable");
+        layer->trainable |= status == OO_OK;
         break;
     case 15:
         status = oo_engine_prefetch(f->w.engine, &fetched);
@@ -537,24 +945,17 @@ static void one_call(struct fuzz *f, struct input *in) {
         if (status == OO_OK)
             give_stamps(f, &fetched);
         break;
-    case 16:
-        if (below(in, 4) == 0)
-            trace(f);
-        break;
-    case 17:
-        if (m->n_arenas < 2 && below(in, 4) == 0)
-            excuse(f, add_segment(f, m, stream), 0, "segment");
-        break;
-    case 18:
-        inspect(f);
-        break;
-    case 19: /* a pass over the model: what prediction lives on */
+    case 16: /* a pass over the model: what prediction lives on */
         for (unsigned i = 0; i < m->n_layers; i++) {
             if (h->live)
                 release(f, h);
             if (!h->live)
                 acquire(f, h, &m->layers[i], in);
         }
+        break;
+    case 17:
+        if (m->n_arenas < SEGMENTS && below(in, 4) == 0)
+            (void)add_segment(f, m, any_stream(f, in), in);
         break;
     default:
         if (h->live)
@@ -563,6 +964,78 @@ static void one_call(struct fuzz *f, struct input *in) {
             acquire(f, h, layer, in);
         break;
     }
+}
+
+static void one_call(struct fuzz *f, struct input *in) {
+    const unsigned call = below(in, 40);
+    unsigned which;
+    struct attached *m = &f->models[below(in, MODELS)];
+    switch (call) {
+    case 0:
+        if (!m->live)
+            attach(f, m, in);
+        else if (below(in, 3) == 0)
+            detach(f, m);
+        break;
+    case 1:
+        if (below(in, 2))
+            set_schedule(in);
+        else
+            sim.simAdvance(1e-6 * (1u << below(in, 12)));
+        break;
+    case 2:
+        set_fault(f, in);
+        break;
+    case 3:
+    case 4:
+        clear_faults(f);
+        break;
+    case 18:
+        inspect(f);
+        break;
+    case 19:
+        if (below(in, 4) == 0)
+            trace(f);
+        break;
+    case 20:
+        wrong_call(f, in);
+        break;
+    case 21:
+        which = below(in, STREAMS);
+        if (f->capturing[which] || may_capture(f, which))
+            capture(f, which);
+        break;
+    case 22:
+        ask(f, in);
+        break;
+    case 23:
+        sim.simRefuseRegistration(below(in, 3));
+        break;
+    default:
+        if (m->live)
+            use_model(f, m, call, in);
+    }
+}
+
+/* Contexts are the thread's: a new one has none, the first has one or not. */
+static void one_call_in_a_thread(void *argument) {
+    struct fuzz *f = argument;
+    one_call(f, f->input);
+}
+
+static void one_call_somewhere(struct fuzz *f) {
+    const unsigned where = below(f->input, 32);
+    struct oo_thread *thread = where == 0 ? oo__thread_start(one_call_in_a_thread, f) : NULL;
+    if (where == 1 && f->main_context)
+        leave_context();
+    else if (where == 1)
+        enter_context(f);
+    f->main_context ^= where == 1;
+    if (thread)
+        oo__thread_join(thread);
+    else
+        one_call(f, f->input);
+    see_reports();
 }
 
 /* ---- an input from beginning to end ---- */
@@ -576,18 +1049,35 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     return 0;
 }
 
+/* What a life leaves behind when its context was lost: only what that took with it. */
+static void end_lost_context(void) {
+    struct sim_live live;
+    sim.simGetLive(&live);
+    REQUIRE(live.adopted_bytes == 0 && live.queued == 0, "%llu adopted bytes, %llu queued",
+            (unsigned long long)live.adopted_bytes, (unsigned long long)live.queued);
+    see_reports();
+    sim.simFaultClear();
+    for (; live.contexts > 0; sim.simGetLive(&live))
+        sim.cuDevicePrimaryCtxRelease_v2(0);
+    sim.simReportsClear(); /* the streams and events that went with it */
+    check_nothing_alive("after a lost context");
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static struct fuzz state;
     struct fuzz *f = &state;
     struct input in = {data, size};
     memset(f, 0, sizeof *f);
+    f->input = &in;
     world_begin(&f->w);
-    sim.simSetSchedule((int)below(&in, 6), byte_of(&in));
+    set_schedule(&in);
     f->w.device_arena = (int)below(&in, 2);
     if (f->w.device_arena) {
         f->w.engine->driver.simAdopt = NULL;
         f->w.engine->driver.simDrop = NULL;
     }
+    if (below(&in, 16) == 0)
+        f->w.engine->driver.cuEventElapsedTime = NULL;
     if (below(&in, 4) == 0)
         sim.simRefuseRegistration(1 + below(&in, 3));
     for (int i = 1; i < STREAMS; i++) /* the first is the default stream */
@@ -598,13 +1088,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     REQUIRE(locked == OO_OK || locked == OO_E_LOCK_REFUSED, "lock: %s", oo_error_message());
     attach(f, &f->models[0], &in);
     while (in.left)
-        one_call(f, &in);
+        one_call_somewhere(f);
 
-    clear_faults(f);
+    end_captures(f);
     for (int i = 0; i < HELD; i++)
-        if (f->held[i].live) {
+        for (int tries = 0; f->held[i].live; tries++) {
             release(f, &f->held[i]);
-            REQUIRE(!f->held[i].live, "a release that never succeeds: %s", oo_error_message());
+            REQUIRE(tries < 2, "a release that never succeeds: %s", oo_error_message());
         }
     inspect(f);
     for (int m = 0; m < MODELS; m++)
@@ -612,14 +1102,28 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
             detach(f, &f->models[m]);
             REQUIRE(!f->models[m].live, "a detach that never succeeds: %s", oo_error_message());
         }
-    REQUIRE(oo_engine_unlock(f->w.engine, f->landing) == OO_OK, "unlock: %s", oo_error_message());
-    oo_host_destroy(f->landing);
-    REQUIRE(oo_engine_destroy(f->w.engine) == OO_OK, "destroy: %s", oo_error_message());
-    for (int i = 1; i < STREAMS; i++)
-        end_stream(&f->w, f->streams[i]);
-    arena_end(f, f->gradient);
-    check_nothing_alive("at the end");
-    release_context("at the end");
+    unlock(f, f->landing);
+    const int gone = lost(f);
+    const enum oo_status destroyed = oo_engine_destroy(f->w.engine);
+    REQUIRE(destroyed == OO_OK || (destroyed == OO_LEAKED && f->ever_faulty), "destroy: %s",
+            oo_error_message());
+    OOCUcontext current = NULL; /* some may be left where their popping was made to fail */
+    while (sim.cuCtxGetCurrent(&current) == 0 && current)
+        leave_context();
+    if (gone) {
+        if (!f->w.device_arena)
+            free(f->gradient);
+        end_lost_context();
+    } else {
+        for (int i = 1; i < STREAMS; i++)
+            end_stream(&f->w, f->streams[i]);
+        if (f->w.device_arena)
+            end_device_memory(&f->w, f->gradient);
+        else
+            free(f->gradient);
+        check_nothing_alive("at the end");
+        release_context("at the end");
+    }
     check_no_reports("at the end");
     REQUIRE(sim_reset(&sim) == 0, "the simulator could not be reset");
     if (check_failed)
