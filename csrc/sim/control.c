@@ -471,6 +471,8 @@ OOCUresult simReset(void) {
         }
         sim__race_reset();
         sim__memory_reset();
+        for (int device = 0; device < SIM_MAX_DEVICES; device++)
+            sim__clock_free(&sim.gone[device]);
         clear_reports();
         n_trace = 0;
         memset(&sim.stats, 0, sizeof sim.stats);

@@ -758,6 +758,7 @@ static void advance(struct sim_stream *stream, struct sim_op *op) {
     sim__clock_join(&stream->clock, sim__host_clock());
     /* The legacy stream waits for all blocking streams of its device, and they for it. */
     if (stream->is_legacy) {
+        sim__clock_join(&stream->clock, &sim.gone[stream->device]);
         for (struct sim_stream *s = sim.streams; s; s = s->next)
             if (s != stream && s->blocking && s->device == stream->device)
                 follow(stream, op, s);
@@ -884,6 +885,8 @@ struct sim_stream *sim__stream_new(int device, unsigned int flags, const char *n
 void sim__stream_destroy(struct sim_stream *stream) {
     sim__handle_end(stream->handle);
     stream->destroyed = 1;
+    if (stream->blocking && !stream->is_legacy)
+        sim__clock_join(&sim.gone[stream->device], &stream->clock);
     if (stream->counted)
         sim.live.streams--;
     if (!stream->head)

@@ -283,6 +283,9 @@ struct sim_state {
     struct sim_device devices[SIM_MAX_DEVICES];
     struct sim_primary primary[SIM_MAX_DEVICES];
     uint64_t legacy[SIM_MAX_DEVICES]; /* handles of the legacy streams */
+    /* What blocking streams had done that are destroyed: the legacy stream waits for it, whether or
+     * not it has run by now. */
+    struct sim_clock gone[SIM_MAX_DEVICES];
     int schedule;
     uint64_t seed, random;
     int switches[8];

@@ -713,6 +713,8 @@ static int covers(const struct sim_stream *stream, const struct sim_stream *othe
 
 /* What the host knows once all that is queued in `stream` now has ended. */
 static void learn(struct sim_clock *known, const struct sim_stream *stream) {
+    if (stream->is_legacy)
+        sim__clock_join(known, &sim.gone[stream->device]);
     for (const struct sim_stream *s = sim.streams; s; s = s->next)
         if (covers(stream, s))
             sim__clock_join(known, &s->clock);
