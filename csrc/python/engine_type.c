@@ -50,6 +50,15 @@ static int oo__integers(const char *function, PyObject *const *arguments, Py_ssi
     return 0;
 }
 
+/* The engine, once the arguments are read: reading them may run Python code that closes it. */
+static struct oo_engine *oo__engine_with(PyObject *object, const char *function,
+                                         PyObject *const *arguments, Py_ssize_t count,
+                                         Py_ssize_t expected, unsigned long long *values) {
+    if (oo__integers(function, arguments, count, expected, values) < 0)
+        return NULL;
+    return oo__engine_of(object);
+}
+
 /* ---- life ---- */
 
 static PyObject *oo__engine_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
@@ -114,9 +123,6 @@ static struct oo_py_buffer *oo__as_buffer(PyObject *object, PyObject *argument) 
 }
 
 static PyObject *oo__engine_lock(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
-    struct oo_engine *engine = oo__engine_of(object);
-    if (!engine)
-        return NULL;
     if (count < 1 || count > 2)
         return PyErr_Format(PyExc_TypeError,
                             "lock() takes a HostBuffer and an optional flag, not %zd arguments",
@@ -124,6 +130,9 @@ static PyObject *oo__engine_lock(PyObject *object, PyObject *const *arguments, P
     struct oo_py_buffer *buffer = oo__as_buffer(object, arguments[0]);
     const int wanted = count == 2 ? PyObject_IsTrue(arguments[1]) : 1;
     if (!buffer || wanted < 0)
+        return NULL;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
         return NULL;
     enum oo_status status;
     OO_BLOCKING(status, oo_engine_lock(engine, buffer->host, wanted));
@@ -172,9 +181,9 @@ static PyObject *oo__engine_remove_model(PyObject *object, PyObject *argument) {
 
 static PyObject *oo__engine_add_segment(PyObject *object, PyObject *const *arguments,
                                         Py_ssize_t count) {
-    struct oo_engine *engine = oo__engine_of(object);
     unsigned long long values[4];
-    if (!engine || oo__integers("add_segment", arguments, count, 4, values) < 0)
+    struct oo_engine *engine = oo__engine_with(object, "add_segment", arguments, count, 4, values);
+    if (!engine)
         return NULL;
     enum oo_status status;
     OO_BLOCKING(status, oo_segment_add(engine, (uint32_t)values[0], (uintptr_t)values[1],
@@ -182,11 +191,16 @@ static PyObject *oo__engine_add_segment(PyObject *object, PyObject *const *argum
     return oo__none_or_raise(object, status);
 }
 
-/* A list of (address, nbytes) appended to `tensors` from `*n` on; -1 on error. */
+/* A list of (address, nbytes) appended to `tensors` from `*n` on; -1 on error. "K" takes integers
+ * alone, so no Python code runs that could change the list. */
 static int oo__append_tensors(PyObject *list, struct oo_tensor *tensors, size_t *n) {
     for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
         PyObject *pair = PyList_GetItem(list, i);
         unsigned long long address, nbytes;
+        if (!PyTuple_Check(pair)) {
+            PyErr_SetString(PyExc_TypeError, "a tensor is (address, nbytes)");
+            return -1;
+        }
         if (!PyArg_ParseTuple(pair, "KK;a tensor is (address, nbytes)", &address, &nbytes))
             return -1;
         tensors[*n].host = (const void *)(uintptr_t)address;
@@ -206,11 +220,10 @@ static PyObject *oo__offsets_list(const size_t *offsets, size_t count) {
 }
 
 static PyObject *oo__engine_add_unit(PyObject *object, PyObject *arguments) {
-    struct oo_engine *engine = oo__engine_of(object);
     unsigned int model;
     PyObject *lists, *result = NULL, *members = NULL;
     int trainable;
-    if (!engine || !PyArg_ParseTuple(arguments, "IO!p", &model, &PyList_Type, &lists, &trainable))
+    if (!PyArg_ParseTuple(arguments, "IO!p", &model, &PyList_Type, &lists, &trainable))
         return NULL;
     const size_t n_members = (size_t)PyList_Size(lists);
     size_t n_tensors = 0;
@@ -239,6 +252,9 @@ static PyObject *oo__engine_add_unit(PyObject *object, PyObject *arguments) {
             goto done;
         counts[i] = (uint32_t)(filled - before);
     }
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        goto done;
     enum oo_status status;
     OO_BLOCKING(status, oo_unit_add(engine, model, tensors, counts, (uint32_t)n_members, trainable,
                                     &unit, ids, offsets));
@@ -268,9 +284,9 @@ done:
 
 static PyObject *oo__engine_set_trainable(PyObject *object, PyObject *const *arguments,
                                           Py_ssize_t count) {
-    struct oo_engine *engine = oo__engine_of(object);
     unsigned long long v[2];
-    if (!engine || oo__integers("set_trainable", arguments, count, 2, v) < 0)
+    struct oo_engine *engine = oo__engine_with(object, "set_trainable", arguments, count, 2, v);
+    if (!engine)
         return NULL;
     enum oo_status status;
     OO_BLOCKING(status, oo_unit_set_trainable(engine, (uint32_t)v[0], v[1] != 0));
@@ -278,10 +294,9 @@ static PyObject *oo__engine_set_trainable(PyObject *object, PyObject *const *arg
 }
 
 static PyObject *oo__engine_move_member(PyObject *object, PyObject *arguments) {
-    struct oo_engine *engine = oo__engine_of(object);
     unsigned int member;
     PyObject *list, *result = NULL;
-    if (!engine || !PyArg_ParseTuple(arguments, "IO!", &member, &PyList_Type, &list))
+    if (!PyArg_ParseTuple(arguments, "IO!", &member, &PyList_Type, &list))
         return NULL;
     size_t count = (size_t)PyList_Size(list), filled = 0;
     struct oo_tensor *tensors = PyMem_Malloc((count + 1) * sizeof *tensors);
@@ -292,6 +307,9 @@ static PyObject *oo__engine_move_member(PyObject *object, PyObject *arguments) {
         goto done;
     }
     if (oo__append_tensors(list, tensors, &filled) < 0)
+        goto done;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
         goto done;
     enum oo_status status;
     OO_BLOCKING(status, oo_member_move(engine, member, tensors, (uint32_t)count, &unit, offsets));
@@ -324,9 +342,9 @@ static PyObject *oo__fetched_tuple(const struct oo_fetched *fetched) {
 
 static PyObject *oo__engine_acquire(PyObject *object, PyObject *const *arguments,
                                     Py_ssize_t count) {
-    struct oo_engine *engine = oo__engine_of(object);
     unsigned long long v[5];
-    if (!engine || oo__integers("acquire", arguments, count, 5, v) < 0)
+    struct oo_engine *engine = oo__engine_with(object, "acquire", arguments, count, 5, v);
+    if (!engine)
         return NULL;
     if (v[3] > OO_BACKWARD)
         return PyErr_Format(PyExc_ValueError,
@@ -348,9 +366,9 @@ static PyObject *oo__engine_acquire(PyObject *object, PyObject *const *arguments
 
 static PyObject *oo__engine_release(PyObject *object, PyObject *const *arguments,
                                     Py_ssize_t count) {
-    struct oo_engine *engine = oo__engine_of(object);
     unsigned long long v[2];
-    if (!engine || oo__integers("release", arguments, count, 2, v) < 0)
+    struct oo_engine *engine = oo__engine_with(object, "release", arguments, count, 2, v);
+    if (!engine)
         return NULL;
     struct oo_fetched fetched;
     enum oo_status status =
@@ -363,25 +381,23 @@ static PyObject *oo__engine_release(PyObject *object, PyObject *const *arguments
 }
 
 static PyObject *oo__engine_stamp(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
-    struct oo_engine *engine = oo__engine_of(object);
     unsigned long long v[2];
-    if (!engine || oo__integers("stamp", arguments, count, 2, v) < 0)
+    struct oo_engine *engine = oo__engine_with(object, "stamp", arguments, count, 2, v);
+    if (!engine)
         return NULL;
     return oo__none_or_raise(object, oo_engine_stamp(engine, (uint32_t)v[0], v[1]));
 }
 
 static PyObject *oo__engine_launch(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
-    struct oo_engine *engine = oo__engine_of(object);
     unsigned long long v[2];
-    if (!engine)
-        return NULL;
     if (count != 3)
         return PyErr_Format(PyExc_TypeError,
                             "launch() takes member, stream and seconds, not %zd arguments", count);
-    if (oo__integers("launch", arguments, 2, 2, v) < 0)
-        return NULL;
     const double seconds = PyFloat_AsDouble(arguments[2]);
     if (PyErr_Occurred())
+        return NULL;
+    struct oo_engine *engine = oo__engine_with(object, "launch", arguments, 2, 2, v);
+    if (!engine)
         return NULL;
     enum oo_status status;
     OO_BLOCKING(status, oo_engine_launch(engine, (uint32_t)v[0], (uintptr_t)v[1], seconds));
@@ -390,9 +406,9 @@ static PyObject *oo__engine_launch(PyObject *object, PyObject *const *arguments,
 
 static PyObject *oo__engine_download(PyObject *object, PyObject *const *arguments,
                                      Py_ssize_t count) {
-    struct oo_engine *engine = oo__engine_of(object);
     unsigned long long v[4];
-    if (!engine || oo__integers("download", arguments, count, 4, v) < 0)
+    struct oo_engine *engine = oo__engine_with(object, "download", arguments, count, 4, v);
+    if (!engine)
         return NULL;
     enum oo_status status;
     OO_BLOCKING(status, oo_engine_download(engine, (void *)(uintptr_t)v[0], (uintptr_t)v[1],
@@ -401,9 +417,9 @@ static PyObject *oo__engine_download(PyObject *object, PyObject *const *argument
 }
 
 static PyObject *oo__engine_spin(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
-    struct oo_engine *engine = oo__engine_of(object);
     unsigned long long v[2];
-    if (!engine || oo__integers("spin", arguments, count, 2, v) < 0)
+    struct oo_engine *engine = oo__engine_with(object, "spin", arguments, count, 2, v);
+    if (!engine)
         return NULL;
     enum oo_status status;
     OO_BLOCKING(status, oo_engine_spin(engine, (uintptr_t)v[0], v[1]));
@@ -441,9 +457,9 @@ static PyObject *oo__engine_refresh(PyObject *object, PyObject *argument) {
 }
 
 static PyObject *oo__engine_set_verify(PyObject *object, PyObject *argument) {
-    struct oo_engine *engine = oo__engine_of(object);
-    const int on = engine ? PyObject_IsTrue(argument) : -1;
-    if (on < 0)
+    const int on = PyObject_IsTrue(argument);
+    struct oo_engine *engine = on < 0 ? NULL : oo__engine_of(object);
+    if (!engine)
         return NULL;
     enum oo_status status;
     OO_BLOCKING(status, oo_engine_set_verify(engine, on));
@@ -461,9 +477,11 @@ static int oo__set_item(PyObject *dict, const char *key, PyObject *value) {
 static PyObject *oo__engine_stats(PyObject *object, PyObject *arguments, PyObject *keywords) {
     static char model_name[] = "model";
     static char *names[] = {model_name, NULL};
-    struct oo_engine *engine = oo__engine_of(object);
     long model = -1;
-    if (!engine || !PyArg_ParseTupleAndKeywords(arguments, keywords, "|l", names, &model))
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "|l", names, &model))
+        return NULL;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
         return NULL;
     struct oo_stats stats;
     enum oo_status status;
