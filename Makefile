@@ -5,7 +5,8 @@
 #   ARGS="-k name -x"        more arguments for pytest, the demo or the benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test lint format bench ctest asan-check tsan-check windows-check analyze \
+.PHONY: help build demo test lint format bench ctest asan-check asan-python tsan-check \
+        windows-check analyze \
         proof mutation coverage fuzz conformance screenshots \
         wheel gpu-wheels gpu-check gpu-import environment clean
 
@@ -30,6 +31,7 @@ help:
 	@echo "make bench         measure (DEVICE=cuda on a GPU)"
 	@echo "make ctest         the C programs of tests/c alone"
 	@echo "make asan-check    the C programs under AddressSanitizer and UBSan, with leak check"
+	@echo "make asan-python   the Python tests without torch, over a sanitized build; leak check of the binding"
 	@echo "make tsan-check    the C programs under ThreadSanitizer"
 	@echo "make windows-check cross-compile the C sources for Windows; run them where Wine is"
 	@echo "make analyze       clang-tidy and cppcheck"
@@ -84,6 +86,9 @@ ctest: $(call ready,test)
 
 asan-check: $(call ready,test)
 	"$(PY)" tools/c_programs.py run --sanitize address,undefined $(ARGS)
+
+asan-python: $(call ready,test)
+	"$(PY)" tools/sanitized_python.py $(ARGS)
 
 tsan-check: $(call ready,test)
 	"$(PY)" tools/c_programs.py run --sanitize thread $(ARGS)

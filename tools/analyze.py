@@ -32,7 +32,7 @@ def tidy(clang_tidy: str, source: str, flags: list[str]) -> str:
     return done.stdout + done.stderr if done.returncode else ""
 
 
-def gcc_includes() -> list[str]:
+def compiler_includes() -> list[str]:
     """Return the compiler's own headers (stddef.h): the clang-tidy wheel brings none."""
     done = subprocess.run(
         [*c_flags.c_compiler(), "-print-file-name=include"],
@@ -42,8 +42,9 @@ def gcc_includes() -> list[str]:
     )
     if done.returncode != 0:
         return []
+    found = ["-isystem", done.stdout.strip()]
     # gcc's stdatomic.h gives its own builtins _Atomic types, which clang's of that name refuse.
-    return ["-isystem", done.stdout.strip(), "-D_Atomic="]
+    return found if c_flags.is_clang(c_flags.c_compiler()) else [*found, "-D_Atomic="]
 
 
 def clang_tidy_passes() -> bool:
@@ -51,7 +52,7 @@ def clang_tidy_passes() -> bool:
     clang_tidy = tool("clang-tidy")
     plain = [*c_flags.CORE_FOLDERS, *c_flags.SIMULATOR_FOLDERS, *TEST_FOLDERS]
     includes = [*c_flags.include_flags(), "-Icsrc/sim", *(f"-I{name}" for name in TEST_FOLDERS)]
-    includes += gcc_includes()
+    includes += compiler_includes()
     python = ["-isystem", sysconfig.get_path("include"), "-DPy_LIMITED_API=0x030B0000"]
     jobs = [(source, includes) for source in c_flags.sources(*plain)]
     jobs += [(s, [*includes, *python]) for s in c_flags.sources(*c_flags.BINDING_FOLDERS)]

@@ -1,0 +1,92 @@
+"""`make asan-python` finds a leak, an overflow and lost references that are planted in the binding.
+
+Each is planted in a copy of the tree, which is built with the sanitizers: about ten seconds each.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="preloads gcc's sanitizer runtime"),
+]
+
+
+def load(name: str) -> ModuleType:
+    folder = str(ROOT / "tools")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
+
+
+sanitized = load("sanitized_python")
+
+PLANTED = {
+    "leak": (
+        "csrc/python/engine_type.c",
+        "    PyMem_Free(ids);\n",
+        "",
+        "oo__engine_add_unit",
+    ),
+    "overflow": (
+        "csrc/python/engine_type.c",
+        "PyMem_Malloc((n_tensors + 1) * sizeof *offsets)",
+        "PyMem_Malloc(n_tensors * sizeof *offsets - 1)",
+        "heap-buffer-overflow",
+    ),
+    "reference": (
+        "csrc/python/host_buffer.c",
+        "    Py_XDECREF(self->engine);\n",
+        "",
+        "alive",
+    ),
+    "use after free": (
+        "csrc/python/host_buffer.c",
+        "    Py_XDECREF(self->engine);\n    freefunc release",
+        "    oo_host_bytes(self->host) ? (void)0 : (void)self;\n    freefunc release",
+        "heap-use-after-free",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sanitized")
+    sanitized.copy_tree(folder)
+    sanitized.build(folder)
+    return folder
+
+
+def run(tree: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    status = sanitized.run(["tests/unit/binding_life.py"], leaks=True, folder=tree)
+    said = capfd.readouterr()
+    return status, said.out + said.err
+
+
+def test_nothing_is_found_in_the_binding_as_it_is(
+    tree: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, said = run(tree, capfd)
+    assert status == 0, said[-4000:]
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_is_planted_is_found(tree: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    file, old, new, clue = PLANTED[name]
+    path = tree / file
+    whole = path.read_text()
+    assert whole.count(old) == 1, f"the place to plant at is gone from {file}"
+    try:
+        path.write_text(whole.replace(old, new))
+        sanitized.build(tree)
+        status, said = run(tree, capfd)
+    finally:
+        path.write_text(whole)
+    assert status != 0 and clue in said, said[-4000:]

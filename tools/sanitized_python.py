@@ -1,0 +1,139 @@
+"""The Python suite with an extension and a simulator under AddressSanitizer and UBSan.
+
+    python tools/sanitized_python.py                   # leaks, tests/unit, one life with torch
+    python tools/sanitized_python.py --only leaks
+    python tools/sanitized_python.py --only unit -k simulator    # more arguments for pytest
+
+Works on a copy of the tree under build/sanitized, so that the build in place stays as it is.
+
+leaks: tests/unit/binding_life.py, which drives the binding without torch, with leak check and no
+suppressions. A suppression of the interpreter's frames would hide every leak, because every call
+from Python has one. The rest runs without leak check: libraries keep memory until the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import c_flags
+from c_flags import ROOT
+
+FOLDER = ROOT / "build" / "sanitized"
+FOLDERS = ("benchmarks", "csrc", "docs", "oracle_offload", "tests", "tools")
+PATTERNS = ("*.py", "*.toml", "*.md", "*.in", "LICENSE", "Makefile")
+FLAGS = "-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+# They import torch, or run a compiler, pip or a child with torch: minutes, and none of our C code.
+WITHOUT = (
+    "test_allocator",
+    "test_build",
+    "test_conformance",
+    "test_doctor_gpus",
+    "test_doctor_live",
+    "test_explain_docs",
+    "test_explain_real",
+    "test_gpu_tools",
+    "test_package",
+)
+PARTS = ("leaks", "unit", "torch")
+
+
+def copy_tree(folder: Path = FOLDER) -> None:
+    """Copy the sources to `folder`; what was built there and has not changed is kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.pyd", "_build_info.json")
+    for name in FOLDERS:
+        target = folder / name
+        for old in sorted(target.rglob("*"), reverse=True):
+            if old.is_file() and old.suffix not in (".so", ".json"):
+                old.unlink()
+        shutil.copytree(ROOT / name, target, ignore=ignored, dirs_exist_ok=True)
+    for pattern in PATTERNS:
+        for path in ROOT.glob(pattern):
+            shutil.copy2(path, folder / path.name)
+
+
+def build(folder: Path = FOLDER) -> None:
+    """Build the extension and the simulator in the copy, with the sanitizers.
+
+    Raises
+    ------
+    subprocess.CalledProcessError
+        When it does not compile; the compiler's words are printed.
+    """
+    environment = {**os.environ, "CFLAGS": FLAGS, "LDFLAGS": FLAGS}
+    environment["ORACLE_OFFLOAD_BUILD_KERNELS"] = "off"
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=folder, env=environment, check=True)
+
+
+def runtime() -> str:
+    """Return the compiler's sanitizer runtime, which must be loaded before the interpreter."""
+    command = [*c_flags.c_compiler(), "-print-file-name=libasan.so"]
+    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if not Path(path).is_absolute():
+        raise SystemExit(f"{command[0]} has no libasan.so: gcc brings it; set CC=gcc")
+    return path
+
+
+def run(arguments: Sequence[str], *, leaks: bool, folder: Path = FOLDER) -> int:
+    """Run this Python in the copy under the sanitizers; 66 means that they found something."""
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": runtime(),
+        "PYTHONMALLOC": "malloc",
+        "PYTHONPATH": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "ASAN_OPTIONS": f"detect_leaks={int(leaks)}:exitcode=66:abort_on_error=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=66",
+    }
+    # Not `python` from PATH: a shell shim in its place would be what the sanitizers watch.
+    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment).returncode
+
+
+def commands(more: Sequence[str]) -> dict[str, tuple[list[str], bool]]:
+    """Return what each part runs, and whether with leak check."""
+    tests = sorted(
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests/unit").glob("test_*.py")
+        if path.stem not in WITHOUT
+    )
+    # Not the tests that bound a time: everything takes two to three times as long here.
+    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not takes_less_than"]
+    return {
+        "leaks": (["tests/unit/binding_life.py"], True),
+        "unit": ([*pytest, *tests, *more], False),
+        "torch": (["tests/mutation/torch_training.py"], False),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build the copy and run the parts; 0 when all of them passed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=PARTS, action="append", help="parts to run")
+    args, more = parser.parse_known_args(argv)
+    start = time.monotonic()
+    copy_tree()
+    build()
+    print(f"built in {time.monotonic() - start:.1f} s", flush=True)
+    failed = []
+    for part, (command, leaks) in commands(more).items():
+        if args.only and part not in args.only:
+            continue
+        start = time.monotonic()
+        status = run(command, leaks=leaks)
+        how = "ok" if status == 0 else f"FAILED, exit {status}"
+        print(f"{part}: {how} ({time.monotonic() - start:.1f} s)", flush=True)
+        if status != 0:
+            failed.append(part)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
