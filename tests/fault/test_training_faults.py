@@ -26,7 +26,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import oracle_offload  # noqa: E402
-from oracle_offload import DriverError, OffloadError, devices, simulator  # noqa: E402
+from oracle_offload import DriverError, OffloadError, devices, masters, simulator  # noqa: E402
 
 OUT_OF_MEMORY, UNKNOWN = 2, 999
 TRANSIENT = (UNKNOWN, 1, OUT_OF_MEMORY, 400, 600, 801)
@@ -305,9 +305,19 @@ def death(fault: Fault) -> None:
 # ---- sweeps, in workers that a life may bring down ----
 
 
+def keep_freed_memory() -> None:
+    """Lives take and give back 16 MiB rings: faulting those pages in would be most of their time."""
+    masters.trim_heap = lambda: None
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD
+        mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+
+
 def lives(work: list[Fault], sender: Any) -> None:
     """Live with each fault; send its number, or what went wrong with it."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     logging.getLogger("oracle_offload").addHandler(logging.NullHandler())
     gc.collect()
     gc.freeze()  # collections between lives need not look at torch
