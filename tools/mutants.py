@@ -60,7 +60,7 @@ GUARDED = re.compile(
 GUARDED_HOST = re.compile(r"host->bytes|owner|alive")
 
 CALL = re.compile(
-    r"OO_DRIVE\(engine, (\w+)|engine->driver\.(\w+)\("
+    r"OO_(?:DRIVE|GIVE_BACK)\(engine, (\w+)|engine->driver\.(\w+)\("
     r"|(?<!status )\b(oo__(?:synchronize|order_after_uses|order_after_copy|mark_use|"
     r"ring_wait|finish_download|host_access))\("
 )
@@ -83,7 +83,7 @@ COMMUTING = {
     "oo__kernels_free",
     "oo__synchronize",
 }
-CALLED = re.compile(r"OO_DRIVE\(engine, (\w+)|driver\.(\w+)\(|\b(oo_\w+)\(")
+CALLED = re.compile(r"OO_(?:DRIVE|GIVE_BACK)\(engine, (\w+)|driver\.(\w+)\(|\b(oo_\w+)\(")
 JUMP = re.compile(r"(?:return|goto|break|continue)\b")
 
 

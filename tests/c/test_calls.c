@@ -970,16 +970,21 @@ static void test_what_cannot_be_given_back_is_told(void) {
         release_leaked_contexts();
         CHECK(sim_reset(&sim) == 0, "%s: not reset", calls[i]);
     }
-    struct oo_engine *engine;
-    sim.simFault("cuStreamCreateWithPriority", 2, OOCU_ERROR_OUT_OF_MEMORY, 0);
-    sim.simFault("cuStreamDestroy", 1, OOCU_ERROR_INVALID_HANDLE, 0);
-    CHECK(oo_engine_create(sim.path, 0, &engine) == OO_E_DRIVER &&
-              strncmp(oo_error_message(), "cuStreamCreateWithPriority", 26) == 0 &&
-              strstr(oo_error_message(), "1 driver objects could not be given back, the first: "
-                                         "cuStreamDestroy"),
-          "%s", oo_error_message());
-    sim.simReportsClear(); /* the stream that was left */
-    CHECK(sim_reset(&sim) == 0, "not reset");
+    static const char *const second[] = {"cuStreamDestroy", "cuDevicePrimaryCtxRelease"};
+    for (unsigned i = 0; i < 2; i++) {
+        struct oo_engine *engine;
+        char told[128];
+        snprintf(told, sizeof told, "1 driver objects could not be given back, the first: %s",
+                 second[i]);
+        sim.simFault("cuStreamCreateWithPriority", 2, OOCU_ERROR_OUT_OF_MEMORY, 0);
+        sim.simFault(second[i], 1, OOCU_ERROR_INVALID_HANDLE, 0);
+        CHECK(oo_engine_create(sim.path, 0, &engine) == OO_E_DRIVER &&
+                  strncmp(oo_error_message(), "cuStreamCreateWithPriority", 26) == 0 &&
+                  strstr(oo_error_message(), told),
+              "%s", oo_error_message());
+        release_leaked_contexts();
+        CHECK(sim_reset(&sim) == 0, "not reset");
+    }
 }
 
 /* A driver that says "not ready" of an event it has waited for: the timeline is not cut short. */

@@ -37,6 +37,7 @@ PATIENCE_S = 60
 
 # Calls whose failure loses a measurement and nothing else.
 MEASURES = ("cuEventElapsedTime",)
+NOT_READY_YET = ("cuEventQuery", 600)  # an answer: the caller waits
 # Every call that can fail; those that a life does not make are left out by their count.
 KINDS = (
     "cuInit cuDriverGetVersion cuDeviceGet cuDeviceGetCount cuDeviceGetName cuDeviceGetAttribute "
@@ -240,7 +241,8 @@ def life(fault: Fault) -> None:
     check_ordinary(run, WEIGHTS[STEPS])
     counted = sum(stats[name] for name in ("recoveries", "prefetch_failures", "lost_uses"))
     noticed = errors or log.texts or counted
-    assert noticed or not struck or fault.call in (None, *MEASURES), "nobody noticed"
+    harmless = fault.call in (None, *MEASURES) or (fault.call, fault.code) == NOT_READY_YET
+    assert noticed or not struck or harmless, "nobody noticed"
     assert fault.nth or not noticed, (errors, log.texts)
     if fault.call == "cuMemHostRegister":
         assert not errors and stats["pageable_bytes"], "a refusal is no error"
@@ -271,6 +273,7 @@ def death(fault: Fault) -> None:
                     run.swap()
                 run.step()
                 done += 1
+            manager.state.engine.stats()  # a life makes as many calls
         except DriverError as error:
             check_clear(error, fault)
             assert "restart" in str(error) or manager is None, error
@@ -306,7 +309,7 @@ def death(fault: Fault) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Lives take and give back 16 MiB rings: faulting those pages in would be most of their time."""
+    """Lives take and give back rings of 16 MiB: do not fault those pages in each time."""
     masters.trim_heap = lambda: None
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
