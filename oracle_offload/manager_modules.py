@@ -86,7 +86,6 @@ class Layer:
         self.weight_numel = weight.numel()
         self.bias_numel = 0 if bias is None else bias.numel()
         self.layout = [(t.dtype, t.shape, t.stride()) for t in self.tensors()]
-        self.views.clear()
         if weight.dim() == 2:
             self.row_major = weight.stride() == (weight.shape[1], 1)
 

@@ -306,7 +306,7 @@ def test_the_arena_grows_while_another_thread_computes(pinned):
     managed, resident = resident_pair(Checkpointed(*blocks).requires_grad_(False))
     with attached(managed, "cpu") as manager, contextlib.ExitStack() as held:
         attachment, state, engine = manager.attachment, manager.state, manager.state.engine
-        before = attachment.capacity_bytes
+        before, (old,) = attachment.capacity_bytes, attachment.segments
         for _ in range(6):
             assert_models_agree(managed, resident, tower_step, steps=1)
             if engine.stats()["learned_block_bytes"] > before:
@@ -344,10 +344,17 @@ def test_the_arena_grows_while_another_thread_computes(pinned):
         assert_models_agree(managed, resident, tower_step, steps=1)
         assert state.engine.grown
         state.engine = engine
+        arena_bytes = engine.stats()["arena_bytes"]
+        assert arena_bytes == attachment.capacity_bytes + (before if pinned else 0)
         held.close()
         assert_models_agree(managed, resident, tower_step)
         assert attachment.capacity_bytes > before
         assert engine.stats()["arena_bytes"] == attachment.capacity_bytes, "the old one went back"
+        assert state.segments == attachment.segments, "nor does anything else keep it alive"
+        seen = [address for layer in attachment.layers for address in layer.views]
+        gone = range(old.address, old.address + old.nbytes)
+        assert seen
+        assert not any(address in gone for address in seen), "a view keeps the old memory alive"
 
 
 class FailingOperator(torch.utils._python_dispatch.TorchDispatchMode):

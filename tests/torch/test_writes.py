@@ -120,6 +120,55 @@ def test_the_next_forward_sees_a_write(device, write, trainable, percent):
                 assert_models_agree(managed, resident, step, device=device)
 
 
+def set_data(make):
+    """Replace the memory of one parameter."""
+
+    def replace(layer, name):
+        parameter = getattr(layer, name)
+        parameter.data = make(parameter.data)
+
+    return replace
+
+
+REPLACED = {
+    "values": set_data(lambda data: data * 2),
+    "fewer rows": set_data(lambda data: data[:1]),
+    "transposed": set_data(lambda data: data.t()),
+    "other dtype": set_data(lambda data: data.view(torch.float16)),
+    "parameter": lambda layer, name: setattr(
+        layer, name, nn.Parameter(getattr(layer, name).detach() * 2)
+    ),
+    "parameter of the same memory": lambda layer, name: setattr(
+        layer, name, nn.Parameter(getattr(layer, name).data)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_one_tensor_of_a_layer_is_replaced(name, what):
+    """The other one stays as it was; gradients go to the parameter that is there now."""
+    if what == "other dtype" and name == "bias":
+        pytest.skip("weight and bias have one dtype")
+    torch.manual_seed(0)
+    # One row of weights leaves nothing that a bias of eight could be added to.
+    bias = name == "bias" or what not in ("fewer rows", "other dtype")
+    kind = torch.bfloat16 if what == "other dtype" else torch.float32
+    managed = nn.Sequential(nn.Linear(8, 8, bias=bias)).to(kind)
+    resident = copy.deepcopy(managed)
+
+    def step(model):
+        y = model(torch.ones(2, 8, dtype=model[0].weight.dtype))
+        (y * torch.arange(1.0, y.shape[1] + 1)).sum().backward()
+        return [y]
+
+    with attached(managed, "cpu", offload_percent=0.0):
+        assert_models_agree(managed, resident, step)
+        for model in (managed, resident):
+            REPLACED[what](model[0], name)
+        assert_models_agree(managed, resident, step)
+
+
 def apply_to_both(write, managed, resident, device):
     resident.to("cpu")
     write(managed)
