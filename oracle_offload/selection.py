@@ -273,8 +273,9 @@ def _drop_shared(
                 else:
                     continue
                 resident[name] = reason
-                candidates.pop(name, None)
+                del candidates[name]
                 changed = True
+                break
 
 
 def _block_of(name: str, modules: dict[str, nn.Module]) -> str:

@@ -242,6 +242,35 @@ def test_parametrised_and_tied_weights_stay_resident():
         assert head.weight is embedding.weight
 
 
+def test_parameters_in_one_memory_stay_resident():
+    """Two Parameters over the same bytes: each would be given a master of its own."""
+    model = mlp(8, 8, 8, 8)
+    model[2].weight = nn.Parameter(model[0].weight.data)
+    chosen = selection.select(model)
+    assert [leaf.name for leaf in chosen.leaves] == ["4"]
+    assert "overlaps" in chosen.resident["0"]
+    with attached(model, "cpu"):
+        with torch.no_grad():
+            model[0].weight.fill_(3)
+        assert torch.equal(model[2].weight, model[0].weight)
+
+
+def test_what_is_not_managed_is_moved_once_and_stays_shared():
+    """To the meta device, which is another one on any machine."""
+    model = nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(8), nn.BatchNorm1d(8), nn.Linear(8, 8)])
+    model[1].register_buffer("shared", model[2].running_mean)
+    with attached(model, "cpu") as manager:
+        model.append(nn.LayerNorm(8))
+        assert manager.unsettled[0], "a new module may have to be moved"
+        manager.device = torch.device("meta")
+        manager.settle()
+        assert not manager.unsettled[0]
+        assert {tensor.device.type for tensor in model[3].parameters()} == {"cpu"}
+        others = [t for i in (0, 1, 2, 4) for t in model[i].state_dict(keep_vars=True).values()]
+        assert {tensor.device.type for tensor in others} == {"meta"}
+        assert model[1].shared is model[2].running_mean
+
+
 def test_layers_that_share_a_parameter():
     torch.manual_seed(0)
     managed = mlp(8, 8, 8)
