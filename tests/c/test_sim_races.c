@@ -315,7 +315,7 @@ static void the_first_race_is_reported_when_it_happens(void) {
         end(&p);
     }
     CHECK(raced > PROGRAMS / 4 && raced < PROGRAMS, "%u programs race", raced);
-    printf("%u programs, %u steps; %u end with a race\n", PROGRAMS, steps, raced);
+    printf("%d programs, %u steps; %u end with a race\n", PROGRAMS, steps, raced);
 }
 
 /* What is ordered before all that can come is forgotten by the next sweep. */
