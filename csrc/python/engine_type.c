@@ -6,7 +6,8 @@
 #include "binding.h"
 
 struct oo_py_engine {
-    PyObject_HEAD struct oo_engine *engine; /* NULL once closed */
+    PyObject_HEAD struct oo_engine *engine; /* NULL once closed, and while it is being closed */
+    unsigned calls;                         /* of other threads, which gave up the GIL for them */
 };
 
 static struct oo_engine *oo__engine_of(PyObject *object) {
@@ -26,11 +27,14 @@ static PyObject *oo__none_or_raise(PyObject *object, enum oo_status status) {
     Py_RETURN_NONE;
 }
 
-/* Run a call that may block, with the GIL released. */
+/* Run a call that may block, with the GIL released; until it returns nobody closes the engine. */
 #define OO_BLOCKING(status, call)                                                                  \
     do {                                                                                           \
-        Py_BEGIN_ALLOW_THREADS status = (call);                                                    \
-        Py_END_ALLOW_THREADS                                                                       \
+        ((struct oo_py_engine *)object)->calls++;                                                  \
+        PyThreadState *thread = PyEval_SaveThread();                                               \
+        (status) = (call);                                                                         \
+        PyEval_RestoreThread(thread);                                                              \
+        ((struct oo_py_engine *)object)->calls--;                                                  \
     } while (0)
 
 /* Exactly `expected` integers; -1 with an exception set otherwise. Negative numbers wrap, as -1 for
@@ -73,8 +77,9 @@ static PyObject *oo__engine_new(PyTypeObject *type, PyObject *arguments, PyObjec
     struct oo_py_engine *self = (struct oo_py_engine *)allocate(type, 0);
     if (!self)
         return NULL;
-    enum oo_status status;
-    OO_BLOCKING(status, oo_engine_create(library, device, &self->engine));
+    PyThreadState *thread = PyEval_SaveThread();
+    enum oo_status status = oo_engine_create(library, device, &self->engine);
+    PyEval_RestoreThread(thread);
     if (status != OO_OK) {
         Py_DECREF(self);
         return oo_raise(state, status);
@@ -85,14 +90,17 @@ static PyObject *oo__engine_new(PyTypeObject *type, PyObject *arguments, PyObjec
 
 static enum oo_status oo__engine_shut(PyObject *object) {
     struct oo_py_engine *self = (struct oo_py_engine *)object;
-    enum oo_status status = OO_OK;
-    if (self->engine) {
-        OO_BLOCKING(status, oo_engine_destroy(self->engine));
-        if (status == OO_OK || status == OO_LEAKED) {
-            self->engine = NULL;
-            oo__state_of(Py_TYPE(object))->live_engines--;
-        }
-    }
+    struct oo_engine *engine = self->engine;
+    if (!engine)
+        return OO_OK;
+    self->engine = NULL; /* to calls of other threads it is closed from now on */
+    PyThreadState *thread = PyEval_SaveThread();
+    enum oo_status status = oo_engine_destroy(engine);
+    PyEval_RestoreThread(thread);
+    if (status == OO_OK || status == OO_LEAKED)
+        oo__state_of(Py_TYPE(object))->live_engines--;
+    else
+        self->engine = engine;
     return status;
 }
 
@@ -107,6 +115,11 @@ static void oo__engine_dealloc(PyObject *object) {
 
 static PyObject *oo__engine_close(PyObject *object, PyObject *unused) {
     (void)unused;
+    if (((struct oo_py_engine *)object)->calls) {
+        PyErr_SetString(oo__state_of(Py_TYPE(object))->offload_error,
+                        "another thread is inside a call of this engine; close it afterwards");
+        return NULL;
+    }
     enum oo_status status = oo__engine_shut(object);
     return status == OO_LEAKED ? PyUnicode_FromString(oo_error_message())
                                : oo__none_or_raise(object, status);
