@@ -60,9 +60,11 @@ static void detach(struct world *w) {
 /* ---- the hazards: each takes the waits that it shall do without ---- */
 
 static void a_kernel_before_its_copy_has_arrived(struct world *w, unsigned missing) {
+    uintptr_t compute;
     attach(w, 400000);
+    need(oo_engine_compute_stream(w->engine, &compute), "compute stream");
     absent = missing;
-    touch(w, 0, w->stream);
+    touch(w, 0, compute);
     detach(w);
 }
 
@@ -163,7 +165,7 @@ static const struct hazard {
     const char *what, *earlier, *later; /* what the report must name */
 } hazards[] = {
     {"H1", a_kernel_before_its_copy_has_arrived, STREAM_WAITS, "of \"unit 0\"",
-     "write by a host-to-device copy, stream \"h2d\"", "read by a kernel"},
+     "write by a host-to-device copy, stream \"h2d\"", "read by a kernel, stream \"compute\""},
     {"H2", a_copy_over_bytes_still_read, STREAM_WAITS, "unit ", "read by a kernel",
      "write by a host-to-device copy, stream \"h2d\""},
     {"H3", a_copy_before_the_lender_has_finished, STREAM_WAITS, "of \"unit 0\"",
