@@ -862,10 +862,11 @@ enum oo_status oo_engine_compute_stream(struct oo_engine *engine, uintptr_t *str
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
-    if (!engine->compute)
+    if (!engine->compute) {
         status = OO_DRIVE(engine, cuStreamCreateWithPriority, &engine->compute,
                           OOCU_STREAM_NON_BLOCKING, 0);
-    oo__label_stream(engine, engine->compute, "compute");
+        oo__label_stream(engine, engine->compute, "compute");
+    }
     *stream = (uintptr_t)engine->compute;
     oo__leave(engine);
     return status;
