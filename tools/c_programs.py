@@ -119,8 +119,11 @@ def programs(names: Sequence[str] = ()) -> list[Path]:
 
 
 def threaded(paths: Sequence[Path]) -> list[Path]:
-    """Return those programs that start threads: the others have no race to find."""
-    starts = re.compile(r"pthread_create|thrd_create|CreateThread|sim_os_thread")
+    """Return those programs that run on several threads: the others have no race to find.
+
+    A host function runs on a thread of the simulated driver's own.
+    """
+    starts = re.compile(r"\b(oo__thread_start|sim_os_start|cuLaunchHostFunc)\b")
     return [path for path in paths if starts.search(path.read_text(encoding="utf-8"))]
 
 

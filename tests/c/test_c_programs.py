@@ -35,6 +35,12 @@ def test_the_example_and_the_conformance_suite_are_there() -> None:
     assert {"example", "conformance"} <= set(PROGRAMS)
 
 
+def test_thread_sanitizer_runs_what_starts_threads() -> None:
+    found = {path.stem for path in c_programs.threaded(c_programs.programs())}
+    assert {"test_threads", "test_sim_scale", "test_sim_calls"} <= found
+    assert "test_plan" not in found
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_passes_on_the_simulated_driver(built: tuple[Any, Any], name: str) -> None:
     toolchain, result = built
