@@ -24,7 +24,8 @@ What is not a mutant, by rule:
   them: a call that is given no address of a local changes none, and the call's statement cannot
   mention what is declared after it.
 - A swap of what only tells the simulator of a host access with a statement that is no such call:
-  the detector judges it by what was queued and waited for, which the other does not change.
+  the detector judges it by what was queued and waited for, which the other does not change. A swap
+  with a statement that names bytes for its reports: names are read when a report is written.
 - A swap of two statements that only create, name, destroy or wait for different objects
   (COMMUTING): such calls queue no work and are ordered by nothing; where one fails, the other's
   object is released by the same clean-up either way.
@@ -213,6 +214,8 @@ def may_swap(call: str, other: str) -> bool:
     if PLAIN.fullmatch(other) or (ARITHMETIC.fullmatch(other) and "&" not in call):
         return False
     if "oo__host_access" in call and not CALL.search(other):
+        return False
+    if other.startswith("oo__label("):
         return False
     return not all(called(text) and called(text) <= COMMUTING for text in (call, other))
 

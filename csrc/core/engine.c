@@ -518,9 +518,9 @@ static struct oo_last_use *oo__use_entry(struct oo_engine *engine, struct oo_uni
 static enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *unit,
                                    OOCUstream stream) {
     struct oo_last_use *entry = oo__use_entry(engine, unit, stream);
+    if (!entry && engine->dead != OO_OK)
+        return OO_OK; /* there is nothing left to overwrite */
     if (!entry) {
-        if (engine->dead != OO_OK) /* there is nothing left to overwrite */
-            return OO_OK;
         enum oo_status status = oo__synchronize(engine, stream, 1);
         if (status == OO_OK || unit->n_uses == OO_USES)
             return status;

@@ -1387,6 +1387,38 @@ static void test_locked_pages_are_hidden_from_children(void) {
 #endif
 
 /* A copy into the arena fails half-way: the unit is absent, and the next use copies it whole. */
+/* An acquire of a copy that is there fails at the wait for it: the next one waits all the same, and
+ * knows what was copied. */
+static void test_a_wait_that_failed_is_waited_for_by_the_next_call(void) {
+    struct world w;
+    struct oo_use held;
+    double end_s;
+    world_open_on_device(&w, 400000);
+    need(use(&w, 0, OO_FORWARD), "use"); /* and copies ahead */
+    const uintptr_t other = new_stream(&w);
+    for (unsigned i = 1; i < 3; i++) {
+        const uint64_t late = stats_of(&w).late;
+        sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+        CHECK(oo_engine_acquire(w.engine, w.member[i], other, 5, OO_RECOMPUTE, 7, 0, &held) ==
+                  OO_E_DRIVER,
+              "no error");
+        CHECK(stats_of(&w).late == late, "unit %u was not copied ahead", i);
+        uint64_t stamp = 5;
+        if (i == 2) { /* rewritten in between; in one task its samples are not looked at again */
+            sim.simFinish(&end_s);
+            sim.cuCtxPushCurrent_v2(w.context);
+            CHECK(w.engine->driver.cuStreamSynchronize(w.engine->h2d) == 0, "not synchronised");
+            sim.cuCtxPopCurrent_v2(NULL);
+            fill(w.master[i], w.bytes[i], 99);
+            stamp = 6;
+        }
+        need(use_on(&w, i, OO_RECOMPUTE, 7, stamp, other), "again");
+        check_no_reports("a wait that failed");
+    }
+    end_stream(&w, other);
+    world_close(&w, "a wait that failed");
+}
+
 static void test_a_failed_upload_leaves_the_unit_absent(void) {
     static const char *const calls[] = {"cuEventRecord", "cuMemcpyHtoDAsync", "cuStreamWaitEvent",
                                         "cuEventRecord"};
@@ -1617,6 +1649,7 @@ int main(int argc, char **argv) {
 #if defined(__linux__)
     test_locked_pages_are_hidden_from_children();
 #endif
+    test_a_wait_that_failed_is_waited_for_by_the_next_call();
     test_a_failed_upload_leaves_the_unit_absent();
     test_a_segment_that_failed_is_given_back();
     test_copies_have_the_greatest_priority_and_block_nobody();

@@ -45,8 +45,8 @@ BUGS = [
         "ring.c",
         "        else\n"
         "            OO_TRY(oo__ring_wait(engine, ring->busy[piece]));\n"
-        "        memcpy(staging",
-        "        memcpy(staging",
+        "        OO_TRY(oo__host_access(engine, staging, step, 1));",
+        "        OO_TRY(oo__host_access(engine, staging, step, 1));",
     ),
     Bug(
         "no slot wait",
