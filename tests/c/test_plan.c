@@ -114,8 +114,9 @@ static void test_bytes_per_step_stay_near_the_lower_bound(void) {
             const size_t capacity = aligned(m.total / 100 * (size_t)(100 - percent) + floor);
             struct oo_plan *plan = plan_of(&m, capacity);
             run(plan, &m, m.step, m.n_visits);
+            struct outcome o = {0, 0};
             for (int step = 0; step < 4; step++) {
-                const struct outcome o = run(plan, &m, m.step, m.n_visits);
+                o = run(plan, &m, m.step, m.n_visits);
                 /* Below 15% the bound is so small that a single unit, which is not divisible,
                  * counts. */
                 const size_t unit = percent < 15 ? m.largest : 0;
@@ -124,6 +125,9 @@ static void test_bytes_per_step_stay_near_the_lower_bound(void) {
                       o.bytes, x_min(&m, capacity));
                 CHECK(o.late == 0, "%u late copies with %d%% offloaded", o.late, percent);
             }
+            if (x_min(&m, capacity))
+                printf("%3d%% offloaded, checkpoints %d: %.3f X_min a step\n", percent,
+                       checkpointed, (double)o.bytes / (double)x_min(&m, capacity));
             if (checkpointed)
                 CHECK(oo_plan_block_bytes(plan) == m.block, "block %zu learned as %zu", m.block,
                       oo_plan_block_bytes(plan));
