@@ -364,6 +364,12 @@ static void oo__note_fetched(struct oo_fetched *fetched, uint32_t id) {
     fetched->units[fetched->count++] = id;
 }
 
+/* The caller learns of copies only from a call that succeeds, and so can stamp only then. */
+static void oo__distrust(struct oo_engine *engine, const struct oo_fetched *fetched) {
+    for (uint32_t i = 0; i < fetched->count; i++)
+        engine->units[fetched->units[i]].stale = 1;
+}
+
 static enum oo_status oo__acquire_late(struct oo_engine *engine, uint32_t id,
                                        struct oo_fetched *fetched) {
     struct oo_window window;
@@ -437,9 +443,8 @@ enum oo_status oo_engine_acquire(struct oo_engine *engine, uint32_t member_id,
     use->ticket = (uint64_t)unit->generation << 32 | id;
     use->address = oo_block_address(oo_plan_resident(engine->plan, id));
 done:
-    /* The caller learns of a copy only from a call that succeeds, and so can stamp only then. */
-    if (status != OO_OK && use->fetched.count)
-        engine->units[use->fetched.units[0]].stale = 1;
+    if (status != OO_OK)
+        oo__distrust(engine, &use->fetched);
     oo__leave(engine);
     return status;
 }
@@ -464,6 +469,29 @@ enum oo_status oo_engine_launch(struct oo_engine *engine, uint32_t member_id, ui
     status = OO_DRIVE(engine, simLaunch, (OOCUstream)stream, &read, 1, NULL, 0, seconds);
 done:
     oo__leave(engine);
+    return status;
+}
+
+enum oo_status oo_engine_acquire_launched(struct oo_engine *engine, uint32_t member,
+                                          uintptr_t stream, uint64_t stamp, enum oo_kind kind,
+                                          int64_t task, double seconds, int flags,
+                                          struct oo_use *use) {
+    enum oo_status status =
+        oo_engine_acquire(engine, member, stream, stamp, kind, task, flags, use);
+    if (status == OO_OK)
+        status = oo_engine_launch(engine, member, stream, seconds);
+    else
+        return status;
+    if (status == OO_OK)
+        return OO_OK;
+    const struct oo_error first = oo__error_save();
+    struct oo_fetched ahead = {0};
+    (void)oo_engine_release(engine, use->ticket, stream, 0, &ahead);
+    oo__mutex_lock(engine->mutex);
+    oo__distrust(engine, &use->fetched);
+    oo__distrust(engine, &ahead);
+    oo__mutex_unlock(engine->mutex);
+    oo__error_restore(&first);
     return status;
 }
 

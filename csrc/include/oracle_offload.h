@@ -160,6 +160,14 @@ enum oo_status oo_unit_set_trainable(struct oo_engine *engine, uint32_t unit, in
 enum oo_status oo_engine_acquire(struct oo_engine *engine, uint32_t member, uintptr_t stream,
                                  uint64_t stamp, enum oo_kind kind, int64_t task, int flags,
                                  struct oo_use *use);
+/* Both in one: acquire, and declare the kernel that reads the member for `seconds`
+ * (oo_engine_launch). On the simulated driver copies arrive only when a kernel that needs them is
+ * launched, so the address of this call can never be read too early. A launch that fails ends the
+ * use. */
+enum oo_status oo_engine_acquire_launched(struct oo_engine *engine, uint32_t member,
+                                          uintptr_t stream, uint64_t stamp, enum oo_kind kind,
+                                          int64_t task, double seconds, int flags,
+                                          struct oo_use *use);
 enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uintptr_t stream,
                                  int flags, struct oo_fetched *fetched);
 /* Start the copies that `more` spoke of. */

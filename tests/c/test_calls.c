@@ -775,6 +775,35 @@ static void test_what_is_in_use_becomes_stale(void) {
     world_close(&w, "in use");
 }
 
+/* An acquire that also launches: the copy has arrived when it returns, and a launch that fails ends
+ * the use, whose copies nobody could stamp. */
+static void test_an_acquire_that_launches(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open(&w, 60000, -1);
+    need(oo_engine_acquire_launched(w.engine, w.member[2], w.stream, 0, OO_FORWARD, -1, 1e-6, 0,
+                                    &held),
+         "acquire");
+    CHECK(memcmp((const void *)held.address, w.master[2], w.bytes[2]) == 0, "not there yet");
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    sim.simFault("simLaunch", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(oo_engine_acquire_launched(w.engine, w.member[2], w.stream, 0, OO_FORWARD, -1, 1e-6, 0,
+                                     &held) == OO_E_DRIVER,
+          "launched in spite of a fault");
+    CHECK(strstr(oo_error_message(), "simLaunch"), "%s", oo_error_message());
+    CHECK(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched) == OO_E_TICKET,
+          "the use goes on");
+    const uint64_t before = stats_of(&w).stale;
+    need(use(&w, 2, OO_FORWARD), "use");
+    CHECK(stats_of(&w).stale == before + 1, "a copy that was never stamped is trusted");
+    CHECK(oo_engine_acquire_launched(w.engine, 5000, w.stream, 0, OO_FORWARD, -1, 0, 0, &held) ==
+              OO_E_STATE,
+          "no such member");
+    world_close(&w, "launched");
+}
+
 /* Whoever must not block is told that another thread is inside. */
 static void test_a_nonblocking_call_leaves_when_the_engine_is_busy(void) {
     struct world w;
@@ -1630,6 +1659,7 @@ int main(int argc, char **argv) {
     test_a_nonblocking_call_never_waits();
     test_no_more_than_eight_copies_in_a_call();
     test_what_is_in_use_becomes_stale();
+    test_an_acquire_that_launches();
     test_a_nonblocking_call_leaves_when_the_engine_is_busy();
     test_a_use_that_could_not_be_marked_is_waited_for();
     test_a_use_without_an_entry_is_waited_for();
