@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import OffloadError
-from .manager_modules import is_managed, layer_type
+from .manager_modules import is_dense, is_managed, layer_type
 from .masters import unit_bytes
 from .sizes import KIB, MIB
 
@@ -197,6 +197,8 @@ def _unfit(module: nn.Module, ignored_tensors: set[int]) -> str:
             return f"'{key}' is {tensor.dtype}"
         if tensor.numel() == 0:
             return f"'{key}' is empty"
+        if not is_dense(tensor):
+            return f"'{key}' has gaps or overlaps in memory (strides {tensor.stride()})"
         if id(tensor) in ignored_tensors:
             return f"'{key}' is named in ignore_modules"
     if module._parameters.get("bias") is None and getattr(module, "bias", None) is not None:

@@ -255,6 +255,27 @@ def test_parameters_in_one_memory_stay_resident():
         assert torch.equal(model[2].weight, model[0].weight)
 
 
+@pytest.mark.parametrize(
+    "lay_out",
+    [lambda t: torch.cat([t, t], 1)[:, ::2], lambda t: t[:1].expand(t.shape), lambda t: t.t()],
+    ids=["gaps", "repeated", "transposed"],
+)
+def test_a_weight_keeps_its_layout(lay_out):
+    """Kernels choose by strides: a master made contiguous would give other bits."""
+    torch.manual_seed(0)
+    model = mlp(8, 8, 8)
+    model[0].weight = nn.Parameter(lay_out(torch.randn(8, 8)), requires_grad=False)
+    stride = model[0].weight.stride()
+    x = torch.randn(3, 8)
+    expected = model(x)
+    with attached(model, "cpu") as manager:
+        dense = stride == (1, 8)
+        assert [layer.name for layer in manager.layers] == (["0", "2"] if dense else ["2"])
+        assert dense or f"strides {stride}" in str(manager.resident["0"])
+        assert model[0].weight.stride() == stride
+        assert torch.equal(model(x), expected)
+
+
 def test_what_is_not_managed_is_moved_once_and_stays_shared():
     """To the meta device, which is another one on any machine."""
     model = nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(8), nn.BatchNorm1d(8), nn.Linear(8, 8)])
