@@ -144,20 +144,19 @@ class Engine:
         """
 
     def acquire(
-        self, member: int, stream: int, stamp: int, kind: int, task: int, /
+        self, member: int, stream: int, stamp: int, kind: int, task: int, seconds: float, /
     ) -> tuple[int, int, tuple[int, ...] | None]:
         """Make the member's unit ready for work queued on `stream` after this call.
 
         `stamp` is any integer that changes when a master is rewritten (``_version``); `kind` is
-        FORWARD, RECOMPUTE or BACKWARD; `task` the id of the running graph task or -1.
+        FORWARD, RECOMPUTE or BACKWARD; `task` the id of the running graph task or -1; `seconds`
+        how long a simulated device computes with the unit (a real one is not asked). The simulated
+        copy arrives before this returns, so nothing can read the address too early.
         Returns (ticket, device address of the unit, units whose copy was enqueued or None); the
         caller must `stamp` each member of those units at once.
         """
 
     def stamp(self, member: int, stamp: int, /) -> None: ...
-    def launch(self, member: int, stream: int, seconds: float, /) -> None:
-        """Declare a kernel that reads the acquired member; nothing on a real driver."""
-
     def release(self, ticket: int, stream: int, /) -> tuple[int, ...] | None:
         """The work that uses the unit has been queued on `stream`. Returns as `acquire` does."""
 

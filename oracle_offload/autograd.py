@@ -1,10 +1,8 @@
 """Autograd functions of the managed layers: the same bits as torch's own, from a borrowed slot.
 
-A managed layer's weight lies in the arena only between `acquire` and `release`, and both stand
-here in one frame with the operator between them, in ``try``/``finally``: code after
-``Function.apply`` or in a module hook never runs for the last layer of a checkpoint that stops
-early, and exceptions must give the slot back. Backward acquires again, by layer, never by the
-address that forward saw.
+Forward and backward each borrow the layer's tensors for one operator (`Layer.lend`), inside the
+function: code after ``Function.apply`` or in a module hook never runs for the last layer of a
+checkpoint that stops early. Backward asks by layer, never by the address that forward saw.
 
 Weights are not saved for backward (saved-tensor hooks would copy whole masters); their versions
 are, so that a change between forward and backward raises as torch would. The input is saved only
@@ -16,6 +14,7 @@ between ``addmm``, ``mm`` and ``bmm`` and the layout of the operands decide the 
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +22,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from ._core import BACKWARD, FORWARD, RECOMPUTE
+from ._core import BACKWARD
 from .errors import OffloadError, StaleWeightsError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .devices import DeviceState
     from .manager_modules import Conv2dLayer, Layer, LinearLayer
 
 _graph_task = torch._C._current_graph_task_id
@@ -58,6 +60,20 @@ def _refuse_double_backward(gradients: tuple[Any, ...], grad_output: Tensor) -> 
         refuse(gradient, grad_output) if isinstance(gradient, Tensor) else gradient
         for gradient in gradients
     )
+
+
+def _once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Any:
+    """Run `backward` without grad; under ``create_graph=True`` its results refuse to go on."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            return backward(ctx, grad)
+        with torch.no_grad():
+            gradients = backward(ctx, grad)
+        return _refuse_double_backward(gradients, grad)
+
+    return staticmethod(run)
 
 
 def check_unchanged(layer: Layer, expected: tuple[int, int]) -> None:
@@ -114,9 +130,11 @@ def linear(
         The result, and the folded copy of `x` where one was made.
     """
     if not requires_grad or x.dim() <= 2 or x.is_contiguous() or _folds(x):
-        return F.linear(x, w, b), None
+        y = F.linear(x, w, b)
+        # torch forbids in-place changes of a view that a custom function returns.
+        return (torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y), None
     folded = x.reshape(-1, x.shape[-1])
-    y = torch.mm(folded, w.t()).view(*x.shape[:-1], w.shape[0])
+    y = torch.ops.aten._unsafe_view(torch.mm(folded, w.t()), (*x.shape[:-1], w.shape[0]))
     return (y if b is None else y.add_(b)), folded
 
 
@@ -139,26 +157,18 @@ class ManagedLinear(Function):
         cast: torch.dtype | None = None,
     ) -> Tensor:
         """Compute; see the class."""
-        task = _graph_task()
         state = layer.state
+        task = _graph_task()
         if state.turned and task == -1:
             state.begin_forward()
-        engine = state.engine
-        stream = state.stream()
-        ticket, address, fetched = layer.acquire(stream, FORWARD if task == -1 else RECOMPUTE, task)
-        try:
-            if fetched:
-                state.stamp_units(fetched)
-            w, b = layer.views.get(address) or layer.view_at(address)
-            if cast is not None:
-                w, b = layer.cast_to(cast, w, b)
-            if state.simulated:
-                engine.launch(layer.member, stream, layer.forward_seconds(x))
-            y, saved = linear(x, w, b, weight is not None)
-        finally:
-            fetched = engine.release(ticket, stream)
-            if fetched:
-                state.stamp_units(fetched)
+        y: Tensor
+        y, saved = layer.lend(
+            layer.forward_kind(task),
+            task,
+            layer.forward_seconds(x) if state.simulated else 0.0,
+            cast,
+            lambda w, b: linear(x, w, b, weight is not None),
+        )
         ctx.layer = layer
         ctx.cast = cast
         ctx.task = task
@@ -172,18 +182,9 @@ class ManagedLinear(Function):
             state.note_trainable(task)
         return y
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    @_once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients; host tensors for parameters on the host."""
-        grad = grad_outputs[0]
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                gradients = ManagedLinear._backward(ctx, grad)
-            return _refuse_double_backward(gradients, grad)
-        return ManagedLinear._backward(ctx, grad)
-
-    @staticmethod
-    def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         layer: LinearLayer = ctx.layer
         state = layer.state
         state.turned = True
@@ -193,23 +194,14 @@ class ManagedLinear(Function):
         gx = gw = gb = None
         if needs[0]:
             check_unchanged(layer, ctx.expected)
-            task = _graph_task()
-            engine = state.engine
-            raw_stream = state.stream()
-            ticket, address, fetched = layer.acquire(raw_stream, BACKWARD, task)
-            try:
-                if fetched:
-                    state.stamp_units(fetched)
-                w, _ = layer.views.get(address) or layer.view_at(address)
-                if ctx.cast is not None:
-                    w, _ = layer.cast_to(ctx.cast, w, None)
-                if state.simulated:
-                    engine.launch(layer.member, raw_stream, layer.backward_seconds(grad, needs))
-                gx = _linear_input_grad(grad, w, shape, stride, ctx.folded)
-            finally:
-                fetched = engine.release(ticket, raw_stream)
-                if fetched:
-                    state.stamp_units(fetched)
+            gx = layer.lend(
+                BACKWARD,
+                _graph_task(),
+                layer.backward_seconds(grad, needs) if state.simulated else 0.0,
+                ctx.cast,
+                lambda w, _: _linear_input_grad(grad, w, shape, stride, ctx.folded),
+                with_bias=False,
+            )
         if not ctx.wide:
             return gx, None
         layer.check_attached()
@@ -229,7 +221,7 @@ class ManagedLinear(Function):
         if needs[2] or needs[3]:
             state.note_trainable(_graph_task() if ctx.task == -1 else -1)
             if ctx.cast is None:
-                gw, gb = state.to_host(gw, layer), state.to_host(gb, layer)
+                gw, gb = state.to_host(gw), state.to_host(gb)
         return gx, None, gw, gb, None
 
 
@@ -290,22 +282,23 @@ def _linear_input_grad(
 # ---- convolution ----
 
 
-def _convolve(x: Tensor, w: Tensor, b: Tensor | None, layer: Conv2dLayer, training: bool) -> Tensor:
-    """``at::convolution``, choosing its backend as the resident model would.
+def convolution(x: Tensor, w: Tensor, b: Tensor | None, layer: Conv2dLayer) -> Tensor:
+    """``at::convolution`` with the layer's arguments."""
+    return torch.convolution(
+        x, w, b, layer.stride, layer.padding, layer.dilation, False, (0, 0), layer.groups
+    )
+
+
+def _convolve(x: Tensor, w: Tensor, b: Tensor | None, layer: Conv2dLayer) -> Tensor:
+    """`convolution`, choosing its backend as the resident model would in training.
 
     Some CPU backends (3x3 depthwise Winograd, XNNPACK) are for inference only, and torch asks
     ``GradMode`` and ``requires_grad`` of the operands for that; inside a `Function` both say no.
     """
-    if not training:
-        return torch.convolution(
-            x, w, b, layer.stride, layer.padding, layer.dilation, False, (0, 0), layer.groups
-        )
     if not x.requires_grad:
         x = x.detach().requires_grad_()
     with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
-        return torch.convolution(
-            x, w, b, layer.stride, layer.padding, layer.dilation, False, (0, 0), layer.groups
-        )
+        return convolution(x, w, b, layer)
 
 
 class ManagedConv2d(Function):
@@ -324,26 +317,17 @@ class ManagedConv2d(Function):
         cast: torch.dtype | None = None,
     ) -> Tensor:
         """Compute; see the class."""
-        task = _graph_task()
         state = layer.state
+        task = _graph_task()
         if state.turned and task == -1:
             state.begin_forward()
-        engine = state.engine
-        stream = state.stream()
-        ticket, address, fetched = layer.acquire(stream, FORWARD if task == -1 else RECOMPUTE, task)
-        try:
-            if fetched:
-                state.stamp_units(fetched)
-            w, b = layer.views.get(address) or layer.view_at(address)
-            if cast is not None:
-                w, b = layer.cast_to(cast, w, b)
-            if state.simulated:
-                engine.launch(layer.member, stream, layer.forward_seconds(x))
-            y = _convolve(x, w, b, layer, True)
-        finally:
-            fetched = engine.release(ticket, stream)
-            if fetched:
-                state.stamp_units(fetched)
+        y: Tensor = layer.lend(
+            layer.forward_kind(task),
+            task,
+            layer.forward_seconds(x) if state.simulated else 0.0,
+            cast,
+            lambda w, b: _convolve(x, w, b, layer),
+        )
         ctx.layer = layer
         ctx.cast = cast
         ctx.task = task
@@ -357,18 +341,9 @@ class ManagedConv2d(Function):
             state.note_trainable(task)
         return y
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    @_once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients; host tensors for parameters on the host."""
-        grad = grad_outputs[0]
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                gradients = ManagedConv2d._backward(ctx, grad)
-            return _refuse_double_backward(gradients, grad)
-        return ManagedConv2d._backward(ctx, grad)
-
-    @staticmethod
-    def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         layer: Conv2dLayer = ctx.layer
         state = layer.state
         state.turned = True
@@ -384,20 +359,14 @@ class ManagedConv2d(Function):
             shape, stride, dtype, device = ctx.geometry
             x = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         task = _graph_task()
-        engine = state.engine
-        stream = state.stream()
         # One operator makes all three gradients, and takes the weight even where it needs its
         # geometry alone.
-        ticket, address, fetched = layer.acquire(stream, BACKWARD, task)
-        try:
-            if fetched:
-                state.stamp_units(fetched)
-            w, _ = layer.views.get(address) or layer.view_at(address)
-            if ctx.cast is not None:
-                w, _ = layer.cast_to(ctx.cast, w, None)
-            if state.simulated:
-                engine.launch(layer.member, stream, layer.backward_seconds(grad, needs))
-            gx, gw, gb = _convolution_backward(
+        gx, gw, gb = layer.lend(
+            BACKWARD,
+            task,
+            layer.backward_seconds(grad, needs) if state.simulated else 0.0,
+            ctx.cast,
+            lambda w, _: _convolution_backward(
                 grad,
                 x,
                 w,
@@ -409,11 +378,9 @@ class ManagedConv2d(Function):
                 (0, 0),
                 layer.groups,
                 (needs[0], wants_weight, wants_bias),
-            )
-        finally:
-            fetched = engine.release(ticket, stream)
-            if fetched:
-                state.stamp_units(fetched)
+            ),
+            with_bias=False,
+        )
         # Some backends return more than they were asked for.
         gx = gx if needs[0] else None
         gw = gw if wants_weight else None
@@ -423,7 +390,7 @@ class ManagedConv2d(Function):
         if wants_weight or wants_bias:
             state.note_trainable(task if ctx.task == -1 else -1)
             if ctx.cast is None:
-                gw, gb = state.to_host(gw, layer), state.to_host(gb, layer)
+                gw, gb = state.to_host(gw), state.to_host(gb)
         return gx, None, gw, gb, None
 
 
@@ -440,17 +407,17 @@ class CastStandIn(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, layer: Layer, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, state: DeviceState, dtype: torch.dtype) -> Tensor:
         """Compute; see the class."""
-        ctx.layer = layer
+        ctx.state = state
         ctx.dtype = parameter.dtype
-        return torch.empty(1, dtype=dtype, device=layer.state.device).expand(parameter.shape)
+        return torch.empty(1, dtype=dtype, device=state.device).expand(parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Return the gradients; host tensors for parameters on the host."""
         with torch.no_grad():
-            gradient = ctx.layer.state.to_host(grad_outputs[0].to(ctx.dtype), ctx.layer)
+            gradient = ctx.state.to_host(grad_outputs[0].to(ctx.dtype))
         return gradient, None, None
 
 

@@ -65,8 +65,6 @@ class DeviceState:
         self.models: dict[int, Any] = {}
         self.unclosed: list[Any] = []  # attachments that a lasting fault kept from being closed
         self._noted_tasks: set[int] = set()
-        self._cast_inputs: dict[int, tuple[object, Tensor]] = {}
-        self._canary: Tensor | None = None
         self.turned = False  # a managed backward has run since the last forward began
         self.owed_s = 0.0  # simulated seconds of operators that were not queued yet
         self.clocked_outside = 0  # witnesses that charge simulated time in our place
@@ -161,7 +159,7 @@ class DeviceState:
 
     # ---- gradients ----
 
-    def to_host(self, gradient: Tensor | None, layer: Layer) -> Tensor | None:
+    def to_host(self, gradient: Tensor | None) -> Tensor | None:
         """Return a host copy of a device gradient once its bytes have arrived.
 
         autograd adds, clones and shows gradients on the host as soon as they are returned, so this
@@ -196,46 +194,6 @@ class DeviceState:
             self.engine.hold()
 
         torch.autograd.Variable._execution_engine.queue_callback(end_of_task)
-
-    # ---- autocast ----
-
-    def autocast_region(self, dtype: torch.dtype) -> object:
-        """Return an object that stays the same as long as torch's autocast cache is not cleared.
-
-        torch has no name for an autocast region. A leaf of one element goes through its cache like
-        every trainable weight does; the node of its cached cast is the region's identity.
-        """
-        if dtype is torch.float32 or not torch.is_autocast_cache_enabled():
-            return object()
-        with torch.enable_grad():
-            if self._canary is None:
-                with torch.inference_mode(False):
-                    self._canary = torch.zeros(1, 1, device=self.device, requires_grad=True)
-            product = torch.mm(self._canary, self._canary)
-        node = product.grad_fn
-        return object() if node is None else node.next_functions[0][0]
-
-    def cast_input(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Cast an input as autocast would, visible to autograd; a float32 leaf once per region."""
-        if x.dtype is dtype or not x.is_floating_point() or x.dtype is torch.float64:
-            return x
-        if not (
-            x.requires_grad
-            and x.is_leaf
-            and x.dtype is torch.float32
-            and torch.is_grad_enabled()
-            and not x._is_view()
-        ):
-            return x.to(dtype)
-        region = self.autocast_region(dtype)
-        known = self._cast_inputs.get(id(x))  # its graph keeps the leaf alive, and so the id
-        if known is not None and known[0] is region:
-            return known[1]
-        # One region at a time: what belongs to earlier ones is dropped here.
-        self._cast_inputs = {k: v for k, v in self._cast_inputs.items() if v[0] is region}
-        made = x.to(dtype)
-        self._cast_inputs[id(x)] = region, made
-        return made
 
     # ---- simulated time ----
 

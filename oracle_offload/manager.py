@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _core, masters, selection
+from .autocast import StandIns
 from .devices import DeviceState, Segment, close_if_unused, open_state, parse_device
 from .errors import DriverError, OffloadError
 from .manager_modules import HANDLE, Layer, is_managed, layer_type, swap_in, swap_out
@@ -52,6 +53,7 @@ class Attachment:
         self.steps = 0
         self.trained_units: set[int] = set()
         self._last = (0, 0)
+        self.stand_ins = StandIns(state)
         self.model = state.engine.add_model()
         state.models[self.model] = self
 
@@ -191,6 +193,7 @@ class Attachment:
 
     def let_go_of_layers(self) -> None:
         """Make the layers ordinary ones again."""
+        self.stand_ins.forget()
         for layer in self.layers:
             self.state.forget_layer(layer)
             layer.member = -1

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from . import autograd, devices
 from ._core import FORWARD, RECOMPUTE
+from .autocast import cast_dtype, cast_input, is_cast
 from .errors import OffloadError
 
 if TYPE_CHECKING:
@@ -69,7 +70,6 @@ class Layer:
         self.device_type = self.state.device.type
         # The model's structure changed (an adapter was added): look at it again before computing.
         self.unsettled: list[bool] = manager.unsettled
-        self.stand_ins: dict[str, tuple[object, torch.dtype, Tensor]] = {}
         self.note_masters()
 
     # ---- masters ----
@@ -147,17 +147,79 @@ class Layer:
 
     # ---- slots ----
 
-    def acquire(self, stream: int, kind: int, task: int) -> tuple[int, int, tuple[int, ...] | None]:
-        """`Engine.acquire` of this layer; out of arena is torch's out of memory."""
+    def lend(
+        self,
+        kind: int,
+        task: int,
+        seconds: float,
+        dtype: torch.dtype | None,
+        compute: Callable[[Tensor, Tensor | None], Any],
+        with_bias: bool = True,
+    ) -> Any:
+        """Return ``compute(weight, bias)`` of the tensors as they lie on the device.
+
+        The whole life of a loan: what acquires also releases, whatever happens in between.
+
+        Parameters
+        ----------
+        kind : int
+            ``FORWARD``, ``RECOMPUTE`` or ``BACKWARD``.
+        task : int
+            The running graph task, -1 for none.
+        seconds : float
+            How long the simulated device computes.
+        dtype : torch.dtype or None
+            What autocast computes in; None where it is off.
+        compute : callable
+            Queues all work that uses the tensors, and keeps none of them.
+        with_bias : bool
+            Whether the bias is wanted.
+
+        Raises
+        ------
+        torch.OutOfMemoryError
+            The arena has no room for the unit.
+        """
         state = self.state
+        engine = state.engine
+        stream = state.stream()
         if state.owed_s:
             state.pay()
         try:
-            return state.engine.acquire(self.member, stream, self.stamp(), kind, task)
+            ticket, address, fetched = engine.acquire(
+                self.member, stream, self.stamp(), kind, task, seconds
+            )
         except MemoryError as error:
             raise torch.OutOfMemoryError(
                 f"oracle_offload: no room in the arena for layer '{self.name}': {error}"
             ) from error
+        try:
+            if fetched:
+                state.stamp_units(fetched)
+            w, b = self.views.get(address) or self.view_at(address)
+            if dtype is None:
+                return compute(w, b)
+            if is_cast(w):
+                w = w.to(dtype)
+            b = b.to(dtype) if with_bias and b is not None and is_cast(b) else b
+            return compute(w, b)
+        finally:
+            fetched = engine.release(ticket, stream)
+            if fetched:
+                state.stamp_units(fetched)
+
+    def lend_without_grad(
+        self, x: Tensor, dtype: torch.dtype | None, compute: Callable[..., Tensor]
+    ) -> Tensor:
+        """`lend` for a forward that autograd does not record."""
+        task = _graph_task()
+        seconds = self.forward_seconds(x) if self.state.simulated else 0.0
+        return cast("Tensor", self.lend(self.forward_kind(task), task, seconds, dtype, compute))
+
+    @staticmethod
+    def forward_kind(task: int) -> int:
+        """Return what a forward is to the engine: inside a graph task a checkpoint recomputes."""
+        return FORWARD if task == -1 else RECOMPUTE
 
     def view_at(self, address: int) -> tuple[Tensor, Tensor | None]:
         """Return the layer's tensors as they lie in the slot at `address`; they never require grad.
@@ -181,16 +243,6 @@ class Layer:
             self.views.clear()
         self.views[address] = pair
         return pair
-
-    def cast_to(
-        self, dtype: torch.dtype, w: Tensor, b: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Cast slot views as autocast would: every floating tensor but float64."""
-        if w.is_floating_point() and w.dtype is not torch.float64:
-            w = w.to(dtype)
-        if b is not None and b.is_floating_point() and b.dtype is not torch.float64:
-            b = b.to(dtype)
-        return w, b
 
     # ---- the call ----
 
@@ -222,7 +274,12 @@ class Layer:
             and weight.dtype is self.layout[0][0]
             and (
                 bias is None
-                or (bias.data_ptr() == self.bias_ptr and bias.numel() == self.bias_numel)
+                or (
+                    bias.data_ptr() == self.bias_ptr
+                    and bias.stride() == self.layout[1][2]
+                    and bias.numel() == self.bias_numel
+                    and bias.dtype is self.layout[1][0]
+                )
             )
         ):
             return True
@@ -243,26 +300,21 @@ class Layer:
         """The base class's computation with the given tensors."""
         raise NotImplementedError
 
-    def autocast(self) -> torch.dtype | None:
-        """Return the dtype that autocast would compute in, None where it is off."""
-        if torch.is_autocast_enabled(self.device_type):
-            return torch.get_autocast_dtype(self.device_type)
-        return None
+    def forward_seconds(self, x: Tensor) -> float:
+        """Simulated seconds of the forward operator."""
+        raise NotImplementedError
 
-    def stand_in(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what stands for `parameter`'s cached cast in this autocast region.
-
-        Autocast caches casts of float32 leaves only; others are cast anew at each use.
-        """
-        if parameter.dtype is not torch.float32:
-            return cast("Tensor", autograd.apply_stand_in(parameter, self, dtype))
-        region = self.state.autocast_region(dtype)
-        known = self.stand_ins.get(name)
-        if known is not None and known[0] is region and known[1] is dtype:
-            return known[2]
-        made = cast("Tensor", autograd.apply_stand_in(parameter, self, dtype))
-        self.stand_ins[name] = region, dtype, made
-        return made
+    def gradient_takers(
+        self, trains_weight: bool, trains_bias: bool, dtype: torch.dtype | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return what receives the gradients of weight and bias; None where none is asked."""
+        w = self.weight if trains_weight else None
+        b = self.bias if trains_bias else None
+        if dtype is not None:
+            stand_ins = self.attachment.stand_ins
+            w = w if w is None else stand_ins.of(w, dtype)
+            b = b if b is None else stand_ins.of(b, dtype)
+        return w, b
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the layer for `x`."""
@@ -309,45 +361,28 @@ class LinearLayer(Layer):
             return self.foreign(x)
         if x.is_cuda is not self.on_cuda:
             x = x.to(self.state.device)
-        dtype = self.autocast()
+        dtype = cast_dtype(self.device_type)
         if dtype is not None:
-            x = self.state.cast_input(x, dtype)
+            x = cast_input(x, dtype)
         weight, bias = self.weight, self.bias
         trains_weight = weight.requires_grad
         trains_bias = bias is not None and bias.requires_grad
         if torch.is_grad_enabled() and (x.requires_grad or trains_weight or trains_bias):
             if dtype is None and not trains_weight and not trains_bias:
                 return cast("Tensor", autograd.apply_linear(x, self))
-            w: Tensor | None = weight if trains_weight else None
-            b: Tensor | None = bias if trains_bias else None
-            if dtype is not None:
-                w = w if w is None else self.stand_in("weight", w, dtype)
-                b = b if b is None else self.stand_in("bias", b, dtype)
+            w, b = self.gradient_takers(trains_weight, trains_bias, dtype)
             return cast("Tensor", autograd.apply_linear(x, self, w, b, dtype))
         return self.without_grad(x, dtype)
 
     def without_grad(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """The call where autograd records nothing."""
-        state = self.state
-        engine = state.engine
-        task = _graph_task()
-        stream = state.stream()
-        ticket, address, fetched = self.acquire(stream, FORWARD if task == -1 else RECOMPUTE, task)
-        try:
-            if fetched:
-                state.stamp_units(fetched)
-            w, b = self.views.get(address) or self.view_at(address)
-            if dtype is not None:
-                w, b = self.cast_to(dtype, w, b)
-            if state.simulated:
-                engine.launch(self.member, stream, self.forward_seconds(x))
+        weight = self.weight
+
+        def compute(w: Tensor, b: Tensor | None) -> Tensor:
             # A view of a trainable weight requires grad even under no_grad; a cast one does not.
-            folds = self.weight.requires_grad and (dtype is None or w.dtype is self.weight.dtype)
-            return autograd.linear(x, w, b, folds)[0]
-        finally:
-            fetched = engine.release(ticket, stream)
-            if fetched:
-                state.stamp_units(fetched)
+            return autograd.linear(x, w, b, weight.requires_grad and w.dtype is weight.dtype)[0]
+
+        return self.lend_without_grad(x, dtype, compute)
 
 
 class Conv2dLayer(Layer):
@@ -360,17 +395,24 @@ class Conv2dLayer(Layer):
     dilation: tuple[int, int]
     groups: int
 
-    def __init__(self, module: nn.Module, name: str, manager: MemoryManager) -> None:
-        super().__init__(module, name, manager)
-        self.read_arguments(module)
+    def note_masters(self) -> None:
+        """Also forget the arguments: 'same' pads by the size of the weight."""
+        super().note_masters()
+        self.arguments: tuple[Any, ...] = ()
+
+    @staticmethod
+    def arguments_of(module: Any) -> tuple[Any, ...]:
+        """Return what the module computes with beside its tensors; anyone may assign it anew."""
+        pads = module.padding_mode != "zeros" and tuple(module._reversed_padding_repeated_twice)
+        return module.stride, module.padding, module.dilation, module.groups, pads
 
     def read_arguments(self, module: Any) -> None:
-        """Work out, once, how the module's padding splits into ``F.pad`` and the operator's own.
+        """Work out how the module's padding splits into ``F.pad`` and the operator's own.
 
         ``padding='same'`` follows ``convolution_same`` in ``aten/src/ATen/native/Convolution.cpp``:
         an uneven remainder is padded on the right first.
         """
-        self.arguments = module.stride, module.padding, module.dilation, module.groups
+        self.arguments = self.arguments_of(module)
         self.stride, self.dilation, self.groups = module.stride, module.dilation, module.groups
         self.pad: list[int] | None = None
         self.pad_mode = "constant"
@@ -382,7 +424,7 @@ class Conv2dLayer(Layer):
             self.padding = (0, 0)
         elif module.padding == "same":
             left, extra = [], []
-            for size, step in zip(module.kernel_size, module.dilation, strict=True):
+            for size, step in zip(self.weight.shape[2:], module.dilation, strict=True):
                 total = step * (size - 1)
                 left.append(total // 2)
                 extra.append(total - 2 * (total // 2))
@@ -426,7 +468,7 @@ class Conv2dLayer(Layer):
         if x.is_cuda is not self.on_cuda:
             x = x.to(self.state.device)
         module = cast("Any", self.module())
-        if self.arguments != (module.stride, module.padding, module.dilation, module.groups):
+        if self.arguments != self.arguments_of(module):
             self.read_arguments(module)
         channels = self.weight.shape[1] * self.groups
         if x.dim() not in (3, 4) or x.shape[-3] != channels:
@@ -438,12 +480,12 @@ class Conv2dLayer(Layer):
             )
         if self.pad_mode != "constant":
             x = F.pad(x, self.pad, mode=self.pad_mode)  # type: ignore[arg-type]
+        dtype = cast_dtype(self.device_type)
+        if dtype is not None:
+            x = cast_input(x, dtype)
         batched = x.dim() == 4
         if not batched:
             x = x.unsqueeze(0)
-        dtype = self.autocast()
-        if dtype is not None:
-            x = self.state.cast_input(x, dtype)
         if self.pad is not None and self.pad_mode == "constant":
             x = torch.constant_pad_nd(x, self.pad, 0)
         weight, bias = self.weight, self.bias
@@ -453,11 +495,7 @@ class Conv2dLayer(Layer):
             if dtype is None and not trains_weight and not trains_bias:
                 y = cast("Tensor", autograd.apply_conv2d(x, self))
             else:
-                w: Tensor | None = weight if trains_weight else None
-                b: Tensor | None = bias if trains_bias else None
-                if dtype is not None:
-                    w = w if w is None else self.stand_in("weight", w, dtype)
-                    b = b if b is None else self.stand_in("bias", b, dtype)
+                w, b = self.gradient_takers(trains_weight, trains_bias, dtype)
                 y = cast("Tensor", autograd.apply_conv2d(x, self, w, b, dtype))
         else:
             y = self.without_grad(x, dtype)
@@ -465,26 +503,7 @@ class Conv2dLayer(Layer):
 
     def without_grad(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """The call where autograd records nothing."""
-        state = self.state
-        engine = state.engine
-        task = _graph_task()
-        stream = state.stream()
-        ticket, address, fetched = self.acquire(stream, FORWARD if task == -1 else RECOMPUTE, task)
-        try:
-            if fetched:
-                state.stamp_units(fetched)
-            w, b = self.views.get(address) or self.view_at(address)
-            if dtype is not None:
-                w, b = self.cast_to(dtype, w, b)
-            if state.simulated:
-                engine.launch(self.member, stream, self.forward_seconds(x))
-            return torch.convolution(
-                x, w, b, self.stride, self.padding, self.dilation, False, (0, 0), self.groups
-            )
-        finally:
-            fetched = engine.release(ticket, stream)
-            if fetched:
-                state.stamp_units(fetched)
+        return self.lend_without_grad(x, dtype, lambda w, b: autograd.convolution(x, w, b, self))
 
 
 def is_plain_master(tensor: Any) -> bool:

@@ -356,19 +356,25 @@ static PyObject *oo__fetched_tuple(const struct oo_fetched *fetched) {
 static PyObject *oo__engine_acquire(PyObject *object, PyObject *const *arguments,
                                     Py_ssize_t count) {
     unsigned long long v[5];
-    struct oo_engine *engine = oo__engine_with(object, "acquire", arguments, count, 5, v);
+    if (count != 6)
+        return PyErr_Format(PyExc_TypeError, "acquire() takes 6 arguments, not %zd", count);
+    const double seconds = PyFloat_AsDouble(arguments[5]);
+    if (PyErr_Occurred())
+        return NULL;
+    struct oo_engine *engine = oo__engine_with(object, "acquire", arguments, 5, 5, v);
     if (!engine)
         return NULL;
     if (v[3] > OO_BACKWARD)
         return PyErr_Format(PyExc_ValueError,
                             "kind must be FORWARD, RECOMPUTE or BACKWARD, not %llu", v[3]);
     struct oo_use use;
-    enum oo_status status =
-        oo_engine_acquire(engine, (uint32_t)v[0], (uintptr_t)v[1], v[2], (enum oo_kind)v[3],
-                          (int64_t)v[4], OO_NONBLOCKING, &use);
+    enum oo_status status = oo_engine_acquire_launched(engine, (uint32_t)v[0], (uintptr_t)v[1],
+                                                       v[2], (enum oo_kind)v[3], (int64_t)v[4],
+                                                       seconds, OO_NONBLOCKING, &use);
     if (status == OO_WOULD_BLOCK)
-        OO_BLOCKING(status, oo_engine_acquire(engine, (uint32_t)v[0], (uintptr_t)v[1], v[2],
-                                              (enum oo_kind)v[3], (int64_t)v[4], 0, &use));
+        OO_BLOCKING(status, oo_engine_acquire_launched(engine, (uint32_t)v[0], (uintptr_t)v[1],
+                                                       v[2], (enum oo_kind)v[3], (int64_t)v[4],
+                                                       seconds, 0, &use));
     if (status != OO_OK)
         return oo__raise_for(object, status);
     PyObject *fetched = oo__fetched_tuple(&use.fetched);
@@ -399,22 +405,6 @@ static PyObject *oo__engine_stamp(PyObject *object, PyObject *const *arguments, 
     if (!engine)
         return NULL;
     return oo__none_or_raise(object, oo_engine_stamp(engine, (uint32_t)v[0], v[1]));
-}
-
-static PyObject *oo__engine_launch(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
-    unsigned long long v[2];
-    if (count != 3)
-        return PyErr_Format(PyExc_TypeError,
-                            "launch() takes member, stream and seconds, not %zd arguments", count);
-    const double seconds = PyFloat_AsDouble(arguments[2]);
-    if (PyErr_Occurred())
-        return NULL;
-    struct oo_engine *engine = oo__engine_with(object, "launch", arguments, 2, 2, v);
-    if (!engine)
-        return NULL;
-    enum oo_status status;
-    OO_BLOCKING(status, oo_engine_launch(engine, (uint32_t)v[0], (uintptr_t)v[1], seconds));
-    return oo__none_or_raise(object, status);
 }
 
 static PyObject *oo__engine_download(PyObject *object, PyObject *const *arguments,
@@ -686,12 +676,11 @@ static PyMethodDef oo__engine_methods[] = {
     {"set_trainable", OO_FAST(oo__engine_set_trainable),
      "set_trainable($self, unit, trainable, /)\n--\n\nWhether an optimizer may rewrite the unit."},
     {"acquire", OO_FAST(oo__engine_acquire),
-     "acquire($self, member, stream, stamp, kind, task, /)\n--\n\nMake the member's unit ready on "
+     "acquire($self, member, stream, stamp, kind, task, seconds, /)\n--\n\nMake the member's unit "
+     "ready on "
      "a stream."},
     {"stamp", OO_FAST(oo__engine_stamp),
      "stamp($self, member, stamp, /)\n--\n\nThe copied master's stamp."},
-    {"launch", OO_FAST(oo__engine_launch),
-     "launch($self, member, stream, seconds, /)\n--\n\nDeclare a kernel to the simulated driver."},
     {"release", OO_FAST(oo__engine_release),
      "release($self, ticket, stream, /)\n--\n\nThe work that uses the unit is queued."},
     {"download", OO_FAST(oo__engine_download),

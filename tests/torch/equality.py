@@ -93,6 +93,11 @@ def copied_bytes() -> tuple[int, int]:
     )
 
 
+def count_acquires() -> int:
+    """Return how often layers asked their engines for a slot so far."""
+    return sum(state.engine.stats()["acquires"] for state in open_states())
+
+
 def assert_models_agree(
     managed: nn.Module,
     resident: nn.Module,
@@ -102,21 +107,33 @@ def assert_models_agree(
     device: str = "cpu",
     clock: bool = False,
 ) -> None:
-    """Run `step` on both, the managed one under a strict witness, and compare to the last bit."""
+    """Run `step` on both and compare to the last bit, with a strict witness and without one.
+
+    The witness declares what operators read to the simulated driver, which thereby executes the
+    copies they need: only the run without it shows that the layers see to that themselves.
+    """
     if device != "cpu":
         resident.to(device)
     for number in range(steps):
-        for model in (managed, resident):
-            model.zero_grad(set_to_none=True)
-        torch.manual_seed(number)
-        expected = step(resident)
-        torch.manual_seed(number)
-        before = copied_bytes() if device == "cpu" else None
-        with Witness(declare=device == "cpu", clock=clock) as witness:
-            found = step(managed)
-        if before is not None:
-            driver, engine = (now - then for now, then in zip(copied_bytes(), before, strict=True))
-            assert driver == engine, "bytes copied by the driver are not those the engine counted"
-        assert witness.arena_reads > 0, "no operator read the arena: nothing was managed"
-        assert_same(found, expected, f"step {number}: result")
-        assert_same(gradients(managed), gradients(resident), f"step {number}: gradient")
+        for watched in (False, True):
+            what = f"step {number} {'under the witness' if watched else 'alone'}"
+            for model in (managed, resident):
+                model.zero_grad(set_to_none=True)
+            torch.manual_seed(number)
+            expected = step(resident)
+            torch.manual_seed(number)
+            before = copied_bytes() if device == "cpu" else None
+            acquires = count_acquires()
+            witness = Witness(declare=device == "cpu", clock=clock) if watched else None
+            with witness or contextlib.nullcontext():
+                found = step(managed)
+            if before is not None:
+                driver, engine = (
+                    now - then for now, then in zip(copied_bytes(), before, strict=True)
+                )
+                assert driver == engine, f"{what}: the driver copied other bytes than were counted"
+            assert count_acquires() > acquires, f"{what}: no layer was managed"
+            if witness is not None:
+                assert witness.arena_reads > 0, f"{what}: no operator read the arena"
+            assert_same(found, expected, f"{what}: result")
+            assert_same(gradients(managed), gradients(resident), f"{what}: gradient")

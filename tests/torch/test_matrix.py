@@ -129,6 +129,78 @@ def test_every_argument_of_conv2d(device, options, trainable, layout):
             assert_models_agree(managed, resident, make_step(x, device, False), device=device)
 
 
+CHANGES = {
+    "stride": dict(stride=(2, 1)),
+    "padding": dict(padding=(2, 0)),
+    "dilation": dict(dilation=(1, 2)),
+    "to same": dict(padding="same"),
+    "to reflect": dict(padding_mode="reflect"),
+    "to another border": dict(
+        padding_mode="circular", _reversed_padding_repeated_twice=[2, 0, 1, 1]
+    ),
+    "all": dict(stride=(2, 2), padding=(1, 2), dilation=(2, 1)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_arguments_of_a_convolution_changed_after_attach(device, change):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(6, 6, (3, 2), padding="same"))
+    managed, resident = resident_pair(model)
+    step = make_step(torch.randn(2, 4, 9, 10), device, False)
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 2
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        for layer in (managed[0], resident[0]):
+            for name, value in CHANGES[change].items():
+                setattr(layer, name, value)
+        assert_models_agree(managed, resident, step, device=device)
+
+
+def test_a_same_padded_kernel_replaced_by_one_of_another_size(device):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(nn.Conv2d(4, 6, 3, padding="same")))
+    step = make_step(torch.randn(2, 4, 9, 10), device, False)
+    kernel = torch.randn(6, 4, 4, 2)
+    with attached(managed, device) as manager:
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        for layer in (managed[0], resident[0]):
+            layer.weight.data = kernel.clone().to(layer.weight.device)
+        assert_models_agree(managed, resident, step, device=device)
+        assert len(manager.layers) == 1
+
+
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 2, 5, 8)], ids=str)
+def test_outputs_can_be_changed_in_place(device, shape, trainable):
+    """As the resident layer's can: torch forbids it for a view that a custom function returns."""
+
+    class Changes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(x)
+            y += 1
+            y[..., :2] *= x[..., :2]
+            return torch.relu_(y)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Changes(), Changes())
+    train_only(model, trainable)
+    managed, resident = resident_pair(model)
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 2
+        for autocast in (False, True):
+            for x in (
+                torch.randn(shape),
+                torch.randn(shape[::-1]).permute(*range(len(shape))[::-1]),
+            ):
+                step = make_step(x, device, autocast)
+                assert_models_agree(managed, resident, step, device=device)
+
+
 @pytest.mark.parametrize("stride", [1, 2, (1, 2)], ids=str)
 @pytest.mark.parametrize("padding", [0, (1, 0), "valid"], ids=str)
 def test_strided_conv2d(device, stride, padding):

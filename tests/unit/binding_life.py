@@ -60,9 +60,10 @@ class Life:
 
     def use(self, member: int, kind: int, task: int) -> None:
         """One layer: acquire, compare what the kernel would read, release."""
-        ticket, address, units = self.engine.acquire(member, self.stream, self.stamp, kind, task)
+        ticket, address, units = self.engine.acquire(
+            member, self.stream, self.stamp, kind, task, 1e-6
+        )
         self.fetched(units)
-        self.engine.launch(member, self.stream, 1e-6)
         for host, nbytes, offset in self.tensors[member]:
             assert ctypes.string_at(address + offset, nbytes) == ctypes.string_at(host, nbytes)
         self.fetched(self.engine.release(ticket, self.stream))
@@ -204,10 +205,9 @@ def fail_once() -> None:
         ("move_member", (member, [(1, None)])),
         ("set_trainable", (unit,)),
         ("acquire", (member, life.stream)),
-        ("acquire", (member, "stream", 0, 0, 0)),
+        ("acquire", (member, "stream", 0, 0, 0, 0.0)),
+        ("acquire", (member, life.stream, 0, 0, 0, "slow")),
         ("stamp", (member, None)),
-        ("launch", (member, life.stream, "slow")),
-        ("launch", (member,)),
         ("release", (1,)),
         ("download", (0, 0, 0)),
         ("spin", (0,)),
@@ -216,8 +216,8 @@ def fail_once() -> None:
     ):
         fails(TypeError, getattr(engine, name), *arguments)
     for name, arguments in (
-        ("acquire", (member, life.stream, 0, 3, -1)),
-        ("acquire", (9999, life.stream, 0, 0, -1)),
+        ("acquire", (member, life.stream, 0, 3, -1, 0.0)),
+        ("acquire", (9999, life.stream, 0, 0, -1, 0.0)),
         ("add_unit", (life.model, [], False)),
         ("add_unit", (life.model, [[]], False)),
         ("add_unit", (9, [[(host, 8)]], False)),
@@ -230,11 +230,11 @@ def fail_once() -> None:
     fails(OffloadError, engine.release, 12345, life.stream)
     fails(OffloadError, engine.close)
     with simulator.fault("cuStreamWaitEvent", result=999):
-        fails(DriverError, engine.acquire, member, life.stream, 1, _core.FORWARD, -1)
+        fails(DriverError, engine.acquire, member, life.stream, 1, _core.FORWARD, -1, 0.0)
     life.view[:4] = b"\x7f" * 4
     life.close()
     for name, arguments in (
-        ("acquire", (member, life.stream, 0, 0, -1)),
+        ("acquire", (member, life.stream, 0, 0, -1, 0.0)),
         ("add_model", ()),
         ("stats", ()),
         ("residents", ()),
@@ -247,7 +247,7 @@ def fail_once() -> None:
         ("lock", (life.buffer, None)),
         ("set_verify", (None,)),
         ("stats", (None,)),
-        ("launch", (None, 0, 0.0)),
+        ("acquire", (None, 0, 0, 0, -1, 0.0)),
         ("add_unit", (0, [], None)),
         ("move_member", (None, [(host, 8)])),
     ):

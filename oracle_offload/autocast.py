@@ -1,0 +1,135 @@
+"""What autocast does once per region, done the same way for weights that are not there.
+
+Inside an autocast region torch casts a float32 leaf once, keeps the cast until the outermost region
+ends, and sums the gradients of all its uses at that cast, in low precision. An input is given the
+very cast that torch keeps; a weight on the host gets a stand-in for it, `autograd.CastStandIn`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from .devices import DeviceState
+
+_hooks_allowed = getattr(
+    torch._C._autograd, "_saved_tensors_hooks_is_enabled", torch.is_grad_enabled
+)
+
+
+def cast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype that autocast computes in on this type of device; None where it is off."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def is_cast(tensor: Tensor) -> bool:
+    """Whether autocast casts such a tensor at all: floating, and not float64."""
+    return tensor.is_floating_point() and tensor.dtype is not torch.float64
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def kept_cast(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the cast of `leaf` that autocast keeps in this region.
+
+    An operator that autocast casts for saves its operand; what it has saved is that cast, with the
+    node that every other use of the leaf shares. A product with a matrix without columns computes
+    nothing; beyond three dimensions one elementwise pass is needed.
+
+    Parameters
+    ----------
+    leaf : Tensor
+        A float32 leaf of any shape that requires grad, and is no view.
+    dtype : torch.dtype
+        Of the autocast region.
+
+    Returns
+    -------
+    Tensor
+        Of `dtype`, shape and strides of `leaf`.
+    """
+    # The innermost hooks decide what is saved: a checkpoint's, further out, must not count this.
+    with torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is):
+        if leaf.dim() in (2, 3):
+            # In the cast's dtype: float32 zeros would be kept by autocast, too.
+            nothing = torch.empty(
+                *leaf.shape[:-2], leaf.shape[-1], 0, dtype=dtype, device=leaf.device
+            )
+            product = torch.matmul if leaf.dim() == 2 else torch.bmm
+            used = product(leaf, nothing.requires_grad_())
+        else:
+            used = F.prelu(leaf, torch.empty(1, dtype=dtype, device=leaf.device).requires_grad_())
+    return cast("Tensor", used.grad_fn._saved_self)  # type: ignore[union-attr]
+
+
+def cast_input(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast an input as autocast would, visible to autograd; a float32 leaf once per region."""
+    if x.dtype is dtype or not is_cast(x):
+        return x
+    if (
+        x.requires_grad
+        and x.is_leaf
+        and x.dtype is torch.float32
+        and not x._is_view()
+        and torch.is_grad_enabled()
+        and torch.is_autocast_cache_enabled()
+        and _hooks_allowed()
+    ):
+        return kept_cast(x, dtype)
+    return x.to(dtype)
+
+
+class StandIns:
+    """The stand-ins of one model's trainable weights in the autocast region that is open.
+
+    They belong to Parameters: two layers that share one share its stand-in, as they share its cast.
+    """
+
+    def __init__(self, state: DeviceState) -> None:
+        self.state = state
+        self._leaf: Tensor | None = None
+        self._region: object = None
+        self._made: dict[int, Tensor] = {}  # each keeps its Parameter alive, and so the id
+
+    def of(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what stands for `parameter`'s cast to `dtype`.
+
+        Autocast keeps casts of float32 leaves only; others are cast anew at each use.
+        """
+        from .autograd import apply_stand_in
+
+        kept = parameter.dtype is torch.float32 and dtype is not torch.float32
+        if not kept or not torch.is_autocast_cache_enabled():
+            return cast("Tensor", apply_stand_in(parameter, self.state, dtype))
+        region = self._open_region()
+        if region is not self._region:
+            self._region, self._made = region, {}
+        made = self._made.get(id(parameter))
+        if made is None:
+            made = self._made[id(parameter)] = apply_stand_in(parameter, self.state, dtype)
+        return made
+
+    def forget(self) -> None:
+        """Let go of the region and its Parameters."""
+        self._region, self._made = None, {}
+
+    def _open_region(self) -> Any:
+        """Return an object that stays the same until torch drops the casts it keeps.
+
+        torch has no name for an autocast region. An empty leaf is cast as every trainable weight
+        is; the node of its cast is the region's identity.
+        """
+        with torch.enable_grad():
+            if self._leaf is None:
+                with torch.inference_mode(False):
+                    self._leaf = torch.empty(0, 0, device=self.state.device, requires_grad=True)
+            product = torch.mm(self._leaf, self._leaf)
+        return product.grad_fn.next_functions[0][0]  # type: ignore[union-attr]

@@ -1,0 +1,203 @@
+"""Autocast casts a float32 leaf once per region: gradients have the resident model's bits.
+
+Block inputs under reentrant checkpointing are such leaves, and feed managed layers beside resident
+ones (norms, adapters, layers named in ignore_modules). See also test_matrix.py.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import models
+import pytest
+import torch
+from equality import assert_models_agree, attached, resident_pair
+from test_matrix import CHECKPOINTS, make_step, train_only, weights_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+RESIDENT = ["r"]
+SHAPES = {
+    "features": (32,),
+    "matrix": (64, 32),
+    "batch": (3, 7, 32),
+    "image": (2, 3, 5, 32),
+    "transposed": (7, 3, 32),
+}
+
+
+class Fan(nn.Module):
+    """One input for three layers, one of which is to stay resident."""
+
+    def __init__(self, layer, reentrant):
+        super().__init__()
+        self.q, self.r, self.v = (layer() for _ in range(3))
+        self.reentrant = reentrant
+
+    def inner(self, x):
+        return self.q(x) * self.r(x) + self.v(x) + self.q(torch.tanh(x))
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return self.inner(x)
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def linear():
+    return nn.Linear(32, 32)
+
+
+def conv():
+    return nn.Conv2d(8, 8, 3, padding=1)
+
+
+@pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["nockpt", "reentrant", "nonreentrant"])
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_leaf_is_cast_once_for_managed_and_resident_layers(device, shape, trainable, reentrant):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(Fan(linear, reentrant), Fan(linear, reentrant)))
+    train_only(managed, trainable)
+    train_only(resident, trainable)
+    x = torch.randn(SHAPES[shape])
+    if shape == "transposed":
+        x = x.transpose(0, 1)
+    with attached(managed, device, ignore_modules=["0.r", "1.r"]) as manager:
+        assert len(manager.layers) == 4
+        for inside in (False, True):
+            step = make_step(x, device, True, backward_inside=inside)
+            assert_models_agree(managed, resident, step, device=device)
+
+
+@pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["nockpt", "reentrant", "nonreentrant"])
+@pytest.mark.parametrize("shape", [(2, 8, 9, 10), (8, 9, 10)], ids=["batch", "image"])
+def test_an_image_is_cast_once_for_managed_and_resident_convolutions(device, shape, reentrant):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(Fan(conv, reentrant)))
+    with attached(managed, device, ignore_modules=["0.r"]) as manager:
+        assert len(manager.layers) == 2
+        step = make_step(torch.randn(shape), device, True)
+        assert_models_agree(managed, resident, step, device=device)
+
+
+def test_casts_without_grad_do_not_disturb_those_with_it(device):
+    """A sample drawn in the same region, the cache switched off, saved-tensor hooks forbidden."""
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(Fan(linear, True), nn.Tanh(), linear()))
+    kind = torch.device(device).type
+
+    def step(model):
+        x = torch.randn(4, 32).to(device).requires_grad_()
+        leaves = [x, *(torch.randn(4, 32).to(device).requires_grad_() for _ in range(2))]
+        with torch.autocast(kind, torch.bfloat16):
+            with torch.no_grad():
+                drawn = model(torch.randn(4, 32).to(device))
+            y = model(leaves[0]).float()
+            with torch.autocast(kind, torch.bfloat16, cache_enabled=False):
+                y = y + model(leaves[1]).float()
+        with (
+            torch.autocast(kind, torch.bfloat16),
+            torch.autograd.graph.disable_saved_tensors_hooks("not now"),
+        ):
+            y = y + model[2](leaves[2]).float()
+        (y * weights_of(y)).sum().backward()
+        return [drawn, y, *(leaf.grad for leaf in leaves)]
+
+    with attached(managed, device, ignore_modules=["0.r"]):
+        assert_models_agree(managed, resident, step, device=device)
+
+
+def test_saved_tensor_hooks_around_a_region_see_no_more_than_for_the_resident_model(device):
+    """What is asked of autocast to learn its cast is hidden from the hooks outside."""
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(Fan(linear, None)).requires_grad_(False))
+    x = torch.randn(2, 4, 32, device=device, requires_grad=True)
+    packed = {}
+    with attached(managed, device):
+        resident.to(device)
+        for name, model in (("managed", managed), ("resident", resident)):
+            seen = packed[name] = []
+            with (
+                torch.autocast(torch.device(device).type, torch.bfloat16),
+                torch.autograd.graph.saved_tensors_hooks(
+                    lambda t, seen=seen: seen.append(t.shape) or t, lambda t: t
+                ),
+            ):
+                model(x)
+    assert all(list(shape).count(0) == 0 for shape in packed["managed"])
+    assert len(packed["managed"]) <= len(packed["resident"])
+
+
+@pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["nockpt", "reentrant", "nonreentrant"])
+def test_layers_that_share_a_parameter_share_its_cast(device, reentrant):
+    """The gradients of one weight are summed in bfloat16, whichever layer they come from."""
+    torch.manual_seed(0)
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
+            self.b.weight = self.c.weight = self.a.weight
+            self.c.bias = self.a.bias
+
+        def inner(self, x):
+            return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+        def forward(self, x):
+            if reentrant is None:
+                return self.inner(x)
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    model = Shared()
+    resident = copy.deepcopy(model)
+    with attached(model, device) as manager:
+        assert len(manager.layers) == 3
+        step = make_step(torch.randn(7, 16), device, True)
+        assert_models_agree(model, resident, step, device=device)
+        assert len({id(layer.weight) for layer in manager.layers}) == 1
+
+
+def test_a_region_that_has_ended_keeps_no_weight(device):
+    """The stand-ins of a region refer to Parameters: they go with the next region, or detach."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    with attached(model, device) as manager:
+        step = make_step(torch.randn(2, 8), device, True)
+        step(model)
+        stand_ins = manager.attachment.stand_ins
+        assert stand_ins._made
+        made = next(iter(stand_ins._made.values()))
+        step(model)
+        assert made is not next(iter(stand_ins._made.values()))
+    assert not stand_ins._made
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "nonreentrant"])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("llama", ["q_proj", "v_proj", "down_proj"]), ("flux", ["to_q", "to_v", "proj_out"])],
+    ids=["llama", "flux"],
+)
+def test_adapters_of_float32_models_train_alike(device, name, targets, reentrant):
+    """LoRA on a float32 base: block inputs are leaves under reentrant checkpoints."""
+    build = {"llama": models.llama, "flux": models.flux}[name]
+    inner = {"llama": models.language_step, "flux": models.flux_step}[name]
+    torch.manual_seed(0)
+    managed, resident = resident_pair(models.lora(build().train(), targets))
+
+    def step(model):
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            return inner(model)
+
+    for model in (managed, resident):
+        if name == "flux":
+
+            def function(block, *args):
+                return checkpoint(block, *args, use_reentrant=reentrant)
+
+            model.enable_gradient_checkpointing(function)
+        else:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+    with attached(managed, device, offload_percent=0.8) as manager:
+        assert len(manager.layers) > 5
+        assert_models_agree(managed, resident, step, device=device)
