@@ -16,9 +16,7 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from .devices import DeviceState
 
-_hooks_allowed = getattr(
-    torch._C._autograd, "_saved_tensors_hooks_is_enabled", torch.is_grad_enabled
-)
+_hooks_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled
 
 
 def cast_dtype(device_type: str) -> torch.dtype | None:
