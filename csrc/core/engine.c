@@ -18,6 +18,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+static const double oo__patience_s = 60;
+
+/* Uses that this thread has begun and not ended, of any engine: who holds one waits for nobody. */
+static _Thread_local uint32_t oo__uses_here;
+
 /* ---- enter and leave ---- */
 
 static enum oo_status oo__fail_dead(const struct oo_engine *engine) {
@@ -88,7 +93,6 @@ enum oo_status oo__enter(struct oo_engine *engine, int flags) {
         oo__mutex_lock(engine->mutex);
     else if (!oo__mutex_try(engine->mutex))
         return OO_WOULD_BLOCK;
-    engine->context_pushed = 0;
     const int drives = engine->dead == OO_OK && !(flags & OO__WITHOUT_DRIVER);
     enum oo_status status = drives ? oo__context_enter(engine) : OO_OK;
     engine->usable = drives && status == OO_OK;
@@ -103,10 +107,15 @@ enum oo_status oo__enter(struct oo_engine *engine, int flags) {
     return status;
 }
 
-void oo__leave(struct oo_engine *engine) {
+static void oo__context_leave(struct oo_engine *engine) {
     OOCUcontext popped;
     if (engine->context_pushed)
         OO_GIVE_BACK(engine, cuCtxPopCurrent, &popped);
+    engine->context_pushed = 0;
+}
+
+void oo__leave(struct oo_engine *engine) {
+    oo__context_leave(engine);
     oo__mutex_unlock(engine->mutex);
 }
 
@@ -370,6 +379,25 @@ static void oo__distrust(struct oo_engine *engine, const struct oo_fetched *fetc
         engine->units[fetched->units[i]].stale = 1;
 }
 
+/* The unit's copy is out of date, and in use: it is replaced when its uses have ended. OO_OK: one
+ * may have, and the call begins anew. Who holds a use itself would wait for itself, or for a thread
+ * that waits for it. */
+static enum oo_status oo__await_uses(struct oo_engine *engine, uint32_t id, int flags,
+                                     double *until_s) {
+    const double now_s = oo__clock_s();
+    if (*until_s == 0)
+        *until_s = now_s + engine->patience_s;
+    if (oo__uses_here || now_s >= *until_s)
+        return oo__fail(
+            OO_E_STATE,
+            "the weights of unit %u were rewritten while another call computes with them", id);
+    if (flags & OO_NONBLOCKING)
+        return OO_WOULD_BLOCK;
+    oo__context_leave(engine);
+    oo__mutex_wait(engine->mutex, *until_s);
+    return OO_OK;
+}
+
 static enum oo_status oo__acquire_late(struct oo_engine *engine, uint32_t id,
                                        struct oo_fetched *fetched) {
     struct oo_window window;
@@ -394,7 +422,10 @@ enum oo_status oo_engine_acquire(struct oo_engine *engine, uint32_t member_id,
                                  uintptr_t stream_handle, uint64_t stamp, enum oo_kind kind,
                                  int64_t task, int flags, struct oo_use *use) {
     const OOCUstream stream = (OOCUstream)stream_handle;
-    enum oo_status status = oo__enter(engine, flags);
+    enum oo_status status;
+    double until_s = 0;
+again:
+    status = oo__enter(engine, flags);
     if (status != OO_OK)
         return status;
     use->fetched.count = 0;
@@ -414,20 +445,20 @@ enum oo_status oo_engine_acquire(struct oo_engine *engine, uint32_t member_id,
     if (engine->held && kind == OO_FORWARD) /* the next forward began without an optimizer step */
         oo__set_held(engine, 0);
     const int first = oo__first_of_sweep(engine, member, task);
-    oo_plan_visit(engine->plan, id, kind);
     struct oo_stats *stats = &engine->models[unit->model].stats;
-    stats->acquires++;
     int resident = oo_plan_resident(engine->plan, id) != NULL;
     if (resident && (unit->stale || (member->stamp_known && member->stamp != stamp) ||
-                     ((first || engine->verify) && oo__masters_changed(engine, member)))) {
+                     ((first || engine->verify) && oo__masters_changed(engine, member))))
+        unit->stale = 1;
+    if (unit->stale && oo_plan_pins(engine->plan, id)) {
+        OO_TRY(oo__await_uses(engine, id, flags, &until_s));
+        oo__leave(engine);
+        goto again;
+    }
+    oo_plan_visit(engine->plan, id, kind);
+    stats->acquires++;
+    if (unit->stale) {
         stats->stale++;
-        if (oo_plan_pins(engine->plan, id)) {
-            unit->stale = 1;
-            status = oo__fail(
-                OO_E_STATE,
-                "the weights of unit %u were rewritten while another call computes with them", id);
-            goto done;
-        }
         OO_TRY(oo__drop(engine, id));
         resident = 0;
     }
@@ -440,6 +471,7 @@ enum oo_status oo_engine_acquire(struct oo_engine *engine, uint32_t member_id,
     OO_TRY(oo__order_after_copy(engine, id, stream));
     OO_TRY(oo__row_begin(engine, unit, stream));
     oo_plan_pin(engine->plan, id);
+    oo__uses_here++;
     use->ticket = (uint64_t)unit->generation << 32 | id;
     use->address = oo_block_address(oo_plan_resident(engine->plan, id));
 done:
@@ -604,9 +636,12 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
     struct oo_unit *unit = &engine->units[id];
     OO_TRY(oo__mark_use(engine, unit, stream));
     oo_plan_unpin(engine->plan, id);
+    oo__uses_here -= oo__uses_here > 0; /* another thread may have begun it */
     oo__row_end(engine, id, stream);
-    if (!oo_plan_pins(engine->plan, id))
+    if (!oo_plan_pins(engine->plan, id)) {
         oo__rows_forget(engine, unit); /* of uses that ended on another stream */
+        oo__mutex_wake(engine->mutex);
+    }
     /* Without a context its uses cannot be ordered before the copy that takes its place. */
     if (unit->leaving && !oo_plan_pins(engine->plan, id) &&
         (!engine->usable || oo__drop(engine, id) != OO_OK))
@@ -729,10 +764,9 @@ enum oo_status oo_engine_resume(struct oo_engine *engine) {
     return OO_OK;
 }
 
-enum oo_status oo_engine_refresh(struct oo_engine *engine, uint32_t model) {
-    enum oo_status status = oo__enter(engine, 0);
-    if (status != OO_OK)
-        return status;
+/* What is in use is replaced at the next acquire, when its uses have ended. */
+static enum oo_status oo__refresh(struct oo_engine *engine, uint32_t model) {
+    enum oo_status status = OO_OK;
     for (uint32_t i = 0; i < engine->n_units; i++) {
         struct oo_unit *unit = &engine->units[i];
         if (unit->removed || (model != OO_ALL_MODELS && unit->model != model))
@@ -743,15 +777,27 @@ enum oo_status oo_engine_refresh(struct oo_engine *engine, uint32_t model) {
             OO_TRY(oo__drop(engine, i));
     }
 done:
+    return status;
+}
+
+enum oo_status oo_engine_refresh(struct oo_engine *engine, uint32_t model) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    status = oo__refresh(engine, model);
     oo__leave(engine);
     return status;
 }
 
 enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
     /* Fingerprints of the other kind would not compare: start from fresh copies. */
-    enum oo_status status = oo_engine_refresh(engine, OO_ALL_MODELS);
+    status = oo__refresh(engine, OO_ALL_MODELS);
     if (status == OO_OK)
         engine->verify = on != 0;
+    oo__leave(engine);
     return status;
 }
 
@@ -807,6 +853,7 @@ enum oo_status oo_engine_create(const char *library, int device, struct oo_engin
     if (!engine)
         return oo__fail(OO_E_MEMORY, "no memory for an engine");
     engine->sweep = 1;
+    engine->patience_s = oo__patience_s;
     engine->mutex = oo__mutex_create();
     engine->guard = oo__fork_guard_create();
     if (!engine->mutex || !engine->guard) {

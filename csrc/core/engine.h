@@ -156,6 +156,7 @@ struct oo_engine {
 
     uint64_t sweep;
     int in_task, held, verify;
+    double patience_s; /* how long a call waits for the uses of other threads to end */
 
     OOCUmodule module; /* the embedded kernels, loaded on first use */
     OOCUfunction spin;

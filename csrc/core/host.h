@@ -28,6 +28,11 @@ void oo__mutex_destroy(struct oo_mutex *mutex);
 void oo__mutex_lock(struct oo_mutex *mutex);
 int oo__mutex_try(struct oo_mutex *mutex); /* 1 when taken */
 void oo__mutex_unlock(struct oo_mutex *mutex);
+/* Give the taken mutex up until somebody wakes or the clock shows `until_s`, then take it again;
+ * may return for no reason. */
+void oo__mutex_wait(struct oo_mutex *mutex, double until_s);
+void oo__mutex_wake(struct oo_mutex *mutex); /* everybody who waits */
+double oo__clock_s(void);
 
 struct oo_thread;
 struct oo_thread *oo__thread_start(void (*run)(void *), void *argument); /* NULL: none to be had */

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 const char *const oo__cuda_library_name = "libcuda.so.1";
@@ -75,13 +76,21 @@ int oo__fork_guard_in_child(const struct oo_fork_guard *guard) {
 
 struct oo_mutex {
     pthread_mutex_t mutex;
+    pthread_cond_t woken;
 };
 
 struct oo_mutex *oo__mutex_create(void) {
     struct oo_mutex *mutex = malloc(sizeof *mutex);
-    if (mutex && pthread_mutex_init(&mutex->mutex, NULL) != 0) {
+    if (!mutex)
+        return NULL;
+    if (pthread_mutex_init(&mutex->mutex, NULL) != 0) {
         free(mutex);
-        mutex = NULL;
+        return NULL;
+    }
+    if (pthread_cond_init(&mutex->woken, NULL) != 0) {
+        pthread_mutex_destroy(&mutex->mutex);
+        free(mutex);
+        return NULL;
     }
     return mutex;
 }
@@ -89,6 +98,7 @@ struct oo_mutex *oo__mutex_create(void) {
 void oo__mutex_destroy(struct oo_mutex *mutex) {
     if (!mutex)
         return;
+    pthread_cond_destroy(&mutex->woken);
     pthread_mutex_destroy(&mutex->mutex);
     free(mutex);
 }
@@ -96,6 +106,20 @@ void oo__mutex_destroy(struct oo_mutex *mutex) {
 void oo__mutex_lock(struct oo_mutex *mutex) { pthread_mutex_lock(&mutex->mutex); }
 int oo__mutex_try(struct oo_mutex *mutex) { return pthread_mutex_trylock(&mutex->mutex) == 0; }
 void oo__mutex_unlock(struct oo_mutex *mutex) { pthread_mutex_unlock(&mutex->mutex); }
+
+void oo__mutex_wait(struct oo_mutex *mutex, double until_s) {
+    const time_t seconds = (time_t)until_s;
+    const struct timespec until = {seconds, (long)((until_s - (double)seconds) * 1e9)};
+    (void)pthread_cond_timedwait(&mutex->woken, &mutex->mutex, &until);
+}
+
+void oo__mutex_wake(struct oo_mutex *mutex) { pthread_cond_broadcast(&mutex->woken); }
+
+double oo__clock_s(void) { /* the one that pthread_cond_timedwait goes by */
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
 
 struct oo_thread {
     pthread_t id;

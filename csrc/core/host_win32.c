@@ -47,12 +47,15 @@ int oo__fork_guard_in_child(const struct oo_fork_guard *guard) {
 
 struct oo_mutex {
     SRWLOCK lock;
+    CONDITION_VARIABLE woken;
 };
 
 struct oo_mutex *oo__mutex_create(void) {
     struct oo_mutex *mutex = malloc(sizeof *mutex);
-    if (mutex)
+    if (mutex) {
         InitializeSRWLock(&mutex->lock);
+        InitializeConditionVariable(&mutex->woken);
+    }
     return mutex;
 }
 
@@ -60,6 +63,15 @@ void oo__mutex_destroy(struct oo_mutex *mutex) { free(mutex); }
 void oo__mutex_lock(struct oo_mutex *mutex) { AcquireSRWLockExclusive(&mutex->lock); }
 int oo__mutex_try(struct oo_mutex *mutex) { return TryAcquireSRWLockExclusive(&mutex->lock) != 0; }
 void oo__mutex_unlock(struct oo_mutex *mutex) { ReleaseSRWLockExclusive(&mutex->lock); }
+
+void oo__mutex_wait(struct oo_mutex *mutex, double until_s) {
+    const double left_ms = (until_s - oo__clock_s()) * 1e3;
+    (void)SleepConditionVariableSRW(&mutex->woken, &mutex->lock,
+                                    left_ms > 0 ? (DWORD)left_ms + 1 : 0, 0);
+}
+
+void oo__mutex_wake(struct oo_mutex *mutex) { WakeAllConditionVariable(&mutex->woken); }
+double oo__clock_s(void) { return (double)GetTickCount64() * 1e-3; }
 
 struct oo_thread {
     HANDLE handle;

@@ -156,7 +156,9 @@ enum oo_status oo_unit_set_trainable(struct oo_engine *engine, uint32_t unit, in
 
 /* See the top of this file. `stamp`: any number that changes when the master is rewritten. `task`:
  * id of the running graph task, -1 for none. A hit is refused (and copied anew) when the stamp or a
- * sampled fingerprint of the master differs from what was copied. */
+ * sampled fingerprint of the master differs from what was copied. While other threads compute with
+ * what was copied, the call waits for their releases (OO_WOULD_BLOCK if it must not); OO_E_STATE if
+ * this thread holds a use itself, or one has lasted for a minute. Release on the same thread. */
 enum oo_status oo_engine_acquire(struct oo_engine *engine, uint32_t member, uintptr_t stream,
                                  uint64_t stamp, enum oo_kind kind, int64_t task, int flags,
                                  struct oo_use *use);
@@ -188,7 +190,7 @@ enum oo_status oo_engine_spin(struct oo_engine *engine, uintptr_t stream, uint64
 enum oo_status oo_engine_hold(struct oo_engine *engine);
 /* They are stable again. A forward acquire outside a graph task says so too. */
 enum oo_status oo_engine_resume(struct oo_engine *engine);
-/* All device copies of the model (or OO_ALL_MODELS) are stale. */
+/* All device copies of the model (or OO_ALL_MODELS) are stale: every later acquire copies anew. */
 enum oo_status oo_engine_refresh(struct oo_engine *engine, uint32_t model);
 /* Hash whole masters instead of samples, at every hit. */
 enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);

@@ -4,6 +4,8 @@
  * threads, too. */
 #include "world.h"
 
+#include <stdatomic.h>
+
 enum { WORKERS = 3, ROUNDS = 6 };
 
 struct worker {
@@ -108,6 +110,18 @@ static void come_and_go(void *argument) {
     }
 }
 
+/* Copies become stale while others compute with them: nobody may notice but by a late copy. */
+static void refresh(void *argument) {
+    struct worker *worker = argument;
+    const struct world *w = worker->w;
+    for (unsigned round = 0; round < 40 * ROUNDS; round++) {
+        if (oo_engine_refresh(w->engine, round % 2 ? w->model : OO_ALL_MODELS) != OO_OK)
+            note(worker, "refresh");
+        if (round % 32 == 7 && oo_engine_set_verify(w->engine, round % 64 == 7) != OO_OK)
+            note(worker, "verify");
+    }
+}
+
 static void look(void *argument) {
     struct worker *worker = argument;
     const struct world *w = worker->w;
@@ -132,8 +146,8 @@ static void look(void *argument) {
 }
 
 static void test_threads_share_an_engine(int schedule) {
-    void (*const what[])(void *) = {compute, compute, compute, come_and_go, look};
-    enum { THREADS = WORKERS + 2 };
+    void (*const what[])(void *) = {compute, compute, compute, come_and_go, look, refresh};
+    enum { THREADS = WORKERS + 3 };
     struct world w;
     struct worker workers[THREADS];
     struct oo_thread *threads[THREADS];
@@ -156,6 +170,80 @@ static void test_threads_share_an_engine(int schedule) {
     for (int t = 0; t < THREADS; t++)
         end_stream(&w, workers[t].stream);
     world_close(&w, "threads");
+}
+
+/* ---- a stale copy that another thread computes with ---- */
+
+struct late {
+    struct world *w;
+    uintptr_t stream;
+    int holds; /* a use of its own */
+    atomic_int asked, got;
+    enum oo_status nonblocking, status;
+    int is_new; /* what it saw are the master's new bytes */
+    char said[128];
+};
+
+static void acquire_stale(void *argument) {
+    struct late *late = argument;
+    struct world *w = late->w;
+    struct oo_use own, use;
+    struct oo_fetched fetched;
+    if (late->holds)
+        (void)oo_engine_acquire(w->engine, w->member[5], late->stream, 0, OO_FORWARD, -1, 0, &own);
+    late->nonblocking = oo_engine_acquire(w->engine, w->member[3], late->stream, 0, OO_FORWARD, -1,
+                                          OO_NONBLOCKING, &use);
+    atomic_store(&late->asked, 1);
+    late->status =
+        oo_engine_acquire(w->engine, w->member[3], late->stream, 0, OO_FORWARD, -1, 0, &use);
+    snprintf(late->said, sizeof late->said, "%s", oo_error_message());
+    atomic_store(&late->got, 1);
+    if (late->status == OO_OK) {
+        (void)oo_engine_launch(w->engine, w->member[3], late->stream, 1e-6);
+        late->is_new = memcmp((const void *)use.address, w->master[3], w->bytes[3]) == 0;
+        (void)oo_engine_release(w->engine, use.ticket, late->stream, 0, &fetched);
+    }
+    if (late->holds)
+        (void)oo_engine_release(w->engine, own.ticket, late->stream, 0, &fetched);
+}
+
+/* How the other thread fares: it waits; it may not wait for ever; it holds a use itself. */
+static void test_a_stale_copy_in_use_is_waited_for(int how) {
+    enum { WAITS, IMPATIENT, HOLDS };
+    struct world w;
+    struct oo_use use;
+    struct oo_fetched fetched;
+    double end_s;
+    world_open(&w, 250000, -1);
+    struct late late = {.w = &w, .stream = new_stream(&w), .holds = how == HOLDS};
+    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    sim.simFinish(&end_s);
+    fill(w.master[3], w.bytes[3], 99);
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    w.engine->patience_s = how == IMPATIENT ? 0.02 : 1e6; /* who is not woken never comes back */
+    struct oo_thread *thread = oo__thread_start(acquire_stale, &late);
+    if (how == WAITS) {
+        const double until_s = oo__clock_s() + 0.05;
+        while (!atomic_load(&late.asked) || oo__clock_s() < until_s)
+            continue;
+        CHECK(!atomic_load(&late.got), "it did not wait: %s", oo_status_name(late.status));
+    } else {
+        oo__thread_join(thread);
+    }
+    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    if (how == WAITS)
+        oo__thread_join(thread);
+    CHECK(late.nonblocking == (how == HOLDS ? OO_E_STATE : OO_WOULD_BLOCK), "%d: %s", how,
+          oo_status_name(late.nonblocking));
+    if (how == WAITS)
+        CHECK(late.status == OO_OK && late.is_new, "%s: %s", oo_status_name(late.status),
+              late.said);
+    else
+        CHECK(late.status == OO_E_STATE && strstr(late.said, "rewritten"), "%d: %s: %s", how,
+              oo_status_name(late.status), late.said);
+    need(use_on(&w, 3, OO_FORWARD, -1, 0, w.stream), "afterwards");
+    end_stream(&w, late.stream);
+    world_close(&w, "stale");
 }
 
 /* Engines on one device know nothing of each other. */
@@ -191,6 +279,8 @@ int main(int argc, char **argv) {
     sim_reset(&sim);
     for (unsigned s = 0; s < sizeof schedules / sizeof schedules[0]; s++)
         test_threads_share_an_engine(schedules[s]);
+    for (int how = 0; how < 3; how++)
+        test_a_stale_copy_in_use_is_waited_for(how);
     test_engines_come_and_go_in_threads();
     return check_report();
 }

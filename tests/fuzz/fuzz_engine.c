@@ -76,7 +76,7 @@ struct fuzz {
     char killer[512];  /* what the first call on the dead engine said */
     struct input *input;
     /* what was asked and answered, to hold the engine's figures against */
-    uint64_t acquired, refused, fetched, fetched_untraced, waits, peak;
+    uint64_t acquired, refused /* for want of room */, fetched, fetched_untraced, waits, peak;
 };
 
 static int narrate; /* FUZZ_NARRATE: say what each call answers, for an input that fails */
@@ -526,7 +526,7 @@ static void acquire(struct fuzz *f, struct held *h, struct layer *layer, struct 
     const int no_use = holds_any(f) && (status == OO_E_NO_ROOM || status == OO_E_STATE);
     const int captures = f->capturing[which] && status == OO_E_CAPTURE;
     excuse(f, status, no_use || captures || (status == OO_WOULD_BLOCK && flags), "acquire");
-    f->refused += no_use != 0;
+    f->refused += status == OO_E_NO_ROOM;
     if (status != OO_OK)
         return;
     REQUIRE(!f->capturing[which], "acquired on a stream that is being captured");
@@ -1070,6 +1070,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     memset(f, 0, sizeof *f);
     f->input = &in;
     world_begin(&f->w);
+    f->w.engine->patience_s = 0; /* the thread that holds a use may be the one that waits */
     set_schedule(&in);
     f->w.device_arena = (int)below(&in, 2);
     if (f->w.device_arena) {

@@ -9,6 +9,7 @@ import itertools
 import subprocess
 import sys
 import threading
+import time
 from itertools import pairwise
 
 import models
@@ -282,6 +283,53 @@ def test_two_threads_train_through_one_model():
         for thread in threads:
             thread.join()
     assert not errors, errors
+
+
+@pytest.mark.parametrize("trainable", [False, True], ids=["sampling", "training"])
+@pytest.mark.parametrize("watched", [False, True], ids=["", "witness"])
+def test_a_refresh_while_other_threads_compute_disturbs_none_of_them(trainable, watched):
+    """It takes effect at their next use: nobody sees an error, or other bits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(10)]).requires_grad_(False)
+    managed, resident = resident_pair(model)
+    inputs = [torch.randn(4, 32) for _ in range(4)]
+    expected = []
+    for x in inputs:
+        y = resident(x.requires_grad_(trainable))
+        expected.append((y.detach(), torch.autograd.grad(y.sum(), x)[0] if trainable else None))
+    errors, finished = [], []
+
+    def compute(number):
+        witness = Witness() if watched else contextlib.nullcontext()
+        y, gradient = expected[number]
+        try:
+            with witness:
+                for _ in range(60):
+                    x = inputs[number].detach().requires_grad_(trainable)
+                    found = managed(x)
+                    assert_same(found.detach(), y)
+                    if trainable:
+                        assert_same(torch.autograd.grad(found.sum(), x)[0], gradient)
+        except BaseException as error:
+            errors.append(error)
+        finished.append(number)
+
+    with attached(managed, "cpu") as manager:
+        assert len(manager.layers) == 10
+        managed(inputs[0])
+        threads = [threading.Thread(target=compute, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        refreshes = 0
+        while len(finished) < len(threads):
+            manager.refresh()
+            refreshes += 1
+            time.sleep(1e-4)
+        for thread in threads:
+            thread.join()
+        stale = manager.state.engine.stats()["stale"]
+    assert not errors, (len(errors), errors[0])
+    assert refreshes and stale, "no refresh met a use: nothing was shown"
 
 
 def test_an_operator_that_fails_gives_its_slot_back():
