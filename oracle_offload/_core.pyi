@@ -3,7 +3,8 @@
 Pointers, streams and devices travel as integers, so that one build serves every torch. A stream is
 the ``CUstream`` handle (``torch.cuda.Stream.cuda_stream``; 0 is the default stream). Failed calls
 raise `oracle_offload.errors.OffloadError` or its subclasses; running out of arena raises
-`MemoryError`, which the Python layer turns into `torch.OutOfMemoryError`.
+`MemoryError`, which the Python layer turns into `torch.OutOfMemoryError`. An integer that its
+argument cannot be raises `ValueError` with the value, what is no integer `TypeError`.
 """
 
 from typing import Final, Self, TypedDict, final, type_check_only

@@ -690,6 +690,11 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     int adopted = 0, in_flight = 0;
     if (bytes == 0)
         goto done;
+    if (!target || bytes > UINTPTR_MAX - (uintptr_t)target || bytes > UINTPTR_MAX - source) {
+        status = oo__fail(OO_E_ARGUMENT, "there are no %zu bytes at %p to download to, or at %#zx",
+                          bytes, target, (size_t)source);
+        goto done;
+    }
     OO_TRY(oo__event_take(engine, &computed));
     OO_TRY(oo__event_take(engine, &begin));
     OO_TRY(oo__event_take(engine, &arrived));

@@ -66,6 +66,8 @@ enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *sou
         return oo__fail(OO_E_ARGUMENT,
                         "fill of %zu bytes at offset %zu exceeds the buffer of %zu bytes", bytes,
                         offset, host->bytes);
+    if (bytes && (!source || bytes > UINTPTR_MAX - (uintptr_t)source))
+        return oo__fail(OO_E_ARGUMENT, "there are no %zu bytes at %p to fill from", bytes, source);
     struct oo_share shares[OO_COPY_THREADS];
     const size_t page = oo__page_bytes();
     size_t count = bytes / oo__share_bytes;

@@ -164,6 +164,11 @@ enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t model, uintptr_
     struct oo_segment *segment;
     const uintptr_t base = oo__align(address);
     OO_TRY(oo__need_model(engine, model));
+    if (bytes > SIZE_MAX / 2 || address > UINTPTR_MAX - OO_ALIGNMENT - bytes) {
+        status = oo__fail(OO_E_ARGUMENT, "a segment of %zu bytes at %#zx ends beyond memory", bytes,
+                          (size_t)address);
+        goto done;
+    }
     if (bytes < base - address + OO_ALIGNMENT) {
         status =
             oo__fail(OO_E_ARGUMENT, "a segment of %zu bytes holds nothing at an alignment of %zu",
@@ -367,13 +372,22 @@ static size_t oo__member_lay_out(struct oo_member_tensor *to, const struct oo_te
     return offset;
 }
 
-static enum oo_status oo__check_tensors(const struct oo_tensor *tensors, uint32_t count) {
+/* `offset`: what comes before them in the unit. */
+static enum oo_status oo__check_tensors(const struct oo_tensor *tensors, uint32_t count,
+                                        size_t offset) {
     if (count == 0)
         return oo__fail(OO_E_ARGUMENT, "a member needs at least one tensor");
-    for (uint32_t i = 0; i < count; i++)
-        if (!tensors[i].host || tensors[i].bytes == 0)
+    for (uint32_t i = 0; i < count; i++) {
+        if (!tensors[i].host || tensors[i].bytes == 0 ||
+            tensors[i].bytes > UINTPTR_MAX - (uintptr_t)tensors[i].host)
             return oo__fail(OO_E_ARGUMENT, "tensor %u of a member has address %p and %zu bytes", i,
                             tensors[i].host, tensors[i].bytes);
+        if (tensors[i].bytes > SIZE_MAX / 4 || offset > SIZE_MAX / 4)
+            return oo__fail(OO_E_ARGUMENT,
+                            "tensor %u of %zu bytes after %zu: no memory is so large", i,
+                            tensors[i].bytes, offset);
+        offset += oo__align(tensors[i].bytes);
+    }
     return OO_OK;
 }
 
@@ -392,7 +406,7 @@ enum oo_status oo_unit_add(struct oo_engine *engine, uint32_t model,
     }
     size_t offset = 0;
     for (uint32_t i = 0; i < n_members; i++) {
-        OO_TRY(oo__check_tensors(tensors, n_tensors[i]));
+        OO_TRY(oo__check_tensors(tensors, n_tensors[i], offset));
         void *all = engine->members;
         OO_TRY(oo__grow(engine, &all, &engine->member_capacity, engine->n_members,
                         sizeof *engine->members));
@@ -431,7 +445,7 @@ enum oo_status oo_member_move(struct oo_engine *engine, uint32_t id,
         status = oo__fail(OO_E_ARGUMENT, "member %u does not exist", id);
         goto done;
     }
-    OO_TRY(oo__check_tensors(tensors, n_tensors));
+    OO_TRY(oo__check_tensors(tensors, n_tensors, 0));
     struct oo_member *member = &engine->members[id];
     const uint32_t old_id = member->unit;
     if (oo_plan_pins(engine->plan, old_id)) {

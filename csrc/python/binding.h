@@ -37,7 +37,25 @@ struct oo_py_buffer {
 extern PyType_Spec oo__host_buffer_spec;
 extern PyType_Spec oo__engine_spec;
 
-/* Integers as C types; -1 / 0 with an exception set on failure (check PyErr_Occurred). */
-uintptr_t oo__as_address(PyObject *object);
+/* An integer argument, and what it may be. */
+struct oo_parameter {
+    const char *name;
+    long long least;
+    unsigned long long most;
+};
+#define OO_ID(name)       {name, 0, UINT32_MAX - 1} /* UINT32_MAX is none, or all */
+#define OO_NUMBER(name)   {name, 0, UINT64_MAX}
+#define OO_ADDRESS(name)  {name, 0, UINTPTR_MAX} /* streams, too */
+#define OO_BYTES(name)    {name, 0, PTRDIFF_MAX}
+#define OO_COUNT_OF(rows) ((Py_ssize_t)(sizeof(rows) / sizeof *(rows)))
+
+/* Read an argument of `function`; negative ones as two's complement. -1 with TypeError, or with
+ * ValueError that tells the value. May run Python code, unless `object` is an int. */
+int oo__integer(PyObject *object, const char *function, const struct oo_parameter *parameter,
+                unsigned long long *value);
+/* Exactly `expected` of them. */
+int oo__integers(const char *function, PyObject *const *arguments, Py_ssize_t count,
+                 const struct oo_parameter *parameters, Py_ssize_t expected,
+                 unsigned long long *values);
 
 #endif

@@ -5,6 +5,8 @@
  * engine says that it would block are they repeated with the GIL released. */
 #include "binding.h"
 
+#include <limits.h>
+
 struct oo_py_engine {
     PyObject_HEAD struct oo_engine *engine; /* NULL once closed, and while it is being closed */
     unsigned calls;                         /* of other threads, which gave up the GIL for them */
@@ -37,40 +39,32 @@ static PyObject *oo__none_or_raise(PyObject *object, enum oo_status status) {
         ((struct oo_py_engine *)object)->calls--;                                                  \
     } while (0)
 
-/* Exactly `expected` integers; -1 with an exception set otherwise. Negative numbers wrap, as -1 for
- * "no graph task" must. */
-static int oo__integers(const char *function, PyObject *const *arguments, Py_ssize_t count,
-                        Py_ssize_t expected, unsigned long long *values) {
-    if (count != expected) {
-        PyErr_Format(PyExc_TypeError, "%s() takes %zd arguments, not %zd", function, expected,
-                     count);
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        values[i] = PyLong_AsUnsignedLongLongMask(arguments[i]);
-        if (PyErr_Occurred())
-            return -1;
-    }
-    return 0;
-}
-
 /* The engine, once the arguments are read: reading them may run Python code that closes it. */
 static struct oo_engine *oo__engine_with(PyObject *object, const char *function,
                                          PyObject *const *arguments, Py_ssize_t count,
-                                         Py_ssize_t expected, unsigned long long *values) {
-    if (oo__integers(function, arguments, count, expected, values) < 0)
+                                         const struct oo_parameter *parameters, Py_ssize_t expected,
+                                         unsigned long long *values) {
+    if (oo__integers(function, arguments, count, parameters, expected, values) < 0)
         return NULL;
     return oo__engine_of(object);
 }
+
+/* The same by name: the parameters of `f` are oo__f_takes. */
+#define OO_ENGINE_WITH(f, count, values)                                                           \
+    oo__engine_with(object, #f, arguments, count, oo__##f##_takes, OO_COUNT_OF(oo__##f##_takes),   \
+                    values)
 
 /* ---- life ---- */
 
 static PyObject *oo__engine_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char library_name[] = "library", device_name[] = "device";
     static char *names[] = {library_name, device_name, NULL};
+    static const struct oo_parameter parameter = {"device", 0, INT_MAX};
     const char *library;
-    int device;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "zi", names, &library, &device))
+    PyObject *ordinal;
+    unsigned long long device;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "zO", names, &library, &ordinal) ||
+        oo__integer(ordinal, "Engine", &parameter, &device) < 0)
         return NULL;
     struct oo_module_state *state = oo__state_of(type);
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -78,7 +72,7 @@ static PyObject *oo__engine_new(PyTypeObject *type, PyObject *arguments, PyObjec
     if (!self)
         return NULL;
     PyThreadState *thread = PyEval_SaveThread();
-    enum oo_status status = oo_engine_create(library, device, &self->engine);
+    enum oo_status status = oo_engine_create(library, (int)device, &self->engine);
     PyEval_RestoreThread(thread);
     if (status != OO_OK) {
         Py_DECREF(self);
@@ -182,20 +176,26 @@ static PyObject *oo__engine_add_model(PyObject *object, PyObject *unused) {
     return status == OO_OK ? PyLong_FromUnsignedLong(model) : oo__raise_for(object, status);
 }
 
+static const struct oo_parameter oo__remove_model_takes[] = {OO_ID("model")};
+
 static PyObject *oo__engine_remove_model(PyObject *object, PyObject *argument) {
-    struct oo_engine *engine = oo__engine_of(object);
-    const unsigned long model = engine ? PyLong_AsUnsignedLong(argument) : 0;
-    if (!engine || PyErr_Occurred())
+    PyObject *const arguments[] = {argument};
+    unsigned long long model;
+    struct oo_engine *engine = OO_ENGINE_WITH(remove_model, 1, &model);
+    if (!engine)
         return NULL;
     enum oo_status status;
     OO_BLOCKING(status, oo_model_remove(engine, (uint32_t)model));
     return oo__none_or_raise(object, status);
 }
 
+static const struct oo_parameter oo__add_segment_takes[] = {
+    OO_ID("model"), OO_ADDRESS("address"), OO_BYTES("nbytes"), OO_ADDRESS("stream")};
+
 static PyObject *oo__engine_add_segment(PyObject *object, PyObject *const *arguments,
                                         Py_ssize_t count) {
     unsigned long long values[4];
-    struct oo_engine *engine = oo__engine_with(object, "add_segment", arguments, count, 4, values);
+    struct oo_engine *engine = OO_ENGINE_WITH(add_segment, count, values);
     if (!engine)
         return NULL;
     enum oo_status status;
@@ -204,20 +204,24 @@ static PyObject *oo__engine_add_segment(PyObject *object, PyObject *const *argum
     return oo__none_or_raise(object, status);
 }
 
-/* A list of (address, nbytes) appended to `tensors` from `*n` on; -1 on error. "K" takes integers
- * alone, so no Python code runs that could change the list. */
+static const struct oo_parameter oo__tensor_takes[] = {OO_ADDRESS("address"), OO_BYTES("nbytes")};
+
+/* A list of (address, nbytes) appended to `tensors` from `*n` on; -1 on error. They must be ints,
+ * so that no Python code runs that could change the list. */
 static int oo__append_tensors(PyObject *list, struct oo_tensor *tensors, size_t *n) {
     for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
-        PyObject *pair = PyList_GetItem(list, i);
-        unsigned long long address, nbytes;
-        if (!PyTuple_Check(pair)) {
+        PyObject *pair = PyList_GetItem(list, i), *parts[2];
+        unsigned long long values[2];
+        if (!PyTuple_Check(pair) || PyTuple_Size(pair) != 2 ||
+            !PyLong_Check(parts[0] = PyTuple_GetItem(pair, 0)) ||
+            !PyLong_Check(parts[1] = PyTuple_GetItem(pair, 1))) {
             PyErr_SetString(PyExc_TypeError, "a tensor is (address, nbytes)");
             return -1;
         }
-        if (!PyArg_ParseTuple(pair, "KK;a tensor is (address, nbytes)", &address, &nbytes))
+        if (oo__integers("a tensor", parts, 2, oo__tensor_takes, 2, values) < 0)
             return -1;
-        tensors[*n].host = (const void *)(uintptr_t)address;
-        tensors[(*n)++].bytes = (size_t)nbytes;
+        tensors[*n].host = (const void *)(uintptr_t)values[0];
+        tensors[(*n)++].bytes = (size_t)values[1];
     }
     return 0;
 }
@@ -233,10 +237,12 @@ static PyObject *oo__offsets_list(const size_t *offsets, size_t count) {
 }
 
 static PyObject *oo__engine_add_unit(PyObject *object, PyObject *arguments) {
-    unsigned int model;
-    PyObject *lists, *result = NULL, *members = NULL;
+    static const struct oo_parameter parameter = OO_ID("model");
+    unsigned long long model;
+    PyObject *id, *lists, *result = NULL, *members = NULL;
     int trainable;
-    if (!PyArg_ParseTuple(arguments, "IO!p", &model, &PyList_Type, &lists, &trainable))
+    if (!PyArg_ParseTuple(arguments, "OO!p", &id, &PyList_Type, &lists, &trainable) ||
+        oo__integer(id, "add_unit", &parameter, &model) < 0)
         return NULL;
     const size_t n_members = (size_t)PyList_Size(lists);
     size_t n_tensors = 0;
@@ -269,8 +275,8 @@ static PyObject *oo__engine_add_unit(PyObject *object, PyObject *arguments) {
     if (!engine)
         goto done;
     enum oo_status status;
-    OO_BLOCKING(status, oo_unit_add(engine, model, tensors, counts, (uint32_t)n_members, trainable,
-                                    &unit, ids, offsets));
+    OO_BLOCKING(status, oo_unit_add(engine, (uint32_t)model, tensors, counts, (uint32_t)n_members,
+                                    trainable, &unit, ids, offsets));
     if (status != OO_OK) {
         oo__raise_for(object, status);
         goto done;
@@ -295,10 +301,12 @@ done:
     return result;
 }
 
+static const struct oo_parameter oo__set_trainable_takes[] = {OO_ID("unit"), {"trainable", 0, 1}};
+
 static PyObject *oo__engine_set_trainable(PyObject *object, PyObject *const *arguments,
                                           Py_ssize_t count) {
     unsigned long long v[2];
-    struct oo_engine *engine = oo__engine_with(object, "set_trainable", arguments, count, 2, v);
+    struct oo_engine *engine = OO_ENGINE_WITH(set_trainable, count, v);
     if (!engine)
         return NULL;
     enum oo_status status;
@@ -307,9 +315,11 @@ static PyObject *oo__engine_set_trainable(PyObject *object, PyObject *const *arg
 }
 
 static PyObject *oo__engine_move_member(PyObject *object, PyObject *arguments) {
-    unsigned int member;
-    PyObject *list, *result = NULL;
-    if (!PyArg_ParseTuple(arguments, "IO!", &member, &PyList_Type, &list))
+    static const struct oo_parameter parameter = OO_ID("member");
+    unsigned long long member;
+    PyObject *id, *list, *result = NULL;
+    if (!PyArg_ParseTuple(arguments, "OO!", &id, &PyList_Type, &list) ||
+        oo__integer(id, "move_member", &parameter, &member) < 0)
         return NULL;
     size_t count = (size_t)PyList_Size(list), filled = 0;
     struct oo_tensor *tensors = PyMem_Malloc((count + 1) * sizeof *tensors);
@@ -325,7 +335,8 @@ static PyObject *oo__engine_move_member(PyObject *object, PyObject *arguments) {
     if (!engine)
         goto done;
     enum oo_status status;
-    OO_BLOCKING(status, oo_member_move(engine, member, tensors, (uint32_t)count, &unit, offsets));
+    OO_BLOCKING(status,
+                oo_member_move(engine, (uint32_t)member, tensors, (uint32_t)count, &unit, offsets));
     if (status != OO_OK) {
         oo__raise_for(object, status);
         goto done;
@@ -353,6 +364,12 @@ static PyObject *oo__fetched_tuple(const struct oo_fetched *fetched) {
     return tuple;
 }
 
+static const struct oo_parameter oo__acquire_takes[] = {OO_ID("member"),
+                                                        OO_ADDRESS("stream"),
+                                                        OO_NUMBER("stamp"),
+                                                        {"kind", OO_FORWARD, OO_BACKWARD},
+                                                        {"task", -1, INT64_MAX}};
+
 static PyObject *oo__engine_acquire(PyObject *object, PyObject *const *arguments,
                                     Py_ssize_t count) {
     unsigned long long v[5];
@@ -361,12 +378,9 @@ static PyObject *oo__engine_acquire(PyObject *object, PyObject *const *arguments
     const double seconds = PyFloat_AsDouble(arguments[5]);
     if (PyErr_Occurred())
         return NULL;
-    struct oo_engine *engine = oo__engine_with(object, "acquire", arguments, 5, 5, v);
+    struct oo_engine *engine = OO_ENGINE_WITH(acquire, 5, v);
     if (!engine)
         return NULL;
-    if (v[3] > OO_BACKWARD)
-        return PyErr_Format(PyExc_ValueError,
-                            "kind must be FORWARD, RECOMPUTE or BACKWARD, not %llu", v[3]);
     struct oo_use use;
     enum oo_status status = oo_engine_acquire_launched(engine, (uint32_t)v[0], (uintptr_t)v[1],
                                                        v[2], (enum oo_kind)v[3], (int64_t)v[4],
@@ -383,10 +397,12 @@ static PyObject *oo__engine_acquire(PyObject *object, PyObject *const *arguments
                    : NULL;
 }
 
+static const struct oo_parameter oo__release_takes[] = {OO_NUMBER("ticket"), OO_ADDRESS("stream")};
+
 static PyObject *oo__engine_release(PyObject *object, PyObject *const *arguments,
                                     Py_ssize_t count) {
     unsigned long long v[2];
-    struct oo_engine *engine = oo__engine_with(object, "release", arguments, count, 2, v);
+    struct oo_engine *engine = OO_ENGINE_WITH(release, count, v);
     if (!engine)
         return NULL;
     struct oo_fetched fetched;
@@ -399,18 +415,23 @@ static PyObject *oo__engine_release(PyObject *object, PyObject *const *arguments
     return status == OO_OK ? oo__fetched_tuple(&fetched) : oo__raise_for(object, status);
 }
 
+static const struct oo_parameter oo__stamp_takes[] = {OO_ID("member"), OO_NUMBER("stamp")};
+
 static PyObject *oo__engine_stamp(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
     unsigned long long v[2];
-    struct oo_engine *engine = oo__engine_with(object, "stamp", arguments, count, 2, v);
+    struct oo_engine *engine = OO_ENGINE_WITH(stamp, count, v);
     if (!engine)
         return NULL;
     return oo__none_or_raise(object, oo_engine_stamp(engine, (uint32_t)v[0], v[1]));
 }
 
+static const struct oo_parameter oo__download_takes[] = {OO_ADDRESS("target"), OO_ADDRESS("source"),
+                                                          OO_BYTES("nbytes"), OO_ADDRESS("stream")};
+
 static PyObject *oo__engine_download(PyObject *object, PyObject *const *arguments,
                                      Py_ssize_t count) {
     unsigned long long v[4];
-    struct oo_engine *engine = oo__engine_with(object, "download", arguments, count, 4, v);
+    struct oo_engine *engine = OO_ENGINE_WITH(download, count, v);
     if (!engine)
         return NULL;
     enum oo_status status;
@@ -419,9 +440,12 @@ static PyObject *oo__engine_download(PyObject *object, PyObject *const *argument
     return oo__none_or_raise(object, status);
 }
 
+static const struct oo_parameter oo__spin_takes[] = {OO_ADDRESS("stream"),
+                                                     {"nanoseconds", 0, 10000000000}};
+
 static PyObject *oo__engine_spin(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
     unsigned long long v[2];
-    struct oo_engine *engine = oo__engine_with(object, "spin", arguments, count, 2, v);
+    struct oo_engine *engine = OO_ENGINE_WITH(spin, count, v);
     if (!engine)
         return NULL;
     enum oo_status status;
@@ -449,10 +473,13 @@ static PyObject *oo__engine_resume(PyObject *object, PyObject *unused) {
     return oo__none_or_raise(object, status);
 }
 
+static const struct oo_parameter oo__refresh_takes[] = {OO_ID("model")};
+
 static PyObject *oo__engine_refresh(PyObject *object, PyObject *argument) {
-    struct oo_engine *engine = oo__engine_of(object);
-    const unsigned long model = engine ? PyLong_AsUnsignedLong(argument) : 0;
-    if (!engine || PyErr_Occurred())
+    PyObject *const arguments[] = {argument};
+    unsigned long long model;
+    struct oo_engine *engine = OO_ENGINE_WITH(refresh, 1, &model);
+    if (!engine)
         return NULL;
     enum oo_status status;
     OO_BLOCKING(status, oo_engine_refresh(engine, (uint32_t)model));
@@ -480,16 +507,18 @@ static int oo__set_item(PyObject *dict, const char *key, PyObject *value) {
 static PyObject *oo__engine_stats(PyObject *object, PyObject *arguments, PyObject *keywords) {
     static char model_name[] = "model";
     static char *names[] = {model_name, NULL};
-    long model = -1;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "|l", names, &model))
+    static const struct oo_parameter parameter = {"model", -1, UINT32_MAX - 1};
+    unsigned long long model = OO_ALL_MODELS;
+    PyObject *id = NULL;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "|O", names, &id) ||
+        (id && oo__integer(id, "stats", &parameter, &model) < 0))
         return NULL;
     struct oo_engine *engine = oo__engine_of(object);
     if (!engine)
         return NULL;
     struct oo_stats stats;
     enum oo_status status;
-    OO_BLOCKING(status,
-                oo_engine_stats(engine, model < 0 ? OO_ALL_MODELS : (uint32_t)model, &stats));
+    OO_BLOCKING(status, oo_engine_stats(engine, (uint32_t)model, &stats)); /* -1: all */
     if (status != OO_OK)
         return oo__raise_for(object, status);
     PyObject *dict = PyDict_New();

@@ -4,12 +4,12 @@
 static PyObject *oo__buffer_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static char nbytes_name[] = "nbytes";
     static char *names[] = {nbytes_name, NULL};
-    Py_ssize_t nbytes;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "n", names, &nbytes))
+    static const struct oo_parameter parameter = {"nbytes", 1, PTRDIFF_MAX};
+    PyObject *argument;
+    unsigned long long nbytes;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O", names, &argument) ||
+        oo__integer(argument, "HostBuffer", &parameter, &nbytes) < 0)
         return NULL;
-    if (nbytes <= 0)
-        return PyErr_Format(PyExc_ValueError,
-                            "HostBuffer needs a positive number of bytes, not %zd", nbytes);
     struct oo_module_state *state = oo__state_of(type);
     struct oo_host *host;
     enum oo_status status = oo_host_create((size_t)nbytes, &host);
@@ -54,16 +54,14 @@ static int oo__buffer_get(PyObject *object, Py_buffer *view, int flags) {
 
 static PyObject *oo__buffer_fill(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
     const struct oo_py_buffer *self = (struct oo_py_buffer *)object;
-    if (count != 3)
-        return PyErr_Format(PyExc_TypeError,
-                            "fill() takes offset, source and nbytes, not %zd arguments", count);
-    const size_t offset = PyLong_AsSize_t(arguments[0]);
-    const uintptr_t source = PyErr_Occurred() ? 0 : oo__as_address(arguments[1]);
-    const size_t nbytes = PyErr_Occurred() ? 0 : PyLong_AsSize_t(arguments[2]);
-    if (PyErr_Occurred())
+    static const struct oo_parameter parameters[] = {OO_BYTES("offset"), OO_ADDRESS("source"),
+                                                     OO_BYTES("nbytes")};
+    unsigned long long v[3];
+    if (oo__integers("fill", arguments, count, parameters, OO_COUNT_OF(parameters), v) < 0)
         return NULL;
     enum oo_status status;
-    Py_BEGIN_ALLOW_THREADS status = oo_host_fill(self->host, offset, (const void *)source, nbytes);
+    Py_BEGIN_ALLOW_THREADS status =
+        oo_host_fill(self->host, (size_t)v[0], (const void *)(uintptr_t)v[1], (size_t)v[2]);
     Py_END_ALLOW_THREADS if (status != OO_OK) return oo_raise(oo__state_of(Py_TYPE(object)),
                                                               status);
     Py_RETURN_NONE;

@@ -6,7 +6,42 @@ struct oo_module_state *oo__state(PyObject *module) { return PyModule_GetState(m
 
 struct oo_module_state *oo__state_of(PyTypeObject *type) { return PyType_GetModuleState(type); }
 
-uintptr_t oo__as_address(PyObject *object) { return (uintptr_t)PyLong_AsUnsignedLongLong(object); }
+int oo__integer(PyObject *object, const char *function, const struct oo_parameter *parameter,
+                unsigned long long *value) {
+    PyObject *number = PyNumber_Index(object);
+    if (!number)
+        return -1;
+    int overflow;
+    const long long small = PyLong_AsLongLongAndOverflow(number, &overflow);
+    int fits = overflow == 0 && small >= parameter->least;
+    *value = (unsigned long long)small;
+    if (overflow > 0) {
+        *value = PyLong_AsUnsignedLongLong(number);
+        fits = !PyErr_Occurred();
+        PyErr_Clear();
+    }
+    if (fits && (overflow > 0 || small >= 0))
+        fits = *value <= parameter->most;
+    if (!fits)
+        PyErr_Format(PyExc_ValueError, "%s(): %s must be from %lld to %llu, not %S", function,
+                     parameter->name, parameter->least, parameter->most, number);
+    Py_DECREF(number);
+    return fits ? 0 : -1;
+}
+
+int oo__integers(const char *function, PyObject *const *arguments, Py_ssize_t count,
+                 const struct oo_parameter *parameters, Py_ssize_t expected,
+                 unsigned long long *values) {
+    if (count != expected) {
+        PyErr_Format(PyExc_TypeError, "%s() takes %zd arguments, not %zd", function, expected,
+                     count);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (oo__integer(arguments[i], function, &parameters[i], &values[i]) < 0)
+            return -1;
+    return 0;
+}
 
 PyObject *oo_raise(const struct oo_module_state *state, enum oo_status status) {
     const char *message = oo_error_message();

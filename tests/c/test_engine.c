@@ -255,6 +255,42 @@ static void test_wrong_calls_are_refused_clearly(void) {
     CHECK(oo_engine_stats(w.engine, 9, &stats) == OO_E_ARGUMENT, "no such model");
     CHECK(oo_segment_add(w.engine, w.model, 4096, 100, w.stream) == OO_E_ARGUMENT,
           "a segment of 100 bytes");
+    CHECK(oo_segment_add(w.engine, w.model, UINTPTR_MAX - 1000, 4096, w.stream) == OO_E_ARGUMENT &&
+              strstr(oo_error_message(), "beyond memory"),
+          "a segment around the end of memory");
+    CHECK(oo_segment_add(w.engine, w.model, 4096, SIZE_MAX, w.stream) == OO_E_ARGUMENT &&
+              strstr(oo_error_message(), "beyond memory"),
+          "a segment of all memory");
+    const struct oo_tensor wrong[] = {{w.master[0], SIZE_MAX - 8},
+                                      {w.master[0], SIZE_MAX / 2},
+                                      {(const void *)(UINTPTR_MAX - 100), 101}};
+    for (int i = 0; i < 3; i++)
+        CHECK(oo_unit_add(w.engine, w.model, &wrong[i], &one, 1, 0, &unit, &member, &offset) ==
+                      OO_E_ARGUMENT &&
+                  oo_member_move(w.engine, w.member[0], &wrong[i], 1, &unit, &offset) ==
+                      OO_E_ARGUMENT,
+              "tensor %d, which no memory holds", i);
+    const struct oo_tensor many[] = {
+        {w.master[0], SIZE_MAX / 4}, {w.master[0], SIZE_MAX / 4}, {w.master[0], SIZE_MAX / 4}};
+    const uint32_t ones[] = {1, 1, 1};
+    uint32_t members[3];
+    size_t offsets[3];
+    CHECK(oo_unit_add(w.engine, w.model, many, ones, 3, 0, &unit, members, offsets) ==
+                  OO_E_ARGUMENT &&
+              strstr(oo_error_message(), "no memory is so large"),
+          "a unit whose size wraps");
+    char byte = 0;
+    CHECK(oo_engine_download(w.engine, NULL, (uintptr_t)&byte, 1, w.stream) == OO_E_ARGUMENT,
+          "a download to nowhere");
+    CHECK(oo_engine_download(w.engine, &byte, (uintptr_t)&byte, SIZE_MAX, w.stream) ==
+              OO_E_ARGUMENT,
+          "a download of all memory");
+    CHECK(oo_engine_download(w.engine, &byte, UINTPTR_MAX, 4, w.stream) == OO_E_ARGUMENT,
+          "a download from the end of memory");
+    CHECK(oo_host_fill(w.host, 0, NULL, 4) == OO_E_ARGUMENT, "filled from nowhere");
+    CHECK(oo_host_fill(w.host, 0, (const void *)(UINTPTR_MAX - 2), 4) == OO_E_ARGUMENT,
+          "filled from beyond memory");
+    need(oo_host_fill(w.host, 0, NULL, 0), "a fill of nothing");
     const struct oo_tensor empty = {NULL, 0};
     CHECK(oo_unit_add(w.engine, w.model, &empty, &one, 1, 0, &unit, &member, &offset) ==
               OO_E_ARGUMENT,

@@ -112,6 +112,12 @@ class Life:
         self.units[unit] = [member]
         self.engine.unlock(other)
 
+    def close_unused(self) -> None:
+        """The end of a life that took no step."""
+        self.engine.remove_model(self.model)
+        self.engine.unlock(self.buffer)
+        self.engine.close()
+
     def close(self) -> None:
         self.engine.remove_model(self.model)
         self.engine.unlock(self.buffer)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
-from binding_life import drop_while_locked, fail_once, live_once
+from binding_life import LIBRARY, Life, drop_while_locked, fail_once, live_once
 
 from oracle_offload import _core, simulator
 from oracle_offload.errors import OffloadError
@@ -36,6 +38,149 @@ def test_wrong_arguments_are_refused_and_leave_a_usable_engine() -> None:
 def test_memory_that_is_dropped_while_locked_is_given_back_with_its_engine() -> None:
     drop_while_locked()
     assert simulator.reports() == []
+
+
+ID = (0, 2**32 - 2)
+ADDRESS = (0, 2**64 - 1)
+NUMBER = (0, 2**64 - 1)
+BYTES = (0, 2**63 - 1)
+# Every call, its arguments in order, and what an integer may be. A name alone is no integer.
+ARGUMENTS: dict[str, dict[str, tuple[int, int] | None]] = {
+    "lock": {"buffer": None, "wanted": None},
+    "unlock": {"buffer": None},
+    "remove_model": {"model": ID},
+    "add_segment": {"model": ID, "address": ADDRESS, "nbytes": BYTES, "stream": ADDRESS},
+    "add_unit": {"model": ID, "members": None, "trainable": None},
+    "move_member": {"member": ID, "tensors": None},
+    "set_trainable": {"unit": ID, "trainable": (0, 1)},
+    "acquire": {
+        "member": ID,
+        "stream": ADDRESS,
+        "stamp": NUMBER,
+        "kind": (0, 2),
+        "task": (-1, 2**63 - 1),
+        "seconds": None,
+    },
+    "stamp": {"member": ID, "stamp": NUMBER},
+    "release": {"ticket": NUMBER, "stream": ADDRESS},
+    "download": {"target": ADDRESS, "source": ADDRESS, "nbytes": BYTES, "stream": ADDRESS},
+    "spin": {"stream": ADDRESS, "nanoseconds": (0, 10**10)},
+    "refresh": {"model": ID},
+    "set_verify": {"on": None},
+    "stats": {"model": (-1, 2**32 - 2)},
+}
+INTEGERS = [(call, name) for call, given in ARGUMENTS.items() for name in given if given[name]]
+
+
+def arguments_of(life: Life, call: str) -> dict[str, Any]:
+    """Return what the call takes, where nothing is wrong with it but one argument."""
+    member, tensors = next(iter(life.tensors.items()))
+    known = {
+        "buffer": life.buffer,
+        "wanted": True,
+        "model": life.model,
+        "address": life.arena,
+        "source": tensors[0][0],
+        "target": tensors[0][0],
+        "nbytes": 16,
+        "stream": life.stream,
+        "members": [[tensors[0][:2]]],
+        "tensors": [tensors[0][:2]],
+        "trainable": True,
+        "unit": next(iter(life.units)),
+        "member": member,
+        "stamp": 1,
+        "kind": _core.FORWARD,
+        "task": -1,
+        "seconds": 1e-6,
+        "ticket": 0,
+        "nanoseconds": 10,
+        "on": False,
+    }
+    return {name: known[name] for name in ARGUMENTS[call]}
+
+
+def test_every_call_and_argument_of_the_engine_is_in_the_table() -> None:
+    signatures = {
+        name: [p.strip() for p in method.__text_signature__.strip("()").split(",")]
+        for name, method in vars(_core.Engine).items()
+        if getattr(method, "__text_signature__", None) and not name.startswith("_")
+    }
+    found = {
+        name: [p.split("=")[0] for p in parameters if p not in ("$self", "/")]
+        for name, parameters in signatures.items()
+    }
+    assert {name: names for name, names in found.items() if names} == {
+        name: list(parameters) for name, parameters in ARGUMENTS.items()
+    }
+
+
+@pytest.mark.parametrize(("call", "name"), INTEGERS)
+def test_an_integer_out_of_range_is_refused_by_name_and_value(call: str, name: str) -> None:
+    least, most = ARGUMENTS[call][name] or (0, 0)
+    life = Life()
+    before = life.engine.stats()
+    for value in (least - 1, most + 1, -(2**32), -(2**63), 2**64, 2**64 + 1, 2**200):
+        with pytest.raises(ValueError, match=rf"{call}\(\): {name} must be .* not {value}\b"):
+            getattr(life.engine, call)(*{**arguments_of(life, call), name: value}.values())
+    for what in ("8", 1.5, None, b"8", [8]):
+        with pytest.raises(TypeError):
+            getattr(life.engine, call)(*{**arguments_of(life, call), name: what}.values())
+    assert life.engine.stats() == before
+    life.close_unused()
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["address", "nbytes"])
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (-1, ValueError),
+        (2**64, ValueError),
+        (2**200, ValueError),
+        ("8", TypeError),
+        (1.5, TypeError),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("call", ["add_unit", "move_member"])
+def test_a_tensor_of_impossible_numbers_is_refused(
+    call: str, at: int, value: Any, error: type[Exception]
+) -> None:
+    life = Life()
+    arguments = arguments_of(life, call)
+    tensor = [life.buffer.address, 16]
+    tensor[at] = value
+    rows = [(life.buffer.address, 16), tuple(tensor)]
+    arguments["members" if call == "add_unit" else "tensors"] = (
+        [rows] if call == "add_unit" else rows
+    )
+    with pytest.raises(error, match=str(value) if error is ValueError else "address, nbytes"):
+        getattr(life.engine, call)(*arguments.values())
+    life.close_unused()
+
+
+@pytest.mark.parametrize("value", [-1, 2**64 - 1, 2**64, "8", None, 1.5], ids=repr)
+@pytest.mark.parametrize("name", ["offset", "source", "nbytes"])
+def test_a_fill_of_a_wrong_range_or_type_is_refused(name: str, value: Any) -> None:
+    buffer = _core.HostBuffer(64)
+    source = ctypes.create_string_buffer(64)
+    given = {"offset": 0, "source": ctypes.addressof(source), "nbytes": 8, name: value}
+    with pytest.raises(ValueError if isinstance(value, int) else TypeError) as raised:
+        buffer.fill(*given.values())
+    assert not isinstance(value, int) or re.search(rf"{value}|{value:#x}", str(raised.value))
+    assert bytes(buffer) == bytes(64)
+
+
+@pytest.mark.parametrize("value", [-1, 0, 2**63, 2**64 - 1, 2**200])
+def test_host_memory_of_an_impossible_size_is_refused(value: int) -> None:
+    with pytest.raises(ValueError, match=rf"nbytes must be from 1 to .* not {value}\b"):
+        _core.HostBuffer(value)
+
+
+@pytest.mark.parametrize("value", [-1, 2**31, 2**32, 2**64])
+def test_a_device_number_of_none_is_refused(value: int) -> None:
+    with pytest.raises(ValueError, match=rf"device must be from 0 to .* not {value}\b"):
+        _core.Engine(LIBRARY, value)
 
 
 def test_an_engine_is_not_closed_under_a_call_of_another_thread() -> None:
