@@ -1,5 +1,5 @@
 /* sim_os.h - the only place where the simulator knows its operating system: one lock, one
- * condition, one detached thread. Everything else in csrc/sim is plain C11. */
+ * condition, one detached thread, whether pages exist. Everything else in csrc/sim is plain C11. */
 #ifndef OO_SIM_OS_H
 #define OO_SIM_OS_H
 
@@ -31,12 +31,23 @@ static inline int sim_os_start(sim_os_thread_result(SIM_OS_THREAD *body)(void *)
     CloseHandle(thread);
     return 0;
 }
+static inline int sim_os_mapped(const void *ptr, size_t bytes) {
+    MEMORY_BASIC_INFORMATION pages;
+    for (const char *at = ptr, *end = at + bytes; at < end;
+         at = (const char *)pages.BaseAddress + pages.RegionSize)
+        if (!VirtualQuery(at, &pages, sizeof pages) || pages.State != MEM_COMMIT)
+            return 0;
+    return 1;
+}
 
 #else
 
 #include <errno.h>
 #include <pthread.h>
+#include <stdint.h>
+#include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 typedef pthread_mutex_t sim_lock;
 typedef pthread_cond_t sim_cond;
@@ -66,6 +77,12 @@ static inline int sim_os_start(sim_os_thread_result(SIM_OS_THREAD *body)(void *)
         return 1;
     pthread_detach(thread);
     return 0;
+}
+/* msync refuses pages that are not mapped; of others it writes nothing back here, or files' only.
+ */
+static inline int sim_os_mapped(const void *ptr, size_t bytes) {
+    const uintptr_t into = (uintptr_t)ptr % (uintptr_t)sysconf(_SC_PAGESIZE);
+    return msync((void *)((uintptr_t)ptr - into), bytes + into, MS_ASYNC) == 0;
 }
 
 #endif

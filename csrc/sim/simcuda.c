@@ -136,24 +136,85 @@ static const struct {
 #undef SIM_SYMBOL
 };
 
+/* What a program gets that asks for per-thread default streams: to these calls, stream 0 is the
+ * thread's own. */
+static OOCUstream per_thread(OOCUstream stream) { return stream ? stream : OOCU_STREAM_PER_THREAD; }
+
+#define SIM_PER_THREAD(X)                                                                          \
+    X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2,                                                     \
+      (OOCUdeviceptr dst, const void *src, size_t bytes, OOCUstream stream),                       \
+      (dst, src, bytes, per_thread(stream)))                                                       \
+    X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2,                                                     \
+      (void *dst, OOCUdeviceptr src, size_t bytes, OOCUstream stream),                             \
+      (dst, src, bytes, per_thread(stream)))                                                       \
+    X(cuMemsetD32Async, cuMemsetD32Async,                                                          \
+      (OOCUdeviceptr ptr, unsigned int value, size_t count, OOCUstream stream),                    \
+      (ptr, value, count, per_thread(stream)))                                                     \
+    X(cuStreamGetPriority, cuStreamGetPriority, (OOCUstream stream, int *priority),                \
+      (per_thread(stream), priority))                                                              \
+    X(cuStreamGetFlags, cuStreamGetFlags, (OOCUstream stream, unsigned int *flags),                \
+      (per_thread(stream), flags))                                                                 \
+    X(cuStreamSynchronize, cuStreamSynchronize, (OOCUstream stream), (per_thread(stream)))         \
+    X(cuStreamQuery, cuStreamQuery, (OOCUstream stream), (per_thread(stream)))                     \
+    X(cuStreamWaitEvent, cuStreamWaitEvent,                                                        \
+      (OOCUstream stream, OOCUevent event, unsigned int flags),                                    \
+      (per_thread(stream), event, flags))                                                          \
+    X(cuStreamIsCapturing, cuStreamIsCapturing, (OOCUstream stream, int *status),                  \
+      (per_thread(stream), status))                                                                \
+    X(cuStreamBeginCapture, cuStreamBeginCapture_v2, (OOCUstream stream, int mode),                \
+      (per_thread(stream), mode))                                                                  \
+    X(cuStreamEndCapture, cuStreamEndCapture, (OOCUstream stream, void **graph),                   \
+      (per_thread(stream), graph))                                                                 \
+    X(cuEventRecord, cuEventRecord, (OOCUevent event, OOCUstream stream),                          \
+      (event, per_thread(stream)))                                                                 \
+    X(cuLaunchHostFunc, cuLaunchHostFunc,                                                          \
+      (OOCUstream stream, OOCUhostFn function, void *user_data),                                   \
+      (per_thread(stream), function, user_data))                                                   \
+    X(cuLaunchKernel, cuLaunchKernel,                                                              \
+      (OOCUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,       \
+       unsigned int block_x, unsigned int block_y, unsigned int block_z,                           \
+       unsigned int shared_bytes, OOCUstream stream, void **parameters, void **extra),             \
+      (function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes,                  \
+       per_thread(stream), parameters, extra))
+
+#define SIM_PER_THREAD_CALL(base, symbol, parameters, arguments)                                   \
+    static OOCUresult OOCUDAAPI base##_ptsz parameters { return symbol arguments; }
+SIM_PER_THREAD(SIM_PER_THREAD_CALL)
+#undef SIM_PER_THREAD_CALL
+
+static const struct {
+    const char *name;
+    any_function function;
+} per_thread_symbols[] = {
+#define SIM_SYMBOL(base, symbol, parameters, arguments) {#base, (any_function)base##_ptsz},
+    SIM_PER_THREAD(SIM_SYMBOL)
+#undef SIM_SYMBOL
+};
+
 /* Base names only; an unknown one is SUCCESS with a NULL pointer. A version above the driver's
  * gives the function all the same, as drivers 535 and 550 do. */
 OOCUresult cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags,
                                int *status) {
-    if (!name || !function || flags > 2)
+    enum { PER_THREAD_DEFAULT_STREAM = 2, FIRST_PER_THREAD = 7000 };
+    if (!name || !function || flags > PER_THREAD_DEFAULT_STREAM)
         return OOCU_ERROR_INVALID_VALUE;
-    if (flags == 2)
-        return OOCU_ERROR_NOT_SUPPORTED; /* per-thread default streams */
     int found = SYMBOL_NOT_FOUND;
-    *function = NULL;
+    any_function symbol = NULL;
     for (size_t i = 0; i < sizeof symbols / sizeof symbols[0]; i++) {
         if (strcmp(name, symbols[i].name) != 0)
             continue;
         found = version >= symbols[i].introduced ? 0 : VERSION_NOT_SUFFICIENT;
-        if (!found) /* ISO C has no cast between function and object pointers: copy the bits */
-            memcpy(function, &symbols[i].function, sizeof *function);
+        if (!found)
+            symbol = symbols[i].function;
         break;
     }
+    /* Where there is no variant of its own, it is the one for all. */
+    const int variant = flags == PER_THREAD_DEFAULT_STREAM && version >= FIRST_PER_THREAD;
+    for (size_t i = 0; variant && i < sizeof per_thread_symbols / sizeof *per_thread_symbols; i++)
+        if (symbol && strcmp(name, per_thread_symbols[i].name) == 0)
+            symbol = per_thread_symbols[i].function;
+    /* ISO C has no cast between function and object pointers: copy the bits. */
+    memcpy(function, &symbol, sizeof *function);
     if (status)
         *status = found;
     return OOCU_SUCCESS;
@@ -191,44 +252,97 @@ OOCUresult cuDeviceGetName(char *name, int length, OOCUdevice device) {
     SIM_LEAVE;
 }
 
+/* What differs between the cards of the presets; found by the compute capability. */
+static const struct card {
+    int major, minor;
+    int multiprocessors, threads, blocks, shared_bytes; /* of one multiprocessor */
+    int shared_optin_bytes, copy_engines, bus_bits, ecc;
+} cards[] = {
+    {8, 6, 82, 1536, 16, 102400, 101376, 2, 384, 0},   /* RTX 3090 */
+    {8, 9, 128, 1536, 24, 102400, 101376, 2, 384, 0},  /* RTX 4090 */
+    {12, 0, 170, 1536, 24, 102400, 101376, 2, 512, 0}, /* RTX 5090 */
+    {9, 0, 132, 2048, 32, 233472, 232448, 3, 6144, 1}, /* H200 */
+};
+
+enum { MAX_BLOCK = 1024, MAX_SHARED = 48 << 10 }; /* no call here asks for more shared memory */
+
+/* -1: not known, of this card. */
+static int card_attribute(const struct card *card, int attribute) {
+    switch (attribute) {
+    case 16: /* MULTIPROCESSOR_COUNT */
+        return card->multiprocessors;
+    case 32: /* ECC_ENABLED */
+        return card->ecc;
+    case 37: /* GLOBAL_MEMORY_BUS_WIDTH */
+        return card->bus_bits;
+    case 39: /* MAX_THREADS_PER_MULTIPROCESSOR */
+        return card->threads;
+    case OOCU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT:
+        return card->copy_engines;
+    case 81: /* MAX_SHARED_MEMORY_PER_MULTIPROCESSOR */
+        return card->shared_bytes;
+    case 97: /* MAX_SHARED_MEMORY_PER_BLOCK_OPTIN */
+        return card->shared_optin_bytes;
+    case 106: /* MAX_BLOCKS_PER_MULTIPROCESSOR */
+        return card->blocks;
+    default:
+        return -1;
+    }
+}
+
+/* The same of every card since 2020. */
+static const struct {
+    int attribute, value;
+} attributes[] = {
+    {1, MAX_BLOCK},                                /* MAX_THREADS_PER_BLOCK */
+    {2, 1024},                                     /* MAX_BLOCK_DIM_X, _Y, _Z */
+    {3, 1024},        {4, 64},    {5, 2147483647}, /* MAX_GRID_DIM_X, _Y, _Z */
+    {6, 65535},       {7, 65535}, {8, MAX_SHARED}, /* MAX_SHARED_MEMORY_PER_BLOCK */
+    {9, 65536},                                    /* TOTAL_CONSTANT_MEMORY */
+    {10, 32},                                      /* WARP_SIZE */
+    {11, 2147483647},                              /* MAX_PITCH */
+    {12, 65536},                                   /* MAX_REGISTERS_PER_BLOCK */
+    {15, 1},                                       /* GPU_OVERLAP */
+    {18, 0},                                       /* INTEGRATED */
+    {19, 1},                                       /* CAN_MAP_HOST_MEMORY */
+    {20, 0},                                       /* COMPUTE_MODE: default */
+    {31, 1},                                       /* CONCURRENT_KERNELS */
+    {34, 0},                                       /* PCI_DEVICE_ID */
+    {35, 0},                                       /* TCC_DRIVER */
+    {41, 1},                                       /* UNIFIED_ADDRESSING */
+    {50, 0},                                       /* PCI_DOMAIN_ID */
+    {78, 1},                                       /* STREAM_PRIORITIES_SUPPORTED */
+    {82, 65536},                                   /* MAX_REGISTERS_PER_MULTIPROCESSOR */
+    {91, 1},                                       /* CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM */
+    {99, 1},                                       /* HOST_REGISTER_SUPPORTED */
+    {111, 1024},                                   /* RESERVED_SHARED_MEMORY_PER_BLOCK */
+};
+
+/* What is not known here is refused, rather than told wrong. */
 OOCUresult cuDeviceGetAttribute(int *value, int attribute, OOCUdevice device) {
-    enum {
-        MAX_THREADS_PER_BLOCK = 1,
-        MULTIPROCESSORS = 16,
-        PCI_BUS = 33,
-        UNIFIED_ADDRESSING = 41,
-        LAST = 150
-    };
+    enum { PCI_BUS = 33, LAST = 150 };
     SIM_ENTER(CALL_cuDeviceGetAttribute);
     if (!value || attribute < 1 || attribute > LAST)
         SIM_RETURN(OOCU_ERROR_INVALID_VALUE);
     if (!is_device(device))
         SIM_RETURN(OOCU_ERROR_INVALID_DEVICE);
-    switch (attribute) {
-    case OOCU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT:
-        *value = 2;
-        break;
-    case OOCU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
-        *value = sim.devices[device].compute_major;
-        break;
-    case OOCU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
-        *value = sim.devices[device].compute_minor;
-        break;
-    case MAX_THREADS_PER_BLOCK:
-        *value = 1024;
-        break;
-    case MULTIPROCESSORS:
-        *value = 128;
-        break;
-    case PCI_BUS:
-        *value = 0xF0 + device;
-        break;
-    case UNIFIED_ADDRESSING:
-        *value = 1;
-        break;
-    default:
-        *value = 0;
-    }
+    const int major = sim.devices[device].compute_major, minor = sim.devices[device].compute_minor;
+    int known = -1;
+    for (size_t i = 0; i < sizeof attributes / sizeof attributes[0]; i++)
+        if (attributes[i].attribute == attribute)
+            known = attributes[i].value;
+    for (size_t i = 0; known < 0 && i < sizeof cards / sizeof cards[0]; i++)
+        if (cards[i].major == major && cards[i].minor == minor)
+            known = card_attribute(&cards[i], attribute);
+    if (attribute == OOCU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+        known = major;
+    else if (attribute == OOCU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        known = minor;
+    else if (attribute == PCI_BUS)
+        known = 0xF0 + device;
+    if (known < 0)
+        SIM_RETURN(OOCU_ERROR_NOT_SUPPORTED);
+    *value = known;
     SIM_LEAVE;
 }
 
@@ -395,6 +509,8 @@ OOCUresult cuMemHostRegister_v2(void *ptr, size_t bytes, unsigned int flags) {
     enum { ALL_FLAGS = 15 }; /* PORTABLE, DEVICEMAP, IOMEMORY, READ_ONLY */
     SIM_ENTER(CALL_cuMemHostRegister);
     if (!ptr || !bytes || flags & ~(unsigned)ALL_FLAGS)
+        SIM_RETURN(OOCU_ERROR_INVALID_VALUE);
+    if ((uintptr_t)ptr > UINTPTR_MAX - bytes || !sim_os_mapped(ptr, bytes))
         SIM_RETURN(OOCU_ERROR_INVALID_VALUE);
     if (sim__refuse_registration())
         SIM_RETURN(OOCU_ERROR_OUT_OF_MEMORY);
@@ -982,9 +1098,9 @@ OOCUresult cuEventElapsedTime(float *milliseconds, OOCUevent start_handle, OOCUe
 
 /* ---- modules and kernels ----
  *
- * Images are not looked into. Two kernels are known by name: spin(uint64_t nanoseconds) keeps a
- * stream busy; store(uint64_t address, uint32_t value) writes one word, and fails where there is no
- * memory. */
+ * Of an image only the first bytes are looked at. Two kernels are known by name, in every image:
+ * spin(uint64_t nanoseconds) keeps a stream busy; store(uint64_t address, uint32_t value) writes
+ * one word, and fails where there is no memory. */
 
 enum kernel { KERNEL_SPIN, KERNEL_STORE, KERNELS };
 static const char *const kernel_names[KERNELS] = {"spin", "store"};
@@ -994,10 +1110,41 @@ struct module {
     uint64_t functions[KERNELS]; /* handles; 0 until asked for */
 };
 
+/* A fatbin, an ELF file for CUDA, or the text of PTX. No byte is read beyond the first that is
+ * wrong: nobody says how many there are. */
+static int is_image(const unsigned char *bytes) {
+    static const unsigned char fatbin[] = {0x50, 0xED, 0x55, 0xBA, 1, 0}; /* version 1 */
+    static const unsigned char elf[] = {0x7F, 'E', 'L', 'F', 2, 1}; /* 64 bits, little-endian */
+    enum { ELF_MACHINE = 18, CUDA = 190 };
+    size_t same = 0;
+    while (same < sizeof fatbin && bytes[same] == fatbin[same])
+        same++;
+    if (same == sizeof fatbin)
+        return 1;
+    for (same = 0; same < sizeof elf && bytes[same] == elf[same];)
+        same++;
+    if (same == sizeof elf)
+        return bytes[ELF_MACHINE] == CUDA && bytes[ELF_MACHINE + 1] == 0;
+    const char *text = (const char *)bytes;
+    for (;;) { /* blanks and comments, then the directive that every PTX begins with */
+        text += strspn(text, " \t\r\n");
+        const char *end = NULL;
+        if (text[0] == '/' && text[1] == '/')
+            end = strchr(text, '\n');
+        else if (text[0] == '/' && text[1] == '*' && (end = strstr(text + 2, "*/")) != NULL)
+            end++;
+        if (!end)
+            return strncmp(text, ".version", 8) == 0;
+        text = end + 1;
+    }
+}
+
 OOCUresult cuModuleLoadData(OOCUmodule *out_module, const void *image) {
     SIM_ENTER(CALL_cuModuleLoadData);
     if (!out_module || !image)
         SIM_RETURN(OOCU_ERROR_INVALID_VALUE);
+    if (!is_image(image))
+        SIM_RETURN(OOCU_ERROR_INVALID_IMAGE);
     struct module *module = calloc(1, sizeof *module);
     if (!module)
         SIM_RETURN(OOCU_ERROR_OUT_OF_MEMORY);
@@ -1068,7 +1215,6 @@ OOCUresult cuLaunchKernel(OOCUfunction function, unsigned int grid_x, unsigned i
                           unsigned int grid_z, unsigned int block_x, unsigned int block_y,
                           unsigned int block_z, unsigned int shared_bytes, OOCUstream handle,
                           void **parameters, void **extra) {
-    enum { MAX_BLOCK = 1024, MAX_SHARED = 228 << 10 };
     SIM_ENTER(CALL_cuLaunchKernel);
     struct sim_stream *stream;
     int captured;

@@ -366,6 +366,10 @@ static void a_device_has_attributes(void) {
     OK(cu.cuDeviceGetAttribute(&major, OOCU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 0));
     TRUE(major >= 5);
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuDeviceGetAttribute(&major, -1, 0));
+    int warp = 0, threads = 0;
+    OK(cu.cuDeviceGetAttribute(&warp, 10, 0));
+    OK(cu.cuDeviceGetAttribute(&threads, 1, 0));
+    TRUE(warp == 32 && threads == 1024);
 }
 
 /* ---- contexts ---- */
@@ -516,6 +520,7 @@ static void registrations_may_touch(void) {
 static void registering_nothing_is_refused(void) {
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemHostRegister(NULL, PAGE, 0));
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemHostRegister(pages(), 0, 0));
+    REFUSED(cu.cuMemHostRegister((void *)(uintptr_t)4096, 4096, 0)); /* nothing is mapped so low */
 }
 
 static void only_the_start_of_a_registration_is_unregistered(void) {
@@ -1136,6 +1141,7 @@ static void a_missing_kernel_is_not_found(void) {
     OK(cu.cuModuleLoadData(&module, ptx));
     IS(OOCU_ERROR_NOT_FOUND, cu.cuModuleGetFunction(&function, module, "absent"));
     OK(cu.cuModuleUnload(module));
+    REFUSED(cu.cuModuleLoadData(&module, "no image"));
 }
 
 static void a_kernel_needs_a_grid(void) {

@@ -35,6 +35,166 @@ static void symbols_are_found_by_base_name_and_version(void) {
     IS(OOCU_ERROR_INVALID_VALUE, cu.cuGetProcAddress(NULL, &function, 12000, 1, NULL));
 }
 
+static void *address_of(const char *name, int version, uint64_t flags) {
+    void *function = NULL;
+    OK(cu.cuGetProcAddress(name, &function, version, flags, NULL));
+    return function;
+}
+
+/* Flag 2: calls on streams have a variant to which stream 0 is the thread's own; others are the
+ * same for all. */
+static void per_thread_default_streams_can_be_asked_for(void) {
+    static const char *const on_streams[] = {
+        "cuMemcpyHtoDAsync",   "cuMemcpyDtoHAsync",    "cuMemsetD32Async",   "cuStreamGetPriority",
+        "cuStreamGetFlags",    "cuStreamSynchronize",  "cuStreamQuery",      "cuStreamWaitEvent",
+        "cuStreamIsCapturing", "cuStreamBeginCapture", "cuStreamEndCapture", "cuEventRecord",
+        "cuLaunchHostFunc",    "cuLaunchKernel",
+    };
+    enum { ON_STREAMS = sizeof on_streams / sizeof on_streams[0] };
+    static const char *const all[] = {
+#define ROW(name, introduced, need, parameters) #name,
+        OO_DRIVER_CALLS(ROW)
+#undef ROW
+    };
+    void *legacy[ON_STREAMS], *own[ON_STREAMS];
+    for (int i = 0; i < ON_STREAMS; i++) {
+        legacy[i] = address_of(on_streams[i], 12000, 1);
+        own[i] = address_of(on_streams[i], 12000, 2);
+        CHECK(own[i] && own[i] != legacy[i], "%s", on_streams[i]);
+        CHECK(address_of(on_streams[i], 12000, 0) == legacy[i], "%s by default", on_streams[i]);
+    }
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        int has_own = 0;
+        for (int j = 0; j < ON_STREAMS; j++)
+            has_own |= strcmp(all[i], on_streams[j]) == 0;
+        CHECK(has_own || address_of(all[i], 12000, 2) == address_of(all[i], 12000, 1),
+              "%s has no variant", all[i]);
+    }
+    CHECK(address_of("cuStreamQuery", 6000, 2) == legacy[6], "before there were such streams");
+    CHECK(!address_of("cuStreamQuery", 1000, 2), "below the version it was introduced at");
+    CHECK(!address_of("cuFlyToTheMoon", 12000, 2), "no such call");
+    void *function;
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuGetProcAddress("cuStreamQuery", &function, 12000, 3, NULL));
+
+    /* A held non-blocking stream's work is in nobody's way; work on the thread's own stream is what
+     * its variants see, and the legacy ones do when asked about handle 2. */
+    sim_test_begin(SIM_TIMED, 0);
+    struct sim_library mine = cu;
+    memcpy(&mine.cuMemsetD32Async, &own[2], sizeof own[2]);
+    memcpy(&mine.cuStreamSynchronize, &own[5], sizeof own[5]);
+    memcpy(&mine.cuStreamQuery, &own[6], sizeof own[6]);
+    memcpy(&mine.cuStreamIsCapturing, &own[8], sizeof own[8]);
+    memcpy(&mine.cuEventRecord, &own[11], sizeof own[11]);
+    const OOCUdeviceptr device = device_bytes(1 << 20);
+    OOCUevent event = new_event();
+    OK(mine.cuMemsetD32Async(device, 7, 1 << 18, NULL));
+    IS(OOCU_ERROR_NOT_READY, mine.cuStreamQuery(NULL));
+    IS(OOCU_ERROR_NOT_READY, cu.cuStreamQuery(OOCU_STREAM_PER_THREAD));
+    OK(mine.cuEventRecord(event, NULL));
+    IS(OOCU_ERROR_NOT_READY, cu.cuEventQuery(event));
+    OK(mine.cuStreamSynchronize(NULL));
+    OK(cu.cuEventQuery(event));
+    CHECK(((const uint32_t *)device)[0] == 7, "not set");
+    /* One that is named stays the one that is named. */
+    OOCUstream stream = new_stream();
+    OK(mine.cuMemsetD32Async(device, 8, 1 << 18, stream));
+    OK(mine.cuStreamQuery(NULL));
+    IS(OOCU_ERROR_NOT_READY, mine.cuStreamQuery(stream));
+    OK(mine.cuStreamSynchronize(stream));
+    OK(cu.cuStreamDestroy(stream));
+    OK(cu.cuEventDestroy(event));
+    OK(cu.cuMemFree(device));
+    sim_test_end();
+}
+
+/* Each preset is a card that exists: what is told of it is true, and what is not known is an error.
+ */
+static void attributes_are_those_of_the_card(void) {
+    static const struct {
+        const char *preset;
+        int attribute, value;
+    } rows[] = {
+        {"rtx3090", 16, 82},     {"rtx4090", 16, 128},  {"rtx5090", 16, 170},
+        {"h200", 16, 132},       {"rtx3090", 39, 1536}, {"rtx4090", 39, 1536},
+        {"rtx5090", 39, 1536},   {"h200", 39, 2048},    {"rtx3090", 40, 2},
+        {"rtx4090", 40, 2},      {"rtx5090", 40, 2},    {"h200", 40, 3},
+        {"rtx3090", 75, 8},      {"rtx4090", 75, 8},    {"rtx5090", 75, 12},
+        {"h200", 75, 9},         {"rtx3090", 76, 6},    {"rtx4090", 76, 9},
+        {"rtx5090", 76, 0},      {"h200", 76, 0},       {"rtx3090", 32, 0},
+        {"h200", 32, 1},         {"rtx3090", 37, 384},  {"h200", 37, 6144},
+        {"rtx3090", 81, 102400}, {"h200", 81, 233472},  {"rtx3090", 97, 101376},
+        {"h200", 97, 232448},    {"rtx3090", 106, 16},  {"rtx4090", 106, 24},
+        {"rtx5090", 106, 24},    {"h200", 106, 32},
+    };
+    struct sim_device original, device;
+    int value;
+    OK(cu.simReset());
+    OK(cu.cuInit(0));
+    OK(cu.simGetDevice(0, &original));
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        OK(cu.simPreset(rows[i].preset, &device));
+        OK(cu.simSetDevice(0, &device));
+        OK(cu.cuDeviceGetAttribute(&value, rows[i].attribute, 0));
+        CHECK(value == rows[i].value, "%s: attribute %d is %d", rows[i].preset, rows[i].attribute,
+              value);
+        OK(cu.cuDeviceGetAttribute(&value, 10, 0));
+        CHECK(value == 32, "a warp of %d", value);
+        OK(cu.cuDeviceGetAttribute(&value, 1, 0));
+        CHECK(value == 1024, "blocks of %d", value);
+    }
+    value = 77;
+    IS(OOCU_ERROR_NOT_SUPPORTED, cu.cuDeviceGetAttribute(&value, 13, 0)); /* clock rate */
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuDeviceGetAttribute(&value, 0, 0));
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuDeviceGetAttribute(&value, 151, 0));
+    IS(OOCU_ERROR_INVALID_DEVICE, cu.cuDeviceGetAttribute(&value, 10, 9));
+    device.compute_major = 7; /* a card that nobody knows */
+    OK(cu.simSetDevice(0, &device));
+    IS(OOCU_ERROR_NOT_SUPPORTED, cu.cuDeviceGetAttribute(&value, 16, 0));
+    CHECK(value == 77, "written all the same");
+    OK(cu.cuDeviceGetAttribute(&value, 10, 0));
+    OK(cu.simSetDevice(0, &original));
+    OK(cu.simReset());
+}
+
+static void memory_that_is_not_mapped_cannot_be_registered(void) {
+    enum { PAGE = 4096 };
+    sim_test_begin(SIM_TIMED, 0);
+    char *pages = oo__pages_map(4 * PAGE);
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemHostRegister((void *)(uintptr_t)PAGE, PAGE, 0));
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemHostRegister((void *)(UINTPTR_MAX - PAGE), 2 * PAGE, 0));
+    OK(cu.cuMemHostRegister(pages + 100, 3 * PAGE, 0)); /* no page need begin there */
+    OK(cu.cuMemHostUnregister(pages + 100));
+    oo__pages_unmap(pages, 4 * PAGE);
+    IS(OOCU_ERROR_INVALID_VALUE, cu.cuMemHostRegister(pages, 4 * PAGE, 0));
+    sim_test_end();
+}
+
+static void what_is_no_image_is_refused(void) {
+    static const unsigned char fatbin[16] = {0x50, 0xED, 0x55, 0xBA, 1, 0, 16};
+    static const unsigned char other_version[16] = {0x50, 0xED, 0x55, 0xBA, 2, 0, 16};
+    unsigned char elf[64] = {0x7F, 'E', 'L', 'F', 2, 1, 1};
+    unsigned char host_elf[64] = {0x7F, 'E', 'L', 'F', 2, 1, 1};
+    elf[18] = 190;     /* for CUDA */
+    host_elf[18] = 62; /* for x86-64 */
+    const void *const images[] = {fatbin, elf, ".version 8.0\n.target sm_80",
+                                  "// made by\n/* hand **/ \t\r\n.version 7.0"};
+    const void *const others[] = {
+        other_version, host_elf,  "",          "any image",       "\x7f",
+        "\x50\xED",    "// only", "/* no end", "// .version 7.0", "/x\n.version 7.0"};
+    OOCUmodule module = NULL;
+    sim_test_begin(SIM_TIMED, 0);
+    for (size_t i = 0; i < sizeof images / sizeof images[0]; i++) {
+        OK(cu.cuModuleLoadData(&module, images[i]));
+        OK(cu.cuModuleUnload(module));
+    }
+    for (size_t i = 0; i < sizeof others / sizeof others[0]; i++)
+        IS(OOCU_ERROR_INVALID_IMAGE, cu.cuModuleLoadData(&module, others[i]));
+    struct sim_live live;
+    cu.simGetLive(&live);
+    CHECK(live.modules == 0, "%llu modules", (unsigned long long)live.modules);
+    sim_test_end();
+}
+
 static void before_init_only_the_first_calls_work(void) {
     int count, version;
     const char *text;
@@ -334,7 +494,7 @@ static void the_spin_kernel_keeps_a_stream_busy(void) {
     OOCUfunction function;
     uint64_t ns = 1000000;
     void *parameters[] = {&ns};
-    OK(cu.cuModuleLoadData(&module, "image"));
+    OK(cu.cuModuleLoadData(&module, ".version 7.0"));
     IS(OOCU_ERROR_NOT_FOUND, cu.cuModuleGetFunction(&function, module, "no such kernel"));
     OK(cu.cuModuleGetFunction(&function, module, "spin"));
     const double start_s = cu.simNow();
@@ -374,6 +534,10 @@ int main(int argc, char **argv) {
     sim_test_open(argc, argv);
     symbols_are_found_by_base_name_and_version();
     before_init_only_the_first_calls_work();
+    per_thread_default_streams_can_be_asked_for();
+    attributes_are_those_of_the_card();
+    memory_that_is_not_mapped_cannot_be_registered();
+    what_is_no_image_is_refused();
     contexts();
     two_devices_are_two();
     host_memory();

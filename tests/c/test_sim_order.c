@@ -605,8 +605,33 @@ static uint64_t random_copies(int schedule, uint64_t seed) {
     return hash;
 }
 
+/* Whoever asks, and goes on whatever the answer is, is reported where it was "not ready" alone:
+ * what the answer is depends on the schedule, and a query that succeeds is order. */
+static void a_race_behind_a_query_is_reported_where_it_said_not_ready(void) {
+    int answers = 0;
+    for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
+        sim_test_begin(schedule, 1);
+        const OOCUdeviceptr device = device_bytes(1 << 20);
+        void *host = host_bytes(1 << 20);
+        OOCUstream stream = new_stream();
+        OK(cu.cuMemcpyHtoDAsync(device, host, 1 << 20, stream));
+        const OOCUresult answer = cu.cuStreamQuery(stream);
+        OK(cu.simHostAccess(host, 1 << 20, 1));
+        CHECK((answer == OOCU_ERROR_NOT_READY) == (reports_of("race:") == 1), "%s: %d",
+              schedule_names[schedule], answer);
+        answers |= answer == OOCU_SUCCESS ? 1 : 2;
+        OK(cu.cuStreamSynchronize(stream));
+        OK(cu.cuStreamDestroy(stream));
+        OK(cu.cuMemFreeHost(host));
+        OK(cu.cuMemFree(device));
+        sim_test_end();
+    }
+    CHECK(answers == 3, "one answer on all schedules: nothing was shown");
+}
+
 int main(int argc, char **argv) {
     sim_test_open(argc, argv);
+    a_race_behind_a_query_is_reported_where_it_said_not_ready();
     every_schedule_finds_every_missing_wait();
     without_the_detector_the_reports_stop();
     a_report_names_everything();

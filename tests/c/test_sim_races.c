@@ -277,7 +277,7 @@ static void begin(struct program *p, int schedule, uint64_t seed, uint64_t progr
     for (int i = 0; i < BLOCKS; i++)
         p->blocks[i] = device_bytes(CELLS * CELL);
     p->host = host_bytes(CELLS * CELL);
-    OK(cu.cuModuleLoadData(&p->module, "any image"));
+    OK(cu.cuModuleLoadData(&p->module, ".version 7.0"));
     OK(cu.cuModuleGetFunction(&p->store, p->module, "store"));
     for (int i = 0; i < ACTORS; i++)
         p->last[i] = -1;
