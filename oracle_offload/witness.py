@@ -127,6 +127,11 @@ class Witness(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile trace under the mode; what the compiled graph runs is seen here."""
+        return True
+
     def __init__(self, *, strict: bool = True, declare: bool = True, clock: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.strict = strict
@@ -303,76 +308,85 @@ def _declare(reads: list[tuple[int, int, Any]], writes: list[tuple[int, int, Any
 # ---- the first forward ----
 
 _MAX_ENTRIES = 16  # calls of parts of a model that are watched where the model itself is not called
+# Models whose first forward is to come, each with how many calls of its parts were watched.
 _watched: weakref.WeakKeyDictionary[MemoryManager, int] = weakref.WeakKeyDictionary()
-_watch_hooks: list[Any] = []
-_watch_lock = threading.Lock()  # protects _watch_hooks and _open_watches
-_open_watches: set[int] = set()  # threads inside a watched call: they need the hooks to its end
+_watch_hook: Any = None
+_watch_lock = threading.Lock()  # protects _watched and _watch_hook
 _watching = threading.local()
 
 
-def watch_first_forward(manager: MemoryManager) -> None:
+def watch_first_forward(manager: MemoryManager, entries: int = 0) -> None:
     """Run the first forward of an attached model under a strict witness that declares nothing.
 
     Where the model is used through its parts (an autoencoder's ``encode``), the first calls of
-    parts are watched instead. The hooks that do it are torch's global ones: hooks on the model
-    would be copied and pickled with it. They are gone after that forward.
+    parts are watched instead. What waits for that forward is torch's global hook: a hook on the
+    model would be copied and pickled with it. It is gone while the forward runs, and after it:
+    torch.compile traces hooks, and compiles again when they have changed.
 
     Backward needs no watch: it reads a master only if forward saved it, and the operator that did
     so was seen.
+
+    Parameters
+    ----------
+    manager : MemoryManager
+        The attached model.
+    entries : int
+        How many calls of its parts were watched already.
     """
     with _watch_lock:
-        _watched[manager] = 0
-        if not _watch_hooks:
-            modules = torch.nn.modules.module
-            _watch_hooks.extend(
-                (
-                    modules.register_module_forward_pre_hook(torch.compiler.disable(_begin_watch)),
-                    modules.register_module_forward_hook(
-                        torch.compiler.disable(_end_watch), always_call=True
-                    ),
-                )
-            )
+        _watched[manager] = entries
+        _update_watch_hook()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _begin_watch(module: nn.Module, args: Any) -> None:
     if getattr(_watching, "module", None) is not None:
         return
     for manager in list(_watched):
         if manager.contains(module):
             with _watch_lock:
-                if not _watch_hooks:
-                    return  # another thread has just ended the watch
-                _open_watches.add(threading.get_ident())
-            _watching.module, _watching.manager = module, manager
+                entries = _watched.pop(manager, None)
+                _update_watch_hook()
+            if entries is None:
+                return  # another thread watches it
+            _watching.module, _watching.manager, _watching.entries = module, manager, entries
+            _watching.hook = module.register_forward_hook(_end_watch, always_call=True)
             _watching.witness = Witness(declare=False)
             _watching.witness.__enter__()
             return
 
 
+# Another model may be waiting for its first forward. A graph break in the hook would keep what lies
+# around every module out of the graphs; to torch.compile it is nothing.
+torch.compiler.substitute_in_graph(_begin_watch, skip_signature_check=True)(lambda *args: None)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _end_watch(module: nn.Module, args: Any, output: Any) -> None:
     if getattr(_watching, "module", None) is not module:
         return
     manager: MemoryManager = _watching.manager
-    _watching.module = None
+    _watching.module = _watching.manager = None
+    _watching.hook.remove()
     _watching.witness.__exit__(None, None, None)
-    with _watch_lock:
-        _open_watches.discard(threading.get_ident())
-        if output is not None and manager in _watched:
-            _watched[manager] += 1
-            if manager.is_root(module) or _watched[manager] >= _MAX_ENTRIES:
-                del _watched[manager]
-        _remove_watch_hooks()
+    entries = _watching.entries + (output is not None)
+    done = output is not None and (manager.is_root(module) or entries >= _MAX_ENTRIES)
+    if not done and manager.finalizer.alive:
+        watch_first_forward(manager, entries)
 
 
 def end_watch(manager: MemoryManager) -> None:
     """Stop watching a model: its first forward has ended, or it was detached."""
     with _watch_lock:
         _watched.pop(manager, None)
-        _remove_watch_hooks()
+        _update_watch_hook()
 
 
-def _remove_watch_hooks() -> None:
-    if not _watched and not _open_watches:
-        for hook in _watch_hooks:
-            hook.remove()
-        _watch_hooks.clear()
+def _update_watch_hook() -> None:
+    """Have the global hook exactly as long as a model waits for its first forward."""
+    global _watch_hook
+    if _watched and _watch_hook is None:
+        _watch_hook = torch.nn.modules.module.register_module_forward_pre_hook(_begin_watch)
+    elif not _watched and _watch_hook is not None:
+        _watch_hook.remove()
+        _watch_hook = None
