@@ -17,6 +17,7 @@ from . import _core, masters, selection
 from .autocast import StandIns
 from .devices import DeviceState, Segment, close_if_unused, open_state, parse_device
 from .errors import DriverError, OffloadError
+from .foreign_hooks import refuse_weight_movers
 from .manager_modules import HANDLE, Layer, is_managed, layer_type, swap_in, swap_out
 from .progress import DelayedBar
 from .selection import Leaf, group_units, wrapper_of
@@ -413,6 +414,7 @@ def attach(
             f"{type(module).__name__} is attached already; detach it first (MemoryManager.detach)."
         )
     where = parse_device(device)
+    refuse_weight_movers(module)
     chosen = selection.select(module, ignore_modules)
     units = group_units(chosen.leaves)
     sizes = [masters.unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units]

@@ -586,18 +586,36 @@ def managed_class(base: Any) -> Any:
     return made
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether ``module.forward`` was set to the class's own: what removing a hook leaves behind."""
+    forward = module.__dict__.get("forward")
+    base: Any = getattr(type(module), "_oracle_offload_base", type(module))
+    return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) in (
+        base.forward,
+        managed_class(base).forward,
+    )
+
+
 def swap_in(module: nn.Module, layer: Layer) -> None:
     """Make `module` a managed one."""
+    _follow_class(module)
     module.__dict__[HANDLE] = layer
     module.__class__ = managed_class(cast("Any", type(module)))
 
 
 def swap_out(module: nn.Module) -> None:
     """Undo `swap_in`."""
+    _follow_class(module)
     module.__dict__.pop(HANDLE, None)
     base = getattr(type(module), "_oracle_offload_base", None)
     if base is not None:
         module.__class__ = base
+
+
+def _follow_class(module: nn.Module) -> None:
+    """Drop an own forward from the instance: it would hide that of the class to come."""
+    if has_own_forward(module):
+        del module.__dict__["forward"]
 
 
 def is_managed(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import OffloadError
-from .manager_modules import is_dense, is_managed, layer_type
+from .manager_modules import has_own_forward, is_dense, is_managed, layer_type
 from .masters import unit_bytes
 from .sizes import KIB, MIB
 
@@ -203,7 +203,8 @@ def _unfit(module: nn.Module, ignored_tensors: set[int]) -> str:
             return f"'{key}' is named in ignore_modules"
     if module._parameters.get("bias") is None and getattr(module, "bias", None) is not None:
         return "its bias is computed, not a parameter"
-    if "forward" in module.__dict__ and wrapper_of(module) is None:
+    replaced = "forward" in module.__dict__ and not has_own_forward(module)
+    if replaced and wrapper_of(module) is None:
         return "its forward was replaced"
     return ""
 
