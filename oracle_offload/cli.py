@@ -54,27 +54,27 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run_doctor(args: argparse.Namespace) -> int:
     """Print one page of checks; exit with 3 when one of them is bad."""
-    import os
-
     from .doctor import examine
     from .doctor.report import write_text
+    from .terminal import FileError, naming
 
     if sys.stderr.isatty():
         print("examining, which imports torch once ...", end="\r", file=sys.stderr, flush=True)
     report = examine(aitoolkit=args.aitoolkit)
     if sys.stderr.isatty():
         print(" " * 40, end="\r", file=sys.stderr, flush=True)
-    if args.html:
-        try:
-            with open(args.html, "w", encoding="utf-8") as file:
+    try:
+        if args.html:
+            with naming("write", args.html), open(args.html, "w", encoding="utf-8") as file:
                 file.write(report.to_html())
-        except OSError as error:
-            print(f"cannot write {args.html}: {error.strerror}", file=sys.stderr)
-            return EXIT_ERROR
-    if args.json:
-        print(report.to_json(), end="")
-    else:
-        write_text(report, sys.stdout, os.environ)
+        with naming("write", "standard output"):
+            if args.json:
+                print(report.to_json(), end="", flush=True)
+            else:
+                write_text(report, sys.stdout)
+    except FileError as problem:
+        print(problem, file=sys.stderr)
+        return EXIT_ERROR
     return EXIT_CHECK_FAILED if report.verdict == "bad" else EXIT_OK
 
 
@@ -104,5 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
+    except BrokenPipeError:  # whoever read the output has gone, and need not hear of the rest
+        import os
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TextIO
 
+from ..terminal import put, wants_color
 from .finding import VERDICTS, Finding, worst
 
 SCHEMA = "oracle_offload/doctor/1"
@@ -149,14 +149,10 @@ def _wrap(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
-def write_text(report: DoctorReport, stream: TextIO, environ: Mapping[str, str]) -> None:
+def write_text(report: DoctorReport, stream: TextIO) -> None:
     """Write the text to `stream`, in colour only to a terminal that wants it."""
     import shutil
 
-    terminal = stream.isatty()
-    colour = terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
-    width = shutil.get_terminal_size((_WIDTH, 24)).columns if terminal else _WIDTH
-    text = report.to_text(width=width, colour=colour)
-    # A path on this machine may hold what the terminal's encoding does not.
-    encoding = stream.encoding or "utf-8"
-    stream.write(text.encode(encoding, "replace").decode(encoding))
+    width = shutil.get_terminal_size((_WIDTH, 24)).columns if stream.isatty() else _WIDTH
+    put(stream, report.to_text(width=width, colour=wants_color(stream)))
+    stream.flush()

@@ -22,6 +22,7 @@ from .hooks import (
     unload_ipython_extension,
 )
 from .parse import find
+from .reading import decode
 from .report import OomReport
 from .templates import NAMED
 
@@ -134,13 +135,6 @@ def _expandable(env: Mapping[str, str]) -> bool | None:
         if "expandable_segments:false" in setting:
             return False
     return None
-
-
-def decode(raw: bytes) -> str:
-    """Return a log as text: UTF-8, or UTF-16 where a byte order mark says so (PowerShell's `>`)."""
-    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return raw.decode("utf-16", "replace")
-    return raw.decode("utf-8-sig", "replace")
 
 
 def _chain(error: BaseException) -> list[BaseException]:

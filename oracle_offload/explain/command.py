@@ -1,37 +1,48 @@
-"""The command `explain`: a log file or standard input, at once or while it is written."""
+"""The command `explain`: a log file, a pipe or standard input, at once or while it is written."""
 
 from __future__ import annotations
 
 import codecs
 import os
+import queue
+import stat
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from typing import IO, TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from typing import IO, TYPE_CHECKING, Any
 
-from . import _explain, decode
-from .report import OomReport, put, wants_color
+from ..terminal import FileError, naming, printable, put, wants_color
+from . import _explain
+from .history import read_history
+from .reading import read_excerpt
+from .report import OomReport
 
 if TYPE_CHECKING:
     import argparse
 
-# Of a longer log only the end is read: an error stands where the log ends.
-MOST_BYTES = 64 << 20
+    History = str | Iterable[Mapping[str, Any]] | None
+
 # While following, this much of the past is kept as context.
 KEEP_CHARS = 256 * 1024
 POLL_S = 0.2
 # A message of several lines may arrive in pieces: it is read once nothing came for this long.
 QUIET_S = 0.3
 LONGEST_WAIT_S = 2.0
+_STDIN = "standard input"
 
 
 def run(args: argparse.Namespace, found: int, error: int, nothing: int) -> int:
     """Run the command; return one of the three exit codes given."""
     try:
+        history: History = args.history
         if args.history is not None:
-            with open(args.history, "rb"):
-                pass
-        reports = _followed(args.log, args.history) if args.follow else _once(args)
+            with naming("read", args.history):
+                records = read_history(args.history)
+                # A file that is followed grows; a pipe can be read but once.
+                if not (args.follow and os.path.isfile(args.history)):
+                    history = records
+        reports = _followed(args.log, history) if args.follow else _once(args.log, history)
         seen = False
         try:
             for report in reports:
@@ -41,56 +52,49 @@ def run(args: argparse.Namespace, found: int, error: int, nothing: int) -> int:
             if not args.follow:
                 raise
         return found if seen else nothing
-    except BrokenPipeError:
-        raise
-    except OSError as problem:
-        print(f"cannot read or write {problem.filename}: {problem.strerror}", file=sys.stderr)
+    except FileError as problem:
+        print(problem, file=sys.stderr)
         return error
 
 
-def _once(args: argparse.Namespace) -> Iterator[OomReport]:
-    if args.log == "-":
-        text = decode(_read_end(sys.stdin.buffer))
-    else:
-        with open(args.log, "rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - MOST_BYTES))
-            text = decode(log.read())
-    yield _explain(text, args.history, None)
+def _once(path: str, history: History) -> Iterator[OomReport]:
+    name = _STDIN if path == "-" else path
+    with naming("read", name), _opened(path) as log:
+        excerpt = read_excerpt(log)
+    if excerpt.note:
+        print(f"{printable(name)}: {excerpt.note}", file=sys.stderr)
+    yield _explain(excerpt.text, history, None)
 
 
-def _read_end(stream: IO[bytes]) -> bytes:
-    """Return the last `MOST_BYTES` of a stream of any length."""
-    kept = b""
-    while piece := stream.read(1 << 20):
-        kept += piece
-        if len(kept) > 2 * MOST_BYTES:
-            kept = kept[-MOST_BYTES:]
-    return kept[-MOST_BYTES:]
+def _opened(path: str) -> IO[bytes]:
+    # Closing what stands for standard input leaves the descriptor open.
+    return open(0, "rb", closefd=False) if path == "-" else open(path, "rb")
 
 
 def _show(report: OomReport, args: argparse.Namespace) -> None:
     if args.html:
-        with open(args.html, "w", encoding="utf-8") as page:
+        with naming("write", args.html), open(args.html, "w", encoding="utf-8") as page:
             page.write(report.to_html())
-    if args.json:
-        put(sys.stdout, report.to_json(indent=None if args.follow else 2) + "\n")
-    else:
-        width = 100
-        if sys.stdout.isatty():
-            from shutil import get_terminal_size
+    with naming("write", "standard output"):
+        if args.json:
+            put(sys.stdout, report.to_json(indent=None if args.follow else 2) + "\n")
+        else:
+            width = 100
+            if sys.stdout.isatty():
+                from shutil import get_terminal_size
 
-            width = get_terminal_size().columns
-        color = wants_color(sys.stdout)
-        put(sys.stdout, report.to_text(width=width, color=color, all_fixes=args.all))
-        if args.follow:
-            sys.stdout.write("\n")
-    sys.stdout.flush()
+                width = get_terminal_size().columns
+            color = wants_color(sys.stdout)
+            put(sys.stdout, report.to_text(width=width, color=color, all_fixes=args.all))
+            if args.follow:
+                sys.stdout.write("\n")
+        sys.stdout.flush()
 
 
 class Follower:
     """Explain each new message of a text that arrives in pieces, once it has come to rest."""
 
-    def __init__(self, history: str | None = None) -> None:
+    def __init__(self, history: History = None) -> None:
         self.history = history
         self.text = ""
         self.explained = 0  # an offset into `text`: what stands before it is only context
@@ -110,14 +114,15 @@ class Follower:
         return report if report.found else None
 
 
-def _followed(path: str, history: str | None) -> Iterator[OomReport]:
-    """Yield a report for each burst of messages; ends with the input, or never for a file."""
+def _followed(path: str, history: History) -> Iterator[OomReport]:
+    """Yield a report for each burst of messages; ends with a pipe, never for a file."""
     follower = Follower(history)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     first_new = last_new = None
     for piece in _pieces(path):
         now = time.monotonic()
         if piece:
-            follower.feed(piece)
+            follower.feed(decoder.decode(piece))
             last_new = now
             first_new = first_new if first_new is not None else now
         ended = piece is None
@@ -130,39 +135,61 @@ def _followed(path: str, history: str | None) -> Iterator[OomReport]:
                     yield report
 
 
-def _pieces(path: str) -> Iterator[str | None]:
-    """Yield text as it arrives, "" while nothing comes, None at the end of standard input."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    if path == "-":
-        stream = sys.stdin.buffer
-        while piece := getattr(stream, "read1", stream.read)(1 << 16):
-            yield decoder.decode(piece)
-        yield None
-        return
-    log: IO[bytes] | None = open(path, "rb")  # noqa: SIM115  (reopened when the log is rotated)
-    try:
-        while True:
-            piece = log.read(1 << 20) if log is not None else b""
-            if piece:
-                yield decoder.decode(piece)
-                continue
-            log = _reopened(path, log)
-            yield ""
-            time.sleep(POLL_S)
-    finally:
-        if log is not None:
+def _pieces(path: str) -> Iterator[bytes | None]:
+    """Yield bytes as they arrive, b"" while nothing comes, None at the end of a pipe."""
+    with naming("read", _STDIN if path == "-" else path):
+        log = _opened(path)
+        try:
+            if path == "-" or not stat.S_ISREG(os.fstat(log.fileno()).st_mode):
+                yield from _streamed(log.fileno())
+                return
+            while True:
+                if piece := log.read(1 << 20):
+                    yield piece
+                    continue
+                log = _reopened(path, log)
+                yield b""
+                time.sleep(POLL_S)
+        finally:
             log.close()
 
 
-def _reopened(path: str, log: IO[bytes] | None) -> IO[bytes] | None:
+def _streamed(descriptor: int) -> Iterator[bytes | None]:
+    """Read what cannot be polled on every system in a thread, so that silence is noticed."""
+    arrived: queue.Queue[bytes | OSError] = queue.Queue(maxsize=4)
+
+    def read() -> None:
+        piece: bytes | OSError = b"."
+        while piece and not isinstance(piece, OSError):
+            try:
+                # The descriptor and not the buffered file: its lock would be held at exit.
+                piece = os.read(descriptor, 1 << 16)
+            except OSError as error:
+                piece = error
+            arrived.put(piece)
+
+    threading.Thread(target=read, name="oracle_offload explain", daemon=True).start()
+    while True:
+        try:
+            piece = arrived.get(timeout=POLL_S)
+        except queue.Empty:
+            yield b""
+            continue
+        if isinstance(piece, OSError):
+            raise piece
+        yield piece or None
+        if not piece:
+            return
+
+
+def _reopened(path: str, log: IO[bytes]) -> IO[bytes]:
     """Return the log to read on: the same, or anew where it was replaced, cut short or removed."""
     try:
         now = os.stat(path)
     except OSError:
         return log  # gone for the moment: what is open may still grow
-    if log is not None:
-        held = os.fstat(log.fileno())
-        if (held.st_ino, held.st_dev) == (now.st_ino, now.st_dev) and now.st_size >= log.tell():
-            return log
-        log.close()
+    held = os.fstat(log.fileno())
+    if (held.st_ino, held.st_dev) == (now.st_ino, now.st_dev) and now.st_size >= log.tell():
+        return log
+    log.close()
     return open(path, "rb")

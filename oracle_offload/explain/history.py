@@ -17,6 +17,7 @@ from os import PathLike, fspath
 from typing import Any, NamedTuple
 
 from .facts import MiB, compiled
+from .reading import read_excerpt
 
 Record = Mapping[str, Any]
 
@@ -51,15 +52,16 @@ def read_history(source: str | PathLike[str] | Iterable[Record]) -> list[dict[st
         return [dict(record) for record in source if isinstance(record, Mapping)][-MOST_RECORDS:]
     import json
 
+    with open(fspath(source), "rb") as file:
+        text = read_excerpt(file).text
     records: list[dict[str, Any]] = []
-    with open(fspath(source), encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                records.append(record)
+    for line in text.split("\n"):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            records.append(record)
     return records[-MOST_RECORDS:]
 
 

@@ -21,7 +21,8 @@ from os import PathLike
 from types import TracebackType
 from typing import IO, Any
 
-from .report import OomReport, put, wants_color
+from ..terminal import put, wants_color
+from .report import OomReport
 
 # The first line of the note: by it an exception that was explained once is known again.
 HEADING = "-- oracle_offload explain "

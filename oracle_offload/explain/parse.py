@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..terminal import printable
 from .facts import SIZE, UNLIMITED, Fact, compiled, parse_size
 from .templates import NAMED, PROOF, TEMPLATES, Template
 
@@ -288,12 +289,12 @@ def _line_start(text: str, position: int) -> int:
 
 
 def quote(text: str, position: int, length: int, before: int = 140, after: int = 160) -> str:
-    """Return the line around `position`, without colours; a long one is cut on both sides."""
+    """Return the line around `position`, printable; a long one is cut on both sides."""
     start = _line_start(text, position)
     stop = text.find("\n", position, position + length + LINE_REACH)
     stop = min(len(text), position + length + LINE_REACH) if stop < 0 else stop
     low, high = max(start, position - before), min(stop, position + length + after)
-    line = compiled(_ANSI).sub("", text[low:high]).translate(_EDGES).strip()
+    line = printable(text[low:high].translate(_EDGES)).strip()
     return ("…" if low > start else "") + line + ("…" if high < stop else "")
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 from .cause import Cause, where
 from .facts import FACT_TITLES, Fact, format_size
@@ -169,7 +168,7 @@ class OomReport:
         width : int
             Columns; clamped to 60..100.
         color : bool
-            Use ANSI colours. See `wants_color`.
+            Use ANSI colours. See `terminal.wants_color`.
         all_fixes : bool
             List every fix instead of the first three.
         """
@@ -215,7 +214,7 @@ class OomReport:
         if self.finding is not None:
             line = f"line {self.finding.line}" if self.finding.line else "read from"
             out += ["", f"{dim}{line}:{off}"]
-            block(_printable(self.finding.quote), "  ", "  ")
+            block(self.finding.quote, "  ", "  ")
             if self.finding.template.says != self.cause.why:
                 block(self.finding.template.says, "  ", "  ")
         if len(self.findings) > 1:
@@ -242,29 +241,6 @@ class OomReport:
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         # IPython on a terminal: the whole report, not the one-line repr.
         printer.text(repr(self) if cycle else self.to_text())
-
-
-def wants_color(stream: IO[str]) -> bool:
-    """Return whether to colour what is written to `stream`: a terminal, and no NO_COLOR."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return False
-    try:
-        return stream.isatty()
-    except (AttributeError, ValueError):
-        return False
-
-
-def put(stream: IO[str], text: str) -> None:
-    """Write `text` to a stream, with question marks for what its encoding cannot hold."""
-    try:
-        stream.write(text)
-    except UnicodeEncodeError:
-        encoding = getattr(stream, "encoding", None) or "ascii"
-        stream.write(text.encode(encoding, "replace").decode(encoding))
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _text_bar(parts: list[tuple[str, int]], width: int) -> list[str]:

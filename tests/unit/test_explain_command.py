@@ -7,13 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from oracle_offload import cli
+from oracle_offload.explain import reading
 from oracle_offload.explain.command import KEEP_CHARS, Follower
 
 FULL = (
@@ -156,6 +159,190 @@ def test_following_standard_input_ends_with_it(log: Path) -> None:
     assert ended.returncode == 0
     assert json.loads(ended.stdout)["found"] is True
     assert run("--follow", "-", input=b"nothing\n").returncode == 3
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell of POSIX")
+@pytest.mark.parametrize("options", ["", "--follow", "--follow --json", "--history <(echo '{}')"])
+def test_process_substitution_is_read_to_its_end(log: Path, options: str) -> None:
+    ended = subprocess.run(
+        ["bash", "-c", f'{" ".join(COMMAND)} <(cat "$1") {options}', "bash", str(log)],
+        capture_output=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"device 0" in ended.stdout or b'"device": 0' in ended.stdout
+
+
+def _pipe(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+def _write(path: Path, *texts: str) -> threading.Thread:
+    def write() -> None:
+        with path.open("w") as pipe:
+            pipe.writelines(texts)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    return writer
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
+def test_a_named_pipe_is_read_to_its_end_and_its_history_once(tmp_path: Path) -> None:
+    pipe, steps = _pipe(tmp_path / "log"), _pipe(tmp_path / "steps")
+    writers = [
+        _write(pipe, f"epoch 3\n{FULL}\n"),
+        _write(steps, '{"step": 0, "phase": "forward"}\n{"step": 0, "phase": "backward"}\n'),
+    ]
+    ended = run(str(pipe), "--history", str(steps), "--json")
+    for writer in writers:
+        writer.join(20)
+    assert json.loads(ended.stdout)["cause"]["name"] == "first_backward"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
+def test_following_a_pipe_explains_while_the_writer_is_silent(tmp_path: Path) -> None:
+    path = _pipe(tmp_path / "log")
+    following = Following(path)
+    with path.open("w") as pipe:
+        pipe.write(f"{FULL}\n")
+        pipe.flush()
+        assert following.report()["device"] == 0  # the pipe is still open
+        pipe.write("MemoryError\n")
+    assert following.report()["template"] == "memory-error"
+    following.process.communicate(timeout=20)
+    assert following.process.returncode == 0  # a pipe ends, a file need not
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="shell and errno of POSIX")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("no.log", "cannot read no.log: No such file or directory (ENOENT, errno 2)"),
+        ("''", "cannot read '': No such file or directory (ENOENT, errno 2)"),
+        (".", "cannot read .: Is a directory (EISDIR, errno 21)"),
+        ("x.log/y", "cannot read x.log/y: Not a directory (ENOTDIR, errno 20)"),
+        ("$'a\\e[2Jb\\n'", "cannot read ab : No such file or directory (ENOENT, errno 2)"),
+        ("- <&-", "cannot read standard input: Bad file descriptor (EBADF, errno 9)"),
+        ("--follow no.log", "cannot read no.log: No such file or directory (ENOENT, errno 2)"),
+        ("--follow .", "cannot read .: Is a directory (EISDIR, errno 21)"),
+        ("x.log --history h", "cannot read h: No such file or directory (ENOENT, errno 2)"),
+        ("x.log --history .", "cannot read .: Is a directory (EISDIR, errno 21)"),
+        ("x.log --html .", "cannot write .: Is a directory (EISDIR, errno 21)"),
+        (
+            "x.log >/dev/full",
+            "cannot write standard output: No space left on device (ENOSPC, errno 28)",
+        ),
+    ],
+)
+def test_a_file_that_fails_is_named_with_its_errno(
+    tmp_path: Path, arguments: str, said: str
+) -> None:
+    (tmp_path / "x.log").write_text(f"{FULL}\n")
+    ended = subprocess.run(
+        ["bash", "-c", f"{' '.join(COMMAND)} {arguments}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "LC_ALL": "C"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stderr) == (1, f"{said}\n")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell of POSIX")
+@pytest.mark.parametrize("options", ["", "--json"])
+def test_a_reader_that_goes_away_is_no_error(log: Path, options: str) -> None:
+    ended = subprocess.run(
+        ["bash", "-c", f'{" ".join(COMMAND)} {log} {options} | true; echo "${{PIPESTATUS[0]}}"'],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.stdout, ended.stderr) == ("0\n", "")
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no /dev/zero")
+def test_an_endless_input_ends_at_the_stated_limit() -> None:
+    ended = run("/dev/zero")
+    assert (ended.returncode, ended.stdout) == (3, b"No out-of-memory error found\n")
+    assert b"/dev/zero: stopped after 4 GiB of an input that goes on" in ended.stderr
+
+
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "HEAD_BYTES", 4096)
+    monkeypatch.setattr(reading, "TAIL_BYTES", 8192)
+    monkeypatch.setattr(reading, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(reading, "_PIECE", 1000)
+
+
+def excerpt_of(data: bytes, tmp_path: Path, kind: str) -> reading.Excerpt:
+    path = tmp_path / "input"
+    if kind == "file":
+        path.write_bytes(data)
+    else:
+        _pipe(path)
+
+        def write() -> None:
+            with suppress(BrokenPipeError), path.open("wb") as pipe:
+                pipe.write(data)
+
+        threading.Thread(target=write).start()
+    with path.open("rb") as log:
+        return reading.read_excerpt(log)
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+@pytest.mark.parametrize("lines", [0, 1, 50, 2000, 3001, 9001])
+def test_the_beginning_and_the_end_of_a_long_input_are_kept(
+    small_limits: None, tmp_path: Path, kind: str, encoding: str, lines: int
+) -> None:
+    if kind == "pipe" and sys.platform == "win32":
+        pytest.skip("pipes of POSIX")
+    text = "".join(f"step {step} é\n" for step in range(lines))
+    data = text.encode(encoding)
+    excerpt = excerpt_of(data, tmp_path, kind)
+    assert not excerpt.unread
+    if len(data) <= 4096 + 8192:
+        assert (excerpt.text, excerpt.skipped, excerpt.note) == (text, 0, "")
+        return
+    before, _, after = excerpt.text.partition(f"\n{reading.GAP}\n")
+    assert text.startswith(before) and text.endswith(after)  # whole lines, none of them twice
+    assert excerpt.skipped == len(data) - 4096 - 8192
+    assert 4096 - 64 <= len(before.encode(encoding)) <= 4096
+    assert 8192 - 64 <= len(after.encode(encoding)) <= 8192 + 2
+    assert f"left out {excerpt.skipped} bytes" in excerpt.note
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
+def test_the_end_of_what_was_read_of_an_endless_input_is_kept(
+    small_limits: None, tmp_path: Path
+) -> None:
+    data = b"begin\n" + b"." * (2 << 20) + b"\nnever seen"
+    excerpt = excerpt_of(data, tmp_path, "pipe")
+    assert excerpt.unread and "stopped after" in excerpt.note
+    assert excerpt.text.startswith("begin") and excerpt.text.endswith("." * 8000)
+    assert "never" not in excerpt.text
+
+
+def test_a_log_without_line_ends_keeps_its_end(small_limits: None, tmp_path: Path) -> None:
+    data = b"\r".join(b"%d%%" % step for step in range(9000)) + FULL.encode()
+    assert excerpt_of(data, tmp_path, "file").text.endswith(f"8999%{FULL}")
+
+
+HOSTILE = "\x1b[31m\x1b]0;owned\x07\x9b2J\u202e\x00\x08"
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--all"]])
+def test_control_sequences_of_a_log_are_not_passed_on(log: Path, options: list[str]) -> None:
+    log.write_text(f"{HOSTILE}{FULL}{HOSTILE}\n", encoding="utf-8")
+    ended = run(str(log), *options, env={**os.environ, "PYTHONIOENCODING": "utf-8"})
+    shown = ended.stdout.decode()
+    assert ended.returncode == 0 and "CUDA out of memory" in shown and "owned" not in shown
+    assert [char for char in shown if not char.isprintable() and char != "\n"] == []
 
 
 def test_a_follower_keeps_context_and_forgets_the_distant_past() -> None:
