@@ -11,11 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from .files import below, parse_size, read_text
-
-# v1 prints "no limit" as the largest page count times the page size, 9223372036854771712 with
-# 4 KiB pages; other page sizes give other values. No machine has 4 EiB: all of them mean "none".
-_V1_UNLIMITED = 1 << 62
+from .files import NO_SIZE, Reading, below, parse_size, read_text
 
 
 @dataclass(frozen=True)
@@ -179,18 +175,18 @@ def _read_v1(root: str, mount: _Mount, group: str, hybrid: bool, missing: list[s
     chain = _ancestry(root, mount, group)
     limits = []
     for path in chain:
-        size = parse_size(read_text(root, f"{path}/memory.limit_in_bytes").text)
-        if size is not None and size < _V1_UNLIMITED:
+        size = _limit(read_text(root, f"{path}/memory.limit_in_bytes"), path, missing)
+        if size is not None:
             limits.append((size, path))
     own_stat = _table(root, f"{chain[0]}/memory.stat")
     # The kernel's own minimum over all ancestors, those outside the container's view included.
-    hierarchical = own_stat.get("hierarchical_memory_limit", _V1_UNLIMITED)
-    if hierarchical < min((size for size, _ in limits), default=_V1_UNLIMITED):
+    hierarchical = own_stat.get("hierarchical_memory_limit", NO_SIZE)
+    if hierarchical < min((size for size, _ in limits), default=NO_SIZE):
         limits.append((hierarchical, chain[0]))
     limit, holder = min(limits, default=(None, None))
     where = holder or chain[0]
     usage = read_text(root, f"{where}/memory.usage_in_bytes")
-    if usage.text is None:
+    if usage.text is None and limit is not None:
         missing.append(usage.why)
     memsw = parse_size(read_text(root, f"{where}/memory.memsw.limit_in_bytes").text)
     stat = _table(root, f"{where}/memory.stat")
@@ -200,9 +196,7 @@ def _read_v1(root: str, mount: _Mount, group: str, hybrid: bool, missing: list[s
         group=group,
         limit_bytes=limit,
         limited_by=holder,
-        swap_limit_bytes=(
-            max(0, memsw - limit) if memsw is not None and limit and memsw < _V1_UNLIMITED else None
-        ),
+        swap_limit_bytes=max(0, memsw - limit) if memsw is not None and limit else None,
         usage_bytes=parse_size(usage.text),
         reclaimable_bytes=stat.get("total_inactive_file", stat.get("inactive_file")),
         peak_bytes=parse_size(read_text(root, f"{where}/memory.max_usage_in_bytes").text),
@@ -220,7 +214,7 @@ def _read_v2(root: str, mount: _Mount, group: str, missing: list[str]) -> Memory
         if "memory" not in controllers.split():
             missing.append(f"{mount.point}: the memory controller is not available here")
             return MemoryLimit(group=group, missing=tuple(missing))
-    sizes = [(parse_size(reading.text), path) for reading, path in readings]
+    sizes = [(_limit(reading, path, missing), path) for reading, path in readings]
     limit, holder = min(((s, p) for s, p in sizes if s is not None), default=(None, None))
     where = holder or chain[0]
     usage = read_text(root, f"{where}/memory.current")
@@ -239,6 +233,16 @@ def _read_v2(root: str, mount: _Mount, group: str, missing: list[str]) -> Memory
         oom_kills=_table(root, f"{chain[0]}/memory.events").get("oom_kill"),
         missing=tuple(missing),
     )
+
+
+def _limit(reading: Reading, path: str, missing: list[str]) -> int | None:
+    """Return a limit, None for none; what is neither is put down as missing."""
+    size, text = parse_size(reading.text), (reading.text or "max").strip()
+    # v1 prints "no limit" as the largest page count times the page size: 9223372036854771712 with
+    # 4 KiB pages.
+    if size is None and text != "max" and not (text.isdecimal() and int(text[:19]) >= NO_SIZE):
+        missing.append(f"{path}: the limit {text[:40]!r} is no size")
+    return size
 
 
 def _smallest(root: str, chain: list[str], name: str) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from .files import parse_size
+from .files import NO_SIZE, parse_size
 from .finding import GIB, MIB, Finding, size, worst
 from .system import System
 
@@ -23,12 +23,16 @@ def check_ram(system: System) -> Finding:
     reason = system.read("/proc/meminfo").why if system.linux else "not recorded"
     if total is None and system.live:
         total, free, reason = _memory_from_system_calls(reason)
-    if total is None:
-        return Finding("ram", "unknown", "not visible", reason or "no MemTotal in /proc/meminfo")
+    if not total:
+        why = reason or "/proc/meminfo has no MemTotal that is a size"
+        return Finding("ram", "unknown", "not visible", why)
     facts = {"total_bytes": total, "available_bytes": free}
     if free is None:
         why = "kernels before 3.14 do not say how much is available"
         return Finding("ram", "unknown", f"{size(total)} in all", why, facts=facts)
+    if free > total:
+        text = f"{size(free)} available of {size(total)}"
+        return Finding("ram", "unknown", text, "more cannot be available than there is")
     verdict = "bad" if free < _BAD_FREE else "warn" if free < _LOW_FREE else "ok"
     huge = system.meminfo.get("HugePages_Free", 0) * system.meminfo.get("Hugepagesize", 0)
     fix = "close what uses memory, or offload less" if verdict != "ok" else ""
@@ -51,11 +55,15 @@ def _memory_from_system_calls(reason: str) -> tuple[int | None, int | None, str]
     else:
         try:
             memory = psutil.virtual_memory()
-            return int(memory.total), int(memory.available), ""
+            total, free = int(memory.total), int(memory.available)
+            if 0 < total < NO_SIZE and 0 <= free < NO_SIZE:
+                return total, free, ""
+            reason = f"psutil: {total} bytes in all, {free} available"
         except Exception as error:  # psutil reads /proc on Linux, which may be what is hidden
             reason = f"{reason}; psutil: {error}" if reason else f"psutil: {error}"
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None, ""
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return (total if 0 < total < NO_SIZE else None), None, reason
     except (AttributeError, ValueError, OSError):
         return None, None, reason or "install psutil to see it on this system"
 
@@ -66,8 +74,11 @@ def check_swap(system: System) -> Finding:
     if total is None and not system.linux:
         return Finding("swap", "unknown", "not examined", "only Linux is examined for it")
     if total is None:
-        why = system.read("/proc/meminfo").why or "no SwapTotal in /proc/meminfo"
+        why = system.read("/proc/meminfo").why or "/proc/meminfo has no SwapTotal that is a size"
         return Finding("swap", "unknown", "not visible", why)
+    if free > total:
+        text = f"{size(free)} free of {size(total)}"
+        return Finding("swap", "unknown", text, "more cannot be free than there is")
     used = total - free
     facts = {"total_bytes": total, "used_bytes": used}
     ram = system.meminfo.get("MemTotal", 0)
@@ -127,7 +138,7 @@ def check_locked_memory(system: System) -> Finding:
         return Finding(name, "ok", "unlimited", facts={"limit_bytes": None})
     limit = parse_size(soft)
     if limit is None:
-        why = reading.why or "/proc/self/limits does not list it"
+        why = reading.why or f"/proc/self/limits says {soft!r}"
         return Finding(name, "unknown", "not visible", why)
     facts = {"limit_bytes": limit}
     cards = system.names("/sys/class/infiniband")
@@ -180,6 +191,8 @@ def check_memory_limit(system: System) -> Finding:
     verdict, why, fix = "ok", "", ""
     if bound is None or (total is not None and bound >= total):
         text = f"none ({kind})"
+        if bound is None and limit.missing:
+            verdict, text, why = "unknown", f"none seen ({kind})", "; ".join(limit.missing)
     else:
         text = f"{size(bound)} ({kind}"
         text += f", machine {size(total)})" if total else ")"
@@ -229,6 +242,8 @@ def check_shared_memory(system: System) -> Finding:
             return Finding(name, "unknown", "not visible", reading.why)
         why = "no file system is mounted there: DataLoader workers fail with a bus error"
         return Finding(name, "bad", "not mounted", why, _SHM_FIX)
+    if total == 0:  # tmpfs: size=0 is no limit
+        return Finding(name, "ok", "no limit of its own", facts=facts)
     text = size(total) if free is None else f"{size(free)} free of {size(total)}"
     room = total if free is None else free
     if total <= 64 * MIB or room < 64 * MIB:

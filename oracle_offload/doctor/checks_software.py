@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 
 from .allocator import find_allocator_variable, lint_allocator_conf, parse_allocator_conf
 from .checks_gpu import cards_installed, driver_version
@@ -88,48 +89,71 @@ def check_allocator(system: System) -> Finding:
     return Finding("allocator", verdict, text, "; ".join(reasons), "; ".join(fixes), facts)
 
 
-# Variable -> (values that matter, verdict, what it does, what to do). The last two are advice
-# found in guides that does nothing.
-_SWITCHES = {
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (
-        None,
+def _always(value: str) -> bool:
+    return True
+
+
+# Variable, which values matter, verdict, what it does, what to do. The last two are advice found in
+# guides that does nothing.
+_SWITCHES: tuple[tuple[str, Callable[[str], bool], str, str, str], ...] = (
+    (
+        "PYTORCH_NO_CUDA_MEMORY_CACHING",
+        _always,
         "bad",
         "turns the caching allocator off, so every tensor waits for the driver",
         "unset it",
     ),
-    "CUDA_LAUNCH_BLOCKING": (
-        ("1",),
+    (
+        "CUDA_LAUNCH_BLOCKING",
+        "1".__eq__,
         "bad",
         "every launch waits for its end, so copies and computation cannot overlap",
         "unset it after debugging",
     ),
-    "CUDA_VISIBLE_DEVICES": (
-        ("", "-1"),
+    (
+        "CUDA_VISIBLE_DEVICES",
+        ("", "-1").__contains__,
         "bad",
         "hides every card from CUDA",
         "unset it, or name a card: CUDA_VISIBLE_DEVICES=0",
     ),
-    "PYTORCH_CUDA_MEMCHECK": (
-        None,
+    (
+        "CUDA_MODULE_LOADING",
+        "EAGER".__eq__,
+        "warn",
+        "loads every kernel of every library at the start, into memory that training lacks then",
+        "unset it: LAZY is the default from CUDA 12.2 on Linux and 12.3 on Windows",
+    ),
+    (
+        "CUDA_MODULE_LOADING",
+        lambda value: value not in ("DEFAULT", "LAZY", "EAGER"),
+        "warn",
+        "CUDA knows DEFAULT, LAZY and EAGER",
+        "unset it, or write LAZY",
+    ),
+    (
+        "PYTORCH_CUDA_MEMCHECK",
+        _always,
         "warn",
         "only skips some of PyTorch's own tests; no effect on training",
         "remove it",
     ),
-    "TORCH_USE_CUDA_DSA": (
-        None,
+    (
+        "TORCH_USE_CUDA_DSA",
+        _always,
         "warn",
         "a choice made when torch is compiled; no effect as a variable (pytorch#121894)",
         "remove it",
     ),
-}
+)
 
 
 def check_switches(system: System) -> Finding:
     """Environment variables that slow training down, or that do nothing."""
     found = [
-        (name, system.environ[name], *rule[1:])
-        for name, rule in _SWITCHES.items()
-        if name in system.environ and (rule[0] is None or system.environ[name].strip() in rule[0])
+        (name, system.environ[name], *rest)
+        for name, matters, *rest in _SWITCHES
+        if name in system.environ and matters(system.environ[name].strip())
     ]
     if not found:
         return Finding("switches", "ok", "none set that hurts")

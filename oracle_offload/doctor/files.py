@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 # A /proc or /sys file is a few KiB. The bound keeps a surprising one (a device node, a huge
 # mount table) from being read whole.
 _MAX_BYTES = 1 << 20
+# No machine has 4 EiB of anything. A larger number is a fault, or stands for "no limit".
+NO_SIZE = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,9 @@ def list_names(root: str, path: str) -> list[str]:
 
 
 def parse_size(text: str | None) -> int | None:
-    """Return the integer that `text` holds, None when there is none ("max", "", garbage).
+    """Return the size or count that `text` holds.
 
-    `str.isdigit` is no test for this: it accepts "²", which `int` does not.
+    None when it holds none: "max", "", garbage, a negative number, or one of `NO_SIZE` and more.
     """
-    try:
-        return int(text.strip()) if text is not None else None
-    except ValueError:
-        return None
+    match = re.fullmatch(r"\s*([0-9]{1,19})\s*", text or "")
+    return int(match[1]) if match and int(match[1]) < NO_SIZE else None

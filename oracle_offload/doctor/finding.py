@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..terminal import printable
+
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -39,6 +41,12 @@ class Finding:
     why: str = ""
     fix: str = ""
     facts: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Names of devices and files and values of variables stand in these: nothing that a
+        # terminal would obey gets from the machine into a report.
+        for name in ("name", "value", "why", "fix"):
+            object.__setattr__(self, name, printable(getattr(self, name)))
 
 
 def worst(*verdicts: str) -> str:

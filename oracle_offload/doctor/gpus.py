@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from .files import NO_SIZE
+
 _T = TypeVar("_T")
 
 
@@ -124,13 +126,12 @@ def read_gpus() -> GpuView:
 def _read_all(nvml: Any) -> GpuView:
     missing: dict[str, str] = {}
     driver = _ask(missing, "driver version", lambda: _text(nvml.nvmlSystemGetDriverVersion()))
-    number = _ask(missing, "CUDA version", lambda: int(nvml.nvmlSystemGetCudaDriverVersion_v2()))
-    count = _ask(missing, "count", lambda: int(nvml.nvmlDeviceGetCount())) or 0
+    number = _ask(missing, "CUDA version", lambda: _cuda_version(nvml))
+    count = _ask(missing, "count", lambda: _number(nvml.nvmlDeviceGetCount(), 1 << 10)) or 0
     return GpuView(
         gpus=tuple(_read_one(nvml, index) for index in range(count)),
         driver_version=driver,
-        # 12080 is CUDA 12.8.
-        cuda_version=(number // 1000, number % 1000 // 10) if number else None,
+        cuda_version=number,
         why="; ".join(f"{what}: {why}" for what, why in missing.items()),
     )
 
@@ -140,26 +141,32 @@ def _read_one(nvml: Any, index: int) -> Gpu:
     card = _ask(missing, "handle", lambda: nvml.nvmlDeviceGetHandleByIndex(index))
     if card is None:
         return Gpu(index, missing=missing)
-    memory = _ask(missing, "memory", lambda: nvml.nvmlDeviceGetMemoryInfo(card))
+    total, used = _ask(missing, "memory", lambda: _memory(nvml, card)) or (None, None)
     return Gpu(
         index=index,
         name=_ask(missing, "name", lambda: _text(nvml.nvmlDeviceGetName(card))) or "unknown GPU",
         bus_id=_ask(missing, "bus", lambda: _text(nvml.nvmlDeviceGetPciInfo(card).busId)),
-        total_bytes=int(memory.total) if memory is not None else None,
-        used_bytes=int(memory.used) if memory is not None else None,
+        total_bytes=total,
+        used_bytes=used,
         link_generation=_ask(
-            missing, "link", lambda: int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(card))
+            missing, "link", lambda: _number(nvml.nvmlDeviceGetCurrPcieLinkGeneration(card), 15, 1)
         ),
-        link_width=_ask(missing, "link", lambda: int(nvml.nvmlDeviceGetCurrPcieLinkWidth(card))),
+        link_width=_ask(
+            missing, "link", lambda: _number(nvml.nvmlDeviceGetCurrPcieLinkWidth(card), 63, 1)
+        ),
         max_link_generation=_ask(
-            missing, "link", lambda: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(card))
+            missing, "link", lambda: _number(nvml.nvmlDeviceGetMaxPcieLinkGeneration(card), 15, 1)
         ),
         card_link_generation=_ask(
-            {}, "link", lambda: int(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(card))
+            {}, "link", lambda: _number(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(card), 15, 1)
         ),
-        max_link_width=_ask(missing, "link", lambda: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(card))),
+        max_link_width=_ask(
+            missing, "link", lambda: _number(nvml.nvmlDeviceGetMaxPcieLinkWidth(card), 63, 1)
+        ),
         performance_state=_ask(
-            missing, "performance state", lambda: int(nvml.nvmlDeviceGetPerformanceState(card))
+            missing,
+            "performance state",
+            lambda: _number(nvml.nvmlDeviceGetPerformanceState(card), 15),
         ),
         clock_reasons=_ask(missing, "clock reasons", lambda: _clock_reasons(nvml, card)),
         processes=_ask(missing, "processes", lambda: _processes(nvml, card)),
@@ -169,6 +176,25 @@ def _read_one(nvml: Any, index: int) -> Gpu:
         ),
         missing=missing,
     )
+
+
+def _number(value: Any, most: int, least: int = 0) -> int:
+    """Return `value` as an integer; ValueError when it is none from `least` to `most`."""
+    number = int(value)
+    if not least <= number <= most:
+        raise ValueError(f"the driver says {number}, which cannot be")
+    return number
+
+
+def _memory(nvml: Any, card: Any) -> tuple[int, int]:
+    memory = nvml.nvmlDeviceGetMemoryInfo(card)
+    total = _number(memory.total, NO_SIZE - 1, 1)
+    return total, _number(memory.used, total)
+
+
+def _cuda_version(nvml: Any) -> tuple[int, int]:
+    number = _number(nvml.nvmlSystemGetCudaDriverVersion_v2(), 99_999, 1000)
+    return number // 1000, number % 1000 // 10  # 12080 is CUDA 12.8
 
 
 def _clock_reasons(nvml: Any, card: Any) -> int:
@@ -191,7 +217,9 @@ def _processes(nvml: Any, card: Any) -> tuple[GpuProcess, ...]:
         *(_ask({}, "", lambda: nvml.nvmlDeviceGetGraphicsRunningProcesses(card)) or ()),
     ]:
         used = process.usedGpuMemory
-        found[process.pid] = GpuProcess(int(process.pid), None if used is None else int(used))
+        # The driver hides it as None, or as the largest number that there is.
+        known = _ask({}, "", lambda: None if used is None else _number(used, NO_SIZE - 1))  # noqa: B023
+        found[process.pid] = GpuProcess(int(process.pid), known)
     return tuple(found[pid] for pid in sorted(found))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from .cgroup import MemoryLimit, read_memory_limit
-from .files import Reading, below, list_names, parse_size, read_text
+from .files import NO_SIZE, Reading, below, list_names, parse_size, read_text
 from .gpus import GpuView, read_gpus
 from .torch_build import TorchView, ask_torch, find_torch, imported_torch
 
@@ -105,8 +105,9 @@ class System:
             name, _, value = line.partition(":")
             words = value.split()
             number = parse_size(words[0]) if words else None
-            if number is not None:
-                table[name] = number * (1024 if words[1:] == ["kB"] else 1)
+            factor = 1024 if words[1:] == ["kB"] else 1
+            if number is not None and number * factor < NO_SIZE:
+                table[name] = number * factor
         return table
 
     @cached_property

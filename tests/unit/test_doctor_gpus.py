@@ -88,6 +88,27 @@ def test_a_driver_that_knows_old_names_only_is_asked_by_them(tmp_path: Path) -> 
     assert card.clock_reasons == 0x44 and card.link_width == 8
 
 
+@pytest.mark.parametrize(
+    ("flag", "field", "missing", "said"),
+    [
+        ("OO_TOTAL=0", "total_bytes", "memory", "0"),
+        ("OO_TOTAL=~0ULL", "total_bytes", "memory", str(2**64 - 1)),
+        ("OO_TOTAL=(1ULL<<62)", "total_bytes", "memory", str(2**62)),
+        ("OO_USED=~0ULL", "used_bytes", "memory", str(2**64 - 1)),
+        ("OO_USED=25769803777", "used_bytes", "memory", "25769803777"),
+        ("OO_WIDTH=0", "link_width", "link", "0"),
+        ("OO_WIDTH=255", "link_width", "link", "255"),
+        ("OO_STATE=32", "performance_state", "performance state", "32"),  # NVML_PSTATE_UNKNOWN
+    ],
+)
+def test_a_number_that_cannot_be_is_not_shown_as_an_answer(
+    tmp_path: Path, flag: str, field: str, missing: str, said: str
+) -> None:
+    card = read_over(compile_stand_in(tmp_path, f"-D{flag}")).gpus[0]
+    assert getattr(card, field) is None
+    assert card.missing == {missing: f"the driver says {said}, which cannot be"}
+
+
 def test_a_driver_that_is_not_loaded_is_quoted(tmp_path: Path) -> None:
     view = read_over(compile_stand_in(tmp_path), OO_NVML_INIT="9")
     assert view == GpuView(why="the NVIDIA driver does not answer: Driver Not Loaded")

@@ -234,6 +234,48 @@ def changed(name: str, root: Path, path: str, old: str, new: str) -> System:
     return machine(name, root, **{path: text.replace(old, new)})
 
 
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\x00\x08\n"
+
+
+def test_what_the_machine_says_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    """Every value a report shows is hostile here: names, variables, files, reasons, versions."""
+    build("bare_metal", tmp_path)
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            path.write_text(f"{HOSTILE}{path.read_text('utf-8')}", encoding="utf-8")
+    card = Gpu(
+        0,
+        name=f"RTX{HOSTILE}",
+        bus_id=HOSTILE,
+        driver_model=HOSTILE,
+        total_bytes=GIB,
+        used_bytes=GIB,
+        missing=dict.fromkeys(("link", "memory", "processes", "clock reasons"), HOSTILE),
+    )
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUDA_MODULE_LOADING")
+    for platform in ("linux", "win32", HOSTILE):
+        report = examine(
+            System(
+                str(tmp_path),
+                environ=dict.fromkeys(names, HOSTILE),
+                platform=platform,
+                gpus=GpuView((card,), driver_version=f"580{HOSTILE}", why=HOSTILE),
+                torch=TorchView(
+                    version=f"2.13{HOSTILE}",
+                    cuda=f"12.8{HOSTILE}",
+                    settings=HOSTILE,
+                    settings_error=HOSTILE,
+                    why=HOSTILE,
+                ),
+                aitoolkit=str(tmp_path / HOSTILE),
+            )
+        )
+        shown = [report.to_text(), report.to_json(), report.to_html()]
+        assert "evil" in shown[0]
+        for text in shown:
+            assert {c for c in text if not c.isprintable()} <= {"\n"}
+
+
 def test_at_least_eight_machines_are_recorded() -> None:
     needed = {"bare_metal", "docker_v1", "docker_v2", "kubernetes", "slurm", "wsl2"}
     assert needed | {"hidden_proc", "no_swap"} <= set(NAMES)
@@ -317,6 +359,25 @@ APP = "sys/fs/cgroup/user.slice/user-1000.slice/user@1000.service/app.slice/app-
          "switches", "bad", "ok"),
         ("slurm", ANSWERS, '"CUDA_VISIBLE_DEVICES": "0,1"', '"CUDA_VISIBLE_DEVICES": ""',
          "switches", "ok", "bad"),
+        ("windows", ANSWERS, '"CUDA_LAUNCH_BLOCKING": "1"', '"CUDA_MODULE_LOADING": "EAGER"',
+         "switches", "bad", "warn"),
+        ("windows", ANSWERS, '"CUDA_LAUNCH_BLOCKING": "1"', '"CUDA_MODULE_LOADING": "lazy"',
+         "switches", "bad", "warn"),
+        ("windows", ANSWERS, '"CUDA_LAUNCH_BLOCKING": "1"', '"CUDA_MODULE_LOADING": "LAZY"',
+         "switches", "bad", "ok"),
+        ("bare_metal", MEMINFO, "MemTotal:       131", "MemTotal: -131", "ram", "ok", "unknown"),
+        ("bare_metal", MEMINFO, "MemTotal:       131", "MemTotal: nan", "ram", "ok", "unknown"),
+        ("bare_metal", MEMINFO, "MemTotal:       131", "MemTotal: 9999999999131", "ram", "ok",
+         "unknown"),
+        ("bare_metal", MEMINFO, "MemAvailable:   11", "MemAvailable: 9911", "ram", "ok",
+         "unknown"),
+        ("bare_metal", MEMINFO, "SwapFree:        8388604", "SwapFree: 98388604", "swap", "ok",
+         "unknown"),
+        ("bare_metal", APP + "memory.max", "max", "-1", "memory limit", "ok", "unknown"),
+        ("bare_metal", APP + "memory.max", "max", "nan", "memory limit", "ok", "unknown"),
+        ("bare_metal", APP + "memory.max", "max", "9" * 4400, "memory limit", "ok", "ok"),
+        ("slurm", "proc/self/limits", "65536  ", "-5 ", "locked memory", "bad", "unknown"),
+        ("docker_v1", "proc/self/mounts", "size=65536k", "size=0", "/dev/shm", "bad", "ok"),
         ("windows", ANSWERS, '"560.94"', '"580.88"', "torch", "bad", "ok"),
         ("bare_metal", ANSWERS, '"580.65.06"', '"520.61.05"', "torch", "ok", "bad"),
         ("bare_metal", ANSWERS, '"cuda": "12.8", ', "", "torch", "ok", "bad"),

@@ -2,11 +2,28 @@
  * A libnvidia-ml.so.1 with two cards, so that nvidia-ml-py can be driven without a driver.
  * Card 0 answers everything; card 1 has a name and answers NVML_ERROR_NOT_SUPPORTED otherwise, as
  * integrated and partitioned cards do for much. OO_NVML_INIT sets what initialisation returns.
+ * A driver that errs: OO_NAME, OO_TOTAL, OO_USED, OO_WIDTH, OO_STATE.
  * Layouts and codes: nvml.h.
  */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#ifndef OO_NAME
+#define OO_NAME "Stand-in 4090"
+#endif
+#ifndef OO_TOTAL
+#define OO_TOTAL 25769803776
+#endif
+#ifndef OO_USED
+#define OO_USED 5368709120
+#endif
+#ifndef OO_WIDTH
+#define OO_WIDTH 8
+#endif
+#ifndef OO_STATE
+#define OO_STATE 2
+#endif
 
 enum { SUCCESS = 0, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9 };
 
@@ -70,18 +87,18 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **out) {
 }
 
 int nvmlDeviceGetName(void *card, char *out, unsigned size) {
-    strncpy(out, full(card) ? "Stand-in 4090" : "Stand-in slice", size);
+    strncpy(out, full(card) ? OO_NAME : "Stand-in slice", size);
     return SUCCESS;
 }
 
 ASK(nvmlDeviceGetMemoryInfo, struct memory,
-    ((struct memory){.total = 25769803776, .free = 20401094656, .used = 5368709120}))
+    ((struct memory){.total = OO_TOTAL, .free = 20401094656, .used = OO_USED}))
 ASK(nvmlDeviceGetCurrPcieLinkGeneration, unsigned, 3)
-ASK(nvmlDeviceGetCurrPcieLinkWidth, unsigned, 8)
+ASK(nvmlDeviceGetCurrPcieLinkWidth, unsigned, OO_WIDTH)
 ASK(nvmlDeviceGetMaxPcieLinkGeneration, unsigned, 4)
 ASK(nvmlDeviceGetGpuMaxPcieLinkGeneration, unsigned, 5)
 ASK(nvmlDeviceGetMaxPcieLinkWidth, unsigned, 16)
-ASK(nvmlDeviceGetPerformanceState, unsigned, 2)
+ASK(nvmlDeviceGetPerformanceState, unsigned, OO_STATE)
 #ifdef OO_OLD_NAMES
 ASK(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, 0x44)
 #else
