@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -51,11 +50,9 @@ def test_spin_keeps_its_stream_busy_for_the_time_asked_and_no_other(engine: _cor
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record(busy)
-    launched = time.perf_counter()
     engine.spin(busy.cuda_stream, 200_000_000)
     end.record(busy)
-    assert time.perf_counter() - launched < 0.1, "the launch itself must not wait"
-    assert not busy.query()
+    assert not busy.query(), "the launch itself must not wait"
     with torch.cuda.stream(free):
         other = torch.ones(1000, device="cuda").sum()
     free.synchronize()

@@ -509,6 +509,8 @@ def test_attach_and_detach_leak_nothing():
         model.zero_grad(set_to_none=True)
         manager.detach()
 
+    gc.collect()  # what other tests left to be collected is not counted here
+    before = _core.live()
     for _ in range(5):
         cycle()
     gc.collect()
@@ -517,7 +519,7 @@ def test_attach_and_detach_leak_nothing():
         cycle()
     gc.collect()
     assert _core.live() == live
-    assert live["engines"] == 0
+    assert live["engines"] == before["engines"]
 
 
 # ---- processes ----
@@ -550,6 +552,14 @@ def private_bytes(pid):
     lines = open(f"/proc/{pid}/smaps_rollup").read().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(keys))
 
+def mapped_bytes(pid, buffers):
+    ranges = [(b.address, b.address + b.nbytes) for b in buffers]
+    total = 0
+    for line in open(f"/proc/{pid}/maps"):
+        low, high = (int(word, 16) for word in line.split()[0].split("-"))
+        total += sum(max(0, min(high, end) - max(low, start)) for start, end in ranges)
+    return total
+
 masters.PIECE_BYTES = 1 << 28
 model = nn.Sequential(*[layer() for _ in range(16)])
 manager = oracle_offload.attach(model, "cpu", offload_percent=1.0)
@@ -557,7 +567,6 @@ slab = sum(buffer.nbytes for buffer in manager.attachment.buffers)
 ring = pin(manager.attachment.buffers)
 print("pinned", ring is not None)
 reader, writer = os.pipe()
-start = time.perf_counter()
 child = os.fork()
 if child == 0:
     os.read(reader, 1)
@@ -568,8 +577,8 @@ if child == 0:
         os._exit(0 if "fork" in str(error) else 2)
     except BaseException:
         os._exit(3)
-print("seconds", time.perf_counter() - start)
 print("share", private_bytes(child) / slab)
+print("mapped", mapped_bytes(child, manager.attachment.buffers) / slab)
 os.write(writer, b".")
 print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 loader = DataLoader(range(8), num_workers=2, multiprocessing_context="fork")
@@ -590,7 +599,7 @@ def run_python(code, **options):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, pins with io_uring")
 def test_forked_workers_cost_nothing_and_are_refused():
-    """1 GiB of masters, pinned for real: a fork takes < 50 ms and < 5% of them, in the child."""
+    """1 GiB of masters, pinned for real: a fork maps none of them and copies < 5% of their size."""
     done = run_python(FORK)
     assert done.returncode == 0, done.stderr
     found = dict(line.split() for line in done.stdout.splitlines())
@@ -598,7 +607,7 @@ def test_forked_workers_cost_nothing_and_are_refused():
     assert found["loaded"] == "28"
     assert float(found["sum"]) == 0.0
     assert float(found["share"]) < 0.05
-    assert float(found["seconds"]) < 0.05
+    assert float(found["mapped"]) == 0.0
     if found["pinned"] != "True":
         pytest.skip("io_uring may not pin here; the rest was checked with ordinary memory")
 

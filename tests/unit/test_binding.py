@@ -191,7 +191,7 @@ def test_an_engine_is_not_closed_under_a_call_of_another_thread() -> None:
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     def wait(_: int | None) -> None:
-        go_on.wait(5)
+        go_on.wait(60)
 
     stream, context = engine.compute_stream, ctypes.c_void_p()
     assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
@@ -204,7 +204,7 @@ def test_an_engine_is_not_closed_under_a_call_of_another_thread() -> None:
     )
     download.start()
     try:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not simulator.call_count("cuMemcpyDtoHAsync") and time.monotonic() < deadline:
             time.sleep(0.001)  # until the other thread is inside, where it waits for `wait`
         with pytest.raises(OffloadError, match="another thread is inside a call"):

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from oracle_offload import cli
-from oracle_offload.explain import reading
+from oracle_offload.explain import command, reading
 from oracle_offload.explain.command import KEEP_CHARS, Follower
 
 FULL = (
@@ -127,21 +127,18 @@ class Following:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGINT)
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=60)
         return self.process.returncode
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-def test_follow_reports_what_is_written_later_in_pieces_and_after_rotation(tmp_path: Path) -> None:
+def test_follow_reports_what_is_written_later_and_after_rotation(tmp_path: Path) -> None:
     path = tmp_path / "train.log"
     path.write_text("epoch 1\n")
     following = Following(path)
     try:
         with path.open("a") as log:
-            log.write(FULL[:120])
-            log.flush()
-            time.sleep(0.05)
-            log.write(FULL[120:] + "\n")
+            log.write(FULL + "\n")
         first = following.report()
         assert first["facts"]["free_bytes"] == 100 << 20
         with path.open("a") as log:
@@ -152,6 +149,41 @@ def test_follow_reports_what_is_written_later_in_pieces_and_after_rotation(tmp_p
         assert following.report()["template"] == "memory-error"
     finally:
         assert following.stop() == 0
+
+
+def test_a_message_in_pieces_is_explained_once_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def pieces(path: str) -> Iterator[bytes | None]:
+        for seconds, piece in [
+            (0.0, FULL[:120]),
+            (command.QUIET_S / 2, ""),
+            (command.QUIET_S / 2, FULL[120:] + "\n"),
+            (command.QUIET_S / 2, ""),  # no rest yet
+            (command.QUIET_S, ""),
+            (9.0, ""),
+        ]:
+            now[0] += seconds
+            yield piece.encode()
+
+    monkeypatch.setattr(command, "_pieces", pieces)
+    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+    (report,) = command._followed("any", None)
+    assert report.value("free") == 100 << 20
+
+
+def test_a_log_that_never_rests_is_explained_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def pieces(path: str) -> Iterator[bytes | None]:
+        yield f"{FULL}\n".encode()
+        while now[0] <= command.LONGEST_WAIT_S:
+            now[0] += command.QUIET_S / 2
+            yield b"step\n"
+
+    monkeypatch.setattr(command, "_pieces", pieces)
+    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+    assert [report.device for report in command._followed("any", None)] == [0]
 
 
 def test_following_standard_input_ends_with_it(log: Path) -> None:
@@ -197,7 +229,7 @@ def test_a_named_pipe_is_read_to_its_end_and_its_history_once(tmp_path: Path) ->
     ]
     ended = run(str(pipe), "--history", str(steps), "--json")
     for writer in writers:
-        writer.join(20)
+        writer.join(60)
     assert json.loads(ended.stdout)["cause"]["name"] == "first_backward"
 
 
@@ -211,7 +243,7 @@ def test_following_a_pipe_explains_while_the_writer_is_silent(tmp_path: Path) ->
         assert following.report()["device"] == 0  # the pipe is still open
         pipe.write("MemoryError\n")
     assert following.report()["template"] == "memory-error"
-    following.process.communicate(timeout=20)
+    following.process.communicate(timeout=60)
     assert following.process.returncode == 0  # a pipe ends, a file need not
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from importing import import_cost
 
 from oracle_offload.explain import explain_oom, is_oom
 from oracle_offload.explain.facts import SIZE, format_size, parse_size
@@ -26,7 +27,6 @@ TEXTS = [
     for line in (DATA / name).read_text("utf-8").splitlines()
 ]
 MEGABYTE = 1 << 20
-BUDGET_S = 0.050
 
 # -- sizes -----------------------------------------------------------------------------------------
 
@@ -176,57 +176,43 @@ HOSTILE = {
 }
 
 
+def processor_time(work: Callable[[], object]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_megabyte_of_log_takes_less_than_50_ms(name: str) -> None:
-    text = (HOSTILE[name] * (MEGABYTE // len(HOSTILE[name]) + 1))[:MEGABYTE]
-    best = BUDGET_S * 100
-    for _ in range(40):  # others may use this machine: processor time, and of that the least
-        start = time.process_time()
-        explain_oom(text)
-        best = min(best, time.process_time() - start)
-        if best < BUDGET_S:
+def test_a_megabyte_of_log_costs_hardly_more_than_to_find_its_words(name: str) -> None:
+    """The measure is taken beside it: a slow or busy machine is slow at both."""
+    plain, text = (
+        (line * (MEGABYTE // len(line) + 1))[:MEGABYTE] for line in (LOG_LINE, HOSTILE[name])
+    )
+    words = best = math.inf
+    for _ in range(40):  # of each the least
+        words = min(words, processor_time(lambda: re.findall(r"\w+", plain)))
+        best = min(best, processor_time(lambda: explain_oom(text)))
+        if best < 1.25 * words:
             break
-    assert best < BUDGET_S, f"{best * 1000:.1f} ms"
+    assert best < 1.25 * words, f"{best * 1000:.1f} ms, the words take {words * 1000:.1f} ms"
 
 
 def test_the_cost_grows_in_proportion_to_the_text() -> None:
     def cost(size: int) -> float:
         text = (LOG_LINE * (size // len(LOG_LINE) + 1))[:size] + TEXTS[60]
-        best = 10.0
-        for _ in range(5):
-            start = time.process_time()
-            explain_oom(text)
-            best = min(best, time.process_time() - start)
-        return best
+        return min(processor_time(lambda: explain_oom(text)) for _ in range(5))
 
     assert cost(8 * MEGABYTE) < 3 * 8 * max(cost(MEGABYTE), 0.002)
 
 
 # -- import ----------------------------------------------------------------------------------------
 
-IMPORT = """
-import sys, time
-before = set(sys.modules)
-start = time.process_time()  # all of it is computing: this leaves out what others compute
-import oracle_offload.explain
-took = time.process_time() - start
-heavy = {"torch", "numpy", "json", "argparse", "traceback"} & (set(sys.modules) - before)
-print(took, ",".join(sorted(heavy)))
-"""
 
-
-def test_importing_explain_takes_less_than_50_ms_and_no_torch() -> None:
-    best, heavy = 10.0, ""
-    for _ in range(12):
-        run = subprocess.run(
-            [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
-        )
-        took, _, heavy = run.stdout.rstrip("\n").partition(" ")
-        best = min(best, float(took))
-        if best < BUDGET_S:
-            break
-    assert heavy == ""
-    assert best < BUDGET_S, f"{best * 1000:.1f} ms"
+def test_importing_explain_costs_little_and_loads_nothing_of_others() -> None:
+    cost = import_cost("oracle_offload.explain")
+    assert cost.foreign == set()  # neither torch nor numpy
+    assert not {"json", "argparse", "traceback"} & cost.modules
+    assert cost.events < 20_000 and len(cost.modules) < 80, cost
 
 
 # -- is_oom ----------------------------------------------------------------------------------------
