@@ -144,6 +144,9 @@ class Engine:
         only on demand, at an acquire of this member. Returns (unit, [device offsets]).
         """
 
+    def remove_member(self, member: int, /) -> None:
+        """The member is managed no more; its memory is in use until its unit's others left too."""
+
     def acquire(
         self, member: int, stream: int, stamp: int, kind: int, task: int, seconds: float, /
     ) -> tuple[int, int, tuple[int, ...] | None]:

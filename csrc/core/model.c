@@ -434,6 +434,40 @@ done:
     return status;
 }
 
+/* A unit goes with its last member. */
+static void oo__unit_left(struct oo_engine *engine, uint32_t id) {
+    const struct oo_unit *unit = &engine->units[id];
+    for (uint32_t i = 0; i < unit->n_members; i++)
+        if (engine->members[unit->members[i]].unit == id)
+            return;
+    oo__unit_remove(engine, id);
+}
+
+enum oo_status oo_member_remove(struct oo_engine *engine, uint32_t id) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    if (id >= engine->n_members || engine->members[id].removed) {
+        status = oo__fail(OO_E_ARGUMENT, "member %u does not exist", id);
+        goto done;
+    }
+    struct oo_member *member = &engine->members[id];
+    const uint32_t unit = member->unit;
+    if (oo_plan_pins(engine->plan, unit)) {
+        status = oo__fail(OO_E_STATE, "member %u is removed while a call computes with it", id);
+        goto done;
+    }
+    OO_TRY(oo__drop(engine, unit));
+    free(member->tensors);
+    member->tensors = NULL;
+    member->removed = 1;
+    member->unit = OO_NO_UNIT;
+    oo__unit_left(engine, unit);
+done:
+    oo__leave(engine);
+    return status;
+}
+
 enum oo_status oo_member_move(struct oo_engine *engine, uint32_t id,
                               const struct oo_tensor *tensors, uint32_t n_tensors,
                               uint32_t *unit_id, size_t *offsets) {
@@ -477,12 +511,7 @@ enum oo_status oo_member_move(struct oo_engine *engine, uint32_t id,
             member->n_tensors = n_replaced;
             goto done;
         }
-        old = &engine->units[old_id]; /* creating may have moved it */
-        uint32_t left = 0;
-        for (uint32_t i = 0; i < old->n_members; i++)
-            left += engine->members[old->members[i]].unit == old_id;
-        if (left == 0)
-            oo__unit_remove(engine, old_id);
+        oo__unit_left(engine, old_id);
     }
     member->stamp_known = 0;
     member->sweep = 0;

@@ -150,6 +150,9 @@ enum oo_status oo_unit_add(struct oo_engine *engine, uint32_t model,
 enum oo_status oo_member_move(struct oo_engine *engine, uint32_t member,
                               const struct oo_tensor *tensors, uint32_t n_tensors, uint32_t *unit,
                               size_t *offsets);
+/* The member is managed no more. Its bytes travel on with its unit as long as that has others, so
+ * that its memory is in use until they have left too. OO_E_STATE while the unit is acquired. */
+enum oo_status oo_member_remove(struct oo_engine *engine, uint32_t member);
 
 /* Whether an optimizer may rewrite the unit's masters (see oo_engine_hold). */
 enum oo_status oo_unit_set_trainable(struct oo_engine *engine, uint32_t unit, int trainable);

@@ -350,6 +350,16 @@ done:
     return result;
 }
 
+static PyObject *oo__engine_remove_member(PyObject *object, PyObject *argument) {
+    unsigned long long v[1];
+    struct oo_engine *engine = oo__engine_with(object, "remove_member", &argument, 1, 1, v);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_member_remove(engine, (uint32_t)v[0]));
+    return oo__none_or_raise(object, status);
+}
+
 /* ---- use ---- */
 
 static PyObject *oo__fetched_tuple(const struct oo_fetched *fetched) {
@@ -702,6 +712,8 @@ static PyMethodDef oo__engine_methods[] = {
      "add_unit($self, model, members, trainable, /)\n--\n\nA new unit."},
     {"move_member", oo__engine_move_member, METH_VARARGS,
      "move_member($self, member, tensors, /)\n--\n\nThe member's tensors live elsewhere now."},
+    {"remove_member", oo__engine_remove_member, METH_O,
+     "remove_member($self, member, /)\n--\n\nThe member is managed no more."},
     {"set_trainable", OO_FAST(oo__engine_set_trainable),
      "set_trainable($self, unit, trainable, /)\n--\n\nWhether an optimizer may rewrite the unit."},
     {"acquire", OO_FAST(oo__engine_acquire),

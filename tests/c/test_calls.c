@@ -1343,6 +1343,7 @@ static void test_each_call_needs_the_context(void) {
     FAILS(oo_segment_add(w.engine, w.model, (uintptr_t)memory, 512, w.stream));
     FAILS(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &id, &id, &offset));
     FAILS(oo_member_move(w.engine, w.member[0], &tensor, 1, &id, &offset));
+    FAILS(oo_member_remove(w.engine, w.member[0]));
     FAILS(oo_unit_set_trainable(w.engine, w.unit[0], 1));
     FAILS(oo_trace_start(w.engine));
     FAILS(oo_trace_stop(w.engine, &rows, &count));

@@ -216,6 +216,46 @@ static void test_a_member_moves_out_and_back(void) {
     world_close(&w, "move");
 }
 
+static void test_a_removed_member_takes_its_unit_and_its_memory_with_it(void) {
+    struct world w;
+    struct oo_host *host;
+    struct oo_tensor tensors[2];
+    uint32_t model, unit, members[2];
+    size_t offsets[2];
+    struct oo_use use;
+    struct oo_fetched fetched;
+    const uint32_t one_each[2] = {1, 1};
+    world_open(&w, 60000, -1);
+    need(oo_host_create(4096, &host), "host memory");
+    need(oo_engine_lock(w.engine, host, 1), "lock");
+    for (size_t i = 0; i < 2; i++)
+        tensors[i] = (struct oo_tensor){(char *)oo_host_address(host) + i * 1024, 1024};
+    need(oo_model_add(w.engine, &model), "model");
+    const uint64_t units = stats_of(&w).units;
+    need(oo_unit_add(w.engine, model, tensors, one_each, 2, 0, &unit, members, offsets), "unit");
+    need(oo_engine_acquire(w.engine, members[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    CHECK(oo_member_remove(w.engine, members[0]) == OO_E_STATE, "removed while in use");
+    CHECK(oo_member_remove(w.engine, members[1]) == OO_E_STATE, "removed with its unit in use");
+    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    need(oo_member_remove(w.engine, members[0]), "remove");
+    CHECK(oo_member_remove(w.engine, members[0]) == OO_E_ARGUMENT, "removed twice");
+    CHECK(oo_member_remove(w.engine, 1000) == OO_E_ARGUMENT, "no such member");
+    CHECK(oo_engine_acquire(w.engine, members[0], w.stream, 0, OO_FORWARD, -1, 0, &use) ==
+              OO_E_STATE,
+          "acquired after it was removed");
+    CHECK(stats_of(&w).units == units + 1 && oo_engine_unlock(w.engine, host) == OO_E_STATE,
+          "the other member is still there");
+    need(oo_engine_acquire(w.engine, members[1], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    need(oo_member_remove(w.engine, members[1]), "remove the last");
+    CHECK(stats_of(&w).units == units, "the unit outlives its members");
+    need(oo_engine_unlock(w.engine, host), "unlock what nobody uses");
+    need(oo_host_destroy(host), "free");
+    need(oo_model_remove(w.engine, model), "remove the model");
+    need(step(&w), "the other model goes on");
+    world_close(&w, "remove");
+}
+
 /* ---- what the system refuses ---- */
 
 static void test_refused_registration_goes_through_the_ring(void) {
@@ -491,6 +531,7 @@ static void check_dead(struct world *w, const struct oo_use *held, const char *w
         oo_segment_add(e, 0, (uintptr_t)bytes, sizeof bytes, w->stream),
         oo_unit_add(e, 0, &tensor, &one, 1, 0, &id, &id, &offset),
         oo_member_move(e, 0, &tensor, 1, &id, &offset),
+        oo_member_remove(e, 0),
         oo_unit_set_trainable(e, 0, 1),
         oo_trace_start(e),
         oo_trace_stop(e, &rows, &count)};
@@ -607,6 +648,7 @@ int main(int argc, char **argv) {
     test_hold_on_a_unit_in_use_drops_it_at_the_last_release();
     test_a_unit_that_leaves_without_a_context_keeps_its_bytes();
     test_a_member_moves_out_and_back();
+    test_a_removed_member_takes_its_unit_and_its_memory_with_it();
     test_refused_registration_goes_through_the_ring();
     test_wrong_calls_are_refused_clearly();
     test_a_unit_larger_than_the_arena_is_an_error_that_names_the_sizes();

@@ -120,6 +120,9 @@ class Life:
         self.engine.close()
 
     def close(self) -> None:
+        member = next(iter(self.units.values())).pop()
+        self.engine.remove_member(member)
+        fails(ValueError, self.engine.remove_member, member)
         self.engine.remove_model(self.model)
         self.engine.unlock(self.buffer)
         self.engine.close()
@@ -211,6 +214,7 @@ def fail_once() -> None:
         ("add_unit", (life.model, [[(host, Sly(life.engine.hold))]], False)),
         ("add_unit", (life.model, [[(host, 8), (host, "x")]], False)),
         ("move_member", (member, [(1, None)])),
+        ("remove_member", ("x",)),
         ("set_trainable", (unit,)),
         ("acquire", (member, life.stream)),
         ("acquire", (member, "stream", 0, 0, 0, 0.0)),
@@ -230,6 +234,7 @@ def fail_once() -> None:
         ("add_unit", (life.model, [[]], False)),
         ("add_unit", (9, [[(host, 8)]], False)),
         ("move_member", (9999, [(host, 8)])),
+        ("remove_member", (9999,)),
         ("set_trainable", (9999, True)),
         ("remove_model", (9,)),
         ("add_segment", (life.model, life.arena, 0, life.stream)),
