@@ -365,6 +365,24 @@ def test_lora_style_wrappers_around_forward():
         assert_same(forward(model), expected)
 
 
+def test_detach_gives_a_wrapper_the_forward_that_it_kept():
+    class Lora:
+        def __init__(self, module):
+            self.org_forward = module.forward
+            module.forward = self.forward
+
+        def forward(self, x):
+            return self.org_forward(x) * 2
+
+    model = mlp(8, 8)
+    lora = Lora(model[0])
+    kept = lora.org_forward
+    with attached(model, "cpu") as manager:
+        assert [layer.module() for layer in manager.layers] == [model[0]]
+        assert lora.org_forward != kept
+    assert lora.org_forward == kept
+
+
 def test_ignored_modules_and_parameters():
     model = nn.ModuleDict({"a": mlp(8, 8, 8), "b": nn.Linear(8, 8), "c": nn.Linear(8, 8)})
     chosen = selection.select(model, ["a", model["b"].weight])
