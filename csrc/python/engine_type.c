@@ -350,13 +350,16 @@ done:
     return result;
 }
 
+static const struct oo_parameter oo__remove_member_takes[] = {OO_ID("member")};
+
 static PyObject *oo__engine_remove_member(PyObject *object, PyObject *argument) {
-    unsigned long long v[1];
-    struct oo_engine *engine = oo__engine_with(object, "remove_member", &argument, 1, 1, v);
+    unsigned long long member;
+    PyObject *const *const arguments = &argument;
+    struct oo_engine *engine = OO_ENGINE_WITH(remove_member, 1, &member);
     if (!engine)
         return NULL;
     enum oo_status status;
-    OO_BLOCKING(status, oo_member_remove(engine, (uint32_t)v[0]));
+    OO_BLOCKING(status, oo_member_remove(engine, (uint32_t)member));
     return oo__none_or_raise(object, status);
 }
 

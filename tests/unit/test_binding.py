@@ -52,6 +52,7 @@ ARGUMENTS: dict[str, dict[str, tuple[int, int] | None]] = {
     "add_segment": {"model": ID, "address": ADDRESS, "nbytes": BYTES, "stream": ADDRESS},
     "add_unit": {"model": ID, "members": None, "trainable": None},
     "move_member": {"member": ID, "tensors": None},
+    "remove_member": {"member": ID},
     "set_trainable": {"unit": ID, "trainable": (0, 1)},
     "acquire": {
         "member": ID,
