@@ -17,6 +17,7 @@ _PUBLIC = {
     "DriverError": "errors",
     "MemoryManager": "manager",
     "MemoryReport": "summary",
+    "NoRoomError": "errors",
     "OffloadError": "errors",
     "OomReport": "explain",
     "StaleWeightsError": "errors",
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .build_record import build_info as build_info
     from .doctor.allocator import configure_allocator as configure_allocator
     from .errors import DriverError as DriverError
+    from .errors import NoRoomError as NoRoomError
     from .errors import OffloadError as OffloadError
     from .errors import StaleWeightsError as StaleWeightsError
     from .explain import OomReport as OomReport

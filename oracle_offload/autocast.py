@@ -16,7 +16,7 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from .devices import DeviceState
 
-_hooks_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled
+_hooks_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
 def cast_dtype(device_type: str) -> torch.dtype | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from typing import TypeVar
 
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
@@ -38,17 +39,39 @@ class DriverError(OffloadError):
         return driver_error, (str(self), self.call, self.code, self.name)
 
 
+class NoRoomError(OffloadError):
+    """The arena on the device has no room for a layer; torch's out of memory as well.
+
+    Exhausted host memory is Python's `MemoryError` instead: its remedies are others.
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return no_room_error, (str(self),)
+
+
 def driver_error(message: str, call: str, code: int, name: str) -> DriverError:
     """Return the exception of a failed driver call; out of memory is torch's error as well."""
+    kind = out_of_memory(DriverError) if code == _OUT_OF_MEMORY else DriverError
+    return kind(message, call, code, name)
+
+
+def no_room_error(message: str) -> NoRoomError:
+    """Return the exception of an arena that has no room."""
+    return out_of_memory(NoRoomError)(message)
+
+
+_Ours = TypeVar("_Ours", bound=OffloadError)
+
+
+def out_of_memory(ours: type[_Ours]) -> type[_Ours]:
+    """Return the subclass of `ours` that is torch's out of memory too; `ours` without torch."""
     torch = sys.modules.get("torch")
-    if code == _OUT_OF_MEMORY and torch is not None:
-        return _out_of_memory(torch.OutOfMemoryError)(message, call, code, name)
-    return DriverError(message, call, code, name)
+    return ours if torch is None else _both(ours, torch.OutOfMemoryError)  # type: ignore[arg-type]
 
 
 @functools.cache
-def _out_of_memory(theirs: type[Exception]) -> type[DriverError]:
-    return type("OutOfMemoryError", (DriverError, theirs), {"__module__": __name__})
+def _both(ours: type[_Ours], theirs: type[Exception]) -> type[_Ours]:
+    return type("OutOfMemoryError", (ours, theirs), {"__module__": __name__})
 
 
 class StaleWeightsError(OffloadError):

@@ -401,6 +401,8 @@ def attach(
         such device, or a budget too small for two of the largest units.
     torch.OutOfMemoryError
         The arena does not fit the device.
+    MemoryError
+        The host has no memory left for the weights.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"attach() takes an nn.Module, not {type(module).__name__}")
@@ -439,10 +441,8 @@ def attach(
         attachment.layers_left_resident = len(chosen.resident)
         _build_masters(attachment, units, managed, limit)
         _add_units(manager, units)
-    except BaseException as error:
+    except BaseException:
         _close_quietly(attachment)
-        if isinstance(error, MemoryError) and not isinstance(error, torch.OutOfMemoryError):
-            raise torch.OutOfMemoryError(str(error)) from error
         raise
     for leaf, layer in zip(
         (leaf for unit in units for leaf in unit), attachment.layers, strict=True

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from . import autograd, devices
 from ._core import FORWARD, RECOMPUTE
 from .autocast import cast_dtype, cast_input, is_cast
-from .errors import OffloadError
+from .errors import NoRoomError, OffloadError, no_room_error
 
 if TYPE_CHECKING:
     from .devices import DeviceState
@@ -177,8 +177,8 @@ class Layer:
 
         Raises
         ------
-        torch.OutOfMemoryError
-            The arena has no room for the unit.
+        NoRoomError
+            The arena has no room for the unit; it is a `torch.OutOfMemoryError`.
         """
         state = self.state
         engine = state.engine
@@ -189,10 +189,8 @@ class Layer:
             ticket, address, fetched = engine.acquire(
                 self.member, stream, self.stamp(), kind, task, seconds
             )
-        except MemoryError as error:
-            raise torch.OutOfMemoryError(
-                f"oracle_offload: no room in the arena for layer '{self.name}': {error}"
-            ) from error
+        except NoRoomError as error:
+            raise no_room_error(f"no room for layer '{self.name}': {error}") from error
         try:
             if fetched:
                 state.stamp_units(fetched)

@@ -13,6 +13,7 @@ struct oo_module_state {
     PyTypeObject *engine_type;
     PyObject *offload_error; /* oracle_offload.errors.OffloadError */
     PyObject *driver_error;  /* errors.driver_error, which makes the exception of a failed call */
+    PyObject *no_room_error; /* errors.no_room_error, likewise for an arena that is too small */
     Py_ssize_t live_engines, live_buffers;
     size_t live_buffer_bytes;
 };

@@ -43,6 +43,13 @@ int oo__integers(const char *function, PyObject *const *arguments, Py_ssize_t co
     return 0;
 }
 
+/* Raise an exception that Python made: its class depends on whether torch is there. */
+static void oo__raise_made(PyObject *error) {
+    if (error)
+        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+    Py_XDECREF(error);
+}
+
 PyObject *oo_raise(const struct oo_module_state *state, enum oo_status status) {
     const char *message = oo_error_message();
     const char *call, *name;
@@ -50,8 +57,10 @@ PyObject *oo_raise(const struct oo_module_state *state, enum oo_status status) {
     oo_error_driver(&call, &code, &name);
     switch (status) {
     case OO_E_MEMORY:
-    case OO_E_NO_ROOM:
         PyErr_SetString(PyExc_MemoryError, message);
+        break;
+    case OO_E_NO_ROOM:
+        oo__raise_made(PyObject_CallFunction(state->no_room_error, "s", message));
         break;
     case OO_E_ARGUMENT:
         PyErr_SetString(PyExc_ValueError, message);
@@ -60,14 +69,10 @@ PyObject *oo_raise(const struct oo_module_state *state, enum oo_status status) {
     case OO_E_DEAD:
     case OO_LEAKED:
     case OO_E_LOCK_REFUSED:
-    case OO_E_DRIVER_STUB: {
-        PyObject *error =
-            PyObject_CallFunction(state->driver_error, "ssis", message, call, code, name);
-        if (error)
-            PyErr_SetObject((PyObject *)Py_TYPE(error), error);
-        Py_XDECREF(error);
+    case OO_E_DRIVER_STUB:
+        oo__raise_made(
+            PyObject_CallFunction(state->driver_error, "ssis", message, call, code, name));
         break;
-    }
     case OO_OK:
     case OO_WOULD_BLOCK:
     case OO_E_STATE:
@@ -133,8 +138,9 @@ static int oo__execute(PyObject *module) {
         return -1;
     state->offload_error = PyObject_GetAttrString(errors, "OffloadError");
     state->driver_error = PyObject_GetAttrString(errors, "driver_error");
+    state->no_room_error = PyObject_GetAttrString(errors, "no_room_error");
     Py_DECREF(errors);
-    if (!state->offload_error || !state->driver_error ||
+    if (!state->offload_error || !state->driver_error || !state->no_room_error ||
         oo__add_type(module, &oo__host_buffer_spec, &state->host_buffer_type) < 0 ||
         oo__add_type(module, &oo__engine_spec, &state->engine_type) < 0)
         return -1;
@@ -156,6 +162,7 @@ static int oo__traverse(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->engine_type);
     Py_VISIT(state->offload_error);
     Py_VISIT(state->driver_error);
+    Py_VISIT(state->no_room_error);
     return 0;
 }
 
@@ -165,6 +172,7 @@ static int oo__clear(PyObject *module) {
     Py_CLEAR(state->engine_type);
     Py_CLEAR(state->offload_error);
     Py_CLEAR(state->driver_error);
+    Py_CLEAR(state->no_room_error);
     return 0;
 }
 

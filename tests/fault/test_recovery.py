@@ -13,7 +13,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import oracle_offload  # noqa: E402
-from oracle_offload import DriverError, OffloadError, _core, devices, simulator  # noqa: E402
+from oracle_offload import (  # noqa: E402
+    DriverError,
+    NoRoomError,
+    OffloadError,
+    _core,
+    devices,
+    masters,
+    simulator,
+)
 
 OUT_OF_MEMORY, INVALID_HANDLE, ILLEGAL_ADDRESS, UNKNOWN = 2, 400, 700, 999
 
@@ -191,6 +199,32 @@ def test_an_arena_that_does_not_fit_is_out_of_memory() -> None:
         pytest.raises(torch.OutOfMemoryError, match="simAdopt"),
     ):
         attach(frozen(width=128))
+
+
+def test_no_room_in_the_arena_and_no_host_memory_are_different_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one is cured by a smaller model on the device, the other by more RAM."""
+    model, x = frozen(width=128), torch.randn(3, 128)
+    manager = attach(model)
+    engine, stream = manager.state.engine, manager.state.compute_stream
+    tickets = [
+        engine.acquire(layer.member, stream, layer.stamp(), _core.FORWARD, -1, 0.0)[0]
+        for layer in manager.layers[:2]  # two units fill the arena
+    ]
+    with pytest.raises(torch.OutOfMemoryError, match=r"layer '2'.*vram_budget") as e:
+        model(x)
+    assert isinstance(e.value, NoRoomError) and not isinstance(e.value, MemoryError)
+    copy = pickle.loads(pickle.dumps(e.value))
+    assert type(copy) is type(e.value) and str(copy) == str(e.value)
+    for ticket in tickets:
+        engine.release(ticket, stream)
+    model(x)
+    manager.detach()
+    monkeypatch.setattr(masters, "HostBuffer", lambda nbytes: _core.HostBuffer(1 << 60))
+    with pytest.raises(MemoryError, match=r"no .* GiB of memory left") as e:
+        attach(frozen())
+    assert not isinstance(e.value, torch.OutOfMemoryError)
 
 
 def test_a_swapped_weight_is_found_again_after_the_move_failed() -> None:
