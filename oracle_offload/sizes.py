@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -44,16 +45,19 @@ def parse_size(value: int | float | str, *, total: int | None = None, name: str 
             raise ValueError(f"{name}={value!r} is not a size; write it like '8GiB' or '500MiB'")
         number = float(match[1])
         if match[2] or number >= 1:
-            return _positive(int(number * unit), value, name)
+            return _positive(number * unit, value, name)
         value = number
     if 0 < value < 1:
         if total is None:
             raise ValueError(f"{name}={value!r}: a fraction needs a device to be a fraction of")
-        return _positive(int(value * total), value, name)
-    return _positive(int(value), value, name)
+        return _positive(value * total, value, name)
+    return _positive(value, value, name)
 
 
-def _positive(number: int, value: object, name: str) -> int:
+def _positive(number: int | float, value: object, name: str) -> int:
+    if isinstance(number, float) and not math.isfinite(number):
+        raise ValueError(f"{name}={value!r} is not a finite number of bytes")
+    number = int(number)
     if number <= 0:
         raise ValueError(f"{name}={value!r} must be above zero")
     return number

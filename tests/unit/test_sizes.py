@@ -32,6 +32,17 @@ def test_sizes_that_are_refused(text):
         parse_size(text, total=1000, name="budget")
 
 
+@pytest.mark.parametrize("size", [float("inf"), float("nan"), "1e999", "9e400GiB"], ids=str)
+def test_sizes_that_are_not_finite_are_refused_with_their_value(size):
+    with pytest.raises(ValueError, match=f"budget={size!r}") as refused:
+        parse_size(size, total=1000, name="budget")
+    assert "finite" in str(refused.value)
+
+
+def test_a_size_beyond_any_memory_is_a_size():
+    assert parse_size(10**400) == 10**400
+
+
 def test_a_fraction_needs_a_device():
     with pytest.raises(ValueError, match="fraction"):
         parse_size(0.5)
