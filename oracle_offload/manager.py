@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from . import _core, masters, selection
 from .autocast import StandIns
-from .devices import DeviceState, Segment, close_if_unused, open_state, parse_device
+from .devices import DeviceState, Layout, Segment, close_if_unused, open_state, parse_device
 from .errors import DriverError, OffloadError
 from .foreign_hooks import refuse_weight_movers
 from .manager_modules import HANDLE, Layer, is_managed, layer_type, swap_in, swap_out
@@ -30,6 +32,7 @@ ATTRIBUTE = "_memory_manager"  # on the attached module; AI-Toolkit's name
 _SEGMENT_BYTES = GIB
 _attached_roots: weakref.WeakSet[MemoryManager] = weakref.WeakSet()
 _structure_hook: Any = None
+_settle_hooks: list[Any] = []
 
 
 class Attachment:
@@ -40,15 +43,17 @@ class Attachment:
         self.name = name
         self.pid = os.getpid()
         self.layers: list[Layer] = []
-        self.buffers: list[_core.HostBuffer] = []
+        self.manager: Callable[[], MemoryManager | None] = lambda: None
+        self.pieces: dict[int, masters.Piece] = {}  # by address, in the order they were made
+        self._starts: list[int] = []  # their addresses, sorted
+        self.lock_limit = float("inf")  # bytes
         self.lent: dict[int, list[Segment]] = {}  # by what the engine knows them under
         self.arena = -1  # the one in use; others of `lent` go back as soon as the engine lets them
-        self.told_of_refusal = False
-        self.managed_bytes = 0
+        self._swapped = False  # masters lie in no piece, perhaps only for a while
+        self._told: set[str] = set()
         self.capacity_bytes = 0
         self.floor_bytes = 0
         self.fixed_capacity = False
-        self.layers_left_resident = 0
         self.step_h2d_bytes: int | None = None
         self.step_d2h_bytes: int | None = None
         self.steps = 0
@@ -76,29 +81,175 @@ class Attachment:
         self.trained_units = trained
         return bool(trained)
 
-    def lock(self, buffer: _core.HostBuffer, wanted: bool = True) -> None:
-        """Make a piece known to the engine, page-locked if `wanted`, until detach."""
-        refused = self.state.engine.lock(buffer, wanted)
-        self.buffers.append(buffer)
-        if refused is not None and not self.told_of_refusal:
-            self.told_of_refusal = True
-            logger.warning(
+    # ---- masters ----
+
+    @property
+    def buffers(self) -> list[_core.HostBuffer]:
+        """The host memory of the masters."""
+        return [piece.buffer for piece in self.pieces.values()]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the managed weights."""
+        return sum(nbytes for layer in self.layers for _, nbytes in layer.extents())
+
+    @property
+    def managed_bytes(self) -> int:
+        """Bytes that the managed weights take on the device, where each is aligned."""
+        return sum(masters.unit_bytes(layer.tensors()) for layer in self.layers)
+
+    def _tell_once(self, what: str, message: str, *arguments: object) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning(message, self.name, *arguments)
+
+    def add_piece(self, piece: masters.Piece) -> None:
+        """Make a piece known to the engine, page-locked as far as `lock_limit` allows."""
+        locked = sum(buffer.nbytes for buffer in self.buffers if buffer.locked)
+        wanted = locked + piece.buffer.nbytes <= self.lock_limit
+        refused = self.state.engine.lock(piece.buffer, wanted)
+        self.pieces[piece.start] = piece
+        bisect.insort(self._starts, piece.start)
+        if refused is not None:
+            self._tell_once(
+                "refused",
                 "%s: the system does not page-lock %s of its weights (%s); what is not locked is "
                 "copied through a small locked ring, which is slower. Close what else holds locked "
                 "memory, raise the limit (ulimit -l), or set ram_budget to what may be locked.",
-                self.name,
-                format_size(buffer.nbytes),
+                format_size(piece.buffer.nbytes),
                 refused,
             )
 
-    def lone_master(self, tensor: Tensor) -> Tensor:
-        """Return a master of its own with the values and layout of `tensor`."""
-        copy = torch.empty(0, dtype=tensor.dtype)
-        copy.data = tensor.detach()
-        buffer = _core.HostBuffer(masters.aligned(masters.tensor_bytes(copy)))
-        masters.move_into(copy, buffer, 0)
-        self.lock(buffer)
-        return copy.data
+    def piece_at(self, address: int) -> masters.Piece | None:
+        """Return the piece that `address` lies in."""
+        index = bisect.bisect_right(self._starts, address) - 1
+        piece = self.pieces[self._starts[index]] if index >= 0 else None
+        return piece if piece is not None and address < piece.end else None
+
+    def count_uses(self, left: Iterable[int], entered: Iterable[int]) -> None:
+        """Note which masters a layer has left and which it uses from now on, by address."""
+        for addresses, change in ((left, -1), (entered, 1)):
+            for address in addresses:
+                piece = self.piece_at(address)
+                if piece is not None:
+                    piece.uses += change
+
+    def give_back(self) -> None:
+        """Unlock, and so free, the pieces that no layer uses and no tensor points into."""
+        for start in [start for start, piece in self.pieces.items() if piece.is_abandoned()]:
+            try:
+                self.state.engine.unlock(self.pieces[start].buffer)
+            except OffloadError as error:
+                logger.warning("%s: old weights are given back later: %s", self.name, error)
+                return
+            del self.pieces[start]
+            self._starts.remove(start)
+
+    def take_over(self, called: Layer | None = None, lasting: bool = False) -> None:
+        """Follow every layer whose masters were replaced, and lock what is new.
+
+        New memory that is its layer's alone moves into a locked piece of its own; what else holds,
+        or may be swapped back, stays where it is and goes through the ring. Layers that are lost
+        are let go.
+
+        Parameters
+        ----------
+        called : Layer, optional
+            One that has followed already, because it is being called; None looks at all of them.
+        lasting : bool
+            Look at `called` alone, whose new memory is nobody else's and to stay.
+        """
+        in_use_later = contextlib.suppress(OffloadError)  # it follows when it is called itself
+        with self.state.lock:
+            replaced = [] if called is None else [called]
+            for layer in [] if lasting else list(self.layers):
+                if layer is called:
+                    continue
+                if layer.has_moved():
+                    self.let_go_soon(layer)
+                    if layer.member < 0 or not layer.has_plain_masters():
+                        continue
+                    with in_use_later:
+                        layer.follow()
+                        replaced.append(layer)
+                elif called is None:
+                    replaced.append(layer)
+            self.give_back()
+            own: list[tuple[Layer, list[Tensor]]] = []
+            held_too = False
+            for layer in replaced:
+                new = {id(tensor): tensor for tensor in self._outside([layer])}
+                held = {id(tensor): held for tensor, held in layer.replaced_for_good()}
+                own.append((layer, [t for k, t in new.items() if lasting or held.get(k) is False]))
+                self._swapped |= len(own[-1][1]) < len(new)
+                held_too |= any(held.get(key) for key in new)
+            with contextlib.suppress(MemoryError):  # what finds no room stays where it is
+                for tensors in masters.split_pieces([tensors for _, tensors in own]):
+                    self.add_piece(masters.Piece(tensors))
+            for layer in [layer for layer, _ in own if layer.has_moved()]:
+                with contextlib.nullcontext() if layer is called else in_use_later:
+                    layer.follow()
+            if held_too and not lasting:
+                self._tell_of_swapped()
+
+    def _outside(self, layers: Iterable[Layer]) -> list[Tensor]:
+        """Return the masters that lie in no piece."""
+        tensors = (tensor for layer in layers for tensor in layer.tensors())
+        return [tensor for tensor in tensors if self.piece_at(tensor.data_ptr()) is None]
+
+    def _tell_of_swapped(self) -> None:
+        outside = self._outside(self.layers)
+        self._swapped = bool(outside)
+        if outside:
+            self._tell_once(
+                "demoted",
+                "%s: %s of its weights were replaced by memory that cannot be page-locked, because "
+                "something else holds it too (a state dict?), or holds what it replaced (an "
+                "optimizer?): they are copied through a small locked ring, which is slower. If "
+                "they are to stay, load them without assign=True, or drop what holds them and call "
+                "manager.refresh().",
+                format_size(sum(masters.tensor_bytes(tensor) for tensor in outside)),
+            )
+
+    def let_go_if_lost(self, layer: Layer) -> bool:
+        """Make a layer an ordinary one for good where it is none of ours any more.
+
+        Its masters are given back. What it holds now is moved to the device when the manager
+        settles, like everything that is not managed, and `MemoryManager.resident` has it.
+        """
+        with self.state.lock:
+            reason = layer.why_lost()
+            if not reason or layer not in self.layers:
+                return False
+            self.state.engine.remove_member(layer.member)
+            self.layers.remove(layer)
+            self._release_layer(layer)
+            self.count_uses(layer.addresses(), ())
+            # So that the memory can go.
+            layer.weight, layer.bias, layer.parameters = torch.empty(0), None, {}
+            Layout.version += 1
+            self.give_back()
+        manager = self.manager()
+        if manager is not None and layer.module() is not None:
+            manager.reasons[layer.name] = reason
+            manager.settle_soon()
+            self._tell_once(
+                "lost",
+                "%s: layer '%s' is not managed any more (%s). What it holds now stays on the "
+                "device; manager.resident lists this and every further one.",
+                layer.name,
+                reason,
+            )
+        return True
+
+    def let_go_soon(self, layer: Layer) -> None:
+        """`let_go_if_lost`, now or, where the layer is in use, when the manager settles."""
+        try:
+            self.let_go_if_lost(layer)
+        except OffloadError:
+            layer.unsettled[0] = True
+
+    # ---- the arena ----
 
     @property
     def segments(self) -> list[Segment]:
@@ -150,6 +301,8 @@ class Attachment:
             return
         stats = self.state.engine.stats(self.model)
         learned = stats["learned_block_bytes"]
+        if learned <= self.floor_bytes:
+            return
         capacity = min(self.capacity_bytes + learned - self.floor_bytes, self.managed_bytes)
         if capacity <= self.capacity_bytes:
             return
@@ -167,10 +320,16 @@ class Attachment:
         self.step_h2d_bytes, self.step_d2h_bytes = now[0] - self._last[0], now[1] - self._last[1]
         self._last = now
         self.steps += 1
+        self.give_back()
+        if self._swapped:  # for a whole step: not for a while
+            self._tell_of_swapped()
 
     def x_min_bytes(self) -> int:
-        """Least bytes a step can move to the device: 2 max(0, W - C), docs/how-it-works.md."""
-        return 2 * max(0, self.managed_bytes - self.capacity_bytes)
+        """Least bytes a step can move to the device: 2 max(0, W - C), docs/how-it-works.md.
+
+        W counts the weights alone: the padding between them need not travel.
+        """
+        return 2 * max(0, self.weight_bytes - self.capacity_bytes)
 
     def close(self) -> None:
         """Give everything back to the device; masters stay where they are, as ordinary memory."""
@@ -185,9 +344,11 @@ class Attachment:
             engine.remove_model(self.model)
             del self.state.models[self.model]
         self.let_go_of_layers()
-        while self.buffers:
-            engine.unlock(self.buffers[-1])
-            self.buffers.pop()
+        while self.pieces:
+            start, piece = next(reversed(self.pieces.items()))
+            engine.unlock(piece.buffer)
+            del self.pieces[start]
+        self._starts.clear()
         if self in self.state.unclosed:
             self.state.unclosed.remove(self)
         close_if_unused(self.state)
@@ -196,13 +357,16 @@ class Attachment:
         """Make the layers ordinary ones again."""
         self.stand_ins.forget()
         for layer in self.layers:
-            self.state.forget_layer(layer)
-            layer.member = -1
-            layer.views.clear()
-            leaf = layer.module()  # also one that is no part of the model any more
-            if leaf is not None and leaf.__dict__.get(HANDLE) is layer:
-                swap_out(leaf)
+            self._release_layer(layer)
         self.layers.clear()
+
+    def _release_layer(self, layer: Layer) -> None:
+        self.state.forget_layer(layer)
+        layer.member = -1
+        layer.views.clear()
+        leaf = layer.module()  # also one that is no part of the model any more
+        if leaf is not None and leaf.__dict__.get(HANDLE) is layer:
+            swap_out(leaf)
 
     def close_later(self) -> None:
         """Keep what could not be given back, for the next attach or detach to try again."""
@@ -250,7 +414,8 @@ class MemoryManager:
     device : torch.device
         Where it computes.
     resident : dict
-        Linear and Conv2d layers that are not managed, each with the reason.
+        Every parameter that is not managed, by name: the reason, a string with the ``bytes`` that
+        the parameter takes on the device.
     """
 
     detach = _DetachMethod()
@@ -260,12 +425,13 @@ class MemoryManager:
         self.state = state
         self.device = state.device
         self.attachment = attachment
-        self.resident: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}  # why a layer, by name, is not managed
         self.unsettled = [False]
         self.lock = threading.Lock()  # one thread settles
         self.wrappers: list[tuple[Any, Any]] = []
         self._parts = frozenset(id(part) for part in module.modules())
         self.finalizer: Any = None
+        attachment.manager = weakref.ref(self)
 
     @classmethod
     def attach(
@@ -287,6 +453,11 @@ class MemoryManager:
         if module is None:
             raise OffloadError("the attached model has been deleted")
         return module
+
+    @property
+    def resident(self) -> dict[str, Resident]:
+        """Every parameter that is not managed, as the model is now."""
+        return residents(self.module, self.reasons)
 
     @property
     def layers(self) -> list[Layer]:
@@ -312,6 +483,8 @@ class MemoryManager:
     def refresh(self, module: nn.Module | None = None) -> None:
         """Forget all device copies: for writes to masters that nothing else can see.
 
+        Weights that were replaced, and that nothing else holds any more, are page-locked.
+
         Parameters
         ----------
         module : nn.Module, optional
@@ -320,6 +493,7 @@ class MemoryManager:
         if module is not None and module.__dict__.get(ATTRIBUTE) not in (None, self):
             raise OffloadError("this manager manages another model")
         self.state.engine.refresh(self.attachment.model)
+        self.attachment.take_over()
 
     def memory_summary(self, abbreviated: bool = False) -> Any:
         """Return the `MemoryReport` of this model."""
@@ -327,13 +501,23 @@ class MemoryManager:
 
         return memory_summary(self.device, abbreviated, model=self._module())
 
+    def settle_soon(self) -> None:
+        """Settle before the next call of any part of the model, managed or not."""
+        self.unsettled[0] = True
+        if not _settle_hooks:
+            hook = torch.compiler.disable(_settle_first)
+            _settle_hooks.append(register_module_forward_pre_hook(hook))
+
     def settle(self) -> None:
         """Bring modules that were added since (an adapter) to the device."""
         with self.lock:
             module = self._module()
             if module is not None and self.unsettled[0]:
-                move_unmanaged(module, self.device)
+                for layer in self.layers:
+                    self.attachment.let_go_if_lost(layer)
+                move_unmanaged(module, self.attachment)
                 self.unsettled[0] = False
+                self.attachment.give_back()
 
     def _detach(self) -> nn.Module:
         module = self.module
@@ -417,6 +601,7 @@ def attach(
         )
     where = parse_device(device)
     refuse_weight_movers(module)
+    lock_limit = _lock_limit(ram_budget)
     chosen = selection.select(module, ignore_modules)
     units = group_units(chosen.leaves)
     sizes = [masters.unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units]
@@ -432,14 +617,13 @@ def attach(
     try:
         floor = 2 * largest
         capacity = _capacity(state, managed, floor, offload_percent, vram_budget)
-        attachment.managed_bytes, attachment.floor_bytes = managed, floor
+        attachment.floor_bytes = floor
         attachment.fixed_capacity = vram_budget is not None
-        limit = _ram_limit(ram_budget)
+        attachment.lock_limit = lock_limit
         attachment.lend_arena(capacity, largest)
         manager = MemoryManager(module, state, attachment)
-        manager.resident = chosen.resident
-        attachment.layers_left_resident = len(chosen.resident)
-        _build_masters(attachment, units, managed, limit)
+        manager.reasons = chosen.resident
+        _build_masters(attachment, units, managed)
         _add_units(manager, units)
     except BaseException:
         _close_quietly(attachment)
@@ -455,12 +639,31 @@ def attach(
             wrapper.org_forward = type(leaf.module).forward.__get__(leaf.module)
     module.__dict__[ATTRIBUTE] = manager
     manager.finalizer = weakref.finalize(module, _close_quietly, attachment)
-    move_unmanaged(module, where)
+    move_unmanaged(module, attachment)
     _watch_structure()
     _attached_roots.add(manager)
     watch_first_forward(manager)
     logger.info("attached %r; %d layers stay resident", manager, len(chosen.resident))
+    _warn_of_residents(manager)
     return manager
+
+
+def _warn_of_residents(manager: MemoryManager) -> None:
+    """Say what stays on the device where that is more than a tenth of the model."""
+    resident = manager.resident
+    managed, left = manager.attachment.weight_bytes, distinct_bytes(manager.module)
+    if managed >= 0.9 * (managed + left):
+        return
+    largest = sorted(resident.items(), key=lambda item: item[1].bytes, reverse=True)[:3]
+    logger.warning(
+        "%s: only %.0f%% of its %s are managed; %s stay on the device. The largest: %s. "
+        "manager.resident lists all.",
+        manager.attachment.name,
+        100 * managed / (managed + left),
+        format_size(managed + left),
+        format_size(left),
+        "; ".join(f"'{name}', {format_size(why.bytes)} ({why})" for name, why in largest),
+    )
 
 
 def _capacity(
@@ -474,9 +677,11 @@ def _capacity(
         return _round(int((1.0 - offload_percent) * managed)) + floor
     free, total = state.engine.mem_info()
     if vram_budget == "auto":
-        budget = min(int(0.9 * free), managed + floor)
+        budget = int(0.9 * free)
     else:
         budget = parse_size(vram_budget, total=total, name="vram_budget")
+    # More than the planner can ever use would be memory lost to everything else.
+    budget = min(budget, managed + floor)
     budget = budget // _core.ALIGNMENT * _core.ALIGNMENT
     if budget < floor:
         raise OffloadError(
@@ -491,24 +696,20 @@ def _round(nbytes: int) -> int:
     return -(-nbytes // _core.ALIGNMENT) * _core.ALIGNMENT
 
 
-def _ram_limit(ram_budget: int | float | str | None) -> float:
+def _lock_limit(ram_budget: int | float | str | None) -> float:
     if ram_budget is None or ram_budget == "auto":
         return float("inf")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if os.name == "posix" else None
     return parse_size(ram_budget, total=total, name="ram_budget")
 
 
-def _build_masters(
-    attachment: Attachment, units: Sequence[Sequence[Leaf]], managed: int, limit: float
-) -> None:
+def _build_masters(attachment: Attachment, units: Sequence[Sequence[Leaf]], managed: int) -> None:
     tensors = [[t for leaf in unit for t in leaf.tensors()] for unit in units]
-    locked = 0
     with DelayedBar(managed, "oracle_offload: attach") as bar:
-        for piece in masters.split_pieces(tensors):
-            buffer = masters.fill_piece(piece, bar.update)
-            wanted = locked + buffer.nbytes <= limit
-            attachment.lock(buffer, wanted)
-            locked += buffer.nbytes if wanted else 0
+        for tensors_of_piece in masters.split_pieces(tensors):
+            piece = masters.Piece(tensors_of_piece, bar.update)
+            masters.trim_heap()
+            attachment.add_piece(piece)
 
 
 def _add_units(manager: MemoryManager, units: Sequence[Sequence[Leaf]]) -> None:
@@ -527,32 +728,81 @@ def _add_units(manager: MemoryManager, units: Sequence[Sequence[Leaf]]) -> None:
         for layer, (member, offsets) in zip(layers, members, strict=True):
             layer.placed(number, member, offsets)
             attachment.layers.append(layer)
+            attachment.count_uses((), layer.addresses())
         if trainable:
             attachment.trained_units.add(number)
 
 
-def move_unmanaged(module: nn.Module, device: torch.device) -> None:
-    """Move every parameter and buffer outside the managed layers to `device`, dtypes untouched.
+class Resident(str):
+    """Why a parameter is not managed: a string, with the `bytes` it takes on the device."""
+
+    bytes: int
+
+    def __new__(cls, reason: str, nbytes: int) -> Resident:
+        """Make one of a reason and a size."""
+        made = super().__new__(cls, reason)
+        made.bytes = nbytes
+        return made
+
+
+def unmanaged_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yield ``(layer, its module, key, parameter)`` of everything outside the managed layers."""
+    for name, inner in module.named_modules():
+        if not is_managed(inner):
+            for key, parameter in inner._parameters.items():
+                if parameter is not None:
+                    yield name, inner, key, parameter
+
+
+def residents(module: nn.Module, reasons: dict[str, str]) -> dict[str, Resident]:
+    """List what is not managed, by name; `reasons` are those known of layers."""
+    found = {}
+    for name, inner, key, parameter in unmanaged_parameters(module):
+        if name in reasons:
+            reason = reasons[name]
+        elif layer_type(inner) is not None:
+            reason = "it was added after attach"
+        else:
+            reason = f"{type(inner).__name__} is no kind of layer that is managed"
+        found[f"{name}.{key}" if name else key] = Resident(reason, masters.stored_bytes(parameter))
+    return found
+
+
+def distinct_bytes(module: nn.Module) -> int:
+    """Return the bytes of all parameters that are not managed; a shared one counts once."""
+    distinct = {id(parameter): parameter for *_, parameter in unmanaged_parameters(module)}
+    return sum(masters.stored_bytes(parameter) for parameter in distinct.values())
+
+
+def move_unmanaged(module: nn.Module, attachment: Attachment) -> None:
+    """Move every parameter and buffer outside the managed layers to the device, dtypes untouched.
 
     Shared tensors stay shared: a Parameter keeps its identity, a buffer that several modules hold
-    is moved once.
+    is moved once. What a layer that was let go left in the masters' memory leaves it.
     """
     moved: dict[int, tuple[Tensor, Tensor]] = {}
+    device = attachment.state.device
+
+    def stays(tensor: Tensor) -> bool:
+        if tensor.device != device or type(tensor) not in (Tensor, nn.Parameter):
+            return tensor.device == device
+        return device.type != "cpu" or attachment.piece_at(tensor.data_ptr()) is None
 
     def move(tensor: Tensor) -> Tensor:
-        if tensor.device == device:
+        if stays(tensor):
             return tensor
         known = moved.get(id(tensor))
         if known is None:
-            known = tensor, tensor.to(device)
+            known = tensor, tensor.to(device, copy=True)
             moved[id(tensor)] = known
         return known[1]
 
-    for inner in module.modules():
-        if is_managed(inner):
-            continue
-        if any(t is not None and t.device != device for t in _own_tensors(inner)):
-            inner._apply(move, recurse=False)
+    with torch.inference_mode(False):
+        for inner in module.modules():
+            if is_managed(inner):
+                continue
+            if any(t is not None and not stays(t) for t in _own_tensors(inner)):
+                inner._apply(move, recurse=False)
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor | None]:
@@ -570,6 +820,15 @@ def _watch_structure() -> None:
 def _structure_changed(parent: nn.Module, name: str, child: Any) -> None:
     for manager in list(_attached_roots):
         manager.unsettled[0] = True
+
+
+def _settle_first(module: nn.Module, args: Any) -> None:
+    for manager in list(_attached_roots):
+        if manager.contains(module):
+            manager.settle()
+    if not any(manager.unsettled[0] for manager in list(_attached_roots)):
+        while _settle_hooks:
+            _settle_hooks.pop().remove()
 
 
 def _close_patiently(attachment: Attachment) -> None:

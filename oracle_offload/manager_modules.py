@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from . import autograd, devices
@@ -70,6 +72,8 @@ class Layer:
         self.device_type = self.state.device.type
         # The model's structure changed (an adapter was added): look at it again before computing.
         self.unsettled: list[bool] = manager.unsettled
+        # What a replaced master replaced, and whether by another Parameter.
+        self.replaced: dict[str, tuple[StorageWeakRef, bool]] = {}
         self.note_masters()
 
     # ---- masters ----
@@ -86,6 +90,7 @@ class Layer:
         self.weight_numel = weight.numel()
         self.bias_numel = 0 if bias is None else bias.numel()
         self.layout = [(t.dtype, t.shape, t.stride()) for t in self.tensors()]
+        self.storages = [StorageWeakRef(t.untyped_storage()) for t in self.tensors()]
         if weight.dim() == 2:
             self.row_major = weight.stride() == (weight.shape[1], 1)
 
@@ -121,18 +126,49 @@ class Layer:
                 "backward first, then detach."
             )
 
-    def adopt(self) -> bool:
+    def adopt(self, *, lasting: bool = False) -> bool:
         """Follow ``p.data = t``, a swapped Parameter or a changed layout to the new memory.
 
         The old master is left alone: somebody may hold it. False where what is there now cannot be
-        managed (a computed weight, another device, a tensor subclass).
+        managed (a computed weight, another device, a tensor subclass); where that is to stay, the
+        layer is let go.
+
+        Parameters
+        ----------
+        lasting : bool
+            The new memory is known to be nobody else's, and to stay: it becomes locked memory. Else
+            `Attachment.take_over` decides.
         """
-        weight: Any = self.parameters.get("weight")
-        bias: Any = self.parameters.get("bias")
-        if not is_plain_master(weight) or not (bias is None or is_plain_master(bias)):
+        if not self.has_plain_masters():
+            manager = self.manager()
+            if manager is not None and self.attachment.let_go_if_lost(self):
+                manager.settle()
             return False
+        self.follow()
+        self.attachment.take_over(self, lasting)
+        return True
+
+    def has_plain_masters(self) -> bool:
+        """Whether what lies in the parameters' places now can be managed."""
+        weight, bias = self.parameters.get("weight"), self.parameters.get("bias")
+        return is_plain_master(weight) and (bias is None or is_plain_master(bias))
+
+    def has_moved(self) -> bool:
+        """Whether a master lies elsewhere than the engine believes, or the module is gone."""
+        weight, bias = self.parameters.get("weight"), self.parameters.get("bias")
+        return (
+            self.module() is None
+            or weight is not self.weight
+            or bias is not self.bias
+            or weight.data_ptr() != self.weight_ptr
+            or (bias is not None and bias.data_ptr() != self.bias_ptr)
+        )
+
+    def follow(self) -> None:
+        """Tell the engine of plain masters where they lie now."""
         before = self.weight, self.bias
-        self.weight, self.bias = weight, bias
+        places = self.addresses()
+        self.weight, self.bias = self.parameters["weight"], self.parameters.get("bias")
         try:
             with torch.inference_mode(False):
                 unit, offsets = self.state.engine.move_member(self.member, self.extents())
@@ -140,10 +176,55 @@ class Layer:
             # The engine copies from where it did: the next call must see the change again.
             self.weight, self.bias = before
             raise
-        self.has_bias = bias is not None
+        self.has_bias = self.bias is not None
+        for name, now, then, place, storage in zip(
+            _TENSORS, self.tensors(), before, places, self.storages, strict=False
+        ):
+            if now.data_ptr() != place:
+                self.replaced[name] = storage, now is not then
         self.note_masters()
         self.placed(unit, self.member, offsets)
-        return True
+        self.attachment.count_uses(places, self.addresses())
+
+    def addresses(self) -> list[int]:
+        """Return where the engine believes the masters."""
+        return [self.weight_ptr] if self.bias is None else [self.weight_ptr, self.bias_ptr]
+
+    def replaced_for_good(self) -> Iterator[tuple[Tensor, bool]]:
+        """Yield masters that replaced one which nobody holds, and whether something holds them too.
+
+        Where somebody holds the one from before, a swap for a while is likely (weights of an EMA),
+        and the new memory is left to whoever will take it back.
+        """
+        for name, tensor in zip(_TENSORS, self.tensors(), strict=False):
+            before, reassigned = self.replaced.get(name, (None, False))
+            if before is not None and before.expired():
+                yield tensor, is_held_elsewhere(tensor, reassigned)
+
+    def why_lost(self) -> str:
+        """Say why the module is no layer of ours any more; empty where it is, or may be again.
+
+        A Parameter of another kind (quantised) is to stay if nobody but this object holds the one
+        from before, and so could bring it back.
+        """
+        module = self.module()
+        weight = self.parameters.get("weight")
+        own_references = 2  # the attribute's, and the argument's of the call below
+        if module is None:
+            return "it was deleted"
+        if not is_managed(module):
+            return f"its class was replaced after attach, by {type(module).__name__}"
+        if weight is None:
+            return "its weight was taken away after attach, or is computed since"
+        if (
+            weight is not self.weight
+            and isinstance(weight, nn.Parameter)
+            and not is_plain_master(weight)
+            and sys.getrefcount(self.weight) <= own_references
+        ):
+            kind = type(weight).__name__
+            return f"its weight was replaced after attach, by a {kind} of {weight.dtype}"
+        return ""
 
     # ---- slots ----
 
@@ -518,6 +599,27 @@ def is_plain_master(tensor: Any) -> bool:
     )
 
 
+def is_held_elsewhere(tensor: Tensor, reassigned: bool) -> bool:
+    """Whether anything but this one tensor may see its memory, so that it has to stay there.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        A master that was replaced.
+    reassigned : bool
+        Whether another Parameter was put in the place of the first, as loading with
+        ``assign=True`` does; else ``.data`` was re-pointed. Torch does not count holders outside of
+        torch, so memory that torch did not allocate is taken over only from a Parameter.
+    """
+    storage = tensor.untyped_storage()
+    own_references = 2  # of the tensor, and of `storage` itself
+    return (
+        storage.is_shared()
+        or torch._C._storage_Use_Count(storage._cdata) > own_references
+        or not (reassigned or storage.resizable())
+    )
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory without gaps or overlaps, in whatever order."""
     expected = 1
@@ -559,6 +661,13 @@ def managed_class(base: Any) -> Any:
         apply_to_masters(self, fn)
         return self
 
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        base.__setattr__(self, name, value)
+        if name in ("__class__", "weight"):
+            layer = self.__dict__.get(HANDLE)
+            if layer is not None:
+                layer.attachment.let_go_soon(layer)
+
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         # pickle insists that what __newobj__ makes has the object's own class; the older
         # reconstructor of the standard library does the same without asking.
@@ -577,6 +686,7 @@ def managed_class(base: Any) -> Any:
             "__doc__": base.__doc__,
             "forward": torch.compiler.disable(forward),
             "_apply": _apply,
+            "__setattr__": __setattr__,
             "__reduce_ex__": __reduce_ex__,
             "_oracle_offload_base": base,
         },
@@ -602,10 +712,10 @@ def swap_in(module: nn.Module, layer: Layer) -> None:
 
 
 def swap_out(module: nn.Module) -> None:
-    """Undo `swap_in`."""
+    """Undo `swap_in`; a class that somebody derived or put in its place meanwhile stays."""
     _follow_class(module)
     module.__dict__.pop(HANDLE, None)
-    base = getattr(type(module), "_oracle_offload_base", None)
+    base = vars(type(module)).get("_oracle_offload_base")
     if base is not None:
         module.__class__ = base
 
@@ -617,8 +727,8 @@ def _follow_class(module: nn.Module) -> None:
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Whether `module` is a managed layer."""
-    return module.__dict__.get(HANDLE) is not None
+    """Whether `module` is a managed layer: one whose class was replaced since is none."""
+    return module.__dict__.get(HANDLE) is not None and hasattr(type(module), "_oracle_offload_base")
 
 
 _outcomes: tuple[Any, dict[tuple[int, torch.dtype], tuple[torch.dtype, bool]]] = (None, {})
@@ -665,9 +775,9 @@ def apply_to_masters(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
         if channels_last:
             wanted = wanted.contiguous(memory_format=torch.channels_last)
         if wanted is not parameter.data and wanted.data_ptr() != parameter.data_ptr():
-            parameter.data = layer.attachment.lone_master(wanted)
+            parameter.data = wanted
             changed = True
         if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
             parameter.grad = parameter.grad.to(parameter.dtype)
     if changed:
-        layer.adopt()
+        layer.adopt(lasting=True)

@@ -3,7 +3,8 @@
 A piece is one `HostBuffer` of about 1 GiB. It is touched and filled, the originals are dropped, and
 it is locked before the next piece begins, so that the process never holds more than the weights and
 one or two pieces. A `Parameter` keeps its identity: only ``.data`` is re-pointed, to a tensor whose
-storage is exactly its own bytes.
+storage is exactly its own bytes. So torch itself counts who holds a master, and a piece is given
+back, as a whole, when nobody holds any of it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._core import ALIGNMENT, HostBuffer
 from .manager_modules import is_dense
@@ -66,29 +68,48 @@ def split_pieces(
         yield piece
 
 
-def fill_piece(tensors: Sequence[Tensor], on_bytes: Callable[[int], object]) -> HostBuffer:
-    """Move `tensors` into one new buffer and drop their old memory.
+class Piece:
+    """One buffer of masters: locked, known to the engine and given back as a whole.
 
     Parameters
     ----------
     tensors : sequence of Tensor
-        Plain strided tensors on any device; their ``.data`` is re-pointed.
-    on_bytes : callable
+        Plain strided tensors on any device. Their ``.data`` is re-pointed into the new buffer and
+        their old memory dropped. The buffer is ordinary memory still: nothing is locked here.
+    on_bytes : callable, optional
         Told how many bytes each tensor had, for a progress bar.
 
-    Returns
-    -------
-    HostBuffer
-        Ordinary memory still: nothing is locked here.
+    Attributes
+    ----------
+    uses : int
+        How many tensors of managed layers lie in it.
     """
-    buffer = HostBuffer(unit_bytes(tensors))
-    offset = 0
-    for tensor in tensors:
-        move_into(tensor, buffer, offset)
-        offset += aligned(tensor_bytes(tensor))
-        on_bytes(tensor_bytes(tensor))
-    trim_heap()
-    return buffer
+
+    def __init__(
+        self, tensors: Sequence[Tensor], on_bytes: Callable[[int], object] | None = None
+    ) -> None:
+        self.buffer = HostBuffer(unit_bytes(tensors))
+        self.start, self.end = self.buffer.address, self.buffer.address + self.buffer.nbytes
+        self.uses = 0
+        offset = 0
+        for tensor in tensors:
+            move_into(tensor, self.buffer, offset)
+            offset += aligned(tensor_bytes(tensor))
+            if on_bytes is not None:
+                on_bytes(tensor_bytes(tensor))
+        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+    def is_abandoned(self) -> bool:
+        """Whether no layer uses it and no tensor anywhere points into it."""
+        return self.uses == 0 and all(storage.expired() for storage in self._storages)
+
+
+def stored_bytes(tensor: Tensor) -> int:
+    """Return the bytes a tensor takes; of a wrapper, those of the tensors that it is made of."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return tensor_bytes(tensor)
+    return sum(stored_bytes(getattr(tensor, name)) for name in flatten()[0])
 
 
 def move_into(tensor: Tensor, buffer: HostBuffer, offset: int) -> None:

@@ -31,7 +31,8 @@ class ModelUsage:
 
     name: str
     layers: int
-    layers_left_resident: int
+    resident_parameters: int
+    resident_bytes: int
     managed_bytes: int
     in_arena_bytes: int
     capacity_bytes: int
@@ -182,11 +183,17 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
 
 
 def _model_usage(state: DeviceState, attachment: Attachment) -> ModelUsage:
+    from .manager import distinct_bytes
+
     stats = state.engine.stats(attachment.model)
+    manager = attachment.manager()
+    resident = {} if manager is None else manager.resident
+    left = 0 if manager is None else distinct_bytes(manager.module)
     return ModelUsage(
         name=attachment.name,
         layers=len(attachment.layers),
-        layers_left_resident=attachment.layers_left_resident,
+        resident_parameters=len(resident),
+        resident_bytes=left,
         managed_bytes=stats["managed_bytes"],
         in_arena_bytes=stats["resident_bytes"],
         capacity_bytes=attachment.capacity_bytes,
@@ -272,6 +279,10 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
     rows = [
         ("  weights managed", format_size(model.managed_bytes)),
         (
+            "  parameters that are not managed",
+            f"{format_size(model.resident_bytes)} in {model.resident_parameters}",
+        ),
+        (
             "  weights in the arena",
             f"{format_size(model.in_arena_bytes)} of {format_size(model.capacity_bytes)}",
         ),
@@ -295,7 +306,6 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
         ("  hits", hits),
         ("  prefetched / late / stale", f"{model.prefetches} / {model.late} / {model.stale}"),
         ("  stalls", f"{model.stalls}, {model.stall_s * 1e3:.2f} ms"),
-        ("  layers left resident", str(model.layers_left_resident)),
     ]
 
 

@@ -170,6 +170,25 @@ def test_a_cap_in_bytes_holds_beside_a_layer_ten_times_the_others(device, budget
         assert stats["peak_resident_bytes"] <= limit
 
 
+@pytest.mark.parametrize("budget", ["1GiB", 0.5, 1 << 40, "auto"])
+def test_no_more_device_memory_is_taken_than_the_model_can_use(budget):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Tower(depth=4))
+    with attached(managed, "cpu", vram_budget=budget) as manager:
+        engine = manager.state.engine
+        stats = engine.stats()
+        assert stats["arena_bytes"] <= stats["managed_bytes"] + 2 * stats["largest_unit_bytes"]
+        for _ in range(4):
+            assert_models_agree(managed, resident, tower_step, steps=1)
+        before = engine.stats()
+        assert_models_agree(
+            managed.requires_grad_(False), resident.requires_grad_(False), tower_step
+        )
+        assert_models_agree(managed, resident, tower_step)
+        assert stats["arena_bytes"] == engine.stats()["arena_bytes"]
+        assert engine.stats()["evictions"] == before["evictions"], "everything has room"
+
+
 @pytest.mark.parametrize("nth", [1, 2, 3])
 def test_registration_refused_from_the_kth_piece_on(sim, monkeypatch, nth):
     """The rest stays pageable, the bits stay the same, and the summary says so."""

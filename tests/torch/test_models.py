@@ -10,6 +10,7 @@ import torch
 from equality import assert_models_agree, attached, resident_pair
 
 import oracle_offload
+from oracle_offload.manager_modules import layer_type
 
 BUILDS = {
     "llama": (models.llama, models.language_step),
@@ -95,7 +96,15 @@ def test_nothing_of_the_real_models_is_left_out(device):
     for build, _ in BUILDS.values():
         model = build()
         with attached(model, device) as manager:
-            assert all("tied" in reason for reason in manager.resident.values()), manager.resident
+            layers = {
+                f"{name}.{key}"
+                for name, module in model.named_modules()
+                if layer_type(module) is not None
+                for key in module._parameters
+            }
+            assert manager.layers
+            left = {name: why for name, why in manager.resident.items() if name in layers}
+            assert all("tied" in reason for reason in left.values()), left
 
 
 def test_a_copy_computes_with_its_own_weights(device):

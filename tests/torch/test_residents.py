@@ -1,0 +1,110 @@
+"""What is not managed: listed, measured, warned about."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from equality import attached
+from torch import nn
+
+import oracle_offload
+
+
+class Mixed(nn.Module):
+    """One layer that is managed beside all that is not."""
+
+    def __init__(self, experts=8):
+        super().__init__()
+        self.embedding = nn.Embedding(4, 16)
+        self.norm = nn.LayerNorm(16)
+        self.linear = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 4, bias=False)
+        self.head.weight = self.embedding.weight
+        self.experts = nn.Parameter(torch.randn(experts, 16, 16))
+
+    def forward(self, index):
+        x = self.linear(self.norm(self.embedding(index)))
+        return self.head(torch.einsum("bi,eij->bj", x, self.experts))
+
+
+@pytest.fixture
+def warnings(caplog):
+    caplog.set_level(logging.WARNING, logger="oracle_offload")
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "oracle_offload"]
+
+
+def test_every_parameter_is_managed_or_listed_with_bytes_and_reason():
+    model = Mixed()
+    with attached(model, "cpu") as manager:
+        managed = {id(tensor) for layer in manager.layers for tensor in layer.tensors()}
+        names = {
+            name
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if id(p) not in managed
+        }
+        assert managed and names == set(manager.resident)
+        for name, why in manager.resident.items():
+            assert why.bytes == 4 * model.get_parameter(name).numel()
+            assert isinstance(why, str) and why
+        assert "tied" in manager.resident["head.weight"]
+        assert "LayerNorm" in manager.resident["norm.bias"]
+        assert manager.resident["experts"].bytes == 8 * 16 * 16 * 4
+
+
+def test_what_is_added_later_is_listed():
+    model = Mixed()
+    with attached(model, "cpu") as manager:
+        model.adapter = nn.Linear(16, 2, bias=False)
+        assert "after attach" in manager.resident["adapter.weight"]
+
+
+def test_ignored_layers_are_listed_as_such():
+    model = Mixed()
+    model.other = nn.Linear(16, 16)
+    with attached(model, "cpu", ignore_modules=["linear"]) as manager:
+        assert "ignore_modules" in manager.resident["linear.bias"]
+
+
+def test_attach_warns_of_a_model_that_stays_on_the_device_and_names_the_largest(warnings):
+    with attached(Mixed(), "cpu"):
+        (said,) = warnings()
+    assert "only 11% of its 9.44 KiB" in said
+    assert "'experts', 8.00 KiB" in said
+    assert said.index("'experts'") < said.index("256 B")
+
+
+def test_attach_says_nothing_where_nine_tenths_are_managed(warnings):
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.LayerNorm(200))
+    with attached(model, "cpu"):
+        assert not warnings()
+    model.append(nn.LayerNorm(30))
+    with attached(model, "cpu"):
+        assert "only 90%" in warnings()[0]
+
+
+def test_the_summary_has_the_bytes_that_are_not_managed():
+    model = Mixed()
+    with attached(model, "cpu"):
+        report = oracle_offload.memory_summary(model=model)
+        usage = report.devices[0].models[0]
+        assert usage.resident_bytes == 4 * (4 * 16 + 2 * 16 + 8 * 16 * 16), "tied ones count once"
+        assert usage.resident_parameters == 5
+        assert "parameters that are not managed" in str(report)
+        assert "parameters that are not managed" in str(
+            oracle_offload.memory_summary(abbreviated=True)
+        )
+
+
+def test_x_min_counts_weights_and_no_padding():
+    model = nn.Sequential(*[nn.Linear(33, 33) for _ in range(8)])
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    with attached(model, "cpu") as manager:
+        attachment = manager.attachment
+        assert attachment.weight_bytes == weights < attachment.managed_bytes
+        assert attachment.x_min_bytes() == 2 * max(0, weights - attachment.capacity_bytes)
+    with attached(model, "cpu", offload_percent=0.1) as manager:
+        attachment = manager.attachment
+        capacity = attachment.capacity_bytes
+        assert attachment.x_min_bytes() == 2 * max(0, weights - capacity)
