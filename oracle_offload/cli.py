@@ -41,7 +41,7 @@ def run_demo(args: argparse.Namespace) -> int:
     """Train offloaded and resident side by side; exit with 3 when the bits differ."""
     from .demo import run
 
-    return run(args, EXIT_OK, EXIT_ERROR, EXIT_CHECK_FAILED)
+    return run(args, EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_CHECK_FAILED)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -137,6 +138,25 @@ def add_lora(model: Any, seed: int) -> None:
     model.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=targets))
 
 
+def check_arguments(
+    device: str | None, width: int, steps: int, offload: float, seed: int, svg: str
+) -> None:
+    """Raise `ValueError` for an argument of `run_demo` that makes no sense; imports nothing."""
+    if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"device={device!r} must be cuda, cuda:N or cpu (simulated)")
+    if width < 64 or width % 64:
+        raise ValueError(f"width={width} must be a multiple of 64")
+    if steps < 1:
+        raise ValueError(f"steps={steps} must be at least 1")
+    if not 0 <= offload <= 1:
+        hint = f"; did you mean {offload / 100}?" if 1 < offload <= 100 else ""
+        raise ValueError(f"offload={offload} is a share, from 0 to 1{hint}")
+    if not 0 <= seed < 1 << 32:
+        raise ValueError(f"seed={seed} must be from 0 to 2^32 - 1")
+    if os.path.isdir(svg):
+        raise ValueError(f"svg={svg!r} is a folder; name a file")
+
+
 def run_demo(
     device: str | None = None,
     preset: str | None = None,
@@ -176,12 +196,9 @@ def run_demo(
     Raises
     ------
     ValueError
-        A width or a number of steps that makes no sense.
+        An argument that makes no sense.
     """
-    if width < 64 or width % 64:
-        raise ValueError(f"width={width} must be a multiple of 64")
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be at least 1")
+    check_arguments(device, width, steps, offload, seed, svg)
     if preset is not None:
         os.environ["ORACLE_OFFLOAD_SIM_DEVICE"] = preset
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -390,8 +407,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--svg", default="out/demo-timeline.svg", help="where the timeline goes")
 
 
-def run(args: argparse.Namespace, ok: int, error: int, check_failed: int) -> int:
+def run(args: argparse.Namespace, ok: int, error: int, usage: int, check_failed: int) -> int:
     """Run the subcommand; `check_failed` where the two trainings differ."""
+    try:
+        check_arguments(args.device, args.width, args.steps, args.offload, args.seed, args.svg)
+    except ValueError as problem:
+        print(f"oracle-offload demo: {problem}", file=sys.stderr)
+        return usage
     for name in ("bitsandbytes", "peft"):  # their notices at import are not the demo's
         logging.getLogger(name).setLevel(logging.ERROR)
     try:

@@ -380,8 +380,8 @@ class _DetachMethod:
 
     def __get__(
         self, manager: MemoryManager | None, owner: type[MemoryManager]
-    ) -> Callable[..., nn.Module]:
-        def detach(module: nn.Module | None = None) -> nn.Module:
+    ) -> Callable[..., nn.Module | None]:
+        def detach(module: nn.Module | None = None) -> nn.Module | None:
             """Make the module an ordinary one again; see `MemoryManager`."""
             found = manager
             if module is not None:
@@ -403,9 +403,9 @@ class MemoryManager:
 
     ``manager.detach()`` or ``MemoryManager.detach(module)`` waits for all copies, gives the arena
     back and makes the layers ordinary ones again. Their weights stay in host memory, in the same
-    Parameters; parts that were not managed stay on the device. A driver that fails does not keep
-    it from that: what could not be given back is logged, kept, and tried again at the next attach
-    or detach.
+    Parameters; parts that were not managed stay on the device. Once the model is deleted, detach
+    does nothing, because that gave everything back. A driver that fails does not keep it from that:
+    what could not be given back is logged, kept, and tried again at the next attach or detach.
 
     Attributes
     ----------
@@ -437,7 +437,7 @@ class MemoryManager:
     def attach(
         cls,
         module: nn.Module,
-        device: Any,
+        device: Any = "cuda",
         offload_percent: float = 1.0,
         ignore_modules: Iterable[Any] = (),
     ) -> MemoryManager:
@@ -515,12 +515,21 @@ class MemoryManager:
             if module is not None and self.unsettled[0]:
                 for layer in self.layers:
                     self.attachment.let_go_if_lost(layer)
-                move_unmanaged(module, self.attachment)
+                move_unmanaged(module, self.device, self.attachment)
                 self.unsettled[0] = False
                 self.attachment.give_back()
 
-    def _detach(self) -> nn.Module:
-        module = self.module
+    def __enter__(self) -> MemoryManager:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        if self.finalizer.alive:
+            self._detach()
+
+    def _detach(self) -> nn.Module | None:
+        module = self._module()
+        if module is None:
+            return None  # its memory was given back when it was deleted
         if not self.finalizer.alive:
             raise OffloadError(f"{self.attachment.name} is detached already")
         self.state.check_process()
@@ -542,7 +551,7 @@ class MemoryManager:
 
 def attach(
     module: nn.Module,
-    device: Any,
+    device: Any = "cuda",
     *,
     offload_percent: float = 1.0,
     vram_budget: int | float | str | None = None,
@@ -559,22 +568,26 @@ def attach(
     module : nn.Module
         The model, on any device, with loaded weights.
     device : torch.device or str
-        Where it computes: ``"cuda"``, ``"cuda:1"``, or ``"cpu"`` for the simulated device.
+        Where it computes: ``"cuda"`` (the default), ``"cuda:1"``, or ``"cpu"`` for the simulated
+        device.
     offload_percent : float
         Share in [0, 1] of the managed bytes that has no room on the device. The arena holds the
         rest and a floor of two of the largest units (later: one checkpointed block).
     vram_budget : int, float, str, optional
         Arena in bytes (``"8GiB"``, a fraction of the device's memory, ``"auto"`` for 90% of what is
-        free); replaces what follows from `offload_percent`.
+        free); replaces what follows from `offload_percent`. No more is taken than the model can
+        use.
     ram_budget : int, float, str, optional
         Most host memory to page-lock; the rest is copied through a small locked ring.
     ignore_modules : iterable of nn.Module, Parameter or str
-        Modules (by object or name) and parameters that stay resident.
+        Modules and parameters that stay resident: by object, or modules by dotted name or pattern
+        (``"blocks.*.attn"``, as in `fnmatch`).
 
     Returns
     -------
     MemoryManager
-        Also found as ``module._memory_manager``.
+        Also found as ``module._memory_manager``. As a context manager it detaches at its exit:
+        ``with oracle_offload.attach(model) as manager: ...``
 
     Raises
     ------
@@ -616,7 +629,7 @@ def attach(
         raise
     try:
         floor = 2 * largest
-        capacity = _capacity(state, managed, floor, offload_percent, vram_budget)
+        capacity = _capacity(state, units, sizes, offload_percent, vram_budget)
         attachment.floor_bytes = floor
         attachment.fixed_capacity = vram_budget is not None
         attachment.lock_limit = lock_limit
@@ -639,7 +652,7 @@ def attach(
             wrapper.org_forward = type(leaf.module).forward.__get__(leaf.module)
     module.__dict__[ATTRIBUTE] = manager
     manager.finalizer = weakref.finalize(module, _close_quietly, attachment)
-    move_unmanaged(module, attachment)
+    move_unmanaged(module, where)
     _watch_structure()
     _attached_roots.add(manager)
     watch_first_forward(manager)
@@ -668,11 +681,12 @@ def _warn_of_residents(manager: MemoryManager) -> None:
 
 def _capacity(
     state: DeviceState,
-    managed: int,
-    floor: int,
+    units: Sequence[Sequence[Leaf]],
+    sizes: Sequence[int],
     offload_percent: float,
     vram_budget: int | float | str | None,
 ) -> int:
+    managed, floor = sum(sizes), 2 * max(sizes)
     if vram_budget is None:
         return _round(int((1.0 - offload_percent) * managed)) + floor
     free, total = state.engine.mem_info()
@@ -684,10 +698,17 @@ def _capacity(
     budget = min(budget, managed + floor)
     budget = budget // _core.ALIGNMENT * _core.ALIGNMENT
     if budget < floor:
+        large = [unit for unit, size in zip(units, sizes, strict=True) if 2 * size > budget]
+        names = [leaf.name for unit in large for leaf in unit]
         raise OffloadError(
             f"vram_budget={vram_budget!r} is {format_size(budget)}, but two of the largest units "
-            f"need {format_size(floor)}; raise the budget or leave the largest layer out with "
-            "ignore_modules."
+            f"need {format_size(floor)}; raise the budget to that"
+            + (
+                f", or leave resident what is too large for it, with ignore_modules: "
+                f"{selection.listed(names)}."
+                if len(large) < len(units)
+                else "."
+            )
         )
     return budget
 
@@ -774,19 +795,22 @@ def distinct_bytes(module: nn.Module) -> int:
     return sum(masters.stored_bytes(parameter) for parameter in distinct.values())
 
 
-def move_unmanaged(module: nn.Module, attachment: Attachment) -> None:
-    """Move every parameter and buffer outside the managed layers to the device, dtypes untouched.
+def move_unmanaged(
+    module: nn.Module, device: torch.device, attachment: Attachment | None = None
+) -> None:
+    """Move every parameter and buffer outside the managed layers to `device`, dtypes untouched.
 
     Shared tensors stay shared: a Parameter keeps its identity, a buffer that several modules hold
-    is moved once. What a layer that was let go left in the masters' memory leaves it.
+    is moved once. What a layer that was let go left among the masters of `attachment` leaves them.
     """
     moved: dict[int, tuple[Tensor, Tensor]] = {}
-    device = attachment.state.device
 
     def stays(tensor: Tensor) -> bool:
         if tensor.device != device or type(tensor) not in (Tensor, nn.Parameter):
             return tensor.device == device
-        return device.type != "cpu" or attachment.piece_at(tensor.data_ptr()) is None
+        if attachment is None or device.type != "cpu":
+            return True
+        return attachment.piece_at(tensor.data_ptr()) is None
 
     def move(tensor: Tensor) -> Tensor:
         if stays(tensor):

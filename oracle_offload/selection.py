@@ -10,6 +10,8 @@ variable) fails the watch over the first forward, see `oracle_offload.witness`.
 from __future__ import annotations
 
 import ast
+import difflib
+import fnmatch
 import functools
 import inspect
 import textwrap
@@ -67,29 +69,32 @@ def select(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
     root : nn.Module
         The model.
     ignore_modules : iterable of nn.Module, Tensor or str
-        Modules (with everything below them), single parameters, or dotted names of modules that
-        stay resident.
+        What stays resident: modules (with everything below them), single parameters, or dotted
+        names of modules, which may have the wildcards of `fnmatch` (``"blocks.*.attn"``).
 
     Raises
     ------
     OffloadError
         Meta parameters, a model that is attached already, nothing to manage.
     ValueError
-        An `ignore_modules` entry that names nothing in the model.
+        An `ignore_modules` entry or pattern that names nothing in the model.
     """
     modules = dict(root.named_modules())
     _refuse_meta(modules)
+    managed = [
+        name or type(root).__name__ for name, module in modules.items() if is_managed(module)
+    ]
+    if managed:
+        raise OffloadError(
+            f"{listed(managed)}: attached already, as part of another attach; detach that first "
+            "(its manager.detach()), then attach the whole model once."
+        )
     ignored_modules, ignored_tensors = _ignored(modules, ignore_modules)
     resident: dict[str, str] = {}
     candidates: dict[str, nn.Module] = {}
     adapters = _below_adapters(modules)
     used_directly = _used_directly(modules)
     for name, module in modules.items():
-        if is_managed(module):
-            raise OffloadError(
-                f"'{name or type(root).__name__}' is attached already; detach it first "
-                "(MemoryManager.detach) or attach the whole model once."
-            )
         if layer_type(module) is None:
             continue
         reason = (
@@ -104,7 +109,10 @@ def select(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
             candidates[name] = module
     _drop_shared(modules, candidates, resident)
     if not candidates:
-        why = "; ".join(f"{name}: {reason}" for name, reason in list(resident.items())[:3])
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in resident.items():
+            by_reason.setdefault(reason, []).append(name or type(root).__name__)
+        why = "; ".join(f"{listed(names, 3)}: {reason}" for reason, names in by_reason.items())
         raise OffloadError(
             f"{type(root).__name__} has no layer to manage: no nn.Linear or nn.Conv2d with plain "
             "floating-point weights" + (f" ({why})" if why else "") + "."
@@ -136,13 +144,24 @@ def group_units(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
 
 
 def _refuse_meta(modules: dict[str, nn.Module]) -> None:
-    for name, module in modules.items():
-        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None and tensor.is_meta:
-                raise OffloadError(
-                    f"'{name}.{key}' is on the meta device and has no values; load the weights "
-                    "(for example with to_empty() and load_state_dict()) before attaching."
-                )
+    found = [
+        f"{name}.{key}" if name else key
+        for name, module in modules.items()
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]
+        if tensor is not None and tensor.is_meta
+    ]
+    if found:
+        raise OffloadError(
+            f"{listed(found)} {'is' if len(found) == 1 else 'are'} on the meta device, without "
+            "values; load the weights (for example with to_empty() and load_state_dict()) before "
+            "attaching."
+        )
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Return names for a message: the first ones, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(f"'{name}'" for name in names[:most]) + more
 
 
 def _ignored(modules: dict[str, nn.Module], entries: Iterable[Any]) -> tuple[set[int], set[int]]:
@@ -152,10 +171,19 @@ def _ignored(modules: dict[str, nn.Module], entries: Iterable[Any]) -> tuple[set
         entries = (entries,)
     for entry in entries or ():
         if isinstance(entry, str):
-            if entry not in modules:
-                raise ValueError(f"ignore_modules: the model has no module named {entry!r}")
-            entry = modules[entry]
-        if isinstance(entry, nn.Module):
+            named = [name for name in modules if fnmatch.fnmatchcase(name, entry)]
+            if not named:
+                words = [*modules, *(name.rpartition(".")[2] for name in modules)]
+                near = difflib.get_close_matches(entry, sorted(set(words) - {""}))
+                near += [name for name in modules if entry and name.endswith(f".{entry}")][:3]
+                raise ValueError(
+                    f"ignore_modules: the model has no module named {entry!r}"
+                    + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
+                    + " Names are dotted, with the wildcards of fnmatch: 'blocks.*.attn'."
+                )
+            for name in named:
+                ids.update(id(module) for module in modules[name].modules())
+        elif isinstance(entry, nn.Module):
             ids.update(id(module) for module in entry.modules())
         elif isinstance(entry, Tensor):
             tensors.add(id(entry))

@@ -79,9 +79,9 @@ class DeviceUsage:
     models: list[ModelUsage] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryReport:
-    """What `memory_summary` returns; ``str()`` is the table.
+    """What `memory_summary` returns; ``str()`` and ``repr()`` are the table.
 
     Attributes
     ----------
@@ -105,6 +105,8 @@ class MemoryReport:
         if not self.devices:
             return "oracle_offload: no model is attached"
         return "\n".join(_table(device, self) for device in self.devices)
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

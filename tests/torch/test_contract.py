@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from torch import nn
 
 import oracle_offload
 from oracle_offload import MemoryManager, OffloadError, selection
+from oracle_offload.devices import open_states
 
 
 def mlp(*sizes):
@@ -75,7 +77,11 @@ def test_not_a_module():
 def test_meta_parameters():
     with torch.device("meta"):
         model = mlp(8, 8)
-    with pytest.raises(OffloadError, match=r"'0\.weight' is on the meta device"):
+    with pytest.raises(OffloadError, match=r"'0\.weight', '0\.bias' are on the meta device"):
+        oracle_offload.attach(model, "cpu")
+    with torch.device("meta"):
+        model = mlp(*[8] * 12)
+    with pytest.raises(OffloadError, match=r"'0\.weight', .* and 14 more are on the meta device"):
         oracle_offload.attach(model, "cpu")
 
 
@@ -102,6 +108,64 @@ def test_detach_what_is_not_attached():
     manager.detach()
     with pytest.raises(OffloadError, match="detached already"):
         manager.detach()
+
+
+def test_detach_of_a_deleted_model_does_nothing():
+    model = mlp(8, 8)
+    manager = oracle_offload.attach(model, "cpu")
+    del model
+    gc.collect()
+    assert manager.detach() is None
+    assert manager.detach() is None
+
+
+@pytest.mark.parametrize("how", ["to its end", "detached inside", "by an exception", "deleted"])
+def test_a_with_statement_detaches(how):
+    model = mlp(8, 8)
+    expected = forward(model)
+
+    def use():
+        nonlocal model
+        with oracle_offload.attach(model, "cpu") as manager:
+            assert isinstance(manager, MemoryManager)
+            assert_same(forward(model), expected)
+            assert manager.state.engine.stats()["acquires"] > 0
+            if how == "detached inside":
+                manager.detach()
+            if how == "by an exception":
+                raise KeyError("mine")
+            if how == "deleted":
+                model = None
+                gc.collect()
+
+    if how == "by an exception":
+        with pytest.raises(KeyError, match="mine"):
+            use()
+    else:
+        use()
+    assert not open_states()
+    if model is not None:
+        assert type(model[0]) is nn.Linear
+        assert_same(forward(model), expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_the_default_device_is_cuda_and_its_absence_is_explained():
+    with pytest.raises(OffloadError, match=r"device='cuda', but torch sees no CUDA.*device='cpu'"):
+        oracle_offload.attach(mlp(8, 8))
+
+
+def test_a_budget_too_small_names_every_layer_that_is_too_large():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 800), nn.Linear(800, 8))
+    with pytest.raises(OffloadError, match="two of the largest units") as refused:
+        oracle_offload.attach(model, "cpu", vram_budget=2048)
+    for name in ("0", "1", "2"):  # one unit: small leaves travel together
+        assert f"'{name}'" in str(refused.value) or "ignore_modules" not in str(refused.value)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8000), nn.Linear(8000, 8))
+    with pytest.raises(OffloadError, match="ignore_modules: '1', '2'") as refused:
+        oracle_offload.attach(model, "cpu", vram_budget="32KiB")
+    with attached(model, "cpu", vram_budget="32KiB", ignore_modules=["1", "2"]) as manager:
+        assert [layer.name for layer in manager.layers] == ["0"], "the remedy works"
 
 
 def test_detach_while_in_use():
@@ -155,6 +219,47 @@ def test_ignore_modules_that_do_not_exist():
         oracle_offload.attach(mlp(8, 8), "cpu", ignore_modules=["attn"])
     with pytest.raises(ValueError, match="neither a module"):
         oracle_offload.attach(mlp(8, 8), "cpu", ignore_modules=[3])
+
+
+def blocks():
+    return nn.ModuleDict(
+        {
+            "blocks": nn.ModuleList(
+                nn.ModuleDict({"attn": nn.Linear(8, 8), "mlp": mlp(8, 8, 8)}) for _ in range(3)
+            ),
+            "proj_out": nn.Linear(8, 8),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("patterns", "left"),
+    [
+        (["blocks.*.attn"], 3),
+        (["*.attn", "proj_*"], 4),
+        (["blocks.[01].mlp"], 4),
+        (["blocks.?"], 9),
+        ("blocks.1", 3),
+        (["*mlp.0"], 3),
+    ],
+    ids=str,
+)
+def test_ignored_by_pattern(patterns, left):
+    with attached(blocks(), "cpu", ignore_modules=patterns) as manager:
+        assert len(manager.layers) == 10 - left
+        assert {name.rpartition(".")[0] for name in manager.resident} == {
+            name
+            for name, module in manager.module.named_modules()
+            if isinstance(module, nn.Linear) and name not in {y.name for y in manager.layers}
+        }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"), [("proj_ot", "'proj_out'"), ("attn", r"'blocks\.0\.attn'"), ("x.*", "")]
+)
+def test_a_pattern_that_matches_nothing_names_what_is_near(pattern, near):
+    with pytest.raises(ValueError, match=f"no module named '{re.escape(pattern)}'.*{near}"):
+        oracle_offload.attach(blocks(), "cpu", ignore_modules=[pattern])
 
 
 def test_a_failed_attach_leaves_an_ordinary_model():

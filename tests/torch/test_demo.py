@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree
 
 import pytest
@@ -29,12 +31,36 @@ def test_demo_trains_alike_and_draws_its_step(tmp_path, capsys):
     assert "simulated" in "".join(drawn.itertext())
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--width", "100"], ["--steps", "0"], ["--offload", "91"]], ids=" ".join
-)
+NONSENSE = [
+    ["--width", "100"],
+    ["--steps", "0"],
+    ["--offload", "91"],
+    ["--offload", "2"],
+    ["--offload", "nan"],
+    ["--offload=-0.5"],
+    ["--seed=-1"],
+    ["--device", "gpu"],
+    ["--svg", "."],
+]
+
+
+@pytest.mark.parametrize("arguments", NONSENSE, ids=" ".join)
 def test_demo_refuses_nonsense(arguments, capsys):
-    assert cli.main(["demo", "--device", "cpu", *arguments]) == 1
-    assert arguments[0].strip("-")[:5] in capsys.readouterr().err
+    assert cli.main(["demo", "--device", "cpu", *arguments]) == 2
+    name, _, value = "=".join(arguments).partition("=")
+    said = capsys.readouterr().err
+    assert name.strip("-") + "=" in said and value in said
+
+
+def test_demo_refuses_nonsense_before_it_imports_anything_heavy():
+    code = (
+        "import sys\n"
+        "from oracle_offload import cli\n"
+        "code = cli.main(['demo', '--offload', '2'])\n"
+        "heavy = {'torch', 'diffusers', 'peft', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(code if not heavy else 99)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 2
 
 
 def test_a_timeline_without_rows_is_still_a_picture():

@@ -516,6 +516,7 @@ def test_summary_says_what_was_counted():
         assert all(len(line) <= 100 for line in text.splitlines())
         assert len(str(oracle_offload.memory_summary(abbreviated=True))) < len(text)
         assert report._repr_html_().startswith("<pre>")
+        assert repr(report) == text
     assert str(oracle_offload.memory_summary()) == "oracle_offload: no model is attached"
 
 
