@@ -265,10 +265,11 @@ done:
 
 /* Trainable units are fetched ahead only while nobody is expected to rewrite them. */
 static void oo__set_held(struct oo_engine *engine, int held) {
+    if (engine->held == held)
+        return;
     engine->held = held;
     for (uint32_t i = 0; i < engine->n_units; i++)
-        if (engine->units[i].trainable && !engine->units[i].removed)
-            oo_plan_allow(engine->plan, i, oo__may_fetch_ahead(engine, &engine->units[i]));
+        oo_plan_allow(engine->plan, i, oo__may_fetch_ahead(engine, &engine->units[i]));
 }
 
 /* ---- acquire ---- */
@@ -354,11 +355,13 @@ static void oo__row_end(struct oo_engine *engine, uint32_t id, OOCUstream stream
 static enum oo_status oo__refuse_capture(struct oo_engine *engine, OOCUstream stream) {
     int capturing = OOCU_STREAM_CAPTURE_STATUS_NONE;
     enum oo_status status = OO_DRIVE(engine, cuStreamIsCapturing, stream, &capturing);
-    if (status == OO_OK && capturing != OOCU_STREAM_CAPTURE_STATUS_NONE)
-        status = oo__fail(OO_E_CAPTURE,
-                          "offloaded layers cannot be captured into a CUDA graph: their addresses "
-                          "change; exclude them with ignore_modules or do not capture");
-    return status;
+    if (status != OO_OK)
+        return status;
+    return capturing == OOCU_STREAM_CAPTURE_STATUS_NONE
+               ? OO_OK
+               : oo__fail(OO_E_CAPTURE, "offloaded layers cannot be captured into a CUDA graph: "
+                                        "their addresses change; exclude them with ignore_modules "
+                                        "or do not capture");
 }
 
 /* Bytes behind the ring may have to wait for it on the host. */
@@ -442,12 +445,12 @@ again:
         status = OO_WOULD_BLOCK;
         goto done;
     }
-    if (engine->held && kind == OO_FORWARD) /* the next forward began without an optimizer step */
+    if (kind == OO_FORWARD) /* the next forward may begin without an optimizer step */
         oo__set_held(engine, 0);
     const int first = oo__first_of_sweep(engine, member, task);
     struct oo_stats *stats = &engine->models[unit->model].stats;
     int resident = oo_plan_resident(engine->plan, id) != NULL;
-    if (resident && (unit->stale || (member->stamp_known && member->stamp != stamp) ||
+    if (resident && ((member->stamp_known && member->stamp != stamp) ||
                      ((first || engine->verify) && oo__masters_changed(engine, member))))
         unit->stale = 1;
     if (unit->stale && oo_plan_pins(engine->plan, id)) {
@@ -490,7 +493,7 @@ enum oo_status oo_engine_launch(struct oo_engine *engine, uint32_t member_id, ui
         return status;
     const struct oo_member *member =
         member_id < engine->n_members ? &engine->members[member_id] : NULL;
-    if (!member || member->removed || !oo_plan_pins(engine->plan, member->unit)) {
+    if (!member || !oo_plan_pins(engine->plan, member->unit)) { /* a removed one's has none */
         status = oo__fail(OO_E_STATE, "member %u is launched without being acquired", member_id);
         goto done;
     }
@@ -552,7 +555,7 @@ enum oo_status oo_engine_stamp(struct oo_engine *engine, uint32_t member_id, uin
 static struct oo_last_use *oo__use_entry(struct oo_engine *engine, struct oo_unit *unit,
                                          OOCUstream stream) {
     struct oo_last_use *entry = NULL;
-    for (uint32_t i = 0; i < unit->n_uses && !entry; i++)
+    for (uint32_t i = 0; i < unit->n_uses; i++)
         if (unit->uses[i].stream == stream)
             entry = &unit->uses[i];
     if (!entry && unit->n_uses >= OO_STREAMS) {
@@ -578,7 +581,7 @@ static struct oo_last_use *oo__use_entry(struct oo_engine *engine, struct oo_uni
 static enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *unit,
                                    OOCUstream stream) {
     struct oo_last_use *entry = oo__use_entry(engine, unit, stream);
-    if (!entry && engine->dead != OO_OK)
+    if (engine->dead != OO_OK)
         return OO_OK; /* there is nothing left to overwrite */
     if (!entry) {
         enum oo_status status = oo__synchronize(engine, stream, 1);

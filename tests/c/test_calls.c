@@ -673,6 +673,16 @@ static void test_a_nonblocking_call_never_waits(void) {
     need(oo_engine_prefetch(w.engine, &fetched), "prefetch");
     CHECK(fetched.count > 0 && fetched.count <= OO_MAX_FETCHED, "%u fetched", fetched.count);
     sim.simRefuseRegistration(0);
+    uint32_t unit;
+    size_t offset;
+    char *foreign = malloc(w.bytes[7]);
+    const struct oo_tensor tensor = {foreign, w.bytes[7]};
+    fill(foreign, w.bytes[7], 5);
+    need(oo_member_move(w.engine, w.member[7], &tensor, 1, &unit, &offset), "move");
+    CHECK(oo_engine_acquire(w.engine, w.member[7], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING,
+                            &use) == OO_WOULD_BLOCK,
+          "a unit in memory that nobody knows without waiting");
+    free(foreign);
     world_close(&w, "nonblocking");
 }
 
@@ -802,6 +812,185 @@ static void test_an_acquire_that_launches(void) {
               OO_E_STATE,
           "no such member");
     world_close(&w, "launched");
+}
+
+/* The unit may be in use by others by now: their use is not his to end. */
+static void test_a_ticket_of_an_earlier_copy_ends_no_use(void) {
+    struct world w;
+    struct oo_use first, second;
+    struct oo_fetched fetched;
+    world_open(&w, 400000, -1);
+    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &first), "first");
+    need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &second),
+         "second");
+    CHECK(first.ticket != second.ticket, "two copies with one ticket");
+    CHECK(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched) == OO_E_TICKET,
+          "the ticket of an earlier copy ended a use");
+    CHECK(oo_plan_pins(w.engine->plan, w.unit[3]) == 1, "%u uses",
+          oo_plan_pins(w.engine->plan, w.unit[3]));
+    need(oo_engine_release(w.engine, second.ticket, w.stream, 0, &fetched), "release");
+    CHECK(oo_plan_pins(w.engine->plan, w.unit[3]) == 0, "still in use");
+    world_close(&w, "tickets");
+}
+
+static void test_what_was_removed_is_known_no_more(void) {
+    struct world w;
+    struct oo_use use;
+    struct oo_stats stats;
+    uint32_t unit, model;
+    size_t offset;
+    world_open(&w, 60000, -1);
+    need(oo_model_add(w.engine, &model), "a model that stays");
+    need(oo_model_remove(w.engine, w.model), "remove");
+    const struct oo_tensor tensor = {w.master[0], w.bytes[0]};
+    const uint32_t gone[] = {w.member[0], UINT32_MAX - 1}, one = 1;
+    for (int i = 0; i < 2; i++) {
+        CHECK(oo_engine_acquire(w.engine, gone[i], w.stream, 0, OO_FORWARD, -1, 0, &use) ==
+                  OO_E_STATE,
+              "acquired");
+        CHECK(oo_engine_stamp(w.engine, gone[i], 1) == OO_E_STATE, "stamped");
+        CHECK(oo_engine_launch(w.engine, gone[i], w.stream, 0) == OO_E_STATE, "launched");
+        CHECK(oo_member_move(w.engine, gone[i], &tensor, 1, &unit, &offset) == OO_E_ARGUMENT,
+              "moved");
+    }
+    const uint32_t no_unit[] = {w.unit[0], UINT32_MAX - 1};
+    const uint32_t no_model[] = {w.model, UINT32_MAX - 1};
+    for (int i = 0; i < 2; i++) {
+        CHECK(oo_unit_set_trainable(w.engine, no_unit[i], 1) == OO_E_ARGUMENT, "set trainable");
+        CHECK(oo_engine_stats(w.engine, no_model[i], &stats) == OO_E_ARGUMENT, "figures");
+        CHECK(oo_model_remove(w.engine, no_model[i]) == OO_E_ARGUMENT, "removed twice");
+        CHECK(oo_unit_add(w.engine, no_model[i], &tensor, &one, 1, 0, &unit, &unit, &offset) ==
+                  OO_E_ARGUMENT,
+              "a unit of no model");
+    }
+    need(oo_model_remove(w.engine, model), "remove");
+    need(oo_model_add(w.engine, &w.model), "for the end");
+    world_close(&w, "removed");
+}
+
+/* Fingerprints are compared at a member's first use after each turn, of one graph task too. */
+static void test_each_turn_between_forward_and_task_begins_a_sweep(void) {
+    struct world w;
+    double end_s;
+    world_open(&w, 400000, -1);
+    need(use(&w, 3, OO_RECOMPUTE), "recompute");
+    need(use(&w, 5, OO_FORWARD), "a forward in between, of another unit");
+    sim.simFinish(&end_s);
+    fill(w.master[3], w.bytes[3], 77);
+    need(use(&w, 3, OO_BACKWARD), "the same task");
+    CHECK(stats_of(&w).stale == 1, "%llu stale hits", (unsigned long long)stats_of(&w).stale);
+    world_close(&w, "turns");
+}
+
+/* A stream that is known has its entry, however many there are: no other's is given up for it. */
+static void test_one_use_more_on_a_known_stream_displaces_nobody(void) {
+    struct world w;
+    struct oo_use use[OO_STREAMS], again;
+    struct oo_fetched fetched;
+    uintptr_t streams[OO_STREAMS];
+    world_open(&w, 400000, -1);
+    for (int i = 0; i < OO_STREAMS; i++) {
+        streams[i] = new_stream(&w);
+        need(oo_engine_acquire(w.engine, w.member[3], streams[i], 0, OO_FORWARD, -1, 0, &use[i]),
+             "acquire");
+        need(oo_engine_launch(w.engine, w.member[3], streams[i], 5e-3), "launch");
+    }
+    for (int i = 0; i < OO_STREAMS; i++)
+        need(oo_engine_release(w.engine, use[i].ticket, streams[i], 0, &fetched), "release");
+    need(oo_engine_acquire(w.engine, w.member[3], streams[0], 0, OO_FORWARD, -1, 0, &again),
+         "acquire");
+    need(oo_engine_release(w.engine, again.ticket, streams[0], 0, &fetched), "release");
+    CHECK(w.engine->units[w.unit[3]].n_uses == OO_STREAMS, "%u entries",
+          w.engine->units[w.unit[3]].n_uses);
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(step(&w), "over all of their kernels");
+    for (int i = 0; i < OO_STREAMS; i++)
+        end_stream(&w, streams[i]);
+    world_close(&w, "known streams");
+}
+
+/* Without a context no mark can be set, and nothing of it is tried. */
+static void test_a_release_without_a_context_asks_the_driver_for_nothing(void) {
+    static const char *const calls[] = {"cuEventRecord", "cuStreamWaitEvent", "cuEventCreate"};
+    struct world w;
+    struct oo_use use[OO_STREAMS + 1];
+    struct oo_fetched fetched;
+    uintptr_t streams[OO_STREAMS + 1];
+    struct oo_trace_row *rows;
+    size_t count;
+    world_open(&w, 400000, -1);
+    need(oo_trace_start(w.engine), "timeline");
+    for (int i = 0; i <= OO_STREAMS; i++) {
+        streams[i] = new_stream(&w);
+        need(oo_engine_acquire(w.engine, w.member[3], streams[i], 0, OO_FORWARD, -1, 0, &use[i]),
+             "acquire");
+        need(oo_engine_launch(w.engine, w.member[3], streams[i], 1e-3), "launch");
+    }
+    for (int i = 0; i <= OO_STREAMS; i++) {
+        uint64_t before[3];
+        for (int c = 0; c < 3; c++)
+            before[c] = sim.simCallCount(calls[c]);
+        if (i == 0 || i == OO_STREAMS)
+            sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
+        need(oo_engine_release(w.engine, use[i].ticket, streams[i], 0, &fetched), "release");
+        for (int c = 0; c < 3 && (i == 0 || i == OO_STREAMS); c++)
+            CHECK(sim.simCallCount(calls[c]) == before[c], "release %d calls %s", i, calls[c]);
+    }
+    need(oo_trace_stop(w.engine, &rows, &count), "rows");
+    oo_trace_free(rows);
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(step(&w), "over all of their kernels");
+    for (int i = 0; i <= OO_STREAMS; i++)
+        end_stream(&w, streams[i]);
+    world_close(&w, "no context");
+}
+
+/* A member that could not be moved is copied from where it was. */
+static void test_a_move_that_fails_changes_nothing(void) {
+    struct world w;
+    uint32_t unit, members[2];
+    size_t offsets[2];
+    unsigned failed = 0;
+    world_open(&w, 400000, -1);
+    char *elsewhere = malloc(w.bytes[0] + w.bytes[1]);
+    const struct oo_tensor home[] = {{w.master[0], w.bytes[0]}, {w.master[1], w.bytes[1]}};
+    const struct oo_tensor other[] = {{elsewhere, w.bytes[0]},
+                                      {elsewhere + w.bytes[0], w.bytes[1]}};
+    const uint32_t ones[] = {1, 1};
+    fill(elsewhere, w.bytes[0] + w.bytes[1], 123);
+    need(oo_unit_add(w.engine, w.model, home, ones, 2, 0, &unit, members, offsets), "two members");
+    for (enum oo_status status = OO_E_DRIVER; status != OO_OK; failed++) {
+        sim.simFault("cuEventCreate", 1 + failed, OOCU_ERROR_OUT_OF_MEMORY, 0);
+        status = oo_member_move(w.engine, members[0], other, 2, &unit, offsets);
+        sim.simFaultClear();
+        if (status == OO_OK)
+            break;
+        CHECK(status == OO_E_DRIVER && strstr(oo_error_message(), "cuEventCreate"), "%s",
+              oo_error_message());
+        for (int i = 0; i < 2; i++) {
+            struct oo_use use;
+            struct oo_fetched fetched;
+            need(oo_engine_acquire(w.engine, members[i], w.stream, 0, OO_FORWARD, -1, 0, &use),
+                 "acquire");
+            need(oo_engine_launch(w.engine, members[i], w.stream, 1e-6), "launch");
+            const size_t offset = i ? w.bytes[0] : 0;
+            CHECK(memcmp((const char *)use.address + offset, w.master[i], w.bytes[i]) == 0,
+                  "member %d has other bytes after a failed move", i);
+            need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+        }
+    }
+    CHECK(failed == 2, "%u moves failed", failed);
+    struct oo_use use;
+    struct oo_fetched fetched;
+    need(oo_engine_acquire(w.engine, members[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(oo_engine_launch(w.engine, members[0], w.stream, 1e-6), "launch");
+    CHECK(memcmp((const char *)use.address + offsets[1], elsewhere + w.bytes[0], w.bytes[1]) == 0,
+          "not moved in the end");
+    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    world_close(&w, "move");
+    free(elsewhere);
 }
 
 /* Whoever must not block is told that another thread is inside. */
@@ -1661,6 +1850,12 @@ int main(int argc, char **argv) {
     test_no_more_than_eight_copies_in_a_call();
     test_what_is_in_use_becomes_stale();
     test_an_acquire_that_launches();
+    test_a_ticket_of_an_earlier_copy_ends_no_use();
+    test_what_was_removed_is_known_no_more();
+    test_each_turn_between_forward_and_task_begins_a_sweep();
+    test_one_use_more_on_a_known_stream_displaces_nobody();
+    test_a_release_without_a_context_asks_the_driver_for_nothing();
+    test_a_move_that_fails_changes_nothing();
     test_a_nonblocking_call_leaves_when_the_engine_is_busy();
     test_a_use_that_could_not_be_marked_is_waited_for();
     test_a_use_without_an_entry_is_waited_for();

@@ -122,6 +122,13 @@ static void test_a_rewritten_master_is_never_served_stale(void) {
     for (unsigned i = 0; i < UNITS; i++)
         w.master[i][w.bytes[i] / 3] ^= 1; /* one byte, no stamp: verify tells */
     need(step(&w), "under verify");
+    /* Every use, and not the first of a sweep alone: a block is recomputed, and then goes back. */
+    need(use(&w, 4, OO_RECOMPUTE), "recompute");
+    const uint64_t stale = stats_of(&w).stale;
+    w.master[4][w.bytes[4] / 3] ^= 1;
+    need(use(&w, 4, OO_BACKWARD), "in the same sweep");
+    CHECK(stats_of(&w).stale == stale + 1, "%llu stale hits",
+          (unsigned long long)(stats_of(&w).stale - stale));
     world_close(&w, "stale");
 }
 
@@ -482,6 +489,29 @@ static void test_a_sticky_error_kills_the_engine_and_says_so(int through_the_rin
     end_lost_context("a sticky error");
 }
 
+/* The call that meets the loss tells of it; where nothing is asked of the driver, it succeeds. */
+static void test_a_context_lost_on_the_way_in(void) {
+    for (int life = 0; life < 2; life++) {
+        struct world w;
+        struct oo_stats stats;
+        world_open(&w, 60000, -1);
+        sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
+        if (life == 0)
+            CHECK(oo_engine_resume(w.engine) == OO_E_DRIVER &&
+                      strstr(oo_error_message(), "cuCtxGetCurrent") == oo_error_message(),
+                  "%s", oo_error_message());
+        else
+            need(oo_engine_stats(w.engine, OO_ALL_MODELS, &stats), "stats");
+        CHECK(oo_engine_resume(w.engine) == OO_E_DEAD, "not dead");
+        need(oo_model_remove(w.engine, w.model), "detach");
+        need(oo_engine_unlock(w.engine, w.host), "unlock");
+        oo_host_destroy(w.host);
+        need(oo_engine_destroy(w.engine), "destroy");
+        free(w.arena);
+        end_lost_context("lost on the way in");
+    }
+}
+
 static void test_a_context_lost_while_masters_are_freed_leaves_no_engine_behind(void) {
     struct world w;
     world_open(&w, 60000, -1);
@@ -661,6 +691,7 @@ int main(int argc, char **argv) {
     test_a_sticky_error_kills_the_engine_and_says_so(0);
     test_a_sticky_error_kills_the_engine_and_says_so(1);
     test_wherever_the_context_is_lost_all_else_is_given_back();
+    test_a_context_lost_on_the_way_in();
     test_a_context_lost_while_masters_are_freed_leaves_no_engine_behind();
     return check_report();
 }
