@@ -11,6 +11,10 @@ Of every comparison on a line that speaks of a generation, version, reference co
 
 negate          == becomes !=, < becomes >=, and so on
 
+Of every chain of && or ||:
+
+drop            one of its terms
+
 What is not a mutant, by rule:
 
 - A swap is of two whole statements of one block, neither of which carries a label or is a jump
@@ -68,6 +72,9 @@ CALL = re.compile(
 EVENT = re.compile(r"[\w>\-.\[\]]+->handle")
 STREAM = re.compile(r"(?<![\w.>])(?:\w+(?:\[\w+\])?(?:->|\.))*stream\b")
 COMPARISON = re.compile(r"(?<![<>=!\-])(==|!=|<=|>=|<|>)(?![<>=])")
+CHAINED = re.compile(r"&&|\|\|")
+# Where an operand can end at its own depth of brackets, beside the operators of its chain.
+BOUND = re.compile(r"[,;?:{}]|(?<![<>=!])=(?!=)")
 OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 COUNTER = re.compile(r"[\w.>\-\[\]]*\bstats(?:->|\.)(\w+)\s*(?:\+\+|\+=[^;=]*);")
 LEAVES = re.compile(r"\b(?:OO_TRY|return|goto|break|continue)\b")
@@ -255,6 +262,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
                 yield make(f"{name} with {before[-1]}", match.start(), end, changed)
         yield from swaps(make, name, match.start(), source, parser.found)
 
+    yield from dropped(make, source, code)
     guarded = GUARDED_HOST if path.name.startswith("host") else GUARDED
     for match in COMPARISON.finditer(code):
         line_begin = code.rfind("\n", 0, match.start()) + 1
@@ -268,6 +276,43 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
             text += source[match.end() : line_begin + len(line)]
             where = f", comparison {nth + 1}" if len(COMPARISON.findall(line)) > 1 else ""
             yield make(kind + where, line_begin, line_begin + len(line), text)
+
+
+def operand(code: str, at: int, step: int, stops: tuple[str, ...]) -> int:
+    """Return where the operand ends that lies after (`step` 1) or before (-1) index `at`."""
+    depth = 0
+    opens, closes = ("([{", ")]}") if step > 0 else (")]}", "([{")
+    while True:
+        character = code[at] if step > 0 else code[at - 1]
+        if depth == 0:
+            here = at if step > 0 else at - 1
+            if character in closes or BOUND.match(code, here):
+                return at
+            if code.startswith(stops, at if step > 0 else at - 2):
+                return at
+            if step < 0 and re.search(r"\breturn$", code[at - 7 : at]):
+                return at
+        depth += (character in opens) - (character in closes)
+        at += step
+
+
+def dropped(make, source: str, code: str) -> Iterator[Mutant]:  # type: ignore[no-untyped-def]
+    """Yield every chain of one operator without each of its terms."""
+    for match in CHAINED.finditer(code):
+        operator = match.group(0)
+        others = ("||",) if operator == "&&" else ()
+        left = operand(code, match.start(), -1, (operator, *others))
+        right = operand(code, match.end(), 1, (operator, *others))
+        begin = operand(code, match.start(), -1, others)
+        end = operand(code, match.end(), 1, others)
+
+        def without(begin: int, first: int, last: int, end: int, term: str) -> Mutant:
+            kind = f"drop '{' '.join(term.split())}' of {operator}"  # noqa: B023
+            return make(kind, begin, end, f"{source[begin:first]} {source[last:end]}")
+
+        if left == begin:  # the first term of the chain
+            yield without(begin, left, match.end(), end, code[left : match.start()])
+        yield without(begin, match.start(), right, end, code[match.end() : right])
 
 
 def streams(make, name: str, begin: int, call: str) -> Iterator[Mutant]:  # type: ignore[no-untyped-def]

@@ -751,7 +751,7 @@ enum oo_status oo_engine_hold(struct oo_engine *engine) {
     oo__set_held(engine, 1);
     for (uint32_t i = 0; i < engine->n_units; i++) {
         struct oo_unit *unit = &engine->units[i];
-        if (unit->removed || !unit->trainable)
+        if (!unit->trainable)
             continue;
         if (oo_plan_pins(engine->plan, i))
             unit->leaving = 1; /* another thread is still in its backward, with the same weights */
@@ -777,7 +777,7 @@ static enum oo_status oo__refresh(struct oo_engine *engine, uint32_t model) {
     enum oo_status status = OO_OK;
     for (uint32_t i = 0; i < engine->n_units; i++) {
         struct oo_unit *unit = &engine->units[i];
-        if (unit->removed || (model != OO_ALL_MODELS && unit->model != model))
+        if (model != OO_ALL_MODELS && unit->model != model)
             continue;
         if (oo_plan_pins(engine->plan, i))
             unit->stale = 1;

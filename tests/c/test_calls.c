@@ -692,7 +692,7 @@ static void test_no_more_than_eight_copies_in_a_call(void) {
     struct oo_fetched fetched;
     world_open(&w, 400000, -1);
     need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    need(oo_engine_release(w.engine, use.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
     CHECK(fetched.count == OO_MAX_FETCHED && fetched.more, "%u fetched, more %d", fetched.count,
           fetched.more);
     for (uint32_t i = 0; i < fetched.count; i++)
@@ -855,6 +855,10 @@ static void test_what_was_removed_is_known_no_more(void) {
         CHECK(oo_member_move(w.engine, gone[i], &tensor, 1, &unit, &offset) == OO_E_ARGUMENT,
               "moved");
     }
+    struct oo_fetched fetched;
+    CHECK(oo_engine_release(w.engine, UINT64_C(1) << 32 | (UINT32_MAX - 1), w.stream, 0,
+                            &fetched) == OO_E_TICKET,
+          "a ticket of no unit");
     const uint32_t no_unit[] = {w.unit[0], UINT32_MAX - 1};
     const uint32_t no_model[] = {w.model, UINT32_MAX - 1};
     for (int i = 0; i < 2; i++) {
@@ -938,6 +942,13 @@ static void test_a_release_without_a_context_asks_the_driver_for_nothing(void) {
         for (int c = 0; c < 3 && (i == 0 || i == OO_STREAMS); c++)
             CHECK(sim.simCallCount(calls[c]) == before[c], "release %d calls %s", i, calls[c]);
     }
+    need(oo_engine_acquire(w.engine, w.member[3], streams[1], 0, OO_FORWARD, -1, 0, &use[0]),
+         "on a stream that has its mark");
+    const uint64_t records = sim.simCallCount("cuEventRecord");
+    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
+    need(oo_engine_release(w.engine, use[0].ticket, streams[1], 0, &fetched), "release");
+    CHECK(sim.simCallCount("cuEventRecord") == records, "a mark was tried");
+    CHECK(stats_of(&w).prefetch_failures == 0, "a copy was tried");
     need(oo_trace_stop(w.engine, &rows, &count), "rows");
     oo_trace_free(rows);
     need(oo_engine_refresh(w.engine, w.model), "refresh");
@@ -1082,6 +1093,7 @@ static void test_a_use_without_an_entry_is_waited_for(void) {
     need(oo_engine_release(w.engine, held.ticket, streams[OO_STREAMS], 0, &fetched), "release");
     CHECK(sim.simNow() - began > 4.9e-3 && stats_of(&w).recoveries == before.recoveries + 1,
           "the host waited %.6f s", sim.simNow() - began);
+    CHECK(stats_of(&w).lost_uses == before.lost_uses, "waited for, and lost all the same");
     for (int round = 0; round < 3; round++)
         for (unsigned i = 0; i < UNITS; i++)
             need(use_on(&w, i, OO_FORWARD, -1, 0, streams[i % (OO_STREAMS + 1)]), "use");
@@ -1320,6 +1332,26 @@ static void test_an_unfinished_download_of_the_same_address(void) {
 }
 
 /* The simulated device refuses the gradient, or the host its bytes: nothing stays adopted. */
+/* Into memory that the engine knows, and could not lock: through the ring, as all that is pageable.
+ */
+static void test_a_gradient_into_pageable_masters(void) {
+    struct world w;
+    char gradient[5000];
+    sim.simRefuseRegistration(1);
+    world_open(&w, 60000, -1);
+    fill(gradient, sizeof gradient, 9);
+    need(oo_engine_download(w.engine, w.master[0], (uintptr_t)gradient, 4096, w.stream),
+         "download");
+    CHECK(memcmp(w.master[0], gradient, 4096) == 0, "wrong bytes");
+    check_no_reports("pageable");
+    CHECK(oo_engine_download(w.engine, (void *)(UINTPTR_MAX - 1), (uintptr_t)gradient, 4,
+                             w.stream) == OO_E_ARGUMENT,
+          "to the end of memory");
+    CHECK(stats_of(&w).recoveries == 0, "recovered from nothing");
+    sim.simRefuseRegistration(0);
+    world_close(&w, "pageable");
+}
+
 static void test_a_refused_gradient_is_not_kept(void) {
     static const char *const calls[] = {"simAdopt", "cuEventRecord", "simHostAccess", "simDrop"};
     for (unsigned i = 0; i < 4; i++) {
@@ -1866,6 +1898,7 @@ int main(int argc, char **argv) {
     test_a_failed_download_leaves_no_copy_behind();
     test_what_a_failed_download_left_is_ended_by_the_next();
     test_an_unfinished_download_of_the_same_address();
+    test_a_gradient_into_pageable_masters();
     test_a_refused_gradient_is_not_kept();
     test_a_lost_piece_of_the_ring_is_waited_for();
     test_a_release_returns_while_a_fault_lasts();

@@ -15,7 +15,7 @@ import pytest
 from binding_life import LIBRARY, Life, drop_while_locked, fail_once, live_once
 
 from oracle_offload import _core, simulator
-from oracle_offload.errors import OffloadError
+from oracle_offload.errors import DriverError, OffloadError
 
 LIVES = 1000
 
@@ -216,6 +216,55 @@ def test_an_engine_is_not_closed_under_a_call_of_another_thread() -> None:
         assert driver.cuDevicePrimaryCtxRelease_v2(0) == 0
     assert engine.close() is None
     assert simulator.reports() == []
+
+
+def test_an_acquire_that_waits_lets_other_threads_run() -> None:
+    """It waits for a use that this thread ends: with the lock of the interpreter kept, never."""
+    life = Life()
+    member = next(iter(life.tensors))
+    arguments = member, life.stream, 1, _core.FORWARD, -1
+    ticket, _, _ = life.engine.acquire(*arguments)
+    life.engine.refresh(life.model)
+    answers: list[Any] = []
+
+    def wait() -> None:
+        try:
+            answers.append(life.engine.acquire(*arguments))
+            life.engine.release(answers[0][0], life.stream)
+        except OffloadError as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.05)
+    assert not answers, answers
+    life.engine.release(ticket, life.stream)
+    thread.join()
+    assert isinstance(answers[0], tuple), answers
+    life.close_unused()
+
+
+def test_an_engine_that_dies_while_an_error_is_raised_leaves_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the driver refused is told apart; the error that was on its way goes on."""
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: told.append(what.exc_value))
+
+    def fail() -> None:
+        simulator.set_fault("cuStreamDestroy", 1, 999)
+        raise KeyError("on its way")
+
+    def both(*_: Any) -> None:
+        raise AssertionError
+
+    with pytest.raises(KeyError, match="on its way"):
+        both(_core.Engine(LIBRARY, 0), fail())  # type: ignore[func-returns-value]
+    gc.collect()
+    assert len(told) == 1 and isinstance(told[0], DriverError), told
+    assert told[0].code == 999 and "cuStreamDestroy" in str(told[0])
+    assert _core.live()["engines"] == 0
+    simulator.clear_reports()
 
 
 @pytest.mark.skipif(
