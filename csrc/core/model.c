@@ -80,7 +80,7 @@ done:
 
 static int oo__memory_in_use(const struct oo_engine *engine, const struct oo_host *host) {
     for (uint32_t i = 0; i < engine->n_units; i++)
-        for (uint32_t j = 0; !engine->units[i].removed && j < engine->units[i].n_parts; j++)
+        for (uint32_t j = 0; j < engine->units[i].n_parts; j++) /* a removed one has none */
             if (engine->units[i].parts[j].memory == host)
                 return 1;
     return 0;
@@ -275,7 +275,7 @@ enum oo_status oo_model_remove(struct oo_engine *engine, uint32_t model) {
         oo_arena_remove(arena, segment);
     }
     for (uint32_t i = 0; i < engine->n_units; i++) {
-        if (engine->units[i].removed || engine->units[i].model != model)
+        if (engine->units[i].model != model)
             continue;
         OO_TRY(oo__drop(engine, i));
         oo__unit_remove(engine, i);

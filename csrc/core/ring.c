@@ -66,7 +66,7 @@ enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdev
     for (size_t i = 0; i < pieces + OO_RING_PIECES; i++) {
         const unsigned piece = (unsigned)(i % OO_RING_PIECES);
         char *staging = ring->base + piece * oo__ring_piece_bytes;
-        if (i >= OO_RING_PIECES && i - OO_RING_PIECES < pieces) {
+        if (i >= OO_RING_PIECES) {
             const size_t begin = (i - OO_RING_PIECES) * oo__ring_piece_bytes;
             const size_t step =
                 bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes;

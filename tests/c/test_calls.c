@@ -874,6 +874,150 @@ static void test_what_was_removed_is_known_no_more(void) {
     world_close(&w, "removed");
 }
 
+/* A model may go while units are computed with, if none is its own and none lies in its memory. */
+static void test_who_is_in_the_way_of_a_detach(void) {
+    struct world w;
+    struct oo_use use;
+    struct oo_fetched fetched;
+    uint32_t guest, lender, unit, member, one = 1;
+    size_t offset;
+    char *memory = malloc(4096 + OO_ALIGNMENT);
+    world_open(&w, 250000, -1);
+    need(oo_model_add(w.engine, &guest), "a model whose unit lies in the other's memory");
+    const struct oo_tensor tensor = {w.master[0], w.bytes[0]};
+    need(oo_unit_add(w.engine, guest, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
+    need(oo_engine_acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(oo_model_add(w.engine, &lender), "a model with memory and no unit");
+    need(oo_segment_add(w.engine, lender, (uintptr_t)memory, 4096 + OO_ALIGNMENT, w.stream),
+         "segment");
+    CHECK(oo_model_remove(w.engine, guest) == OO_E_STATE, "its unit is in use");
+    CHECK(oo_model_remove(w.engine, w.model) == OO_E_STATE, "what is in use lies in its memory");
+    need(oo_model_remove(w.engine, lender), "nothing of it is in use");
+    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    need(oo_model_remove(w.engine, guest), "remove");
+    free(memory);
+    world_close(&w, "in the way");
+}
+
+static void test_a_lock_that_loses_the_context_names_itself(void) {
+    struct oo_engine *engine;
+    struct oo_host *host;
+    need(oo_engine_create(sim.path, 0, &engine), "create");
+    need(oo_host_create(4096, &host), "host memory");
+    sim.simFault("cuMemHostRegister", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
+    CHECK(oo_engine_lock(engine, host, 1) == OO_E_DRIVER &&
+              strstr(oo_error_message(), "cuMemHostRegister") == oo_error_message() &&
+              strstr(oo_error_message(), "restart"),
+          "%s", oo_error_message());
+    need(oo_host_destroy(host), "it is nobody's");
+    CHECK(oo_engine_destroy(engine) == OO_LEAKED, "nobody was told");
+    sim.simFaultClear();
+    release_leaked_contexts();
+    CHECK(sim_reset(&sim) == 0, "not reset");
+}
+
+static void test_an_engine_with_a_model_and_no_memory_is_not_destroyed(void) {
+    struct oo_engine *engine;
+    uint32_t model;
+    need(oo_engine_create(sim.path, 0, &engine), "create");
+    need(oo_model_add(engine, &model), "model");
+    CHECK(oo_engine_destroy(engine) == OO_E_STATE, "destroyed with a model");
+    need(oo_model_remove(engine, model), "remove");
+    need(oo_engine_destroy(engine), "destroy");
+    check_nothing_alive("a model alone");
+    CHECK(sim_reset(&sim) == 0, "not reset");
+}
+
+/* One copy reads one registration, and of memory that nobody knows only what it was told of. */
+static void test_what_travels_as_one_copy(void) {
+    struct world w;
+    struct oo_host *pages[16];
+    uint32_t unit, member;
+    size_t offsets[2];
+    const uint32_t two = 2;
+    unsigned n = 0, below = 0, above = 0;
+    world_open(&w, 250000, -1);
+    for (; n < 16 && !above; n++) { /* two that follow each other in memory */
+        need(oo_host_create(4096, &pages[n]), "a page");
+        need(oo_engine_lock(w.engine, pages[n], 1), "lock");
+        fill(oo_host_address(pages[n]), 4096, n);
+        for (unsigned i = 0; i < n; i++) {
+            const char *a = oo_host_address(pages[i]), *b = oo_host_address(pages[n]);
+            if (a + 4096 == b || b + 4096 == a) {
+                below = a < b ? i : n;
+                above = a < b ? n : i;
+            }
+        }
+    }
+    char *foreign = malloc(1024);
+    fill(foreign, 1024, 3);
+    for (int how = 0; how < 2; how++) {
+        if (how == 0 && below == above)
+            continue; /* no two pages lie side by side here */
+        const struct oo_tensor tensors[] = {
+            {how ? foreign : oo_host_address(pages[below]), how ? 100 : 4096},
+            {how ? foreign + OO_ALIGNMENT : oo_host_address(pages[above]), how ? 100 : 4096}};
+        need(oo_unit_add(w.engine, w.model, tensors, &two, 1, 0, &unit, &member, offsets), "unit");
+        const uint64_t before = stats_of(&w).h2d_copies;
+        struct oo_use use;
+        struct oo_fetched fetched;
+        need(oo_engine_acquire(w.engine, member, w.stream, 0, OO_BACKWARD, 1, 0, &use), "acquire");
+        need(oo_engine_launch(w.engine, member, w.stream, 1e-6), "launch");
+        CHECK(stats_of(&w).h2d_copies == before + 2, "%d: %llu copies", how,
+              (unsigned long long)(stats_of(&w).h2d_copies - before));
+        for (int t = 0; t < 2; t++)
+            CHECK(memcmp((const char *)use.address + offsets[t], tensors[t].host,
+                         tensors[t].bytes) == 0,
+                  "%d: tensor %d has wrong bytes", how, t);
+        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    }
+    need(oo_model_remove(w.engine, w.model), "remove");
+    for (unsigned i = 0; i < n; i++)
+        need(oo_host_destroy(pages[i]), "destroy");
+    free(foreign);
+    need(oo_model_add(w.engine, &w.model), "for the end");
+    world_close(&w, "one copy");
+}
+
+/* A unit is kept for a member that moves if it was alone there, and all else is as it was. */
+static void test_a_member_that_moves_keeps_its_unit_only_alone_and_alike(void) {
+    struct world w;
+    uint32_t unit, moved, members[2];
+    size_t offsets[4];
+    world_open(&w, 250000, -1);
+    char *bytes = w.master[4]; /* of 20480 bytes at least */
+    const struct oo_tensor pair[] = {{bytes, 512}, {bytes + 512, 512}}, whole = {bytes, 1024};
+    const struct oo_tensor larger = {bytes, 2048}, halves[] = {{bytes + 256, 1024}, {bytes, 1024}};
+    const uint32_t ones[] = {1, 1};
+    const struct {
+        const struct oo_tensor *to;
+        uint32_t count;
+        int stays;
+        const char *what;
+    } moves[] = {{&whole, 1, 0, "it was not alone"},  {&whole, 1, 1, "alone and alike"},
+                 {&larger, 1, 0, "larger"},           {halves, 2, 0, "as large, in two"},
+                 {&larger, 1, 0, "as large, in one"}, {&larger, 1, 1, "alike again"}};
+    need(oo_unit_add(w.engine, w.model, pair, ones, 2, 0, &unit, members, offsets), "unit");
+    for (unsigned i = 0; i < sizeof moves / sizeof moves[0]; i++) {
+        struct oo_use use;
+        struct oo_fetched fetched;
+        need(oo_member_move(w.engine, members[0], moves[i].to, moves[i].count, &moved, offsets),
+             moves[i].what);
+        CHECK((moved == unit) == moves[i].stays, "%s: unit %u becomes %u", moves[i].what, unit,
+              moved);
+        unit = moved;
+        need(oo_engine_acquire(w.engine, members[0], w.stream, 0, OO_BACKWARD, 1, 0, &use),
+             "acquire");
+        need(oo_engine_launch(w.engine, members[0], w.stream, 1e-6), "launch");
+        for (uint32_t t = 0; t < moves[i].count; t++)
+            CHECK(memcmp((const char *)use.address + offsets[t], moves[i].to[t].host,
+                         moves[i].to[t].bytes) == 0,
+                  "%s: wrong bytes", moves[i].what);
+        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    }
+    world_close(&w, "moves");
+}
+
 /* Fingerprints are compared at a member's first use after each turn, of one graph task too. */
 static void test_each_turn_between_forward_and_task_begins_a_sweep(void) {
     struct world w;
@@ -1884,6 +2028,11 @@ int main(int argc, char **argv) {
     test_an_acquire_that_launches();
     test_a_ticket_of_an_earlier_copy_ends_no_use();
     test_what_was_removed_is_known_no_more();
+    test_who_is_in_the_way_of_a_detach();
+    test_an_engine_with_a_model_and_no_memory_is_not_destroyed();
+    test_what_travels_as_one_copy();
+    test_a_member_that_moves_keeps_its_unit_only_alone_and_alike();
+    test_a_lock_that_loses_the_context_names_itself();
     test_each_turn_between_forward_and_task_begins_a_sweep();
     test_one_use_more_on_a_known_stream_displaces_nobody();
     test_a_release_without_a_context_asks_the_driver_for_nothing();

@@ -338,10 +338,11 @@ static void test_wrong_calls_are_refused_clearly(void) {
     CHECK(oo_host_fill(w.host, 0, (const void *)(UINTPTR_MAX - 2), 4) == OO_E_ARGUMENT,
           "filled from beyond memory");
     need(oo_host_fill(w.host, 0, NULL, 0), "a fill of nothing");
-    const struct oo_tensor empty = {NULL, 0};
-    CHECK(oo_unit_add(w.engine, w.model, &empty, &one, 1, 0, &unit, &member, &offset) ==
-              OO_E_ARGUMENT,
-          "a tensor at NULL");
+    const struct oo_tensor empty[] = {{NULL, 0}, {NULL, 8}, {w.master[0], 0}};
+    for (int i = 0; i < 3; i++)
+        CHECK(oo_unit_add(w.engine, w.model, &empty[i], &one, 1, 0, &unit, &member, &offset) ==
+                  OO_E_ARGUMENT,
+              "a tensor that is none, %d", i);
     CHECK(oo_engine_unlock(w.engine, w.host) == OO_E_STATE, "unlocked under attached units");
     CHECK(oo_engine_destroy(w.engine) == OO_E_STATE, "destroyed with a model attached");
     struct oo_engine *none;
@@ -480,11 +481,18 @@ static void test_a_sticky_error_kills_the_engine_and_says_so(int through_the_rin
     CHECK(code == OOCU_ERROR_ILLEGAL_ADDRESS && strcmp(name, "CUDA_ERROR_ILLEGAL_ADDRESS") == 0,
           "%s %d", name, code);
     need(oo_model_remove(w.engine, w.model), "detach of a dead engine");
+    const uint64_t unregistered = sim.simCallCount("cuMemHostUnregister");
+    const uint64_t waited = sim.simCallCount("cuStreamSynchronize");
     need(oo_engine_unlock(w.engine, w.host), "unlock of a dead engine");
+    CHECK(sim.simCallCount("cuMemHostUnregister") == unregistered &&
+              sim.simCallCount("cuStreamSynchronize") == waited,
+          "a dead engine drives");
     CHECK(((const char *)oo_host_address(w.host))[1] == w.master[0][1], "masters are not readable");
     oo_host_destroy(w.host);
+    const uint64_t freed = sim.simCallCount("cuMemFreeHost");
     need(oo_engine_destroy(w.engine),
          "destroy of a dead engine"); /* its records must go: the leak check sees */
+    CHECK(sim.simCallCount("cuMemFreeHost") == freed, "a dead engine drives");
     free(w.arena);
     end_lost_context("a sticky error");
 }

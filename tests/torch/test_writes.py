@@ -468,6 +468,58 @@ def test_one_element_written_after_its_copy_was_fetched_ahead_is_seen(mode, kind
             assert_models_agree(managed, resident, step, steps=1)
 
 
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+@pytest.mark.parametrize("trained", [False, True], ids=["sampling", "forward"])
+def test_one_element_written_after_the_copy_that_another_layers_use_began_is_seen(kind, trained):
+    """The copy brings the whole unit: its other layers have the version of that moment, too."""
+    torch.manual_seed(0)
+    make = (
+        (lambda: nn.Linear(64, 64, bias=False))
+        if kind == "linear"
+        else (lambda: nn.Conv2d(64, 64, 1, bias=False))
+    )
+    managed = nn.Sequential(make(), make()).requires_grad_(False)
+    resident = copy.deepcopy(managed)
+    x = torch.ones(2, 64) if kind == "linear" else torch.ones(1, 64, 1, 2)
+
+    def step(model, index):
+        y = model[0](x.detach().requires_grad_(trained))
+        one_element(model[1].weight, index)
+        return [model[1](y)]
+
+    with attached(managed, "cpu", offload_percent=1.0) as manager:
+        assert len({layer.unit for layer in manager.layers}) == 1 and len(manager.layers) == 2
+        assert_same([managed(x)], [resident(x)])
+        for index in range(5, 64 * 64, 64 * 64 // 13):
+            manager.refresh()  # the copy is begun by the first layer's own use
+            assert_same(step(managed, index), step(resident, index))
+
+
+@pytest.mark.parametrize("what", ["data", "parameter", "bias"])
+@pytest.mark.parametrize("call", ["cuEventCreate", "cuStreamWaitEvent"])
+def test_new_memory_that_could_not_be_adopted_is_adopted_by_the_next_forward(sim, call, what):
+    """A fault between the swap and the engine's answer must not hide the swap."""
+    torch.manual_seed(0)
+    managed = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
+    resident = copy.deepcopy(managed)
+    x = torch.randn(2, 64)
+    with attached(managed, "cpu", offload_percent=1.0) as manager:
+        assert len(manager.layers) == 2
+        assert_same([managed(x)], [resident(x)])
+        for model in (managed, resident):
+            new = model[1].weight.data * 3
+            if what == "data":
+                model[1].weight.data = new
+            elif what == "bias":
+                model[1].bias = None
+            else:
+                model[1].weight = nn.Parameter(new, requires_grad=False)
+        with sim.fault(call, 1, 2), pytest.raises(oracle_offload.OffloadError, match=call):
+            managed(x)
+        for _ in range(3):
+            assert_same([managed(x)], [resident(x)])
+
+
 def a_linear():
     return nn.Linear(512, 512, bias=False), torch.ones(2, 512)
 
