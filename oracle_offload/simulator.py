@@ -12,12 +12,14 @@ import contextlib
 import ctypes
 import enum
 import functools
+import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
-from .errors import DriverError
+from .errors import DriverError, OffloadError
 
 PRESETS = ("rtx3090", "rtx4090", "rtx5090", "h200")
 
@@ -33,6 +35,10 @@ class Schedule(enum.IntEnum):
     STARVE_COMPUTE = 3  #: copies run as soon as they are legal, kernels end as late as legal
     EAGER = 4  #: everything runs when it is queued, where legal
     DELAYED = 5  #: TIMED, but the seed makes some operations take far too long
+
+
+# As ORACLE_OFFLOAD_SIM_SEED and the texts to replay a schedule name them.
+_SCHEDULES = tuple(schedule.name.lower().replace("_", "-") for schedule in Schedule)
 
 
 class _Switch(enum.IntEnum):
@@ -247,9 +253,28 @@ def library_path() -> Path:
     ------
     FileNotFoundError
         When the package was not built; says what to do.
+    OffloadError
+        When ``ORACLE_OFFLOAD_SIM_DEVICE`` or ``ORACLE_OFFLOAD_SIM_SEED`` holds what the library
+        would refuse; names the variable, its value and what is allowed.
     """
     from .build_record import simulator_path
 
+    # The library refuses too, in the words of cuInit, which have no room for a name.
+    name = os.environ.get("ORACLE_OFFLOAD_SIM_DEVICE", "")
+    if name and name not in PRESETS:
+        raise OffloadError(
+            f"ORACLE_OFFLOAD_SIM_DEVICE={name!r} is no simulated device; unset it, or use "
+            f"{', '.join(PRESETS)}"
+        )
+    seed = os.environ.get("ORACLE_OFFLOAD_SIM_SEED", "")
+    match = re.fullmatch(r"(?:([a-z-]+)(?::([0-9]{1,20}))?|([0-9]{1,20}))", seed)
+    known = match and (match[1] or "random") in _SCHEDULES
+    if seed and not (match and known and int(match[2] or match[3] or 0) < 2**64):
+        raise OffloadError(
+            f"ORACLE_OFFLOAD_SIM_SEED={seed!r} is no schedule; unset it, or use a number below "
+            f"2**64 (of the random schedule), or {', '.join(_SCHEDULES)}, also with a number: "
+            "delayed:41"
+        )
     return simulator_path()
 
 

@@ -144,16 +144,33 @@ def test_the_environment_chooses_the_device(name: str, expected: str) -> None:
     assert expected in done.stdout, done
 
 
-def test_an_unknown_device_in_the_environment_is_refused_by_name() -> None:
-    code = (
-        "from oracle_offload import simulator; library = simulator.library(); "
-        "simulator.get_device(); print(library.cuInit(0), simulator.reports())"
-    )
-    environment = {**os.environ, "ORACLE_OFFLOAD_SIM_DEVICE": "voodoo2"}
+REFUSED = (
+    "import ctypes; from oracle_offload import simulator, OffloadError\n"
+    "from oracle_offload.build_record import simulator_path\n"
+    "try: simulator.get_device(); print('accepted')\n"
+    "except OffloadError as error: print(error)\n"
+    "print(ctypes.CDLL(str(simulator_path())).cuInit(0))"
+)
+
+
+def refusal(**environment: str) -> tuple[str, int]:
+    """What Python says of an environment, and the CUresult with which the library refuses it."""
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", REFUSED],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
     )
-    assert done.stdout.startswith("101 ") and "voodoo2" in done.stdout, done
+    said, code = done.stdout.splitlines()
+    return said, int(code)
+
+
+@pytest.mark.parametrize("name", ["voodoo2", "RTX4090", " ", "rtx4090 "])
+def test_an_unknown_device_in_the_environment_is_refused_by_name(name: str) -> None:
+    said, code = refusal(ORACLE_OFFLOAD_SIM_DEVICE=name)
+    assert said.startswith(f"ORACLE_OFFLOAD_SIM_DEVICE={name!r} is no simulated device;")
+    assert all(preset in said for preset in simulator.PRESETS)
+    assert code == 101
 
 
 @pytest.mark.parametrize(
@@ -190,15 +207,22 @@ def test_the_environment_replays_a_schedule(value: str, kind: Schedule, seed: in
 
 @pytest.mark.parametrize("value", ["fast", "random:", "41x", "-1", "delayed:-1", "timed 4", ":3"])
 def test_a_seed_that_is_none_is_refused(value: str) -> None:
-    code = (
-        "import ctypes; from oracle_offload import simulator;"
-        "print(simulator.library().cuInit(0), simulator.reports())"
-    )
-    environment = {**os.environ, "ORACLE_OFFLOAD_SIM_SEED": value}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
-    assert done.stdout.startswith("1 ") and repr(value)[1:-1] in done.stdout, done
+    said, code = refusal(ORACLE_OFFLOAD_SIM_SEED=value)
+    assert said.startswith(f"ORACLE_OFFLOAD_SIM_SEED={value!r} is no schedule;")
+    assert "random, starve-copy, starve-compute, eager, delayed" in said
+    assert code == 1
+
+
+def test_a_seed_that_does_not_fit_is_refused_and_not_cut() -> None:
+    said, _ = refusal(ORACLE_OFFLOAD_SIM_SEED=f"random:{2**64}")
+    assert f"ORACLE_OFFLOAD_SIM_SEED='random:{2**64}'" in said
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_what_python_accepts_the_library_accepts(schedule: Schedule) -> None:
+    name = schedule.name.lower().replace("_", "-")
+    for value in (name, f"{name}:{2**64 - 1}"):
+        assert refusal(ORACLE_OFFLOAD_SIM_SEED=value) == ("accepted", 0)
 
 
 def test_a_failed_test_says_how_to_replay_it(tmp_path: Path) -> None:
