@@ -23,11 +23,18 @@ if TYPE_CHECKING:
 
 SCHEMA = "oracle_offload/memory-summary/1"
 _WIDTH = 80
+_LEGEND = "late: not in the arena when asked for; stale: in it, but changed on the host"
 
 
 @dataclass(frozen=True)
 class ModelUsage:
-    """One attached model. Sizes in bytes, times in seconds, rates in 10^9 bytes per second."""
+    """One attached model. Sizes in bytes, times in seconds, rates in 10^9 bytes per second.
+
+    A layer asks for its unit with an acquire. It is a hit when the unit is in the arena or on its
+    way; late when its copy begins only then; stale when it is there, but its master has changed
+    since. A stall is a wait of the compute stream for a copy, longer than 10 microseconds.
+    `x_min_bytes` is the least that a step can move to the device, docs/how-it-works.md.
+    """
 
     name: str
     layers: int
@@ -274,6 +281,8 @@ def _table(device: DeviceUsage, report: MemoryReport) -> str:
             _row(f"optimizer state on {place}", format_size(nbytes))
             for place, nbytes in report.optimizer_bytes.items()
         ]
+    if not report.abbreviated:
+        lines += [thin, f"| {_LEGEND:<{_WIDTH - 2}} |"]
     return "\n".join([*lines, rule])
 
 

@@ -1,0 +1,363 @@
+"""Write docs/errors.md from the places that raise: `python tools/errors_page.py`.
+
+`--missing` lists the places for which `NOTES` has no cause and remedy.
+
+Every error of `oracle_offload/` and every failure of `csrc/` is read from the source, so none can be
+left out. A test compares the page with what this prints.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import wrap
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "errors.md"
+
+HEAD = """\
+# Errors of this library
+
+Every error that `oracle_offload` raises, with cause and remedy; `…` stands for what is filled in.
+The page is printed by `python tools/errors_page.py` from the source. Messages of
+PyTorch, CUDA and the system are explained by `oracle-offload explain`, see
+[out of memory](out-of-memory.md).
+
+| class | is a | means |
+|---|---|---|
+| `OffloadError` | `RuntimeError` | base of all below |
+| `DriverError` | `OffloadError` | a CUDA driver call failed; `call`, `code`, `name` say which |
+| `StaleWeightsError` | `OffloadError` | a weight was changed between forward and its backward |
+| `OutOfMemoryError` | `DriverError`, `torch.OutOfMemoryError` | the driver had no memory |
+| `torch.OutOfMemoryError` | `RuntimeError` | the device had no room for the arena or for a layer |
+| `ValueError`, `TypeError` | | an argument that makes no sense; the message has its value |
+| `MemoryError` | | the host has no memory for weights |
+
+After an error the model is as it was before the call: nothing half attached, and a step that failed
+can be repeated. Only after a lost GPU context (below) the process has to be started again.
+"""
+
+# A piece of the message, as the page shows it, and what to say of it; by section.
+NOTES: dict[str, dict[str, str]] = {
+    "Attaching": {
+        "attach() takes an nn.Module": (
+            "The first argument is the model itself, not its name, its state dict or a "
+            "pipeline: pass `pipeline.transformer`."
+        ),
+        "is not a number in [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
+        "is outside [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
+        "is attached already; detach it first (": (
+            "Attach a model once; `MemoryManager.detach(model)` ends it. To change a budget, "
+            "detach and attach again."
+        ),
+        "or attach the whole model once": (
+            "A part of the model was attached before. Detach that part, then attach the whole."
+        ),
+        "has no layer to manage": (
+            "Nothing in it computes with exactly `nn.Linear.forward` or `nn.Conv2d.forward` "
+            "and plain floating-point weights, or all of it is in `ignore_modules`. Quantised"
+            " weights are not managed."
+        ),
+        "is on the meta device": "The weights were never loaded. Load them, then attach.",
+        "the model has no module named": (
+            "The name is not one of `dict(model.named_modules())`; a wrapper (DDP, peft) puts"
+            " its own name before those inside."
+        ),
+        "is neither a module, a parameter nor": (
+            "`ignore_modules` takes names, modules and parameters."
+        ),
+        "but two of the largest units need": (
+            "The arena must hold the unit that computes and the one that comes next. Raise "
+            "the budget, or leave the largest layer resident with `ignore_modules`."
+        ),
+    },
+    "Sizes": {
+        "is not a size; use bytes": 'Write bytes, `"8GiB"`, `"8GB"` or a share such as 0.5.',
+        "is not a size; write it like": 'Write bytes, `"8GiB"`, `"8GB"` or a share such as 0.5.',
+        "a fraction needs a device": (
+            "A share is of the memory of a device; here there is none. Write bytes."
+        ),
+        "must be above zero": (
+            "No size is zero or negative. To offload all, use `offload_percent=1.0`."
+        ),
+    },
+    "Device and driver": {
+        "is not a device; use 'cuda'": "Write a device as torch does.",
+        "only 'cuda' and 'cpu'": (
+            'Weights are streamed by the CUDA driver; other accelerators have none. `"cpu"` '
+            "is the simulated device."
+        ),
+        "but torch sees no CUDA device": (
+            "torch was built without CUDA, or the driver does not answer: `oracle-offload "
+            "doctor` says which."
+        ),
+        "but there are \u2026": (
+            "The index is too high; `CUDA_VISIBLE_DEVICES` renumbers cards from 0."
+        ),
+        "device \u2026 was asked for": (
+            "The index is too high; `CUDA_VISIBLE_DEVICES` renumbers cards from 0."
+        ),
+        "cannot be loaded": (
+            "No driver is installed, the container was not given the card, or "
+            "`ORACLE_OFFLOAD_DRIVER` names a file that is no library."
+        ),
+        "no CUDA driver": (
+            "No driver is installed, the container was not given the card, or "
+            "`ORACLE_OFFLOAD_DRIVER` names a file that is no library."
+        ),
+        "is the CUDA toolkit's stub": (
+            "`LD_LIBRARY_PATH` leads to the library for linking before it leads to the driver."
+        ),
+        "the NVIDIA driver sees no CUDA device": (
+            "No card, a container without one, or `CUDA_VISIBLE_DEVICES` hides them all."
+        ),
+        "update the NVIDIA driver": (
+            "The driver is older than what the engine calls; `oracle-offload doctor` names "
+            "its version."
+        ),
+        "\u2026: \u2026 (\u2026): \u2026": (
+            "A call of the driver failed: its name, the result with its number, and what CUDA"
+            " says of it. What failed once can be tried again."
+        ),
+        "the GPU context was lost": (
+            "An earlier error (an illegal address, a card that fell off the bus) killed the "
+            "context; it names the call that saw it. Weights on the host are whole: save "
+            "them, then start the process again."
+        ),
+        "driver objects could not be given back": (
+            "Logged at detach, not raised there: the driver failed while memory was given "
+            "back. It is tried again at the next attach or detach."
+        ),
+        "is no simulated device": "See [environment variables](environment.md).",
+        "is no schedule": "See [environment variables](environment.md).",
+        "unknown preset": "A preset is one of `simulator.PRESETS`.",
+        "a device's name takes": "Shorten the name of the simulated device.",
+        "this build has no kernels": "Only tests need them; build where nvcc is.",
+        "is missing though it was built": "The installation is damaged: install again.",
+        "which is not installed; install the build": (
+            "Training needs torch, which pip does not bring: install the build that fits the card."
+        ),
+    },
+    "Memory": {
+        "no room in the arena for layer": (
+            "All of the arena was being computed with. Raise `vram_budget` or lower "
+            "`offload_percent`."
+        ),
+        "has no place for a unit of": (
+            "All of the arena was being computed with, or what is free lies in pieces that "
+            "are too small. Raise `vram_budget` or lower `offload_percent`."
+        ),
+        "memory left for weights": (
+            "The weights do not fit the host's memory, or the limit of the container: "
+            "`oracle-offload doctor` shows both."
+        ),
+        "no memory for": "The host's memory ran out.",
+    },
+    "Training": {
+        "has been modified by an inplace": (
+            "Something wrote the weight after forward and before backward: an optimizer step,"
+            " EMA, a merge, `load_state_dict`. Do that after backward."
+        ),
+        "was detached between forward and backward": "Run backward, then detach.",
+        "double backward through": (
+            "`create_graph=True` (gradient penalties, MAML) needs the weights of these layers"
+            " a second time. Leave those layers resident."
+        ),
+        "torch.func transforms over": (
+            "`vmap`, `grad`, `jvp` and the like call the layer with tensors that are none. "
+            "Leave it resident, or detach."
+        ),
+        "forward-mode differentiation": "Dual numbers are not supported. Leave the layer resident.",
+        "a forked child": (
+            "A DataLoader worker or another fork used the model. Use it in the parent alone, "
+            "or start workers with `spawn`; see [DataLoader workers](dataloader-workers.md)."
+        ),
+        "is a fork of the one that trains": (
+            "A DataLoader worker or another fork used the model. Use it in the parent alone; "
+            "see [DataLoader workers](dataloader-workers.md)."
+        ),
+        "the host master of": (
+            "Code computes with `layer.weight` and does not call the layer. Name the layer in"
+            " `ignore_modules`; it then stays resident."
+        ),
+        "captured into a CUDA graph": (
+            "Slots move, and a graph replays addresses. Do not capture "
+            '(`mode="reduce-overhead"` does), or leave the layers resident.'
+        ),
+        "were replaced while another call": (
+            "Two threads: one replaces weights while the other computes with them. Replace "
+            "them between steps."
+        ),
+        "were rewritten while another call": (
+            "Two threads: one writes weights while the other computes with them. Write "
+            "between steps."
+        ),
+    },
+    "Taking down": {
+        "is not attached; detach takes": (
+            "Detach the model that was attached, not a part of it or a wrapper."
+        ),
+        "needs the attached module": (
+            "`manager.detach()` needs no argument; `MemoryManager.detach(model)` does."
+        ),
+        "is detached already": "Detaching twice; drop the second call.",
+        "has been deleted": "The manager outlived its model; its memory is given back already.",
+        "is being computed with; detach": (
+            "Another thread is inside forward or backward: wait for it, then detach."
+        ),
+        "manages another model": (
+            "Call `refresh` of the manager that `attach` returned for this model."
+        ),
+        "detach them first": "Models are still attached to the engine that is being closed.",
+    },
+    "Allocator settings": {
+        "configure_allocator:": (
+            "PyTorch's allocator reads its settings once; see [the "
+            "doctor](doctor.md#allocator-settings)."
+        ),
+    },
+    "The timeline": {
+        "a timeline cannot be recorded": "The driver is too old for it.",
+        "a timeline is being recorded already": "One at a time on a device: end the first.",
+        "no timeline is being recorded": "Begin one first.",
+    },
+    "The demo": {
+        "must be a multiple of 64": "The demo's transformer has heads of 64.",
+        "steps=\u2026 must be": "Ask for one step or more.",
+    },
+}
+INSIDE = "From inside"
+INSIDE_SAYS = (
+    "These tell of a wrong call of the C interface (`oracle_offload._core`, "
+    "`csrc/include/oracle_offload.h`), or of a state that cannot be. `attach` and what follows "
+    "from it make no such call: where one reaches you, it is a bug; report it with the message."
+)
+OTHERS = "Others"
+OTHERS_SAYS = "The message itself has cause and remedy."
+RAISED = {
+    "OffloadError", "StaleWeightsError", "DriverError", "ValueError", "TypeError",
+    "OutOfMemoryError", "FileNotFoundError", "ModuleNotFoundError",
+}  # fmt: skip
+# Raised and caught within the package: nobody sees them.
+INTERNAL = ("the driver says …, which cannot be",)
+
+
+class Site(NamedTuple):
+    """One place that raises."""
+
+    kind: str
+    message: str
+    path: str
+
+
+def rendered(node: ast.expr) -> str | None:
+    """Return the text of a message, with … for what is filled in; None where it is passed on."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values
+        )
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return (rendered(node.left) or "…") + (rendered(node.right) or "…")
+    return None
+
+
+def python_sites() -> Iterator[Site]:
+    """Yield the errors of the package that have a text of their own."""
+    for path in sorted((ROOT / "oracle_offload").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)):
+                continue
+            called = node.exc.func
+            kind = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            message = rendered(node.exc.args[0]) if node.exc.args else None
+            if kind in RAISED and message and message not in INTERNAL:
+                yield Site(kind, message, path.relative_to(ROOT).as_posix())
+
+
+STRING = r"\"(?:[^\"\\]|\\.)*\""
+FAIL = re.compile(rf"oo__fail(_driver)?\(\s*(OO_\w+),((?:{STRING}|[^\";])*);")
+LITERAL = re.compile(rf"{STRING}(?:\s*{STRING})*")
+STATUS_KINDS = {
+    "OO_E_ARGUMENT": "ValueError",
+    "OO_E_MEMORY": "MemoryError",
+    "OO_E_DEAD": "DriverError",
+}
+
+
+def c_sites() -> Iterator[Site]:
+    """Yield the failures of the C parts that reach Python."""
+    for folder in ("base", "core", "driver", "python"):
+        for path in sorted((ROOT / "csrc" / folder).glob("*.c")):
+            for driver, status, arguments in FAIL.findall(path.read_text("utf-8")):
+                # Before the message there may be the names of a call and of its result.
+                literal = max(LITERAL.findall(arguments), key=len, default="")
+                text = "".join(part[1:-1] for part in re.findall(STRING, literal))
+                text = re.sub(r"%(?:0?[0-9.]*)(?:ll|z|l)?[a-zA-Z]", "…", text.replace('\\"', '"'))
+                kind = "DriverError" if driver else STATUS_KINDS.get(status, "OffloadError")
+                if text:
+                    yield Site(kind, text, path.relative_to(ROOT).as_posix())
+
+
+def sites() -> list[Site]:
+    """Return every place that raises, each message once."""
+    found: dict[str, Site] = {}
+    for site in [*python_sites(), *c_sites()]:
+        found.setdefault(site.message, site)
+    return list(found.values())
+
+
+def noted(site: Site) -> tuple[str, str] | None:
+    """Return the section and the note of a message."""
+    for section, notes in NOTES.items():
+        for fragment, note in notes.items():
+            if fragment in site.message:
+                return section, note
+    unreachable = ("which is in no segment of the arena", "is not aligned for")
+    inside = site.path.startswith("csrc/") or any(text in site.message for text in unreachable)
+    return (INSIDE, "") if inside else None
+
+
+def entry(site: Site, note: str) -> list[str]:
+    """Return the entry of one message."""
+    shown = wrap(
+        f"{site.kind}: {site.message}", 96, subsequent_indent="    ", break_on_hyphens=False
+    )
+    out = ["```text", *shown, "```", ""]
+    return out + ([*wrap(note, 100, break_on_hyphens=False), ""] if note else [])
+
+
+def page() -> str:
+    """Return the whole page."""
+    by_section: dict[str, list[tuple[Site, str]]] = {name: [] for name in (*NOTES, OTHERS, INSIDE)}
+    for site in sites():
+        section, note = noted(site) or (OTHERS, "")
+        by_section[section].append((site, note))
+    out = [HEAD]
+    for section, entries in by_section.items():
+        if not entries:
+            continue
+        out += [f"## {section}", ""]
+        if section in (OTHERS, INSIDE):
+            lead = OTHERS_SAYS if section == OTHERS else INSIDE_SAYS
+            out += [*wrap(lead, 100, break_on_hyphens=False), ""]
+        # Messages of one cause stand together above what is said of it.
+        for number, (site, note) in enumerate(entries):
+            following = entries[number + 1][1] if number + 1 < len(entries) else None
+            said = note if note != following else ""
+            out += entry(site, said)
+    return "\n".join(out).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    if "--missing" in sys.argv:
+        for place in sites():
+            if noted(place) is None:
+                print(f"{place.path}: {place.kind}: {place.message}")
+    else:
+        PAGE.write_text(page(), encoding="utf-8")
