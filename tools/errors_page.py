@@ -2,7 +2,7 @@
 
 `--missing` lists the places for which `NOTES` has no cause and remedy.
 
-Every error of `oracle_offload/` and every failure of `csrc/` is read from the source, so none can be
+Every error of `oracle_offload/` and every failure of `csrc/` is read from the source: none can be
 left out. A test compares the page with what this prints.
 """
 
