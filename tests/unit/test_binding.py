@@ -222,7 +222,7 @@ def test_an_acquire_that_waits_lets_other_threads_run() -> None:
     """It waits for a use that this thread ends: with the lock of the interpreter kept, never."""
     life = Life()
     member = next(iter(life.tensors))
-    arguments = member, life.stream, 1, _core.FORWARD, -1
+    arguments = member, life.stream, 1, _core.FORWARD, -1, 0.0
     ticket, _, _ = life.engine.acquire(*arguments)
     life.engine.refresh(life.model)
     answers: list[Any] = []
