@@ -7,7 +7,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help build demo test lint format bench ctest asan-check asan-python tsan-check \
         windows-check analyze \
-        proof mutation coverage fuzz conformance screenshots \
+        proof mutation mutation-python mutation-python-all coverage fuzz conformance screenshots \
         wheel gpu-wheels gpu-check gpu-import environment clean
 
 ifdef PYTHON
@@ -36,7 +36,9 @@ help:
 	@echo "make windows-check cross-compile the C sources for Windows; run them where Wine is"
 	@echo "make analyze       clang-tidy and cppcheck"
 	@echo "make proof         every proof of order and of behaviour under faults, with figures"
-	@echo "make mutation      the mutation gate alone"
+	@echo "make mutation      the mutation gate of the engine alone"
+	@echo "make mutation-python      that of the Python layer and the binding, a sample of 40"
+	@echo "make mutation-python-all  every mutant of them, hours; goes on where it was stopped"
 	@echo "make coverage      branches of the core that the C programs take"
 	@echo "make fuzz          random plans and random lives of an engine, FUZZ_S=30 seconds each"
 	@echo "make conformance   the simulator against recordings of real drivers"
@@ -111,6 +113,12 @@ proof: build
 
 mutation: $(call ready,test)
 	"$(PY)" tools/mutate.py $(ARGS)
+
+mutation-python: build
+	"$(PY)" tools/mutate_python.py $(ARGS)
+
+mutation-python-all: build
+	"$(PY)" tools/mutate_python.py --all --resume $(ARGS)
 
 coverage: $(call ready,test)
 	"$(PY)" tools/c_coverage.py $(ARGS)

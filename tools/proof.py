@@ -71,6 +71,12 @@ PARTS = (
     ),
     Part("mutants", ("tools/mutate.py",), (r"(\d+ of \d+ mutants killed[^\n]*)",), 1200),
     Part(
+        "python mutants",
+        ("tools/mutate_python.py", "--count", "150"),
+        (r"(\d+ of \d+ mutants killed[^\n]*)",),
+        1800,
+    ),
+    Part(
         "planted bugs",
         (*PYTEST, "tests/mutation", "-m", "not gpu"),
         (r"(\d+ passed[^\n]*)",),

@@ -82,9 +82,9 @@ def runtime() -> str:
     return path
 
 
-def run(arguments: Sequence[str], *, leaks: bool, folder: Path = FOLDER) -> int:
-    """Run this Python in the copy under the sanitizers; 66 means that they found something."""
-    environment = {
+def environment(*, leaks: bool, folder: Path = FOLDER) -> dict[str, str]:
+    """Return what a Python under the sanitizers needs; it ends with 66 where they object."""
+    return {
         **os.environ,
         "LD_PRELOAD": runtime(),
         "PYTHONMALLOC": "malloc",
@@ -93,8 +93,15 @@ def run(arguments: Sequence[str], *, leaks: bool, folder: Path = FOLDER) -> int:
         "ASAN_OPTIONS": f"detect_leaks={int(leaks)}:exitcode=66:abort_on_error=0",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=66",
     }
+
+
+def run(arguments: Sequence[str], *, leaks: bool, folder: Path = FOLDER) -> int:
+    """Run this Python in the copy under the sanitizers; 66 means that they found something."""
     # Not `python` from PATH: a shell shim in its place would be what the sanitizers watch.
-    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment).returncode
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment(leaks=leaks, folder=folder)
+    ).returncode
 
 
 def commands(more: Sequence[str]) -> dict[str, tuple[list[str], bool]]:

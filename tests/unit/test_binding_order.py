@@ -50,16 +50,16 @@ def test_a_finalizer_that_reports_a_fault_lets_the_exception_under_way_go_on(
     told: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda what: told.append(what.exc_value))
 
-    def fail() -> None:
+    def fail(nothing: list[int]) -> None:
         # The engine waits on the stack for a tuple that is never made: it dies while the
         # exception is set.
-        (_core.Engine(LIBRARY, 0), [][1])
+        (_core.Engine(LIBRARY, 0), nothing[1])
 
     with (
         simulator.fault("cuStreamDestroy", result=999),
         pytest.raises(IndexError, match="list index out of range"),
     ):
-        fail()
+        fail([])
     (error,) = told
     assert "cuStreamDestroy" in str(error)
     assert _core.live()["engines"] == 0
