@@ -1,0 +1,50 @@
+"""A progress bar appears only for what takes long, and then with what was done already."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from tqdm import tqdm
+
+from oracle_offload.progress import DelayedBar
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> tuple[str, list[tqdm[object]]]:
+    bars: list[tqdm[object]] = []
+    stream = io.StringIO()
+    original = tqdm.__init__
+
+    def remember(self: tqdm[object], *args: object, **kwargs: object) -> None:
+        original(self, *args, file=stream, mininterval=0, **kwargs)  # type: ignore[misc]
+        bars.append(self)
+
+    monkeypatch.setattr(tqdm, "__init__", remember)
+    with DelayedBar(4000, "moving", delay_s) as bar:
+        bar.update(1000)
+        bar.update(500)
+        assert [one.n for one in bars] == ([] if delay_s > 0 else [1500])
+    return stream.getvalue(), bars
+
+
+def test_short_work_shows_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shown(monkeypatch, 60.0) == ("", [])
+    with DelayedBar(4000, "moving") as bar:
+        bar.update(4000)
+    assert capsys.readouterr().err == ""
+
+
+def test_long_work_shows_all_that_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, (bar,) = shown(monkeypatch, 0.0)
+    assert "moving" in text and "1.50k" in text and "4.00k" in text and "B" in text
+    assert bar.total == 4000 and bar.disable, "a bar that was closed is disabled"
+
+
+def test_a_bar_that_was_never_shown_imports_nothing() -> None:
+    tqdm_modules = {name for name in sys.modules if name.startswith("tqdm")}
+    with DelayedBar(1, "x"):
+        pass
+    assert {name for name in sys.modules if name.startswith("tqdm")} == tqdm_modules
