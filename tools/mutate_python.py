@@ -67,7 +67,7 @@ EQUIVALENT = ROOT / "tests/mutation/equivalent_python.toml"
 KILLED_AT_LEAST = 0.95
 TEST_FOLDERS = ("tests/unit", "tests/torch", "tests/fault")
 # They build, install or call other programs; none runs a line of the package in place.
-WITHOUT = ("test_build", "test_conformance", "test_gpu_tools", "test_package", "test_soak")
+WITHOUT = ("test_conformance", "test_gpu_tools", "test_package", "test_soak")
 # What drives the extension module by itself; the rest of the tests of a binding's mutant train.
 BINDING_TESTS = ("tests/unit/test_binding.py", "tests/unit/test_driver_messages.py")
 BINDING_USER = "oracle_offload/devices.py"
@@ -233,7 +233,7 @@ class Tree:
         os.close(reading)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)  # what its tests left
-        if status not in (0, 1) and not outcome.why:
+        if status != 0 and not outcome.why and (status != 1 or not outcome.failed):
             outcome.why = f"{current or 'pytest'} ends the process, status {status}"
         if current and outcome.why:
             outcome.failed.setdefault(current, outcome.why)

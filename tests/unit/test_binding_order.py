@@ -18,12 +18,11 @@ def fresh() -> None:
 
 
 @pytest.mark.parametrize("tensor", [0, 1], ids=["weight", "bias"])
-def test_a_launch_declares_that_it_reads_every_tensor_of_its_member(tensor: int) -> None:
+def test_an_acquire_declares_that_every_tensor_of_the_member_is_read(tensor: int) -> None:
     life = Life()
     member = next(iter(life.tensors))
-    ticket, address, units = life.engine.acquire(member, life.stream, 1, _core.FORWARD, -1)
+    ticket, address, units = life.engine.acquire(member, life.stream, 1, _core.FORWARD, -1, 1e-6)
     life.fetched(units)
-    life.engine.launch(member, life.stream, 1e-6)
     assert simulator.reports() == []
     driver = ctypes.CDLL(LIBRARY)
     assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context := ctypes.c_void_p()), 0) == 0

@@ -19,6 +19,9 @@ from oracle_offload.sizes import format_size, parse_size
         (0.5, 500),
         ("0.25", 250),
         ("0.5GB", 5 * 10**8),
+        ("0.5KiB", 512),
+        ("2TiB", 2 << 40),
+        ("1500.5", 1500),
     ],
     ids=str,
 )
