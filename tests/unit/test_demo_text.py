@@ -1,4 +1,4 @@
-"""What the demonstration says of a result, and the exit code that it ends with; without training."""
+"""What the demonstration says of a result, and the exit code it ends with; without training."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
 
-from oracle_offload import cli, demo  # noqa: E402
-from oracle_offload.demo import DemoResult, describe  # noqa: E402
+from oracle_offload import cli, demo
+from oracle_offload.demo import DemoResult, describe
 
 MIB = 1 << 20
 RESULT = DemoResult(
