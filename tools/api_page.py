@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "api.md"
 # Title, and names: those of the package itself, and what the pages tell users to import.
 GROUPS = (
     ("Training", "attach MemoryManager memory_summary MemoryReport build_info"),
-    ("Errors", "OffloadError DriverError StaleWeightsError"),
+    ("Errors", "OffloadError DriverError NoRoomError StaleWeightsError"),
     (
         "Out of memory",
         "explain_oom explained_oom is_oom OomReport explain.install explain.uninstall",

@@ -32,8 +32,9 @@ PyTorch, CUDA and the system are explained by `oracle-offload explain`, see
 | `OffloadError` | `RuntimeError` | base of all below |
 | `DriverError` | `OffloadError` | a CUDA driver call failed; `call`, `code`, `name` say which |
 | `StaleWeightsError` | `OffloadError` | a weight was changed between forward and its backward |
-| `OutOfMemoryError` | `DriverError`, `torch.OutOfMemoryError` | the driver had no memory |
-| `torch.OutOfMemoryError` | `RuntimeError` | the device had no room for the arena or for a layer |
+| `NoRoomError` | `OffloadError` | the arena on the device has no room for a layer |
+| `OutOfMemoryError` | `DriverError` or `NoRoomError`, and torch's | either, with torch imported |
+| `torch.OutOfMemoryError` | `RuntimeError` | the device had no room for the arena |
 | `ValueError`, `TypeError` | | an argument that makes no sense; the message has its value |
 | `MemoryError` | | the host has no memory for weights |
 
@@ -54,15 +55,19 @@ NOTES: dict[str, dict[str, str]] = {
             "Attach a model once; `MemoryManager.detach(model)` ends it. To change a budget, "
             "detach and attach again."
         ),
-        "or attach the whole model once": (
+        "then attach the whole model once": (
             "A part of the model was attached before. Detach that part, then attach the whole."
+        ),
+        "has hooks that move its weights": (
+            "accelerate's offloading or diffusers' group offloading is on this model and does what "
+            "`attach` does. The message names the call that takes it off: use one of them."
         ),
         "has no layer to manage": (
             "Nothing in it computes with exactly `nn.Linear.forward` or `nn.Conv2d.forward` "
             "and plain floating-point weights, or all of it is in `ignore_modules`. Quantised"
             " weights are not managed."
         ),
-        "is on the meta device": "The weights were never loaded. Load them, then attach.",
+        "on the meta device, without values": "The weights were never loaded: load, then attach.",
         "the model has no module named": (
             "The name is not one of `dict(model.named_modules())`; a wrapper (DDP, peft) puts"
             " its own name before those inside."
@@ -76,6 +81,7 @@ NOTES: dict[str, dict[str, str]] = {
         ),
     },
     "Sizes": {
+        "is not a finite number of bytes": "A computed size came out as infinite or no number.",
         "is not a size; use bytes": 'Write bytes, `"8GiB"`, `"8GB"` or a share such as 0.5.',
         "is not a size; write it like": 'Write bytes, `"8GiB"`, `"8GB"` or a share such as 0.5.',
         "a fraction needs a device": (
@@ -143,10 +149,6 @@ NOTES: dict[str, dict[str, str]] = {
         ),
     },
     "Memory": {
-        "no room in the arena for layer": (
-            "All of the arena was being computed with. Raise `vram_budget` or lower "
-            "`offload_percent`."
-        ),
         "has no place for a unit of": (
             "All of the arena was being computed with, or what is free lies in pieces that "
             "are too small. Raise `vram_budget` or lower `offload_percent`."
@@ -226,6 +228,10 @@ NOTES: dict[str, dict[str, str]] = {
         "no timeline is being recorded": "Begin one first.",
     },
     "The demo": {
+        "must be cuda, cuda:N or cpu": "The demo runs on a GPU, or on the simulated device.",
+        "offload=… is a share": "0.9 offloads 90%.",
+        "seed=… must be": "torch takes a seed of 32 bits everywhere.",
+        "svg=… is a folder": "Name the file that the timeline is written to.",
         "must be a multiple of 64": "The demo's transformer has heads of 64.",
         "steps=\u2026 must be": "Ask for one step or more.",
     },
@@ -287,6 +293,7 @@ STATUS_KINDS = {
     "OO_E_ARGUMENT": "ValueError",
     "OO_E_MEMORY": "MemoryError",
     "OO_E_DEAD": "DriverError",
+    "OO_E_NO_ROOM": "NoRoomError",
 }
 
 
