@@ -19,19 +19,19 @@ from . import _core, masters, selection
 from .autocast import StandIns
 from .devices import DeviceState, Layout, Segment, close_if_unused, open_state, parse_device
 from .errors import DriverError, OffloadError
+from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers
 from .manager_modules import HANDLE, Layer, is_managed, layer_type, swap_in, swap_out
 from .progress import DelayedBar
 from .selection import Leaf, group_units, wrapper_of
 from .sizes import GIB, format_size, parse_size
-from .witness import end_watch, watch_first_forward
 
 logger = logging.getLogger("oracle_offload")
 
 ATTRIBUTE = "_memory_manager"  # on the attached module; AI-Toolkit's name
 _SEGMENT_BYTES = GIB
 _attached_roots: weakref.WeakSet[MemoryManager] = weakref.WeakSet()
-_structure_hook: Any = None
+_structure_hooks: list[Any] = []
 _settle_hooks: list[Any] = []
 
 
@@ -60,6 +60,7 @@ class Attachment:
         self.trained_units: set[int] = set()
         self._last = (0, 0)
         self.stand_ins = StandIns(state)
+        self.computed_bytes: dict[str, int] = {}  # by layer
         self.model = state.engine.add_model()
         state.models[self.model] = self
 
@@ -313,6 +314,20 @@ class Attachment:
         except (OffloadError, MemoryError, torch.OutOfMemoryError) as error:
             logger.warning("the arena stays at %s: %s", format_size(self.capacity_bytes), error)
 
+    def note_computed(self, layer: str, nbytes: int) -> None:
+        """Count host bytes that a layer computes with in the place of its own; warn once."""
+        if nbytes and not self.computed_bytes:
+            logger.warning(
+                "%s: layer '%s' is called with a weight that is computed on the host, or stands in "
+                "the place of its own. The results are right, but each call copies %s to the "
+                "device, outside the arena. memory_summary() counts all such layers.",
+                self.name,
+                layer,
+                format_size(nbytes),
+            )
+        if nbytes:
+            self.computed_bytes[layer] = nbytes
+
     def end_of_step(self) -> None:
         """Take the bytes that moved since the last optimizer step."""
         stats = self.state.engine.stats(self.model)
@@ -432,6 +447,7 @@ class MemoryManager:
         self._parts = frozenset(id(part) for part in module.modules())
         self.finalizer: Any = None
         attachment.manager = weakref.ref(self)
+        self.first_forward: FirstForward | None = None
 
     @classmethod
     def attach(
@@ -472,12 +488,16 @@ class MemoryManager:
             f"{format_size(attachment.capacity_bytes)})"
         )
 
+    def is_alive(self) -> bool:
+        """Whether the model is there still."""
+        return self._module() is not None
+
     def is_root(self, module: nn.Module) -> bool:
         """Whether `module` is the attached model itself."""
         return module is self._module()
 
     def contains(self, module: nn.Module) -> bool:
-        """Whether `module` was part of the model when it was attached."""
+        """Whether `module` is part of the model, as it was when the manager last settled."""
         return id(module) in self._parts and self._module() is not None
 
     def refresh(self, module: nn.Module | None = None) -> None:
@@ -510,12 +530,17 @@ class MemoryManager:
 
     def settle(self) -> None:
         """Bring modules that were added since (an adapter) to the device."""
+        if not self.unsettled[0]:
+            return
         with self.lock:
             module = self._module()
             if module is not None and self.unsettled[0]:
                 for layer in self.layers:
                     self.attachment.let_go_if_lost(layer)
                 move_unmanaged(module, self.device, self.attachment)
+                self._parts = frozenset(id(part) for part in module.modules())
+                if self.first_forward is not None:
+                    self.first_forward.look_again()
                 self.unsettled[0] = False
                 self.attachment.give_back()
 
@@ -535,7 +560,8 @@ class MemoryManager:
         self.state.check_process()
         _close_patiently(self.attachment)
         self.finalizer.detach()
-        end_watch(self)
+        if self.first_forward is not None:
+            self.first_forward.end()
         for wrapper, original in self.wrappers:
             wrapper.org_forward = original
         module.__dict__.pop(ATTRIBUTE, None)
@@ -655,7 +681,7 @@ def attach(
     move_unmanaged(module, where)
     _watch_structure()
     _attached_roots.add(manager)
-    watch_first_forward(manager)
+    manager.first_forward = watch_first_forward(manager)
     logger.info("attached %r; %d layers stay resident", manager, len(chosen.resident))
     _warn_of_residents(manager)
     return manager
@@ -834,16 +860,39 @@ def _own_tensors(module: nn.Module) -> list[Tensor | None]:
 
 
 def _watch_structure() -> None:
-    """Hear of modules that are added anywhere: an adapter put on an attached model."""
-    global _structure_hook
-    if _structure_hook is None:
-        register = torch.nn.modules.module.register_module_module_registration_hook
-        _structure_hook = register(_structure_changed)
+    """Hear of what is added to modules anywhere: an adapter or a parametrisation put on a model."""
+    if not _structure_hooks:
+        modules = torch.nn.modules.module
+        _structure_hooks.extend(
+            (
+                modules.register_module_module_registration_hook(_module_added),
+                modules.register_module_parameter_registration_hook(_parameter_added),
+                modules.register_module_buffer_registration_hook(_buffer_added),
+            )
+        )
 
 
-def _structure_changed(parent: nn.Module, name: str, child: Any) -> None:
+def _module_added(parent: nn.Module, name: str, child: Any) -> None:
+    _structure_changed(parent, parent._modules.get(name), child)
+
+
+def _parameter_added(parent: nn.Module, name: str, parameter: Any) -> None:
+    _structure_changed(parent, parent._parameters.get(name), parameter)
+
+
+def _buffer_added(parent: nn.Module, name: str, buffer: Any) -> None:
+    _structure_changed(parent, parent._buffers.get(name), buffer)
+
+
+def _structure_changed(parent: nn.Module, before: Any, now: Any) -> None:
+    """Look at a model again; watch its next forward, unless like was only replaced by like."""
+    if before is now:
+        return
     for manager in list(_attached_roots):
-        manager.unsettled[0] = True
+        if manager.contains(parent):
+            manager.unsettled[0] = True
+            if type(before) is not type(now) and manager.first_forward is not None:
+                manager.first_forward.arm()
 
 
 def _settle_first(module: nn.Module, args: Any) -> None:

@@ -25,6 +25,7 @@ from . import autograd, devices
 from ._core import FORWARD, RECOMPUTE
 from .autocast import cast_dtype, cast_input, is_cast
 from .errors import NoRoomError, OffloadError, no_room_error
+from .witness import exempt
 
 if TYPE_CHECKING:
     from .devices import DeviceState
@@ -371,9 +372,15 @@ class Layer:
         parameter's place, or somebody moved the parameter to the device by hand.
         """
         module = cast("Any", self.module())
-        weight = module.weight.to(self.state.device)
-        bias = None if module.bias is None else module.bias.to(self.state.device)
-        return self.base_call(module, x, weight, bias)
+        device = self.state.device
+        with exempt():
+            used: list[Any] = [module.weight, module.bias]
+            on_host = [t for t in used if t is not None and t.device.type == "cpu"]
+            computed = sum(t.numel() * t.element_size() for t in on_host if t is not self.bias)
+            self.attachment.note_computed(self.name, computed)
+            # What lies on the host is copied, on the simulated device too.
+            used = [t if t is None else t.to(device, copy=t.device.type == "cpu") for t in used]
+        return self.base_call(module, x.to(device), used[0], used[1])
 
     def base_call(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The base class's computation with the given tensors."""
@@ -586,10 +593,12 @@ class Conv2dLayer(Layer):
 
 
 def is_plain_master(tensor: Any) -> bool:
-    """Whether `tensor` can be a host master: dense, floating, a leaf, plain, in CPU memory."""
+    """Whether `tensor` can be a host master: a dense, floating, plain Parameter in CPU memory.
+
+    A tensor that is no Parameter stands in one's place for a while (``functional_call``).
+    """
     return (
-        isinstance(tensor, Tensor)
-        and type(tensor) in (Tensor, nn.Parameter)
+        type(tensor) is nn.Parameter
         and tensor.layout is torch.strided
         and tensor.device.type == "cpu"
         and tensor.is_floating_point()

@@ -41,6 +41,7 @@ class ModelUsage:
     resident_parameters: int
     resident_bytes: int
     managed_bytes: int
+    computed_bytes: int
     in_arena_bytes: int
     capacity_bytes: int
     units: int
@@ -204,6 +205,7 @@ def _model_usage(state: DeviceState, attachment: Attachment) -> ModelUsage:
         resident_parameters=len(resident),
         resident_bytes=left,
         managed_bytes=stats["managed_bytes"],
+        computed_bytes=sum(attachment.computed_bytes.values()),
         in_arena_bytes=stats["resident_bytes"],
         capacity_bytes=attachment.capacity_bytes,
         units=stats["units"],
@@ -298,6 +300,8 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
             f"{format_size(model.in_arena_bytes)} of {format_size(model.capacity_bytes)}",
         ),
     ]
+    if model.computed_bytes:
+        rows.insert(1, ("  weights computed on the host", format_size(model.computed_bytes)))
     if model.step_h2d_bytes is not None:
         step = format_size(model.step_h2d_bytes)
         if model.x_min_bytes:

@@ -7,9 +7,7 @@ fails one that touches a master; on the simulated device it also declares what o
 write of the arena and of masters, so that the race detector sees what really happened, and, with a
 clock, charges each operator's time.
 
-`watch_first_forward` runs the first forward of every attached model under it, without the
-declarations: code that uses the weight of a managed layer without calling the layer is found there,
-with the layer's name, and not by wrong results.
+A milder one watches the first forward of every attached model, see `oracle_offload.first_forward`.
 """
 
 from __future__ import annotations
@@ -17,23 +15,19 @@ from __future__ import annotations
 import bisect
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from .devices import DeviceState, Layout, open_states
 from .errors import OffloadError
-
-if TYPE_CHECKING:
-    from .manager import MemoryManager
 
 # Operators that ask a tensor for its geometry and read none of its bytes.
 _GEOMETRY_ONLY = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
@@ -58,7 +52,7 @@ def exempt() -> Iterator[None]:
         _exempt.depth = depth
 
 
-def _is_exempt() -> bool:
+def is_exempt() -> bool:
     """Whether this thread may touch masters now.
 
     An optimizer step is told by its frame: torch's hooks do not say when a step has failed.
@@ -187,9 +181,7 @@ class Witness(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        operator = _operators.get(func)
-        if operator is None:
-            operator = _operators[func] = _Operator(func)
+        operator = operator_of(func)
         if not operator.touches_bytes:
             return func(*args, **kwargs)
         self.operators += 1
@@ -217,7 +209,7 @@ class Witness(TorchDispatchMode):
 
     def _master_touched(self, func: Any, touched: tuple[int, int, str], written: bool) -> None:
         start, end, name = touched
-        if _is_exempt():
+        if is_exempt():
             if self.declare:
                 from . import simulator
 
@@ -225,17 +217,12 @@ class Witness(TorchDispatchMode):
                     simulator.host_access(start, end - start, written)
             return
         if self.strict:
-            layer = name.rpartition(".")[0]
-            raise OffloadError(
-                f"operator {func} {'writes' if written else 'reads'} the host master of '{name}': "
-                "some code computes with the weight of a managed layer instead of calling the "
-                f"layer. Leave it resident: attach(..., ignore_modules=[{layer!r}])."
-            )
+            raise refusal(f"operator {func} {'writes' if written else 'reads'}", name)
 
     def _charge(
         self, operator: _Operator, args: Any, kwargs: Any, result: Any, moved: int, now: bool
     ) -> None:
-        outputs = list(_tensors_in(result))
+        outputs = list(tensors_in(result))
         moved += sum(end - start for start, end in map(memory_of, outputs))
         formula = operator.flops
         flops = 0 if formula is None else formula(*args, **kwargs, out_val=result)
@@ -244,6 +231,15 @@ class Witness(TorchDispatchMode):
             state.owed_s += state.operator_seconds(float(flops), moved, dtype)
             if now:  # before the slot is released
                 state.pay()
+
+
+def refusal(what: str, name: str) -> OffloadError:
+    """Say that a weight was computed with where it lies; `what` ends in a verb."""
+    return OffloadError(
+        f"{what} the host master of '{name}': some code computes with the weight of a managed "
+        "layer instead of calling the layer. Leave it resident: "
+        f"attach(..., ignore_modules=[{name.rpartition('.')[0]!r}])."
+    )
 
 
 class _Operator:
@@ -268,27 +264,36 @@ class _Operator:
     def tensors(self, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
         """Yield the tensors among the arguments, each with whether it is written."""
         for value, written in zip_longest(args, self.positional[: len(args)], fillvalue=False):
-            for tensor in _tensors_in(value):
+            for tensor in tensors_in(value):
                 yield tensor, written
         for name, value in kwargs.items():
-            for tensor in _tensors_in(value):
+            for tensor in tensors_in(value):
                 yield tensor, self.named.get(name, False)
 
 
 _operators: dict[Any, _Operator] = {}
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def operator_of(func: Any) -> _Operator:
+    """Return what has to be known of `func`."""
+    operator = _operators.get(func)
+    if operator is None:
+        operator = _operators[func] = _Operator(func)
+    return operator
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a nested list, of a wrapper subclass those that it is made of."""
     if isinstance(value, Tensor):
         flatten = getattr(value, "__tensor_flatten__", None)
         if flatten is None:
             yield value
             return
         for name in flatten()[0]:  # what a wrapper subclass is made of
-            yield from _tensors_in(getattr(value, name))
+            yield from tensors_in(getattr(value, name))
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
 
 
 def _declare(reads: list[tuple[int, int, Any]], writes: list[tuple[int, int, Any]]) -> None:
@@ -303,90 +308,3 @@ def _declare(reads: list[tuple[int, int, Any]], writes: list[tuple[int, int, Any
                 [(start, end - start) for start, end, what in writes if what is state],
                 0.0,
             )
-
-
-# ---- the first forward ----
-
-_MAX_ENTRIES = 16  # calls of parts of a model that are watched where the model itself is not called
-# Models whose first forward is to come, each with how many calls of its parts were watched.
-_watched: weakref.WeakKeyDictionary[MemoryManager, int] = weakref.WeakKeyDictionary()
-_watch_hook: Any = None
-_watch_lock = threading.Lock()  # protects _watched and _watch_hook
-_watching = threading.local()
-
-
-def watch_first_forward(manager: MemoryManager, entries: int = 0) -> None:
-    """Run the first forward of an attached model under a strict witness that declares nothing.
-
-    Where the model is used through its parts (an autoencoder's ``encode``), the first calls of
-    parts are watched instead. What waits for that forward is torch's global hook: a hook on the
-    model would be copied and pickled with it. It is gone while the forward runs, and after it:
-    torch.compile traces hooks, and compiles again when they have changed.
-
-    Backward needs no watch: it reads a master only if forward saved it, and the operator that did
-    so was seen.
-
-    Parameters
-    ----------
-    manager : MemoryManager
-        The attached model.
-    entries : int
-        How many calls of its parts were watched already.
-    """
-    with _watch_lock:
-        _watched[manager] = entries
-        _update_watch_hook()
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _begin_watch(module: nn.Module, args: Any) -> None:
-    if getattr(_watching, "module", None) is not None:
-        return
-    for manager in list(_watched):
-        if manager.contains(module):
-            with _watch_lock:
-                entries = _watched.pop(manager, None)
-                _update_watch_hook()
-            if entries is None:
-                return  # another thread watches it
-            _watching.module, _watching.manager, _watching.entries = module, manager, entries
-            _watching.hook = module.register_forward_hook(_end_watch, always_call=True)
-            _watching.witness = Witness(declare=False)
-            _watching.witness.__enter__()
-            return
-
-
-# Another model may be waiting for its first forward. A graph break in the hook would keep what lies
-# around every module out of the graphs; to torch.compile it is nothing.
-torch.compiler.substitute_in_graph(_begin_watch, skip_signature_check=True)(lambda *args: None)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _end_watch(module: nn.Module, args: Any, output: Any) -> None:
-    if getattr(_watching, "module", None) is not module:
-        return
-    manager: MemoryManager = _watching.manager
-    _watching.module = _watching.manager = None
-    _watching.hook.remove()
-    _watching.witness.__exit__(None, None, None)
-    entries = _watching.entries + (output is not None)
-    done = output is not None and (manager.is_root(module) or entries >= _MAX_ENTRIES)
-    if not done and manager.finalizer.alive:
-        watch_first_forward(manager, entries)
-
-
-def end_watch(manager: MemoryManager) -> None:
-    """Stop watching a model: its first forward has ended, or it was detached."""
-    with _watch_lock:
-        _watched.pop(manager, None)
-        _update_watch_hook()
-
-
-def _update_watch_hook() -> None:
-    """Have the global hook exactly as long as a model waits for its first forward."""
-    global _watch_hook
-    if _watched and _watch_hook is None:
-        _watch_hook = torch.nn.modules.module.register_module_forward_pre_hook(_begin_watch)
-    elif not _watched and _watch_hook is not None:
-        _watch_hook.remove()
-        _watch_hook = None

@@ -1,0 +1,276 @@
+"""The watch over the first forward of an attached model, and over the first after each change.
+
+Code that computes with the weight of a managed layer, instead of calling the layer, gets a host
+tensor where it expects a device tensor. `Watch` finds it while the first forward runs, and names
+the layer. What works on the host alone is let pass: an EMA of the weights, clipping them in place,
+a weight computed from a master that the layer is then called with.
+
+The watch stands in a frame around the call, in ``try``/``finally``: torch runs no forward hook
+after a ``KeyboardInterrupt``. It gets there through ``module._compiled_call_impl``, which
+``module(...)`` calls in place of ``_call_impl``, and which torch neither copies nor pickles.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from .devices import Layout
+from .manager_modules import is_managed
+from .witness import Witness, is_exempt, memory_of, operator_of, refusal, tensors_in
+
+if TYPE_CHECKING:
+    from .manager import MemoryManager
+
+_SLOT = "_compiled_call_impl"
+_MAX_ENTRIES = 16  # calls of parts of a model that are watched where the model itself is not called
+_copy = torch.ops.aten.copy_.default
+_thread = threading.local()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _untraced(function: _Function) -> _Function:
+    """Let torch.compile run `function`, and what it calls, as it is."""
+    return cast("_Function", torch.compiler.disable(function))
+
+
+def _untraced_alone(function: _Function) -> _Function:
+    """Let torch.compile run `function` as it is, but compile what it calls."""
+    return cast("_Function", torch.compiler.disable(function, recursive=False))
+
+
+class FirstForward:
+    """Watches the forwards of one attached model until one of them has ended well.
+
+    A forward that failed or was interrupted does not count. Where the model is used through its
+    parts (an autoencoder's ``encode``), the first calls of parts are watched instead. `arm` starts
+    the watch again. Backward needs no watch: it reads a master only if forward saved it, and the
+    operator that did so was seen.
+
+    Parameters
+    ----------
+    manager : MemoryManager
+        Who attached the model; only weak references are kept.
+    """
+
+    def __init__(self, manager: MemoryManager) -> None:
+        self._manager = weakref.ref(manager)
+        self._lock = threading.Lock()  # protects what follows
+        self._armed = True
+        self._entries = 0
+        self._parts: list[weakref.ref[nn.Module]] = []
+        self._watched: set[int] = set()  # the structures that a watched forward had
+        self.look_again()
+
+    def arm(self) -> None:
+        """Watch the next forward."""
+        with self._lock:
+            self._armed, self._entries = True, 0
+
+    def look_again(self) -> None:
+        """Take the model's parts as they are now."""
+        manager = self._manager()
+        if manager is None or not manager.is_alive():
+            return
+        with self._lock:
+            self._parts = [weakref.ref(part) for part in manager.module.modules()]
+            for part in self._modules():
+                if (self._armed or manager.is_root(part)) and not is_managed(part):
+                    found = part.__dict__.get(_SLOT)
+                    if not isinstance(found, _Entry):
+                        part.__dict__[_SLOT] = _Entry(part, self, found)
+
+    def end(self) -> None:
+        """Stop watching for good: the model was detached."""
+        with self._lock:
+            self._armed = False
+            self._step_aside(self._modules())
+
+    def _modules(self) -> list[nn.Module]:
+        return [part for reference in self._parts if (part := reference()) is not None]
+
+    def _step_aside(self, modules: list[nn.Module]) -> None:
+        for module in modules:
+            entry = module.__dict__.get(_SLOT)
+            if isinstance(entry, _Entry) and entry.belongs_to(self):
+                if entry.call is None:
+                    del module.__dict__[_SLOT]
+                else:
+                    module.__dict__[_SLOT] = entry.call
+
+    def _structure(self) -> int:
+        """Return a number that changes when another ``forward`` is put on a module or a class."""
+        return hash(
+            tuple(
+                id(getattr(forward, "__code__", forward))
+                for part in self._modules()
+                for forward in [part.__dict__.get("forward") or type(part).forward]
+            )
+        )
+
+    @_untraced
+    def watch(self, module: nn.Module, inputs: Any) -> tuple[Watch | None, int | None]:
+        """Return the watch that a forward is due, if any, and what `has_passed` is told of it."""
+        manager = self._manager()
+        if manager is None or not manager.is_alive() or getattr(_thread, "inside", False):
+            return None, None
+        manager.settle()
+        structure = self._structure() if manager.is_root(module) else None
+        if not self._armed and (structure is None or structure in self._watched):
+            return None, None
+        return Watch(manager.module, inputs), structure
+
+    @_untraced
+    def has_passed(self, structure: int | None) -> None:
+        """One forward has ended well: of the whole model, which has a structure, or of a part."""
+        with self._lock:
+            self._entries += 1
+            if structure is not None:
+                self._watched.add(structure)
+            elif self._entries < _MAX_ENTRIES:
+                return
+            self._armed = False
+            manager = self._manager()
+            if manager is not None:
+                self._step_aside([part for part in self._modules() if not manager.is_root(part)])
+
+
+class _Entry:
+    """What torch calls for ``module(...)``; false, because nothing was compiled."""
+
+    def __init__(
+        self, module: nn.Module, first_forward: FirstForward, call: Callable[..., Any] | None
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._first_forward = first_forward
+        self.call = call  # what was there: a compiled module's own
+
+    def belongs_to(self, first_forward: FirstForward) -> bool:
+        """Whether `first_forward` put it there."""
+        return self._first_forward is first_forward
+
+    def __bool__(self) -> bool:
+        return False
+
+    @_untraced_alone
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = cast("nn.Module", self._module())
+        call = self.call or module._call_impl
+        watch, structure = self._first_forward.watch(module, (args, kwargs))
+        if watch is None:
+            return call(*args, **kwargs)
+        _thread.inside = True
+        try:
+            with watch:
+                result = call(*args, **kwargs)
+        finally:
+            _thread.inside = False
+        self._first_forward.has_passed(structure)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of an attached model is an ordinary one."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def watch_first_forward(manager: MemoryManager) -> FirstForward:
+    """Watch the first forward of a model that has just been attached."""
+    return FirstForward(manager)
+
+
+# ---- what a forward may do with masters ----
+
+
+class Watch(Witness):
+    """A witness that fails an operator in which a master, or what comes of one, meets the device.
+
+    The simulated device's tensors are CPU tensors like the masters. So the watch keeps track of
+    memory: on the device is what was given to forward, what resident modules hold, the arena, and
+    what comes of them. Operators on masters and other host tensors alone do no harm.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model whose forward begins.
+    inputs : object
+        What it is called with, nested.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
+        super().__init__(declare=False)
+        self._on_device: dict[int, StorageWeakRef] = {}
+        self._of_masters: dict[int, tuple[StorageWeakRef, str]] = {}
+        for module in model.modules():
+            if not is_managed(module):
+                self._note((*module._parameters.values(), *module._buffers.values()))
+        self._note(tree_leaves(inputs))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operator = operator_of(func)
+        if not operator.touches_bytes:
+            return func(*args, **kwargs)
+        if self._layout != Layout.version:
+            self._map_memory()
+        meets_device = False
+        verb, master = "", None
+        targets: list[Tensor] = []
+        for tensor, written in operator.tensors(args, kwargs):
+            if written:
+                targets.append(tensor)
+            start, end = memory_of(tensor)
+            name = next((name for *_, name in self._masters.touched(start, end)), None)
+            if name is not None:
+                verb, master = f"operator {func} {'writes' if written else 'reads'}", name
+            elif any(True for _ in self._arena.touched(start, end)):
+                meets_device = True
+            else:
+                key = _storage(tensor)
+                if key in self._of_masters:
+                    verb, master = f"operator {func} takes what comes of", self._of_masters[key][1]
+                else:
+                    meets_device |= key in self._on_device
+        if master is not None and is_exempt():
+            meets_device = True  # a managed layer brings what it computes with to the device
+        elif master is not None and meets_device and not self._copies_to_host(func, args):
+            raise refusal(verb, master)
+        result = func(*args, **kwargs)
+        if meets_device or master is not None:
+            self._note([*targets, *tensors_in(result)], None if meets_device else master)
+        return result
+
+    def _copies_to_host(self, func: Any, args: Any) -> bool:
+        """Whether the operator is a copy into a master, which crosses devices."""
+        return func is _copy and any(True for _ in self._masters.touched(*memory_of(args[0])))
+
+    def _note(self, values: Any, master: str | None = None) -> None:
+        """Remember tensors as the device's, or as what comes of `master`."""
+        for tensor in tensors_in(list(values)):
+            key = _storage(tensor)
+            if key is None or any(True for _ in self._masters.touched(*memory_of(tensor))):
+                continue
+            held = StorageWeakRef(tensor.untyped_storage())  # keeps the key, not the memory
+            if master is None:
+                self._of_masters.pop(key, None)
+                self._on_device[key] = held
+            elif key not in self._on_device:
+                self._of_masters[key] = held, master
+
+
+def _storage(tensor: Tensor) -> int | None:
+    """Return what identifies the memory that views share; None for a tensor that has none."""
+    try:
+        return cast("int", tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return None

@@ -1,0 +1,524 @@
+"""The first forward is watched, and the first after a change: what is let pass, what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equality import assert_same, attached, gradients
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import oracle_offload
+from oracle_offload import OffloadError
+from oracle_offload.witness import Witness
+
+REFUSED = r"host master of '(\w+\.)*inner\.weight'.*ignore_modules=\["
+
+
+class Block(nn.Module):
+    """One layer; `use_directly` computes with its weight in a way that no reader of source sees."""
+
+    def __init__(self, use_directly=False):
+        super().__init__()
+        self.inner, self.use_directly = nn.Linear(8, 8), use_directly
+
+    def forward(self, x):
+        y = torch.tanh(self.inner(x))
+        return directly(self.inner, y) if self.use_directly else y
+
+
+def directly(layer, x):
+    return F.linear(x, layer.weight)
+
+
+def build(**options):
+    torch.manual_seed(0)
+    return nn.Sequential(Block(**options), nn.LayerNorm(8), Block())
+
+
+def inputs():
+    return torch.linspace(-1, 1, 24).view(3, 8)
+
+
+def computed_bytes(model):
+    return oracle_offload.memory_summary(model=model).devices[0].models[0].computed_bytes
+
+
+# ---- how a watch ends ----
+
+
+def raising(error):
+    def hook(*_):
+        raise error
+
+    return hook
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, ValueError])
+def test_an_interrupted_first_forward_leaves_no_watch_behind(error):
+    model, other = build(), nn.Linear(8, 8)
+    with attached(model, "cpu"), FlopCounterMode(display=False) as outer:
+        depth = torch._C._len_torch_dispatch_stack()
+        handle = model[1].register_forward_hook(raising(error))
+        with pytest.raises(error):
+            model(inputs())
+        assert torch._C._len_torch_dispatch_stack() == depth
+        handle.remove()
+        assert model[0].inner.weight.norm() > 0
+        assert other(inputs()).shape == (3, 8)
+    assert outer.get_total_flops() > 0
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_forward_that_did_not_end_well_is_followed_by_another_watch(error):
+    model = build(use_directly=True)
+    with attached(model, "cpu"):
+        handle = model[0].inner.register_forward_hook(raising(error))
+        with pytest.raises(error):
+            model(inputs())
+        handle.remove()
+        for _ in range(2):
+            with pytest.raises(OffloadError, match=REFUSED):
+                model(inputs())
+
+
+def test_an_interrupted_model_gives_its_memory_back():
+    model = build()
+    oracle_offload.attach(model, "cpu")
+    model[1].register_forward_hook(raising(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model(inputs())
+    gone = weakref.ref(model[0].inner)
+    del model
+    gc.collect()
+    assert gone() is None
+    from oracle_offload.devices import open_states
+
+    assert not open_states()
+
+
+def test_the_watch_is_on_the_model_alone():
+    """Nothing of torch's is changed, copies and files know nothing of it, and it ends."""
+    model, hooks = build(), torch.nn.modules.module
+    with attached(model, "cpu"):
+        assert not hooks._global_forward_hooks
+        assert not hooks._global_forward_pre_hooks
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        saved.seek(0)
+        clones = [copy.deepcopy(model), torch.load(saved, weights_only=False)]
+        for clone in clones:
+            assert all("_compiled_call_impl" not in part.__dict__ for part in clone.modules())
+            clone[0].use_directly = True
+            clone(inputs())
+        assert not model._compiled_call_impl, "nothing was compiled"
+        model(inputs())
+        parts = [part for part in model.modules() if "_compiled_call_impl" in part.__dict__]
+        assert parts == [model]
+    assert "_compiled_call_impl" not in model.__dict__
+
+
+def test_a_module_compiled_before_attach_stays_compiled():
+    model = build()
+    calls = []
+    model._compiled_call_impl = lambda *args: calls.append(args) or model._call_impl(*args)
+    compiled = model._compiled_call_impl
+    with attached(model, "cpu"):
+        model(inputs())
+    model(inputs())
+    assert len(calls) == 2
+    assert model.__dict__["_compiled_call_impl"] is compiled
+
+
+def test_parts_of_a_model_are_watched_where_it_is_not_called_itself():
+    model = build(use_directly=True)
+    with attached(model, "cpu"):
+        with pytest.raises(OffloadError, match=REFUSED):
+            model[0](inputs())
+        model[2](inputs())
+        with pytest.raises(OffloadError, match=REFUSED):
+            model[0](inputs())
+
+
+# ---- what starts it again ----
+
+
+def add_module(model, monkeypatch):
+    model.append(Borrower(model[0].inner))
+
+
+def replace_module(model, monkeypatch):
+    model[1] = Borrower(model[0].inner)
+
+
+def nest_module(model, monkeypatch):
+    model[2].add_module("adapter", Borrower(model[0].inner))
+    model[2].register_forward_hook(lambda block, _, output: block.adapter(output))
+
+
+def replace_forward_of_an_instance(model, monkeypatch):
+    model[1].forward = lambda x: directly(model[0].inner, x)
+
+
+def replace_forward_of_a_managed_layer(model, monkeypatch):
+    model[2].inner.forward = lambda x: directly(model[0].inner, x)
+
+
+def replace_forward_of_a_class(model, monkeypatch):
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda _, x: directly(model[0].inner, x))
+
+
+def add_parameter(model, monkeypatch):
+    model[0].inner.register_parameter("scale", nn.Parameter(torch.ones(8)))
+    model[0].use_directly = True
+
+
+def add_buffer(model, monkeypatch):
+    model[0].register_buffer("mask", torch.ones(8))
+    model[0].use_directly = True
+
+
+def replace_kind_of_parameter(model, monkeypatch):
+    class Other(nn.Parameter):
+        pass
+
+    model[1].weight = Other(torch.ones(8))
+    model[0].use_directly = True
+
+
+class Borrower(nn.Module):
+    """Computes with the weight of a layer that is not its own child."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layers = (layer,)
+
+    def forward(self, x):
+        return directly(self.layers[0], x)
+
+
+CHANGES = [
+    add_module,
+    replace_module,
+    nest_module,
+    replace_forward_of_an_instance,
+    replace_forward_of_a_managed_layer,
+    replace_forward_of_a_class,
+    add_parameter,
+    add_buffer,
+    replace_kind_of_parameter,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_of_structure_starts_the_watch_again(change, monkeypatch):
+    model = build()
+    with attached(model, "cpu"):
+        for _ in range(3):
+            model(inputs())
+        change(model, monkeypatch)
+        for _ in range(2):
+            with pytest.raises(OffloadError, match=REFUSED):
+                model(inputs())
+
+
+def test_what_is_no_change_of_structure_leaves_the_watch_off():
+    """Each of these happens in ordinary training; a watched forward is slow."""
+    model, calls = build(), []
+    unrelated = nn.ModuleList()
+    with attached(model, "cpu"):
+        model(inputs())
+        depth = model[1].register_forward_hook(
+            lambda *_: calls.append(torch._C._len_torch_dispatch_stack())
+        )
+        model[1].weight = nn.Parameter(torch.ones(8))
+        model[1].weight.requires_grad_(False)
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+        unrelated.append(nn.Linear(8, 8))
+        model.eval()
+        for _ in range(3):
+            model(inputs())
+        depth.remove()
+    assert calls == [0, 0, 0]
+
+
+def test_a_forward_swapped_to_and_fro_is_watched_once_in_each_form():
+    model, depths = build(), []
+
+    def patched(x):
+        depths.append(torch._C._len_torch_dispatch_stack())
+        return x
+
+    with attached(model, "cpu"):
+        for _ in range(3):
+            model(inputs())
+            model[1].forward = lambda x: patched(x)
+            model(inputs())
+            del model[1].forward
+    assert depths == [1, 0, 0]
+
+
+# ---- weights that are computed ----
+
+
+def legacy_weight_norm(layer):
+    return nn.utils.weight_norm(layer)
+
+
+def prune_half(layer):
+    return prune.random_unstructured(layer, "weight", amount=0.5)
+
+
+def shift(layer):
+    class Shift(nn.Module):
+        def forward(self, weight):
+            return weight + 0.25
+
+    return nn.utils.parametrize.register_parametrization(layer, "weight", Shift())
+
+
+COMPUTED = [
+    parametrizations.weight_norm,
+    parametrizations.spectral_norm,
+    parametrizations.orthogonal,
+    legacy_weight_norm,
+    nn.utils.spectral_norm,
+    prune_half,
+    shift,
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=str)
+@pytest.mark.parametrize("later", [False, True], ids=["before first", "after first"])
+@pytest.mark.parametrize("compute", COMPUTED, ids=lambda compute: compute.__name__)
+def test_a_weight_that_is_computed_after_attach_has_the_residents_bits(
+    compute, later, checkpointing
+):
+    def train(attach):
+        model, found = build(), []
+        with contextlib.ExitStack() as stack:
+            if attach:
+                manager = stack.enter_context(attached(model, "cpu"))
+                if later:
+                    model(inputs())
+                managed = len(manager.layers)
+                assert managed == 2
+            elif later:
+                model(inputs())
+            torch.manual_seed(1)
+            compute(model[0].inner)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                x = inputs().requires_grad_()
+                if checkpointing is None:
+                    y = model(x)
+                else:
+                    y = checkpoint(model, x, use_reentrant=checkpointing)
+                y.square().sum().backward()
+                found += [y.detach(), x.grad, {k: g.clone() for k, g in gradients(model).items()}]
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    found.append(model(inputs()))
+        return found
+
+    assert_same(train(True), train(False))
+
+
+def full(layer, delta):
+    """AI-Toolkit's FullModule: its delta stands in the parameter's place during forward."""
+    original = layer.forward
+
+    def forward(x):
+        weight = layer._parameters["weight"]
+        layer._parameters["weight"] = weight + delta
+        try:
+            return original(x)
+        finally:
+            layer._parameters["weight"] = weight
+
+    layer.forward = forward
+
+
+@pytest.mark.parametrize("autocast", [False], ids=["plain"])
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
+def test_a_weight_computed_from_the_master_is_accepted_in_every_forward(
+    bias, checkpointing, autocast, caplog
+):
+    def train(attach):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=bias) for _ in range(3))).requires_grad_(False)
+        deltas = nn.ParameterList(torch.randn(8, 8) / 8 for _ in range(2))
+        found = []
+        with contextlib.ExitStack() as stack:
+            if attach:
+                assert len(stack.enter_context(attached(model, "cpu")).layers) == 3
+            for layer, delta in zip(model[1:], deltas, strict=True):
+                full(layer, delta)
+            optimizer = torch.optim.SGD(deltas.parameters(), lr=1e-3)
+            for _ in range(4):
+                x = inputs().requires_grad_()
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    if checkpointing is None:
+                        y = model(x)
+                    else:
+                        y = checkpoint(model, x, use_reentrant=checkpointing)
+                    loss = y.float().square().sum()
+                loss.backward()
+                found += [y.detach(), x.grad, *(delta.grad.clone() for delta in deltas)]
+                optimizer.step()
+                optimizer.zero_grad()
+                if not autocast:
+                    with torch.no_grad():
+                        found.append(model(inputs()))
+            if attach:
+                assert computed_bytes(model) == 2 * 8 * 8 * 4
+                table = str(oracle_offload.memory_summary(model=model, abbreviated=True))
+                assert "weights computed on the host" in table
+        return found
+
+    with caplog.at_level("WARNING", logger="oracle_offload"):
+        found = train(True)
+    warned = [r.getMessage() for r in caplog.records if "computed on the host" in r.getMessage()]
+    assert len(warned) == 1
+    assert "layer '1'" in warned[0]
+    assert_same(found, train(False))
+
+
+@pytest.mark.parametrize("names", [("weight",), ("bias",), ("weight", "bias")], ids=str)
+def test_functional_call_as_the_first_forward(names):
+    torch.manual_seed(0)
+    managed = build()
+    resident = copy.deepcopy(managed)
+    given = {f"0.inner.{name}": torch.ones(8, 8)[0 if name == "bias" else ...] for name in names}
+    given = {key: value.clone().requires_grad_() for key, value in given.items()}
+
+    def call(model):
+        x = inputs().requires_grad_()
+        y = torch.func.functional_call(model, given, (x,))
+        grads = torch.autograd.grad(y.sum(), [x, *given.values(), *model[2].parameters()])
+        return [y, *grads]
+
+    with attached(managed, "cpu"):
+        assert_same(call(managed), call(resident))
+        with Witness():
+            found = call(managed)
+        assert_same(found, call(resident))
+        assert_same(managed(inputs()), resident(inputs()))
+
+
+# ---- what works on the host alone ----
+
+
+class Teacher(nn.Module):
+    """A student, and a teacher that is an average of it, updated in forward."""
+
+    def __init__(self, update):
+        super().__init__()
+        self.student, self.teacher, self.update = Block(), Block(), update
+        self.shadow = {}
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.update(self)
+            target = self.teacher(x)
+        return self.student(x) - target
+
+
+def pairs(model):
+    return list(zip(model.teacher.parameters(), model.student.parameters(), strict=True))
+
+
+def average(model):
+    for mean, value in pairs(model):
+        mean.mul_(0.9).add_(value, alpha=0.1)
+
+
+def average_data(model):
+    for mean, value in pairs(model):
+        mean.data = mean.data * 0.9 + value.data * 0.1
+
+
+def average_at_once(model):
+    torch._foreach_lerp_(*map(list, zip(*pairs(model), strict=True)), 0.1)
+
+
+def average_outside(model):
+    for name, value in model.student.named_parameters():
+        shadow = model.shadow.setdefault(name, torch.zeros_like(value))
+        shadow.lerp_(value, 0.1)
+
+
+def clip(model):
+    for value in model.student.parameters():
+        value.clamp_(-0.1, 0.1)
+
+
+def normalise(model):
+    weight = model.student.inner.weight
+    weight.div_(weight.norm(dim=1, keepdim=True))
+
+
+def load_from_the_device(model):
+    model.teacher.inner.bias.copy_(model.resident)
+
+
+UPDATES = [
+    average,
+    average_data,
+    average_at_once,
+    average_outside,
+    clip,
+    normalise,
+    load_from_the_device,
+]
+
+
+@pytest.mark.parametrize("update", UPDATES, ids=lambda update: update.__name__)
+def test_writes_from_host_to_host_pass_in_the_first_forward(update):
+    def train(attach):
+        torch.manual_seed(0)
+        model, found = Teacher(update), []
+        model.register_buffer("resident", torch.full((8,), 0.5))
+        with attached(model, "cpu") if attach else contextlib.nullcontext() as manager:
+            assert manager is None or len(manager.layers) == 2
+            for _ in range(3):
+                y = model(inputs())
+                y.square().sum().backward()
+                found += [y.detach(), *(p.detach().clone() for p in model.parameters())]
+                found += [p.grad.clone() for p in model.student.parameters()]
+        return found
+
+    assert_same(train(True), train(False))
+
+
+USES = {
+    "linear": lambda layer, x, norm: F.linear(x, layer.weight),
+    "of a copy": lambda layer, x, norm: F.linear(x, layer.weight.clone() * 2),
+    "of two copies": lambda layer, x, norm: x @ (layer.weight.t() + 1).tanh(),
+    "of a number": lambda layer, x, norm: x * layer.weight.norm(),
+    "with a resident weight": lambda layer, x, norm: x + layer.weight * norm.weight,
+    "of what comes late": lambda layer, x, norm: torch.ones(3, 8) @ layer.weight + x,
+    "in place": lambda layer, x, norm: layer.weight.data.add_(x[0]),
+    "into the host": lambda layer, x, norm: x + torch.zeros(8, 8).copy_(layer.weight)[:3],
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_a_weight_that_meets_the_device_is_refused(use):
+    model = build()
+    model[1].forward = lambda x: use(model[0].inner, x, model[1])
+    with attached(model, "cpu"), pytest.raises(OffloadError, match=REFUSED):
+        model(inputs())
