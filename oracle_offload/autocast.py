@@ -85,6 +85,14 @@ def cast_input(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+def cast_tensors(
+    dtype: torch.dtype, w: Tensor, b: Tensor | None, with_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Cast borrowed tensors as autocast would; the bias only where it is wanted."""
+    w = w.to(dtype) if is_cast(w) else w
+    return w, b.to(dtype) if with_bias and b is not None and is_cast(b) else b
+
+
 class StandIns:
     """The stand-ins of one model's trainable weights in the autocast region that is open.
 

@@ -220,7 +220,7 @@ class ManagedLinear(Function):
                 gb = gb.sum(list(range(gb.dim() - 1)), keepdim=True).view(grad.shape[-1])
         if needs[2] or needs[3]:
             state.note_trainable(_graph_task() if ctx.task == -1 else -1)
-            if ctx.cast is None:
+            if ctx.cast is None and not layer.on_device:
                 gw, gb = state.to_host(gw), state.to_host(gb)
         return gx, None, gw, gb, None
 
@@ -389,7 +389,7 @@ class ManagedConv2d(Function):
             return gx, None
         if wants_weight or wants_bias:
             state.note_trainable(task if ctx.task == -1 else -1)
-            if ctx.cast is None:
+            if ctx.cast is None and not layer.on_device:
                 gw, gb = state.to_host(gw), state.to_host(gb)
         return gx, None, gw, gb, None
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from . import trial
 from .devices import Layout
 from .manager_modules import is_managed
 from .witness import Witness, is_exempt, memory_of, operator_of, refusal, tensors_in
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _SLOT = "_compiled_call_impl"
 _MAX_ENTRIES = 16  # calls of parts of a model that are watched where the model itself is not called
+_graph_task = torch._C._current_graph_task_id
 _copy = torch.ops.aten.copy_.default
 _thread = threading.local()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -67,6 +69,9 @@ class FirstForward:
         self._entries = 0
         self._parts: list[weakref.ref[nn.Module]] = []
         self._watched: set[int] = set()  # the structures that a watched forward had
+        self._ended = False
+        self._graph_may_live = False  # forward has built one, and no backward has begun since
+        self._root_entry: weakref.ref[_Entry] | None = None
         self.look_again()
 
     def arm(self) -> None:
@@ -77,20 +82,26 @@ class FirstForward:
     def look_again(self) -> None:
         """Take the model's parts as they are now."""
         manager = self._manager()
-        if manager is None or not manager.is_alive():
+        if manager is None or not manager.is_alive() or self._ended:
             return
         with self._lock:
             self._parts = [weakref.ref(part) for part in manager.module.modules()]
             for part in self._modules():
                 if (self._armed or manager.is_root(part)) and not is_managed(part):
-                    found = part.__dict__.get(_SLOT)
-                    if not isinstance(found, _Entry):
-                        part.__dict__[_SLOT] = _Entry(part, self, found)
+                    self._stand_before(part, manager.is_root(part))
+
+    def _stand_before(self, part: nn.Module, is_root: bool) -> None:
+        found = part.__dict__.get(_SLOT)
+        if not isinstance(found, _Entry):
+            entry = part.__dict__[_SLOT] = _Entry(part, self, found)
+            if is_root:
+                # `model.compile()` puts another in its place, and drops it: it stands before that.
+                self._root_entry = weakref.ref(entry, _look_again_of(self))
 
     def end(self) -> None:
         """Stop watching for good: the model was detached."""
+        self._ended = True
         with self._lock:
-            self._armed = False
             self._step_aside(self._modules())
 
     def _modules(self) -> list[nn.Module]:
@@ -122,6 +133,12 @@ class FirstForward:
         if manager is None or not manager.is_alive() or getattr(_thread, "inside", False):
             return None, None
         manager.settle()
+        if _graph_task() == -1:  # no checkpoint recomputes
+            if manager.state.turned:
+                self._graph_may_live = False
+            if manager.attachment.leaving and not self._graph_may_live:
+                trial.finish(manager.attachment)
+            self._graph_may_live |= torch.is_grad_enabled()
         structure = self._structure() if manager.is_root(module) else None
         if not self._armed and (structure is None or structure in self._watched):
             return None, None
@@ -140,6 +157,17 @@ class FirstForward:
             manager = self._manager()
             if manager is not None:
                 self._step_aside([part for part in self._modules() if not manager.is_root(part)])
+
+
+def _look_again_of(first_forward: FirstForward) -> Callable[[Any], None]:
+    reference = weakref.ref(first_forward)
+
+    def look_again(_: Any) -> None:
+        found = reference()
+        if found is not None:
+            found.look_again()
+
+    return look_again
 
 
 class _Entry:

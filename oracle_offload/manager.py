@@ -21,7 +21,7 @@ from .devices import DeviceState, Layout, Segment, close_if_unused, open_state, 
 from .errors import DriverError, OffloadError
 from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers
-from .manager_modules import HANDLE, Layer, is_managed, layer_type, swap_in, swap_out
+from .manager_modules import HANDLE, Layer, is_managed, layer_type, put_on_trial, swap_in, swap_out
 from .progress import DelayedBar
 from .selection import Leaf, group_units, wrapper_of
 from .sizes import GIB, format_size, parse_size
@@ -61,6 +61,7 @@ class Attachment:
         self._last = (0, 0)
         self.stand_ins = StandIns(state)
         self.computed_bytes: dict[str, int] = {}  # by layer
+        self.leaving: list[Layer] = []  # on the device for good; see `trial`
         self.model = state.engine.add_model()
         state.models[self.model] = self
 
@@ -371,9 +372,10 @@ class Attachment:
     def let_go_of_layers(self) -> None:
         """Make the layers ordinary ones again."""
         self.stand_ins.forget()
-        for layer in self.layers:
+        for layer in [*self.layers, *self.leaving]:
             self._release_layer(layer)
         self.layers.clear()
+        self.leaving.clear()
 
     def _release_layer(self, layer: Layer) -> None:
         self.state.forget_layer(layer)
@@ -538,11 +540,20 @@ class MemoryManager:
                 for layer in self.layers:
                     self.attachment.let_go_if_lost(layer)
                 move_unmanaged(module, self.device, self.attachment)
+                self._look_for_direct_uses(module)
                 self._parts = frozenset(id(part) for part in module.modules())
                 if self.first_forward is not None:
                     self.first_forward.look_again()
                 self.unsettled[0] = False
                 self.attachment.give_back()
+
+    def _look_for_direct_uses(self, module: nn.Module) -> None:
+        """Put layers on trial whose weight a module that came since may use directly."""
+        found = selection.used_directly(module.modules())
+        for layer in self.layers:
+            leaf = layer.module()
+            if leaf is not None and id(leaf) in found:
+                put_on_trial(leaf, found[id(leaf)][1])
 
     def __enter__(self) -> MemoryManager:
         return self
@@ -768,6 +779,7 @@ def _add_units(manager: MemoryManager, units: Sequence[Sequence[Leaf]]) -> None:
             kind = layer_type(leaf.module)
             assert kind is not None
             layers.append(kind(leaf.module, leaf.name, manager))
+            layers[-1].doubtful = leaf.doubtful
         trainable = any(tensor.requires_grad for leaf in unit for tensor in leaf.tensors())
         number, members = engine.add_unit(
             attachment.model, [layer.extents() for layer in layers], trainable

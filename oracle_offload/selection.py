@@ -3,8 +3,10 @@
 Managed is a leaf whose class computes with exactly ``nn.Linear.forward`` or ``nn.Conv2d.forward``
 and whose tensors are plain floating parameters of its own. Everything else stays resident: what a
 parent's code uses the weight of without calling the layer, what is tied to a module that is not
-managed, adapters, quantised tensors. What the rules cannot see (a weight handed around in a
-variable) fails the watch over the first forward, see `oracle_offload.witness`.
+managed, adapters, quantised tensors. Where such a use stands in a branch, which may never be taken,
+the layer is managed on trial, see `oracle_offload.trial`. What the rules cannot see (a weight
+handed around in a variable) fails the watch over the first forward, see
+`oracle_offload.first_forward`.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import difflib
 import fnmatch
 import functools
 import inspect
+import itertools
 import textwrap
 import types
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
 
@@ -37,6 +40,7 @@ _HARMLESS = frozenset(
     | {"itemsize", "element_size", "stride", "layout", "is_floating_point", "is_meta", "is_sparse"}
     | {"grad", "__class__"}
 )
+_HARMLESS_CALLS = frozenset({"isinstance", "hasattr", "type", "id", "len", "callable"})
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Leaf:
     name: str
     module: nn.Module
     block: str
+    doubtful: dict[tuple[str, int], str] = field(default_factory=dict)  # see `Layer.doubtful`
 
     def tensors(self) -> list[Tensor]:
         """Return weight and, where there is one, bias."""
@@ -93,14 +98,14 @@ def select(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
     resident: dict[str, str] = {}
     candidates: dict[str, nn.Module] = {}
     adapters = _below_adapters(modules)
-    used_directly = _used_directly(modules)
+    used = used_directly(modules.values())
     for name, module in modules.items():
         if layer_type(module) is None:
             continue
         reason = (
             ("named in ignore_modules" if id(module) in ignored_modules else "")
             or adapters.get(id(module), "")
-            or used_directly.get(id(module), "")
+            or _certain_use(used.get(id(module)))
             or _unfit(module, ignored_tensors)
         )
         if reason:
@@ -117,7 +122,10 @@ def select(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
             f"{type(root).__name__} has no layer to manage: no nn.Linear or nn.Conv2d with plain "
             "floating-point weights" + (f" ({why})" if why else "") + "."
         )
-    leaves = [Leaf(name, module, _block_of(name, modules)) for name, module in candidates.items()]
+    leaves = [
+        Leaf(name, module, _block_of(name, modules), used.get(id(module), (False, {}))[1])
+        for name, module in candidates.items()
+    ]
     return Selection(leaves, resident)
 
 
@@ -207,6 +215,12 @@ def _below_adapters(modules: dict[str, nn.Module]) -> dict[int, str]:
                     for inner in child.modules():
                         found[id(inner)] = f"adapter of '{name}'"
     return found
+
+
+def _certain_use(use: tuple[bool, Sites] | None) -> str:
+    if use is None or not use[0]:
+        return ""
+    return f"{next(iter(use[1].values()))} uses its weight without calling it"
 
 
 def _unfit(module: nn.Module, ignored_tensors: set[int]) -> str:
@@ -322,17 +336,52 @@ def _block_of(name: str, modules: dict[str, nn.Module]) -> str:
 # ---- weights used without calling their layer ----
 
 
-def _used_directly(modules: dict[str, nn.Module]) -> dict[int, str]:
-    found: dict[int, str] = {}
-    for module in modules.values():
-        for path, where in direct_uses(cast("Any", type(module))):
-            for target in _resolve(module, path):
-                if layer_type(target) is not None:
-                    found.setdefault(id(target), f"{where} uses its weight without calling it")
+@dataclass(frozen=True)
+class Use:
+    """``self.<path>.weight`` (or ``bias``) as a value, in a method that computes.
+
+    Attributes
+    ----------
+    path : tuple of str
+        The attributes from ``self`` to the layer; ``"*"`` for an index.
+    where : str
+        The class and the method.
+    certain : bool
+        Whether every call comes by: neither the use nor a call that leads to it stands in a branch.
+    site : tuple of (str, int)
+        File and line, as the frame that reads the attribute has them.
+    """
+
+    path: tuple[str, ...]
+    where: str
+    certain: bool
+    site: tuple[str, int]
+
+
+Sites = dict[tuple[str, int], str]  # where a weight is read as a value, each with its method
+
+
+def used_directly(modules: Iterable[nn.Module]) -> dict[int, tuple[bool, Sites]]:
+    """Find layers whose weight is used without calling them, by `id`.
+
+    Returns
+    -------
+    dict
+        ``(certain, sites)``: whether any use is certain, and where all of them are.
+    """
+    found: dict[int, tuple[bool, Sites]] = {}
+    for module in modules:
+        for use in direct_uses(cast("Any", type(module))):
+            for target in _resolve(module, use.path):
+                if is_managed(target) or layer_type(target) is not None:
+                    certain, sites = found.get(id(target), (False, {}))
+                    found[id(target)] = certain or use.certain, {use.site: use.where, **sites}
     return found
 
 
 def _resolve(module: nn.Module, path: tuple[str, ...]) -> Iterator[nn.Module]:
+    while "base_layer" in module._modules and (not path or path[0] != "base_layer"):
+        module = cast("nn.Module", module._modules["base_layer"])  # an adapter stands before it
     if not path:
         yield module
         return
@@ -343,46 +392,51 @@ def _resolve(module: nn.Module, path: tuple[str, ...]) -> Iterator[nn.Module]:
 
 
 @functools.cache
-def direct_uses(cls: Any) -> tuple[tuple[tuple[str, ...], str], ...]:
-    """Find ``self.<path>.weight`` (or ``bias``) used as a value in the methods that compute.
+def direct_uses(cls: Any) -> tuple[Use, ...]:
+    """Find direct uses of weights in the methods that compute; the class's sources are read once.
 
-    Parameters
-    ----------
-    cls : type
-        A module class; its sources are read once.
-
-    Returns
-    -------
-    tuple
-        ``((path, where), ...)``: the attribute path from ``self`` to the layer (``"*"`` for an
-        index) and the method. ``.weight.dtype``, ``.weight.shape`` and tests for ``None`` do no
-        harm; ``.weight.device`` does (it would answer the host), and counts as a use.
+    ``.weight.dtype``, ``.weight.shape``, ``isinstance`` and tests for ``None`` do no harm, nor does
+    a statement that writes weights in place, on the host; ``.weight.device`` does (it would answer
+    the host), and counts as a use.
     """
-    methods: dict[str, Any] = {}
+    methods: dict[str, list[Any]] = {}
     for base in cls.__mro__:
         if base is nn.Module:
             break
         for name, value in vars(base).items():
             function = inspect.unwrap(getattr(value, "__func__", value))
             if isinstance(function, types.FunctionType):
-                methods.setdefault(name, function)
-    reached = [name for name in _ENTRY_METHODS if name in methods]
-    for name in reached:  # grows while it is walked
-        for called in _names(methods[name].__code__):
-            if called in methods and called not in reached:
-                reached.append(called)
-    found: dict[tuple[str, ...], str] = {}
-    for name in reached:
-        function = methods[name]
-        if not {"weight", "bias"} & _names(function.__code__):
-            continue
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        except (OSError, TypeError, SyntaxError):
-            continue
-        for path in _value_uses(tree):
-            found.setdefault(path, f"{cls.__name__}.{name}")
-    return tuple(found.items())
+                methods.setdefault(name, []).append(function)
+    functions = itertools.chain.from_iterable(methods.values())
+    if not any({"weight", "bias"} & _names(function.__code__) for function in functions):
+        return ()
+    reached = {name: True for name in _ENTRY_METHODS if name in methods}
+    readers: dict[str, list[_Reader]] = {}
+    waiting = list(reached)
+    while waiting:
+        name = waiting.pop()
+        if name not in readers:
+            readers[name] = [_Reader(function) for function in _chain(methods[name])]
+        for reader in readers[name]:
+            for called, certain in reader.calls.items():
+                certain &= reached[name]
+                if called in methods and (called not in reached or certain > reached[called]):
+                    reached[called] = certain
+                    waiting.append(called)
+    return tuple(
+        Use(path, f"{cls.__name__}.{name}", certain and reached[name], site)
+        for name, found in readers.items()
+        for reader in found
+        for path, certain, site in reader.uses
+    )
+
+
+def _chain(functions: list[Any]) -> Iterator[Any]:
+    """Yield a method and those that it overrides, as far as each asks for ``super()``."""
+    for function in functions:
+        yield function
+        if "super" not in _names(function.__code__):
+            return
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -393,22 +447,111 @@ def _names(code: types.CodeType) -> set[str]:
     return names
 
 
-def _value_uses(tree: ast.AST) -> Iterator[tuple[str, ...]]:
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    for node in ast.walk(tree):
-        if not (isinstance(node, ast.Attribute) and node.attr in ("weight", "bias")):
-            continue
-        path = _path_from_self(node.value)
-        if not path or not isinstance(node.ctx, ast.Load):
-            continue
-        parent = parents.get(node)
-        if isinstance(parent, ast.Attribute) and parent.attr in _HARMLESS:
-            continue
-        if isinstance(parent, ast.Compare) and all(
-            isinstance(operator, ast.Is | ast.IsNot) for operator in parent.ops
+_CONDITIONAL = {  # the fields of a statement or expression that may not be reached
+    ast.If: ("body", "orelse"),
+    ast.IfExp: ("body", "orelse"),
+    ast.BoolOp: ("values",),
+    ast.Try: ("handlers",),
+    ast.Match: ("cases",),
+}
+
+
+class _Reader:
+    """One function's direct uses, and the names that it mentions: other methods, perhaps.
+
+    Attributes
+    ----------
+    uses : list of (path, certain, site)
+        See `Use`.
+    calls : dict of str to bool
+        Each name, and whether it is certain to be come by.
+    """
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self.uses: list[tuple[tuple[str, ...], bool, tuple[str, int]]] = []
+        self.calls: dict[str, bool] = {}
+        code = function.__code__
+        names = _names(code)
+        self.calls = dict.fromkeys(names, False)
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError):
+            return
+        self._file, self._line = code.co_filename, code.co_firstlineno - 1
+        self._visit(tree, True)
+
+    def _visit(self, node: ast.AST, certain: bool) -> None:
+        if isinstance(node, ast.Attribute):
+            self.calls[node.attr] = self.calls.get(node.attr, False) or certain
+            path = _path_from_self(node.value) if node.attr in ("weight", "bias") else ()
+            if path and isinstance(node.ctx, ast.Load):
+                line = self._line + (node.end_lineno or node.lineno)
+                self.uses.append((path, certain, (self._file, line)))
+                return
+        if _is_harmless(node):
+            return
+        for name, value in ast.iter_fields(node):
+            unsure = name in _CONDITIONAL.get(type(node), ())
+            for index, child in enumerate(value if isinstance(value, list) else [value]):
+                if isinstance(child, ast.AST):
+                    first = isinstance(node, ast.BoolOp) and index == 0
+                    self._visit(child, certain and (first or not unsure))
+
+
+def _is_harmless(node: ast.AST) -> bool:
+    """Whether the weights below `node` are asked for nothing that lies in their memory."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in _HARMLESS and _is_weight(node.value)
+    if isinstance(node, ast.Compare):
+        return any(map(_is_weight, (node.left, *node.comparators))) and all(
+            isinstance(operator, ast.Is | ast.IsNot) for operator in node.ops
+        )
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id in _HARMLESS_CALLS and any(map(_is_weight, node.args))
+    if isinstance(node, ast.Expr):
+        return _writes_weight(node.value)
+    if isinstance(node, ast.Assign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return any(isinstance(target, ast.Attribute | ast.Subscript) for target in targets) and all(
+            _is_weight(_root(target)) for target in targets
+        )
+    return False
+
+
+def _is_weight(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr in ("weight", "bias")
+        and bool(_path_from_self(node.value))
+    )
+
+
+def _writes_weight(node: ast.AST) -> bool:
+    """Whether `node` is a chain of calls on a weight, the last of them in place."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr.endswith("_")
+        and not node.func.attr.endswith("__")
+        and _is_weight(_root(node.func.value))
+    )
+
+
+def _root(node: ast.AST) -> ast.AST:
+    """Return what ``.data``, indices and calls in place are applied to."""
+    while True:
+        if isinstance(node, ast.Subscript) or (
+            isinstance(node, ast.Attribute) and node.attr == "data"
         ):
-            continue
-        yield path
+            node = node.value
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr.endswith("_")
+        ):
+            node = node.func.value
+        else:
+            return node
 
 
 def _path_from_self(node: ast.AST) -> tuple[str, ...]:

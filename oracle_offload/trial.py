@@ -1,0 +1,216 @@
+"""Layers managed on trial: code that reads their weight as a value stands in a branch.
+
+A branch that is never taken does no harm. If it is taken, the layer's attribute is read from a line
+that `oracle_offload.selection` has found, and before the reader gets it the Parameter moves to the
+device, for good: ``.data`` is re-pointed, so that optimizers, ties and autograd know it as before.
+
+The layer's calls go through the same autograd function until the graph that is being built is gone,
+on the weight as it lies on the device. A checkpoint compares what a recompute saves with what
+forward saved, and must not meet another layer. Then the class is swapped back.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from types import FrameType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .autocast import cast_input, cast_tensors
+from .devices import Layout
+from .errors import OffloadError
+from .manager_modules import HANDLE, swap_out
+from .sizes import format_size
+from .witness import exempt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .manager import Attachment, MemoryManager
+    from .manager_modules import Layer
+
+logger = logging.getLogger("oracle_offload")
+
+_FRAMES = 4  # between the layer and the reader may stand an adapter's property
+_moved: Any = WeakIdKeyDictionary()  # Parameters
+register_optimizer_step_pre_hook(lambda *step: follow(*step))
+
+
+class OnDevice:
+    """Mixed into a layer's class: its weight lies on the device, and its loans cost nothing."""
+
+    former_address: int  # of the master: what nodes of the graph remember
+
+    def adopt(self: Any, *, lasting: bool = False) -> bool:
+        """Take whatever Parameters are there now."""
+        self.weight, self.bias = self.parameters.get("weight"), self.parameters.get("bias")
+        if self.weight is None or self.weight.device.type != self.device_type:
+            return False
+        self.has_bias = self.bias is not None
+        self.note_masters()
+        return True
+
+    def lend(
+        self: Any,
+        kind: int,
+        task: int,
+        seconds: float,
+        dtype: torch.dtype | None,
+        compute: Callable[[Tensor, Tensor | None], Any],
+        with_bias: bool = True,
+    ) -> Any:
+        """Return ``compute(weight, bias)`` of the Parameters' tensors."""
+        with torch.no_grad():
+            w, b = self.weight.detach(), None if self.bias is None else self.bias.detach()
+        return compute(*(w, b) if dtype is None else cast_tensors(dtype, w, b, with_bias))
+
+    def gradient_takers(
+        self: Any, trains_weight: bool, trains_bias: bool, dtype: torch.dtype | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the trainable tensors, under autocast the casts that torch keeps of them."""
+        w = self.weight if trains_weight else None
+        b = self.bias if trains_bias else None
+        if dtype is not None:
+            w, b = (t if t is None else cast_input(t, dtype) for t in (w, b))
+        return w, b
+
+    def weight_state(self: Any, weight: Tensor) -> tuple[int, int]:
+        """Return ``(version, address)`` as they would be without the move."""
+        version, address = super().weight_state(weight)  # type: ignore[misc]
+        return version, self.former_address if address == self.weight_ptr else address
+
+
+@functools.cache
+def _on_device(kind: Any) -> Any:
+    return type(kind.__name__, (OnDevice, kind), {})
+
+
+def meet(layer: Layer, frame: FrameType | None) -> None:
+    """Somebody reads the weight or bias of a layer on trial: move it if it is used directly."""
+    for _ in range(_FRAMES):
+        if frame is None:
+            return
+        where = layer.doubtful.get((frame.f_code.co_filename, frame.f_lineno))
+        if where is not None:
+            manager = layer.manager()
+            if manager is not None:
+                move_to_device(manager, layer, where)
+            return
+        frame = frame.f_back
+
+
+def move_to_device(manager: MemoryManager, layer: Layer, where: str) -> None:
+    """Leave `layer`, and what shares a Parameter with it, on the device from now on.
+
+    Raises
+    ------
+    torch.OutOfMemoryError
+        The device has no room; nothing has changed.
+    """
+    attachment = layer.attachment
+    with layer.state.lock:
+        if layer not in attachment.layers:
+            return  # another thread was first
+        mine = {id(tensor) for tensor in layer.tensors()}
+        group = [other for other in attachment.layers if mine & {id(t) for t in other.tensors()}]
+        tensors = {id(t): t for other in group for t in other.tensors()}
+        copies = _copies(layer, list(tensors.values()), where)
+        for key, tensor in tensors.items():
+            _keep_earlier_gradients(tensor, copies[key].device)
+            tensor.data = copies[key]
+            _moved[tensor] = None
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.to(tensor.device)
+        for other in group:
+            _leave(attachment, other)
+            manager.reasons[other.name] = f"{where} uses its weight without calling it"
+        Layout.version += 1
+        attachment.give_back()
+    logger.warning(
+        "%s: %s computes with the weight of layer '%s' instead of calling the layer; it lies on "
+        "the device from now on (%s). manager.resident has it.",
+        attachment.name,
+        where,
+        layer.name,
+        format_size(sum(t.numel() * t.element_size() for t in tensors.values())),
+    )
+
+
+def _copies(layer: Layer, tensors: list[Tensor], where: str) -> dict[int, Tensor]:
+    """Return the tensors on the device, by `id` of the original."""
+    state = layer.state
+    nbytes = sum(t.numel() * t.element_size() for t in tensors)
+    try:
+        if state.simulated and nbytes > state.engine.mem_info()[0]:
+            raise torch.OutOfMemoryError("the simulated device is full")
+        with exempt(), torch.inference_mode(False), torch.no_grad():
+            return {id(t): t.detach().to(state.device, copy=True) for t in tensors}
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"{where} computes with the weight of managed layer '{layer.name}' instead of calling "
+            f"the layer, and the device has no room for its {format_size(nbytes)} ({error}). "
+            "Attach with a higher offload_percent or a smaller vram_budget, or leave the layer out "
+            f"from the start: attach(..., ignore_modules=[{layer.name!r}])."
+        ) from error
+
+
+def _keep_earlier_gradients(parameter: Tensor, device: torch.device) -> None:
+    """Let gradients that a graph built so far brings to the host go on to the device."""
+    if parameter.requires_grad and parameter.device != device:
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        node.register_prehook(
+            lambda gradients: tuple(None if g is None else g.to(device) for g in gradients)
+        )
+
+
+def follow(optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
+    """Before a step: bring an optimizer's state to where its Parameters have moved."""
+    for parameter in list(_moved):
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
+                state[key] = value.to(parameter.device)
+
+
+def _leave(attachment: Attachment, layer: Layer) -> None:
+    """Take a layer whose Parameters have just moved from the engine.
+
+    Nodes of the graph hold `layer` itself, and bring gradients to the host, as they were made;
+    calls from now on go through another object that leaves them on the device.
+    """
+    state = layer.state
+    try:
+        state.engine.remove_member(layer.member)
+    except OffloadError as error:  # another thread computes with it: the copy goes at detach
+        logger.debug("layer '%s' keeps its copy in the arena: %s", layer.name, error)
+    state.forget_layer(layer)
+    attachment.layers.remove(layer)
+    attachment.count_uses(layer.addresses(), ())
+    kind = _on_device(cast("Any", type(layer)))
+    former = layer.weight_ptr
+    later = object.__new__(kind)
+    layer.__class__ = kind
+    for each in (layer, later):
+        each.__dict__.update(
+            layer.__dict__, views={}, offsets=[], unit=-1, former_address=former, doubtful={}
+        )
+        each.note_masters()
+    later.on_device = True
+    attachment.leaving.append(later)
+    module = layer.module()
+    if module is not None and module.__dict__.get(HANDLE) is layer:
+        module.__dict__[HANDLE] = later
+
+
+def finish(attachment: Attachment) -> None:
+    """Swap the classes of layers that have left, once no graph holds them."""
+    while attachment.leaving:
+        layer = attachment.leaving.pop()
+        module = layer.module()
+        if module is not None and module.__dict__.get(HANDLE) is layer:
+            swap_out(module)

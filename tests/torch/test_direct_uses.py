@@ -1,0 +1,418 @@
+"""Weights that code uses without calling their layer: what reading finds, and layers on trial."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equality import assert_same, attached, gradients
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import oracle_offload
+from oracle_offload import OffloadError, masters, selection, trial
+from oracle_offload.witness import Witness
+
+# ---- reading ----
+
+
+class Reads(nn.Module):
+    """Asks for what lies in no memory, and writes masters in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.wo, self.teacher = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        if isinstance(self.wo.weight, torch.Tensor) and x.dtype != self.wo.weight.dtype:
+            x = x.to(self.wo.weight.dtype)
+        assert hasattr(self.wo.weight, "shape")
+        if self.wo.bias is not None and len(self.wo.bias) == 8:
+            with torch.no_grad():
+                self.teacher.weight.data.mul_(0.9).add_(self.wo.weight.data, alpha=0.1)
+                self.teacher.bias.data = self.wo.bias.data * 1
+                self.wo.weight.data[0] *= 0.5
+        return self.wo(x) + self.teacher(x)
+
+
+class Certain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.loop, self.called, self.test, self.inherited = (nn.Linear(8, 8) for _ in range(4))
+        self.device = nn.Linear(8, 8)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = F.linear(x, self.loop.weight)
+        x = x.to(self.device.weight.device)
+        return self.project(x) if self.test.bias.sum() > 9 else self.project(x) + self.sure(x)
+
+    def project(self, x):
+        return F.linear(x, self.called.weight)
+
+    def sure(self, x):
+        return x
+
+
+class Calls(Certain):
+    def forward(self, x):
+        return self.project(super().forward(x))
+
+
+class Doubtful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        names = ("branch", "other", "either", "later", "caught", "matched", "called")
+        for name in names:
+            self.add_module(name, nn.Linear(8, 8))
+
+    def forward(self, x):
+        if x.dim() == 9:
+            x = x @ self.branch.weight
+        else:
+            x = x @ self.other.weight
+        x = x @ self.either.weight if x.dim() == 9 else x
+        found = x.dim() == 9 and x @ self.later.weight
+        try:
+            found = x
+        except ValueError:
+            found = self.caught.weight
+        match x.dim():
+            case 9:
+                found = self.matched.weight
+        return self.project(found) if x.dim() == 9 else found
+
+    def project(self, x):
+        return F.linear(x, self.called.weight)
+
+
+def found_in(module):
+    return {
+        path[0]: use.certain for use in selection.direct_uses(type(module)) for path in [use.path]
+    }
+
+
+def test_what_reading_takes_for_no_use():
+    assert found_in(Reads()) == {}
+    model = nn.Sequential(Reads())
+    with attached(model, "cpu") as manager:
+        assert len(manager.layers) == 2
+        assert manager.resident == {}
+
+
+def test_what_reading_is_certain_of():
+    assert found_in(Certain()) == {"loop": True, "called": False, "test": True, "device": True}
+    assert found_in(Calls()) == {"loop": True, "called": True, "test": True, "device": True}
+
+
+def test_what_reading_cannot_decide():
+    names = ("branch", "other", "either", "later", "caught", "matched", "called")
+    assert found_in(Doubtful()) == dict.fromkeys(names, False)
+    chosen = selection.select(Doubtful())
+    assert [leaf.name for leaf in chosen.leaves] == list(names)
+    assert all(leaf.doubtful for leaf in chosen.leaves)
+
+
+class Wrapper(nn.Module):
+    """As peft wraps a layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer = layer
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
+
+    def forward(self, x):
+        return self.base_layer(x)
+
+
+class Uses(nn.Module):
+    """Uses `inner` directly, where `when` says so; each layer is called as well."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.before, self.inner = nn.Linear(8, width), nn.Linear(width, width)
+        self.after = nn.Linear(width, 8)
+        self.when = False
+
+    def forward(self, x):
+        y = self.inner(torch.tanh(self.before(x)))
+        if self.when:
+            y = y + F.linear(y, self.inner.weight * 2, self.inner.bias)
+        return self.after(torch.tanh(self.inner(y)))
+
+
+class UsesAlways(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(F.linear(x, self.inner.weight))
+
+
+def test_a_use_behind_an_adapter_is_seen():
+    model = UsesAlways()
+    model.inner = Wrapper(model.inner)
+    chosen = selection.select(model)
+    assert [leaf.name for leaf in chosen.leaves] == ["last"]
+    assert chosen.resident["inner.base_layer"].startswith("UsesAlways.forward uses its weight")
+
+
+# ---- on trial ----
+
+
+def inputs():
+    return torch.linspace(-1, 1, 24).view(3, 8)
+
+
+def train(model, manager=None, first=1, steps=4, checkpointing=None, optimizer=None, witness=False):
+    """Return results and gradients; the branch is taken from the forward number `first` on."""
+    found = []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = optimizer or torch.optim.AdamW([*trained, nn.Parameter(torch.ones(1))], lr=1e-2)
+    for number in range(1, steps + 1):
+        model.when = number >= first
+        for _ in range(2):  # gradients are accumulated
+            x = inputs().requires_grad_()
+            with Witness() if witness and manager else contextlib.nullcontext():
+                if checkpointing is None:
+                    y = model(x)
+                else:
+                    y = checkpoint(model, x, use_reentrant=checkpointing)
+                y.square().sum().backward()
+            found += [y.detach(), x.grad]
+        found.append({k: None if g is None else g.clone() for k, g in gradients(model).items()})
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found.append(model(inputs()))
+        if manager is not None and not witness:
+            assert ("inner" in manager.resident) is (number >= first)
+    return found
+
+
+def build():
+    torch.manual_seed(0)
+    return Uses()
+
+
+@pytest.mark.parametrize("witness", [False, True], ids=["plain", "witness"])
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=str)
+@pytest.mark.parametrize("first", [1, 2, 100])
+def test_a_branch_taken_late_has_the_residents_bits(
+    first, checkpointing, trainable, witness, caplog
+):
+    if first == 100 and checkpointing is not None:
+        first = 5
+    resident, managed = build().requires_grad_(trainable), build().requires_grad_(trainable)
+    identities = [id(p) for p in managed.parameters()]
+    steps = first + 2
+    expected = train(resident, None, first, steps, checkpointing)
+    with attached(managed, "cpu") as manager, caplog.at_level("WARNING", logger="oracle_offload"):
+        assert len(manager.layers) == 3
+        assert_same(train(managed, manager, first, steps, checkpointing, witness=witness), expected)
+        assert [layer.name for layer in manager.layers] == ["before", "after"]
+        managed(inputs())
+        assert type(managed.inner) is nn.Linear
+        assert "_layer_memory_manager" not in managed.inner.__dict__
+        assert "Uses.forward uses its weight" in manager.resident["inner"]
+    assert [id(p) for p in managed.parameters()] == identities
+    assert_same(dict(managed.state_dict()), dict(resident.state_dict()))
+    messages = [r.getMessage() for r in caplog.records if "Uses.forward computes" in r.getMessage()]
+    assert len(messages) == 1
+
+
+def test_a_branch_never_taken_leaves_the_layer_managed():
+    resident, managed = build(), build()
+    with attached(managed, "cpu") as manager:
+        assert_same(train(managed, None, first=9), train(resident, None, first=9))
+        assert len(manager.layers) == 3
+        assert manager.resident == {}
+        managed.inner.weight.norm()  # not from the branch
+        assert len(manager.layers) == 3
+
+
+def test_a_layer_on_trial_is_moved_before_a_write_in_the_branch():
+    """What the branch gets is the Parameter itself: a write is not lost."""
+
+    class Writes(Uses):
+        def forward(self, x):
+            if self.when:
+                weight = self.inner.weight
+                with torch.no_grad():
+                    weight.mul_(0.5)
+                weight.data.clamp_(-0.1, 0.1)
+            return self.after(self.inner(x))
+
+    torch.manual_seed(0)
+    managed = Writes()
+    resident = copy.deepcopy(managed)
+    with attached(managed, "cpu"):
+        assert_same(train(managed, first=2), train(resident, first=2))
+        assert_same(dict(managed.state_dict()), dict(resident.state_dict()))
+
+
+def test_a_use_behind_an_adapter_that_came_later():
+    resident, managed = build(), build()
+    with attached(managed, "cpu") as manager:
+        for model in (resident, managed):
+            model(inputs())
+            model.inner = Wrapper(model.inner)
+        assert_same(train(managed, first=2), train(resident, first=2))
+        assert len(manager.layers) == 2
+
+
+def test_a_module_that_came_later_is_read_too():
+    class Outer(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return F.linear(x, self.inner.before.weight) + self.inner(x)
+
+    resident, managed = nn.Sequential(build()), nn.Sequential(build())
+    with attached(managed, "cpu") as manager:
+        for model in (resident, managed):
+            model(inputs())
+            model[0] = Outer(model[0])
+        assert_same(train(managed, first=9), train(resident, first=9))
+        assert list(manager.resident) == ["0.before"]
+
+
+def test_layers_that_share_a_parameter_leave_together():
+    def tied():
+        model = build()
+        model.after.weight = model.inner.weight
+        return model
+
+    resident, managed = tied(), tied()
+    with attached(managed, "cpu") as manager:
+        assert_same(train(managed, first=2), train(resident, first=2))
+        assert [layer.name for layer in manager.layers] == ["before"]
+        assert managed.after.weight is managed.inner.weight
+
+
+def test_without_room_the_branch_is_refused_with_the_remedy(sim):
+    model = build()
+    with attached(model, "cpu") as manager:
+        expected = model(inputs())
+        model.when = True
+        device = sim.simulator.get_device(0)
+        real = manager.state.engine
+
+        class Full:
+            def __getattr__(self, name):
+                return (lambda: (16, 1 << 30)) if name == "mem_info" else getattr(real, name)
+
+        manager.state.engine = Full()
+        with pytest.raises(torch.OutOfMemoryError, match=r"ignore_modules=\['inner'\]"):
+            model(inputs())
+        manager.state.engine = real
+        assert manager.resident == {}
+        model.when = False
+        assert_same(model(inputs()), expected)
+        assert device is not None
+
+
+def test_the_memory_of_masters_that_left_is_freed(monkeypatch):
+    monkeypatch.setattr(masters, "PIECE_BYTES", 1 << 16)
+    model = Uses(width=256).requires_grad_(False)
+    with attached(model, "cpu"):
+
+        def usage():
+            device = oracle_offload.memory_summary(model=model).devices[0]
+            return device.locked_bytes, device.models[0].managed_bytes
+
+        locked, managed = usage()
+        model.when = True
+        model(inputs())
+        nbytes = 256 * 257 * 4
+        assert locked - nbytes <= usage()[0] <= locked - nbytes + 4096
+        assert managed - nbytes <= usage()[1] < managed - nbytes + 512
+        model(inputs())
+        kept = model.inner
+    assert type(kept) is nn.Linear
+    assert kept(torch.ones(3, 256)).shape == (3, 256)
+
+
+def test_detach_while_a_layer_is_leaving():
+    model = build()
+    manager = oracle_offload.attach(model, "cpu")
+    model.when = True
+    model(inputs())
+    assert "_layer_memory_manager" in model.inner.__dict__
+    manager.detach()
+    assert type(model.inner) is nn.Linear
+    resident = build()
+    resident.when = True
+    assert_same(model(inputs()), resident(inputs()))
+
+
+def test_a_graph_older_than_the_move_has_its_gradients():
+    resident, managed = build(), build()
+
+    def step(model):
+        older = model(inputs()).square().sum()
+        model.when = True
+        newer = model(inputs()).square().sum()
+        newer.backward()
+        model(inputs())  # the class is swapped back
+        older.backward()
+        return gradients(model)
+
+    with attached(managed, "cpu"):
+        assert_same(step(managed), step(resident))
+
+
+def test_threads_take_the_branch_at_once():
+    resident, managed = build().requires_grad_(False), build().requires_grad_(False)
+    resident.when = managed.when = True
+    expected, found = resident(inputs()), []
+    with attached(managed, "cpu") as manager:
+        threads = [
+            threading.Thread(target=lambda: found.append(managed(inputs()))) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(found) == 4
+        for y in found:
+            assert_same(y, expected)
+        assert list(manager.resident) == ["inner"]
+
+
+def test_an_optimizers_state_follows_a_parameter_that_moved():
+    parameter, other = (nn.Parameter(torch.ones(4, device="meta")) for _ in range(2))
+    optimizer = torch.optim.AdamW([parameter, other])
+    for each in (parameter, other):
+        optimizer.state[each] = {"exp_avg": torch.ones(4), "step": torch.tensor(1.0)}
+    trial._moved[parameter] = None
+    trial.follow(optimizer)
+    assert optimizer.state[parameter]["exp_avg"].is_meta
+    assert not optimizer.state[parameter]["step"].is_meta, "torch keeps it on the host"
+    assert not optimizer.state[other]["exp_avg"].is_meta, "not ours to move"
+
+
+def test_what_reading_does_not_see_still_fails_the_watch():
+    class Hidden(Uses):
+        def forward(self, x):
+            layer = self.inner
+            return F.linear(self.before(x), layer.weight)
+
+    model = Hidden()
+    with attached(model, "cpu"), pytest.raises(OffloadError, match=r"ignore_modules=\['inner'\]"):
+        model(inputs())
