@@ -377,6 +377,38 @@ def test_a_graph_older_than_the_move_has_its_gradients():
         assert_same(step(managed), step(resident))
 
 
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=str)
+def test_two_forwards_before_the_backward_of_both(checkpointing):
+    def step(model):
+        model.when = True
+        losses = []
+        for _ in range(2):
+            x = inputs().requires_grad_()
+            if checkpointing is None:
+                y = model(x)
+            else:
+                y = checkpoint(model, x, use_reentrant=checkpointing)
+            losses.append(y.square().sum())
+        sum(losses).backward()
+        return gradients(model)
+
+    resident, managed = build(), build()
+    with attached(managed, "cpu"):
+        assert_same(step(managed), step(resident))
+        assert_same(step(managed), step(resident))
+
+
+def test_gradients_of_a_layer_that_left_stay_on_the_device():
+    model = build()
+    with attached(model, "cpu") as manager:
+        model.when = True
+        nbytes = 8 * 9 * 4
+        for to_host in (3 * nbytes, 2 * nbytes, 2 * nbytes):
+            before = manager.state.engine.stats()["d2h_bytes"]
+            model(inputs()).sum().backward()
+            assert manager.state.engine.stats()["d2h_bytes"] - before == to_host
+
+
 def test_threads_take_the_branch_at_once():
     resident, managed = build().requires_grad_(False), build().requires_grad_(False)
     resident.when = managed.when = True

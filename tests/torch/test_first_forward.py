@@ -140,6 +140,27 @@ def test_a_module_compiled_before_attach_stays_compiled():
     assert model.__dict__["_compiled_call_impl"] is compiled
 
 
+def test_a_module_compiled_after_attach_is_watched_and_stays_compiled():
+    model, calls = build(use_directly=True), []
+    with attached(model, "cpu"):
+        model._compiled_call_impl = lambda *args: calls.append(args) or model._call_impl(*args)
+        compiled = model._compiled_call_impl.call
+        with pytest.raises(OffloadError, match=REFUSED):
+            model(inputs())
+        assert len(calls) == 1
+    assert model.__dict__["_compiled_call_impl"] is compiled
+
+
+def test_the_watch_over_parts_ends():
+    model, depths = build(), []
+    model[0].register_forward_hook(lambda *_: depths.append(torch._C._len_torch_dispatch_stack()))
+    with attached(model, "cpu"):
+        for _ in range(20):
+            model[0](inputs())
+    assert depths[0] == 1
+    assert depths[-1] == 0
+
+
 def test_parts_of_a_model_are_watched_where_it_is_not_called_itself():
     model = build(use_directly=True)
     with attached(model, "cpu"):
