@@ -109,6 +109,19 @@ def test_what_reading_is_certain_of():
     assert found_in(Calls()) == {"loop": True, "called": True, "test": True, "device": True}
 
 
+def test_one_certain_use_among_doubtful_ones_decides():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = F.linear(x, self.inner.weight)
+            return self.last(y @ self.inner.weight if x.dim() == 9 else y)
+
+    assert [leaf.name for leaf in selection.select(Both()).leaves] == ["last"]
+
+
 def test_what_reading_cannot_decide():
     names = ("branch", "other", "either", "later", "caught", "matched", "called")
     assert found_in(Doubtful()) == dict.fromkeys(names, False)
