@@ -668,7 +668,7 @@ def managed_class(base: Any, on_trial: bool = False) -> Any:
         return cast("Tensor", layer(input))
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        if self.__dict__.get(HANDLE) is None:
+        if not is_managed(self):
             return base._apply(self, fn, recurse)
         apply_to_masters(self, fn)
         return self
@@ -759,8 +759,10 @@ def _follow_class(module: nn.Module) -> None:
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Whether `module` is a managed layer: one whose class was replaced since is none."""
-    return module.__dict__.get(HANDLE) is not None and hasattr(type(module), "_oracle_offload_base")
+    """Whether the module's weight lies on the host: not once it moved, or the class was replaced."""
+    layer = module.__dict__.get(HANDLE)
+    managed = hasattr(type(module), "_oracle_offload_base")
+    return managed and layer is not None and not layer.on_device
 
 
 _outcomes: tuple[Any, dict[tuple[int, torch.dtype], tuple[torch.dtype, bool]]] = (None, {})

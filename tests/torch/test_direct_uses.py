@@ -211,7 +211,7 @@ def train(model, manager=None, first=1, steps=4, checkpointing=None, optimizer=N
         with torch.no_grad():
             found.append(model(inputs()))
         if manager is not None and not witness:
-            assert ("inner" in manager.resident) is (number >= first)
+            assert ("inner.weight" in manager.resident) is (number >= first)
     return found
 
 
@@ -240,7 +240,7 @@ def test_a_branch_taken_late_has_the_residents_bits(
         managed(inputs())
         assert type(managed.inner) is nn.Linear
         assert "_layer_memory_manager" not in managed.inner.__dict__
-        assert "Uses.forward uses its weight" in manager.resident["inner"]
+        assert "Uses.forward uses its weight" in manager.resident["inner.weight"]
     assert [id(p) for p in managed.parameters()] == identities
     assert_same(dict(managed.state_dict()), dict(resident.state_dict()))
     messages = [r.getMessage() for r in caplog.records if "Uses.forward computes" in r.getMessage()]
@@ -302,7 +302,7 @@ def test_a_module_that_came_later_is_read_too():
             model(inputs())
             model[0] = Outer(model[0])
         assert_same(train(managed, first=9), train(resident, first=9))
-        assert list(manager.resident) == ["0.before"]
+        assert sorted(manager.resident) == ["0.inner.before.bias", "0.inner.before.weight"]
 
 
 def test_layers_that_share_a_parameter_leave_together():
@@ -353,7 +353,7 @@ def test_the_memory_of_masters_that_left_is_freed(monkeypatch):
         model.when = True
         model(inputs())
         nbytes = 256 * 257 * 4
-        assert locked - nbytes <= usage()[0] <= locked - nbytes + 4096
+        assert locked - nbytes - 4096 <= usage()[0] <= locked - nbytes  # whole pages
         assert managed - nbytes <= usage()[1] < managed - nbytes + 512
         model(inputs())
         kept = model.inner
@@ -437,7 +437,7 @@ def test_threads_take_the_branch_at_once():
         assert len(found) == 4
         for y in found:
             assert_same(y, expected)
-        assert list(manager.resident) == ["inner"]
+        assert sorted(manager.resident) == ["inner.bias", "inner.weight"]
 
 
 def test_an_optimizers_state_follows_a_parameter_that_moved():

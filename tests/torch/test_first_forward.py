@@ -372,7 +372,7 @@ def full(layer, delta):
     layer.forward = forward
 
 
-@pytest.mark.parametrize("autocast", [False], ids=["plain"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
 def test_a_weight_computed_from_the_master_is_accepted_in_every_forward(
