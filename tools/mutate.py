@@ -44,6 +44,7 @@ PROGRAMS = (
     "test_missing_waits",
     "test_plan",
     "test_memory",
+    "test_threads",
     "test_faults",
 )
 THREADS_TEST = "test_threads"

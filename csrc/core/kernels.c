@@ -7,11 +7,13 @@ static enum oo_status oo__kernels_load(struct oo_engine *engine) {
     if (engine->spin)
         return OO_OK;
     if (oo_kernels_fatbin_size == 0 || !engine->driver.cuModuleLoadData ||
+        !engine->driver.cuModuleGetFunction || !engine->driver.cuModuleUnload ||
         !engine->driver.cuLaunchKernel)
         return oo__fail(
             OO_E_STATE,
             "this build has no kernels: build with nvcc and ORACLE_OFFLOAD_BUILD_KERNELS=on");
-    OO_TRY(OO_DRIVE(engine, cuModuleLoadData, &engine->module, oo_kernels_fatbin));
+    if (!engine->module) /* not loaded by a call that failed afterwards */
+        OO_TRY(OO_DRIVE(engine, cuModuleLoadData, &engine->module, oo_kernels_fatbin));
     OO_TRY(OO_DRIVE(engine, cuModuleGetFunction, &engine->spin, engine->module, "spin"));
 done:
     return status;
@@ -36,7 +38,7 @@ done:
 }
 
 void oo__kernels_free(struct oo_engine *engine) {
-    if (engine->module && engine->driver.cuModuleUnload)
+    if (engine->module)
         OO_GIVE_BACK(engine, cuModuleUnload, engine->module);
     engine->module = NULL;
     engine->spin = NULL;

@@ -119,9 +119,10 @@ void oo_plan_unit_remove(struct oo_plan *plan, uint32_t unit) {
 static void oo__ahead_reset(struct oo_plan *plan) { plan->ahead.end = 0; }
 
 void oo_plan_allow(struct oo_plan *plan, uint32_t unit, int ahead) {
-    if (ahead && !plan->units[unit].ahead)
-        oo__ahead_reset(plan); /* it may have been passed over */
+    if (plan->units[unit].ahead == ahead)
+        return;
     plan->units[unit].ahead = ahead != 0;
+    oo__ahead_reset(plan); /* it may have been passed over */
 }
 
 void oo_plan_pin(struct oo_plan *plan, uint32_t unit) { plan->units[unit].pins++; }

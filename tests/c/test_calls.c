@@ -283,16 +283,24 @@ static void test_spin_by_the_embedded_kernels(void) {
     const uintptr_t stream = new_stream(&w);
     sim.simGetDevice(0, &device);
     w.engine->driver.simLaunch = NULL;
-    OOCUresult(OOCUDAAPI *const load)(OOCUmodule *, const void *) =
-        w.engine->driver.cuModuleLoadData;
-    w.engine->driver.cuModuleLoadData = NULL;
-    CHECK(oo_engine_spin(w.engine, stream, 1000) == OO_E_STATE, "a driver without modules");
-    w.engine->driver.cuModuleLoadData = load;
+    const struct oo_driver whole = w.engine->driver;
+    for (int lacks = 0; lacks < 4; lacks++) {
+        struct oo_driver *driver = &w.engine->driver;
+        driver->cuModuleLoadData = lacks == 0 ? NULL : whole.cuModuleLoadData;
+        driver->cuModuleGetFunction = lacks == 1 ? NULL : whole.cuModuleGetFunction;
+        driver->cuModuleUnload = lacks == 2 ? NULL : whole.cuModuleUnload;
+        driver->cuLaunchKernel = lacks == 3 ? NULL : whole.cuLaunchKernel;
+        CHECK(oo_engine_spin(w.engine, stream, 1000) == OO_E_STATE, "a driver without modules, %d",
+              lacks);
+    }
+    w.engine->driver = whole;
     if (oo_kernels_fatbin_size == 0) {
         CHECK(oo_engine_spin(w.engine, stream, 1000) == OO_E_STATE &&
                   strstr(oo_error_message(), "nvcc"),
               "%s", oo_error_message());
     } else {
+        sim.simFault("cuModuleGetFunction", 1, OOCU_ERROR_UNKNOWN, 0);
+        CHECK(oo_engine_spin(w.engine, stream, 1000) == OO_E_DRIVER, "a kernel that is not found");
         sim.simSwitch(SIM_TRACE_ON, 1);
         for (int i = 0; i < 2; i++) {
             const double before = sim.simNow();
@@ -979,6 +987,30 @@ static void test_what_travels_as_one_copy(void) {
     world_close(&w, "one copy");
 }
 
+/* Less than one line of the hash: all of it is. */
+static void test_a_change_of_a_few_bytes_is_seen(void) {
+    enum { BYTES = 40 };
+    struct world w;
+    uint32_t unit, member;
+    size_t offset;
+    const uint32_t one = 1;
+    world_open(&w, 250000, -1);
+    const struct oo_tensor tensor = {w.master[4], BYTES};
+    need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
+    for (unsigned i = 0; i < BYTES; i++) {
+        struct oo_use use;
+        struct oo_fetched fetched;
+        double end_s;
+        need(oo_engine_acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+        need(oo_engine_launch(w.engine, member, w.stream, 1e-6), "launch");
+        CHECK(memcmp((const void *)use.address, w.master[4], BYTES) == 0, "byte %u is old", i - 1);
+        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+        sim.simFinish(&end_s);
+        w.master[4][i] ^= 1;
+    }
+    world_close(&w, "a few bytes");
+}
+
 /* A unit is kept for a member that moves if it was alone there, and all else is as it was. */
 static void test_a_member_that_moves_keeps_its_unit_only_alone_and_alike(void) {
     struct world w;
@@ -1006,6 +1038,8 @@ static void test_a_member_that_moves_keeps_its_unit_only_alone_and_alike(void) {
         CHECK((moved == unit) == moves[i].stays, "%s: unit %u becomes %u", moves[i].what, unit,
               moved);
         unit = moved;
+        CHECK(stats_of(&w).units == UNITS + 2, "%s: %llu units", moves[i].what,
+              (unsigned long long)stats_of(&w).units);
         need(oo_engine_acquire(w.engine, members[0], w.stream, 0, OO_BACKWARD, 1, 0, &use),
              "acquire");
         need(oo_engine_launch(w.engine, members[0], w.stream, 1e-6), "launch");
@@ -1080,19 +1114,26 @@ static void test_a_release_without_a_context_asks_the_driver_for_nothing(void) {
         uint64_t before[3];
         for (int c = 0; c < 3; c++)
             before[c] = sim.simCallCount(calls[c]);
-        if (i == 0 || i == OO_STREAMS)
+        if (i == 1 || i == OO_STREAMS)
             sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
         need(oo_engine_release(w.engine, use[i].ticket, streams[i], 0, &fetched), "release");
-        for (int c = 0; c < 3 && (i == 0 || i == OO_STREAMS); c++)
+        for (int c = 0; c < 3 && (i == 1 || i == OO_STREAMS); c++)
             CHECK(sim.simCallCount(calls[c]) == before[c], "release %d calls %s", i, calls[c]);
     }
-    need(oo_engine_acquire(w.engine, w.member[3], streams[1], 0, OO_FORWARD, -1, 0, &use[0]),
+    need(oo_engine_acquire(w.engine, w.member[3], streams[2], 0, OO_FORWARD, -1, 0, &use[0]),
          "on a stream that has its mark");
     const uint64_t records = sim.simCallCount("cuEventRecord");
     sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
-    need(oo_engine_release(w.engine, use[0].ticket, streams[1], 0, &fetched), "release");
+    need(oo_engine_release(w.engine, use[0].ticket, streams[2], 0, &fetched), "release");
     CHECK(sim.simCallCount("cuEventRecord") == records, "a mark was tried");
-    CHECK(stats_of(&w).prefetch_failures == 0, "a copy was tried");
+    for (int i = 0; i < 2; i++)
+        need(step(&w), "what comes next is known");
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(oo_engine_acquire(w.engine, w.member[0], streams[2], 0, OO_FORWARD, -1, 0, &use[0]),
+         "with much to fetch ahead");
+    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
+    need(oo_engine_release(w.engine, use[0].ticket, streams[2], 0, &fetched), "release");
+    CHECK(fetched.count == 0 && stats_of(&w).prefetch_failures == 0, "a copy was tried");
     need(oo_trace_stop(w.engine, &rows, &count), "rows");
     oo_trace_free(rows);
     need(oo_engine_refresh(w.engine, w.model), "refresh");
@@ -2031,6 +2072,7 @@ int main(int argc, char **argv) {
     test_who_is_in_the_way_of_a_detach();
     test_an_engine_with_a_model_and_no_memory_is_not_destroyed();
     test_what_travels_as_one_copy();
+    test_a_change_of_a_few_bytes_is_seen();
     test_a_member_that_moves_keeps_its_unit_only_alone_and_alike();
     test_a_lock_that_loses_the_context_names_itself();
     test_each_turn_between_forward_and_task_begins_a_sweep();

@@ -139,6 +139,11 @@ static void test_held_trainable_units_are_dropped_and_not_fetched(void) {
     need(oo_engine_hold(w.engine), "hold");
     CHECK(stats_of(&w).resident_units == 20, "%llu resident",
           (unsigned long long)stats_of(&w).resident_units);
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(use(&w, 19, OO_BACKWARD), "use while held");
+    CHECK(stats_of(&w).resident_units > 1, "frozen ones are held, too");
+    need(step(&w), "all of them");
+    need(oo_engine_hold(w.engine), "hold");
     need(use(&w, 19, OO_RECOMPUTE), "use while held");
     CHECK(stats_of(&w).resident_units == 20, "a held unit was fetched ahead");
     for (unsigned i = 20; i < UNITS; i++)
@@ -147,9 +152,11 @@ static void test_held_trainable_units_are_dropped_and_not_fetched(void) {
     need(step(&w), "next step");
     CHECK(stats_of(&w).stale == 0, "copies were made before the masters were stable");
     need(oo_engine_hold(w.engine), "hold");
+    const uint64_t late = stats_of(&w).late;
     need(use(&w, 0, OO_FORWARD), "a forward ends the hold");
     need(step(&w), "step");
-    CHECK(stats_of(&w).resident_units == UNITS, "not fetched ahead again");
+    CHECK(stats_of(&w).resident_units == UNITS && stats_of(&w).late == late,
+          "not fetched ahead again: %llu late", (unsigned long long)(stats_of(&w).late - late));
     world_close(&w, "hold");
 }
 
@@ -499,12 +506,19 @@ static void test_a_sticky_error_kills_the_engine_and_says_so(int through_the_rin
 
 /* The call that meets the loss tells of it; where nothing is asked of the driver, it succeeds. */
 static void test_a_context_lost_on_the_way_in(void) {
-    for (int life = 0; life < 2; life++) {
+    for (int life = 0; life < 3; life++) {
         struct world w;
         struct oo_stats stats;
+        char gradient[100] = {1}, target[100];
         world_open(&w, 60000, -1);
-        sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
-        if (life == 0)
+        sim.simFault(life < 2 ? "cuCtxGetCurrent" : "cuMemcpyDtoHAsync", 1,
+                     OOCU_ERROR_ILLEGAL_ADDRESS, 0);
+        if (life == 2) {
+            CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient,
+                                     w.stream) == OO_E_DRIVER,
+                  "downloaded");
+            CHECK(stats_of(&w).recoveries == 0, "a dead engine drives");
+        } else if (life == 0)
             CHECK(oo_engine_resume(w.engine) == OO_E_DRIVER &&
                       strstr(oo_error_message(), "cuCtxGetCurrent") == oo_error_message(),
                   "%s", oo_error_message());

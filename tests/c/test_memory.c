@@ -118,8 +118,8 @@ static void test_any_allocation_may_fail(void) {
     const uint64_t count = life_without_memory(0);
     CHECK(count > 300, "only %llu allocations", (unsigned long long)count);
     uint64_t failed = 0;
-    /* Between the 20th and the 280th lies the reserve of events: some of them will do. */
-    for (uint64_t n = 1; n <= count; n += n < 20 || n > 280 ? 1 : 17, failed++)
+    /* Between the 20th and the 250th lies the reserve of events: some of them will do. */
+    for (uint64_t n = 1; n <= count; n += n < 20 || n > 250 ? 1 : 17, failed++)
         life_without_memory(n);
     printf("%llu allocations in a life; %llu of them failed\n", (unsigned long long)count,
            (unsigned long long)failed);

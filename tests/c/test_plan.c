@@ -365,6 +365,55 @@ static void check_arena(struct oo_plan *plan, unsigned n_units) {
           "%zu used, %u blocks, %u units", used, occupied, resident);
 }
 
+static uint64_t use_of_three(const void *context, uint32_t unit) {
+    return ((const uint64_t *)context)[unit];
+}
+
+/* Of windows with as many bytes to evict, the one that is needed last. */
+static void test_what_is_needed_last_makes_place(void) {
+    static const uint64_t uses[][3] = {{5, 9, 7}, {9, 5, 7}, {5, 7, 9}};
+    for (int order = 0; order < 3; order++) {
+        struct oo_arena arena = {0};
+        struct oo_segment *segment;
+        struct oo_window window;
+        CHECK(oo_arena_add(&arena, 1 << 20, 3 * OO_ALIGNMENT, 0, 0, &segment) == OO_OK, "segment");
+        for (uint32_t unit = 0; unit < 3; unit++) {
+            CHECK(oo_arena_reserve(&arena) &&
+                      oo_arena_window_at(&arena, unit * OO_ALIGNMENT, OO_ALIGNMENT, &window),
+                  "unit %u", unit);
+            oo_arena_take(&arena, &window, OO_ALIGNMENT, unit);
+        }
+        for (uint64_t later_than = 0; later_than < 2; later_than++) {
+            CHECK(oo_arena_find(&arena, OO_ALIGNMENT, later_than, use_of_three, uses[order],
+                                &window) &&
+                      uses[order][window.first->unit] == 9 && window.first == window.last,
+                  "order %d, later than %d: the place of unit %u", order, (int)later_than,
+                  window.first->unit);
+        }
+        oo_arena_clear(&arena);
+    }
+}
+
+/* A position counts through all segments; what does not fit in the rest of one begins elsewhere. */
+static void test_positions_count_through_the_segments(void) {
+    enum { A = OO_ALIGNMENT };
+    struct oo_arena arena = {0};
+    struct oo_segment *segment;
+    struct oo_window window;
+    for (uintptr_t i = 1; i <= 2; i++)
+        CHECK(oo_arena_add(&arena, i << 20, 4 * A, 0, 0, &segment) == OO_OK, "segment");
+    CHECK(oo_arena_fit(&arena, 2 * A, 2 * A) == 2 * A, "in the first");
+    CHECK(oo_arena_fit(&arena, 3 * A, 2 * A) == 4 * A, "in the second, from its begin");
+    CHECK(oo_arena_fit(&arena, 6 * A, 2 * A) == 6 * A, "in the second");
+    CHECK(oo_arena_fit(&arena, 7 * A, 2 * A) == 0, "around the end");
+    CHECK(oo_arena_fit(&arena, 0, 5 * A) == 0, "in none");
+    CHECK(oo_arena_window_at(&arena, 6 * A, 2 * A, &window) && window.skip == 2 * A, "a window");
+    CHECK(!oo_arena_window_at(&arena, 7 * A, 2 * A, &window), "over the end of the second");
+    CHECK(!oo_arena_window_at(&arena, 8 * A, A, &window), "beyond the end");
+    oo_arena_clear(&arena);
+    CHECK(!oo_arena_window_at(&arena, 0, A, &window), "in nothing");
+}
+
 static void test_random_traces_keep_the_arena_sound(void) {
     static struct model m;
     for (unsigned seed = 1; seed <= 200; seed++) {
@@ -423,6 +472,8 @@ int main(void) {
     test_a_pinned_unit_is_never_evicted();
     test_units_not_allowed_ahead_are_only_fetched_on_demand();
     test_the_first_step_knows_no_order_and_still_behaves();
+    test_what_is_needed_last_makes_place();
+    test_positions_count_through_the_segments();
     test_random_traces_keep_the_arena_sound();
     test_the_trace_wraps();
     return check_report();

@@ -362,6 +362,40 @@ def test_an_operator_that_fails_gives_its_slot_back():
         assert all(pins == 0 for *_, pins in manager.state.engine.residents())
 
 
+@pytest.mark.parametrize("percent", [1.0, 0.7])
+@pytest.mark.parametrize(("kind", "trainable"), [("linear", False), ("conv2d", True)])
+def test_the_arena_grows_by_what_a_block_needs_beyond_the_floor(kind, percent, trainable):
+    """Also where convolutions are all that is managed."""
+    torch.manual_seed(0)
+
+    def make():
+        return nn.Linear(128, 128) if kind == "linear" else nn.Conv2d(128, 128, 1)
+
+    blocks = [
+        nn.Sequential(*[part for _ in range(4) for part in (make(), nn.Tanh())]) for _ in range(4)
+    ]
+    managed, resident = resident_pair(Checkpointed(*blocks).requires_grad_(trainable))
+
+    def step(model):
+        x = torch.ones((4, 128) if kind == "linear" else (4, 128, 1, 1), requires_grad=True)
+        y = model(x)
+        y.square().sum().backward()
+        return [y, x.grad]
+
+    with attached(managed, "cpu", offload_percent=percent) as manager:
+        attachment, engine = manager.attachment, manager.state.engine
+        assert len(manager.layers) == 16
+        before, floor = attachment.capacity_bytes, 2 * engine.stats()["largest_unit_bytes"]
+        rest = (1 - percent) * engine.stats()["managed_bytes"]
+        assert floor + rest <= before < floor + rest + _core.ALIGNMENT
+        assert_models_agree(managed, resident, step, steps=3)
+        learned = engine.stats()["learned_block_bytes"]
+        assert learned > floor, "a block needs no more than the floor: nothing was shown"
+        assert attachment.capacity_bytes == before + learned - floor
+        assert engine.stats()["arena_bytes"] == attachment.capacity_bytes
+        assert sum(segment.nbytes for segment in attachment.segments) == attachment.capacity_bytes
+
+
 @pytest.mark.parametrize("pinned", [False, True], ids=["between layers", "inside a layer"])
 def test_the_arena_grows_while_another_thread_computes(pinned):
     """The other thread may be given the new memory at once, and may still hold some of the old."""
