@@ -311,7 +311,8 @@ def dropped(make, source: str, code: str) -> Iterator[Mutant]:  # type: ignore[n
 
         def without(begin: int, first: int, last: int, end: int, term: str) -> Mutant:
             kind = f"drop '{' '.join(term.split())}' of {operator}"  # noqa: B023
-            return make(kind, begin, end, f"{source[begin:first]} {source[last:end]}")
+            changed: Mutant = make(kind, begin, end, f"{source[begin:first]} {source[last:end]}")
+            return changed
 
         if left == begin:  # the first term of the chain
             yield without(begin, left, match.end(), end, code[left : match.start()])
