@@ -2,8 +2,7 @@
 
 - a managed Linear over ``F.linear``, beside an empty ``autograd.Function`` over ``F.linear`` in the
   same run: the price of any autograd function is the floor, and the ratio is ours (goal: 2.5);
-- acquire and release of a hit in C (goal: 1 microsecond);
-- attach against a plain copy of the same bytes.
+- acquire and release of a hit in C (goal: 1 microsecond).
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -159,39 +157,7 @@ def engine_hit(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def attach_against_copy() -> dict[str, Any]:
-    """Attach half a gigabyte, and copy the same bytes with torch."""
-    import torch
-
-    import oracle_offload
-
-    def build() -> torch.nn.Sequential:
-        layers = (torch.nn.Linear(2048, 2048, bias=False) for _ in range(32))
-        return torch.nn.Sequential(*layers).requires_grad_(False)
-
-    times: dict[str, list[float]] = {"attach": [], "copy": []}
-    for _ in range(3):
-        model = build()
-        nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        start = time.perf_counter()
-        copies = [p.detach().clone() for p in model.parameters()]
-        times["copy"].append(time.perf_counter() - start)
-        del copies
-        start = time.perf_counter()
-        manager = oracle_offload.attach(model, "cpu", offload_percent=1.0)
-        times["attach"].append(time.perf_counter() - start)
-        manager.detach(model)
-    attach_s, copy_s = median(times["attach"]), median(times["copy"])
-    return {
-        "name": "attach_against_copy",
-        "attach_s": attach_s,
-        "copy_s": copy_s,
-        "model_bytes": nbytes,
-        "over_copy_ratio": attach_s / copy_s,
-    }
-
-
 def benchmarks(device: str) -> list[dict[str, Any]]:
     """Measure on the host alone: `device` makes no difference to this file."""
     with null_driver() as folder:
-        return [*managed_call(), *engine_hit(folder), attach_against_copy()]
+        return [*managed_call(), *engine_hit(folder)]

@@ -61,13 +61,7 @@ static void oo__share_copy(void *argument) {
     memcpy(share->target, share->source, share->bytes);
 }
 
-enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *source, size_t bytes) {
-    if (offset > host->bytes || bytes > host->bytes - offset)
-        return oo__fail(OO_E_ARGUMENT,
-                        "fill of %zu bytes at offset %zu exceeds the buffer of %zu bytes", bytes,
-                        offset, host->bytes);
-    if (bytes && (!source || bytes > UINTPTR_MAX - (uintptr_t)source))
-        return oo__fail(OO_E_ARGUMENT, "there are no %zu bytes at %p to fill from", bytes, source);
+static void oo__copy_in_shares(void *target, const void *source, size_t bytes) {
     struct oo_share shares[OO_COPY_THREADS];
     const size_t page = oo__page_bytes();
     size_t count = bytes / oo__share_bytes;
@@ -81,7 +75,7 @@ enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *sou
     for (size_t i = 0; i < count; i++) {
         const size_t begin = i * step;
         const size_t end = i + 1 == count ? bytes : (i + 1) * step;
-        shares[i].target = (char *)host->pages + offset + begin;
+        shares[i].target = (char *)target + begin;
         shares[i].source = (const char *)source + begin;
         shares[i].bytes = end - begin;
         /* The last share is this thread's own; so is any that finds no thread. */
@@ -92,5 +86,47 @@ enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *sou
     for (size_t i = 0; i < count; i++)
         if (shares[i].thread)
             oo__thread_join(shares[i].thread);
+}
+
+/* Huge pages mean fewer faults while filling. But where the system must first compact or touch the
+ * memory they are made of, as virtual machines do, they were measured to be several times slower
+ * than the small pages it has at hand, and it may run out of fast ones of either kind at any time.
+ * So a buffer is filled in stretches; each has the kind of page that was faster when it was last
+ * tried, small ones first, then huge ones. */
+static const size_t oo__stretch_bytes = (size_t)32 << 20;
+
+static void oo__stretch_begin(struct oo_host *host, size_t number) {
+    const size_t start = number * oo__stretch_bytes, left = host->mapped_bytes - start;
+    const double small = (double)host->last[0].nanoseconds * (double)host->last[1].bytes;
+    const double huge = (double)host->last[1].nanoseconds * (double)host->last[0].bytes;
+    host->huge = host->last[0].bytes && (!host->last[1].bytes || huge < small);
+    host->last[host->huge].bytes = 0;
+    host->last[host->huge].nanoseconds = 0;
+    host->stretch = number + 1;
+    if (host->huge)
+        oo__pages_ask_huge((char *)host->pages + start,
+                           left < oo__stretch_bytes ? left : oo__stretch_bytes);
+}
+
+enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *source, size_t bytes) {
+    if (offset > host->bytes || bytes > host->bytes - offset)
+        return oo__fail(OO_E_ARGUMENT,
+                        "fill of %zu bytes at offset %zu exceeds the buffer of %zu bytes", bytes,
+                        offset, host->bytes);
+    if (bytes && (!source || bytes > UINTPTR_MAX - (uintptr_t)source))
+        return oo__fail(OO_E_ARGUMENT, "there are no %zu bytes at %p to fill from", bytes, source);
+    for (size_t part; bytes; bytes -= part) {
+        const size_t number = offset / oo__stretch_bytes;
+        part = (number + 1) * oo__stretch_bytes - offset;
+        part = part < bytes ? part : bytes;
+        if (host->stretch != number + 1)
+            oo__stretch_begin(host, number);
+        const uint64_t begin = oo__nanoseconds();
+        oo__copy_in_shares((char *)host->pages + offset, source, part);
+        host->last[host->huge].nanoseconds += oo__nanoseconds() - begin;
+        host->last[host->huge].bytes += part;
+        offset += part;
+        source = (const char *)source + part;
+    }
     return OO_OK;
 }

@@ -8,8 +8,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Page-aligned zeroed memory; NULL when there is none. Huge pages are asked for where given. */
+/* Page-aligned zeroed memory; NULL when there is none. */
 void *oo__pages_map(size_t bytes);
+/* A hint for whole pages that nobody has touched yet. */
+void oo__pages_ask_huge(void *pages, size_t bytes);
+uint64_t oo__nanoseconds(void); /* of a clock that never goes back */
 void oo__pages_unmap(void *pages, size_t bytes);
 /* Locked pages must not cross a fork: the kernel would copy them eagerly (3.3 s and 1 GiB per GiB,
  * measured). `keep` 0 hides the pages from children, 1 ends that. Returns 0 or -1. */
@@ -53,6 +56,13 @@ struct oo_host {
     size_t mapped_bytes; /* in whole pages */
     int locked;
     struct oo_engine *owner;
+    /* Of filling: see oo__stretch_begin. Index 0 are small pages, 1 huge ones. */
+    struct {
+        size_t bytes;
+        uint64_t nanoseconds;
+    } last[2];      /* what the last stretch of either kind took */
+    int huge;       /* the kind of the stretch being filled */
+    size_t stretch; /* its number, from 1; 0 before the first */
 };
 
 #endif

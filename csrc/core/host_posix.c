@@ -18,14 +18,21 @@ size_t oo__page_bytes(void) { return (size_t)sysconf(_SC_PAGESIZE); }
 
 void *oo__pages_map(size_t bytes) {
     void *pages = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (pages == MAP_FAILED)
-        return NULL;
+    return pages == MAP_FAILED ? NULL : pages;
+}
+
+void oo__pages_ask_huge(void *pages, size_t bytes) {
 #ifdef MADV_HUGEPAGE
-    /* Only a hint: fewer page faults while filling, fewer entries to lock. */
-    if (bytes >= ((size_t)4 << 20))
-        (void)madvise(pages, bytes, MADV_HUGEPAGE);
+    (void)madvise(pages, bytes, MADV_HUGEPAGE);
+#else
+    (void)pages, (void)bytes;
 #endif
-    return pages;
+}
+
+uint64_t oo__nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
 void oo__pages_unmap(void *pages, size_t bytes) { (void)munmap(pages, bytes); }

@@ -25,6 +25,16 @@ void oo__pages_unmap(void *pages, size_t bytes) {
     VirtualFree(pages, 0, MEM_RELEASE);
 }
 
+/* Large pages need a privilege, and pages that are locked from the start. */
+void oo__pages_ask_huge(void *pages, size_t bytes) { (void)pages, (void)bytes; }
+
+uint64_t oo__nanoseconds(void) {
+    LARGE_INTEGER ticks, per_second;
+    QueryPerformanceCounter(&ticks);
+    QueryPerformanceFrequency(&per_second);
+    return (uint64_t)((double)ticks.QuadPart / (double)per_second.QuadPart * 1e9);
+}
+
 /* There is no fork to protect from. */
 int oo__pages_inherit(void *pages, size_t bytes, int keep) {
     (void)pages, (void)bytes, (void)keep;
