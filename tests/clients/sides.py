@@ -1,0 +1,93 @@
+"""The runs of a client that are compared: resident, managed, and managed under the witness."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+# Read when the libraries are imported: nothing here may ask a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+CORE = Path(__file__).resolve().parents[1] / "torch"
+sys.path.append(str(CORE))  # equality.py and models.py
+
+import torch  # noqa: E402
+from equality import assert_same, copied_bytes  # noqa: E402
+
+import oracle_offload  # noqa: E402
+from oracle_offload.witness import Witness  # noqa: E402
+
+
+class Side:
+    """One of the runs of a client.
+
+    Parameters
+    ----------
+    name : str
+        "resident", "managed" where `attach` attaches, or "witnessed" where `step` puts a strict
+        witness around what it encloses, too.
+    """
+
+    def __init__(self, name):
+        self.name = name
+        self.managed = name != "resident"
+        self.witnessed = name == "witnessed"
+        self.managers = []
+        self.models = []  # alive until their engine's counters were read
+        self.arena_reads = 0
+
+    def attach(self, model, at_least=5, **options):
+        """Attach where this side is managed; `at_least` so many layers must be."""
+        if self.managed:
+            manager = oracle_offload.attach(model, "cpu", **options)
+            self.managers.append(manager)
+            self.models.append(model)
+            assert len(manager.layers) >= at_least, manager.resident
+        return model
+
+    @contextlib.contextmanager
+    def step(self):
+        """Enclose a forward and backward: no operator in it may touch a master."""
+        if not (self.managed and self.witnessed):
+            yield
+            return
+        with Witness() as witness:
+            yield
+        self.arena_reads += witness.arena_reads
+
+    def run(self, client):
+        """Run `client`; where managed, assert that weights were streamed."""
+        torch.manual_seed(0)
+        before = copied_bytes()
+        try:
+            result = client(self)
+            driver, engine = (now - then for now, then in zip(copied_bytes(), before, strict=True))
+        finally:
+            for manager in self.managers:
+                manager.detach()
+            self.models.clear()
+        if self.managed:
+            assert driver == engine > 0, (driver, engine)
+            assert self.arena_reads > 0 or not self.witnessed, "no operator read the arena"
+        return result
+
+
+def compare(client):
+    """Assert that ``client(side)`` returns the same on all sides, to the bit; return it."""
+    expected = Side("resident").run(client)
+    for name in ("managed", "witnessed"):
+        assert_same(Side(name).run(client), expected, name)
+    return expected
+
+
+def values(model, trained_only=False):
+    """Return copies of the parameters by name."""
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or not trained_only
+    }

@@ -1,0 +1,123 @@
+"""transformers' Trainer: losses, weights and optimizer of the resident run."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from sides import compare, values
+from torch._dynamo.utils import counters
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+
+class Rows(torch.utils.data.Dataset):
+    """Twelve fixed sequences."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(3)
+        self.ids = torch.randint(0, 100, (12, 9), generator=generator)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def trainer(side, model, folder, **options):
+    class Stepping(Trainer):
+        def training_step(self, *arguments, **named):
+            with side.step():
+                return super().training_step(*arguments, **named)
+
+    defaults = dict(
+        output_dir=str(folder),
+        use_cpu=True,
+        max_steps=3,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=11,
+    )
+    return Stepping(model, TrainingArguments(**{**defaults, **options}), train_dataset=Rows())
+
+
+def losses(run):
+    found = [torch.tensor(line["loss"]) for line in run.state.log_history if "loss" in line]
+    assert len(set(map(float, found))) == len(found) > 1, "the loss moves"
+    return found
+
+
+CHECKPOINTING = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+}
+REENTRANT = {**CHECKPOINTING, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
+        CHECKPOINTING,
+        {"bf16": True},
+        {"bf16": True, **REENTRANT},
+    ],
+    ids=["accumulation", "checkpointing", "bf16", "bf16-reentrant"],
+)
+def test_training(tmp_path, options):
+    def client(side):
+        model = side.attach(models.llama(), at_least=20)
+        run = trainer(side, model, tmp_path, **options)
+        run.train()
+        return [losses(run), values(model)]
+
+    compare(client)
+
+
+def test_compiled_by_the_trainer(tmp_path):
+    def client(side):
+        torch._dynamo.reset()
+        counters.clear()
+        model = side.attach(models.llama(), at_least=20)
+        options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2}
+        run = trainer(side, model, tmp_path, **options)
+        run.train()
+        assert counters["stats"]["calls_captured"] > 100, counters["stats"]
+        return [losses(run), values(model)]
+
+    compare(client)
+
+
+def test_lora(tmp_path):
+    def client(side):
+        model = models.lora(models.llama(), ["q_proj", "v_proj", "down_proj"])
+        side.attach(model, at_least=20)
+        run = trainer(side, model, tmp_path, bf16=True)
+        run.train()
+        return [losses(run), values(model)]
+
+    compare(client)
+
+
+def test_resume_from_a_checkpoint(tmp_path):
+    def client(side):
+        folder = tmp_path / side.name
+        options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+        first = trainer(side, side.attach(models.llama(), at_least=20), folder, **options)
+        first.train()
+        torch.manual_seed(99)  # other weights, which resuming must replace
+        model = side.attach(models.llama(), at_least=20)
+        again = trainer(side, model, folder, **options)
+        again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        assert get_last_checkpoint(str(folder)).endswith("checkpoint-4")
+        assert [line["step"] for line in again.state.log_history if "loss" in line] == [1, 2, 3, 4]
+        for name, value in values(first.model).items():
+            assert torch.equal(value, values(again.model)[name]), name
+        return [losses(again), values(again.model)]
+
+    compare(client)
