@@ -426,31 +426,38 @@ class Map:
                         self.reached[file][test] = set(lines)
 
     def tests_of(self, mutant: Mutant) -> dict[str, float]:
-        """Return the tests that reach a mutant, in the order in which they should run."""
-        if not isinstance(mutant, PythonMutant):
-            first = [test for test in self.seconds if test.split("::")[0] in BINDING_TESTS]
-            users = self.in_turn(set(self.reached[BINDING_USER]) - set(first))
-            return {test: self.seconds[test] for test in (*self.in_turn(first), *users)}
-        wanted = set(mutant.lines)
-        tests = self.reached.get(mutant.file, {})
-        if mutant.function and not wanted & self.imported[mutant.file]:
-            tests = {test: lines for test, lines in tests.items() if lines & wanted}
-        return {test: self.seconds[test] for test in self.in_turn(tests)}
+        """Return the tests for a mutant in the order in which they should run; none reaches it: {}.
+
+        Those that reach it come first; what is done once in a process, by whoever comes first, may
+        show in others that use the same module.
+        """
+        if isinstance(mutant, PythonMutant):
+            users = self.reached.get(mutant.file, {})
+            wanted = set(mutant.lines)
+            first = {test for test, lines in users.items() if lines & wanted}
+            if not mutant.function or wanted & self.imported[mutant.file]:
+                first = set(users)
+            elif not first:
+                return {}
+        else:
+            users = self.reached[BINDING_USER]
+            first = {test for test in self.seconds if test.split("::")[0] in BINDING_TESTS}
+        order = [*self.in_turn(first), *self.in_turn(set(users) - first)]
+        total = list(accumulate(self.seconds[test] for test in order))
+        return {test: self.seconds[test] for test in order[: max(1, bisect.bisect(total, TESTS_S))]}
 
     def in_turn(self, tests: Iterable[str]) -> list[str]:
-        """Return the quick ones first and the functions in turn, as many as there is time for.
+        """Return the quick ones first and the functions in turn.
 
         What one function of a test is blind for, another sees.
         """
         spent: dict[str, float] = defaultdict(float)
         turns = {}
-        for test in sorted(tests, key=self.seconds.__getitem__):
+        for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
             function = test.split("[")[0]
             spent[function] += self.seconds[test]
             turns[test] = spent[function]
-        order = sorted(turns, key=turns.__getitem__)
-        total = list(accumulate(self.seconds[test] for test in order))
-        return order[: max(1, bisect.bisect(total, TESTS_S))]
+        return sorted(turns, key=turns.__getitem__)
 
 
 def digest(*parts: bytes | str) -> str:

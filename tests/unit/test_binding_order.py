@@ -39,3 +39,29 @@ def test_an_acquire_declares_that_every_tensor_of_the_member_is_read(tensor: int
     life.fetched(life.engine.release(ticket, life.stream))
     life.view[:4] = b"\x7f" * 4
     life.close()
+
+
+def test_unlocked_memory_holds_its_engine_no_longer() -> None:
+    before = _core.live()["engines"]
+    engine, buffer = _core.Engine(LIBRARY, 0), _core.HostBuffer(4096)
+    assert engine.lock(buffer) is None
+    engine.unlock(buffer)
+    assert _core.live()["engines"] == before + 1
+    del engine
+    assert _core.live()["engines"] == before and buffer.nbytes == 4096
+
+
+@pytest.mark.parametrize("stamp", [0, 1, 2**63 - 1, 2**63, 2**64 - 1])
+def test_a_stamp_is_any_number_of_64_bits(stamp: int) -> None:
+    life = Life()
+    life.stamp = stamp
+    member = next(iter(life.tensors))
+    life.use(member, _core.FORWARD, -1)
+    before = life.engine.stats()["stale"]
+    life.use(member, _core.FORWARD, -1)
+    assert life.engine.stats()["stale"] == before, "the same stamp is no other version"
+    life.stamp ^= 1 << 63
+    life.view[:4] = b"\x7f" * 4
+    life.use(member, _core.FORWARD, -1)
+    assert life.engine.stats()["stale"] == before + 1, "its highest bit counts"
+    life.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from oracle_offload.explain import explain_oom
 from oracle_offload.explain.parse import LINE_REACH, find, quote
 
 CUDA_ERROR = "RuntimeError: CUDA error: out of memory\n"
@@ -79,3 +80,11 @@ def test_the_name_of_the_class_is_told_only_where_its_message_is_unknown() -> No
         "cuda-runtime-error",
     ]
     assert names("torch.OutOfMemoryError: CUDA error: out of memory\n") == ["cuda-runtime-error"]
+
+
+def test_a_card_of_no_bytes_is_drawn_all_the_same() -> None:
+    report = explain_oom(
+        "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 0 bytes total capacity; 0 bytes "
+        "already allocated; 0 bytes free; 0 bytes reserved in total by PyTorch)"
+    )
+    assert report.found and report.bar() and "[" in report.to_text()

@@ -1,0 +1,175 @@
+"""The table of `memory_summary`, line by line, from figures that are all different."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from oracle_offload.summary import (  # noqa: E402
+    DeviceUsage,
+    MemoryReport,
+    ModelUsage,
+    _optimizer_bytes,
+    _rate,
+)
+
+KIB, MIB = 1 << 10, 1 << 20
+MODEL = ModelUsage(
+    name="Net",
+    layers=12,
+    resident_parameters=3,
+    resident_bytes=5 * KIB,
+    managed_bytes=100 * MIB,
+    in_arena_bytes=20 * MIB,
+    capacity_bytes=25 * MIB,
+    units=9,
+    units_in_arena=2,
+    acquires=400,
+    hits=100,
+    late=7,
+    stale=8,
+    prefetches=300,
+    evictions=11,
+    stalls=13,
+    stall_s=0.0015,
+    h2d_bytes=300 * MIB,
+    h2d_copies=31,
+    h2d_gbps=12.34,
+    d2h_bytes=30 * MIB,
+    d2h_copies=17,
+    d2h_gbps=None,
+    steps=2,
+    step_h2d_bytes=150 * MIB,
+    step_d2h_bytes=15 * MIB,
+    x_min_bytes=100 * MIB,
+)
+DEVICE = DeviceUsage(
+    device="cpu",
+    name="NVIDIA GeForce RTX 4090",
+    simulated=True,
+    free_bytes=23 << 30,
+    total_bytes=24 << 30,
+    torch_allocated_bytes=None,
+    arena_bytes=26 * MIB,
+    in_arena_bytes=20 * MIB,
+    peak_in_arena_bytes=24 * MIB,
+    locked_bytes=101 * MIB,
+    pageable_bytes=6 * KIB,
+    host_waits=41,
+    recoveries=42,
+    allocations=43,
+    models=[MODEL],
+)
+
+
+def rows(report: MemoryReport) -> list[tuple[str, str]]:
+    """The lines of the table without its frame: (label, value)."""
+    lines = str(report).splitlines()
+    assert {len(line) for line in lines} == {82}, "one width"
+    assert all(line[0] == line[-1] == "|" for line in lines)
+    inner = [line[1:-1] for line in lines]
+    return [
+        (cell[:40].strip(), cell[41:].strip()) if cell[40] == "|" else (cell.strip(), "")
+        for cell in inner
+    ]
+
+
+BASE = [
+    ("arena", "26.00 MiB"),
+    ("weights in it now / at most", "20.00 MiB / 24.00 MiB"),
+    ("host memory, page-locked", "101.00 MiB"),
+    ("host memory, pageable", "6.00 KiB"),
+]
+COUNTERS = [
+    ("device memory free / total", "23.00 GiB / 24.00 GiB"),
+    ("host waits", "41"),
+    ("recoveries after a failed driver call", "42"),
+    ("driver objects and host blocks created", "43"),
+]
+OF_MODEL = [
+    ("Net", "12 layers in 9 units"),
+    ("weights managed", "100.00 MiB"),
+    ("parameters that are not managed", "5.00 KiB in 3"),
+    ("weights in the arena", "20.00 MiB of 25.00 MiB"),
+    ("to the device, last step", "150.00 MiB = 1.500 X_min"),
+    ("to the host, last step", "15.00 MiB"),
+    ("X_min, least bytes a step can need", "100.00 MiB"),
+]
+COUNTED = [
+    ("to the device, in all", "300.00 MiB in 31 copies, 12.3 GB/s"),
+    ("to the host, in all", "30.00 MiB in 17 copies"),
+    ("hits", "100 of 400 (25.0%)"),
+    ("prefetched / late / stale", "300 / 7 / 8"),
+    ("stalls", "13, 1.50 ms"),
+]
+RULE, THIN = ("=" * 80, ""), ("-" * 80, "")
+TITLE = "oracle_offload memory summary, cpu (NVIDIA GeForce RTX 4090, simulated)"
+
+
+def test_the_whole_table() -> None:
+    report = MemoryReport([DEVICE], {"cpu": 3 * KIB, "cuda:0": 2 * MIB})
+    optimizer = [("optimizer state on cpu", "3.00 KiB"), ("optimizer state on cuda:0", "2.00 MiB")]
+    head = [RULE, (TITLE, ""), RULE]
+    parts = [*head, *BASE, *COUNTERS, THIN, *OF_MODEL, *COUNTED, THIN, *optimizer]
+    found = rows(report)
+    # Below stand the words that are explained, whichever they are.
+    assert found[: len(parts)] == parts and found[-1] == RULE
+    assert repr(report) == str(report)
+    two = str(MemoryReport([DEVICE, replace(DEVICE, device="cuda:0")]))
+    assert two.count("memory summary, cpu") == two.count("memory summary, cuda:0") == 1
+
+
+def test_the_short_table_leaves_the_counters_out() -> None:
+    report = MemoryReport([DEVICE], abbreviated=True)
+    assert rows(report) == [RULE, (TITLE, ""), RULE, *BASE, THIN, *OF_MODEL, RULE]
+
+
+def test_what_is_not_known_is_not_shown() -> None:
+    idle = replace(MODEL, step_h2d_bytes=None, acquires=0, hits=0)
+    found = rows(MemoryReport([replace(DEVICE, models=[idle])]))
+    assert not [label for label, _ in found if "last step" in label]
+    assert ("hits", "0 of 0") in found
+    empty = replace(MODEL, x_min_bytes=0, step_d2h_bytes=None)
+    found = rows(MemoryReport([replace(DEVICE, models=[empty])]))
+    assert ("to the device, last step", "150.00 MiB") in found
+    assert ("to the host, last step", "0 B") in found
+
+
+def test_on_a_card_torchs_memory_is_a_row_after_the_devices() -> None:
+    card = replace(DEVICE, device="cuda:0", simulated=False, torch_allocated_bytes=7 * MIB)
+    found = rows(MemoryReport([card]))
+    assert found[1][0] == "oracle_offload memory summary, cuda:0 (NVIDIA GeForce RTX 4090)"
+    labels = [label for label, _ in found]
+    at = labels.index("allocated by torch")
+    assert found[at][1] == "7.00 MiB" and labels[at - 1] == "device memory free / total"
+    assert "allocated by torch" not in str(MemoryReport([card], abbreviated=True))
+
+
+def test_without_a_model_it_says_so_and_html_is_escaped() -> None:
+    assert str(MemoryReport([])) == "oracle_offload: no model is attached"
+    odd = MemoryReport([replace(DEVICE, name="<card>")])
+    assert "&lt;card&gt;" in odd._repr_html_() and odd._repr_html_().startswith("<pre>")
+    shown = odd.to_dict()
+    assert shown["schema"] == "oracle_offload/memory-summary/1"
+    assert shown["devices"][0]["models"][0]["x_min_bytes"] == 100 * MIB
+
+
+def test_a_rate_is_in_billions_of_bytes_per_second() -> None:
+    assert (_rate(3 * 10**9, 2.0), _rate(0, 1.0), _rate(5, 0.0)) == (1.5, 0.0, None)
+
+
+def test_the_optimizers_tensors_are_added_up_for_each_device() -> None:
+    one, two = torch.zeros(10), torch.zeros(3, dtype=torch.float64)
+    state: dict[Any, Any] = {
+        "a": {"exp_avg": one, "step": 4},
+        "b": {"exp_avg": two, "elsewhere": torch.zeros(6, device="meta")},
+        "c": "what is no dict",
+    }
+    optimizer: Any = SimpleNamespace(state=state)
+    assert _optimizer_bytes(optimizer) == {"cpu": 64, "meta": 24}
+    assert _optimizer_bytes(None) == {}
