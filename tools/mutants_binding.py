@@ -17,12 +17,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import c_flags
 from c_flags import ROOT
-from mutants import OPPOSITE, Mutant, Parser, blank
+from mutants import OPPOSITE, Mutant, Parser, blank, dropped
 
 CONDITION = re.compile(r"\b(?:if|while) (?=\()")
 COMPARISON = re.compile(r"(?<= )(==|!=|<=|>=|<|>)(?= )")
@@ -48,7 +47,6 @@ DECLARATION = re.compile(
     r"(?:static |const |unsigned |struct |enum )|\w+ \**\w+(?:\[\w*\])*(?: =|;|,)|\w+ \(\*"
 )
 FUNCTION = re.compile(r"^([\w ]+?[ *]+)(\w+)\([^;{}]*\)\s*\{", re.MULTILINE)
-SEPARATOR = re.compile(r"&&|\|\|")
 
 
 class Statements(Parser):
@@ -74,37 +72,6 @@ def returned(kind: str) -> tuple[str, ...]:
     if "oo_status" in kind:
         return ("OO_OK",)
     return () if "void" in kind else ("0", "-1") if "int" in kind.split() else ("0",)
-
-
-def terms(code: str, begin: int, end: int) -> Iterator[tuple[int, int, str]]:
-    """Yield the places and the text without each term of every && and || in an expression."""
-    depth, cuts, opened = 0, [begin], []
-    for at in range(begin, end):
-        if code[at] in "([{":
-            opened.append(at)
-            depth += 1
-        elif code[at] in ")]}":
-            inner = opened.pop()
-            depth -= 1
-            yield from terms(code, inner + 1, at) if depth == 0 else ()
-        elif depth == 0 and (code.startswith("&&", at) or code.startswith("||", at)):
-            cuts += [at, at + 2]
-        elif (
-            depth == 0
-            and code[at] in "?:,;="
-            and code[at - 1] not in "=!<>"
-            and (code[at + 1] != "=")
-        ):
-            cuts += [at, at + 1]  # ends the expression that the terms belong to
-    cuts.append(end)
-    pieces = list(zip(cuts[::2], cuts[1::2], strict=True))
-    chained = False
-    for (first, stop), (start, last) in pairwise(pieces):
-        follows, chained = chained, bool(SEPARATOR.fullmatch(code[stop:start]))
-        if chained and not follows:
-            yield first, start, ""
-        if chained:
-            yield stop, last, ""
 
 
 def mutants_of(path: Path, source: str | None = None) -> list[Mutant]:
@@ -133,13 +100,7 @@ def mutants_of(path: Path, source: str | None = None) -> list[Mutant]:
     for match in CONDITION.finditer(code):
         end = statements.matching(match.end())
         make("negate", match.end(), end, f"(!{source[match.end() : end]})")
-    for begin, end in statements.leaves:
-        for first, last, text in terms(code, begin, end):
-            make("drop term", first, last, text, source[begin:end])
-    for match in CONDITION.finditer(code):
-        end = statements.matching(match.end())
-        for first, last, text in terms(code, match.end() + 1, end - 1):
-            make("drop term", first, last, text, source[match.end() : end])
+    list(dropped(make, source, code))
     for match in COMPARISON.finditer(code):
         word = match.group(1)
         whole = re.fullmatch(r"\s*(?:if|while) \([^()]* [=!<>]=? [^()]*\).*", around(match.start()))
