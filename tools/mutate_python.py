@@ -479,7 +479,7 @@ def make_map(pool_of: Any, verbose: bool) -> Map:
     shared = [
         name
         for name in tracked_files()
-        if name.startswith(("csrc/", "oracle_offload/", "tests/"))
+        if name.startswith(("csrc/", "oracle_offload/", "tests/data/", *TEST_FOLDERS))
         and not name.endswith((".so", "_build_info.json"))
         and not Path(name).name.startswith("test_")
     ]
