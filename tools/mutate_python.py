@@ -69,7 +69,7 @@ TEST_FOLDERS = ("tests/unit", "tests/torch", "tests/fault")
 # They build, install or call other programs; none runs a line of the package in place.
 WITHOUT = ("test_conformance", "test_gpu_tools", "test_package", "test_soak")
 # What drives the extension module by itself; the rest of the tests of a binding's mutant train.
-BINDING_TESTS = ("tests/unit/test_binding.py", "tests/unit/test_driver_messages.py")
+BINDING_TESTS = ("tests/unit/test_binding", "tests/unit/test_driver_messages")
 BINDING_USER = "oracle_offload/devices.py"
 LIFE = "tests/unit/binding_life.py"
 LIFE_S = 60.0
@@ -441,7 +441,7 @@ class Map:
                 return {}
         else:
             users = self.reached[BINDING_USER]
-            first = {test for test in self.seconds if test.split("::")[0] in BINDING_TESTS}
+            first = {test for test in self.seconds if test.startswith(BINDING_TESTS)}
         order = [*self.in_turn(first), *self.in_turn(set(users) - first)]
         total = list(accumulate(self.seconds[test] for test in order))
         return {test: self.seconds[test] for test in order[: max(1, bisect.bisect(total, TESTS_S))]}

@@ -1,0 +1,52 @@
+"""The extension module itself: its constants, and that a second one leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import sys
+import weakref
+from types import ModuleType
+
+from oracle_offload import _core, errors
+
+KEPT = (errors.OffloadError, errors.driver_error, errors.no_room_error)
+
+
+def another() -> ModuleType:
+    """The extension once more, with a state of its own."""
+    spec = importlib.util.find_spec("oracle_offload._core")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_its_constants_are_those_of_the_engine() -> None:
+    assert (_core.FORWARD, _core.RECOMPUTE, _core.BACKWARD) == (0, 1, 2)
+    assert _core.ALIGNMENT >= 16 and _core.ALIGNMENT & (_core.ALIGNMENT - 1) == 0
+    assert _core.BUILD.startswith("C11")
+
+
+def test_the_collector_sees_what_it_holds() -> None:
+    held = gc.get_referents(_core)
+    for what in (_core.Engine, _core.HostBuffer, *KEPT):
+        assert any(one is what for one in held), what
+
+
+def test_a_second_module_has_types_of_its_own_and_goes_with_them() -> None:
+    another()
+    gc.collect()
+    before = [sys.getrefcount(what) for what in KEPT]
+    module = another()
+    types = [weakref.ref(module.Engine), weakref.ref(module.HostBuffer)]
+    assert module.Engine is not _core.Engine
+    buffer = module.HostBuffer(4096)
+    assert module.live()["buffers"] == 1 and module.live()["buffer_bytes"] == 4096
+    assert _core.live()["buffers"] == 0
+    del buffer
+    assert module.live() == {"engines": 0, "buffers": 0, "buffer_bytes": 0}
+    del module
+    gc.collect()
+    assert [kind() for kind in types] == [None, None]
+    assert [sys.getrefcount(what) for what in KEPT] == before
