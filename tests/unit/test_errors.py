@@ -7,7 +7,13 @@ import sys
 
 import pytest
 
-from oracle_offload.errors import DriverError, OffloadError, driver_error
+from oracle_offload.errors import (
+    DriverError,
+    NoRoomError,
+    OffloadError,
+    driver_error,
+    no_room_error,
+)
 
 FIELDS = ("cuEventRecord: it failed", "cuEventRecord", 2, "CUDA_ERROR_OUT_OF_MEMORY")
 
@@ -41,3 +47,15 @@ def test_without_torch_it_is_the_packages_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     error = driver_error(*FIELDS)
     assert type(error) is DriverError and fields(error) == FIELDS
+
+
+def test_an_arena_without_room_is_torchs_error_where_torch_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    error = no_room_error("no room for a layer")
+    assert isinstance(error, NoRoomError) and isinstance(error, torch.OutOfMemoryError)
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error) and str(again) == str(error) == "no room for a layer"
+    monkeypatch.delitem(sys.modules, "torch")
+    assert type(no_room_error("no room")) is NoRoomError
