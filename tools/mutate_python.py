@@ -153,6 +153,7 @@ class Tree:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / str(os.getpid())
         self.serial = 0
+        self.known: dict[str, bool] = {}  # test -> whether it passes alone on the unchanged tree
         for name in tracked_files():
             target = self.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -355,8 +356,6 @@ class Tree:
             outcome, _ = self.run(test_files([test]), {test: seconds})
             self.known[test] = test in outcome.passed
         return self.known[test]
-
-    known: dict[str, bool] = {}  # noqa: RUF012 - one tree a process
 
 
 def test_files(tests: Sequence[str] | dict[str, float]) -> list[str]:
@@ -572,7 +571,7 @@ def main() -> int:
 
     start = time.monotonic()
     CACHE.mkdir(parents=True, exist_ok=True)
-    state = json.loads(STATE.read_text()) if args.resume and STATE.exists() else {}
+    state = json.loads(STATE.read_text()) if STATE.exists() else {}
     files = {mutant.file: digest((ROOT / mutant.file).read_bytes()) for mutant in mutants}
     rows: list[tuple[Mutant, str]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -620,8 +619,8 @@ def main() -> int:
                 if tried == count:
                     break
                 known = state.get(mutant.key, {"file": "", "outcome": ""})
-                kept = not known["outcome"].startswith("survived")
-                if known["file"] == files[mutant.file] and kept:
+                kept = args.resume and not known["outcome"].startswith("survived")
+                if kept and known["file"] == files[mutant.file]:
                     tried += note(mutant, known["outcome"], 0.0)
                 else:
                     running.add(pool.submit(try_mutant, mutant, reach.tests_of(mutant)))
