@@ -1,0 +1,123 @@
+"""What the simulator's switches do, what ends with their blocks, and what their errors name."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+
+import pytest
+from test_simulator import NBYTES, Driver
+
+from oracle_offload import simulator
+from oracle_offload.errors import DriverError
+from oracle_offload.simulator import Schedule
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    simulator.reset()
+    driver = Driver()
+    yield driver
+    simulator.clear_reports()
+    driver.close()
+    simulator.reset()
+
+
+def test_a_trace_holds_what_was_still_under_way_and_ends_with_its_block(driver: Driver) -> None:
+    stream = driver.stream()
+    with simulator.trace() as rows:
+        simulator.launch(stream, seconds=0.5)
+        assert rows == []
+    (row,) = rows
+    assert (row.kind, row.stream, row.end_s - row.start_s) == ("kernel", stream, 0.5)
+    simulator.launch(stream, seconds=0.5)
+    simulator.finish()
+    assert simulator.library().simTraceCount() == 1
+    with simulator.trace() as rows:
+        pass
+    assert rows == []
+    with pytest.raises(KeyError), simulator.trace():
+        raise KeyError
+    simulator.launch(stream)
+    simulator.finish()
+    assert simulator.library().simTraceCount() == 0
+
+
+def test_without_poison_memory_stays_as_it_was(driver: Driver) -> None:
+    block = ctypes.create_string_buffer(b"\x02" * NBYTES, NBYTES)
+    simulator.poison(False)
+    simulator.adopt(ctypes.addressof(block), NBYTES)
+    assert block.raw == b"\x02" * NBYTES
+    simulator.drop(ctypes.addressof(block))
+    simulator.poison(True)
+    simulator.adopt(ctypes.addressof(block), NBYTES, keep=True)
+    assert block.raw == b"\x02" * NBYTES
+    simulator.drop(ctypes.addressof(block))
+
+
+@pytest.mark.parametrize("nothing", [False, True])
+def test_a_broken_driver_copies_nothing(driver: Driver, nothing: bool) -> None:
+    stream = driver.stream()
+    slot, master = driver.device_bytes(NBYTES), driver.host_bytes(NBYTES)
+    ctypes.memset(master, 1, NBYTES)
+    simulator.copy_nothing(nothing)
+    driver.copy_in(slot, master, NBYTES, stream)
+    driver.synchronize(stream)
+    assert (ctypes.string_at(slot, NBYTES) == b"\x01" * NBYTES) is not nothing
+    simulator.copy_nothing(False)
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_races_are_reported_while_they_are_looked_for(driver: Driver, on: bool) -> None:
+    copies, compute = driver.stream(), driver.stream()
+    slot, master = driver.device_bytes(NBYTES), driver.host_bytes(NBYTES)
+    simulator.detect_races(on)
+    driver.copy_in(slot, master, NBYTES, copies)
+    simulator.launch(compute, reads=[(slot, NBYTES)])
+    assert bool(simulator.reports("race")) is on
+    assert simulator.reports("lint") == simulator.reports("deadlock") == []
+    simulator.detect_races(True)
+
+
+def test_what_a_block_changed_is_back_after_an_error() -> None:
+    simulator.reset()
+    schedule, device = simulator.get_schedule(), simulator.get_device()
+    with pytest.raises(KeyError), simulator.schedule(Schedule.RANDOM, 9):
+        assert simulator.get_schedule() == (Schedule.RANDOM, 9)
+        raise KeyError
+    assert simulator.get_schedule() == schedule
+    with pytest.raises(KeyError), simulator.device(device, tflops=1.0) as changed:
+        assert changed.tflops == simulator.get_device().tflops == 1.0
+        raise KeyError
+    assert simulator.get_device() == device
+    with pytest.raises(KeyError), simulator.fault("cuInit", result=999, lasting=True):
+        assert simulator.library().cuInit(0) == 999
+        raise KeyError
+    assert simulator.library().cuInit(0) == 0
+
+
+def test_calls_are_counted_by_name_and_together(driver: Driver) -> None:
+    before, inits = simulator.call_count(), simulator.call_count("cuInit")
+    simulator.library().cuInit(0)
+    assert (simulator.call_count(), simulator.call_count("cuInit")) == (before + 1, inits + 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: simulator.get_device(8), "simGetDevice: .*device 8"),
+        (lambda: simulator.set_device_count(9), "simSetDeviceCount: .*9 devices"),
+        (lambda: simulator.drop(0x1230), "simDrop: .*at 0x1230"),
+        (lambda: simulator.advance(-1.0), r"simAdvance: .*-1\.0 s"),
+        (lambda: simulator.hold(0x77), "simHold: .*stream 0x77"),
+        (lambda: simulator.label_stream(0x77, "x"), "simLabelStream: .*0x77"),
+        (lambda: simulator.launch(0x77, seconds=-1.0), r"simLaunch: .*stream 0x77.*-1\.0 s"),
+    ],
+)
+def test_an_error_names_the_call_and_what_it_was_given(
+    call: Callable[[], object], words: str
+) -> None:
+    with pytest.raises(DriverError, match=words) as caught:
+        call()
+    assert caught.value.code != 0 and caught.value.name.startswith("CUDA_ERROR")
+    assert caught.value.call == words.split(":")[0]
