@@ -1,0 +1,83 @@
+"""What reaches a terminal, and what is said of a file that fails."""
+
+from __future__ import annotations
+
+import errno
+import io
+from pathlib import Path
+
+import pytest
+
+from oracle_offload.terminal import FileError, naming, printable, put, wants_color
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain ü 漢", "plain ü 漢"),
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x9b2Jgone", "gone"),
+        ("\x1b]0;title\x07after", "after"),
+        ("\x1b]8;;link\x1b\\after", "after"),
+        ("\x9dtitle\x9cafter", "after"),
+        ("a\x00b\x08c\u202ed\n", "a b c d "),
+        ("\x1b", " "),
+    ],
+)
+def test_control_sequences_go_and_other_characters_leave_a_space(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_a_file_that_fails_is_named_with_the_reason_and_the_errno(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "x"
+    expected = f"cannot read {path}: No such file or directory \\(ENOENT, errno {errno.ENOENT}\\)"
+    with pytest.raises(FileError, match=expected) as caught, naming("read", str(path)):
+        path.read_text()
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    nul, closed = (
+        r"cannot write a b: embedded null byte$",
+        r"cannot read '\\x1b\[31m': it is closed$",
+    )
+    with pytest.raises(FileError, match=nul), naming("write", "a\x00b"):
+        open("a\x00b").close()
+    with pytest.raises(FileError, match=closed), naming("read", "\x1b[31m"):
+        raise ValueError("it is closed")
+    with pytest.raises(FileError, match=r"\(\?, errno 99999\)"), naming("read", "x"):
+        raise OSError(99999, "odd")
+
+
+def test_a_reader_that_has_gone_and_other_errors_pass() -> None:
+    with pytest.raises(BrokenPipeError), naming("write", "x"):
+        raise BrokenPipeError
+    with pytest.raises(KeyError), naming("write", "x"):
+        raise KeyError
+    with naming("write", "x"):
+        pass
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colour_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert wants_color(Screen()) is True and wants_color(io.StringIO()) is False
+    closed = io.StringIO()
+    closed.close()
+    assert wants_color(closed) is False
+    assert wants_color(object()) is False  # type: ignore[arg-type]
+    monkeypatch.setenv("TERM", "dumb")
+    assert wants_color(Screen()) is False
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert wants_color(Screen()) is False
+
+
+def test_what_an_encoding_cannot_hold_becomes_a_question_mark() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    put(stream, "naïve …\n")
+    put(stream, "plain\n")
+    assert raw.getvalue() == b"na?ve ?\nplain\n"
