@@ -30,6 +30,7 @@ import contextlib
 import gc
 import hashlib
 import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -263,7 +264,7 @@ class Tree:
 
             hypothesis.settings.register_profile("gate", derandomize=True, database=None)
             hypothesis.settings.load_profile("gate")
-        options = ["-q", "-p", "no:cacheprovider", f"--basetemp={self.folder}/tmp"]
+        options = ["-q", "-p", "no:cacheprovider", f"--basetemp={self.folder}.tmp"]
         if reporter.lines is None:
             options.append("-x")
         return int(pytest.main([*options, *files], plugins=[reporter]))
@@ -526,10 +527,12 @@ def seed_of_tree() -> str:
 
 def preload(modules: set[str]) -> None:
     """Import what the tests import, so that no fork has to; never the package itself."""
+    paths, sys.path = sys.path, [path for path in sys.path if path != str(ROOT / "tools")]
     for name in sorted(modules):
         if name not in sys.modules and not name.startswith(("test_", "conftest", "tests", "__")):
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
                 importlib.import_module(name)
+    sys.path = paths
     assert not any(name.startswith("oracle_offload") for name in sys.modules)
     gc.collect()
     gc.freeze()  # what is not touched stays shared
