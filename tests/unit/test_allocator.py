@@ -195,6 +195,12 @@ def test_expandable_segments_with_split_size_asserts_in_old_torch_and_grows_in_n
     assert warned("expandable_segments:False,max_split_size_mb:512")[0].startswith("max_split")
 
 
+def test_an_option_that_is_given_twice_is_named_once() -> None:
+    text = "max_split_size_mb:64,max_split_size_mb:128,max_split_size_mb:256"
+    said = "max_split_size_mb is given twice; the last one counts"
+    assert [note.text for note in lint_allocator_conf(text) if "twice" in note.text] == [said]
+
+
 def test_expandable_segments_is_bad_under_wsl_only() -> None:
     assert "WSL2" in bad("expandable_segments:True", wsl=True)[0]
     assert lint_allocator_conf("expandable_segments:True") == ()

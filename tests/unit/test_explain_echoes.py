@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from oracle_offload.explain import explain_oom
-from oracle_offload.explain.parse import LINE_REACH, find, quote
+from oracle_offload.explain.parse import (
+    FIRST_HITS,
+    LAST_HITS,
+    LINE_REACH,
+    _hits,
+    find,
+    quote,
+)
 
 CUDA_ERROR = "RuntimeError: CUDA error: out of memory\n"
 
@@ -88,3 +95,11 @@ def test_a_card_of_no_bytes_is_drawn_all_the_same() -> None:
         "already allocated; 0 bytes free; 0 bytes reserved in total by PyTorch)"
     )
     assert report.found and report.bar() and "[" in report.to_text()
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1, LAST_HITS, LAST_HITS + 5])
+def test_of_many_places_the_first_and_the_last_are_looked_at(more: int) -> None:
+    places = [7 + 10 * i for i in range(FIRST_HITS + more)]
+    text = "." * 7 + "anchor...." * len(places)
+    assert _hits(text, "anchor") == places[:FIRST_HITS] + places[FIRST_HITS:][-LAST_HITS:]
+    assert _hits("nothing", "anchor") == []

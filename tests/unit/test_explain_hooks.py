@@ -90,6 +90,21 @@ def test_the_hook_explains_an_uncaught_error_under_its_traceback() -> None:
     assert "\x1b" not in ended.stderr
 
 
+def test_the_hook_says_nothing_of_another_error_and_without_a_standard_error() -> None:
+    ended = run("from oracle_offload import explain; explain.install(); raise ValueError('x')")
+    assert ended.stderr.splitlines()[-1] == "ValueError: x"
+    ended = run(
+        f"""
+        import sys
+        from oracle_offload import explain
+        explain.install()
+        sys.stderr = None
+        raise RuntimeError({FULL!r})
+        """
+    )
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
 def test_the_hook_explains_once_when_the_context_manager_was_there_first() -> None:
     ended = run(
         """
