@@ -299,7 +299,7 @@ class Tree:
 
     def try_mutant(self, mutant: Mutant, tests: dict[str, float]) -> str:
         """Return "survived", "killed: " and by what, or "none: " and why it is no mutant."""
-        source = (ROOT / mutant.file).read_text(encoding="utf-8")
+        source = (self.folder / mutant.file).read_text(encoding="utf-8")
         text = source[: mutant.begin] + mutant.text + source[mutant.end :]
         if isinstance(mutant, PythonMutant):
             try:

@@ -24,6 +24,7 @@ MODEL = ModelUsage(
     layers=12,
     resident_parameters=3,
     resident_bytes=5 * KIB,
+    computed_bytes=0,
     managed_bytes=100 * MIB,
     in_arena_bytes=20 * MIB,
     capacity_bytes=25 * MIB,
@@ -134,6 +135,9 @@ def test_what_is_not_known_is_not_shown() -> None:
     found = rows(MemoryReport([replace(DEVICE, models=[idle])]))
     assert not [label for label, _ in found if "last step" in label]
     assert ("hits", "0 of 0") in found
+    assert not [label for label, _ in found if "computed" in label]
+    host = rows(MemoryReport([replace(DEVICE, models=[replace(MODEL, computed_bytes=7 * KIB)])]))
+    assert [value for label, value in host if "computed" in label] == ["7.00 KiB"]
     empty = replace(MODEL, x_min_bytes=0, step_d2h_bytes=None)
     found = rows(MemoryReport([replace(DEVICE, models=[empty])]))
     assert ("to the device, last step", "150.00 MiB") in found
