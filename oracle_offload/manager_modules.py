@@ -759,7 +759,7 @@ def _follow_class(module: nn.Module) -> None:
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Whether the module's weight lies on the host: not once it moved, or the class was replaced."""
+    """Whether the weight lies on the host: not once it moved, or the class was replaced."""
     layer = module.__dict__.get(HANDLE)
     managed = hasattr(type(module), "_oracle_offload_base")
     return managed and layer is not None and not layer.on_device
