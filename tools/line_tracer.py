@@ -70,7 +70,7 @@ class LineTracer:
 
 
 tracer = LineTracer()
-sys.modules["oracle_offload_line_tracer"] = tracer  # type: ignore[assignment]
+sys._oracle_offload_lines = tracer  # type: ignore[attr-defined]
 atexit.register(tracer.write)
 if "threading" in sys.modules:
     sys.modules["threading"].settrace(tracer)
