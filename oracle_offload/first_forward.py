@@ -12,14 +12,20 @@ after a ``KeyboardInterrupt``. It gets there through ``module._compiled_call_imp
 
 from __future__ import annotations
 
+import contextlib
+import linecache
+import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from . import trial
@@ -34,6 +40,13 @@ _SLOT = "_compiled_call_impl"
 _MAX_ENTRIES = 16  # calls of parts of a model that are watched where the model itself is not called
 _graph_task = torch._C._current_graph_task_id
 _copy = torch.ops.aten.copy_.default
+_compiling = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_get_device = torch.Tensor.device.__get__
+_ARITHMETIC = frozenset(
+    f"__{side}{name}__"
+    for side in ("", "r")
+    for name in ("add", "sub", "mul", "truediv", "matmul", "pow", "floordiv", "mod")
+)
 _thread = threading.local()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -145,6 +158,24 @@ class FirstForward:
         return Watch(manager.module, inputs), structure
 
     @_untraced
+    def direct_uses(self, watch: Watch) -> AbstractContextManager[object]:
+        """Return what moves weights that a watched forward uses directly, where that is likely.
+
+        That is under adapters, and under a trainer's own ``model.forward``. Elsewhere it would do
+        harm: torch takes no fast path while such a mode is active, and torch.compile would break
+        its graphs at every operator.
+        """
+        manager = self._manager()
+        parts = self._modules()
+        calls = (part.__dict__.get(_SLOT) for part in parts)
+        if manager is None or any(_is_compiled(call) for call in calls) or _compiling():
+            return contextlib.nullcontext()
+        adapted = any("base_layer" in part._modules for part in parts)
+        if not adapted and "forward" not in manager.module.__dict__:
+            return contextlib.nullcontext()
+        return DirectUses(manager, watch)
+
+    @_untraced
     def has_passed(self, structure: int | None) -> None:
         """One forward has ended well: of the whole model, which has a structure, or of a part."""
         with self._lock:
@@ -157,6 +188,10 @@ class FirstForward:
             manager = self._manager()
             if manager is not None:
                 self._step_aside([part for part in self._modules() if not manager.is_root(part)])
+
+
+def _is_compiled(call: Any) -> bool:
+    return call.call is not None if isinstance(call, _Entry) else call is not None
 
 
 def _look_again_of(first_forward: FirstForward) -> Callable[[Any], None]:
@@ -196,7 +231,7 @@ class _Entry:
             return call(*args, **kwargs)
         _thread.inside = True
         try:
-            with watch:
+            with watch, self._first_forward.direct_uses(watch):
                 result = call(*args, **kwargs)
         finally:
             _thread.inside = False
@@ -294,6 +329,74 @@ class Watch(Witness):
                 self._on_device[key] = held
             elif key not in self._on_device:
                 self._of_masters[key] = held, master
+
+
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in device memory, as far as this forward has shown."""
+        if any(True for _ in self._arena.touched(*memory_of(tensor))):
+            return True
+        return _storage(tensor) in self._on_device
+
+
+class DirectUses(TorchFunctionMode):
+    """Moves the weight of a managed layer to the device where a watched forward uses it directly.
+
+    What a reader of source did not see (peft's DoRA, a loss that takes ``lm_head.weight``) is found
+    here, above autograd and autocast, which so know the weight on the device alone. The layer is
+    resident from then on; see `oracle_offload.trial`.
+
+    Parameters
+    ----------
+    manager : MemoryManager
+        Who attached the model.
+    watch : Watch
+        Knows what lies on the device.
+    """
+
+    def __init__(self, manager: MemoryManager, watch: Watch) -> None:
+        super().__init__()
+        self._manager = manager
+        self._watch = watch
+        self._layers = {id(t): layer for layer in manager.layers for t in layer.tensors()}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = list(tensors_in([*args, *kwargs.values()]))
+        masters = [tensor for tensor in given if id(tensor) in self._layers]
+        if masters and not is_exempt() and self._needs_device(func, given, masters):
+            where = _code_outside(sys._getframe(1))
+            for tensor in masters:
+                trial.move_to_device(self._manager, self._layers[id(tensor)], where)
+            self._layers = {id(t): each for each in self._manager.layers for t in each.tensors()}
+        return func(*args, **kwargs)
+
+    def _needs_device(self, func: Any, given: list[Tensor], masters: list[Tensor]) -> bool:
+        name = getattr(func, "__name__", "")
+        if func == _get_device:
+            # Whoever asks where the weight lies brings what it computes with there. A model's own
+            # `device` asks any parameter, and not by that name.
+            frame = sys._getframe(2)
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            return ".weight.device" in line or ".bias.device" in line
+        if name.startswith("__") or (name.endswith("_") and given[0] is masters[0]):
+            return name in _ARITHMETIC and self._meets(given)
+        return self._meets(given)
+
+    def _meets(self, given: list[Tensor]) -> bool:
+        return any(
+            self._watch.is_on_device(tensor) for tensor in given if id(tensor) not in self._layers
+        )
+
+
+def _code_outside(frame: FrameType | None) -> str:
+    """Return the name of the function that uses a weight; torch's own frames are passed over."""
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith("torch."):
+            return frame.f_code.co_qualname
+        frame = frame.f_back
+    return "some code"
 
 
 def _storage(tensor: Tensor) -> int | None:

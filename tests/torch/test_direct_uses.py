@@ -461,3 +461,86 @@ def test_what_reading_does_not_see_still_fails_the_watch():
     model = Hidden()
     with attached(model, "cpu"), pytest.raises(OffloadError, match=r"ignore_modules=\['inner'\]"):
         model(inputs())
+
+
+class Adapted(nn.Module):
+    """As peft's DoRA: an adapter whose code takes the weight of the layer that it wraps."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return scaled(self.base_layer, self.lora, x)
+
+
+def scaled(base_layer, lora, x):
+    weight = base_layer.weight
+    norm = torch.linalg.norm(weight + lora.weight, dim=1)
+    return base_layer(x) * norm + F.linear(x, lora.weight)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=str)
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+def test_an_adapter_that_takes_a_weight_makes_its_layer_resident(
+    trainable, checkpointing, autocast, caplog
+):
+    """No reader of source can see it: the function is given the layer in an argument."""
+    torch.manual_seed(0)
+    managed = nn.Sequential(nn.Linear(8, 8), Adapted(nn.Linear(8, 8)), nn.Linear(8, 8))
+    for name, parameter in managed.named_parameters():
+        parameter.requires_grad_(trainable or "lora" in name)
+    resident = copy.deepcopy(managed)
+
+    def step(model):
+        model.zero_grad()
+        x = inputs().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            if checkpointing is None:
+                y = model(x)
+            else:
+                y = checkpoint(model, x, use_reentrant=checkpointing)
+            loss = y.float().square().sum()
+        loss.backward()
+        return [y, x.grad, gradients(model)]
+
+    with attached(managed, "cpu") as manager:
+        for _ in range(3):
+            assert_same(step(managed), step(resident))
+        assert [layer.name for layer in manager.layers] == ["0", "2"]
+        assert "scaled uses its weight" in manager.resident["1.base_layer.weight"]
+    assert sum("lies on the device from now on" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_trainers_forward_that_asks_where_a_weight_lies_makes_its_layer_resident():
+    torch.manual_seed(0)
+    managed = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    resident = copy.deepcopy(managed)
+    with attached(managed, "cpu") as manager:
+        for model in (managed, resident):
+
+            def forward(x, model=model):
+                hidden = model[0](x).to(model[1].weight.device)
+                return torch.addmm(model[1].bias, hidden, model[1].weight.t())
+
+            model.forward = forward
+        for _ in range(3):
+            assert_same(managed(inputs()), resident(inputs()))
+        assert [layer.name for layer in manager.layers] == ["0"]
+
+
+def test_a_models_own_device_moves_no_weight():
+    class Asks(nn.Sequential):
+        @property
+        def device(self):
+            return next(self.parameters()).device
+
+        def forward(self, x):
+            return super().forward(x.to(self.device))
+
+    model = Asks(nn.Linear(8, 8), Adapted(nn.Linear(8, 8)))
+    with attached(model, "cpu") as manager:
+        model(inputs())
+        assert [layer.name for layer in manager.layers] == ["0"]
