@@ -5,10 +5,15 @@ as a package named torch wherever the real one is missing.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Generator
 
 import pytest
+
+# Read when CUDA starts: without it cuBLAS may sum in another order each time, and strict
+# determinism refuses to work.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @functools.cache

@@ -59,4 +59,5 @@ def test_spin_keeps_its_stream_busy_for_the_time_asked_and_no_other(engine: _cor
     assert other.item() == 1000
     assert not busy.query()
     busy.synchronize()
-    assert 0.2 <= start.elapsed_time(end) / 1e3 < 0.4
+    # The kernel's clock ticks once in a microsecond, or on some cards once in a millisecond.
+    assert 0.198 <= start.elapsed_time(end) / 1e3 < 0.4

@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import os
 
 import pytest
-
-# Read when CUDA starts: without it cuBLAS may sum in another order each time.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 torch = pytest.importorskip("torch")
 

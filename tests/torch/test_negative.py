@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equality import assert_models_agree, attached, resident_pair
+from equality import (
+    agreement_with_itself,
+    as_deterministic_as,
+    assert_models_agree,
+    attached,
+    gradients,
+    resident_pair,
+)
 from torch import nn
 from torch.nn.attention.flex_attention import _create_empty_block_mask
 from torch.testing._internal.two_tensor import TwoTensor
@@ -156,3 +163,40 @@ def test_an_optimizer_step_that_fails_leaves_the_witness_strict():
                 optimizer.step()
             with pytest.raises(OffloadError, match=r"host master of '0\.weight'"):
                 model[0].weight + 1
+
+
+def test_a_model_that_refuses_strict_determinism_is_compared_without_fused_attention():
+    """Under warnings alone those kernels sum in another order each time."""
+
+    def refuses(model):
+        if torch.get_deterministic_debug_mode() == 2:
+            raise RuntimeError("histc does not have a deterministic implementation")
+        return []
+
+    for step, mode in ((refuses, 1), (lambda model: [], 2)):
+        with as_deterministic_as(nn.Linear(1, 1), step):
+            assert torch.get_deterministic_debug_mode() == mode
+            assert torch.backends.cuda.flash_sdp_enabled() == (mode == 2)
+        assert torch.get_deterministic_debug_mode() == 0
+        assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_a_difference_says_whether_the_resident_model_agrees_with_itself():
+    resident = nn.Linear(4, 4)
+
+    def step(model):
+        y = model(torch.randn(2, 4))
+        y.sum().backward()
+        return [y]
+
+    torch.manual_seed(1)
+    expected = step(resident)
+    wanted = gradients(resident)
+    said = agreement_with_itself(resident, step, 1, expected, wanted)
+    assert said.endswith("agrees with itself")
+
+    def another(model):
+        return [y + 1 for y in step(model)]
+
+    said = agreement_with_itself(resident, another, 1, expected, wanted)
+    assert "not the engine's" in said

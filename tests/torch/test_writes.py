@@ -228,7 +228,7 @@ OPTIMIZERS = {
 def test_optimizers_train_alike(device, make, percent):
     """The optimizer steps on the host masters; the next forward uses what it wrote."""
     managed = build()
-    resident = copy.deepcopy(managed)
+    resident = copy.deepcopy(managed).to(device)
     optimizer = make(list(managed.parameters()))
     other = make(list(resident.parameters()))
     with attached(managed, device, offload_percent=percent):
