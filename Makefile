@@ -9,6 +9,8 @@
         windows-check analyze \
         proof mutation mutation-python mutation-python-all coverage fuzz conformance screenshots \
         wheel gpu-wheels gpu-check gpu-import environment clean
+        proof mutation coverage fuzz conformance screenshots \
+        wheel gpu-wheels gpu-check gpu-rehearsal gpu-import environment clean
 
 ifdef PYTHON
 # sys.executable, not the name: `python3` may be a shell shim, which sanitizers cannot live in.
@@ -45,7 +47,8 @@ help:
 	@echo "make screenshots   the pictures of docs/images that a browser takes"
 	@echo "make wheel         dist/*.whl and dist/*.tar.gz"
 	@echo "make gpu-wheels    fetch the wheels that a GPU machine without network lacks"
-	@echo "make gpu-check     GPU tests and benchmarks [WHEELS=dir] [RESULTS=dir] [COMMIT=id]"
+	@echo "make gpu-check     GPU tests and measurements [WHEELS=dir] [RESULTS=dir] [COMMIT=id] [RESUME=file]"
+	@echo "make gpu-rehearsal all of gpu-check on the simulator, and how it bears crashes and kills"
 	@echo "make gpu-import    file its results: FILE=results.json"
 	@echo "PYTHON=/path/to/python uses that environment instead of .venv"
 
@@ -142,6 +145,8 @@ wheel: $(call ready,test)
 WHEELS ?= .whl
 RESULTS ?= out/gpu-check
 COMMIT ?=
+# results.json of a run that was cut short: what is missing there runs
+RESUME ?=
 # The machine's own Python and torch: never .venv, which may hold a torch without CUDA.
 GPU_PY = $(if $(PYTHON),$(PY),python3)
 
@@ -149,7 +154,11 @@ gpu-wheels: $(call ready,test)
 	"$(PY)" tools/gpu_wheels.py --output "$(WHEELS)"
 
 gpu-check:
-	"$(GPU_PY)" tools/gpu_check.py --wheels "$(WHEELS)" --results "$(RESULTS)" --commit "$(COMMIT)"
+	"$(GPU_PY)" tools/gpu_check.py --wheels "$(WHEELS)" --results "$(RESULTS)" --commit "$(COMMIT)" \
+		--resume "$(RESUME)" $(ARGS)
+
+gpu-rehearsal: build
+	"$(PY)" -m pytest -q -m slow tests/unit/test_gpu_tools.py
 
 gpu-import:
 	@test -n "$(FILE)" || { echo "name the results: make gpu-import FILE=out/gpu-check/results.json"; exit 2; }

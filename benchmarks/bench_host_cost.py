@@ -72,7 +72,7 @@ def seconds_per_call(calls: Mapping[str, Callable[[], object]]) -> dict[str, flo
     return {name: min(values) for name, values in times.items()}
 
 
-def managed_call() -> list[dict[str, Any]]:
+def managed_call(device: str = "cpu") -> list[dict[str, Any]]:
     """Time a chain of layers, forward and with backward, made of each kind in turn; per layer."""
     import torch
     from torch.nn import functional as F
@@ -90,14 +90,14 @@ def managed_call() -> list[dict[str, Any]]:
             return grads[0].mm(ctx.layer.weight), None
 
     torch.set_num_threads(1)
-    x = torch.randn(1, FEATURES, requires_grad=True)
-    plain = torch.nn.Linear(FEATURES, FEATURES, bias=False).requires_grad_(False)
+    x = torch.randn(1, FEATURES, device=device, requires_grad=True)
+    plain = torch.nn.Linear(FEATURES, FEATURES, bias=False, device=device).requires_grad_(False)
     model = torch.nn.Sequential(
         *(torch.nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(LAYERS))
     ).requires_grad_(False)
-    manager = oracle_offload.attach(model, "cpu", offload_percent=0.0)
+    manager = oracle_offload.attach(model, device, offload_percent=0.0)
     layers: list[Any] = [layer._layer_memory_manager for layer in model]
-    ones = torch.ones(1, FEATURES)
+    ones = torch.ones(1, FEATURES, device=device)
 
     def chain(calls: list[Callable[[torch.Tensor], torch.Tensor]]) -> Callable[[], torch.Tensor]:
         def run() -> torch.Tensor:

@@ -4,15 +4,17 @@
 
 A benchmark file is bench_*.py with
 
-    def benchmarks(device: str) -> list[dict]: ...
+    def benchmarks(device: str) -> Iterable[dict]: ...
 
-where each dict has at least "name" and one figure; keys of figures end in their unit (_bytes, _s,
-_ms, _us, _gbps, _ratio, _count), as in every JSON of this project.
+A generator's rows are written as they come. Each dict has at least "name" and one figure; keys of
+figures end in their unit (_bytes, _s, _ms, _us, _gbps, _ratio, _count), as in every JSON of this
+project.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib.metadata
 import importlib.util
 import json
@@ -21,7 +23,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,9 @@ FOLDER = Path(__file__).resolve().parent
 SCHEMA = "oracle_offload/benchmarks-1"
 UNITS = ("_bytes", "_s", "_ms", "_us", "_gbps", "_ratio", "_count")
 
-sys.path.insert(0, str(FOLDER.parent))
+sys.path[:0] = [str(FOLDER.parent), str(FOLDER)]
+
+import common  # noqa: E402 - the folder must be findable first
 
 
 def files(only: Sequence[str] = (), folder: Path = FOLDER) -> list[Path]:
@@ -42,7 +46,7 @@ def files(only: Sequence[str] = (), folder: Path = FOLDER) -> list[Path]:
     return [path for name, path in names.items() if not only or name in only]
 
 
-def run_file(path: Path, device: str) -> list[dict[str, Any]]:
+def run_file(path: Path, device: str) -> Iterator[dict[str, Any]]:
     """Run one file; whatever it raises becomes a row with ``error`` instead of figures."""
     name = path.stem.removeprefix("bench_")
     start = time.perf_counter()
@@ -52,14 +56,13 @@ def run_file(path: Path, device: str) -> list[dict[str, Any]]:
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
         spec.loader.exec_module(module)
-        rows = [{"file": name, **row} for row in module.benchmarks(device)]
-        for row in rows:
+        for row in module.benchmarks(device):
             check_row(row)
+            yield {"file": name, **row}
     except Exception as error:  # one broken benchmark must not cost the others
         traceback.print_exc()
-        rows = [{"file": name, "name": name, "error": f"{type(error).__name__}: {error}"}]
+        yield {"file": name, "name": name, "error": f"{type(error).__name__}: {error}"}
     print(f"{name}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
-    return rows
 
 
 def check_row(row: dict[str, Any]) -> None:
@@ -67,7 +70,7 @@ def check_row(row: dict[str, Any]) -> None:
     if not isinstance(row.get("name"), str):
         raise ValueError(f"a benchmark's row needs a name: {row}")
     figures = [key for key in row if key.endswith(UNITS)]
-    if not figures and "skipped" not in row:
+    if not figures and not {"skipped", "error"} & row.keys():
         raise ValueError(f"{row['name']} has no figure whose key ends in {', '.join(UNITS)}")
 
 
@@ -114,9 +117,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu (simulated driver), cuda, cuda:N")
     parser.add_argument("--output", type=Path, help="write the JSON here")
     parser.add_argument("--json", action="store_true", help="print the JSON instead of the lines")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the files are")
+    parser.add_argument(
+        "--limit-s", type=float, default=float("inf"), help="what takes longer leaves rows out"
+    )
+    parser.add_argument("--artifacts", type=Path, help="where traces and timelines go")
     parser.add_argument("only", nargs="*", help="names of benchmark files; default: all")
     args = parser.parse_args(argv)
-    wanted = files(args.only)
+    wanted = files(args.only, args.folder)
+    common.begin(args.limit_s, args.artifacts)
+    faulthandler.enable()
+    if args.limit_s < float("inf"):
+        faulthandler.dump_traceback_later(args.limit_s)  # where it hung, for the log
     rows: list[dict[str, Any]] = []
     result = {
         "schema": SCHEMA,
@@ -126,12 +138,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "benchmarks": rows,
     }
     for path in wanted:
-        rows += run_file(path, args.device)
-        # After each file: a run that is cut short keeps what it has measured.
-        if args.output:
-            write_atomically(args.output, json.dumps(result, indent=2) + "\n")
+        for row in run_file(path, args.device):
+            rows.append(row)
+            # After each row: a run that is cut short keeps what it has measured.
+            if args.output:
+                write_atomically(args.output, json.dumps(result, indent=2) + "\n")
     if args.output and not wanted:
         write_atomically(args.output, json.dumps(result, indent=2) + "\n")
+    faulthandler.cancel_dump_traceback_later()
     if args.json:
         print(json.dumps(result, indent=2))
     else:

@@ -106,8 +106,12 @@ def windows_toolchain() -> Toolchain:
 
 
 def programs(names: Sequence[str] = ()) -> list[Path]:
-    """Return the sources of the C programs, all or those named (without .c)."""
+    """Return the sources of the C programs: all, or those named (without .c), or by their path."""
     folder = ROOT / PROGRAM_FOLDER
+    elsewhere = [ROOT / name for name in names if name.endswith(".c")]
+    names = [name for name in names if not name.endswith(".c")]
+    if elsewhere and not names:
+        return elsewhere
     found = sorted({p for pattern in PROGRAM_PATTERNS for p in folder.glob(pattern)})
     unknown = set(names) - {p.stem for p in found}
     if unknown:
@@ -115,7 +119,7 @@ def programs(names: Sequence[str] = ()) -> list[Path]:
             f"no such program: {', '.join(sorted(unknown))}; there are "
             f"{', '.join(p.stem for p in found)}"
         )
-    return [p for p in found if not names or p.stem in names]
+    return [p for p in found if not names or p.stem in names] + elsewhere
 
 
 def threaded(paths: Sequence[Path]) -> list[Path]:

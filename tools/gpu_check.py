@@ -1,44 +1,80 @@
-"""What `make gpu-check` runs on a machine with a GPU: GPU tests, benchmarks, driver conformance.
+"""What `make gpu-check` runs on a machine with a GPU: measurements, GPU tests, driver conformance.
 
-Needs no network and no git, and uses the torch of the Python that runs it. Builds in place, then
-runs the conformance program on the real driver, `pytest -m gpu` and the benchmarks, all within nine
-minutes, and writes at most four files: results.json, conformance.txt, junit.xml and log.txt.
-What cannot run is named in results.json under "skipped".
+Needs no network and no git, and uses the torch of the Python that runs it. The parts run in order
+of value, each in a process of its own with a limit of its own, all within 500 seconds. results.json
+is rewritten after each part and each row of a part, so that a run that is cut short keeps what it
+has; a part that crashes or hangs ends alone. `--resume results.json` runs what is missing there.
+What cannot run is named.
 
 Without a GPU it says so and exits 1. GPU_CHECK_DEVICE=sim rehearses everything on the simulated
-driver; its results say that they are simulated.
+driver, with smaller sizes; its results say that they are simulated.
 
-Exit codes: 0 all passed, 1 cannot run here, 3 something failed.
+Exit codes: 0 all passed, 1 cannot run here, 3 something failed or was not reached.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import datetime
 import json
 import os
 import platform
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
-SCHEMA = "oracle_offload/gpu_check-1"
-BUDGET_S = 530.0  # nine minutes less the time to stop what still runs
-BENCHMARK_SHARE_S = 150.0  # kept for the benchmarks when the tests are slow
-GRACE_S = 10.0  # between asking a program to stop and killing it
+SCHEMA = "oracle_offload/gpu_check-2"
+BUDGET_S = 500.0
+GRACE_S = 4.0  # between asking a program to stop and killing it
+LOG_CHARACTERS = 40_000  # of one program's output: megabytes help nobody
 
 EXIT_OK, EXIT_CANNOT_RUN, EXIT_FAILED = 0, 1, 3
+
+# How a part can stand. "running" stays only where the check itself was killed.
+ENDED = ("done", "failed")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the check: a file of benchmarks/, or a file of tests."""
+
+    name: str
+    limit_s: float
+    path: str = ""  # of the tests
+
+
+# In order of value: what a first run must bring home comes first.
+FIRST_TESTS = Part("tests/gpu", 60, "tests/gpu")
+MEASUREMENTS = tuple(
+    Part(name, limit_s)
+    for name, limit_s in (("link", 45), ("step", 150), ("calls", 25), ("layers", 40), ("bits", 50))
+)
+TESTS = tuple(
+    Part(f"tests/{name}", 140, f"tests/torch/test_{name}.py")
+    for name in ("matrix", "autocast", "models", "writes", "memory", "contract", "exceptions")
+)
+CONFORMANCE = Part("conformance", 150)
+LATER = (Part("lock", 60), Part("memory", 80), Part("faults", 100))
+OBJECTS = (
+    *("machine", "build", "link", "step", "calls", "layers", "bits", "tests", "conformance"),
+    *("lock", "memory", "faults", "power"),
+)
 
 
 class CannotRunError(RuntimeError):
@@ -52,6 +88,7 @@ class Device:
     name: str
     driver: str
     simulated: bool
+    pci_id: str = ""
 
 
 @dataclass
@@ -64,77 +101,163 @@ class Check:
     log: TextIO
     deadline: float
     environment: dict[str, str]
-    skipped: list[dict[str, str]] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+    only: tuple[str, ...] = ()
+    part_limit_s: float = float("inf")
+    benchmarks: Path = ROOT / "benchmarks"
+    started: float = field(default_factory=time.monotonic)
+    lock: Any = field(default_factory=threading.RLock)
+    running: set[Any] = field(default_factory=set)
+    power: Power | None = None
+    ended: bool = False  # by a signal
 
     def say(self, text: str) -> None:
         """Print a line and log it."""
-        print(text, flush=True)
-        self.log.write(text + "\n")
-        self.log.flush()
+        with self.lock:
+            print(text, flush=True)
+            self.log.write(text + "\n")
+            self.log.flush()
 
-    def skip(self, what: str, why: str) -> None:
-        """Name something that did not run."""
-        self.say(f"skipped {what}: {why}")
-        self.skipped.append({"what": what, "why": why})
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
 
-    def fail(self, what: str, why: str) -> None:
-        """Name something that failed."""
-        self.say(f"FAILED {what}: {why}")
-        self.failed.append(f"{what}: {why}")
+    def write(self) -> None:
+        """Rewrite results.json: whole, or as it was."""
+        with self.lock:
+            self.report["elapsed_s"] = round(time.monotonic() - self.started, 1)
+            times = os.times()
+            self.report["processor_s"] = round(sum(times[:4]), 1)  # of this and of what ended
+            write_atomically(
+                self.results / "results.json", json.dumps(self.report, indent=1) + "\n"
+            )
 
-    def left_s(self, reserve_s: float = 0.0) -> float:
-        """Seconds until the deadline, less a reserve."""
-        return self.deadline - time.monotonic() - reserve_s
+    def put(self, name: str, **found: Any) -> dict[str, Any]:
+        """Set what is known of a part, or of a file of tests (``tests/matrix``), and write."""
+        with self.lock:
+            if "/" in name:
+                rows = self.report["tests"]["rows"]
+                entry = next((row for row in rows if row["name"] == name), None)
+                if entry is None:
+                    entry = {"name": name}
+                    rows.append(entry)
+            else:
+                entry = self.report[name]
+            entry.update(found)
+            self.write()
+            return entry
 
     def call(
-        self, command: Sequence[str], timeout_s: float, output: Path | None = None
+        self,
+        command: Sequence[str],
+        timeout_s: float,
+        output: Path | None = None,
+        watch: Callable[[], None] | None = None,
+        environment: dict[str, str] | None = None,
     ) -> int | None:
         """Run a program, its output to the log (and `output`); None when it ran out of time.
 
-        It is asked to stop first (SIGINT), so that pytest still writes its report.
+        It is asked to stop first (SIGINT), so that pytest still writes its report. `watch` is
+        called while it runs.
         """
         self.say(f"$ {shlex.join(command)}")
-        target = (output or self.scratch / "output.txt").open("w+", errors="replace")
-        with target:
+        # By its own name: parts run side by side.
+        handle, path = tempfile.mkstemp(dir=self.scratch)
+        os.close(handle)
+        with (output or Path(path)).open("w+", errors="replace") as target:
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=self.environment,
+                env={**self.environment, **(environment or {})},
+                stdin=subprocess.DEVNULL,
                 stdout=target,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=heed_interrupts if os.name == "posix" else None,
+                preexec_fn=begin_child if os.name == "posix" else None,
             )
+            with self.lock:
+                self.running.add(process)
             try:
-                status: int | None = process.wait(max(timeout_s, 1.0))
-            except subprocess.TimeoutExpired:
-                status = None
-                stop(process)
+                status = wait(process, max(timeout_s, 1.0), watch)
+            finally:
+                if process.poll() is None:
+                    stop(process)
+                with self.lock:
+                    self.running.discard(process)
             target.seek(0)
             said = target.read()
-        # The end says how it went; a log of megabytes helps nobody.
-        self.say(said[-20_000:].rstrip())
-        return status
+        self.say(said[-LOG_CHARACTERS:].rstrip())
+        return None if self.ended else status
+
+    def end(self, signal_number: int, frame: Any) -> None:
+        """Turn SIGTERM and SIGINT into an orderly end: what runs is stopped, nothing begins."""
+        self.ended = True
+        self.deadline = min(self.deadline, time.monotonic())
+        for process in list(self.running):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
-def heed_interrupts() -> None:
-    """In a child: a shell that starts jobs in the background lets them ignore SIGINT."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that is whole or as it was before."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+
+
+def begin_child() -> None:
+    """In a child: heed SIGINT, which shells let background jobs ignore, and die with the check."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if LIBC is not None:
+        LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def wait(
+    process: subprocess.Popen[bytes], timeout_s: float, watch: Callable[[], None] | None = None
+) -> int | None:
+    """Return the exit status, None after `timeout_s`; calls `watch` every quarter of a second."""
+    until = time.monotonic() + timeout_s
+    while True:
+        left = until - time.monotonic()
+        try:
+            return process.wait(max(0.01, min(0.25 if watch else left, left)))
+        except subprocess.TimeoutExpired:
+            if watch:
+                watch()
+            if time.monotonic() >= until:
+                return None
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     """End a process and its children: first politely, then surely."""
     for number in (signal.SIGINT, signal.SIGKILL):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return
-        try:
+        # A process that hangs inside the driver may outlive SIGKILL for a while: not waited for.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
+            if number == signal.SIGINT:  # its children may not have heeded
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
             return
-        except subprocess.TimeoutExpired:
-            continue
+
+
+def ending(status: int | None, limit_s: float) -> tuple[str, str]:
+    """Return (state, why) of a program that ended with `status`, None when it was out of time."""
+    if status is None:
+        return "timeout", f"out of time after {limit_s:.0f} s"
+    if status < 0 or status >= 128:
+        number = -status if status < 0 else status - 128
+        with contextlib.suppress(ValueError):
+            return "crashed", f"ended by {signal.Signals(number).name}"
+        return "crashed", f"ended with {status}"
+    return ("done", "") if status == 0 else ("failed", f"ended with {status}")
+
+
+# ---- the machine ----
 
 
 def find_device() -> Device:
@@ -147,7 +270,7 @@ def find_device() -> Device:
     """
     asked = os.environ.get("GPU_CHECK_DEVICE", "cuda")
     if asked == "sim":
-        preset = os.environ.get("ORACLE_OFFLOAD_SIM_DEVICE", "rtx4090")
+        preset = os.environ.setdefault("ORACLE_OFFLOAD_SIM_DEVICE", "h200")
         return Device(f"simulated {preset}", "simulated", simulated=True)
     if asked != "cuda":
         raise CannotRunError(f"GPU_CHECK_DEVICE={asked!r}: use cuda (the default) or sim")
@@ -166,12 +289,18 @@ def find_device() -> Device:
             "nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
     cuda.cuDriverGetVersion(ctypes.byref(version))
-    text = ctypes.create_string_buffer(256)
+    text, pci_id = ctypes.create_string_buffer(256), ctypes.create_string_buffer(32)
     handle = ctypes.c_int(0)
     cuda.cuDeviceGet(ctypes.byref(handle), 0)
     cuda.cuDeviceGetName(text, len(text), handle)
+    cuda.cuDeviceGetPCIBusId(pci_id, len(pci_id), handle)
     api = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
-    return Device(text.value.decode(), f"{kernel_driver()} ({api})".strip(), simulated=False)
+    return Device(
+        text.value.decode(),
+        f"{kernel_driver()} ({api})".strip(),
+        simulated=False,
+        pci_id=pci_id.value.decode(),
+    )
 
 
 def kernel_driver() -> str:
@@ -194,21 +323,27 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda,
 """
 
 
-def find_torch(device: Device) -> dict[str, Any]:
+def find_torch(device: Device, timeout_s: float) -> dict[str, Any]:
     """Return {"torch", "cuda", "available"} of this Python's torch.
 
     Raises
     ------
     CannotRunError
-        When there is none, or it cannot use the GPU.
+        When there is none, it cannot use the GPU, or its import takes longer than `timeout_s`.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", TORCH_PROBE],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", TORCH_PROBE],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CannotRunError(
+            f"import torch takes longer than {timeout_s:.0f} s in {sys.executable}: a cold disk? "
+            "run it again"
+        ) from error
     if done.returncode != 0:
         raise CannotRunError(
             f"{sys.executable} cannot import torch ({done.stderr.strip().splitlines()[-1:]}); name "
@@ -223,6 +358,144 @@ def find_torch(device: Device) -> dict[str, Any]:
     return found
 
 
+class Power:
+    """Watts, by nvidia-smi, from start to end of the check; a sample is (time, watts, ...)."""
+
+    FIELDS = (
+        *(
+            "timestamp",
+            "power.draw",
+            "clocks.sm",
+            "clocks.mem",
+            "temperature.gpu",
+            "utilization.gpu",
+        ),
+        *("pcie.link.gen.current", "pcie.link.width.current"),
+    )
+    KEYS = ("power_w", "sm_mhz", "memory_mhz", "celsius", "busy_percent", "link_gen", "link_width")
+
+    def __init__(self, pci_id: str) -> None:
+        self.samples: list[tuple[float, list[float | None]]] = []
+        self.why_not = ""
+        smi = shutil.which("nvidia-smi")
+        self.process: subprocess.Popen[str] | None = None
+        if smi is None:
+            self.why_not = "nvidia-smi is not on PATH"
+            return
+        command = [smi, f"--query-gpu={','.join(self.FIELDS)}", "--format=csv,noheader,nounits"]
+        command += ["--loop-ms=250", *(["-i", pci_id] if pci_id else [])]
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+                preexec_fn=begin_child if os.name == "posix" else None,
+            )
+        except OSError as error:
+            self.why_not = str(error)
+            return
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process is not None and self.process.stdout is not None
+        for line in self.process.stdout:
+            # By its own clock: what goes through a pipe may arrive late.
+            when, *words = line.split(",")
+            values = [number(word) for word in words]
+            at = local_time(when)
+            if at is not None and len(values) == len(self.KEYS) and values[0] is not None:
+                self.samples.append((at, values))
+            elif not self.why_not:
+                self.why_not = f"nvidia-smi says {line.strip()!r}"
+
+    def row(self, name: str, begin: float, end: float) -> dict[str, Any] | None:
+        """Return mean and largest of each field within [begin, end] (epoch seconds)."""
+        inside = [values for at, values in list(self.samples) if begin <= at <= end]
+        if not inside:
+            return None
+        row: dict[str, Any] = {"name": name, "samples_count": len(inside)}
+        for key, column in zip(self.KEYS, zip(*inside, strict=True), strict=True):
+            found = [value for value in column if value is not None]
+            if found:
+                row[f"{key}_mean"] = round(statistics.fmean(found), 1)
+                row[f"{key}_max"] = max(found)
+        return row
+
+    def close(self) -> None:
+        """End the sampler."""
+        if self.process is not None:
+            stop(self.process)  # type: ignore[arg-type]
+            self.reader.join(GRACE_S)
+
+
+def local_time(text: str) -> float | None:
+    """Return epoch seconds of a time as nvidia-smi writes it, None for anything else."""
+    with contextlib.suppress(ValueError):
+        return datetime.datetime.strptime(text.strip(), "%Y/%m/%d %H:%M:%S.%f").timestamp()
+    return None
+
+
+def number(text: str) -> float | None:
+    """Return a figure of nvidia-smi, None for ``[N/A]``."""
+    try:
+        return float(text.strip())
+    except ValueError:
+        return None
+
+
+def put_power(check: Check) -> None:
+    """Put the watts of each part and of each of its rows that says when it ran."""
+    power = check.power
+    if power is None:
+        return
+    rows = []
+    for name in OBJECTS:
+        for entry in (check.report[name], *check.report[name].get("rows", ())):
+            if "epoch_s" in entry:
+                label = name if entry is check.report[name] else f"{name}: {entry['name']}"
+                row = power.row(label, *entry["epoch_s"])
+                rows += [row] if row else []
+    if rows:
+        check.put("power", state="done", why="", rows=rows)
+    else:
+        check.put("power", state="skipped", why=power.why_not or "no sample yet", rows=[])
+
+
+HOLD_CONTEXT = """
+import ctypes, sys
+cuda, context = ctypes.CDLL(sys.argv[1]), ctypes.c_void_p()
+assert cuda.cuInit(0) == 0 and cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def initialised_device(check: Check) -> Iterator[None]:
+    """Keep the card initialised: without persistence mode each first cuInit takes seconds."""
+    library = (
+        ROOT / "oracle_offload" / "libsimcuda.so" if check.device.simulated else "libcuda.so.1"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD_CONTEXT, str(library)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=begin_child if os.name == "posix" else None,
+    )
+    try:
+        yield
+    finally:
+        stop(process)
+
+
+# ---- the parts ----
+
+
 def install_wheels(check: Check, wheels: Path) -> None:
     """Install the carried wheels into a folder of their own, ahead of what the machine has."""
     files = sorted(wheels.glob("*.whl")) if wheels.is_dir() else []
@@ -235,7 +508,7 @@ def install_wheels(check: Check, wheels: Path) -> None:
         *("--no-compile", "--no-cache-dir", "--disable-pip-version-check", "--no-warn-conflicts"),
         *("--target", str(site), *map(str, files)),
     ]
-    if check.call(command, timeout_s=90) != 0:
+    if check.call(command, timeout_s=min(90.0, check.left_s())) != 0:
         # A machine without pip, or one wheel for another Python: take those that fit.
         check.say("pip refused; unpacking the wheels that fit this Python")
         shutil.rmtree(site, ignore_errors=True)
@@ -250,193 +523,439 @@ def unpack(check: Check, files: Sequence[Path], site: Path) -> None:
     for wheel in files:
         python_tag, abi_tag = wheel.stem.split("-")[-3:-1]
         if abi_tag not in ("none", "abi3") and this not in python_tag.split("."):
-            check.skip(wheel.name, f"not for Python {platform.python_version()}")
+            check.say(f"skipped {wheel.name}: not for Python {platform.python_version()}")
             continue
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
 
 
+@contextlib.contextmanager
+def part(check: Check, name: str, limit_s: float) -> Iterator[float]:
+    """Time a part within its limit; yields the seconds it may take. An error of ours ends it alone.
+
+    A part that has ended in the resumed file, was not asked for, or has no time left yields 0.
+    """
+    at = (
+        check.report
+        if "/" not in name
+        else {row["name"]: row for row in check.report["tests"]["rows"]}
+    )
+    if at.get(name, {}).get("state") in ENDED and name != "build":
+        check.say(f"kept {name}: it has ended in the resumed file")
+        yield 0.0
+        return
+    if check.only and not {name, name.split("/")[0]} & set(check.only) and name != "build":
+        check.put(name, state="skipped", why="not asked for", seconds=0.0)
+        yield 0.0
+        return
+    limit_s = min(limit_s, check.part_limit_s, check.left_s() - GRACE_S)
+    if limit_s < min(2.0, check.part_limit_s):
+        check.put(name, state="not reached", why="the time was up", seconds=0.0)
+        yield 0.0
+        return
+    started, epoch = time.monotonic(), time.time()
+    check.say(f"== {name}: at most {limit_s:.0f} s of {check.left_s():.0f}")
+    check.put(name, state="running", why="the check was ended meanwhile", seconds=0.0)
+    try:
+        yield limit_s
+    except Exception as error:  # of the check itself: the other parts still count
+        check.put(name, state="failed", why=f"{type(error).__name__}: {error}")
+    finally:
+        found = check.put(
+            name,
+            seconds=round(time.monotonic() - started, 2),
+            epoch_s=[round(epoch, 2), round(time.time(), 2)],
+        )
+        check.say(f"== {name}: {found['state']} {found['why']} ({found['seconds']} s)")
+        put_power(check)
+
+
 def build(check: Check) -> bool:
     """Build the package in place; whether that worked."""
-    status = check.call(
-        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
-        timeout_s=min(180.0, check.left_s()),
-    )
-    if status != 0:
-        check.fail("build", f"setup.py ended with {status}")
+    status: int | None = 1
+    with part(check, "build", 180.0) as limit_s:
+        until = time.monotonic() + limit_s
+        command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        # With the kernel that tests keep the card busy with; without it where nvcc is missing.
+        wanted = ["auto"] if check.device.simulated else ["on", "auto"]
+        why = ""
+        for kernels in wanted:
+            check.environment["ORACLE_OFFLOAD_BUILD_KERNELS"] = kernels
+            status = check.call(command, until - time.monotonic())
+            if status == 0:
+                break
+            why = f"kernels={kernels}: {ending(status, limit_s)[1]}; "
+        state, said = ending(status, limit_s)
+        path = ROOT / "oracle_offload" / "_build_info.json"
+        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        check.put("build", state=state, why=(why if state == "done" else why + said), record=record)
     return status == 0
+
+
+def measure(check: Check, wanted: Part) -> None:
+    """Run one file of benchmarks/ in a process of its own; its rows are kept as they come."""
+    name = wanted.name
+    with part(check, name, wanted.limit_s) as limit_s:
+        if not limit_s:
+            return
+        output = check.scratch / f"{name}.json"
+        seen = [b""]
+
+        def take() -> None:
+            text = output.read_bytes() if output.is_file() else b""
+            if text != seen[0]:
+                seen[0] = text
+                check.put(name, rows=json.loads(text)["benchmarks"])
+
+        device = "cpu" if check.device.simulated else "cuda"
+        command = [sys.executable, "benchmarks/run.py", name, "--device", device]
+        command += ["--output", str(output), "--folder", str(check.benchmarks)]
+        # Less than the limit: a benchmark that knows its time leaves out rows by name.
+        command += ["--limit-s", f"{0.9 * limit_s:.1f}", "--artifacts", str(check.results)]
+        status = check.call(command, limit_s, watch=take)
+        take()
+        state, why = ending(status, limit_s)
+        rows = check.report[name].get("rows", [])
+        if state == "failed":
+            why = (
+                "; ".join(f"{row['name']}: {row['error']}" for row in rows if "error" in row) or why
+            )
+        elif state == "done" and rows and all("skipped" in row for row in rows):
+            state, why = "skipped", str(rows[0]["skipped"])
+        check.put(name, state=state, why=why)
 
 
 def conformance(check: Check) -> None:
     """Run the conformance program on the driver under test; its lines go to conformance.txt."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    import c_programs
+    with part(check, CONFORMANCE.name, CONFORMANCE.limit_s) as limit_s:
+        if not limit_s:
+            return
+        sys.path.insert(0, str(ROOT / "tools"))
+        import c_programs
 
-    toolchain = c_programs.host_toolchain(werror=False)
-    try:
-        built = c_programs.build(toolchain, ["conformance"], check.scratch / "c")
-    except (c_programs.BuildError, SystemExit) as error:
-        check.fail("conformance", f"does not build: {error}")
-        return
-    saved = check.environment.pop("ORACLE_OFFLOAD_DRIVER", None)
-    if check.device.simulated:
-        check.environment["ORACLE_OFFLOAD_DRIVER"] = str(built.simulator)
-    output = check.results / "conformance.txt"
-    status = check.call([str(built.programs["conformance"])], min(60.0, check.left_s()), output)
-    check.environment.pop("ORACLE_OFFLOAD_DRIVER", None)
-    if saved is not None:
-        check.environment["ORACLE_OFFLOAD_DRIVER"] = saved
-    if status != 0:
-        check.fail("conformance", "out of time" if status is None else f"ended with {status}")
+        toolchain = c_programs.host_toolchain(werror=False)
+        try:
+            built = c_programs.build(toolchain, ["conformance"])
+        except (c_programs.BuildError, SystemExit) as error:
+            check.put("conformance", state="failed", why=f"does not build: {error}")
+            return
+        # Empty: the system's driver, whatever the environment of the check says.
+        driver = str(built.simulator) if check.device.simulated else ""
+        output = check.results / "conformance.txt"
+        status = check.call(
+            [str(built.programs["conformance"])],
+            limit_s,
+            output,
+            environment={"ORACLE_OFFLOAD_DRIVER": driver},
+        )
+        state, why = ending(status, limit_s)
+        lines = output.read_text(errors="replace").splitlines()
+        check.put("conformance", state=state, why=why, rows=lines)
 
 
-def tests(check: Check) -> dict[str, int]:
-    """Run `pytest -m gpu`; return its counts and name each skipped test."""
-    counts = {"passed_count": 0, "failed_count": 0, "skipped_count": 0}
-    if (
+def has_pytest(check: Check) -> bool:
+    """Whether the environment of the tests can import pytest."""
+    command = [sys.executable, "-c", "import pytest"]
+    return (
         subprocess.run(
-            [sys.executable, "-c", "import pytest"],
-            env=check.environment,
-            capture_output=True,
-            check=False,
+            command, env=check.environment, capture_output=True, check=False, timeout=60
         ).returncode
-        != 0
-    ):
-        check.skip("tests", "pytest is not installed and not among the wheels")
-        return counts
-    report = check.results / "junit.xml"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"--junitxml={report}",
-    ]
-    status = check.call(command, check.left_s(BENCHMARK_SHARE_S))
-    if status is None:
-        check.fail("tests", "out of time; those that had ended are in junit.xml")
-    elif status not in (0, 5):  # 5: no test is marked gpu
-        check.fail("tests", f"pytest ended with {status}")
-    if not report.is_file():
-        return counts
-    for case in ElementTree.parse(report).iter("testcase"):
+        == 0
+    )
+
+
+def test_file(check: Check, wanted: Part) -> None:
+    """Run the GPU tests of one file (or folder) in a process of its own, and count them."""
+    with part(check, wanted.name, wanted.limit_s) as limit_s:
+        if not limit_s:
+            return
+        if not has_pytest(check):
+            why = "pytest is not installed and not among the wheels"
+            check.put(wanted.name, state="skipped", why=why)
+            return
+        report = check.scratch / (wanted.name.replace("/", "-") + ".xml")
+        command = [sys.executable, "-m", "pytest", wanted.path, "-m", "gpu", "-v"]
+        command += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
+        command += [f"--junitxml={report}", "--durations=5"]
+        status = check.call(
+            command,
+            limit_s,
+            environment={
+                # The machine's own plugins are of other versions; the suite needs none.
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+                # Read when CUDA starts; strict determinism refuses to work without it.
+                "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            },
+        )
+        state, why = ending(0 if status == 5 else status, limit_s)  # 5: no test is marked gpu
+        if state == "done" and not report.is_file():
+            state, why = "failed", "pytest wrote no report"
+        counts = count_cases(report)
+        if state == "failed" and not counts["failed_count"]:
+            why = f"pytest {why}"
+        check.put(wanted.name, **counts, state=state, why=why)
+    with check.lock:
+        merge_reports(check)
+
+
+def count_cases(report: Path) -> dict[str, Any]:
+    """Return the counts of a junit file, the failed tests by name, and why tests were skipped."""
+    found: dict[str, Any] = {"passed_count": 0, "failed_count": 0, "skipped_count": 0}
+    found |= {"failed": [], "skipped": {}}
+    try:
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return found
+    for case in cases:
         name = f"{case.get('classname')}::{case.get('name')}"
         skipped = case.find("skipped")
+        bad = case.find("failure") if case.find("failure") is not None else case.find("error")
         if skipped is not None:
-            counts["skipped_count"] += 1
-            check.skipped.append({"what": name, "why": skipped.get("message", "")})
-        elif case.find("failure") is not None or case.find("error") is not None:
-            counts["failed_count"] += 1
-            check.failed.append(name)
+            found["skipped_count"] += 1
+            why = skipped.get("message", "")
+            found["skipped"][why] = found["skipped"].get(why, 0) + 1
+        elif bad is not None:
+            found["failed_count"] += 1
+            found["failed"].append({"name": name, "message": bad.get("message", "")[:300]})
         else:
-            counts["passed_count"] += 1
-    return counts
+            found["passed_count"] += 1
+    return found
 
 
-def benchmarks(check: Check) -> list[dict[str, Any]]:
-    """Run the benchmarks and return their rows, those that ended before the time was up."""
-    output = check.scratch / "benchmarks.json"
-    device = "cpu" if check.device.simulated else "cuda"
-    command = [sys.executable, "benchmarks/run.py", "--device", device, "--output", str(output)]
-    status = check.call(command, check.left_s())
-    if status != 0:
-        check.fail("benchmarks", "out of time" if status is None else f"ended with {status}")
-    if not output.is_file():
-        return []
-    rows: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))["benchmarks"]
-    check.skipped += [
-        {"what": f"benchmark {row['name']}", "why": str(row["skipped"])}
-        for row in rows
-        if "skipped" in row
+def merge_reports(check: Check) -> None:
+    """Write junit.xml: the suites of all files, those of a resumed run that were kept too."""
+    merged = ElementTree.Element("testsuites")
+    for path in sorted(check.scratch.glob("tests-*.xml")):
+        with contextlib.suppress(ElementTree.ParseError):
+            for suite in ElementTree.parse(path).iter("testsuite"):
+                suite.set("name", path.stem)
+                merged.append(suite)
+    partial = check.results / "junit.xml.partial"
+    ElementTree.ElementTree(merged).write(partial, encoding="utf-8", xml_declaration=True)
+    partial.replace(check.results / "junit.xml")
+
+
+def summarise_tests(check: Check) -> None:
+    """Put the counts of all files of tests, and how the tests stand as a whole."""
+    rows = check.report["tests"]["rows"]
+    total = {
+        key: sum(row.get(key, 0) for row in rows)
+        for key in ("passed_count", "failed_count", "skipped_count", "seconds")
+    }
+    states = [row["state"] for row in rows]
+    order = ("running", "crashed", "timeout", "failed", "not reached", "skipped", "done")
+    state = next((state for state in order if state in states), "not reached")
+    bad = [f"{row['name']}: {row['state']}" for row in rows if row["state"] != "done"]
+    check.put("tests", **total, state=state, why="; ".join(bad))
+
+
+# ---- the run ----
+
+
+def empty_report(arguments: argparse.Namespace, device: Device) -> dict[str, Any]:
+    """Return the report of a run that has done nothing yet."""
+    return {
+        "schema": SCHEMA,
+        "command": shlex.join(["python", "tools/gpu_check.py", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": arguments.commit or "unknown",
+        "device": device.name,
+        "simulated": device.simulated,
+        "driver": device.driver,
+        "torch": "",
+        "cuda": "",
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cpus_count": os.cpu_count(),
+        "budget_s": arguments.budget_s,
+        "elapsed_s": 0.0,
+        **{
+            name: {"state": "not reached", "why": "", "seconds": 0.0, "rows": []}
+            for name in OBJECTS
+        },
+    }
+
+
+def resume(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
+    """Return `fresh` with the parts that have ended in the results at `path`.
+
+    Raises
+    ------
+    CannotRunError
+        The file is of another commit, device or driver, or is no result.
+    """
+    try:
+        old = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CannotRunError(f"cannot resume {path}: {error}") from error
+    if not isinstance(old, dict):
+        raise CannotRunError(f"cannot resume {path}: it holds a {type(old).__name__}")
+    for key in ("schema", "commit", "device", "driver", "python", "simulated"):
+        if old.get(key) != fresh[key]:
+            raise CannotRunError(
+                f"cannot resume {path}: its {key} is {old.get(key)!r}, this run's is "
+                f"{fresh[key]!r}; "
+                "figures of both would mix. Run without --resume (RESUME=)."
+            )
+    for name in OBJECTS:
+        if name == "tests":
+            rows = [row for row in old[name]["rows"] if row.get("state") in ENDED]
+            fresh[name] = {**fresh[name], "rows": rows}
+        elif old[name]["state"] in ENDED:
+            fresh[name] = old[name]
+    fresh["resumed"] = [
+        *old.get("resumed", []),
+        {"date": old["date"], "elapsed_s": old["elapsed_s"]},
     ]
-    return rows
+    return fresh
 
 
-def build_record() -> dict[str, Any]:
-    """Return what the build in place recorded."""
-    path = ROOT / "oracle_offload" / "_build_info.json"
-    if not path.is_file():
-        return {}
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return record
+def run(arguments: argparse.Namespace, check: Check) -> None:
+    """Run the parts in order of value."""
+    install_wheels(check, arguments.wheels)
+    measure(check, Part("machine", 40))
+    if not build(check):
+        return
+    with initialised_device(check):
+        test_file(check, FIRST_TESTS)
+        for wanted in MEASUREMENTS:
+            measure(check, wanted)
+        # The tests prove, and time nothing: they share the card, a few at a time.
+        with ThreadPoolExecutor(max(2, min(4, (os.cpu_count() or 1) // 4))) as pool:
+            jobs = [pool.submit(test_file, check, wanted) for wanted in TESTS[:2]]
+            jobs.append(pool.submit(conformance, check))
+            jobs += [pool.submit(test_file, check, wanted) for wanted in TESTS[2:]]
+            for job in jobs:
+                job.result()
+        summarise_tests(check)
+        for wanted in LATER:
+            measure(check, wanted)
 
 
-def run(arguments: argparse.Namespace, device: Device, torch: dict[str, Any]) -> int:
-    """Run every part that can run and write the results."""
-    results: Path = arguments.results.resolve()
-    results.mkdir(parents=True, exist_ok=True)
-    for name in ("results.json", "conformance.txt", "junit.xml", "log.txt"):
-        (results / name).unlink(missing_ok=True)  # of an earlier run: never mixed with this one's
-    started = time.monotonic()
-    with (
-        tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch,
-        (results / "log.txt").open("w", encoding="utf-8") as log,
-    ):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        check = Check(
-            device, results, Path(scratch), log, started + arguments.budget_s, environment
-        )
-        check.say(f"{device.name}, driver {device.driver}, torch {torch['torch']}")
-        install_wheels(check, arguments.wheels)
-        counts: dict[str, int] = {}
-        rows: list[dict[str, Any]] = []
-        if build(check):
-            conformance(check)
-            counts = tests(check)
-            rows = benchmarks(check)
-        text = results / "conformance.txt"
-        report = {
-            "schema": SCHEMA,
-            "command": shlex.join(["python", "tools/gpu_check.py", *sys.argv[1:]]),
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "commit": arguments.commit or "unknown",
-            "device": device.name,
-            "simulated": device.simulated,
-            "driver": device.driver,
-            "torch": torch["torch"],
-            "cuda": torch["cuda"],
-            "python": platform.python_version(),
-            "system": f"{platform.system()} {platform.release()}",
-            "cpus_count": os.cpu_count(),
-            "build": build_record(),
-            "elapsed_s": round(time.monotonic() - started, 1),
-            "tests": counts,
-            "conformance": text.read_text(errors="replace").splitlines() if text.is_file() else [],
-            "benchmarks": rows,
-            "skipped": check.skipped,
-            "failed": check.failed,
-        }
-        (results / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-        check.say(
-            f"{counts.get('passed_count', 0)} tests passed, {len(check.failed)} failures, "
-            f"{len(check.skipped)} skipped, {len(rows)} benchmark rows, "
-            f"{time.monotonic() - started:.0f} s; results in {results}"
-        )
-        return EXIT_FAILED if check.failed else EXIT_OK
+def finish(check: Check, why: str) -> int:
+    """End what runs, write the results, tell how it went; the exit code."""
+    for process in list(check.running):
+        stop(process)
+    if check.power is not None:
+        check.power.close()
+        put_power(check)
+    if check.report["tests"]["rows"]:
+        summarise_tests(check)
+    check.report["ended"] = why
+    check.write()
+    bad = []
+    for name in OBJECTS:
+        entry = check.report[name]
+        check.say(f"{name:12} {entry['state']:12} {entry['seconds']:7.1f} s  {entry['why']}")
+        if entry["state"] not in ("done", "skipped"):
+            bad.append(name)
+    tests = check.report["tests"]
+    check.say(
+        f"{tests.get('passed_count', 0)} tests passed, {tests.get('failed_count', 0)} failed, "
+        f"{tests.get('skipped_count', 0)} skipped; {check.report['elapsed_s']:.0f} s; "
+        f"results in {check.results}"
+    )
+    return EXIT_FAILED if bad else EXIT_OK
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Check the machine, then run."""
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the arguments."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--wheels", type=Path, default=Path(".whl"))
     parser.add_argument("--results", type=Path, default=Path("out/gpu-check"))
     parser.add_argument("--commit", default="", help="recorded in the results")
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help=argparse.SUPPRESS)
+    parser.add_argument("--resume", default="", help="results.json of a run that was cut short")
+    parser.add_argument("--only", default="", help="parts to run, with commas: link,step,tests")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds in all")
+    parser.add_argument("--part-limit-s", type=float, default=float("inf"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--benchmarks", type=Path, default=ROOT / "benchmarks", help=argparse.SUPPRESS
+    )
     arguments = parser.parse_args(argv)
+    arguments.only = tuple(filter(None, arguments.only.split(",")))
+    unknown = set(arguments.only) - set(OBJECTS)
+    if unknown:
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(OBJECTS)}")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the machine, then run."""
+    started = time.monotonic()
+    arguments = parse(argv)
     if sys.version_info < (3, 11):  # noqa: UP036 - the machine's own Python may be any
         print(f"gpu-check: Python {platform.python_version()}; 3.11 is needed", file=sys.stderr)
         return EXIT_CANNOT_RUN
+    results: Path = arguments.results.resolve()
     try:
         device = find_device()
-        torch = find_torch(device)
+        report = empty_report(arguments, device)
+        reports = None
+        if arguments.resume:
+            report = resume(Path(arguments.resume), report)
+            beside = Path(arguments.resume).with_name("junit.xml")
+            reports = beside.read_bytes() if beside.is_file() else None
+        results.mkdir(parents=True, exist_ok=True)
+        kept = bool(arguments.resume) and Path(arguments.resume).resolve().parent == results
+        for name in FILES:  # of an earlier run: never mixed with this one's
+            if not (kept and name in KEPT):
+                (results / name).unlink(missing_ok=True)
     except CannotRunError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return EXIT_CANNOT_RUN
-    return run(arguments, device, torch)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if device.simulated:  # its models are so small that a second thread only costs
+        environment["OMP_NUM_THREADS"] = "1"
+    with (
+        tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as scratch,
+        (results / "log.txt").open("a" if kept else "w", encoding="utf-8") as log,
+    ):
+        check = Check(
+            device, results, Path(scratch), log, started + arguments.budget_s, environment, report
+        )
+        check.started = started
+        check.only, check.part_limit_s = arguments.only, arguments.part_limit_s
+        check.benchmarks = arguments.benchmarks.resolve()
+        check.write()
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signal_number, check.end)
+        try:
+            torch = find_torch(device, max(1.0, min(120.0, check.left_s())))
+            check.report |= {"torch": torch["torch"], "cuda": torch["cuda"]}
+            check.write()
+            check.say(f"{device.name}, driver {device.driver}, torch {torch['torch']}")
+            if reports is not None:
+                keep_reports(check, reports)
+            check.power = Power(device.pci_id)
+            run(arguments, check)
+        except CannotRunError as error:
+            check.report["ended"] = str(error)
+            check.write()
+            print(f"gpu-check: {error}", file=sys.stderr)
+            return EXIT_CANNOT_RUN
+        return finish(check, "by a signal" if check.ended else "all parts had their turn")
+
+
+def keep_reports(check: Check, text: bytes) -> None:
+    """Put the suites of a resumed run where those of this one go."""
+    names = {row["name"].replace("/", "-") for row in check.report["tests"]["rows"]}
+    with contextlib.suppress(ElementTree.ParseError):
+        for suite in ElementTree.fromstring(text).iter("testsuite"):
+            if suite.get("name") in names:
+                path = check.scratch / f"{suite.get('name')}.xml"
+                ElementTree.ElementTree(suite).write(path, encoding="utf-8")
+
+
+FILES = (
+    *("results.json", "conformance.txt", "junit.xml", "log.txt"),
+    *("step-trace.json.gz", "step-timeline.svg"),
+)
+KEPT = FILES  # a resumed run in the same folder goes on with its files
 
 
 if __name__ == "__main__":

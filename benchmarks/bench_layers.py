@@ -1,0 +1,13 @@
+"""What a managed layer's call costs the host on the device under test, beside plain layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def benchmarks(device: str) -> Iterator[dict[str, Any]]:
+    """Measure as bench_host_cost does, with the device's own driver in place of none."""
+    import bench_host_cost
+
+    yield from bench_host_cost.managed_call(device)

@@ -1,0 +1,136 @@
+"""What the benchmarks of the GPU check share: time, places, memory that is free, C programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+GIB = 2**30
+
+_until = float("inf")
+_artifacts: Path | None = None
+
+
+def begin(limit_s: float, artifacts: Path | None) -> None:
+    """Say how long the benchmarks may take from now, and where their pictures go."""
+    global _until, _artifacts
+    _until, _artifacts = time.monotonic() + limit_s, artifacts
+
+
+def left_s() -> float:
+    """Seconds that are left to this process."""
+    return _until - time.monotonic()
+
+
+def artifact(name: str) -> Path | None:
+    """Return where a file for people goes, None when nobody asked for any."""
+    return _artifacts / name if _artifacts else None
+
+
+def is_simulated(device: str) -> bool:
+    """Whether `device` is the simulated one."""
+    return device == "cpu"
+
+
+def driver_path(device: str) -> str | None:
+    """Return the driver library of `device`, None for the system's."""
+    if is_simulated(device):
+        from oracle_offload import simulator
+
+        return str(simulator.library_path())
+    return os.environ.get("ORACLE_OFFLOAD_DRIVER") or None
+
+
+def host_available_bytes() -> int:
+    """Return the host memory that can be had: MemAvailable, less where a control group has less."""
+    free = 0
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    except OSError:  # not Linux
+        return 8 * GIB
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            most, now = Path(limit).read_text().strip(), int(Path(used).read_text())
+        except (OSError, ValueError):
+            continue
+        if most.isdigit():
+            free = min(free, int(most) - now)
+    return max(0, free)
+
+
+def device_free_bytes(device: str) -> int:
+    """Return the device memory that torch can still get (of the simulated one: host memory)."""
+    if is_simulated(device):
+        return host_available_bytes()
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+def does_not_fit(device: str, host_bytes: float, device_bytes: float) -> str:
+    """Return why so many bytes cannot be had here, or an empty string."""
+    if is_simulated(device):  # both are host memory
+        host_bytes, device_bytes = host_bytes + device_bytes, 0
+    for what, needed, free in (
+        ("host", host_bytes, host_available_bytes()),
+        ("device", device_bytes, device_free_bytes(device)),
+    ):
+        if needed > 0.9 * free:
+            return (
+                f"needs {needed / GIB:.1f} GiB of {what} memory; {free / GIB:.1f} GiB are free "
+                "(a tenth of it is left alone)"
+            )
+    return ""
+
+
+def synchronize(device: str) -> None:
+    """Wait for all work of the device."""
+    if is_simulated(device):
+        from oracle_offload import simulator
+
+        simulator.finish()
+    else:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def c_rows(device: str, source: str, arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Build a C program of this folder and yield the JSON lines it prints, as it prints them."""
+    # Not for the whole process: `kernels` there would hide the package of that name.
+    sys.path.insert(0, str(ROOT / "tools"))
+    import c_programs
+
+    built = c_programs.build(c_programs.host_toolchain(werror=False), [f"benchmarks/{source}"])
+    # Empty: the system's driver.
+    driver = str(built.simulator) if is_simulated(device) else ""
+    environment = {**os.environ, "ORACLE_OFFLOAD_DRIVER": driver}
+    process = subprocess.Popen(
+        [str(built.programs[Path(source).stem]), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process:
+        for line in process.stdout:
+            yield json.loads(line)
+    if process.returncode != 0:
+        raise RuntimeError(f"{source} ended with {process.returncode}; see the log")
