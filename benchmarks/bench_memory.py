@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +79,8 @@ def at_the_cap(device: str) -> dict[str, Any]:
 
 def host_bytes() -> int:
     """Return the resident host memory of this process."""
+    import resource
+
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:  # not Linux: the largest so far

@@ -132,7 +132,7 @@ def predict(
         for number in range(rounds):
             begin, before = simulator.finish(), engine.stats(model)
             _play(engine, meter, members, inside, stream, number)
-        after, end = engine.stats(model), simulator.finish()
+        end, after = simulator.finish(), engine.stats(model)
     finally:
         simulator.finish()
         engine.remove_model(model)

@@ -63,7 +63,7 @@ class Part:
 FIRST_TESTS = Part("tests/gpu", 60, "tests/gpu")
 MEASUREMENTS = tuple(
     Part(name, limit_s)
-    for name, limit_s in (("link", 45), ("step", 150), ("calls", 25), ("layers", 40), ("bits", 50))
+    for name, limit_s in (("link", 45), ("step", 200), ("calls", 25), ("layers", 40), ("bits", 50))
 )
 TESTS = tuple(
     Part(f"tests/{name}", 140, f"tests/torch/test_{name}.py")
