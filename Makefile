@@ -8,8 +8,6 @@
 .PHONY: help build demo test lint format bench ctest asan-check asan-python tsan-check \
         windows-check analyze \
         proof mutation mutation-python mutation-python-all coverage fuzz conformance screenshots \
-        wheel gpu-wheels gpu-check gpu-import environment clean
-        proof mutation coverage fuzz conformance screenshots \
         wheel gpu-wheels gpu-check gpu-rehearsal gpu-import environment clean
 
 ifdef PYTHON

@@ -18,7 +18,7 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
     steps = 20
     if common.is_simulated(device):
         torch.set_num_threads(1)
-        shape, steps = training.flux_shape(device, 1024), 4
+        shape, steps = training.flux_shape(device, 1024), 2
     else:
         shape = training.flux(1024, 128, (4, 8), (1024, 256), 768)
     runner = training.Training(training.build(shape, device), shape, device)

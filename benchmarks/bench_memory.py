@@ -95,7 +95,7 @@ def many_steps(device: str) -> dict[str, Any]:
     import oracle_offload
 
     simulated = common.is_simulated(device)
-    steps, width = (200, 64) if simulated else (1000, 1024)
+    steps, width = (100, 64) if simulated else (1000, 1024)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8)))
     model.requires_grad_(False)

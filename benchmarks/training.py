@@ -21,7 +21,7 @@ class Shape:
     """A model and the input of its steps."""
 
     name: str
-    build: Callable[[], nn.Module]
+    build: Callable[[], Any]
     inputs: Callable[[torch.Generator, str], dict[str, Any]]
     sizes: dict[str, int]
 
@@ -31,10 +31,11 @@ def flux(
 ) -> Shape:
     """Return FluxTransformer2DModel: `tokens` of image and text, `outside` wide text features."""
 
-    def build() -> nn.Module:
-        from diffusers import FluxTransformer2DModel
+    def build() -> Any:
+        import diffusers
 
-        return FluxTransformer2DModel(
+        model: Any = diffusers.FluxTransformer2DModel
+        return model(
             patch_size=1,
             in_channels=64,
             num_layers=layers[0],
@@ -73,10 +74,11 @@ def unet(channels: tuple[int, ...], layers: int, side: int, text: int) -> Shape:
     """Return UNet2DConditionModel: many small layers, so that the host's cost shows."""
     depth = len(channels)
 
-    def build() -> nn.Module:
-        from diffusers import UNet2DConditionModel
+    def build() -> Any:
+        import diffusers
 
-        return UNet2DConditionModel(
+        model: Any = diffusers.UNet2DConditionModel
+        return model(
             sample_size=side,
             block_out_channels=channels,
             layers_per_block=layers,
@@ -104,7 +106,7 @@ def unet(channels: tuple[int, ...], layers: int, side: int, text: int) -> Shape:
 def flux_shape(device: str, width: int) -> Shape:
     """Return Flux at its real depth; shallow and narrow on the simulated device."""
     if common.is_simulated(device):
-        return flux(width // 16, 32, (1, 2), (16, 8), 32)
+        return flux(width // 16, 32, (1, 1), (16, 8), 32)
     return flux(width, 128, (19, 38), (4096, 512), 768)
 
 
@@ -118,10 +120,10 @@ def unet_shape(device: str) -> Shape:
 def weight_bytes(shape: Shape) -> int:
     """Return the bytes of the model in bfloat16, without building it."""
     with torch.device("meta"):
-        return 2 * sum(p.numel() for p in shape.build().parameters())
+        return int(2 * sum(p.numel() for p in shape.build().parameters()))
 
 
-def build(shape: Shape, device: str) -> nn.Module:
+def build(shape: Shape, device: str) -> Any:
     """Return the model on `device`: frozen, bfloat16, checkpointed, with a LoRA of peft."""
     from peft import LoraConfig
 
