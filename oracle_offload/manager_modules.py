@@ -378,9 +378,12 @@ class Layer:
             on_host = [t for t in used if t is not None and t.device.type == "cpu"]
             computed = sum(t.numel() * t.element_size() for t in on_host if t is not self.bias)
             self.attachment.note_computed(self.name, computed)
-            # What lies on the host is copied, on the simulated device too.
-            used = [t if t is None else t.to(device, copy=t.device.type == "cpu") for t in used]
-        return self.base_call(module, x.to(device), used[0], used[1])
+            # What lies on the host is copied, on the simulated device too; but a copy closes gaps.
+            used = [
+                t if t is None else t.to(device, copy=t.device.type == "cpu" and is_dense(t))
+                for t in used
+            ]
+            return self.base_call(module, x.to(device), used[0], used[1])
 
     def base_call(self, module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The base class's computation with the given tensors."""
@@ -655,7 +658,7 @@ def layer_type(module: nn.Module) -> type[Layer] | None:
 
 
 @functools.cache
-def managed_class(base: Any, on_trial: bool = False) -> Any:
+def managed_class(base: Any, on_trial: bool) -> Any:
     """Return the subclass of `base` whose forward borrows its weight; one per base, same name.
 
     `on_trial`: and that looks who reads its weight.
@@ -723,7 +726,8 @@ def has_own_forward(module: nn.Module) -> bool:
     base: Any = getattr(type(module), "_oracle_offload_base", type(module))
     return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) in (
         base.forward,
-        managed_class(base).forward,
+        managed_class(base, False).forward,
+        managed_class(base, True).forward,
     )
 
 

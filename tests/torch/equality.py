@@ -16,6 +16,9 @@ from oracle_offload.devices import open_states
 from oracle_offload.witness import Witness
 
 
+RUNS = 2  # of each step that models are compared in: alone, and under the witness
+
+
 class Recorder:
     """Stands before an engine and keeps what it answered; everything else passes through."""
 
