@@ -62,6 +62,15 @@ NOTES: dict[str, dict[str, str]] = {
             "accelerate's offloading or diffusers' group offloading is on this model and does what "
             "`attach` does. The message names the call that takes it off: use one of them."
         ),
+        "the simulated device is full": (
+            "A layer had to move to the simulated device for good, which has no room left; see the "
+            "message about the layer that this one ends."
+        ),
+        "instead of calling the layer, and the device has no room": (
+            "Code computes with the weight of a layer instead of calling it, so the weight has to "
+            "lie on the device. Make room with a higher `offload_percent` or a smaller "
+            "`vram_budget`, or name the layer in `ignore_modules`."
+        ),
         "has no layer to manage": (
             "Nothing in it computes with exactly `nn.Linear.forward` or `nn.Conv2d.forward` "
             "and plain floating-point weights, or all of it is in `ignore_modules`. Quantised"
