@@ -330,7 +330,6 @@ class Watch(Witness):
             elif key not in self._on_device:
                 self._of_masters[key] = held, master
 
-
     def is_on_device(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in device memory, as far as this forward has shown."""
         if any(True for _ in self._arena.touched(*memory_of(tensor))):

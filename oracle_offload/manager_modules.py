@@ -22,9 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from . import autograd, devices
-from ._core import FORWARD, RECOMPUTE
+from ._core import BACKWARD, FORWARD, RECOMPUTE
 from .autocast import cast_dtype, cast_input, cast_tensors
-from .errors import NoRoomError, OffloadError, no_room_error
+from .errors import NoRoomError, OffloadError, StaleWeightsError, no_room_error
 from .witness import exempt
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Layer:
     # each with the method. See `oracle_offload.trial`.
     doubtful: dict[tuple[str, int], str]
     on_device = False  # the weight lies there for good, and so do its gradients
+    moving = False  # `follow` is under way, in some thread
 
     def __init__(self, module: nn.Module, name: str, manager: MemoryManager) -> None:
         self.doubtful = {}
@@ -150,8 +151,10 @@ class Layer:
             if manager is not None and self.attachment.let_go_if_lost(self):
                 manager.settle()
             return False
-        self.follow()
-        self.attachment.take_over(self, lasting)
+        with self.state.lock:
+            if not self.is_current():  # else another thread was first
+                self.follow()
+                self.attachment.take_over(self, lasting)
         return True
 
     def has_plain_masters(self) -> bool:
@@ -171,26 +174,34 @@ class Layer:
         )
 
     def follow(self) -> None:
-        """Tell the engine of plain masters where they lie now."""
-        before = self.weight, self.bias
-        places = self.addresses()
-        self.weight, self.bias = self.parameters["weight"], self.parameters.get("bias")
-        try:
-            with torch.inference_mode(False):
-                unit, offsets = self.state.engine.move_member(self.member, self.extents())
-        except BaseException:
-            # The engine copies from where it did: the next call must see the change again.
-            self.weight, self.bias = before
-            raise
-        self.has_bias = self.bias is not None
-        for name, now, then, place, storage in zip(
-            _TENSORS, self.tensors(), before, places, self.storages, strict=False
-        ):
-            if now.data_ptr() != place:
-                self.replaced[name] = storage, now is not then
-        self.note_masters()
-        self.placed(unit, self.member, offsets)
-        self.attachment.count_uses(places, self.addresses())
+        """Tell the engine of plain masters where they lie now.
+
+        The engine knows the new place before this object does. What another thread borrows in
+        between, `lend` gives back unread.
+        """
+        with self.state.lock:
+            before = self.weight, self.bias
+            places = self.addresses()
+            self.moving = True
+            self.weight, self.bias = self.parameters["weight"], self.parameters.get("bias")
+            try:
+                with torch.inference_mode(False):
+                    unit, offsets = self.state.engine.move_member(self.member, self.extents())
+                self.has_bias = self.bias is not None
+                for name, now, then, place, storage in zip(
+                    _TENSORS, self.tensors(), before, places, self.storages, strict=False
+                ):
+                    if now.data_ptr() != place:
+                        self.replaced[name] = storage, now is not then
+                self.note_masters()
+                self.placed(unit, self.member, offsets)
+                self.attachment.count_uses(places, self.addresses())
+            except BaseException:
+                # The engine copies from where it did: the next call must see the change again.
+                self.weight, self.bias = before
+                raise
+            finally:
+                self.moving = False
 
     def addresses(self) -> list[int]:
         """Return where the engine believes the masters."""
@@ -281,12 +292,25 @@ class Layer:
         try:
             if fetched:
                 state.stamp_units(fetched)
-            w, b = self.views.get(address) or self.view_at(address)
-            return compute(*(w, b) if dtype is None else cast_tensors(dtype, w, b, with_bias))
+            if not self.moving:
+                w, b = self.views.get(address) or self.view_at(address)
+                return compute(*(w, b) if dtype is None else cast_tensors(dtype, w, b, with_bias))
         finally:
             fetched = engine.release(ticket, stream)
             if fetched:
                 state.stamp_units(fetched)
+        return self._lend_after_move(kind, task, seconds, dtype, compute, with_bias)
+
+    def _lend_after_move(self, kind: int, *rest: Any) -> Any:
+        """Another thread has moved the masters since they were checked: wait, and begin anew."""
+        if kind == BACKWARD:
+            raise StaleWeightsError(
+                f"the weight of managed layer '{self.name}' was replaced by another thread while "
+                "its backward began; change weights between steps."
+            )
+        with self.state.lock:
+            pass
+        return self.lend(kind, *rest)
 
     def lend_without_grad(
         self, x: Tensor, dtype: torch.dtype | None, compute: Callable[..., Tensor]
@@ -342,10 +366,14 @@ class Layer:
                 f"forward-mode differentiation through managed layer '{self.name}' is not "
                 "supported; leave it resident with ignore_modules=[...]."
             )
+        return self.is_current() or self.adopt()
+
+    def is_current(self) -> bool:
+        """Whether the masters are what the engine was told of."""
         parameters = self.parameters
         weight = parameters.get("weight")
         bias = parameters.get("bias")
-        if (
+        return (
             weight is self.weight
             and bias is self.bias
             and weight.data_ptr() == self.weight_ptr
@@ -361,9 +389,7 @@ class Layer:
                     and bias.dtype is self.layout[1][0]
                 )
             )
-        ):
-            return True
-        return self.adopt()
+        )
 
     def foreign(self, x: Tensor) -> Tensor:
         """Compute with whatever ``module.weight`` is now, brought to the compute device.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import models
 import pytest
@@ -595,3 +596,47 @@ def test_optimizers_that_step_inside_backward_train_alike():
         with attached(managed, "cpu", offload_percent=percent):
             assert_models_agree(managed, resident, step, steps=2)
             assert_same(list(managed.parameters()), list(resident.parameters()), "weights")
+
+
+@pytest.mark.parametrize("lay_out", [lambda t: t * 2, lambda t: (t * 2).t()], ids=["row", "column"])
+def test_a_layer_called_while_another_thread_follows_its_weight_takes_the_new_one(lay_out):
+    """Between the engine's move and the layer's, address, layout and version are of two weights."""
+    torch.manual_seed(0)
+    managed = nn.Sequential(nn.Linear(8, 8, bias=False)).requires_grad_(False)
+    x = torch.randn(2, 8)
+    found = []
+    with attached(managed, "cpu", offload_percent=0.0) as manager:
+        managed(x)
+        state, engine = manager.state, manager.state.engine
+        checked, moved, real_stream = threading.Event(), threading.Event(), state.stream
+
+        def stream():
+            """Hold the other thread between its look at the weight and what it borrows."""
+            if threading.current_thread() is thread:
+                checked.set()
+                moved.wait(30)
+            return real_stream()
+
+        class Meanwhile:
+            def __getattr__(self, name):
+                return getattr(engine, name)
+
+            def move_member(self, *arguments):
+                answer = engine.move_member(*arguments)
+                moved.set()
+                thread.join(0.2)  # it has borrowed by then, or waits
+                return answer
+
+        state.stream, state.engine = stream, Meanwhile()
+        thread = threading.Thread(target=lambda: found.append(managed(x)))
+        thread.start()
+        assert checked.wait(30)
+        managed[0].weight.data = lay_out(managed[0].weight.data)
+        expected = torch.nn.functional.linear(x, managed[0].weight)
+        found.append(managed(x))
+        thread.join(30)
+        state.stream, state.engine = real_stream, engine
+        assert len(manager.layers) == 1
+    assert len(found) == 2
+    for y in found:
+        assert torch.equal(y, expected)
