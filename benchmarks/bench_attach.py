@@ -63,7 +63,7 @@ def one_round(model: Any) -> tuple[float, float]:
 
 def benchmarks(device: str) -> list[dict[str, Any]]:
     """Measure on the host alone: `device` makes no difference to this file."""
-    from bench_host_cost import null_driver  # type: ignore[import-not-found]
+    from bench_host_cost import null_driver
 
     free = free_bytes()
     if free is not None and free < NEEDED_BYTES:

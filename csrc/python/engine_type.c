@@ -439,7 +439,7 @@ static PyObject *oo__engine_stamp(PyObject *object, PyObject *const *arguments, 
 }
 
 static const struct oo_parameter oo__download_takes[] = {OO_ADDRESS("target"), OO_ADDRESS("source"),
-                                                          OO_BYTES("nbytes"), OO_ADDRESS("stream")};
+                                                         OO_BYTES("nbytes"), OO_ADDRESS("stream")};
 
 static PyObject *oo__engine_download(PyObject *object, PyObject *const *arguments,
                                      Py_ssize_t count) {
