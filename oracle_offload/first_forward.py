@@ -130,12 +130,20 @@ class FirstForward:
                     module.__dict__[_SLOT] = entry.call
 
     def _structure(self) -> int:
-        """Return a number that changes when another ``forward`` is put on a module or a class."""
+        """Return a number that changes when another ``forward`` is put on a module or a class.
+
+        Asked at each call of the model: a class is looked at once, however many modules it has.
+        """
+        parts = self._modules()
+        own = [
+            (id(part), _code_of(forward))
+            for part in parts
+            if (forward := part.__dict__.get("forward")) is not None
+        ]
         return hash(
-            tuple(
-                id(getattr(forward, "__code__", forward))
-                for part in self._modules()
-                for forward in [part.__dict__.get("forward") or type(part).forward]
+            (
+                tuple(own),
+                frozenset(_code_of(kind.forward) for kind in {type(part) for part in parts}),
             )
         )
 
@@ -188,6 +196,10 @@ class FirstForward:
             manager = self._manager()
             if manager is not None:
                 self._step_aside([part for part in self._modules() if not manager.is_root(part)])
+
+
+def _code_of(forward: Any) -> int:
+    return id(getattr(forward, "__code__", forward))
 
 
 def _is_compiled(call: Any) -> bool:
