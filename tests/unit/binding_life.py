@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -148,7 +147,6 @@ def live_once() -> None:
 
 def drop_while_locked() -> None:
     """Locked memory keeps its engine; without a close, the last reference gives all back."""
-    gc.collect()  # what others left to be collected must not go meanwhile
     before = _core.live()
     engine = _core.Engine(LIBRARY, 0)
     buffer = _core.HostBuffer(4 * KIB)

@@ -20,6 +20,11 @@ from oracle_offload.errors import DriverError, OffloadError
 LIVES = 1000
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_of_others_goes_meanwhile() -> None:
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def fresh() -> None:
     simulator.reset()
