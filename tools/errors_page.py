@@ -173,6 +173,9 @@ NOTES: dict[str, dict[str, str]] = {
             "Something wrote the weight after forward and before backward: an optimizer step,"
             " EMA, a merge, `load_state_dict`. Do that after backward."
         ),
+        "was replaced by another thread while its backward began": (
+            "One thread swaps weights (an EMA, a load) while another trains. Swap between steps."
+        ),
         "was detached between forward and backward": "Run backward, then detach.",
         "double backward through": (
             "`create_graph=True` (gradient penalties, MAML) needs the weights of these layers"
