@@ -289,11 +289,13 @@ def python_sites() -> Iterator[Site]:
     """Yield the errors of the package that have a text of their own."""
     for path in sorted((ROOT / "oracle_offload").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)):
+            error = node.exc if isinstance(node, ast.Raise) else None
+            error = node.value if isinstance(node, ast.Return) else error  # raised by the caller
+            if not isinstance(error, ast.Call):
                 continue
-            called = node.exc.func
+            called = error.func
             kind = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-            message = rendered(node.exc.args[0]) if node.exc.args else None
+            message = rendered(error.args[0]) if error.args else None
             if kind in RAISED and message and message not in INTERNAL:
                 yield Site(kind, message, path.relative_to(ROOT).as_posix())
 
