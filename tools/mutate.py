@@ -189,7 +189,9 @@ class Gate:
              "-ldl", "-lm"],
         )  # fmt: skip
         driver = str(self.tsan / "libsimcuda.so")
-        return self.test(THREADS_TEST, [str(program)], SLOW_TIMEOUT_S, ORACLE_OFFLOAD_DRIVER=driver)
+        # Not under the name of the plain program, whose address space is limited.
+        name = f"{THREADS_TEST} under ThreadSanitizer"
+        return self.test(name, [str(program)], SLOW_TIMEOUT_S, ORACLE_OFFLOAD_DRIVER=driver)
 
     def tests(self, folder: Path, changed: dict[str, Path], mutated: Path | None) -> str:
         for program in PROGRAMS:

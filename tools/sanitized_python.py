@@ -32,14 +32,19 @@ FLAGS = "-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-r
 # They import torch, or run a compiler, pip or a child with torch: minutes, and none of our C code.
 WITHOUT = (
     "test_allocator",
+    "test_api_docs",
     "test_build",
     "test_conformance",
+    "test_demo_text",
     "test_doctor_gpus",
     "test_doctor_live",
+    "test_environment_docs",
     "test_explain_docs",
     "test_explain_real",
     "test_gpu_tools",
     "test_package",
+    "test_summary_table",
+    "test_with_other_libraries",
 )
 PARTS = ("leaks", "unit", "torch")
 

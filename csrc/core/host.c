@@ -6,7 +6,7 @@
 #include <string.h>
 
 enum { OO_COPY_THREADS = 8 };
-static const size_t oo__share_bytes = (size_t)16
+static const size_t oo__share_bytes = (size_t)4
                                       << 20; /* below this a thread costs more than it saves */
 
 enum oo_status oo_host_create(size_t bytes, struct oo_host **out) {

@@ -210,11 +210,12 @@ static const struct oo_parameter oo__tensor_takes[] = {OO_ADDRESS("address"), OO
  * so that no Python code runs that could change the list. */
 static int oo__append_tensors(PyObject *list, struct oo_tensor *tensors, size_t *n) {
     for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
-        PyObject *pair = PyList_GetItem(list, i), *parts[2];
+        PyObject *pair = PyList_GetItem(list, i);
+        const int is_pair = PyTuple_Check(pair) && PyTuple_Size(pair) == 2;
+        PyObject *parts[2] = {is_pair ? PyTuple_GetItem(pair, 0) : NULL,
+                              is_pair ? PyTuple_GetItem(pair, 1) : NULL};
         unsigned long long values[2];
-        if (!PyTuple_Check(pair) || PyTuple_Size(pair) != 2 ||
-            !PyLong_Check(parts[0] = PyTuple_GetItem(pair, 0)) ||
-            !PyLong_Check(parts[1] = PyTuple_GetItem(pair, 1))) {
+        if (!is_pair || !PyLong_Check(parts[0]) || !PyLong_Check(parts[1])) {
             PyErr_SetString(PyExc_TypeError, "a tensor is (address, nbytes)");
             return -1;
         }

@@ -1131,11 +1131,11 @@ static int is_image(const unsigned char *bytes) {
         const char *end = NULL;
         if (text[0] == '/' && text[1] == '/')
             end = strchr(text, '\n');
-        else if (text[0] == '/' && text[1] == '*' && (end = strstr(text + 2, "*/")) != NULL)
-            end++;
+        else if (text[0] == '/' && text[1] == '*')
+            end = strstr(text + 2, "*/");
         if (!end)
             return strncmp(text, ".version", 8) == 0;
-        text = end + 1;
+        text = end + (text[1] == '*' ? 2 : 1);
     }
 }
 

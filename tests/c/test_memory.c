@@ -154,7 +154,8 @@ static void test_no_event_is_created_without_a_record(void) {
 /* ---- host memory ---- */
 
 static void test_host_memory_is_filled_where_asked(void) {
-    const size_t large = (49u << 20) + 4711; /* enough for more than one thread */
+    /* Enough for several threads, and for each kind of page to be tried. */
+    const size_t large = (100u << 20) + 4711;
     struct oo_host *host = NULL;
     char *source = malloc(large);
     need(oo_host_create(large + 100, &host), "host");
