@@ -183,7 +183,7 @@ class Gate:
             name = f"{mutated.stem}.o"
             target = folder / f"tsan_{name}"
             objects[name] = self.compile(mutated, target, ["-fsanitize=thread"])
-        program = folder / THREADS_TEST
+        program = folder / f"tsan_{THREADS_TEST}"  # beside the plain one
         self.run(
             [*self.compiler, "-fsanitize=thread", *map(str, objects.values()), "-o", str(program),
              "-ldl", "-lm"],
