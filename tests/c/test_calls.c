@@ -1094,8 +1094,24 @@ static void test_one_use_more_on_a_known_stream_displaces_nobody(void) {
 }
 
 /* Without a context no mark can be set, and nothing of it is tried. */
+/* A hit whose copy the stream has waited for already: the timeline alone would record more. */
+static void test_a_hit_records_no_event_without_a_timeline(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open(&w, 400000, -1);
+    need(use(&w, 3, OO_FORWARD), "copy");
+    const uint64_t records = sim.simCallCount("cuEventRecord");
+    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &held), "hit");
+    CHECK(sim.simCallCount("cuEventRecord") == records, "%llu records",
+          (unsigned long long)(sim.simCallCount("cuEventRecord") - records));
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    world_close(&w, "hit");
+}
+
 static void test_a_release_without_a_context_asks_the_driver_for_nothing(void) {
-    static const char *const calls[] = {"cuEventRecord", "cuStreamWaitEvent", "cuEventCreate"};
+    static const char *const calls[] = {"cuEventRecord", "cuStreamWaitEvent", "cuEventCreate",
+                                        "cuEventQuery", "cuEventElapsedTime"};
     struct world w;
     struct oo_use use[OO_STREAMS + 1];
     struct oo_fetched fetched;
@@ -1111,13 +1127,20 @@ static void test_a_release_without_a_context_asks_the_driver_for_nothing(void) {
         need(oo_engine_launch(w.engine, w.member[3], streams[i], 1e-3), "launch");
     }
     for (int i = 0; i <= OO_STREAMS; i++) {
-        uint64_t before[3];
-        for (int c = 0; c < 3; c++)
+        uint64_t before[5];
+        for (int c = 0; c < 5; c++)
             before[c] = sim.simCallCount(calls[c]);
-        if (i == 1 || i == OO_STREAMS)
+        struct oo_event *pool = NULL, **end = &w.engine->spans.free_events;
+        if (i == 1 || i == OO_STREAMS) {
             sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
+            pool = *end; /* with none in reserve, an event would have to be created */
+            *end = NULL;
+        }
         need(oo_engine_release(w.engine, use[i].ticket, streams[i], 0, &fetched), "release");
-        for (int c = 0; c < 3 && (i == 1 || i == OO_STREAMS); c++)
+        while (*end)
+            end = &(*end)->next;
+        *end = pool;
+        for (int c = 0; c < 5 && (i == 1 || i == OO_STREAMS); c++)
             CHECK(sim.simCallCount(calls[c]) == before[c], "release %d calls %s", i, calls[c]);
     }
     need(oo_engine_acquire(w.engine, w.member[3], streams[2], 0, OO_FORWARD, -1, 0, &use[0]),
@@ -2077,6 +2100,7 @@ int main(int argc, char **argv) {
     test_a_lock_that_loses_the_context_names_itself();
     test_each_turn_between_forward_and_task_begins_a_sweep();
     test_one_use_more_on_a_known_stream_displaces_nobody();
+    test_a_hit_records_no_event_without_a_timeline();
     test_a_release_without_a_context_asks_the_driver_for_nothing();
     test_a_move_that_fails_changes_nothing();
     test_a_nonblocking_call_leaves_when_the_engine_is_busy();
