@@ -10,7 +10,7 @@
 #include <sys/mman.h>
 #endif
 
-#include "../csrc/core/host.h"
+#include "../csrc/base/os.h"
 #include "../csrc/driver/driver.h"
 
 #include <stdio.h>

@@ -22,10 +22,11 @@ from pathlib import Path
 
 import c_programs
 from c_flags import ROOT
+from mutants import source_of
 
 # With a floor first. test_faults is run at every 5th call: the whole sweep adds no branch.
 FLOORS = {"plan.c": 0.9, "engine.c": 0.9, "arena.c": 0.9, "host.c": 0.9}
-ALSO = ("model.c", "ring.c", "stats.c", "status.c", "kernels.c", "host_posix.c", "driver.c")
+ALSO = ("model.c", "ring.c", "stats.c", "status.c", "kernels.c", "os_posix.c", "driver.c")
 PROGRAMS = (
     "test_engine",
     "test_order",
@@ -78,8 +79,8 @@ def main() -> int:
                     failed.append(program)
         rows = {}
         for file in (*FLOORS, *ALSO):
-            part = "driver" if file == "driver.c" else "core"
-            branches = branches_of(folder / f"csrc__{part}__{Path(file).stem}.gcda")
+            object_name = source_of(file).relative_to(ROOT).with_suffix(".gcda").as_posix()
+            branches = branches_of(folder / object_name.replace("/", "__"))
             taken = sum(count > 0 for _, count in branches)
             rows[file] = (taken, len(branches))
             if file == args.missed:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-CORE_FOLDERS = ("csrc/core", "csrc/driver")
+CORE_FOLDERS = ("csrc/base", "csrc/driver", "csrc/core")
 SIMULATOR_FOLDERS = ("csrc/sim",)
 BINDING_FOLDERS = ("csrc/python",)
 KERNEL_FOLDER = "csrc/kernels"
-INCLUDES = ("csrc/include", "csrc/core", "csrc/driver", "csrc/kernels")
+INCLUDES = ("csrc/include", "csrc/base", "csrc/core", "csrc/driver", "csrc/kernels")
 
 SIMULATOR_SONAME = "liboracle_offload_simcuda.so.1"
 

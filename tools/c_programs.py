@@ -4,9 +4,9 @@
     python tools/c_programs.py run test_plan --sanitize address,undefined
     python tools/c_programs.py build --windows                       # with PyPI's ziglang
 
-A program is tests/c/test_*.c, example.c or conformance.c, linked with the objects of csrc/core and
-csrc/driver and with the compiled kernels (csrc/kernels/kernels.h). It finds the simulated driver
-through ORACLE_OFFLOAD_DRIVER.
+A program is tests/c/test_*.c, example.c or conformance.c, linked with the objects of csrc/base,
+csrc/driver and csrc/core, and with the compiled kernels (csrc/kernels/kernels.h). It finds the
+simulated driver through ORACLE_OFFLOAD_DRIVER.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import c_flags
 from c_flags import ROOT
 
-CORE = ROOT / "csrc/core"
 FILES = (
     "engine.c",
     "model.c",
@@ -57,7 +57,7 @@ FILES = (
     "plan.c",
     "arena.c",
     "host.c",
-    "host_posix.c",
+    "os_posix.c",
 )
 STREAMS = ("engine->h2d", "engine->d2h", "engine->compute")
 GUARDED = re.compile(
@@ -266,7 +266,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
 
     if path.name != "plan.c":
         yield from dropped(make, source, code)
-    guarded = GUARDED_HOST if path.name.startswith("host") else GUARDED
+    guarded = GUARDED_HOST if path.name in ("host.c", "os_posix.c") else GUARDED
     for match in COMPARISON.finditer(code):
         line_begin = code.rfind("\n", 0, match.start()) + 1
         line = code[line_begin : code.index("\n", match.start())]
@@ -353,12 +353,19 @@ def swaps(  # type: ignore[no-untyped-def]
         yield make(f"swap {name} with the statement {word}", first.begin, second.end, text)
 
 
+def source_of(file: str) -> Path:
+    """Return where one of the engine's files is, by its bare name, which no two of them share."""
+    return next(
+        ROOT / name for name in c_flags.sources(*c_flags.CORE_FOLDERS) if name.endswith(f"/{file}")
+    )
+
+
 def all_mutants() -> list[Mutant]:
     """Return every mutant, without those whose text is unchanged or seen already."""
     seen: set[tuple[str, int, int, str]] = set()
     result = []
     for file in FILES:
-        for mutant in mutants_of(CORE / file):
+        for mutant in mutants_of(source_of(file)):
             key = (mutant.file, mutant.begin, mutant.end, mutant.text)
             if mutant.text != mutant.original and key not in seen:
                 seen.add(key)

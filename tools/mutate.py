@@ -35,7 +35,7 @@ from pathlib import Path
 
 import c_flags
 from c_flags import ROOT
-from mutants import CORE, Mutant, all_mutants
+from mutants import Mutant, all_mutants
 
 PROGRAMS = (
     "test_calls",
@@ -86,11 +86,11 @@ class Gate:
             self.environment["ORACLE_OFFLOAD_TEST_RACES_OFF"] = "1"
         self.lock = threading.Lock()
         # Read once: a mutant is a place in the text as it was when the mutants were found.
-        self.sources = {path.name: path.read_text() for path in CORE.glob("*.c")}
+        paths = [ROOT / name for name in c_flags.sources(*c_flags.CORE_FOLDERS)]
+        self.sources = {path.name: path.read_text() for path in paths}
         self.seen: dict[tuple[str, str], str] = {}  # file and hash of its object -> mutant
         self.objects: dict[str, Path] = {}
-        for name in c_flags.sources(*c_flags.CORE_FOLDERS):
-            source = ROOT / name
+        for source in paths:
             self.objects[source.name] = self.compile(source, folder / f"{source.stem}.o")
             self.seen[source.name, self.digest(self.objects[source.name])] = "original"
         (folder / "fatbin.c").write_text(FATBIN)
@@ -110,8 +110,7 @@ class Gate:
         if slow:
             self.tsan = folder / "tsan"
             self.tsan.mkdir()
-            core = [ROOT / s for s in c_flags.sources(*c_flags.CORE_FOLDERS)]
-            for source in (*core, folder / "fatbin.c", ROOT / f"tests/c/{THREADS_TEST}.c"):
+            for source in (*paths, folder / "fatbin.c", ROOT / f"tests/c/{THREADS_TEST}.c"):
                 self.compile(source, self.tsan / f"{source.stem}.o", ["-fsanitize=thread"])
             self.run(
                 [*self.compiler, "-fsanitize=thread", "-shared", *simulator,
@@ -135,7 +134,7 @@ class Gate:
 
     def compile(self, source: Path, target: Path, flags: list[str] | None = None) -> Path:
         # By its bare name: an object holds the name that its source was given.
-        command = [*self.compiler, *(flags or []), f"-I{CORE}", "-c", source.name]
+        command = [*self.compiler, *(flags or []), "-c", source.name]
         self.run([*command, "-o", str(target)], source.parent)
         return target
 

@@ -1,7 +1,7 @@
 /* arena.c - blocks in address order; see arena.h. */
 #include "arena.h"
 
-#include "status.h"
+#include "../base/status.h"
 
 #include <stdlib.h>
 

@@ -3,11 +3,12 @@
 #ifndef OO_ENGINE_H
 #define OO_ENGINE_H
 
+#include "../base/os.h"
+#include "../base/status.h"
 #include "../driver/driver.h"
 #include "host.h"
 #include "oracle_offload.h"
 #include "plan.h"
-#include "status.h"
 
 /* ---- stats.c: events and spans ---- */
 

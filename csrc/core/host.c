@@ -1,6 +1,7 @@
 /* host.c - host memory for masters: create, fill, free. */
 #include "host.h"
-#include "status.h"
+#include "../base/os.h"
+#include "../base/status.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,4 @@
-/* host.h - what the core asks of the operating system (host_posix.c, host_win32.c), and host
- * memory for masters (host.c). */
+/* host.h - host memory for masters. */
 #ifndef OO_HOST_H
 #define OO_HOST_H
 
@@ -7,47 +6,6 @@
 
 #include <stddef.h>
 #include <stdint.h>
-
-/* Page-aligned zeroed memory; NULL when there is none. */
-void *oo__pages_map(size_t bytes);
-/* A hint for whole pages that nobody has touched yet. */
-void oo__pages_ask_huge(void *pages, size_t bytes);
-uint64_t oo__nanoseconds(void); /* of a clock that never goes back */
-void oo__pages_unmap(void *pages, size_t bytes);
-/* Locked pages must not cross a fork: the kernel would copy them eagerly (3.3 s and 1 GiB per GiB,
- * measured). `keep` 0 hides the pages from children, 1 ends that. Returns 0 or -1. */
-int oo__pages_inherit(void *pages, size_t bytes, int keep);
-size_t oo__page_bytes(void);
-
-/* A flag page that reads 0 in a forked child, so that telling parent from child costs one load. */
-struct oo_fork_guard;
-struct oo_fork_guard *oo__fork_guard_create(void);
-void oo__fork_guard_destroy(struct oo_fork_guard *guard);
-int oo__fork_guard_in_child(const struct oo_fork_guard *guard);
-
-struct oo_mutex;
-struct oo_mutex *oo__mutex_create(void);
-void oo__mutex_destroy(struct oo_mutex *mutex);
-void oo__mutex_lock(struct oo_mutex *mutex);
-int oo__mutex_try(struct oo_mutex *mutex); /* 1 when taken */
-void oo__mutex_unlock(struct oo_mutex *mutex);
-/* Give the taken mutex up until somebody wakes or the clock shows `until_s`, then take it again;
- * may return for no reason. */
-void oo__mutex_wait(struct oo_mutex *mutex, double until_s);
-void oo__mutex_wake(struct oo_mutex *mutex); /* everybody who waits */
-double oo__clock_s(void);
-
-struct oo_thread;
-struct oo_thread *oo__thread_start(void (*run)(void *), void *argument); /* NULL: none to be had */
-void oo__thread_join(struct oo_thread *thread);
-size_t oo__processors(void);
-
-void *oo__library_open(const char *path); /* NULL when it cannot be loaded */
-const char *oo__library_error(char *text, size_t capacity);
-void *oo__library_symbol(void *library, const char *name);
-/* The system's CUDA driver: "libcuda.so.1" or "nvcuda.dll". */
-void *oo__library_open_cuda(void);
-extern const char *const oo__cuda_library_name;
 
 /* Memory for masters. `locked` and `owner` belong to the engine that knows the memory. */
 struct oo_host {

@@ -1,7 +1,7 @@
 /* plan.c - prediction, Belady's rule, homes; see plan.h. */
 #include "plan.h"
 
-#include "status.h"
+#include "../base/status.h"
 
 #include <stdlib.h>
 #include <string.h>

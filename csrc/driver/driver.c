@@ -1,8 +1,8 @@
 /* driver.c - find a CUDA driver, fill the table, name its errors. */
 #include "driver.h"
 
-#include "../core/host.h"
-#include "../core/status.h"
+#include "../base/os.h"
+#include "../base/status.h"
 
 #include <stdio.h>
 #include <string.h>

@@ -15,7 +15,7 @@
 #define _POSIX_C_SOURCE 200809L
 #endif
 
-#include "../../csrc/core/host.h"
+#include "../../csrc/base/os.h"
 #include "../../csrc/driver/driver.h"
 
 #include <stdarg.h>

@@ -3,7 +3,7 @@
 #ifndef SIM_CONTROL_H
 #define SIM_CONTROL_H
 
-#include "../../csrc/core/host.h"
+#include "../../csrc/base/os.h"
 #include "../../csrc/sim/sim_calls.h"
 #include "check.h"
 

@@ -3,7 +3,7 @@
 #ifndef SIM_TEST_H
 #define SIM_TEST_H
 
-#include "../../csrc/core/host.h"
+#include "../../csrc/base/os.h"
 #include "../../csrc/sim/sim_calls.h"
 #include "check.h"
 

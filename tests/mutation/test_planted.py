@@ -126,7 +126,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(gate: Any, bug: Bug) -> None:
-    source = (mutants.CORE / bug.file).read_text()
+    source = mutants.source_of(bug.file).read_text()
     assert source.count(bug.before) == 1, "the source has changed: plant the bug where it belongs"
     begin = source.index(bug.before)
     mutant = mutants.Mutant(

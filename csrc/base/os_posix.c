@@ -1,7 +1,7 @@
-/* host_posix.c - Linux and other POSIX systems. */
+/* os_posix.c - Linux and other POSIX systems. */
 #if !defined(_WIN32)
 #define _GNU_SOURCE
-#include "host.h"
+#include "os.h"
 
 #include <dlfcn.h>
 #include <pthread.h>

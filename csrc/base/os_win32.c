@@ -1,7 +1,7 @@
-/* host_win32.c - Windows. */
+/* os_win32.c - Windows. */
 #if defined(_WIN32)
 #define WIN32_LEAN_AND_MEAN
-#include "host.h"
+#include "os.h"
 
 #include <stdio.h>
 #include <stdlib.h>
