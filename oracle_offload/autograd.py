@@ -28,7 +28,7 @@ from .errors import OffloadError, StaleWeightsError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .devices import DeviceState
+    from .engines import DeviceState
     from .manager_modules import Conv2dLayer, Layer, LinearLayer
 
 _graph_task = torch._C._current_graph_task_id

@@ -207,7 +207,7 @@ def run_demo(
 
     _quiet_libraries()
     from . import manager as managers
-    from .devices import parse_device
+    from .engines import parse_device
     from .summary import memory_summary
     from .timeline import timeline_svg
 

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from . import trial
-from .devices import Layout
+from .engines import Layout
 from .manager_modules import is_managed
 from .witness import Witness, is_exempt, memory_of, operator_of, refusal, tensors_in
 

@@ -21,14 +21,14 @@ from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from . import autograd, devices
+from . import autograd, engines
 from ._core import BACKWARD, FORWARD, RECOMPUTE
 from .autocast import cast_dtype, cast_input, cast_tensors
 from .errors import NoRoomError, OffloadError, StaleWeightsError, no_room_error
 from .witness import exempt
 
 if TYPE_CHECKING:
-    from .devices import DeviceState
+    from .engines import DeviceState
     from .manager import MemoryManager
 
 HANDLE = "_layer_memory_manager"
@@ -110,7 +110,7 @@ class Layer:
         self.state.forget_layer(self)
         self.unit, self.member, self.offsets = unit, member, offsets
         self.views.clear()
-        devices.Layout.version += 1
+        engines.Layout.version += 1
         self.state.units.setdefault(unit, []).append(self)
 
     def stamp(self) -> int:

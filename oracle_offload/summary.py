@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .devices import open_states, parse_device
+from .engines import open_states, parse_device
 from .sizes import format_size
 
 if TYPE_CHECKING:
-    from .devices import DeviceState
+    from .engines import DeviceState
     from .manager import Attachment
 
 SCHEMA = "oracle_offload/memory-summary/1"

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .autocast import cast_input, cast_tensors
-from .devices import Layout
+from .engines import Layout
 from .errors import OffloadError
 from .manager_modules import HANDLE, swap_out
 from .sizes import format_size

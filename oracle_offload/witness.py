@@ -26,7 +26,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from .devices import DeviceState, Layout, open_states
+from .engines import DeviceState, Layout, open_states
 from .errors import OffloadError
 
 # Operators that ask a tensor for its geometry and read none of its bytes.

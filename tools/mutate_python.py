@@ -71,7 +71,7 @@ TEST_FOLDERS = ("tests/unit", "tests/torch", "tests/fault")
 WITHOUT = ("test_conformance", "test_gpu_tools", "test_package", "test_soak")
 # What drives the extension module by itself; the rest of the tests of a binding's mutant train.
 BINDING_TESTS = ("tests/unit/test_binding", "tests/unit/test_driver_messages")
-BINDING_USER = "oracle_offload/devices.py"
+BINDING_USER = "oracle_offload/engines.py"
 LIFE = "tests/unit/binding_life.py"
 LIFE_S = 60.0
 COLLECTION_S = 60.0  # in which the tests must be found

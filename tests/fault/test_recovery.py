@@ -18,7 +18,7 @@ from oracle_offload import (  # noqa: E402
     NoRoomError,
     OffloadError,
     _core,
-    devices,
+    engines,
     masters,
     simulator,
 )
@@ -32,7 +32,7 @@ def nothing_is_left() -> Any:
     yield
     simulator.clear_faults()
     gc.collect()
-    assert not devices.open_states()
+    assert not engines.open_states()
     assert not simulator.reports()
     simulator.reset()  # refuses while anything is alive
 
@@ -285,7 +285,7 @@ def test_an_attach_that_fails_leaves_nothing_open() -> None:
             attach(model).detach()
         except OffloadError as error:
             failed += 1
-            assert not devices.open_states(), f"{nth}: {error}"
+            assert not engines.open_states(), f"{nth}: {error}"
         simulator.clear_faults()
         live = simulator.live()
         assert live.contexts == live.events == live.registrations == live.adopted_bytes == 0, nth

@@ -26,7 +26,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import oracle_offload  # noqa: E402
-from oracle_offload import DriverError, OffloadError, devices, masters, simulator  # noqa: E402
+from oracle_offload import DriverError, OffloadError, engines, masters, simulator  # noqa: E402
 
 OUT_OF_MEMORY, UNKNOWN = 2, 999
 TRANSIENT = (UNKNOWN, 1, OUT_OF_MEMORY, 400, 600, 801)
@@ -301,7 +301,7 @@ def death(fault: Fault) -> None:
     manager = run = None
     gc.collect()
     assert not live_objects(), live_objects()
-    assert not devices.open_states()
+    assert not engines.open_states()
     check_new_attachment()
 
 
@@ -328,7 +328,7 @@ def lives(work: list[Fault], sender: Any) -> None:
         try:
             simulator.reset()
             (death if fault.code in STICKY else life)(fault)
-            assert not devices.open_states()
+            assert not engines.open_states()
         except BaseException:
             sender.send(traceback.format_exc())
             return

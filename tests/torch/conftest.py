@@ -77,7 +77,7 @@ class Simulation:
 def sim():
     """Fresh simulator; afterwards no race was reported and nothing is alive."""
     from oracle_offload import simulator
-    from oracle_offload.devices import open_states
+    from oracle_offload.engines import open_states
 
     simulator.reset()
     simulation = Simulation(simulator)

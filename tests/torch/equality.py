@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import oracle_offload
 from oracle_offload import simulator
-from oracle_offload.devices import open_states
+from oracle_offload.engines import open_states
 from oracle_offload.witness import Witness
 
 RUNS = 2  # of each step that models are compared in: alone, and under the witness

@@ -21,7 +21,7 @@ from torch import nn
 
 import oracle_offload
 from oracle_offload import MemoryManager, OffloadError, selection
-from oracle_offload.devices import open_states
+from oracle_offload.engines import open_states
 
 
 def mlp(*sizes):
@@ -580,7 +580,7 @@ def test_a_deleted_model_gives_its_memory_back():
     del model
     gc.collect()
     assert forward_only.shape == (1, 32)
-    from oracle_offload.devices import open_states
+    from oracle_offload.engines import open_states
 
     assert not open_states()
 

@@ -102,7 +102,7 @@ def test_an_interrupted_model_gives_its_memory_back():
     del model
     gc.collect()
     assert gone() is None
-    from oracle_offload.devices import open_states
+    from oracle_offload.engines import open_states
 
     assert not open_states()
 
