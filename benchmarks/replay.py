@@ -189,9 +189,7 @@ def _play(
     tickets: dict[int, int] = {}
 
     def stamp(fetched: Any) -> None:
-        for unit in fetched or ():
-            for member in inside[unit]:
-                engine.stamp(member, 0)
+        engine.stamp([(member, 0) for unit in fetched or () for member in inside[unit]])
 
     for event in meter.events:
         if event[0] == "launch":

@@ -157,10 +157,12 @@ class Engine:
         how long a simulated device computes with the unit (a real one is not asked). The simulated
         copy arrives before this returns, so nothing can read the address too early.
         Returns (ticket, device address of the unit, units whose copy was enqueued or None); the
-        caller must `stamp` each member of those units at once.
+        caller must `stamp` the members of those units at once.
         """
 
-    def stamp(self, member: int, stamp: int, /) -> None: ...
+    def stamp(self, stamps: list[tuple[int, int]], /) -> None:
+        """Take ``(member, stamp)`` of masters whose copies were enqueued."""
+
     def release(self, ticket: int, stream: int, /) -> tuple[int, ...] | None:
         """The work that uses the unit has been queued on `stream`. Returns as `acquire` does."""
 

@@ -117,10 +117,13 @@ class DeviceState:
 
     def stamp_units(self, fetched: tuple[int, ...]) -> None:
         """Tell the engine the versions of the masters it has just begun to copy."""
-        stamp = self.engine.stamp
-        for unit in fetched:
-            for layer in self.units.get(unit, ()):
-                stamp(layer.member, layer.stamp())
+        self.engine.stamp(
+            [
+                (layer.member, layer.stamp())
+                for unit in fetched
+                for layer in self.units.get(unit, ())
+            ]
+        )
 
     def forget_layer(self, layer: Layer) -> None:
         """Take `layer` out of its unit."""

@@ -533,15 +533,19 @@ enum oo_status oo_engine_acquire_launched(struct oo_engine *engine, uint32_t mem
 /* A copy that is never stamped is checked by samples alone: no fault of the driver shall prevent
  * it.
  */
-enum oo_status oo_engine_stamp(struct oo_engine *engine, uint32_t member_id, uint64_t stamp) {
+enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *stamps,
+                               uint32_t count) {
     enum oo_status status = oo__enter(engine, OO__WITHOUT_DRIVER);
     if (status != OO_OK)
         return status;
-    if (member_id < engine->n_members && !engine->members[member_id].removed) {
-        engine->members[member_id].stamp = stamp;
-        engine->members[member_id].stamp_known = 1;
-    } else {
-        status = oo__fail(OO_E_STATE, "member %u is not attached (any more)", member_id);
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t id = stamps[i].member;
+        if (id < engine->n_members && !engine->members[id].removed) {
+            engine->members[id].stamp = stamps[i].stamp;
+            engine->members[id].stamp_known = 1;
+        } else {
+            status = oo__fail(OO_E_STATE, "member %u is not attached (any more)", id);
+        }
     }
     oo__leave(engine);
     return status;

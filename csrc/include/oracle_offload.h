@@ -92,12 +92,17 @@ struct oo_tensor {
     size_t bytes;
 };
 
-/* Units whose copies a call has enqueued. Their masters' stamps should be given (oo_engine_stamp)
- * before anything else runs that could rewrite them. */
+/* Units whose copies a call has enqueued. The stamps of all their members should be given, in one
+ * oo_engine_stamp, before anything else runs that could rewrite the masters. */
 struct oo_fetched {
     uint32_t count;
     int more; /* further copies are worth starting, and may block: see oo_engine_prefetch */
     uint32_t units[OO_MAX_FETCHED];
+};
+
+struct oo_stamp {
+    uint32_t member;
+    uint64_t stamp; /* any number that changes when the member's master is rewritten */
 };
 
 struct oo_use {
@@ -157,7 +162,7 @@ enum oo_status oo_member_remove(struct oo_engine *engine, uint32_t member);
 /* Whether an optimizer may rewrite the unit's masters (see oo_engine_hold). */
 enum oo_status oo_unit_set_trainable(struct oo_engine *engine, uint32_t unit, int trainable);
 
-/* See the top of this file. `stamp`: any number that changes when the master is rewritten. `task`:
+/* See the top of this file. `stamp`: as in struct oo_stamp. `task`:
  * id of the running graph task, -1 for none. A hit is refused (and copied anew) when the stamp or a
  * sampled fingerprint of the master differs from what was copied. While other threads compute with
  * what was copied, the call waits for their releases (OO_WOULD_BLOCK if it must not); OO_E_STATE if
@@ -177,7 +182,9 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
                                  int flags, struct oo_fetched *fetched);
 /* Start the copies that `more` spoke of. */
 enum oo_status oo_engine_prefetch(struct oo_engine *engine, struct oo_fetched *fetched);
-enum oo_status oo_engine_stamp(struct oo_engine *engine, uint32_t member, uint64_t stamp);
+/* The members that are attached are stamped even where OO_E_STATE says that another is not. */
+enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *stamps,
+                               uint32_t count);
 /* Declare a kernel that reads the acquired member for `seconds`; does nothing on a real driver. */
 enum oo_status oo_engine_launch(struct oo_engine *engine, uint32_t member, uintptr_t stream,
                                 double seconds);

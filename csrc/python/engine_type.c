@@ -204,22 +204,28 @@ static PyObject *oo__engine_add_segment(PyObject *object, PyObject *const *argum
     return oo__none_or_raise(object, status);
 }
 
+/* The numbers of a tuple of two in a list; -1 on error. They must be ints, so that no Python code
+ * runs that could change the list. */
+static int oo__pair(PyObject *pair, const char *what, const struct oo_parameter *parameters,
+                    unsigned long long *values) {
+    const int is_pair = PyTuple_Check(pair) && PyTuple_Size(pair) == 2;
+    PyObject *parts[2] = {is_pair ? PyTuple_GetItem(pair, 0) : NULL,
+                          is_pair ? PyTuple_GetItem(pair, 1) : NULL};
+    if (!is_pair || !PyLong_Check(parts[0]) || !PyLong_Check(parts[1])) {
+        PyErr_Format(PyExc_TypeError, "%s is (%s, %s)", what, parameters[0].name,
+                     parameters[1].name);
+        return -1;
+    }
+    return oo__integers(what, parts, 2, parameters, 2, values);
+}
+
 static const struct oo_parameter oo__tensor_takes[] = {OO_ADDRESS("address"), OO_BYTES("nbytes")};
 
-/* A list of (address, nbytes) appended to `tensors` from `*n` on; -1 on error. They must be ints,
- * so that no Python code runs that could change the list. */
+/* A list of (address, nbytes) appended to `tensors` from `*n` on; -1 on error. */
 static int oo__append_tensors(PyObject *list, struct oo_tensor *tensors, size_t *n) {
     for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
-        PyObject *pair = PyList_GetItem(list, i);
-        const int is_pair = PyTuple_Check(pair) && PyTuple_Size(pair) == 2;
-        PyObject *parts[2] = {is_pair ? PyTuple_GetItem(pair, 0) : NULL,
-                              is_pair ? PyTuple_GetItem(pair, 1) : NULL};
         unsigned long long values[2];
-        if (!is_pair || !PyLong_Check(parts[0]) || !PyLong_Check(parts[1])) {
-            PyErr_SetString(PyExc_TypeError, "a tensor is (address, nbytes)");
-            return -1;
-        }
-        if (oo__integers("a tensor", parts, 2, oo__tensor_takes, 2, values) < 0)
+        if (oo__pair(PyList_GetItem(list, i), "a tensor", oo__tensor_takes, values) < 0)
             return -1;
         tensors[*n].host = (const void *)(uintptr_t)values[0];
         tensors[(*n)++].bytes = (size_t)values[1];
@@ -431,12 +437,28 @@ static PyObject *oo__engine_release(PyObject *object, PyObject *const *arguments
 
 static const struct oo_parameter oo__stamp_takes[] = {OO_ID("member"), OO_NUMBER("stamp")};
 
-static PyObject *oo__engine_stamp(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
-    unsigned long long v[2];
-    struct oo_engine *engine = OO_ENGINE_WITH(stamp, count, v);
-    if (!engine)
+static PyObject *oo__engine_stamp(PyObject *object, PyObject *list) {
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "stamp() takes a list of (member, stamp)");
         return NULL;
-    return oo__none_or_raise(object, oo_engine_stamp(engine, (uint32_t)v[0], v[1]));
+    }
+    const Py_ssize_t count = PyList_Size(list);
+    struct oo_stamp *stamps = PyMem_Malloc(((size_t)count + 1) * sizeof *stamps);
+    if (!stamps)
+        return PyErr_NoMemory();
+    PyObject *result = NULL;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        unsigned long long v[2];
+        if (oo__pair(PyList_GetItem(list, i), "a stamp", oo__stamp_takes, v) < 0)
+            goto done;
+        stamps[i] = (struct oo_stamp){(uint32_t)v[0], v[1]};
+    }
+    struct oo_engine *engine = oo__engine_of(object);
+    if (engine)
+        result = oo__none_or_raise(object, oo_engine_stamp(engine, stamps, (uint32_t)count));
+done:
+    PyMem_Free(stamps);
+    return result;
 }
 
 static const struct oo_parameter oo__download_takes[] = {OO_ADDRESS("target"), OO_ADDRESS("source"),
@@ -724,8 +746,8 @@ static PyMethodDef oo__engine_methods[] = {
      "acquire($self, member, stream, stamp, kind, task, seconds, /)\n--\n\nMake the member's unit "
      "ready on "
      "a stream."},
-    {"stamp", OO_FAST(oo__engine_stamp),
-     "stamp($self, member, stamp, /)\n--\n\nThe copied master's stamp."},
+    {"stamp", oo__engine_stamp, METH_O,
+     "stamp($self, stamps, /)\n--\n\nThe stamps of masters that were copied."},
     {"release", OO_FAST(oo__engine_release),
      "release($self, ticket, stream, /)\n--\n\nThe work that uses the unit is queued."},
     {"download", OO_FAST(oo__engine_download),

@@ -654,8 +654,15 @@ static void test_units_of_several_members_and_tensors(void) {
     }
     CHECK(stats_of(&w).pageable_bytes == 700, "%llu pageable",
           (unsigned long long)stats_of(&w).pageable_bytes);
-    need(oo_engine_stamp(w.engine, members[1], 9), "stamp");
-    CHECK(oo_engine_stamp(w.engine, 1000, 9) == OO_E_STATE, "no such member");
+    const struct oo_stamp stamps[] = {{1000, 9}, {members[0], 8}, {members[1], 9}};
+    need(oo_engine_stamp(w.engine, stamps + 1, 2), "stamp");
+    CHECK(w.engine->members[members[0]].stamp == 8 && w.engine->members[members[1]].stamp == 9,
+          "not stamped");
+    need(oo_engine_stamp(w.engine, stamps, 0), "no stamps");
+    w.engine->members[members[1]].stamp = 0;
+    CHECK(oo_engine_stamp(w.engine, stamps, 3) == OO_E_STATE, "no such member");
+    CHECK(w.engine->members[members[1]].stamp == 9,
+          "one unknown member keeps the others unstamped");
     CHECK(oo_unit_add(w.engine, w.model, tensors, n_tensors, 0, 0, &unit, members, offsets) ==
               OO_E_ARGUMENT,
           "no members");
@@ -858,7 +865,8 @@ static void test_what_was_removed_is_known_no_more(void) {
         CHECK(oo_engine_acquire(w.engine, gone[i], w.stream, 0, OO_FORWARD, -1, 0, &use) ==
                   OO_E_STATE,
               "acquired");
-        CHECK(oo_engine_stamp(w.engine, gone[i], 1) == OO_E_STATE, "stamped");
+        CHECK(oo_engine_stamp(w.engine, &(struct oo_stamp){gone[i], 1}, 1) == OO_E_STATE,
+              "stamped");
         CHECK(oo_engine_launch(w.engine, gone[i], w.stream, 0) == OO_E_STATE, "launched");
         CHECK(oo_member_move(w.engine, gone[i], &tensor, 1, &unit, &offset) == OO_E_ARGUMENT,
               "moved");
@@ -1781,7 +1789,8 @@ static void test_each_call_needs_the_context(void) {
     FAILS(oo_engine_destroy(w.engine));
 #undef FAILS
     sim.simFault(NULL, 1, OOCU_ERROR_UNKNOWN, 1);
-    need(oo_engine_stamp(w.engine, w.member[0], 0), "a stamp needs no driver");
+    need(oo_engine_stamp(w.engine, &(struct oo_stamp){w.member[0], 0}, 1),
+         "a stamp needs no driver");
     sim.simFaultClear();
     need(step(&w), "step");
     CHECK(oo_engine_destroy(w.engine) == OO_E_STATE, "destroyed with a model");

@@ -227,17 +227,24 @@ static void rewrite(struct fuzz *f, struct layer *layer) {
 static void give_stamps(struct fuzz *f, const struct oo_fetched *fetched) {
     REQUIRE(fetched->count <= OO_MAX_FETCHED, "%u fetched", fetched->count);
     f->fetched += fetched->count;
+    struct oo_stamp stamps[MODELS * LAYERS];
+    struct layer *stamped[MODELS * LAYERS];
+    uint32_t count = 0;
     for (uint32_t i = 0; i < fetched->count; i++)
         for (int m = 0; m < MODELS; m++)
             for (unsigned l = 0; f->models[m].live && l < f->models[m].n_layers; l++) {
                 struct layer *layer = &f->models[m].layers[l];
                 if (layer->unit == fetched->units[i]) {
-                    const enum oo_status status =
-                        oo_engine_stamp(f->w.engine, layer->member, layer->stamp);
-                    excuse(f, status, 0, "stamp");
-                    layer->silent |= status != OO_OK;
+                    stamped[count] = layer;
+                    stamps[count++] = (struct oo_stamp){layer->member, layer->stamp};
                 }
             }
+    if (count == 0)
+        return;
+    const enum oo_status status = oo_engine_stamp(f->w.engine, stamps, count);
+    excuse(f, status, 0, "stamp");
+    for (uint32_t i = 0; i < count; i++)
+        stamped[i]->silent |= status != OO_OK;
 }
 
 /* ---- captures ---- */
@@ -846,7 +853,7 @@ static void wrong_call(struct fuzz *f, struct input *in) {
         REQUIRE(status == OO_E_NO_DEVICE || f->faulty, "%s", oo_status_name(status));
         return;
     default:
-        status = oo_engine_stamp(e, 99999, 1);
+        status = oo_engine_stamp(e, &(struct oo_stamp){99999, 1}, 1);
         expected = OO_E_STATE;
     }
     REQUIRE(status != OO_OK, "a wrong call succeeds");

@@ -54,9 +54,8 @@ class Life:
             self.tensors[member] = [(*t, o) for t, o in zip(tensors, offsets, strict=True)]
 
     def fetched(self, units: tuple[int, ...] | None) -> None:
-        for unit in units or ():
-            for member in self.units[unit]:
-                self.engine.stamp(member, self.stamp)
+        members = (member for unit in units or () for member in self.units[unit])
+        self.engine.stamp([(member, self.stamp) for member in members])
 
     def use(self, member: int, kind: int, task: int) -> None:
         """One layer: acquire, compare what the kernel would read, release."""
@@ -217,7 +216,13 @@ def fail_once() -> None:
         ("acquire", (member, life.stream)),
         ("acquire", (member, "stream", 0, 0, 0, 0.0)),
         ("acquire", (member, life.stream, 0, 0, 0, "slow")),
-        ("stamp", (member, None)),
+        ("stamp", ()),
+        ("stamp", (member, 1)),
+        ("stamp", (((member, 1),),)),
+        ("stamp", ([member],)),
+        ("stamp", ([(member,)],)),
+        ("stamp", ([(member, 1), (member, None)],)),
+        ("stamp", ([(member, Sly(life.engine.hold))],)),
         ("release", (1,)),
         ("download", (0, 0, 0)),
         ("spin", (0,)),
@@ -233,6 +238,7 @@ def fail_once() -> None:
         ("add_unit", (9, [[(host, 8)]], False)),
         ("move_member", (9999, [(host, 8)])),
         ("remove_member", (9999,)),
+        ("stamp", ([(member, 1), (9999, 1)],)),
         ("set_trainable", (9999, True)),
         ("remove_model", (9,)),
         ("add_segment", (life.model, life.arena, 0, life.stream)),
@@ -248,13 +254,13 @@ def fail_once() -> None:
         ("acquire", (member, life.stream, 0, 0, -1, 0.0)),
         ("add_model", ()),
         ("stats", ()),
+        ("stamp", ([],)),
         ("residents", ()),
         ("trace_stop", ()),
         ("lock", (life.buffer,)),
     ):
         fails(OffloadError, getattr(engine, name), *arguments)
     for name, arguments in (
-        ("stamp", (0, None)),
         ("lock", (life.buffer, None)),
         ("set_verify", (None,)),
         ("stats", (None,)),

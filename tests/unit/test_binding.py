@@ -67,7 +67,7 @@ ARGUMENTS: dict[str, dict[str, tuple[int, int] | None]] = {
         "task": (-1, 2**63 - 1),
         "seconds": None,
     },
-    "stamp": {"member": ID, "stamp": NUMBER},
+    "stamp": {"stamps": None},
     "release": {"ticket": NUMBER, "stream": ADDRESS},
     "download": {"target": ADDRESS, "source": ADDRESS, "nbytes": BYTES, "stream": ADDRESS},
     "spin": {"stream": ADDRESS, "nanoseconds": (0, 10**10)},
@@ -96,6 +96,7 @@ def arguments_of(life: Life, call: str) -> dict[str, Any]:
         "unit": next(iter(life.units)),
         "member": member,
         "stamp": 1,
+        "stamps": [(member, 1)],
         "kind": _core.FORWARD,
         "task": -1,
         "seconds": 1e-6,
@@ -162,6 +163,23 @@ def test_a_tensor_of_impossible_numbers_is_refused(
     )
     with pytest.raises(error, match=str(value) if error is ValueError else "address, nbytes"):
         getattr(life.engine, call)(*arguments.values())
+    life.close_unused()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [(-1, 1), (2**32 - 1, 1), (2**32, 1), (2**200, 1), (0, -(2**63) - 1), (0, 2**64), (0, 2**200)],
+    ids=str,
+)
+def test_a_stamp_of_impossible_numbers_is_refused_and_none_is_given(wrong: tuple[int, int]) -> None:
+    life = Life()
+    member = next(iter(life.tensors))
+    life.use(member, _core.FORWARD, -1)
+    with pytest.raises(ValueError, match=r"a stamp\(\): (member|stamp) must be"):
+        life.engine.stamp([(member, life.stamp + 1), wrong])
+    before = life.engine.stats()["stale"]
+    life.use(member, _core.FORWARD, -1)
+    assert life.engine.stats()["stale"] == before, "the first of the two was stamped"
     life.close_unused()
 
 
