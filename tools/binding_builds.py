@@ -14,7 +14,7 @@ from c_flags import ROOT
 
 LIBRARY = "oracle_offload/_core.abi3.so"
 # Not embedded: the kernels' path is tested where nvcc is.
-NO_KERNELS = """#include "kernels.h"
+NO_KERNELS = """#include "fatbin.h"
 const unsigned char oo_kernels_fatbin[1] = {0};
 const size_t oo_kernels_fatbin_size = 0;
 """

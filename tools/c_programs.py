@@ -5,7 +5,7 @@
     python tools/c_programs.py build --windows                       # with PyPI's ziglang
 
 A program is tests/c/test_*.c, example.c or conformance.c, linked with the objects of csrc/base,
-csrc/driver and csrc/core, and with the compiled kernels (csrc/kernels/kernels.h). It finds the
+csrc/driver and csrc/core, and with the compiled kernels (csrc/kernels/fatbin.h). It finds the
 simulated driver through ORACLE_OFFLOAD_DRIVER.
 """
 

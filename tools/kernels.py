@@ -133,7 +133,7 @@ def _as_c(image: bytes) -> str:
     body = ",\n".join(rows) or "0"
     return (
         "/* Written by tools/kernels.py from the .cu files of csrc/kernels. */\n"
-        '#include "kernels.h"\n\n'
+        '#include "fatbin.h"\n\n'
         "#include <stdalign.h>\n\n"
         f"alignas(16) const unsigned char oo_kernels_fatbin[] = {{\n{body}\n}};\n"
         f"const size_t oo_kernels_fatbin_size = {len(image)};\n"

@@ -49,10 +49,17 @@ from c_flags import ROOT
 
 FILES = (
     "engine.c",
+    "uses.c",
     "model.c",
+    "masters.c",
+    "gradient.c",
     "ring.c",
-    "declare.c",
+    "device.c",
+    "call.c",
+    "timing.c",
     "stats.c",
+    "fingerprint.c",
+    "simulated.c",
     "kernels.c",
     "plan.c",
     "arena.c",
@@ -62,14 +69,14 @@ FILES = (
 STREAMS = ("engine->h2d", "engine->d2h", "engine->compute")
 GUARDED = re.compile(
     r"generation|stamp|sweep|references|pins|capacity|fingerprint|n_uses|n_waited|stale|placed|"
-    r"counted|lost|held|n_hosts|OO_MAX_FETCHED|OO_SPANS|OO_STREAMS|OO_RING_PIECES"
+    r"counted|lost|held|n_known|OO_MAX_FETCHED|OO_SPANS|OO_STREAMS|OO_RING_PIECES"
 )
 GUARDED_HOST = re.compile(r"host->bytes|owner|alive")
 
 CALL = re.compile(
     r"OO_(?:DRIVE|GIVE_BACK)\(engine, (\w+)|engine->driver\.(\w+)\("
     r"|(?<!status )\b(oo__(?:synchronize|order_after_uses|order_after_copy|mark_use|"
-    r"ring_wait|finish_download|host_access))\("
+    r"ring_wait|finish_download|host_access|adopt|disown|declare_kernel))\("
 )
 EVENT = re.compile(r"[\w>\-.\[\]]+->handle")
 STREAM = re.compile(r"(?<![\w.>])(?:\w+(?:\[\w+\])?(?:->|\.))*stream\b")

@@ -56,7 +56,7 @@ SURVIVORS_ALLOWED = 0.03
 FAULT_STRIDE = 6  # of the sample of faults every sixth: the sweep is a test of its own
 ADDRESS_SPACE_KIB = 8 << 20  # a mutant that allocates without end
 # A header without kernels, so that loading it can be tested: the simulated driver asks no more.
-FATBIN = """#include "kernels.h"
+FATBIN = """#include "fatbin.h"
 const unsigned char oo_kernels_fatbin[16] = {0x50, 0xED, 0x55, 0xBA, 1, 0, 16};
 const size_t oo_kernels_fatbin_size = sizeof oo_kernels_fatbin;
 """

@@ -26,8 +26,8 @@ struct oo_segment {
     uintptr_t base;
     size_t bytes;
     uint32_t model;
-    uintptr_t stream;  /* the one it was allocated on */
-    uintptr_t adopted; /* address known to the simulated driver, 0 on a real one */
+    uintptr_t stream; /* the one it was allocated on */
+    uintptr_t lent;   /* its address as it was lent, before alignment */
 };
 
 struct oo_arena {

@@ -1,4 +1,4 @@
-/* host.c - host memory for masters: create, fill, free. */
+/* host.c - memory for masters: create, fill, free. */
 #include "host.h"
 #include "../base/os.h"
 #include "../base/status.h"
@@ -30,20 +30,9 @@ enum oo_status oo_host_create(size_t bytes, struct oo_host **out) {
     return OO_OK;
 }
 
-enum oo_status oo_host_destroy(struct oo_host *host) {
-    if (!host)
-        return OO_OK;
-    /* A DMA from pages given back to the system would read another owner's bytes. Where unlocking
-     * fails the memory is leaked, with the record that its engine still holds: memory lost is
-     * better than weights wrong. */
-    if (host->owner) {
-        enum oo_status status = oo_engine_unlock(host->owner, host);
-        if (status != OO_OK)
-            return status;
-    }
+void oo__host_free(struct oo_host *host) {
     oo__pages_unmap(host->pages, host->mapped_bytes);
     free(host);
-    return OO_OK;
 }
 
 void *oo_host_address(const struct oo_host *host) { return host->pages; }

@@ -1,4 +1,4 @@
-/* host.h - host memory for masters. */
+/* host.h - memory for masters, before any engine knows it. */
 #ifndef OO_HOST_H
 #define OO_HOST_H
 
@@ -22,5 +22,8 @@ struct oo_host {
     int huge;       /* the kind of the stretch being filled */
     size_t stretch; /* its number, from 1; 0 before the first */
 };
+
+/* Free what no engine knows any more. */
+void oo__host_free(struct oo_host *host);
 
 #endif

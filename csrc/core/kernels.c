@@ -1,6 +1,8 @@
 /* kernels.c - the engine's own kernels, from the module embedded at build time. */
 #include "kernels.h"
-#include "engine.h"
+#include "../kernels/fatbin.h"
+#include "call.h"
+#include "simulated.h"
 
 static enum oo_status oo__kernels_load(struct oo_engine *engine) {
     enum oo_status status;
@@ -23,9 +25,8 @@ enum oo_status oo_engine_spin(struct oo_engine *engine, uintptr_t stream, uint64
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
-    if (engine->driver.simLaunch) {
-        status = OO_DRIVE(engine, simLaunch, (OOCUstream)stream, NULL, 0, NULL, 0,
-                          (double)nanoseconds * 1e-9);
+    if (oo__declares_kernels(engine)) {
+        status = oo__declare_kernel(engine, (OOCUstream)stream, NULL, (double)nanoseconds * 1e-9);
         goto done;
     }
     OO_TRY(oo__kernels_load(engine));

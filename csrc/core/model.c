@@ -1,10 +1,17 @@
-/* model.c - what is managed: host memory, models, segments, units, members. */
-#include "engine.h"
+/* model.c - what is managed: models, segments, units, members. */
+#include "model.h"
+#include "call.h"
+#include "masters.h"
+#include "simulated.h"
+#include "timing.h"
+#include "uses.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-size_t oo__align(size_t bytes) { return (bytes + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT; }
+static size_t oo__align(size_t bytes) {
+    return (bytes + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
+}
 
 /* Room for one more element; `array` and `capacity` are updated together. */
 static enum oo_status oo__grow(struct oo_engine *engine, void **array, uint32_t *capacity,
@@ -20,115 +27,6 @@ static enum oo_status oo__grow(struct oo_engine *engine, void **array, uint32_t 
     *capacity = larger;
     engine->stats.allocations++;
     return OO_OK;
-}
-
-/* ---- host memory ---- */
-
-struct oo_host *oo__known_memory(const struct oo_engine *engine, const void *address,
-                                 size_t bytes) {
-    const uintptr_t begin = (uintptr_t)address;
-    for (uint32_t i = 0; i < engine->n_hosts; i++) {
-        const uintptr_t base = (uintptr_t)engine->hosts[i]->pages;
-        if (begin >= base && begin + bytes <= base + engine->hosts[i]->bytes)
-            return engine->hosts[i];
-    }
-    return NULL;
-}
-
-enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, int lock) {
-    enum oo_status status = oo__enter(engine, 0);
-    if (status != OO_OK)
-        return status;
-    if (host->owner) {
-        status = oo__fail(OO_E_STATE, "this host memory is in use by %s engine already",
-                          host->owner == engine ? "this" : "another");
-        goto done;
-    }
-    void *hosts = engine->hosts;
-    OO_TRY(oo__grow(engine, &hosts, &engine->host_capacity, engine->n_hosts,
-                    sizeof(struct oo_host *)));
-    engine->hosts = hosts;
-    OOCUresult result = OOCU_ERROR_NOT_PERMITTED;
-    if (lock) {
-        /* Before locking: a fork between the two would copy every locked page. */
-        (void)oo__pages_inherit(host->pages, host->mapped_bytes, 0);
-        result = engine->driver.cuMemHostRegister(host->pages, host->mapped_bytes,
-                                                  OOCU_MEMHOSTREGISTER_PORTABLE);
-        if (result != OOCU_SUCCESS)
-            (void)oo__pages_inherit(host->pages, host->mapped_bytes, 1);
-    }
-    if (oo_driver_is_sticky(result) || result == OOCU_ERROR_HOST_MEMORY_ALREADY_REGISTERED) {
-        status = oo__check(engine, "cuMemHostRegister", result);
-        goto done;
-    }
-    if (result != OOCU_SUCCESS) {
-        /* The masters stay pageable behind the ring: make sure now that there is one, while the
-         * caller can still be told. */
-        OO_TRY(oo__ring_prepare(engine, &engine->up));
-        if (lock) {
-            (void)oo_driver_error(&engine->driver, "cuMemHostRegister", result);
-            status = OO_E_LOCK_REFUSED;
-        }
-    }
-    host->locked = result == OOCU_SUCCESS;
-    host->owner = engine;
-    engine->hosts[engine->n_hosts++] = host;
-done:
-    oo__leave(engine);
-    return status;
-}
-
-static int oo__memory_in_use(const struct oo_engine *engine, const struct oo_host *host) {
-    for (uint32_t i = 0; i < engine->n_units; i++)
-        for (uint32_t j = 0; j < engine->units[i].n_parts; j++) /* a removed one has none */
-            if (engine->units[i].parts[j].memory == host)
-                return 1;
-    return 0;
-}
-
-/* Closes: pages given back, or written as ordinary memory, while a DMA still reads them. */
-static enum oo_status oo__unregister(struct oo_engine *engine, struct oo_host *host) {
-    enum oo_status status;
-    OO_TRY(oo__synchronize(engine, engine->h2d, 0));
-    OO_TRY(oo__synchronize(engine, engine->d2h, 0));
-    OO_TRY(OO_DRIVE(engine, cuMemHostUnregister, host->pages));
-done:
-    return status;
-}
-
-enum oo_status oo_engine_unlock(struct oo_engine *engine, struct oo_host *host) {
-    enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
-    if (status != OO_OK)
-        return status;
-    if (host->owner != engine) {
-        status = oo__fail(OO_E_STATE, "this engine does not know that host memory");
-        goto done;
-    }
-    if (oo__memory_in_use(engine, host)) {
-        status =
-            oo__fail(OO_E_STATE,
-                     "units of an attached model live in this host memory; detach the model first");
-        goto done;
-    }
-    if (host->locked && engine->usable) {
-        status = oo__unregister(engine, host);
-        if (status != OO_OK && engine->usable)
-            goto done;
-        status = OO_OK; /* the context was lost just now, and the registration with it */
-    }
-    if (host->locked)
-        (void)oo__pages_inherit(host->pages, host->mapped_bytes, 1);
-    host->locked = 0;
-    host->owner = NULL;
-    for (uint32_t i = 0; i < engine->n_hosts; i++) {
-        if (engine->hosts[i] == host) {
-            engine->hosts[i] = engine->hosts[--engine->n_hosts];
-            break;
-        }
-    }
-done:
-    oo__leave(engine);
-    return status;
 }
 
 /* ---- models and segments ---- */
@@ -175,10 +73,8 @@ enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t model, uintptr_
                      bytes, OO_ALIGNMENT);
         goto done;
     }
-    if (engine->driver.simAdopt) {
-        OO_TRY(OO_DRIVE(engine, simAdopt, address, bytes, OOSIM_ADOPT_POISON, (OOCUstream)stream));
-        adopted = 1;
-    }
+    OO_TRY(oo__adopt(engine, address, bytes, OOSIM_ADOPT_POISON, (OOCUstream)stream));
+    adopted = 1;
     /* Closes: our first copy overtakes work that an earlier owner of these bytes still has queued
      * on the allocating stream (the caching allocator hands freed blocks on in stream order). */
     OO_TRY(oo__event_take(engine, &allocated));
@@ -186,11 +82,11 @@ enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t model, uintptr_
     OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, allocated->handle, 0));
     const size_t usable = (bytes - (base - address)) / OO_ALIGNMENT * OO_ALIGNMENT;
     OO_TRY(oo_arena_add(oo_plan_arena(engine->plan), base, usable, model, stream, &segment));
-    segment->adopted = adopted ? address : 0;
+    segment->lent = address;
 done:
     oo__event_give(engine, allocated);
     if (status != OO_OK && adopted)
-        (void)engine->driver.simDrop(address);
+        (void)oo__disown(engine, address);
     oo__leave(engine);
     return status;
 }
@@ -270,8 +166,7 @@ enum oo_status oo_model_remove(struct oo_engine *engine, uint32_t model) {
             continue;
         OO_TRY(oo__segment_empty(engine, segment));
         /* Also on a dead engine: the memory is the caller's, and no lost context takes it. */
-        if (segment->adopted)
-            OO_TRY(OO_DRIVE(engine, simDrop, segment->adopted));
+        OO_TRY(oo__check(engine, "simDrop", oo__disown(engine, segment->lent)));
         oo_arena_remove(arena, segment);
     }
     for (uint32_t i = 0; i < engine->n_units; i++) {
@@ -549,5 +444,4 @@ void oo__free_models(struct oo_engine *engine) {
     free(engine->units);
     free(engine->members);
     free(engine->models);
-    free(engine->hosts);
 }

@@ -1,5 +1,7 @@
 /* ring.c - bytes that cannot be locked where they are pass through a small locked ring. */
-#include "engine.h"
+#include "ring.h"
+#include "simulated.h"
+#include "timing.h"
 
 #include <string.h>
 

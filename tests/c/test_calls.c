@@ -2,7 +2,7 @@
  * makes and on which stream; and what is left when one of them fails at the worst moment. */
 #include "world.h"
 
-#include "kernels.h"
+#include "fatbin.h"
 
 #include <math.h>
 
@@ -2007,12 +2007,12 @@ static void test_memory_that_cannot_be_unlocked_is_kept(void) {
                                             "cuStreamSynchronize"};
         sim.simFault(calls[i], i == 2 ? 2 : 1, OOCU_ERROR_UNKNOWN, 0);
         oo_host_destroy(host);
-        CHECK(w.engine->n_hosts == 2 && host->owner == w.engine && host->locked, "%d: forgotten",
+        CHECK(w.engine->n_known == 2 && host->owner == w.engine && host->locked, "%d: forgotten",
               i);
         ((char *)oo_host_address(host))[9999] = 1; /* still there */
     }
     oo_host_destroy(host);
-    CHECK(w.engine->n_hosts == 1, "still known");
+    CHECK(w.engine->n_known == 1, "still known");
     world_close(&w, "kept memory");
 }
 

@@ -4,6 +4,7 @@
 #if defined(__linux__)
 #define _GNU_SOURCE
 #endif
+#include "timing.h"
 #include "world.h"
 
 #if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)

@@ -1,15 +1,15 @@
 /* world.h - a model of UNITS units on the simulated driver, and its use: shared by the engine's
  * tests.
  *
- * Tests may look into the engine (engine.h): its streams, to keep them busy; its driver table, to
+ * Tests may look into the engine (state.h): its streams, to keep them busy; its driver table, to
  * take away what only a simulated driver has. */
 #ifndef WORLD_H
 #define WORLD_H
 
 #include "check.h"
-#include "engine.h"
 #include "oracle_offload.h"
 #include "sim_control.h"
+#include "state.h"
 
 static struct sim_control sim;
 

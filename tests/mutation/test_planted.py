@@ -50,7 +50,7 @@ BUGS = [
     ),
     Bug(
         "no slot wait",
-        "engine.c",
+        "uses.c",
         "OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, use->event->handle, 0)",
         "OO_OK",
     ),
@@ -68,7 +68,7 @@ BUGS = [
     ),
     Bug(
         "wait before its record",
-        "engine.c",
+        "gradient.c",
         "    OO_TRY(OO_DRIVE(engine, cuEventRecord, computed->handle, stream));\n"
         "    OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->d2h, computed->handle, 0));\n",
         "    OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->d2h, computed->handle, 0));\n"
@@ -94,7 +94,7 @@ BUGS = [
     ),
     Bug(
         "trap 3: the host reads a gradient in flight",
-        "engine.c",
+        "gradient.c",
         "    OO_TRY(OO_DRIVE(engine, cuEventSynchronize, arrived->handle));\n",
         "",
     ),

@@ -1,9 +1,9 @@
-/* kernels.h - the kernels of csrc/kernels/ as compiled at build time, for cuModuleLoadData.
+/* fatbin.h - the kernels of csrc/kernels/ as compiled at build time, for cuModuleLoadData.
  *
  * setup.py writes the definitions. Built without nvcc the size is 0: callers must ask.
  */
-#ifndef OO_KERNELS_H
-#define OO_KERNELS_H
+#ifndef OO_FATBIN_H
+#define OO_FATBIN_H
 
 #include <stddef.h>
 

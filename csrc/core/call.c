@@ -1,0 +1,111 @@
+/* call.c - enter, leave, and the results of driver calls; see call.h. */
+#include "call.h"
+
+#include "../base/os.h"
+
+#include <stdio.h>
+
+enum oo_status oo__fail_dead(const struct oo_engine *engine) {
+    return oo__fail_driver(
+        OO_E_DEAD, engine->dead_call, engine->dead_code, engine->dead_name,
+        "the GPU context was lost by an earlier error (%s); save what you need from host memory "
+        "and restart the process",
+        engine->dead_message);
+}
+
+enum oo_status oo__check(struct oo_engine *engine, const char *call, OOCUresult result) {
+    if (result == OOCU_SUCCESS)
+        return OO_OK;
+    if (engine->dead != OO_OK) /* what fails now fails because of what failed first */
+        return oo__fail_dead(engine);
+    enum oo_status status = oo_driver_error(&engine->driver, call, result);
+    if (oo_driver_is_sticky(result)) {
+        const char *failed_call, *name;
+        engine->dead = OO_E_DEAD;
+        engine->usable = 0; /* for the rest of this call, too */
+        oo_error_driver(&failed_call, &engine->dead_code, &name);
+        snprintf(engine->dead_message, sizeof engine->dead_message, "%s", oo_error_message());
+        snprintf(engine->dead_call, sizeof engine->dead_call, "%s", failed_call);
+        snprintf(engine->dead_name, sizeof engine->dead_name, "%s", name);
+        oo__append("; the GPU context is lost: save what you need from host memory and restart the "
+                   "process");
+    }
+    return status;
+}
+
+enum oo_status oo__note(struct oo_engine *engine, const char *call, OOCUresult result) {
+    if (result == OOCU_SUCCESS)
+        return OO_OK;
+    const struct oo_error first = oo__error_save();
+    enum oo_status status = oo__check(engine, call, result);
+    oo__error_restore(&first);
+    return status;
+}
+
+void oo__note_leak(struct oo_engine *engine, const char *call, OOCUresult result) {
+    if (result == OOCU_SUCCESS)
+        return;
+    const struct oo_error first = oo__error_save();
+    (void)oo__check(engine, call, result);
+    if (engine->n_leaked++ == 0)
+        engine->first_leak = oo__error_save();
+    oo__error_restore(&first);
+}
+
+/* The driver works on the thread's current context; autograd's threads and users' may have none. */
+static enum oo_status oo__context_enter(struct oo_engine *engine) {
+    OOCUcontext current = NULL;
+    enum oo_status status = OO_DRIVE(engine, cuCtxGetCurrent, &current);
+    if (status != OO_OK || current == engine->context)
+        return status;
+    status = OO_DRIVE(engine, cuCtxPushCurrent, engine->context);
+    engine->context_pushed = status == OO_OK;
+    return status;
+}
+
+enum oo_status oo__enter(struct oo_engine *engine, int flags) {
+    if (oo__fork_guard_in_child(engine->guard))
+        return oo__fail(
+            OO_E_FORKED,
+            "this process is a fork of the one that trains: the GPU belongs to the parent; "
+            "do not use a managed model in a DataLoader worker");
+    if (!(flags & OO_NONBLOCKING))
+        oo__mutex_lock(engine->mutex);
+    else if (!oo__mutex_try(engine->mutex))
+        return OO_WOULD_BLOCK;
+    const int drives = engine->dead == OO_OK && !(flags & OO__WITHOUT_DRIVER);
+    enum oo_status status = drives ? oo__context_enter(engine) : OO_OK;
+    engine->usable = drives && status == OO_OK;
+    if (engine->dead != OO_OK && status == OO_OK && !(flags & OO__EVEN_DEAD)) {
+        status = oo__fail_dead(engine);
+        engine->death_told = 1;
+    }
+    if ((flags & OO__EVEN_WITHOUT_CONTEXT) || (engine->dead != OO_OK && (flags & OO__EVEN_DEAD)))
+        status = OO_OK;
+    if (status != OO_OK)
+        oo__mutex_unlock(engine->mutex);
+    return status;
+}
+
+static void oo__context_leave(struct oo_engine *engine) {
+    OOCUcontext popped;
+    if (engine->context_pushed)
+        OO_GIVE_BACK(engine, cuCtxPopCurrent, &popped);
+    engine->context_pushed = 0;
+}
+
+void oo__leave(struct oo_engine *engine) {
+    oo__context_leave(engine);
+    oo__mutex_unlock(engine->mutex);
+}
+
+void oo__wait_for_a_release(struct oo_engine *engine, double until_s) {
+    oo__context_leave(engine);
+    oo__mutex_wait(engine->mutex, until_s);
+}
+
+enum oo_status oo__synchronize(struct oo_engine *engine, OOCUstream stream, int recovering) {
+    engine->stats.host_waits++;
+    engine->stats.recoveries += recovering != 0;
+    return OO_DRIVE(engine, cuStreamSynchronize, stream);
+}

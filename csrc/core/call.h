@@ -1,0 +1,30 @@
+/* call.h - the frame of every call: enter, leave, and what becomes of a driver call's result. */
+#ifndef OO_CALL_H
+#define OO_CALL_H
+
+#include "state.h"
+
+/* Begin and end a call: mutex, pid, context. `enter` fails with nothing to undo. The first two
+ * flags are for calls that have something to do all the same, and ask engine->usable before they
+ * drive; the third is for those that never drive. */
+enum { OO__EVEN_DEAD = 256, OO__EVEN_WITHOUT_CONTEXT = 512, OO__WITHOUT_DRIVER = 1024 };
+enum oo_status oo__enter(struct oo_engine *engine, int flags);
+void oo__leave(struct oo_engine *engine);
+/* Give the mutex up until another call ends a use, or the clock shows `until_s`; may return for no
+ * reason. The context is left: oo__leave, and begin the call anew. */
+void oo__wait_for_a_release(struct oo_engine *engine, double until_s);
+/* Status of a driver call; a sticky result kills the engine. */
+enum oo_status oo__check(struct oo_engine *engine, const char *call, OOCUresult result);
+/* The same for a call whose failure is no failure of the caller's; the thread's error stays. */
+enum oo_status oo__note(struct oo_engine *engine, const char *call, OOCUresult result);
+/* The same for one that gives something back, which is not to be tried again. */
+void oo__note_leak(struct oo_engine *engine, const char *call, OOCUresult result);
+#define OO_GIVE_BACK(engine, call, ...)                                                            \
+    oo__note_leak(engine, #call, (engine)->driver.call(__VA_ARGS__))
+#define OO_DRIVE(engine, call, ...) oo__check(engine, #call, (engine)->driver.call(__VA_ARGS__))
+/* The error of every call after the one that lost the context. */
+enum oo_status oo__fail_dead(const struct oo_engine *engine);
+/* Wait on the host until the stream has ended; counted. */
+enum oo_status oo__synchronize(struct oo_engine *engine, OOCUstream stream, int recovering);
+
+#endif

@@ -1,0 +1,167 @@
+/* device.c - an engine from its creation to its end, and what it says of its device. */
+#include "../base/os.h"
+#include "call.h"
+#include "gradient.h"
+#include "kernels.h"
+#include "model.h"
+#include "ring.h"
+#include "simulated.h"
+#include "timing.h"
+
+#include <stdlib.h>
+
+static const double oo__patience_s = 60;
+
+static enum oo_status oo__open_device(struct oo_engine *engine, int ordinal) {
+    enum oo_status status;
+    int count = 0;
+    OO_TRY(OO_DRIVE(engine, cuDeviceGetCount, &count));
+    if (ordinal < 0 || ordinal >= count)
+        return oo__fail(OO_E_NO_DEVICE, "device %d was asked for; the driver has %d (0 to %d)",
+                        ordinal, count, count - 1);
+    OO_TRY(OO_DRIVE(engine, cuDeviceGet, &engine->device, ordinal));
+    OO_TRY(OO_DRIVE(engine, cuDeviceGetName, engine->device_name, (int)sizeof engine->device_name,
+                    engine->device));
+    OO_TRY(OO_DRIVE(engine, cuDeviceGetPCIBusId, engine->pci_id, (int)sizeof engine->pci_id,
+                    engine->device));
+    OO_TRY(OO_DRIVE(engine, cuDevicePrimaryCtxRetain, &engine->context, engine->device));
+done:
+    return status;
+}
+
+/* On a dead engine only host records are freed: a lost context has taken the rest with it. */
+static void oo__close_device(struct oo_engine *engine) {
+    (void)oo__finish_download(engine); /* before the ring it may still be reading goes */
+    oo__ring_free(engine, &engine->down);
+    oo__ring_free(engine, &engine->up);
+    oo__spans_free(engine);
+    if (!engine->usable)
+        return;
+    oo__kernels_free(engine);
+    /* Destroying a stream returns at once and drops none of its work. */
+    if (engine->h2d)
+        OO_GIVE_BACK(engine, cuStreamDestroy, engine->h2d);
+    if (engine->d2h)
+        OO_GIVE_BACK(engine, cuStreamDestroy, engine->d2h);
+    if (engine->compute)
+        OO_GIVE_BACK(engine, cuStreamDestroy, engine->compute);
+}
+
+static void oo__free_engine(struct oo_engine *engine) {
+    oo__free_models(engine);
+    oo_plan_destroy(engine->plan);
+    oo__fork_guard_destroy(engine->guard);
+    oo__mutex_destroy(engine->mutex);
+    free(engine);
+}
+
+enum oo_status oo_engine_create(const char *library, int device, struct oo_engine **out) {
+    *out = NULL;
+    enum oo_status status;
+    struct oo_engine *engine = calloc(1, sizeof *engine);
+    if (!engine)
+        return oo__fail(OO_E_MEMORY, "no memory for an engine");
+    engine->sweep = 1;
+    engine->patience_s = oo__patience_s;
+    engine->mutex = oo__mutex_create();
+    engine->guard = oo__fork_guard_create();
+    if (!engine->mutex || !engine->guard) {
+        oo__free_engine(engine);
+        return oo__fail(OO_E_MEMORY, "no memory for an engine");
+    }
+    OO_TRY(oo_plan_create(&engine->plan));
+    OO_TRY(oo_driver_load(&engine->driver, library));
+    OO_TRY(oo__open_device(engine, device));
+    OO_TRY(oo__enter(engine, 0));
+    int least = 0, greatest = 0;
+    status = OO_DRIVE(engine, cuCtxGetStreamPriorityRange, &least, &greatest);
+    /* Non-blocking: the default stream, on which torch computes, must not wait for our copies. */
+    if (status == OO_OK)
+        status = OO_DRIVE(engine, cuStreamCreateWithPriority, &engine->h2d,
+                          OOCU_STREAM_NON_BLOCKING, greatest);
+    if (status == OO_OK)
+        status = OO_DRIVE(engine, cuStreamCreateWithPriority, &engine->d2h,
+                          OOCU_STREAM_NON_BLOCKING, greatest);
+    if (status == OO_OK) /* two of each span, and those that one call holds */
+        status = oo__events_reserve(engine, 2 * OO_SPANS + 8);
+    oo__label_stream(engine, engine->h2d, "h2d");
+    oo__label_stream(engine, engine->d2h, "d2h");
+    if (status != OO_OK)
+        oo__close_device(engine);
+    oo__leave(engine);
+done:
+    if (status != OO_OK) {
+        if (engine->context)
+            OO_GIVE_BACK(engine, cuDevicePrimaryCtxRelease, engine->device);
+        if (engine->n_leaked)
+            oo__append("; and %u driver objects could not be given back, the first: %s",
+                       engine->n_leaked, engine->first_leak.message);
+        oo__free_engine(engine);
+        return status;
+    }
+    *out = engine;
+    return OO_OK;
+}
+
+enum oo_status oo_engine_destroy(struct oo_engine *engine) {
+    if (!engine)
+        return OO_OK;
+    enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
+    if (status != OO_OK)
+        return status;
+    const int lost = engine->dead != OO_OK; /* and everything with it */
+    uint32_t attached = 0;
+    for (uint32_t i = 0; i < engine->n_models; i++)
+        attached += !engine->models[i].removed;
+    if (attached || engine->n_known)
+        status = oo__fail(OO_E_STATE,
+                          "the engine still has %u models and %u host buffers; detach them first",
+                          attached, engine->n_known);
+    else
+        oo__close_device(engine);
+    oo__leave(engine);
+    if (status != OO_OK)
+        return status;
+    if (engine->usable)
+        OO_GIVE_BACK(engine, cuDevicePrimaryCtxRelease, engine->device);
+    if (engine->n_leaked && !lost) {
+        const struct oo_error *leak = &engine->first_leak;
+        status = oo__fail_driver(OO_LEAKED, leak->call, leak->code, leak->name,
+                                 "%u driver objects could not be given back, the first: %s",
+                                 engine->n_leaked, leak->message);
+    } else if (engine->dead != OO_OK && !engine->death_told) {
+        (void)oo__fail_dead(engine);
+        status = OO_LEAKED;
+    }
+    oo__free_engine(engine);
+    return status;
+}
+
+int oo_engine_simulated(const struct oo_engine *engine) { return engine->driver.simulated; }
+int oo_engine_driver_version(const struct oo_engine *engine) { return engine->driver.version; }
+const char *oo_engine_device_name(const struct oo_engine *engine) { return engine->device_name; }
+const char *oo_engine_pci_id(const struct oo_engine *engine) { return engine->pci_id; }
+
+enum oo_status oo_engine_compute_stream(struct oo_engine *engine, uintptr_t *stream) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    if (!engine->compute) {
+        status = OO_DRIVE(engine, cuStreamCreateWithPriority, &engine->compute,
+                          OOCU_STREAM_NON_BLOCKING, 0);
+        oo__label_stream(engine, engine->compute, "compute");
+    }
+    *stream = (uintptr_t)engine->compute;
+    oo__leave(engine);
+    return status;
+}
+
+enum oo_status oo_engine_mem_info(struct oo_engine *engine, size_t *free_bytes,
+                                  size_t *total_bytes) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    status = OO_DRIVE(engine, cuMemGetInfo, free_bytes, total_bytes);
+    oo__leave(engine);
+    return status;
+}

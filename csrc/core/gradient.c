@@ -1,0 +1,78 @@
+/* gradient.c - gradients of trainable weights, from the device to the host. */
+#include "gradient.h"
+#include "call.h"
+#include "masters.h"
+#include "ring.h"
+#include "simulated.h"
+#include "timing.h"
+
+/* While a fault lasts not even waiting works: what a failed download left queued is waited for by
+ * the next one, or at the end. */
+enum oo_status oo__finish_download(struct oo_engine *engine) {
+    enum oo_status status = OO_OK;
+    if (!engine->unfinished)
+        return OO_OK;
+    if (engine->usable) /* a lost context has nothing in flight */
+        OO_TRY(oo__synchronize(engine, engine->d2h, 1));
+    OO_TRY(oo__check(engine, "simDrop", oo__disown(engine, engine->unfinished)));
+    engine->unfinished = 0;
+done:
+    return status;
+}
+
+enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintptr_t source,
+                                  size_t bytes, uintptr_t stream_handle) {
+    const OOCUstream stream = (OOCUstream)stream_handle;
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    const struct oo_host *memory = oo__known_memory(engine, target, bytes);
+    struct oo_event *computed = NULL, *begin = NULL, *arrived = NULL;
+    int adopted = 0, in_flight = 0;
+    if (bytes == 0)
+        goto done;
+    if (!target || bytes > UINTPTR_MAX - (uintptr_t)target || bytes > UINTPTR_MAX - source) {
+        status = oo__fail(OO_E_ARGUMENT, "there are no %zu bytes at %p to download to, or at %#zx",
+                          bytes, target, (size_t)source);
+        goto done;
+    }
+    OO_TRY(oo__event_take(engine, &computed));
+    OO_TRY(oo__event_take(engine, &begin));
+    OO_TRY(oo__event_take(engine, &arrived));
+    OO_TRY(oo__finish_download(engine));
+    OO_TRY(oo__adopt(engine, source, bytes, OOSIM_ADOPT_KEEP, stream));
+    adopted = 1;
+    oo__label(engine, (const void *)source, bytes, "gradient", OO_NO_UNIT);
+    /* H6: the copy starts after the work that computes the gradient. */
+    OO_TRY(OO_DRIVE(engine, cuEventRecord, computed->handle, stream));
+    OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->d2h, computed->handle, 0));
+    OO_TRY(OO_DRIVE(engine, cuEventRecord, begin->handle, engine->d2h));
+    if (memory && memory->locked)
+        OO_TRY(OO_DRIVE(engine, cuMemcpyDtoHAsync, target, source, bytes, engine->d2h));
+    else
+        OO_TRY(oo__ring_download(engine, target, source, bytes));
+    OO_TRY(OO_DRIVE(engine, cuEventRecord, arrived->handle, engine->d2h));
+    engine->stats.d2h_bytes += bytes;
+    engine->stats.d2h_copies++;
+    engine->stats.host_waits++;
+    /* The caller shows the bytes to autograd, which reads them at once. */
+    OO_TRY(OO_DRIVE(engine, cuEventSynchronize, arrived->handle));
+    OO_TRY(oo__host_access(engine, target, bytes, 0));
+    oo__span_add(engine, OO_TRACE_D2H, OO_NO_UNIT, 0, bytes, begin, arrived);
+done:
+    if (status != OO_OK && engine->usable && computed) {
+        /* The source goes back to torch: no copy from it may stay queued. Keeps the message of what
+         * failed first. */
+        engine->stats.host_waits++;
+        engine->stats.recoveries++;
+        in_flight = oo__note(engine, "cuStreamSynchronize",
+                             engine->driver.cuStreamSynchronize(engine->d2h)) != OO_OK;
+    }
+    if (adopted && (in_flight || oo__disown(engine, source) != OOCU_SUCCESS))
+        engine->unfinished = source;
+    oo__event_give(engine, computed);
+    oo__event_give(engine, begin);
+    oo__event_give(engine, arrived);
+    oo__leave(engine);
+    return status;
+}

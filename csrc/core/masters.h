@@ -1,0 +1,10 @@
+/* masters.h - host memory that masters lie in: locked for the device, and forgotten again. */
+#ifndef OO_MASTERS_H
+#define OO_MASTERS_H
+
+#include "state.h"
+
+/* The memory of which these bytes are part, NULL when the engine was not told of it. */
+struct oo_host *oo__known_memory(const struct oo_engine *engine, const void *address, size_t bytes);
+
+#endif

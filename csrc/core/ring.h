@@ -1,0 +1,14 @@
+/* ring.h - bytes that cannot be locked where they are pass through a small locked ring. */
+#ifndef OO_RING_H
+#define OO_RING_H
+
+#include "state.h"
+
+enum oo_status oo__ring_prepare(struct oo_engine *engine, struct oo_ring *ring);
+enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, const char *source,
+                               size_t bytes);
+enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdeviceptr source,
+                                 size_t bytes);
+void oo__ring_free(struct oo_engine *engine, struct oo_ring *ring);
+
+#endif

@@ -1,0 +1,69 @@
+/* simulated.c - every row of the driver table that only the simulated driver fills. */
+#include "simulated.h"
+
+#include <stdio.h>
+
+void oo__label(struct oo_engine *engine, const void *memory, size_t bytes, const char *what,
+               uint32_t unit) {
+    char text[48];
+    if (!engine->driver.simLabelRange)
+        return;
+    if (unit == OO_NO_UNIT)
+        snprintf(text, sizeof text, "%s", what);
+    else
+        snprintf(text, sizeof text, "%s %u", what, unit);
+    (void)engine->driver.simLabelRange(memory, bytes, text);
+}
+
+void oo__label_stream(struct oo_engine *engine, OOCUstream stream, const char *name) {
+    if (engine->driver.simLabelStream)
+        (void)engine->driver.simLabelStream(stream, name);
+}
+
+enum oo_status oo__host_access(struct oo_engine *engine, const void *memory, size_t bytes,
+                               int is_write) {
+    return engine->driver.simHostAccess ? OO_DRIVE(engine, simHostAccess, memory, bytes, is_write)
+                                        : OO_OK;
+}
+
+enum oo_status oo__adopt(struct oo_engine *engine, uintptr_t address, size_t bytes,
+                         unsigned int flags, OOCUstream stream) {
+    return engine->driver.simAdopt ? OO_DRIVE(engine, simAdopt, address, bytes, flags, stream)
+                                   : OO_OK;
+}
+
+OOCUresult oo__disown(struct oo_engine *engine, uintptr_t address) {
+    return engine->driver.simDrop ? engine->driver.simDrop(address) : OOCU_SUCCESS;
+}
+
+int oo__declares_kernels(const struct oo_engine *engine) {
+    return engine->driver.simLaunch != NULL;
+}
+
+enum oo_status oo__declare_kernel(struct oo_engine *engine, OOCUstream stream,
+                                  const OOSimRange *read, double seconds) {
+    return OO_DRIVE(engine, simLaunch, stream, read, read ? 1 : 0, NULL, 0, seconds);
+}
+
+enum oo_status oo_engine_launch(struct oo_engine *engine, uint32_t member_id, uintptr_t stream,
+                                double seconds) {
+    if (!oo__declares_kernels(engine))
+        return OO_OK;
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    const struct oo_member *member =
+        member_id < engine->n_members ? &engine->members[member_id] : NULL;
+    if (!member || !oo_plan_pins(engine->plan, member->unit)) { /* a removed one's has none */
+        status = oo__fail(OO_E_STATE, "member %u is launched without being acquired", member_id);
+        goto done;
+    }
+    const uintptr_t address = oo_block_address(oo_plan_resident(engine->plan, member->unit));
+    const struct oo_member_tensor *last = &member->tensors[member->n_tensors - 1];
+    const OOSimRange read = {address + member->tensors[0].offset,
+                             last->offset + last->bytes - member->tensors[0].offset};
+    status = oo__declare_kernel(engine, (OOCUstream)stream, &read, seconds);
+done:
+    oo__leave(engine);
+    return status;
+}

@@ -1,0 +1,26 @@
+/* simulated.h - what only the simulated driver is told, for its race detector, its clock and its
+ * reports. On a real driver all of it succeeds and does nothing. */
+#ifndef OO_SIMULATED_H
+#define OO_SIMULATED_H
+
+#include "call.h"
+
+/* Name bytes or a stream in the simulator's reports: "unit 12", "h2d". `unit` may be OO_NO_UNIT. */
+void oo__label(struct oo_engine *engine, const void *memory, size_t bytes, const char *what,
+               uint32_t unit);
+void oo__label_stream(struct oo_engine *engine, OOCUstream stream, const char *name);
+/* The host reads or writes these bytes now. */
+enum oo_status oo__host_access(struct oo_engine *engine, const void *memory, size_t bytes,
+                               int is_write);
+/* To the simulated device torch's memory is device memory between these two. `flags`:
+ * OOSIM_ADOPT_KEEP or OOSIM_ADOPT_POISON. */
+enum oo_status oo__adopt(struct oo_engine *engine, uintptr_t address, size_t bytes,
+                         unsigned int flags, OOCUstream stream);
+OOCUresult oo__disown(struct oo_engine *engine, uintptr_t address);
+/* Whether kernels are declared instead of run. */
+int oo__declares_kernels(const struct oo_engine *engine);
+/* A kernel of `seconds` on `stream` that reads these bytes, or none (NULL). */
+enum oo_status oo__declare_kernel(struct oo_engine *engine, OOCUstream stream,
+                                  const OOSimRange *read, double seconds);
+
+#endif

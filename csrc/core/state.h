@@ -1,0 +1,178 @@
+/* state.h - what an engine holds. Every file of the core reads and writes it, so it declares no
+ * function: those are in the header beside the file that defines them. One mutex protects all of
+ * it (oo__enter). */
+#ifndef OO_STATE_H
+#define OO_STATE_H
+
+#include "../base/status.h"
+#include "../driver/driver.h"
+#include "host.h"
+#include "oracle_offload.h"
+#include "plan.h"
+
+/* ---- events and spans: timing.c ---- */
+
+/* A driver event, shared by a unit and the spans measured with it. */
+struct oo_event {
+    OOCUevent handle;
+    uint32_t references;
+    struct oo_event *next; /* in the free list */
+};
+
+/* Work between two recorded events, not yet measured. */
+struct oo_span {
+    enum oo_trace_kind kind;
+    uint32_t unit;
+    uint32_t model;
+    uint64_t bytes;
+    struct oo_event *begin, *end;
+    int traced; /* a row of the timeline is wanted */
+};
+
+/* Spans pending at once. Of a host that runs further ahead of its device only some spans are
+ * measured, unless a timeline is being recorded. */
+enum { OO_SPANS = 128, OO_SPANS_TRACED = 1 << 18 };
+
+struct oo_spans {
+    struct oo_span *pending; /* ring of `capacity`, a power of two */
+    uint64_t capacity;
+    uint64_t head, tail; /* pending[head..tail) modulo capacity */
+    struct oo_event *free_events;
+    int tracing;
+    struct oo_event *origin;
+    struct oo_trace_row *rows;
+    size_t n_rows, row_capacity;
+};
+
+/* ---- a locked ring that pageable bytes pass through: ring.c ---- */
+
+enum { OO_RING_PIECES = 4 };
+#if !defined(OO_RING_PIECE_BYTES)
+#define OO_RING_PIECE_BYTES ((size_t)4 << 20) /* the fuzz target builds with less */
+#endif
+static const size_t oo__ring_piece_bytes = OO_RING_PIECE_BYTES;
+
+struct oo_ring {
+    char *base; /* OO_RING_PIECES pieces of page-locked memory; NULL until needed */
+    struct oo_event *busy[OO_RING_PIECES]; /* the copy that last used the piece */
+    uint8_t lost[OO_RING_PIECES];          /* upwards: that copy's event could not be recorded */
+    unsigned next;
+};
+
+/* ---- what is managed: masters.c, model.c ---- */
+
+/* Host memory that this engine was told of. */
+struct oo_known {
+    struct oo_host *host;
+    struct oo_known *next;
+};
+
+struct oo_member_tensor {
+    const char *host;
+    size_t bytes;
+    size_t offset; /* in the unit, on the device */
+};
+
+struct oo_member {
+    uint32_t unit;
+    uint32_t n_tensors;
+    struct oo_member_tensor *tensors;
+    uint64_t stamp;       /* of the master that was copied */
+    uint64_t fingerprint; /* likewise */
+    uint64_t sweep;       /* the sweep that last checked the fingerprint */
+    int64_t task;
+    uint8_t stamp_known, removed;
+};
+
+/* A contiguous host range that travels as one copy. */
+struct oo_part {
+    const char *host;
+    size_t bytes;
+    size_t offset;
+    struct oo_host *memory; /* NULL: the engine does not know it */
+};
+
+/* The last use of a unit's bytes on one stream. */
+struct oo_last_use {
+    OOCUstream stream;
+    struct oo_event *event;
+    uint8_t lost; /* the event could not be recorded: only a synchronise tells when the use ends */
+};
+
+/* A use that lasts, while a timeline is recorded: a row ends on the stream that it began on. */
+struct oo_begun {
+    OOCUstream stream;
+    struct oo_event *event;
+};
+
+enum {
+    OO_STREAMS = 4, /* streams that use one unit at a time without further bookkeeping */
+    OO_USES = 16    /* uses a unit can have while the driver refuses to order them */
+};
+
+struct oo_unit {
+    uint32_t model;
+    uint32_t generation; /* of its device copy: counts evictions and refusals */
+    uint32_t n_members, n_parts;
+    struct oo_part *parts;
+    uint32_t *members;
+    size_t host_bytes, device_bytes;
+    uint8_t trainable, removed, stale;
+    uint8_t leaving;               /* to be dropped as soon as nobody computes with it */
+    struct oo_event *ready;        /* its copy has arrived */
+    OOCUstream waited[OO_STREAMS]; /* streams already ordered after `ready` */
+    uint32_t n_waited;
+    struct oo_last_use uses[OO_USES];
+    uint32_t n_uses;
+    struct oo_begun begun[OO_STREAMS];
+    uint32_t n_begun;
+};
+
+struct oo_model {
+    uint8_t removed;
+    struct oo_stats stats;
+};
+
+/* ---- all of it ---- */
+
+struct oo_engine {
+    struct oo_driver driver;
+    struct oo_mutex *mutex;
+    struct oo_fork_guard *guard;
+    OOCUdevice device;
+    OOCUcontext context;
+    int context_pushed; /* by the call that holds the mutex */
+    int usable;         /* in this call: alive, and its context is current */
+    OOCUstream h2d, d2h, compute;
+    char device_name[128], pci_id[32];
+
+    enum oo_status dead; /* OO_OK, or OO_E_DEAD */
+    int death_told;      /* to a caller that it was refused for that */
+    char dead_message[512], dead_call[48], dead_name[64];
+    int dead_code;
+    uint32_t n_leaked; /* driver objects that could not be given back, and what befell the first */
+    struct oo_error first_leak;
+
+    struct oo_plan *plan;
+    struct oo_unit *units; /* by the plan's unit ids */
+    uint32_t n_units, unit_capacity;
+    struct oo_member *members;
+    uint32_t n_members, member_capacity;
+    struct oo_model *models;
+    uint32_t n_models, model_capacity;
+    struct oo_known *known; /* host memory that masters may lie in */
+    uint32_t n_known;
+
+    uint64_t sweep;
+    int in_task, held, verify;
+    double patience_s; /* how long a call waits for the uses of other threads to end */
+
+    OOCUmodule module; /* the embedded kernels, loaded on first use */
+    OOCUfunction spin;
+    struct oo_ring up, down;
+    OOCUdeviceptr unfinished; /* gradient whose download failed and could not be waited for */
+    struct oo_spans spans;
+    struct oo_stats stats; /* the engine's own: what belongs to no model */
+};
+
+#endif

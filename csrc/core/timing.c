@@ -1,0 +1,305 @@
+/* timing.c - events, measured spans, the timeline.
+ *
+ * Seconds come from pairs of events and are read when both have passed, never by waiting: pairs
+ * queue in order of recording, and each new pair first reads those at the head that have ended. */
+#include "timing.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static const double oo__stall_floor_s =
+    10e-6; /* two events in a row on an idle stream are microseconds apart */
+
+/* ---- events ---- */
+
+static enum oo_status oo__event_create(struct oo_engine *engine) {
+    struct oo_event *event = calloc(1, sizeof *event);
+    if (!event)
+        return oo__fail(OO_E_MEMORY, "no memory for an event's record");
+    enum oo_status status = OO_DRIVE(engine, cuEventCreate, &event->handle, OOCU_EVENT_DEFAULT);
+    if (status != OO_OK) {
+        free(event);
+        return status;
+    }
+    engine->stats.allocations++;
+    event->next = engine->spans.free_events;
+    engine->spans.free_events = event;
+    return OO_OK;
+}
+
+enum oo_status oo__events_reserve(struct oo_engine *engine, uint32_t count) {
+    enum oo_status status = OO_OK;
+    for (uint32_t i = 0; i < count && status == OO_OK; i++)
+        status = oo__event_create(engine);
+    return status;
+}
+
+enum oo_status oo__event_take(struct oo_engine *engine, struct oo_event **out) {
+    *out = NULL;
+    if (!engine->spans.free_events)
+        oo__spans_harvest(engine);
+    if (!engine->spans.free_events) {
+        enum oo_status status = oo__event_create(engine);
+        if (status != OO_OK)
+            return status;
+    }
+    *out = engine->spans.free_events;
+    /* The analyzer does not see that oo__event_create puts one there. */
+    // NOLINTNEXTLINE(clang-analyzer-core.NullDereference)
+    engine->spans.free_events = (*out)->next;
+    (*out)->references = 1;
+    (*out)->next = NULL;
+    return OO_OK;
+}
+
+struct oo_event *oo__event_share(struct oo_event *event) {
+    event->references++;
+    return event;
+}
+
+/* An event may be recorded anew as soon as nobody refers to it: waits queued on it keep the record
+ * they saw. */
+void oo__event_give(struct oo_engine *engine, struct oo_event *event) {
+    if (!event || --event->references > 0)
+        return;
+    event->next = engine->spans.free_events;
+    engine->spans.free_events = event;
+}
+
+/* ---- spans ---- */
+
+/* A time that cannot be read is a measurement lost, and nothing else. */
+static OOCUresult oo__elapsed(struct oo_engine *engine, float *milliseconds,
+                              const struct oo_event *begin, const struct oo_event *end) {
+    if (!engine->driver.cuEventElapsedTime)
+        return OOCU_ERROR_NOT_SUPPORTED;
+    const OOCUresult result =
+        engine->driver.cuEventElapsedTime(milliseconds, begin->handle, end->handle);
+    if (result != OOCU_ERROR_NOT_READY)
+        (void)oo__note(engine, "cuEventElapsedTime", result);
+    return result;
+}
+
+static void oo__trace_row(struct oo_engine *engine, const struct oo_span *span) {
+    struct oo_spans *spans = &engine->spans;
+    float begin_ms, end_ms;
+    if (oo__elapsed(engine, &begin_ms, spans->origin, span->begin) != OOCU_SUCCESS ||
+        oo__elapsed(engine, &end_ms, spans->origin, span->end) != OOCU_SUCCESS)
+        return;
+    if (spans->n_rows == spans->row_capacity) {
+        const size_t capacity = spans->row_capacity ? 2 * spans->row_capacity : 4096;
+        struct oo_trace_row *rows = realloc(spans->rows, capacity * sizeof *rows);
+        if (!rows)
+            return;
+        spans->rows = rows;
+        spans->row_capacity = capacity;
+    }
+    spans->rows[spans->n_rows++] = (struct oo_trace_row){
+        span->kind, span->unit, (double)begin_ms * 1e-3, (double)end_ms * 1e-3, span->bytes};
+}
+
+static struct oo_span *oo__span_at(const struct oo_spans *spans, uint64_t index) {
+    return &spans->pending[index & (spans->capacity - 1)];
+}
+
+/* 1 when the span at the head has ended, and was read. */
+static int oo__harvest_one(struct oo_engine *engine) {
+    struct oo_spans *spans = &engine->spans;
+    const struct oo_span *span = oo__span_at(spans, spans->head);
+    float milliseconds = 0.0f;
+    const OOCUresult result = oo__elapsed(engine, &milliseconds, span->begin, span->end);
+    if (result == OOCU_ERROR_NOT_READY)
+        return 0;
+    if (result == OOCU_SUCCESS) {
+        struct oo_stats *stats =
+            span->kind == OO_TRACE_D2H ? &engine->stats : &engine->models[span->model].stats;
+        const double seconds = (double)milliseconds * 1e-3;
+        switch (span->kind) {
+        case OO_TRACE_H2D:
+            stats->h2d_seconds += seconds;
+            stats->h2d_timed_bytes += span->bytes;
+            break;
+        case OO_TRACE_D2H:
+            stats->d2h_seconds += seconds;
+            stats->d2h_timed_bytes += span->bytes;
+            break;
+        case OO_TRACE_STALL:
+            if (seconds > oo__stall_floor_s) {
+                stats->stalls++;
+                stats->stall_seconds += seconds;
+            }
+            break;
+        case OO_TRACE_COMPUTE:
+            break;
+        }
+        if (span->traced)
+            oo__trace_row(engine, span);
+    }
+    oo__event_give(engine, span->begin);
+    oo__event_give(engine, span->end);
+    spans->head++;
+    return 1;
+}
+
+void oo__spans_harvest(struct oo_engine *engine) {
+    while (engine->spans.head != engine->spans.tail && oo__harvest_one(engine))
+        continue;
+}
+
+/* Room for one more span: 0 when there is none to be had. */
+static int oo__spans_make_room(struct oo_engine *engine) {
+    struct oo_spans *spans = &engine->spans;
+    oo__spans_harvest(engine);
+    if (spans->tail - spans->head < spans->capacity)
+        return 1;
+    if (spans->capacity >= (spans->tracing ? OO_SPANS_TRACED : OO_SPANS))
+        return 0;
+    const uint64_t capacity = spans->capacity ? 2 * spans->capacity : OO_SPANS;
+    struct oo_span *pending = calloc(capacity, sizeof *pending);
+    if (!pending)
+        return 0;
+    for (uint64_t i = spans->head; i != spans->tail; i++)
+        pending[i & (capacity - 1)] = *oo__span_at(spans, i);
+    free(spans->pending);
+    spans->pending = pending;
+    spans->capacity = capacity;
+    return 1;
+}
+
+void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit, uint32_t model,
+                  uint64_t bytes, struct oo_event *begin, struct oo_event *end) {
+    struct oo_spans *spans = &engine->spans;
+    if (!oo__spans_make_room(engine))
+        return;
+    *oo__span_at(spans, spans->tail++) = (struct oo_span){
+        kind, unit, model, bytes, oo__event_share(begin), oo__event_share(end), spans->tracing};
+}
+
+void oo__spans_free(struct oo_engine *engine) {
+    struct oo_spans *spans = &engine->spans;
+    while (spans->head != spans->tail) {
+        oo__event_give(engine, oo__span_at(spans, spans->head)->begin);
+        oo__event_give(engine, oo__span_at(spans, spans->head)->end);
+        spans->head++;
+    }
+    oo__event_give(engine, spans->origin);
+    spans->origin = NULL;
+    while (spans->free_events) {
+        struct oo_event *event = spans->free_events;
+        spans->free_events = event->next;
+        if (engine->usable)
+            OO_GIVE_BACK(engine, cuEventDestroy, event->handle);
+        free(event);
+    }
+    free(spans->rows);
+    free(spans->pending);
+    spans->rows = NULL;
+    spans->pending = NULL;
+    spans->capacity = 0;
+}
+
+/* ---- the timeline ---- */
+
+enum oo_status oo__row_begin(struct oo_engine *engine, struct oo_unit *unit, OOCUstream stream) {
+    struct oo_event *begin;
+    if (!engine->spans.tracing || unit->n_begun == OO_STREAMS)
+        return OO_OK;
+    enum oo_status status = oo__event_take(engine, &begin);
+    if (status != OO_OK)
+        return status;
+    status = OO_DRIVE(engine, cuEventRecord, begin->handle, stream);
+    if (status == OO_OK)
+        unit->begun[unit->n_begun++] = (struct oo_begun){stream, begin};
+    else
+        oo__event_give(engine, begin);
+    return status;
+}
+
+/* The span has an end of its own: the mark that H2 waits for is recorded anew by the next use. */
+void oo__row_end(struct oo_engine *engine, uint32_t id, OOCUstream stream) {
+    struct oo_unit *unit = &engine->units[id];
+    struct oo_event *end;
+    uint32_t i = 0;
+    while (i < unit->n_begun && unit->begun[i].stream != stream)
+        i++;
+    if (i == unit->n_begun)
+        return;
+    struct oo_event *begin = unit->begun[i].event;
+    unit->n_begun--;
+    memmove(&unit->begun[i], &unit->begun[i + 1], (unit->n_begun - i) * sizeof unit->begun[0]);
+    if (engine->usable && oo__event_take(engine, &end) == OO_OK) {
+        if (OO_DRIVE(engine, cuEventRecord, end->handle, stream) == OO_OK)
+            oo__span_add(engine, OO_TRACE_COMPUTE, id, unit->model, 0, begin, end);
+        oo__event_give(engine, end);
+    }
+    oo__event_give(engine, begin);
+}
+
+void oo__rows_forget(struct oo_engine *engine, struct oo_unit *unit) {
+    while (unit->n_begun)
+        oo__event_give(engine, unit->begun[--unit->n_begun].event);
+}
+
+enum oo_status oo_trace_start(struct oo_engine *engine) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    if (!engine->driver.cuEventElapsedTime) {
+        status = oo__fail(OO_E_DRIVER_OLD,
+                          "this driver has no cuEventElapsedTime: a timeline cannot be recorded");
+        goto done;
+    }
+    if (engine->spans.tracing) {
+        status = oo__fail(OO_E_STATE, "a timeline is being recorded already");
+        goto done;
+    }
+    oo__spans_harvest(engine);
+    OO_TRY(oo__event_take(engine, &engine->spans.origin));
+    status = OO_DRIVE(engine, cuEventRecord, engine->spans.origin->handle, engine->h2d);
+    if (status != OO_OK) {
+        oo__event_give(engine, engine->spans.origin);
+        engine->spans.origin = NULL;
+        goto done;
+    }
+    engine->spans.tracing = 1;
+done:
+    oo__leave(engine);
+    return status;
+}
+
+enum oo_status oo_trace_stop(struct oo_engine *engine, struct oo_trace_row **rows, size_t *count) {
+    *rows = NULL;
+    *count = 0;
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    struct oo_spans *spans = &engine->spans;
+    if (!spans->tracing) {
+        status = oo__fail(OO_E_STATE, "no timeline is being recorded");
+        goto done;
+    }
+    /* The rows are wanted now: wait for each span's end. Not part of a training step. */
+    for (uint64_t i = spans->head; i != spans->tail; i++) {
+        engine->stats.host_waits++;
+        OO_TRY(OO_DRIVE(engine, cuEventSynchronize, oo__span_at(spans, i)->end->handle));
+    }
+    oo__spans_harvest(engine);
+    if (spans->head != spans->tail) { /* each has ended: the driver contradicts itself */
+        status = oo__check(engine, "cuEventElapsedTime", OOCU_ERROR_NOT_READY);
+        goto done;
+    }
+    *rows = spans->rows;
+    *count = spans->n_rows;
+    spans->rows = NULL;
+    spans->n_rows = spans->row_capacity = 0;
+    spans->tracing = 0;
+    for (uint32_t i = 0; i < engine->n_units; i++) /* uses that outlast it are in no later one */
+        oo__rows_forget(engine, &engine->units[i]);
+    oo__event_give(engine, spans->origin);
+    spans->origin = NULL;
+done:
+    oo__leave(engine);
+    return status;
+}
+
+void oo_trace_free(struct oo_trace_row *rows) { free(rows); }

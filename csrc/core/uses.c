@@ -1,0 +1,93 @@
+/* uses.c - the ends of a unit's uses: marked where a stream has queued one, waited for before
+ * anything is written over the bytes (H2). */
+#include "uses.h"
+#include "call.h"
+#include "timing.h"
+
+#include <string.h>
+
+/* The entry of `stream` among the unit's last uses; NULL when there is no room for one. When more
+ * streams than entries use the unit, the oldest use is ordered before the h2d stream at once, which
+ * is all that an eviction would do (H2). */
+static struct oo_last_use *oo__use_entry(struct oo_engine *engine, struct oo_unit *unit,
+                                         OOCUstream stream) {
+    struct oo_last_use *entry = NULL;
+    for (uint32_t i = 0; i < unit->n_uses; i++)
+        if (unit->uses[i].stream == stream)
+            entry = &unit->uses[i];
+    if (!entry && unit->n_uses >= OO_STREAMS) {
+        struct oo_last_use *oldest = &unit->uses[0];
+        if (oldest->lost || !engine->usable ||
+            OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, oldest->event->handle, 0) != OO_OK)
+            return NULL;
+        oo__event_give(engine, oldest->event);
+        unit->n_uses--;
+        memmove(&unit->uses[0], &unit->uses[1], unit->n_uses * sizeof unit->uses[0]);
+    }
+    if (!entry) {
+        entry = &unit->uses[unit->n_uses++];
+        *entry = (struct oo_last_use){stream, NULL, 1};
+    }
+    if (!entry->event && engine->usable)
+        (void)oo__event_take(engine, &entry->event);
+    return entry;
+}
+
+/* The mark that H2 waits for. */
+enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *unit, OOCUstream stream) {
+    struct oo_last_use *entry = oo__use_entry(engine, unit, stream);
+    if (engine->dead != OO_OK)
+        return OO_OK; /* there is nothing left to overwrite */
+    if (!entry) {
+        enum oo_status status = oo__synchronize(engine, stream, 1);
+        if (status == OO_OK || unit->n_uses == OO_USES)
+            return status;
+        unit->uses[unit->n_uses++] = (struct oo_last_use){stream, NULL, 1};
+        engine->stats.lost_uses++;
+        return OO_OK;
+    }
+    entry->lost = !entry->event || !engine->usable ||
+                  OO_DRIVE(engine, cuEventRecord, entry->event->handle, stream) != OO_OK;
+    engine->stats.lost_uses += entry->lost;
+    return OO_OK;
+}
+
+/* H2: nothing may be written over the unit's bytes before each stream that used them has passed its
+ * last use. */
+enum oo_status oo__order_after_uses(struct oo_engine *engine, const struct oo_unit *unit) {
+    for (uint32_t i = 0; i < unit->n_uses; i++) {
+        const struct oo_last_use *use = &unit->uses[i];
+        enum oo_status status =
+            use->lost ? oo__synchronize(engine, use->stream, 1)
+                      : OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, use->event->handle, 0);
+        if (status != OO_OK)
+            return status;
+    }
+    return OO_OK;
+}
+
+/* The waits queued on the events keep the records they saw, so the events are free again at once.
+ */
+void oo__forget_copy(struct oo_engine *engine, uint32_t id) {
+    struct oo_unit *unit = &engine->units[id];
+    for (uint32_t i = 0; i < unit->n_uses; i++)
+        oo__event_give(engine, unit->uses[i].event);
+    oo__event_give(engine, unit->ready);
+    unit->ready = NULL;
+    unit->n_uses = unit->n_waited = 0;
+    unit->stale = unit->leaving = 0;
+    unit->generation++;
+}
+
+enum oo_status oo__drop(struct oo_engine *engine, uint32_t id) {
+    if (!oo_plan_resident(engine->plan, id))
+        return OO_OK;
+    if (engine->usable) {
+        enum oo_status status = oo__order_after_uses(engine, &engine->units[id]);
+        if (status != OO_OK)
+            return status;
+    }
+    oo__forget_copy(engine, id);
+    oo_plan_drop(engine->plan, id);
+    return OO_OK;
+}

@@ -1,0 +1,17 @@
+/* uses.h - who still uses a unit's bytes on the device, and what has to come after them. */
+#ifndef OO_USES_H
+#define OO_USES_H
+
+#include "state.h"
+
+/* `stream` has queued its last use of the unit so far. A use whose end cannot be marked counts as
+ * lost: only a synchronise can tell when it ends, and whoever overwrites the bytes will do that. */
+enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *unit, OOCUstream stream);
+/* Make the h2d stream wait for every use of the unit's bytes. */
+enum oo_status oo__order_after_uses(struct oo_engine *engine, const struct oo_unit *unit);
+/* The unit's device copy is gone; its uses are ordered before the h2d stream already. */
+void oo__forget_copy(struct oo_engine *engine, uint32_t unit);
+/* Order after uses, forget the copy, and leave the arena. */
+enum oo_status oo__drop(struct oo_engine *engine, uint32_t unit);
+
+#endif
