@@ -21,6 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from . import _core
 from .errors import OffloadError
+from .geometry import is_dense
 
 if TYPE_CHECKING:
     from .manager_modules import Layer
@@ -170,8 +171,6 @@ class DeviceState:
         """
         if gradient is None:
             return None
-        from .manager_modules import is_dense
-
         if not is_dense(gradient):
             gradient = gradient.contiguous()
         host = torch.empty_strided(

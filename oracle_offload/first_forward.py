@@ -30,8 +30,11 @@ from torch.utils._pytree import tree_leaves
 
 from . import trial
 from .engines import Layout
+from .exemption import is_exempt
+from .geometry import memory_of
 from .manager_modules import is_managed
-from .witness import Witness, is_exempt, memory_of, operator_of, refusal, tensors_in
+from .operators import operator_of, tensors_in
+from .witness import Witness, refusal
 
 if TYPE_CHECKING:
     from .manager import MemoryManager

@@ -21,6 +21,7 @@ from .engines import DeviceState, Layout, Segment, close_if_unused, open_state, 
 from .errors import DriverError, OffloadError
 from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers
+from .geometry import stored_bytes, tensor_bytes, unit_bytes
 from .manager_modules import HANDLE, Layer, is_managed, layer_type, put_on_trial, swap_in, swap_out
 from .progress import DelayedBar
 from .selection import Leaf, group_units, wrapper_of
@@ -98,7 +99,7 @@ class Attachment:
     @property
     def managed_bytes(self) -> int:
         """Bytes that the managed weights take on the device, where each is aligned."""
-        return sum(masters.unit_bytes(layer.tensors()) for layer in self.layers)
+        return sum(unit_bytes(layer.tensors()) for layer in self.layers)
 
     def _tell_once(self, what: str, message: str, *arguments: object) -> None:
         if what not in self._told:
@@ -210,7 +211,7 @@ class Attachment:
                 "optimizer?): they are copied through a small locked ring, which is slower. If "
                 "they are to stay, load them without assign=True, or drop what holds them and call "
                 "manager.refresh().",
-                format_size(sum(masters.tensor_bytes(tensor) for tensor in outside)),
+                format_size(sum(tensor_bytes(tensor) for tensor in outside)),
             )
 
     def let_go_if_lost(self, layer: Layer) -> bool:
@@ -654,7 +655,7 @@ def attach(
     lock_limit = _lock_limit(ram_budget)
     chosen = selection.select(module, ignore_modules)
     units = group_units(chosen.leaves)
-    sizes = [masters.unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units]
+    sizes = [unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units]
     managed, largest = sum(sizes), max(sizes)
     _close_leftovers(open_state(where))
     state = open_state(where)  # closing the last leftover closes the engine
@@ -823,14 +824,14 @@ def residents(module: nn.Module, reasons: dict[str, str]) -> dict[str, Resident]
             reason = "it was added after attach"
         else:
             reason = f"{type(inner).__name__} is no kind of layer that is managed"
-        found[f"{name}.{key}" if name else key] = Resident(reason, masters.stored_bytes(parameter))
+        found[f"{name}.{key}" if name else key] = Resident(reason, stored_bytes(parameter))
     return found
 
 
 def distinct_bytes(module: nn.Module) -> int:
     """Return the bytes of all parameters that are not managed; a shared one counts once."""
     distinct = {id(parameter): parameter for *_, parameter in unmanaged_parameters(module)}
-    return sum(masters.stored_bytes(parameter) for parameter in distinct.values())
+    return sum(stored_bytes(parameter) for parameter in distinct.values())
 
 
 def move_unmanaged(

@@ -25,7 +25,8 @@ from . import autograd, engines
 from ._core import BACKWARD, FORWARD, RECOMPUTE
 from .autocast import cast_dtype, cast_input, cast_tensors
 from .errors import NoRoomError, OffloadError, StaleWeightsError, no_room_error
-from .witness import exempt
+from .exemption import exempt
+from .geometry import is_dense
 
 if TYPE_CHECKING:
     from .engines import DeviceState
@@ -656,18 +657,6 @@ def is_held_elsewhere(tensor: Tensor, reassigned: bool) -> bool:
         or torch._C._storage_Use_Count(storage._cdata) > own_references
         or not (reassigned or storage.resizable())
     )
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in whatever order."""
-    expected = 1
-    for step, size in sorted(
-        (step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
-    ):
-        if step != expected:
-            return False
-        expected *= size
-    return True
 
 
 # ---- classes ----

@@ -17,26 +17,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ._core import ALIGNMENT, HostBuffer
-from .manager_modules import is_dense
+from ._core import HostBuffer
+from .geometry import aligned, contiguous_stride, is_dense, tensor_bytes, unit_bytes
 from .sizes import GIB
 
 PIECE_BYTES = GIB
-
-
-def aligned(nbytes: int) -> int:
-    """Return `nbytes` rounded up to the alignment of tensors."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def tensor_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
-
-
-def unit_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of a unit: each tensor at the next multiple of the alignment."""
-    return sum(aligned(tensor_bytes(tensor)) for tensor in tensors)
 
 
 def split_pieces(
@@ -104,14 +89,6 @@ class Piece:
         return self.uses == 0 and all(storage.expired() for storage in self._storages)
 
 
-def stored_bytes(tensor: Tensor) -> int:
-    """Return the bytes a tensor takes; of a wrapper, those of the tensors that it is made of."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        return tensor_bytes(tensor)
-    return sum(stored_bytes(getattr(tensor, name)) for name in flatten()[0])
-
-
 def move_into(tensor: Tensor, buffer: HostBuffer, offset: int) -> None:
     """Re-point ``tensor.data`` to `offset` of `buffer`; values and dense strides stay."""
     source = tensor.detach()
@@ -119,7 +96,7 @@ def move_into(tensor: Tensor, buffer: HostBuffer, offset: int) -> None:
     dense = is_dense(source)
     with torch.inference_mode(False), torch.no_grad():
         flat = torch.frombuffer(buffer, dtype=source.dtype, count=source.numel(), offset=offset)
-        stride = source.stride() if dense else _contiguous_stride(source.shape)
+        stride = source.stride() if dense else contiguous_stride(source.shape)
         master = torch.as_strided(flat, source.shape, stride)
         if dense and source.device.type == "cpu":
             buffer.fill(offset, source.data_ptr(), nbytes)
@@ -139,11 +116,3 @@ def trim_heap() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(1, size)
-    return tuple(reversed(stride))

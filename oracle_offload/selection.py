@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from .errors import OffloadError
-from .manager_modules import has_own_forward, is_dense, is_managed, layer_type
-from .masters import unit_bytes
+from .geometry import is_dense, memory_of, unit_bytes
+from .manager_modules import has_own_forward, is_managed, layer_type
 from .sizes import KIB, MIB
 
 # Methods that compute: where a weight used by name is computed with. Setup methods (diffusers'
@@ -284,18 +284,11 @@ def _drop_shared(
             if tensor is None:
                 continue
             owners.setdefault(id(tensor), []).append(name)
-            if id(tensor) in seen or tensor.layout is not torch.strided or tensor.numel() == 0:
+            start, end = memory_of(tensor)
+            if id(tensor) in seen or start == end:
                 continue
             seen.add(id(tensor))
-            try:
-                start = tensor.data_ptr()
-                storage = tensor.untyped_storage().data_ptr()
-            except (RuntimeError, NotImplementedError):  # a wrapper subclass has no memory
-                continue
-            extent = 1 + sum(
-                (n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
-            )
-            end = start + extent * tensor.element_size()
+            storage = tensor.untyped_storage().data_ptr()
             spans.setdefault(storage, []).append((start, end, id(tensor), name))
     overlapping: set[int] = set()
     for group in spans.values():

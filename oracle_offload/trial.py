@@ -24,9 +24,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .autocast import cast_input, cast_tensors
 from .engines import Layout
 from .errors import OffloadError
+from .exemption import exempt
 from .manager_modules import HANDLE, swap_out
 from .sizes import format_size
-from .witness import exempt
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,92 +12,16 @@ A milder one watches the first forward of every attached model, see `oracle_offl
 
 from __future__ import annotations
 
-import bisect
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from .engines import DeviceState, Layout, open_states
 from .errors import OffloadError
-
-# Operators that ask a tensor for its geometry and read none of its bytes.
-_GEOMETRY_ONLY = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
-# Operators that launch no kernel: they allocate, or make a tensor of memory that is there.
-_NO_KERNEL = frozenset(
-    f"aten::{name}"
-    for name in ("empty", "empty_strided", "set_", "resize_", "_unsafe_view", "_reshape_alias")
-)
-
-_exempt = threading.local()
-_STEP_FILE = torch_optimizer.Optimizer.profile_hook_step.__code__.co_filename  # wraps each step()
-
-
-@contextmanager
-def exempt() -> Iterator[None]:
-    """Let operators of this thread touch masters: what an optimizer step may do."""
-    depth = getattr(_exempt, "depth", 0)
-    _exempt.depth = depth + 1
-    try:
-        yield
-    finally:
-        _exempt.depth = depth
-
-
-def is_exempt() -> bool:
-    """Whether this thread may touch masters now.
-
-    An optimizer step is told by its frame: torch's hooks do not say when a step has failed.
-    """
-    if getattr(_exempt, "depth", 0):
-        return True
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == _STEP_FILE:
-            return True
-        frame = frame.f_back
-    return False
-
-
-class _Spans:
-    """Byte ranges that do not overlap, each with what it is."""
-
-    def __init__(self, spans: list[tuple[int, int, Any]]) -> None:
-        self.spans = sorted(set(spans), key=lambda span: span[:2])
-        self.starts = [span[0] for span in self.spans]
-        self.start = self.spans[0][0] if spans else 0
-        self.end = max((span[1] for span in spans), default=0)
-
-    def touched(self, start: int, end: int) -> Iterator[tuple[int, int, Any]]:
-        """Yield the intersections of [start, end) with the ranges."""
-        index = max(0, bisect.bisect_right(self.starts, start) - 1)
-        for low, high, what in self.spans[index:]:
-            if low >= end:
-                return
-            if high > start:
-                yield max(low, start), min(high, end), what
-
-
-def memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the address range ``(start, end)`` of a tensor's elements; empty where it has none."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
-        return 0, 0
-    try:
-        start = tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):  # a wrapper subclass or a fake tensor
-        return 0, 0
-    if tensor.is_contiguous():
-        return start, start + tensor.numel() * tensor.element_size()
-    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + extent * tensor.element_size()
+from .exemption import is_exempt
+from .geometry import Spans, memory_of
+from .operators import Operator, operator_of, tensors_in
 
 
 class Witness(TorchDispatchMode):
@@ -135,8 +59,8 @@ class Witness(TorchDispatchMode):
         self.arena_reads = 0
         self._clocked: list[DeviceState] = []
         self._layout = -1
-        self._masters = _Spans([])
-        self._arena = _Spans([])
+        self._masters = Spans([])
+        self._arena = Spans([])
 
     def __enter__(self) -> Witness:
         states = self._map_memory()
@@ -151,7 +75,7 @@ class Witness(TorchDispatchMode):
         """Note where masters and arenas lie now."""
         self._layout = Layout.version
         states = open_states()
-        self._masters = _Spans(
+        self._masters = Spans(
             [
                 (start, end, f"{layer.name}.{key}" if layer.name else key)
                 for state in states
@@ -161,7 +85,7 @@ class Witness(TorchDispatchMode):
                 for start, end in [memory_of(tensor)]
             ]
         )
-        self._arena = _Spans(
+        self._arena = Spans(
             [
                 (segment.address, segment.address + segment.nbytes, state)
                 for state in states
@@ -220,7 +144,7 @@ class Witness(TorchDispatchMode):
             raise refusal(f"operator {func} {'writes' if written else 'reads'}", name)
 
     def _charge(
-        self, operator: _Operator, args: Any, kwargs: Any, result: Any, moved: int, now: bool
+        self, operator: Operator, args: Any, kwargs: Any, result: Any, moved: int, now: bool
     ) -> None:
         outputs = list(tensors_in(result))
         moved += sum(end - start for start, end in map(memory_of, outputs))
@@ -240,60 +164,6 @@ def refusal(what: str, name: str) -> OffloadError:
         "layer instead of calling the layer. Leave it resident: "
         f"attach(..., ignore_modules=[{name.rpartition('.')[0]!r}])."
     )
-
-
-class _Operator:
-    """What has to be known of one operator, read off its schema once."""
-
-    def __init__(self, func: Any) -> None:
-        schema = getattr(func, "_schema", None)
-        arguments = () if schema is None else schema.arguments
-        written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
-        self.touches_bytes = not (
-            schema is not None  # a higher-order operator may do anything with its arguments
-            and (
-                func.is_view
-                or (schema.name.endswith(_GEOMETRY_ONLY) and not any(written))
-                or schema.name in _NO_KERNEL
-            )
-        )
-        self.flops = flop_registry.get(getattr(func, "_overloadpacket", None))
-        self.positional: list[bool] = written
-        self.named = {a.name: w for a, w in zip(arguments, written, strict=True)}
-
-    def tensors(self, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
-        """Yield the tensors among the arguments, each with whether it is written."""
-        for value, written in zip_longest(args, self.positional[: len(args)], fillvalue=False):
-            for tensor in tensors_in(value):
-                yield tensor, written
-        for name, value in kwargs.items():
-            for tensor in tensors_in(value):
-                yield tensor, self.named.get(name, False)
-
-
-_operators: dict[Any, _Operator] = {}
-
-
-def operator_of(func: Any) -> _Operator:
-    """Return what has to be known of `func`."""
-    operator = _operators.get(func)
-    if operator is None:
-        operator = _operators[func] = _Operator(func)
-    return operator
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a nested list, of a wrapper subclass those that it is made of."""
-    if isinstance(value, Tensor):
-        flatten = getattr(value, "__tensor_flatten__", None)
-        if flatten is None:
-            yield value
-            return
-        for name in flatten()[0]:  # what a wrapper subclass is made of
-            yield from tensors_in(getattr(value, name))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def _declare(reads: list[tuple[int, int, Any]], writes: list[tuple[int, int, Any]]) -> None:
