@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 from ..terminal import FileError, naming, printable, put, wants_color
-from . import _explain
 from .history import read_history
+from .pipeline import explain
 from .reading import read_excerpt
 from .report import OomReport
 
@@ -63,7 +63,7 @@ def _once(path: str, history: History) -> Iterator[OomReport]:
         excerpt = read_excerpt(log)
     if excerpt.note:
         print(f"{printable(name)}: {excerpt.note}", file=sys.stderr)
-    yield _explain(excerpt.text, history, None)
+    yield explain(excerpt.text, history, None)
 
 
 def _opened(path: str) -> IO[bytes]:
@@ -109,7 +109,7 @@ class Follower:
 
     def report(self) -> OomReport | None:
         """Return a report on what came since the last one, or None where that holds no message."""
-        report = _explain(self.text, self.history, None, since=self.explained)
+        report = explain(self.text, self.history, None, since=self.explained)
         self.explained = len(self.text)
         return report if report.found else None
 

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from ..terminal import put, wants_color
+from .pipeline import explain_oom
 from .report import OomReport
 
 # The first line of the note: by it an exception that was explained once is known again.
@@ -77,8 +78,6 @@ class explained_oom(ContextDecorator):
     ) -> None:
         if error is None or isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
             return
-        from . import explain_oom
-
         report = explain_oom(error, history=self.history)
         if not report.found:
             return
@@ -108,8 +107,6 @@ def _write(report: OomReport, stream: IO[str]) -> None:
 def _explain_to_stderr(error: BaseException | None) -> None:
     if error is None or isinstance(error, (KeyboardInterrupt, SystemExit)) or _is_explained(error):
         return
-    from . import explain_oom
-
     report = explain_oom(error)
     if report.found and sys.stderr is not None:
         _write(report, sys.stderr)
@@ -164,8 +161,6 @@ def _after_cell(result: Any) -> None:
     error = getattr(result, "error_in_exec", None) or getattr(result, "error_before_exec", None)
     if not isinstance(error, BaseException) or _is_explained(error):
         return
-    from . import explain_oom
-
     report = explain_oom(error)
     if report.found:
         # By name: IPython is no dependency, and it is here whenever this runs.

@@ -13,6 +13,7 @@ from .cause import Cause
 from .facts import Fact, parse_size
 from .fixes import plan
 from .parse import find
+from .pipeline import explain_oom
 from .report import OomReport
 
 SIGKILL = 9
@@ -101,8 +102,6 @@ def explain_exit(
 def _explain_exit(
     returncode: int, log: str, group: str | PathLike[str] | None, kills_before: int | None
 ) -> OomReport:
-    from . import explain_oom
-
     report = explain_oom(log)
     if returncode not in KILLED or (report.found and not report.suspected):
         return report
