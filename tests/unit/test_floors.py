@@ -1,0 +1,108 @@
+"""The code has floors: no circle among imports, includes or calls, and no arrow upwards."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import floors  # noqa: E402
+
+PACKAGE = ROOT / "oracle_offload"
+BELOW_BINDING = ("csrc/base", "csrc/driver", "csrc/core")
+
+
+def test_no_circle_and_no_upward_arrow_among_includes():
+    arrows = floors.include_arrows(ROOT)
+    assert "csrc/core/plan.h" in arrows["csrc/core/plan.c"]
+    assert floors.circle(arrows) == []
+    assert floors.upward(arrows, floors.C_FLOORS) == []
+    simulator = {file: needed for file, needed in arrows.items() if file.startswith("csrc/sim")}
+    assert floors.upward(simulator, floors.SIMULATOR_FLOORS) == []
+
+
+# ---- what is planted is found ----
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "from . import manager",
+        "from .manager import attach",
+        "import oracle_offload.manager",
+        "def late():\n    from .manager import attach",
+        "class C:\n    def method(self):\n        import oracle_offload.manager as m",
+        "import importlib\nimportlib.import_module('oracle_offload.manager')",
+        "from importlib import import_module\ngo = lambda: import_module('.manager', __package__)",
+        "def late():\n    return __import__('oracle_offload.manager')",
+        "from oracle_offload import attach",  # resolved when it is asked for
+        "if TYPE_CHECKING:\n    pass\nelse:\n    from . import manager",
+    ],
+)
+def test_an_import_that_closes_a_circle_is_found(planted, tmp_path):
+    package = tmp_path / "oracle_offload"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    lowest = package / "sizes.py"
+    lowest.write_text(f"{lowest.read_text()}\n{planted}\n")
+    found = floors.circle(floors.python_arrows(package))
+    assert found[0] == found[-1]
+    assert "oracle_offload.sizes" in found
+
+
+def test_an_import_for_type_checkers_is_no_arrow(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "a.py").write_text("from . import b\n")
+    (package / "b.py").write_text("if typing.TYPE_CHECKING:\n    from . import a\n")
+    assert floors.python_arrows(package)["package.b"] == set()
+
+
+def test_an_import_that_cannot_be_read_is_an_error(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("import importlib\nimportlib.import_module(NAME)\n")
+    with pytest.raises(ValueError, match=r"package: what does import_module\(NAME\) import"):
+        floors.python_arrows(package)
+
+
+@pytest.fixture
+def sources(tmp_path):
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    return tmp_path
+
+
+def test_a_circle_of_headers_is_found(sources):
+    header = sources / "csrc/core/arena.h"
+    header.write_text(f'#include "plan.h"\n{header.read_text()}')
+    found = floors.circle(floors.include_arrows(sources))
+    assert {"csrc/core/arena.h", "csrc/core/plan.h"} <= set(found)
+
+
+def test_an_include_that_goes_up_a_floor_is_found(sources):
+    source = sources / "csrc/driver/driver.c"
+    source.write_text(f'#include "../core/plan.h"\n{source.read_text()}')
+    found = floors.upward(floors.include_arrows(sources), floors.C_FLOORS)
+    assert found == ["csrc/driver/driver.c -> csrc/core/plan.h"]
+
+
+@pytest.mark.parametrize("caller", ["csrc/core/arena.c", "csrc/driver/driver.c"])
+def test_a_call_that_closes_a_circle_is_found(caller, sources):
+    source = sources / caller
+    source.write_text(
+        f"{source.read_text()}\n"
+        "int oo__planted(void); int oo__planted(void) { return oo_engine_destroy(0); }\n"
+    )
+    arrows = floors.call_arrows(sources, *BELOW_BINDING)
+    assert caller in floors.circle(arrows)
+
+
+def test_a_call_within_a_macro_counts_where_the_macro_stands(sources):
+    header = sources / "csrc/core/arena.h"
+    header.write_text(f"{header.read_text()}\n#define UP oo_engine_destroy\n")
+    source = sources / "csrc/core/arena.c"
+    source.write_text(f"{source.read_text()}\nint oo__planted(void) {{ return UP(0); }}\n")
+    assert "csrc/core/arena.c" in floors.circle(floors.call_arrows(sources, *BELOW_BINDING))

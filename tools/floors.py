@@ -1,0 +1,245 @@
+"""Which file stands on which: the arrows of the code, its circles and its upward arrows.
+
+`python tools/floors.py` prints the floors, lowest first. tests/unit/test_floors.py holds that
+there is no circle and no arrow upwards.
+
+An arrow is an import (at the top, inside a function, by `importlib`), an `#include`, or a symbol
+that one compiled .c file takes from another.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import c_flags
+
+Arrows = dict[str, set[str]]  # each file, and those that it needs
+
+# Lowest first: a folder may use those before it. The simulator knows the driver's types alone.
+C_FLOORS = ("csrc/include", "csrc/base", "csrc/driver", "csrc/kernels", "csrc/core", "csrc/python")
+SIMULATOR_FLOORS = ("csrc/driver", "csrc/sim")
+
+
+def circle(arrows: Arrows) -> list[str]:
+    """Return one circle of `arrows`, its first file repeated at the end; empty if there is none."""
+    try:
+        graphlib.TopologicalSorter(arrows).prepare()
+    except graphlib.CycleError as error:
+        found: list[str] = error.args[1]
+        return found[::-1]
+    return []
+
+
+def by_folder(arrows: Arrows, folder_of: dict[str, str]) -> Arrows:
+    """Return the arrows between folders."""
+    folders: Arrows = {}
+    for file, needed in arrows.items():
+        home = folders.setdefault(folder_of[file], set())
+        home |= {folder_of[other] for other in needed} - {folder_of[file]}
+    return folders
+
+
+def upward(arrows: Arrows, floors: Iterable[str]) -> list[str]:
+    """Return the arrows that leave a folder of `floors` for one that is not below it."""
+    floors = list(floors)
+    found = []
+    for file, needed in arrows.items():
+        home = _folder(file)
+        if home not in floors:
+            continue
+        allowed = floors[: floors.index(home) + 1]
+        found += [f"{file} -> {other}" for other in needed if _folder(other) not in allowed]
+    return sorted(found)
+
+
+def levels(arrows: Arrows) -> list[list[str]]:
+    """Return the files by height: those that need none first."""
+    sorter = graphlib.TopologicalSorter(arrows)
+    sorter.prepare()
+    result = []
+    while sorter.is_active():
+        ready = sorter.get_ready()
+        result.append(sorted(ready))
+        sorter.done(*ready)
+    return result
+
+
+def _folder(file: str) -> str:
+    return str(Path(file).parent.as_posix())
+
+
+# ---- Python ----
+
+
+def python_arrows(package: Path) -> Arrows:
+    """Return the imports among the modules of `package`, wherever in a module they stand.
+
+    Imports for type checkers alone (``if TYPE_CHECKING``) are no arrows: they never run. Nor are
+    values that a package's own ``__init__`` assigns (``__version__``): it has run already.
+
+    Raises
+    ------
+    ValueError
+        A call of `importlib.import_module` whose argument cannot be read here.
+    """
+    modules = {}
+    for path in sorted(package.rglob("*.py*")):
+        if path.suffix not in (".py", ".pyi"):  # a stub stands for a compiled module
+            continue
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules.items()}
+    assigned = {
+        f"{name}.{_called(target)}"
+        for name, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    }
+    arrows: Arrows = {name: set() for name in modules}
+    for name, path in modules.items():
+        tree = trees[name]
+        home = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for found in set(_imports(tree, name, home)) - assigned:
+            while found and found not in modules:  # `from .module import name`
+                found = found.rpartition(".")[0]
+            if found and found != name:
+                arrows[name].add(found)
+    return arrows
+
+
+def python_folders(arrows: Arrows) -> dict[str, str]:
+    """Return for each module the package below the top that it is part of, or itself."""
+    return {name: ".".join(name.split(".")[:2]) for name in arrows}
+
+
+def _imports(tree: ast.AST, name: str, home: str) -> Iterator[str]:
+    """Yield full names; of ``from x import y`` both ``x.y``: `y` may be a module."""
+    for node in _running(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = ".".join(home.split(".")[: len(home.split(".")) - node.level + 1])
+                base = f"{package}.{base}" if base else package
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__"):
+            yield from _dynamic_import(node.args[0], tree, name, home)
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and _called(child.test) == "TYPE_CHECKING":
+            for other in child.orelse:
+                yield other
+                yield from _running(other)
+        else:
+            yield child
+            yield from _running(child)
+
+
+def _called(node: ast.AST) -> str:
+    return getattr(node, "attr", "") or getattr(node, "id", "")
+
+
+def _dynamic_import(argument: ast.expr, tree: ast.AST, name: str, home: str) -> Iterator[str]:
+    """Yield what ``"a.b"`` or ``f"{__name__}.{TABLE[key]}"`` may name."""
+    if isinstance(argument, ast.Constant):
+        target = str(argument.value)
+        yield f"{home}{target}" if target.startswith(".") else target
+        return
+    read = re.fullmatch(r"f'\{__name__\}\.\{(\w+)\[\w+\]\}'", ast.unparse(argument))
+    for node in ast.walk(tree):
+        if read and isinstance(node, ast.Assign) and _called(node.targets[0]) == read[1]:
+            for value in ast.literal_eval(node.value).values():
+                yield f"{name}.{value}"
+            return
+    raise ValueError(f"{name}: what does import_module({ast.unparse(argument)}) import?")
+
+
+# ---- C ----
+
+
+def include_arrows(root: Path) -> Arrows:
+    """Return the includes among the files below ``root/csrc``."""
+    files = sorted((root / "csrc").rglob("*.[ch]"))
+    known = {path.resolve(): path.relative_to(root).as_posix() for path in files}
+    by_name: dict[str, list[str]] = {}
+    for path in files:
+        by_name.setdefault(path.name, []).append(known[path.resolve()])
+    arrows: Arrows = {}
+    for path in files:
+        needed = arrows.setdefault(known[path.resolve()], set())
+        for include in re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE):
+            beside = known.get((path.parent / include).resolve())
+            found = [beside] if beside else by_name.get(Path(include).name, [])
+            if len(found) > 1:
+                raise ValueError(f'{path}: "{include}" may be any of {found}')
+            needed.update(found)  # none: generated, or the system's
+    return arrows
+
+
+def call_arrows(root: Path, *folders: str) -> Arrows:
+    """Return which .c file of `folders` uses symbols that another one of them defines.
+
+    Each is compiled alone, so that what a macro calls counts where the macro stands.
+    """
+    compiler, includes = c_flags.c_compiler(), c_flags.include_flags()
+    defined: dict[str, str] = {}
+    wanted: dict[str, set[str]] = {}
+    sources = [path for folder in folders for path in sorted((root / folder).glob("*.c"))]
+    with tempfile.TemporaryDirectory() as scratch:
+        for path in sources:
+            name = path.relative_to(root).as_posix()
+            compiled = Path(scratch) / "one.o"
+            subprocess.run(
+                [*compiler, "-c", "-w", *includes, str(path), "-o", str(compiled)],
+                check=True,
+                cwd=root,
+            )
+            listed = subprocess.run(
+                ["nm", "--extern-only", "--portability", str(compiled)],
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+            wanted[name] = set()
+            for line in listed.stdout.splitlines():
+                symbol, kind = line.split()[:2]
+                if kind == "U":
+                    wanted[name].add(symbol)
+                else:
+                    defined[symbol] = name
+    return {
+        name: {defined[symbol] for symbol in symbols if symbol in defined} - {name}
+        for name, symbols in wanted.items()
+    }
+
+
+def main() -> int:
+    """Print the floors."""
+    everything = {
+        "imports": python_arrows(c_flags.ROOT / "oracle_offload"),
+        "includes": include_arrows(c_flags.ROOT),
+        "calls": call_arrows(c_flags.ROOT, "csrc/base", "csrc/driver", "csrc/core"),
+    }
+    for kind, arrows in everything.items():
+        print(f"{kind}, lowest first:")
+        if found := circle(arrows):
+            print("  a circle:", " -> ".join(found))
+            continue
+        for height, files in enumerate(levels(arrows)):
+            print(f"  {height:2d}  {'  '.join(files)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
