@@ -110,7 +110,7 @@ class StandIns:
 
         Autocast keeps casts of float32 leaves only; others are cast anew at each use.
         """
-        from .autograd import apply_stand_in
+        from .layers.loan import apply_stand_in
 
         kept = parameter.dtype is torch.float32 and dtype is not torch.float32
         if not kept or not torch.is_autocast_cache_enabled():

@@ -24,7 +24,7 @@ from .errors import OffloadError
 from .geometry import is_dense
 
 if TYPE_CHECKING:
-    from .manager_modules import Layer
+    from .layers.leaf import Layer
 
 logger = logging.getLogger("oracle_offload")
 

@@ -28,11 +28,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from . import trial
 from .engines import Layout
 from .exemption import is_exempt
 from .geometry import memory_of
-from .manager_modules import is_managed
+from .layers import trial
+from .layers.leaf import is_managed
 from .operators import operator_of, tensors_in
 from .witness import Witness, refusal
 
@@ -357,7 +357,7 @@ class DirectUses(TorchFunctionMode):
 
     What a reader of source did not see (peft's DoRA, a loss that takes ``lm_head.weight``) is found
     here, above autograd and autocast, which so know the weight on the device alone. The layer is
-    resident from then on; see `oracle_offload.trial`.
+    resident from then on; see `oracle_offload.layers.trial`.
 
     Parameters
     ----------

@@ -22,7 +22,7 @@ from .errors import DriverError, OffloadError
 from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers
 from .geometry import stored_bytes, tensor_bytes, unit_bytes
-from .manager_modules import HANDLE, Layer, is_managed, layer_type, put_on_trial, swap_in, swap_out
+from .layers.leaf import HANDLE, Layer, is_managed, layer_type, put_on_trial, swap_in, swap_out
 from .progress import DelayedBar
 from .selection import Leaf, group_units, wrapper_of
 from .sizes import GIB, format_size, parse_size

@@ -4,8 +4,8 @@ Managed is a leaf whose class computes with exactly ``nn.Linear.forward`` or ``n
 and whose tensors are plain floating parameters of its own. Everything else stays resident: what a
 parent's code uses the weight of without calling the layer, what is tied to a module that is not
 managed, adapters, quantised tensors. Where such a use stands in a branch, which may never be taken,
-the layer is managed on trial, see `oracle_offload.trial`. What the rules cannot see (a weight
-handed around in a variable) fails the watch over the first forward, see
+the layer is managed on trial, see `oracle_offload.layers.trial`. What the rules cannot see (a
+weight handed around in a variable) fails the watch over the first forward, see
 `oracle_offload.first_forward`.
 """
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from .errors import OffloadError
 from .geometry import is_dense, memory_of, unit_bytes
-from .manager_modules import has_own_forward, is_managed, layer_type
+from .layers.leaf import has_own_forward, is_managed, layer_type
 from .sizes import KIB, MIB
 
 # Methods that compute: where a weight used by name is computed with. Setup methods (diffusers'

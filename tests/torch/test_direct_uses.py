@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import OffloadError, masters, selection, trial
+from oracle_offload import OffloadError, masters, selection
+from oracle_offload.layers import trial
 from oracle_offload.witness import Witness
 
 # ---- reading ----

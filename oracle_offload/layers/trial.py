@@ -21,18 +21,18 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .autocast import cast_input, cast_tensors
-from .engines import Layout
-from .errors import OffloadError
-from .exemption import exempt
-from .manager_modules import HANDLE, swap_out
-from .sizes import format_size
+from ..autocast import cast_input, cast_tensors
+from ..engines import Layout
+from ..errors import OffloadError
+from ..exemption import exempt
+from ..sizes import format_size
+from .leaf import HANDLE, swap_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .manager import Attachment, MemoryManager
-    from .manager_modules import Layer
+    from ..manager import Attachment, MemoryManager
+    from .leaf import Layer
 
 logger = logging.getLogger("oracle_offload")
 

@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from ._core import BACKWARD
-from .errors import OffloadError, StaleWeightsError
+from .._core import BACKWARD
+from ..errors import OffloadError, StaleWeightsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .engines import DeviceState
-    from .manager_modules import Conv2dLayer, Layer, LinearLayer
+    from ..engines import DeviceState
+    from .leaf import Conv2dLayer, Layer, LinearLayer
 
 _graph_task = torch._C._current_graph_task_id
 _convolution_backward = torch.ops.aten.convolution_backward.default

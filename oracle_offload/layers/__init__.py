@@ -1,0 +1,1 @@
+"""The kinds of layers whose weights are streamed, and the loan that they share."""
