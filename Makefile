@@ -6,7 +6,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo test lint format bench ctest asan-check asan-python tsan-check \
-        windows-check analyze \
+        windows-check analyze compile_commands.json \
         proof mutation mutation-python mutation-python-all coverage fuzz conformance screenshots \
         wheel gpu-wheels gpu-check gpu-rehearsal gpu-import environment clean
 
@@ -35,6 +35,7 @@ help:
 	@echo "make tsan-check    the C programs under ThreadSanitizer"
 	@echo "make windows-check cross-compile the C sources for Windows; run them where Wine is"
 	@echo "make analyze       clang-tidy and cppcheck"
+	@echo "make compile_commands.json  how each C source is compiled, for editors"
 	@echo "make proof         every proof of order and of behaviour under faults, with figures"
 	@echo "make mutation      the mutation gate of the engine alone"
 	@echo "make mutation-python      that of the Python layer and the binding, a sample of 40"
@@ -107,6 +108,9 @@ format: $(call ready,lint)
 
 analyze: $(call ready,analysis)
 	"$(PY)" tools/analyze.py
+
+compile_commands.json: $(call ready,test)
+	"$(PY)" tools/c_build.py
 
 # The parts are listed by `python tools/proof.py --list`; each can be run alone.
 proof: build

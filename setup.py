@@ -29,13 +29,12 @@ from setuptools.command.sdist import sdist
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import c_flags  # noqa: E402
+import c_build  # noqa: E402
 import kernels  # noqa: E402
 
 PACKAGE = "oracle_offload"
 WINDOWS = sys.platform == "win32"
-# The limited API is not there for free-threaded interpreters before 3.15: they get their own wheel.
-LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
+LIMITED_API = c_build.LIMITED_API
 MODES = ("auto", "on", "off")
 
 
@@ -53,8 +52,8 @@ class SimulatedDriver(Extension):
     def __init__(self) -> None:
         super().__init__(
             f"{PACKAGE}.simcuda",
-            sources=c_flags.sources(*c_flags.SIMULATOR_FOLDERS),
-            include_dirs=[*c_flags.INCLUDES, *c_flags.SIMULATOR_FOLDERS],
+            sources=c_build.sources("simulator"),
+            include_dirs=c_build.include_folders("simulator"),
         )
 
     @property
@@ -65,14 +64,11 @@ class SimulatedDriver(Extension):
 
 def core_extension() -> Extension:
     """Return the extension module `_core`: engine, driver loader and binding in one object."""
-    macros: list[tuple[str, str | None]] = []
-    if LIMITED_API:
-        macros.append(("Py_LIMITED_API", "0x030B0000"))
     return Extension(
         f"{PACKAGE}._core",
-        sources=c_flags.sources(*c_flags.CORE_FOLDERS, *c_flags.BINDING_FOLDERS),
-        include_dirs=[*c_flags.INCLUDES],
-        define_macros=macros,
+        sources=c_build.sources(c_build.ENGINE, "binding"),
+        include_dirs=c_build.include_folders("binding"),
+        define_macros=c_build.macros("binding"),
         py_limited_api=LIMITED_API,
     )
 
@@ -130,7 +126,7 @@ class BuildExt(build_ext):
         core.sources = [*core.sources, str(self.kernels.source)]
         stamp = self._stamp()
         for extension in self.extensions:
-            extension.depends = [*c_flags.headers(), "setup.py", str(stamp)]
+            extension.depends = [*c_build.headers(), "setup.py", str(stamp)]
         super().build_extensions()
 
     def get_outputs(self) -> list[str]:
@@ -138,18 +134,15 @@ class BuildExt(build_ext):
 
     def _set_flags(self, extension: Extension) -> None:
         if self.compiler.compiler_type == "msvc":
-            extension.extra_compile_args = [*c_flags.MSVC_FLAGS]
+            extension.extra_compile_args = [*c_build.MSVC_FLAGS]
             return
         werror = os.environ.get("ORACLE_OFFLOAD_BUILD_WERROR", "") not in ("", "0")
-        compiler = list(self.compiler.compiler_so[:1])
+        variant = c_build.package(
+            warnings="errors" if werror else "shown", compiler=self.compiler.compiler_so[:1]
+        )
         extension.extra_compile_args = [
-            "-std=c11",
-            "-O2",
-            "-fvisibility=hidden",
-            "-fno-common",
-            *c_flags.warning_flags(compiler, core=False, werror=werror),
-            # As system headers: CPython's own do not pass our warnings.
-            *(f"-isystem{path}" for path in self._python_includes()),
+            *variant.options("binding"),
+            *c_build.python_includes(),
         ]
         if sys.platform == "darwin":
             return
@@ -157,14 +150,9 @@ class BuildExt(build_ext):
         if isinstance(extension, SimulatedDriver):
             extension.extra_link_args += [
                 # Its own name: a library called libcuda.so.1 would be handed to torch later.
-                f"-Wl,-soname,{c_flags.SIMULATOR_SONAME}",
+                f"-Wl,-soname,{c_build.SIMULATOR_SONAME}",
                 "-Wl,--no-undefined",
             ]
-
-    @staticmethod
-    def _python_includes() -> list[str]:
-        paths = (sysconfig.get_path(name) for name in ("include", "platinclude"))
-        return list(dict.fromkeys(path for path in paths if path))
 
     def _compiler_text(self) -> str:
         if self.compiler.compiler_type == "msvc":

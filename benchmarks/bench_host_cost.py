@@ -29,23 +29,16 @@ REPEATS = 30
 
 def compile_c(folder: Path) -> tuple[Path, Path]:
     """Return (null driver, engine benchmark), built into `folder`."""
-    import c_flags
+    import c_build
     import kernels
 
-    includes = [f"-I{ROOT / include}" for include in c_flags.INCLUDES]
-    compiler = [*c_flags.c_compiler(), "-std=c11", "-O2", *includes]
-    library, program = folder / "null_driver.so", folder / "bench_engine"
-    core = [str(ROOT / name) for name in c_flags.sources(*c_flags.CORE_FOLDERS)]
-    core.append(str(kernels.build("off", folder).source))
-    here = Path(__file__).parent
-    subprocess.run(
-        [*compiler, "-shared", "-fPIC", str(here / "null_driver.c"), "-o", str(library)], check=True
+    build = c_build.Build(c_build.optimised(), folder)
+    driver = [build.object("benchmarks/null_driver.c")]
+    engine = build.engine(str(kernels.build("off", folder).source))
+    return (
+        build.link(folder / "null_driver.so", driver, ["-shared"]),
+        build.program("benchmarks/bench_engine.c", engine),
     )
-    subprocess.run(
-        [*compiler, str(here / "bench_engine.c"), *core, "-ldl", "-pthread", "-o", str(program)],
-        check=True,
-    )
-    return library, program
 
 
 @contextlib.contextmanager

@@ -116,9 +116,10 @@ def c_rows(device: str, source: str, arguments: Sequence[str]) -> Iterator[dict[
     """Build a C program of this folder and yield the JSON lines it prints, as it prints them."""
     # Not for the whole process: `kernels` there would hide the package of that name.
     sys.path.insert(0, str(ROOT / "tools"))
+    import c_build
     import c_programs
 
-    built = c_programs.build(c_programs.host_toolchain(werror=False), [f"benchmarks/{source}"])
+    built = c_programs.build(c_build.checked(warnings="shown"), [f"benchmarks/{source}"])
     # Empty: the system's driver.
     driver = str(built.simulator) if is_simulated(device) else ""
     environment = {**os.environ, "ORACLE_OFFLOAD_DRIVER": driver}

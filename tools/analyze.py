@@ -9,15 +9,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import c_flags
-from c_flags import ROOT
+import c_build
+from c_build import ROOT
 from lint import call, tool
 
-TEST_FOLDERS = ("tests/c", "tests/fuzz")
+PLAIN = (c_build.ENGINE, "simulator", "tests", "fuzz")
 
 
 def tidy(clang_tidy: str, source: str, flags: list[str]) -> str:
@@ -35,7 +34,7 @@ def tidy(clang_tidy: str, source: str, flags: list[str]) -> str:
 def compiler_includes() -> list[str]:
     """Return the compiler's own headers (stddef.h): the clang-tidy wheel brings none."""
     done = subprocess.run(
-        [*c_flags.c_compiler(), "-print-file-name=include"],
+        [*c_build.c_compiler(), "-print-file-name=include"],
         capture_output=True,
         text=True,
         check=False,
@@ -44,18 +43,18 @@ def compiler_includes() -> list[str]:
         return []
     found = ["-isystem", done.stdout.strip()]
     # gcc's stdatomic.h gives its own builtins _Atomic types, which clang's of that name refuse.
-    return found if c_flags.is_clang(c_flags.c_compiler()) else [*found, "-D_Atomic="]
+    return found if c_build.is_clang(c_build.c_compiler()) else [*found, "-D_Atomic="]
 
 
 def clang_tidy_passes() -> bool:
     """Run clang-tidy over every C source, several at a time; whether it found nothing."""
     clang_tidy = tool("clang-tidy")
-    plain = [*c_flags.CORE_FOLDERS, *c_flags.SIMULATOR_FOLDERS, *TEST_FOLDERS]
-    includes = [*c_flags.include_flags(), "-Icsrc/sim", *(f"-I{name}" for name in TEST_FOLDERS)]
-    includes += compiler_includes()
-    python = ["-isystem", sysconfig.get_path("include"), "-DPy_LIMITED_API=0x030B0000"]
-    jobs = [(source, includes) for source in c_flags.sources(*plain)]
-    jobs += [(s, [*includes, *python]) for s in c_flags.sources(*c_flags.BINDING_FOLDERS)]
+    compiler = compiler_includes()
+    jobs = [
+        (source, [*c_build.preprocessor_flags(component), *compiler])
+        for component in (*PLAIN, "binding")
+        for source in c_build.sources(component)
+    ]
     # The largest first: the last one to end decides how long it takes.
     jobs.sort(key=lambda job: (ROOT / job[0]).stat().st_size, reverse=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -66,7 +65,6 @@ def clang_tidy_passes() -> bool:
 
 def cppcheck_passes() -> bool:
     """Run cppcheck over all but the binding, which it misreads without Python's macros."""
-    folders = [*c_flags.CORE_FOLDERS, *c_flags.SIMULATOR_FOLDERS, *TEST_FOLDERS]
     return call(
         *(tool("cppcheck"), "--std=c11", "--enable=warning,performance,portability"),
         *("--inline-suppr", "--error-exitcode=1", "--quiet", f"-j{os.cpu_count()}"),
@@ -75,9 +73,8 @@ def cppcheck_passes() -> bool:
         "--suppress=constStatement",
         # A test that gets no memory may crash; what the engine does is tests/c/test_memory.c's.
         "--suppress=nullPointerOutOfMemory:tests/*",
-        *c_flags.include_flags(),
-        *(f"-I{name}" for name in ("csrc/sim", *TEST_FOLDERS)),
-        *c_flags.sources(*folders),
+        *c_build.preprocessor_flags("tests"),
+        *c_build.sources(*PLAIN),
     )
 
 

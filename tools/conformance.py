@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import c_build
 import c_programs
-from c_flags import ROOT
+from c_build import ROOT
 
 FOLDER = ROOT / "tests" / "data" / "conformance"
 TIMEOUT_S = 120
@@ -104,13 +105,13 @@ def run_program(driver: str | None) -> tuple[int, str]:
 
     Raises
     ------
-    c_programs.BuildError
+    c_build.BuildError
         When it does not compile.
     """
-    toolchain = c_programs.host_toolchain(werror=False)
-    built = c_programs.build(toolchain, ["conformance"])
+    variant = c_build.checked(warnings="shown")
+    built = c_programs.build(variant, ["conformance"])
     if driver is None:
-        done = c_programs.run(toolchain, built, "conformance", timeout_s=TIMEOUT_S)
+        done = c_programs.run(variant, built, "conformance", timeout_s=TIMEOUT_S)
         return done.returncode, done.stdout
     environment = {k: v for k, v in os.environ.items() if k != "ORACLE_OFFLOAD_DRIVER"}
     command = [str(built.programs["conformance"]), *([driver] if driver else [])]
@@ -187,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.record:
             return record(args.record, args.driver)
         status, output = run_program(None)
-    except c_programs.BuildError as error:
+    except c_build.BuildError as error:
         print(error, file=sys.stderr)
         return EXIT_CANNOT_RUN
     simulated = parse(output)

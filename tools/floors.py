@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import c_flags
+import c_build
 
 Arrows = dict[str, set[str]]  # each file, and those that it needs
 
@@ -192,7 +192,7 @@ def call_arrows(root: Path, *folders: str) -> Arrows:
 
     Each is compiled alone, so that what a macro calls counts where the macro stands.
     """
-    compiler, includes = c_flags.c_compiler(), c_flags.include_flags()
+    compiler, includes = c_build.c_compiler(), c_build.preprocessor_flags(c_build.ENGINE)
     defined: dict[str, str] = {}
     wanted: dict[str, set[str]] = {}
     sources = [path for folder in folders for path in sorted((root / folder).glob("*.c"))]
@@ -227,9 +227,9 @@ def call_arrows(root: Path, *folders: str) -> Arrows:
 def main() -> int:
     """Print the floors."""
     everything = {
-        "imports": python_arrows(c_flags.ROOT / "oracle_offload"),
-        "includes": include_arrows(c_flags.ROOT),
-        "calls": call_arrows(c_flags.ROOT, "csrc/base", "csrc/driver", "csrc/core"),
+        "imports": python_arrows(c_build.ROOT / "oracle_offload"),
+        "includes": include_arrows(c_build.ROOT),
+        "calls": call_arrows(c_build.ROOT, "csrc/base", "csrc/driver", "csrc/core"),
     }
     for kind, arrows in everything.items():
         print(f"{kind}, lowest first:")

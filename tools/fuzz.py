@@ -20,14 +20,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import c_flags
-import c_programs
-import kernels
-from c_flags import ROOT
+import c_build
+from c_build import ROOT, Build, BuildError
 
 FOLDER = ROOT / "build" / "fuzz"
 TARGETS = ("plan", "engine")
@@ -63,59 +60,18 @@ def has_libfuzzer() -> bool:
         return done.returncode == 0
 
 
-def build(target: str, *, libfuzzer: bool, folder: Path = FOLDER) -> Fuzzer:
+def build(target: str, *, libfuzzer: bool) -> Fuzzer:
     """Compile one target with what it needs, and the simulated driver beside it.
 
     Raises
     ------
-    c_programs.BuildError
+    c_build.BuildError
         With the compiler's words.
     """
-    compiler = ["clang"] if libfuzzer else c_flags.c_compiler()
-    place = folder / ("libfuzzer" if libfuzzer else "plain")
-    place.mkdir(parents=True, exist_ok=True)
-    common = ["-O1", "-g", "-fPIC", "-pthread", "-fno-omit-frame-pointer"]
-    common += ["-fno-sanitize-recover=undefined"]
-    watched = [*common, "-fsanitize=address,undefined"]
-    # The simulator's branches are not what inputs are chosen by: it is loaded, not linked.
-    traced = [*common, "-fsanitize=fuzzer-no-link,address,undefined"] if libfuzzer else watched
-    warnings = c_flags.warning_flags(compiler, core=True, werror=True)
-    # Small pieces: whatever is not page-locked passes through all of the ring, and around it.
-    warnings.append("-DOO_RING_PIECE_BYTES=((size_t)3072)")
-    includes = [*c_flags.include_flags(), "-Icsrc/sim", "-Itests/c", "-Itests/fuzz"]
-    headers = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "tests/c").glob("*.h")]
-    headers += [*(ROOT / "tests/fuzz").glob("*.h"), Path(__file__), Path(c_flags.__file__)]
-    newest_header = max(path.stat().st_mtime for path in headers)
-
-    def compile_one(source: str, flags: list[str]) -> Path:
-        made = place / (source.replace("/", "__").removesuffix(".c") + ".o")
-        newest = max(newest_header, (ROOT / source).stat().st_mtime)
-        if not made.is_file() or made.stat().st_mtime < newest:
-            define = ["-DFUZZ_LIBFUZZER"] if libfuzzer else []
-            options = [*flags, *warnings, *includes, *define]
-            c_programs.run_compiler(
-                [*compiler, "-std=c11", *options, "-c", source, "-o", str(made)]
-            )
-        return made
-
-    fatbin = kernels.build(os.environ.get("ORACLE_OFFLOAD_BUILD_KERNELS", "auto"), place).source
-    core = [*c_flags.sources(*c_flags.CORE_FOLDERS), str(fatbin)]
-    core.append(f"tests/fuzz/fuzz_{target}.c")
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        simulated = list(
-            pool.map(lambda s: compile_one(s, watched), c_flags.sources(*c_flags.SIMULATOR_FOLDERS))
-        )
-        objects = list(pool.map(lambda s: compile_one(s, traced), core))
-    simulator, program = place / "libsimcuda.so", place / f"fuzz_{target}"
-    soname = f"-Wl,-soname,{c_flags.SIMULATOR_SONAME}"
-    libraries = ["-ldl", "-lm"]
-    shared = [*watched, "-shared", soname, *map(str, simulated), "-o", str(simulator)]
-    c_programs.run_compiler([*compiler, *shared, *libraries])
-    linked = [*common, "-fsanitize=fuzzer,address,undefined"] if libfuzzer else watched
-    c_programs.run_compiler(
-        [*compiler, *linked, *map(str, objects), "-o", str(program), *libraries]
-    )
-    return Fuzzer(program, simulator, libfuzzer)
+    build = Build(c_build.fuzzed(libfuzzer=libfuzzer))
+    with build.locked():
+        program = build.program(f"tests/fuzz/fuzz_{target}.c", build.engine())
+        return Fuzzer(program, build.simulator(), libfuzzer)
 
 
 def run(
@@ -129,8 +85,7 @@ def run(
     environment = {
         **os.environ,
         "ORACLE_OFFLOAD_DRIVER": str(fuzzer.simulator),
-        "ASAN_OPTIONS": "detect_leaks=1:handle_abort=0:exitcode=66",
-        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        **c_build.SANITIZER_ENVIRONMENT,
     }
     return subprocess.run(
         [str(fuzzer.program), *arguments],
@@ -147,6 +102,7 @@ def run(
 
 def arguments_for(fuzzer: Fuzzer, target: str, seconds: float, seed: int) -> list[str]:
     """Return what starts a search of `seconds` on a target."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
     if not fuzzer.libfuzzer:
         limits = ["--seconds", str(seconds), "--count", "100000000", "--seed", str(seed or 1)]
         return [*limits, "--save", str(FOLDER)]
@@ -187,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for target in [args.target] if args.target else TARGETS:
         try:
             fuzzer = build(target, libfuzzer=libfuzzer)
-        except c_programs.BuildError as error:
+        except BuildError as error:
             print(error, file=sys.stderr)
             return EXIT_CANNOT_RUN
         how = "libFuzzer" if libfuzzer else "inputs from a seed"

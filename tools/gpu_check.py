@@ -632,12 +632,13 @@ def conformance(check: Check) -> None:
         if not limit_s:
             return
         sys.path.insert(0, str(ROOT / "tools"))
+        import c_build
         import c_programs
 
-        toolchain = c_programs.host_toolchain(werror=False)
+        variant = c_build.checked(warnings="shown")
         try:
-            built = c_programs.build(toolchain, ["conformance"])
-        except (c_programs.BuildError, SystemExit) as error:
+            built = c_programs.build(variant, ["conformance"])
+        except (c_build.BuildError, SystemExit) as error:
             check.put("conformance", state="failed", why=f"does not build: {error}")
             return
         # Empty: the system's driver, whatever the environment of the check says.

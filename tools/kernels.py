@@ -10,7 +10,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from c_flags import KERNEL_FOLDER, ROOT
+FOLDER = Path(__file__).resolve().parents[1] / "csrc" / "kernels"
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 # PTX of the oldest architecture: a GPU that none of the binaries fits compiles it when it loads.
@@ -83,7 +83,7 @@ def _compile(folder: Path, result: Kernels) -> bytes:
         raise KernelBuildError(
             "nvcc not found (looked at CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda/bin)"
         )
-    files = sorted((ROOT / KERNEL_FOLDER).glob("*.cu"))
+    files = sorted(FOLDER.glob("*.cu"))
     version = _run([nvcc, "--version"])
     match = re.search(r"release \S+ V(\S+)", version)
     result.nvcc_version = match[1] if match else "unknown"

@@ -7,6 +7,7 @@ Every check runs, whatever the one before it said; the exit status is 1 if any f
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import c_flags
-from c_flags import ROOT
+import c_build
+from c_build import ROOT
 
 PYTHON_PATHS = ("oracle_offload", "tools", "tests", "benchmarks", "setup.py", "conftest.py")
 
@@ -57,45 +58,20 @@ def stubtest() -> bool:
     return call(*command, *allowed, "--mypy-config-file", "pyproject.toml")
 
 
-def c_warnings(compiler: list[str]) -> bool:
-    """Compile every C source for its warnings alone, with -Werror."""
-    python = ["-isystem", sysconfig.get_path("include"), "-DPy_LIMITED_API=0x030B0000"]
-    binding = c_flags.sources(*c_flags.BINDING_FOLDERS)
-    plain = [
-        *c_flags.sources(*c_flags.CORE_FOLDERS, *c_flags.SIMULATOR_FOLDERS),
-        *(path for path in c_files() if path.startswith("tests/c/") and path.endswith(".c")),
-    ]
-    warnings = {
-        core: c_flags.warning_flags(compiler, core=core, werror=True) for core in (True, False)
-    }
+def c_warnings(*compiler: str) -> bool:
+    """Compile every C source with all warnings as errors, as the C tests are compiled."""
+    build = c_build.Build(c_build.checked(compiler=compiler))
+    components = (c_build.ENGINE, *c_build.FOLDERS.values())
 
     def check(source: str) -> str:
-        core = source not in binding
-        done = subprocess.run(
-            # -O1, not -fsyntax-only: some of the warnings need data flow.
-            [
-                *compiler,
-                "-std=c11",
-                "-O1",
-                *warnings[core],
-                *([] if core else python),
-                *c_flags.include_flags(),
-                "-Icsrc/sim",
-                "-Itests/c",
-                "-c",
-                source,
-                "-o",
-                "/dev/null",
-            ],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return done.stderr if done.returncode else ""
+        try:
+            build.object(source)
+        except c_build.BuildError as error:
+            return str(error)
+        return ""
 
-    with ThreadPoolExecutor() as pool:
-        said = [text for text in pool.map(check, [*plain, *binding]) if text]
+    with build.locked(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        said = [text for text in pool.map(check, c_build.sources(*components)) if text]
     print("".join(said), end="", file=sys.stderr)
     return not said
 
@@ -115,10 +91,10 @@ def checks(fix: bool) -> list[tuple[str, Callable[[], bool]]]:
         ("clang-format", lambda: call(clang_format, "--dry-run", "--Werror", *c_files())),
         ("mypy --strict", lambda: call(sys.executable, "-m", "mypy")),
         ("stubtest", stubtest),
-        ("C warnings", lambda: c_warnings(c_flags.c_compiler())),
+        ("C warnings", c_warnings),
     ]
-    if shutil.which("clang") and not c_flags.is_clang(c_flags.c_compiler()):
-        found.append(("C warnings, clang", lambda: c_warnings(["clang"])))
+    if shutil.which("clang") and not c_build.is_clang(c_build.c_compiler()):
+        found.append(("C warnings, clang", lambda: c_warnings("clang")))
     return found
 
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import c_flags
-from c_flags import ROOT
+import c_build
+from c_build import ROOT
 from mutants import OPPOSITE, Mutant, Parser, blank, dropped
 
 CONDITION = re.compile(r"\b(?:if|while) (?=\()")
@@ -134,5 +134,5 @@ def numbered(found: list[Mutant]) -> list[Mutant]:
 
 def all_mutants() -> Iterator[Mutant]:
     """Yield the mutants of every file of the binding."""
-    for name in c_flags.sources(*c_flags.BINDING_FOLDERS):
+    for name in c_build.sources("binding"):
         yield from mutants_of(ROOT / name)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType
 
-from c_flags import ROOT
+from c_build import ROOT
 from mutants import OPPOSITE, Mutant
 
 PACKAGE = ROOT / "oracle_offload"

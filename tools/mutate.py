@@ -25,7 +25,6 @@ import os
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -33,8 +32,8 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import c_flags
-from c_flags import ROOT
+import c_build
+from c_build import ROOT, Build, BuildError
 from mutants import Mutant, all_mutants
 
 PROGRAMS = (
@@ -68,79 +67,52 @@ class Gate:
     def __init__(self, folder: Path, *, races: bool, slow: bool) -> None:
         self.folder = folder
         self.slow = slow
-        includes = [*c_flags.INCLUDES, "csrc/sim", "tests/c"]
-        self.compiler = [
-            *c_flags.c_compiler(), "-std=c11", "-O2", "-w", "-fPIC", "-pthread",
-            *(f"-I{ROOT / include}" for include in includes),
-        ]  # fmt: skip
         self.environment = {
             **os.environ,
             "ORACLE_OFFLOAD_DRIVER": str(folder / "libsimcuda.so"),
             "ORACLE_OFFLOAD_TEST_FAULT_STRIDE": str(FAULT_STRIDE),
             "ORACLE_OFFLOAD_TEST_FAIL_FAST": "1",
             "MALLOC_PERTURB_": "165",  # freed memory does not look as if it were still alive
-            "TSAN_OPTIONS": "exitcode=66:halt_on_error=1",
+            **c_build.SANITIZER_ENVIRONMENT,
             "OMP_NUM_THREADS": "1",
         }
         if not races:
             self.environment["ORACLE_OFFLOAD_TEST_RACES_OFF"] = "1"
         self.lock = threading.Lock()
         # Read once: a mutant is a place in the text as it was when the mutants were found.
-        paths = [ROOT / name for name in c_flags.sources(*c_flags.CORE_FOLDERS)]
-        self.sources = {path.name: path.read_text() for path in paths}
-        self.seen: dict[tuple[str, str], str] = {}  # file and hash of its object -> mutant
-        self.objects: dict[str, Path] = {}
-        for source in paths:
-            self.objects[source.name] = self.compile(source, folder / f"{source.stem}.o")
-            self.seen[source.name, self.digest(self.objects[source.name])] = "original"
+        names = c_build.sources(c_build.ENGINE)
+        self.sources = {Path(name).name: (ROOT / name).read_text() for name in names}
         (folder / "fatbin.c").write_text(FATBIN)
-        self.objects["fatbin.c"] = self.compile(folder / "fatbin.c", folder / "fatbin.o")
-        simulator = [str(ROOT / s) for s in c_flags.sources(*c_flags.SIMULATOR_FOLDERS)]
-        self.run(
-            [*self.compiler, "-fvisibility=hidden", "-shared", *simulator,
-             "-o", str(folder / "libsimcuda.so"), "-lm"],
-        )  # fmt: skip
+        fatbin = str(folder / "fatbin.c")
+        self.build = Build(c_build.optimised(), folder)
+        made = self.build.engine(fatbin)
+        self.objects = dict(zip((*self.sources, "fatbin.c"), made, strict=True))
+        # file and hash of its object -> mutant
+        self.seen = {(name, self.digest(path)): "original" for name, path in self.objects.items()}
+        self.build.simulator()
         self.link_engine(folder, {})
         for program in PROGRAMS:
-            self.run(
-                [*self.compiler, str(ROOT / f"tests/c/{program}.c"), "-o", str(folder / program),
-                 f"-L{folder}", "-lengine", "-ldl", "-lm"],
-            )  # fmt: skip
+            main = self.build.object(f"tests/c/{program}.c")
+            self.build.link(folder / program, [main], [f"-L{folder}", "-lengine"])
         self.bindings: list[Path] = []
         if slow:
-            self.tsan = folder / "tsan"
-            self.tsan.mkdir()
-            for source in (*paths, folder / "fatbin.c", ROOT / f"tests/c/{THREADS_TEST}.c"):
-                self.compile(source, self.tsan / f"{source.stem}.o", ["-fsanitize=thread"])
-            self.run(
-                [*self.compiler, "-fsanitize=thread", "-shared", *simulator,
-                 "-o", str(self.tsan / "libsimcuda.so"), "-lm"],
-            )  # fmt: skip
-            flags = [f"-I{sysconfig.get_paths()['include']}", "-DPy_LIMITED_API=0x030B0000"]
-            for name in c_flags.sources(*c_flags.BINDING_FOLDERS):
-                target = folder / f"binding_{Path(name).stem}.o"
-                self.bindings.append(self.compile(ROOT / name, target, flags))
+            self.tsan = Build(c_build.optimised("thread"), folder / "tsan")
+            self.tsan.simulator()
+            made = self.tsan.engine(fatbin)
+            self.tsan_objects = dict(zip(self.objects, made, strict=True))
+            self.tsan_main = self.tsan.object(f"tests/c/{THREADS_TEST}.c")
+            self.bindings = self.build.objects(c_build.sources("binding"))
         outcome = self.tests(folder, {}, None)
         if outcome != "survived":
             raise SystemExit(f"the tests fail without any mutation: {outcome}")
 
     @staticmethod
-    def run(command: list[str], folder: Path | None = None) -> None:
-        subprocess.run(command, check=True, capture_output=True, cwd=folder)
-
-    @staticmethod
     def digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
-    def compile(self, source: Path, target: Path, flags: list[str] | None = None) -> Path:
-        # By its bare name: an object holds the name that its source was given.
-        command = [*self.compiler, *(flags or []), "-c", source.name]
-        self.run([*command, "-o", str(target)], source.parent)
-        return target
-
     def link_engine(self, folder: Path, changed: dict[str, Path]) -> None:
-        objects = [str(path) for path in {**self.objects, **changed}.values()]
-        self.run([*self.compiler, "-shared", *objects, "-o", str(folder / "libengine.so"), "-ldl"])
+        objects = {**self.objects, **changed}.values()
+        self.build.link(folder / "libengine.so", [*objects], ["-shared"])
 
     def link_package(self, folder: Path, changed: dict[str, Path]) -> None:
         """Lay out a package whose extension module holds the mutant."""
@@ -149,11 +121,8 @@ class Gate:
         for path in (ROOT / "oracle_offload").iterdir():
             if not path.name.startswith("_core.") or path.suffix == ".pyi":
                 (package / path.name).symlink_to(path)
-        objects = [str(path) for path in {**self.objects, **changed}.values()]
-        self.run(
-            [*self.compiler, "-shared", *objects, *map(str, self.bindings),
-             "-o", str(package / "_core.abi3.so"), "-ldl"],
-        )  # fmt: skip
+        objects = [*{**self.objects, **changed}.values(), *self.bindings]
+        self.build.link(package / "_core.abi3.so", objects, ["-shared"])
 
     def test(self, name: str, command: list[str], timeout_s: float, **environment: str) -> str:
         limited = f"ulimit -v {ADDRESS_SPACE_KIB}; " if name in PROGRAMS else ""
@@ -177,17 +146,15 @@ class Gate:
         return f"killed: {name}: {said[:200]}"
 
     def threads_test(self, folder: Path, mutated: Path | None) -> str:
-        objects = {path.name: path for path in self.tsan.glob("*.o")}
+        changed = {}
         if mutated:
-            name = f"{mutated.stem}.o"
-            target = folder / f"tsan_{name}"
-            objects[name] = self.compile(mutated, target, ["-fsanitize=thread"])
+            changed[mutated.name] = self.tsan.object(
+                str(mutated), target=mutated.with_suffix(".tsan.o")
+            )
         program = folder / f"tsan_{THREADS_TEST}"  # beside the plain one
-        self.run(
-            [*self.compiler, "-fsanitize=thread", *map(str, objects.values()), "-o", str(program),
-             "-ldl", "-lm"],
-        )  # fmt: skip
-        driver = str(self.tsan / "libsimcuda.so")
+        objects = [self.tsan_main, *{**self.tsan_objects, **changed}.values()]
+        self.tsan.link(program, objects)
+        driver = str(self.tsan.folder / "libsimcuda.so")
         # Not under the name of the plain program, whose address space is limited.
         name = f"{THREADS_TEST} under ThreadSanitizer"
         return self.test(name, [str(program)], SLOW_TIMEOUT_S, ORACLE_OFFLOAD_DRIVER=driver)
@@ -217,8 +184,8 @@ class Gate:
             path = folder / mutant.file
             path.write_text(text)
             try:
-                changed = {mutant.file: self.compile(path, path.with_suffix(".o"))}
-            except subprocess.CalledProcessError:
+                changed = {mutant.file: self.build.object(str(path), target=path.with_suffix(".o"))}
+            except BuildError:
                 return "none: does not compile"
             key = (mutant.file, self.digest(changed[mutant.file]))
             with self.lock:

@@ -58,7 +58,7 @@ import mutants_python
 import pytest
 import sanitized_python
 from binding_builds import LIBRARY, BindingBuilds, plain_and_sanitized
-from c_flags import ROOT
+from c_build import ROOT, BuildError
 from mutants import Mutant
 from mutants_python import PythonMutant, byte_code
 
@@ -312,7 +312,7 @@ class Tree:
         plain, sanitized = BUILDS
         try:
             library = plain.library(self.folder, mutant.file, text)
-        except subprocess.CalledProcessError:
+        except BuildError:
             return "none: does not compile"
         if library is None:
             return "none: same object code"

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from c_flags import ROOT
+from c_build import ROOT
 
 PYTEST = ("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider")
 

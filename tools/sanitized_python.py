@@ -22,13 +22,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import c_flags
-from c_flags import ROOT
+import c_build
+from c_build import ROOT
 
 FOLDER = ROOT / "build" / "sanitized"
 FOLDERS = ("benchmarks", "csrc", "docs", "oracle_offload", "tests", "tools")
 PATTERNS = ("*.py", "*.toml", "*.md", "*.in", "LICENSE", "Makefile")
-FLAGS = "-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+SANITIZERS = ("address", "undefined")
 # They import torch, or run a compiler, pip or a child with torch: minutes, and none of our C code.
 WITHOUT = (
     "test_allocator",
@@ -72,7 +72,8 @@ def build(folder: Path = FOLDER) -> None:
     subprocess.CalledProcessError
         When it does not compile; the compiler's words are printed.
     """
-    environment = {**os.environ, "CFLAGS": FLAGS, "LDFLAGS": FLAGS}
+    flags = " ".join(["-g", "-fno-omit-frame-pointer", *c_build.sanitizer_flags(*SANITIZERS)])
+    environment = {**os.environ, "CFLAGS": flags, "LDFLAGS": flags}
     environment["ORACLE_OFFLOAD_BUILD_KERNELS"] = "off"
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     subprocess.run(command, cwd=folder, env=environment, check=True)
@@ -80,7 +81,7 @@ def build(folder: Path = FOLDER) -> None:
 
 def runtime() -> str:
     """Return the compiler's sanitizer runtime, which must be loaded before the interpreter."""
-    command = [*c_flags.c_compiler(), "-print-file-name=libasan.so"]
+    command = [*c_build.c_compiler(), "-print-file-name=libasan.so"]
     path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not Path(path).is_absolute():
         raise SystemExit(f"{command[0]} has no libasan.so: gcc brings it; set CC=gcc")
@@ -95,8 +96,8 @@ def environment(*, leaks: bool, folder: Path = FOLDER) -> dict[str, str]:
         "PYTHONMALLOC": "malloc",
         "PYTHONPATH": str(folder),
         "OMP_NUM_THREADS": "1",
-        "ASAN_OPTIONS": f"detect_leaks={int(leaks)}:exitcode=66:abort_on_error=0",
-        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=66",
+        **c_build.SANITIZER_ENVIRONMENT,
+        **({} if leaks else {"ASAN_OPTIONS": "detect_leaks=0:exitcode=66"}),
     }
 
 

@@ -49,10 +49,9 @@ def test_an_input_that_fails_is_saved_and_fails_again(tmp_path: Path) -> None:
         '    REQUIRE(size < 8 || data[5] % 16 != 3, "planted");\n'
         "    return 0;\n}\n"
     )
-    program = tmp_path / "fuzz_planted"
-    compiler = fuzz.c_flags.c_compiler()
-    flags = ["-D_GNU_SOURCE", "-fsanitize=address", f"-I{ROOT / 'tests' / 'fuzz'}"]
-    fuzz.c_programs.run_compiler([*compiler, *flags, str(planted), "-o", str(program)])
+    build = fuzz.Build(fuzz.c_build.fuzzed(libfuzzer=False), tmp_path / "build")
+    made = build.object(str(planted), "fuzz")
+    program = build.link(tmp_path / "fuzz_planted", [made])
     found = fuzz.Fuzzer(program, program, libfuzzer=False)
     done = fuzz.run(found, ["--save", str(tmp_path)], timeout_s=60, output=subprocess.PIPE)
     assert done.returncode != 0

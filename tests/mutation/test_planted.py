@@ -19,6 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
+import c_build  # noqa: E402
 import mutants  # noqa: E402
 import mutate  # noqa: E402
 
@@ -126,7 +127,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(gate: Any, bug: Bug) -> None:
-    source = mutants.source_of(bug.file).read_text()
+    source = (c_build.ROOT / c_build.source(bug.file)).read_text()
     assert source.count(bug.before) == 1, "the source has changed: plant the bug where it belongs"
     begin = source.index(bug.before)
     mutant = mutants.Mutant(

@@ -191,11 +191,9 @@ def test_kernels_hold_binaries_for_the_named_architectures_and_ptx(tmp_path: Pat
 
 def embedded(source: Path, folder: Path) -> bytes:
     """Compile the generated C file and read the array back through it."""
-    c_flags = tool("c_flags")
-    library = folder / "embedded.so"
-    command = [*c_flags.c_compiler(), "-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
-    command += [f"-I{ROOT / 'csrc' / 'kernels'}", "-shared", "-fPIC", str(source)]
-    subprocess.run([*command, "-o", str(library)], check=True)
+    c_build = tool("c_build")
+    build = c_build.Build(c_build.checked(), folder)
+    library = build.link(folder / "embedded.so", [build.object(str(source))], ["-shared"])
     loaded = ctypes.CDLL(str(library))
     size = ctypes.c_size_t.in_dll(loaded, "oo_kernels_fatbin_size").value
     return bytes((ctypes.c_ubyte * size).in_dll(loaded, "oo_kernels_fatbin"))

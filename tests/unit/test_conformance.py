@@ -92,8 +92,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_recording_names_its_device_and_agrees_with_itself(tmp_path: Path) -> None:
-    programs = tool("c_programs")
-    built = programs.build(programs.host_toolchain(werror=False), ["conformance"])
+    built = tool("c_programs").build(tool("c_build").checked(warnings="shown"), ["conformance"])
     target = tmp_path / "deep" / "sim.txt"
     # In a process of its own: the simulated driver stays loaded.
     command = [sys.executable, "tools/conformance.py", "--record", str(target)]

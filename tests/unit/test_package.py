@@ -103,7 +103,7 @@ def test_the_sdist_holds_sources_and_nothing_built(distributions: Path) -> None:
     (sdist,) = distributions.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for name in ("setup.py", "Makefile", "tools/c_flags.py", "csrc/include/oracle_offload.h"):
+    for name in ("setup.py", "Makefile", "tools/c_build.py", "csrc/include/oracle_offload.h"):
         assert name in names
     assert [n for n in names if n.endswith((".so", ".o", "_build_info.json"))] == []
 
