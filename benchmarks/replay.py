@@ -1,44 +1,39 @@
 """Predict a step by the simulator: what a step asks of its engine, replayed on a simulated device.
 
 The replay has the true sizes and takes no memory for them: its copies move no byte. Kernels take
-what `operator_seconds` says of the preset named by ORACLE_OFFLOAD_SIM_DEVICE.
+what `SimulatedTime` says of the preset named by ORACLE_OFFLOAD_SIM_DEVICE.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from oracle_offload import _core, simulator
+from oracle_offload.simulated_time import SimulatedTime
 from oracle_offload.witness import Witness
 
 PIECE_BYTES = 2**30
 
 
-class Meter:
+class Meter(SimulatedTime):
     """What happened in a step: acquires, releases, and the kernels' seconds between them."""
 
     def __init__(self) -> None:
-        device = simulator.get_device(0)
-        self.rates = device.tflops * 1e12, device.memory_gbps * 1e9, device.launch_s
-        self.owed_s = 0.0
-        self.clocked_outside = 1
+        super().__init__(simulator.get_device(0))
+        self.time = self  # as a `DeviceState` has it
         self.seconds = 0.0
         self.events: list[tuple[Any, ...]] = []
 
-    def operator_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
-        """Return what `DeviceState.operator_seconds` would."""
-        rate, bandwidth, launch = self.rates
-        rate *= 0.5 if dtype.itemsize > 2 else 1.0
-        return max(flops / rate, moved_bytes / bandwidth) + launch
+    def stream(self) -> int:
+        """Return a stream; there is none."""
+        return 0
 
-    def pay(self) -> None:
+    def flush(self, stream: int = 0) -> None:
         """Note the kernels since the last event."""
-        if self.owed_s:
-            self.events.append(("launch", self.owed_s))
-            self.seconds += self.owed_s
-            self.owed_s = 0.0
+        if self.pending_kernel_s:
+            self.events.append(("launch", self.pending_kernel_s))
+            self.seconds += self.pending_kernel_s
+            self.pending_kernel_s = 0.0
 
 
 class Charge(Witness):
@@ -66,7 +61,7 @@ class Recorder:
 
     def acquire(self, member: int, *rest: Any) -> Any:
         """Note and pass on."""
-        self._meter.pay()
+        self._meter.flush()
         answer = self._engine.acquire(member, *rest)
         kind, task = rest[2], rest[3]
         self._meter.events.append(("acquire", member, kind, task, answer[0]))
@@ -74,7 +69,7 @@ class Recorder:
 
     def release(self, ticket: int, *rest: Any) -> Any:
         """Note and pass on."""
-        self._meter.pay()
+        self._meter.flush()
         self._meter.events.append(("release", ticket))
         return self._engine.release(ticket, *rest)
 
@@ -87,7 +82,7 @@ def record(manager: Any, step: Any) -> Meter:
     try:
         with Charge(meter):
             step()
-        meter.pay()
+        meter.flush()
     finally:
         state.engine = engine
     return meter

@@ -16,12 +16,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
-from . import _core
+from . import _core, simulator
 from .errors import OffloadError
-from .geometry import is_dense
+from .simulated_time import SimulatedTime
 
 if TYPE_CHECKING:
     from .layers.leaf import Layer
@@ -32,7 +31,6 @@ _registry: dict[str, DeviceState] = {}
 _registry_lock = threading.RLock()  # protects _registry, _orphans and the creation of engines
 _orphans: list[_core.Engine] = []  # could not be set up, nor closed yet: a fault lasts
 _hooks_installed = False
-_MASTER_DEVICE = torch.device("cpu")
 
 
 class Layout:
@@ -65,20 +63,18 @@ class DeviceState:
         self.segments: list[Segment] = []
         self.models: dict[int, Any] = {}
         self.unclosed: list[Any] = []  # attachments that a lasting fault kept from being closed
-        self._noted_tasks: set[int] = set()
+        self.tasks_with_gradients: set[int] = set()  # see `oracle_offload.gradients`
         self.turned = False  # a managed backward has run since the last forward began
-        self.owed_s = 0.0  # simulated seconds of operators that were not queued yet
-        self.clocked_outside = 0  # witnesses that charge simulated time in our place
         self.engine = self._open()
         try:
             self.simulated = self.engine.simulated
             self.stream = self._find_stream()
+            self.time = SimulatedTime(simulator.get_device(0) if self.simulated else None)
             self.engine.set_verify(os.environ.get("ORACLE_OFFLOAD_VERIFY", "0") not in ("", "0"))
         except BaseException:
             _orphans.append(self.engine)
             _close_orphans()
             raise
-        self._rates = self._read_rates() if self.simulated else (1.0, 1.0, 0.0)
 
     def _open(self) -> _core.Engine:
         if self.device.type == "cuda":
@@ -86,8 +82,6 @@ class DeviceState:
             torch.cuda.init()
             with torch.cuda.device(index):
                 return _core.Engine(os.environ.get("ORACLE_OFFLOAD_DRIVER") or None, index)
-        from . import simulator
-
         return _core.Engine(str(simulator.library_path()), 0)
 
     def _find_stream(self) -> Callable[[], int]:
@@ -99,12 +93,6 @@ class DeviceState:
 
     def _simulated_stream(self) -> int:
         return self.compute_stream
-
-    def _read_rates(self) -> tuple[float, float, float]:
-        from . import simulator
-
-        device = simulator.get_device(0)
-        return device.tflops * 1e12, device.memory_gbps * 1e9, device.launch_s
 
     # ---- bookkeeping ----
 
@@ -160,78 +148,6 @@ class DeviceState:
         with self.lock:
             for attachment in list(self.models.values()):
                 attachment.grow_to_block()
-
-    # ---- gradients ----
-
-    def to_host(self, gradient: Tensor | None) -> Tensor | None:
-        """Return a host copy of a device gradient once its bytes have arrived.
-
-        autograd adds, clones and shows gradients on the host as soon as they are returned, so this
-        waits (the engine counts it).
-        """
-        if gradient is None:
-            return None
-        if not is_dense(gradient):
-            gradient = gradient.contiguous()
-        host = torch.empty_strided(
-            gradient.size(), gradient.stride(), dtype=gradient.dtype, device=_MASTER_DEVICE
-        )
-        nbytes = gradient.numel() * gradient.element_size()
-        if self.owed_s:
-            self.pay()
-        if nbytes:
-            self.engine.download(host.data_ptr(), gradient.data_ptr(), nbytes, self.stream())
-        return host
-
-    def note_trainable(self, task: int) -> None:
-        """A trainable layer took part in graph task `task`: at its end masters may be rewritten."""
-        if task == -1 or task in self._noted_tasks:
-            return
-        if len(self._noted_tasks) > 64:  # tasks that ended by an exception
-            self._noted_tasks.clear()
-        self._noted_tasks.add(task)
-
-        def end_of_task() -> None:
-            self._noted_tasks.discard(task)
-            self.engine.hold()
-
-        torch.autograd.Variable._execution_engine.queue_callback(end_of_task)
-
-    # ---- simulated time ----
-
-    def kernel_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
-        """Seconds that the simulated device takes: the larger of arithmetic and memory, and launch.
-
-        Parameters
-        ----------
-        flops : float
-            Floating-point operations, as ``torch.utils.flop_counter`` counts them.
-        moved_bytes : float
-            Bytes of operands and result.
-        dtype : torch.dtype
-            Of the operands: the device's rate is that of bf16, wider types run at half.
-        """
-        if self.clocked_outside:
-            return 0.0
-        return self.operator_seconds(flops, moved_bytes, dtype)
-
-    def pay(self) -> None:
-        """Queue the simulated time that a witness has added up in `owed_s`.
-
-        Done before anything whose order on the stream matters: an acquire, a release, a download.
-        """
-        if self.owed_s:
-            from . import simulator
-
-            seconds, self.owed_s = self.owed_s, 0.0
-            simulator.launch(self.stream(), (), (), seconds)
-
-    def operator_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
-        """`kernel_seconds`, whoever charges."""
-        rate, bandwidth, launch = self._rates
-        if dtype.itemsize > 2:
-            rate *= 0.5
-        return max(flops / rate, moved_bytes / bandwidth) + launch
 
 
 # ---- the registry ----

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import simulator
 from .engines import DeviceState, Layout, open_states
 from .errors import OffloadError
 from .exemption import is_exempt
@@ -67,7 +68,7 @@ class Witness(TorchDispatchMode):
         if self.clock:
             self._clocked = [state for state in states if state.simulated]
             for state in self._clocked:
-                state.clocked_outside += 1
+                state.time.witnesses += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -97,8 +98,8 @@ class Witness(TorchDispatchMode):
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)  # type: ignore[no-untyped-call]
         for state in self._clocked:
-            state.pay()
-            state.clocked_outside -= 1
+            state.time.flush(state.stream())
+            state.time.witnesses -= 1
         self._clocked = []
 
     def __torch_dispatch__(
@@ -134,11 +135,8 @@ class Witness(TorchDispatchMode):
     def _master_touched(self, func: Any, touched: tuple[int, int, str], written: bool) -> None:
         start, end, name = touched
         if is_exempt():
-            if self.declare:
-                from . import simulator
-
-                if any(state.simulated for state in open_states()):
-                    simulator.host_access(start, end - start, written)
+            if self.declare and any(state.simulated for state in open_states()):
+                simulator.host_access(start, end - start, written)
             return
         if self.strict:
             raise refusal(f"operator {func} {'writes' if written else 'reads'}", name)
@@ -152,9 +150,9 @@ class Witness(TorchDispatchMode):
         flops = 0 if formula is None else formula(*args, **kwargs, out_val=result)
         dtype = outputs[0].dtype if outputs else torch.float32
         for state in self._clocked:
-            state.owed_s += state.operator_seconds(float(flops), moved, dtype)
+            state.time.pending_kernel_s += state.time.operator_seconds(float(flops), moved, dtype)
             if now:  # before the slot is released
-                state.pay()
+                state.time.flush(state.stream())
 
 
 def refusal(what: str, name: str) -> OffloadError:
@@ -168,8 +166,6 @@ def refusal(what: str, name: str) -> OffloadError:
 
 def _declare(reads: list[tuple[int, int, Any]], writes: list[tuple[int, int, Any]]) -> None:
     """Declare one operator's arena accesses on the stream of each simulated device involved."""
-    from . import simulator
-
     for state in {id(what): what for _, _, what in (*reads, *writes)}.values():
         if state.simulated:
             simulator.launch(

@@ -283,8 +283,8 @@ class Layer:
         state = self.state
         engine = state.engine
         stream = state.stream()
-        if state.owed_s:
-            state.pay()
+        if state.time.pending_kernel_s:
+            state.time.flush(stream)
         try:
             ticket, address, fetched = engine.acquire(
                 self.member, stream, self.stamp(), kind, task, seconds
@@ -459,7 +459,7 @@ class LinearLayer(Layer):
         out_features, features = weight.shape
         rows = x.numel() // features if features else 0
         moved = (x.numel() + weight.numel() + rows * out_features) * weight.element_size()
-        return self.state.kernel_seconds(2.0 * rows * features * out_features, moved, x.dtype)
+        return self.state.time.kernel_seconds(2.0 * rows * features * out_features, moved, x.dtype)
 
     def backward_seconds(self, grad: Tensor, needs: tuple[bool, ...]) -> float:
         """Simulated seconds of the input's and, where wanted, the weight's gradient."""
@@ -468,7 +468,7 @@ class LinearLayer(Layer):
         rows = grad.numel() // out_features if out_features else 0
         products = int(needs[0]) + int(len(needs) > 2 and needs[2])
         moved = products * (grad.numel() + weight.numel() + rows * features) * grad.element_size()
-        return self.state.kernel_seconds(
+        return self.state.time.kernel_seconds(
             2.0 * products * rows * features * out_features, moved, grad.dtype
         )
 
@@ -558,7 +558,7 @@ class Conv2dLayer(Layer):
     def forward_seconds(self, x: Tensor) -> float:
         """Simulated seconds: 2 x outputs x weights per output channel."""
         flops, moved = self._work(x.shape)
-        return self.state.kernel_seconds(flops, moved * x.element_size(), x.dtype)
+        return self.state.time.kernel_seconds(flops, moved * x.element_size(), x.dtype)
 
     def backward_seconds(self, grad: Tensor, needs: tuple[bool, ...]) -> float:
         """Simulated seconds of the input's and, where wanted, the weight's gradient."""
@@ -567,7 +567,7 @@ class Conv2dLayer(Layer):
         per_output = weight.numel() // max(1, weight.shape[0])
         flops = 2.0 * products * grad.numel() * per_output
         moved = products * (2 * grad.numel() + weight.numel()) * grad.element_size()
-        return self.state.kernel_seconds(flops, moved, grad.dtype)
+        return self.state.time.kernel_seconds(flops, moved, grad.dtype)
 
     def _work(self, shape: torch.Size) -> tuple[float, int]:
         weight = self.weight

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from .._core import BACKWARD
 from ..errors import OffloadError, StaleWeightsError
+from ..gradients import note_trainable, to_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,7 +180,7 @@ class ManagedLinear(Function):
         if weight is not None:
             ctx.save_for_backward(x if saved is None else saved)
         if task != -1 and (weight is not None or bias is not None):
-            state.note_trainable(task)
+            note_trainable(state, task)
         return y
 
     @_once_differentiable
@@ -219,9 +220,9 @@ class ManagedLinear(Function):
             if gb.dim() > 1:
                 gb = gb.sum(list(range(gb.dim() - 1)), keepdim=True).view(grad.shape[-1])
         if needs[2] or needs[3]:
-            state.note_trainable(_graph_task() if ctx.task == -1 else -1)
+            note_trainable(state, _graph_task() if ctx.task == -1 else -1)
             if ctx.cast is None and not layer.on_device:
-                gw, gb = state.to_host(gw), state.to_host(gb)
+                gw, gb = to_host(state, gw), to_host(state, gb)
         return gx, None, gw, gb, None
 
 
@@ -338,7 +339,7 @@ class ManagedConv2d(Function):
         if weight is not None:
             ctx.save_for_backward(x)
         if task != -1 and (weight is not None or bias is not None):
-            state.note_trainable(task)
+            note_trainable(state, task)
         return y
 
     @_once_differentiable
@@ -388,9 +389,9 @@ class ManagedConv2d(Function):
         if not ctx.wide:
             return gx, None
         if wants_weight or wants_bias:
-            state.note_trainable(task if ctx.task == -1 else -1)
+            note_trainable(state, task if ctx.task == -1 else -1)
             if ctx.cast is None and not layer.on_device:
-                gw, gb = state.to_host(gw), state.to_host(gb)
+                gw, gb = to_host(state, gw), to_host(state, gb)
         return gx, None, gw, gb, None
 
 
@@ -417,7 +418,7 @@ class CastStandIn(Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Return the gradients; host tensors for parameters on the host."""
         with torch.no_grad():
-            gradient = ctx.state.to_host(grad_outputs[0].to(ctx.dtype))
+            gradient = to_host(ctx.state, grad_outputs[0].to(ctx.dtype))
         return gradient, None, None
 
 
