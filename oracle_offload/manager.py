@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from . import _core, masters, selection
 from .autocast import StandIns
+from .direct_uses import used_directly
 from .engines import DeviceState, Layout, Segment, close_if_unused, open_state, parse_device
 from .errors import DriverError, OffloadError
 from .first_forward import FirstForward, watch_first_forward
@@ -550,7 +551,7 @@ class MemoryManager:
 
     def _look_for_direct_uses(self, module: nn.Module) -> None:
         """Put layers on trial whose weight a module that came since may use directly."""
-        found = selection.used_directly(module.modules())
+        found = used_directly(module.modules())
         for layer in self.layers:
             leaf = layer.module()
             if leaf is not None and id(leaf) in found:

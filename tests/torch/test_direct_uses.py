@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import OffloadError, masters, selection
+from oracle_offload import OffloadError, direct_uses, masters, selection
 from oracle_offload.layers import trial
 from oracle_offload.witness import Witness
 
@@ -93,7 +93,7 @@ class Doubtful(nn.Module):
 
 def found_in(module):
     return {
-        path[0]: use.certain for use in selection.direct_uses(type(module)) for path in [use.path]
+        path[0]: use.certain for use in direct_uses.direct_uses(type(module)) for path in [use.path]
     }
 
 
