@@ -68,6 +68,7 @@ CHAINED = re.compile(r"&&|\|\|")
 # Where an operand can end at its own depth of brackets, beside the operators of its chain.
 BOUND = re.compile(r"[,;?:{}]|(?<![<>=!])=(?!=)")
 OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
+BOUNDARIES = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 COUNTER = re.compile(r"[\w.>\-\[\]]*\bstats(?:->|\.)(\w+)\s*(?:\+\+|\+=[^;=]*);")
 LEAVES = re.compile(r"\b(?:OO_TRY|return|goto|break|continue)\b")
 EVENT_LIST = re.compile(r"(?:OO_TRY\()?oo__event_(?:take|give)\(engine, &?([\w>\-.\[\]]+)\)\)?;")

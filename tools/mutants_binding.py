@@ -3,6 +3,7 @@
 negate       the condition of an if or a while
 drop         one term of && or ||
 comparison   < becomes >=, == becomes !=, and so on
+boundary     < becomes <=, >= becomes >, and so on
 arithmetic   + becomes -, ++ becomes --, and so on
 delete       a statement that is no declaration
 return       what a function returns becomes NULL, 0, -1 or OO_OK, after its type
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import c_build
 from c_build import ROOT
-from mutants import OPPOSITE, Mutant, Parser, blank, dropped
+from mutants import BOUNDARIES, OPPOSITE, Mutant, Parser, blank, dropped
 
 CONDITION = re.compile(r"\b(?:if|while) (?=\()")
 COMPARISON = re.compile(r"(?<= )(==|!=|<=|>=|<|>)(?= )")
@@ -106,6 +107,9 @@ def mutants_of(path: Path, source: str | None = None) -> list[Mutant]:
         whole = re.fullmatch(r"\s*(?:if|while) \([^()]* [=!<>]=? [^()]*\).*", around(match.start()))
         if not (whole and "&&" not in whole[0] and "||" not in whole[0]):
             make(f"{word} becomes {OPPOSITE[word]}", *match.span(1), OPPOSITE[word],
+                 around(match.start()))  # fmt: skip
+        if word in BOUNDARIES:
+            make(f"{word} becomes {BOUNDARIES[word]}", *match.span(1), BOUNDARIES[word],
                  around(match.start()))  # fmt: skip
     for match in ARITHMETIC.finditer(code):
         word = match.group(1) or match.group(2)

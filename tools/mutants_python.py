@@ -3,6 +3,7 @@
 negate          the condition of an if, a while, a conditional expression, a comprehension, a guard
 drop            one term of an `and` or `or`; a `not`; a minus sign
 comparison      < becomes >=, == becomes !=, `in` becomes `not in`, and so on
+boundary        < becomes <=, >= becomes >, and so on
 arithmetic      + becomes -, * becomes /, & becomes |, and so on, also in +=
 delete          a statement: a call, an assignment, a raise, a break, ...
 return          the value that a function returns becomes None, True, False, 0, "" or an empty
@@ -31,7 +32,7 @@ from pathlib import Path
 from types import CodeType
 
 from c_build import ROOT
-from mutants import OPPOSITE, Mutant
+from mutants import BOUNDARIES, OPPOSITE, Mutant
 
 PACKAGE = ROOT / "oracle_offload"
 
@@ -85,10 +86,11 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class PythonMutant(Mutant):
-    """One change of a module, and the lines that a test must reach to see it."""
+    """One change of a module, and where a test must come to see it."""
 
     function: str = ""  # its qualified name; empty for what runs when the module is imported
-    lines: tuple[int, ...] = ()
+    # The expression that a test must evaluate; where it is empty, the statement that begins there.
+    place: tuple[int, int] = (0, 0)
 
     @property
     def key(self) -> str:
@@ -110,7 +112,7 @@ class Finder:
         self.found: list[PythonMutant] = []
         self.names: list[str] = []  # of the classes and functions around
         self.functions: list[Function] = []
-        self.covering: tuple[int, ...] = ()
+        self.reached = (0, 0)  # the place of the mutants that are being made
         for statement in ast.parse(source).body:
             self.statement(statement)
 
@@ -138,7 +140,7 @@ class Finder:
         text = text[:-1] + missing + ")" if text.endswith(")") else text + missing
         name = ".".join(self.names) if self.functions else ""
         self.found.append(
-            PythonMutant(self.file, line, kind, begin, end, text, original, name, self.covering)
+            PythonMutant(self.file, line, kind, begin, end, text, original, name, self.reached)
         )
 
     # ---- statements ----
@@ -150,8 +152,7 @@ class Finder:
     def statement(self, node: ast.stmt) -> None:
         if isinstance(node, ast.Import | ast.ImportFrom):
             return
-        around = self.covering
-        self.covering = tuple(range(node.lineno, self.header_end(node) + 1))
+        self.reached = self.entry(node)
         if isinstance(node, Function | ast.ClassDef):
             self.definition(node)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -175,17 +176,23 @@ class Finder:
                         self.statement(child)
                     elif isinstance(child, ast.AST):
                         self.expression(child, node)
-        self.covering = around
 
-    @staticmethod
-    def header_end(node: ast.stmt) -> int:
-        """Return the last line of a simple statement, or of a compound one's head."""
-        bodies = [getattr(node, field, None) for field in ("body", "cases")]
-        first = next((body[0] for body in bodies if body), None)
-        end = node.end_lineno or node.lineno
-        if isinstance(first, ast.match_case):
-            return first.pattern.lineno
-        return min(end, max(node.lineno, first.lineno - 1)) if first is not None else end
+    def span(self, node: ast.expr) -> tuple[int, int]:
+        return self.begin(node), self.end(node)
+
+    def entry(self, node: ast.stmt) -> tuple[int, int]:
+        """Return the place reached whenever `node` is: of a head, what it evaluates first."""
+        if isinstance(node, ast.If | ast.While):
+            return self.span(node.test)
+        if isinstance(node, ast.For | ast.AsyncFor):
+            return self.span(node.iter)
+        if isinstance(node, ast.With | ast.AsyncWith):
+            return self.span(node.items[0].context_expr)
+        if isinstance(node, ast.Match):
+            return self.span(node.subject)
+        if isinstance(node, ast.Try | ast.TryStar):
+            return self.entry(node.body[0])
+        return self.begin(node), self.begin(node)
 
     def definition(self, node: Function | ast.ClassDef) -> None:
         self.names.append(node.name)
@@ -252,21 +259,18 @@ class Finder:
 
     def handler(self, node: ast.ExceptHandler) -> None:
         first = node.body[0]
-        around = self.covering
-        self.covering = (first.lineno,)
+        self.reached = self.entry(first)
         begin, end = self.begin(first), self.end(node.body[-1])
         if not (len(node.body) == 1 and isinstance(first, ast.Raise) and first.exc is None):
             head = self.source[self.begin(node) : begin]
             self.make("drop except", begin, end, "raise", head.split(":")[0])
-        self.covering = around
         self.body(node.body)
 
     def finally_clause(self, node: ast.Try | ast.TryStar) -> None:
         if node.orelse:
             return  # none of the package has both
         first = node.finalbody[0]
-        around = self.covering
-        self.covering = (first.lineno,)
+        self.reached = self.entry(first)
         last = node.handlers[-1].body[-1] if node.handlers else node.body[-1]
         match = FINALLY.search(self.source, self.end(last))
         assert match
@@ -278,7 +282,6 @@ class Finder:
             begin = self.begin(node)
             text = "if True" + self.source[begin + len("try") : word] + "if True"
             self.make("drop finally", begin, word + len("finally"), text, body)
-        self.covering = around
 
     # ---- expressions ----
 
@@ -295,7 +298,10 @@ class Finder:
         elif isinstance(parent, ast.If | ast.While | ast.Assert) and node is parent.test:
             conditions = [parent.test]
         for condition in conditions:
+            self.reached = self.span(condition)
             self.condition(condition)
+        if isinstance(node, ast.expr):
+            self.reached = self.span(node)
         if isinstance(node, ast.BoolOp):
             self.terms(node)
         elif isinstance(node, ast.Compare):
@@ -350,6 +356,9 @@ class Finder:
                 shown = old.replace(r"\s+", " ")
                 word = re.escape(old) if not old[0].isalpha() else rf"\b{old}\b"
                 self.operator(f"{shown} becomes {new}", left, right, word, new)
+            if old in BOUNDARIES:
+                new = BOUNDARIES[old]
+                self.operator(f"{old} becomes {new}", left, right, re.escape(old), new)
             left = right
 
     def arithmetic(self, node: ast.BinOp) -> None:

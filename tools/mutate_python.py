@@ -6,27 +6,32 @@
     python tools/mutate_python.py --only oracle_offload/manager.py:210
     python tools/mutate_python.py --list
 
-tools/mutants_python.py and tools/mutants_binding.py find the mutants, mechanically. First every
-test runs once, under a trace that tells which lines of the package it reaches; that map is kept in
-build/mutation for as long as neither the package nor the test changes. Each mutant then runs the
-tests that reach its lines until one fails, the quick ones first and at most a minute of them, in a
-fork of a process that has imported torch and not the package, on a copy of the tree that processes
-started by a test see as well. A test that runs over its time notices too. A test counts only if it
-passes on the unchanged tree when it runs alone.
+tools/mutants_python.py and tools/mutants_binding.py find the mutants, mechanically. First the tests
+run once, of a parametrized one the first, the middle and the last case, with marks that tell which
+places of the package each of them reaches. That map is kept in build/mutation for as long as
+neither the package nor the test changes. Each mutant then runs the tests that reach its place until
+one fails, the quick ones first and at most QUICK_S of them, in a fork of a process that has
+imported torch and not the package, on a copy of the tree that processes started by a test see as
+well. A test that runs over its time notices too. A test counts only if it passes on the unchanged
+tree when it runs alone.
+
+Where that leaves too many survivors (and always with --all and --only), what survived meets all the
+cases, under the marks once more: what no test reaches has survived.
 
 A mutant of the binding is compiled and linked, and runs the tests that drive the extension; what
 they let live runs tests/unit/binding_life.py under AddressSanitizer with leak check.
 
-A mutant whose lines no test reaches survives. Survivors that cannot change behaviour are listed
-with the proof in tests/mutation/equivalent_python.toml; they are no mutants. The gate fails, with
-exit code 3, where less than 95% are killed, and where a proof has lost its mutant.
+Survivors that cannot change behaviour are listed with the proof in
+tests/mutation/equivalent_python.toml; they are no mutants. The gate fails, with exit code 3, where
+less than 95% are killed, and where a proof has lost its mutant.
 """
 
 from __future__ import annotations
 
 import argparse
-import bisect
+import builtins
 import contextlib
+import functools
 import gc
 import hashlib
 import importlib
@@ -49,13 +54,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import mutants_binding
 import mutants_python
 import pytest
+import reached_places
 import sanitized_python
 from binding_builds import LIBRARY, BindingBuilds, plain_and_sanitized
 from c_build import ROOT, BuildError
@@ -77,9 +82,11 @@ LIFE_S = 60.0
 COLLECTION_S = 60.0  # in which the tests must be found
 MAP_TEST_S = 60.0  # that a test is thought to take while the map is made
 TEST_S = 10.0  # that a test may take beyond five times what it took in the map
-TESTS_S = 60.0  # what outlives tests that take so long together has survived
+QUICK_S, ALL_S = 20.0, 60.0  # what outlives tests that take so long together has survived
+BATCH_S = 2.0  # the tests that run first; most mutants die of them
+FILE_S = 0.3  # that a file of tests costs beside its tests
+CASES = 3  # of a parametrized test that are quick
 ADDRESS_SPACE_BYTES = 8 << 30  # beyond what the process has when it starts
-TRACER = "\nexec(compile(open({path!r}).read(), {path!r}, 'exec'), {names!r})\n"
 
 
 # ---- one worker: a tree of its own, and the processes that run tests in it ----
@@ -97,10 +104,11 @@ class Outcome:
 class Reporter:
     """The pytest plugin of the child: selects the tests, and tells the parent of each."""
 
-    def __init__(self, pipe: int, tests: Sequence[str], lines: Path | None) -> None:
+    def __init__(self, pipe: int, tests: Sequence[str], places: Path | None, quick: bool) -> None:
         self.pipe = pipe
         self.order = {test: nth for nth, test in enumerate(tests)}
-        self.lines = lines
+        self.places = places
+        self.quick = quick
         self.seconds = 0.0
         self.error = ""
 
@@ -108,22 +116,29 @@ class Reporter:
         os.write(self.pipe, json.dumps(what).encode() + b"\n")
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[Any]) -> None:
+        chosen = items[:]
         if self.order:
-            left = [item for item in items if item.nodeid not in self.order]
-            items[:] = [item for item in items if item.nodeid in self.order]
-            items.sort(key=lambda item: self.order[item.nodeid])
-            config.hook.pytest_deselected(items=left)
+            chosen = [item for item in items if item.nodeid in self.order]
+            chosen.sort(key=lambda item: self.order[item.nodeid])
+        elif self.quick:
+            cases: dict[str, list[Any]] = defaultdict(list)
+            for item in items:
+                cases[item.nodeid.split("[")[0]].append(item)
+            kept = {id(item) for same in cases.values() for item in spread(same)}
+            chosen = [item for item in items if id(item) in kept]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        if self.lines is not None:
+        if self.places is not None:
             self.tell(modules=[name for name in sys.modules if "oracle_offload" not in name])
 
     def switch(self, test: str) -> None:
-        if self.lines is not None:
-            (self.lines / "current").write_text(test, encoding="utf-8")
-            tracer: Any = getattr(sys, "_oracle_offload_lines", None)
-            if tracer is not None:
-                tracer.switch(test)
+        if self.places is not None:
+            (self.places / "current").write_text(test, encoding="utf-8")
+            reached: Any = getattr(builtins, reached_places.MARK, None)
+            if reached is not None:
+                reached.switch(test)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.seconds, self.error = 0.0, ""
@@ -142,10 +157,11 @@ class Reporter:
         self.switch("")
         self.tell(end=nodeid, seconds=self.seconds, error=self.error[:300])
 
-    def pytest_sessionfinish(self) -> None:
-        tracer: Any = getattr(sys, "_oracle_offload_lines", None)
-        if tracer is not None:
-            tracer.write()
+
+def spread(cases: list[Any]) -> list[Any]:
+    """Return the first, the middle and the last."""
+    last = len(cases) - 1
+    return [cases[at] for at in sorted({last * nth // (CASES - 1) for nth in range(CASES)})]
 
 
 class Tree:
@@ -179,12 +195,16 @@ class Tree:
         os.utime(path, (10**9 + self.serial, 10**9 + self.serial))
 
     def run(
-        self, files: Sequence[str], tests: dict[str, float], lines: Path | None = None
+        self,
+        files: Sequence[str],
+        tests: dict[str, float],
+        places: Path | None = None,
+        quick: bool = False,
     ) -> tuple[Outcome, list[str]]:
         """Run `tests` (seconds that each takes), all of `files` where none is named.
 
-        Without a folder for `lines` it stops at the first test that fails. Returns the modules that
-        the tests import besides.
+        Without a folder for `places` it stops at the first test that fails. Returns the modules
+        that the tests import besides.
         """
         reading, writing = os.pipe()
         child = os.fork()
@@ -192,7 +212,7 @@ class Tree:
             os.close(reading)
             status = 70
             try:
-                status = self.child(files, Reporter(writing, list(tests), lines))
+                status = self.child(files, Reporter(writing, list(tests), places, quick))
             finally:
                 os._exit(status)
         os.close(writing)
@@ -235,7 +255,8 @@ class Tree:
         os.close(reading)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)  # what its tests left
-        if status != 0 and not outcome.why and (status != 1 or not outcome.failed):
+        nothing = status == pytest.ExitCode.NO_TESTS_COLLECTED
+        if status != 0 and not nothing and not outcome.why and (status != 1 or not outcome.failed):
             outcome.why = f"{current or 'pytest'} ends the process, status {status}"
         if current and outcome.why:
             outcome.failed.setdefault(current, outcome.why)
@@ -265,34 +286,35 @@ class Tree:
             hypothesis.settings.register_profile("gate", derandomize=True, database=None)
             hypothesis.settings.load_profile("gate")
         options = ["-q", "-p", "no:cacheprovider", f"--basetemp={self.folder}.tmp"]
-        if reporter.lines is None:
+        if reporter.places is None:
             options.append("-x")
         return int(pytest.main([*options, *files], plugins=[reporter]))
 
     # ---- the map ----
 
-    def map(self, file: str) -> dict[str, Any]:
-        """Run one file of tests under the trace."""
-        lines = Path(tempfile.mkdtemp(dir=self.folder))
-        (lines / "current").write_text("")
-        lines.chmod(0o777)  # some tests run as another user
-        names = {"PACKAGE": str(self.folder / "oracle_offload"), "FOLDER": str(lines)}
-        code = TRACER.format(path=str(self.folder / "tools/line_tracer.py"), names=names)
-        init = "oracle_offload/__init__.py"
-        with self.changed(init, (self.folder / init).read_bytes() + code.encode()):
-            outcome, modules = self.run([file], {}, lines)
-        reached: dict[str, dict[str, list[int]]] = defaultdict(dict)
-        for path in lines.glob("*.lines"):
-            for row in path.read_text(encoding="utf-8").splitlines():
-                test, name, found = row.split("\t")
-                known = reached[test].get(name, [])
-                reached[test][name] = sorted({*known, *map(int, found.split())})
-        shutil.rmtree(lines)
+    def map(self, file: str, quick: bool) -> dict[str, Any]:
+        """Run one file of tests on a tree with marks."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        for name in ("current", "places"):
+            (folder / name).write_text("")
+            (folder / name).chmod(0o666)  # some tests run as another user
+        folder.chmod(0o755)
+        with contextlib.ExitStack() as stack:
+            for name, (first, places) in places_of_package().items():
+                source = (self.folder / name).read_text(encoding="utf-8")
+                text = reached_places.marked(source, places, first, str(folder))
+                stack.enter_context(self.changed(name, text.encode()))
+            outcome, modules = self.run([file], {}, folder, quick)
+        reached: dict[str, set[int]] = defaultdict(set)
+        for row in (folder / "places").read_text(encoding="utf-8").splitlines():
+            test, place = row.split("\t")
+            reached[test].add(int(place))
+        shutil.rmtree(folder)
         return {
             "passed": outcome.passed,
             "failed": outcome.failed,
             "why": outcome.why,
-            "lines": reached,
+            "places": {test: sorted(places) for test, places in reached.items()},
             "modules": modules,
         }
 
@@ -327,10 +349,15 @@ class Tree:
         """Run tests on a changed tree until one fails that passes on the unchanged one."""
         left = dict(tests)
         while left:
+            batch = first_batch(left)
             with self.changed(file, content):
-                outcome, _ = self.run(test_files(left), left)
+                outcome, _ = self.run(test_files(batch), batch)
             if not outcome.failed:
-                return f"killed: {outcome.why}" if outcome.why else "survived"
+                if outcome.why:
+                    return f"killed: {outcome.why}"
+                for seen in batch:
+                    del left[seen]
+                continue
             test, error = next(iter(outcome.failed.items()))
             if self.sound(test, tests[test]):
                 return f"killed: {test}: {' '.join(error.split())[:160]}"
@@ -360,6 +387,22 @@ class Tree:
         return self.known[test]
 
 
+def first_batch(tests: dict[str, float]) -> dict[str, float]:
+    """Return the tests to run in one process: the quick ones of few files, or all that are left."""
+    if sum(tests.values()) <= 2 * BATCH_S:
+        return tests.copy()
+    functions: dict[str, set[str]] = defaultdict(set)
+    for test in tests:
+        functions[test.split("::")[0]].add(test.split("[")[0])
+    files = sorted(functions, key=lambda file: -len(functions[file]))[:2]
+    batch, seconds = {}, 0.0
+    for test, takes in tests.items():
+        if test.split("::")[0] in files and seconds + takes <= BATCH_S:
+            batch[test] = takes
+            seconds += takes
+    return batch or tests.copy()
+
+
 def test_files(tests: Sequence[str] | dict[str, float]) -> list[str]:
     return list(dict.fromkeys(test.split("::")[0] for test in tests))
 
@@ -387,9 +430,9 @@ def start_worker(folder: Path) -> None:
     TREE = Tree(folder)
 
 
-def map_file(file: str) -> tuple[str, dict[str, Any]]:
+def map_file(file: str, quick: bool) -> tuple[str, dict[str, Any]]:
     assert TREE is not None
-    return file, TREE.map(file)
+    return file, TREE.map(file, quick)
 
 
 def try_mutant(mutant: Mutant, tests: dict[str, float]) -> tuple[Mutant, str, float]:
@@ -402,50 +445,72 @@ def try_mutant(mutant: Mutant, tests: dict[str, float]) -> tuple[Mutant, str, fl
 # ---- the map of the whole ----
 
 
+@functools.cache
+def places_of_package() -> dict[str, tuple[int, list[tuple[int, int]]]]:
+    """Return the places of each module's mutants, and the number of the first."""
+    found: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    for mutant in mutants_python.all_mutants():
+        found[mutant.file].add(mutant.place)
+    result, first = {}, 0
+    for name, places in found.items():
+        result[name] = first, sorted(places)
+        first += len(places)
+    return result
+
+
 class Map:
-    """Which tests reach which lines, how long they take, and what they import."""
+    """Which tests reach which places, how long they take, and what they import."""
 
     def __init__(self, parts: Sequence[dict[str, Any]]) -> None:
         self.seconds: dict[str, float] = {}
         self.failed: dict[str, str] = {}
         self.modules: set[str] = set()
-        self.reached: dict[str, dict[str, set[int]]] = defaultdict(dict)  # file -> test -> lines
-        self.imported: dict[str, set[int]] = defaultdict(set)  # reached by what imports
+        self.reached: dict[int, set[str]] = defaultdict(set)  # place -> tests
         for part in parts:
             self.seconds.update(part["passed"])
             self.failed.update({t: e for t, e in part["failed"].items() if e != "skipped"})
             if part["why"]:
                 self.failed[part["why"]] = part["why"]
             self.modules.update(part["modules"])
-        for part in parts:
-            for test, files in part["lines"].items():
-                for name, lines in files.items():
-                    file = f"oracle_offload/{name}"
-                    if test == "":
-                        self.imported[file].update(lines)
-                    elif test in self.seconds:
-                        self.reached[file][test] = set(lines)
+            for test, places in part["places"].items():
+                for place in places:
+                    self.reached[place].add(test)
 
-    def tests_of(self, mutant: Mutant) -> dict[str, float]:
+    def users(self, file: str) -> set[str]:
+        """Return the tests that reach any place of a module."""
+        first, places = places_of_package().get(file, (0, []))
+        reached = (self.reached.get(first + nth, set()) for nth in range(len(places)))
+        return {test for tests in reached for test in tests if test in self.seconds}
+
+    def tests_of(self, mutant: Mutant, at_most_s: float) -> dict[str, float]:
         """Return the tests for a mutant in the order in which they should run; none reaches it: {}.
 
         Those that reach it come first; what is done once in a process, by whoever comes first, may
         show in others that use the same module.
         """
         if isinstance(mutant, PythonMutant):
-            users = self.reached.get(mutant.file, {})
-            wanted = set(mutant.lines)
-            first = {test for test, lines in users.items() if lines & wanted}
-            if not mutant.function or wanted & self.imported[mutant.file]:
+            users = self.users(mutant.file)
+            first_place, places = places_of_package()[mutant.file]
+            at = self.reached.get(first_place + places.index(mutant.place), set())
+            first = {test for test in at if test in self.seconds}
+            if not mutant.function or "" in at:
                 first = set(users)
             elif not first:
                 return {}
         else:
-            users = self.reached[BINDING_USER]
+            users = self.users(BINDING_USER)
             first = {test for test in self.seconds if test.startswith(BINDING_TESTS)}
         order = [*self.in_turn(first), *self.in_turn(set(users) - first)]
-        total = list(accumulate(self.seconds[test] for test in order))
-        return {test: self.seconds[test] for test in order[: max(1, bisect.bisect(total, TESTS_S))]}
+        result: dict[str, float] = {}
+        files: set[str] = set()
+        for test in order:
+            file = test.split("::")[0]
+            at_most_s -= self.seconds[test] + (0.0 if file in files else FILE_S)
+            if result and at_most_s < 0:
+                break
+            files.add(file)
+            result[test] = self.seconds[test]
+        return result
 
     def in_turn(self, tests: Iterable[str]) -> list[str]:
         """Return the quick ones first and the functions in turn.
@@ -469,7 +534,7 @@ def digest(*parts: bytes | str) -> str:
     return whole.hexdigest()[:20]
 
 
-def make_map(pool_of: Any, verbose: bool) -> Map:
+def make_map(pool_of: Any, quick: bool, verbose: bool) -> Map:
     """Read the map of each file of tests, or make it where something changed."""
     files = [
         path.relative_to(ROOT).as_posix()
@@ -477,16 +542,18 @@ def make_map(pool_of: Any, verbose: bool) -> Map:
         for path in sorted((ROOT / folder).glob("test_*.py"))
         if path.stem not in WITHOUT
     ]
+    rules = ("tools/mutants_python.py", "tools/reached_places.py")
     shared = [
         name
         for name in tracked_files()
-        if name.startswith(("csrc/", "oracle_offload/", "tests/data/", *TEST_FOLDERS))
+        if name.startswith(("csrc/", "oracle_offload/", "tests/data/", *TEST_FOLDERS, *rules))
         and not name.endswith((".so", "_build_info.json"))
         and not Path(name).name.startswith("test_")
     ]
+    kind = "quick" if quick else "all"
     common = digest(*(p for name in shared for p in (name, (ROOT / name).read_bytes())))
     paths = {
-        file: CACHE / f"lines-{digest(common, file, (ROOT / file).read_bytes())}.json"
+        file: CACHE / f"{kind}-{digest(common, file, (ROOT / file).read_bytes())}.json"
         for file in files
     }
     missing = [file for file in files if not paths[file].is_file()]
@@ -495,14 +562,14 @@ def make_map(pool_of: Any, verbose: bool) -> Map:
         with pool_of() as pool:
             # The largest first, so that the workers end together.
             missing.sort(key=lambda file: -(ROOT / file).stat().st_size)
-            for done in as_completed([pool.submit(map_file, file) for file in missing]):
+            for done in as_completed([pool.submit(map_file, file, quick) for file in missing]):
                 file, part = done.result()
                 if verbose:
                     seconds = sum(part["passed"].values())
                     print(f"{file}: {len(part['passed'])} tests, {seconds:.0f} s", flush=True)
                 paths[file].write_text(json.dumps(part))
         seconds = time.monotonic() - start
-        print(f"the lines that {len(missing)} files of tests reach: {seconds:.0f} s", flush=True)
+        print(f"what {len(missing)} files of tests reach ({kind}): {seconds:.0f} s", flush=True)
     return Map([json.loads(paths[file].read_text()) for file in files])
 
 
@@ -539,6 +606,86 @@ def preload(modules: set[str]) -> None:
     gc.freeze()  # what is not touched stays shared
 
 
+class Gate:
+    """Tries mutants, and keeps what became of each for `--resume`."""
+
+    def __init__(self, args: argparse.Namespace, mutants: Sequence[Mutant], folder: Path) -> None:
+        self.args = args
+        self.mutants = mutants
+        self.folder = folder
+        self.proofs = equivalents()
+        self.outcomes: dict[Mutant, str] = {}
+        self.digests = {m.file: digest((ROOT / m.file).read_bytes()) for m in mutants}
+        self.state = json.loads(STATE.read_text()) if STATE.exists() else {}
+        self.start = time.monotonic()
+
+    def pool(self) -> ProcessPoolExecutor:
+        context = multiprocessing.get_context("fork")
+        return ProcessPoolExecutor(self.args.jobs, context, start_worker, (self.folder,))
+
+    def note(self, mutant: Mutant, outcome: str, seconds: float) -> bool:
+        """Keep an outcome, and return whether it counts."""
+        self.outcomes[mutant] = outcome
+        self.state[mutant.key] = {"file": self.digests[mutant.file], "outcome": outcome}
+        STATE.write_text(json.dumps(self.state, indent=0))
+        if outcome.startswith("survived"):
+            said = "proved equivalent" if mutant.key in self.proofs else outcome.upper()
+            print(f"{said}: {mutant.name} ({seconds:.0f} s)\n    {mutant.key}", flush=True)
+        elif self.args.verbose:
+            print(f"{mutant.name}: {outcome} ({seconds:.1f} s)", flush=True)
+        if seconds and len(self.outcomes) % 25 == 0:
+            took = time.monotonic() - self.start
+            print(f"... {len(self.outcomes)} in {took:.0f} s", flush=True)
+        return not outcome.startswith("none")
+
+    def kept(self, mutant: Mutant) -> str:
+        """Return what `--resume` knows of a mutant; empty where it must be tried."""
+        known = self.state.get(mutant.key, {"file": "", "outcome": ""})
+        same = self.args.resume and known["file"] == self.digests[mutant.file]
+        return known["outcome"] if same and not known["outcome"].startswith("survived") else ""
+
+    def try_mutants(self, mutants: Sequence[Mutant], count: int, quick: bool) -> None:
+        """Try mutants in turn until `count` of them are none that are no mutants."""
+        reach = make_map(self.pool, quick, self.args.verbose)
+        for test, error in reach.failed.items():
+            print(f"fails on the tree with the marks, and is left out: {test}: {error[:200]}")
+        preload(reach.modules)
+        with self.pool() as pool:
+            running: set[Future[tuple[Mutant, str, float]]] = set()
+            tried = 0
+            for mutant in mutants:
+                # No more than are needed, though some turn out to be none.
+                while tried < count and len(running) >= min(self.args.jobs, count - tried):
+                    done = next(as_completed(running))
+                    running.remove(done)
+                    tried += self.note(*done.result())
+                if tried == count:
+                    break
+                if outcome := self.kept(mutant):
+                    tried += self.note(mutant, outcome, 0.0)
+                else:
+                    tests = reach.tests_of(mutant, QUICK_S if quick else ALL_S)
+                    running.add(pool.submit(try_mutant, mutant, tests))
+            for done in as_completed(running):
+                self.note(*done.result())
+
+    def real(self) -> dict[Mutant, str]:
+        """Return what became of the mutants that change something."""
+        return {
+            mutant: outcome
+            for mutant, outcome in self.outcomes.items()
+            if not outcome.startswith("none") and mutant.key not in self.proofs
+        }
+
+    def survivors(self) -> list[Mutant]:
+        return [m for m, outcome in self.outcomes.items() if outcome.startswith("survived")]
+
+    def share(self) -> float:
+        """Return which part of the mutants is killed."""
+        outcomes = self.real().values()
+        return sum(o.startswith("killed") for o in outcomes) / max(1, len(outcomes))
+
+
 def main() -> int:
     """Run the gate; exit code 0, or 3 when it fails."""
     global BUILDS
@@ -548,6 +695,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every mutant")
     parser.add_argument("--count", type=int, default=40, help="size of the sample")
     parser.add_argument("--seed", default="", help="of the sample; the tree of HEAD by itself")
+    parser.add_argument("--quick", action="store_true", help="three cases of a test are enough")
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -556,94 +704,51 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--verbose", action="store_true", help="say of every mutant what killed it")
     args = parser.parse_args()
-    mutants = [*mutants_python.all_mutants(), *mutants_binding.all_mutants()]
+    mutants: list[Mutant] = [*mutants_python.all_mutants(), *mutants_binding.all_mutants()]
     keys = {mutant.key for mutant in mutants}
-    proofs = equivalents()
-    idle = [key for key in proofs if key not in keys]
     seed = args.seed or seed_of_tree()
     if args.only:
         mutants = [mutant for mutant in mutants if mutant.name.startswith(args.only)]
+    whole = args.all or bool(args.only)
     random.Random(seed).shuffle(mutants)
-    count = len(mutants) if args.all or args.only else min(args.count, len(mutants))
+    count = len(mutants) if whole else min(args.count, len(mutants))
     if args.list:
         for mutant in sorted(mutants, key=lambda m: (m.file, m.begin)):
             print(f"{mutant.name}\n    {' '.join(mutant.original.split())[:110]}")
         print(f"{len(mutants)} mutants")
         return 0
-    if not args.only:
-        print(f"{count} of {len(mutants)} mutants, seed {seed}", flush=True)
+    print(f"{count} of {len(mutants)} mutants, seed {seed}", flush=True)
 
-    start = time.monotonic()
     CACHE.mkdir(parents=True, exist_ok=True)
-    state = json.loads(STATE.read_text()) if STATE.exists() else {}
-    files = {mutant.file: digest((ROOT / mutant.file).read_bytes()) for mutant in mutants}
-    rows: list[tuple[Mutant, str]] = []
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)  # some tests run as another user
-
-        def pool_of() -> ProcessPoolExecutor:
-            context = multiprocessing.get_context("fork")
-            return ProcessPoolExecutor(args.jobs, context, start_worker, (Path(name),))
-
+        if any(not isinstance(mutant, PythonMutant) for mutant in mutants[: 2 * count]):
+            BUILDS = plain_and_sanitized(Path(name))
         # Before numpy and torch are imported: what is forked may have one thread.
         os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
         preload({"torch", "numpy", "hypothesis"})
-        reach = make_map(pool_of, args.verbose)
-        for test, error in reach.failed.items():
-            print(f"fails without any mutation, and is left out: {test}: {error[:200]}")
-        preload(reach.modules)
-        if any(not isinstance(mutant, PythonMutant) for mutant in mutants[: 2 * count]):
-            BUILDS = plain_and_sanitized(Path(name))
-
-        def note(mutant: Mutant, outcome: str, seconds: float) -> bool:
-            """Keep an outcome, and return whether it counts."""
-            rows.append((mutant, outcome))
-            state[mutant.key] = {"file": files[mutant.file], "outcome": outcome}
-            if outcome.startswith("survived"):
-                said = "proved equivalent" if mutant.key in proofs else outcome.upper()
-                print(f"{said}: {mutant.name} ({seconds:.0f} s)\n    {mutant.key}", flush=True)
-            elif args.verbose:
-                print(f"{mutant.name}: {outcome} ({seconds:.1f} s)", flush=True)
-            if seconds and len(rows) % 25 == 0:
-                print(f"... {len(rows)} in {time.monotonic() - start:.0f} s", flush=True)
-            STATE.write_text(json.dumps(state, indent=0))
-            return not outcome.startswith("none")
-
-        with pool_of() as pool:
-            running: set[Future[tuple[Mutant, str, float]]] = set()
-            tried = 0
-            for mutant in mutants:
-                # No more than are needed, though some turn out to be none.
-                while len(running) >= min(args.jobs, count - tried):
-                    if tried == count:
-                        break
-                    done = next(as_completed(running))
-                    running.remove(done)
-                    tried += note(*done.result())
-                if tried == count:
-                    break
-                known = state.get(mutant.key, {"file": "", "outcome": ""})
-                kept = args.resume and not known["outcome"].startswith("survived")
-                if kept and known["file"] == files[mutant.file]:
-                    tried += note(mutant, known["outcome"], 0.0)
-                else:
-                    running.add(pool.submit(try_mutant, mutant, reach.tests_of(mutant)))
-            for done in as_completed(running):
-                note(*done.result())
-    real = [row for row in rows if not row[1].startswith("none") and row[0].key not in proofs]
-    killed = [row for row in real if row[1].startswith("killed")]
+        gate = Gate(args, mutants, Path(name))
+        gate.try_mutants(mutants, count, quick=True)
+        if not args.quick and (whole or gate.share() < KILLED_AT_LEAST) and gate.survivors():
+            print(
+                f"{len(gate.survivors())} survive the first cases of the tests; now all cases",
+                flush=True,
+            )
+            gate.try_mutants(gate.survivors(), len(mutants), quick=False)
+    idle = [key for key in gate.proofs if key not in keys]
     idle += [
-        mutant.key for mutant, said in rows if mutant.key in proofs and said.startswith("killed")
+        m.key for m, o in gate.outcomes.items() if m.key in gate.proofs and o.startswith("killed")
     ]
-    share = len(killed) / max(1, len(real))
+    real = gate.real()
+    killed = sum(outcome.startswith("killed") for outcome in real.values())
     print(
-        f"{len(killed)} of {len(real)} mutants killed ({share:.1%}) in "
-        f"{time.monotonic() - start:.0f} s, seed {seed}; {len(real) - len(killed)} survive; "
-        f"{len(rows) - len(real)} candidates are no mutants"
+        f"{killed} of {len(real)} mutants killed ({gate.share():.1%}) in "
+        f"{time.monotonic() - gate.start:.0f} s, seed {seed}; {len(real) - killed} survive; "
+        f"{len(gate.outcomes) - len(real)} candidates are no mutants"
     )
     for key in idle:
         print(f"equivalent_python.toml proves what does not survive: {key}")
-    return 3 if idle or share < KILLED_AT_LEAST else 0
+    return 3 if idle or gate.share() < KILLED_AT_LEAST else 0
 
 
 if __name__ == "__main__":

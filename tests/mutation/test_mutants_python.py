@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
+import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import mutants_binding  # noqa: E402
 import mutants_python  # noqa: E402
+import reached_places  # noqa: E402
 from mutants import Mutant  # noqa: E402
 
 PYTHON = '''"""What it is."""
@@ -49,7 +53,7 @@ def test_every_operator_of_the_python_layer_is_there() -> None:
     assert {kind.split(" (")[0] for kind in texts} == {
         *("negate", "drop term 1 of and", "drop term 2 of and"),
         *("drop term 1 of or", "drop term 2 of or", "drop minus"),
-        *("> becomes <=", "< becomes >=", "== becomes !="),
+        *("> becomes <=", "> becomes >=", "< becomes >=", "< becomes <=", "== becomes !="),
         *("* becomes /", "+= becomes -=", "delete", "return True", "return False"),
         *("drop except", "drop finally"),
     }
@@ -64,13 +68,37 @@ def test_every_operator_of_the_python_layer_is_there() -> None:
     assert len({mutant.key for mutant in mutants}) == len(mutants)
 
 
-def test_a_mutant_is_covered_by_the_lines_of_its_statement() -> None:
+def test_a_mutant_shows_where_its_expression_is_evaluated_or_its_statement_begins() -> None:
     mutants = mutants_python.mutants_of(Path("module.py"), PYTHON)
-    lines = {mutant.kind: (mutant.function, mutant.lines) for mutant in mutants}
-    assert lines["* becomes /"] == ("", (4,))
-    assert lines["drop term 1 of or"] == ("find", (11, 12))
-    assert lines["drop except"] == ("find", (16,))
-    assert lines["drop finally"] == ("find", (18,))
+    places = {mutant.kind: PYTHON[slice(*mutant.place)] for mutant in mutants}
+    assert places["* becomes /"] == "2 * 3"
+    assert places["> becomes >="] == "limit > 0"
+    assert " ".join(places["drop term 1 of or"].split()) == "rows or limit < -len(kept)"
+    begins = {mutant.kind: PYTHON[mutant.place[0] :].split("\n")[0] for mutant in mutants}
+    assert begins["drop except"] == "raise KeyError from error"
+    assert begins["drop finally"] == "rows.sort()"
+
+
+def test_marks_tell_the_places_that_were_reached_and_change_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "current").write_text("the test")
+    (tmp_path / "places").touch()
+    places = sorted({mutant.place for mutant in mutants_python.mutants_of(Path("m.py"), PYTHON)})
+    text = reached_places.marked(f"{reached_places.FIRST}\n", [], 0, str(tmp_path))
+    text += reached_places.marked(PYTHON, places, 0, str(tmp_path))
+    assert text.count("\n") == PYTHON.count("\n") + 1
+    module: dict[str, Any] = {"log": logging}
+    try:
+        exec(compile(text, "module", "exec"), module)
+        before = (tmp_path / "places").read_text()
+        assert module["find"]([3, 0, 2], 1) is False
+    finally:
+        delattr(builtins, reached_places.MARK)
+    shown = [PYTHON[begin:end] or PYTHON[begin:].split("\n")[0].strip() for begin, end in places]
+    numbers = {row.split("\t")[1] for row in (tmp_path / "places").read_text().splitlines()}
+    reached = {shown[int(number)] for number in numbers}
+    assert before == f"the test\t{shown.index('2 * 3')}\n"
+    assert {"limit > 0", "rows.append(1)", "rows.sort()", "limit == len(rows)"} <= reached
+    assert not {"limit < -len(kept)", "raise KeyError from error"} & reached
 
 
 C = """#define LIMIT (1 + 2)
@@ -90,7 +118,8 @@ def test_every_operator_of_the_binding_is_there() -> None:
     mutants = mutants_binding.mutants_of(Path("file.c"), C)
     texts = changed(mutants, C)
     assert {kind.split(" in ")[0].split(" '")[0] for kind in texts} == {
-        *("negate", "drop", "< becomes >=", "> becomes <=", "== becomes !="),
+        *("negate", "drop", "< becomes >=", "< becomes <=", "> becomes <="),
+        *("> becomes >=", "== becomes !="),
         *("+= becomes -=", "* becomes /", "++ becomes --", "delete", "return 0", "return -1"),
     }
     dropped = [kind for kind in texts if kind.startswith("drop")]
