@@ -36,16 +36,6 @@ FLOORS = {
     "host.c": 0.9,
     "masters.c": 0.9,
 }
-# test_faults is run at every third call: the whole sweep adds no branch.
-PROGRAMS = (
-    "test_engine",
-    "test_order",
-    "test_calls",
-    "test_plan",
-    "test_memory",
-    "test_threads",
-    "test_faults",
-)
 
 
 def branches_of(notes: Path) -> list[tuple[int, int]]:
@@ -74,16 +64,18 @@ def main() -> int:
     if not shutil.which("gcov"):
         raise SystemExit("gcov is not installed: it comes with gcc")
     start = time.monotonic()
+    # Of the sample of faults every third: the whole sweep adds no branch.
     os.environ.setdefault("ORACLE_OFFLOAD_TEST_FAULT_STRIDE", "3")
+    programs = c_programs.engine_tests()
     variant = c_build.checked(coverage=True)
     failed = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        built = c_programs.build(variant, PROGRAMS, folder)
-        print(f"built; running {len(PROGRAMS)} programs", flush=True)
+        built = c_programs.build(variant, programs, folder)
+        print(f"built; running {len(programs)} programs", flush=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            runs = pool.map(lambda name: c_programs.run(variant, built, name), PROGRAMS)
-            for program, done in zip(PROGRAMS, runs, strict=True):
+            runs = pool.map(lambda name: c_programs.run(variant, built, name), programs)
+            for program, done in zip(programs, runs, strict=True):
                 print(f"{program}: exit {done.returncode}", flush=True)
                 if done.returncode != 0:
                     failed.append(program)

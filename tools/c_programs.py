@@ -2,6 +2,7 @@
 
     python tools/c_programs.py run                                   # all, on the simulated driver
     python tools/c_programs.py run test_plan --sanitize address,undefined
+    python tools/c_programs.py run test_plan::test_the_trace_wraps   # one case
     python tools/c_programs.py build --windows                       # with PyPI's ziglang
 
 A program is tests/c/test_*.c, example.c or conformance.c, linked with the engine. It finds the
@@ -56,6 +57,19 @@ def threaded(paths: Sequence[Path]) -> list[Path]:
     return [path for path in paths if starts.search(path.read_text(encoding="utf-8"))]
 
 
+def cases(path: Path) -> list[str]:
+    """Return the cases of a program, in the order of its table (tests/c/check.h)."""
+    return re.findall(r"^\s+CASE\((\w+)[,)]", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def engine_tests() -> list[str]:
+    """Return the programs that test the engine (not the simulator, nor the declarations)."""
+    others = ("test_sim_", "test_cu_abi")
+    return [
+        p.stem for p in programs() if re.match("test_", p.stem) and not p.stem.startswith(others)
+    ]
+
+
 @dataclass
 class Built:
     """Where a variant's simulator and programs lie."""
@@ -79,12 +93,17 @@ def build(variant: Variant, names: Sequence[str] = (), folder: Path | None = Non
 
 
 def run(
-    variant: Variant, built: Built, name: str, *, timeout_s: float = TIMEOUT_S
+    variant: Variant,
+    built: Built,
+    name: str,
+    arguments: Sequence[str] = (),
+    *,
+    timeout_s: float = TIMEOUT_S,
 ) -> subprocess.CompletedProcess[str]:
     """Run one program on the simulated driver; a hang is killed and answers 124."""
     environment = {**os.environ, **variant.environment}
     environment["ORACLE_OFFLOAD_DRIVER"] = str(built.simulator)
-    command = [*variant.runner, str(built.programs[name])]
+    command = [*variant.runner, str(built.programs[name]), *arguments]
     # A file, not a pipe: processes that Wine leaves behind would keep a pipe open.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         try:
@@ -109,7 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Build, and unless asked not to, run each program; 0 when all of them ended with 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("action", choices=["build", "run"])
-    parser.add_argument("names", nargs="*", help="programs without .c; default: all")
+    parser.add_argument(
+        "names", nargs="*", help="programs without .c, or PROGRAM::CASE; default: all"
+    )
     parser.add_argument(
         "--sanitize",
         default="",
@@ -120,7 +141,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--coverage", action="store_true", help="instrument for gcov")
     args = parser.parse_intermixed_args(argv)
     sanitize = [s for s in args.sanitize.split(",") if s]
-    names = args.names
+    chosen: dict[str, list[str]] = {}
+    for text in args.names:
+        name, _, case = text.partition("::")
+        chosen.setdefault(name, []).extend([case] if case else [])
+    names = [*chosen]
     if "thread" in sanitize and not names:
         names = [path.stem for path in threaded(programs())]
     variant = (
@@ -140,7 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def timed(name: str) -> tuple[str, subprocess.CompletedProcess[str], float]:
         start = time.monotonic()
-        return name, run(variant, built, name), time.monotonic() - start
+        done = run(variant, built, name, chosen.get(name, ()))
+        return name, done, time.monotonic() - start
 
     failed = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -6,8 +6,8 @@
     python tools/mutate.py --self-test    # without the race detector, survivors must appear
 
 tools/mutants.py finds the mutants, mechanically. Each one compiles one file, links the engine as a
-shared library and runs the C programs of tests/c on the simulated driver against it, those first
-that kill most per second; a program that hangs for 10 s is killed and counts as noticed. What they
+shared library and runs the engine's programs of tests/c on the simulated driver against it, the
+quick ones first; a program that hangs for 10 s is killed and counts as noticed. What they
 let live runs with several threads under ThreadSanitizer (test_threads), and goes into an extension
 module of the package that trains with torch (tests/mutation/torch_training.py).
 
@@ -33,19 +33,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import c_build
+import c_programs
 from c_build import ROOT, Build, BuildError
 from mutants import Mutant, all_mutants
 
-PROGRAMS = (
-    "test_calls",
-    "test_engine",
-    "test_order",
-    "test_missing_waits",
-    "test_plan",
-    "test_memory",
-    "test_threads",
-    "test_faults",
-)
 THREADS_TEST = "test_threads"
 TORCH_TEST = ROOT / "tests/mutation/torch_training.py"
 EQUIVALENT = ROOT / "tests/mutation/equivalent.toml"
@@ -91,7 +82,9 @@ class Gate:
         self.seen = {(name, self.digest(path)): "original" for name, path in self.objects.items()}
         self.build.simulator()
         self.link_engine(folder, {})
-        for program in PROGRAMS:
+        # Those first that take least on the engine as it is: they kill most per second.
+        self.programs = c_programs.engine_tests()
+        for program in self.programs:
             main = self.build.object(f"tests/c/{program}.c")
             self.build.link(folder / program, [main], [f"-L{folder}", "-lengine"])
         self.bindings: list[Path] = []
@@ -102,7 +95,15 @@ class Gate:
             self.tsan_objects = dict(zip(self.objects, made, strict=True))
             self.tsan_main = self.tsan.object(f"tests/c/{THREADS_TEST}.c")
             self.bindings = self.build.objects(c_build.sources("binding"))
-        outcome = self.tests(folder, {}, None)
+        seconds = {}
+        for program in self.programs:
+            start = time.monotonic()
+            outcome = self.program_test(program, folder)
+            seconds[program] = time.monotonic() - start
+            if outcome != "survived":
+                raise SystemExit(f"the tests fail without any mutation: {outcome}")
+        self.programs.sort(key=lambda program: seconds[program])
+        outcome = self.slow_tests(folder, {}, None)
         if outcome != "survived":
             raise SystemExit(f"the tests fail without any mutation: {outcome}")
 
@@ -125,7 +126,7 @@ class Gate:
         self.build.link(package / "_core.abi3.so", objects, ["-shared"])
 
     def test(self, name: str, command: list[str], timeout_s: float, **environment: str) -> str:
-        limited = f"ulimit -v {ADDRESS_SPACE_KIB}; " if name in PROGRAMS else ""
+        limited = f"ulimit -v {ADDRESS_SPACE_KIB}; " if name in self.programs else ""
         with subprocess.Popen(
             ["sh", "-c", limited + 'exec "$0" "$@"', *command],
             env={**self.environment, **environment},
@@ -142,7 +143,9 @@ class Gate:
         if process.returncode == 0:
             return "survived"
         lines = errors.decode(errors="replace").strip().splitlines()
-        said = lines[-1 if name not in PROGRAMS else 0] if lines else f"exit {process.returncode}"
+        said = (
+            lines[-1 if name not in self.programs else 0] if lines else f"exit {process.returncode}"
+        )
         return f"killed: {name}: {said[:200]}"
 
     def threads_test(self, folder: Path, mutated: Path | None) -> str:
@@ -160,11 +163,18 @@ class Gate:
         return self.test(name, [str(program)], SLOW_TIMEOUT_S, ORACLE_OFFLOAD_DRIVER=driver)
 
     def tests(self, folder: Path, changed: dict[str, Path], mutated: Path | None) -> str:
-        for program in PROGRAMS:
-            command = [str(self.folder / program)]
-            outcome = self.test(program, command, TIMEOUT_S, LD_LIBRARY_PATH=str(folder))
+        for program in self.programs:
+            outcome = self.program_test(program, folder)
             if outcome != "survived":
                 return outcome
+        return self.slow_tests(folder, changed, mutated)
+
+    def program_test(self, program: str, folder: Path) -> str:
+        command = [str(self.folder / program)]
+        return self.test(program, command, TIMEOUT_S, LD_LIBRARY_PATH=str(folder))
+
+    def slow_tests(self, folder: Path, changed: dict[str, Path], mutated: Path | None) -> str:
+        """Run what survivors of the programs meet, unless the gate is to be fast."""
         if not self.slow:
             return "survived"
         outcome = self.threads_test(folder, mutated)

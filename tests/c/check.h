@@ -1,11 +1,18 @@
-/* check.h - the whole test framework of the C tests: CHECK counts and reports, check_report ends.
- * With ORACLE_OFFLOAD_TEST_FAIL_FAST set the first failure ends the program: the mutation gate
- * needs no more. */
+/* check.h - the whole test framework of the C tests: a program is a table of cases.
+ *
+ *     PROGRAM           runs all cases, in the order of the table
+ *     PROGRAM CASE...   runs these
+ *     PROGRAM --list    prints their names
+ *
+ * CHECK counts and reports; a case fails when one of its checks does. With
+ * ORACLE_OFFLOAD_TEST_FAIL_FAST set the first failure ends the program: the mutation gate needs no
+ * more. */
 #ifndef CHECK_H
 #define CHECK_H
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 static unsigned long check_passed, check_failed;
 
@@ -35,8 +42,51 @@ static inline void check_say_schedule(void) {
         fprintf(stderr, "    on the schedule %s\n", text);
 }
 
-/* The last line of a C test; the value for main to return. */
-static inline int check_report(void) {
+struct check_case {
+    const char *name;
+    void (*run)(void);
+};
+
+/* A case goes by the name of its function; tools/c_programs.py reads the names from the source. */
+#define CASE(function)    {#function, function}
+#define CHECK_COUNT(rows) (sizeof(rows) / sizeof(rows)[0])
+
+static inline int check_wanted(const char *name, int argc, char **argv) {
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(name, argv[i]) == 0)
+            return 1;
+    }
+    return argc <= 1;
+}
+
+/* The whole of a C test's main, and its value; `prepare` (may be NULL) runs before the first
+ * case. */
+static inline int check_main(int argc, char **argv, const struct check_case *cases, size_t n_cases,
+                             void (*prepare)(void)) {
+    if (argc == 2 && strcmp(argv[1], "--list") == 0) {
+        for (size_t i = 0; i < n_cases; i++)
+            puts(cases[i].name);
+        return 0;
+    }
+    for (int i = 1; i < argc; i++) {
+        size_t at = 0;
+        while (at < n_cases && strcmp(cases[at].name, argv[i]) != 0)
+            at++;
+        if (at == n_cases) {
+            fprintf(stderr, "%s has no case %s\n", argv[0], argv[i]);
+            return 2;
+        }
+    }
+    if (prepare)
+        prepare();
+    for (size_t i = 0; i < n_cases; i++) {
+        if (!check_wanted(cases[i].name, argc, argv))
+            continue;
+        const unsigned long before = check_failed;
+        cases[i].run();
+        printf("%s: %s\n", cases[i].name, check_failed == before ? "ok" : "FAILED");
+        fflush(stdout);
+    }
     printf("%lu passed, %lu failed\n", check_passed, check_failed);
     return check_failed ? 1 : 0;
 }

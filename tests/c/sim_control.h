@@ -31,15 +31,15 @@ struct sim_control {
     const char *path;
 };
 
-/* The simulator named by argv[1] or ORACLE_OFFLOAD_DRIVER; ends the program when there is none. */
-static inline struct sim_control sim_open(int argc, char **argv) {
+/* The simulator named by ORACLE_OFFLOAD_DRIVER; ends the program when there is none. */
+static inline struct sim_control sim_open(void) {
     struct sim_control sim;
-    sim.path = argc > 1 ? argv[1] : getenv("ORACLE_OFFLOAD_DRIVER");
+    sim.path = getenv("ORACLE_OFFLOAD_DRIVER");
     void *library = sim.path ? oo__library_open(sim.path) : NULL;
     if (!library) {
         char reason[512];
         fprintf(stderr, "no simulated driver at %s: %s\n",
-                sim.path ? sim.path : "(argv[1] or ORACLE_OFFLOAD_DRIVER)",
+                sim.path ? sim.path : "(ORACLE_OFFLOAD_DRIVER)",
                 oo__library_error(reason, sizeof reason));
         exit(2);
     }

@@ -41,12 +41,12 @@ static inline void sim_test_find(void *library, const char *name, void *slot) {
     memcpy(slot, &symbol, sizeof symbol);
 }
 
-/* Loads the library that argv[1] or ORACLE_OFFLOAD_DRIVER names. */
-static inline void sim_test_open(int argc, char **argv) {
-    const char *path = argc > 1 ? argv[1] : getenv("ORACLE_OFFLOAD_DRIVER");
+/* Loads the library that ORACLE_OFFLOAD_DRIVER names. */
+static inline void sim_test_open(void) {
+    const char *path = getenv("ORACLE_OFFLOAD_DRIVER");
     void *library = path ? oo__library_open(path) : NULL;
     if (!library) {
-        fprintf(stderr, "usage: %s SIMULATOR (or ORACLE_OFFLOAD_DRIVER)\n", argv[0]);
+        fprintf(stderr, "ORACLE_OFFLOAD_DRIVER names no simulated driver\n");
         exit(2);
     }
 #define SIM_TEST_FIND(base, symbol, introduced, traits, parameters)                                \

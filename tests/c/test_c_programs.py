@@ -1,8 +1,10 @@
-"""Every C program of this folder compiles without a warning and passes on the simulated driver."""
+"""Every C program of this folder compiles without a warning; each of its cases passes."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +24,9 @@ def load(name: str) -> ModuleType:
 
 c_build = load("c_build")
 c_programs = load("c_programs")
-PROGRAMS = [path.stem for path in c_programs.programs()]
+PROGRAMS = {path.stem: c_programs.cases(path) for path in c_programs.programs()}
+# A program without a table is one case.
+CASES = [(name, case) for name, cases in PROGRAMS.items() for case in cases or [""]]
 
 
 @pytest.fixture(scope="session")
@@ -41,11 +45,65 @@ def test_thread_sanitizer_runs_what_starts_threads() -> None:
     assert "test_plan" not in found
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program_passes_on_the_simulated_driver(built: tuple[Any, Any], name: str) -> None:
+@pytest.fixture(scope="session")
+def listed(built: tuple[Any, Any]) -> Any:
+    """What each program says its cases are: some are not compiled on every system."""
     variant, result = built
-    done = c_programs.run(variant, result, name)
-    assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{done.stdout}"
+    return functools.cache(
+        lambda name: c_programs.run(variant, result, name, ["--list"]).stdout.split()
+    )
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=lambda text: text or "whole")
+def test_case_passes_on_the_simulated_driver(
+    built: tuple[Any, Any], listed: Any, name: str, case: str
+) -> None:
+    variant, result = built
+    arguments = [case] if case else []
+    if name == "conformance":
+        arguments = [str(result.simulator), case]
+    elif case and case not in listed(name):
+        pytest.skip("is not compiled on this system")
+    done = c_programs.run(variant, result, name, arguments)
+    assert done.returncode == 0, f"ended with {done.returncode}:\n{done.stdout}"
+
+
+def test_every_case_is_in_its_table_and_every_table_in_its_source(listed: Any) -> None:
+    """A function that looks like a case and stands in no table would never run."""
+    for path in c_programs.programs():
+        text = path.read_text(encoding="utf-8")
+        functions = re.findall(r"^static void (test_\w+)\(void\) \{", text, re.MULTILINE)
+        assert set(functions) <= set(PROGRAMS[path.stem]), path.name
+        if path.stem not in ("example", "conformance"):
+            assert set(listed(path.stem)) <= set(PROGRAMS[path.stem]) != set(), path.name
+
+
+def test_an_unknown_case_is_refused_and_a_named_one_runs_alone(built: tuple[Any, Any]) -> None:
+    variant, result = built
+    done = c_programs.run(variant, result, "test_plan", ["test_the_trace_wraps"])
+    assert done.stdout.startswith("test_the_trace_wraps: ok\n") and done.stdout.count("\n") == 2
+    done = c_programs.run(variant, result, "test_plan", ["test_nothing"])
+    assert done.returncode == 2 and "no case test_nothing" in done.stdout
+
+
+def test_a_check_that_fails_fails_its_case_and_its_program(tmp_path: Path) -> None:
+    source = tmp_path / "test_fails.c"
+    source.write_text(
+        '#include "check.h"\n'
+        'static void good(void) { CHECK(1, "never"); }\n'
+        'static void bad(void) { CHECK(1 == 2, "one is %d", 1); }\n'
+        "static const struct check_case cases[] = {CASE(bad), CASE(good)};\n"
+        "int main(int argc, char **argv) {\n"
+        "    return check_main(argc, argv, cases, CHECK_COUNT(cases), NULL);\n}\n"
+    )
+    build = c_build.Build(c_build.checked(), tmp_path)
+    main = build.object(str(source), "tests")
+    built = c_programs.Built(tmp_path, {"test_fails": build.link(tmp_path / "test_fails", [main])})
+    done = c_programs.run(build.variant, built, "test_fails")
+    assert done.returncode == 1
+    assert "bad: FAILED\ngood: ok\n1 passed, 1 failed" in done.stdout
+    assert "one is 1" in done.stdout
+    assert c_programs.run(build.variant, built, "test_fails", ["good"]).returncode == 0
 
 
 def test_a_warning_in_a_c_program_fails_the_build(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@
           sizeof(theirs))
 #define SAME_ERROR(name) SAME_VALUE(OOCU_##name, CUDA_##name)
 
-static void compare(void) {
+static void the_abi_is_cuda_s(void) {
     SAME_SIZE(OOCUresult, CUresult);
     SAME_SIZE(OOCUdevice, CUdevice);
     SAME_SIZE(OOCUcontext, CUcontext);
@@ -85,10 +85,13 @@ static void compare(void) {
     SAME_VALUE(OOCU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_DEVICE);
 }
 #else
-static void compare(void) { printf("no cuda.h on this machine: nothing to compare with\n"); }
+static void the_abi_is_cuda_s(void) {
+    printf("no cuda.h on this machine: nothing to compare with\n");
+}
 #endif
 
-int main(void) {
-    compare();
-    return check_report();
-}
+static const struct check_case cases[] = {
+    CASE(the_abi_is_cuda_s),
+};
+
+int main(int argc, char **argv) { return check_main(argc, argv, cases, CHECK_COUNT(cases), NULL); }

@@ -465,7 +465,7 @@ static void end_lost_context(const char *where) {
     CHECK(sim_reset(&sim) == 0, "%s: the simulator could not be reset", where);
 }
 
-static void test_a_sticky_error_kills_the_engine_and_says_so(int through_the_ring) {
+static void a_sticky_error(int through_the_ring) {
     struct world w;
     char gradient[100] = {1}, target[100];
     sim.simRefuseRegistration((uint64_t)through_the_ring);
@@ -687,33 +687,39 @@ static void test_a_forked_child_is_told(void) {
 }
 #endif
 
-int main(int argc, char **argv) {
-    sim = sim_open(argc, argv);
-    sim_reset(&sim);
-    test_bytes_are_right_under_every_schedule();
-    test_counters_agree_with_the_driver();
-    test_the_steady_state_allocates_nothing_and_never_waits();
-    test_a_model_that_fits_moves_no_byte_after_the_first_step();
-    test_two_compute_streams_share_units();
-    test_a_rewritten_master_is_never_served_stale();
-    test_held_trainable_units_are_dropped_and_not_fetched();
-    test_hold_on_a_unit_in_use_drops_it_at_the_last_release();
-    test_a_unit_that_leaves_without_a_context_keeps_its_bytes();
-    test_a_member_moves_out_and_back();
-    test_a_removed_member_takes_its_unit_and_its_memory_with_it();
-    test_refused_registration_goes_through_the_ring();
-    test_wrong_calls_are_refused_clearly();
-    test_a_unit_larger_than_the_arena_is_an_error_that_names_the_sizes();
-    test_removing_one_model_leaves_the_other();
-    test_downloads_arrive_whole();
-    test_a_timeline_tells_copies_compute_and_stalls();
+static void test_a_sticky_error_kills_the_engine_and_says_so(void) { a_sticky_error(0); }
+static void test_a_sticky_error_of_the_ring_kills_the_engine_and_says_so(void) {
+    a_sticky_error(1);
+}
+
+static const struct check_case cases[] = {
+    CASE(test_bytes_are_right_under_every_schedule),
+    CASE(test_counters_agree_with_the_driver),
+    CASE(test_the_steady_state_allocates_nothing_and_never_waits),
+    CASE(test_a_model_that_fits_moves_no_byte_after_the_first_step),
+    CASE(test_two_compute_streams_share_units),
+    CASE(test_a_rewritten_master_is_never_served_stale),
+    CASE(test_held_trainable_units_are_dropped_and_not_fetched),
+    CASE(test_hold_on_a_unit_in_use_drops_it_at_the_last_release),
+    CASE(test_a_unit_that_leaves_without_a_context_keeps_its_bytes),
+    CASE(test_a_member_moves_out_and_back),
+    CASE(test_a_removed_member_takes_its_unit_and_its_memory_with_it),
+    CASE(test_refused_registration_goes_through_the_ring),
+    CASE(test_wrong_calls_are_refused_clearly),
+    CASE(test_a_unit_larger_than_the_arena_is_an_error_that_names_the_sizes),
+    CASE(test_removing_one_model_leaves_the_other),
+    CASE(test_downloads_arrive_whole),
+    CASE(test_a_timeline_tells_copies_compute_and_stalls),
 #if !defined(_WIN32)
-    test_a_forked_child_is_told();
+    CASE(test_a_forked_child_is_told),
 #endif
-    test_a_sticky_error_kills_the_engine_and_says_so(0);
-    test_a_sticky_error_kills_the_engine_and_says_so(1);
-    test_wherever_the_context_is_lost_all_else_is_given_back();
-    test_a_context_lost_on_the_way_in();
-    test_a_context_lost_while_masters_are_freed_leaves_no_engine_behind();
-    return check_report();
+    CASE(test_a_sticky_error_kills_the_engine_and_says_so),
+    CASE(test_a_sticky_error_of_the_ring_kills_the_engine_and_says_so),
+    CASE(test_wherever_the_context_is_lost_all_else_is_given_back),
+    CASE(test_a_context_lost_on_the_way_in),
+    CASE(test_a_context_lost_while_masters_are_freed_leaves_no_engine_behind),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
 }

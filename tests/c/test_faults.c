@@ -164,7 +164,7 @@ static void end_of_life(struct world *w, const struct fault *fault, int leaked) 
     CHECK(sim_reset(&sim) == 0, "%s: not reset", describe(fault));
     free(w->arena);
     if (check_failed > 20) /* what follows would say the same, or suffer from it */
-        exit(check_report());
+        exit(1);
 }
 
 /* A life with a fault from which the engine recovers. */
@@ -332,18 +332,56 @@ static void sweep_all_calls(const char *what, enum lasts lasts, uint64_t sample)
                (unsigned long long)calls_of_all, what);
 }
 
-static void sweep_all(void) {
+/* Every fault of a sweep; where all are taken, half of them in a child. */
+static void in_halves(void (*faults)(void)) {
+    number = 0;
+#if !defined(_WIN32)
+    if (all) {
+        const pid_t child = fork();
+        shards = 2;
+        shard = child == 0;
+        faults();
+        if (child == 0)
+            _exit(check_failed != 0);
+        int result = 0;
+        CHECK(child > 0 && waitpid(child, &result, 0) == child && result == 0,
+              "the second half of the faults (status %d)", result);
+        return;
+    }
+#endif
+    faults();
+}
+
+static void once(void) {
     sweep("calls fail once", live, transient_codes, TRANSIENT_CODES, ONCE, all ? 1 : 37);
+}
+static void lost(void) {
     sweep("calls lose the context", die, sticky_codes, STICKY_CODES, ONCE, all ? 1 : 37);
+}
+static void kind_until_lifted(void) {
     sweep("calls, with all of their kind, fail until lifted", live, transient_codes,
           TRANSIENT_CODES, UNTIL_LIFTED, all ? 1 : 151);
+}
+static void kind_to_the_end(void) {
     sweep("calls, with all of their kind, fail to the end", live, transient_codes, TRANSIENT_CODES,
           TO_THE_END, all ? 1 : 151);
+}
+static void all_until_lifted(void) {
     sweep_all_calls("calls, and every one after it, fail until lifted", UNTIL_LIFTED, all ? 1 : 43);
+}
+static void all_to_the_end(void) {
     sweep_all_calls("calls, and every one after it, fail to the end", TO_THE_END, all ? 1 : 43);
 }
 
-int main(int argc, char **argv) {
+static void a_call_fails_once(void) { in_halves(once); }
+static void a_call_loses_the_context(void) { in_halves(lost); }
+static void a_kind_of_call_fails_until_lifted(void) { in_halves(kind_until_lifted); }
+static void a_kind_of_call_fails_to_the_end(void) { in_halves(kind_to_the_end); }
+static void all_calls_fail_until_lifted(void) { in_halves(all_until_lifted); }
+static void all_calls_fail_to_the_end(void) { in_halves(all_to_the_end); }
+
+/* Counts the calls of a life: what is swept over. */
+static void prepare(void) {
     const struct fault none = {NULL, 0, OOCU_SUCCESS, ONCE};
     const char *text = getenv("ORACLE_OFFLOAD_TEST_FAULT_STRIDE");
     if (text) {
@@ -356,26 +394,22 @@ int main(int argc, char **argv) {
     mallopt(M_MMAP_THRESHOLD, 64 << 20);
     mallopt(M_TRIM_THRESHOLD, 256 << 20);
 #endif
-    sim = sim_open(argc, argv);
-    sim_reset(&sim);
+    world_prepare();
     live(&none);
     CHECK(calls_of_all > 300, "only %llu calls in a life", (unsigned long long)calls_of_all);
     printf("%llu calls in a life\n", (unsigned long long)calls_of_all);
     fflush(stdout);
-#if !defined(_WIN32)
-    if (all) {
-        shards = 2;
-        const pid_t child = fork();
-        shard = child == 0;
-        sweep_all();
-        int result = 0;
-        if (child == 0)
-            _exit(check_failed != 0);
-        CHECK(child > 0 && waitpid(child, &result, 0) == child && result == 0,
-              "the second half of the faults (status %d)", result);
-        return check_report();
-    }
-#endif
-    sweep_all();
-    return check_report();
+}
+
+static const struct check_case cases[] = {
+    CASE(a_call_fails_once),
+    CASE(a_call_loses_the_context),
+    CASE(a_kind_of_call_fails_until_lifted),
+    CASE(a_kind_of_call_fails_to_the_end),
+    CASE(all_calls_fail_until_lifted),
+    CASE(all_calls_fail_to_the_end),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), prepare);
 }

@@ -195,14 +195,15 @@ static void test_host_memory_that_cannot_be_had(void) {
           "%s", oo_error_message());
 }
 
-int main(int argc, char **argv) {
-    sim = sim_open(argc, argv);
-    sim_reset(&sim);
-    test_host_memory_is_filled_where_asked();
-    test_host_memory_that_cannot_be_had();
+static const struct check_case cases[] = {
+    CASE(test_host_memory_is_filled_where_asked),
+    CASE(test_host_memory_that_cannot_be_had),
 #if defined(CAN_FAIL)
-    test_any_allocation_may_fail();
-    test_no_event_is_created_without_a_record();
+    CASE(test_any_allocation_may_fail),
+    CASE(test_no_event_is_created_without_a_record),
 #endif
-    return check_report();
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
 }

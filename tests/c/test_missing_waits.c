@@ -158,32 +158,11 @@ static void a_download_by_the_ring(struct world *w, unsigned missing) { download
 
 /* ---- all of them, on every schedule ---- */
 
-static const struct hazard {
+struct hazard {
     const char *name;
     void (*run)(struct world *w, unsigned missing);
     unsigned missing;
     const char *what, *earlier, *later; /* what the report must name */
-} hazards[] = {
-    {"H1", a_kernel_before_its_copy_has_arrived, STREAM_WAITS, "of \"unit 0\"",
-     "write by a host-to-device copy, stream \"h2d\"", "read by a kernel, stream \"compute\""},
-    {"H2", a_copy_over_bytes_still_read, STREAM_WAITS, "unit ", "read by a kernel",
-     "write by a host-to-device copy, stream \"h2d\""},
-    {"H3", a_copy_before_the_lender_has_finished, STREAM_WAITS, "of \"unit 0\"",
-     "write by a lender of the memory", "write by a host-to-device copy, stream \"h2d\""},
-    {"H4, kernel", bytes_given_back_under_a_kernel, STREAM_WAITS, "of \"unit 0\"",
-     "read by a kernel", "write by a lender of the memory"},
-    {"H4, copy", bytes_given_back_under_a_copy, SYNCHRONISES, "in flight: simDrop", "unit ",
-     "while a copy on stream \"h2d\""},
-    {"H4, masters", masters_unlocked_under_a_copy, SYNCHRONISES, "in flight: cuMemHostUnregister",
-     "masters of unit ", "while a copy on stream \"h2d\""},
-    {"H5, upload", ring_bytes_rewritten_under_a_copy, EVENT_WAITS, "of \"upload ring\"",
-     "read by a host-to-device copy, stream \"h2d\"", "write by a host access"},
-    {"H5, download", a_download_by_the_ring, EVENT_WAITS, "of \"download ring\"",
-     "write by a device-to-host copy, stream \"d2h\"", "read by a host access"},
-    {"H6", a_locked_download, STREAM_WAITS, "of \"gradient\"", "write by a lender of the memory",
-     "read by a device-to-host copy, stream \"d2h\""},
-    {"H6, arrival", a_locked_download, EVENT_WAITS, "race: read-after-write",
-     "write by a device-to-host copy, stream \"d2h\"", "read by a host access"},
 };
 
 static int reported(const struct hazard *hazard) {
@@ -195,31 +174,132 @@ static int reported(const struct hazard *hazard) {
     return 0;
 }
 
-int main(int argc, char **argv) {
+/* With the wait in place nothing is reported; without it the report names what is unordered. */
+static void missed_on_every_schedule(const struct hazard *hazard) {
     if (getenv("ORACLE_OFFLOAD_TEST_RACES_OFF")) /* what it asks for is not there */
-        return check_report();
-    sim = sim_open(argc, argv);
-    sim_reset(&sim);
-    for (unsigned h = 0; h < sizeof hazards / sizeof hazards[0]; h++) {
-        for (int run = 0; run < 2 * (SIM_DELAYED + 1); run++) {
-            const int missing = run % 2;
-            struct world w;
-            char where[64];
-            snprintf(where, sizeof where, "%s, schedule %d", hazards[h].name, run / 2);
-            sim.simSetSchedule(run / 2, 7);
-            begin(&w);
-            hazards[h].run(&w, missing ? hazards[h].missing : 0);
-            if (missing) {
-                CHECK(reported(&hazards[h]), "%s: the missing wait passed unnoticed", where);
-                sim.simReportsClear();
-            }
-            end_stream(&w, w.stream);
-            need(oo_engine_destroy(w.engine), where);
-            check_no_reports(where);
-            check_nothing_alive(where);
-            release_context(where);
-            CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
+        return;
+    for (int run = 0; run < 2 * (SIM_DELAYED + 1); run++) {
+        const int missing = run % 2;
+        struct world w;
+        char where[64];
+        snprintf(where, sizeof where, "%s, schedule %d", hazard->name, run / 2);
+        sim.simSetSchedule(run / 2, 7);
+        begin(&w);
+        hazard->run(&w, missing ? hazard->missing : 0);
+        if (missing) {
+            CHECK(reported(hazard), "%s: the missing wait passed unnoticed", where);
+            sim.simReportsClear();
         }
+        end_stream(&w, w.stream);
+        need(oo_engine_destroy(w.engine), where);
+        check_no_reports(where);
+        check_nothing_alive(where);
+        release_context(where);
+        CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
     }
-    return check_report();
+}
+
+static void h1_a_kernel_before_its_copy_has_arrived(void) {
+    const struct hazard hazard = {"H1",
+                                  a_kernel_before_its_copy_has_arrived,
+                                  STREAM_WAITS,
+                                  "of \"unit 0\"",
+                                  "write by a host-to-device copy, stream \"h2d\"",
+                                  "read by a kernel, stream \"compute\""};
+    missed_on_every_schedule(&hazard);
+}
+
+static void h2_a_copy_over_bytes_still_read(void) {
+    const struct hazard hazard = {
+        "H2",    a_copy_over_bytes_still_read, STREAM_WAITS,
+        "unit ", "read by a kernel",           "write by a host-to-device copy, stream \"h2d\""};
+    missed_on_every_schedule(&hazard);
+}
+
+static void h3_a_copy_before_the_lender_has_finished(void) {
+    const struct hazard hazard = {"H3",
+                                  a_copy_before_the_lender_has_finished,
+                                  STREAM_WAITS,
+                                  "of \"unit 0\"",
+                                  "write by a lender of the memory",
+                                  "write by a host-to-device copy, stream \"h2d\""};
+    missed_on_every_schedule(&hazard);
+}
+
+static void h4_bytes_given_back_under_a_kernel(void) {
+    const struct hazard hazard = {"H4, kernel",       bytes_given_back_under_a_kernel,
+                                  STREAM_WAITS,       "of \"unit 0\"",
+                                  "read by a kernel", "write by a lender of the memory"};
+    missed_on_every_schedule(&hazard);
+}
+
+static void h4_bytes_given_back_under_a_copy(void) {
+    const struct hazard hazard = {"H4, copy",   bytes_given_back_under_a_copy,
+                                  SYNCHRONISES, "in flight: simDrop",
+                                  "unit ",      "while a copy on stream \"h2d\""};
+    missed_on_every_schedule(&hazard);
+}
+
+static void h4_masters_unlocked_under_a_copy(void) {
+    const struct hazard hazard = {"H4, masters",      masters_unlocked_under_a_copy,
+                                  SYNCHRONISES,       "in flight: cuMemHostUnregister",
+                                  "masters of unit ", "while a copy on stream \"h2d\""};
+    missed_on_every_schedule(&hazard);
+}
+
+static void h5_ring_bytes_rewritten_under_a_copy(void) {
+    const struct hazard hazard = {"H5, upload",
+                                  ring_bytes_rewritten_under_a_copy,
+                                  EVENT_WAITS,
+                                  "of \"upload ring\"",
+                                  "read by a host-to-device copy, stream \"h2d\"",
+                                  "write by a host access"};
+    missed_on_every_schedule(&hazard);
+}
+
+static void h5_a_download_by_the_ring(void) {
+    const struct hazard hazard = {"H5, download",
+                                  a_download_by_the_ring,
+                                  EVENT_WAITS,
+                                  "of \"download ring\"",
+                                  "write by a device-to-host copy, stream \"d2h\"",
+                                  "read by a host access"};
+    missed_on_every_schedule(&hazard);
+}
+
+static void h6_a_locked_download(void) {
+    const struct hazard hazard = {"H6",
+                                  a_locked_download,
+                                  STREAM_WAITS,
+                                  "of \"gradient\"",
+                                  "write by a lender of the memory",
+                                  "read by a device-to-host copy, stream \"d2h\""};
+    missed_on_every_schedule(&hazard);
+}
+
+static void h6_the_arrival_of_a_locked_download(void) {
+    const struct hazard hazard = {"H6, arrival",
+                                  a_locked_download,
+                                  EVENT_WAITS,
+                                  "race: read-after-write",
+                                  "write by a device-to-host copy, stream \"d2h\"",
+                                  "read by a host access"};
+    missed_on_every_schedule(&hazard);
+}
+
+static const struct check_case cases[] = {
+    CASE(h1_a_kernel_before_its_copy_has_arrived),
+    CASE(h2_a_copy_over_bytes_still_read),
+    CASE(h3_a_copy_before_the_lender_has_finished),
+    CASE(h4_bytes_given_back_under_a_kernel),
+    CASE(h4_bytes_given_back_under_a_copy),
+    CASE(h4_masters_unlocked_under_a_copy),
+    CASE(h5_ring_bytes_rewritten_under_a_copy),
+    CASE(h5_a_download_by_the_ring),
+    CASE(h6_a_locked_download),
+    CASE(h6_the_arrival_of_a_locked_download),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
 }

@@ -289,7 +289,7 @@ static void through_the_ring(const char *where) {
 }
 
 /* One unit of nine pieces and a bit, in foreign memory that changes as soon as the call returns. */
-static void a_large_unit_through_the_ring(const char *where) {
+static void a_large_unit(const char *where) {
     struct world w;
     const size_t bytes = 9 * oo__ring_piece_bytes + 12345;
     const uint32_t one = 1;
@@ -365,13 +365,12 @@ static void downloads_of(const char *where, size_t bytes, int locked) {
 }
 
 static void downloads_to_locked_memory(const char *where) { downloads_of(where, 20000, 1); }
-static void downloads_through_the_ring(const char *where) {
-    downloads_of(where, (20u << 20) + 77, 0);
-}
+enum { RING_DOWNLOAD_BYTES = (20 << 20) + 77 };
 
 /* What a download costs, by events on the device: exactly its copy, however busy the streams are.
  */
 static void test_a_download_is_measured_exactly(void) {
+    sim.simSetSchedule(SIM_TIMED, 0);
     struct world w;
     struct oo_host *host;
     struct sim_device device;
@@ -424,30 +423,77 @@ static void unlocked_right_after_a_download(const char *where) {
     world_close(&w, where);
 }
 
-int main(int argc, char **argv) {
-    sim = sim_open(argc, argv);
-    sim_reset(&sim);
+static void steps_on_a_stream_of_the_caller_on_every_schedule(void) {
     for_each_schedule(steps_on_a_stream_of_the_caller, "steps");
+}
+static void steps_on_the_default_stream_on_every_schedule(void) {
     for_each_schedule(steps_on_the_default_stream, "default stream");
+}
+static void more_streams_than_entries_on_every_schedule(void) {
     for_each_schedule(more_streams_than_entries, "many streams");
-    test_each_stream_waits_for_a_copy_once();
-    test_more_streams_than_are_remembered_wait_each_time();
+}
+static void dropped_while_a_kernel_reads_on_every_schedule(void) {
     for_each_schedule(dropped_while_a_kernel_reads, "drop");
+}
+static void a_segment_from_a_busy_stream_on_every_schedule(void) {
     for_each_schedule(a_segment_from_a_busy_stream, "busy allocator");
+}
+static void a_second_segment_from_another_stream_on_every_schedule(void) {
     for_each_schedule(a_second_segment_from_another_stream, "second segment");
+}
+static void removed_after_uses_on_other_streams_on_every_schedule(void) {
     for_each_schedule(removed_after_uses_on_other_streams, "remove");
+}
+static void removed_with_copies_in_flight_on_every_schedule(void) {
     for_each_schedule(removed_with_copies_in_flight, "remove in flight");
+}
+static void a_segment_goes_with_another_models_units_on_every_schedule(void) {
     for_each_schedule(a_segment_goes_with_another_models_units, "shared segments");
+}
+static void through_the_ring_on_every_schedule(void) {
     for_each_schedule(through_the_ring, "ring");
-    a_large_unit_through_the_ring("large unit through the ring");
+}
+static void a_large_unit_through_the_ring(void) { a_large_unit("large unit through the ring"); }
+static void a_large_unit_through_the_ring_behind_late_copies(void) {
     sim.simSetSchedule(SIM_STARVE_COPY, 0);
-    a_large_unit_through_the_ring("large unit through the ring, starve-copy");
+    a_large_unit("large unit through the ring, starve-copy");
+}
+static void downloads_to_locked_memory_on_every_schedule(void) {
     for_each_schedule(downloads_to_locked_memory, "locked download");
-    downloads_through_the_ring("ring download");
+}
+static void downloads_through_the_ring(void) {
+    downloads_of("ring download", RING_DOWNLOAD_BYTES, 0);
+}
+static void downloads_through_the_ring_behind_late_copies(void) {
     sim.simSetSchedule(SIM_STARVE_COPY, 0);
-    downloads_through_the_ring("ring download, starve-copy");
-    sim.simSetSchedule(SIM_TIMED, 0);
-    test_a_download_is_measured_exactly();
+    downloads_of("ring download, starve-copy", RING_DOWNLOAD_BYTES, 0);
+}
+static void unlocked_right_after_a_download_on_every_schedule(void) {
     for_each_schedule(unlocked_right_after_a_download, "unlock");
-    return check_report();
+}
+
+static const struct check_case cases[] = {
+    CASE(steps_on_a_stream_of_the_caller_on_every_schedule),
+    CASE(steps_on_the_default_stream_on_every_schedule),
+    CASE(more_streams_than_entries_on_every_schedule),
+    CASE(test_each_stream_waits_for_a_copy_once),
+    CASE(test_more_streams_than_are_remembered_wait_each_time),
+    CASE(dropped_while_a_kernel_reads_on_every_schedule),
+    CASE(a_segment_from_a_busy_stream_on_every_schedule),
+    CASE(a_second_segment_from_another_stream_on_every_schedule),
+    CASE(removed_after_uses_on_other_streams_on_every_schedule),
+    CASE(removed_with_copies_in_flight_on_every_schedule),
+    CASE(a_segment_goes_with_another_models_units_on_every_schedule),
+    CASE(through_the_ring_on_every_schedule),
+    CASE(a_large_unit_through_the_ring),
+    CASE(a_large_unit_through_the_ring_behind_late_copies),
+    CASE(downloads_to_locked_memory_on_every_schedule),
+    CASE(downloads_through_the_ring),
+    CASE(downloads_through_the_ring_behind_late_copies),
+    CASE(test_a_download_is_measured_exactly),
+    CASE(unlocked_right_after_a_download_on_every_schedule),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
 }

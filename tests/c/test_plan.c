@@ -462,19 +462,20 @@ static void test_the_trace_wraps(void) {
     oo_plan_destroy(plan);
 }
 
-int main(void) {
-    test_bytes_per_step_stay_near_the_lower_bound();
-    test_units_created_in_another_order_than_they_run();
-    test_several_segments_are_nearly_as_good_as_one();
-    test_homes_close_up_when_units_are_removed();
-    test_sampling_does_not_degenerate_to_loading_everything();
-    test_a_skipped_or_repeated_unit_costs_little();
-    test_a_pinned_unit_is_never_evicted();
-    test_units_not_allowed_ahead_are_only_fetched_on_demand();
-    test_the_first_step_knows_no_order_and_still_behaves();
-    test_what_is_needed_last_makes_place();
-    test_positions_count_through_the_segments();
-    test_random_traces_keep_the_arena_sound();
-    test_the_trace_wraps();
-    return check_report();
-}
+static const struct check_case cases[] = {
+    CASE(test_bytes_per_step_stay_near_the_lower_bound),
+    CASE(test_units_created_in_another_order_than_they_run),
+    CASE(test_several_segments_are_nearly_as_good_as_one),
+    CASE(test_homes_close_up_when_units_are_removed),
+    CASE(test_sampling_does_not_degenerate_to_loading_everything),
+    CASE(test_a_skipped_or_repeated_unit_costs_little),
+    CASE(test_a_pinned_unit_is_never_evicted),
+    CASE(test_units_not_allowed_ahead_are_only_fetched_on_demand),
+    CASE(test_the_first_step_knows_no_order_and_still_behaves),
+    CASE(test_what_is_needed_last_makes_place),
+    CASE(test_positions_count_through_the_segments),
+    CASE(test_random_traces_keep_the_arena_sound),
+    CASE(test_the_trace_wraps),
+};
+
+int main(int argc, char **argv) { return check_main(argc, argv, cases, CHECK_COUNT(cases), NULL); }

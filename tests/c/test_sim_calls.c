@@ -530,21 +530,23 @@ static void reset_forgets_only_what_is_dead(void) {
     IS(OOCU_ERROR_INVALID_VALUE, cu.simSwitch(17, 0));
 }
 
+static const struct check_case cases[] = {
+    CASE(symbols_are_found_by_base_name_and_version),
+    CASE(before_init_only_the_first_calls_work),
+    CASE(per_thread_default_streams_can_be_asked_for),
+    CASE(attributes_are_those_of_the_card),
+    CASE(memory_that_is_not_mapped_cannot_be_registered),
+    CASE(what_is_no_image_is_refused),
+    CASE(contexts),
+    CASE(two_devices_are_two),
+    CASE(host_memory),
+    CASE(old_handles_are_refused),
+    CASE(capture_is_refused_where_the_driver_refuses),
+    CASE(host_functions_run_by_themselves_and_in_order),
+    CASE(the_spin_kernel_keeps_a_stream_busy),
+    CASE(reset_forgets_only_what_is_dead),
+};
+
 int main(int argc, char **argv) {
-    sim_test_open(argc, argv);
-    symbols_are_found_by_base_name_and_version();
-    before_init_only_the_first_calls_work();
-    per_thread_default_streams_can_be_asked_for();
-    attributes_are_those_of_the_card();
-    memory_that_is_not_mapped_cannot_be_registered();
-    what_is_no_image_is_refused();
-    contexts();
-    two_devices_are_two();
-    host_memory();
-    old_handles_are_refused();
-    capture_is_refused_where_the_driver_refuses();
-    host_functions_run_by_themselves_and_in_order();
-    the_spin_kernel_keeps_a_stream_busy();
-    reset_forgets_only_what_is_dead();
-    return check_report();
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), sim_test_open);
 }

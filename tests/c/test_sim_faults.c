@@ -175,14 +175,16 @@ static void registrations_are_refused_from_the_kth_on(void) {
     sim_test_end();
 }
 
+static const struct check_case cases[] = {
+    CASE(the_nth_call_of_any_kind),
+    CASE(the_nth_call_of_one_kind),
+    CASE(a_failed_call_does_nothing),
+    CASE(a_sticky_error_kills_the_context),
+    CASE(nothing_is_in_flight_on_a_lost_context),
+    CASE(an_asynchronous_error_shows_later),
+    CASE(registrations_are_refused_from_the_kth_on),
+};
+
 int main(int argc, char **argv) {
-    sim_test_open(argc, argv);
-    the_nth_call_of_any_kind();
-    the_nth_call_of_one_kind();
-    a_failed_call_does_nothing();
-    a_sticky_error_kills_the_context();
-    nothing_is_in_flight_on_a_lost_context();
-    an_asynchronous_error_shows_later();
-    registrations_are_refused_from_the_kth_on();
-    return check_report();
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), sim_test_open);
 }

@@ -190,9 +190,15 @@ static void random_program(uint64_t seed) {
     OK(cu.simReset());
 }
 
-int main(int argc, char **argv) {
-    sim_test_open(argc, argv);
+static void random_programs_of_calls(void) {
     for (uint64_t seed = 1; seed <= PROGRAMS && !check_failed; seed++)
         random_program(seed);
-    return check_report();
+}
+
+static const struct check_case cases[] = {
+    CASE(random_programs_of_calls),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), sim_test_open);
 }

@@ -629,24 +629,34 @@ static void a_race_behind_a_query_is_reported_where_it_said_not_ready(void) {
     CHECK(answers == 3, "one answer on all schedules: nothing was shown");
 }
 
-int main(int argc, char **argv) {
-    sim_test_open(argc, argv);
-    a_race_behind_a_query_is_reported_where_it_said_not_ready();
-    every_schedule_finds_every_missing_wait();
-    without_the_detector_the_reports_stop();
-    a_report_names_everything();
-    rules();
-    bytes_that_have_not_arrived_are_nan();
-    adopted_memory_is_device_memory();
-    lent_memory_is_its_lenders_before_and_after();
-    a_hang_is_reported_and_returns();
+static void random_programs_have_the_races_of_a_model(void) {
     for (uint64_t seed = 1; seed <= 3000; seed++)
         random_program(seed);
+}
+
+static void random_copies_bring_the_same_bytes_on_every_schedule(void) {
     for (uint64_t seed = 1; seed <= 40; seed++) {
         const uint64_t expected = random_copies(SIM_EAGER, seed);
         for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++)
             CHECK(random_copies(schedule, seed) == expected, "program %llu: other bytes on %s",
                   (unsigned long long)seed, schedule_names[schedule]);
     }
-    return check_report();
+}
+
+static const struct check_case cases[] = {
+    CASE(a_race_behind_a_query_is_reported_where_it_said_not_ready),
+    CASE(every_schedule_finds_every_missing_wait),
+    CASE(without_the_detector_the_reports_stop),
+    CASE(a_report_names_everything),
+    CASE(rules),
+    CASE(bytes_that_have_not_arrived_are_nan),
+    CASE(adopted_memory_is_device_memory),
+    CASE(lent_memory_is_its_lenders_before_and_after),
+    CASE(a_hang_is_reported_and_returns),
+    CASE(random_programs_have_the_races_of_a_model),
+    CASE(random_copies_bring_the_same_bytes_on_every_schedule),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), sim_test_open);
 }

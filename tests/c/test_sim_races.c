@@ -389,10 +389,12 @@ static void races_do_not_depend_on_the_schedule(void) {
     printf("%llu reports, the same on every schedule\n", (unsigned long long)reports);
 }
 
+static const struct check_case cases[] = {
+    CASE(the_first_race_is_reported_when_it_happens),
+    CASE(history_ends_where_the_host_has_waited),
+    CASE(races_do_not_depend_on_the_schedule),
+};
+
 int main(int argc, char **argv) {
-    sim_test_open(argc, argv);
-    the_first_race_is_reported_when_it_happens();
-    history_ends_where_the_host_has_waited();
-    races_do_not_depend_on_the_schedule();
-    return check_report();
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), sim_test_open);
 }

@@ -139,7 +139,7 @@ static void OOCUDAAPI count_call(void *unused) {
     atomic_fetch_add(&host_calls, 1);
 }
 
-static void threads_do_not_disturb_each_other(int schedule, int strict) {
+static void threads_work(int schedule, int strict) {
     sim_test_begin(schedule, 77);
     OK(cu.simSwitch(SIM_STRICT_THREADS, strict));
     atomic_store(&ready_threads, 0);
@@ -199,12 +199,18 @@ static void strict_threads_know_only_what_they_waited_for(void) {
     }
 }
 
-int main(int argc, char **argv) {
-    sim_test_open(argc, argv);
-    a_long_program_is_as_fast_as_a_short_one();
-    history_is_forgotten();
+static void threads_do_not_disturb_each_other(void) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++)
-        threads_do_not_disturb_each_other(schedule, schedule % 2);
-    strict_threads_know_only_what_they_waited_for();
-    return check_report();
+        threads_work(schedule, schedule % 2);
+}
+
+static const struct check_case cases[] = {
+    CASE(a_long_program_is_as_fast_as_a_short_one),
+    CASE(history_is_forgotten),
+    CASE(threads_do_not_disturb_each_other),
+    CASE(strict_threads_know_only_what_they_waited_for),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), sim_test_open);
 }

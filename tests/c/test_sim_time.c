@@ -297,17 +297,23 @@ static void the_trace_tells_when(void) {
     sim_test_end();
 }
 
-int main(int argc, char **argv) {
-    sim_test_open(argc, argv);
+static void a_step_of_two_layers_takes_what_the_model_says(void) {
     for (int schedule = SIM_TIMED; schedule <= SIM_EAGER; schedule++)
         two_layer_step(schedule);
-    engines_are_shared_in_ready_order();
-    queries_follow_the_clock();
-    polling_ends_on_every_schedule();
-    times_do_not_depend_on_the_schedule();
-    delays_are_adversarial_and_repeatable();
-    a_full_queue_holds_the_host_back();
-    presets_are_the_table();
-    the_trace_tells_when();
-    return check_report();
+}
+
+static const struct check_case cases[] = {
+    CASE(a_step_of_two_layers_takes_what_the_model_says),
+    CASE(engines_are_shared_in_ready_order),
+    CASE(queries_follow_the_clock),
+    CASE(polling_ends_on_every_schedule),
+    CASE(times_do_not_depend_on_the_schedule),
+    CASE(delays_are_adversarial_and_repeatable),
+    CASE(a_full_queue_holds_the_host_back),
+    CASE(presets_are_the_table),
+    CASE(the_trace_tells_when),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), sim_test_open);
 }

@@ -145,7 +145,7 @@ static void look(void *argument) {
     }
 }
 
-static void test_threads_share_an_engine(int schedule) {
+static void threads_share_an_engine(int schedule) {
     void (*const what[])(void *) = {compute, compute, compute, come_and_go, look, refresh};
     enum { THREADS = WORKERS + 3 };
     struct world w;
@@ -208,7 +208,7 @@ static void acquire_stale(void *argument) {
 }
 
 /* How the other thread fares: it waits; it may not wait for ever; it holds a use itself. */
-static void test_a_stale_copy_in_use_is_waited_for(int how) {
+static void a_stale_copy_in_use(int how) {
     enum { WAITS, IMPATIENT, HOLDS };
     struct world w;
     struct oo_use use;
@@ -273,14 +273,23 @@ static void test_engines_come_and_go_in_threads(void) {
     CHECK(sim_reset(&sim) == 0, "not reset");
 }
 
-int main(int argc, char **argv) {
+static void test_threads_share_an_engine(void) {
     static const int schedules[] = {SIM_TIMED, SIM_RANDOM, SIM_STARVE_COPY};
-    sim = sim_open(argc, argv);
-    sim_reset(&sim);
     for (unsigned s = 0; s < sizeof schedules / sizeof schedules[0]; s++)
-        test_threads_share_an_engine(schedules[s]);
+        threads_share_an_engine(schedules[s]);
+}
+
+static void test_a_stale_copy_in_use_is_waited_for(void) {
     for (int how = 0; how < 3; how++)
-        test_a_stale_copy_in_use_is_waited_for(how);
-    test_engines_come_and_go_in_threads();
-    return check_report();
+        a_stale_copy_in_use(how);
+}
+
+static const struct check_case cases[] = {
+    CASE(test_threads_share_an_engine),
+    CASE(test_a_stale_copy_in_use_is_waited_for),
+    CASE(test_engines_come_and_go_in_threads),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
 }

@@ -267,4 +267,10 @@ static inline struct oo_stats stats_of(struct world *w) {
     return stats;
 }
 
+/* Before the first case of a program. */
+static inline void world_prepare(void) {
+    sim = sim_open();
+    sim_reset(&sim);
+}
+
 #endif

@@ -1051,7 +1051,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     (void)argc;
     (void)argv;
     narrate = getenv("FUZZ_NARRATE") != NULL;
-    sim = sim_open(0, NULL);
+    sim = sim_open();
     sim_reset(&sim);
     return 0;
 }

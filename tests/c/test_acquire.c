@@ -1,0 +1,250 @@
+/* Acquire: whether it waits, how far it copies ahead, what it launches, and how it fails. */
+#include "world.h"
+
+static void test_a_nonblocking_call_never_waits(void) {
+    struct world w;
+    struct oo_use use;
+    struct oo_fetched fetched;
+    sim.simRefuseRegistration(1);
+    world_open(&w, 60000, -1);
+    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING,
+                            &use) == OO_WOULD_BLOCK,
+          "a unit behind the ring without waiting");
+    need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    CHECK(use.fetched.count == 1 && use.fetched.units[0] == w.unit[0], "%u fetched",
+          use.fetched.count);
+    need(oo_engine_release(w.engine, use.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
+    CHECK(fetched.count == 0 && fetched.more == 1, "%u fetched, more %d", fetched.count,
+          fetched.more);
+    need(oo_engine_prefetch(w.engine, &fetched), "prefetch");
+    CHECK(fetched.count > 0 && fetched.count <= OO_MAX_FETCHED, "%u fetched", fetched.count);
+    sim.simRefuseRegistration(0);
+    uint32_t unit;
+    size_t offset;
+    char *foreign = malloc(w.bytes[7]);
+    const struct oo_tensor tensor = {foreign, w.bytes[7]};
+    fill(foreign, w.bytes[7], 5);
+    need(oo_member_move(w.engine, w.member[7], &tensor, 1, &unit, &offset), "move");
+    CHECK(oo_engine_acquire(w.engine, w.member[7], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING,
+                            &use) == OO_WOULD_BLOCK,
+          "a unit in memory that nobody knows without waiting");
+    free(foreign);
+    world_close(&w, "nonblocking");
+}
+
+/* Whoever must not block is told that another thread is inside. */
+static void test_a_nonblocking_call_leaves_when_the_engine_is_busy(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open(&w, 60000, -1);
+    oo__mutex_lock(w.engine->mutex);
+    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING,
+                            &held) == OO_WOULD_BLOCK,
+          "acquired in a busy engine");
+    CHECK(oo_engine_release(w.engine, 0, w.stream, OO_NONBLOCKING, &fetched) == OO_WOULD_BLOCK,
+          "released in a busy engine");
+    oo__mutex_unlock(w.engine->mutex);
+    need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING,
+                           &held),
+         "acquire");
+    need(oo_engine_release(w.engine, held.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
+    need(oo_model_remove(w.engine, w.model), "remove");
+    CHECK(oo_engine_destroy(w.engine) == OO_E_STATE &&
+              strstr(oo_error_message(), "0 models and 1 host"),
+          "%s", oo_error_message());
+    need(oo_model_add(w.engine, &w.model), "add");
+    need(oo_engine_destroy(NULL), "destroy nothing");
+    world_close(&w, "busy");
+}
+
+static void test_no_more_than_eight_copies_in_a_call(void) {
+    struct world w;
+    struct oo_use use;
+    struct oo_fetched fetched;
+    world_open(&w, 400000, -1);
+    need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(oo_engine_release(w.engine, use.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
+    CHECK(fetched.count == OO_MAX_FETCHED && fetched.more, "%u fetched, more %d", fetched.count,
+          fetched.more);
+    for (uint32_t i = 0; i < fetched.count; i++)
+        CHECK(fetched.units[i] == w.unit[i + 1], "unit %u fetched as number %u", fetched.units[i],
+              i);
+    unsigned rest = 0;
+    while (fetched.more) {
+        need(oo_engine_prefetch(w.engine, &fetched), "prefetch");
+        rest += fetched.count;
+    }
+    CHECK(rest == UNITS - 1 - OO_MAX_FETCHED, "%u more", rest);
+    world_close(&w, "fetched");
+}
+
+/* An acquire that also launches: the copy has arrived when it returns, and a launch that fails ends
+ * the use, whose copies nobody could stamp. */
+static void test_an_acquire_that_launches(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open(&w, 60000, -1);
+    need(oo_engine_acquire_launched(w.engine, w.member[2], w.stream, 0, OO_FORWARD, -1, 1e-6, 0,
+                                    &held),
+         "acquire");
+    CHECK(memcmp((const void *)held.address, w.master[2], w.bytes[2]) == 0, "not there yet");
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    sim.simFault("simLaunch", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(oo_engine_acquire_launched(w.engine, w.member[2], w.stream, 0, OO_FORWARD, -1, 1e-6, 0,
+                                     &held) == OO_E_DRIVER,
+          "launched in spite of a fault");
+    CHECK(strstr(oo_error_message(), "simLaunch"), "%s", oo_error_message());
+    CHECK(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched) == OO_E_TICKET,
+          "the use goes on");
+    const uint64_t before = stats_of(&w).stale;
+    need(use(&w, 2, OO_FORWARD), "use");
+    CHECK(stats_of(&w).stale == before + 1, "a copy that was never stamped is trusted");
+    CHECK(oo_engine_acquire_launched(w.engine, 5000, w.stream, 0, OO_FORWARD, -1, 0, 0, &held) ==
+              OO_E_STATE,
+          "no such member");
+    world_close(&w, "launched");
+}
+
+/* A copy into the arena fails half-way: the unit is absent, and the next use copies it whole. */
+static void test_a_failed_upload_leaves_the_unit_absent(void) {
+    static const char *const calls[] = {"cuEventRecord", "cuMemcpyHtoDAsync", "cuStreamWaitEvent",
+                                        "cuEventRecord"};
+    static const uint64_t nth[] = {1, 1, 1, 2};
+    for (unsigned i = 0; i < sizeof nth / sizeof nth[0]; i++) {
+        struct world w;
+        struct oo_use use;
+        world_open_on_device(&w, 60000);
+        sim.simFault(calls[i], nth[i], OOCU_ERROR_UNKNOWN, 0);
+        CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &use) ==
+                  OO_E_DRIVER,
+              "%s", calls[i]);
+        CHECK(stats_of(&w).resident_units == (i == 2 ? 1u : 0u), "%s %u: resident", calls[i], i);
+        need(step(&w), "the next step");
+        world_close(&w, calls[i]);
+    }
+}
+
+/* An acquire that fails behind its copy measures nothing, and its copy is not trusted. */
+static void test_an_acquire_that_fails_behind_its_copy(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_trace_row *rows;
+    size_t count;
+    world_open(&w, 30000, -1);
+    for (int i = 0; i < 3; i++)
+        need(step(&w), "step"); /* every event has been recorded before */
+    double end_s;
+    sim.simFinish(&end_s);
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(oo_trace_start(w.engine), "trace");
+    sim.simFault("cuEventRecord", 4, OOCU_ERROR_UNKNOWN,
+                 0); /* begin, ready, before, and after the wait */
+    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 1, OO_FORWARD, -1, 0, &held) ==
+              OO_E_DRIVER,
+          "no error");
+    need(oo_trace_stop(w.engine, &rows, &count), "trace");
+    for (size_t i = 0; i < count; i++)
+        CHECK(rows[i].kind == OO_TRACE_H2D, "a row of kind %d for what failed", (int)rows[i].kind);
+    oo_trace_free(rows);
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(use_on(&w, 1, OO_RECOMPUTE, 3, 1, w.stream), "use");
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 1, OO_RECOMPUTE, 3, 0, &held) ==
+              OO_E_DRIVER,
+          "no error");
+    const uint64_t stale = stats_of(&w).stale;
+    need(use_on(&w, 0, OO_BACKWARD, 3, 1, w.stream), "with the same stamp");
+    CHECK(stats_of(&w).stale == stale + 1, "the copy was trusted");
+    world_close(&w, "failed acquire");
+}
+
+/* The caller learns of copies by what acquire answers, and stamps their members. Where it fails
+ * behind the copy, a rewrite that no sample sees must not be missed in the unit's other members. */
+static void test_a_copy_that_nobody_was_told_of_is_not_trusted(void) {
+    enum { BYTES = 1 << 16, UNSAMPLED = 100 };
+    struct world w;
+    world_open(&w, 4 * BYTES, -1);
+    struct oo_host *host;
+    need(oo_host_create(2 * BYTES, &host), "host");
+    need(oo_engine_lock(w.engine, host, 1), "lock");
+    char *master = oo_host_address(host);
+    fill(master, 2 * BYTES, 5);
+    const struct oo_tensor tensors[2] = {{master, BYTES}, {master + BYTES, BYTES}};
+    const uint32_t ones[2] = {1, 1};
+    uint32_t unit, members[2];
+    size_t offsets[2];
+    need(oo_unit_add(w.engine, w.model, tensors, ones, 2, 0, &unit, members, offsets), "unit");
+    struct oo_use held;
+    struct oo_fetched fetched;
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(oo_engine_acquire(w.engine, members[0], w.stream, 1, OO_FORWARD, -1, 0, &held) ==
+              OO_E_DRIVER,
+          "no error");
+    double end_s;
+    sim.simFinish(&end_s);
+    master[BYTES + UNSAMPLED] ^= 1;
+    need(oo_engine_acquire(w.engine, members[1], w.stream, 2, OO_FORWARD, -1, 0, &held), "acquire");
+    need(oo_engine_launch(w.engine, members[1], w.stream, 1e-6), "launch");
+    CHECK(memcmp((const char *)held.address + offsets[1], master + BYTES, BYTES) == 0,
+          "the bytes from before the rewrite");
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    need(oo_model_remove(w.engine, w.model), "remove");
+    need(oo_host_destroy(host), "destroy");
+    oo_host_destroy(w.host);
+    need(oo_engine_destroy(w.engine), "destroy");
+    free(w.arena);
+    check_no_reports("untold copy");
+    check_nothing_alive("untold copy");
+    release_context("untold copy");
+    CHECK(sim_reset(&sim) == 0, "not reset");
+}
+
+/* An acquire of a copy that is there fails at the wait for it: the next one waits all the same, and
+ * knows what was copied. */
+static void test_a_wait_that_failed_is_waited_for_by_the_next_call(void) {
+    struct world w;
+    struct oo_use held;
+    double end_s;
+    world_open_on_device(&w, 400000);
+    need(use(&w, 0, OO_FORWARD), "use"); /* and copies ahead */
+    const uintptr_t other = new_stream(&w);
+    for (unsigned i = 1; i < 3; i++) {
+        const uint64_t late = stats_of(&w).late;
+        sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+        CHECK(oo_engine_acquire(w.engine, w.member[i], other, 5, OO_RECOMPUTE, 7, 0, &held) ==
+                  OO_E_DRIVER,
+              "no error");
+        CHECK(stats_of(&w).late == late, "unit %u was not copied ahead", i);
+        uint64_t stamp = 5;
+        if (i == 2) { /* rewritten in between; in one task its samples are not looked at again */
+            sim.simFinish(&end_s);
+            sim.cuCtxPushCurrent_v2(w.context);
+            CHECK(w.engine->driver.cuStreamSynchronize(w.engine->h2d) == 0, "not synchronised");
+            sim.cuCtxPopCurrent_v2(NULL);
+            fill(w.master[i], w.bytes[i], 99);
+            stamp = 6;
+        }
+        need(use_on(&w, i, OO_RECOMPUTE, 7, stamp, other), "again");
+        check_no_reports("a wait that failed");
+    }
+    end_stream(&w, other);
+    world_close(&w, "a wait that failed");
+}
+
+static const struct check_case cases[] = {
+    CASE(test_a_nonblocking_call_never_waits),
+    CASE(test_a_nonblocking_call_leaves_when_the_engine_is_busy),
+    CASE(test_no_more_than_eight_copies_in_a_call),
+    CASE(test_an_acquire_that_launches),
+    CASE(test_a_failed_upload_leaves_the_unit_absent),
+    CASE(test_an_acquire_that_fails_behind_its_copy),
+    CASE(test_a_copy_that_nobody_was_told_of_is_not_trusted),
+    CASE(test_a_wait_that_failed_is_waited_for_by_the_next_call),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
+}

@@ -1,0 +1,246 @@
+/* The caller's context is left as it was; a call that cannot have the device's says so; a capturing
+ * stream is refused. */
+#include "world.h"
+
+static void test_the_callers_context_is_left_as_it_was(void) {
+    struct world w;
+    OOCUcontext current = NULL;
+    world_open(&w, 60000, -1);
+    need(step(&w), "without a context");
+    sim.cuCtxGetCurrent(&current);
+    CHECK(current == NULL, "the engine left its context behind");
+    sim.cuCtxPushCurrent_v2(w.context);
+    const uint64_t pushes = sim.simCallCount("cuCtxPushCurrent"),
+                   pops = sim.simCallCount("cuCtxPopCurrent");
+    need(step(&w), "with the context current already");
+    CHECK(sim.simCallCount("cuCtxPushCurrent") == pushes &&
+              sim.simCallCount("cuCtxPopCurrent") == pops,
+          "the context is pushed although it is current");
+    sim.cuCtxPopCurrent_v2(&current);
+    CHECK(current == w.context, "the caller's context was popped");
+    world_close(&w, "context");
+}
+
+/* A thread that computes on another device: its context comes back after every call. */
+static void test_a_context_of_another_device(void) {
+    struct world w;
+    OOCUcontext other = NULL, current = NULL;
+    CHECK(sim.simSetDeviceCount(2) == 0, "no second device");
+    world_open(&w, 60000, -1);
+    CHECK(sim.cuDevicePrimaryCtxRetain(&other, 1) == 0 && sim.cuCtxPushCurrent_v2(other) == 0,
+          "no second context");
+    need(step(&w), "under another context");
+    sim.cuCtxGetCurrent(&current);
+    CHECK(current == other, "another context is current than before");
+    sim.cuCtxPopCurrent_v2(NULL);
+    sim.cuDevicePrimaryCtxRelease_v2(1);
+    world_close(&w, "other context");
+    CHECK(sim.simSetDeviceCount(1) == 0, "two devices");
+}
+
+/* A release succeeds even where the context cannot be made current, and pops none that it did not
+ * push. */
+static void test_a_release_without_a_context(void) {
+    struct world w;
+    OOCUcontext other = NULL, current = NULL;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    CHECK(sim.simSetDeviceCount(2) == 0, "no second device");
+    world_open(&w, 60000, -1);
+    CHECK(sim.cuDevicePrimaryCtxRetain(&other, 1) == 0 && sim.cuCtxPushCurrent_v2(other) == 0,
+          "no second context");
+    static const char *const calls[] = {"cuCtxPushCurrent", "cuCtxGetCurrent"};
+    for (int i = 0; i < 2; i++) {
+        need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held),
+             "acquire");
+        sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
+        need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+        sim.cuCtxGetCurrent(&current);
+        CHECK(current == other, "%s: the caller's context was popped", calls[i]);
+        CHECK(oo_plan_pins(w.engine->plan, w.unit[0]) == 0, "still in use");
+    }
+    need(oo_model_remove(w.engine, w.model),
+         "remove"); /* waits for the uses that could not be marked */
+    CHECK(stats_of(&w).recoveries >= 1, "a lost use was not waited for");
+    need(oo_model_add(w.engine, &w.model), "add");
+    sim.cuCtxPopCurrent_v2(NULL);
+    sim.cuDevicePrimaryCtxRelease_v2(1);
+    world_close(&w, "release without a context");
+    CHECK(sim.simSetDeviceCount(1) == 0, "two devices");
+}
+
+/* Without a context no mark can be set, and nothing of it is tried. */
+static void test_a_release_without_a_context_asks_the_driver_for_nothing(void) {
+    static const char *const calls[] = {"cuEventRecord", "cuStreamWaitEvent", "cuEventCreate",
+                                        "cuEventQuery", "cuEventElapsedTime"};
+    struct world w;
+    struct oo_use use[OO_STREAMS + 1];
+    struct oo_fetched fetched;
+    uintptr_t streams[OO_STREAMS + 1];
+    struct oo_trace_row *rows;
+    size_t count;
+    world_open(&w, 400000, -1);
+    need(oo_trace_start(w.engine), "timeline");
+    for (int i = 0; i <= OO_STREAMS; i++) {
+        streams[i] = new_stream(&w);
+        need(oo_engine_acquire(w.engine, w.member[3], streams[i], 0, OO_FORWARD, -1, 0, &use[i]),
+             "acquire");
+        need(oo_engine_launch(w.engine, w.member[3], streams[i], 1e-3), "launch");
+    }
+    for (int i = 0; i <= OO_STREAMS; i++) {
+        uint64_t before[5];
+        for (int c = 0; c < 5; c++)
+            before[c] = sim.simCallCount(calls[c]);
+        struct oo_event *pool = NULL, **end = &w.engine->spans.free_events;
+        if (i == 1 || i == OO_STREAMS) {
+            sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
+            pool = *end; /* with none in reserve, an event would have to be created */
+            *end = NULL;
+        }
+        need(oo_engine_release(w.engine, use[i].ticket, streams[i], 0, &fetched), "release");
+        while (*end)
+            end = &(*end)->next;
+        *end = pool;
+        for (int c = 0; c < 5 && (i == 1 || i == OO_STREAMS); c++)
+            CHECK(sim.simCallCount(calls[c]) == before[c], "release %d calls %s", i, calls[c]);
+    }
+    need(oo_engine_acquire(w.engine, w.member[3], streams[2], 0, OO_FORWARD, -1, 0, &use[0]),
+         "on a stream that has its mark");
+    const uint64_t records = sim.simCallCount("cuEventRecord");
+    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
+    need(oo_engine_release(w.engine, use[0].ticket, streams[2], 0, &fetched), "release");
+    CHECK(sim.simCallCount("cuEventRecord") == records, "a mark was tried");
+    for (int i = 0; i < 2; i++)
+        need(step(&w), "what comes next is known");
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(oo_engine_acquire(w.engine, w.member[0], streams[2], 0, OO_FORWARD, -1, 0, &use[0]),
+         "with much to fetch ahead");
+    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
+    need(oo_engine_release(w.engine, use[0].ticket, streams[2], 0, &fetched), "release");
+    CHECK(fetched.count == 0 && stats_of(&w).prefetch_failures == 0, "a copy was tried");
+    need(oo_trace_stop(w.engine, &rows, &count), "rows");
+    oo_trace_free(rows);
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(step(&w), "over all of their kernels");
+    for (int i = 0; i <= OO_STREAMS; i++)
+        end_stream(&w, streams[i]);
+    world_close(&w, "no context");
+}
+
+static void test_a_lock_that_loses_the_context_names_itself(void) {
+    struct oo_engine *engine;
+    struct oo_host *host;
+    need(oo_engine_create(sim.path, 0, &engine), "create");
+    need(oo_host_create(4096, &host), "host memory");
+    sim.simFault("cuMemHostRegister", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
+    CHECK(oo_engine_lock(engine, host, 1) == OO_E_DRIVER &&
+              strstr(oo_error_message(), "cuMemHostRegister") == oo_error_message() &&
+              strstr(oo_error_message(), "restart"),
+          "%s", oo_error_message());
+    need(oo_host_destroy(host), "it is nobody's");
+    CHECK(oo_engine_destroy(engine) == OO_LEAKED, "nobody was told");
+    sim.simFaultClear();
+    release_leaked_contexts();
+    CHECK(sim_reset(&sim) == 0, "not reset");
+}
+
+/* Every call says so when it cannot make the context current, and changes nothing. */
+static void test_each_call_needs_the_context(void) {
+    struct world w;
+    uintptr_t stream;
+    size_t free_bytes = 77, total_bytes, offset, count;
+    uint32_t id;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    struct oo_resident row;
+    struct oo_trace_row *rows;
+    struct oo_stats stats;
+    const uint32_t one = 1;
+    world_begin(&w);
+    w.stream = new_stream(&w);
+    CHECK(world_attach(&w, 60000, -1), "attach");
+    const struct oo_tensor tensor = {w.master[0], w.bytes[0]};
+    char memory[512];
+#define FAILS(call)                                                                                \
+    do {                                                                                           \
+        sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);                                 \
+        const enum oo_status status = call;                                                        \
+        CHECK(status == OO_E_DRIVER && strstr(oo_error_message(), "cuCtxGetCurrent"), "%s: %s",    \
+              #call, oo_status_name(status));                                                      \
+        sim.simFaultClear();                                                                       \
+    } while (0)
+    FAILS(oo_engine_compute_stream(w.engine, &stream));
+    CHECK(w.engine->compute == NULL, "a stream was created");
+    FAILS(oo_engine_mem_info(w.engine, &free_bytes, &total_bytes));
+    CHECK(free_bytes == 77, "asked all the same");
+    FAILS(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held));
+    FAILS(oo_engine_prefetch(w.engine, &fetched));
+    FAILS(oo_engine_launch(w.engine, w.member[0], w.stream, 0));
+    FAILS(oo_engine_spin(w.engine, w.stream, 0));
+    FAILS(oo_engine_download(w.engine, memory, (uintptr_t)memory + 256, 256, w.stream));
+    FAILS(oo_engine_hold(w.engine));
+    FAILS(oo_engine_resume(w.engine));
+    FAILS(oo_engine_refresh(w.engine, OO_ALL_MODELS));
+    FAILS(oo_engine_set_verify(w.engine, 1));
+    FAILS(oo_engine_lock(w.engine, w.host, 1));
+    FAILS(oo_engine_unlock(w.engine, w.host));
+    FAILS(oo_model_add(w.engine, &id));
+    FAILS(oo_model_remove(w.engine, w.model));
+    FAILS(oo_segment_add(w.engine, w.model, (uintptr_t)memory, 512, w.stream));
+    FAILS(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &id, &id, &offset));
+    FAILS(oo_member_move(w.engine, w.member[0], &tensor, 1, &id, &offset));
+    FAILS(oo_member_remove(w.engine, w.member[0]));
+    FAILS(oo_unit_set_trainable(w.engine, w.unit[0], 1));
+    FAILS(oo_trace_start(w.engine));
+    FAILS(oo_trace_stop(w.engine, &rows, &count));
+    FAILS(oo_engine_stats(w.engine, OO_ALL_MODELS, &stats));
+    FAILS(oo_engine_residents(w.engine, &row, 1, &count));
+    FAILS(oo_engine_destroy(w.engine));
+#undef FAILS
+    sim.simFault(NULL, 1, OOCU_ERROR_UNKNOWN, 1);
+    need(oo_engine_stamp(w.engine, &(struct oo_stamp){w.member[0], 0}, 1),
+         "a stamp needs no driver");
+    sim.simFaultClear();
+    need(step(&w), "step");
+    CHECK(oo_engine_destroy(w.engine) == OO_E_STATE, "destroyed with a model");
+    end_stream(&w, w.stream);
+    w.stream = 0;
+    world_close(&w, "context");
+}
+
+static void test_a_capturing_stream_is_refused(void) {
+    struct world w;
+    struct oo_use use;
+    void *graph = NULL;
+    world_open(&w, 60000, -1);
+    need(step(&w), "step");
+    const uintptr_t stream = new_stream(&w);
+    sim.cuCtxPushCurrent_v2(w.context);
+    CHECK(sim.cuStreamBeginCapture_v2((OOCUstream)stream, 0) == 0, "no capture");
+    const struct oo_stats before = stats_of(&w);
+    CHECK(oo_engine_acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &use) ==
+                  OO_E_CAPTURE &&
+              strstr(oo_error_message(), "CUDA graph"),
+          "%s", oo_error_message());
+    CHECK(stats_of(&w).acquires == before.acquires, "a refused acquire is counted");
+    CHECK(sim.cuStreamEndCapture((OOCUstream)stream, &graph) == 0, "the capture was broken");
+    sim.cuGraphDestroy(graph);
+    sim.cuCtxPopCurrent_v2(NULL);
+    need(use_on(&w, 0, OO_FORWARD, -1, 0, stream), "after the capture");
+    end_stream(&w, stream);
+    world_close(&w, "capture");
+}
+
+static const struct check_case cases[] = {
+    CASE(test_the_callers_context_is_left_as_it_was),
+    CASE(test_a_context_of_another_device),
+    CASE(test_a_release_without_a_context),
+    CASE(test_a_release_without_a_context_asks_the_driver_for_nothing),
+    CASE(test_a_lock_that_loses_the_context_names_itself),
+    CASE(test_each_call_needs_the_context),
+    CASE(test_a_capturing_stream_is_refused),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
+}

@@ -1,0 +1,94 @@
+/* Kernels: those that the caller declares to the simulator, and the embedded one that spins. */
+#include "world.h"
+
+#include "fatbin.h"
+
+#include <math.h>
+
+static unsigned kernels_on(uintptr_t stream) {
+    struct sim_trace_row row;
+    unsigned count = 0;
+    for (uint64_t i = 0; i < sim.simTraceCount(); i++)
+        count += sim.simTraceRow(i, &row) == 0 && row.kind == SIM_KERNEL && row.stream == stream;
+    return count;
+}
+
+static void test_declared_kernels_run_on_the_callers_stream(void) {
+    struct world w;
+    double end_s;
+    char gradient[512], target[512];
+    world_open(&w, 60000, -1);
+    const uintptr_t stream = new_stream(&w);
+    sim.simSwitch(SIM_TRACE_ON, 1);
+    need(use_on(&w, 0, OO_FORWARD, -1, 0, stream), "use");
+    sim.simFinish(&end_s);
+    CHECK(kernels_on(stream) == 1 && sim.simTraceCount() >= 2, "%u kernels", kernels_on(stream));
+    need(oo_engine_spin(w.engine, stream, 1000000), "spin");
+    const double before = sim.simNow();
+    sim.simFinish(&end_s);
+    CHECK(kernels_on(stream) == 2 && fabs(end_s - before - 1e-3) < 1e-9, "%u kernels, %.9f s",
+          kernels_on(stream), end_s - before);
+    fill(gradient, sizeof gradient, 1);
+    need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, stream),
+         "download");
+    sim.simFinish(&end_s);
+    CHECK(kernels_on(stream) == 2, "a download queues %u kernels", kernels_on(stream) - 2);
+    need(oo_engine_download(w.engine, target, 0, 0, stream), "an empty gradient");
+    end_stream(&w, stream);
+    world_close(&w, "declared kernels");
+}
+
+/* A driver without the simulator's extras computes with the embedded kernels. */
+static void test_spin_by_the_embedded_kernels(void) {
+    struct world w;
+    double end_s;
+    struct sim_device device;
+    struct sim_live live;
+    world_open(&w, 60000, -1);
+    const uintptr_t stream = new_stream(&w);
+    sim.simGetDevice(0, &device);
+    w.engine->driver.simLaunch = NULL;
+    const struct oo_driver whole = w.engine->driver;
+    for (int lacks = 0; lacks < 4; lacks++) {
+        struct oo_driver *driver = &w.engine->driver;
+        driver->cuModuleLoadData = lacks == 0 ? NULL : whole.cuModuleLoadData;
+        driver->cuModuleGetFunction = lacks == 1 ? NULL : whole.cuModuleGetFunction;
+        driver->cuModuleUnload = lacks == 2 ? NULL : whole.cuModuleUnload;
+        driver->cuLaunchKernel = lacks == 3 ? NULL : whole.cuLaunchKernel;
+        CHECK(oo_engine_spin(w.engine, stream, 1000) == OO_E_STATE, "a driver without modules, %d",
+              lacks);
+    }
+    w.engine->driver = whole;
+    if (oo_kernels_fatbin_size == 0) {
+        CHECK(oo_engine_spin(w.engine, stream, 1000) == OO_E_STATE &&
+                  strstr(oo_error_message(), "nvcc"),
+              "%s", oo_error_message());
+    } else {
+        sim.simFault("cuModuleGetFunction", 1, OOCU_ERROR_UNKNOWN, 0);
+        CHECK(oo_engine_spin(w.engine, stream, 1000) == OO_E_DRIVER, "a kernel that is not found");
+        sim.simSwitch(SIM_TRACE_ON, 1);
+        for (int i = 0; i < 2; i++) {
+            const double before = sim.simNow();
+            need(oo_engine_spin(w.engine, stream, 2000000), "spin");
+            sim.simFinish(&end_s);
+            CHECK(fabs(end_s - before - 2e-3 - device.launch_s) < 1e-9, "%.9f s", end_s - before);
+            CHECK(kernels_on(stream) == (unsigned)i + 1, "%u kernels", kernels_on(stream));
+        }
+        CHECK(sim.simCallCount("cuModuleLoadData") == 1, "loaded more than once");
+        sim.simGetLive(&live);
+        CHECK(live.modules == 1, "%llu modules", (unsigned long long)live.modules);
+    }
+    CHECK(oo_engine_launch(w.engine, w.member[0], stream, 1.0) == OO_OK,
+          "a real driver needs no declaration");
+    end_stream(&w, stream);
+    world_close(&w, "spin");
+}
+
+static const struct check_case cases[] = {
+    CASE(test_declared_kernels_run_on_the_callers_stream),
+    CASE(test_spin_by_the_embedded_kernels),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
+}

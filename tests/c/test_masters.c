@@ -1,0 +1,203 @@
+/* Masters: locking and unlocking them, and the ring for those that could not be locked. */
+#include "world.h"
+
+static void test_refused_locks_are_told(void) {
+    struct world w;
+    struct oo_host *host, *again;
+    world_open(&w, 60000, -1);
+    need(oo_host_create(10000, &host), "host");
+    sim.simFault("cuMemHostRegister", 1, OOCU_ERROR_OUT_OF_MEMORY, 0);
+    CHECK(oo_engine_lock(w.engine, host, 1) == OO_E_LOCK_REFUSED &&
+              strstr(oo_error_message(), "cuMemHostRegister"),
+          "%s", oo_error_message());
+    CHECK(!oo_host_locked(host) && stats_of(&w).locked_bytes ==
+                                       w.host->mapped_bytes + OO_RING_PIECES * oo__ring_piece_bytes,
+          "%llu locked", (unsigned long long)stats_of(&w).locked_bytes);
+    oo_host_destroy(host);
+    need(oo_host_create(10000, &again), "host");
+    need(oo_engine_lock(w.engine, again, 0), "known, not locked");
+    CHECK(!oo_host_locked(again), "locked");
+    need(oo_engine_unlock(w.engine, again), "unlock");
+    CHECK(oo_engine_unlock(w.engine, again) == OO_E_STATE, "unlocked twice");
+    /* Someone else has registered it: an error, not a fallback. */
+    sim.cuCtxPushCurrent_v2(w.context);
+    CHECK(sim.cuMemHostRegister_v2(oo_host_address(again), 4096, 0) == 0, "register");
+    CHECK(oo_engine_lock(w.engine, again, 1) == OO_E_DRIVER && again->owner == NULL, "%s",
+          oo_error_message());
+    CHECK(sim.cuMemHostUnregister(oo_host_address(again)) == 0, "unregister");
+    sim.cuCtxPopCurrent_v2(NULL);
+    oo_host_destroy(again);
+    world_close(&w, "refused");
+}
+
+/* Host memory that cannot be unlocked stays with the engine: freeing the pages under a registration
+ * would let copies read another owner's bytes. */
+static void test_memory_that_cannot_be_unlocked_is_kept(void) {
+    struct world w;
+    struct oo_host *host;
+    world_open(&w, 60000, -1);
+    need(oo_host_create(10000, &host), "host");
+    need(oo_engine_lock(w.engine, host, 1), "lock");
+    CHECK(oo_engine_lock(w.engine, host, 1) == OO_E_STATE, "locked twice");
+    for (int i = 0; i < 3; i++) {
+        static const char *const calls[] = {"cuMemHostUnregister", "cuStreamSynchronize",
+                                            "cuStreamSynchronize"};
+        sim.simFault(calls[i], i == 2 ? 2 : 1, OOCU_ERROR_UNKNOWN, 0);
+        oo_host_destroy(host);
+        CHECK(w.engine->n_known == 2 && host->owner == w.engine && host->locked, "%d: forgotten",
+              i);
+        ((char *)oo_host_address(host))[9999] = 1; /* still there */
+    }
+    oo_host_destroy(host);
+    CHECK(w.engine->n_known == 1, "still known");
+    world_close(&w, "kept memory");
+}
+
+/* Masters move elsewhere while their copy is still queued: unlocking waits for it. */
+static void test_unlocking_waits_for_copies_of_masters_that_moved_away(void) {
+    struct world w;
+    struct oo_host *host;
+    uint32_t unit, member;
+    size_t offset;
+    const uint32_t one = 1;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open(&w, 60000, -1);
+    need(oo_host_create(20000, &host), "host");
+    need(oo_engine_lock(w.engine, host, 1), "lock");
+    const struct oo_tensor there = {oo_host_address(host), 20000}, here = {w.master[0], w.bytes[0]};
+    need(oo_unit_add(w.engine, w.model, &there, &one, 1, 0, &unit, &member, &offset), "unit");
+    const uintptr_t stream = new_stream(&w);
+    kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 2e-3);
+    need(oo_engine_acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    need(oo_engine_release(w.engine, held.ticket, stream, 0, &fetched), "release");
+    need(oo_member_move(w.engine, member, &here, 1, &unit, &offset), "move");
+    const double began = sim.simNow();
+    need(oo_engine_unlock(w.engine, host), "unlock");
+    CHECK(sim.simNow() - began > 1.9e-3, "unlocked after %.6f s", sim.simNow() - began);
+    oo_host_destroy(host);
+    end_stream(&w, stream);
+    world_close(&w, "moved away");
+}
+
+/* A piece of the ring whose copy could not be marked is waited for before it is used again. */
+static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
+    struct world w;
+    struct oo_use held;
+    char target[5000];
+    sim.simSetSchedule(SIM_STARVE_COPY, 0);
+    sim.simRefuseRegistration(1);
+    world_open_on_device(&w, 60000);
+    char *gradient = device_memory(&w, 5000);
+    kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 5e-3);      /* uploads are slow */
+    sim.simFault("cuEventRecord", 2, OOCU_ERROR_UNKNOWN, 0); /* the copy's begin, then the piece */
+    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held) ==
+              OO_E_DRIVER,
+          "no error");
+    CHECK(w.engine->up.lost[0] == 1, "not lost");
+    const double began = sim.simNow();
+    const uint64_t recoveries = stats_of(&w).recoveries;
+    struct oo_use uses[OO_RING_PIECES];
+    struct oo_fetched fetched;
+    for (unsigned i = 0; i < OO_RING_PIECES;
+         i++) /* as many as the ring has: the last one is the lost one */
+        need(oo_engine_acquire(w.engine, w.member[i], w.stream, 0, OO_FORWARD, -1, 0, &uses[i]),
+             "acquire");
+    CHECK(stats_of(&w).recoveries == recoveries + 1 && sim.simNow() - began > 4.9e-3 &&
+              w.engine->up.lost[0] == 0,
+          "%llu recoveries, %.6f s", (unsigned long long)(stats_of(&w).recoveries - recoveries),
+          sim.simNow() - began);
+    for (unsigned i = 0; i < OO_RING_PIECES; i++)
+        need(oo_engine_release(w.engine, uses[i].ticket, w.stream, 0, &fetched), "release");
+    /* A copy that could not be queued: nobody knows, so it is waited for as well. */
+    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(oo_engine_acquire(w.engine, w.member[9], w.stream, 0, OO_FORWARD, -1, 0, &held) ==
+              OO_E_DRIVER,
+          "no error");
+    for (unsigned i = 10; i < 10 + OO_RING_PIECES; i++)
+        need(use(&w, i, OO_FORWARD), "use");
+    CHECK(stats_of(&w).recoveries == recoveries + 2, "%llu recoveries",
+          (unsigned long long)(stats_of(&w).recoveries - recoveries));
+    /* Downwards a failed download waits itself; the next one starts afresh. */
+    fill(gradient, 5000, 1);
+    sim.simFault("cuEventRecord", 3, OOCU_ERROR_UNKNOWN, 0); /* computed, begin, piece */
+    CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, 5000, w.stream) == OO_E_DRIVER,
+          "no error");
+    need(oo_engine_download(w.engine, target, (uintptr_t)gradient, 5000, w.stream), "again");
+    CHECK(memcmp(target, gradient, 5000) == 0, "wrong bytes");
+    end_device_memory(&w, gradient);
+    sim.simRefuseRegistration(0);
+    world_close(&w, "lost piece");
+}
+
+#if defined(__linux__)
+
+/* Whether the pages are hidden from children, as the kernel tells: "dc", do not copy. */
+static int hidden_from_children(const void *address) {
+    FILE *maps = fopen("/proc/self/smaps", "r");
+    char line[512];
+    int inside = 0, hidden = -1;
+    while (maps && fgets(line, sizeof line, maps)) {
+        unsigned long lo, hi;
+        // NOLINTNEXTLINE(bugprone-unchecked-string-to-number-conversion,cert-err34-c): the kernel's
+        if (sscanf(line, "%lx-%lx ", &lo, &hi) == 2)
+            inside = (uintptr_t)address >= lo && (uintptr_t)address < hi;
+        else if (inside && strncmp(line, "VmFlags:", 8) == 0)
+            hidden = strstr(line, " dc") != NULL;
+    }
+    if (maps)
+        fclose(maps);
+    return hidden;
+}
+
+static OOCUresult(OOCUDAAPI *real_register)(void *, size_t, unsigned int);
+
+static int hidden_when_registered;
+
+static OOCUresult OOCUDAAPI spy_register(void *pages, size_t bytes, unsigned int flags) {
+    hidden_when_registered = hidden_from_children(pages);
+    return real_register(pages, bytes, flags);
+}
+
+/* Locked pages must not cross a fork at any time: the kernel would copy them all. */
+static void test_locked_pages_are_hidden_from_children(void) {
+    struct world w;
+    struct oo_host *host;
+    world_open(&w, 60000, -1);
+    real_register = w.engine->driver.cuMemHostRegister;
+    w.engine->driver.cuMemHostRegister = spy_register;
+    need(oo_host_create(50000, &host), "host");
+    ((char *)oo_host_address(host))[0] = 1;
+    if (hidden_from_children(oo_host_address(host)) == 0) { /* not in a container without smaps */
+        need(oo_engine_lock(w.engine, host, 1), "lock");
+        CHECK(hidden_when_registered == 1,
+              "a fork while the pages are being locked would copy them");
+        CHECK(hidden_from_children(oo_host_address(host)) == 1,
+              "locked pages are copied by a fork");
+        need(oo_engine_unlock(w.engine, host), "unlock");
+        CHECK(hidden_from_children(oo_host_address(host)) == 0,
+              "a child does not see unlocked pages");
+        sim.simFault("cuMemHostRegister", 1, OOCU_ERROR_OUT_OF_MEMORY, 0);
+        CHECK(oo_engine_lock(w.engine, host, 1) == OO_E_LOCK_REFUSED, "not refused");
+        CHECK(hidden_from_children(oo_host_address(host)) == 0,
+              "a child does not see refused pages");
+    }
+    oo_host_destroy(host);
+    world_close(&w, "hidden");
+}
+
+#endif
+
+static const struct check_case cases[] = {
+    CASE(test_refused_locks_are_told),
+    CASE(test_memory_that_cannot_be_unlocked_is_kept),
+    CASE(test_unlocking_waits_for_copies_of_masters_that_moved_away),
+    CASE(test_a_lost_piece_of_the_ring_is_waited_for),
+#if defined(__linux__)
+    CASE(test_locked_pages_are_hidden_from_children),
+#endif
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
+}

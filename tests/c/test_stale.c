@@ -1,0 +1,191 @@
+/* When a master is hashed again, and what becomes of a copy whose master has changed. */
+#include "world.h"
+
+static void continue_while_held(struct world *w, uint64_t first) {
+    struct oo_use again;
+    struct oo_fetched fetched;
+    need(oo_engine_acquire(w->engine, w->member[3], w->stream, 0, OO_RECOMPUTE, 1, 0, &again),
+         "joins in");
+    need(oo_engine_release(w->engine, first, w->stream, 0, &fetched), "release");
+    CHECK(oo_plan_resident(w->engine->plan, w->unit[3]) != NULL, "dropped under a use");
+    need(oo_engine_release(w->engine, again.ticket, w->stream, 0, &fetched), "release");
+    CHECK(oo_plan_resident(w->engine->plan, w->unit[3]) == NULL, "not dropped after the last use");
+}
+
+static void test_a_master_is_hashed_once_in_a_sweep(void) {
+    struct world w;
+    world_open(&w, 400000, -1);
+    for (int i = 0; i < 2; i++)
+        need(step(&w), "step");
+    double end_s;
+    sim.simFinish(&end_s); /* no copy reads the masters any more */
+    uint64_t stale = stats_of(&w).stale;
+    /* Inside one task the second use trusts the first; the hash is not paid again. */
+    need(use_on(&w, 3, OO_RECOMPUTE, 7, 0, w.stream), "recompute");
+    need(use_on(&w, 4, OO_RECOMPUTE, 7, 0, w.stream), "recompute");
+    w.master[3][0] ^= 1;
+    struct oo_use use;
+    struct oo_fetched fetched;
+    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_BACKWARD, 7, 0, &use),
+         "backward");
+    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    CHECK(stats_of(&w).stale == stale, "hashed twice in a sweep");
+    /* Another task is another sweep. */
+    need(use_on(&w, 3, OO_RECOMPUTE, 8, 0, w.stream), "next task");
+    CHECK(stats_of(&w).stale == ++stale, "a rewrite before the next task was missed");
+    /* From task to forward, and back. */
+    w.master[3][0] ^= 1;
+    need(use_on(&w, 3, OO_FORWARD, -1, 0, w.stream), "forward");
+    CHECK(stats_of(&w).stale == ++stale, "a rewrite before the forward was missed");
+    w.master[3][0] ^= 1;
+    need(use_on(&w, 3, OO_RECOMPUTE, 8, 0, w.stream), "the same task after a forward");
+    CHECK(stats_of(&w).stale == ++stale, "a rewrite between forward and backward was missed");
+    /* Without tasks a unit that comes again begins a new sweep. */
+    need(use_on(&w, 3, OO_FORWARD, -1, 0, w.stream), "forward");
+    w.master[3][0] ^= 1;
+    need(use_on(&w, 3, OO_FORWARD, -1, 0, w.stream), "next forward");
+    CHECK(stats_of(&w).stale == ++stale, "a rewrite between two forwards was missed");
+    /* What comes first in a sweep does not end it for the others. */
+    need(use_on(&w, 5, OO_FORWARD, -1, 0, w.stream), "forward");
+    const uint64_t sweep = w.engine->sweep;
+    need(use_on(&w, 6, OO_FORWARD, -1, 0, w.stream), "forward");
+    CHECK(w.engine->sweep == sweep, "a sweep for every unit");
+    world_close(&w, "sweeps");
+}
+
+/* Fingerprints are compared at a member's first use after each turn, of one graph task too. */
+static void test_each_turn_between_forward_and_task_begins_a_sweep(void) {
+    struct world w;
+    double end_s;
+    world_open(&w, 400000, -1);
+    need(use(&w, 3, OO_RECOMPUTE), "recompute");
+    need(use(&w, 5, OO_FORWARD), "a forward in between, of another unit");
+    sim.simFinish(&end_s);
+    fill(w.master[3], w.bytes[3], 77);
+    need(use(&w, 3, OO_BACKWARD), "the same task");
+    CHECK(stats_of(&w).stale == 1, "%llu stale hits", (unsigned long long)stats_of(&w).stale);
+    world_close(&w, "turns");
+}
+
+/* Less than one line of the hash: all of it is. */
+static void test_a_change_of_a_few_bytes_is_seen(void) {
+    enum { BYTES = 40 };
+    struct world w;
+    uint32_t unit, member;
+    size_t offset;
+    const uint32_t one = 1;
+    world_open(&w, 250000, -1);
+    const struct oo_tensor tensor = {w.master[4], BYTES};
+    need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
+    for (unsigned i = 0; i < BYTES; i++) {
+        struct oo_use use;
+        struct oo_fetched fetched;
+        double end_s;
+        need(oo_engine_acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+        need(oo_engine_launch(w.engine, member, w.stream, 1e-6), "launch");
+        CHECK(memcmp((const void *)use.address, w.master[4], BYTES) == 0, "byte %u is old", i - 1);
+        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+        sim.simFinish(&end_s);
+        w.master[4][i] ^= 1;
+    }
+    world_close(&w, "a few bytes");
+}
+
+static void test_only_a_forward_ends_the_hold(void) {
+    struct world w;
+    world_open(&w, 400000, 20);
+    need(step(&w), "step");
+    need(oo_engine_hold(w.engine), "hold");
+    need(use(&w, 0, OO_RECOMPUTE), "recompute");
+    need(use(&w, 0, OO_BACKWARD), "backward");
+    CHECK(w.engine->held == 1, "a backward ended the hold");
+    need(use(&w, 0, OO_FORWARD), "forward");
+    CHECK(w.engine->held == 0, "a forward did not end the hold");
+    need(oo_unit_set_trainable(w.engine, w.unit[2], 1), "set_trainable");
+    need(oo_engine_hold(w.engine), "hold");
+    CHECK(!oo_plan_resident(w.engine->plan, w.unit[2]) &&
+              oo_plan_resident(w.engine->plan, w.unit[3]),
+          "hold dropped the wrong units");
+    CHECK(oo_unit_set_trainable(w.engine, 1000, 1) == OO_E_ARGUMENT, "no such unit");
+    need(oo_engine_resume(w.engine), "resume");
+    world_close(&w, "hold");
+}
+
+/* What is being computed with stays, and is stale from then on; everything else is dropped at once.
+ */
+static void test_what_is_in_use_becomes_stale(void) {
+    struct world w;
+    struct oo_use held, again;
+    struct oo_fetched fetched;
+    world_open(&w, 400000, 0);
+    for (int how = 0; how < 3; how++) { /* hold is milder: see test_engine.c */
+        double end_s;
+        need(oo_engine_resume(w.engine), "resume");
+        need(step(&w), "step");
+        sim.simFinish(&end_s);
+        need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held),
+             "acquire");
+        if (how == 0)
+            need(oo_engine_refresh(w.engine, w.model), "refresh");
+        else if (how == 1)
+            need(oo_engine_refresh(w.engine, OO_ALL_MODELS), "refresh");
+        CHECK(stats_of(&w).resident_units == (how == 2 ? UNITS : 1), "%d: %llu resident", how,
+              (unsigned long long)stats_of(&w).resident_units);
+        CHECK(oo_engine_acquire(w.engine, w.member[3], w.stream, how == 2 ? 1 : 0, OO_RECOMPUTE, 1,
+                                0, &again) == OO_E_STATE &&
+                  strstr(oo_error_message(), "rewritten"),
+              "%d: %s", how, oo_error_message());
+        need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+        const uint64_t stale = stats_of(&w).stale;
+        for (int i = 0; i < 2; i++) {
+            need(use(&w, 3, OO_BACKWARD), "use");
+            CHECK(stats_of(&w).stale == stale + 1, "%d: %llu stale", how,
+                  (unsigned long long)(stats_of(&w).stale - stale));
+        }
+    }
+    /* An optimizer will rewrite it: whoever computes now, and joins in, has the old weights. */
+    double end_s;
+    sim.simFinish(&end_s);
+    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held),
+         "acquire");
+    need(oo_engine_hold(w.engine), "hold");
+    const uint64_t never = stats_of(&w).stale;
+    continue_while_held(&w, held.ticket);
+    for (int i = 0; i < 2; i++)
+        need(use(&w, 3, OO_BACKWARD), "use");
+    CHECK(stats_of(&w).stale == never, "stale although it was dropped");
+    /* Where it cannot be dropped it stays, and is not trusted. */
+    sim.simFinish(&end_s);
+    need(oo_engine_resume(w.engine), "resume");
+    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held),
+         "acquire");
+    need(oo_engine_hold(w.engine), "hold");
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    const uint64_t before = stats_of(&w).stale;
+    need(use(&w, 3, OO_BACKWARD), "use");
+    CHECK(stats_of(&w).stale == before + 1, "trusted");
+    need(oo_engine_refresh(w.engine, w.model + 1), "a model that is none");
+    CHECK(stats_of(&w).resident_units > 0, "dropped another model's units");
+    CHECK(oo_engine_release(w.engine, UINT64_C(1) << 32 | 5000, w.stream, 0, &fetched) ==
+              OO_E_TICKET,
+          "no such unit");
+    CHECK(oo_engine_release(w.engine, w.unit[3], w.stream, 0, &fetched) == OO_E_TICKET,
+          "an old generation");
+    CHECK(oo_engine_launch(w.engine, 5000, w.stream, 0) == OO_E_STATE, "no such member");
+    CHECK(oo_engine_set_verify(w.engine, 1) == OO_OK && oo_engine_set_verify(w.engine, 0) == OO_OK,
+          "verify");
+    world_close(&w, "in use");
+}
+
+static const struct check_case cases[] = {
+    CASE(test_a_master_is_hashed_once_in_a_sweep),
+    CASE(test_each_turn_between_forward_and_task_begins_a_sweep),
+    CASE(test_a_change_of_a_few_bytes_is_seen),
+    CASE(test_only_a_forward_ends_the_hold),
+    CASE(test_what_is_in_use_becomes_stale),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
+}

@@ -1,0 +1,195 @@
+/* The timeline: which rows it has, where it begins, and what a fault leaves of it. */
+#include "world.h"
+
+#include <math.h>
+
+/* The compute rows of the unit, in order of their ends, against `expected` pairs of start and end.
+ */
+static void check_compute_rows(struct world *w, uint32_t unit, const double (*expected)[2],
+                               unsigned n_expected) {
+    struct oo_trace_row *rows;
+    size_t count;
+    unsigned seen = 0;
+    need(oo_trace_stop(w->engine, &rows, &count), "stop");
+    for (size_t i = 0; i < count; i++) {
+        if (rows[i].kind != OO_TRACE_COMPUTE || rows[i].unit != unit)
+            continue;
+        CHECK(seen < n_expected && fabs(rows[i].start_s - expected[seen][0]) < 1e-9 &&
+                  fabs(rows[i].end_s - expected[seen][1]) < 1e-9,
+              "compute row %u of %u: %.9f to %.9f", seen, n_expected, rows[i].start_s,
+              rows[i].end_s);
+        seen++;
+    }
+    CHECK(seen == n_expected, "%u rows, not %u", seen, n_expected);
+    oo_trace_free(rows);
+}
+
+static struct oo_use begin_use(struct world *w, uintptr_t stream, double seconds) {
+    struct oo_use use = {0};
+    need(oo_engine_acquire(w->engine, w->member[0], stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(oo_engine_launch(w->engine, w->member[0], stream, seconds), "launch");
+    return use;
+}
+
+static void end_use(struct world *w, const struct oo_use *use, uintptr_t stream) {
+    struct oo_fetched fetched;
+    need(oo_engine_release(w->engine, use->ticket, stream, 0, &fetched), "release");
+}
+
+/* Streams that share a unit have a row each, from where they begin with it to where they end. */
+static void test_each_stream_has_its_own_row_of_a_unit_in_the_timeline(void) {
+    struct world w;
+    double end_s;
+    world_open(&w, 200000, -1); /* all is resident: no copy is in the way */
+    const uintptr_t a = new_stream(&w), b = new_stream(&w);
+    need(step(&w), "step");
+    for (int i = 0; i < 2; i++) { /* no stream waits for the copy any more */
+        const struct oo_use use = begin_use(&w, i ? a : b, 0.0);
+        end_use(&w, &use, i ? a : b);
+    }
+    sim.simFinish(&end_s);
+    need(oo_trace_start(w.engine), "trace");
+    kernel(b, NULL, 0, 0, 50e-6);
+    const struct oo_use on_a = begin_use(&w, a, 300e-6);  /* kernels take turns: 50 to 350 us */
+    const struct oo_use on_b = begin_use(&w, b, 100e-6);  /* 350 to 450 us */
+    const struct oo_use nested = begin_use(&w, a, 20e-6); /* 450 to 470 us, queued at 350 us */
+    end_use(&w, &on_b, b);
+    end_use(&w, &on_a, a);
+    end_use(&w, &nested, a);
+    const double first[][2] = {{50e-6, 450e-6}, {0, 470e-6}, {350e-6, 470e-6}};
+    check_compute_rows(&w, w.unit[0], first, 3);
+
+    /* A use that ends on another stream has no row; nor has one that began in an earlier timeline.
+     * More than four at a time: the fifth has none. */
+    sim.simFinish(&end_s);
+    need(oo_trace_start(w.engine), "trace again");
+    const struct oo_use crossing = begin_use(&w, a, 10e-6);
+    end_use(&w, &crossing, b);
+    const struct oo_use lasting = begin_use(&w, a, 10e-6);
+    check_compute_rows(&w, w.unit[0], NULL, 0);
+    sim.simFinish(&end_s);
+    need(oo_trace_start(w.engine), "a third time");
+    end_use(&w, &lasting, a);
+    struct oo_use uses[5];
+    for (int i = 0; i < 5; i++)
+        uses[i] = begin_use(&w, b, 10e-6);
+    for (int i = 0; i < 5; i++)
+        end_use(&w, &uses[i], b);
+    const double third[][2] = {{0, 50e-6}, {10e-6, 50e-6}, {20e-6, 50e-6}, {30e-6, 50e-6}};
+    sim.simFinish(&end_s);
+    check_compute_rows(&w, w.unit[0], third, 4);
+
+    /* An acquire whose row cannot begin fails, and leaves none behind. */
+    struct oo_use none;
+    sim.simAdvance(1e-3); /* what any event recorded before now would be seen by */
+    need(oo_trace_start(w.engine), "a fourth time");
+    sim.simFault("cuEventRecord", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(oo_engine_acquire(w.engine, w.member[0], a, 0, OO_FORWARD, -1, 0, &none) == OO_E_DRIVER,
+          "acquired without its row's begin");
+    const struct oo_use alone = begin_use(&w, a, 10e-6);
+    end_use(&w, &alone, a);
+    const double fourth[][2] = {{0, 10e-6}};
+    check_compute_rows(&w, w.unit[0], fourth, 1);
+    end_stream(&w, a);
+    end_stream(&w, b);
+    world_close(&w, "rows of a shared unit");
+}
+
+/* Starting and stopping may fail, and can be repeated. */
+static void test_a_timeline_that_fails_can_be_repeated(void) {
+    struct world w;
+    struct oo_trace_row *rows;
+    size_t count;
+    world_open(&w, 60000, -1);
+    sim.simFault("cuEventRecord", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(oo_trace_start(w.engine) == OO_E_DRIVER && !w.engine->spans.tracing,
+          "started all the same");
+    need(oo_trace_start(w.engine), "start again");
+    need(step(&w), "step");
+    const uint64_t waits = stats_of(&w).host_waits;
+    sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(oo_trace_stop(w.engine, &rows, &count) == OO_E_DRIVER && !rows && count == 0, "no error");
+    CHECK(stats_of(&w).host_waits == waits + 1, "%llu waits",
+          (unsigned long long)(stats_of(&w).host_waits - waits));
+    need(oo_trace_stop(w.engine, &rows, &count), "stop again");
+    CHECK(count >= 3 * UNITS, "%zu rows", count);
+    oo_trace_free(rows);
+    w.engine->driver.cuEventElapsedTime = NULL;
+    CHECK(oo_trace_start(w.engine) == OO_E_DRIVER_OLD, "a driver that measures no time");
+    need(step(&w), "unmeasured");
+    const struct oo_stats stats = stats_of(&w);
+    CHECK(stats.h2d_timed_bytes <= stats.h2d_bytes, "timed");
+    world_close(&w, "repeated timeline");
+}
+
+/* The timeline begins where the upload stream is, not where a busy stream of another kind is. */
+static void test_a_timeline_begins_on_the_upload_stream(void) {
+    struct world w;
+    struct oo_trace_row *rows;
+    size_t count;
+    world_open(&w, 60000, -1);
+    kernel((uintptr_t)w.engine->compute, NULL, 0, 0, 2e-3);
+    kernel((uintptr_t)w.engine->d2h, NULL, 0, 0, 2e-3);
+    need(oo_trace_start(w.engine), "trace");
+    CHECK(oo_trace_start(w.engine) == OO_E_STATE, "two timelines at once");
+    const uintptr_t idle = new_stream(&w);
+    need(use_on(&w, 0, OO_FORWARD, -1, 0, idle), "use");
+    need(oo_trace_stop(w.engine, &rows, &count), "trace");
+    int found = 0;
+    for (size_t i = 0; i < count; i++) {
+        CHECK(rows[i].start_s >= 0, "a row before the origin: %.9f", rows[i].start_s);
+        found += rows[i].kind == OO_TRACE_H2D && rows[i].unit == w.unit[0] &&
+                 fabs(rows[i].start_s) < 1e-9;
+    }
+    CHECK(found == 1, "the first copy does not start at the origin");
+    oo_trace_free(rows);
+    end_stream(&w, idle);
+    world_close(&w, "origin");
+}
+
+/* A driver that says "not ready" of an event it has waited for: the timeline is not cut short. */
+static void test_a_timeline_that_cannot_be_read_is_an_error(void) {
+    struct world w;
+    struct oo_trace_row *rows;
+    size_t count;
+    world_open(&w, 30000, -1);
+    need(oo_trace_start(w.engine), "trace");
+    need(step(&w), "step");
+    sim.simFault("cuEventElapsedTime", 1, OOCU_ERROR_NOT_READY, 1);
+    CHECK(oo_trace_stop(w.engine, &rows, &count) == OO_E_DRIVER &&
+              strstr(oo_error_message(), "cuEventElapsedTime"),
+          "%s", oo_error_message());
+    sim.simFaultClear();
+    need(step(&w), "step");
+    need(oo_trace_stop(w.engine, &rows, &count), "trace");
+    CHECK(count > 3 * UNITS, "%zu rows", count);
+    oo_trace_free(rows);
+    world_close(&w, "timeline");
+}
+
+/* A hit whose copy the stream has waited for already: the timeline alone would record more. */
+static void test_a_hit_records_no_event_without_a_timeline(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open(&w, 400000, -1);
+    need(use(&w, 3, OO_FORWARD), "copy");
+    const uint64_t records = sim.simCallCount("cuEventRecord");
+    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &held), "hit");
+    CHECK(sim.simCallCount("cuEventRecord") == records, "%llu records",
+          (unsigned long long)(sim.simCallCount("cuEventRecord") - records));
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    world_close(&w, "hit");
+}
+
+static const struct check_case cases[] = {
+    CASE(test_each_stream_has_its_own_row_of_a_unit_in_the_timeline),
+    CASE(test_a_timeline_that_fails_can_be_repeated),
+    CASE(test_a_timeline_begins_on_the_upload_stream),
+    CASE(test_a_timeline_that_cannot_be_read_is_an_error),
+    CASE(test_a_hit_records_no_event_without_a_timeline),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
+}

@@ -1,0 +1,243 @@
+/* Units and their members: several tensors, what travels as one copy, moving and removing. */
+#include "world.h"
+
+/* Members of several tensors; gaps, shared masters and foreign memory: each tensor's bytes at its
+ * offset. */
+static void test_units_of_several_members_and_tensors(void) {
+    struct world w;
+    uint32_t unit, members[3];
+    size_t offsets[6];
+    const uint32_t n_tensors[3] = {2, 3, 1};
+    world_open(&w, 60000, -1);
+    char *base = oo_host_address(w.host), *foreign = malloc(700);
+    fill(foreign, 700, 3);
+    const struct oo_tensor tensors[6] = {
+        {base, 1000},             /* travels with the next one: */
+        {base + 1024, 300},       /* congruent to the device layout */
+        {base + 1024 + 768, 100}, /* a hole: not congruent */
+        {base, 1000},             /* tied to the first */
+        {foreign, 700},           /* unknown to the engine */
+        {base + 8192, 4096},
+    };
+    need(oo_unit_add(w.engine, w.model, tensors, n_tensors, 3, 0, &unit, members, offsets), "unit");
+    CHECK(w.engine->units[unit].n_parts == 5, "%u parts", w.engine->units[unit].n_parts);
+    for (int m = 0; m < 3; m++) {
+        struct oo_use use;
+        struct oo_fetched fetched;
+        need(oo_engine_acquire(w.engine, members[m], w.stream, 0, OO_FORWARD, -1, 0, &use),
+             "acquire");
+        need(oo_engine_launch(w.engine, members[m], w.stream, 1e-6), "launch");
+        for (int t = 0; t < 6; t++)
+            CHECK(memcmp((const char *)use.address + offsets[t], tensors[t].host,
+                         tensors[t].bytes) == 0 &&
+                      offsets[t] % OO_ALIGNMENT == 0,
+                  "tensor %d is not at offset %zu", t, offsets[t]);
+        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    }
+    CHECK(stats_of(&w).pageable_bytes == 700, "%llu pageable",
+          (unsigned long long)stats_of(&w).pageable_bytes);
+    const struct oo_stamp stamps[] = {{1000, 9}, {members[0], 8}, {members[1], 9}};
+    need(oo_engine_stamp(w.engine, stamps + 1, 2), "stamp");
+    CHECK(w.engine->members[members[0]].stamp == 8 && w.engine->members[members[1]].stamp == 9,
+          "not stamped");
+    need(oo_engine_stamp(w.engine, stamps, 0), "no stamps");
+    w.engine->members[members[1]].stamp = 0;
+    CHECK(oo_engine_stamp(w.engine, stamps, 3) == OO_E_STATE, "no such member");
+    CHECK(w.engine->members[members[1]].stamp == 9,
+          "one unknown member keeps the others unstamped");
+    CHECK(oo_unit_add(w.engine, w.model, tensors, n_tensors, 0, 0, &unit, members, offsets) ==
+              OO_E_ARGUMENT,
+          "no members");
+    free(foreign);
+    world_close(&w, "members");
+}
+
+/* One copy reads one registration, and of memory that nobody knows only what it was told of. */
+static void test_what_travels_as_one_copy(void) {
+    struct world w;
+    struct oo_host *pages[16];
+    uint32_t unit, member;
+    size_t offsets[2];
+    const uint32_t two = 2;
+    unsigned n = 0, below = 0, above = 0;
+    world_open(&w, 250000, -1);
+    for (; n < 16 && !above; n++) { /* two that follow each other in memory */
+        need(oo_host_create(4096, &pages[n]), "a page");
+        need(oo_engine_lock(w.engine, pages[n], 1), "lock");
+        fill(oo_host_address(pages[n]), 4096, n);
+        for (unsigned i = 0; i < n; i++) {
+            const char *a = oo_host_address(pages[i]), *b = oo_host_address(pages[n]);
+            if (a + 4096 == b || b + 4096 == a) {
+                below = a < b ? i : n;
+                above = a < b ? n : i;
+            }
+        }
+    }
+    char *foreign = malloc(1024);
+    fill(foreign, 1024, 3);
+    for (int how = 0; how < 2; how++) {
+        if (how == 0 && below == above)
+            continue; /* no two pages lie side by side here */
+        const struct oo_tensor tensors[] = {
+            {how ? foreign : oo_host_address(pages[below]), how ? 100 : 4096},
+            {how ? foreign + OO_ALIGNMENT : oo_host_address(pages[above]), how ? 100 : 4096}};
+        need(oo_unit_add(w.engine, w.model, tensors, &two, 1, 0, &unit, &member, offsets), "unit");
+        const uint64_t before = stats_of(&w).h2d_copies;
+        struct oo_use use;
+        struct oo_fetched fetched;
+        need(oo_engine_acquire(w.engine, member, w.stream, 0, OO_BACKWARD, 1, 0, &use), "acquire");
+        need(oo_engine_launch(w.engine, member, w.stream, 1e-6), "launch");
+        CHECK(stats_of(&w).h2d_copies == before + 2, "%d: %llu copies", how,
+              (unsigned long long)(stats_of(&w).h2d_copies - before));
+        for (int t = 0; t < 2; t++)
+            CHECK(memcmp((const char *)use.address + offsets[t], tensors[t].host,
+                         tensors[t].bytes) == 0,
+                  "%d: tensor %d has wrong bytes", how, t);
+        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    }
+    need(oo_model_remove(w.engine, w.model), "remove");
+    for (unsigned i = 0; i < n; i++)
+        need(oo_host_destroy(pages[i]), "destroy");
+    free(foreign);
+    need(oo_model_add(w.engine, &w.model), "for the end");
+    world_close(&w, "one copy");
+}
+
+/* A unit is kept for a member that moves if it was alone there, and all else is as it was. */
+static void test_a_member_that_moves_keeps_its_unit_only_alone_and_alike(void) {
+    struct world w;
+    uint32_t unit, moved, members[2];
+    size_t offsets[4];
+    world_open(&w, 250000, -1);
+    char *bytes = w.master[4]; /* of 20480 bytes at least */
+    const struct oo_tensor pair[] = {{bytes, 512}, {bytes + 512, 512}}, whole = {bytes, 1024};
+    const struct oo_tensor larger = {bytes, 2048}, halves[] = {{bytes + 256, 1024}, {bytes, 1024}};
+    const uint32_t ones[] = {1, 1};
+    const struct {
+        const struct oo_tensor *to;
+        uint32_t count;
+        int stays;
+        const char *what;
+    } moves[] = {{&whole, 1, 0, "it was not alone"},  {&whole, 1, 1, "alone and alike"},
+                 {&larger, 1, 0, "larger"},           {halves, 2, 0, "as large, in two"},
+                 {&larger, 1, 0, "as large, in one"}, {&larger, 1, 1, "alike again"}};
+    need(oo_unit_add(w.engine, w.model, pair, ones, 2, 0, &unit, members, offsets), "unit");
+    for (unsigned i = 0; i < sizeof moves / sizeof moves[0]; i++) {
+        struct oo_use use;
+        struct oo_fetched fetched;
+        need(oo_member_move(w.engine, members[0], moves[i].to, moves[i].count, &moved, offsets),
+             moves[i].what);
+        CHECK((moved == unit) == moves[i].stays, "%s: unit %u becomes %u", moves[i].what, unit,
+              moved);
+        unit = moved;
+        CHECK(stats_of(&w).units == UNITS + 2, "%s: %llu units", moves[i].what,
+              (unsigned long long)stats_of(&w).units);
+        need(oo_engine_acquire(w.engine, members[0], w.stream, 0, OO_BACKWARD, 1, 0, &use),
+             "acquire");
+        need(oo_engine_launch(w.engine, members[0], w.stream, 1e-6), "launch");
+        for (uint32_t t = 0; t < moves[i].count; t++)
+            CHECK(memcmp((const char *)use.address + offsets[t], moves[i].to[t].host,
+                         moves[i].to[t].bytes) == 0,
+                  "%s: wrong bytes", moves[i].what);
+        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    }
+    world_close(&w, "moves");
+}
+
+/* A member that could not be moved is copied from where it was. */
+static void test_a_move_that_fails_changes_nothing(void) {
+    struct world w;
+    uint32_t unit, members[2];
+    size_t offsets[2];
+    unsigned failed = 0;
+    world_open(&w, 400000, -1);
+    char *elsewhere = malloc(w.bytes[0] + w.bytes[1]);
+    const struct oo_tensor home[] = {{w.master[0], w.bytes[0]}, {w.master[1], w.bytes[1]}};
+    const struct oo_tensor other[] = {{elsewhere, w.bytes[0]},
+                                      {elsewhere + w.bytes[0], w.bytes[1]}};
+    const uint32_t ones[] = {1, 1};
+    fill(elsewhere, w.bytes[0] + w.bytes[1], 123);
+    need(oo_unit_add(w.engine, w.model, home, ones, 2, 0, &unit, members, offsets), "two members");
+    for (enum oo_status status = OO_E_DRIVER; status != OO_OK; failed++) {
+        sim.simFault("cuEventCreate", 1 + failed, OOCU_ERROR_OUT_OF_MEMORY, 0);
+        status = oo_member_move(w.engine, members[0], other, 2, &unit, offsets);
+        sim.simFaultClear();
+        if (status == OO_OK)
+            break;
+        CHECK(status == OO_E_DRIVER && strstr(oo_error_message(), "cuEventCreate"), "%s",
+              oo_error_message());
+        for (int i = 0; i < 2; i++) {
+            struct oo_use use;
+            struct oo_fetched fetched;
+            need(oo_engine_acquire(w.engine, members[i], w.stream, 0, OO_FORWARD, -1, 0, &use),
+                 "acquire");
+            need(oo_engine_launch(w.engine, members[i], w.stream, 1e-6), "launch");
+            const size_t offset = i ? w.bytes[0] : 0;
+            CHECK(memcmp((const char *)use.address + offset, w.master[i], w.bytes[i]) == 0,
+                  "member %d has other bytes after a failed move", i);
+            need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+        }
+    }
+    CHECK(failed == 2, "%u moves failed", failed);
+    struct oo_use use;
+    struct oo_fetched fetched;
+    need(oo_engine_acquire(w.engine, members[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(oo_engine_launch(w.engine, members[0], w.stream, 1e-6), "launch");
+    CHECK(memcmp((const char *)use.address + offsets[1], elsewhere + w.bytes[0], w.bytes[1]) == 0,
+          "not moved in the end");
+    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    world_close(&w, "move");
+    free(elsewhere);
+}
+
+static void test_what_was_removed_is_known_no_more(void) {
+    struct world w;
+    struct oo_use use;
+    struct oo_stats stats;
+    uint32_t unit, model;
+    size_t offset;
+    world_open(&w, 60000, -1);
+    need(oo_model_add(w.engine, &model), "a model that stays");
+    need(oo_model_remove(w.engine, w.model), "remove");
+    const struct oo_tensor tensor = {w.master[0], w.bytes[0]};
+    const uint32_t gone[] = {w.member[0], UINT32_MAX - 1}, one = 1;
+    for (int i = 0; i < 2; i++) {
+        CHECK(oo_engine_acquire(w.engine, gone[i], w.stream, 0, OO_FORWARD, -1, 0, &use) ==
+                  OO_E_STATE,
+              "acquired");
+        CHECK(oo_engine_stamp(w.engine, &(struct oo_stamp){gone[i], 1}, 1) == OO_E_STATE,
+              "stamped");
+        CHECK(oo_engine_launch(w.engine, gone[i], w.stream, 0) == OO_E_STATE, "launched");
+        CHECK(oo_member_move(w.engine, gone[i], &tensor, 1, &unit, &offset) == OO_E_ARGUMENT,
+              "moved");
+    }
+    struct oo_fetched fetched;
+    CHECK(oo_engine_release(w.engine, UINT64_C(1) << 32 | (UINT32_MAX - 1), w.stream, 0,
+                            &fetched) == OO_E_TICKET,
+          "a ticket of no unit");
+    const uint32_t no_unit[] = {w.unit[0], UINT32_MAX - 1};
+    const uint32_t no_model[] = {w.model, UINT32_MAX - 1};
+    for (int i = 0; i < 2; i++) {
+        CHECK(oo_unit_set_trainable(w.engine, no_unit[i], 1) == OO_E_ARGUMENT, "set trainable");
+        CHECK(oo_engine_stats(w.engine, no_model[i], &stats) == OO_E_ARGUMENT, "figures");
+        CHECK(oo_model_remove(w.engine, no_model[i]) == OO_E_ARGUMENT, "removed twice");
+        CHECK(oo_unit_add(w.engine, no_model[i], &tensor, &one, 1, 0, &unit, &unit, &offset) ==
+                  OO_E_ARGUMENT,
+              "a unit of no model");
+    }
+    need(oo_model_remove(w.engine, model), "remove");
+    need(oo_model_add(w.engine, &w.model), "for the end");
+    world_close(&w, "removed");
+}
+
+static const struct check_case cases[] = {
+    CASE(test_units_of_several_members_and_tensors),
+    CASE(test_what_travels_as_one_copy),
+    CASE(test_a_member_that_moves_keeps_its_unit_only_alone_and_alike),
+    CASE(test_a_move_that_fails_changes_nothing),
+    CASE(test_what_was_removed_is_known_no_more),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
+}

@@ -1,0 +1,173 @@
+/* Release: how a use ends on its stream, and what stands in for a mark that the driver refuses. */
+#include "world.h"
+
+/* A stream that is known has its entry, however many there are: no other's is given up for it. */
+static void test_one_use_more_on_a_known_stream_displaces_nobody(void) {
+    struct world w;
+    struct oo_use use[OO_STREAMS], again;
+    struct oo_fetched fetched;
+    uintptr_t streams[OO_STREAMS];
+    world_open(&w, 400000, -1);
+    for (int i = 0; i < OO_STREAMS; i++) {
+        streams[i] = new_stream(&w);
+        need(oo_engine_acquire(w.engine, w.member[3], streams[i], 0, OO_FORWARD, -1, 0, &use[i]),
+             "acquire");
+        need(oo_engine_launch(w.engine, w.member[3], streams[i], 5e-3), "launch");
+    }
+    for (int i = 0; i < OO_STREAMS; i++)
+        need(oo_engine_release(w.engine, use[i].ticket, streams[i], 0, &fetched), "release");
+    need(oo_engine_acquire(w.engine, w.member[3], streams[0], 0, OO_FORWARD, -1, 0, &again),
+         "acquire");
+    need(oo_engine_release(w.engine, again.ticket, streams[0], 0, &fetched), "release");
+    CHECK(w.engine->units[w.unit[3]].n_uses == OO_STREAMS, "%u entries",
+          w.engine->units[w.unit[3]].n_uses);
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(step(&w), "over all of their kernels");
+    for (int i = 0; i < OO_STREAMS; i++)
+        end_stream(&w, streams[i]);
+    world_close(&w, "known streams");
+}
+
+/* The unit may be in use by others by now: their use is not his to end. */
+static void test_a_ticket_of_an_earlier_copy_ends_no_use(void) {
+    struct world w;
+    struct oo_use first, second;
+    struct oo_fetched fetched;
+    world_open(&w, 400000, -1);
+    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &first), "first");
+    need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &second),
+         "second");
+    CHECK(first.ticket != second.ticket, "two copies with one ticket");
+    CHECK(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched) == OO_E_TICKET,
+          "the ticket of an earlier copy ended a use");
+    CHECK(oo_plan_pins(w.engine->plan, w.unit[3]) == 1, "%u uses",
+          oo_plan_pins(w.engine->plan, w.unit[3]));
+    need(oo_engine_release(w.engine, second.ticket, w.stream, 0, &fetched), "release");
+    CHECK(oo_plan_pins(w.engine->plan, w.unit[3]) == 0, "still in use");
+    world_close(&w, "tickets");
+}
+
+static void test_a_use_that_could_not_be_marked_is_waited_for(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open_on_device(&w, 30000);
+    const uintptr_t slow = new_stream(&w);
+    for (int how = 0; how < 3; how++) {
+        need(oo_engine_acquire(w.engine, w.member[0], slow, 0, OO_FORWARD, -1, 0, &held),
+             "acquire");
+        need(oo_engine_launch(w.engine, w.member[0], slow, 5e-3), "launch");
+        sim.simFault("cuEventRecord", 1, OOCU_ERROR_UNKNOWN, 0);
+        need(oo_engine_release(w.engine, held.ticket, slow, 0, &fetched), "release");
+        const struct oo_stats before = stats_of(&w);
+        const double began = sim.simNow();
+        if (how == 0)
+            need(oo_engine_refresh(w.engine, w.model), "refresh");
+        else if (how == 1)
+            for (unsigned i = 1; i < UNITS; i++) /* its place is taken */
+                need(use(&w, i, OO_FORWARD), "use");
+        else
+            need(oo_model_remove(w.engine, w.model), "remove");
+        const struct oo_stats after = stats_of(&w);
+        CHECK(after.recoveries == before.recoveries + 1 && after.host_waits > before.host_waits,
+              "%llu recoveries", (unsigned long long)(after.recoveries - before.recoveries));
+        CHECK(sim.simNow() - began > 4.9e-3, "the host waited %.6f s for a kernel of 5 ms",
+              sim.simNow() - began);
+    }
+    kernel(w.stream, w.arena, 30000, 1, 1e-6);
+    end_stream(&w, slow);
+    need(oo_engine_unlock(w.engine, w.host), "unlock");
+    oo_host_destroy(w.host);
+    end_device_memory(&w, w.arena);
+    end_stream(&w, w.stream);
+    need(oo_engine_destroy(w.engine), "destroy");
+    check_no_reports("lost use");
+    check_nothing_alive("lost use");
+    release_context("lost use");
+    CHECK(sim_reset(&sim) == 0, "not reset");
+}
+
+/* More streams than entries, and the oldest use cannot be ordered: the new one is waited for
+ * instead. */
+static void test_a_use_without_an_entry_is_waited_for(void) {
+    struct world w;
+    uintptr_t streams[OO_STREAMS + 1];
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open_on_device(&w, 30000);
+    for (int s = 0; s <= OO_STREAMS; s++)
+        streams[s] = new_stream(&w);
+    for (int s = 0; s < OO_STREAMS; s++)
+        need(use_on(&w, 0, OO_FORWARD, -1, 0, streams[s]), "use");
+    need(oo_engine_acquire(w.engine, w.member[0], streams[OO_STREAMS], 0, OO_FORWARD, -1, 0, &held),
+         "acquire");
+    need(oo_engine_launch(w.engine, w.member[0], streams[OO_STREAMS], 5e-3), "launch");
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+    const double began = sim.simNow();
+    const struct oo_stats before = stats_of(&w);
+    need(oo_engine_release(w.engine, held.ticket, streams[OO_STREAMS], 0, &fetched), "release");
+    CHECK(sim.simNow() - began > 4.9e-3 && stats_of(&w).recoveries == before.recoveries + 1,
+          "the host waited %.6f s", sim.simNow() - began);
+    CHECK(stats_of(&w).lost_uses == before.lost_uses, "waited for, and lost all the same");
+    for (int round = 0; round < 3; round++)
+        for (unsigned i = 0; i < UNITS; i++)
+            need(use_on(&w, i, OO_FORWARD, -1, 0, streams[i % (OO_STREAMS + 1)]), "use");
+    for (int s = 0; s <= OO_STREAMS; s++)
+        end_stream(&w, streams[s]);
+    world_close(&w, "no entry");
+}
+
+/* While a fault lasts a release can neither mark its use nor wait for it. The unit is in use no
+ * more all the same, or nothing could ever detach; whoever overwrites it waits for each such use.
+ * Only with more of them than there are entries a release fails, and can be repeated. */
+static void test_a_release_returns_while_a_fault_lasts(void) {
+    enum { STREAMS = OO_USES + 1 };
+    struct world w;
+    uintptr_t streams[STREAMS];
+    struct oo_use held[STREAMS];
+    struct oo_fetched fetched;
+    world_open_on_device(&w, 30000);
+    for (int s = 0; s < STREAMS; s++) {
+        streams[s] = new_stream(&w);
+        need(oo_engine_acquire(w.engine, w.member[0], streams[s], 0, OO_FORWARD, -1, 0, &held[s]),
+             "acquire");
+        need(oo_engine_launch(w.engine, w.member[0], streams[s], 1e-3), "launch");
+    }
+    sim.simFault(NULL, 1, OOCU_ERROR_UNKNOWN, 1);
+    for (int s = 0; s < OO_USES; s++)
+        need(oo_engine_release(w.engine, held[s].ticket, streams[s], 0, &fetched), "release");
+    for (int i = 0; i < 2; i++)
+        CHECK(oo_engine_release(w.engine, held[OO_USES].ticket, streams[OO_USES], 0, &fetched) ==
+                      OO_E_DRIVER &&
+                  strstr(oo_error_message(), "cuStreamSynchronize"),
+              "a use is forgotten: %s", oo_error_message());
+    sim.simFaultClear();
+    const struct oo_stats before = stats_of(&w);
+    need(oo_engine_release(w.engine, held[OO_USES].ticket, streams[OO_USES], 0, &fetched),
+         "repeated");
+    CHECK(oo_engine_release(w.engine, held[OO_USES].ticket, streams[OO_USES], 0, &fetched) ==
+              OO_E_TICKET,
+          "released twice");
+    for (unsigned i = 1; i < UNITS;
+         i++) /* the race detector sees each use that is not waited for */
+        need(use_on(&w, i, OO_FORWARD, -1, 0, streams[0]), "overwrite");
+    CHECK(stats_of(&w).recoveries >= before.recoveries + STREAMS - 1, "%llu recoveries",
+          (unsigned long long)(stats_of(&w).recoveries - before.recoveries));
+    for (int s = 0; s < STREAMS; s++)
+        end_stream(&w, streams[s]);
+    world_close(&w, "lasting");
+}
+
+static const struct check_case cases[] = {
+    CASE(test_one_use_more_on_a_known_stream_displaces_nobody),
+    CASE(test_a_ticket_of_an_earlier_copy_ends_no_use),
+    CASE(test_a_use_that_could_not_be_marked_is_waited_for),
+    CASE(test_a_use_without_an_entry_is_waited_for),
+    CASE(test_a_release_returns_while_a_fault_lasts),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
+}
