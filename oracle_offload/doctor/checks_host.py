@@ -20,7 +20,9 @@ _SMALL_SHM = 1 * GIB
 def check_ram(system: System) -> Finding:
     """Memory that new allocations can have."""
     total, free = system.meminfo.get("MemTotal"), system.meminfo.get("MemAvailable")
-    reason = system.read("/proc/meminfo").why if system.linux else "not recorded"
+    reason = "" if system.live else "not recorded"
+    if system.linux:
+        reason = system.read("/proc/meminfo").why
     if total is None and system.live:
         total, free, reason = _memory_from_system_calls(reason)
     if not total:

@@ -109,6 +109,75 @@ def test_a_number_that_cannot_be_is_not_shown_as_an_answer(
     assert card.missing == {missing: f"the driver says {said}, which cannot be"}
 
 
+@pytest.mark.parametrize(
+    ("flag", "field", "value"),
+    [
+        ("OO_TOTAL=(1ULL<<62)-1", "total_bytes", (1 << 62) - 1),
+        ("OO_USED=0", "used_bytes", 0),
+        ("OO_USED=OO_TOTAL", "used_bytes", 24 << 30),
+        ("OO_WIDTH=1", "link_width", 1),
+        ("OO_WIDTH=63", "link_width", 63),
+        ("OO_GENERATION=1", "link_generation", 1),
+        ("OO_GENERATION=15", "link_generation", 15),
+        ("OO_GENERATION=16", "link_generation", None),
+        ("OO_GENERATION=0", "link_generation", None),
+        ("OO_STATE=0", "performance_state", 0),
+        ("OO_STATE=15", "performance_state", 15),
+        ("OO_STATE=16", "performance_state", None),
+    ],
+)
+def test_numbers_at_the_ends_of_what_can_be(
+    tmp_path: Path, flag: str, field: str, value: int | None
+) -> None:
+    card = read_over(compile_stand_in(tmp_path, f"-D{flag}")).gpus[0]
+    assert getattr(card, field) == value
+
+
+@pytest.mark.parametrize(
+    ("number", "version", "why"),
+    [
+        (1000, (1, 0), ""),
+        (11040, (11, 4), ""),
+        (99_999, (99, 99), ""),
+        (999, None, "CUDA version: the driver says 999, which cannot be"),
+        (100_000, None, "CUDA version: the driver says 100000, which cannot be"),
+    ],
+)
+def test_the_cuda_version_of_the_driver(
+    tmp_path: Path, number: int, version: tuple[int, int] | None, why: str
+) -> None:
+    view = read_over(compile_stand_in(tmp_path, f"-DOO_CUDA={number}"))
+    assert (view.cuda_version, view.why, len(view.gpus)) == (version, why, 2)
+
+
+def test_a_number_of_cards_that_cannot_be_leaves_the_version(tmp_path: Path) -> None:
+    view = read_over(compile_stand_in(tmp_path, "-DOO_COUNT=1025"))
+    assert (view.gpus, view.driver_version) == ((), "580.65.06")
+    assert view.why == "count: the driver says 1025, which cannot be"
+
+
+def test_a_card_of_which_there_is_no_handle_says_so(tmp_path: Path) -> None:
+    card = read_over(compile_stand_in(tmp_path, "-DOO_NO_CARD")).gpus[1]
+    assert card == Gpu(1, missing={"handle": "Not Supported"})
+
+
+def test_processes_that_only_compute_are_listed_with_what_they_hold(tmp_path: Path) -> None:
+    folder = compile_stand_in(tmp_path, "-DOO_NO_GRAPHICS", "-DOO_HELD=(1ULL<<62)-1")
+    held = (GpuProcess(77, (1 << 62) - 1), GpuProcess(4242, 4 << 30))
+    assert read_over(folder).gpus[0].processes == held
+
+
+def test_an_nvidia_ml_py_that_is_absent_or_broken_is_told_apart(tmp_path: Path) -> None:
+    module = tmp_path / "pynvml.py"
+    for text, why in (
+        ("raise ImportError", "nvidia-ml-py is not installed (pip install nvidia-ml-py)"),
+        ("raise OSError('cut short')", "nvidia-ml-py could not be imported: cut short"),
+        ("def nvmlInit(): raise OSError('no')", "the NVIDIA driver does not answer: no"),
+    ):
+        module.write_text(text, encoding="utf-8")
+        assert read_over(tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}") == GpuView(why=why)
+
+
 def test_a_driver_that_is_not_loaded_is_quoted(tmp_path: Path) -> None:
     view = read_over(compile_stand_in(tmp_path), OO_NVML_INIT="9")
     assert view == GpuView(why="the NVIDIA driver does not answer: Driver Not Loaded")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from importing import import_cost
@@ -22,8 +24,8 @@ from oracle_offload.doctor import CHECKS, Finding, System, examine
 from oracle_offload.doctor import checks as checks_module
 from oracle_offload.doctor.cgroup import read_memory_limit
 from oracle_offload.doctor.gpus import GpuView
-from oracle_offload.doctor.report import DoctorReport
-from oracle_offload.doctor.torch_build import TorchView, ask_torch, find_torch
+from oracle_offload.doctor.report import DoctorReport, write_text
+from oracle_offload.doctor.torch_build import TorchView, ask_torch, find_torch, imported_torch
 
 ROOT = Path(__file__).parent.parent.parent
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -270,6 +272,102 @@ def test_a_torch_that_cannot_be_imported_is_bad_and_quoted(tmp_path: Path) -> No
     assert not left.exists() or not Path("/proc", left.read_text() or "none").exists()
 
 
+@pytest.mark.parametrize(
+    ("problem", "why"),
+    [
+        (ValueError("torch.__spec__ is None"), "torch could not be looked up: torch.__spec__ is"),
+        (None, "torch is not installed for this Python"),
+        (SimpleNamespace(origin=None), "torch is not installed for this Python"),
+    ],
+)
+def test_a_torch_that_cannot_be_found_says_why(
+    monkeypatch: pytest.MonkeyPatch, problem: object, why: str
+) -> None:
+    def find(name: str) -> object:
+        assert name == "torch"
+        if isinstance(problem, Exception):
+            raise problem
+        return problem
+
+    monkeypatch.setattr("importlib.util.find_spec", find)
+    assert find_torch().version is None and find_torch().why.startswith(why)
+
+
+def test_a_torch_without_a_version_file_says_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    why = "torch/version.py: No such file or directory"
+    assert find_torch() == TorchView(location=str(tmp_path), why=why)
+    (tmp_path / "version.py").write_text("__version__ = '2.9.0'\nhip: str = '6.2'\ncuda = None\n")
+    assert find_torch() == TorchView(version="2.9.0", hip="6.2", location=str(tmp_path))
+
+
+def refuse() -> str:
+    raise RuntimeError("max_split_size_mb must be >= 20\nC++ frames")
+
+
+@pytest.mark.parametrize(
+    ("reader", "expected"),
+    [
+        (None, {"why": "this torch cannot say which settings it uses"}),
+        (lambda: "", {"settings": ""}),
+        (lambda: "pinned_use_background_threads:True",
+         {"settings": "pinned_use_background_threads:True"}),
+        (refuse, {"settings_error": "RuntimeError: max_split_size_mb must be >= 20"}),
+    ],
+)  # fmt: skip
+def test_the_torch_of_this_process_answers_for_itself(
+    monkeypatch: pytest.MonkeyPatch, reader: object, expected: dict[str, str]
+) -> None:
+    version = SimpleNamespace(__version__="2.9.0+cu128", cuda="12.8", hip=None)
+    known = {} if reader is None else {"_accelerator_getAllocatorSettings": reader}
+    torch = SimpleNamespace(version=version, _C=SimpleNamespace(**known), __file__="/a/torch/i.py")
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+    whole = {"version": "2.9.0+cu128", "cuda": "12.8", "location": "/a/torch", **expected}
+    assert imported_torch() == TorchView(**whole)
+    del version.__version__  # half imported: it answers for nothing
+    assert imported_torch() is None
+    monkeypatch.delitem(sys.modules, "torch")
+    assert imported_torch() is None
+
+
+@pytest.mark.parametrize(
+    ("prints", "expected"),
+    [
+        ('{"version": "2.9.0", "settings": "a:1"}', {"settings": "a:1"}),
+        ('{"version": "2.9.0", "settings": ""}', {"settings": ""}),
+        ('{"version": "2.9.0"}', {"why": "this torch cannot say which settings it uses"}),
+        ('{"version": "2.9.0", "error": "no"}', {"settings_error": "no"}),
+        ('{"version": "2.9.0", "settings": "a:1", "error": "no"}',
+         {"settings": "a:1", "settings_error": "no"}),
+        ('{"error": "OSError: x"}', {"import_error": "OSError: x"}),
+        (None, {"import_error": "the process ended with status 7"}),
+    ],
+)  # fmt: skip
+def test_what_the_process_that_asks_torch_says_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: str | None, expected: dict[str, str]
+) -> None:
+    python = tmp_path / "python"
+    said = "" if prints is None else f"echo 'oracle_offload:{prints}'\n"
+    python.write_text(f"#!/bin/sh\necho a warning\n{said}exit 7\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    found = TorchView(version="2.9.0", location="/a/torch")
+    assert ask_torch(found, ENVIRON) == replace(found, **expected)  # type: ignore[arg-type]
+
+
+def test_no_process_is_started_where_there_is_no_torch_or_no_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    absent = TorchView(why="torch is not installed for this Python")
+    assert ask_torch(absent, ENVIRON) is absent
+    found = ask_torch(TorchView(version="2.9.0"), ENVIRON)
+    assert found.why.startswith("no process could be started to ask torch: [Errno 2]")
+
+
 # --- A process really killed -------------------------------------------------------------------
 
 
@@ -439,6 +537,51 @@ def test_values_from_the_machine_are_escaped_in_html() -> None:
     report = DoctorReport((Finding("ram", "bad", nasty, nasty, nasty),))
     assert "<script" not in report.to_html()
     assert report.to_html().count("&lt;script&gt;") == 3
+
+
+def test_a_long_value_goes_on_below_itself_and_neighbours_share_their_reason() -> None:
+    report = DoctorReport(
+        (
+            Finding("fine", "ok", ""),
+            Finding("one", "bad", "first-word " * 7, "the same reason", "the same remedy"),
+            Finding("other", "bad", "value", "the same reason", "the same remedy"),
+            Finding("third", "bad", "value", "the same reason", "another " * 8),
+        )
+    )
+    assert str(report) == report.to_text()
+    assert report.to_text(width=1) == (
+        "doctor: 3 bad, 1 ok\n"
+        "\n"
+        "bad     one    first-word first-word first-word first-word\n"
+        "               first-word first-word first-word\n"
+        "bad     other  value\n"
+        "               why: the same reason\n"
+        "               fix: the same remedy\n"
+        "bad     third  value\n"
+        "               why: the same reason\n"
+        "               fix: another another another another another\n"
+        "                    another another another\n"
+        "ok      fine\n"
+    )
+    assert report["other"].value == "value"
+    with pytest.raises(KeyError, match="none"):
+        report["none"]
+
+
+@pytest.mark.parametrize(("columns", "widest"), [(72, 72), (40, 60), (300, 100)])
+def test_a_terminal_is_filled_and_a_file_is_as_wide_as_the_widest(
+    monkeypatch: pytest.MonkeyPatch, columns: int, widest: int
+) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    report = DoctorReport((Finding("x", "bad", "a " * 300),))
+    for stream, width in ((Screen(), widest), (io.StringIO(), 100)):
+        write_text(report, stream)
+        assert width - 1 <= max(map(len, stream.getvalue().splitlines())) <= width
 
 
 def test_verdict_of_a_report_is_its_worst_and_unknown_only_when_alone() -> None:

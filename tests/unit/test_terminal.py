@@ -81,3 +81,22 @@ def test_what_an_encoding_cannot_hold_becomes_a_question_mark() -> None:
     put(stream, "naïve …\n")
     put(stream, "plain\n")
     assert raw.getvalue() == b"na?ve ?\nplain\n"
+
+
+def test_an_encoding_that_holds_more_keeps_more() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="latin-1", write_through=True)
+    put(stream, "naïve …\n")
+    assert raw.getvalue() == "naïve ?\n".encode("latin-1")
+
+
+def test_a_stream_that_does_not_tell_its_encoding_is_given_ascii() -> None:
+    class Teletype(io.StringIO):
+        def write(self, text: str) -> int:
+            text.encode("ascii")
+            return super().write(text)
+
+    stream = Teletype()
+    assert stream.encoding is None
+    put(stream, "naïve …")
+    assert stream.getvalue() == "na?ve ?"

@@ -2,7 +2,8 @@
  * A libnvidia-ml.so.1 with two cards, so that nvidia-ml-py can be driven without a driver.
  * Card 0 answers everything; card 1 has a name and answers NVML_ERROR_NOT_SUPPORTED otherwise, as
  * integrated and partitioned cards do for much. OO_NVML_INIT sets what initialisation returns.
- * A driver that errs: OO_NAME, OO_TOTAL, OO_USED, OO_WIDTH, OO_STATE.
+ * A driver that errs: OO_NAME, OO_TOTAL, OO_USED, OO_WIDTH, OO_GENERATION, OO_STATE, OO_CUDA, OO_COUNT,
+ * OO_HELD (by a process); OO_NO_CARD and OO_NO_GRAPHICS refuse a handle and a list.
  * Layouts and codes: nvml.h.
  */
 #include <stdint.h>
@@ -23,6 +24,18 @@
 #endif
 #ifndef OO_STATE
 #define OO_STATE 2
+#endif
+#ifndef OO_GENERATION
+#define OO_GENERATION 3
+#endif
+#ifndef OO_CUDA
+#define OO_CUDA 12080
+#endif
+#ifndef OO_COUNT
+#define OO_COUNT 2
+#endif
+#ifndef OO_HELD
+#define OO_HELD ~0ULL
 #endif
 
 enum { SUCCESS = 0, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9 };
@@ -72,17 +85,20 @@ int nvmlSystemGetDriverVersion(char *out, unsigned size) {
 }
 
 int nvmlSystemGetCudaDriverVersion_v2(int *out) {
-    *out = 12080;
+    *out = OO_CUDA;
     return SUCCESS;
 }
 
 int nvmlDeviceGetCount_v2(unsigned *out) {
-    *out = 2;
+    *out = OO_COUNT;
     return SUCCESS;
 }
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **out) {
     *out = (void *)(uintptr_t)(index + 1);
+#ifdef OO_NO_CARD
+    return NOT_SUPPORTED;
+#endif
     return SUCCESS;
 }
 
@@ -93,7 +109,7 @@ int nvmlDeviceGetName(void *card, char *out, unsigned size) {
 
 ASK(nvmlDeviceGetMemoryInfo, struct memory,
     ((struct memory){.total = OO_TOTAL, .free = 20401094656, .used = OO_USED}))
-ASK(nvmlDeviceGetCurrPcieLinkGeneration, unsigned, 3)
+ASK(nvmlDeviceGetCurrPcieLinkGeneration, unsigned, OO_GENERATION)
 ASK(nvmlDeviceGetCurrPcieLinkWidth, unsigned, OO_WIDTH)
 ASK(nvmlDeviceGetMaxPcieLinkGeneration, unsigned, 4)
 ASK(nvmlDeviceGetGpuMaxPcieLinkGeneration, unsigned, 5)
@@ -128,11 +144,14 @@ static int list(void *card, unsigned *count, struct process *out, const struct p
 
 int nvmlDeviceGetComputeRunningProcesses_v3(void *card, unsigned *count, struct process *out) {
     /* All ones is "not available", which WDDM gives. */
-    static const struct process have[] = {{4242, 4294967296, 0, 0}, {77, ~0ULL, 0, 0}};
+    static const struct process have[] = {{4242, 4294967296, 0, 0}, {77, OO_HELD, 0, 0}};
     return list(card, count, out, have, 2);
 }
 
 int nvmlDeviceGetGraphicsRunningProcesses_v3(void *card, unsigned *count, struct process *out) {
+#ifdef OO_NO_GRAPHICS
+    return NOT_SUPPORTED;
+#endif
     static const struct process have[] = {{900, 268435456, 0, 0}, {4242, 4294967296, 0, 0}};
     return list(card, count, out, have, 2);
 }
