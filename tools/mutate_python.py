@@ -7,13 +7,13 @@
     python tools/mutate_python.py --list
 
 tools/mutants_python.py and tools/mutants_binding.py find the mutants, mechanically. First the tests
-run once, of a parametrized one the first, the middle and the last case, with marks that tell which
-places of the package each of them reaches. That map is kept in build/mutation for as long as
-neither the package nor the test changes. Each mutant then runs the tests that reach its place until
-one fails, the quick ones first and at most QUICK_S of them, in a fork of a process that has
-imported torch and not the package, on a copy of the tree that processes started by a test see as
-well. A test that runs over its time notices too. A test counts only if it passes on the unchanged
-tree when it runs alone.
+run once, of a parametrized one the first, the middle and the last case, and the others while they
+take no more than CASES_S together, with marks that tell which places of the package each reaches.
+That map is kept in build/mutation for as long as neither the package nor the test changes. Each
+mutant then runs the tests that reach its place until one fails, the quick ones first and at most
+QUICK_S of them, in a fork of a process that has imported torch and not the package, on a copy of
+the tree that processes started by a test see as well. A test that runs over its time notices too. A
+test counts only if it passes on the unchanged tree when it runs alone.
 
 Where that leaves too many survivors (and always with --all and --only), what survived meets all the
 cases, under the marks once more: what no test reaches has survived.
@@ -85,7 +85,7 @@ TEST_S = 10.0  # that a test may take beyond five times what it took in the map
 QUICK_S, ALL_S = 20.0, 60.0  # what outlives tests that take so long together has survived
 BATCH_S = 2.0  # the tests that run first; most mutants die of them
 FILE_S = 0.3  # that a file of tests costs beside its tests
-CASES = 3  # of a parametrized test that are quick
+CASES, CASES_S = 3, 1.0  # of a parametrized test that are quick: so many, or as take so long
 ADDRESS_SPACE_BYTES = 8 << 30  # beyond what the process has when it starts
 
 
@@ -111,6 +111,8 @@ class Reporter:
         self.quick = quick
         self.seconds = 0.0
         self.error = ""
+        self.needed: set[str] = set()  # of the quick tests: those that run in any case
+        self.spent: dict[str, float] = defaultdict(float)  # by the cases of each test
 
     def tell(self, **what: object) -> None:
         os.write(self.pipe, json.dumps(what).encode() + b"\n")
@@ -124,14 +126,19 @@ class Reporter:
             cases: dict[str, list[Any]] = defaultdict(list)
             for item in items:
                 cases[item.nodeid.split("[")[0]].append(item)
-            kept = {id(item) for same in cases.values() for item in spread(same)}
-            chosen = [item for item in items if id(item) in kept]
+            self.needed = {item.nodeid for same in cases.values() for item in spread(same)}
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if self.places is not None:
             self.tell(modules=[name for name in sys.modules if "oracle_offload" not in name])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        enough = self.spent[item.nodeid.split("[")[0]] > CASES_S
+        if self.quick and enough and item.nodeid not in self.needed:
+            pytest.skip("enough cases of this test were run")
 
     def switch(self, test: str) -> None:
         if self.places is not None:
@@ -147,6 +154,7 @@ class Reporter:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds += report.duration
+        self.spent[report.nodeid.split("[")[0]] += report.duration
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             self.error = self.error or (crash.message if crash else str(report.longrepr))
@@ -695,7 +703,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every mutant")
     parser.add_argument("--count", type=int, default=40, help="size of the sample")
     parser.add_argument("--seed", default="", help="of the sample; the tree of HEAD by itself")
-    parser.add_argument("--quick", action="store_true", help="three cases of a test are enough")
+    parser.add_argument("--quick", action="store_true", help="some cases of each test are enough")
     parser.add_argument(
         "--resume",
         action="store_true",

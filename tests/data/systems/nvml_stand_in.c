@@ -2,8 +2,8 @@
  * A libnvidia-ml.so.1 with two cards, so that nvidia-ml-py can be driven without a driver.
  * Card 0 answers everything; card 1 has a name and answers NVML_ERROR_NOT_SUPPORTED otherwise, as
  * integrated and partitioned cards do for much. OO_NVML_INIT sets what initialisation returns.
- * A driver that errs: OO_NAME, OO_TOTAL, OO_USED, OO_WIDTH, OO_GENERATION, OO_STATE, OO_CUDA, OO_COUNT,
- * OO_HELD (by a process); OO_NO_CARD and OO_NO_GRAPHICS refuse a handle and a list.
+ * A driver that errs: OO_NAME, OO_TOTAL, OO_USED, OO_WIDTH, OO_GENERATION, OO_STATE, OO_CUDA,
+ * OO_COUNT, OO_HELD (by a process); OO_NO_CARD and OO_NO_GRAPHICS refuse a handle and a list.
  * Layouts and codes: nvml.h.
  */
 #include <stdint.h>
