@@ -31,7 +31,8 @@ static double round_ns(enum oo_kind kind, int64_t task, int descending) {
         struct oo_use use;
         struct oo_fetched fetched;
         const uint32_t member = members[descending ? UNITS - 1 - i : i];
-        need(oo_engine_acquire(engine, member, 0, 0, kind, task, OO_NONBLOCKING, &use));
+        const struct oo_request request = {.member = member, .kind = kind, .task = task};
+        need(oo_engine_acquire(engine, &request, OO_NONBLOCKING, &use));
         need(oo_engine_release(engine, use.ticket, 0, OO_NONBLOCKING, &fetched));
     }
     return (now_s() - begin) * 1e9 / UNITS;
@@ -46,13 +47,14 @@ static int by_value(const void *a, const void *b) {
 static void measure(const char *name, size_t arena_bytes) {
     static double forward[ROUNDS], backward[ROUNDS];
     struct oo_host *host;
-    uint32_t model, unit;
+    uint32_t lease, model, unit;
+    need(oo_lease_add(engine, &lease));
     need(oo_model_add(engine, &model));
     need(oo_host_create((size_t)UNITS * BYTES, &host));
     memset(oo_host_address(host), 1, (size_t)UNITS * BYTES);
     need(oo_engine_lock(engine, host, 1));
     char *arena = malloc(arena_bytes + OO_ALIGNMENT);
-    need(oo_segment_add(engine, model, (uintptr_t)arena, arena_bytes + OO_ALIGNMENT, 0));
+    need(oo_segment_add(engine, lease, (uintptr_t)arena, arena_bytes + OO_ALIGNMENT, 0));
     for (int i = 0; i < UNITS; i++) {
         const struct oo_tensor tensor = {(char *)oo_host_address(host) + (size_t)i * BYTES, BYTES};
         const uint32_t one = 1;
@@ -71,6 +73,7 @@ static void measure(const char *name, size_t arena_bytes) {
     qsort(backward, ROUNDS, sizeof *backward, by_value);
     printf("{\"name\": \"%s\", \"forward_s\": %.3e, \"backward_s\": %.3e, \"rounds\": %d, \"units\": %d}\n", name,
            forward[ROUNDS / 2] * 1e-9, backward[ROUNDS / 2] * 1e-9, ROUNDS, UNITS);
+    need(oo_lease_remove(engine, lease));
     need(oo_model_remove(engine, model));
     free(arena);
     oo_host_destroy(host);

@@ -116,11 +116,11 @@ def predict(
     # Memory that nothing touches is not there: only its addresses are needed.
     arena = [_core.HostBuffer(nbytes) for nbytes in segments]
     masters: list[_core.HostBuffer] = []
-    model = engine.add_model()
+    lease, model = engine.add_lease(), engine.add_model()
     try:
         stream = engine.compute_stream
         for piece in arena:
-            engine.add_segment(model, piece.address, piece.nbytes, stream)
+            engine.add_segment(lease, piece.address, piece.nbytes, stream)
         members, inside = _add_units(engine, model, units, masters)
         begin = simulator.finish()
         before = engine.stats(model)
@@ -130,6 +130,7 @@ def predict(
         end, after = simulator.finish(), engine.stats(model)
     finally:
         simulator.finish()
+        engine.remove_lease(lease)
         engine.remove_model(model)
         for piece in masters:
             engine.unlock(piece)

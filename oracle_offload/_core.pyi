@@ -14,6 +14,7 @@ RECOMPUTE: Final = 1  # a forward inside a graph task: a checkpoint recomputes
 BACKWARD: Final = 2
 ALIGNMENT: Final = 256  # bytes; of every tensor in host and device memory
 
+VERSION: Final[str]  # of the engine, as oracle_offload.__version__
 BUILD: Final[str]  # compiler, flags and date of this extension
 
 @type_check_only
@@ -117,13 +118,20 @@ class Engine:
 
     def add_model(self) -> int: ...
     def remove_model(self, model: int, /) -> None:
-        """Forget the model's units and segments, once every copy has ended (a host wait).
+        """Forget the model's units, once every copy has ended (a host wait).
 
-        The streams that the segments were allocated on wait for all uses of them. `OffloadError`
-        while one of its units is acquired.
+        `OffloadError` while one of its units is acquired.
         """
 
-    def add_segment(self, model: int, address: int, nbytes: int, stream: int, /) -> None:
+    def add_lease(self) -> int: ...
+    def remove_lease(self, lease: int, /) -> None:
+        """Take the lease's segments out of the arena, once every copy has ended (a host wait).
+
+        The streams that the segments were allocated on wait for all uses of them. `OffloadError`
+        while a unit that lies in them is acquired.
+        """
+
+    def add_segment(self, lease: int, address: int, nbytes: int, stream: int, /) -> None:
         """Give `nbytes` of device memory to the arena; `stream` is the one it was allocated on."""
 
     def add_unit(

@@ -49,8 +49,8 @@ class Attachment:
         self.pieces: dict[int, masters.Piece] = {}  # by address, in the order they were made
         self._starts: list[int] = []  # their addresses, sorted
         self.lock_limit = float("inf")  # bytes
-        self.lent: dict[int, list[Segment]] = {}  # by what the engine knows them under
-        self.arena = -1  # the one in use; others of `lent` go back as soon as the engine lets them
+        self.lent: dict[int, list[Segment]] = {}  # by the engine's lease
+        self.lease = -1  # the one in use; others of `lent` go back as soon as the engine lets them
         self._swapped = False  # masters lie in no piece, perhaps only for a while
         self._told: set[str] = set()
         self.capacity_bytes = 0
@@ -268,8 +268,8 @@ class Attachment:
         """
         engine = self.state.engine
         size = max(_SEGMENT_BYTES, 4 * largest_unit)
-        arena, left = engine.add_model(), nbytes
-        segments = self.lent[arena] = []
+        lease, left = engine.add_lease(), nbytes
+        segments = self.lent[lease] = []
         try:
             while left > 0:
                 # A rest too small for the largest unit would be of no use to most units.
@@ -278,22 +278,22 @@ class Attachment:
                 # Findable first: other threads are answered with it as soon as the engine has it.
                 segments.append(segment)
                 self.state.exchange_segments([], [segment])
-                engine.add_segment(arena, segment.address, take, self.state.stream())
+                engine.add_segment(lease, segment.address, take, self.state.stream())
                 left -= take
-            self.arena, self.capacity_bytes = arena, nbytes
+            self.lease, self.capacity_bytes = lease, nbytes
         finally:
             self.take_back_replaced()
 
-    def take_back(self, arena: int) -> None:
+    def take_back(self, lease: int) -> None:
         """Take memory back from the engine; it stays alive until the engine has let go of it."""
-        self.state.engine.remove_model(arena)
-        self.state.exchange_segments(self.lent.pop(arena), [])
+        self.state.engine.remove_lease(lease)
+        self.state.exchange_segments(self.lent.pop(lease), [])
 
     def take_back_replaced(self) -> None:
-        """Take back all but the arena in use; what another thread computes with goes later."""
-        for arena in [arena for arena in self.lent if arena != self.arena]:
+        """Take back all but the lease in use; what another thread computes with goes later."""
+        for lease in [lease for lease in self.lent if lease != self.lease]:
             try:
-                self.take_back(arena)
+                self.take_back(lease)
             except OffloadError as error:
                 level = logging.WARNING if isinstance(error, DriverError) else logging.INFO
                 logger.log(level, "replaced device memory is given back later: %s", error)
@@ -356,8 +356,8 @@ class Attachment:
         # Any step may fail, or be refused while in use: what was done stays done, and closing again
         # goes on from there.
         engine = self.state.engine
-        for arena in list(self.lent):
-            self.take_back(arena)
+        for lease in list(self.lent):
+            self.take_back(lease)
         if self.model in self.state.models:
             engine.remove_model(self.model)
             del self.state.models[self.model]

@@ -40,7 +40,7 @@ uintptr_t oo_block_address(const struct oo_block *block) {
     return block->segment->base + block->offset;
 }
 
-enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes, uint32_t model,
+enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes, uint32_t lease,
                             uintptr_t stream, struct oo_segment **out) {
     struct oo_segment *segment = malloc(sizeof *segment);
     if (!segment || !oo_arena_reserve(arena)) {
@@ -49,7 +49,7 @@ enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes
     }
     struct oo_block *block = oo__block_new(arena);
     *block = (struct oo_block){NULL, NULL, segment, 0, bytes, 0, OO_NO_UNIT};
-    *segment = (struct oo_segment){NULL, block, base, bytes, model, stream, 0};
+    *segment = (struct oo_segment){NULL, block, base, bytes, lease, stream, 0};
     struct oo_segment **last = &arena->segments; /* positions in those before it stay */
     while (*last)
         last = &(*last)->next;

@@ -25,7 +25,7 @@ struct oo_segment {
     struct oo_block *first;
     uintptr_t base;
     size_t bytes;
-    uint32_t model;
+    uint32_t lease;
     uintptr_t stream; /* the one it was allocated on */
     uintptr_t lent;   /* its address as it was lent, before alignment */
 };
@@ -50,7 +50,7 @@ struct oo_window {
 /* When the occupant will be used next, in visits from now; 0 when it must stay. */
 typedef uint64_t (*oo_next_use)(const void *context, uint32_t unit);
 
-enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes, uint32_t model,
+enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes, uint32_t lease,
                             uintptr_t stream, struct oo_segment **out);
 /* The segment must be free of units. */
 void oo_arena_remove(struct oo_arena *arena, struct oo_segment *segment);

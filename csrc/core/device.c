@@ -110,13 +110,16 @@ enum oo_status oo_engine_destroy(struct oo_engine *engine) {
     if (status != OO_OK)
         return status;
     const int lost = engine->dead != OO_OK; /* and everything with it */
-    uint32_t attached = 0;
+    uint32_t leased = 0, attached = 0;
+    for (const struct oo_lease *lease = engine->leases; lease; lease = lease->next)
+        leased++;
     for (uint32_t i = 0; i < engine->n_models; i++)
         attached += !engine->models[i].removed;
-    if (attached || engine->n_known)
-        status = oo__fail(OO_E_STATE,
-                          "the engine still has %u models and %u host buffers; detach them first",
-                          attached, engine->n_known);
+    if (attached || leased || engine->n_known)
+        status = oo__fail(
+            OO_E_STATE,
+            "the engine still has %u leases, %u models and %u host buffers; detach them first",
+            leased, attached, engine->n_known);
     else
         oo__close_device(engine);
     oo__leave(engine);
@@ -135,6 +138,14 @@ enum oo_status oo_engine_destroy(struct oo_engine *engine) {
     }
     oo__free_engine(engine);
     return status;
+}
+
+#define OO_TEXT(number)   #number
+#define OO_NUMBER(number) OO_TEXT(number)
+
+const char *oo_version(void) {
+    return OO_NUMBER(OO_VERSION_MAJOR) "." OO_NUMBER(OO_VERSION_MINOR) "." OO_NUMBER(
+        OO_VERSION_PATCH);
 }
 
 int oo_engine_simulated(const struct oo_engine *engine) { return engine->driver.simulated; }

@@ -238,10 +238,9 @@ static enum oo_status oo__acquire_late(struct oo_engine *engine, uint32_t id,
     return status;
 }
 
-enum oo_status oo_engine_acquire(struct oo_engine *engine, uint32_t member_id,
-                                 uintptr_t stream_handle, uint64_t stamp, enum oo_kind kind,
-                                 int64_t task, int flags, struct oo_use *use) {
-    const OOCUstream stream = (OOCUstream)stream_handle;
+static enum oo_status oo__acquire(struct oo_engine *engine, const struct oo_request *request,
+                                  int flags, struct oo_use *use) {
+    const OOCUstream stream = (OOCUstream)request->stream;
     enum oo_status status;
     double until_s = 0;
 again:
@@ -250,24 +249,24 @@ again:
         return status;
     use->fetched.count = 0;
     use->fetched.more = 0;
-    if (member_id >= engine->n_members || engine->members[member_id].removed) {
-        status = oo__fail(OO_E_STATE, "member %u is not attached (any more)", member_id);
+    if (request->member >= engine->n_members || engine->members[request->member].removed) {
+        status = oo__fail(OO_E_STATE, "member %u is not attached (any more)", request->member);
         goto done;
     }
     OO_TRY(oo__refuse_capture(engine, stream));
-    struct oo_member *member = &engine->members[member_id];
+    struct oo_member *member = &engine->members[request->member];
     const uint32_t id = member->unit;
     struct oo_unit *unit = &engine->units[id];
     if ((flags & OO_NONBLOCKING) && oo__may_block(unit)) {
         status = OO_WOULD_BLOCK;
         goto done;
     }
-    if (kind == OO_FORWARD) /* the next forward may begin without an optimizer step */
+    if (request->kind == OO_FORWARD) /* the next forward may begin without an optimizer step */
         oo__set_held(engine, 0);
-    const int first = oo__first_of_sweep(engine, member, task);
+    const int first = oo__first_of_sweep(engine, member, request->task);
     struct oo_stats *stats = &engine->models[unit->model].stats;
     int resident = oo_plan_resident(engine->plan, id) != NULL;
-    if (resident && ((member->stamp_known && member->stamp != stamp) ||
+    if (resident && ((member->stamp_known && member->stamp != request->stamp) ||
                      ((first || engine->verify) && oo__masters_changed(engine, member))))
         unit->stale = 1;
     if (unit->stale && oo_plan_pins(engine->plan, id)) {
@@ -275,7 +274,7 @@ again:
         oo__leave(engine);
         goto again;
     }
-    oo_plan_visit(engine->plan, id, kind);
+    oo_plan_visit(engine->plan, id, request->kind);
     stats->acquires++;
     if (unit->stale) {
         stats->stale++;
@@ -286,7 +285,7 @@ again:
         stats->hits++;
     else
         OO_TRY(oo__acquire_late(engine, id, &use->fetched));
-    member->stamp = stamp;
+    member->stamp = request->stamp;
     member->stamp_known = 1;
     OO_TRY(oo__order_after_copy(engine, id, stream));
     OO_TRY(oo__row_begin(engine, unit, stream));
@@ -301,21 +300,26 @@ done:
     return status;
 }
 
-enum oo_status oo_engine_acquire_launched(struct oo_engine *engine, uint32_t member,
-                                          uintptr_t stream, uint64_t stamp, enum oo_kind kind,
-                                          int64_t task, double seconds, int flags,
-                                          struct oo_use *use) {
-    enum oo_status status =
-        oo_engine_acquire(engine, member, stream, stamp, kind, task, flags, use);
+/* A bit that a later version gives a meaning must not be taken for granted by this one. */
+static enum oo_status oo__check_flags(const char *function, int flags, int known) {
+    return flags & ~known ? oo__fail(OO_E_ARGUMENT, "%s: unknown flags %#x", function,
+                                     (unsigned)(flags & ~known))
+                          : OO_OK;
+}
+
+enum oo_status oo_engine_acquire(struct oo_engine *engine, const struct oo_request *request,
+                                 int flags, struct oo_use *use) {
+    enum oo_status status = oo__check_flags("oo_engine_acquire", flags, OO_NONBLOCKING | OO_LAUNCH);
     if (status == OO_OK)
-        status = oo_engine_launch(engine, member, stream, seconds);
-    else
+        status = oo__acquire(engine, request, flags, use);
+    if (status != OO_OK || !(flags & OO_LAUNCH))
         return status;
+    status = oo_engine_launch(engine, request->member, request->stream, request->seconds);
     if (status == OO_OK)
         return OO_OK;
     const struct oo_error first = oo__error_save();
     struct oo_fetched ahead = {0};
-    (void)oo_engine_release(engine, use->ticket, stream, 0, &ahead);
+    (void)oo_engine_release(engine, use->ticket, request->stream, 0, &ahead);
     oo__mutex_lock(engine->mutex);
     oo__distrust(engine, &use->fetched);
     oo__distrust(engine, &ahead);
@@ -372,8 +376,11 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
                                  int flags, struct oo_fetched *fetched) {
     const OOCUstream stream = (OOCUstream)stream_handle;
     const uint32_t id = (uint32_t)ticket;
-    /* Whatever befell the driver, the unit is in use no more: else nothing could ever detach. */
-    enum oo_status status = oo__enter(engine, flags | OO__EVEN_DEAD | OO__EVEN_WITHOUT_CONTEXT);
+    enum oo_status status = oo__check_flags("oo_engine_release", flags, OO_NONBLOCKING);
+    if (status != OO_OK)
+        return status;
+    /* Release ends the use even if the driver failed; otherwise detach could never succeed. */
+    status = oo__enter(engine, flags | OO__EVEN_DEAD | OO__EVEN_WITHOUT_CONTEXT);
     if (status != OO_OK)
         return status;
     fetched->count = 0;

@@ -1,4 +1,4 @@
-/* model.c - what is managed: models, segments, units, members. */
+/* model.c - what is managed: models, units, members. */
 #include "model.h"
 #include "call.h"
 #include "masters.h"
@@ -29,7 +29,7 @@ static enum oo_status oo__grow(struct oo_engine *engine, void **array, uint32_t 
     return OO_OK;
 }
 
-/* ---- models and segments ---- */
+/* ---- models ---- */
 
 static enum oo_status oo__need_model(const struct oo_engine *engine, uint32_t model) {
     if (model >= engine->n_models || engine->models[model].removed)
@@ -50,73 +50,6 @@ enum oo_status oo_model_add(struct oo_engine *engine, uint32_t *model) {
 done:
     oo__leave(engine);
     return status;
-}
-
-enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t model, uintptr_t address,
-                              size_t bytes, uintptr_t stream) {
-    enum oo_status status = oo__enter(engine, 0);
-    if (status != OO_OK)
-        return status;
-    int adopted = 0;
-    struct oo_event *allocated = NULL;
-    struct oo_segment *segment;
-    const uintptr_t base = oo__align(address);
-    OO_TRY(oo__need_model(engine, model));
-    if (bytes > SIZE_MAX / 2 || address > UINTPTR_MAX - OO_ALIGNMENT - bytes) {
-        status = oo__fail(OO_E_ARGUMENT, "a segment of %zu bytes at %#zx ends beyond memory", bytes,
-                          (size_t)address);
-        goto done;
-    }
-    if (bytes < base - address + OO_ALIGNMENT) {
-        status =
-            oo__fail(OO_E_ARGUMENT, "a segment of %zu bytes holds nothing at an alignment of %zu",
-                     bytes, OO_ALIGNMENT);
-        goto done;
-    }
-    OO_TRY(oo__adopt(engine, address, bytes, OOSIM_ADOPT_POISON, (OOCUstream)stream));
-    adopted = 1;
-    /* Closes: our first copy overtakes work that an earlier owner of these bytes still has queued
-     * on the allocating stream (the caching allocator hands freed blocks on in stream order). */
-    OO_TRY(oo__event_take(engine, &allocated));
-    OO_TRY(OO_DRIVE(engine, cuEventRecord, allocated->handle, (OOCUstream)stream));
-    OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, allocated->handle, 0));
-    const size_t usable = (bytes - (base - address)) / OO_ALIGNMENT * OO_ALIGNMENT;
-    OO_TRY(oo_arena_add(oo_plan_arena(engine->plan), base, usable, model, stream, &segment));
-    segment->lent = address;
-done:
-    oo__event_give(engine, allocated);
-    if (status != OO_OK && adopted)
-        (void)oo__disown(engine, address);
-    oo__leave(engine);
-    return status;
-}
-
-/* Empty the segment and order its allocating stream after everything that used it. */
-static enum oo_status oo__segment_empty(struct oo_engine *engine, struct oo_segment *segment) {
-    for (struct oo_block *block = segment->first; block;) {
-        if (block->unit == OO_NO_UNIT) {
-            block = block->next;
-            continue;
-        }
-        struct oo_unit *unit = &engine->units[block->unit];
-        for (uint32_t i = 0; i < unit->n_uses && engine->usable; i++) {
-            enum oo_status status = OO_OK;
-            /* Closes: the allocator reuses the bytes on its own stream while another still reads.
-             */
-            if (unit->uses[i].lost)
-                status = oo__synchronize(engine, unit->uses[i].stream, 1);
-            else if ((uintptr_t)unit->uses[i].stream != segment->stream)
-                status = OO_DRIVE(engine, cuStreamWaitEvent, (OOCUstream)segment->stream,
-                                  unit->uses[i].event->handle, 0);
-            if (status != OO_OK)
-                return status;
-        }
-        const uint32_t id = block->unit;
-        oo__forget_copy(engine, id);
-        oo_plan_drop(engine->plan, id);
-        block = segment->first; /* freeing merges neighbours */
-    }
-    return OO_OK;
 }
 
 static void oo__unit_remove(struct oo_engine *engine, uint32_t id) {
@@ -144,30 +77,14 @@ enum oo_status oo_model_remove(struct oo_engine *engine, uint32_t model) {
         return status;
     OO_TRY(oo__need_model(engine, model));
     for (uint32_t i = 0; i < engine->n_units; i++) {
-        const struct oo_block *block = oo_plan_resident(engine->plan, i);
-        const int concerned =
-            engine->units[i].model == model || (block && block->segment->model == model);
-        if (concerned && oo_plan_pins(engine->plan, i)) {
-            status = oo__fail(
-                OO_E_STATE,
-                "unit %u is being computed with; detach when forward and backward have returned",
-                i);
+        if (engine->units[i].model == model && oo_plan_pins(engine->plan, i)) {
+            status = oo__fail_in_use(i);
             goto done;
         }
     }
     if (engine->usable) {
-        /* Closes: segments and masters freed under copies that are still queued. */
+        /* Closes: masters freed or rewritten under copies that are still queued. */
         OO_TRY(oo__synchronize(engine, engine->h2d, 0));
-    }
-    struct oo_arena *arena = oo_plan_arena(engine->plan);
-    for (struct oo_segment *segment = arena->segments, *next; segment; segment = next) {
-        next = segment->next;
-        if (segment->model != model)
-            continue;
-        OO_TRY(oo__segment_empty(engine, segment));
-        /* Also on a dead engine: the memory is the caller's, and no lost context takes it. */
-        OO_TRY(oo__check(engine, "simDrop", oo__disown(engine, segment->lent)));
-        oo_arena_remove(arena, segment);
     }
     for (uint32_t i = 0; i < engine->n_units; i++) {
         if (engine->units[i].model != model)

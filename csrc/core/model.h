@@ -1,4 +1,4 @@
-/* model.h - what is managed: models, segments, units, members. */
+/* model.h - what is managed: models, units, members. */
 #ifndef OO_MODEL_H
 #define OO_MODEL_H
 

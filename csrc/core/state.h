@@ -59,7 +59,7 @@ struct oo_ring {
     unsigned next;
 };
 
-/* ---- what is managed: masters.c, model.c ---- */
+/* ---- what is managed, and where: masters.c, lease.c, model.c ---- */
 
 /* Host memory that this engine was told of. */
 struct oo_known {
@@ -128,6 +128,12 @@ struct oo_unit {
     uint32_t n_begun;
 };
 
+/* Segments that go back together: struct oo_segment names it. */
+struct oo_lease {
+    uint32_t id;
+    struct oo_lease *next;
+};
+
 struct oo_model {
     uint8_t removed;
     struct oo_stats stats;
@@ -160,6 +166,8 @@ struct oo_engine {
     uint32_t n_members, member_capacity;
     struct oo_model *models;
     uint32_t n_models, model_capacity;
+    struct oo_lease *leases;
+    uint32_t leases_made;
     struct oo_known *known; /* host memory that masters may lie in */
     uint32_t n_known;
 

@@ -2,23 +2,15 @@
 #include "timing.h"
 
 static void oo__add_model(struct oo_stats *sum, const struct oo_stats *model) {
-    sum->h2d_bytes += model->h2d_bytes;
-    sum->h2d_copies += model->h2d_copies;
-    sum->h2d_timed_bytes += model->h2d_timed_bytes;
-    sum->h2d_seconds += model->h2d_seconds;
-    sum->d2h_bytes += model->d2h_bytes;
-    sum->d2h_copies += model->d2h_copies;
-    sum->d2h_timed_bytes += model->d2h_timed_bytes;
-    sum->d2h_seconds += model->d2h_seconds;
-    sum->acquires += model->acquires;
-    sum->hits += model->hits;
-    sum->late += model->late;
-    sum->stale += model->stale;
-    sum->prefetches += model->prefetches;
-    sum->prefetch_failures += model->prefetch_failures;
-    sum->evictions += model->evictions;
-    sum->stalls += model->stalls;
-    sum->stall_seconds += model->stall_seconds;
+#define OO_ADD_MODEL(name) sum->name += model->name;
+#define OO_ADD_ENGINE(name)
+#define OO_ADD_NOW(name)
+#define OO_ADD(name, of) OO_ADD_##of(name)
+    OO_COUNTERS(OO_ADD, OO_ADD)
+#undef OO_ADD
+#undef OO_ADD_NOW
+#undef OO_ADD_ENGINE
+#undef OO_ADD_MODEL
 }
 
 static void oo__add_unit(const struct oo_engine *engine, struct oo_stats *sum, uint32_t id) {

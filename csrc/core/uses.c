@@ -79,6 +79,12 @@ void oo__forget_copy(struct oo_engine *engine, uint32_t id) {
     unit->generation++;
 }
 
+enum oo_status oo__fail_in_use(uint32_t unit) {
+    return oo__fail(
+        OO_E_STATE,
+        "unit %u is being computed with; detach when forward and backward have returned", unit);
+}
+
 enum oo_status oo__drop(struct oo_engine *engine, uint32_t id) {
     if (!oo_plan_resident(engine->plan, id))
         return OO_OK;

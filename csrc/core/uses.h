@@ -11,6 +11,8 @@ enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *unit, OOCU
 enum oo_status oo__order_after_uses(struct oo_engine *engine, const struct oo_unit *unit);
 /* The unit's device copy is gone; its uses are ordered before the h2d stream already. */
 void oo__forget_copy(struct oo_engine *engine, uint32_t unit);
+/* The error of who would take bytes away that a call computes with. */
+enum oo_status oo__fail_in_use(uint32_t unit);
 /* Order after uses, forget the copy, and leave the arena. */
 enum oo_status oo__drop(struct oo_engine *engine, uint32_t unit);
 

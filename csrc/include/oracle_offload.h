@@ -1,20 +1,43 @@
 /* oracle_offload.h - the engine's public C interface; this file can be read alone as its manual.
  *
- * An engine serves one device. Host memory (`oo_host`) holds master copies of weights; `units` are
- * the contiguous pieces of it that travel; `segments` are device memory the caller lends as a cache
- * (the arena). A layer (`member` of a unit) is used like this, on any thread:
+ * A life, in the order of the sections below:
  *
- *     oo_engine_acquire(engine, member, stream, stamp, kind, task, flags, &use);
- *     ... queue work on `stream` that reads device memory at use.address + the tensor's offset ...
- *     oo_engine_release(engine, use.ticket, stream, flags, &fetched);
+ *     oo_engine_create          one engine for each device
+ *     oo_host_create, _fill     host memory, and the weights in it: the masters
+ *     oo_engine_lock            page-lock that memory, so that the device reads it directly
+ *     oo_lease_add              device memory for a cache of the weights, the arena,
+ *     oo_segment_add            piece by piece
+ *     oo_model_add              a model,
+ *     oo_unit_add               and what of it travels together
+ *     a step, any number of times, for each layer in turn, on any thread:
+ *         oo_engine_acquire(engine, &request, flags, &use);
+ *         ... queue work on request.stream that reads device memory at use.address + the tensor's
+ *             offset ...
+ *         oo_engine_release(engine, use.ticket, request.stream, flags, &fetched);
+ *     oo_lease_remove, oo_model_remove, oo_engine_unlock, oo_host_destroy, oo_engine_destroy
  *
- * Between the two calls the unit cannot be evicted. `acquire` makes `stream` wait for the copy,
- * never the host; `release` marks the last use on `stream` and starts copies of what will be needed
- * next. The address is valid for work queued before `release` only: acquire again for the next use.
+ * Between acquire and release the unit cannot be evicted. `acquire` makes the stream wait for the
+ * copy, never the host; `release` marks the last use on the stream and starts copies of what will
+ * be needed next. The address is valid for work queued before `release` only: acquire again for the
+ * next use.
+ *
+ * Words:
+ *
+ *     master      a weight in host memory, from which the device's copies are made
+ *     member      what one layer asks for: its tensors
+ *     unit        what travels together: the tensors of one member or several
+ *     arena       the device memory that all units share; what is in it is evicted for what comes
+ *     segment     a contiguous piece of the arena; a unit lies in one
+ *     lease       the segments that go back together
+ *     use         the time between an acquire and its release; its ticket names it
+ *     stamp       a number that changes when a master is rewritten
+ *     graph task  a run of autograd's backward; its id tells two of them apart
  *
  * Every function that can fail returns an oo_status and, unless OO_OK or OO_WOULD_BLOCK, leaves a
  * message for this thread in oo_error_message(). A failed call changes nothing the caller can see,
- * and can be repeated. All functions are thread-safe: one mutex per engine.
+ * and can be repeated. Streams are CUDA stream handles, sizes are bytes. All functions are
+ * thread-safe: one mutex per engine. Bits of `flags` that this version does not know are refused
+ * with OO_E_ARGUMENT.
  */
 #ifndef ORACLE_OFFLOAD_H
 #define ORACLE_OFFLOAD_H
@@ -25,6 +48,15 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* ---- version ---- */
+
+/* Of this header. The interface may change with every minor version below 1.0. */
+#define OO_VERSION_MAJOR 0
+#define OO_VERSION_MINOR 1
+#define OO_VERSION_PATCH 0
+/* "0.1.0": of the engine that was linked. */
+const char *oo_version(void);
 
 /* ---- errors ---- */
 
@@ -56,6 +88,25 @@ const char *oo_error_message(void);
  * CUresult and the CUresult's name; empty strings and 0 where no call was involved. */
 void oo_error_driver(const char **call, int *code, const char **name);
 
+/* ---- engines ---- */
+
+struct oo_engine;
+
+/* Version (12040 = 12.4) and number of devices of a driver, without an engine. */
+enum oo_status oo_driver_probe(const char *library, int *version, int *devices);
+
+/* `library` NULL: the system's CUDA driver. Retains the device's primary context. */
+enum oo_status oo_engine_create(const char *library, int device, struct oo_engine **out);
+/* OO_E_STATE while there are models, leases or host memory. OO_LEAKED: the engine is gone, but the
+ * driver refused to destroy some of what it held, or had lost it, which no call was told yet. NULL
+ * is allowed. */
+enum oo_status oo_engine_destroy(struct oo_engine *engine);
+int oo_engine_driver_version(const struct oo_engine *engine);
+const char *oo_engine_device_name(const struct oo_engine *engine);
+const char *oo_engine_pci_id(const struct oo_engine *engine);
+enum oo_status oo_engine_mem_info(struct oo_engine *engine, size_t *free_bytes,
+                                  size_t *total_bytes);
+
 /* ---- host memory ---- */
 
 struct oo_host;
@@ -71,61 +122,6 @@ int oo_host_locked(const struct oo_host *host);
 /* Copy `bytes` from `source` to `offset`, touching fresh pages from several threads. */
 enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *source, size_t bytes);
 
-/* ---- engines ---- */
-
-#define OO_ALIGNMENT   ((size_t)256) /* of every tensor, in host and in device memory */
-#define OO_ALL_MODELS  UINT32_MAX
-#define OO_MAX_FETCHED 8 /* copies that one acquire or release enqueues at most */
-
-enum oo_kind {
-    OO_FORWARD = 0,   /* a forward outside any graph task */
-    OO_RECOMPUTE = 1, /* a forward inside a graph task: a checkpoint recomputes */
-    OO_BACKWARD = 2
-};
-enum oo_flags { OO_NONBLOCKING = 1 };
-
-struct oo_engine;
-
-/* A tensor of a member: where its master is, and its size. */
-struct oo_tensor {
-    const void *host;
-    size_t bytes;
-};
-
-/* Units whose copies a call has enqueued. The stamps of all their members should be given, in one
- * oo_engine_stamp, before anything else runs that could rewrite the masters. */
-struct oo_fetched {
-    uint32_t count;
-    int more; /* further copies are worth starting, and may block: see oo_engine_prefetch */
-    uint32_t units[OO_MAX_FETCHED];
-};
-
-struct oo_stamp {
-    uint32_t member;
-    uint64_t stamp; /* any number that changes when the member's master is rewritten */
-};
-
-struct oo_use {
-    uint64_t ticket;
-    uintptr_t address;
-    struct oo_fetched fetched;
-};
-
-/* `library` NULL: the system's CUDA driver. Retains the device's primary context. */
-enum oo_status oo_engine_create(const char *library, int device, struct oo_engine **out);
-/* OO_E_STATE while models are attached or memory is locked. OO_LEAKED: the engine is gone, but the
- * driver refused to destroy some of what it held, or had lost it, which no call was told yet. NULL
- * is allowed. */
-enum oo_status oo_engine_destroy(struct oo_engine *engine);
-int oo_engine_simulated(const struct oo_engine *engine);
-int oo_engine_driver_version(const struct oo_engine *engine);
-const char *oo_engine_device_name(const struct oo_engine *engine);
-const char *oo_engine_pci_id(const struct oo_engine *engine);
-/* A non-blocking stream for callers that have none; created on first use. */
-enum oo_status oo_engine_compute_stream(struct oo_engine *engine, uintptr_t *stream);
-enum oo_status oo_engine_mem_info(struct oo_engine *engine, size_t *free_bytes,
-                                  size_t *total_bytes);
-
 /* Page-lock host memory and make it known to the engine. OO_E_LOCK_REFUSED where the system
  * refuses: the memory is known all the same, and its units go through a small locked ring. `lock` 0
  * asks for that from the start. */
@@ -133,13 +129,33 @@ enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, in
 /* Wait for all copies from the memory, then forget it; no unit may still live in it. */
 enum oo_status oo_engine_unlock(struct oo_engine *engine, struct oo_host *host);
 
-enum oo_status oo_model_add(struct oo_engine *engine, uint32_t *model);
-/* Forget the model's units and segments once all copies have ended (a host wait). The streams the
- * segments were allocated on wait for every use of them. OO_E_STATE while a unit is acquired. */
-enum oo_status oo_model_remove(struct oo_engine *engine, uint32_t model);
-/* Lend device memory, allocated on `stream`, to the arena until the model is removed. */
-enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t model, uintptr_t address,
+/* ---- the arena ---- */
+
+#define OO_ALIGNMENT ((size_t)256) /* of every tensor, in host and in device memory */
+
+enum oo_status oo_lease_add(struct oo_engine *engine, uint32_t *lease);
+/* Take the lease's segments out of the arena, once all copies have ended (a host wait). The streams
+ * the segments were allocated on wait for every use of them. OO_E_STATE while a unit in them is
+ * acquired. */
+enum oo_status oo_lease_remove(struct oo_engine *engine, uint32_t lease);
+/* Lend device memory, allocated on `stream`, to the arena until the lease is removed. */
+enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t lease, uintptr_t address,
                               size_t bytes, uintptr_t stream);
+
+/* ---- models, units, members ---- */
+
+#define OO_ALL_MODELS UINT32_MAX
+
+/* A tensor of a member: where its master is, and its size. */
+struct oo_tensor {
+    const void *host;
+    size_t bytes;
+};
+
+enum oo_status oo_model_add(struct oo_engine *engine, uint32_t *model);
+/* Forget the model's units once all copies have ended (a host wait). OO_E_STATE while one of them
+ * is acquired. */
+enum oo_status oo_model_remove(struct oo_engine *engine, uint32_t model);
 
 /* One unit whose members are `n_members` lists of tensors: member i has n_tensors[i] of them, all
  * lists one after the other in `tensors`. `members` receives n_members ids, `offsets` one device
@@ -149,6 +165,8 @@ enum oo_status oo_unit_add(struct oo_engine *engine, uint32_t model,
                            const struct oo_tensor *tensors, const uint32_t *n_tensors,
                            uint32_t n_members, int trainable, uint32_t *unit, uint32_t *members,
                            size_t *offsets);
+/* Whether an optimizer may rewrite the unit's masters (see oo_engine_hold). */
+enum oo_status oo_unit_set_trainable(struct oo_engine *engine, uint32_t unit, int trainable);
 /* The member's tensors live elsewhere now. It gets a unit of its own. Memory that the engine does
  * not know is copied through the ring, and only by an acquire of this member: the caller vouches
  * for the addresses at that moment alone. */
@@ -159,25 +177,60 @@ enum oo_status oo_member_move(struct oo_engine *engine, uint32_t member,
  * that its memory is in use until they have left too. OO_E_STATE while the unit is acquired. */
 enum oo_status oo_member_remove(struct oo_engine *engine, uint32_t member);
 
-/* Whether an optimizer may rewrite the unit's masters (see oo_engine_hold). */
-enum oo_status oo_unit_set_trainable(struct oo_engine *engine, uint32_t unit, int trainable);
+/* ---- use ---- */
 
-/* See the top of this file. `stamp`: as in struct oo_stamp. `task`:
- * id of the running graph task, -1 for none. A hit is refused (and copied anew) when the stamp or a
- * sampled fingerprint of the master differs from what was copied. While other threads compute with
- * what was copied, the call waits for their releases (OO_WOULD_BLOCK if it must not); OO_E_STATE if
- * this thread holds a use itself, or one has lasted for a minute. Release on the same thread. */
-enum oo_status oo_engine_acquire(struct oo_engine *engine, uint32_t member, uintptr_t stream,
-                                 uint64_t stamp, enum oo_kind kind, int64_t task, int flags,
-                                 struct oo_use *use);
-/* Both in one: acquire, and declare the kernel that reads the member for `seconds`
- * (oo_engine_launch). On the simulated driver copies arrive only when a kernel that needs them is
- * launched, so the address of this call can never be read too early. A launch that fails ends the
- * use. */
-enum oo_status oo_engine_acquire_launched(struct oo_engine *engine, uint32_t member,
-                                          uintptr_t stream, uint64_t stamp, enum oo_kind kind,
-                                          int64_t task, double seconds, int flags,
-                                          struct oo_use *use);
+enum oo_kind {
+    OO_FORWARD = 0,   /* a forward outside any graph task */
+    OO_RECOMPUTE = 1, /* a forward inside a graph task: a checkpoint recomputes */
+    OO_BACKWARD = 2
+};
+
+enum oo_flags {
+    OO_NONBLOCKING = 1, /* acquire, release: OO_WOULD_BLOCK rather than wait on the host */
+    OO_LAUNCH = 2       /* acquire: declare the kernel that reads the member, too */
+};
+
+/* What a layer asks for. */
+struct oo_request {
+    uint32_t member;
+    enum oo_kind kind;
+    uintptr_t stream; /* that the work will be queued on */
+    uint64_t stamp;   /* of the member's masters now */
+    int64_t task;     /* the running graph task, -1 for none */
+    double seconds;   /* with OO_LAUNCH: as in oo_engine_launch */
+};
+
+#define OO_MAX_FETCHED 8 /* copies that one acquire or release enqueues at most */
+
+/* Units whose copies a call has enqueued. The stamps of all their members should be given, in one
+ * oo_engine_stamp, before anything else runs that could rewrite the masters. */
+struct oo_fetched {
+    uint32_t count;
+    int more; /* further copies are worth starting, and may block: see oo_engine_prefetch */
+    uint32_t units[OO_MAX_FETCHED];
+};
+
+struct oo_use {
+    uint64_t ticket;
+    uintptr_t address;
+    struct oo_fetched fetched;
+};
+
+struct oo_stamp {
+    uint32_t member;
+    uint64_t stamp; /* any number that changes when the member's master is rewritten */
+};
+
+/* See the top of this file. A hit is refused (and copied anew) when the stamp or a sampled
+ * fingerprint of the master differs from what was copied. While other threads compute with what was
+ * copied, the call waits for their releases (OO_WOULD_BLOCK if it must not); OO_E_STATE if this
+ * thread holds a use itself, or one has lasted for a minute. Release on the same thread.
+ *
+ * With OO_LAUNCH the kernel that reads the member is declared by the same call (oo_engine_launch).
+ * On the simulated driver copies arrive only when a kernel that needs them is launched, so the
+ * address can then never be read too early. A launch that fails ends the use. */
+enum oo_status oo_engine_acquire(struct oo_engine *engine, const struct oo_request *request,
+                                 int flags, struct oo_use *use);
 enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uintptr_t stream,
                                  int flags, struct oo_fetched *fetched);
 /* Start the copies that `more` spoke of. */
@@ -185,16 +238,11 @@ enum oo_status oo_engine_prefetch(struct oo_engine *engine, struct oo_fetched *f
 /* The members that are attached are stamped even where OO_E_STATE says that another is not. */
 enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *stamps,
                                uint32_t count);
-/* Declare a kernel that reads the acquired member for `seconds`; does nothing on a real driver. */
-enum oo_status oo_engine_launch(struct oo_engine *engine, uint32_t member, uintptr_t stream,
-                                double seconds);
 /* Copy device bytes that `stream` writes to host memory; returns when they have arrived. */
 enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintptr_t source,
                                   size_t bytes, uintptr_t stream);
 
-/* Keep `stream` busy for a time (at most ten seconds), so that tests can make copies race a kernel.
- */
-enum oo_status oo_engine_spin(struct oo_engine *engine, uintptr_t stream, uint64_t nanoseconds);
+/* ---- masters that change ---- */
 
 /* Trainable masters may be rewritten from now on: their copies are dropped, none is prefetched. */
 enum oo_status oo_engine_hold(struct oo_engine *engine);
@@ -207,24 +255,60 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
 
 /* ---- what happened ---- */
 
-/* Counted where it happens: bytes at the copy call, seconds from events. */
+/* The counters, each counted where it happens: bytes at the copy call, seconds from events. A row
+ * is COUNT(name, of) or SECONDS(name, of), where `of` is
+ *     MODEL    counted for each model; of all models it is their sum
+ *     ENGINE   the engine's own, and the same for each model
+ *     NOW      not counted but looked up when it is asked for
+ * struct oo_stats, the sum over models and the binding's dictionary are made from this list. */
+/* clang-format off */
+#define OO_COUNTERS(COUNT, SECONDS) \
+    /* what is managed, and where it is */ \
+    COUNT(managed_bytes, NOW)           /* of all units, on the device */ \
+    COUNT(locked_bytes, NOW)            /* of host memory and rings that are page-locked */ \
+    COUNT(pageable_bytes, NOW)          /* of masters that are not, and pass through a ring */ \
+    COUNT(arena_bytes, NOW) \
+    COUNT(resident_bytes, NOW)          /* of the units that are in the arena */ \
+    COUNT(peak_resident_bytes, ENGINE) \
+    COUNT(largest_unit_bytes, NOW) \
+    COUNT(learned_block_bytes, NOW)     /* of the largest checkpointed block seen */ \
+    COUNT(units, NOW) \
+    COUNT(resident_units, NOW) \
+    /* copies to the device, and back */ \
+    COUNT(h2d_bytes, MODEL) \
+    COUNT(h2d_copies, MODEL) \
+    SECONDS(h2d_seconds, MODEL)         /* of h2d_timed_bytes */ \
+    COUNT(h2d_timed_bytes, MODEL) \
+    COUNT(d2h_bytes, ENGINE) \
+    COUNT(d2h_copies, ENGINE) \
+    SECONDS(d2h_seconds, ENGINE)        /* of d2h_timed_bytes */ \
+    COUNT(d2h_timed_bytes, ENGINE) \
+    /* uses */ \
+    COUNT(acquires, MODEL) \
+    COUNT(hits, MODEL)                  /* the unit was in the arena, or on its way */ \
+    COUNT(late, MODEL)                  /* it was not */ \
+    COUNT(stale, MODEL)                 /* it was, but its master had changed since */ \
+    COUNT(prefetches, MODEL) \
+    COUNT(prefetch_failures, MODEL)     /* given up without harm: copied when it is asked for */ \
+    COUNT(evictions, MODEL) \
+    COUNT(stalls, MODEL)                /* waits of a compute stream for a copy, over 10 us */ \
+    SECONDS(stall_seconds, MODEL) \
+    /* what should stay rare */ \
+    COUNT(host_waits, ENGINE) \
+    COUNT(recoveries, ENGINE)           /* host waits that a failure made necessary */ \
+    COUNT(lost_uses, ENGINE)            /* whose end could not be marked: an evictor waits */ \
+    COUNT(allocations, ENGINE)          /* of host records and driver objects: flat in a step */
+/* clang-format on */
+
 struct oo_stats {
-    uint64_t managed_bytes, locked_bytes, pageable_bytes;
-    uint64_t arena_bytes, resident_bytes, peak_resident_bytes;
-    uint64_t largest_unit_bytes, learned_block_bytes;
-    uint64_t h2d_bytes, h2d_copies, h2d_timed_bytes;
-    uint64_t d2h_bytes, d2h_copies, d2h_timed_bytes;
-    double h2d_seconds, d2h_seconds;
-    uint64_t acquires, hits, late, stale, prefetches, evictions;
-    uint64_t prefetch_failures; /* given up without harm: the unit is copied when it is asked for */
-    uint64_t lost_uses; /* whose end could not be marked: who overwrites the unit waits for them */
-    uint64_t stalls;    /* waits of a compute stream for a copy longer than 10 microseconds */
-    double stall_seconds;
-    uint64_t host_waits, recoveries, allocations;
-    uint64_t units, resident_units;
+#define OO_COUNT_FIELD(name, of)   uint64_t name;
+#define OO_SECONDS_FIELD(name, of) double name;
+    OO_COUNTERS(OO_COUNT_FIELD, OO_SECONDS_FIELD)
+#undef OO_COUNT_FIELD
+#undef OO_SECONDS_FIELD
 };
 
-/* One consistent snapshot. Host, arena and recovery figures are the engine's even for one model. */
+/* One consistent snapshot, of one model or of OO_ALL_MODELS. */
 enum oo_status oo_engine_stats(struct oo_engine *engine, uint32_t model, struct oo_stats *out);
 
 enum oo_trace_kind { OO_TRACE_COMPUTE = 0, OO_TRACE_H2D = 1, OO_TRACE_D2H = 2, OO_TRACE_STALL = 3 };
@@ -240,6 +324,18 @@ enum oo_status oo_trace_start(struct oo_engine *engine);
 enum oo_status oo_trace_stop(struct oo_engine *engine, struct oo_trace_row **rows, size_t *count);
 void oo_trace_free(struct oo_trace_row *rows);
 
+/* ---- for the simulated driver, and for tests ---- */
+
+int oo_engine_simulated(const struct oo_engine *engine);
+/* A non-blocking stream for callers that have none; created on first use. */
+enum oo_status oo_engine_compute_stream(struct oo_engine *engine, uintptr_t *stream);
+/* Declare a kernel that reads the acquired member for `seconds`; does nothing on a real driver. */
+enum oo_status oo_engine_launch(struct oo_engine *engine, uint32_t member, uintptr_t stream,
+                                double seconds);
+/* Keep `stream` busy for a time (at most ten seconds), so that tests can make copies race a kernel.
+ */
+enum oo_status oo_engine_spin(struct oo_engine *engine, uintptr_t stream, uint64_t nanoseconds);
+
 struct oo_resident {
     uint32_t unit;
     uint32_t pins;
@@ -249,9 +345,6 @@ struct oo_resident {
 /* The arena's contents by address: up to `capacity` rows; `count` receives how many there are. */
 enum oo_status oo_engine_residents(struct oo_engine *engine, struct oo_resident *rows,
                                    size_t capacity, size_t *count);
-
-/* Version (12040 = 12.4) and number of devices of a driver, without an engine. */
-enum oo_status oo_driver_probe(const char *library, int *version, int *devices);
 
 #ifdef __cplusplus
 }

@@ -189,8 +189,32 @@ static PyObject *oo__engine_remove_model(PyObject *object, PyObject *argument) {
     return oo__none_or_raise(object, status);
 }
 
+static PyObject *oo__engine_add_lease(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct oo_engine *engine = oo__engine_of(object);
+    uint32_t lease;
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_lease_add(engine, &lease));
+    return status == OO_OK ? PyLong_FromUnsignedLong(lease) : oo__raise_for(object, status);
+}
+
+static const struct oo_parameter oo__remove_lease_takes[] = {OO_ID("lease")};
+
+static PyObject *oo__engine_remove_lease(PyObject *object, PyObject *argument) {
+    PyObject *const arguments[] = {argument};
+    unsigned long long lease;
+    struct oo_engine *engine = OO_ENGINE_WITH(remove_lease, 1, &lease);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_lease_remove(engine, (uint32_t)lease));
+    return oo__none_or_raise(object, status);
+}
+
 static const struct oo_parameter oo__add_segment_takes[] = {
-    OO_ID("model"), OO_ADDRESS("address"), OO_BYTES("nbytes"), OO_ADDRESS("stream")};
+    OO_ID("lease"), OO_ADDRESS("address"), OO_BYTES("nbytes"), OO_ADDRESS("stream")};
 
 static PyObject *oo__engine_add_segment(PyObject *object, PyObject *const *arguments,
                                         Py_ssize_t count) {
@@ -401,14 +425,16 @@ static PyObject *oo__engine_acquire(PyObject *object, PyObject *const *arguments
     struct oo_engine *engine = OO_ENGINE_WITH(acquire, 5, v);
     if (!engine)
         return NULL;
+    const struct oo_request request = {.member = (uint32_t)v[0],
+                                       .stream = (uintptr_t)v[1],
+                                       .stamp = v[2],
+                                       .kind = (enum oo_kind)v[3],
+                                       .task = (int64_t)v[4],
+                                       .seconds = seconds};
     struct oo_use use;
-    enum oo_status status = oo_engine_acquire_launched(engine, (uint32_t)v[0], (uintptr_t)v[1],
-                                                       v[2], (enum oo_kind)v[3], (int64_t)v[4],
-                                                       seconds, OO_NONBLOCKING, &use);
+    enum oo_status status = oo_engine_acquire(engine, &request, OO_NONBLOCKING | OO_LAUNCH, &use);
     if (status == OO_WOULD_BLOCK)
-        OO_BLOCKING(status, oo_engine_acquire_launched(engine, (uint32_t)v[0], (uintptr_t)v[1],
-                                                       v[2], (enum oo_kind)v[3], (int64_t)v[4],
-                                                       seconds, 0, &use));
+        OO_BLOCKING(status, oo_engine_acquire(engine, &request, OO_LAUNCH, &use));
     if (status != OO_OK)
         return oo__raise_for(object, status);
     PyObject *fetched = oo__fetched_tuple(&use.fetched);
@@ -561,40 +587,10 @@ static PyObject *oo__engine_stats(PyObject *object, PyObject *arguments, PyObjec
     if (!dict)
         return NULL;
     int failed = 0;
-#define OO_COUNT(field)                                                                            \
-    failed |= oo__set_item(dict, #field, PyLong_FromUnsignedLongLong(stats.field));
-#define OO_SECONDS(field) failed |= oo__set_item(dict, #field, PyFloat_FromDouble(stats.field));
-    OO_COUNT(managed_bytes)
-    OO_COUNT(locked_bytes)
-    OO_COUNT(pageable_bytes)
-    OO_COUNT(arena_bytes)
-    OO_COUNT(resident_bytes)
-    OO_COUNT(peak_resident_bytes)
-    OO_COUNT(largest_unit_bytes)
-    OO_COUNT(learned_block_bytes)
-    OO_COUNT(h2d_bytes)
-    OO_COUNT(h2d_copies)
-    OO_SECONDS(h2d_seconds)
-    OO_COUNT(h2d_timed_bytes)
-    OO_COUNT(d2h_bytes)
-    OO_COUNT(d2h_copies)
-    OO_SECONDS(d2h_seconds)
-    OO_COUNT(d2h_timed_bytes)
-    OO_COUNT(acquires)
-    OO_COUNT(hits)
-    OO_COUNT(late)
-    OO_COUNT(stale)
-    OO_COUNT(prefetches)
-    OO_COUNT(prefetch_failures)
-    OO_COUNT(lost_uses)
-    OO_COUNT(evictions)
-    OO_COUNT(stalls)
-    OO_SECONDS(stall_seconds)
-    OO_COUNT(host_waits)
-    OO_COUNT(recoveries)
-    OO_COUNT(allocations)
-    OO_COUNT(units)
-    OO_COUNT(resident_units)
+#define OO_COUNT(name, of)                                                                         \
+    failed |= oo__set_item(dict, #name, PyLong_FromUnsignedLongLong(stats.name));
+#define OO_SECONDS(name, of) failed |= oo__set_item(dict, #name, PyFloat_FromDouble(stats.name));
+    OO_COUNTERS(OO_COUNT, OO_SECONDS)
 #undef OO_COUNT
 #undef OO_SECONDS
     if (failed)
@@ -731,8 +727,12 @@ static PyMethodDef oo__engine_methods[] = {
      "add_model($self, /)\n--\n\nA new model's id."},
     {"remove_model", oo__engine_remove_model, METH_O,
      "remove_model($self, model, /)\n--\n\nForget a model."},
+    {"add_lease", oo__engine_add_lease, METH_NOARGS,
+     "add_lease($self, /)\n--\n\nA new lease's id."},
+    {"remove_lease", oo__engine_remove_lease, METH_O,
+     "remove_lease($self, lease, /)\n--\n\nTake device memory back."},
     {"add_segment", OO_FAST(oo__engine_add_segment),
-     "add_segment($self, model, address, nbytes, stream, /)\n--\n\nLend device memory to the "
+     "add_segment($self, lease, address, nbytes, stream, /)\n--\n\nLend device memory to the "
      "arena."},
     {"add_unit", oo__engine_add_unit, METH_VARARGS,
      "add_unit($self, model, members, trainable, /)\n--\n\nA new unit."},

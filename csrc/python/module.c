@@ -144,7 +144,8 @@ static int oo__execute(PyObject *module) {
         oo__add_type(module, &oo__host_buffer_spec, &state->host_buffer_type) < 0 ||
         oo__add_type(module, &oo__engine_spec, &state->engine_type) < 0)
         return -1;
-    if (PyModule_AddIntConstant(module, "FORWARD", OO_FORWARD) < 0 ||
+    if (PyModule_AddStringConstant(module, "VERSION", oo_version()) < 0 ||
+        PyModule_AddIntConstant(module, "FORWARD", OO_FORWARD) < 0 ||
         PyModule_AddIntConstant(module, "RECOMPUTE", OO_RECOMPUTE) < 0 ||
         PyModule_AddIntConstant(module, "BACKWARD", OO_BACKWARD) < 0 ||
         PyModule_AddIntConstant(module, "ALIGNMENT", (long)OO_ALIGNMENT) < 0)

@@ -20,7 +20,7 @@ int main(int argc, char **argv) {
     struct oo_engine *engine;
     struct oo_host *host;
     uintptr_t stream;
-    uint32_t model, unit, member[2];
+    uint32_t lease, model, unit, member[2];
     size_t offset;
     need(oo_engine_create(driver, 0, &engine));
     need(oo_engine_compute_stream(engine, &stream));
@@ -34,8 +34,9 @@ int main(int argc, char **argv) {
 
     /* The arena: memory that stands for the device's, with room for one of them. */
     char *arena = malloc(BYTES + OO_ALIGNMENT);
+    need(oo_lease_add(engine, &lease));
+    need(oo_segment_add(engine, lease, (uintptr_t)arena, BYTES + OO_ALIGNMENT, stream));
     need(oo_model_add(engine, &model));
-    need(oo_segment_add(engine, model, (uintptr_t)arena, BYTES + OO_ALIGNMENT, stream));
     for (int i = 0; i < 2; i++) {
         const struct oo_tensor tensor = {masters + i * BYTES, BYTES};
         const uint32_t one = 1;
@@ -47,9 +48,13 @@ int main(int argc, char **argv) {
         for (int i = 0; i < 2; i++) {
             struct oo_use use;
             struct oo_fetched fetched;
-            need(oo_engine_acquire(engine, member[i], stream, 0, OO_FORWARD, -1, 0, &use));
-            need(oo_engine_launch(engine, member[i], stream,
-                                  50e-6)); /* the kernel: sum the buffer */
+            /* Declares the kernel that sums the buffer, too. */
+            const struct oo_request request = {.member = member[i],
+                                               .kind = OO_FORWARD,
+                                               .stream = stream,
+                                               .task = -1,
+                                               .seconds = 50e-6};
+            need(oo_engine_acquire(engine, &request, OO_LAUNCH, &use));
             for (size_t k = 0; k < BYTES; k++)
                 sum += ((const signed char *)use.address)[k];
             need(oo_engine_release(engine, use.ticket, stream, 0, &fetched));
@@ -61,8 +66,9 @@ int main(int argc, char **argv) {
     printf("sum %ld (expected %ld), %llu copies, %llu bytes to the device, %llu host waits\n", sum,
            (long)STEPS * 3 * BYTES, (unsigned long long)stats.h2d_copies,
            (unsigned long long)stats.h2d_bytes, (unsigned long long)stats.host_waits);
-    need(oo_model_remove(engine, model));
+    need(oo_lease_remove(engine, lease));
     free(arena);
+    need(oo_model_remove(engine, model));
     oo_host_destroy(host);
     need(oo_engine_destroy(engine));
     return sum == (long)STEPS * 3 * BYTES ? 0 : 1;

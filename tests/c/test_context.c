@@ -51,16 +51,14 @@ static void test_a_release_without_a_context(void) {
           "no second context");
     static const char *const calls[] = {"cuCtxPushCurrent", "cuCtxGetCurrent"};
     for (int i = 0; i < 2; i++) {
-        need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held),
-             "acquire");
+        need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
         sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
         need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
         sim.cuCtxGetCurrent(&current);
         CHECK(current == other, "%s: the caller's context was popped", calls[i]);
         CHECK(oo_plan_pins(w.engine->plan, w.unit[0]) == 0, "still in use");
     }
-    need(oo_model_remove(w.engine, w.model),
-         "remove"); /* waits for the uses that could not be marked */
+    need(world_remove(&w), "remove"); /* waits for the uses that could not be marked */
     CHECK(stats_of(&w).recoveries >= 1, "a lost use was not waited for");
     need(oo_model_add(w.engine, &w.model), "add");
     sim.cuCtxPopCurrent_v2(NULL);
@@ -83,8 +81,7 @@ static void test_a_release_without_a_context_asks_the_driver_for_nothing(void) {
     need(oo_trace_start(w.engine), "timeline");
     for (int i = 0; i <= OO_STREAMS; i++) {
         streams[i] = new_stream(&w);
-        need(oo_engine_acquire(w.engine, w.member[3], streams[i], 0, OO_FORWARD, -1, 0, &use[i]),
-             "acquire");
+        need(acquire(w.engine, w.member[3], streams[i], 0, OO_FORWARD, -1, 0, &use[i]), "acquire");
         need(oo_engine_launch(w.engine, w.member[3], streams[i], 1e-3), "launch");
     }
     for (int i = 0; i <= OO_STREAMS; i++) {
@@ -104,7 +101,7 @@ static void test_a_release_without_a_context_asks_the_driver_for_nothing(void) {
         for (int c = 0; c < 5 && (i == 1 || i == OO_STREAMS); c++)
             CHECK(sim.simCallCount(calls[c]) == before[c], "release %d calls %s", i, calls[c]);
     }
-    need(oo_engine_acquire(w.engine, w.member[3], streams[2], 0, OO_FORWARD, -1, 0, &use[0]),
+    need(acquire(w.engine, w.member[3], streams[2], 0, OO_FORWARD, -1, 0, &use[0]),
          "on a stream that has its mark");
     const uint64_t records = sim.simCallCount("cuEventRecord");
     sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
@@ -113,7 +110,7 @@ static void test_a_release_without_a_context_asks_the_driver_for_nothing(void) {
     for (int i = 0; i < 2; i++)
         need(step(&w), "what comes next is known");
     need(oo_engine_refresh(w.engine, w.model), "refresh");
-    need(oo_engine_acquire(w.engine, w.member[0], streams[2], 0, OO_FORWARD, -1, 0, &use[0]),
+    need(acquire(w.engine, w.member[0], streams[2], 0, OO_FORWARD, -1, 0, &use[0]),
          "with much to fetch ahead");
     sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
     need(oo_engine_release(w.engine, use[0].ticket, streams[2], 0, &fetched), "release");
@@ -173,7 +170,7 @@ static void test_each_call_needs_the_context(void) {
     CHECK(w.engine->compute == NULL, "a stream was created");
     FAILS(oo_engine_mem_info(w.engine, &free_bytes, &total_bytes));
     CHECK(free_bytes == 77, "asked all the same");
-    FAILS(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held));
+    FAILS(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held));
     FAILS(oo_engine_prefetch(w.engine, &fetched));
     FAILS(oo_engine_launch(w.engine, w.member[0], w.stream, 0));
     FAILS(oo_engine_spin(w.engine, w.stream, 0));
@@ -185,8 +182,10 @@ static void test_each_call_needs_the_context(void) {
     FAILS(oo_engine_lock(w.engine, w.host, 1));
     FAILS(oo_engine_unlock(w.engine, w.host));
     FAILS(oo_model_add(w.engine, &id));
+    FAILS(oo_lease_add(w.engine, &id));
+    FAILS(oo_lease_remove(w.engine, w.lease));
     FAILS(oo_model_remove(w.engine, w.model));
-    FAILS(oo_segment_add(w.engine, w.model, (uintptr_t)memory, 512, w.stream));
+    FAILS(oo_segment_add(w.engine, w.lease, (uintptr_t)memory, 512, w.stream));
     FAILS(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &id, &id, &offset));
     FAILS(oo_member_move(w.engine, w.member[0], &tensor, 1, &id, &offset));
     FAILS(oo_member_remove(w.engine, w.member[0]));
@@ -218,8 +217,7 @@ static void test_a_capturing_stream_is_refused(void) {
     sim.cuCtxPushCurrent_v2(w.context);
     CHECK(sim.cuStreamBeginCapture_v2((OOCUstream)stream, 0) == 0, "no capture");
     const struct oo_stats before = stats_of(&w);
-    CHECK(oo_engine_acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &use) ==
-                  OO_E_CAPTURE &&
+    CHECK(acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_CAPTURE &&
               strstr(oo_error_message(), "CUDA graph"),
           "%s", oo_error_message());
     CHECK(stats_of(&w).acquires == before.acquires, "a refused acquire is counted");

@@ -127,13 +127,18 @@ static void test_a_creation_that_fails_leaves_nothing(void) {
     CHECK(sim_reset(&sim) == 0, "not reset");
 }
 
-static void test_an_engine_with_a_model_and_no_memory_is_not_destroyed(void) {
+static void test_an_engine_with_a_model_or_a_lease_and_no_memory_is_not_destroyed(void) {
     struct oo_engine *engine;
-    uint32_t model;
+    uint32_t model, lease;
     need(oo_engine_create(sim.path, 0, &engine), "create");
     need(oo_model_add(engine, &model), "model");
     CHECK(oo_engine_destroy(engine) == OO_E_STATE, "destroyed with a model");
     need(oo_model_remove(engine, model), "remove");
+    need(oo_lease_add(engine, &lease), "lease");
+    CHECK(oo_engine_destroy(engine) == OO_E_STATE &&
+              strstr(oo_error_message(), "1 leases, 0 models and 0 host"),
+          "destroyed with a lease: %s", oo_error_message());
+    need(oo_lease_remove(engine, lease), "remove");
     need(oo_engine_destroy(engine), "destroy");
     check_nothing_alive("a model alone");
     CHECK(sim_reset(&sim) == 0, "not reset");
@@ -185,7 +190,7 @@ static const struct check_case cases[] = {
     CASE(test_the_second_device),
     CASE(test_copies_have_the_greatest_priority_and_block_nobody),
     CASE(test_a_creation_that_fails_leaves_nothing),
-    CASE(test_an_engine_with_a_model_and_no_memory_is_not_destroyed),
+    CASE(test_an_engine_with_a_model_or_a_lease_and_no_memory_is_not_destroyed),
     CASE(test_what_cannot_be_given_back_is_told),
 };
 

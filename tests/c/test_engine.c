@@ -168,11 +168,9 @@ static void test_hold_on_a_unit_in_use_drops_it_at_the_last_release(void) {
     struct oo_fetched fetched;
     world_open(&w, 400000, 20);
     need(step(&w), "step");
-    need(oo_engine_acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &theirs),
-         "their use");
+    need(acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &theirs), "their use");
     need(oo_engine_hold(w.engine), "my backward ends");
-    need(oo_engine_acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &mine),
-         "their next use");
+    need(acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &mine), "their next use");
     CHECK(mine.address == theirs.address,
           "the weights moved under a thread that computes with them");
     need(oo_engine_release(w.engine, mine.ticket, w.stream, 0, &fetched), "release");
@@ -192,8 +190,7 @@ static void test_a_unit_that_leaves_without_a_context_keeps_its_bytes(void) {
     struct oo_fetched fetched;
     world_open(&w, 60000, 20);
     need(step(&w), "step");
-    need(oo_engine_acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &held),
-         "acquire");
+    need(acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &held), "acquire");
     need(oo_engine_launch(w.engine, w.member[22], w.stream, 5e-3), "a long kernel");
     need(oo_engine_hold(w.engine), "hold");
     sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 1);
@@ -247,19 +244,18 @@ static void test_a_removed_member_takes_its_unit_and_its_memory_with_it(void) {
     need(oo_model_add(w.engine, &model), "model");
     const uint64_t units = stats_of(&w).units;
     need(oo_unit_add(w.engine, model, tensors, one_each, 2, 0, &unit, members, offsets), "unit");
-    need(oo_engine_acquire(w.engine, members[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(acquire(w.engine, members[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     CHECK(oo_member_remove(w.engine, members[0]) == OO_E_STATE, "removed while in use");
     CHECK(oo_member_remove(w.engine, members[1]) == OO_E_STATE, "removed with its unit in use");
     need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
     need(oo_member_remove(w.engine, members[0]), "remove");
     CHECK(oo_member_remove(w.engine, members[0]) == OO_E_ARGUMENT, "removed twice");
     CHECK(oo_member_remove(w.engine, 1000) == OO_E_ARGUMENT, "no such member");
-    CHECK(oo_engine_acquire(w.engine, members[0], w.stream, 0, OO_FORWARD, -1, 0, &use) ==
-              OO_E_STATE,
+    CHECK(acquire(w.engine, members[0], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_STATE,
           "acquired after it was removed");
     CHECK(stats_of(&w).units == units + 1 && oo_engine_unlock(w.engine, host) == OO_E_STATE,
           "the other member is still there");
-    need(oo_engine_acquire(w.engine, members[1], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(acquire(w.engine, members[1], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
     need(oo_member_remove(w.engine, members[1]), "remove the last");
     CHECK(stats_of(&w).units == units, "the unit outlives its members");
@@ -293,9 +289,9 @@ static void test_wrong_calls_are_refused_clearly(void) {
     size_t offset;
     const uint32_t one = 1;
     world_open(&w, 60000, -1);
-    need(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &first),
-         "acquire");
+    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
     CHECK(oo_model_remove(w.engine, w.model) == OO_E_STATE, "removed while in use");
+    CHECK(oo_lease_remove(w.engine, w.lease) == OO_E_STATE, "what is in use lies in it");
     const struct oo_tensor moved = {w.master[1], w.bytes[0]};
     CHECK(oo_member_move(w.engine, w.member[0], &moved, 1, &unit, &offset) == OO_E_STATE,
           "moved while in use");
@@ -304,15 +300,15 @@ static void test_wrong_calls_are_refused_clearly(void) {
           "released twice");
     CHECK(oo_engine_launch(w.engine, w.member[0], w.stream, 1e-6) == OO_E_STATE,
           "launched without acquire");
-    CHECK(oo_engine_acquire(w.engine, 1000, w.stream, 0, OO_FORWARD, -1, 0, &first) == OO_E_STATE,
+    CHECK(acquire(w.engine, 1000, w.stream, 0, OO_FORWARD, -1, 0, &first) == OO_E_STATE,
           "no such member");
     CHECK(oo_engine_stats(w.engine, 9, &stats) == OO_E_ARGUMENT, "no such model");
-    CHECK(oo_segment_add(w.engine, w.model, 4096, 100, w.stream) == OO_E_ARGUMENT,
+    CHECK(oo_segment_add(w.engine, w.lease, 4096, 100, w.stream) == OO_E_ARGUMENT,
           "a segment of 100 bytes");
-    CHECK(oo_segment_add(w.engine, w.model, UINTPTR_MAX - 1000, 4096, w.stream) == OO_E_ARGUMENT &&
+    CHECK(oo_segment_add(w.engine, w.lease, UINTPTR_MAX - 1000, 4096, w.stream) == OO_E_ARGUMENT &&
               strstr(oo_error_message(), "beyond memory"),
           "a segment around the end of memory");
-    CHECK(oo_segment_add(w.engine, w.model, 4096, SIZE_MAX, w.stream) == OO_E_ARGUMENT &&
+    CHECK(oo_segment_add(w.engine, w.lease, 4096, SIZE_MAX, w.stream) == OO_E_ARGUMENT &&
               strstr(oo_error_message(), "beyond memory"),
           "a segment of all memory");
     const struct oo_tensor wrong[] = {{w.master[0], SIZE_MAX - 8},
@@ -383,7 +379,7 @@ static void test_removing_one_model_leaves_the_other(void) {
         need(step(&w), "first");
         need(step(&b), "second");
     }
-    need(oo_model_remove(b.engine, b.model), "remove the second");
+    need(world_remove(&b), "remove the second");
     oo_host_destroy(b.host);
     memset(b.arena, 0x55, 60000); /* its segment is ordinary memory again */
     free(b.arena);
@@ -487,7 +483,7 @@ static void a_sticky_error(int through_the_ring) {
     oo_error_driver(&call, &code, &name);
     CHECK(code == OOCU_ERROR_ILLEGAL_ADDRESS && strcmp(name, "CUDA_ERROR_ILLEGAL_ADDRESS") == 0,
           "%s %d", name, code);
-    need(oo_model_remove(w.engine, w.model), "detach of a dead engine");
+    need(world_remove(&w), "detach of a dead engine");
     const uint64_t unregistered = sim.simCallCount("cuMemHostUnregister");
     const uint64_t waited = sim.simCallCount("cuStreamSynchronize");
     need(oo_engine_unlock(w.engine, w.host), "unlock of a dead engine");
@@ -525,7 +521,7 @@ static void test_a_context_lost_on_the_way_in(void) {
         else
             need(oo_engine_stats(w.engine, OO_ALL_MODELS, &stats), "stats");
         CHECK(oo_engine_resume(w.engine) == OO_E_DEAD, "not dead");
-        need(oo_model_remove(w.engine, w.model), "detach");
+        need(world_remove(&w), "detach");
         need(oo_engine_unlock(w.engine, w.host), "unlock");
         oo_host_destroy(w.host);
         need(oo_engine_destroy(w.engine), "destroy");
@@ -538,7 +534,7 @@ static void test_a_context_lost_while_masters_are_freed_leaves_no_engine_behind(
     struct world w;
     world_open(&w, 60000, -1);
     need(step(&w), "step");
-    need(oo_model_remove(w.engine, w.model), "remove");
+    need(world_remove(&w), "remove");
     sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
     oo_host_destroy(w.host);
     CHECK(oo_engine_destroy(w.engine) == OO_LEAKED && strstr(oo_error_message(), "restart"),
@@ -566,7 +562,7 @@ static void check_dead(struct world *w, const struct oo_use *held, const char *w
     struct oo_host *host = NULL;
     need(oo_host_create(4096, &host), "host");
     const enum oo_status answers[] = {
-        oo_engine_acquire(e, 0, w->stream, 0, OO_FORWARD, -1, 0, &another),
+        acquire(e, 0, w->stream, 0, OO_FORWARD, -1, 0, &another),
         oo_engine_prefetch(e, &fetched),
         oo_engine_stamp(e, &(struct oo_stamp){0, 1}, 1),
         oo_engine_launch(e, 0, w->stream, 0.0),
@@ -580,6 +576,7 @@ static void check_dead(struct world *w, const struct oo_use *held, const char *w
         oo_engine_compute_stream(e, &stream),
         oo_engine_mem_info(e, &count, &offset),
         oo_model_add(e, &id),
+        oo_lease_add(e, &id),
         oo_segment_add(e, 0, (uintptr_t)bytes, sizeof bytes, w->stream),
         oo_unit_add(e, 0, &tensor, &one, 1, 0, &id, &id, &offset),
         oo_member_move(e, 0, &tensor, 1, &id, &offset),
@@ -629,7 +626,7 @@ static uint64_t life_that_ends_at(uint64_t nth, int schedule) {
         status = step(&w);
     int in_use = 0;
     if (status == OO_OK) {
-        status = oo_engine_acquire(w.engine, w.member[2], w.stream, 0, OO_FORWARD, -1, 0, &held);
+        status = acquire(w.engine, w.member[2], w.stream, 0, OO_FORWARD, -1, 0, &held);
         in_use = status == OO_OK;
     }
     if (status == OO_OK)
@@ -651,6 +648,8 @@ static uint64_t life_that_ends_at(uint64_t nth, int schedule) {
         status = use(&w, 5, OO_FORWARD);
     CHECK(status == OO_E_DRIVER || status == OO_E_DEAD, "%s: %s", where, oo_status_name(status));
     check_dead(&w, in_use ? &held : NULL, where);
+    if (w.leased)
+        need(oo_lease_remove(w.engine, w.lease), where);
     for (uint32_t i = 0; i < w.engine->n_models; i++)
         need(oo_model_remove(w.engine, i), where);
     oo_host_destroy(w.host);

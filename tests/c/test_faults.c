@@ -116,6 +116,8 @@ static enum oo_status counted_step(struct world *w) {
 
 static enum oo_status remove_all(struct world *w) {
     enum oo_status status = OO_OK;
+    while (w->engine->leases && status == OO_OK)
+        status = oo_lease_remove(w->engine, w->engine->leases->id);
     for (uint32_t m = 0; m < w->engine->n_models && status == OO_OK; m++)
         if (!w->engine->models[m].removed)
             status = oo_model_remove(w->engine, m);
@@ -234,8 +236,7 @@ static void check_dead(const struct world *w, const struct fault *fault, enum oo
 static void check_all_dead(struct world *w, const struct fault *fault) {
     struct oo_use use;
     uint32_t model;
-    check_dead(w, fault,
-               oo_engine_acquire(w->engine, w->member[0], w->stream, 0, OO_FORWARD, -1, 0, &use),
+    check_dead(w, fault, acquire(w->engine, w->member[0], w->stream, 0, OO_FORWARD, -1, 0, &use),
                "acquire");
     check_dead(w, fault, bring_gradient(w, 0), "download");
     check_dead(w, fault, oo_engine_hold(w->engine), "hold");
@@ -271,7 +272,7 @@ static void die(const struct fault *fault) {
                   strstr(oo_error_message(), "restart"),
               "%s: %s: %s", describe(fault), oo_status_name(status), oo_error_message());
         check_all_dead(&w, fault);
-    } else if (oo_model_remove(w.engine, w.model) != OO_OK) {
+    } else if (world_remove(&w) != OO_OK) {
         check_all_dead(&w, fault);
     }
     need(remove_all(&w), "remove");

@@ -11,7 +11,7 @@ static void test_residents_by_address(void) {
     need(step(&w), "step");
     struct oo_use use;
     struct oo_fetched fetched;
-    need(oo_engine_acquire(w.engine, w.member[5], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(acquire(w.engine, w.member[5], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_engine_residents(w.engine, rows, UNITS + 1, &count), "residents");
     CHECK(count == UNITS, "%zu residents", count);
     for (size_t i = 0; i < count; i++) {
@@ -70,7 +70,7 @@ static void test_figures_of_two_models(void) {
     CHECK(all.largest_unit_bytes == w.largest && all.peak_resident_bytes >= all.resident_bytes &&
               all.peak_resident_bytes <= all.arena_bytes && all.resident_bytes > 0,
           "resident");
-    need(oo_model_remove(b.engine, b.model), "remove");
+    need(world_remove(&b), "remove");
     CHECK(oo_engine_stats(w.engine, b.model, &second) == OO_E_ARGUMENT, "a model that is gone");
     oo_host_destroy(b.host); /* unlocks */
     free(b.arena);
@@ -87,14 +87,15 @@ static void test_a_stall_is_what_the_stream_waits_for_its_copy(void) {
     const size_t bytes =
         8u << 20; /* a copy far longer than the floor under which a stall is none */
     const uint32_t one = 1;
-    uint32_t unit, member, model;
+    uint32_t unit, member, model, lease;
     size_t offset;
     struct oo_host *host;
     char *arena = malloc(bytes + OO_ALIGNMENT);
     need(oo_host_create(bytes, &host), "host");
     need(oo_engine_lock(w.engine, host, 1), "lock");
     need(oo_model_add(w.engine, &model), "model");
-    need(oo_segment_add(w.engine, model, (uintptr_t)arena, bytes + OO_ALIGNMENT, stream),
+    need(oo_lease_add(w.engine, &lease), "lease");
+    need(oo_segment_add(w.engine, lease, (uintptr_t)arena, bytes + OO_ALIGNMENT, stream),
          "segment");
     const struct oo_tensor tensor = {oo_host_address(host), bytes};
     need(oo_unit_add(w.engine, model, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
@@ -107,12 +108,12 @@ static void test_a_stall_is_what_the_stream_waits_for_its_copy(void) {
     need(oo_trace_start(w.engine), "trace");
     struct oo_use use;
     struct oo_fetched fetched;
-    need(oo_engine_acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_engine_launch(w.engine, member, stream, 300e-6), "launch");
     need(oo_engine_release(w.engine, use.ticket, stream, 0, &fetched), "release");
     /* The same again, at once: its compute begins where the first one ends, and waits for no copy.
      */
-    need(oo_engine_acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_engine_launch(w.engine, member, stream, 200e-6), "launch");
     need(oo_engine_release(w.engine, use.ticket, stream, 0, &fetched), "release");
     const uint64_t waits = stats_of(&w).host_waits;
@@ -152,12 +153,13 @@ static void test_a_stall_is_what_the_stream_waits_for_its_copy(void) {
     CHECK(fabs(stats.h2d_seconds - copy) < 1e-9 && stats.h2d_timed_bytes == bytes, "%.9f s",
           stats.h2d_seconds);
     /* A hit on a stream that has waited already costs it nothing: no second stall. */
-    need(oo_engine_acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_engine_release(w.engine, use.ticket, stream, 0, &fetched), "release");
     double end_s;
     sim.simFinish(&end_s);
     need(oo_engine_stats(w.engine, model, &stats), "stats");
     CHECK(stats.stalls == 1 && end_s > origin, "%llu stalls", (unsigned long long)stats.stalls);
+    need(oo_lease_remove(w.engine, lease), "remove");
     need(oo_model_remove(w.engine, model), "remove");
     oo_host_destroy(host);
     free(arena);
@@ -174,7 +176,7 @@ static void test_a_host_far_ahead_measures_a_part(void) {
     struct oo_use use;
     struct oo_fetched fetched;
     for (unsigned i = 0; i < 3 * UNITS; i++) { /* copies wait for uses that do not end */
-        need(oo_engine_acquire(w.engine, w.member[i % UNITS], w.stream, 0, OO_FORWARD, -1, 0, &use),
+        need(acquire(w.engine, w.member[i % UNITS], w.stream, 0, OO_FORWARD, -1, 0, &use),
              "acquire");
         need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
     }

@@ -69,7 +69,7 @@ static void test_unlocking_waits_for_copies_of_masters_that_moved_away(void) {
     need(oo_unit_add(w.engine, w.model, &there, &one, 1, 0, &unit, &member, &offset), "unit");
     const uintptr_t stream = new_stream(&w);
     kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 2e-3);
-    need(oo_engine_acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    need(acquire(w.engine, member, stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
     need(oo_engine_release(w.engine, held.ticket, stream, 0, &fetched), "release");
     need(oo_member_move(w.engine, member, &here, 1, &unit, &offset), "move");
     const double began = sim.simNow();
@@ -91,8 +91,7 @@ static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
     char *gradient = device_memory(&w, 5000);
     kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 5e-3);      /* uploads are slow */
     sim.simFault("cuEventRecord", 2, OOCU_ERROR_UNKNOWN, 0); /* the copy's begin, then the piece */
-    CHECK(oo_engine_acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held) ==
-              OO_E_DRIVER,
+    CHECK(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "no error");
     CHECK(w.engine->up.lost[0] == 1, "not lost");
     const double began = sim.simNow();
@@ -101,8 +100,7 @@ static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
     struct oo_fetched fetched;
     for (unsigned i = 0; i < OO_RING_PIECES;
          i++) /* as many as the ring has: the last one is the lost one */
-        need(oo_engine_acquire(w.engine, w.member[i], w.stream, 0, OO_FORWARD, -1, 0, &uses[i]),
-             "acquire");
+        need(acquire(w.engine, w.member[i], w.stream, 0, OO_FORWARD, -1, 0, &uses[i]), "acquire");
     CHECK(stats_of(&w).recoveries == recoveries + 1 && sim.simNow() - began > 4.9e-3 &&
               w.engine->up.lost[0] == 0,
           "%llu recoveries, %.6f s", (unsigned long long)(stats_of(&w).recoveries - recoveries),
@@ -111,8 +109,7 @@ static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
         need(oo_engine_release(w.engine, uses[i].ticket, w.stream, 0, &fetched), "release");
     /* A copy that could not be queued: nobody knows, so it is waited for as well. */
     sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
-    CHECK(oo_engine_acquire(w.engine, w.member[9], w.stream, 0, OO_FORWARD, -1, 0, &held) ==
-              OO_E_DRIVER,
+    CHECK(acquire(w.engine, w.member[9], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "no error");
     for (unsigned i = 10; i < 10 + OO_RING_PIECES; i++)
         need(use(&w, i, OO_FORWARD), "use");

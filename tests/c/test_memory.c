@@ -75,6 +75,9 @@ static uint64_t life_without_memory(uint64_t nth) {
     if (!world_attach(&w, 60000, 20)) {
         try(OO_E_MEMORY, "attach");
         counting = 0;
+        if (w.leased)
+            need(oo_lease_remove(w.engine, w.lease), "remove half a lease");
+        w.leased = 0;
         for (uint32_t m = 0; m < w.engine->n_models; m++)
             if (!w.engine->models[m].removed)
                 need(oo_model_remove(w.engine, m), "remove half a model");

@@ -40,7 +40,7 @@ static void begin(struct world *w) {
 static void touch(struct world *w, unsigned i, uintptr_t stream) {
     struct oo_use use;
     struct oo_fetched fetched;
-    need(oo_engine_acquire(w->engine, w->member[i], stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(acquire(w->engine, w->member[i], stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_engine_launch(w->engine, w->member[i], stream, 1e-3), "launch");
     need(oo_engine_release(w->engine, use.ticket, stream, 0, &fetched), "release");
 }
@@ -51,7 +51,7 @@ static void attach(struct world *w, size_t arena_bytes) {
 
 static void detach(struct world *w) {
     absent = 0;
-    (void)oo_model_remove(w->engine, w->model); /* unless the test has */
+    (void)world_remove(w); /* unless the test has */
     need(oo_engine_unlock(w->engine, w->host), "unlock");
     oo_host_destroy(w->host);
     free(w->arena);
@@ -91,7 +91,7 @@ static void bytes_given_back_under_a_kernel(struct world *w, unsigned missing) {
     const uintptr_t other = new_stream(w);
     touch(w, 0, other);
     absent = missing;
-    need(oo_model_remove(w->engine, w->model), "remove");
+    need(world_remove(w), "remove");
     detach(w);
     end_stream(w, other);
 }
@@ -100,14 +100,13 @@ static void bytes_given_back_under_a_copy(struct world *w, unsigned missing) {
     attach(w, 60000);
     touch(w, 0, w->stream); /* and copies ahead what nobody waits for */
     absent = missing;
-    CHECK(oo_model_remove(w->engine, w->model) == (missing ? OO_E_DRIVER : OO_OK), "removed: %s",
-          oo_error_message());
+    CHECK(world_remove(w) == (missing ? OO_E_DRIVER : OO_OK), "removed: %s", oo_error_message());
     detach(w);
 }
 
 static void masters_unlocked_under_a_copy(struct world *w, unsigned missing) {
     attach(w, 60000);
-    need(oo_model_remove(w->engine, w->model), "remove");
+    need(world_remove(w), "remove");
     char *slot = device_memory(w, 4096);
     sim.cuCtxPushCurrent_v2(w->context);
     /* As of a unit whose masters have moved elsewhere since. */

@@ -1,28 +1,31 @@
 /* A model's device memory and its end: segments, and detaching while others work. */
 #include "world.h"
 
-/* A model may go while units are computed with, if none is its own and none lies in its memory. */
+/* A model may go while units are computed with, if none is its own; what was lent, if none lies in
+ * it. */
 static void test_who_is_in_the_way_of_a_detach(void) {
     struct world w;
     struct oo_use use;
     struct oo_fetched fetched;
-    uint32_t guest, lender, unit, member, one = 1;
+    uint32_t guest, lease, unit, member, one = 1;
     size_t offset;
     char *memory = malloc(4096 + OO_ALIGNMENT);
     world_open(&w, 250000, -1);
     need(oo_model_add(w.engine, &guest), "a model whose unit lies in the other's memory");
     const struct oo_tensor tensor = {w.master[0], w.bytes[0]};
     need(oo_unit_add(w.engine, guest, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
-    need(oo_engine_acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-    need(oo_model_add(w.engine, &lender), "a model with memory and no unit");
-    need(oo_segment_add(w.engine, lender, (uintptr_t)memory, 4096 + OO_ALIGNMENT, w.stream),
+    need(acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(oo_lease_add(w.engine, &lease), "memory that no unit lies in");
+    need(oo_segment_add(w.engine, lease, (uintptr_t)memory, 4096 + OO_ALIGNMENT, w.stream),
          "segment");
     CHECK(oo_model_remove(w.engine, guest) == OO_E_STATE, "its unit is in use");
-    CHECK(oo_model_remove(w.engine, w.model) == OO_E_STATE, "what is in use lies in its memory");
-    need(oo_model_remove(w.engine, lender), "nothing of it is in use");
+    CHECK(oo_lease_remove(w.engine, w.lease) == OO_E_STATE, "what is in use lies in it");
+    need(oo_model_remove(w.engine, w.model), "nothing of it is in use");
+    need(oo_lease_remove(w.engine, lease), "nothing in it is in use");
     need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
     need(oo_model_remove(w.engine, guest), "remove");
     free(memory);
+    need(oo_model_add(w.engine, &w.model), "for the end");
     world_close(&w, "in the way");
 }
 
@@ -36,14 +39,13 @@ static void test_a_detach_that_failed_can_be_repeated(void) {
         for (unsigned u = 0; u < UNITS; u++)
             need(use_on(&w, u, OO_FORWARD, -1, 0, other), "use");
         /* The same memory twice is refused, and stays what it was. */
-        CHECK(oo_segment_add(w.engine, w.model, (uintptr_t)w.arena, 400000 + OO_ALIGNMENT,
+        CHECK(oo_segment_add(w.engine, w.lease, (uintptr_t)w.arena, 400000 + OO_ALIGNMENT,
                              w.stream) == OO_E_DRIVER,
               "twice");
         need(step(&w), "step");
         sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
-        CHECK(oo_model_remove(w.engine, w.model) == OO_E_DRIVER &&
-                  strstr(oo_error_message(), calls[i]),
-              "%s: %s", calls[i], oo_error_message());
+        CHECK(world_remove(&w) == OO_E_DRIVER && strstr(oo_error_message(), calls[i]), "%s: %s",
+              calls[i], oo_error_message());
         end_stream(&w, other);
         world_close(&w, calls[i]);
     }
@@ -60,15 +62,15 @@ static void test_a_segment_that_failed_is_given_back(void) {
         const uint64_t adopted = live.adopted_bytes, arena = stats_of(&w).arena_bytes;
         char *more = malloc(8192);
         sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
-        CHECK(oo_segment_add(w.engine, w.model, (uintptr_t)more, 8192, w.stream) == OO_E_DRIVER,
+        CHECK(oo_segment_add(w.engine, w.lease, (uintptr_t)more, 8192, w.stream) == OO_E_DRIVER,
               "%s", calls[i]);
         sim.simGetLive(&live);
         CHECK(live.adopted_bytes == adopted && stats_of(&w).arena_bytes == arena, "%s: kept",
               calls[i]);
-        need(oo_segment_add(w.engine, w.model, (uintptr_t)more, 8192, w.stream), "again");
+        need(oo_segment_add(w.engine, w.lease, (uintptr_t)more, 8192, w.stream), "again");
         CHECK(stats_of(&w).arena_bytes > arena, "not added");
         need(step(&w), "step");
-        need(oo_model_remove(w.engine, w.model), "remove");
+        need(world_remove(&w), "remove");
         need(oo_model_add(w.engine, &w.model), "add");
         free(more);
         world_close(&w, calls[i]);

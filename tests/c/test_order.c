@@ -44,7 +44,7 @@ static void steps_on_the_default_stream(const char *where) {
     w.stream = 0;
     for (int i = 0; i < 2; i++)
         need(step(&w), where);
-    need(oo_model_remove(w.engine, w.model), "remove");
+    need(world_remove(&w), "remove");
     kernel(own, w.arena, 60000, 1, 1e-6); /* the segment's allocating stream */
     w.stream = own;
     struct sim_live live;
@@ -130,7 +130,7 @@ static void dropped_while_a_kernel_reads(const char *where) {
     for (unsigned i = 0; i < UNITS; i++) {
         struct oo_use use;
         struct oo_fetched fetched;
-        need(oo_engine_acquire(w.engine, w.member[i], slow, 0, OO_FORWARD, -1, 0, &use), where);
+        need(acquire(w.engine, w.member[i], slow, 0, OO_FORWARD, -1, 0, &use), where);
         need(oo_engine_launch(w.engine, w.member[i], slow, 5e-3), where);
         need(oo_engine_release(w.engine, use.ticket, slow, 0, &fetched), where);
         if (i % 3 == 0)
@@ -166,10 +166,10 @@ static void a_second_segment_from_another_stream(const char *where) {
     need(step(&w), where);
     char *more = device_memory(&w, 40000);
     kernel(other, more, 40000, 1, 3e-3);
-    need(oo_segment_add(w.engine, w.model, (uintptr_t)more, 40000, other), where);
+    need(oo_segment_add(w.engine, w.lease, (uintptr_t)more, 40000, other), where);
     for (int i = 0; i < 2; i++)
         need(step(&w), where);
-    need(oo_model_remove(w.engine, w.model), where);
+    need(world_remove(&w), where);
     kernel(other, more, 40000, 1, 1e-6); /* its next owner, at once */
     kernel(w.stream, w.arena, 30000, 1, 1e-6);
     need(oo_engine_unlock(w.engine, w.host), "unlock");
@@ -202,13 +202,11 @@ static void removed_after_uses_on_other_streams(const char *where) {
     for (int s = 0; s < 3; s++) { /* still computing when the model goes */
         struct oo_use use;
         struct oo_fetched fetched;
-        need(
-            oo_engine_acquire(w.engine, w.member[UNITS - 1], others[s], 0, OO_FORWARD, -1, 0, &use),
-            where);
+        need(acquire(w.engine, w.member[UNITS - 1], others[s], 0, OO_FORWARD, -1, 0, &use), where);
         need(oo_engine_launch(w.engine, w.member[UNITS - 1], others[s], 2e-3), where);
         need(oo_engine_release(w.engine, use.ticket, others[s], 0, &fetched), where);
     }
-    need(oo_model_remove(w.engine, w.model), where);
+    need(world_remove(&w), where);
     kernel(w.stream, w.arena, 60000, 1, 1e-6);
     check_no_reports(where);
     /* The masters, too, are the host's again. */
@@ -236,6 +234,7 @@ static void removed_with_copies_in_flight(const char *where) {
     need(oo_engine_prefetch(w.engine, &fetched), where);
     need(oo_model_remove(w.engine, w.model), where);
     CHECK(sim.simHostAccess(oo_host_address(w.host), w.total, 1) == 0, "%s", where);
+    need(oo_lease_remove(w.engine, w.lease), where);
     kernel(w.stream, w.arena, 60000, 1, 1e-6);
     check_no_reports(where);
     need(oo_engine_unlock(w.engine, w.host), "unlock");
@@ -264,7 +263,7 @@ static void a_segment_goes_with_another_models_units(const char *where) {
         need(use(&w, i, OO_FORWARD), where);
         need(use(&b, i, OO_FORWARD), where);
     }
-    need(oo_model_remove(b.engine, b.model), where);
+    need(world_remove(&b), where);
     kernel(b.stream, b.arena, 50000, 1, 1e-6);
     need(step(&w), where);
     need(oo_engine_unlock(b.engine, b.host), where);
@@ -305,8 +304,7 @@ static void a_large_unit(const char *where) {
             need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &unit, &member, &offset),
                  where);
         fill(foreign, bytes, 3 + (unsigned)round);
-        need(oo_engine_acquire(w.engine, member, w.stream, (uint64_t)round + 1, OO_FORWARD, -1, 0,
-                               &use),
+        need(acquire(w.engine, member, w.stream, (uint64_t)round + 1, OO_FORWARD, -1, 0, &use),
              where);
         memset(foreign, 0, bytes); /* all of it is behind the ring by now */
         need(oo_engine_launch(w.engine, member, w.stream, 1e-3), where);

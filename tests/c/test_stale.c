@@ -4,8 +4,7 @@
 static void continue_while_held(struct world *w, uint64_t first) {
     struct oo_use again;
     struct oo_fetched fetched;
-    need(oo_engine_acquire(w->engine, w->member[3], w->stream, 0, OO_RECOMPUTE, 1, 0, &again),
-         "joins in");
+    need(acquire(w->engine, w->member[3], w->stream, 0, OO_RECOMPUTE, 1, 0, &again), "joins in");
     need(oo_engine_release(w->engine, first, w->stream, 0, &fetched), "release");
     CHECK(oo_plan_resident(w->engine->plan, w->unit[3]) != NULL, "dropped under a use");
     need(oo_engine_release(w->engine, again.ticket, w->stream, 0, &fetched), "release");
@@ -26,8 +25,7 @@ static void test_a_master_is_hashed_once_in_a_sweep(void) {
     w.master[3][0] ^= 1;
     struct oo_use use;
     struct oo_fetched fetched;
-    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_BACKWARD, 7, 0, &use),
-         "backward");
+    need(acquire(w.engine, w.member[3], w.stream, 0, OO_BACKWARD, 7, 0, &use), "backward");
     need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
     CHECK(stats_of(&w).stale == stale, "hashed twice in a sweep");
     /* Another task is another sweep. */
@@ -81,7 +79,7 @@ static void test_a_change_of_a_few_bytes_is_seen(void) {
         struct oo_use use;
         struct oo_fetched fetched;
         double end_s;
-        need(oo_engine_acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+        need(acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
         need(oo_engine_launch(w.engine, member, w.stream, 1e-6), "launch");
         CHECK(memcmp((const void *)use.address, w.master[4], BYTES) == 0, "byte %u is old", i - 1);
         need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
@@ -123,16 +121,15 @@ static void test_what_is_in_use_becomes_stale(void) {
         need(oo_engine_resume(w.engine), "resume");
         need(step(&w), "step");
         sim.simFinish(&end_s);
-        need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held),
-             "acquire");
+        need(acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held), "acquire");
         if (how == 0)
             need(oo_engine_refresh(w.engine, w.model), "refresh");
         else if (how == 1)
             need(oo_engine_refresh(w.engine, OO_ALL_MODELS), "refresh");
         CHECK(stats_of(&w).resident_units == (how == 2 ? UNITS : 1), "%d: %llu resident", how,
               (unsigned long long)stats_of(&w).resident_units);
-        CHECK(oo_engine_acquire(w.engine, w.member[3], w.stream, how == 2 ? 1 : 0, OO_RECOMPUTE, 1,
-                                0, &again) == OO_E_STATE &&
+        CHECK(acquire(w.engine, w.member[3], w.stream, how == 2 ? 1 : 0, OO_RECOMPUTE, 1, 0,
+                      &again) == OO_E_STATE &&
                   strstr(oo_error_message(), "rewritten"),
               "%d: %s", how, oo_error_message());
         need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
@@ -146,8 +143,7 @@ static void test_what_is_in_use_becomes_stale(void) {
     /* An optimizer will rewrite it: whoever computes now, and joins in, has the old weights. */
     double end_s;
     sim.simFinish(&end_s);
-    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held),
-         "acquire");
+    need(acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held), "acquire");
     need(oo_engine_hold(w.engine), "hold");
     const uint64_t never = stats_of(&w).stale;
     continue_while_held(&w, held.ticket);
@@ -157,8 +153,7 @@ static void test_what_is_in_use_becomes_stale(void) {
     /* Where it cannot be dropped it stays, and is not trusted. */
     sim.simFinish(&end_s);
     need(oo_engine_resume(w.engine), "resume");
-    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held),
-         "acquire");
+    need(acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held), "acquire");
     need(oo_engine_hold(w.engine), "hold");
     sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
     need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");

@@ -29,11 +29,10 @@ static void use_in_thread(struct worker *worker, unsigned i, enum oo_kind kind, 
     /* Every second time as from a caller that must not block, as the GIL's holder does. */
     enum oo_status status = OO_WOULD_BLOCK;
     if (round % 2)
-        status = oo_engine_acquire(w->engine, w->member[i], worker->stream, 0, kind, worker->task,
-                                   OO_NONBLOCKING, &use);
+        status = acquire(w->engine, w->member[i], worker->stream, 0, kind, worker->task,
+                         OO_NONBLOCKING, &use);
     if (status == OO_WOULD_BLOCK)
-        status = oo_engine_acquire(w->engine, w->member[i], worker->stream, 0, kind, worker->task,
-                                   0, &use);
+        status = acquire(w->engine, w->member[i], worker->stream, 0, kind, worker->task, 0, &use);
     if (status != OO_OK) {
         note(worker, "acquire");
         return;
@@ -68,8 +67,8 @@ static void compute(void *argument) {
             note(worker, "wrong gradient");
         /* A failure's message belongs to the thread that asked. */
         struct oo_use use;
-        if (oo_engine_acquire(w->engine, 100000 + (uint32_t)worker->task, worker->stream, 0,
-                              OO_FORWARD, -1, 0, &use) != OO_E_STATE)
+        if (acquire(w->engine, 100000 + (uint32_t)worker->task, worker->stream, 0, OO_FORWARD, -1,
+                    0, &use) != OO_E_STATE)
             note(worker, "no such member");
         char mine[32];
         snprintf(mine, sizeof mine, "member %d ", 100000 + (int)worker->task);
@@ -98,10 +97,10 @@ static void come_and_go(void *argument) {
             worker->failures += inner.failures;
             snprintf(worker->said, sizeof worker->said, "%s", inner.said);
         }
-        /* Refused while another thread computes with a unit that lies in this model's segment. */
+        /* Refused while another thread computes with a unit that lies in this model's lease. */
         enum oo_status removed;
         do
-            removed = oo_model_remove(b.engine, b.model);
+            removed = world_remove(&b);
         while (removed == OO_E_STATE);
         if (removed != OO_OK)
             note(worker, "remove");
@@ -190,12 +189,11 @@ static void acquire_stale(void *argument) {
     struct oo_use own, use;
     struct oo_fetched fetched;
     if (late->holds)
-        (void)oo_engine_acquire(w->engine, w->member[5], late->stream, 0, OO_FORWARD, -1, 0, &own);
-    late->nonblocking = oo_engine_acquire(w->engine, w->member[3], late->stream, 0, OO_FORWARD, -1,
-                                          OO_NONBLOCKING, &use);
+        (void)acquire(w->engine, w->member[5], late->stream, 0, OO_FORWARD, -1, 0, &own);
+    late->nonblocking =
+        acquire(w->engine, w->member[3], late->stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &use);
     atomic_store(&late->asked, 1);
-    late->status =
-        oo_engine_acquire(w->engine, w->member[3], late->stream, 0, OO_FORWARD, -1, 0, &use);
+    late->status = acquire(w->engine, w->member[3], late->stream, 0, OO_FORWARD, -1, 0, &use);
     snprintf(late->said, sizeof late->said, "%s", oo_error_message());
     atomic_store(&late->got, 1);
     if (late->status == OO_OK) {
@@ -216,7 +214,7 @@ static void a_stale_copy_in_use(int how) {
     double end_s;
     world_open(&w, 250000, -1);
     struct late late = {.w = &w, .stream = new_stream(&w), .holds = how == HOLDS};
-    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     sim.simFinish(&end_s);
     fill(w.master[3], w.bytes[3], 99);
     need(oo_engine_refresh(w.engine, w.model), "refresh");

@@ -26,7 +26,7 @@ static void check_compute_rows(struct world *w, uint32_t unit, const double (*ex
 
 static struct oo_use begin_use(struct world *w, uintptr_t stream, double seconds) {
     struct oo_use use = {0};
-    need(oo_engine_acquire(w->engine, w->member[0], stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(acquire(w->engine, w->member[0], stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_engine_launch(w->engine, w->member[0], stream, seconds), "launch");
     return use;
 }
@@ -84,7 +84,7 @@ static void test_each_stream_has_its_own_row_of_a_unit_in_the_timeline(void) {
     sim.simAdvance(1e-3); /* what any event recorded before now would be seen by */
     need(oo_trace_start(w.engine), "a fourth time");
     sim.simFault("cuEventRecord", 1, OOCU_ERROR_UNKNOWN, 0);
-    CHECK(oo_engine_acquire(w.engine, w.member[0], a, 0, OO_FORWARD, -1, 0, &none) == OO_E_DRIVER,
+    CHECK(acquire(w.engine, w.member[0], a, 0, OO_FORWARD, -1, 0, &none) == OO_E_DRIVER,
           "acquired without its row's begin");
     const struct oo_use alone = begin_use(&w, a, 10e-6);
     end_use(&w, &alone, a);
@@ -175,7 +175,7 @@ static void test_a_hit_records_no_event_without_a_timeline(void) {
     world_open(&w, 400000, -1);
     need(use(&w, 3, OO_FORWARD), "copy");
     const uint64_t records = sim.simCallCount("cuEventRecord");
-    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &held), "hit");
+    need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &held), "hit");
     CHECK(sim.simCallCount("cuEventRecord") == records, "%llu records",
           (unsigned long long)(sim.simCallCount("cuEventRecord") - records));
     need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");

@@ -24,8 +24,7 @@ static void test_units_of_several_members_and_tensors(void) {
     for (int m = 0; m < 3; m++) {
         struct oo_use use;
         struct oo_fetched fetched;
-        need(oo_engine_acquire(w.engine, members[m], w.stream, 0, OO_FORWARD, -1, 0, &use),
-             "acquire");
+        need(acquire(w.engine, members[m], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
         need(oo_engine_launch(w.engine, members[m], w.stream, 1e-6), "launch");
         for (int t = 0; t < 6; t++)
             CHECK(memcmp((const char *)use.address + offsets[t], tensors[t].host,
@@ -85,7 +84,7 @@ static void test_what_travels_as_one_copy(void) {
         const uint64_t before = stats_of(&w).h2d_copies;
         struct oo_use use;
         struct oo_fetched fetched;
-        need(oo_engine_acquire(w.engine, member, w.stream, 0, OO_BACKWARD, 1, 0, &use), "acquire");
+        need(acquire(w.engine, member, w.stream, 0, OO_BACKWARD, 1, 0, &use), "acquire");
         need(oo_engine_launch(w.engine, member, w.stream, 1e-6), "launch");
         CHECK(stats_of(&w).h2d_copies == before + 2, "%d: %llu copies", how,
               (unsigned long long)(stats_of(&w).h2d_copies - before));
@@ -95,7 +94,7 @@ static void test_what_travels_as_one_copy(void) {
                   "%d: tensor %d has wrong bytes", how, t);
         need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
     }
-    need(oo_model_remove(w.engine, w.model), "remove");
+    need(world_remove(&w), "remove");
     for (unsigned i = 0; i < n; i++)
         need(oo_host_destroy(pages[i]), "destroy");
     free(foreign);
@@ -132,8 +131,7 @@ static void test_a_member_that_moves_keeps_its_unit_only_alone_and_alike(void) {
         unit = moved;
         CHECK(stats_of(&w).units == UNITS + 2, "%s: %llu units", moves[i].what,
               (unsigned long long)stats_of(&w).units);
-        need(oo_engine_acquire(w.engine, members[0], w.stream, 0, OO_BACKWARD, 1, 0, &use),
-             "acquire");
+        need(acquire(w.engine, members[0], w.stream, 0, OO_BACKWARD, 1, 0, &use), "acquire");
         need(oo_engine_launch(w.engine, members[0], w.stream, 1e-6), "launch");
         for (uint32_t t = 0; t < moves[i].count; t++)
             CHECK(memcmp((const char *)use.address + offsets[t], moves[i].to[t].host,
@@ -169,8 +167,7 @@ static void test_a_move_that_fails_changes_nothing(void) {
         for (int i = 0; i < 2; i++) {
             struct oo_use use;
             struct oo_fetched fetched;
-            need(oo_engine_acquire(w.engine, members[i], w.stream, 0, OO_FORWARD, -1, 0, &use),
-                 "acquire");
+            need(acquire(w.engine, members[i], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
             need(oo_engine_launch(w.engine, members[i], w.stream, 1e-6), "launch");
             const size_t offset = i ? w.bytes[0] : 0;
             CHECK(memcmp((const char *)use.address + offset, w.master[i], w.bytes[i]) == 0,
@@ -181,7 +178,7 @@ static void test_a_move_that_fails_changes_nothing(void) {
     CHECK(failed == 2, "%u moves failed", failed);
     struct oo_use use;
     struct oo_fetched fetched;
-    need(oo_engine_acquire(w.engine, members[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(acquire(w.engine, members[0], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_engine_launch(w.engine, members[0], w.stream, 1e-6), "launch");
     CHECK(memcmp((const char *)use.address + offsets[1], elsewhere + w.bytes[0], w.bytes[1]) == 0,
           "not moved in the end");
@@ -198,12 +195,11 @@ static void test_what_was_removed_is_known_no_more(void) {
     size_t offset;
     world_open(&w, 60000, -1);
     need(oo_model_add(w.engine, &model), "a model that stays");
-    need(oo_model_remove(w.engine, w.model), "remove");
+    need(world_remove(&w), "remove");
     const struct oo_tensor tensor = {w.master[0], w.bytes[0]};
     const uint32_t gone[] = {w.member[0], UINT32_MAX - 1}, one = 1;
     for (int i = 0; i < 2; i++) {
-        CHECK(oo_engine_acquire(w.engine, gone[i], w.stream, 0, OO_FORWARD, -1, 0, &use) ==
-                  OO_E_STATE,
+        CHECK(acquire(w.engine, gone[i], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_STATE,
               "acquired");
         CHECK(oo_engine_stamp(w.engine, &(struct oo_stamp){gone[i], 1}, 1) == OO_E_STATE,
               "stamped");
@@ -217,6 +213,7 @@ static void test_what_was_removed_is_known_no_more(void) {
           "a ticket of no unit");
     const uint32_t no_unit[] = {w.unit[0], UINT32_MAX - 1};
     const uint32_t no_model[] = {w.model, UINT32_MAX - 1};
+    const uint32_t no_lease[] = {w.lease, UINT32_MAX - 1};
     for (int i = 0; i < 2; i++) {
         CHECK(oo_unit_set_trainable(w.engine, no_unit[i], 1) == OO_E_ARGUMENT, "set trainable");
         CHECK(oo_engine_stats(w.engine, no_model[i], &stats) == OO_E_ARGUMENT, "figures");
@@ -224,7 +221,12 @@ static void test_what_was_removed_is_known_no_more(void) {
         CHECK(oo_unit_add(w.engine, no_model[i], &tensor, &one, 1, 0, &unit, &unit, &offset) ==
                   OO_E_ARGUMENT,
               "a unit of no model");
+        CHECK(oo_lease_remove(w.engine, no_lease[i]) == OO_E_ARGUMENT, "a lease removed twice");
+        CHECK(oo_segment_add(w.engine, no_lease[i], (uintptr_t)w.arena, 60000, w.stream) ==
+                  OO_E_ARGUMENT,
+              "a segment of no lease");
     }
+    CHECK(stats_of(&w).arena_bytes == 0, "arena");
     need(oo_model_remove(w.engine, model), "remove");
     need(oo_model_add(w.engine, &w.model), "for the end");
     world_close(&w, "removed");

@@ -10,14 +10,12 @@ static void test_one_use_more_on_a_known_stream_displaces_nobody(void) {
     world_open(&w, 400000, -1);
     for (int i = 0; i < OO_STREAMS; i++) {
         streams[i] = new_stream(&w);
-        need(oo_engine_acquire(w.engine, w.member[3], streams[i], 0, OO_FORWARD, -1, 0, &use[i]),
-             "acquire");
+        need(acquire(w.engine, w.member[3], streams[i], 0, OO_FORWARD, -1, 0, &use[i]), "acquire");
         need(oo_engine_launch(w.engine, w.member[3], streams[i], 5e-3), "launch");
     }
     for (int i = 0; i < OO_STREAMS; i++)
         need(oo_engine_release(w.engine, use[i].ticket, streams[i], 0, &fetched), "release");
-    need(oo_engine_acquire(w.engine, w.member[3], streams[0], 0, OO_FORWARD, -1, 0, &again),
-         "acquire");
+    need(acquire(w.engine, w.member[3], streams[0], 0, OO_FORWARD, -1, 0, &again), "acquire");
     need(oo_engine_release(w.engine, again.ticket, streams[0], 0, &fetched), "release");
     CHECK(w.engine->units[w.unit[3]].n_uses == OO_STREAMS, "%u entries",
           w.engine->units[w.unit[3]].n_uses);
@@ -34,11 +32,10 @@ static void test_a_ticket_of_an_earlier_copy_ends_no_use(void) {
     struct oo_use first, second;
     struct oo_fetched fetched;
     world_open(&w, 400000, -1);
-    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &first), "first");
+    need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &first), "first");
     need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
     need(oo_engine_refresh(w.engine, w.model), "refresh");
-    need(oo_engine_acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &second),
-         "second");
+    need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &second), "second");
     CHECK(first.ticket != second.ticket, "two copies with one ticket");
     CHECK(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched) == OO_E_TICKET,
           "the ticket of an earlier copy ended a use");
@@ -56,8 +53,7 @@ static void test_a_use_that_could_not_be_marked_is_waited_for(void) {
     world_open_on_device(&w, 30000);
     const uintptr_t slow = new_stream(&w);
     for (int how = 0; how < 3; how++) {
-        need(oo_engine_acquire(w.engine, w.member[0], slow, 0, OO_FORWARD, -1, 0, &held),
-             "acquire");
+        need(acquire(w.engine, w.member[0], slow, 0, OO_FORWARD, -1, 0, &held), "acquire");
         need(oo_engine_launch(w.engine, w.member[0], slow, 5e-3), "launch");
         sim.simFault("cuEventRecord", 1, OOCU_ERROR_UNKNOWN, 0);
         need(oo_engine_release(w.engine, held.ticket, slow, 0, &fetched), "release");
@@ -69,7 +65,7 @@ static void test_a_use_that_could_not_be_marked_is_waited_for(void) {
             for (unsigned i = 1; i < UNITS; i++) /* its place is taken */
                 need(use(&w, i, OO_FORWARD), "use");
         else
-            need(oo_model_remove(w.engine, w.model), "remove");
+            need(world_remove(&w), "remove");
         const struct oo_stats after = stats_of(&w);
         CHECK(after.recoveries == before.recoveries + 1 && after.host_waits > before.host_waits,
               "%llu recoveries", (unsigned long long)(after.recoveries - before.recoveries));
@@ -101,7 +97,7 @@ static void test_a_use_without_an_entry_is_waited_for(void) {
         streams[s] = new_stream(&w);
     for (int s = 0; s < OO_STREAMS; s++)
         need(use_on(&w, 0, OO_FORWARD, -1, 0, streams[s]), "use");
-    need(oo_engine_acquire(w.engine, w.member[0], streams[OO_STREAMS], 0, OO_FORWARD, -1, 0, &held),
+    need(acquire(w.engine, w.member[0], streams[OO_STREAMS], 0, OO_FORWARD, -1, 0, &held),
          "acquire");
     need(oo_engine_launch(w.engine, w.member[0], streams[OO_STREAMS], 5e-3), "launch");
     sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
@@ -131,8 +127,7 @@ static void test_a_release_returns_while_a_fault_lasts(void) {
     world_open_on_device(&w, 30000);
     for (int s = 0; s < STREAMS; s++) {
         streams[s] = new_stream(&w);
-        need(oo_engine_acquire(w.engine, w.member[0], streams[s], 0, OO_FORWARD, -1, 0, &held[s]),
-             "acquire");
+        need(acquire(w.engine, w.member[0], streams[s], 0, OO_FORWARD, -1, 0, &held[s]), "acquire");
         need(oo_engine_launch(w.engine, w.member[0], streams[s], 1e-3), "launch");
     }
     sim.simFault(NULL, 1, OOCU_ERROR_UNKNOWN, 1);

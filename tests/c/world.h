@@ -24,7 +24,8 @@ struct world {
         context; /* retained by the test as well, as torch does: what leaks outlives the engine */
     char *arena;
     int device_arena; /* the arena is device memory of the driver, and the engine adopts nothing */
-    uint32_t model, unit[UNITS], member[UNITS];
+    uint32_t model, lease, unit[UNITS], member[UNITS];
+    int leased;
     char *master[UNITS];
     size_t bytes[UNITS], total, largest;
     uintptr_t stream;
@@ -104,13 +105,15 @@ static inline int world_attach(struct world *w, size_t arena_bytes, int trainabl
     WORLD_TRY(oo_host_create(w->total, &w->host));
     const enum oo_status locked = oo_engine_lock(w->engine, w->host, 1);
     WORLD_TRY(locked == OO_E_LOCK_REFUSED ? OO_OK : locked);
+    WORLD_TRY(oo_lease_add(w->engine, &w->lease));
+    w->leased = 1;
     WORLD_TRY(oo_model_add(w->engine, &w->model));
     if (!w->stream)
         WORLD_TRY(oo_engine_compute_stream(w->engine, &w->stream));
     if (!w->arena)
         w->arena = w->device_arena ? device_memory(w, arena_bytes + OO_ALIGNMENT)
                                    : malloc(arena_bytes + OO_ALIGNMENT);
-    WORLD_TRY(oo_segment_add(w->engine, w->model, (uintptr_t)w->arena, arena_bytes + OO_ALIGNMENT,
+    WORLD_TRY(oo_segment_add(w->engine, w->lease, (uintptr_t)w->arena, arena_bytes + OO_ALIGNMENT,
                              w->stream));
     char *master = oo_host_address(w->host);
     for (unsigned i = 0; i < UNITS; i++) {
@@ -197,9 +200,18 @@ static inline void check_no_reports(const char *where) {
     CHECK(n == 0, "%s: %llu reports, the first: %s", where, (unsigned long long)n, text);
 }
 
+/* The model goes, and what it was lent, unless that has gone already. */
+static inline enum oo_status world_remove(struct world *w) {
+    const enum oo_status status = w->leased ? oo_lease_remove(w->engine, w->lease) : OO_OK;
+    if (status != OO_OK)
+        return status;
+    w->leased = 0;
+    return oo_model_remove(w->engine, w->model);
+}
+
 static inline void world_detach(struct world *w) {
     struct sim_live before, after;
-    need(oo_model_remove(w->engine, w->model), "remove");
+    need(world_remove(w), "remove");
     sim.simGetLive(&before);
     const int locked = w->host->locked;
     need(oo_engine_unlock(w->engine, w->host), "unlock");
@@ -226,13 +238,34 @@ static inline void world_close(struct world *w, const char *where) {
     CHECK(sim_reset(&sim) == 0, "%s: the simulator could not be reset", where);
 }
 
+/* The requests of the tests, by their parts. */
+static inline enum oo_status acquire(struct oo_engine *engine, uint32_t member, uintptr_t stream,
+                                     uint64_t stamp, enum oo_kind kind, int64_t task, int flags,
+                                     struct oo_use *use) {
+    const struct oo_request request = {
+        .member = member, .kind = kind, .stream = stream, .stamp = stamp, .task = task};
+    return oo_engine_acquire(engine, &request, flags, use);
+}
+
+static inline enum oo_status acquire_launched(struct oo_engine *engine, uint32_t member,
+                                              uintptr_t stream, uint64_t stamp, enum oo_kind kind,
+                                              int64_t task, double seconds, int flags,
+                                              struct oo_use *use) {
+    const struct oo_request request = {.member = member,
+                                       .kind = kind,
+                                       .stream = stream,
+                                       .stamp = stamp,
+                                       .task = task,
+                                       .seconds = seconds};
+    return oo_engine_acquire(engine, &request, flags | OO_LAUNCH, use);
+}
+
 /* One use: acquire, "compute" by comparing what is on the device with the master, release. */
 static inline enum oo_status use_on(struct world *w, unsigned i, enum oo_kind kind, int64_t task,
                                     uint64_t stamp, uintptr_t stream) {
     struct oo_use use;
     struct oo_fetched fetched;
-    enum oo_status status =
-        oo_engine_acquire(w->engine, w->member[i], stream, stamp, kind, task, 0, &use);
+    enum oo_status status = acquire(w->engine, w->member[i], stream, stamp, kind, task, 0, &use);
     if (status != OO_OK)
         return status;
     const enum oo_status launched = oo_engine_launch(w->engine, w->member[i], stream, 20e-6);

@@ -41,8 +41,8 @@ struct layer {
 };
 
 struct attached {
-    int live;
-    uint32_t id;
+    int live, leased;
+    uint32_t id, lease;
     struct oo_host *host;
     char *arenas[SEGMENTS];
     uintptr_t arena_streams[SEGMENTS];
@@ -315,7 +315,7 @@ static enum oo_status add_segment(struct fuzz *f, struct attached *m, unsigned s
     const uintptr_t begin = (uintptr_t)arena + off;
     const size_t skipped = (OO_ALIGNMENT - begin % OO_ALIGNMENT) % OO_ALIGNMENT;
     const enum oo_status status =
-        oo_segment_add(f->w.engine, m->id, begin, bytes, f->streams[stream]);
+        oo_segment_add(f->w.engine, m->lease, begin, bytes, f->streams[stream]);
     const int too_small = bytes < skipped + OO_ALIGNMENT;
     excuse(f, status, too_small && status == OO_E_ARGUMENT, "segment");
     REQUIRE(status != OO_OK || !too_small, "a segment of %zu bytes was taken", bytes);
@@ -418,6 +418,15 @@ static unsigned any_stream(const struct fuzz *f, struct input *in) {
     return f->capturing[stream] ? 0 : stream;
 }
 
+/* What it was lent first: between the two no call needs room. */
+static enum oo_status leave(struct fuzz *f, struct attached *m) {
+    const enum oo_status status = m->leased ? oo_lease_remove(f->w.engine, m->lease) : OO_OK;
+    if (status != OO_OK)
+        return status;
+    m->leased = 0;
+    return oo_model_remove(f->w.engine, m->id);
+}
+
 static void attach(struct fuzz *f, struct attached *m, struct input *in) {
     memset(m, 0, sizeof *m);
     if (oo_host_create((size_t)LAYERS * TENSORS * MOST_BYTES, &m->host) != OO_OK)
@@ -430,6 +439,11 @@ static void attach(struct fuzz *f, struct attached *m, struct input *in) {
         excuse(f, status, 0, "model");
         added = status == OO_OK;
     }
+    if (status == OO_OK) {
+        status = oo_lease_add(f->w.engine, &m->lease);
+        excuse(f, status, 0, "lease");
+        m->leased = status == OO_OK;
+    }
     if (status == OO_OK)
         status = add_segment(f, m, any_stream(f, in), in);
     char *at = oo_host_address(m->host);
@@ -440,34 +454,37 @@ static void attach(struct fuzz *f, struct attached *m, struct input *in) {
         return;
     clear_faults(f);
     if (added) {
-        status = oo_model_remove(f->w.engine, m->id);
+        status = leave(f, m);
         if (status != OO_OK && lost(f))
-            status = oo_model_remove(f->w.engine, m->id);
+            status = leave(f, m);
         REQUIRE(status == OO_OK, "undo attach: %s", oo_error_message());
     }
     give_back_model(f, m);
 }
 
 static void detach(struct fuzz *f, struct attached *m) {
-    int in_use = 0;
+    enum oo_status status;
     for (int i = 0; i < HELD; i++)
         for (unsigned l = 0; l < m->n_layers; l++)
-            in_use |= f->held[i].live && f->held[i].layer == &m->layers[l];
-    for (unsigned other = 0; other < MODELS;
-         other++) /* another's unit in use may lie in its segment */
-        in_use |= &f->models[other] != m && holds_any(f);
-    enum oo_status status = oo_model_remove(f->w.engine, m->id);
+            if (f->held[i].live && f->held[i].layer == &m->layers[l]) {
+                status = oo_model_remove(f->w.engine, m->id);
+                REQUIRE(status != OO_OK, "removed while in use");
+                judge(f, status, status == OO_E_STATE, 1, "detach while in use");
+                return;
+            }
+    const int in_use = holds_any(f); /* another's unit in use may lie in its segment */
+    status = leave(f, m);
     judge(f, status, in_use && status == OO_E_STATE, 1, "detach");
     if (status == OO_E_STATE)
         return;
     if (status != OO_OK) {
         end_captures(f);
-        status = oo_model_remove(f->w.engine, m->id);
+        status = leave(f, m);
         judge(f, status, in_use && status == OO_E_STATE, 1, "detach after the fault");
         if (status == OO_E_STATE && in_use)
             return;
         if (status != OO_OK && lost(f)) /* lost by the second attempt */
-            status = oo_model_remove(f->w.engine, m->id);
+            status = leave(f, m);
         REQUIRE(status == OO_OK, "detach after the fault: %s", oo_error_message());
     }
     give_back_model(f, m);
@@ -517,7 +534,7 @@ static void release(struct fuzz *f, struct held *h) {
                 "released twice");
 }
 
-static void acquire(struct fuzz *f, struct held *h, struct layer *layer, struct input *in) {
+static void begin_use(struct fuzz *f, struct held *h, struct layer *layer, struct input *in) {
     const unsigned how = below(in, 8), which = below(in, STREAMS);
     const uintptr_t stream = f->streams[which];
     enum oo_kind kind = how < 3 ? OO_FORWARD : how < 5 ? OO_RECOMPUTE : OO_BACKWARD;
@@ -526,8 +543,8 @@ static void acquire(struct fuzz *f, struct held *h, struct layer *layer, struct 
         f->task++;
     struct oo_use use;
     cover(layer, 0);
-    enum oo_status status = oo_engine_acquire(f->w.engine, layer->member, stream, layer->stamp,
-                                              kind, kind == OO_FORWARD ? -1 : f->task, flags, &use);
+    enum oo_status status = acquire(f->w.engine, layer->member, stream, layer->stamp, kind,
+                                    kind == OO_FORWARD ? -1 : f->task, flags, &use);
     cover(layer, 1);
     /* No room, or rewritten while in use: only where something is in use. */
     const int no_use = holds_any(f) && (status == OO_E_NO_ROOM || status == OO_E_STATE);
@@ -783,9 +800,9 @@ static void wrong_call(struct fuzz *f, struct input *in) {
     int even_dead = 0;
     struct attached *m = &f->models[f->models[0].live ? 0 : 1];
     struct oo_trace_row *rows;
-    switch (below(in, 17)) {
+    switch (below(in, 20)) {
     case 0:
-        status = oo_engine_acquire(e, 99999, f->streams[1], 0, OO_FORWARD, -1, 0, &use);
+        status = acquire(e, 99999, f->streams[1], 0, OO_FORWARD, -1, 0, &use);
         expected = OO_E_STATE;
         break;
     case 1:
@@ -852,6 +869,18 @@ static void wrong_call(struct fuzz *f, struct input *in) {
         status = oo_engine_create(sim.path, 7, &e);
         REQUIRE(status == OO_E_NO_DEVICE || f->faulty, "%s", oo_status_name(status));
         return;
+    case 16: /* whatever befell the engine */
+        status = acquire(e, 0, f->streams[1], 0, OO_FORWARD, -1, 4 << below(in, 20), &use);
+        REQUIRE(status == OO_E_ARGUMENT, "%s", oo_status_name(status));
+        return;
+    case 17:
+        status = oo_engine_release(e, 0, f->streams[1], 2 << below(in, 20), &fetched);
+        REQUIRE(status == OO_E_ARGUMENT, "%s", oo_status_name(status));
+        return;
+    case 18:
+        status = oo_lease_remove(e, 99999);
+        even_dead = 1;
+        break;
     default:
         status = oo_engine_stamp(e, &(struct oo_stamp){99999, 1}, 1);
         expected = OO_E_STATE;
@@ -957,7 +986,7 @@ static void use_model(struct fuzz *f, struct attached *m, unsigned call, struct 
             if (h->live)
                 release(f, h);
             if (!h->live)
-                acquire(f, h, &m->layers[i], in);
+                begin_use(f, h, &m->layers[i], in);
         }
         break;
     case 17:
@@ -968,7 +997,7 @@ static void use_model(struct fuzz *f, struct attached *m, unsigned call, struct 
         if (h->live)
             release(f, h);
         else
-            acquire(f, h, layer, in);
+            begin_use(f, h, layer, in);
         break;
     }
 }

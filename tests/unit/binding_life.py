@@ -31,11 +31,12 @@ class Life:
         for at in range(0, len(self.view), 4 * KIB):
             self.view[at : at + 4 * KIB] = bytes([1 + at // (4 * KIB)]) * (4 * KIB)
         assert self.engine.lock(self.buffer) is None and self.buffer.locked
+        self.lease = self.engine.add_lease()
         self.model = self.engine.add_model()
         self.block = ctypes.create_string_buffer(ARENA_BYTES + _core.ALIGNMENT)
         start = ctypes.addressof(self.block)
         self.arena = start + -start % _core.ALIGNMENT
-        self.engine.add_segment(self.model, self.arena, ARENA_BYTES, self.stream)
+        self.engine.add_segment(self.lease, self.arena, ARENA_BYTES, self.stream)
         self.units: dict[int, list[int]] = {}
         self.tensors: dict[int, list[tuple[int, int, int]]] = {}  # host, bytes, offset
         at = self.buffer.address
@@ -113,6 +114,7 @@ class Life:
 
     def close_unused(self) -> None:
         """The end of a life that took no step."""
+        self.engine.remove_lease(self.lease)
         self.engine.remove_model(self.model)
         self.engine.unlock(self.buffer)
         self.engine.close()
@@ -121,6 +123,7 @@ class Life:
         member = next(iter(self.units.values())).pop()
         self.engine.remove_member(member)
         fails(ValueError, self.engine.remove_member, member)
+        self.engine.remove_lease(self.lease)
         self.engine.remove_model(self.model)
         self.engine.unlock(self.buffer)
         self.engine.close()
@@ -203,8 +206,9 @@ def fail_once() -> None:
         ("lock", (3,)),
         ("unlock", (3,)),
         ("remove_model", ("x",)),
-        ("add_segment", (life.model, life.arena)),
-        ("add_segment", (life.model, life.arena, "many", 0)),
+        ("remove_lease", ("x",)),
+        ("add_segment", (life.lease, life.arena)),
+        ("add_segment", (life.lease, life.arena, "many", 0)),
         ("add_unit", (life.model, [3], False)),
         ("add_unit", (life.model, [[(1, "x")]], False)),
         ("add_unit", (life.model, [[1]], False)),
@@ -241,7 +245,8 @@ def fail_once() -> None:
         ("stamp", ([(member, 1), (9999, 1)],)),
         ("set_trainable", (9999, True)),
         ("remove_model", (9,)),
-        ("add_segment", (life.model, life.arena, 0, life.stream)),
+        ("remove_lease", (9,)),
+        ("add_segment", (life.lease, life.arena, 0, life.stream)),
     ):
         fails((ValueError, OffloadError), getattr(engine, name), *arguments)
     fails(OffloadError, engine.release, 12345, life.stream)
@@ -253,6 +258,7 @@ def fail_once() -> None:
     for name, arguments in (
         ("acquire", (member, life.stream, 0, 0, -1, 0.0)),
         ("add_model", ()),
+        ("add_lease", ()),
         ("stats", ()),
         ("stamp", ([],)),
         ("residents", ()),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import re
 import sys
 import weakref
+from pathlib import Path
 from types import ModuleType
 
+import oracle_offload
 from oracle_offload import _core, errors
 
+ROOT = Path(__file__).resolve().parents[2]
 KEPT = (errors.OffloadError, errors.driver_error, errors.no_room_error)
 
 
@@ -26,6 +30,13 @@ def test_its_constants_are_those_of_the_engine() -> None:
     assert (_core.FORWARD, _core.RECOMPUTE, _core.BACKWARD) == (0, 1, 2)
     assert _core.ALIGNMENT >= 16 and _core.ALIGNMENT & (_core.ALIGNMENT - 1) == 0
     assert _core.BUILD.startswith("C11")
+
+
+def test_the_header_the_engine_and_the_package_have_one_version() -> None:
+    header = ROOT / "csrc/include/oracle_offload.h"
+    numbers = dict(re.findall(r"#define OO_VERSION_(\w+) (\d+)", header.read_text()))
+    assert list(numbers) == ["MAJOR", "MINOR", "PATCH"]
+    assert ".".join(numbers.values()) == _core.VERSION == oracle_offload.__version__
 
 
 def test_the_collector_sees_what_it_holds() -> None:
