@@ -197,7 +197,7 @@ def pictures(runner: Any, device: str, manager: Any) -> None:
     """Write the engine's timeline of one step and torch's trace of another, once."""
     import torch
 
-    from oracle_offload.timeline import timeline_svg
+    from oracle_offload.views.timeline import timeline_svg
 
     timeline, trace = common.artifact("step-timeline.svg"), common.artifact("step-trace.json.gz")
     if timeline is None or trace is None or timeline.exists():

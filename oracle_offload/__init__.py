@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "DriverError": "errors",
     "MemoryManager": "manager",
-    "MemoryReport": "summary",
+    "MemoryReport": "views.summary",
     "NoRoomError": "errors",
     "OffloadError": "errors",
     "OomReport": "explain",
@@ -27,7 +27,7 @@ _PUBLIC = {
     "explain_oom": "explain",
     "explained_oom": "explain",
     "is_oom": "explain",
-    "memory_summary": "summary",
+    "memory_summary": "views.summary",
 }
 
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from .explain import is_oom as is_oom
     from .manager import MemoryManager as MemoryManager
     from .manager import attach as attach
-    from .summary import MemoryReport as MemoryReport
-    from .summary import memory_summary as memory_summary
+    from .views.summary import MemoryReport as MemoryReport
+    from .views.summary import memory_summary as memory_summary
 
 
 def __getattr__(name: str) -> object:

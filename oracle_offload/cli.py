@@ -56,7 +56,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     """Print one page of checks; exit with 3 when one of them is bad."""
     from .doctor import examine
     from .doctor.report import write_text
-    from .terminal import FileError, naming
+    from .views.terminal import FileError, naming
 
     if sys.stderr.isatty():
         print("examining, which imports torch once ...", end="\r", file=sys.stderr, flush=True)

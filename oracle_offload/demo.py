@@ -208,8 +208,8 @@ def run_demo(
     _quiet_libraries()
     from . import manager as managers
     from .engines import parse_device
-    from .summary import memory_summary
-    from .timeline import timeline_svg
+    from .views.summary import memory_summary
+    from .views.timeline import timeline_svg
 
     place = parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_cuda = place.type == "cuda"

@@ -24,9 +24,9 @@ from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers
 from .geometry import stored_bytes, tensor_bytes, unit_bytes
 from .layers.leaf import HANDLE, Layer, is_managed, layer_type, put_on_trial, swap_in, swap_out
-from .progress import DelayedBar
 from .selection import Leaf, group_units, wrapper_of
 from .sizes import GIB, format_size, parse_size
+from .views.progress import DelayedBar
 
 logger = logging.getLogger("oracle_offload")
 
@@ -521,7 +521,7 @@ class MemoryManager:
 
     def memory_summary(self, abbreviated: bool = False) -> Any:
         """Return the `MemoryReport` of this model."""
-        from .summary import memory_summary
+        from .views.summary import memory_summary
 
         return memory_summary(self.device, abbreviated, model=self._module())
 

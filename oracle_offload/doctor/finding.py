@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..terminal import printable
+from ..views.terminal import printable
 
 GIB = 1 << 30
 MIB = 1 << 20

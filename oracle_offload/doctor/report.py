@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TextIO
 
-from ..terminal import put, wants_color
+from ..views.terminal import put, wants_color
 from .finding import VERDICTS, Finding, worst
 
 SCHEMA = "oracle_offload/doctor/1"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
-from ..terminal import FileError, naming, printable, put, wants_color
+from ..views.terminal import FileError, naming, printable, put, wants_color
 from .history import read_history
 from .pipeline import explain
 from .reading import read_excerpt

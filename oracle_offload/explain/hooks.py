@@ -21,7 +21,7 @@ from os import PathLike
 from types import TracebackType
 from typing import IO, Any
 
-from ..terminal import put, wants_color
+from ..views.terminal import put, wants_color
 from .pipeline import explain_oom
 from .report import OomReport
 

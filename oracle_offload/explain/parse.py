@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..terminal import printable
+from ..views.terminal import printable
 from .facts import SIZE, UNLIMITED, Fact, compiled, parse_size
 from .templates import NAMED, PROOF, TEMPLATES, Template
 

@@ -10,7 +10,7 @@ import xml.etree.ElementTree
 import pytest
 
 from oracle_offload import cli
-from oracle_offload.timeline import timeline_svg
+from oracle_offload.views.timeline import timeline_svg
 
 
 def test_demo_trains_alike_and_draws_its_step(tmp_path, capsys):

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from oracle_offload.summary import (  # noqa: E402
+from oracle_offload.views.summary import (  # noqa: E402
     DeviceUsage,
     MemoryReport,
     ModelUsage,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oracle_offload.terminal import FileError, naming, printable, put, wants_color
+from oracle_offload.views.terminal import FileError, naming, printable, put, wants_color
 
 
 @pytest.mark.parametrize(

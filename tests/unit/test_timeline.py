@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from oracle_offload.timeline import timeline_svg
+from oracle_offload.views.timeline import timeline_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

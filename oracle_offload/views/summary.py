@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .engines import open_states, parse_device
-from .sizes import format_size
+from ..engines import open_states, parse_device
+from ..sizes import format_size
 
 if TYPE_CHECKING:
-    from .engines import DeviceState
-    from .manager import Attachment
+    from ..engines import DeviceState
+    from ..manager import Attachment
 
 SCHEMA = "oracle_offload/memory-summary/1"
 _WIDTH = 80
@@ -193,7 +193,7 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
 
 
 def _model_usage(state: DeviceState, attachment: Attachment) -> ModelUsage:
-    from .manager import distinct_bytes
+    from ..manager import distinct_bytes
 
     stats = state.engine.stats(attachment.model)
     manager = attachment.manager()
