@@ -207,7 +207,7 @@ def run_demo(
 
     _quiet_libraries()
     from . import manager as managers
-    from .engines import parse_device
+    from .devices import parse_device
     from .views.summary import memory_summary
     from .views.timeline import timeline_svg
 

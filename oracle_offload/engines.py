@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import functools
 import logging
 import os
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from . import _core, simulator
+from . import _core, devices, simulator
 from .errors import OffloadError
 from .simulated_time import SimulatedTime
 
@@ -43,9 +41,9 @@ class Segment:
     """One piece of the arena: `nbytes` of device memory at `address`, inside a torch allocation."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        # CPU tensors are aligned to 64 bytes; some kernels choose their path by alignment.
-        slack = 0 if device.type == "cuda" else _core.ALIGNMENT
-        self.tensor = torch.empty(nbytes + slack, dtype=torch.uint8, device=device)
+        # An allocator may align to less: to 64 bytes on the host, or a pluggable one on CUDA.
+        size = nbytes + _core.ALIGNMENT
+        self.tensor = torch.empty(size, dtype=torch.uint8, device=device)
         self.storage = self.tensor.untyped_storage()
         self.base = self.tensor.data_ptr()
         self.address = -(-self.base // _core.ALIGNMENT) * _core.ALIGNMENT
@@ -65,34 +63,17 @@ class DeviceState:
         self.unclosed: list[Any] = []  # attachments that a lasting fault kept from being closed
         self.tasks_with_gradients: set[int] = set()  # see `oracle_offload.gradients`
         self.turned = False  # a managed backward has run since the last forward began
-        self.engine = self._open()
+        self.kind = devices.KINDS[device.type](device)
+        self.engine = self.kind.open_engine()
         try:
             self.simulated = self.engine.simulated
-            self.stream = self._find_stream()
+            self.stream = self.kind.stream_of(self.engine)
             self.time = SimulatedTime(simulator.get_device(0) if self.simulated else None)
             self.engine.set_verify(os.environ.get("ORACLE_OFFLOAD_VERIFY", "0") not in ("", "0"))
         except BaseException:
             _orphans.append(self.engine)
             _close_orphans()
             raise
-
-    def _open(self) -> _core.Engine:
-        if self.device.type == "cuda":
-            index = self.device.index
-            torch.cuda.init()
-            with torch.cuda.device(index):
-                return _core.Engine(os.environ.get("ORACLE_OFFLOAD_DRIVER") or None, index)
-        return _core.Engine(str(simulator.library_path()), 0)
-
-    def _find_stream(self) -> Callable[[], int]:
-        if self.device.type == "cuda":
-            raw = torch._C._cuda_getCurrentRawStream
-            return functools.partial(raw, self.device.index)
-        self.compute_stream = self.engine.compute_stream
-        return self._simulated_stream
-
-    def _simulated_stream(self) -> int:
-        return self.compute_stream
 
     # ---- bookkeeping ----
 
@@ -151,41 +132,6 @@ class DeviceState:
 
 
 # ---- the registry ----
-
-
-def parse_device(device: Any) -> torch.device:
-    """Return the device that `device` names, with an index for CUDA.
-
-    Raises
-    ------
-    ValueError
-        Not a device, or one that models cannot be attached to.
-    OffloadError
-        CUDA where there is none, or a device number that does not exist.
-    """
-    try:
-        if isinstance(device, int) and not isinstance(device, bool):
-            device = f"cuda:{device}"
-        parsed = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"device={device!r} is not a device; use 'cuda', 'cuda:0' or 'cpu'"
-        ) from error
-    if parsed.type == "cpu":
-        return torch.device("cpu")
-    if parsed.type != "cuda":
-        raise ValueError(
-            f"device={device!r}: only 'cuda' and 'cpu' (the simulated device) are supported"
-        )
-    if not torch.cuda.is_available():
-        raise OffloadError(
-            f"device={str(device)!r}, but torch sees no CUDA device (torch {torch.__version__}). "
-            "Use device='cpu' for the simulated one, or install torch with CUDA and a driver."
-        )
-    index = torch.cuda.current_device() if parsed.index is None else parsed.index
-    if index >= torch.cuda.device_count():
-        raise OffloadError(f"device='cuda:{index}', but there are {torch.cuda.device_count()}")
-    return torch.device("cuda", index)
 
 
 def open_state(device: torch.device) -> DeviceState:

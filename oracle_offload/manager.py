@@ -17,8 +17,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from . import _core, masters, selection
 from .autocast import StandIns
+from .devices import parse_device
 from .direct_uses import used_directly
-from .engines import DeviceState, Layout, Segment, close_if_unused, open_state, parse_device
+from .engines import DeviceState, Layout, Segment, close_if_unused, open_state
 from .errors import DriverError, OffloadError
 from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers

@@ -77,8 +77,8 @@ class Layer:
         self.unit = -1
         self.offsets: list[int] = []
         self.views: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self.on_cuda = self.state.device.type == "cuda"
         self.device_type = self.state.device.type
+        self.on_cpu = self.device_type == "cpu"
         # The model's structure changed (an adapter was added): look at it again before computing.
         self.unsettled: list[bool] = manager.unsettled
         # What a replaced master replaced, and whether by another Parameter.
@@ -476,7 +476,7 @@ class LinearLayer(Layer):
         """Compute the layer for `x`."""
         if not self.ready(x):
             return self.foreign(x)
-        if x.is_cuda is not self.on_cuda:
+        if x.is_cpu is not self.on_cpu:
             x = x.to(self.state.device)
         dtype = cast_dtype(self.device_type)
         if dtype is not None:
@@ -582,7 +582,7 @@ class Conv2dLayer(Layer):
         """Compute the layer for `x`."""
         if not self.ready(x):
             return self.foreign(x)
-        if x.is_cuda is not self.on_cuda:
+        if x.is_cpu is not self.on_cpu:
             x = x.to(self.state.device)
         module = cast("Any", self.module())
         if self.arguments != self.arguments_of(module):

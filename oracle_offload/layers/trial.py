@@ -122,7 +122,7 @@ def move_to_device(manager: MemoryManager, layer: Layer, where: str) -> None:
         copies = _copies(layer, list(tensors.values()), where)
         for key, tensor in tensors.items():
             _keep_earlier_gradients(tensor, copies[key].device)
-            tensor.data = copies[key]
+            layer.state.kind.set_data(tensor, copies[key])
             _moved[tensor] = None
             if tensor.grad is not None:
                 tensor.grad = tensor.grad.to(tensor.device)

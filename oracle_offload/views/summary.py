@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..engines import open_states, parse_device
+from ..devices import parse_device
+from ..engines import open_states
 from ..sizes import format_size
 
 if TYPE_CHECKING:
@@ -172,14 +173,13 @@ def _manages(attachment: Attachment, model: nn.Module) -> bool:
 def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUsage:
     stats = state.engine.stats()
     free, total = state.engine.mem_info()
-    allocated = torch.cuda.memory_allocated(state.device) if state.device.type == "cuda" else None
     return DeviceUsage(
         device=str(state.device),
         name=state.engine.device_name,
         simulated=state.simulated,
         free_bytes=free,
         total_bytes=total,
-        torch_allocated_bytes=allocated,
+        torch_allocated_bytes=state.kind.allocated_bytes(),
         arena_bytes=stats["arena_bytes"],
         in_arena_bytes=stats["resident_bytes"],
         peak_in_arena_bytes=stats["peak_resident_bytes"],

@@ -207,7 +207,7 @@ def test_no_room_in_the_arena_and_no_host_memory_are_different_errors(
     """The one is cured by a smaller model on the device, the other by more RAM."""
     model, x = frozen(width=128), torch.randn(3, 128)
     manager = attach(model)
-    engine, stream = manager.state.engine, manager.state.compute_stream
+    engine, stream = manager.state.engine, manager.state.stream()
     tickets = [
         engine.acquire(layer.member, stream, layer.stamp(), _core.FORWARD, -1, 0.0)[0]
         for layer in manager.layers[:2]  # two units fill the arena

@@ -265,7 +265,7 @@ def test_two_compute_streams_use_one_unit(sim):
     managed, resident = resident_pair(Tower(depth=6).requires_grad_(False))
     with attached(managed, "cpu", offload_percent=0.8) as manager:
         state = manager.state
-        first, second = state.compute_stream, sim.create_stream()
+        first, second = state.stream(), sim.create_stream()
         calls = iter(range(10**6))
         state.stream = lambda: (first, second)[next(calls) % 2]
         with torch.no_grad():
@@ -416,9 +416,9 @@ def test_the_arena_grows_while_another_thread_computes(pinned):
 
         def hold(layer):
             ticket, address, _ = engine.acquire(
-                layer.member, state.compute_stream, layer.stamp(), _core.FORWARD, -1, 0.0
+                layer.member, state.stream(), layer.stamp(), _core.FORWARD, -1, 0.0
             )
-            held.callback(engine.release, ticket, state.compute_stream)
+            held.callback(engine.release, ticket, state.stream())
             return address
 
         class Meanwhile:

@@ -1,0 +1,145 @@
+"""The kinds of devices that models are attached to: what differs from one to the other.
+
+A kind says which driver the engine of such a device runs over, on which stream torch computes
+there, and how a tensor moves to it. Nothing else in the package asks for a device's type.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _core, simulator
+from .errors import OffloadError
+
+
+class Device(abc.ABC):
+    """What the package asks of a device, whatever its kind.
+
+    Parameters
+    ----------
+    device : torch.device
+        The device, as `find` returned it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @staticmethod
+    @abc.abstractmethod
+    def find(device: torch.device) -> torch.device:
+        """Return the device that the user named, as its tensors name it.
+
+        Raises
+        ------
+        OffloadError
+            It does not exist.
+        """
+
+    @abc.abstractmethod
+    def open_engine(self) -> _core.Engine:
+        """Return a new engine over the device's driver."""
+
+    @abc.abstractmethod
+    def stream_of(self, engine: _core.Engine) -> Callable[[], int]:
+        """Return what answers the handle of the stream that torch computes on in this thread."""
+
+    def allocated_bytes(self) -> int | None:
+        """Bytes that torch has allocated there; None where torch does not count them."""
+        return None
+
+    def set_data(self, tensor: Tensor, data: Tensor) -> None:
+        """Let `tensor`, which others know by its identity, be `data` from now on."""
+        tensor.data = data
+
+
+class Simulated(Device):
+    """The simulated driver; torch's tensors lie in host memory."""
+
+    @staticmethod
+    def find(device: torch.device) -> torch.device:
+        """Return the device without a number."""
+        return torch.device(device.type)
+
+    def open_engine(self) -> _core.Engine:
+        """Return a new engine over the simulated driver."""
+        return _core.Engine(str(simulator.library_path()), 0)
+
+    def stream_of(self, engine: _core.Engine) -> Callable[[], int]:
+        """Return what answers the engine's own stream: torch has none there."""
+        stream = engine.compute_stream
+        return lambda: stream
+
+
+class Cuda(Device):
+    """A GPU, by the system's CUDA driver or the one that ``ORACLE_OFFLOAD_DRIVER`` names."""
+
+    @staticmethod
+    def find(device: torch.device) -> torch.device:
+        """Return the device with its number.
+
+        Raises
+        ------
+        OffloadError
+            There is none, or not that many.
+        """
+        if not torch.cuda.is_available():
+            raise OffloadError(
+                f"device={str(device)!r}, but torch sees no CUDA device (torch "
+                f"{torch.__version__}). Use device='cpu' for the simulated one, or install torch "
+                "with CUDA and a driver."
+            )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise OffloadError(f"device='cuda:{index}', but there are {torch.cuda.device_count()}")
+        return torch.device("cuda", index)
+
+    def open_engine(self) -> _core.Engine:
+        """Return a new engine over the system's driver."""
+        torch.cuda.init()
+        with torch.cuda.device(self.device.index):
+            library = os.environ.get("ORACLE_OFFLOAD_DRIVER") or None
+            return _core.Engine(library, self.device.index)
+
+    def stream_of(self, engine: _core.Engine) -> Callable[[], int]:
+        """Return what answers torch's current stream."""
+        return functools.partial(torch._C._cuda_getCurrentRawStream, self.device.index)
+
+    def allocated_bytes(self) -> int | None:
+        """Bytes that torch has allocated there."""
+        return torch.cuda.memory_allocated(self.device)
+
+
+KINDS: dict[str, type[Device]] = {"cuda": Cuda, "cpu": Simulated}  # by torch's device type
+
+
+def parse_device(device: Any) -> torch.device:
+    """Return the device that `device` names, with an index for CUDA.
+
+    Raises
+    ------
+    ValueError
+        Not a device, or one that models cannot be attached to.
+    OffloadError
+        CUDA where there is none, or a device number that does not exist.
+    """
+    try:
+        if isinstance(device, int) and not isinstance(device, bool):
+            device = f"cuda:{device}"
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device={device!r} is not a device; use 'cuda', 'cuda:0' or 'cpu'"
+        ) from error
+    kind = KINDS.get(parsed.type)
+    if kind is None:
+        raise ValueError(
+            f"device={device!r}: only 'cuda' and 'cpu' (the simulated device) are supported"
+        )
+    return kind.find(parsed)
