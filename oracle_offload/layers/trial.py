@@ -1,8 +1,9 @@
 """Layers managed on trial: code that reads their weight as a value stands in a branch.
 
 A branch that is never taken does no harm. If it is taken, the layer's attribute is read from a line
-that `oracle_offload.direct_uses` has found, and before the reader gets it the Parameter moves to the
-device, for good: ``.data`` is re-pointed, so that optimizers, ties and autograd know it as before.
+that `oracle_offload.direct_uses` has found, and before the reader gets it the Parameter moves to
+the device, for good: ``.data`` is re-pointed, so that optimizers, ties and autograd know it as
+before.
 
 The layer's calls go through the same autograd function until the graph that is being built is gone,
 on the weight as it lies on the device. A checkpoint compares what a recompute saves with what
