@@ -183,7 +183,7 @@ def offloaded(
         if recorded is None:
             recorded = replay.record(manager, runner.step), replay.units_of(manager)
             pictures(runner, device, manager)
-        segments = [segment.nbytes for segment in manager.attachment.segments]
+        segments = [segment.nbytes for segment in manager.attachment.arena.segments]
     finally:
         begin = time.perf_counter()
         manager.detach(runner.model)

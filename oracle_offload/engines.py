@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -50,6 +50,22 @@ class Segment:
         self.nbytes = nbytes
 
 
+class Listener(Protocol):
+    """Who holds something of a device, and wants to hear what happens there."""
+
+    def before_forward(self) -> None:
+        """The first managed forward after a backward begins."""
+
+    def before_step(self) -> bool:
+        """An optimizer is about to step; return whether it trains anything held here."""
+
+    def after_step(self) -> None:
+        """An optimizer has stepped."""
+
+    def forget_views(self) -> None:
+        """Segments of the arena go back: let go of all views into it."""
+
+
 class DeviceState:
     """The engine of one device and what torch has to know about it."""
 
@@ -59,8 +75,7 @@ class DeviceState:
         self.lock = threading.RLock()  # protects units, segments and models
         self.units: dict[int, list[Layer]] = {}
         self.segments: list[Segment] = []
-        self.models: dict[int, Any] = {}
-        self.unclosed: list[Any] = []  # attachments that a lasting fault kept from being closed
+        self.listeners: list[Listener] = []
         self.tasks_with_gradients: set[int] = set()  # see `oracle_offload.gradients`
         self.turned = False  # a managed backward has run since the last forward began
         self.kind = devices.KINDS[device.type](device)
@@ -110,10 +125,9 @@ class DeviceState:
             kept = [segment for segment in self.segments if segment not in gone]
             self.segments = sorted([*kept, *come], key=lambda segment: segment.address)
             Layout.version += 1
-            if gone:  # views keep their segment's memory alive
-                for layers in self.units.values():
-                    for layer in layers:
-                        layer.views.clear()
+            if gone:
+                for listener in self.listeners:
+                    listener.forget_views()
 
     def storage_at(self, address: int) -> tuple[torch.UntypedStorage, int]:
         """Return the storage that holds device `address`, and the address it begins at."""
@@ -123,12 +137,24 @@ class DeviceState:
             return segments[index].storage, segments[index].base
         raise OffloadError(f"the engine answered {address:#x}, which is in no segment of the arena")
 
+    def join(self, listener: Listener) -> None:
+        """Keep the engine open for `listener`, and let it hear."""
+        with self.lock:
+            if listener not in self.listeners:
+                self.listeners.append(listener)
+
+    def leave(self, listener: Listener) -> None:
+        """Undo `join`."""
+        with self.lock:
+            if listener in self.listeners:
+                self.listeners.remove(listener)
+
     def begin_forward(self) -> None:
         """The first managed forward after a backward: the arena may grow to what was learned."""
         self.turned = False
         with self.lock:
-            for attachment in list(self.models.values()):
-                attachment.grow_to_block()
+            for listener in list(self.listeners):
+                listener.before_forward()
 
 
 # ---- the registry ----
@@ -163,7 +189,7 @@ def _close_engine(engine: _core.Engine) -> None:
 def close_if_unused(state: DeviceState) -> None:
     """Close the engine once it holds nothing of any model."""
     with _registry_lock:
-        if state.models or state.unclosed or _registry.get(str(state.device)) is not state:
+        if state.listeners or _registry.get(str(state.device)) is not state:
             return
         _close_engine(state.engine)
         del _registry[str(state.device)]
@@ -186,7 +212,7 @@ def _install_hooks() -> None:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Cover what the end of a graph task cannot: a backward that raised, gradients set by hand."""
     for state in open_states():
-        trained = [attachment.update_trainable() for attachment in list(state.models.values())]
+        trained = [listener.before_step() for listener in list(state.listeners)]
         if any(trained):
             state.engine.hold()
 
@@ -194,5 +220,5 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     for state in open_states():
         state.engine.resume()
-        for attachment in list(state.models.values()):
-            attachment.end_of_step()
+        for listener in list(state.listeners):
+            listener.after_step()

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +28,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from .attachment import Attachment
 from .engines import Layout
 from .exemption import is_exempt
 from .geometry import memory_of
 from .layers import trial
-from .layers.leaf import is_managed
+from .layers.leaf import Layer, is_managed
 from .operators import operator_of, tensors_in
+from .structure import Structure
 from .witness import Witness, refusal
-
-if TYPE_CHECKING:
-    from .manager import MemoryManager
 
 _SLOT = "_compiled_call_impl"
 _MAX_ENTRIES = 16  # calls of parts of a model that are watched where the model itself is not called
@@ -74,37 +73,39 @@ class FirstForward:
 
     Parameters
     ----------
-    manager : MemoryManager
-        Who attached the model; only weak references are kept.
+    structure : Structure
+        Of the model; what it was attached with is reached through it.
     """
 
-    def __init__(self, manager: MemoryManager) -> None:
-        self._manager = weakref.ref(manager)
+    def __init__(self, structure: Structure) -> None:
+        self._structure = structure
         self._lock = threading.Lock()  # protects what follows
         self._armed = True
         self._entries = 0
         self._parts: list[weakref.ref[nn.Module]] = []
-        self._watched: set[int] = set()  # the structures that a watched forward had
+        self._watched: set[int] = set()  # the code that a watched forward had
         self._ended = False
         self._graph_may_live = False  # forward has built one, and no backward has begun since
         self._root_entry: weakref.ref[_Entry] | None = None
-        self.look_again()
+        self.structure_settled()
+        structure.listeners.append(self)
 
-    def arm(self) -> None:
+    def structure_changed(self) -> None:
         """Watch the next forward."""
         with self._lock:
             self._armed, self._entries = True, 0
 
-    def look_again(self) -> None:
+    def structure_settled(self) -> None:
         """Take the model's parts as they are now."""
-        manager = self._manager()
-        if manager is None or not manager.is_alive() or self._ended:
+        structure = self._structure
+        root = structure.module
+        if root is None or self._ended:
             return
         with self._lock:
-            self._parts = [weakref.ref(part) for part in manager.module.modules()]
+            self._parts = [weakref.ref(part) for part in root.modules()]
             for part in self._modules():
-                if (self._armed or manager.is_root(part)) and not is_managed(part):
-                    self._stand_before(part, manager.is_root(part))
+                if (self._armed or part is root) and not is_managed(part):
+                    self._stand_before(part, part is root)
 
     def _stand_before(self, part: nn.Module, is_root: bool) -> None:
         found = part.__dict__.get(_SLOT)
@@ -132,7 +133,7 @@ class FirstForward:
                 else:
                     module.__dict__[_SLOT] = entry.call
 
-    def _structure(self) -> int:
+    def _code(self) -> int:
         """Return a number that changes when another ``forward`` is put on a module or a class.
 
         Asked at each call of the model: a class is looked at once, however many modules it has.
@@ -153,20 +154,21 @@ class FirstForward:
     @_untraced
     def watch(self, module: nn.Module, inputs: Any) -> tuple[Watch | None, int | None]:
         """Return the watch that a forward is due, if any, and what `has_passed` is told of it."""
-        manager = self._manager()
-        if manager is None or not manager.is_alive() or getattr(_thread, "inside", False):
+        root = self._structure.module
+        if root is None or getattr(_thread, "inside", False):
             return None, None
-        manager.settle()
+        self._structure.settle()
         if _graph_task() == -1:  # no checkpoint recomputes
-            if manager.state.turned:
+            attachment = self._structure.attachment
+            if attachment.state.turned:
                 self._graph_may_live = False
-            if manager.attachment.leaving and not self._graph_may_live:
-                trial.finish(manager.attachment)
+            if attachment.leaving and not self._graph_may_live:
+                trial.finish(attachment)
             self._graph_may_live |= torch.is_grad_enabled()
-        structure = self._structure() if manager.is_root(module) else None
-        if not self._armed and (structure is None or structure in self._watched):
+        code = self._code() if module is root else None
+        if not self._armed and (code is None or code in self._watched):
             return None, None
-        return Watch(manager.module, inputs), structure
+        return Watch(root, inputs), code
 
     @_untraced
     def direct_uses(self, watch: Watch) -> AbstractContextManager[object]:
@@ -176,29 +178,29 @@ class FirstForward:
         harm: torch takes no fast path while such a mode is active, and torch.compile would break
         its graphs at every operator.
         """
-        manager = self._manager()
+        root = self._structure.module
         parts = self._modules()
         calls = (part.__dict__.get(_SLOT) for part in parts)
-        if manager is None or any(_is_compiled(call) for call in calls) or _compiling():
+        if root is None or any(_is_compiled(call) for call in calls) or _compiling():
             return contextlib.nullcontext()
         adapted = any("base_layer" in part._modules for part in parts)
-        if not adapted and "forward" not in manager.module.__dict__:
+        if not adapted and "forward" not in root.__dict__:
             return contextlib.nullcontext()
-        return DirectUses(manager, watch)
+        return DirectUses(self._structure.attachment, watch)
 
     @_untraced
-    def has_passed(self, structure: int | None) -> None:
-        """One forward has ended well: of the whole model, which has a structure, or of a part."""
+    def has_passed(self, code: int | None) -> None:
+        """One forward has ended well: of the whole model, which has `_code`, or of a part."""
         with self._lock:
             self._entries += 1
-            if structure is not None:
-                self._watched.add(structure)
+            if code is not None:
+                self._watched.add(code)
             elif self._entries < _MAX_ENTRIES:
                 return
             self._armed = False
-            manager = self._manager()
-            if manager is not None:
-                self._step_aside([part for part in self._modules() if not manager.is_root(part)])
+            root = self._structure.module
+            if root is not None:
+                self._step_aside([part for part in self._modules() if part is not root])
 
 
 def _code_of(forward: Any) -> int:
@@ -215,7 +217,7 @@ def _look_again_of(first_forward: FirstForward) -> Callable[[Any], None]:
     def look_again(_: Any) -> None:
         found = reference()
         if found is not None:
-            found.look_again()
+            found.structure_settled()
 
     return look_again
 
@@ -241,7 +243,7 @@ class _Entry:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = cast("nn.Module", self._module())
         call = self.call or module._call_impl
-        watch, structure = self._first_forward.watch(module, (args, kwargs))
+        watch, code = self._first_forward.watch(module, (args, kwargs))
         if watch is None:
             return call(*args, **kwargs)
         _thread.inside = True
@@ -250,7 +252,7 @@ class _Entry:
                 result = call(*args, **kwargs)
         finally:
             _thread.inside = False
-        self._first_forward.has_passed(structure)
+        self._first_forward.has_passed(code)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -260,9 +262,9 @@ class _Entry:
         return type(None), ()
 
 
-def watch_first_forward(manager: MemoryManager) -> FirstForward:
+def watch_first_forward(structure: Structure) -> FirstForward:
     """Watch the first forward of a model that has just been attached."""
-    return FirstForward(manager)
+    return FirstForward(structure)
 
 
 # ---- what a forward may do with masters ----
@@ -361,17 +363,21 @@ class DirectUses(TorchFunctionMode):
 
     Parameters
     ----------
-    manager : MemoryManager
-        Who attached the model.
+    attachment : Attachment
+        What the model holds.
     watch : Watch
         Knows what lies on the device.
     """
 
-    def __init__(self, manager: MemoryManager, watch: Watch) -> None:
+    def __init__(self, attachment: Attachment, watch: Watch) -> None:
         super().__init__()
-        self._manager = manager
+        self._attachment = attachment
         self._watch = watch
-        self._layers = {id(t): layer for layer in manager.layers for t in layer.tensors()}
+        self._layers = self._find_layers()
+
+    def _find_layers(self) -> dict[int, Layer]:
+        layers = list(self._attachment.layers)
+        return {id(tensor): layer for layer in layers for tensor in layer.tensors()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -382,8 +388,8 @@ class DirectUses(TorchFunctionMode):
         if masters and not is_exempt() and self._needs_device(func, given, masters):
             where = _code_outside(sys._getframe(1))
             for tensor in masters:
-                trial.move_to_device(self._manager, self._layers[id(tensor)], where)
-            self._layers = {id(t): each for each in self._manager.layers for t in each.tensors()}
+                trial.move_to_device(self._layers[id(tensor)], where)
+            self._layers = self._find_layers()
         return func(*args, **kwargs)
 
     def _needs_device(self, func: Any, given: list[Tensor], masters: list[Tensor]) -> bool:

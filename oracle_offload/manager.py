@@ -2,397 +2,33 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import logging
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
-import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch import nn
 
 from . import _core, masters, selection
-from .autocast import StandIns
+from .attachment import Attachment, close_leftovers
 from .devices import parse_device
-from .direct_uses import used_directly
-from .engines import DeviceState, Layout, Segment, close_if_unused, open_state
-from .errors import DriverError, OffloadError
+from .engines import DeviceState, close_if_unused, open_state
+from .errors import OffloadError
 from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers
-from .geometry import stored_bytes, tensor_bytes, unit_bytes
-from .layers.leaf import HANDLE, Layer, is_managed, layer_type, put_on_trial, swap_in, swap_out
+from .geometry import aligned, unit_bytes
+from .layers.leaf import Layer, layer_type, swap_in
+from .residents import Resident, list_residents, move_residents, resident_bytes
 from .selection import Leaf, group_units, wrapper_of
-from .sizes import GIB, format_size, parse_size
+from .sizes import format_size, parse_size
+from .structure import Structure
 from .views.progress import DelayedBar
 
 logger = logging.getLogger("oracle_offload")
 
 ATTRIBUTE = "_memory_manager"  # on the attached module; AI-Toolkit's name
-_SEGMENT_BYTES = GIB
-_attached_roots: weakref.WeakSet[MemoryManager] = weakref.WeakSet()
-_structure_hooks: list[Any] = []
-_settle_hooks: list[Any] = []
-
-
-class Attachment:
-    """What one attached model holds of its device; outlives the module only until it is closed."""
-
-    def __init__(self, state: DeviceState, name: str) -> None:
-        self.state = state
-        self.name = name
-        self.pid = os.getpid()
-        self.layers: list[Layer] = []
-        self.manager: Callable[[], MemoryManager | None] = lambda: None
-        self.pieces: dict[int, masters.Piece] = {}  # by address, in the order they were made
-        self._starts: list[int] = []  # their addresses, sorted
-        self.lock_limit = float("inf")  # bytes
-        self.lent: dict[int, list[Segment]] = {}  # by the engine's lease
-        self.lease = -1  # the one in use; others of `lent` go back as soon as the engine lets them
-        self._swapped = False  # masters lie in no piece, perhaps only for a while
-        self._told: set[str] = set()
-        self.capacity_bytes = 0
-        self.floor_bytes = 0
-        self.fixed_capacity = False
-        self.step_h2d_bytes: int | None = None
-        self.step_d2h_bytes: int | None = None
-        self.steps = 0
-        self.trained_units: set[int] = set()
-        self._last = (0, 0)
-        self.stand_ins = StandIns(state)
-        self.computed_bytes: dict[str, int] = {}  # by layer
-        self.leaving: list[Layer] = []  # on the device for good; see `trial`
-        self.model = state.engine.add_model()
-        state.models[self.model] = self
-
-    def update_trainable(self) -> bool:
-        """Tell the engine which units are trained now: many a model is frozen after attach.
-
-        Returns
-        -------
-        bool
-            Whether any is.
-        """
-        trained = {
-            layer.unit
-            for layer in self.layers
-            if any(tensor.requires_grad for tensor in layer.tensors())
-        }
-        for unit in (trained ^ self.trained_units) & self.state.units.keys():
-            self.state.engine.set_trainable(unit, unit in trained)
-        self.trained_units = trained
-        return bool(trained)
-
-    # ---- masters ----
-
-    @property
-    def buffers(self) -> list[_core.HostBuffer]:
-        """The host memory of the masters."""
-        return [piece.buffer for piece in self.pieces.values()]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the managed weights."""
-        return sum(nbytes for layer in self.layers for _, nbytes in layer.extents())
-
-    @property
-    def managed_bytes(self) -> int:
-        """Bytes that the managed weights take on the device, where each is aligned."""
-        return sum(unit_bytes(layer.tensors()) for layer in self.layers)
-
-    def _tell_once(self, what: str, message: str, *arguments: object) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            logger.warning(message, self.name, *arguments)
-
-    def add_piece(self, piece: masters.Piece) -> None:
-        """Make a piece known to the engine, page-locked as far as `lock_limit` allows."""
-        locked = sum(buffer.nbytes for buffer in self.buffers if buffer.locked)
-        wanted = locked + piece.buffer.nbytes <= self.lock_limit
-        refused = self.state.engine.lock(piece.buffer, wanted)
-        self.pieces[piece.start] = piece
-        bisect.insort(self._starts, piece.start)
-        if refused is not None:
-            self._tell_once(
-                "refused",
-                "%s: the system does not page-lock %s of its weights (%s); what is not locked is "
-                "copied through a small locked ring, which is slower. Close what else holds locked "
-                "memory, raise the limit (ulimit -l), or set ram_budget to what may be locked.",
-                format_size(piece.buffer.nbytes),
-                refused,
-            )
-
-    def piece_at(self, address: int) -> masters.Piece | None:
-        """Return the piece that `address` lies in."""
-        index = bisect.bisect_right(self._starts, address) - 1
-        piece = self.pieces[self._starts[index]] if index >= 0 else None
-        return piece if piece is not None and address < piece.end else None
-
-    def count_uses(self, left: Iterable[int], entered: Iterable[int]) -> None:
-        """Note which masters a layer has left and which it uses from now on, by address."""
-        for addresses, change in ((left, -1), (entered, 1)):
-            for address in addresses:
-                piece = self.piece_at(address)
-                if piece is not None:
-                    piece.uses += change
-
-    def give_back(self) -> None:
-        """Unlock, and so free, the pieces that no layer uses and no tensor points into."""
-        for start in [start for start, piece in self.pieces.items() if piece.is_abandoned()]:
-            try:
-                self.state.engine.unlock(self.pieces[start].buffer)
-            except OffloadError as error:
-                logger.warning("%s: old weights are given back later: %s", self.name, error)
-                return
-            del self.pieces[start]
-            self._starts.remove(start)
-
-    def take_over(self, called: Layer | None = None, lasting: bool = False) -> None:
-        """Follow every layer whose masters were replaced, and lock what is new.
-
-        New memory that is its layer's alone moves into a locked piece of its own; what else holds,
-        or may be swapped back, stays where it is and goes through the ring. Layers that are lost
-        are let go.
-
-        Parameters
-        ----------
-        called : Layer, optional
-            One that has followed already, because it is being called; None looks at all of them.
-        lasting : bool
-            Look at `called` alone, whose new memory is nobody else's and to stay.
-        """
-        in_use_later = contextlib.suppress(OffloadError)  # it follows when it is called itself
-        with self.state.lock:
-            replaced = [] if called is None else [called]
-            for layer in [] if lasting else list(self.layers):
-                if layer is called:
-                    continue
-                if layer.has_moved():
-                    self.let_go_soon(layer)
-                    if layer.member < 0 or not layer.has_plain_masters():
-                        continue
-                    with in_use_later:
-                        layer.follow()
-                        replaced.append(layer)
-                elif called is None:
-                    replaced.append(layer)
-            self.give_back()
-            own: list[tuple[Layer, list[Tensor]]] = []
-            held_too = False
-            for layer in replaced:
-                new = {id(tensor): tensor for tensor in self._outside([layer])}
-                held = {id(tensor): held for tensor, held in layer.replaced_for_good()}
-                own.append((layer, [t for k, t in new.items() if lasting or held.get(k) is False]))
-                self._swapped |= len(own[-1][1]) < len(new)
-                held_too |= any(held.get(key) for key in new)
-            with contextlib.suppress(MemoryError):  # what finds no room stays where it is
-                for tensors in masters.split_pieces([tensors for _, tensors in own]):
-                    self.add_piece(masters.Piece(tensors))
-            for layer in [layer for layer, _ in own if layer.has_moved()]:
-                with contextlib.nullcontext() if layer is called else in_use_later:
-                    layer.follow()
-            if held_too and not lasting:
-                self._tell_of_swapped()
-
-    def _outside(self, layers: Iterable[Layer]) -> list[Tensor]:
-        """Return the masters that lie in no piece."""
-        tensors = (tensor for layer in layers for tensor in layer.tensors())
-        return [tensor for tensor in tensors if self.piece_at(tensor.data_ptr()) is None]
-
-    def _tell_of_swapped(self) -> None:
-        outside = self._outside(self.layers)
-        self._swapped = bool(outside)
-        if outside:
-            self._tell_once(
-                "demoted",
-                "%s: %s of its weights were replaced by memory that cannot be page-locked, because "
-                "something else holds it too (a state dict?), or holds what it replaced (an "
-                "optimizer?): they are copied through a small locked ring, which is slower. If "
-                "they are to stay, load them without assign=True, or drop what holds them and call "
-                "manager.refresh().",
-                format_size(sum(tensor_bytes(tensor) for tensor in outside)),
-            )
-
-    def let_go_if_lost(self, layer: Layer) -> bool:
-        """Make a layer an ordinary one for good where it is none of ours any more.
-
-        Its masters are given back. What it holds now is moved to the device when the manager
-        settles, like everything that is not managed, and `MemoryManager.resident` has it.
-        """
-        with self.state.lock:
-            reason = layer.why_lost()
-            if not reason or layer not in self.layers:
-                return False
-            self.state.engine.remove_member(layer.member)
-            self.layers.remove(layer)
-            self._release_layer(layer)
-            self.count_uses(layer.addresses(), ())
-            # So that the memory can go.
-            layer.weight, layer.bias, layer.parameters = torch.empty(0), None, {}
-            Layout.version += 1
-            self.give_back()
-        manager = self.manager()
-        if manager is not None and layer.module() is not None:
-            manager.reasons[layer.name] = reason
-            manager.settle_soon()
-            self._tell_once(
-                "lost",
-                "%s: layer '%s' is not managed any more (%s). What it holds now stays on the "
-                "device; manager.resident lists this and every further one.",
-                layer.name,
-                reason,
-            )
-        return True
-
-    def let_go_soon(self, layer: Layer) -> None:
-        """`let_go_if_lost`, now or, where the layer is in use, when the manager settles."""
-        try:
-            self.let_go_if_lost(layer)
-        except OffloadError:
-            layer.unsettled[0] = True
-
-    # ---- the arena ----
-
-    @property
-    def segments(self) -> list[Segment]:
-        """The device memory lent to the engine."""
-        return [segment for segments in self.lent.values() for segment in segments]
-
-    def lend_arena(self, nbytes: int, largest_unit: int) -> None:
-        """Lend `nbytes` of device memory to the arena, in segments of about 1 GiB.
-
-        What was lent before is taken back once the new memory is there: units do not span
-        segments, so one large segment caches more than the same bytes in pieces.
-        """
-        engine = self.state.engine
-        size = max(_SEGMENT_BYTES, 4 * largest_unit)
-        lease, left = engine.add_lease(), nbytes
-        segments = self.lent[lease] = []
-        try:
-            while left > 0:
-                # A rest too small for the largest unit would be of no use to most units.
-                take = left if left < size + 2 * largest_unit else size
-                segment = Segment(take, self.state.device)
-                # Findable first: other threads are answered with it as soon as the engine has it.
-                segments.append(segment)
-                self.state.exchange_segments([], [segment])
-                engine.add_segment(lease, segment.address, take, self.state.stream())
-                left -= take
-            self.lease, self.capacity_bytes = lease, nbytes
-        finally:
-            self.take_back_replaced()
-
-    def take_back(self, lease: int) -> None:
-        """Take memory back from the engine; it stays alive until the engine has let go of it."""
-        self.state.engine.remove_lease(lease)
-        self.state.exchange_segments(self.lent.pop(lease), [])
-
-    def take_back_replaced(self) -> None:
-        """Take back all but the lease in use; what another thread computes with goes later."""
-        for lease in [lease for lease in self.lent if lease != self.lease]:
-            try:
-                self.take_back(lease)
-            except OffloadError as error:
-                level = logging.WARNING if isinstance(error, DriverError) else logging.INFO
-                logger.log(level, "replaced device memory is given back later: %s", error)
-
-    def grow_to_block(self) -> None:
-        """Grow the arena, once, to the largest checkpointed block the engine has learned."""
-        self.take_back_replaced()
-        if self.fixed_capacity:
-            return
-        stats = self.state.engine.stats(self.model)
-        learned = stats["learned_block_bytes"]
-        if learned <= self.floor_bytes:
-            return
-        capacity = min(self.capacity_bytes + learned - self.floor_bytes, self.managed_bytes)
-        if capacity <= self.capacity_bytes:
-            return
-        self.fixed_capacity = True
-        try:
-            self.lend_arena(_round(capacity), stats["largest_unit_bytes"])
-            self.floor_bytes = learned
-        except (OffloadError, MemoryError, torch.OutOfMemoryError) as error:
-            logger.warning("the arena stays at %s: %s", format_size(self.capacity_bytes), error)
-
-    def note_computed(self, layer: str, nbytes: int) -> None:
-        """Count host bytes that a layer computes with in the place of its own; warn once."""
-        if nbytes and not self.computed_bytes:
-            logger.warning(
-                "%s: layer '%s' is called with a weight that is computed on the host, or stands in "
-                "the place of its own. The results are right, but each call copies %s to the "
-                "device, outside the arena. memory_summary() counts all such layers.",
-                self.name,
-                layer,
-                format_size(nbytes),
-            )
-        if nbytes:
-            self.computed_bytes[layer] = nbytes
-
-    def end_of_step(self) -> None:
-        """Take the bytes that moved since the last optimizer step."""
-        stats = self.state.engine.stats(self.model)
-        now = stats["h2d_bytes"], stats["d2h_bytes"]
-        self.step_h2d_bytes, self.step_d2h_bytes = now[0] - self._last[0], now[1] - self._last[1]
-        self._last = now
-        self.steps += 1
-        self.give_back()
-        if self._swapped:  # for a whole step: not for a while
-            self._tell_of_swapped()
-
-    def x_min_bytes(self) -> int:
-        """Least bytes a step can move to the device: 2 max(0, W - C), docs/how-it-works.md.
-
-        W counts the weights alone: the padding between them need not travel.
-        """
-        return 2 * max(0, self.weight_bytes - self.capacity_bytes)
-
-    def close(self) -> None:
-        """Give everything back to the device; masters stay where they are, as ordinary memory."""
-        if os.getpid() != self.pid:
-            return
-        # Any step may fail, or be refused while in use: what was done stays done, and closing again
-        # goes on from there.
-        engine = self.state.engine
-        for lease in list(self.lent):
-            self.take_back(lease)
-        if self.model in self.state.models:
-            engine.remove_model(self.model)
-            del self.state.models[self.model]
-        self.let_go_of_layers()
-        while self.pieces:
-            start, piece = next(reversed(self.pieces.items()))
-            engine.unlock(piece.buffer)
-            del self.pieces[start]
-        self._starts.clear()
-        if self in self.state.unclosed:
-            self.state.unclosed.remove(self)
-        close_if_unused(self.state)
-
-    def let_go_of_layers(self) -> None:
-        """Make the layers ordinary ones again."""
-        self.stand_ins.forget()
-        for layer in [*self.layers, *self.leaving]:
-            self._release_layer(layer)
-        self.layers.clear()
-        self.leaving.clear()
-
-    def _release_layer(self, layer: Layer) -> None:
-        self.state.forget_layer(layer)
-        layer.member = -1
-        layer.views.clear()
-        leaf = layer.module()  # also one that is no part of the model any more
-        if leaf is not None and leaf.__dict__.get(HANDLE) is layer:
-            swap_out(leaf)
-
-    def close_later(self) -> None:
-        """Keep what could not be given back, for the next attach or detach to try again."""
-        self.let_go_of_layers()
-        if self not in self.state.unclosed:
-            self.state.unclosed.append(self)
 
 
 class _DetachMethod:
@@ -440,18 +76,13 @@ class MemoryManager:
 
     detach = _DetachMethod()
 
-    def __init__(self, module: nn.Module, state: DeviceState, attachment: Attachment) -> None:
-        self._module = weakref.ref(module)
-        self.state = state
-        self.device = state.device
-        self.attachment = attachment
-        self.reasons: dict[str, str] = {}  # why a layer, by name, is not managed
-        self.unsettled = [False]
-        self.lock = threading.Lock()  # one thread settles
+    def __init__(self, structure: Structure) -> None:
+        self.structure = structure
+        self.attachment = structure.attachment
+        self.state = self.attachment.state
+        self.device = self.state.device
         self.wrappers: list[tuple[Any, Any]] = []
-        self._parts = frozenset(id(part) for part in module.modules())
         self.finalizer: Any = None
-        attachment.manager = weakref.ref(self)
         self.first_forward: FirstForward | None = None
 
     @classmethod
@@ -470,7 +101,7 @@ class MemoryManager:
     @property
     def module(self) -> nn.Module:
         """The attached model; `OffloadError` once it is gone."""
-        module = self._module()
+        module = self.structure.module
         if module is None:
             raise OffloadError("the attached model has been deleted")
         return module
@@ -478,7 +109,7 @@ class MemoryManager:
     @property
     def resident(self) -> dict[str, Resident]:
         """Every parameter that is not managed, as the model is now."""
-        return residents(self.module, self.reasons)
+        return list_residents(self.module, self.attachment.reasons)
 
     @property
     def layers(self) -> list[Layer]:
@@ -490,20 +121,16 @@ class MemoryManager:
         return (
             f"MemoryManager({attachment.name} on {self.device}: {len(attachment.layers)} layers, "
             f"{format_size(attachment.managed_bytes)} managed, arena "
-            f"{format_size(attachment.capacity_bytes)})"
+            f"{format_size(attachment.arena.capacity_bytes)})"
         )
-
-    def is_alive(self) -> bool:
-        """Whether the model is there still."""
-        return self._module() is not None
-
-    def is_root(self, module: nn.Module) -> bool:
-        """Whether `module` is the attached model itself."""
-        return module is self._module()
 
     def contains(self, module: nn.Module) -> bool:
         """Whether `module` is part of the model, as it was when the manager last settled."""
-        return id(module) in self._parts and self._module() is not None
+        return self.structure.contains(module)
+
+    def settle(self) -> None:
+        """Bring modules that were added since (an adapter) to the device."""
+        self.structure.settle()
 
     def refresh(self, module: nn.Module | None = None) -> None:
         """Forget all device copies: for writes to masters that nothing else can see.
@@ -524,39 +151,7 @@ class MemoryManager:
         """Return the `MemoryReport` of this model."""
         from .views.summary import memory_summary
 
-        return memory_summary(self.device, abbreviated, model=self._module())
-
-    def settle_soon(self) -> None:
-        """Settle before the next call of any part of the model, managed or not."""
-        self.unsettled[0] = True
-        if not _settle_hooks:
-            hook = torch.compiler.disable(_settle_first)
-            _settle_hooks.append(register_module_forward_pre_hook(hook))
-
-    def settle(self) -> None:
-        """Bring modules that were added since (an adapter) to the device."""
-        if not self.unsettled[0]:
-            return
-        with self.lock:
-            module = self._module()
-            if module is not None and self.unsettled[0]:
-                for layer in self.layers:
-                    self.attachment.let_go_if_lost(layer)
-                move_unmanaged(module, self.device, self.attachment)
-                self._look_for_direct_uses(module)
-                self._parts = frozenset(id(part) for part in module.modules())
-                if self.first_forward is not None:
-                    self.first_forward.look_again()
-                self.unsettled[0] = False
-                self.attachment.give_back()
-
-    def _look_for_direct_uses(self, module: nn.Module) -> None:
-        """Put layers on trial whose weight a module that came since may use directly."""
-        found = used_directly(module.modules())
-        for layer in self.layers:
-            leaf = layer.module()
-            if leaf is not None and id(leaf) in found:
-                put_on_trial(leaf, found[id(leaf)][1])
+        return memory_summary(self.device, abbreviated, model=self.structure.module)
 
     def __enter__(self) -> MemoryManager:
         return self
@@ -566,20 +161,20 @@ class MemoryManager:
             self._detach()
 
     def _detach(self) -> nn.Module | None:
-        module = self._module()
+        module = self.structure.module
         if module is None:
             return None  # its memory was given back when it was deleted
         if not self.finalizer.alive:
             raise OffloadError(f"{self.attachment.name} is detached already")
         self.state.check_process()
-        _close_patiently(self.attachment)
+        self.attachment.close_patiently()
         self.finalizer.detach()
         if self.first_forward is not None:
             self.first_forward.end()
         for wrapper, original in self.wrappers:
             wrapper.org_forward = original
         module.__dict__.pop(ATTRIBUTE, None)
-        _attached_roots.discard(self)
+        self.structure.end()
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -659,27 +254,26 @@ def attach(
     units = group_units(chosen.leaves)
     sizes = [unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units]
     managed, largest = sum(sizes), max(sizes)
-    _close_leftovers(open_state(where))
+    close_leftovers(open_state(where))
     state = open_state(where)  # closing the last leftover closes the engine
     try:
-        attachment = Attachment(state, type(module).__name__)
+        attachment = Attachment(module, state, lock_limit)
     except BaseException:
         with contextlib.suppress(OffloadError):  # else at the next attach
             close_if_unused(state)
         raise
     try:
-        floor = 2 * largest
+        attachment.reasons = chosen.resident
+        attachment.arena.floor_bytes = 2 * largest
+        attachment.arena.may_grow = vram_budget is None
         capacity = _capacity(state, units, sizes, offload_percent, vram_budget)
-        attachment.floor_bytes = floor
-        attachment.fixed_capacity = vram_budget is not None
-        attachment.lock_limit = lock_limit
-        attachment.lend_arena(capacity, largest)
-        manager = MemoryManager(module, state, attachment)
-        manager.reasons = chosen.resident
-        _build_masters(attachment, units, managed)
-        _add_units(manager, units)
+        attachment.arena.lend(capacity, largest)
+        structure = Structure(module, attachment)
+        manager = MemoryManager(structure)
+        _build_masters(attachment.pieces, units, managed)
+        _add_units(structure, units)
     except BaseException:
-        _close_quietly(attachment)
+        attachment.close_quietly()
         raise
     for leaf, layer in zip(
         (leaf for unit in units for leaf in unit), attachment.layers, strict=True
@@ -691,11 +285,10 @@ def attach(
             manager.wrappers.append((wrapper, wrapper.org_forward))
             wrapper.org_forward = type(leaf.module).forward.__get__(leaf.module)
     module.__dict__[ATTRIBUTE] = manager
-    manager.finalizer = weakref.finalize(module, _close_quietly, attachment)
-    move_unmanaged(module, where)
-    _watch_structure()
-    _attached_roots.add(manager)
-    manager.first_forward = watch_first_forward(manager)
+    manager.finalizer = weakref.finalize(module, attachment.close_quietly)
+    move_residents(module, where)
+    structure.watch()
+    manager.first_forward = watch_first_forward(structure)
     logger.info("attached %r; %d layers stay resident", manager, len(chosen.resident))
     _warn_of_residents(manager)
     return manager
@@ -704,7 +297,7 @@ def attach(
 def _warn_of_residents(manager: MemoryManager) -> None:
     """Say what stays on the device where that is more than a tenth of the model."""
     resident = manager.resident
-    managed, left = manager.attachment.weight_bytes, distinct_bytes(manager.module)
+    managed, left = manager.attachment.weight_bytes, resident_bytes(manager.module)
     if managed >= 0.9 * (managed + left):
         return
     largest = sorted(resident.items(), key=lambda item: item[1].bytes, reverse=True)[:3]
@@ -728,7 +321,7 @@ def _capacity(
 ) -> int:
     managed, floor = sum(sizes), 2 * max(sizes)
     if vram_budget is None:
-        return _round(int((1.0 - offload_percent) * managed)) + floor
+        return aligned(int((1.0 - offload_percent) * managed)) + floor
     free, total = state.engine.mem_info()
     if vram_budget == "auto":
         budget = int(0.9 * free)
@@ -753,10 +346,6 @@ def _capacity(
     return budget
 
 
-def _round(nbytes: int) -> int:
-    return -(-nbytes // _core.ALIGNMENT) * _core.ALIGNMENT
-
-
 def _lock_limit(ram_budget: int | float | str | None) -> float:
     if ram_budget is None or ram_budget == "auto":
         return float("inf")
@@ -764,24 +353,24 @@ def _lock_limit(ram_budget: int | float | str | None) -> float:
     return parse_size(ram_budget, total=total, name="ram_budget")
 
 
-def _build_masters(attachment: Attachment, units: Sequence[Sequence[Leaf]], managed: int) -> None:
+def _build_masters(pieces: masters.Pieces, units: Sequence[Sequence[Leaf]], managed: int) -> None:
     tensors = [[t for leaf in unit for t in leaf.tensors()] for unit in units]
     with DelayedBar(managed, "oracle_offload: attach") as bar:
         for tensors_of_piece in masters.split_pieces(tensors):
             piece = masters.Piece(tensors_of_piece, bar.update)
             masters.trim_heap()
-            attachment.add_piece(piece)
+            pieces.add(piece)
 
 
-def _add_units(manager: MemoryManager, units: Sequence[Sequence[Leaf]]) -> None:
-    attachment = manager.attachment
+def _add_units(structure: Structure, units: Sequence[Sequence[Leaf]]) -> None:
+    attachment = structure.attachment
     engine = attachment.state.engine
     for unit in units:
         layers = []
         for leaf in unit:
             kind = layer_type(leaf.module)
             assert kind is not None
-            layers.append(kind(leaf.module, leaf.name, manager))
+            layers.append(kind(leaf.module, leaf.name, structure))
             layers[-1].doubtful = leaf.doubtful
         trainable = any(tensor.requires_grad for leaf in unit for tensor in leaf.tensors())
         number, members = engine.add_unit(
@@ -790,167 +379,9 @@ def _add_units(manager: MemoryManager, units: Sequence[Sequence[Leaf]]) -> None:
         for layer, (member, offsets) in zip(layers, members, strict=True):
             layer.placed(number, member, offsets)
             attachment.layers.append(layer)
-            attachment.count_uses((), layer.addresses())
+            attachment.pieces.count_uses((), layer.addresses())
         if trainable:
             attachment.trained_units.add(number)
-
-
-class Resident(str):
-    """Why a parameter is not managed: a string, with the `bytes` it takes on the device."""
-
-    bytes: int
-
-    def __new__(cls, reason: str, nbytes: int) -> Resident:
-        """Make one of a reason and a size."""
-        made = super().__new__(cls, reason)
-        made.bytes = nbytes
-        return made
-
-
-def unmanaged_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield ``(layer, its module, key, parameter)`` of everything outside the managed layers."""
-    for name, inner in module.named_modules():
-        if not is_managed(inner):
-            for key, parameter in inner._parameters.items():
-                if parameter is not None:
-                    yield name, inner, key, parameter
-
-
-def residents(module: nn.Module, reasons: dict[str, str]) -> dict[str, Resident]:
-    """List what is not managed, by name; `reasons` are those known of layers."""
-    found = {}
-    for name, inner, key, parameter in unmanaged_parameters(module):
-        if name in reasons:
-            reason = reasons[name]
-        elif layer_type(inner) is not None:
-            reason = "it was added after attach"
-        else:
-            reason = f"{type(inner).__name__} is no kind of layer that is managed"
-        found[f"{name}.{key}" if name else key] = Resident(reason, stored_bytes(parameter))
-    return found
-
-
-def distinct_bytes(module: nn.Module) -> int:
-    """Return the bytes of all parameters that are not managed; a shared one counts once."""
-    distinct = {id(parameter): parameter for *_, parameter in unmanaged_parameters(module)}
-    return sum(stored_bytes(parameter) for parameter in distinct.values())
-
-
-def move_unmanaged(
-    module: nn.Module, device: torch.device, attachment: Attachment | None = None
-) -> None:
-    """Move every parameter and buffer outside the managed layers to `device`, dtypes untouched.
-
-    Shared tensors stay shared: a Parameter keeps its identity, a buffer that several modules hold
-    is moved once. What a layer that was let go left among the masters of `attachment` leaves them.
-    """
-    moved: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def stays(tensor: Tensor) -> bool:
-        if tensor.device != device or type(tensor) not in (Tensor, nn.Parameter):
-            return tensor.device == device
-        if attachment is None or device.type != "cpu":
-            return True
-        return attachment.piece_at(tensor.data_ptr()) is None
-
-    def move(tensor: Tensor) -> Tensor:
-        if stays(tensor):
-            return tensor
-        known = moved.get(id(tensor))
-        if known is None:
-            known = tensor, tensor.to(device, copy=True)
-            moved[id(tensor)] = known
-        return known[1]
-
-    with torch.inference_mode(False):
-        for inner in module.modules():
-            if is_managed(inner):
-                continue
-            if any(t is not None and not stays(t) for t in _own_tensors(inner)):
-                inner._apply(move, recurse=False)
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor | None]:
-    return [*module._parameters.values(), *module._buffers.values()]
-
-
-def _watch_structure() -> None:
-    """Hear of what is added to modules anywhere: an adapter or a parametrisation put on a model."""
-    if not _structure_hooks:
-        modules = torch.nn.modules.module
-        _structure_hooks.extend(
-            (
-                modules.register_module_module_registration_hook(_module_added),
-                modules.register_module_parameter_registration_hook(_parameter_added),
-                modules.register_module_buffer_registration_hook(_buffer_added),
-            )
-        )
-
-
-def _module_added(parent: nn.Module, name: str, child: Any) -> None:
-    _structure_changed(parent, parent._modules.get(name), child)
-
-
-def _parameter_added(parent: nn.Module, name: str, parameter: Any) -> None:
-    _structure_changed(parent, parent._parameters.get(name), parameter)
-
-
-def _buffer_added(parent: nn.Module, name: str, buffer: Any) -> None:
-    _structure_changed(parent, parent._buffers.get(name), buffer)
-
-
-def _structure_changed(parent: nn.Module, before: Any, now: Any) -> None:
-    """Look at a model again; watch its next forward, unless like was only replaced by like."""
-    if before is now:
-        return
-    for manager in list(_attached_roots):
-        if manager.contains(parent):
-            manager.unsettled[0] = True
-            if type(before) is not type(now) and manager.first_forward is not None:
-                manager.first_forward.arm()
-
-
-def _settle_first(module: nn.Module, args: Any) -> None:
-    for manager in list(_attached_roots):
-        if manager.contains(module):
-            manager.settle()
-    if not any(manager.unsettled[0] for manager in list(_attached_roots)):
-        while _settle_hooks:
-            _settle_hooks.pop().remove()
-
-
-def _close_patiently(attachment: Attachment) -> None:
-    """Close at detach, which a driver that fails does not prevent: what fails twice is left."""
-    _close_leftovers(attachment.state)
-    try:
-        try:
-            attachment.close()
-        except DriverError as error:
-            logger.warning("detaching %s, at the second attempt: %s", attachment.name, error)
-            attachment.close()
-    except DriverError as error:
-        attachment.close_later()
-        logger.warning(
-            "%s is detached, but some of its memory could not be given back yet: %s. It is tried "
-            "again at the next attach or detach.",
-            attachment.name,
-            error,
-        )
-
-
-def _close_quietly(attachment: Attachment) -> None:
-    """End of a deleted model or of an attach that failed; what fails is tried again later."""
-    try:
-        attachment.close()
-    except Exception:
-        attachment.close_later()
-        logger.exception("could not give back a model's memory yet")
-
-
-def _close_leftovers(state: DeviceState) -> None:
-    """Close what could not be closed while a fault lasted."""
-    for attachment in list(state.unclosed):
-        _close_quietly(attachment)
 
 
 def manager_of(module: nn.Module) -> MemoryManager | None:

@@ -9,17 +9,23 @@ back, as a whole, when nobody holds any of it.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._core import HostBuffer
+from .engines import DeviceState
+from .errors import OffloadError
 from .geometry import aligned, contiguous_stride, is_dense, tensor_bytes, unit_bytes
-from .sizes import GIB
+from .sizes import GIB, format_size
+
+logger = logging.getLogger("oracle_offload")
 
 PIECE_BYTES = GIB
 
@@ -116,3 +122,81 @@ def trim_heap() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+
+class Pieces:
+    """The masters of one attached model: its pieces, found by address.
+
+    Parameters
+    ----------
+    state : DeviceState
+        The device whose engine reads them.
+    name : str
+        Of the model, for messages.
+    limit : float
+        Most bytes to page-lock.
+    """
+
+    def __init__(self, state: DeviceState, name: str, limit: float) -> None:
+        self._state = state
+        self._name = name
+        self._limit = limit
+        self._pieces: dict[int, Piece] = {}  # by address, in the order they were made
+        self._starts: list[int] = []  # their addresses, sorted
+        self._lock_warning_shown = False
+
+    @property
+    def buffers(self) -> list[HostBuffer]:
+        """The host memory of the masters."""
+        return [piece.buffer for piece in self._pieces.values()]
+
+    def add(self, piece: Piece) -> None:
+        """Make a piece known to the engine, page-locked as far as the limit allows."""
+        locked = sum(buffer.nbytes for buffer in self.buffers if buffer.locked)
+        wanted = locked + piece.buffer.nbytes <= self._limit
+        refused = self._state.engine.lock(piece.buffer, wanted)
+        self._pieces[piece.start] = piece
+        bisect.insort(self._starts, piece.start)
+        if refused is not None and not self._lock_warning_shown:
+            self._lock_warning_shown = True
+            logger.warning(
+                "%s: the system does not page-lock %s of its weights (%s); what is not locked is "
+                "copied through a small locked ring, which is slower. Close what else holds locked "
+                "memory, raise the limit (ulimit -l), or set ram_budget to what may be locked.",
+                self._name,
+                format_size(piece.buffer.nbytes),
+                refused,
+            )
+
+    def at(self, address: int) -> Piece | None:
+        """Return the piece that `address` lies in."""
+        index = bisect.bisect_right(self._starts, address) - 1
+        piece = self._pieces[self._starts[index]] if index >= 0 else None
+        return piece if piece is not None and address < piece.end else None
+
+    def count_uses(self, left: Iterable[int], entered: Iterable[int]) -> None:
+        """Note which masters a layer has left and which it uses from now on, by address."""
+        for addresses, change in ((left, -1), (entered, 1)):
+            for address in addresses:
+                piece = self.at(address)
+                if piece is not None:
+                    piece.uses += change
+
+    def give_back(self) -> None:
+        """Unlock, and so free, the pieces that no layer uses and no tensor points into."""
+        for start in [start for start, piece in self._pieces.items() if piece.is_abandoned()]:
+            try:
+                self._unlock(start)
+            except OffloadError as error:
+                logger.warning("%s: old weights are given back later: %s", self._name, error)
+                return
+
+    def give_back_all(self) -> None:
+        """Unlock all of it; what fails is there still."""
+        while self._pieces:
+            self._unlock(next(reversed(self._pieces)))
+
+    def _unlock(self, start: int) -> None:
+        self._state.engine.unlock(self._pieces[start].buffer)
+        del self._pieces[start]
+        self._starts.remove(start)

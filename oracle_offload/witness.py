@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import simulator
+from .attachment import attachments_on
 from .engines import DeviceState, Layout, open_states
 from .errors import OffloadError
 from .exemption import is_exempt
@@ -80,8 +81,8 @@ class Witness(TorchDispatchMode):
             [
                 (start, end, f"{layer.name}.{key}" if layer.name else key)
                 for state in states
-                for attachment in list(state.models.values())
-                for layer in attachment.layers
+                for attachment in attachments_on(state)
+                for layer in list(attachment.layers)
                 for key, tensor in zip(("weight", "bias"), layer.tensors(), strict=False)
                 for start, end in [memory_of(tensor)]
             ]

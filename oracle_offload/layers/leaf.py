@@ -31,7 +31,7 @@ from . import loan
 
 if TYPE_CHECKING:
     from ..engines import DeviceState
-    from ..manager import MemoryManager
+    from ..structure import Structure
 
 HANDLE = "_layer_memory_manager"
 _TENSORS = ("weight", "bias")
@@ -51,8 +51,8 @@ class Layer:
         The leaf; only a weak reference to it is kept.
     name : str
         Its name within the attached model, for messages.
-    manager : MemoryManager
-        Who attached it.
+    structure : Structure
+        Of the attached model that it is part of.
     """
 
     base_forward: ClassVar[Callable[..., Tensor]]
@@ -62,13 +62,13 @@ class Layer:
     on_device = False  # the weight lies there for good, and so do its gradients
     moving = False  # `follow` is under way, in some thread
 
-    def __init__(self, module: nn.Module, name: str, manager: MemoryManager) -> None:
+    def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
         self.doubtful = {}
         self.module = weakref.ref(module)
         self.name = name
-        self.manager = weakref.ref(manager)
-        self.state: DeviceState = manager.state
-        self.attachment = manager.attachment
+        self.structure = structure
+        self.attachment = structure.attachment
+        self.state: DeviceState = self.attachment.state
         self.parameters: dict[str, Any] = cast("dict[str, Any]", module._parameters)
         self.weight: Tensor = module._parameters["weight"]  # type: ignore[assignment]
         self.bias: Tensor | None = module._parameters.get("bias")
@@ -79,8 +79,6 @@ class Layer:
         self.views: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.device_type = self.state.device.type
         self.on_cpu = self.device_type == "cpu"
-        # The model's structure changed (an adapter was added): look at it again before computing.
-        self.unsettled: list[bool] = manager.unsettled
         # What a replaced master replaced, and whether by another Parameter.
         self.replaced: dict[str, tuple[StorageWeakRef, bool]] = {}
         self.note_masters()
@@ -149,9 +147,8 @@ class Layer:
             `Attachment.take_over` decides.
         """
         if not self.has_plain_masters():
-            manager = self.manager()
-            if manager is not None and self.attachment.let_go_if_lost(self):
-                manager.settle()
+            if self.attachment.let_go_if_lost(self):
+                self.structure.settle()
             return False
         with self.state.lock:
             if not self.is_current():  # else another thread was first
@@ -197,7 +194,7 @@ class Layer:
                         self.replaced[name] = storage, now is not then
                 self.note_masters()
                 self.placed(unit, self.member, offsets)
-                self.attachment.count_uses(places, self.addresses())
+                self.attachment.pieces.count_uses(places, self.addresses())
             except BaseException:
                 # The engine copies from where it did: the next call must see the change again.
                 self.weight, self.bias = before
@@ -354,10 +351,8 @@ class Layer:
 
     def ready(self, x: Tensor) -> bool:
         """Check everything a call depends on; False where it must run on foreign weights."""
-        if self.unsettled[0]:
-            manager = self.manager()
-            if manager is not None:
-                manager.settle()
+        if self.structure.changed:  # an adapter was added: look at it before computing
+            self.structure.settle()
         if _functorch_active():
             raise OffloadError(
                 f"torch.func transforms over managed layer '{self.name}' are not supported; leave "
@@ -405,7 +400,7 @@ class Layer:
             used: list[Any] = [module.weight, module.bias]
             on_host = [t for t in used if t is not None and t.device.type == "cpu"]
             computed = sum(t.numel() * t.element_size() for t in on_host if t is not self.bias)
-            self.attachment.note_computed(self.name, computed)
+            self.attachment.traffic.note_computed(self.name, computed)
             # What lies on the host is copied, on the simulated device too; but a copy closes gaps.
             used = [
                 t if t is None else t.to(device, copy=t.device.type == "cpu" and is_dense(t))

@@ -32,7 +32,7 @@ from .leaf import HANDLE, swap_out
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..manager import Attachment, MemoryManager
+    from ..attachment import Attachment
     from .leaf import Layer
 
 logger = logging.getLogger("oracle_offload")
@@ -98,14 +98,12 @@ def meet(layer: Layer, frame: FrameType | None) -> None:
             return
         where = layer.doubtful.get((frame.f_code.co_filename, frame.f_lineno))
         if where is not None:
-            manager = layer.manager()
-            if manager is not None:
-                move_to_device(manager, layer, where)
+            move_to_device(layer, where)
             return
         frame = frame.f_back
 
 
-def move_to_device(manager: MemoryManager, layer: Layer, where: str) -> None:
+def move_to_device(layer: Layer, where: str) -> None:
     """Leave `layer`, and what shares a Parameter with it, on the device from now on.
 
     Raises
@@ -129,9 +127,9 @@ def move_to_device(manager: MemoryManager, layer: Layer, where: str) -> None:
                 tensor.grad = tensor.grad.to(tensor.device)
         for other in group:
             _leave(attachment, other)
-            manager.reasons[other.name] = f"{where} uses its weight without calling it"
+            attachment.reasons[other.name] = f"{where} uses its weight without calling it"
         Layout.version += 1
-        attachment.give_back()
+        attachment.pieces.give_back()
     logger.warning(
         "%s: %s computes with the weight of layer '%s' instead of calling the layer; it lies on "
         "the device from now on (%s). manager.resident has it.",
@@ -191,7 +189,7 @@ def _leave(attachment: Attachment, layer: Layer) -> None:
         logger.debug("layer '%s' keeps its copy in the arena: %s", layer.name, error)
     state.forget_layer(layer)
     attachment.layers.remove(layer)
-    attachment.count_uses(layer.addresses(), ())
+    attachment.pieces.count_uses(layer.addresses(), ())
     kind = _on_device(cast("Any", type(layer)))
     former = layer.weight_ptr
     later = object.__new__(kind)

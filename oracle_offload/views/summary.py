@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..attachment import Attachment, attachments_on
 from ..devices import parse_device
 from ..engines import open_states
+from ..residents import list_residents, resident_bytes
 from ..sizes import format_size
 
 if TYPE_CHECKING:
     from ..engines import DeviceState
-    from ..manager import Attachment
 
 SCHEMA = "oracle_offload/memory-summary/1"
 _WIDTH = 80
@@ -157,8 +158,8 @@ def memory_summary(
             continue
         attachments = [
             attachment
-            for attachment in list(state.models.values())
-            if model is None or _manages(attachment, model)
+            for attachment in attachments_on(state)
+            if attachment.is_attached and (model is None or _manages(attachment, model))
         ]
         if attachments:
             rows.append(_device_usage(state, attachments))
@@ -193,21 +194,20 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
 
 
 def _model_usage(state: DeviceState, attachment: Attachment) -> ModelUsage:
-    from ..manager import distinct_bytes
-
     stats = state.engine.stats(attachment.model)
-    manager = attachment.manager()
-    resident = {} if manager is None else manager.resident
-    left = 0 if manager is None else distinct_bytes(manager.module)
+    traffic = attachment.traffic
+    module = attachment.module()
+    residents = {} if module is None else list_residents(module, attachment.reasons)
+    left = 0 if module is None else resident_bytes(module)
     return ModelUsage(
         name=attachment.name,
         layers=len(attachment.layers),
-        resident_parameters=len(resident),
+        resident_parameters=len(residents),
         resident_bytes=left,
         managed_bytes=stats["managed_bytes"],
-        computed_bytes=sum(attachment.computed_bytes.values()),
+        computed_bytes=sum(traffic.computed_bytes.values()),
         in_arena_bytes=stats["resident_bytes"],
-        capacity_bytes=attachment.capacity_bytes,
+        capacity_bytes=attachment.arena.capacity_bytes,
         units=stats["units"],
         units_in_arena=stats["resident_units"],
         acquires=stats["acquires"],
@@ -224,9 +224,9 @@ def _model_usage(state: DeviceState, attachment: Attachment) -> ModelUsage:
         d2h_bytes=stats["d2h_bytes"],
         d2h_copies=stats["d2h_copies"],
         d2h_gbps=_rate(stats["d2h_timed_bytes"], stats["d2h_seconds"]),
-        steps=attachment.steps,
-        step_h2d_bytes=attachment.step_h2d_bytes,
-        step_d2h_bytes=attachment.step_d2h_bytes,
+        steps=traffic.steps,
+        step_h2d_bytes=traffic.step_h2d_bytes,
+        step_d2h_bytes=traffic.step_d2h_bytes,
         x_min_bytes=attachment.x_min_bytes(),
     )
 

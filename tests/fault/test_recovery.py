@@ -263,7 +263,7 @@ def test_an_arena_that_cannot_be_replaced_goes_back_later(warnings: Said) -> Non
         step().sum().backward()
     simulator.clear_faults()
     assert any("given back later: cuStreamSynchronize" in text for text in warnings())
-    assert len(manager.attachment.lent) == 2
+    assert len(manager.attachment.arena.lent) == 2
     for _ in range(3):
         result = step()
         assert torch.equal(result, wanted)

@@ -93,7 +93,7 @@ def sim():
         if getattr(live, name)
     }
     for state in open_states():
-        for attachment in list(state.models.values()):
+        for attachment in list(state.listeners):
             attachment.close()
     simulator.reset()
     simulator.set_device(0, simulation.original)

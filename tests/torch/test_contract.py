@@ -394,10 +394,10 @@ def test_what_is_not_managed_is_moved_once_and_stays_shared():
     model[1].register_buffer("shared", model[2].running_mean)
     with attached(model, "cpu") as manager:
         model.append(nn.LayerNorm(8))
-        assert manager.unsettled[0], "a new module may have to be moved"
+        assert manager.structure.changed, "a new module may have to be moved"
         manager.device = torch.device("meta")
         manager.settle()
-        assert not manager.unsettled[0]
+        assert not manager.structure.changed
         assert {tensor.device.type for tensor in model[3].parameters()} == {"cpu"}
         others = [t for i in (0, 1, 2, 4) for t in model[i].state_dict(keep_vars=True).values()]
         assert {tensor.device.type for tensor in others} == {"meta"}

@@ -18,7 +18,7 @@ def test_a_manager_says_what_it_holds():
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     with attached(model, "cpu") as manager:
         said = repr(manager)
-        arena = format_size(manager.attachment.capacity_bytes)
+        arena = format_size(manager.attachment.arena.capacity_bytes)
         bytes_managed = format_size(manager.attachment.managed_bytes)
     assert said == (
         f"MemoryManager(Sequential on cpu: 2 layers, {bytes_managed} managed, arena {arena})"

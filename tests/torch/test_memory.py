@@ -80,7 +80,7 @@ def test_steady_state_allocates_nothing_waits_for_nothing_and_moves_x_min(percen
         attachment = manager.attachment
         block = engine.stats()["learned_block_bytes"]
         assert block > 0, "the engine has learned what a checkpointed block is"
-        assert attachment.capacity_bytes >= block
+        assert attachment.arena.capacity_bytes >= block
         before = engine.stats()
         for _ in range(4):
             tower_step(model)
@@ -103,7 +103,7 @@ def test_real_depth_moves_x_min():
         moved = differences(before, engine.stats(), "h2d_bytes", "host_waits", "allocations")
         assert moved["host_waits"] == moved["allocations"] == 0
         assert moved["h2d_bytes"] <= 1.10 * manager.attachment.x_min_bytes()
-        assert len(manager.attachment.segments) == 1, "growing leaves one arena, not two"
+        assert len(manager.attachment.arena.segments) == 1, "growing leaves one arena, not two"
 
 
 def test_bytes_the_simulator_copied_are_the_units_fetched(sim):
@@ -203,7 +203,7 @@ def test_registration_refused_from_the_kth_piece_on(sim, monkeypatch, nth):
     with attached(managed, "cpu", offload_percent=0.8) as manager:
         report = manager.memory_summary()
         usage = report.devices[0]
-        buffers = manager.attachment.buffers
+        buffers = manager.attachment.pieces.buffers
         assert [buffer.locked for buffer in buffers] == [
             number < nth - 1 for number in range(len(buffers))
         ]
@@ -219,7 +219,7 @@ def test_ram_budget_locks_no_more_than_it_says(monkeypatch):
     torch.manual_seed(0)
     managed, resident = resident_pair(Tower(depth=8))
     with attached(managed, "cpu", ram_budget="1MB") as manager:
-        locked = sum(buffer.nbytes for buffer in manager.attachment.buffers if buffer.locked)
+        locked = sum(buffer.nbytes for buffer in manager.attachment.pieces.buffers if buffer.locked)
         assert 0 < locked <= 1_000_000
         assert manager.state.engine.stats()["pageable_bytes"] > 0
         assert_models_agree(managed, resident, tower_step)
@@ -383,17 +383,17 @@ def test_the_arena_grows_by_what_a_block_needs_beyond_the_floor(kind, percent, t
         return [y, x.grad]
 
     with attached(managed, "cpu", offload_percent=percent) as manager:
-        attachment, engine = manager.attachment, manager.state.engine
+        arena, engine = manager.attachment.arena, manager.state.engine
         assert len(manager.layers) == 16
-        before, floor = attachment.capacity_bytes, 2 * engine.stats()["largest_unit_bytes"]
+        before, floor = arena.capacity_bytes, 2 * engine.stats()["largest_unit_bytes"]
         rest = (1 - percent) * engine.stats()["managed_bytes"]
         assert floor + rest <= before < floor + rest + _core.ALIGNMENT
         assert_models_agree(managed, resident, step, steps=3)
         learned = engine.stats()["learned_block_bytes"]
         assert learned > floor, "a block needs no more than the floor: nothing was shown"
-        assert attachment.capacity_bytes == before + learned - floor
-        assert engine.stats()["arena_bytes"] == attachment.capacity_bytes
-        assert sum(segment.nbytes for segment in attachment.segments) == attachment.capacity_bytes
+        assert arena.capacity_bytes == before + learned - floor
+        assert engine.stats()["arena_bytes"] == arena.capacity_bytes
+        assert sum(segment.nbytes for segment in arena.segments) == arena.capacity_bytes
 
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["between layers", "inside a layer"])
@@ -407,12 +407,13 @@ def test_the_arena_grows_while_another_thread_computes(pinned):
     managed, resident = resident_pair(Checkpointed(*blocks).requires_grad_(False))
     with attached(managed, "cpu") as manager, contextlib.ExitStack() as held:
         attachment, state, engine = manager.attachment, manager.state, manager.state.engine
-        before, (old,) = attachment.capacity_bytes, attachment.segments
+        arena = attachment.arena
+        before, (old,) = arena.capacity_bytes, arena.segments
         for _ in range(6):
             tower_step(managed)
             if engine.stats()["learned_block_bytes"] > before:
                 break
-        assert attachment.capacity_bytes == before
+        assert arena.capacity_bytes == before
 
         def hold(layer):
             ticket, address, _ = engine.acquire(
@@ -446,12 +447,12 @@ def test_the_arena_grows_while_another_thread_computes(pinned):
         assert state.engine.grown
         state.engine = engine
         arena_bytes = engine.stats()["arena_bytes"]
-        assert arena_bytes == attachment.capacity_bytes + (before if pinned else 0)
+        assert arena_bytes == arena.capacity_bytes + (before if pinned else 0)
         held.close()
         assert_models_agree(managed, resident, tower_step)
-        assert attachment.capacity_bytes > before
-        assert engine.stats()["arena_bytes"] == attachment.capacity_bytes, "the old one went back"
-        assert state.segments == attachment.segments, "nor does anything else keep it alive"
+        assert arena.capacity_bytes > before
+        assert engine.stats()["arena_bytes"] == arena.capacity_bytes, "the old one went back"
+        assert state.segments == arena.segments, "nor does anything else keep it alive"
         seen = [address for layer in attachment.layers for address in layer.views]
         gone = range(old.address, old.address + old.nbytes)
         assert seen
@@ -617,8 +618,8 @@ def mapped_bytes(pid, buffers):
 masters.PIECE_BYTES = 1 << 28
 model = nn.Sequential(*[layer() for _ in range(16)])
 manager = oracle_offload.attach(model, "cpu", offload_percent=1.0)
-slab = sum(buffer.nbytes for buffer in manager.attachment.buffers)
-ring = pin(manager.attachment.buffers)
+slab = sum(buffer.nbytes for buffer in manager.attachment.pieces.buffers)
+ring = pin(manager.attachment.pieces.buffers)
 print("pinned", ring is not None)
 reader, writer = os.pipe()
 child = os.fork()
@@ -632,7 +633,7 @@ if child == 0:
     except BaseException:
         os._exit(3)
 print("share", private_bytes(child) / slab)
-print("mapped", mapped_bytes(child, manager.attachment.buffers) / slab)
+print("mapped", mapped_bytes(child, manager.attachment.pieces.buffers) / slab)
 os.write(writer, b".")
 print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 loader = DataLoader(range(8), num_workers=2, multiprocessing_context="fork")
@@ -693,7 +694,7 @@ def reset():
 reset()
 begin = status("VmRSS")
 manager = oracle_offload.attach(model, "cpu", vram_budget=2 * 8192 * 8192 * 4 + 4096)
-arena = manager.attachment.capacity_bytes
+arena = manager.attachment.arena.capacity_bytes
 print("attach", weights + arena, status("VmHWM") - empty)
 reset()
 manager.detach()

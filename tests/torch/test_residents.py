@@ -103,8 +103,8 @@ def test_x_min_counts_weights_and_no_padding():
     with attached(model, "cpu") as manager:
         attachment = manager.attachment
         assert attachment.weight_bytes == weights < attachment.managed_bytes
-        assert attachment.x_min_bytes() == 2 * max(0, weights - attachment.capacity_bytes)
+        assert attachment.x_min_bytes() == 2 * max(0, weights - attachment.arena.capacity_bytes)
     with attached(model, "cpu", offload_percent=0.1) as manager:
         attachment = manager.attachment
-        capacity = attachment.capacity_bytes
+        capacity = attachment.arena.capacity_bytes
         assert attachment.x_min_bytes() == 2 * max(0, weights - capacity)

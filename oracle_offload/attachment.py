@@ -1,0 +1,325 @@
+"""What one attached model holds of its device, and how it is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from . import masters
+from .arena import Arena
+from .autocast import StandIns
+from .engines import DeviceState, Layout, close_if_unused
+from .errors import DriverError, OffloadError
+from .geometry import tensor_bytes, unit_bytes
+from .layers.leaf import HANDLE, Layer, swap_out
+from .sizes import format_size
+from .traffic import Traffic
+
+logger = logging.getLogger("oracle_offload")
+
+
+class Attachment:
+    """What one attached model holds of its device; outlives the module only until it is closed.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The model; only a weak reference to it is kept.
+    state : DeviceState
+        The device.
+    lock_limit : float
+        Most bytes of masters to page-lock.
+
+    Attributes
+    ----------
+    layers : list of Layer
+        The managed ones, in module order.
+    leaving : list of Layer
+        Those that are on the device for good; see `oracle_offload.layers.trial`.
+    reasons : dict of str to str
+        Why a layer, by name, is not managed.
+    is_attached : bool
+        Whether the engine knows the model still.
+    """
+
+    def __init__(self, module: nn.Module, state: DeviceState, lock_limit: float) -> None:
+        self.module = weakref.ref(module)
+        self.state = state
+        self.name = type(module).__name__
+        self.layers: list[Layer] = []
+        self.leaving: list[Layer] = []
+        self.reasons: dict[str, str] = {}
+        self.trained_units: set[int] = set()
+        self.arena = Arena(state)
+        self.pieces = masters.Pieces(state, self.name, lock_limit)
+        self.traffic = Traffic(self.name)
+        self.stand_ins = StandIns(state)
+        self._pid = os.getpid()
+        self._replaced_outside = False  # masters lie in no piece, perhaps only for a while
+        self._replaced_warning_shown = False
+        self._lost_warning_shown = False
+        self._close_failed = False
+        self.model = state.engine.add_model()
+        self.is_attached = True
+        state.join(self)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the managed weights."""
+        return sum(nbytes for layer in self.layers for _, nbytes in layer.extents())
+
+    @property
+    def managed_bytes(self) -> int:
+        """Bytes that the managed weights take on the device, where each is aligned."""
+        return sum(unit_bytes(layer.tensors()) for layer in self.layers)
+
+    def x_min_bytes(self) -> int:
+        """Least bytes a step can move to the device: 2 max(0, W - C), docs/how-it-works.md.
+
+        W counts the weights alone: the padding between them need not travel.
+        """
+        return 2 * max(0, self.weight_bytes - self.arena.capacity_bytes)
+
+    # ---- what the device tells: see `engines.Listener` ----
+
+    def before_forward(self) -> None:
+        """Grow the arena, once, to the largest checkpointed block the engine has learned."""
+        self.arena.take_back_replaced()
+        if not self.is_attached or not self.arena.may_grow:
+            return
+        stats = self.state.engine.stats(self.model)
+        block = stats["learned_block_bytes"]
+        if block > self.arena.floor_bytes:
+            self.arena.grow(block, stats["largest_unit_bytes"], self.managed_bytes)
+
+    def before_step(self) -> bool:
+        """Tell the engine which units are trained now: many a model is frozen after attach.
+
+        Returns
+        -------
+        bool
+            Whether any is.
+        """
+        if not self.is_attached:
+            return False
+        trained = {
+            layer.unit
+            for layer in self.layers
+            if any(tensor.requires_grad for tensor in layer.tensors())
+        }
+        for unit in (trained ^ self.trained_units) & self.state.units.keys():
+            self.state.engine.set_trainable(unit, unit in trained)
+        self.trained_units = trained
+        return bool(trained)
+
+    def after_step(self) -> None:
+        """Take the bytes that moved since the last optimizer step, and free what nobody holds."""
+        if not self.is_attached:
+            return
+        stats = self.state.engine.stats(self.model)
+        self.traffic.end_step(stats["h2d_bytes"], stats["d2h_bytes"])
+        self.pieces.give_back()
+        if self._replaced_outside:  # for a whole step: not for a while
+            self._warn_of_replaced()
+
+    def forget_views(self) -> None:
+        """Let go of views into the arena: they keep their segment's memory alive."""
+        for layer in list(self.layers):
+            layer.views.clear()
+
+    # ---- masters that were replaced ----
+
+    def take_over(self, called: Layer | None = None, lasting: bool = False) -> None:
+        """Follow every layer whose masters were replaced, and lock what is new.
+
+        New memory that is its layer's alone moves into a locked piece of its own; what else holds,
+        or may be swapped back, stays where it is and goes through the ring. Layers that are lost
+        are let go.
+
+        Parameters
+        ----------
+        called : Layer, optional
+            One that has followed already, because it is being called; None looks at all of them.
+        lasting : bool
+            Look at `called` alone, whose new memory is nobody else's and to stay.
+        """
+        in_use_later = contextlib.suppress(OffloadError)  # it follows when it is called itself
+        with self.state.lock:
+            replaced = [] if called is None else [called]
+            for layer in [] if lasting else list(self.layers):
+                if layer is called:
+                    continue
+                if layer.has_moved():
+                    self.let_go_soon(layer)
+                    if layer.member < 0 or not layer.has_plain_masters():
+                        continue
+                    with in_use_later:
+                        layer.follow()
+                        replaced.append(layer)
+                elif called is None:
+                    replaced.append(layer)
+            self.pieces.give_back()
+            own: list[tuple[Layer, list[Tensor]]] = []
+            held_too = False
+            for layer in replaced:
+                new = {id(tensor): tensor for tensor in self._outside([layer])}
+                held = {id(tensor): held for tensor, held in layer.replaced_for_good()}
+                own.append((layer, [t for k, t in new.items() if lasting or held.get(k) is False]))
+                self._replaced_outside |= len(own[-1][1]) < len(new)
+                held_too |= any(held.get(key) for key in new)
+            with contextlib.suppress(MemoryError):  # what finds no room stays where it is
+                for tensors in masters.split_pieces([tensors for _, tensors in own]):
+                    self.pieces.add(masters.Piece(tensors))
+            for layer in [layer for layer, _ in own if layer.has_moved()]:
+                with contextlib.nullcontext() if layer is called else in_use_later:
+                    layer.follow()
+            if held_too and not lasting:
+                self._warn_of_replaced()
+
+    def _outside(self, layers: Iterable[Layer]) -> list[Tensor]:
+        """Return the masters that lie in no piece."""
+        tensors = (tensor for layer in layers for tensor in layer.tensors())
+        return [tensor for tensor in tensors if self.pieces.at(tensor.data_ptr()) is None]
+
+    def _warn_of_replaced(self) -> None:
+        outside = self._outside(self.layers)
+        self._replaced_outside = bool(outside)
+        if outside and not self._replaced_warning_shown:
+            self._replaced_warning_shown = True
+            logger.warning(
+                "%s: %s of its weights were replaced by memory that cannot be page-locked, because "
+                "something else holds it too (a state dict?), or holds what it replaced (an "
+                "optimizer?): they are copied through a small locked ring, which is slower. If "
+                "they are to stay, load them without assign=True, or drop what holds them and call "
+                "manager.refresh().",
+                self.name,
+                format_size(sum(tensor_bytes(tensor) for tensor in outside)),
+            )
+
+    # ---- layers that are ours no more ----
+
+    def let_go_if_lost(self, layer: Layer) -> bool:
+        """Make a layer an ordinary one for good where it is none of ours any more.
+
+        Its masters are given back. What it holds now is moved to the device when the structure
+        settles, like everything that is not managed, and `MemoryManager.resident` has it.
+        """
+        with self.state.lock:
+            reason = layer.why_lost()
+            if not reason or layer not in self.layers:
+                return False
+            self.state.engine.remove_member(layer.member)
+            self.layers.remove(layer)
+            self._release_layer(layer)
+            self.pieces.count_uses(layer.addresses(), ())
+            # So that the memory can go.
+            layer.weight, layer.bias, layer.parameters = torch.empty(0), None, {}
+            Layout.version += 1
+            self.pieces.give_back()
+        if self.module() is not None and layer.module() is not None:
+            self.reasons[layer.name] = reason
+            layer.structure.settle_soon()
+            if not self._lost_warning_shown:
+                self._lost_warning_shown = True
+                logger.warning(
+                    "%s: layer '%s' is not managed any more (%s). What it holds now stays on the "
+                    "device; manager.resident lists this and every further one.",
+                    self.name,
+                    layer.name,
+                    reason,
+                )
+        return True
+
+    def let_go_soon(self, layer: Layer) -> None:
+        """`let_go_if_lost`, now or, where the layer is in use, when the structure settles."""
+        try:
+            self.let_go_if_lost(layer)
+        except OffloadError:
+            layer.structure.changed = True
+
+    # ---- closing ----
+
+    def close(self) -> None:
+        """Give everything back to the device; masters stay where they are, as ordinary memory."""
+        if os.getpid() != self._pid:
+            return
+        # Any step may fail, or be refused while in use: what was done stays done, and closing again
+        # goes on from there.
+        self.arena.take_back_all()
+        if self.is_attached:
+            self.state.engine.remove_model(self.model)
+            self.is_attached = False
+        self._let_go_of_layers()
+        self.pieces.give_back_all()
+        self.state.leave(self)
+        close_if_unused(self.state)
+
+    def close_patiently(self) -> None:
+        """Close at detach, which a driver that fails does not prevent: what fails twice is left."""
+        close_leftovers(self.state)
+        try:
+            try:
+                self.close()
+            except DriverError as error:
+                logger.warning("detaching %s, at the second attempt: %s", self.name, error)
+                self.close()
+        except DriverError as error:
+            self._close_later()
+            logger.warning(
+                "%s is detached, but some of its memory could not be given back yet: %s. It is "
+                "tried again at the next attach or detach.",
+                self.name,
+                error,
+            )
+
+    def close_quietly(self) -> None:
+        """End of a deleted model or of an attach that failed; what fails is tried again later."""
+        try:
+            self.close()
+        except Exception:
+            self._close_later()
+            logger.exception("could not give back a model's memory yet")
+
+    def close_if_left(self) -> None:
+        """Close what could not be closed while a fault lasted."""
+        if self._close_failed:
+            self.close_quietly()
+
+    def _close_later(self) -> None:
+        """Keep what could not be given back, for the next attach or detach to try again."""
+        self._let_go_of_layers()
+        self._close_failed = True
+        self.state.join(self)
+
+    def _let_go_of_layers(self) -> None:
+        """Make the layers ordinary ones again."""
+        self.stand_ins.forget()
+        for layer in [*self.layers, *self.leaving]:
+            self._release_layer(layer)
+        self.layers.clear()
+        self.leaving.clear()
+
+    def _release_layer(self, layer: Layer) -> None:
+        self.state.forget_layer(layer)
+        layer.member = -1
+        layer.views.clear()
+        leaf = layer.module()  # also one that is no part of the model any more
+        if leaf is not None and leaf.__dict__.get(HANDLE) is layer:
+            swap_out(leaf)
+
+
+def attachments_on(state: DeviceState) -> list[Attachment]:
+    """Return what holds something of a device."""
+    return [held for held in list(state.listeners) if isinstance(held, Attachment)]
+
+
+def close_leftovers(state: DeviceState) -> None:
+    """Close what could not be closed while a fault lasted."""
+    for attachment in attachments_on(state):
+        attachment.close_if_left()

@@ -1,0 +1,152 @@
+"""The modules of an attached model, looked at again whenever one was added or replaced."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from .attachment import Attachment
+from .direct_uses import used_directly
+from .layers.leaf import put_on_trial
+from .residents import move_residents
+
+_attached: weakref.WeakSet[Structure] = weakref.WeakSet()
+_registration_hooks: list[Any] = []
+_settle_hooks: list[Any] = []
+
+
+class Listener(Protocol):
+    """Who wants to hear of a model's structure."""
+
+    def structure_changed(self) -> None:
+        """Another kind of module, parameter or buffer was registered."""
+
+    def structure_settled(self) -> None:
+        """Everything new has been looked at, and lies on the device."""
+
+
+class Structure:
+    """The modules of one attached model, as they were when it last settled.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The model; only a weak reference to it is kept.
+    attachment : Attachment
+        What it holds of its device.
+
+    Attributes
+    ----------
+    changed : bool
+        Whether `settle` has something to do.
+    listeners : list of Listener
+        Told of changes, and when the structure has settled.
+    """
+
+    def __init__(self, module: nn.Module, attachment: Attachment) -> None:
+        self._module = weakref.ref(module)
+        self._parts = frozenset(id(part) for part in module.modules())
+        self._lock = threading.Lock()  # one thread settles
+        self.attachment = attachment
+        self.changed = False
+        self.listeners: list[Listener] = []
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The model; None once it is deleted."""
+        return self._module()
+
+    def contains(self, module: nn.Module) -> bool:
+        """Whether `module` is part of the model, as it was when it last settled."""
+        return id(module) in self._parts and self._module() is not None
+
+    def watch(self) -> None:
+        """Hear of what is added to modules from now on: an adapter, a parametrisation."""
+        if not _registration_hooks:
+            modules = torch.nn.modules.module
+            _registration_hooks.extend(
+                (
+                    modules.register_module_module_registration_hook(_module_added),
+                    modules.register_module_parameter_registration_hook(_parameter_added),
+                    modules.register_module_buffer_registration_hook(_buffer_added),
+                )
+            )
+        _attached.add(self)
+
+    def end(self) -> None:
+        """Hear no more: the model was detached."""
+        _attached.discard(self)
+
+    def registered(self, before: Any, now: Any) -> None:
+        """Look again later; tell the listeners unless like was only replaced by like."""
+        self.changed = True
+        if type(before) is not type(now):
+            for listener in self.listeners:
+                listener.structure_changed()
+
+    def settle_soon(self) -> None:
+        """Settle before the next call of any part of the model, managed or not."""
+        self.changed = True
+        if not _settle_hooks:
+            hook = torch.compiler.disable(_settle_first)
+            _settle_hooks.append(register_module_forward_pre_hook(hook))
+
+    def settle(self) -> None:
+        """Bring modules that were added since (an adapter) to the device."""
+        if not self.changed:
+            return
+        with self._lock:
+            module = self._module()
+            if module is not None and self.changed:
+                attachment = self.attachment
+                for layer in list(attachment.layers):
+                    attachment.let_go_if_lost(layer)
+                move_residents(module, attachment.state.device, attachment.pieces)
+                self._look_for_direct_uses(module)
+                self._parts = frozenset(id(part) for part in module.modules())
+                for listener in self.listeners:
+                    listener.structure_settled()
+                self.changed = False
+                attachment.pieces.give_back()
+
+    def _look_for_direct_uses(self, module: nn.Module) -> None:
+        """Put layers on trial whose weight a module that came since may use directly."""
+        found = used_directly(module.modules())
+        for layer in list(self.attachment.layers):
+            leaf = layer.module()
+            if leaf is not None and id(leaf) in found:
+                put_on_trial(leaf, found[id(leaf)][1])
+
+
+def _module_added(parent: nn.Module, name: str, child: Any) -> None:
+    _registered(parent, parent._modules.get(name), child)
+
+
+def _parameter_added(parent: nn.Module, name: str, parameter: Any) -> None:
+    _registered(parent, parent._parameters.get(name), parameter)
+
+
+def _buffer_added(parent: nn.Module, name: str, buffer: Any) -> None:
+    _registered(parent, parent._buffers.get(name), buffer)
+
+
+def _registered(parent: nn.Module, before: Any, now: Any) -> None:
+    if before is now:
+        return
+    for structure in list(_attached):
+        if structure.contains(parent):
+            structure.registered(before, now)
+
+
+def _settle_first(module: nn.Module, args: Any) -> None:
+    for structure in list(_attached):
+        if structure.contains(module):
+            structure.settle()
+    if not any(structure.changed for structure in list(_attached)):
+        while _settle_hooks:
+            _settle_hooks.pop().remove()

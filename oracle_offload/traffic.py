@@ -1,0 +1,57 @@
+"""What moved for one attached model, step by step."""
+
+from __future__ import annotations
+
+import logging
+
+from .sizes import format_size
+
+logger = logging.getLogger("oracle_offload")
+
+
+class Traffic:
+    """Bytes of the last optimizer step, and of weights that are computed on the host.
+
+    Parameters
+    ----------
+    name : str
+        Of the model, for messages.
+
+    Attributes
+    ----------
+    steps : int
+        How many optimizer steps have ended.
+    step_h2d_bytes, step_d2h_bytes : int or None
+        Bytes that moved to and from the device in the last of them.
+    computed_bytes : dict of str to int
+        Host bytes that a layer, by name, computes with in the place of its own weights.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.steps = 0
+        self.step_h2d_bytes: int | None = None
+        self.step_d2h_bytes: int | None = None
+        self.computed_bytes: dict[str, int] = {}
+        self._before = (0, 0)
+
+    def end_step(self, h2d_bytes: int, d2h_bytes: int) -> None:
+        """Take what moved since the last step from the engine's counters."""
+        self.step_h2d_bytes = h2d_bytes - self._before[0]
+        self.step_d2h_bytes = d2h_bytes - self._before[1]
+        self._before = h2d_bytes, d2h_bytes
+        self.steps += 1
+
+    def note_computed(self, layer: str, nbytes: int) -> None:
+        """Count host bytes that a layer computes with in the place of its own; warn once."""
+        if nbytes and not self.computed_bytes:
+            logger.warning(
+                "%s: layer '%s' is called with a weight that is computed on the host, or stands in "
+                "the place of its own. The results are right, but each call copies %s to the "
+                "device, outside the arena. memory_summary() counts all such layers.",
+                self._name,
+                layer,
+                format_size(nbytes),
+            )
+        if nbytes:
+            self.computed_bytes[layer] = nbytes
