@@ -8,12 +8,17 @@ import sys
 import xml.etree.ElementTree
 
 import pytest
+import torch
 
-from oracle_offload import cli
+from oracle_offload import cli, demo
+from oracle_offload.engines import open_states
 from oracle_offload.views.timeline import timeline_svg
 
 
-def test_demo_trains_alike_and_draws_its_step(tmp_path, capsys):
+def test_demo_trains_alike_and_draws_its_step(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     svg = tmp_path / "deep" / "step.svg"
     code = cli.main(["demo", "--device", "cpu", "--steps", "3", "--json", "--svg", str(svg)])
     result = json.loads(capsys.readouterr().out)
@@ -27,8 +32,18 @@ def test_demo_trains_alike_and_draws_its_step(tmp_path, capsys):
     assert result["step_s"] >= result["resident_step_s"] > 0
     assert 0 < result["peak_in_arena_bytes"] <= result["arena_bytes"] < result["managed_bytes"] / 5
     assert result["step_h2d_bytes"] >= result["x_min_bytes"] > 0
+    assert threads == [1, 3], "one thread for small matrices, then as many as before"
+    model = demo.build_model(128, 0)
+    assert result["parameters"] == sum(p.numel() for p in model.parameters())
+    assert result["weight_bytes"] == 2 * result["parameters"] == sum(tensor_bytes(model))
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not open_states(), "the demonstration detaches"
     drawn = xml.etree.ElementTree.parse(svg).getroot()
     assert "simulated" in "".join(drawn.itertext())
+
+
+def tensor_bytes(model):
+    return (p.numel() * p.element_size() for p in model.parameters())
 
 
 NONSENSE = [

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -15,11 +16,13 @@ from hypothesis import strategies as st
 
 from oracle_offload.doctor.allocator import (
     _OPTIONS,
+    configure_allocator,
     find_allocator_variable,
     format_allocator_conf,
     lint_allocator_conf,
     parse_allocator_conf,
 )
+from oracle_offload.errors import OffloadError
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -423,6 +426,159 @@ def test_without_arguments_it_reports_and_changes_nothing() -> None:
         "print(repr(said.in_effect), 'PYTORCH_CUDA_ALLOC_CONF' in os.environ)"
     )
     assert out == "'' False"
+
+
+class OldTorch:
+    """A release that cannot say its settings, and takes them through torch.cuda alone."""
+
+    def __init__(self, release: str = "2.7.1", *, takes: object = None) -> None:
+        self.__version__ = release
+        self.taken: list[str] = []
+        memory = SimpleNamespace()
+        if takes is not None:
+            memory._set_allocator_settings = self.taken.append if takes == "all" else takes
+        self._C = SimpleNamespace()
+        self.cuda = SimpleNamespace(is_initialized=lambda: False, memory=memory)
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """An environment without allocator settings."""
+    clean = {name: value for name, value in os.environ.items() if name not in NAMES}
+    monkeypatch.setattr(os, "environ", clean)
+    return clean
+
+
+def import_torch(monkeypatch: pytest.MonkeyPatch, torch: object) -> None:
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+
+
+def test_an_older_torch_is_given_the_settings_of_the_environment_and_the_new_ones(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    torch = OldTorch(takes="all")
+    import_torch(monkeypatch, torch)
+    environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:64"
+    environ["PYTORCH_HIP_ALLOC_CONF"] = ""
+    said = configure_allocator(garbage_collection_threshold=0.8)
+    whole = "max_split_size_mb:64,garbage_collection_threshold:0.8"
+    assert torch.taken == [whole] and said.in_effect == said.asked == whole
+    assert environ["PYTORCH_CUDA_ALLOC_CONF"] == environ["PYTORCH_HIP_ALLOC_CONF"] == whole
+    assert "PYTORCH_ALLOC_CONF" not in environ
+    assert configure_allocator(max_split_size_mb=64).asked == whole and torch.taken == [whole]
+
+
+def test_settings_that_an_imported_torch_does_not_take_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    def refuse(settings: str) -> None:
+        raise RuntimeError(f"Unrecognized key in {settings}\nException raised from parseArgs")
+
+    refused = (
+        "torch 2.7.1 refuses 'max_split_size_mb:64': Unrecognized key in max_split_size_mb:64$"
+    )
+    for torch, error, words in (
+        (OldTorch(takes=refuse), ValueError, refused),
+        (OldTorch(), OffloadError, "torch 2.7.1 takes no settings once imported; call it before"),
+    ):
+        import_torch(monkeypatch, torch)
+        with pytest.raises(error, match=words):
+            configure_allocator(max_split_size_mb=64)
+        assert not {*NAMES} & {*environ}
+
+
+def test_the_newer_way_to_set_is_taken_where_a_torch_has_both(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    torch = OldTorch(takes="all")
+    newer: list[str] = []
+    torch._C._accelerator_setAllocatorSettings = newer.append
+    torch._C._accelerator_getAllocatorSettings = lambda: newer[-1] if newer else ""
+    import_torch(monkeypatch, torch)
+    said = configure_allocator(max_split_size_mb=64)
+    assert (newer, torch.taken, said.in_effect) == (["max_split_size_mb:64"], [], newer[0])
+    assert said.confirmed and "confirmed by torch" in str(said)
+
+
+def test_the_backend_may_be_named_again_but_not_changed(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    torch = OldTorch(takes="all")
+    import_torch(monkeypatch, torch)
+    configure_allocator(backend="native", max_split_size_mb=64)
+    assert torch.taken == ["backend:native,max_split_size_mb:64"]
+    environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:cudaMallocAsync"
+    with pytest.raises(OffloadError, match="backend:native is chosen when torch is imported"):
+        configure_allocator(backend="native")
+
+
+def test_default_settings_in_use_are_called_so(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    torch = OldTorch(takes="all")
+    torch.cuda.is_initialized = lambda: True
+    import_torch(monkeypatch, torch)
+    with pytest.raises(OffloadError, match=r"already in use with 'default settings' and cannot"):
+        configure_allocator(max_split_size_mb=64)
+
+
+def test_what_is_known_against_settings_is_said_and_logged(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    import_torch(monkeypatch, OldTorch(takes="all"))
+    said = configure_allocator("max_split_size_mb:64", expandable_segments=True)
+    asked = "max_split_size_mb:64,expandable_segments:True"
+    assert said.notes and str(said).split("\n") == [
+        f"PYTORCH_CUDA_ALLOC_CONF={asked} (confirmed by torch)",
+        *(f"{note.verdict}: {note.text}; {note.fix}" for note in said.notes),
+    ]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"configure_allocator: {note.text}; {note.fix}" for note in said.notes
+    ]
+
+
+def test_a_broken_variable_of_an_older_torch_is_named(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    import_torch(monkeypatch, OldTorch(takes="all"))
+    environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:5"
+    words = "PYTORCH_CUDA_ALLOC_CONF is already set, and max_split_size_mb:5 must be at least 20"
+    with pytest.raises(ValueError, match=f"{words}; .*, or unset PYTORCH_CUDA_ALLOC_CONF"):
+        configure_allocator(expandable_segments=True)
+
+
+@pytest.mark.parametrize(
+    ("conf", "words"),
+    [
+        ("pinned_num_register_threads:1", None),
+        ("pinned_num_register_threads:128", None),
+        ("pinned_num_register_threads:0", "at least 1 and at most 128"),
+        ("pinned_num_register_threads:129", "at least 1 and at most 128"),
+        ("pinned_num_register_threads:96", "must be a power of 2"),
+        ("max_split_size_mb:20", None),
+        ("max_split_size_mb:19", "at least 20"),
+        ("max_split_size_mb:" + "1" * 19, None),
+        ("max_split_size_mb:" + "1" * 20, "whole number"),
+        ("per_process_memory_fraction:0", None),
+        ("per_process_memory_fraction:1.0", None),
+        ("per_process_memory_fraction:2", "between 0 and 1"),
+        ("per_process_memory_fraction:half", "must be a number between 0 and 1"),
+        ("garbage_collection_threshold:0", "both excluded"),
+        ("garbage_collection_threshold:1", "both excluded"),
+        ("garbage_collection_threshold:0.99", None),
+        ("roundup_power2_divisions:8", None),
+        ("roundup_power2_divisions:6", "power of 2, or a list"),
+        ("roundup_power2_divisions:[256:1,512:0,>:8]", None),
+        ("roundup_power2_divisions:[256:1", "closing bracket"),
+        ("roundup_power2_divisions:[255:1]", "interval '255'"),
+        ("roundup_power2_divisions:[256:3]", "division '3'"),
+    ],
+)
+def test_values_at_the_ends_of_what_an_option_takes(
+    environ: dict[str, str], conf: str, words: str | None
+) -> None:
+    bad = [note for note in lint_allocator_conf(conf, torch=(2, 13)) if note.verdict == "bad"]
+    assert [words in note.text for note in bad] == ([True] if words else []), bad
 
 
 @pytest.mark.gpu

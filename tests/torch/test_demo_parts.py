@@ -1,0 +1,154 @@
+"""The parts of the demonstration: its model, its training step, the arguments that it takes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from oracle_offload import demo
+
+
+class Recorded(nn.Module):
+    """Keeps what it is called with, and predicts a trained multiple of the noisy latents."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.frozen = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+        self.calls = []
+
+    def forward(self, **given):
+        self.calls.append(given)
+        return SimpleNamespace(sample=given["hidden_states"] * self.scale)
+
+
+def one_step(seed=0, number=0):
+    runner = demo.Runner(Recorded(), torch.device("cpu"), seed)
+    loss = runner.step(number)
+    return runner, runner.model.calls[0], loss
+
+
+def test_a_step_predicts_the_flow_from_the_latents_to_the_noise():
+    runner, given, loss = one_step(seed=3, number=2)
+    generator = torch.Generator().manual_seed(3 * 100_003 + 2)
+    latents, target = (torch.randn(1, 64, 64, generator=generator).bfloat16() for _ in range(2))
+    sigma = torch.rand(1, generator=generator).bfloat16()
+    noisy = given["hidden_states"]
+    assert torch.equal(noisy, (1 - sigma) * latents + sigma * target)
+    assert torch.equal(given["timestep"], sigma) and 0 < float(sigma) < 1
+    expected = nn.functional.mse_loss((noisy * 0.5).float(), (target - latents).float())
+    assert torch.equal(loss, expected) and not loss.requires_grad
+    assert runner.trained == [runner.model.scale]
+    assert runner.model.scale.grad is None and float(runner.model.scale) != 0.5, (
+        "one step was taken"
+    )
+
+
+def test_the_image_is_a_square_of_tokens():
+    given = one_step()[1]
+    places = given["img_ids"]
+    assert places[:, 0].unique().tolist() == [0]
+    side = round(len(places) ** 0.5)
+    assert places[:, 1:].tolist() == [[row, col] for row in range(side) for col in range(side)]
+    assert given["txt_ids"].shape == (given["encoder_hidden_states"].shape[1], 3)
+    assert given["guidance"].tolist() == [3.5]
+
+
+def test_noise_is_of_the_seed_and_of_the_step():
+    def noise(seed, number):
+        return one_step(seed, number)[1]["hidden_states"]
+
+    assert torch.equal(noise(1, 2), noise(1, 2))
+    assert not torch.equal(noise(1, 2), noise(1, 3))
+    assert not torch.equal(noise(1, 2), noise(2, 2))
+
+
+def test_the_model_has_the_real_depth_and_is_frozen_but_for_its_adapters():
+    model = demo.build_model(64, seed=5)
+    config = model.config
+    assert (len(model.transformer_blocks), len(model.single_transformer_blocks)) == (19, 38)
+    assert config.attention_head_dim * config.num_attention_heads == 64
+    assert sum(config.axes_dims_rope) == config.attention_head_dim
+    assert model.training and model.is_gradient_checkpointing
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in model.parameters())
+    again, other = demo.build_model(64, seed=5), demo.build_model(64, seed=6)
+    assert torch.equal(model.proj_out.weight, again.proj_out.weight)
+    assert not torch.equal(model.proj_out.weight, other.proj_out.weight)
+    demo.add_lora(model, seed=5)
+    demo.add_lora(again, seed=5)
+    trained = dict(model.named_parameters())
+    adapters = {name for name, p in trained.items() if p.requires_grad}
+    assert adapters and all("lora_" in name for name in adapters)
+    kinds = {name.split(".lora_")[0].rpartition("attn.")[2] for name in adapters}
+    assert kinds == {"to_q", "to_k", "to_v", "to_out.0"}
+    assert {min(trained[name].shape) for name in adapters} == {4}
+    for name in adapters:
+        assert torch.equal(trained[name], dict(again.named_parameters())[name])
+    assert next(iter(model.modules())).peft_config["default"].lora_alpha == 8
+
+
+GOOD = {"device": None, "width": 128, "steps": 20, "offload": 0.91, "seed": 0, "svg": "x.svg"}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {}, {"device": "cpu"}, {"device": "cuda"}, {"device": "cuda:12"}, {"width": 64},
+        {"steps": 1}, {"offload": 0}, {"offload": 1}, {"seed": (1 << 32) - 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arguments_that_make_sense(changed):
+    demo.check_arguments(**{**GOOD, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"device": "cpu:0"}, r"device='cpu:0' must be cuda, cuda:N or cpu \(simulated\)$"),
+        ({"width": 0}, "width=0 must be a multiple of 64"),
+        ({"width": 32}, "width=32 must be"),
+        ({"width": -64}, "width=-64 must be"),
+        ({"width": 65}, "width=65 must be"),
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"offload": 91}, r"offload=91 is a share, from 0 to 1; did you mean 0.91\?$"),
+        ({"offload": 100}, r"did you mean 1.0\?$"),
+        ({"offload": 101}, "from 0 to 1$"),
+        ({"offload": -0.1}, "from 0 to 1$"),
+        ({"offload": float("nan")}, "from 0 to 1$"),
+        ({"seed": -1}, "seed=-1 must be from 0"),
+        ({"seed": 1 << 32}, "seed=4294967296 must be from 0"),
+        ({"svg": "."}, r"svg='\.' is a folder"),
+    ],
+    ids=str,
+)
+def test_arguments_that_make_none(changed, said):
+    with pytest.raises(ValueError, match=said):
+        demo.check_arguments(**{**GOOD, **changed})
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch, capsys):
+    import sys
+
+    from oracle_offload import cli
+
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert cli.main(["demo", "--device", "cpu"]) == cli.EXIT_ERROR
+    assert capsys.readouterr().err == (
+        "the demo needs peft: pip install torch diffusers peft (or make demo)\n"
+    )
+
+
+def test_what_the_demonstration_cannot_do_is_one_line(monkeypatch, capsys):
+    from oracle_offload import OffloadError, cli
+
+    def fail(*arguments):
+        raise OffloadError("no CUDA device")
+
+    monkeypatch.setattr(demo, "run_demo", fail)
+    assert cli.main(["demo", "--device", "cuda"]) == cli.EXIT_ERROR
+    assert capsys.readouterr().err == "demo: no CUDA device\n"
