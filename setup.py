@@ -178,7 +178,7 @@ class BuildExt(build_ext):
         seconds = int(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
         built = self.kernels
         info = {
-            "schema": "oracle_offload/build_info-1",
+            "schema": "oracle_offload/build-info/1",
             "version": self.distribution.get_version(),
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds)),
             "platform": sysconfig.get_platform(),

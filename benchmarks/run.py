@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
-SCHEMA = "oracle_offload/benchmarks-1"
+SCHEMA = "oracle_offload/benchmarks/1"
 UNITS = ("_bytes", "_s", "_ms", "_us", "_gbps", "_ratio", "_count")
 
 sys.path[:0] = [str(FOLDER.parent), str(FOLDER)]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
+from .views.schema import schema
 
 RECORD = "_build_info.json"  # setup.py writes it beside the extension
 
@@ -35,7 +36,7 @@ def build_info() -> dict[str, Any]:
     --------
     >>> from oracle_offload import build_info
     >>> build_info()["schema"]
-    'oracle_offload/build_info-1'
+    'oracle_offload/build-info/1'
     """
     folder = Path(__file__).resolve().parent
     here = {
@@ -47,7 +48,7 @@ def build_info() -> dict[str, Any]:
         recorded = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {
-            "schema": "oracle_offload/build_info-1",
+            "schema": schema("build-info", 1),
             "version": __version__,
             "built": False,
             "why_not": f"{folder / RECORD} is missing: the C part was never built here; run "

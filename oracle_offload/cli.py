@@ -55,8 +55,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run_doctor(args: argparse.Namespace) -> int:
     """Print one page of checks; exit with 3 when one of them is bad."""
     from .doctor import examine
-    from .doctor.report import write_text
-    from .views.terminal import FileError, naming
+    from .views.terminal import FileError, naming, show
 
     if sys.stderr.isatty():
         print("examining, which imports torch once ...", end="\r", file=sys.stderr, flush=True)
@@ -71,7 +70,7 @@ def run_doctor(args: argparse.Namespace) -> int:
             if args.json:
                 print(report.to_json(), end="", flush=True)
             else:
-                write_text(report, sys.stdout)
+                show(sys.stdout, lambda width, color: report.to_text(width=width, colour=color))
     except FileError as problem:
         print(problem, file=sys.stderr)
         return EXIT_ERROR

@@ -22,8 +22,9 @@ from typing import Any
 
 from .errors import OffloadError
 from .sizes import format_size
+from .views.schema import schema
 
-SCHEMA = "oracle_offload/demo/1"
+SCHEMA = schema("demo", 1)
 _IMAGE_TOKENS, _TEXT_TOKENS, _CHANNELS = 64, 16, 64
 
 

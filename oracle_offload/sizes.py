@@ -1,19 +1,32 @@
-"""Sizes as people write them: ``8GiB``, ``"8GB"``, bytes, a fraction of a device, ``"auto"``."""
+"""Sizes in bytes: as people write them, as programs print them, and as we show them."""
 
 from __future__ import annotations
 
 import math
 import re
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+KIB, MIB, GIB, TIB, PIB, EIB = (1 << (10 * power) for power in range(1, 7))
 
-_UNITS = {
+_WRITTEN = {
     "": 1,
     "b": 1,
     **{f"{letter}ib": 1 << (10 * power) for power, letter in enumerate("kmgt", 1)},
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
 }
-_PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([a-zA-Z]*)\s*")
+# Bounded everywhere: a search is linear in the text. Compiled on first use, by `re` itself.
+_SIZE = r"\s*([0-9]{0,40}\.?[0-9]{0,40}(?:[eE][0-9]{1,4})?)\s*([a-zA-Z]{0,8})\s*"
+
+
+def split_size(text: str) -> tuple[int | float, str] | None:
+    """Return the number of ``"1.50 GiB"`` and its unit in lower case; None for anything else."""
+    match = re.fullmatch(_SIZE, text)
+    if match is None or not match[1].strip(".").strip():
+        return None
+    try:
+        number = int(match[1]) if match[1].isdigit() else float(match[1])
+    except ValueError:  # an exponent alone
+        return None
+    return number, match[2].lower()
 
 
 def parse_size(value: int | float | str, *, total: int | None = None, name: str = "size") -> int:
@@ -39,13 +52,11 @@ def parse_size(value: int | float | str, *, total: int | None = None, name: str 
             f"{name}={value!r} is not a size; use bytes, '8GiB' or a fraction in (0, 1)"
         )
     if isinstance(value, str):
-        match = _PATTERN.fullmatch(value)
-        unit = _UNITS.get(match[2].lower()) if match else None
-        if match is None or unit is None:
+        number, unit = split_size(value) or (0, "?")
+        if unit not in _WRITTEN:
             raise ValueError(f"{name}={value!r} is not a size; write it like '8GiB' or '500MiB'")
-        number = float(match[1])
-        if match[2] or number >= 1:
-            return _positive(number * unit, value, name)
+        if unit or number >= 1:
+            return _positive(number * _WRITTEN[unit], value, name)
         value = number
     if 0 < value < 1:
         if total is None:
@@ -63,9 +74,33 @@ def _positive(number: int | float, value: object, name: str) -> int:
     return number
 
 
-def format_size(number: float) -> str:
-    """Return bytes for people, in binary units: ``"1.50 GiB"``."""
-    for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if abs(number) >= scale:
-            return f"{number / scale:.2f} {unit}"
-    return f"{number:.0f} B"
+def format_size(
+    number: float,
+    *,
+    digits: int = 2,
+    small_digits: int | None = None,
+    gib_from: int = GIB,
+    smallest: str = "B",
+) -> str:
+    """Return bytes for people, in binary units: ``"1.50 GiB"``.
+
+    Parameters
+    ----------
+    number : float
+        Bytes.
+    digits, small_digits : int
+        Behind the point, of GiB and of what is smaller (the same, by default).
+    gib_from : int
+        Bytes from which on GiB are shown.
+    smallest : str
+        The smallest unit: "KiB", or what bytes are called.
+    """
+    small = digits if small_digits is None else small_digits
+    for unit, scale, least, shown in (
+        ("GiB", GIB, gib_from, digits),
+        ("MiB", MIB, MIB, small),
+        ("KiB", KIB, KIB, small),
+    ):
+        if abs(number) >= least or unit == smallest:
+            return f"{number / scale:.{shown}f} {unit}"
+    return f"{number:.0f} {smallest}"

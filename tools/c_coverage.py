@@ -103,7 +103,7 @@ def main() -> int:
         figures = {
             file: {"taken": taken, "branches": total} for file, (taken, total) in rows.items()
         }
-        report = {"schema": "oracle_offload/coverage-1", "files": figures}
+        report = {"schema": "oracle_offload/coverage/1", "files": figures}
         args.output.write_text(json.dumps(report, indent=2) + "\n")
     for line in [*below, *(f"{program} failed" for program in failed)]:
         print(line)

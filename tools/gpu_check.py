@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
-SCHEMA = "oracle_offload/gpu_check-2"
+SCHEMA = "oracle_offload/gpu-check/2"
 BUDGET_S = 500.0
 GRACE_S = 4.0  # between asking a program to stop and killing it
 LOG_CHARACTERS = 40_000  # of one program's output: megabytes help nobody

@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-SCHEMA = "oracle_offload/gpu_check-2"
+SCHEMA = "oracle_offload/gpu-check/2"
 NEEDED = ("schema", "command", "date", "commit", "device", "driver", "torch")
 PARTS = ("machine", "link", "lock", "calls", "layers", "step", "bits", "faults", "memory", "tests")
 

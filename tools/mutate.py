@@ -272,7 +272,7 @@ def main() -> int:
         print(f"equivalent.toml proves what does not survive: {key}")
     if args.output:
         report = {
-            "schema": "oracle_offload/mutation-1",
+            "schema": "oracle_offload/mutation/1",
             "tried": len(tried),
             "killed": len(tried) - len(survivors),
             "survivors": [{"name": m.name, "proof": proofs.get(m.key, "")} for m in survivors],

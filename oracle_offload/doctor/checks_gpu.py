@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 
+from ..sizes import GIB
 from .files import parse_size
-from .finding import GIB, Finding, size, worst
+from .finding import Finding, size, worst
 from .gpus import CLOCK_REASONS, Gpu
 from .system import System
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
+from ..sizes import GIB, MIB
 from .files import NO_SIZE, parse_size
-from .finding import GIB, MIB, Finding, size, worst
+from .finding import Finding, size, worst
 from .system import System
 
 # Weights live in host memory, so little of it is the first thing to stop a run. Below the first

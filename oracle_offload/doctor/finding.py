@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
+from ..sizes import format_size
 from ..views.terminal import printable
-
-GIB = 1 << 30
-MIB = 1 << 20
 
 # From the worst to the best; "unknown" says nothing about the machine and stands last.
 VERDICTS = ("bad", "warn", "ok", "unknown")
@@ -54,10 +53,5 @@ def worst(*verdicts: str) -> str:
     return min(verdicts, key=VERDICTS.index, default="unknown")
 
 
-def size(number: int) -> str:
-    """Return bytes for people: GiB with one decimal, MiB or KiB below that."""
-    if number >= GIB:
-        return f"{number / GIB:.1f} GiB"
-    if number >= MIB:
-        return f"{number / MIB:.0f} MiB"
-    return f"{number / 1024:.0f} KiB"
+# Bytes for people, as coarse as a verdict needs them.
+size = partial(format_size, digits=1, small_digits=0, smallest="KiB")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TextIO
 
-from ..views.terminal import put, wants_color
+from ..views.page import fragment, page
+from ..views.schema import schema
+from ..views.terminal import WIDEST, Text
 from .finding import VERDICTS, Finding, worst
 
-SCHEMA = "oracle_offload/doctor/1"
-_WIDTH = 100
+SCHEMA = schema("doctor", 1)
 _COUNTED = {"bad": "bad", "warn": "to improve", "ok": "ok", "unknown": "not visible"}
-_COLOURS = {"bad": "31", "warn": "33", "ok": "32", "unknown": "2"}
+_STYLES = {"bad": "red", "warn": "yellow", "ok": "green", "unknown": "dim"}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class DoctorReport:
     def _sorted(self) -> list[Finding]:
         return sorted(self.findings, key=lambda finding: VERDICTS.index(finding.verdict))
 
-    def to_text(self, *, width: int = _WIDTH, colour: bool = False) -> str:
+    def to_text(self, *, width: int = WIDEST, colour: bool = False) -> str:
         """Return the report for a terminal, the worst first.
 
         Parameters
@@ -59,26 +59,24 @@ class DoctorReport:
         colour : bool
             Whether to mark verdicts with ANSI colours.
         """
-        width = max(60, min(_WIDTH, width))
+        out = Text(width, color=colour)
         names = max((len(finding.name) for finding in self.findings), default=0)
         indent = " " * (8 + names + 2)
-        lines = [f"doctor: {self.summary()}", ""]
+        out.line(f"doctor: {self.summary()}")
+        out.line()
         findings = self._sorted()
         for finding, following in zip(findings, [*findings[1:], None], strict=True):
-            verdict = f"{finding.verdict:<8}"
-            head = f"{finding.name:<{names}}  "
-            first, *rest = _wrap(finding.value, width - len(indent)) or [""]
-            if colour:
-                verdict = f"\033[{_COLOURS[finding.verdict]}m{verdict}\033[0m"
-            lines.append(f"{verdict}{head}{first}".rstrip())
-            lines += [indent + line for line in rest]
+            verdict = out.styled(f"{finding.verdict:<8}", _STYLES[finding.verdict])
+            first, *rest = out.wrapped(finding.value, indent) or [""]
+            out.line(f"{verdict}{finding.name:<{names}}  {first}".rstrip())
+            for line in rest:
+                out.line(indent + line)
             # Neighbours with one reason in common (no driver, no /proc) share its line.
             if following is not None and _reason(following) == _reason(finding):
                 continue
             for label, text in (("why: ", finding.why), ("fix: ", finding.fix)):
-                for number, line in enumerate(_wrap(text, width - len(indent) - len(label))):
-                    lines.append(indent + (label if number == 0 else " " * len(label)) + line)
-        return "\n".join(lines) + "\n"
+                out.block(text, indent + label, indent + " " * len(label))
+        return str(out)
 
     def to_dict(self) -> dict[str, object]:
         """Return the report as plain data; `facts` hold sizes in bytes."""
@@ -109,50 +107,13 @@ class DoctorReport:
                 f"<th>{html.escape(finding.name)}</th>"
                 f"<td>{html.escape(finding.value)}{detail}</td></tr>"
             )
-        return (
-            f'<div class="oo-doctor"><style>{_STYLE}</style>'
-            f"<p><b>doctor</b>: {html.escape(self.summary())}</p>\n"
-            "<table>\n" + "\n".join(rows) + "\n</table></div>\n"
-        )
+        head = f"<p><b>doctor</b>: {html.escape(self.summary())}</p>"
+        return fragment("doctor", [head, "<table>", *rows, "</table>"])
 
     def to_html(self) -> str:
         """Return the report as one self-contained page without scripts."""
-        return (
-            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>doctor: {self.summary()}</title></head>\n"
-            f"<body>{self._repr_html_()}</body></html>\n"
-        )
-
-
-# Scoped to the report's own class: a notebook page holds other tables.
-_STYLE = (
-    ".oo-doctor{font:14px/1.45 system-ui,sans-serif;max-width:60em}"
-    ".oo-doctor table{border-collapse:collapse}"
-    ".oo-doctor td,.oo-doctor th{padding:.3em .7em;text-align:left;vertical-align:top;"
-    "border-top:1px solid #8884}"
-    ".oo-doctor .oo-verdict{font-weight:600}"
-    ".oo-doctor .oo-bad{color:#c62828}.oo-doctor .oo-warn{color:#b26a00}"
-    ".oo-doctor .oo-ok{color:#2e7d32}.oo-doctor .oo-unknown{color:#777}"
-    ".oo-doctor .oo-why{opacity:.75}"
-)
+        return page(f"doctor: {self.summary()}", self._repr_html_())
 
 
 def _reason(finding: Finding) -> tuple[str, str, str]:
     return finding.verdict, finding.why, finding.fix
-
-
-def _wrap(text: str, width: int) -> list[str]:
-    import textwrap
-
-    # Paths and package names hold hyphens, and are copied from here.
-    return textwrap.wrap(text, width, break_on_hyphens=False)
-
-
-def write_text(report: DoctorReport, stream: TextIO) -> None:
-    """Write the text to `stream`, in colour only to a terminal that wants it."""
-    import shutil
-
-    width = shutil.get_terminal_size((_WIDTH, 24)).columns if stream.isatty() else _WIDTH
-    put(stream, report.to_text(width=width, colour=wants_color(stream)))
-    stream.flush()

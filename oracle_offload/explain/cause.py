@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .facts import GiB, MiB, PiB, compiled, format_size
+from ..sizes import GIB, MIB, PIB
+from .facts import compiled, format_size
 from .history import Sign, records_in_log, signs
 from .parse import Finding
 from .templates import DEVICE_BACKENDS
 
 # Small tensors share segments: up to 1 MiB one of 2 MiB, up to 10 MiB one of 20 MiB.
-SHARED_SEGMENT = 20 * MiB
+SHARED_SEGMENT = 20 * MIB
 # How far back the surroundings of a message are read.
 LOOK_BACK = 32 * 1024
 
@@ -113,7 +114,7 @@ def _of_message(finding: Finding, before: str, expandable: bool | None) -> Cause
     if finding.absurd:
         return Cause("bad_size", "high", "no card holds an exabyte: the size was computed wrongly")
     requested = finding.value("requested")
-    if requested is not None and requested >= PiB:
+    if requested is not None and requested >= PIB:
         why = f"{format_size(requested)} were asked for at once: the size was computed wrongly"
         return Cause("bad_size", "high", why)
     if template.name in ("cuda-runtime-error", "hip-runtime-error") and _pins(before):
@@ -175,7 +176,7 @@ def _of_device(finding: Finding) -> Cause:
             f"{format_size(held)} are held on a card of {format_size(total)}: Windows spills to RAM"
         )
         return Cause("spilled", "high", why)
-    if free is not None and free >= asked + asked // 20 + 64 * MiB:
+    if free is not None and free >= asked + asked // 20 + 64 * MIB:
         why = f"{format_size(free)} were free and only {format_size(asked)} asked for"
         return Cause("driver_refusal", "medium", why)
     if unused is not None and held and unused >= asked:
@@ -189,13 +190,13 @@ def _of_device(finding: Finding) -> Cause:
 def _crowded(finding: Finding, asked: int, total: int, free: int | None, held: int | None) -> Cause:
     """Tell a full card from one that others fill; never blame others on thin evidence."""
     others = finding.value("other_processes")
-    if others is not None and others >= GiB and others + (free or 0) >= asked:
+    if others is not None and others >= GIB and others + (free or 0) >= asked:
         why = f"other processes hold {format_size(others)} of the card"
         return Cause("other_process", "high" if others * 4 >= total else "medium", why)
     mine = finding.value("this_process") or held
     if others is None and free is not None and mine is not None and not finding.processes:
         outside = total - free - mine
-        if outside >= max(2 * GiB, total // 4) and outside + free >= asked:
+        if outside >= max(2 * GIB, total // 4) and outside + free >= asked:
             why = f"{format_size(outside)} of the card are held outside this process's allocator"
             return Cause("other_process", "low", why)
     if held is None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
-from ..views.terminal import FileError, naming, printable, put, wants_color
+from ..views.terminal import FileError, naming, printable, put, show
 from .history import read_history
 from .pipeline import explain
 from .reading import read_excerpt
@@ -79,13 +79,10 @@ def _show(report: OomReport, args: argparse.Namespace) -> None:
         if args.json:
             put(sys.stdout, report.to_json(indent=None if args.follow else 2) + "\n")
         else:
-            width = 100
-            if sys.stdout.isatty():
-                from shutil import get_terminal_size
-
-                width = get_terminal_size().columns
-            color = wants_color(sys.stdout)
-            put(sys.stdout, report.to_text(width=width, color=color, all_fixes=args.all))
+            show(
+                sys.stdout,
+                lambda width, color: report.to_text(width=width, color=color, all_fixes=args.all),
+            )
             if args.follow:
                 sys.stdout.write("\n")
         sys.stdout.flush()

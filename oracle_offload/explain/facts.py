@@ -10,15 +10,16 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-KiB, MiB, GiB, TiB, PiB, EiB = (2 ** (10 * power) for power in range(1, 7))
+from ..sizes import EIB, GIB, KIB, MIB, PIB, TIB, split_size
+from ..sizes import format_size as _format_size
 
 # PyTorch prints `GB` in old MPS messages and means 2^30 there too; kernel and scheduler logs print
 # `kB` and mean 2^10. No message we read uses powers of ten.
 UNITS = {
-    "b": 1, "byte": 1, "bytes": 1,
-    "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB, "pib": PiB, "eib": EiB,
-    "ki": KiB, "mi": MiB, "gi": GiB,
-    "kb": KiB, "mb": MiB, "gb": GiB, "tb": TiB,
+    "": 1, "b": 1, "byte": 1, "bytes": 1,
+    "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB, "pib": PIB, "eib": EIB,
+    "ki": KIB, "mi": MIB, "gi": GIB,
+    "kb": KIB, "mb": MIB, "gb": GIB, "tb": TIB,
 }  # fmt: skip
 
 # A bounded number and a unit: no nested quantifier, so a search is linear in the text.
@@ -80,21 +81,15 @@ def parse_size(text: str) -> int | None:
 
     Returns None for anything else and for PyTorch's "no limit" (UINT64_MAX).
     """
-    match = compiled(r"\s*(\d{1,20}(?:\.\d{0,4})?)\s*([A-Za-z]{0,5})\s*").fullmatch(text)
-    if match is None:
+    number, unit = split_size(text) or (0, "?")
+    if unit not in UNITS:
         return None
-    factor = UNITS.get(match[2].lower()) if match[2] else 1
-    if factor is None:
-        return None
-    value = round(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
-    return None if value >= UNLIMITED else value
+    value = number * UNITS[unit]
+    return None if value >= UNLIMITED else round(value)
 
 
 def format_size(value: int | None) -> str:
     """Return bytes for people: GiB from 0.1 GiB up, then MiB, KiB, bytes; None is "unknown"."""
     if value is None:
         return "unknown"
-    for unit, size in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
-        if value >= size or (unit == "GiB" and value >= size // 10):
-            return f"{value / size:.2f} {unit}"
-    return "0 bytes" if value == 0 else f"{value} bytes"
+    return _format_size(value, gib_from=GIB // 10, smallest="bytes")

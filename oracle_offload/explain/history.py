@@ -16,13 +16,14 @@ from itertools import pairwise
 from os import PathLike, fspath
 from typing import Any, NamedTuple
 
-from .facts import MiB, compiled
+from ..sizes import MIB
+from .facts import compiled
 from .reading import read_excerpt
 
 Record = Mapping[str, Any]
 
 # A leak grows by the step; growth under this share of what is held, or under 64 MiB, is noise.
-LEAK_SHARE, LEAK_FLOOR = 0.03, 64 * MiB
+LEAK_SHARE, LEAK_FLOOR = 0.03, 64 * MIB
 LEAK_POINTS = 8
 WARM_UP = 3  # the first steps allocate optimizer states and workspaces: not a leak
 LONGER = 1.2  # a batch this much longer than any before it is the odd one out
@@ -69,7 +70,7 @@ def records_in_log(text: str) -> list[dict[str, Any]]:
     """Read what common trainers print per step: `max mem: N` (MiB) and the length of a batch."""
     records: list[dict[str, Any]] = []
     for match in compiled(r"max mem: (\d{1,9})\b").finditer(text):
-        records.append({"peak_bytes": int(match[1]) * MiB})
+        records.append({"peak_bytes": int(match[1]) * MIB})
     if records:
         return records
     pattern = r"\b(?:max_size:time|tokens|seq_len|sequence_length|max_len)[ =:]{1,3}(\d{1,12})\b"
@@ -105,7 +106,7 @@ def _leak(values: list[int], *, peak: bool) -> Sign | None:
         return None  # a peak creeps up in a few jumps; a leak climbs at every step
     per_step = growth // (count - 1)
     kind = "the peak" if peak else "memory in use"
-    why = f"{kind} climbed steadily over {count} records, about {per_step / MiB:.1f} MiB each"
+    why = f"{kind} climbed steadily over {count} records, about {per_step / MIB:.1f} MiB each"
     return Sign("leak", "medium" if peak else "high", why, growth)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..views.schema import schema
+from ..views.terminal import WIDEST, Text
 from .cause import Cause, where
 from .facts import FACT_TITLES, Fact, format_size
 from .fixes import Fix
 from .parse import Finding
 from .templates import SUSPICION
 
-SCHEMA = "oracle_offload.oom/1"
-WIDTH = 100
+SCHEMA = schema("oom", 1)
 TEXT_FIXES = 3  # verdict, one cause, three fixes: the rest is in the JSON and the HTML
 
 _NAMES = {
@@ -160,7 +161,7 @@ class OomReport:
         parts.append(("free", free))
         return parts
 
-    def to_text(self, *, width: int = WIDTH, color: bool = False, all_fixes: bool = False) -> str:
+    def to_text(self, *, width: int = WIDEST, color: bool = False, all_fixes: bool = False) -> str:
         """Return the report for a terminal, at most `width` (60 to 100) columns wide.
 
         Parameters
@@ -168,60 +169,53 @@ class OomReport:
         width : int
             Columns; clamped to 60..100.
         color : bool
-            Use ANSI colours. See `terminal.wants_color`.
+            Use ANSI colours. See `views.terminal.wants_color`.
         all_fixes : bool
             List every fix instead of the first three.
         """
-        from textwrap import TextWrapper
-
-        width = min(max(width, 60), WIDTH)
-        bold, dim, off = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if color else ("", "", "")
-        wrapper = TextWrapper(width, break_on_hyphens=False)
-        out = [f"{bold}{line}{off}" for line in wrapper.wrap(self.verdict)]
+        out = Text(width, color=color)
+        out.block(self.verdict, style="bold")
         if not self.found:
-            return "\n".join(out) + "\n"
-
-        def block(text: str, first: str, rest: str) -> None:
-            wrapper.initial_indent, wrapper.subsequent_indent = first, rest
-            out.extend(wrapper.wrap(text))
-
-        block(f"confidence {self.cause.confidence}: {self.cause.why}", "  ", "  ")
+            return str(out)
+        out.block(f"confidence {self.cause.confidence}: {self.cause.why}", "  ", "  ")
         for cause in self.causes[1:3]:
-            block(f"also ({cause.confidence}): {cause.title}: {cause.why}", "  ", "  ")
+            out.block(f"also ({cause.confidence}): {cause.title}: {cause.why}", "  ", "  ")
         parts = self.bar()
         if parts:
-            out.append("")
-            out.extend(_text_bar(parts, width))
+            out.line()
+            for line in _text_bar(parts, out.width):
+                out.line(line)
         if self.facts:
-            out.append("")
+            out.line()
             for name, title in FACT_TITLES.items():
                 fact = self.facts.get(name)
                 if fact is not None:
                     note = "  (sum)" if fact.derived else ""
-                    out.append(f"  {title:<37}{format_size(fact.value):>14}{note}")
+                    out.line(f"  {title:<37}{format_size(fact.value):>14}{note}")
             if self.shortfall is not None:
-                out.append(f"  {'missing':<37}{format_size(self.shortfall):>14}")
+                out.line(f"  {'missing':<37}{format_size(self.shortfall):>14}")
         shown = self.fixes if all_fixes else self.fixes[:TEXT_FIXES]
         if shown:
-            out += ["", f"{bold}What to change first{off}"]
+            out.line()
+            out.line(out.styled("What to change first", "bold"))
         for number, fix in enumerate(shown, 1):
             mark = " [changes the result of training]" if fix.changes_result else ""
             gain = "" if fix.gain_bytes is None else f" (up to {format_size(fix.gain_bytes)})"
-            block(f"{number}. {fix.title}{gain}{mark}", "  ", "     ")
-            block(fix.how, "     ", "     ")
+            out.block(f"{number}. {fix.title}{gain}{mark}", "  ", "     ")
+            out.block(fix.how, "     ", "     ")
         if len(shown) < len(self.fixes):
-            out.append(f"  {dim}{len(self.fixes) - len(shown)} more with --all or --json{off}")
+            more = f"{len(self.fixes) - len(shown)} more with --all or --json"
+            out.line("  " + out.styled(more, "dim"))
         if self.finding is not None:
             line = f"line {self.finding.line}" if self.finding.line else "read from"
-            out += ["", f"{dim}{line}:{off}"]
-            block(self.finding.quote, "  ", "  ")
+            out.line()
+            out.line(out.styled(f"{line}:", "dim"))
+            out.block(self.finding.quote, "  ", "  ")
             if self.finding.template.says != self.cause.why:
-                block(self.finding.template.says, "  ", "  ")
+                out.block(self.finding.template.says, "  ", "  ")
         if len(self.findings) > 1:
-            out.append(
-                f"  {len(self.findings)} memory messages in this text; the last is explained"
-            )
-        return "\n".join(out) + "\n"
+            out.line(f"  {len(self.findings)} memory messages in this text; the last is explained")
+        return str(out)
 
     def __str__(self) -> str:
         return self.to_text()

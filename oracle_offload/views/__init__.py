@@ -1,1 +1,1 @@
-"""What people see: terminal, pages, the summary, the timeline. No module here is needed to train."""
+"""What people see: the terminal, pages, the summary, the timeline. Nothing here trains."""

@@ -19,11 +19,12 @@ from ..devices import parse_device
 from ..engines import open_states
 from ..residents import list_residents, resident_bytes
 from ..sizes import format_size
+from .schema import schema
 
 if TYPE_CHECKING:
     from ..engines import DeviceState
 
-SCHEMA = "oracle_offload/memory-summary/1"
+SCHEMA = schema("memory-summary", 1)
 _WIDTH = 80
 _LEGEND = "late: not in the arena when asked for; stale: in it, but changed on the host"
 

@@ -1,4 +1,4 @@
-"""What the commands write to a terminal, and what they say when a file fails.
+"""How reports reach a terminal: width, colour, encoding; and what is said when a file fails.
 
 Names of files and devices, values of variables and lines of logs come from elsewhere: shown as they
 are, they could steer the terminal.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
@@ -18,6 +18,10 @@ _SEQUENCE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,8}[@-~]"
     r"|(?:\x1b\]|\x9d)[^\x07\x1b\x9c]{0,4096}(?:\x07|\x1b\\|\x9c)"
 )
+
+
+WIDEST, NARROWEST = 100, 60
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
 
 
 class FileError(Exception):
@@ -65,3 +69,64 @@ def put(stream: IO[str], text: str) -> None:
     except UnicodeEncodeError:
         encoding = getattr(stream, "encoding", None) or "ascii"
         stream.write(text.encode(encoding, "replace").decode(encoding))
+
+
+def columns(stream: IO[str]) -> int:
+    """Return how wide to write: a terminal's width, else `WIDEST`."""
+    from shutil import get_terminal_size
+
+    return get_terminal_size((WIDEST, 24)).columns if stream.isatty() else WIDEST
+
+
+def show(stream: IO[str], render: Callable[[int, bool], str]) -> None:
+    """Write what ``render(width, color)`` returns to a stream, as it wants it, and flush."""
+    put(stream, render(columns(stream), wants_color(stream)))
+    stream.flush()
+
+
+class Text:
+    """The lines of a report.
+
+    Parameters
+    ----------
+    width : int
+        Columns; clamped to `NARROWEST` .. `WIDEST`.
+    color : bool
+        Whether `styled` does anything.
+    """
+
+    def __init__(self, width: int = WIDEST, *, color: bool = False) -> None:
+        self.width = min(max(width, NARROWEST), WIDEST)
+        self.color = color
+        self._lines: list[str] = []
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines) + "\n"
+
+    def styled(self, text: str, style: str) -> str:
+        """Return `text` bold, dim, red, green or yellow."""
+        return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if self.color else text
+
+    def wrapped(self, text: str, indent: str = "") -> list[str]:
+        """Return `text` as lines that leave room for `indent`."""
+        from textwrap import wrap
+
+        # Paths and package names hold hyphens, and are copied from here.
+        return wrap(text, self.width - len(indent), break_on_hyphens=False)
+
+    def line(self, text: str = "") -> None:
+        """Add a line as it is."""
+        self._lines.append(text)
+
+    def block(self, text: str, first: str = "", rest: str = "", style: str = "") -> None:
+        """Add wrapped text, behind `first` on its first line and `rest` on the others."""
+        from textwrap import wrap
+
+        lines = wrap(
+            text,
+            self.width,
+            initial_indent=first,
+            subsequent_indent=rest,
+            break_on_hyphens=False,
+        )
+        self._lines += [self.styled(line, style) if style else line for line in lines]

@@ -24,8 +24,9 @@ from oracle_offload.doctor import CHECKS, Finding, System, examine
 from oracle_offload.doctor import checks as checks_module
 from oracle_offload.doctor.cgroup import read_memory_limit
 from oracle_offload.doctor.gpus import GpuView
-from oracle_offload.doctor.report import DoctorReport, write_text
+from oracle_offload.doctor.report import DoctorReport
 from oracle_offload.doctor.torch_build import TorchView, ask_torch, find_torch, imported_torch
+from oracle_offload.views.terminal import show
 
 ROOT = Path(__file__).parent.parent.parent
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -580,7 +581,7 @@ def test_a_terminal_is_filled_and_a_file_is_as_wide_as_the_widest(
     monkeypatch.setenv("NO_COLOR", "1")
     report = DoctorReport((Finding("x", "bad", "a " * 300),))
     for stream, width in ((Screen(), widest), (io.StringIO(), 100)):
-        write_text(report, stream)
+        show(stream, lambda width, color: report.to_text(width=width, colour=color))
         assert width - 1 <= max(map(len, stream.getvalue().splitlines())) <= width
 
 

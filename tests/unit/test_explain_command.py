@@ -53,7 +53,7 @@ def test_a_file_is_explained_in_text_of_at_most_100_columns(log: Path) -> None:
 
 def test_json_states_every_fact_and_null_for_the_unknown(log: Path) -> None:
     data = json.loads(run(str(log), "--json").stdout)
-    assert data["schema"] == "oracle_offload.oom/1"
+    assert data["schema"] == "oracle_offload/oom/1"
     assert data["facts"]["requested_bytes"] == 1 << 30
     assert data["facts"]["cap_bytes"] is None
     assert data["quotes"]["requested"]["line"] == 2

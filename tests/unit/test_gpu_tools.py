@@ -417,8 +417,8 @@ def test_import_never_files_a_simulated_run_beside_a_card(tmp_path: Path) -> Non
         ("[]", "schema is 'list'"),
         ("{}", "schema is None"),
         ("not json", "Expecting value"),
-        (json.dumps({"schema": "oracle_offload/gpu_check-2"}), "lacks command, date"),
-        (json.dumps({"schema": "oracle_offload/gpu_check-1"}), "not a GPU check's results"),
+        (json.dumps({"schema": "oracle_offload/gpu-check/2"}), "lacks command, date"),
+        (json.dumps({"schema": "oracle_offload/gpu-check/1"}), "not a GPU check's results"),
     ],
 )
 def test_import_refuses_what_is_not_a_result(tmp_path: Path, text: str, said: str) -> None:
@@ -485,7 +485,7 @@ def test_the_runner_keeps_the_figures_of_good_benchmarks_beside_a_broken_one(
     output = tmp_path / "out.json"
     assert run.main(["--output", str(output), "--device", "cpu"]) == 1
     report = json.loads(output.read_text())
-    assert report["schema"] == "oracle_offload/benchmarks-1"
+    assert report["schema"] == "oracle_offload/benchmarks/1"
     rows = {row["file"]: row for row in report["benchmarks"]}
     assert rows["good"]["rate_gbps"] == 12.5 and rows["good"]["device"] == "cpu"
     assert rows["broken"]["error"] == "OSError: no disk"

@@ -1,0 +1,65 @@
+"""What all reports share: the grammar of their schemas, their page, their lines."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from oracle_offload.doctor.finding import Finding
+from oracle_offload.doctor.report import DoctorReport
+from oracle_offload.explain import explain_oom
+from oracle_offload.views.page import STYLE, fragment, page
+from oracle_offload.views.schema import schema
+from oracle_offload.views.terminal import Text
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_schema_has_one_grammar() -> None:
+    said = subprocess.run(
+        ["git", "ls-files", "*.py", "*.md", "*.json"], cwd=ROOT, capture_output=True, text=True
+    )
+    names = said.stdout.split() or [p.relative_to(ROOT) for p in ROOT.rglob("*.py")]
+    found = set()
+    for name in names:
+        text = (ROOT / name).read_text("utf-8") if (ROOT / name).is_file() else ""
+        found |= set(re.findall(r"[\"'`](oracle_offload[./][\w/.-]*[/-]\d+)[\"'`]", text))
+        found |= {schema(*call) for call in re.findall(r"\bschema\(\"([^\"]+)\", (\d+)\)", text)}
+    assert {schema("doctor", 1), schema("oom", 1), schema("memory-summary", 1)} <= found
+    for one in found:
+        assert re.fullmatch(r"oracle_offload/[a-z]+(-[a-z]+)*/[1-9]\d*", one), one
+
+
+def test_reports_share_the_page_and_the_style_sheet() -> None:
+    doctor = DoctorReport((Finding("x", "bad", "<value>"),))
+    oom = explain_oom("CUDA out of memory. Tried to allocate 2.00 GiB")
+    for report in (doctor, oom):
+        whole, part = report.to_html(), report._repr_html_()
+        assert part in whole and whole.count(STYLE) == 1
+        skeleton = page("TITLE", "BODY")
+        head, _, end = skeleton.partition("BODY")
+        assert whole.endswith(part + end)
+        assert re.sub("<title>.*?</title>", "<title>TITLE</title>", whole).startswith(head)
+    assert fragment("x", ["<p>"]).count("<style>") == 1
+    assert "&lt;a&gt;" in page("<a>", "")
+
+
+def test_lines_are_wrapped_between_the_narrowest_and_the_widest() -> None:
+    for asked, got in ((1, 60), (60, 60), (80, 80), (101, 100)):
+        text = Text(asked)
+        text.block("word " * 100, "first ", "rest  ")
+        lines = str(text).splitlines()
+        assert got - 5 < max(map(len, lines)) <= got
+        assert lines[0].startswith("first word") and lines[1].startswith("rest  word")
+    text = Text()
+    text.line()
+    text.block("a-long-name " * 20, style="bold")
+    assert "\x1b" not in str(text) and not re.search(r"-$", str(text), re.MULTILINE)
+
+
+def test_colour_surrounds_the_text_of_each_line() -> None:
+    text = Text(color=True)
+    text.block("word " * 30, style="red")
+    assert all(re.fullmatch("\x1b\\[31m[word ]+\x1b\\[0m", line) for line in str(text).splitlines())
+    assert text.styled("x", "dim") == "\x1b[2mx\x1b[0m"
