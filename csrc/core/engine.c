@@ -55,7 +55,7 @@ static enum oo_status oo__copy_parts(struct oo_engine *engine, const struct oo_u
                                      uintptr_t address) {
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         const struct oo_part *part = &unit->parts[i];
-        const int locked = part->memory && part->memory->locked;
+        const int locked = part->memory && part->memory->registration;
         enum oo_status status =
             locked ? OO_DRIVE(engine, cuMemcpyHtoDAsync, address + part->offset, part->host,
                               part->bytes, engine->h2d)
@@ -185,7 +185,7 @@ static enum oo_status oo__refuse_capture(struct oo_engine *engine, OOCUstream st
 /* Bytes behind the ring may have to wait for it on the host. */
 static int oo__may_block(const struct oo_unit *unit) {
     for (uint32_t i = 0; i < unit->n_parts; i++)
-        if (!unit->parts[i].memory || !unit->parts[i].memory->locked)
+        if (!unit->parts[i].memory || !unit->parts[i].memory->registration)
             return 1;
     return 0;
 }

@@ -26,7 +26,7 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
-    const struct oo_host *memory = oo__known_memory(engine, target, bytes);
+    const struct oo_known *memory = oo__known_memory(engine, target, bytes);
     struct oo_event *computed = NULL, *begin = NULL, *arrived = NULL;
     int adopted = 0, in_flight = 0;
     if (bytes == 0)
@@ -47,7 +47,7 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     OO_TRY(OO_DRIVE(engine, cuEventRecord, computed->handle, stream));
     OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->d2h, computed->handle, 0));
     OO_TRY(OO_DRIVE(engine, cuEventRecord, begin->handle, engine->d2h));
-    if (memory && memory->locked)
+    if (memory && memory->registration)
         OO_TRY(OO_DRIVE(engine, cuMemcpyDtoHAsync, target, source, bytes, engine->d2h));
     else
         OO_TRY(oo__ring_download(engine, target, source, bytes));

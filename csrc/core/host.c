@@ -20,8 +20,14 @@ enum oo_status oo_host_create(size_t bytes, struct oo_host **out) {
         return oo__fail(OO_E_MEMORY, "no memory for a host buffer's record");
     host->bytes = bytes;
     host->mapped_bytes = (bytes + page - 1) / page * page;
+    host->mutex = oo__mutex_create();
+    if (!host->mutex) {
+        free(host);
+        return oo__fail(OO_E_MEMORY, "no memory for a host buffer's record");
+    }
     host->pages = oo__pages_map(host->mapped_bytes);
     if (!host->pages) {
+        oo__mutex_destroy(host->mutex);
         free(host);
         return oo__fail(OO_E_MEMORY, "the system has no %.3f GiB of memory left for weights",
                         (double)bytes / (double)((size_t)1 << 30));
@@ -32,12 +38,13 @@ enum oo_status oo_host_create(size_t bytes, struct oo_host **out) {
 
 void oo__host_free(struct oo_host *host) {
     oo__pages_unmap(host->pages, host->mapped_bytes);
+    oo__mutex_destroy(host->mutex);
     free(host);
 }
 
 void *oo_host_address(const struct oo_host *host) { return host->pages; }
 size_t oo_host_bytes(const struct oo_host *host) { return host->bytes; }
-int oo_host_locked(const struct oo_host *host) { return host->locked; }
+int oo_host_locked(const struct oo_host *host) { return host->locked > 0; }
 
 struct oo_share {
     char *target;

@@ -7,13 +7,15 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Memory for masters. `locked` and `owner` belong to the engine that knows the memory. */
+/* Memory for masters, which any number of engines may know (masters.c). */
 struct oo_host {
     void *pages;
-    size_t bytes;        /* as asked */
-    size_t mapped_bytes; /* in whole pages */
-    int locked;
-    struct oo_engine *owner;
+    size_t bytes;           /* as asked */
+    size_t mapped_bytes;    /* in whole pages */
+    struct oo_mutex *mutex; /* of the next three; taken after an engine's */
+    struct oo_known *known; /* by which engines */
+    struct oo_registration *registrations;
+    int locked; /* how many they are */
     /* Of filling: see oo__stretch_begin. Index 0 are small pages, 1 huge ones. */
     struct {
         size_t bytes;

@@ -5,6 +5,7 @@
 #include "state.h"
 
 /* The memory of which these bytes are part, NULL when the engine was not told of it. */
-struct oo_host *oo__known_memory(const struct oo_engine *engine, const void *address, size_t bytes);
+const struct oo_known *oo__known_memory(const struct oo_engine *engine, const void *address,
+                                        size_t bytes);
 
 #endif

@@ -110,7 +110,7 @@ static void oo__unit_build_parts(struct oo_engine *engine, struct oo_unit *unit)
         const struct oo_member *member = &engine->members[unit->members[i]];
         for (uint32_t j = 0; j < member->n_tensors; j++) {
             const struct oo_member_tensor *tensor = &member->tensors[j];
-            struct oo_host *memory = oo__known_memory(engine, tensor->host, tensor->bytes);
+            const struct oo_known *memory = oo__known_memory(engine, tensor->host, tensor->bytes);
             struct oo_part *last = unit->n_parts ? &unit->parts[unit->n_parts - 1] : NULL;
             if (last && memory && last->memory == memory &&
                 tensor->host - last->host == (ptrdiff_t)(tensor->offset - last->offset)) {

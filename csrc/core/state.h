@@ -61,10 +61,24 @@ struct oo_ring {
 
 /* ---- what is managed, and where: masters.c, lease.c, model.c ---- */
 
+/* Host memory that is page-locked for all contexts of one driver, once for all engines that read
+ * it. It ends with the context it was made under, which is held until then. */
+struct oo_registration {
+    const void *library; /* the driver's */
+    OOCUdevice device;
+    const struct oo_engine *maker; /* holds that context, as long as it is here */
+    int context_held;              /* by the registration itself, once its maker has let go */
+    uint32_t engines;              /* that read the memory by it */
+    struct oo_registration *next;  /* another driver's */
+};
+
 /* Host memory that this engine was told of. */
 struct oo_known {
     struct oo_host *host;
-    struct oo_known *next;
+    struct oo_engine *engine;
+    struct oo_registration *registration; /* NULL: not locked; masters in it go through the ring */
+    struct oo_known *next;                /* of the engine */
+    struct oo_known *next_of_host;
 };
 
 struct oo_member_tensor {
@@ -89,7 +103,7 @@ struct oo_part {
     const char *host;
     size_t bytes;
     size_t offset;
-    struct oo_host *memory; /* NULL: the engine does not know it */
+    const struct oo_known *memory; /* NULL: the engine does not know it */
 };
 
 /* The last use of a unit's bytes on one stream. */

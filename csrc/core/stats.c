@@ -25,7 +25,7 @@ static void oo__add_unit(const struct oo_engine *engine, struct oo_stats *sum, u
     }
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         const struct oo_part *part = &unit->parts[i];
-        if (!part->memory || !part->memory->locked)
+        if (!part->memory || !part->memory->registration)
             sum->pageable_bytes += part->bytes;
     }
 }
@@ -49,7 +49,7 @@ enum oo_status oo_engine_stats(struct oo_engine *engine, uint32_t model, struct 
             (model == OO_ALL_MODELS || engine->units[i].model == model))
             oo__add_unit(engine, out, i);
     for (const struct oo_known *known = engine->known; known; known = known->next)
-        if (known->host->locked)
+        if (known->registration)
             out->locked_bytes += known->host->mapped_bytes;
     const uint64_t ring_bytes = OO_RING_PIECES * (uint64_t)oo__ring_piece_bytes;
     out->locked_bytes += (engine->up.base ? ring_bytes : 0) + (engine->down.base ? ring_bytes : 0);

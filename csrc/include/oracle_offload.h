@@ -113,20 +113,22 @@ struct oo_host;
 
 /* `bytes` of zeroed, page-aligned memory, not yet touched. */
 enum oo_status oo_host_create(size_t bytes, struct oo_host **out);
-/* Unlocks if need be (waiting for copies) and frees. Where unlocking fails the memory is leaked,
- * and this is unlocking's error. NULL is allowed. */
+/* Unlocks for every engine that knows the memory (waiting for copies) and frees. Where unlocking
+ * fails the memory is leaked, and this is unlocking's error. NULL is allowed. */
 enum oo_status oo_host_destroy(struct oo_host *host);
 void *oo_host_address(const struct oo_host *host);
 size_t oo_host_bytes(const struct oo_host *host);
-int oo_host_locked(const struct oo_host *host);
+int oo_host_locked(const struct oo_host *host); /* by any engine */
 /* Copy `bytes` from `source` to `offset`, touching fresh pages from several threads. */
 enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *source, size_t bytes);
 
-/* Page-lock host memory and make it known to the engine. OO_E_LOCK_REFUSED where the system
- * refuses: the memory is known all the same, and its units go through a small locked ring. `lock` 0
- * asks for that from the start. */
+/* Page-lock host memory and make it known to the engine. Any number of engines may know it: it is
+ * locked once for all of a driver, and ordinary memory again when the last of them unlocks it.
+ * OO_E_LOCK_REFUSED where the system refuses: the memory is known all the same, and its units go
+ * through a small locked ring. `lock` 0 asks for that from the start. */
 enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, int lock);
-/* Wait for all copies from the memory, then forget it; no unit may still live in it. */
+/* Wait for all copies of this engine from or to the memory, then forget it; no unit may still live
+ * in it. */
 enum oo_status oo_engine_unlock(struct oo_engine *engine, struct oo_host *host);
 
 /* ---- the arena ---- */

@@ -32,7 +32,7 @@ void oo__report(PyTypeObject *type, enum oo_status status);
 
 struct oo_py_buffer {
     PyObject_HEAD struct oo_host *host;
-    PyObject *engine; /* kept alive while it knows the memory */
+    PyObject *engines; /* a list of those that know the memory: it keeps them alive */
 };
 
 extern PyType_Spec oo__host_buffer_spec;

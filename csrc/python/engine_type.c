@@ -129,6 +129,19 @@ static struct oo_py_buffer *oo__as_buffer(PyObject *object, PyObject *argument) 
     return (struct oo_py_buffer *)argument;
 }
 
+/* The buffer keeps the engine alive no more; an exception that is set stays. */
+static void oo__let_go(const struct oo_py_buffer *buffer, PyObject *engine) {
+    PyObject *kind, *value, *traceback;
+    PyErr_Fetch(&kind, &value, &traceback);
+    for (Py_ssize_t i = PyList_Size(buffer->engines) - 1; i >= 0; i--) {
+        if (PyList_GetItem(buffer->engines, i) == engine) {
+            (void)PyList_SetSlice(buffer->engines, i, i + 1, NULL);
+            break;
+        }
+    }
+    PyErr_Restore(kind, value, traceback);
+}
+
 static PyObject *oo__engine_lock(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
     if (count < 1 || count > 2)
         return PyErr_Format(PyExc_TypeError,
@@ -138,15 +151,21 @@ static PyObject *oo__engine_lock(PyObject *object, PyObject *const *arguments, P
     const int wanted = count == 2 ? PyObject_IsTrue(arguments[1]) : 1;
     if (!buffer || wanted < 0)
         return NULL;
-    struct oo_engine *engine = oo__engine_of(object);
-    if (!engine)
+    /* First, since it may fail: the buffer keeps the engine alive. */
+    if (PyList_Append(buffer->engines, object) < 0)
         return NULL;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine) {
+        oo__let_go(buffer, object);
+        return NULL;
+    }
     enum oo_status status;
     OO_BLOCKING(status, oo_engine_lock(engine, buffer->host, wanted));
-    if (status != OO_OK && status != OO_E_LOCK_REFUSED)
-        return oo__raise_for(object, status);
-    Py_INCREF(object);
-    buffer->engine = object;
+    if (status != OO_OK && status != OO_E_LOCK_REFUSED) {
+        oo__raise_for(object, status);
+        oo__let_go(buffer, object);
+        return NULL;
+    }
     if (status == OO_E_LOCK_REFUSED)
         return PyUnicode_FromString(oo_error_message());
     Py_RETURN_NONE;
@@ -161,7 +180,7 @@ static PyObject *oo__engine_unlock(PyObject *object, PyObject *argument) {
     OO_BLOCKING(status, oo_engine_unlock(engine, buffer->host));
     if (status != OO_OK)
         return oo__raise_for(object, status);
-    Py_CLEAR(buffer->engine);
+    oo__let_go(buffer, object);
     Py_RETURN_NONE;
 }
 

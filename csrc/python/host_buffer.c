@@ -11,18 +11,20 @@ static PyObject *oo__buffer_new(PyTypeObject *type, PyObject *arguments, PyObjec
         oo__integer(argument, "HostBuffer", &parameter, &nbytes) < 0)
         return NULL;
     struct oo_module_state *state = oo__state_of(type);
-    struct oo_host *host;
+    struct oo_host *host = NULL;
     enum oo_status status = oo_host_create((size_t)nbytes, &host);
     if (status != OO_OK)
         return oo_raise(state, status);
+    PyObject *engines = PyList_New(0);
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    struct oo_py_buffer *self = (struct oo_py_buffer *)allocate(type, 0);
+    struct oo_py_buffer *self = engines ? (struct oo_py_buffer *)allocate(type, 0) : NULL;
     if (!self) {
+        Py_XDECREF(engines);
         oo_host_destroy(host);
         return NULL;
     }
     self->host = host;
-    self->engine = NULL;
+    self->engines = engines;
     state->live_buffers++;
     state->live_buffer_bytes += (size_t)nbytes;
     return (PyObject *)self;
@@ -40,7 +42,7 @@ static void oo__buffer_dealloc(PyObject *object) {
         Py_BEGIN_ALLOW_THREADS status = oo_host_destroy(self->host);
         Py_END_ALLOW_THREADS oo__report(type, status);
     }
-    Py_XDECREF(self->engine);
+    Py_XDECREF(self->engines);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(object);
     Py_DECREF(type);

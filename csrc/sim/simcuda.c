@@ -608,6 +608,11 @@ static OOCUresult copy(enum sim_op_kind kind, uintptr_t device_side, uintptr_t h
     enum sim_place place = sim__place(host_side, bytes, &host_range);
     if (place != PLACE_PINNED && place != PLACE_PAGEABLE)
         return OOCU_ERROR_INVALID_VALUE;
+    /* A registration that is not portable counts in the context it was made in alone. */
+    if (place == PLACE_PINNED && host_range->kind == MEM_REGISTERED &&
+        !(host_range->flags & OOCU_MEMHOSTREGISTER_PORTABLE) &&
+        host_range->device != stream->device)
+        place = PLACE_PAGEABLE;
     if (captured)
         return OOCU_SUCCESS;
     if (place == PLACE_PAGEABLE) {

@@ -22,7 +22,7 @@ static void test_refused_locks_are_told(void) {
     /* Someone else has registered it: an error, not a fallback. */
     sim.cuCtxPushCurrent_v2(w.context);
     CHECK(sim.cuMemHostRegister_v2(oo_host_address(again), 4096, 0) == 0, "register");
-    CHECK(oo_engine_lock(w.engine, again, 1) == OO_E_DRIVER && again->owner == NULL, "%s",
+    CHECK(oo_engine_lock(w.engine, again, 1) == OO_E_DRIVER && again->known == NULL, "%s",
           oo_error_message());
     CHECK(sim.cuMemHostUnregister(oo_host_address(again)) == 0, "unregister");
     sim.cuCtxPopCurrent_v2(NULL);
@@ -44,8 +44,8 @@ static void test_memory_that_cannot_be_unlocked_is_kept(void) {
                                             "cuStreamSynchronize"};
         sim.simFault(calls[i], i == 2 ? 2 : 1, OOCU_ERROR_UNKNOWN, 0);
         oo_host_destroy(host);
-        CHECK(w.engine->n_known == 2 && host->owner == w.engine && host->locked, "%d: forgotten",
-              i);
+        CHECK(w.engine->n_known == 2 && host->known->engine == w.engine && host->locked,
+              "%d: forgotten", i);
         ((char *)oo_host_address(host))[9999] = 1; /* still there */
     }
     oo_host_destroy(host);

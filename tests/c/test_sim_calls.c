@@ -353,6 +353,50 @@ static void host_memory(void) {
     sim_test_end();
 }
 
+/* Registered once for the process; page-locked for the context it was made in, or for all; and gone
+ * with that context. */
+static void a_registration_and_the_contexts(void) {
+    enum { BYTES = 1 << 16 };
+    OK(cu.simReset());
+    OK(cu.simSetDeviceCount(2));
+    sim_test_begin(SIM_TIMED, 0);
+    OOCUcontext second;
+    OOCUdeviceptr device;
+    struct sim_live live;
+    char *block = malloc(BYTES);
+    OK(cu.cuDevicePrimaryCtxRetain(&second, 1));
+    for (unsigned portable = 0; portable < 2; portable++) {
+        OK(cu.cuMemHostRegister(block, BYTES, portable ? OOCU_MEMHOSTREGISTER_PORTABLE : 0));
+        OK(cu.cuCtxPushCurrent(second));
+        IS(OOCU_ERROR_HOST_MEMORY_ALREADY_REGISTERED,
+           cu.cuMemHostRegister(block, BYTES, OOCU_MEMHOSTREGISTER_PORTABLE));
+        OOCUstream stream = new_stream();
+        OK(cu.cuMemAlloc(&device, BYTES));
+        OK(cu.cuMemcpyHtoDAsync(device, block, BYTES, stream));
+        CHECK(reports_of("lint: pageable") == !portable, "portable %u: %llu lints", portable,
+              (unsigned long long)reports_of("lint: pageable"));
+        OK(cu.simReportsClear());
+        OK(cu.cuCtxPopCurrent(NULL));
+        IS(OOCU_ERROR_ILLEGAL_STATE, cu.cuMemHostUnregister(block)); /* another's copy uses it */
+        OK(cu.simReportsClear());
+        OK(cu.cuCtxPushCurrent(second));
+        OK(cu.cuStreamSynchronize(stream));
+        OK(cu.cuMemHostUnregister(block)); /* in whatever context */
+        OK(cu.cuStreamDestroy(stream));
+        OK(cu.cuMemFree(device));
+        OK(cu.cuMemHostRegister(block, BYTES, OOCU_MEMHOSTREGISTER_PORTABLE));
+        OK(cu.cuCtxPopCurrent(NULL));
+        OK(cu.cuDevicePrimaryCtxRelease(1));
+        OK(cu.simGetLive(&live));
+        CHECK(live.registrations == 0, "it outlives the context it was made in");
+        OK(cu.cuDevicePrimaryCtxRetain(&second, 1));
+    }
+    OK(cu.cuDevicePrimaryCtxRelease(1));
+    free(block);
+    sim_test_end();
+    OK(cu.simSetDeviceCount(1));
+}
+
 static void old_handles_are_refused(void) {
     sim_test_begin(SIM_TIMED, 0);
     OOCUstream stream = new_stream(), next;
@@ -540,6 +584,7 @@ static const struct check_case cases[] = {
     CASE(contexts),
     CASE(two_devices_are_two),
     CASE(host_memory),
+    CASE(a_registration_and_the_contexts),
     CASE(old_handles_are_refused),
     CASE(capture_is_refused_where_the_driver_refuses),
     CASE(host_functions_run_by_themselves_and_in_order),

@@ -380,8 +380,8 @@ static enum oo_status add_unit(struct fuzz *f, struct attached *m, struct input 
 
 static void unlock(struct fuzz *f, struct oo_host *host) {
     enum oo_status status = oo_engine_unlock(f->w.engine, host);
-    judge(f, status, !host->owner || f->faulty, 1, "unlock");
-    if (status != OO_OK && host->owner) {
+    judge(f, status, !host->known || f->faulty, 1, "unlock");
+    if (status != OO_OK && host->known) {
         clear_faults(f);
         status = oo_engine_unlock(f->w.engine, host);
         REQUIRE(status == OO_OK, "unlock once more: %s", oo_error_message());

@@ -166,6 +166,26 @@ def drop_while_locked() -> None:
     assert _core.live() == before, f"still alive: {_core.live()}, before: {before}"
 
 
+def share_memory() -> None:
+    """Two engines lock one memory; it keeps both alive until they let go, or it goes."""
+    before = _core.live()
+    for unlocked in (0, 1, None):
+        engines = [_core.Engine(LIBRARY, 0) for _ in range(2)]
+        buffer = _core.HostBuffer(4 * KIB)
+        for engine in engines:
+            assert engine.lock(buffer) is None
+            fails(OffloadError, engine.lock, buffer)
+        if unlocked is not None:
+            engines[unlocked].unlock(buffer)
+            engines[unlocked].close()
+            fails(OffloadError, engines[unlocked].lock, buffer)
+        del engine, engines
+        assert buffer.locked
+        assert _core.live()["engines"] == before["engines"] + (2 if unlocked is None else 1)
+        del buffer
+        assert _core.live() == before, f"still alive: {_core.live()}, before: {before}"
+
+
 def fails(error: Any, call: Callable[..., Any], *arguments: Any, **named: Any) -> None:
     """The call raises `error`."""
     try:
@@ -286,6 +306,7 @@ def main() -> int:
         live_once()
         fail_once()
         drop_while_locked()
+        share_memory()
     left = _core.live()
     assert not any(left.values()), left
     assert simulator.reports() == [], simulator.reports()

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import pytest
-from binding_life import LIBRARY, Life, drop_while_locked, fail_once, live_once
+from binding_life import LIBRARY, Life, drop_while_locked, fail_once, live_once, share_memory
 
 from oracle_offload import _core, simulator
 from oracle_offload.errors import DriverError, OffloadError
@@ -42,6 +42,11 @@ def test_wrong_arguments_are_refused_and_leave_a_usable_engine() -> None:
 
 def test_memory_that_is_dropped_while_locked_is_given_back_with_its_engine() -> None:
     drop_while_locked()
+    assert simulator.reports() == []
+
+
+def test_memory_that_two_engines_lock_keeps_both_until_they_let_go() -> None:
+    share_memory()
     assert simulator.reports() == []
 
 
@@ -302,6 +307,7 @@ def test_a_thousand_lives_leave_no_python_object_behind() -> None:
             live_once()
             fail_once()
             drop_while_locked()
+            share_memory()
         gc.collect()
         return sys.getallocatedblocks()
 
