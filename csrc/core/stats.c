@@ -6,7 +6,7 @@ static void oo__add_model(struct oo_stats *sum, const struct oo_stats *model) {
 #define OO_ADD_ENGINE(name)
 #define OO_ADD_NOW(name)
 #define OO_ADD(name, of) OO_ADD_##of(name)
-    OO_COUNTERS(OO_ADD, OO_ADD)
+    OO_COUNTERS(OO_ADD, OO_ADD);
 #undef OO_ADD
 #undef OO_ADD_NOW
 #undef OO_ADD_ENGINE

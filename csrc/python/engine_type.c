@@ -609,7 +609,7 @@ static PyObject *oo__engine_stats(PyObject *object, PyObject *arguments, PyObjec
 #define OO_COUNT(name, of)                                                                         \
     failed |= oo__set_item(dict, #name, PyLong_FromUnsignedLongLong(stats.name));
 #define OO_SECONDS(name, of) failed |= oo__set_item(dict, #name, PyFloat_FromDouble(stats.name));
-    OO_COUNTERS(OO_COUNT, OO_SECONDS)
+    OO_COUNTERS(OO_COUNT, OO_SECONDS);
 #undef OO_COUNT
 #undef OO_SECONDS
     if (failed)
