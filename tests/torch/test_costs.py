@@ -134,7 +134,7 @@ SHAPES = [(2, 5, 8, 8), (5, 8, 8), (2, 2, 4, 8, 8), (4,), (4, 8), ()]
 def test_a_wrong_shape_is_refused_before_anything_is_fetched(shape, padding):
     model = nn.Sequential(nn.Conv2d(4, 4, 3, **padding))
     with attached(model) as manager:
-        with pytest.raises((RuntimeError, IndexError), match="channel|Expected 3D|out of range"):
+        with pytest.raises((RuntimeError, IndexError), match=r"channel|Expected 3D|out of range"):
             model(torch.randn(shape))
         assert manager.state.engine.stats()["acquires"] == 0
         model(torch.randn(2, 4, 8, 8))

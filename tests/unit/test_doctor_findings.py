@@ -143,6 +143,10 @@ FILES: list[tuple[str, str, dict[str, str], str]] = [
         GROUP + "memory.max": str(11 * GIB),
         GROUP + "memory.stat": f"inactive_file {7 * GIB}\n"}, "ok"),
     (LIMIT, "the machine's own size", {GROUP + "memory.max": str(128 * GIB)}, "ok"),
+    (LIMIT, "the machine's own size, below a group that is not to be read", {
+        "proc/self/cgroup": "0::/job/inner\n", GROUP + "memory.max": "-1",
+        GROUP + "inner/memory.max": str(128 * GIB),
+        GROUP + "inner/memory.current": "1"}, "ok"),
     (LIMIT, "a byte below the machine's size", {GROUP + "memory.max": str(128 * GIB - 1)}, "ok"),
     (LIMIT, "of a machine of unknown size",
      {GROUP + "memory.max": str(40 * GIB), "proc/meminfo": ""}, "ok"),

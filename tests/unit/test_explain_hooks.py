@@ -6,7 +6,10 @@ import io
 import subprocess
 import sys
 import textwrap
+import threading
 import traceback
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -146,6 +149,87 @@ def test_uninstalling_puts_back_what_was_there(monkeypatch: pytest.MonkeyPatch) 
     hooks.uninstall()
     assert sys.excepthook is later  # not ours to take away
     hooks.uninstall()
+
+
+def test_threads_get_back_their_hook_unless_somebody_replaced_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mine(*args: object) -> None:
+        """Stand for the hook of a framework."""
+
+    def later(*args: object) -> None:
+        """Stand for one that came after ours."""
+
+    monkeypatch.setattr(threading, "excepthook", mine)
+    monkeypatch.setattr(sys, "excepthook", mine)
+    hooks.uninstall()  # nothing was installed
+    assert (sys.excepthook, threading.excepthook) == (mine, mine)
+    hooks.install()
+    assert threading.excepthook is not mine
+    hooks.install()
+    hooks.uninstall()
+    assert (sys.excepthook, threading.excepthook) == (mine, mine)
+    hooks.install()
+    threading.excepthook = later
+    hooks.uninstall()
+    assert (sys.excepthook, threading.excepthook) == (mine, later)
+
+
+def test_the_hooks_that_were_there_are_called_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def mine(*args: object) -> None:
+        print("mine", file=sys.stderr)
+
+    monkeypatch.setattr(threading, "excepthook", mine)
+    monkeypatch.setattr(sys, "excepthook", mine)
+    hooks.install()
+    try:
+        error = MemoryError()
+        sys.excepthook(MemoryError, error, None)
+        told = capsys.readouterr().err
+        assert told.startswith("mine\n") and told.count("What to change first") == 1
+        for silent in (KeyboardInterrupt(), SystemExit(), ValueError("x")):
+            sys.excepthook(type(silent), silent, None)
+            assert capsys.readouterr().err == "mine\n"
+        thread = threading.Thread(target=[].index, args=(1,))
+        thread.start()
+        thread.join()
+        assert capsys.readouterr().err == "mine\n"
+        monkeypatch.setattr(sys, "stderr", None)
+        hooks._excepthook(MemoryError, error, None)
+    finally:
+        hooks.uninstall()
+
+
+def test_a_cell_is_explained_once_and_only_if_it_ran_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[object] = []
+    display = SimpleNamespace(display=shown.append)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)  # type: ignore[arg-type]
+    callbacks: dict[str, list[Callable[[object], None]]] = {"post_run_cell": []}
+    events = SimpleNamespace(
+        register=lambda name, call: callbacks[name].append(call),
+        unregister=lambda name, call: callbacks[name].remove(call),
+    )
+    hooks.load_ipython_extension(SimpleNamespace(events=events))
+    (after,) = callbacks["post_run_cell"]
+    noted = MemoryError()
+    noted.add_note(hooks.HEADING)
+    for cell, reports in (
+        (SimpleNamespace(error_in_exec=None, error_before_exec=None), 0),
+        (SimpleNamespace(error_in_exec=ValueError("x"), error_before_exec=None), 0),
+        (SimpleNamespace(error_in_exec=noted, error_before_exec=None), 0),
+        (SimpleNamespace(error_in_exec=MemoryError(), error_before_exec=None), 1),
+        (SimpleNamespace(error_in_exec=None, error_before_exec=MemoryError()), 1),
+        (SimpleNamespace(), 0),
+    ):
+        shown.clear()
+        after(cell)
+        assert len(shown) == reports, cell
+    hooks.unload_ipython_extension(SimpleNamespace(events=events))
+    assert callbacks["post_run_cell"] == []
 
 
 IPYTHON = """

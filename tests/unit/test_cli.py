@@ -1,0 +1,158 @@
+"""The command line: which function a subcommand reaches, what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import oracle_offload
+from oracle_offload import cli, doctor
+from oracle_offload.doctor.finding import Finding
+from oracle_offload.doctor.report import DoctorReport
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def examined(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Let the doctor find one bad thing; the list holds what it was asked to examine."""
+    asked: list[object] = []
+
+    def examine(aitoolkit: str | None) -> DoctorReport:
+        asked.append(aitoolkit)
+        verdict = "bad" if aitoolkit is None else "warn"
+        return DoctorReport((Finding("ram", verdict, "1.0 GiB", "little", "buy some"),))
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    return asked
+
+
+def test_the_doctor_exits_with_3_where_something_is_bad(
+    examined: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor"]) == cli.EXIT_CHECK_FAILED == 3
+    assert capsys.readouterr().out.startswith("doctor: 1 bad\n")
+    assert cli.main(["doctor", "--aitoolkit", "/a/checkout"]) == cli.EXIT_OK == 0
+    assert examined == [None, "/a/checkout"]
+
+
+def test_the_doctor_prints_json_and_writes_a_page(
+    examined: list[object], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    cli.main(["doctor", "--json", "--html", str(page)])
+    assert json.loads(capsys.readouterr().out)["verdict"] == "bad"
+    assert page.read_text("utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_a_page_that_cannot_be_written_is_one_line_and_an_error(
+    examined: list[object], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["doctor", "--html", str(tmp_path)]) == cli.EXIT_ERROR == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"cannot write {tmp_path}: ") and said.err.count("\n") == 1
+    assert said.out == ""
+
+
+def test_only_a_terminal_is_told_that_examining_takes_a_while(
+    examined: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    cli.main(["doctor"])
+    shown = "examining, which imports torch once ..."
+    assert screen.getvalue() == f"{shown}\r{' ' * 40}\r" and len(shown) < 40
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    cli.main(["doctor"])
+    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_an_interrupted_command_exits_as_shells_expect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_doctor", interrupt)
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_reader_that_has_gone_is_no_error_and_hears_no_more() -> None:
+    code = (
+        "import sys\n"
+        "from oracle_offload import cli\n"
+        "def run(args):\n"
+        "    print('begun', flush=True)\n"
+        "    raise BrokenPipeError\n"
+        "cli.run_doctor = run\n"
+        "code = cli.main(['doctor'])\n"
+        "print('into nothing', flush=True)\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "begun\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--version"], 0, f"oracle_offload {oracle_offload.__version__}\n"),
+        (["--help"], 0, "usage: oracle-offload "),
+        ([], 2, "usage: oracle-offload "),
+        (["doctor", "--nonsense"], 2, "usage: oracle-offload "),
+        (["explain"], 2, "usage: oracle-offload explain "),
+    ],
+)
+def test_usage(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(arguments)
+    shown = capsys.readouterr()
+    assert left.value.code == code
+    assert (shown.out or shown.err).startswith(said)
+
+
+def test_a_public_name_is_imported_once_and_an_unknown_one_is_refused() -> None:
+    oracle_offload.__dict__.pop("configure_allocator", None)
+    assert "configure_allocator" in dir(oracle_offload)
+    found = oracle_offload.configure_allocator
+    assert oracle_offload.__dict__["configure_allocator"] is found
+    with pytest.raises(AttributeError, match="module 'oracle_offload' has no attribute 'attatch'"):
+        oracle_offload.attatch  # noqa: B018
+
+
+@pytest.mark.parametrize("missing", ["torch", "numpy", "tqdm"])
+def test_a_name_that_needs_what_is_not_installed_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    def fail(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.delitem(oracle_offload.__dict__, "attach", raising=False)
+    monkeypatch.setattr(oracle_offload.importlib, "import_module", fail)
+    expected = f"oracle_offload.attach needs {missing}, which is not installed; .*PyTorch that fits"
+    with pytest.raises(ModuleNotFoundError) as said:
+        oracle_offload.attach  # noqa: B018
+    assert said.value.name == missing
+    assert said.match(expected if missing != "tqdm" else "No module named 'tqdm'")
