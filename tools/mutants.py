@@ -52,9 +52,9 @@ LEFT_OUT = re.compile(r"status\.c|driver\.c|\w+_win32\.c")
 STREAMS = ("engine->h2d", "engine->d2h", "engine->compute")
 GUARDED = re.compile(
     r"generation|stamp|sweep|references|pins|capacity|fingerprint|n_uses|n_waited|stale|placed|"
-    r"counted|lost|held|n_known|OO_MAX_FETCHED|OO_SPANS|OO_STREAMS|OO_RING_PIECES"
+    r"counted|lost|held|n_known|->engines|maker|OO_MAX_FETCHED|OO_SPANS|OO_STREAMS|OO_RING_PIECES"
 )
-GUARDED_HOST = re.compile(r"host->bytes|owner|alive")
+GUARDED_HOST = re.compile(r"host->bytes|alive")
 
 CALL = re.compile(
     r"OO_(?:DRIVE|GIVE_BACK)\(engine, (\w+)|engine->driver\.(\w+)\("

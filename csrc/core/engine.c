@@ -1,18 +1,27 @@
 /* engine.c - one use of a unit, from top to bottom: copy in, acquire, release, prefetch, evict.
  * What to do is decided in plan.c; here it is carried out, in the right order.
  *
- * The hazards, and the one wait that closes each:
- *   H1  a kernel reads a slot before the copy has arrived      compute stream waits for `ready`
- *   H2  a copy overwrites bytes that a kernel still reads      h2d stream waits for every last use
- *   H3  a copy overwrites bytes an earlier owner still uses    h2d waits for the allocating stream
- *   H4  bytes given back while copies or kernels are queued    allocating stream and host wait
- *   H5  the host rewrites ring bytes a DMA still reads         host waits for the piece
- *   H6  a gradient is copied before it is computed             d2h stream waits for its stream
+ * The hazards, the wait that closes each, and where it stands:
+ *   H1  a kernel reads a slot before its copy has arrived
+ *           the compute stream waits for `ready`                        engine.c
+ *   H2  a copy overwrites bytes that a kernel still reads
+ *           the h2d stream waits for every last use                     uses.c
+ *   H3  a copy overwrites bytes that an earlier owner still uses
+ *           the h2d stream waits for the stream that allocated them     lease.c
+ *   H4  device memory goes back while copies or kernels use it
+ *           its stream waits for the kernels, the host for the copies   lease.c
+ *   H5  the host rewrites bytes of the ring that a copy still reads
+ *           the host waits for the copy that used the piece last        ring.c
+ *   H6  a gradient is copied before it is computed
+ *           the d2h stream waits for the stream that computes it        gradient.c
+ *   H7  masters are unlocked, freed or rewritten under a copy
+ *           the host waits for the engine's copies                      masters.c, model.c
+ *   H8  the host reads bytes that have not arrived
+ *           the host waits for their copy                               gradient.c, ring.c
  *
- * H1 is closed here, H2 in uses.c, H3 and H4 in model.c and masters.c, H5 in ring.c, H6 in
- * gradient.c. Copies among themselves are ordered by being on one stream each way. Free bytes of
- * the arena keep one promise: every use of them is ordered before the tail of the h2d stream
- * (oo__drop, oo__copy_in). */
+ * Copies among themselves are ordered by being on one stream each way. Free bytes of the arena keep
+ * one promise: every use of them is ordered before the tail of the h2d stream (oo__drop,
+ * oo__copy_in). */
 #include "../base/os.h"
 #include "call.h"
 #include "fingerprint.h"

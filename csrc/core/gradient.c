@@ -55,14 +55,14 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     engine->stats.d2h_bytes += bytes;
     engine->stats.d2h_copies++;
     engine->stats.host_waits++;
-    /* The caller shows the bytes to autograd, which reads them at once. */
+    /* H8: the caller shows the bytes to autograd, which reads them at once. */
     OO_TRY(OO_DRIVE(engine, cuEventSynchronize, arrived->handle));
     OO_TRY(oo__host_access(engine, target, bytes, 0));
     oo__span_add(engine, OO_TRACE_D2H, OO_NO_UNIT, 0, bytes, begin, arrived);
 done:
     if (status != OO_OK && engine->usable && computed) {
-        /* The source goes back to torch: no copy from it may stay queued. Keeps the message of what
-         * failed first. */
+        /* H4: the source goes back to torch, so that no copy from it may stay queued. Keeps the
+         * message of what failed first. */
         engine->stats.host_waits++;
         engine->stats.recoveries++;
         in_flight = oo__note(engine, "cuStreamSynchronize",

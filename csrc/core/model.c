@@ -83,7 +83,7 @@ enum oo_status oo_model_remove(struct oo_engine *engine, uint32_t model) {
         }
     }
     if (engine->usable) {
-        /* Closes: masters freed or rewritten under copies that are still queued. */
+        /* H7: the masters are the caller's again, while copies of them may still be queued. */
         OO_TRY(oo__synchronize(engine, engine->h2d, 0));
     }
     for (uint32_t i = 0; i < engine->n_units; i++) {

@@ -23,8 +23,7 @@ done:
     return status;
 }
 
-/* The host is about to write (upload) or has yet to read (download) a piece: the copy that used it
- * last must have ended. Closes: host overwrites bytes that a queued DMA still reads. */
+/* Wait on the host for the copy that used a piece last. */
 static enum oo_status oo__ring_wait(struct oo_engine *engine, const struct oo_event *copied) {
     const OOCUresult ended = engine->driver.cuEventQuery(copied->handle);
     if (ended != OOCU_ERROR_NOT_READY)
@@ -43,6 +42,7 @@ enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, c
             bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes;
         const unsigned piece = ring->next++ % OO_RING_PIECES;
         char *staging = ring->base + piece * oo__ring_piece_bytes;
+        /* H5: a queued copy may still read what this piece held. */
         if (ring->lost[piece])
             OO_TRY(oo__synchronize(engine, engine->h2d, 1));
         else
@@ -72,7 +72,7 @@ enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdev
             const size_t begin = (i - OO_RING_PIECES) * oo__ring_piece_bytes;
             const size_t step =
                 bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes;
-            /* Closes: the host reads bytes that have not arrived. */
+            /* H8: the piece's bytes may not have arrived. */
             OO_TRY(oo__ring_wait(engine, ring->busy[piece]));
             OO_TRY(oo__host_access(engine, staging, step, 0));
             memcpy(target + begin, staging, step);

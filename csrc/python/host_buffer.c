@@ -39,8 +39,10 @@ static void oo__buffer_dealloc(PyObject *object) {
         state->live_buffer_bytes -= oo_host_bytes(self->host);
         /* May wait for copies; nothing of Python is touched meanwhile. */
         enum oo_status status;
-        Py_BEGIN_ALLOW_THREADS status = oo_host_destroy(self->host);
-        Py_END_ALLOW_THREADS oo__report(type, status);
+        Py_BEGIN_ALLOW_THREADS
+        status = oo_host_destroy(self->host);
+        Py_END_ALLOW_THREADS
+        oo__report(type, status);
     }
     Py_XDECREF(self->engines);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
@@ -62,10 +64,11 @@ static PyObject *oo__buffer_fill(PyObject *object, PyObject *const *arguments, P
     if (oo__integers("fill", arguments, count, parameters, OO_COUNT_OF(parameters), v) < 0)
         return NULL;
     enum oo_status status;
-    Py_BEGIN_ALLOW_THREADS status =
-        oo_host_fill(self->host, (size_t)v[0], (const void *)(uintptr_t)v[1], (size_t)v[2]);
-    Py_END_ALLOW_THREADS if (status != OO_OK) return oo_raise(oo__state_of(Py_TYPE(object)),
-                                                              status);
+    Py_BEGIN_ALLOW_THREADS
+    status = oo_host_fill(self->host, (size_t)v[0], (const void *)(uintptr_t)v[1], (size_t)v[2]);
+    Py_END_ALLOW_THREADS
+    if (status != OO_OK)
+        return oo_raise(oo__state_of(Py_TYPE(object)), status);
     Py_RETURN_NONE;
 }
 

@@ -114,9 +114,11 @@ static PyObject *oo__driver_probe(PyObject *module, PyObject *arguments, PyObjec
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "|z", names, &library))
         return NULL;
     enum oo_status status;
-    Py_BEGIN_ALLOW_THREADS status = oo_driver_probe(library, &version, &devices);
-    Py_END_ALLOW_THREADS return status == OO_OK ? Py_BuildValue("ii", version, devices)
-                                                : oo_raise(oo__state(module), status);
+    Py_BEGIN_ALLOW_THREADS
+    status = oo_driver_probe(library, &version, &devices);
+    Py_END_ALLOW_THREADS
+    return status == OO_OK ? Py_BuildValue("ii", version, devices)
+                           : oo_raise(oo__state(module), status);
 }
 
 static PyMethodDef oo__functions[] = {

@@ -1,4 +1,4 @@
-/* The order of things: for each hazard of csrc/core/engine.c (H1 to H6) the calls that would race
+/* The order of things: for each hazard of csrc/core/engine.c (H1 to H8) the calls that would race
  * if its wait were missing, on the wrong stream, or of the wrong event. The simulated driver's race
  * detector must stay silent. Arenas are device memory here, so that what a kernel did before the
  * engine got the bytes, and does after it gave them back, counts as well. */
@@ -185,7 +185,7 @@ static void a_second_segment_from_another_stream(const char *where) {
     CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
 }
 
-/* ---- H4: bytes given back ---- */
+/* ---- H4, H7: bytes given back ---- */
 
 /* Uses on several streams, then the model goes; the allocating stream's next kernel writes the
  * bytes. */
@@ -273,7 +273,7 @@ static void a_segment_goes_with_another_models_units(const char *where) {
     world_close(&w, where);
 }
 
-/* ---- H5: the ring ---- */
+/* ---- H5, H8: the ring ---- */
 
 /* More pieces than the ring has, of units of one piece and of several, none of which can be locked.
  */
@@ -316,7 +316,7 @@ static void a_large_unit(const char *where) {
     world_close(&w, where);
 }
 
-/* ---- H6: gradients ---- */
+/* ---- H6, H8: gradients ---- */
 
 /* A gradient is read right after the kernel that computes it, by the host right after the call
  * returns, and its buffer is written again at once. */
@@ -398,6 +398,8 @@ static void test_a_download_is_measured_exactly(void) {
     end_device_memory(&w, gradient);
     world_close(&w, "measured download");
 }
+
+/* ---- H7: memory that is unlocked ---- */
 
 /* Memory locked for downloads is given back right after one. */
 static void unlocked_right_after_a_download(const char *where) {

@@ -43,13 +43,13 @@ PLANTED = {
     ),
     "reference": (
         "csrc/python/host_buffer.c",
-        "    Py_XDECREF(self->engine);\n",
+        "    Py_XDECREF(self->engines);\n",
         "",
         "alive",
     ),
     "use after free": (
         "csrc/python/host_buffer.c",
-        "    Py_XDECREF(self->engine);\n    freefunc release",
+        "    Py_XDECREF(self->engines);\n    freefunc release",
         "    oo_host_bytes(self->host) ? (void)0 : (void)self;\n    freefunc release",
         "heap-use-after-free",
     ),
