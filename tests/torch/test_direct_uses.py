@@ -423,6 +423,27 @@ def test_gradients_of_a_layer_that_left_stay_on_the_device():
             assert manager.state.engine.stats()["d2h_bytes"] - before == to_host
 
 
+def test_gradients_of_a_convolution_that_left_stay_on_the_device():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(2, 2, 3)
+            self.when = False
+
+        def forward(self, x):
+            y = self.conv(x)
+            return y * self.conv.weight.norm() if self.when else y
+
+    model = Scaled()
+    nbytes = sum(p.nbytes for p in model.parameters())
+    with attached(model, "cpu") as manager:
+        # In the forward that takes the branch the layer has computed before it leaves.
+        for model.when, to_host in ((False, nbytes), (True, nbytes), (True, 0), (False, 0)):
+            before = manager.state.engine.stats()["d2h_bytes"]
+            model(torch.randn(1, 2, 5, 5)).sum().backward()
+            assert manager.state.engine.stats()["d2h_bytes"] - before == to_host
+
+
 def test_threads_take_the_branch_at_once():
     resident, managed = build().requires_grad_(False), build().requires_grad_(False)
     resident.when = managed.when = True

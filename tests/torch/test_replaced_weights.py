@@ -428,3 +428,55 @@ def test_what_was_let_go_is_not_managed_by_the_next_attach_unless_it_fits():
     with attached(model, "cpu") as manager:
         assert len(manager.layers) == 5
         assert "Quantised" in manager.resident["2.weight"]
+
+
+RESHAPED = {
+    "the weight elsewhere": lambda layer: set_data(layer.weight, layer.weight * 2),
+    "the bias elsewhere": lambda layer: set_data(layer.bias, layer.bias * 2),
+    "the weight turned round": lambda layer: set_data(layer.weight, layer.weight.t()),
+    "fewer rows": lambda layer: (
+        set_data(layer.weight, layer.weight[:4]),
+        set_data(layer.bias, layer.bias[:4]),
+    ),
+    "one bias for all": lambda layer: set_data(layer.bias, layer.bias[:1]),
+    "a bias of two dimensions": lambda layer: set_data(layer.bias, layer.bias.view(1, 8)),
+    "the weight read as another type": lambda layer: set_data(
+        layer.weight, layer.weight.view(torch.bfloat16)
+    ),
+    "the bias read as another type": lambda layer: set_data(
+        layer.bias, layer.bias.view(torch.bfloat16)
+    ),
+    "both read as another type": lambda layer: (
+        set_data(layer.weight, layer.weight.view(torch.bfloat16)),
+        set_data(layer.bias, layer.bias.view(torch.bfloat16)),
+    ),
+}
+
+
+def set_data(parameter, data):
+    parameter.data = data.detach()
+
+
+@pytest.mark.parametrize("change", RESHAPED.values(), ids=RESHAPED)
+def test_every_property_of_a_weight_or_bias_may_change_alone(change):
+    """At the same address too: of a view into its own memory nothing but the geometry is new."""
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(nn.Linear(8, 8)).half().requires_grad_(False))
+
+    def computed(model):
+        dtype = model[0].weight.dtype
+        try:
+            return model(torch.linspace(-1, 1, 24).view(3, 8).to(dtype))
+        except RuntimeError as error:
+            return str(error)  # of mixed types torch refuses some
+
+    with attached(managed):
+        assert torch.equal(computed(managed), computed(resident))
+        for model in (managed, resident):
+            change(model[0])
+        for _ in range(2):
+            found, expected = computed(managed), computed(resident)
+            if isinstance(expected, str):
+                assert isinstance(found, str)
+            else:
+                assert_same(found, expected)
