@@ -8,7 +8,6 @@ import os
 import weakref
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 
 from . import masters
@@ -17,7 +16,8 @@ from .autocast import StandIns
 from .engines import DeviceState, Layout, close_if_unused
 from .errors import DriverError, OffloadError
 from .geometry import tensor_bytes, unit_bytes
-from .layers.leaf import HANDLE, Layer, swap_out
+from .layers.leaf import Leaf
+from .layers.swap import HANDLE, swap_out
 from .sizes import format_size
 from .traffic import Traffic
 
@@ -38,9 +38,9 @@ class Attachment:
 
     Attributes
     ----------
-    layers : list of Layer
+    layers : list of Leaf
         The managed ones, in module order.
-    leaving : list of Layer
+    leaving : list of Leaf
         Those that are on the device for good; see `oracle_offload.layers.trial`.
     reasons : dict of str to str
         Why a layer, by name, is not managed.
@@ -52,8 +52,8 @@ class Attachment:
         self.module = weakref.ref(module)
         self.state = state
         self.name = type(module).__name__
-        self.layers: list[Layer] = []
-        self.leaving: list[Layer] = []
+        self.layers: list[Leaf] = []
+        self.leaving: list[Leaf] = []
         self.reasons: dict[str, str] = {}
         self.trained_units: set[int] = set()
         self.arena = Arena(state)
@@ -135,7 +135,7 @@ class Attachment:
 
     # ---- masters that were replaced ----
 
-    def take_over(self, called: Layer | None = None, lasting: bool = False) -> None:
+    def take_over(self, called: Leaf | None = None, lasting: bool = False) -> None:
         """Follow every layer whose masters were replaced, and lock what is new.
 
         New memory that is its layer's alone moves into a locked piece of its own; what else holds,
@@ -144,7 +144,7 @@ class Attachment:
 
         Parameters
         ----------
-        called : Layer, optional
+        called : Leaf, optional
             One that has followed already, because it is being called; None looks at all of them.
         lasting : bool
             Look at `called` alone, whose new memory is nobody else's and to stay.
@@ -165,7 +165,7 @@ class Attachment:
                 elif called is None:
                     replaced.append(layer)
             self.pieces.give_back()
-            own: list[tuple[Layer, list[Tensor]]] = []
+            own: list[tuple[Leaf, list[Tensor]]] = []
             held_too = False
             for layer in replaced:
                 new = {id(tensor): tensor for tensor in self._outside([layer])}
@@ -182,7 +182,7 @@ class Attachment:
             if held_too and not lasting:
                 self._warn_of_replaced()
 
-    def _outside(self, layers: Iterable[Layer]) -> list[Tensor]:
+    def _outside(self, layers: Iterable[Leaf]) -> list[Tensor]:
         """Return the masters that lie in no piece."""
         tensors = (tensor for layer in layers for tensor in layer.tensors())
         return [tensor for tensor in tensors if self.pieces.at(tensor.data_ptr()) is None]
@@ -204,7 +204,7 @@ class Attachment:
 
     # ---- layers that are ours no more ----
 
-    def let_go_if_lost(self, layer: Layer) -> bool:
+    def let_go_if_lost(self, layer: Leaf) -> bool:
         """Make a layer an ordinary one for good where it is none of ours any more.
 
         Its masters are given back. What it holds now is moved to the device when the structure
@@ -217,9 +217,8 @@ class Attachment:
             self.state.engine.remove_member(layer.member)
             self.layers.remove(layer)
             self._release_layer(layer)
-            self.pieces.count_uses(layer.addresses(), ())
-            # So that the memory can go.
-            layer.weight, layer.bias, layer.parameters = torch.empty(0), None, {}
+            self.pieces.count_uses(layer.masters.addresses.values(), ())
+            layer.forget_masters()
             Layout.version += 1
             self.pieces.give_back()
         if self.module() is not None and layer.module() is not None:
@@ -236,7 +235,7 @@ class Attachment:
                 )
         return True
 
-    def let_go_soon(self, layer: Layer) -> None:
+    def let_go_soon(self, layer: Leaf) -> None:
         """`let_go_if_lost`, now or, where the layer is in use, when the structure settles."""
         try:
             self.let_go_if_lost(layer)
@@ -305,7 +304,7 @@ class Attachment:
         self.layers.clear()
         self.leaving.clear()
 
-    def _release_layer(self, layer: Layer) -> None:
+    def _release_layer(self, layer: Leaf) -> None:
         self.state.forget_layer(layer)
         layer.member = -1
         layer.views.clear()

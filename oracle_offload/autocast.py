@@ -2,16 +2,20 @@
 
 Inside an autocast region torch casts a float32 leaf once, keeps the cast until the outermost region
 ends, and sums the gradients of all its uses at that cast, in low precision. An input is given the
-very cast that torch keeps; a weight on the host gets a stand-in for it, `autograd.CastStandIn`.
+very cast that torch keeps; a weight on the host gets a stand-in for it, `CastStandIn`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional as F
+
+from .gradients import to_host
 
 if TYPE_CHECKING:
     from .engines import DeviceState
@@ -86,11 +90,40 @@ def cast_input(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast_tensors(
-    dtype: torch.dtype, w: Tensor, b: Tensor | None, with_bias: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Cast borrowed tensors as autocast would; the bias only where it is wanted."""
-    w = w.to(dtype) if is_cast(w) else w
-    return w, b.to(dtype) if with_bias and b is not None and is_cast(b) else b
+    dtype: torch.dtype, tensors: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Cast borrowed tensors as autocast would, those that are wanted."""
+    return [
+        tensor.to(dtype) if cast and tensor is not None and is_cast(tensor) else tensor
+        for tensor, cast in zip(tensors, wanted, strict=True)
+    ]
+
+
+class CastStandIn(Function):
+    """Stands for a trainable parameter's low-precision copy in one autocast region.
+
+    Autocast casts a trainable weight once per region and uses that copy everywhere, so gradients
+    of several uses are summed in low precision before they are cast back. The stand-in gives
+    autograd the same node to sum at, on the compute device; it has the copy's shape, dtype and
+    device, and no memory of its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, state: DeviceState, dtype: torch.dtype) -> Tensor:
+        """Compute; see the class."""
+        ctx.state = state
+        ctx.dtype = parameter.dtype
+        return torch.empty(1, dtype=dtype, device=state.device).expand(parameter.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Return the gradients; host tensors for parameters on the host."""
+        with torch.no_grad():
+            gradient = to_host(ctx.state, grad_outputs[0].to(ctx.dtype))
+        return gradient, None, None
+
+
+_stand_in: Any = CastStandIn.apply
 
 
 class StandIns:
@@ -110,17 +143,15 @@ class StandIns:
 
         Autocast keeps casts of float32 leaves only; others are cast anew at each use.
         """
-        from .layers.loan import apply_stand_in
-
         kept = parameter.dtype is torch.float32 and dtype is not torch.float32
         if not kept or not torch.is_autocast_cache_enabled():
-            return cast("Tensor", apply_stand_in(parameter, self.state, dtype))
+            return cast("Tensor", _stand_in(parameter, self.state, dtype))
         region = self._open_region()
         if region is not self._region:
             self._region, self._made = region, {}
         made = self._made.get(id(parameter))
         if made is None:
-            made = self._made[id(parameter)] = apply_stand_in(parameter, self.state, dtype)
+            made = self._made[id(parameter)] = _stand_in(parameter, self.state, dtype)
         return made
 
     def forget(self) -> None:

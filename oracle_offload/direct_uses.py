@@ -17,7 +17,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from .layers.leaf import is_managed, layer_type
+from .layers.kinds import layer_type
+from .layers.swap import is_managed
 
 # Methods that compute: where a weight used by name is computed with. Setup methods (diffusers'
 # fuse_projections, weight initialisation) are not reached from these.

@@ -21,7 +21,7 @@ from .errors import OffloadError
 from .simulated_time import SimulatedTime
 
 if TYPE_CHECKING:
-    from .layers.leaf import Layer
+    from .layers.leaf import Leaf
 
 logger = logging.getLogger("oracle_offload")
 
@@ -73,7 +73,7 @@ class DeviceState:
         self.device = device
         self.pid = os.getpid()
         self.lock = threading.RLock()  # protects units, segments and models
-        self.units: dict[int, list[Layer]] = {}
+        self.units: dict[int, list[Leaf]] = {}
         self.segments: list[Segment] = []
         self.listeners: list[Listener] = []
         self.tasks_with_gradients: set[int] = set()  # see `oracle_offload.gradients`
@@ -110,7 +110,7 @@ class DeviceState:
             ]
         )
 
-    def forget_layer(self, layer: Layer) -> None:
+    def forget_layer(self, layer: Leaf) -> None:
         """Take `layer` out of its unit."""
         with self.lock:
             members = self.units.get(layer.unit)

@@ -33,7 +33,8 @@ from .engines import Layout
 from .exemption import is_exempt
 from .geometry import memory_of
 from .layers import trial
-from .layers.leaf import Layer, is_managed
+from .layers.leaf import Leaf
+from .layers.swap import is_managed
 from .operators import operator_of, tensors_in
 from .structure import Structure
 from .witness import Witness, refusal
@@ -375,7 +376,7 @@ class DirectUses(TorchFunctionMode):
         self._watch = watch
         self._layers = self._find_layers()
 
-    def _find_layers(self) -> dict[int, Layer]:
+    def _find_layers(self) -> dict[int, Leaf]:
         layers = list(self._attachment.layers)
         return {id(tensor): layer for layer in layers for tensor in layer.tensors()}
 

@@ -19,9 +19,12 @@ from .errors import OffloadError
 from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers
 from .geometry import aligned, unit_bytes
-from .layers.leaf import Layer, layer_type, swap_in
+from .layers.kinds import layer_type
+from .layers.leaf import Leaf
+from .layers.swap import swap_in
+from .layers.trial import Trial
 from .residents import Resident, list_residents, move_residents, resident_bytes
-from .selection import Leaf, group_units, wrapper_of
+from .selection import Chosen, group_units, wrapper_of
 from .sizes import format_size, parse_size
 from .structure import Structure
 from .views.progress import DelayedBar
@@ -112,7 +115,7 @@ class MemoryManager:
         return list_residents(self.module, self.attachment.reasons)
 
     @property
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[Leaf]:
         """The managed layers, in module order."""
         return list(self.attachment.layers)
 
@@ -314,7 +317,7 @@ def _warn_of_residents(manager: MemoryManager) -> None:
 
 def _capacity(
     state: DeviceState,
-    units: Sequence[Sequence[Leaf]],
+    units: Sequence[Sequence[Chosen]],
     sizes: Sequence[int],
     offload_percent: float,
     vram_budget: int | float | str | None,
@@ -353,7 +356,7 @@ def _lock_limit(ram_budget: int | float | str | None) -> float:
     return parse_size(ram_budget, total=total, name="ram_budget")
 
 
-def _build_masters(pieces: masters.Pieces, units: Sequence[Sequence[Leaf]], managed: int) -> None:
+def _build_masters(pieces: masters.Pieces, units: Sequence[Sequence[Chosen]], managed: int) -> None:
     tensors = [[t for leaf in unit for t in leaf.tensors()] for unit in units]
     with DelayedBar(managed, "oracle_offload: attach") as bar:
         for tensors_of_piece in masters.split_pieces(tensors):
@@ -362,7 +365,7 @@ def _build_masters(pieces: masters.Pieces, units: Sequence[Sequence[Leaf]], mana
             pieces.add(piece)
 
 
-def _add_units(structure: Structure, units: Sequence[Sequence[Leaf]]) -> None:
+def _add_units(structure: Structure, units: Sequence[Sequence[Chosen]]) -> None:
     attachment = structure.attachment
     engine = attachment.state.engine
     for unit in units:
@@ -371,7 +374,8 @@ def _add_units(structure: Structure, units: Sequence[Sequence[Leaf]]) -> None:
             kind = layer_type(leaf.module)
             assert kind is not None
             layers.append(kind(leaf.module, leaf.name, structure))
-            layers[-1].doubtful = leaf.doubtful
+            if leaf.doubtful:
+                layers[-1].trial = Trial(leaf.doubtful)
         trainable = any(tensor.requires_grad for leaf in unit for tensor in leaf.tensors())
         number, members = engine.add_unit(
             attachment.model, [layer.extents() for layer in layers], trainable
@@ -379,7 +383,7 @@ def _add_units(structure: Structure, units: Sequence[Sequence[Leaf]]) -> None:
         for layer, (member, offsets) in zip(layers, members, strict=True):
             layer.placed(number, member, offsets)
             attachment.layers.append(layer)
-            attachment.pieces.count_uses((), layer.addresses())
+            attachment.pieces.count_uses((), layer.masters.addresses.values())
         if trainable:
             attachment.trained_units.add(number)
 

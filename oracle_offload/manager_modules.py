@@ -1,5 +1,7 @@
 """AI-Toolkit's name for the module of its managed layers; they stand in `oracle_offload.layers`."""
 
-from .layers.leaf import HANDLE, Layer, is_managed, layer_type
+from .layers.kinds import layer_type
+from .layers.loan import Layer
+from .layers.swap import HANDLE, is_managed
 
 __all__ = ["HANDLE", "Layer", "is_managed", "layer_type"]

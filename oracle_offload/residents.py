@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .geometry import stored_bytes
-from .layers.leaf import is_managed, layer_type
+from .layers.kinds import layer_type
+from .layers.swap import is_managed
 from .masters import Pieces
 
 

@@ -25,18 +25,19 @@ from torch import Tensor, nn
 from .direct_uses import Sites, used_directly
 from .errors import OffloadError
 from .geometry import is_dense, memory_of, unit_bytes
-from .layers.leaf import has_own_forward, is_managed, layer_type
+from .layers.kinds import layer_type
+from .layers.swap import has_own_forward, is_managed
 from .sizes import KIB, MIB
 
 
 @dataclass(frozen=True)
-class Leaf:
+class Chosen:
     """A module to be managed: its dotted name and the block it belongs to."""
 
     name: str
     module: nn.Module
     block: str
-    doubtful: dict[tuple[str, int], str] = field(default_factory=dict)  # see `Layer.doubtful`
+    doubtful: dict[tuple[str, int], str] = field(default_factory=dict)  # see `Trial`
 
     def tensors(self) -> list[Tensor]:
         """Return weight and, where there is one, bias."""
@@ -48,7 +49,7 @@ class Leaf:
 class Selection:
     """The leaves to manage, in module order, and why other Linear and Conv2d stay resident."""
 
-    leaves: list[Leaf]
+    leaves: list[Chosen]
     resident: dict[str, str]
 
 
@@ -109,13 +110,13 @@ def select(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
             "floating-point weights" + (f" ({why})" if why else "") + "."
         )
     leaves = [
-        Leaf(name, module, _block_of(name, modules), used.get(id(module), (False, {}))[1])
+        Chosen(name, module, _block_of(name, modules), used.get(id(module), (False, {}))[1])
         for name, module in candidates.items()
     ]
     return Selection(leaves, resident)
 
 
-def group_units(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
+def group_units(leaves: Sequence[Chosen]) -> list[list[Chosen]]:
     """Group consecutive small leaves of one block, trainable and frozen apart, into units.
 
     A unit of several leaves does not exceed 4 MiB or 1/256 of the managed bytes, whichever is
@@ -123,7 +124,7 @@ def group_units(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
     """
     total = sum(unit_bytes(leaf.tensors()) for leaf in leaves)
     limit = min(4 * MIB, max(total // 256, 64 * KIB))
-    units: list[list[Leaf]] = []
+    units: list[list[Chosen]] = []
     size, key = 0, None
     for leaf in leaves:
         nbytes = unit_bytes(leaf.tensors())

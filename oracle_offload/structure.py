@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .attachment import Attachment
 from .direct_uses import used_directly
-from .layers.leaf import put_on_trial
+from .layers.trial import put_on_trial
 from .residents import move_residents
 
 _attached: weakref.WeakSet[Structure] = weakref.WeakSet()

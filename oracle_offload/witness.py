@@ -83,7 +83,7 @@ class Witness(TorchDispatchMode):
                 for state in states
                 for attachment in attachments_on(state)
                 for layer in list(attachment.layers)
-                for key, tensor in zip(("weight", "bias"), layer.tensors(), strict=False)
+                for key, tensor in layer.masters.named()
                 for start, end in [memory_of(tensor)]
             ]
         )

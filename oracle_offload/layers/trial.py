@@ -18,22 +18,21 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..autocast import cast_input, cast_tensors
+from ..autocast import cast_input
 from ..engines import Layout
 from ..errors import OffloadError
 from ..exemption import exempt
 from ..sizes import format_size
-from .leaf import HANDLE, swap_out
+from .leaf import Leaf, Masters, Tensors
+from .loan import Layer
+from .swap import HANDLE, swap_out, watch_reads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ..attachment import Attachment
-    from .leaf import Layer
 
 logger = logging.getLogger("oracle_offload")
 
@@ -42,48 +41,38 @@ _moved: Any = WeakIdKeyDictionary()  # Parameters
 register_optimizer_step_pre_hook(lambda *step: follow(*step))
 
 
-class OnDevice:
-    """Mixed into a layer's class: its weight lies on the device, and its loans cost nothing."""
+class OnDevice(Layer):
+    """Mixed into a layer's class: its tensors lie on the device, and its loans cost nothing."""
 
-    former_address: int  # of the master: what nodes of the graph remember
+    former: dict[int, int]  # the address of a master, by that of its tensor on the device
 
-    def adopt(self: Any, *, lasting: bool = False) -> bool:
+    def adopt(self, *, lasting: bool = False) -> bool:
         """Take whatever Parameters are there now."""
-        self.weight, self.bias = self.parameters.get("weight"), self.parameters.get("bias")
-        if self.weight is None or self.weight.device.type != self.device_type:
-            return False
-        self.has_bias = self.bias is not None
-        self.note_masters()
+        for name in self.required:
+            tensor = self.parameters.get(name)
+            if tensor is None or tensor.device.type != self.device_type:
+                return False
+        self.masters = Masters(self.names, self.parameters)
         return True
 
-    def lend(
-        self: Any,
-        kind: int,
-        task: int,
-        seconds: float,
-        dtype: torch.dtype | None,
-        compute: Callable[[Tensor, Tensor | None], Any],
-        with_bias: bool = True,
-    ) -> Any:
-        """Return ``compute(weight, bias)`` of the Parameters' tensors."""
+    def take(self, kind: int, task: int, seconds: float) -> tuple[int, int, Tensors]:
+        """Return the Parameters' tensors."""
         with torch.no_grad():
-            w, b = self.weight.detach(), None if self.bias is None else self.bias.detach()
-        return compute(*(w, b) if dtype is None else cast_tensors(dtype, w, b, with_bias))
+            return 0, 0, tuple([None if t is None else t.detach() for t in self.masters.tensors])
 
-    def gradient_takers(
-        self: Any, trains_weight: bool, trains_bias: bool, dtype: torch.dtype | None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def give_back(self, ticket: int, stream: int) -> None:
+        """Do nothing: nothing was taken."""
+
+    def trained(self, dtype: torch.dtype | None) -> Tensors:
         """Return the trainable tensors, under autocast the casts that torch keeps of them."""
-        w = self.weight if trains_weight else None
-        b = self.bias if trains_bias else None
-        if dtype is not None:
-            w, b = (t if t is None else cast_input(t, dtype) for t in (w, b))
-        return w, b
+        found = [None if t is None or not t.requires_grad else t for t in self.masters.tensors]
+        if dtype is None:
+            return tuple(found)
+        return tuple([None if t is None else cast_input(t, dtype) for t in found])
 
-    def weight_state(self: Any, weight: Tensor) -> tuple[int, int]:
+    def versions(self) -> list[tuple[int, int]]:
         """Return ``(version, address)`` as they would be without the move."""
-        version, address = super().weight_state(weight)  # type: ignore[misc]
-        return version, self.former_address if address == self.weight_ptr else address
+        return [(version, self.former.get(at, at)) for version, at in super().versions()]
 
 
 @functools.cache
@@ -91,19 +80,37 @@ def _on_device(kind: Any) -> Any:
     return type(kind.__name__, (OnDevice, kind), {})
 
 
-def meet(layer: Layer, frame: FrameType | None) -> None:
-    """Somebody reads the weight or bias of a layer on trial: move it if it is used directly."""
-    for _ in range(_FRAMES):
-        if frame is None:
-            return
-        where = layer.doubtful.get((frame.f_code.co_filename, frame.f_lineno))
-        if where is not None:
-            move_to_device(layer, where)
-            return
-        frame = frame.f_back
+class Trial:
+    """What is known of code that reads a layer's tensors as values, in branches.
+
+    Parameters
+    ----------
+    lines : dict
+        Where: the method, by file and line.
+    """
+
+    def __init__(self, lines: dict[tuple[str, int], str]) -> None:
+        self.lines = lines
+
+    def read(self, layer: Leaf, frame: FrameType | None) -> None:
+        """Somebody reads a tensor of `layer`: move it if one of the lines does."""
+        for _ in range(_FRAMES):
+            if frame is None:
+                return
+            where = self.lines.get((frame.f_code.co_filename, frame.f_lineno))
+            if where is not None:
+                move_to_device(layer, where)
+                return
+            frame = frame.f_back
 
 
-def move_to_device(layer: Layer, where: str) -> None:
+def put_on_trial(module: nn.Module, lines: dict[tuple[str, int], str]) -> None:
+    """Look from now on who reads the tensors of a managed module; see `Trial`."""
+    module.__dict__[HANDLE].trial = Trial(lines)
+    watch_reads(module)
+
+
+def move_to_device(layer: Leaf, where: str) -> None:
     """Leave `layer`, and what shares a Parameter with it, on the device from now on.
 
     Raises
@@ -140,7 +147,7 @@ def move_to_device(layer: Layer, where: str) -> None:
     )
 
 
-def _copies(layer: Layer, tensors: list[Tensor], where: str) -> dict[int, Tensor]:
+def _copies(layer: Leaf, tensors: list[Tensor], where: str) -> dict[int, Tensor]:
     """Return the tensors on the device, by `id` of the original."""
     state = layer.state
     nbytes = sum(t.numel() * t.element_size() for t in tensors)
@@ -176,7 +183,7 @@ def follow(optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
                 state[key] = value.to(parameter.device)
 
 
-def _leave(attachment: Attachment, layer: Layer) -> None:
+def _leave(attachment: Attachment, layer: Leaf) -> None:
     """Take a layer whose Parameters have just moved from the engine.
 
     Nodes of the graph hold `layer` itself, and bring gradients to the host, as they were made;
@@ -189,16 +196,16 @@ def _leave(attachment: Attachment, layer: Layer) -> None:
         logger.debug("layer '%s' keeps its copy in the arena: %s", layer.name, error)
     state.forget_layer(layer)
     attachment.layers.remove(layer)
-    attachment.pieces.count_uses(layer.addresses(), ())
+    before, now = layer.masters, Masters(layer.names, layer.parameters)
+    attachment.pieces.count_uses(before.addresses.values(), ())
     kind = _on_device(cast("Any", type(layer)))
-    former = layer.weight_ptr
+    former = {at: before.addresses.get(name, at) for name, at in now.addresses.items()}
     later = object.__new__(kind)
     layer.__class__ = kind
     for each in (layer, later):
         each.__dict__.update(
-            layer.__dict__, views={}, offsets=[], unit=-1, former_address=former, doubtful={}
+            layer.__dict__, views={}, offsets=[], unit=-1, former=former, trial=None, masters=now
         )
-        each.note_masters()
     later.on_device = True
     attachment.leaving.append(later)
     module = layer.module()

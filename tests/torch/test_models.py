@@ -10,7 +10,7 @@ import torch
 from equality import assert_models_agree, attached, resident_pair
 
 import oracle_offload
-from oracle_offload.layers.leaf import layer_type
+from oracle_offload.layers.kinds import layer_type
 
 BUILDS = {
     "llama": (models.llama, models.language_step),

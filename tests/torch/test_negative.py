@@ -18,7 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import oracle_offload
 from oracle_offload import OffloadError, manager, witness
-from oracle_offload.layers.leaf import Layer
+from oracle_offload.layers.loan import Layer
 
 
 def build():

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import oracle_offload
 from oracle_offload import _core, masters
-from oracle_offload.layers.leaf import HANDLE
+from oracle_offload.layers.swap import HANDLE
 
 WIDTH = 96
 

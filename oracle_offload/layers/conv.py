@@ -1,0 +1,175 @@
+"""Managed ``nn.Conv2d``: operator, derivative and cost."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..autocast import cast_dtype, cast_input
+from .leaf import Tensors
+from .loan import Layer, Needs, node_of
+
+_convolution_backward = torch.ops.aten.convolution_backward.default
+
+
+class Conv2dLayer(Layer):
+    """A managed ``nn.Conv2d``; `x` is ``(N, C, H, W)`` or ``(C, H, W)``.
+
+    The operator gets it batched, and padded where the padding is not the operator's own.
+    """
+
+    base_forward = staticmethod(nn.Conv2d.forward)
+    names = ("weight", "bias")
+    required = ("weight",)
+    backward_reads = ("weight",)
+    node = node_of("ManagedConv2d")
+    # Of the operator: what padding_mode and 'same' leave to it. Set for each call.
+    arguments: tuple[Any, ...] = ()
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+    def base_call(self, module: Any, x: Tensor, *tensors: Any) -> Tensor:
+        """``F.conv2d`` with the given tensors."""
+        return cast("Tensor", module._conv_forward(x, *tensors))
+
+    def call(self, x: Tensor) -> Tensor:
+        """Pad, batch and cast in the order in which torch does, then compute."""
+        module = cast("Any", self.module())
+        if self.arguments != self.arguments_of(module):
+            self.read_arguments(module)
+        weight = self.masters.present[0]
+        if x.dim() not in (3, 4) or x.shape[-3] != weight.shape[1] * self.groups:
+            # torch's own words for a wrong shape, from tensors without data.
+            module._conv_forward(
+                torch.empty_like(x, device="meta"), torch.empty_like(weight, device="meta"), None
+            )
+        if self.pad_mode != "constant":
+            x = F.pad(x, self.pad, mode=self.pad_mode)  # type: ignore[arg-type]
+        dtype = cast_dtype(self.device_type)
+        if dtype is not None:
+            x = cast_input(x, dtype)
+        batched = x.dim() == 4
+        if not batched:
+            x = x.unsqueeze(0)
+        if self.pad is not None and self.pad_mode == "constant":
+            x = torch.constant_pad_nd(x, self.pad, 0)
+        y = self.borrow(x, dtype)
+        return y if batched else y.squeeze(0)
+
+    def arguments_of(self, module: Any) -> tuple[Any, ...]:
+        """Return what the module computes with beside its tensors; anyone may assign it anew."""
+        pads = module.padding_mode != "zeros" and tuple(module._reversed_padding_repeated_twice)
+        size = self.masters.present[0].shape  # 'same' pads by it
+        return module.stride, module.padding, module.dilation, module.groups, pads, size
+
+    def read_arguments(self, module: Any) -> None:
+        """Work out how the module's padding splits into ``F.pad`` and the operator's own.
+
+        ``padding='same'`` follows ``convolution_same`` in ``aten/src/ATen/native/Convolution.cpp``:
+        an uneven remainder is padded on the right first.
+        """
+        self.arguments = self.arguments_of(module)
+        self.stride, self.dilation, self.groups = module.stride, module.dilation, module.groups
+        self.pad: list[int] | None = None
+        self.pad_mode = "constant"
+        if module.padding_mode != "zeros":
+            self.pad = list(module._reversed_padding_repeated_twice)
+            self.pad_mode = module.padding_mode
+            self.padding = (0, 0)
+        elif module.padding == "valid":
+            self.padding = (0, 0)
+        elif module.padding == "same":
+            left, extra = [], []
+            for size, step in zip(self.arguments[-1][2:], module.dilation, strict=True):
+                total = step * (size - 1)
+                left.append(total // 2)
+                extra.append(total - 2 * (total // 2))
+            self.padding = (left[0], left[1])
+            if any(extra):
+                self.pad = [0, extra[1], 0, extra[0]]
+        else:
+            self.padding = module.padding
+
+    def compute(self, x: Tensor, *tensors: Any) -> Tensor:
+        """``at::convolution`` with the layer's arguments."""
+        w, b = tensors
+        return torch.convolution(
+            x, w, b, self.stride, self.padding, self.dilation, False, (0, 0), self.groups
+        )
+
+    def record(self, ctx: Any, x: Tensor, trained: Tensors, *tensors: Any) -> Tensor:
+        """`compute`, choosing its backend as the resident model would in training.
+
+        Some CPU backends (3x3 depthwise Winograd, XNNPACK) are for inference only, and torch asks
+        ``GradMode`` and ``requires_grad`` of the operands for that; inside a `Function` both say
+        no. The input is kept for a weight gradient alone: its own gradient needs its geometry.
+        """
+        ctx.geometry = x.shape, x.stride()
+        ctx.saves_input = trained[0] is not None
+        if ctx.saves_input:
+            ctx.save_for_backward(x)
+        if not x.requires_grad:
+            x = x.detach().requires_grad_()
+        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+            return self.compute(x, *tensors)
+
+    def derivative(self, ctx: Any, grad: Tensor, needs: Needs) -> Tensors:
+        """Return the gradients of input, weight and bias.
+
+        One operator makes all three, and takes the weight even where it needs its geometry alone:
+        torch keeps the weight for each of them, and so refuses any of them once it has changed.
+        """
+        if ctx.saves_input:  # saved tensors may be asked for only once under checkpointing
+            (x,) = ctx.saved_tensors
+        else:
+            shape, stride = ctx.geometry
+            x = torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device)
+        found = self.lend_again(ctx, grad, needs, self.gradients, grad, x, needs)
+        # Some backends return more than they were asked for.
+        return tuple(
+            [gradient if wanted else None for gradient, wanted in zip(found, needs, strict=True)]
+        )
+
+    def gradients(self, grad: Tensor, x: Tensor, needs: Needs, *tensors: Any) -> Tensors:
+        """``at::convolution_backward`` with the layer's arguments."""
+        w, b = tensors
+        return cast(
+            "Tensors",
+            _convolution_backward(
+                grad,
+                x,
+                w,
+                None if b is None else [w.shape[0]],
+                self.stride,
+                self.padding,
+                self.dilation,
+                False,
+                (0, 0),
+                self.groups,
+                needs,
+            ),
+        )
+
+    def forward_cost(self, x: Tensor) -> tuple[float, int]:
+        """2 x outputs x weights per output channel."""
+        weight = self.masters.present[0]
+        outputs = x.shape[0] * weight.shape[0]
+        for axis in (0, 1):
+            reach = self.dilation[axis] * (weight.shape[2 + axis] - 1) + 1
+            outputs *= (x.shape[2 + axis] + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
+        per_output = weight.numel() // max(1, weight.shape[0])
+        moved = (x.numel() + weight.numel() + outputs) * x.element_size()
+        return 2.0 * outputs * per_output, moved
+
+    def backward_cost(self, grad: Tensor, needs: Needs) -> tuple[float, int]:
+        """The same for the input's and, where wanted, the weight's gradient."""
+        products = needs[0] + needs[1]
+        weight = self.masters.present[0]
+        per_output = weight.numel() // max(1, weight.shape[0])
+        moved = products * (2 * grad.numel() + weight.numel()) * grad.element_size()
+        return 2.0 * products * grad.numel() * per_output, moved

@@ -1,0 +1,20 @@
+"""Which classes of modules are managed, and how: one kind of layer for each base class."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .conv import Conv2dLayer
+from .linear import LinearLayer
+from .loan import Layer
+
+KINDS: list[type[Layer]] = [LinearLayer, Conv2dLayer]
+
+
+def layer_type(module: nn.Module) -> type[Layer] | None:
+    """Return how a module of this class is managed; None where it is not."""
+    forward = type(module).forward
+    for kind in KINDS:
+        if forward is kind.base_forward:
+            return kind
+    return None

@@ -1,0 +1,184 @@
+"""Managed ``nn.Linear``: operator, derivative and cost.
+
+The arithmetic repeats, call by call, what torch's own derivatives do for ``at::linear``
+(``aten/src/ATen/native/Linear.cpp``, ``should_fold`` in ``LinearAlgebra.cpp``, ``mm_mat1_grad`` and
+``mm_mat2_grad`` in ``FunctionsManual.cpp``): the choice between ``addmm``, ``mm`` and ``bmm`` and
+the layout of the operands decide the last bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .leaf import Tensors
+from .loan import Layer, Needs, node_of
+
+
+class LinearLayer(Layer):
+    """A managed ``nn.Linear``; `x` is ``(*, in_features)``."""
+
+    base_forward = staticmethod(nn.Linear.forward)
+    names = ("weight", "bias")
+    required = ("weight",)
+    backward_reads = ("weight",)
+    node = node_of("ManagedLinear")
+
+    def base_call(self, module: Any, x: Tensor, *tensors: Any) -> Tensor:
+        """``F.linear`` with the given tensors."""
+        return F.linear(x, *tensors)
+
+    def compute(self, x: Tensor, *tensors: Any) -> Tensor:
+        """``F.linear`` where autograd records nothing."""
+        w, b = tensors
+        weight = self.masters.present[0]
+        # A view of a trainable weight requires grad even under no_grad; a cast one does not.
+        return linear(x, w, b, weight.requires_grad and w.dtype is weight.dtype)[0]
+
+    def record(self, ctx: Any, x: Tensor, trained: Tensors, *tensors: Any) -> Tensor:
+        """``F.linear``; the input, or its folded copy, is kept for a weight gradient alone."""
+        trains = trained[0] is not None
+        w, b = tensors
+        y, folded = linear(x, w, b, trains)
+        ctx.geometry = x.shape, x.stride(), folded is not None
+        if trains:
+            ctx.save_for_backward(x if folded is None else folded)
+        return y
+
+    def derivative(self, ctx: Any, grad: Tensor, needs: Needs) -> Tensors:
+        """Return the gradients of input, weight and bias; the input's alone needs the weight."""
+        shape, stride, _ = ctx.geometry
+        dims = len(shape)
+        gx = gw = gb = None
+        if needs[0]:
+            gx = self.lend_again(ctx, grad, needs, input_gradient, grad, *ctx.geometry)
+        if needs[1]:
+            (x,) = ctx.saved_tensors
+            x2 = x if dims == 2 else x.reshape(-1, shape[-1])
+            g2 = grad if dims == 2 else grad.reshape(x2.shape[0], grad.shape[-1])
+            weight = self.masters.present[0]
+            if weight.stride() == (weight.shape[1], 1):
+                gw = torch.mm(g2.t(), x2)
+            else:
+                gw = torch.mm(x2.t(), g2).t()
+        if needs[2]:
+            flat = dims != 2 and is_contiguous(shape, stride)
+            gb = grad.reshape(-1, grad.shape[-1]) if flat else grad
+            if gb.dim() > 1:
+                gb = gb.sum(list(range(gb.dim() - 1)), keepdim=True).view(grad.shape[-1])
+        return gx, gw, gb
+
+    def forward_cost(self, x: Tensor) -> tuple[float, int]:
+        """2 x rows x in x out operations."""
+        weight = self.masters.present[0]
+        out_features, features = weight.shape
+        rows = x.numel() // features if features else 0
+        moved = (x.numel() + weight.numel() + rows * out_features) * weight.element_size()
+        return 2.0 * rows * features * out_features, moved
+
+    def backward_cost(self, grad: Tensor, needs: Needs) -> tuple[float, int]:
+        """The same for the input's and, where wanted, the weight's gradient."""
+        weight = self.masters.present[0]
+        out_features, features = weight.shape
+        rows = grad.numel() // out_features if out_features else 0
+        products = needs[0] + needs[1]
+        moved = products * (grad.numel() + weight.numel() + rows * features) * grad.element_size()
+        return 2.0 * products * rows * features * out_features, moved
+
+
+def linear(
+    x: Tensor, w: Tensor, b: Tensor | None, requires_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``F.linear(x, w, b)`` as torch does it for a weight that has this `requires_grad`.
+
+    With a trainable weight ``at::matmul`` folds an input of whatever layout into a matrix, by a
+    copy if need be; it asks the weight, and a slot's view never requires grad.
+
+    Returns
+    -------
+    tuple
+        The result, and the folded copy of `x` where one was made.
+    """
+    if not requires_grad or x.dim() <= 2 or x.is_contiguous() or _folds(x):
+        y = F.linear(x, w, b)
+        # torch forbids in-place changes of a view that a custom function returns.
+        return (torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y), None
+    folded = x.reshape(-1, x.shape[-1])
+    y = torch.ops.aten._unsafe_view(torch.mm(folded, w.t()), (*x.shape[:-1], w.shape[0]))
+    return (y if b is None else y.add_(b)), folded
+
+
+def input_gradient(
+    grad: Tensor,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    copied: bool,
+    w: Tensor,
+    _bias: Tensor | None,
+) -> Tensor:
+    """Gradient of the input, by the operator that torch would use for this geometry.
+
+    Parameters
+    ----------
+    grad : Tensor
+        ``(*, out_features)``.
+    shape, stride : tuple of int
+        Of the input that forward saw.
+    copied : bool
+        Whether forward folded the input by a copy.
+    w : Tensor
+        ``(out_features, in_features)``.
+    """
+    dims = len(shape)
+    if dims == 2:
+        if stride[0] == 1 and stride[1] == shape[0]:
+            return torch.mm(w.t(), grad.t()).t()
+        return torch.mm(grad, w)
+    features = shape[-1]
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    # A meta tensor answers by the same code what the folded view would look like.
+    if dims > 2 and not copied and not is_contiguous(shape, stride):
+        probe = torch.empty_strided(shape, stride, device="meta")
+        if not _folds(probe):
+            batch = rows // shape[-2]
+            g3 = grad.reshape(batch, shape[-2], w.shape[0])
+            return torch.bmm(g3, w.expand(batch, *w.shape)).reshape(shape)
+    g2 = grad.reshape(rows, w.shape[0])
+    # mm_mat1_grad turns the product round for a column-major input; a folded one is column-major
+    # only in degenerate shapes.
+    if not copied and (rows == 1 or features == 1 or stride[-1] != 1):
+        probe = torch.empty_strided(shape, stride, device="meta").reshape(rows, features)
+        if _is_column_major(probe):
+            return torch.mm(w.t(), g2.t()).t().reshape(shape)
+    return torch.mm(g2, w).reshape(shape)
+
+
+def _folds(x: Tensor) -> bool:
+    """Whether ``at::matmul`` multiplies an input of three or more dimensions as one matrix."""
+    if x.numel() == 0:
+        return True
+    shape, stride = x.shape, x.stride()
+    return all(stride[i] == stride[i + 1] * shape[i + 1] for i in range(len(shape) - 2))
+
+
+def _is_column_major(matrix: Tensor) -> bool:
+    stride = matrix.stride()
+    return stride[0] == 1 and stride[1] == matrix.shape[0]
+
+
+def is_contiguous(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether a tensor of this geometry is contiguous, as torch counts it."""
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size == 0:
+            return True
+        if size != 1:
+            if step != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,181 @@
+"""Classes of managed modules: what `attach` makes of ``nn.Linear`` and its like.
+
+A managed module keeps its identity, its parameters and its class name; its class becomes a cached
+subclass whose ``forward`` computes with borrowed weights. The state lies in one instance attribute,
+`HANDLE`: without it (a deep copy, a detached module) the same forward is the base class's.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .leaf import Leaf
+
+HANDLE = "_layer_memory_manager"
+_BASE = "_oracle_offload_base"
+
+
+@functools.cache
+def managed_class(base: Any, on_trial: bool) -> Any:
+    """Return the subclass of `base` whose forward borrows its weights; one per base, same name.
+
+    `on_trial`: and that looks who reads its weights.
+    """
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        layer = self.__dict__.get(HANDLE)
+        if layer is None:
+            return cast("Tensor", base.forward(self, input))
+        return cast("Tensor", layer(input))
+
+    def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if not is_managed(self):
+            return base._apply(self, fn, recurse)
+        _apply_to_masters(self, fn)
+        return self
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        base.__setattr__(self, name, value)
+        leaf: Leaf | None = self.__dict__.get(HANDLE)
+        if leaf is not None and (name == "__class__" or name in leaf.required):
+            leaf.attachment.let_go_soon(leaf)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        # pickle insists that what __newobj__ makes has the object's own class; the older
+        # reconstructor of the standard library does the same without asking.
+        _, _, state, *rest = cast("Any", super(made, self)).__reduce_ex__(2)
+        if isinstance(state, dict):
+            state = {key: value for key, value in state.items() if key != HANDLE}
+        return copyreg._reconstructor, (base, object, None), state, *rest  # type: ignore[attr-defined]
+
+    def __getattr__(self: Any, name: str) -> Any:
+        leaf: Leaf | None = self.__dict__.get(HANDLE)
+        if leaf is not None and leaf.trial is not None and name in leaf.names:
+            leaf.trial.read(leaf, sys._getframe(1))
+        return cast("Any", super(made, self)).__getattr__(name)
+
+    functools.update_wrapper(forward, base.forward, assigned=("__doc__",), updated=())
+    trial = {"__getattr__": torch.compiler.disable(__getattr__)} if on_trial else {}
+    made = type(
+        base.__name__,
+        (base,),
+        {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "forward": torch.compiler.disable(forward),
+            "_apply": _apply,
+            "__setattr__": __setattr__,
+            "__reduce_ex__": __reduce_ex__,
+            _BASE: base,
+            **trial,
+        },
+    )
+    return made
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether ``module.forward`` was set to the class's own: what removing a hook leaves behind."""
+    forward = module.__dict__.get("forward")
+    base: Any = getattr(type(module), _BASE, type(module))
+    return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) in (
+        base.forward,
+        managed_class(base, False).forward,
+        managed_class(base, True).forward,
+    )
+
+
+def swap_in(module: nn.Module, leaf: Leaf) -> None:
+    """Make `module` a managed one."""
+    _follow_class(module)
+    module.__dict__[HANDLE] = leaf
+    module.__class__ = managed_class(cast("Any", type(module)), leaf.trial is not None)
+
+
+def watch_reads(module: nn.Module) -> None:
+    """Tell the trial of a managed module's leaf from now on who reads its weights."""
+    base = vars(type(module)).get(_BASE)
+    if base is not None:  # else somebody has derived a class, which may look for itself
+        module.__class__ = managed_class(base, True)
+
+
+def swap_out(module: nn.Module) -> None:
+    """Undo `swap_in`; a class that somebody derived or put in its place meanwhile stays."""
+    _follow_class(module)
+    module.__dict__.pop(HANDLE, None)
+    base = vars(type(module)).get(_BASE)
+    if base is not None:  # a class that was derived since (a parametrisation's) stays
+        module.__class__ = base
+
+
+def _follow_class(module: nn.Module) -> None:
+    """Drop an own forward from the instance: it would hide that of the class to come."""
+    if has_own_forward(module):
+        del module.__dict__["forward"]
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Whether the weights lie on the host: not once they moved, or the class was replaced."""
+    leaf: Leaf | None = module.__dict__.get(HANDLE)
+    return hasattr(type(module), _BASE) and leaf is not None and not leaf.on_device
+
+
+_outcomes: tuple[Any, dict[tuple[int, torch.dtype], tuple[torch.dtype, bool]]] = (None, {})
+
+
+def _outcome(
+    fn: Callable[[Tensor], Tensor], dim: int, dtype: torch.dtype
+) -> tuple[torch.dtype, bool]:
+    """Return the dtype that `fn` gives such a tensor, and whether it makes it channels-last.
+
+    One ``.to()`` asks for every layer with the same `fn`; trainers call it at every step.
+    """
+    global _outcomes
+    if _outcomes[0] is None or _outcomes[0]() is not fn:
+        try:
+            _outcomes = weakref.ref(fn), {}
+        except TypeError:
+            _outcomes = None, {}
+    known = _outcomes[1].get((dim, dtype))
+    if known is None:
+        with torch.no_grad():
+            result = fn(torch.zeros((2,) * dim, dtype=dtype))
+        known = result.dtype, result.dim() == 4 and not result.is_contiguous()
+        _outcomes[1][dim, dtype] = known
+    return known
+
+
+def _apply_to_masters(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """``module._apply(fn)`` for masters: a change of dtype or layout is kept, a move is not.
+
+    What `fn` does is read off a small tensor of the same kind, so that no weight travels to a
+    device only to come back.
+    """
+    leaf: Leaf = module.__dict__[HANDLE]
+    changed = False
+    for name in leaf.names:
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            continue
+        dtype, channels_last = _outcome(fn, parameter.dim(), parameter.dtype)
+        wanted = parameter.data
+        if dtype != parameter.dtype:
+            wanted = wanted.to(dtype)
+        if channels_last:
+            wanted = wanted.contiguous(memory_format=torch.channels_last)
+        if wanted is not parameter.data and wanted.data_ptr() != parameter.data_ptr():
+            parameter.data = wanted
+            changed = True
+        if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+            parameter.grad = parameter.grad.to(parameter.dtype)
+    if changed:
+        leaf.adopt(lasting=True)
