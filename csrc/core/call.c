@@ -16,7 +16,7 @@ enum oo_status oo__fail_dead(const struct oo_engine *engine) {
 enum oo_status oo__check(struct oo_engine *engine, const char *call, OOCUresult result) {
     if (result == OOCU_SUCCESS)
         return OO_OK;
-    if (engine->dead != OO_OK) /* what fails now fails because of what failed first */
+    if (engine->dead != OO_OK) /* the first failure is the cause of this one */
         return oo__fail_dead(engine);
     enum oo_status status = oo_driver_error(&engine->driver, call, result);
     if (oo_driver_is_sticky(result)) {
@@ -52,7 +52,8 @@ void oo__note_leak(struct oo_engine *engine, const char *call, OOCUresult result
     oo__error_restore(&first);
 }
 
-/* The driver works on the thread's current context; autograd's threads and users' may have none. */
+/* The driver works on the calling thread's current context. Threads of autograd and of users may
+ * have none. */
 static enum oo_status oo__context_enter(struct oo_engine *engine) {
     OOCUcontext current = NULL;
     enum oo_status status = OO_DRIVE(engine, cuCtxGetCurrent, &current);
@@ -78,7 +79,7 @@ enum oo_status oo__enter(struct oo_engine *engine, int flags) {
     engine->usable = drives && status == OO_OK;
     if (engine->dead != OO_OK && status == OO_OK && !(flags & OO__EVEN_DEAD)) {
         status = oo__fail_dead(engine);
-        engine->death_told = 1;
+        engine->death_reported = 1;
     }
     if ((flags & OO__EVEN_WITHOUT_CONTEXT) || (engine->dead != OO_OK && (flags & OO__EVEN_DEAD)))
         status = OO_OK;

@@ -4,9 +4,10 @@
 
 #include "state.h"
 
-/* Begin and end a call: mutex, pid, context. `enter` fails with nothing to undo. The first two
- * flags are for calls that have something to do all the same, and ask engine->usable before they
- * drive; the third is for those that never drive. */
+/* Begin and end a call: mutex, pid, context. `enter` fails with nothing to undo. A call that has
+ * work to do on a dead engine, or without a context, passes one of the first two flags, and looks
+ * at engine->usable before it calls the driver. A call that never calls the driver passes the
+ * third. */
 enum { OO__EVEN_DEAD = 256, OO__EVEN_WITHOUT_CONTEXT = 512, OO__WITHOUT_DRIVER = 1024 };
 enum oo_status oo__enter(struct oo_engine *engine, int flags);
 void oo__leave(struct oo_engine *engine);
@@ -15,14 +16,15 @@ void oo__leave(struct oo_engine *engine);
 void oo__wait_for_a_release(struct oo_engine *engine, double until_s);
 /* Status of a driver call; a sticky result kills the engine. */
 enum oo_status oo__check(struct oo_engine *engine, const char *call, OOCUresult result);
-/* The same for a call whose failure is no failure of the caller's; the thread's error stays. */
+/* The same where the failure does not fail the caller; the thread's error stays. */
 enum oo_status oo__note(struct oo_engine *engine, const char *call, OOCUresult result);
-/* The same for one that gives something back, which is not to be tried again. */
+/* The same for a call that gives something back, which must not be tried again: it is counted as
+ * leaked. */
 void oo__note_leak(struct oo_engine *engine, const char *call, OOCUresult result);
 #define OO_GIVE_BACK(engine, call, ...)                                                            \
     oo__note_leak(engine, #call, (engine)->driver.call(__VA_ARGS__))
 #define OO_DRIVE(engine, call, ...) oo__check(engine, #call, (engine)->driver.call(__VA_ARGS__))
-/* The error of every call after the one that lost the context. */
+/* The error of every call after the context was lost. */
 enum oo_status oo__fail_dead(const struct oo_engine *engine);
 /* Wait on the host until the stream has ended; counted. */
 enum oo_status oo__synchronize(struct oo_engine *engine, OOCUstream stream, int recovering);

@@ -109,7 +109,7 @@ enum oo_status oo_engine_destroy(struct oo_engine *engine) {
     enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
     if (status != OO_OK)
         return status;
-    const int lost = engine->dead != OO_OK; /* and everything with it */
+    const int lost = engine->dead != OO_OK; /* and everything in it */
     uint32_t leased = 0, attached = 0;
     for (const struct oo_lease *lease = engine->leases; lease; lease = lease->next)
         leased++;
@@ -132,7 +132,7 @@ enum oo_status oo_engine_destroy(struct oo_engine *engine) {
         status = oo__fail_driver(OO_LEAKED, leak->call, leak->code, leak->name,
                                  "%u driver objects could not be given back, the first: %s",
                                  engine->n_leaked, leak->message);
-    } else if (engine->dead != OO_OK && !engine->death_told) {
+    } else if (engine->dead != OO_OK && !engine->death_reported) {
         (void)oo__fail_dead(engine);
         status = OO_LEAKED;
     }

@@ -31,18 +31,19 @@
 #include "timing.h"
 #include "uses.h"
 
-/* Uses that this thread has begun and not ended, of any engine: who holds one waits for nobody. */
+/* Uses of any engine that this thread has begun and not ended. A thread that holds one never waits
+ * for others. */
 static _Thread_local uint32_t oo__uses_here;
 
 /* ---- copy in ---- */
 
-/* What is on the device from now on is what these masters hold now. */
+/* Remember what the masters hold: it is what the device will have. */
 static void oo__note_masters(struct oo_engine *engine, uint32_t id) {
     const struct oo_unit *unit = &engine->units[id];
     for (uint32_t i = 0; i < unit->n_members; i++) {
         struct oo_member *member = &engine->members[unit->members[i]];
         if (member->unit != id)
-            continue; /* it moved out; its bytes here are of no use */
+            continue; /* it has moved out; nobody uses its bytes here */
         member->stamp_known = 0;
         member->fingerprint = 0;
         for (uint32_t j = 0; j < member->n_tensors; j++)
@@ -78,8 +79,8 @@ static enum oo_status oo__copy_parts(struct oo_engine *engine, const struct oo_u
     return OO_OK;
 }
 
-/* Bring a unit in over the window's occupants. Fails with the unit absent; what was evicted by then
- * stays evicted, which costs a copy and nothing else. */
+/* Bring a unit in over the window's occupants. When it fails the unit is absent, and what was
+ * evicted by then stays evicted: that costs a copy and nothing else. */
 static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
                                   const struct oo_window *window) {
     enum oo_status status = OO_OK;
@@ -106,8 +107,8 @@ static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
     if (used > engine->stats.peak_resident_bytes)
         engine->stats.peak_resident_bytes = used;
     oo__label(engine, (const void *)address, unit->device_bytes, "unit", id);
-    /* A copy that failed half-way leaves bytes in flight on the h2d stream only: dropping the unit
-     * keeps the promise of free bytes. */
+    /* A copy that failed half-way leaves bytes in flight on the h2d stream only, so dropping the
+     * unit keeps the promise of free bytes. */
     status = OO_DRIVE(engine, cuEventRecord, begin->handle, engine->h2d);
     if (status == OO_OK)
         status = oo__copy_parts(engine, unit, address);
@@ -127,7 +128,7 @@ done:
     return status;
 }
 
-/* Trainable units are fetched ahead only while nobody is expected to rewrite them. */
+/* Trainable units are fetched ahead only while no optimizer is expected to rewrite them. */
 static void oo__set_held(struct oo_engine *engine, int held) {
     if (engine->held == held)
         return;
@@ -203,15 +204,16 @@ static void oo__note_fetched(struct oo_fetched *fetched, uint32_t id) {
     fetched->units[fetched->count++] = id;
 }
 
-/* The caller learns of copies only from a call that succeeds, and so can stamp only then. */
+/* The caller is told of these copies only by a call that succeeds, so after a failure nobody stamps
+ * them. */
 static void oo__distrust(struct oo_engine *engine, const struct oo_fetched *fetched) {
     for (uint32_t i = 0; i < fetched->count; i++)
         engine->units[fetched->units[i]].stale = 1;
 }
 
-/* The unit's copy is out of date, and in use: it is replaced when its uses have ended. OO_OK: one
- * may have, and the call begins anew. Who holds a use itself would wait for itself, or for a thread
- * that waits for it. */
+/* The unit's copy is out of date and in use; it is replaced when its uses have ended. OO_OK: one
+ * may have ended, so begin the call anew. A thread that holds a use itself must not wait: it would
+ * wait for itself, or for a thread that waits for it. */
 static enum oo_status oo__await_uses(struct oo_engine *engine, uint32_t id, int flags,
                                      double *until_s) {
     const double now_s = oo__clock_s();
@@ -309,7 +311,8 @@ done:
     return status;
 }
 
-/* A bit that a later version gives a meaning must not be taken for granted by this one. */
+/* A later version may give a bit a meaning: a caller that sets it must not believe it was obeyed.
+ */
 static enum oo_status oo__check_flags(const char *function, int flags, int known) {
     return flags & ~known ? oo__fail(OO_E_ARGUMENT, "%s: unknown flags %#x", function,
                                      (unsigned)(flags & ~known))
@@ -337,9 +340,7 @@ enum oo_status oo_engine_acquire(struct oo_engine *engine, const struct oo_reque
     return status;
 }
 
-/* A copy that is never stamped is checked by samples alone: no fault of the driver shall prevent
- * it.
- */
+/* Does without the driver: a copy that is never stamped would be checked by samples alone. */
 enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *stamps,
                                uint32_t count) {
     enum oo_status status = oo__enter(engine, OO__WITHOUT_DRIVER);
@@ -405,16 +406,16 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
     struct oo_unit *unit = &engine->units[id];
     OO_TRY(oo__mark_use(engine, unit, stream));
     oo_plan_unpin(engine->plan, id);
-    oo__uses_here -= oo__uses_here > 0; /* another thread may have begun it */
+    oo__uses_here -= oo__uses_here > 0; /* the use may have begun on another thread */
     oo__row_end(engine, id, stream);
     if (!oo_plan_pins(engine->plan, id)) {
         oo__rows_forget(engine, unit); /* of uses that ended on another stream */
         oo__mutex_wake(engine->mutex);
     }
-    /* Without a context its uses cannot be ordered before the copy that takes its place. */
+    /* Without a context its uses cannot be ordered before the copy that will replace it. */
     if (unit->leaving && !oo_plan_pins(engine->plan, id) &&
         (!engine->usable || oo__drop(engine, id) != OO_OK))
-        unit->stale = 1; /* it stays, and is not to be trusted */
+        unit->stale = 1; /* it stays, but must be copied anew */
     oo__prefetch(engine, flags, fetched);
 done:
     oo__leave(engine);
@@ -462,7 +463,7 @@ enum oo_status oo_engine_resume(struct oo_engine *engine) {
     return OO_OK;
 }
 
-/* What is in use is replaced at the next acquire, when its uses have ended. */
+/* A unit in use is replaced at its next acquire, once its uses have ended. */
 static enum oo_status oo__refresh(struct oo_engine *engine, uint32_t model) {
     enum oo_status status = OO_OK;
     for (uint32_t i = 0; i < engine->n_units; i++) {

@@ -6,8 +6,8 @@
 #include "simulated.h"
 #include "timing.h"
 
-/* While a fault lasts not even waiting works: what a failed download left queued is waited for by
- * the next one, or at the end. */
+/* While a fault lasts even waiting may fail. The next download, or the end of the engine, waits for
+ * what a failed one left queued. */
 enum oo_status oo__finish_download(struct oo_engine *engine) {
     enum oo_status status = OO_OK;
     if (!engine->unfinished)

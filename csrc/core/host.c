@@ -75,7 +75,7 @@ static void oo__copy_in_shares(void *target, const void *source, size_t bytes) {
         shares[i].target = (char *)target + begin;
         shares[i].source = (const char *)source + begin;
         shares[i].bytes = end - begin;
-        /* The last share is this thread's own; so is any that finds no thread. */
+        /* This thread copies the last share, and any share for which no thread could be started. */
         shares[i].thread = i + 1 < count ? oo__thread_start(oo__share_copy, &shares[i]) : NULL;
         if (!shares[i].thread)
             oo__share_copy(&shares[i]);

@@ -92,7 +92,7 @@ static void oo__registration_end(struct oo_engine *engine, struct oo_host *host,
         (void)oo__pages_inherit(host->pages, host->mapped_bytes, 1);
 }
 
-/* The driver's part of letting go; does nothing the second time, when a part of it had failed. */
+/* What the driver must do before the engine lets go. May be repeated after a failure. */
 static enum oo_status oo__registration_give(struct oo_engine *engine, struct oo_host *host,
                                             struct oo_registration *registration) {
     OOCUcontext context;
@@ -100,7 +100,7 @@ static enum oo_status oo__registration_give(struct oo_engine *engine, struct oo_
     if (registration->engines == 1)
         return OO_DRIVE(engine, cuMemHostUnregister, host->pages);
     if (registration->maker == engine && !registration->context_held) {
-        /* Others read on: the registration must not end with this engine's context. */
+        /* Other engines still read: the registration must not end with this engine's context. */
         status = OO_DRIVE(engine, cuDevicePrimaryCtxRetain, &context, registration->device);
         registration->context_held = status == OO_OK;
     }
@@ -123,7 +123,7 @@ static enum oo_status oo__registration_let_go(struct oo_engine *engine, struct o
     oo__mutex_lock(host->mutex);
     if (engine->usable)
         status = oo__registration_give(engine, host, registration);
-    if (!engine->usable) /* the context was lost, perhaps just now: what it made went with it */
+    if (!engine->usable) /* a lost context has taken its registrations with it */
         status = OO_OK;
     if (status == OO_OK) {
         if (registration->maker == engine)

@@ -5,8 +5,8 @@
 #include "state.h"
 
 void oo__free_models(struct oo_engine *engine);
-/* Not where the caller vouches for the masters' addresses only at an acquire, nor while trainable
- * masters may be rewritten. */
+/* Whether the unit may be fetched before it is asked for. It may not where the caller vouches for
+ * the masters' addresses only at an acquire, nor while trainable masters may be rewritten. */
 int oo__may_fetch_ahead(const struct oo_engine *engine, const struct oo_unit *unit);
 
 #endif

@@ -232,7 +232,7 @@ static size_t oo__home(struct oo_plan *plan, uint32_t id) {
     return unit->home;
 }
 
-/* Forward turns into backward: homes shall lie in the order of the forward that has just ended.
+/* Forward turns into backward: lay the homes in the order of the forward that has just ended.
  * They keep their places as long as that order only skips units. */
 static void oo__learn_order(struct oo_plan *plan) {
     const uint64_t end = plan->now - 1;
@@ -258,7 +258,7 @@ static void oo__learn_order(struct oo_plan *plan) {
         (void)oo__home(plan, oo__visit_at(plan, i)->unit);
 }
 
-/* The visit at the match was made: it lies ahead no more. */
+/* The visit at the match has been made: it is no longer ahead. */
 static void oo__ahead_pass(struct oo_plan *plan) {
     struct oo_ahead *ahead = &plan->ahead;
     if (ahead->end <= plan->match) {
@@ -347,24 +347,24 @@ static int oo__find(const struct oo_plan *plan, uint32_t unit, uint64_t later_th
                          plan, window);
 }
 
-/* Whether the unit can go home. Its home is for it while those who are there are needed later than
- * the unit is needed `again`: they stay away for all of its stay, as in a forward and a backward
- * that mirror each other. OO_HOME_SOON: that will be so when they have been used, before the unit
- * is, `distance` visits from now. OO_HOME_NOT: one of them is needed while the unit would be there
- * (in sampling, of two units with one home, always). */
-enum oo_homecoming { OO_HOME_NOW, OO_HOME_SOON, OO_HOME_NOT };
+/* Whether the unit's home is free for it. FREE: all units that lie there are needed later than the
+ * unit is needed `again`, so none of them has to come back during its stay, as in a forward and a
+ * backward that mirror each other. FREE_SOON: that will be so once they have been used, which is
+ * before the unit is used, `distance` visits from now. BUSY: one of them is needed while the unit
+ * would be there (in sampling, where two units share a home, always). */
+enum oo_home_state { OO_HOME_FREE, OO_HOME_FREE_SOON, OO_HOME_BUSY };
 
-static enum oo_homecoming oo__go_home(struct oo_plan *plan, uint32_t unit, uint64_t distance,
-                                      uint64_t again, struct oo_window *window) {
-    enum oo_homecoming answer = OO_HOME_NOW;
+static enum oo_home_state oo__home_state(struct oo_plan *plan, uint32_t unit, uint64_t distance,
+                                         uint64_t again, struct oo_window *window) {
+    enum oo_home_state answer = OO_HOME_FREE;
     const size_t home = oo__home(plan, unit);
     if (!oo_arena_window_at(&plan->arena, home, plan->units[unit].bytes, window))
-        return OO_HOME_NOT;
+        return OO_HOME_BUSY;
     for (const struct oo_block *block = window->first;; block = block->next) {
         if (block->unit != OO_NO_UNIT && oo__evictable_next_use(plan, block->unit) <= again) {
             if (oo__next_use_after(plan, block->unit, distance) <= again)
-                return OO_HOME_NOT;
-            answer = OO_HOME_SOON;
+                return OO_HOME_BUSY;
+            answer = OO_HOME_FREE_SOON;
         }
         if (block == window->last)
             return answer;
@@ -374,7 +374,7 @@ static enum oo_homecoming oo__go_home(struct oo_plan *plan, uint32_t unit, uint6
 int oo_plan_place(struct oo_plan *plan, uint32_t unit, struct oo_window *window) {
     oo__ahead_reset(plan); /* what a demand evicts may be needed soon */
     const uint64_t again = oo_plan_next_use(plan, unit);
-    return oo__go_home(plan, unit, 0, again, window) == OO_HOME_NOW ||
+    return oo__home_state(plan, unit, 0, again, window) == OO_HOME_FREE ||
            oo__find(plan, unit, 0, window);
 }
 
@@ -414,11 +414,11 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
     uint64_t distance = ahead->end - plan->match;
     const uint64_t again = oo__use_after(plan, ahead->end) - plan->match;
     const int early = ahead->bytes > oo__lead_bytes(plan);
-    const enum oo_homecoming home = oo__go_home(plan, *unit, distance, again, window);
-    if (home == OO_HOME_NOW)
+    const enum oo_home_state home = oo__home_state(plan, *unit, distance, again, window);
+    if (home == OO_HOME_FREE)
         return 1;
-    /* Elsewhere it would only take the place of another: unless there is room that nobody uses. */
-    if (home == OO_HOME_SOON && early)
+    /* Elsewhere it would only take another unit's place, unless there is free room. */
+    if (home == OO_HOME_FREE_SOON && early)
         return oo__find(plan, *unit, OO_NEVER, window);
     /* Beyond the lead that hides a copy's latency, patience pays: a unit used between now and then
      * may be needed later than any that can be evicted now (in sampling it always is). */
@@ -445,7 +445,7 @@ static int oo__fetch_guessed(struct oo_plan *plan, uint32_t *unit, struct oo_win
     } while (!oo__wants_fetch(plan, next));
     *unit = next;
     const uint64_t distance = oo__guess_next_use(plan, next);
-    return oo__go_home(plan, next, distance, distance, window) == OO_HOME_NOW ||
+    return oo__home_state(plan, next, distance, distance, window) == OO_HOME_FREE ||
            oo__find(plan, next, distance, window);
 }
 

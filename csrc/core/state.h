@@ -29,7 +29,7 @@ struct oo_span {
     int traced; /* a row of the timeline is wanted */
 };
 
-/* Spans pending at once. Of a host that runs further ahead of its device only some spans are
+/* Spans pending at once. When the host runs further ahead of the device, only some spans are
  * measured, unless a timeline is being recorded. */
 enum { OO_SPANS = 128, OO_SPANS_TRACED = 1 << 18 };
 
@@ -167,10 +167,10 @@ struct oo_engine {
     char device_name[128], pci_id[32];
 
     enum oo_status dead; /* OO_OK, or OO_E_DEAD */
-    int death_told;      /* to a caller that it was refused for that */
+    int death_reported;  /* to some caller */
     char dead_message[512], dead_call[48], dead_name[64];
     int dead_code;
-    uint32_t n_leaked; /* driver objects that could not be given back, and what befell the first */
+    uint32_t n_leaked; /* driver objects that could not be given back, and the error of the first */
     struct oo_error first_leak;
 
     struct oo_plan *plan;

@@ -68,7 +68,7 @@ void oo__event_give(struct oo_engine *engine, struct oo_event *event) {
 
 /* ---- spans ---- */
 
-/* A time that cannot be read is a measurement lost, and nothing else. */
+/* A time that cannot be read costs a measurement and nothing else. */
 static OOCUresult oo__elapsed(struct oo_engine *engine, float *milliseconds,
                               const struct oo_event *begin, const struct oo_event *end) {
     if (!engine->driver.cuEventElapsedTime)
@@ -102,7 +102,7 @@ static struct oo_span *oo__span_at(const struct oo_spans *spans, uint64_t index)
     return &spans->pending[index & (spans->capacity - 1)];
 }
 
-/* 1 when the span at the head has ended, and was read. */
+/* Read the span at the head; 0 when it has not ended yet. */
 static int oo__harvest_one(struct oo_engine *engine) {
     struct oo_spans *spans = &engine->spans;
     const struct oo_span *span = oo__span_at(spans, spans->head);
@@ -284,7 +284,7 @@ enum oo_status oo_trace_stop(struct oo_engine *engine, struct oo_trace_row **row
         OO_TRY(OO_DRIVE(engine, cuEventSynchronize, oo__span_at(spans, i)->end->handle));
     }
     oo__spans_harvest(engine);
-    if (spans->head != spans->tail) { /* each has ended: the driver contradicts itself */
+    if (spans->head != spans->tail) { /* each span has ended, so the driver contradicts itself */
         status = oo__check(engine, "cuEventElapsedTime", OOCU_ERROR_NOT_READY);
         goto done;
     }
@@ -293,7 +293,8 @@ enum oo_status oo_trace_stop(struct oo_engine *engine, struct oo_trace_row **row
     spans->rows = NULL;
     spans->n_rows = spans->row_capacity = 0;
     spans->tracing = 0;
-    for (uint32_t i = 0; i < engine->n_units; i++) /* uses that outlast it are in no later one */
+    for (uint32_t i = 0; i < engine->n_units;
+         i++) /* uses that outlast this timeline are in no later one */
         oo__rows_forget(engine, &engine->units[i]);
     oo__event_give(engine, spans->origin);
     spans->origin = NULL;

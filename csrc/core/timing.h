@@ -23,7 +23,8 @@ void oo__spans_free(struct oo_engine *engine);
 
 /* ---- rows of the timeline, while one is recorded ---- */
 
-/* A use begins on `stream`; of more uses at a time than there is room for, some have no row. */
+/* A use begins on `stream`. When there are more uses at a time than there is room for, some get no
+ * row. */
 enum oo_status oo__row_begin(struct oo_engine *engine, struct oo_unit *unit, OOCUstream stream);
 void oo__row_end(struct oo_engine *engine, uint32_t unit, OOCUstream stream);
 /* Uses that began under a timeline get no row. */

@@ -5,13 +5,13 @@
 #include "state.h"
 
 /* `stream` has queued its last use of the unit so far. A use whose end cannot be marked counts as
- * lost: only a synchronise can tell when it ends, and whoever overwrites the bytes will do that. */
+ * lost: only a synchronise can tell when it ends, and what overwrites the bytes does that first. */
 enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *unit, OOCUstream stream);
 /* Make the h2d stream wait for every use of the unit's bytes. */
 enum oo_status oo__order_after_uses(struct oo_engine *engine, const struct oo_unit *unit);
 /* The unit's device copy is gone; its uses are ordered before the h2d stream already. */
 void oo__forget_copy(struct oo_engine *engine, uint32_t unit);
-/* The error of who would take bytes away that a call computes with. */
+/* The error of a call that would take bytes away from one that computes with them. */
 enum oo_status oo__fail_in_use(uint32_t unit);
 /* Order after uses, forget the copy, and leave the arena. */
 enum oo_status oo__drop(struct oo_engine *engine, uint32_t unit);

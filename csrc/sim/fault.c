@@ -56,7 +56,7 @@ int sim__is_sticky(OOCUresult result) {
     }
 }
 
-/* Whether this call is the one that shall fail. */
+/* Whether this call is the one to fail. */
 static OOCUresult strike(struct fault *fault) {
     if (!fault->left)
         return OOCU_SUCCESS;
@@ -68,7 +68,7 @@ static OOCUresult strike(struct fault *fault) {
 }
 
 /* A launch through simLaunch is refused on a lost context as one through the driver is; adopted
- * memory, in turn, is torch's whatever befalls the device. */
+ * memory is torch's even after the device is lost. */
 static int needs_context(enum sim_call call) {
     return call < CALL_simAdopt ? !(traits[call] & (SIM_ANY_TIME | SIM_NO_CONTEXT))
                                 : call == CALL_simLaunch;

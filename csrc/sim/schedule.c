@@ -506,7 +506,7 @@ static void report_deadlock(const struct sim_op *target) {
 /* ---- waiting ---- */
 
 /* Let the driver's thread finish a host function. STUCK after too long. */
-static enum outcome bear(void) {
+static enum outcome wait_for_host_function(void) {
     uint64_t call = sim.call;
     enum sim_call current = sim.current;
     int late = sim_os_wait(&sim.changed, &sim.lock, sim.patience_ms);
@@ -531,7 +531,7 @@ OOCUresult sim__wait(struct sim_op *op) {
         outcome = run(op);
         settle();
         if (outcome == WAITS_FOR_HOST_FUNCTION)
-            outcome = bear();
+            outcome = wait_for_host_function();
     }
     settle();
     pass_until(INFINITY, op);
@@ -582,7 +582,7 @@ OOCUresult sim__run_before(struct sim_stream *stream) {
         outcome = run(op);
         settle();
         if (outcome == WAITS_FOR_HOST_FUNCTION)
-            outcome = bear();
+            outcome = wait_for_host_function();
     }
     if (!op->executed)
         report_deadlock(op);
@@ -701,7 +701,7 @@ static struct sim_op *oldest_host_function(void) {
     return oldest;
 }
 
-/* A host function must run although nobody waits for it: a program may wait for its signal alone.
+/* A host function must run even if no call waits for it: a program may wait for its signal alone.
  */
 static sim_os_thread_result SIM_OS_THREAD driver_thread(void *unused) {
     (void)unused;
