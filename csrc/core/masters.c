@@ -96,14 +96,14 @@ static void oo__registration_end(struct oo_engine *engine, struct oo_host *host,
 static enum oo_status oo__registration_give(struct oo_engine *engine, struct oo_host *host,
                                             struct oo_registration *registration) {
     OOCUcontext context;
-    enum oo_status status = OO_OK;
     if (registration->engines == 1)
         return OO_DRIVE(engine, cuMemHostUnregister, host->pages);
-    if (registration->maker == engine && !registration->context_held) {
-        /* Other engines still read: the registration must not end with this engine's context. */
-        status = OO_DRIVE(engine, cuDevicePrimaryCtxRetain, &context, registration->device);
-        registration->context_held = status == OO_OK;
-    }
+    if (registration->maker != engine)
+        return OO_OK;
+    /* Other engines still read: the registration must not end with this engine's context. */
+    enum oo_status status =
+        OO_DRIVE(engine, cuDevicePrimaryCtxRetain, &context, registration->device);
+    registration->context_held = status == OO_OK;
     return status;
 }
 

@@ -124,6 +124,7 @@ static void two_devices(int first, const char *where) {
     struct oo_host *host = new_host();
     failures = leaks = 0;
     const uint64_t made = sim.simCallCount("cuMemHostRegister");
+    const uint64_t held = sim.simCallCount("cuDevicePrimaryCtxRetain");
     for (int i = 0; i < READERS; i++)
         open_reader(&r[i], sim.path, i, host, 1);
     CHECK(sim.simCallCount("cuMemHostRegister") == made + 1 && registrations() == 1,
@@ -135,6 +136,8 @@ static void two_devices(int first, const char *where) {
     CHECK(oo_host_locked(host) && registrations() == 1 && contexts() == (first == 0 ? 2 : 1),
           "%s: %llu registrations, %llu contexts", where, (unsigned long long)registrations(),
           (unsigned long long)contexts());
+    CHECK(sim.simCallCount("cuDevicePrimaryCtxRetain") == held + READERS + (first == 0),
+          "%s: a context is held that has its engine", where);
     read_masters(&r[1 - first], 4);
     struct oo_stats stats;
     need(oo_engine_stats(r[1 - first].engine, OO_ALL_MODELS, &stats), "stats");
@@ -215,8 +218,38 @@ static void test_destroying_the_memory_unlocks_it_for_all(void) {
     end_of_life("destroyed");
 }
 
-/* Whoever is not the last to let go waits for its own copies all the same: the last one knows
- * nothing of them. */
+/* An engine that lets go and comes back is one of the others then, whether it made the registration
+ * or not: one hold on the context is enough. */
+static void test_an_engine_that_comes_back_is_one_of_the_others(void) {
+    for (int first = 0; first < READERS; first++) {
+        struct reader r[READERS];
+        struct oo_host *host = new_host();
+        failures = leaks = 0;
+        for (int i = 0; i < READERS; i++)
+            open_reader(&r[i], sim.path, i, host, 1);
+        const uint64_t held = sim.simCallCount("cuDevicePrimaryCtxRetain");
+        need(oo_lease_remove(r[first].engine, r[first].lease), "lease");
+        need(oo_model_remove(r[first].engine, r[first].model), "model");
+        for (int i = 0; i < 3; i++) {
+            need(oo_engine_unlock(r[first].engine, host), "unlock");
+            need(oo_engine_lock(r[first].engine, host, 1), "lock");
+        }
+        CHECK(registrations() == 1 &&
+                  sim.simCallCount("cuDevicePrimaryCtxRetain") == held + (first == 0),
+              "held %llu times",
+              (unsigned long long)(sim.simCallCount("cuDevicePrimaryCtxRetain") - held));
+        need(oo_engine_unlock(r[first].engine, host), "unlock");
+        need(oo_engine_destroy(r[first].engine), "destroy");
+        free(r[first].arena);
+        read_masters(&r[1 - first], 30);
+        close_reader(&r[1 - first]);
+        need(oo_host_destroy(host), "host memory");
+        end_of_life("comes back");
+    }
+}
+
+/* An engine that is not the last to let go waits for its own copies all the same: the last one does
+ * not know of them. */
 static void test_each_engine_waits_for_its_own_copies(void) {
     for (int first = 0; first < READERS; first++) {
         struct reader r[READERS];
@@ -371,16 +404,40 @@ static void test_a_lost_context_lets_go_without_the_driver(void) {
     }
 }
 
+/* Nor is the maker's context released, which was left to the others. */
+static void test_a_lost_context_releases_no_other(void) {
+    struct reader r[READERS];
+    struct oo_host *host = new_host();
+    failures = leaks = 0;
+    for (int i = 0; i < READERS; i++)
+        open_reader(&r[i], sim.path, i, host, 1);
+    close_reader(&r[0]);
+    need(oo_lease_remove(r[1].engine, r[1].lease), "lease");
+    need(oo_model_remove(r[1].engine, r[1].model), "model");
+    const uint64_t released = sim.simCallCount("cuDevicePrimaryCtxRelease");
+    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
+    need(oo_engine_unlock(r[1].engine, host), "unlock as the context is lost");
+    CHECK(!oo_host_locked(host) && sim.simCallCount("cuDevicePrimaryCtxRelease") == released,
+          "a dead engine drives");
+    need(oo_host_destroy(host), "host memory");
+    CHECK(oo_engine_destroy(r[1].engine) == OO_LEAKED, "nobody was told");
+    free(r[1].arena);
+    leaks = 1;
+    end_of_life("a lost context");
+}
+
 static const struct check_case cases[] = {
     CASE(test_two_devices_read_one_buffer),
     CASE(test_two_engines_of_one_device_read_one_buffer),
     CASE(test_who_does_not_lock_copies_through_the_ring),
     CASE(test_destroying_the_memory_unlocks_it_for_all),
+    CASE(test_an_engine_that_comes_back_is_one_of_the_others),
     CASE(test_each_engine_waits_for_its_own_copies),
     CASE(test_each_driver_has_a_registration_of_its_own),
     CASE(test_each_call_that_shares_fails_once),
     CASE(test_each_call_fails_once),
     CASE(test_a_lost_context_lets_go_without_the_driver),
+    CASE(test_a_lost_context_releases_no_other),
 };
 
 static void prepare(void) {
