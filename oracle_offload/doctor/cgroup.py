@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from .files import NO_SIZE, Reading, below, parse_size, read_text
+from .files import NO_SIZE, Reading, below, parse_count, read_text
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _read_v1(root: str, mount: _Mount, group: str, hybrid: bool, missing: list[s
     usage = read_text(root, f"{where}/memory.usage_in_bytes")
     if usage.text is None and limit is not None:
         missing.append(usage.why)
-    memsw = parse_size(read_text(root, f"{where}/memory.memsw.limit_in_bytes").text)
+    memsw = parse_count(read_text(root, f"{where}/memory.memsw.limit_in_bytes").text)
     stat = _table(root, f"{where}/memory.stat")
     return MemoryLimit(
         version="v1",
@@ -197,9 +197,9 @@ def _read_v1(root: str, mount: _Mount, group: str, hybrid: bool, missing: list[s
         limit_bytes=limit,
         limited_by=holder,
         swap_limit_bytes=max(0, memsw - limit) if memsw is not None and limit else None,
-        usage_bytes=parse_size(usage.text),
+        usage_bytes=parse_count(usage.text),
         reclaimable_bytes=stat.get("total_inactive_file", stat.get("inactive_file")),
-        peak_bytes=parse_size(read_text(root, f"{where}/memory.max_usage_in_bytes").text),
+        peak_bytes=parse_count(read_text(root, f"{where}/memory.max_usage_in_bytes").text),
         oom_kills=_table(root, f"{chain[0]}/memory.oom_control").get("oom_kill"),
         missing=tuple(missing),
     )
@@ -227,9 +227,9 @@ def _read_v2(root: str, mount: _Mount, group: str, missing: list[str]) -> Memory
         limited_by=holder,
         high_bytes=_smallest(root, chain, "memory.high"),
         swap_limit_bytes=_smallest(root, chain, "memory.swap.max"),
-        usage_bytes=parse_size(usage.text),
+        usage_bytes=parse_count(usage.text),
         reclaimable_bytes=_table(root, f"{where}/memory.stat").get("inactive_file"),
-        peak_bytes=parse_size(read_text(root, f"{where}/memory.peak").text),
+        peak_bytes=parse_count(read_text(root, f"{where}/memory.peak").text),
         oom_kills=_table(root, f"{chain[0]}/memory.events").get("oom_kill"),
         missing=tuple(missing),
     )
@@ -237,7 +237,7 @@ def _read_v2(root: str, mount: _Mount, group: str, missing: list[str]) -> Memory
 
 def _limit(reading: Reading, path: str, missing: list[str]) -> int | None:
     """Return a limit, None for none; what is neither is put down as missing."""
-    size, text = parse_size(reading.text), (reading.text or "max").strip()
+    size, text = parse_count(reading.text), (reading.text or "max").strip()
     # v1 prints "no limit" as the largest page count times the page size: 9223372036854771712 with
     # 4 KiB pages.
     if size is None and text != "max" and not (text.isdecimal() and int(text[:19]) >= NO_SIZE):
@@ -246,7 +246,7 @@ def _limit(reading: Reading, path: str, missing: list[str]) -> int | None:
 
 
 def _smallest(root: str, chain: list[str], name: str) -> int | None:
-    sizes = (parse_size(read_text(root, f"{path}/{name}").text) for path in chain)
+    sizes = (parse_count(read_text(root, f"{path}/{name}").text) for path in chain)
     return min((size for size in sizes if size is not None), default=None)
 
 
@@ -255,7 +255,7 @@ def _table(root: str, path: str) -> dict[str, int]:
     table = {}
     for line in (read_text(root, path).text or "").splitlines():
         name, _, value = line.partition(" ")
-        number = parse_size(value)
+        number = parse_count(value)
         if number is not None:
             table[name] = number
     return table

@@ -6,7 +6,7 @@ import os
 import re
 
 from ..sizes import GIB
-from .files import parse_size
+from .files import parse_count
 from .finding import Finding, size, worst
 from .gpus import CLOCK_REASONS, Gpu
 from .system import System
@@ -109,7 +109,7 @@ def _card_from_sysfs(system: System, address: str, index: int) -> Gpu:
 
 def _positive(word: str) -> int | None:
     # The kernel prints 255 lanes where it does not know.
-    number = parse_size(word)
+    number = parse_count(word)
     return number if number is not None and 0 < number < 64 else None
 
 

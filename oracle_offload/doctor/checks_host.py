@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from ..sizes import GIB, MIB
-from .files import NO_SIZE, parse_size
+from ..sizes import GIB, KIB, MIB, split_size
+from .files import NO_SIZE, parse_count
 from .finding import Finding, size, worst
 from .system import System
 
@@ -139,7 +139,7 @@ def check_locked_memory(system: System) -> Finding:
         soft = _memlock_from_system_call()
     if soft == "unlimited":
         return Finding(name, "ok", "unlimited", facts={"limit_bytes": None})
-    limit = parse_size(soft)
+    limit = parse_count(soft)
     if limit is None:
         why = reading.why or f"/proc/self/limits says {soft!r}"
         return Finding(name, "unknown", "not visible", why)
@@ -258,6 +258,7 @@ def check_shared_memory(system: System) -> Finding:
     return Finding(name, "ok", text, facts=facts)
 
 
+_MOUNT_UNITS = {"": 1, "k": KIB, "m": MIB, "g": GIB}
 _SHM_FIX = "docker run --shm-size=8g (or --ipc=host); kubernetes: an emptyDir with medium: Memory"
 
 
@@ -266,10 +267,9 @@ def _mount_size(options: str, ram: int | None) -> int | None:
     for option in options.split(","):
         key, _, value = option.partition("=")
         if key == "size":
-            unit = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}.get(value[-1:].lower())
-            number = parse_size(value[:-1] if unit else value)
-            if number is not None:
-                return number * (unit or 1)
+            number, unit = split_size(value) or (0, "?")
+            if unit in _MOUNT_UNITS:
+                return int(number * _MOUNT_UNITS[unit])
     return ram // 2 if ram else None
 
 

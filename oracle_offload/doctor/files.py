@@ -55,7 +55,7 @@ def list_names(root: str, path: str) -> list[str]:
         return []
 
 
-def parse_size(text: str | None) -> int | None:
+def parse_count(text: str | None) -> int | None:
     """Return the size or count that `text` holds.
 
     None when it holds none: "max", "", garbage, a negative number, or one of `NO_SIZE` and more.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from .cgroup import MemoryLimit, read_memory_limit
-from .files import NO_SIZE, Reading, below, list_names, parse_size, read_text
+from .files import NO_SIZE, Reading, below, list_names, parse_count, read_text
 from .gpus import GpuView, read_gpus
 from .torch_build import TorchView, ask_torch, find_torch, imported_torch
 
@@ -104,7 +104,7 @@ class System:
         for line in (self.read("/proc/meminfo").text or "").splitlines():
             name, _, value = line.partition(":")
             words = value.split()
-            number = parse_size(words[0]) if words else None
+            number = parse_count(words[0]) if words else None
             factor = 1024 if words[1:] == ["kB"] else 1
             if number is not None and number * factor < NO_SIZE:
                 table[name] = number * factor
