@@ -12,6 +12,7 @@ simulated driver through ORACLE_OFFLOAD_DRIVER.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import c_build
 from c_build import ROOT, Build, BuildError, Variant
@@ -124,6 +126,29 @@ def run(
         return subprocess.CompletedProcess(command, status, output.read() + ending, "")
 
 
+def figures(output: str) -> dict[str, Any]:
+    """Return what a program counted: its cases, its checks, and the faults that it injected."""
+    ended = re.search(r"^(\d+) passed, (\d+) failed$", output, re.MULTILINE)
+    found: dict[str, Any] = {
+        "cases": len(re.findall(r"^\w+: ok$", output, re.MULTILINE)),
+        "passed": int(ended[1]) if ended else 0,
+        "failed": int(ended[2]) if ended else 0,
+    }
+    for what in ("calls", "allocations"):
+        life = re.search(rf"^(\d+) {what} in a life", output, re.MULTILINE)
+        if life:
+            found[f"{what}_in_a_life"] = int(life[1])
+    struck = re.search(r"in a life; (\d+) of them failed", output)
+    if struck:
+        found["allocations_failed"] = int(struck[1])
+    faults = re.findall(r"^faults: (\d+) of (\d+) (.*)$", output, re.MULTILINE)
+    if faults:
+        found["faults"] = [
+            {"injected": int(count), "of": int(of), "what": what} for count, of, what in faults
+        ]
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Build, and unless asked not to, run each program; 0 when all of them ended with 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -139,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--windows", action="store_true", help="cross-compile with ziglang")
     parser.add_argument("--verbose", action="store_true", help="show what programs that pass say")
     parser.add_argument("--coverage", action="store_true", help="instrument for gcov")
+    parser.add_argument("--output", type=Path, help="write what each program counted, as JSON")
     args = parser.parse_intermixed_args(argv)
     sanitize = [s for s in args.sanitize.split(",") if s]
     chosen: dict[str, list[str]] = {}
@@ -169,10 +195,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return name, done, time.monotonic() - start
 
     failed = []
+    counted = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, done, seconds in pool.map(timed, built.programs):
             how = "ok" if done.returncode == 0 else f"exit {done.returncode}"
             print(f"{name}: {how} ({seconds:.1f} s)", flush=True)
+            counted[name] = {"exit": done.returncode, "duration_s": seconds, **figures(done.stdout)}
             if done.returncode != 0:
                 # A sweep that fails says thousands of lines: the first ones tell the cause.
                 lines = done.stdout.splitlines()
@@ -180,6 +208,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 failed.append(name)
             elif args.verbose:
                 print(done.stdout)
+    if args.output:
+        report = {"schema": "oracle_offload/c-programs/1", "programs": counted}
+        args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if failed:
         print(f"{variant.name}: failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

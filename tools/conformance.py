@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import re
 import subprocess
@@ -183,6 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("recordings", nargs="*", type=Path, help="default: all committed ones")
     parser.add_argument("--record", type=Path, help="write this file instead")
     parser.add_argument("--driver", default="", help="library to record; default: the system's")
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
     args = parser.parse_args(argv)
     try:
         if args.record:
@@ -211,6 +213,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in [*differences, *(f"remark: {remark}" for remark in remarks)]:
             print(line)
         failed |= bool(differences)
+    if args.output:
+        good = sum(not outcome.startswith("FAILED") for outcome in simulated.cases.values())
+        report = {
+            "schema": "oracle_offload/conformance/1",
+            "cases": len(simulated.cases),
+            "passed": good,
+            "recordings": len(recordings),
+        }
+        args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return EXIT_DIFFERENT if failed else EXIT_OK
 
 

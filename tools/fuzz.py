@@ -13,6 +13,7 @@ and an input that fails is saved under build/fuzz. What libFuzzer keeps grows th
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -131,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--compiler", choices=["auto", "clang", "gcc"], default="auto", help="gcc: no libFuzzer"
     )
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
     parser.add_argument("inputs", nargs="*", help="run these inputs and no others")
     args = parser.parse_args(argv)
     if args.inputs and not args.target:
@@ -140,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("clang with libFuzzer is not installed (Debian: clang libclang-rt-14-dev)")
         return EXIT_CANNOT_RUN
     found = []
+    tried = {}
     for target in [args.target] if args.target else TARGETS:
         try:
             fuzzer = build(target, libfuzzer=libfuzzer)
@@ -153,6 +156,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             search = arguments_for(fuzzer, target, args.seconds, args.seed)
             done = run(fuzzer, search, timeout_s=args.seconds + 2 * HANG_S, output=subprocess.PIPE)
+            inputs = re.search(r"(\d+) inputs in|executed_units: *(\d+)", done.stdout)
+            tried[target] = {
+                "inputs": int(inputs[1] or inputs[2]) if inputs else 0,
+                "seconds": args.seconds,
+                "how": how,
+                "failed": done.returncode != 0,
+            }
             lines = done.stdout.splitlines()
             if done.returncode == 0:
                 lines = [line for line in lines if re.search(r"stat::|inputs in", line)]
@@ -160,6 +170,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if done.returncode != 0:
             found.append(target)
             print(f"{target}: ended with {done.returncode}; inputs that fail are in {FOLDER}")
+    if args.output:
+        report = {"schema": "oracle_offload/fuzz/1", "targets": tried}
+        args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return EXIT_FOUND if found else EXIT_OK
 
 

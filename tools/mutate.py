@@ -275,6 +275,7 @@ def main() -> int:
             "schema": "oracle_offload/mutation/1",
             "tried": len(tried),
             "killed": len(tried) - len(survivors),
+            "no_mutants": len(rows) - len(tried),
             "survivors": [{"name": m.name, "proof": proofs.get(m.key, "")} for m in survivors],
             "outcomes": {mutant.name: outcome for mutant, outcome in rows},
             "duration_s": seconds,

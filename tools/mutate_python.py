@@ -699,6 +699,7 @@ def main() -> int:
     global BUILDS
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
     parser.add_argument("--only", default="", help="mutants whose name begins so")
     parser.add_argument("--all", action="store_true", help="every mutant")
     parser.add_argument("--count", type=int, default=40, help="size of the sample")
@@ -754,6 +755,16 @@ def main() -> int:
         f"{time.monotonic() - gate.start:.0f} s, seed {seed}; {len(real) - killed} survive; "
         f"{len(gate.outcomes) - len(real)} candidates are no mutants"
     )
+    if args.output:
+        report = {
+            "schema": "oracle_offload/mutation-python/1",
+            "tried": len(real),
+            "killed": killed,
+            "no_mutants": len(gate.outcomes) - len(real),
+            "candidates": len(mutants),
+            "seed": seed,
+        }
+        args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     for key in idle:
         print(f"equivalent_python.toml proves what does not survive: {key}")
     return 3 if idle or gate.share() < KILLED_AT_LEAST else 0

@@ -1,50 +1,54 @@
 """Everything that proves the engine's order and its behaviour under faults, in one command.
 
     python tools/proof.py               # all parts, then one table; exit 3 if any fails
-    python tools/proof.py --only faults # one part
+    python tools/proof.py --only soak   # one part
+    python tools/proof.py --record      # and put the figures into docs/reliability.json and .md
     python tools/proof.py --list
 
-Each part is a command of its own, so that what fails can be run again alone.
+Each part is a command of its own, so that what fails can be run again alone. It writes its figures
+as JSON (pytest: as JUnit XML).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import re
 import subprocess
 import sys
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
+import reliability_page
 from c_build import ROOT
 
-PYTEST = ("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider")
+PYTEST = ("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--junitxml={output}")
+LEFT_OUT = ("schema", "outcomes", "survivors")  # of a part's JSON: no figures
 
 
 @dataclass(frozen=True)
 class Part:
-    """One proof: its command (after the interpreter), and the figures to quote from its output."""
+    """One proof: its command, after the interpreter; {output} is the file for its figures."""
 
     name: str
     command: tuple[str, ...]
-    figures: tuple[str, ...]
     timeout_s: float
     environment: tuple[tuple[str, str], ...] = ()
 
 
 PARTS = (
-    Part(
-        "conformance",
-        ("tools/conformance.py",),
-        (r"(\d+ passed, \d+ failed)", r"(no recording)"),
-        120,
-    ),
+    Part("conformance", ("tools/conformance.py", "--output", "{output}"), 120),
     Part(
         "races",
         (
-            *("tools/c_programs.py", "run", "--verbose"),
+            *("tools/c_programs.py", "run", "--output", "{output}"),
             *(
                 "test_sim_order",
                 "test_sim_fuzz",
@@ -53,75 +57,100 @@ PARTS = (
                 "test_threads",
             ),
         ),
-        (r"(\d+ passed, \d+ failed)",),
         300,
     ),
     Part(
         "driver faults",
-        ("tools/c_programs.py", "run", "test_faults", "--verbose"),
-        (r"(\d+ calls in a life)", r"(faults: [^\n]*)"),
-        600,
+        ("tools/c_programs.py", "run", "--output", "{output}", "test_faults", "test_memory"),
+        900,
         (("ORACLE_OFFLOAD_TEST_FAULT_STRIDE", "all"),),
     ),
     Part(
         "training faults",
         (*PYTEST, "tests/fault/test_training_faults.py", "-m", "proof"),
-        (r"(faults: [^\n]*)", r"(\d+ passed[^\n]*)"),
         900,
     ),
-    Part("mutants", ("tools/mutate.py",), (r"(\d+ of \d+ mutants killed[^\n]*)",), 1200),
+    Part("mutants", ("tools/mutate.py", "--output", "{output}"), 2400),
+    Part("without the detector", ("tools/mutate.py", "--self-test", "--output", "{output}"), 900),
     Part(
         "python mutants",
-        ("tools/mutate_python.py", "--count", "150"),
-        (r"(\d+ of \d+ mutants killed[^\n]*)",),
+        ("tools/mutate_python.py", "--count", "150", "--output", "{output}"),
         1800,
     ),
-    Part(
-        "planted bugs",
-        (*PYTEST, "tests/mutation", "-m", "not gpu"),
-        (r"(\d+ passed[^\n]*)",),
-        300,
-    ),
-    Part("coverage", ("tools/c_coverage.py",), (r"(\w+\.c +\d+ of +\d+ branches[^\n]*)",), 300),
-    Part(
-        "fuzz",
-        ("tools/fuzz.py", "--seconds", "30"),
-        (r"(number_of_executed_units: *\d+)", r"(\d+ inputs[^\n]*)"),
-        300,
-    ),
-    Part(
-        "soak",
-        (*PYTEST, "tests/fault/test_soak.py", "-m", "proof"),
-        (r"(soak: RSS grows by -?\d+ bytes a step)",),
-        300,
-    ),
+    Part("planted bugs", (*PYTEST, "tests/mutation", "-m", "not gpu"), 600),
+    Part("coverage", ("tools/c_coverage.py", "--output", "{output}"), 300),
+    Part("fuzz", ("tools/fuzz.py", "--seconds", "30", "--output", "{output}"), 300),
+    Part("soak", (*PYTEST, "tests/fault/test_soak.py", "-m", "proof"), 300),
 )
 
 
-def run(part: Part) -> tuple[bool, str, float]:
+def read_figures(path: Path) -> dict[str, Any]:
+    """Return the figures that a part wrote; nothing where it wrote none."""
+    if not path.is_file():
+        return {}
+    text = path.read_text(encoding="utf-8")
+    if text.lstrip().startswith("<"):
+        return read_junit(text)
+    document = json.loads(text)
+    return {key: value for key, value in document.items() if key not in LEFT_OUT}
+
+
+def read_junit(text: str) -> dict[str, Any]:
+    """Return the counts of a JUnit report, and what `record_property` put into it, by name."""
+    root = ElementTree.fromstring(text)
+    cases = list(root.iter("testcase"))
+    bad = [case for case in cases for kind in ("failure", "error") if case.find(kind) is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    properties = defaultdict(list)
+    for case in cases:
+        for item in case.iter("property"):
+            with suppress(ValueError):  # what is no JSON is for people
+                value = json.loads(item.attrib["value"])
+                if not isinstance(value, list):
+                    properties[item.attrib["name"]].append(value)
+    return {
+        "tests": len(cases) - len(skipped),
+        "failed": len(bad),
+        "skipped": len(skipped),
+        **properties,
+    }
+
+
+def run(part: Part) -> tuple[bool, dict[str, Any], float]:
     """Run one part; return whether it passed, its figures, and its seconds."""
     start = time.monotonic()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **dict(part.environment)}
-    try:
-        done = subprocess.run(
-            [sys.executable, *part.command],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=part.timeout_s,
-            check=False,
-        )
-        output, passed = done.stdout + done.stderr, done.returncode == 0
-    except subprocess.TimeoutExpired as error:
-        raw = error.stdout or b""
-        output = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
-        output += f"\nended after {part.timeout_s:.0f} s"
-        passed = False
-    if not passed:
-        print(output[-4000:])
-    found = [text for pattern in part.figures for text in re.findall(pattern, output)]
-    return passed, "; ".join(" ".join(text.split()) for text in found), time.monotonic() - start
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "figures"
+        command = [word.replace("{output}", str(output)) for word in part.command]
+        try:
+            done = subprocess.run(
+                [sys.executable, *command],
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=part.timeout_s,
+                check=False,
+            )
+            said, passed = done.stdout + done.stderr, done.returncode == 0
+        except subprocess.TimeoutExpired as error:
+            raw = error.stdout or b""
+            said = raw.decode(errors="replace") if isinstance(raw, bytes) else raw
+            said += f"\nended after {part.timeout_s:.0f} s"
+            passed = False
+        if not passed:
+            print(said[-4000:])
+        return passed, read_figures(output), time.monotonic() - start
+
+
+def commit() -> str:
+    """Return the commit of the tree, with a plus where more than the record has changed."""
+    command = ["git", "rev-parse", "--short=10", "HEAD"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = ["git", "diff", "--quiet", "HEAD", "--", ".", ":!docs/reliability.*"]
+    changed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode
+    return (done.stdout.strip() or "unknown") + ("+" if changed else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", action="append", help="parts to run, by name")
     parser.add_argument("--list", action="store_true", help="print the parts and their commands")
+    parser.add_argument("--record", action="store_true", help="put what passes into the docs")
     args = parser.parse_args(argv)
     names = [part.name for part in PARTS]
     unknown = sorted(set(args.only or ()) - set(names))
@@ -140,12 +170,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         if args.list:
             setting = "".join(f"{name}={value} " for name, value in part.environment)
-            print(f"{part.name:16} {setting}python {' '.join(part.command)}")
+            print(f"{part.name:20} {setting}python {' '.join(part.command)}")
             continue
         print(f"{part.name} ...", flush=True)
-        rows.append((part.name, *run(part)))
+        passed, figures, seconds = run(part)
+        rows.append((part.name, passed, figures, seconds))
+        if args.record and passed:
+            reliability_page.record(part.name, commit(), seconds, figures)
     for name, passed, figures, seconds in rows:
-        print(f"{'ok  ' if passed else 'FAIL'} {name:16} {seconds:5.0f} s  {figures}")
+        shown = reliability_page.shown(name, figures) if passed else ""
+        print(f"{'ok  ' if passed else 'FAIL'} {name:20} {seconds:5.0f} s  {shown}")
     return 0 if all(row[1] for row in rows) else 3
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import json
 import logging
 import multiprocessing
 import os
@@ -369,6 +370,18 @@ class Worker:
         self.receiver.close()
 
 
+SWEPT: list[dict[str, int | str]] = []  # by the test that runs
+
+
+@pytest.fixture(autouse=True)
+def figures(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Put what a test swept into the report that --junitxml writes: tools/proof.py reads it."""
+    SWEPT.clear()
+    yield
+    for row in SWEPT:
+        record_property("faults", json.dumps({**row, "calls_in_a_life": plain().calls}))
+
+
 def sweep(what: str, work: list[Fault], of: int) -> None:
     """Live with all of `work`, in parallel; say how far it is when that takes long."""
     workers = [Worker(work[first::WORKERS]) for first in range(WORKERS)]
@@ -386,6 +399,7 @@ def sweep(what: str, work: list[Fault], of: int) -> None:
             worker.end()
     seconds = time.monotonic() - start
     print(f"faults: {len(work)} of {of} calls, {what} ({seconds:.0f} s)", flush=True)
+    SWEPT.append({"injected": len(work), "of": of, "what": what})
 
 
 @dataclass(frozen=True)
