@@ -1,0 +1,168 @@
+"""Host masters: how weights are divided into pieces, where they lie, and when a piece goes back."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+import torch
+from equality import attached
+from torch import nn
+
+from oracle_offload import _core, simulator
+from oracle_offload.masters import Piece, Pieces, split_pieces
+
+STEP = _core.ALIGNMENT
+
+
+def tensor(steps):
+    """Return a tensor of so many times the alignment."""
+    return torch.zeros(steps * STEP, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("units", "pieces"),
+    [
+        ([], []),
+        ([[2], [2]], [[2, 2]]),
+        ([[2], [3]], [[2], [3]]),
+        ([[1, 1], [1, 1]], [[1, 1, 1, 1]]),
+        ([[1, 1], [1, 2]], [[1, 1], [1, 2]]),
+        ([[9], [1]], [[9], [1]]),
+        ([[1], [9], [1], [3], [1]], [[1], [9], [1, 3], [1]]),
+    ],
+    ids=str,
+)
+def test_a_piece_of_several_units_does_not_exceed_its_size(units, pieces):
+    split = split_pieces([[tensor(steps) for steps in unit] for unit in units], 4 * STEP)
+    assert [[t.numel() // STEP for t in piece] for piece in split] == pieces
+
+
+def test_a_tensor_of_two_units_is_placed_once_and_counts_once():
+    shared, other = tensor(3), tensor(1)
+    (piece,) = split_pieces([[shared], [shared, other], [other]], 4 * STEP)
+    assert [t is s for t, s in zip(piece, (shared, other), strict=True)] == [True, True]
+
+
+def test_pieces_are_of_a_gibibyte():
+    meta = torch.empty(1 << 29, dtype=torch.uint8, device="meta")
+    other = torch.empty((1 << 29) + 1, dtype=torch.uint8, device="meta")
+    assert len(list(split_pieces([[meta], [meta.clone()]]))) == 1
+    assert len(list(split_pieces([[meta], [other]]))) == 2
+
+
+SOURCES = {
+    "contiguous": lambda: torch.randn(3, 5),
+    "transposed": lambda: torch.randn(3, 5).t(),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    "sliced": lambda: torch.randn(3, 10)[:, ::2],
+    "expanded": lambda: torch.randn(1, 5).expand(3, 5),
+    "bfloat16": lambda: torch.randn(7).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("build", SOURCES.values(), ids=SOURCES)
+def test_a_master_has_the_values_and_the_dense_strides_and_nothing_else_in_its_storage(build):
+    before = nn.Parameter(torch.randn(1))
+    parameter = nn.Parameter(build())
+    values, told = parameter.detach().clone(), []
+    dense = (
+        parameter.is_contiguous() or parameter.t().is_contiguous() if parameter.dim() == 2 else 1
+    )
+    stride = parameter.stride() if dense else values.contiguous().stride()
+    piece = Piece([before, parameter], told.append)
+    assert torch.equal(parameter, values) and parameter.stride() == stride
+    assert parameter.untyped_storage().nbytes() == parameter.nbytes and parameter._base is None
+    assert parameter.data_ptr() == piece.start + STEP
+    assert piece.end - piece.start == piece.buffer.nbytes >= STEP + parameter.nbytes
+    assert told == [before.nbytes, parameter.nbytes] and parameter.is_leaf
+
+
+@pytest.fixture
+def pieces():
+    """The masters of an attached model, besides which others are made."""
+    with attached(nn.Sequential(nn.Linear(8, 8))) as manager:
+        made = Pieces(manager.state, "Model", float("inf"))
+        yield made
+        made.give_back_all()
+
+
+def test_a_piece_is_found_by_every_address_in_it_and_by_no_other(pieces):
+    held = [nn.Parameter(torch.randn(4)) for _ in range(3)]
+    made = [Piece([parameter]) for parameter in held]
+    for piece in made:
+        pieces.add(piece)
+    for piece in made:
+        assert pieces.at(piece.start) is pieces.at(piece.end - 1) is piece
+        neighbours = {other.start for other in made} | {other.end - 1 for other in made}
+        assert piece.end in neighbours or pieces.at(piece.end) is None
+        assert piece.start - 1 in neighbours or pieces.at(piece.start - 1) is None
+    assert pieces.at(0) is None and pieces.at(1 << 62) is None
+    assert pieces.buffers == [piece.buffer for piece in made]
+
+
+def test_a_piece_goes_back_when_no_layer_uses_it_and_no_tensor_points_into_it(pieces):
+    held = nn.Parameter(torch.randn(4))
+    piece = Piece([held])
+    pieces.add(piece)
+    pieces.count_uses([], [piece.start, piece.start, 7])
+    pieces.count_uses([piece.start], [])
+    assert piece.uses == 1
+    pieces.give_back()
+    del held
+    gc.collect()
+    assert not piece.is_abandoned()
+    pieces.give_back()
+    assert piece.buffer.locked and pieces.at(piece.start) is piece
+    pieces.count_uses([piece.start], [])
+    pieces.give_back()
+    assert not piece.buffer.locked and pieces.at(piece.start) is None and pieces.buffers == []
+
+
+def test_a_piece_that_a_tensor_points_into_stays(pieces):
+    held = nn.Parameter(torch.randn(4))
+    pieces.add(Piece([held]))
+    pieces.give_back()
+    assert len(pieces.buffers) == 1
+    kept = held.detach()
+    del held
+    pieces.give_back()
+    assert len(pieces.buffers) == 1
+    del kept
+    pieces.give_back()
+    assert pieces.buffers == []
+
+
+def test_pieces_are_locked_up_to_the_limit(pieces):
+    held = [nn.Parameter(torch.randn(STEP)) for _ in range(3)]
+    size = held[0].nbytes
+    for limit, locked in ((2 * size, 2), (2 * size - 1, 1), (0, 0)):
+        limited = Pieces(pieces._state, "Model", limit)
+        for parameter in held:
+            limited.add(Piece([parameter]))
+        assert [buffer.locked for buffer in limited.buffers] == [n < locked for n in range(3)]
+        limited.give_back_all()
+        assert limited.buffers == []
+
+
+def test_a_refusal_to_lock_is_told_once_with_what_to_do(pieces, caplog):
+    held = [nn.Parameter(torch.randn(STEP)) for _ in range(3)]
+    with caplog.at_level(logging.WARNING), simulator.fault("cuMemHostRegister", result=2):
+        for parameter in held:
+            pieces.add(Piece([parameter]))
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert said.startswith(f"Model: the system does not page-lock {held[0].nbytes / 1024:.2f} KiB")
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in said and "ulimit -l" in said
+
+
+def test_a_piece_that_could_not_be_unlocked_goes_back_later(pieces, caplog):
+    pieces.add(Piece([nn.Parameter(torch.randn(4))]))
+    gc.collect()
+    with caplog.at_level(logging.WARNING), simulator.fault("cuMemHostUnregister", result=999):
+        pieces.give_back()
+    assert "Model: old weights are given back later" in caplog.text
+    assert len(pieces.buffers) == 1
+    pieces.give_back()
+    assert pieces.buffers == []
