@@ -11,6 +11,7 @@ from equality import attached
 from torch import nn
 
 from oracle_offload import _core, simulator
+from oracle_offload.geometry import is_dense
 from oracle_offload.masters import Piece, Pieces, split_pieces
 
 STEP = _core.ALIGNMENT
