@@ -68,10 +68,7 @@ def test_a_master_has_the_values_and_the_dense_strides_and_nothing_else_in_its_s
     before = nn.Parameter(torch.randn(1))
     parameter = nn.Parameter(build())
     values, told = parameter.detach().clone(), []
-    dense = (
-        parameter.is_contiguous() or parameter.t().is_contiguous() if parameter.dim() == 2 else 1
-    )
-    stride = parameter.stride() if dense else values.contiguous().stride()
+    stride = parameter.stride() if is_dense(parameter) else values.contiguous().stride()
     piece = Piece([before, parameter], told.append)
     assert torch.equal(parameter, values) and parameter.stride() == stride
     assert parameter.untyped_storage().nbytes() == parameter.nbytes and parameter._base is None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from test_simulator import NBYTES, Driver
 
 from oracle_offload import simulator
-from oracle_offload.errors import DriverError
+from oracle_offload.errors import DriverError, OffloadError
 from oracle_offload.simulator import Schedule
 
 
@@ -121,3 +122,97 @@ def test_an_error_names_the_call_and_what_it_was_given(
         call()
     assert caught.value.code != 0 and caught.value.name.startswith("CUDA_ERROR")
     assert caught.value.call == words.split(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "fits"),
+    [
+        ("SIM_DEVICE", "", True),
+        ("SIM_DEVICE", "h200", True),
+        ("SIM_DEVICE", "H200", False),
+        ("SIM_SEED", "", True),
+        ("SIM_SEED", "0", True),
+        ("SIM_SEED", str(2**64 - 1), True),
+        ("SIM_SEED", str(2**64), False),
+        ("SIM_SEED", "delayed", True),
+        ("SIM_SEED", "delayed:41", True),
+        ("SIM_SEED", f"delayed:{2**64 - 1}", True),
+        ("SIM_SEED", f"delayed:{2**64}", False),
+        ("SIM_SEED", "delayed:", False),
+        ("SIM_SEED", "sometimes", False),
+        ("SIM_SEED", "sometimes:3", False),
+        ("SIM_SEED", "-1", False),
+        ("SIM_SEED", "1" * 21, False),
+    ],
+)
+def test_a_variable_that_the_library_would_refuse_is_named_with_its_value(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, fits: bool
+) -> None:
+    monkeypatch.setenv(f"ORACLE_OFFLOAD_{variable}", value)
+    if fits:
+        assert simulator.library_path().is_file()
+        return
+    expected = rf"ORACLE_OFFLOAD_{variable}='{value}' is no .*; unset it, or use .*(h200|delayed)"
+    with pytest.raises(OffloadError, match=expected):
+        simulator.library_path()
+
+
+def test_as_many_devices_exist_as_were_asked_for() -> None:
+    simulator.reset()
+    library, count = simulator.library(), ctypes.c_int()
+    library.cuInit(0)
+    for devices in (3, 8, 0, 1):
+        simulator.set_device_count(devices)
+        assert library.cuDeviceGetCount(ctypes.byref(count)) == 0
+        assert count.value == devices
+    simulator.reset()
+
+
+def test_the_name_of_a_device_takes_63_bytes() -> None:
+    simulator.reset()
+    before = simulator.get_device()
+    for name, bytes_ in (("x" * 63, 63), ("é" * 31, 62), ("x" * 64, 64), ("é" * 32, 64)):
+        named = replace(before, name=name)
+        if bytes_ <= 63:
+            simulator.set_device(0, named)
+            assert simulator.get_device().name == name
+        else:
+            with pytest.raises(ValueError, match=f"at most 63 bytes, not {bytes_}: '{name}'"):
+                simulator.set_device(0, named)
+    simulator.set_device(0, before)
+
+
+def test_the_schedule_says_how_to_replay_it() -> None:
+    simulator.reset()
+    with simulator.schedule(Schedule.DELAYED, 41):
+        text = simulator.schedule_text()
+    assert text == "delayed, seed 41; replay with ORACLE_OFFLOAD_SIM_SEED=delayed:41"
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_fault_strikes_the_nth_call_and_the_later_ones_if_it_lasts(lasting: bool) -> None:
+    simulator.reset()
+    call = simulator.library().cuInit
+    with simulator.fault("cuInit", nth=2, result=999, lasting=lasting):
+        assert [call(0) for _ in range(3)] == [0, 999, 999 if lasting else 0]
+    assert call(0) == 0
+    simulator.set_fault("cuInit", result=999, lasting=lasting)
+    assert [call(0) for _ in range(2)] == [999, 999 if lasting else 0]
+    simulator.clear_faults()
+    assert call(0) == 0
+    simulator.set_fault("cuInit")
+    assert call(0) == 2, "out of memory, unless something else was asked for"
+    simulator.clear_faults()
+
+
+def test_a_wait_bears_as_long_as_it_was_told(driver: Driver) -> None:
+    stream = driver.stream()
+    simulator.hold(stream)
+    simulator.launch(stream)
+    for milliseconds in (0, 5):
+        simulator.patience(milliseconds)
+        assert simulator.library().cuStreamSynchronize(ctypes.c_void_p(stream)) != 0
+        assert simulator.reports("deadlock")
+        simulator.clear_reports()
+    simulator.hold(stream, on=False)
+    driver.synchronize(stream)
