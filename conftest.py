@@ -8,6 +8,7 @@ import functools
 import os
 import sys
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,43 @@ def why_no_card() -> str:
     except ModuleNotFoundError:
         return "torch is not installed"
     return "" if torch.cuda.is_available() else "no CUDA device"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", help="run the tests that take a device, on this alone: cpu, cuda or simgpu"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") == "simgpu":  # before any test module asks for devices
+        sys.path.insert(0, str(Path(__file__).parent / "tests" / "torch"))
+        import simgpu
+
+        if not simgpu.is_available():
+            pytest.exit("this torch does not let Python define a device type", returncode=0)
+        simgpu.install()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --device, leave out what runs on none or on another; "simgpu" wants to be asked for."""
+    only = config.getoption("--device")
+    left_out = [
+        item
+        for item in items
+        if (_device_of(item) != only if only else _device_of(item) == "simgpu")
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+    if only == "simgpu":
+        import simgpu
+
+        simgpu.skip_listed(items)
+
+
+def _device_of(item: pytest.Item) -> object:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("device") if callspec else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

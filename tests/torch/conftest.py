@@ -13,10 +13,12 @@ torch = pytest.importorskip("torch")
 
 def pytest_generate_tests(metafunc):
     """Tests that take `device` run on the simulated device and, with -m gpu, on CUDA."""
+    only = metafunc.config.getoption("--device")
     if "device" in metafunc.fixturenames and not any(
         "device" in marker.args[0] for marker in metafunc.definition.iter_markers("parametrize")
     ):
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+        cuda = pytest.param("cuda", marks=pytest.mark.gpu)
+        metafunc.parametrize("device", [only] if only else ["cpu", cuda])
 
 
 @pytest.fixture(autouse=True)
