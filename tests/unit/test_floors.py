@@ -15,6 +15,18 @@ PACKAGE = ROOT / "oracle_offload"
 BELOW_BINDING = ("csrc/base", "csrc/driver", "csrc/core")
 
 
+def test_no_circle_among_imports():
+    arrows = floors.python_arrows(PACKAGE)
+    assert len(arrows) > 50
+    assert "oracle_offload.sizes" in arrows["oracle_offload.manager"]  # it reads imports
+    assert floors.circle(arrows) == []
+
+
+def test_no_circle_among_packages():
+    arrows = floors.python_arrows(PACKAGE)
+    assert floors.circle(floors.by_folder(arrows, floors.python_folders(arrows))) == []
+
+
 def test_no_circle_and_no_upward_arrow_among_includes():
     arrows = floors.include_arrows(ROOT)
     assert "csrc/core/plan.h" in arrows["csrc/core/plan.c"]
@@ -22,6 +34,13 @@ def test_no_circle_and_no_upward_arrow_among_includes():
     assert floors.upward(arrows, floors.C_FLOORS) == []
     simulator = {file: needed for file, needed in arrows.items() if file.startswith("csrc/sim")}
     assert floors.upward(simulator, floors.SIMULATOR_FLOORS) == []
+
+
+def test_no_circle_and_no_upward_arrow_among_calls():
+    arrows = floors.call_arrows(ROOT, *BELOW_BINDING)
+    assert "csrc/core/plan.c" in arrows["csrc/core/engine.c"]
+    assert floors.circle(arrows) == []
+    assert floors.upward(arrows, floors.C_FLOORS) == []
 
 
 # ---- what is planted is found ----
