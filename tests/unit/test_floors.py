@@ -24,7 +24,7 @@ def test_no_circle_among_imports():
 
 def test_no_circle_among_packages():
     arrows = floors.python_arrows(PACKAGE)
-    assert floors.circle(floors.by_folder(arrows, floors.python_folders(arrows))) == []
+    assert floors.circle(floors.by_folder(arrows, floors.python_packages(arrows))) == []
 
 
 def test_no_circle_and_no_upward_arrow_among_includes():
