@@ -152,3 +152,15 @@ def test_what_the_demonstration_cannot_do_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(demo, "run_demo", fail)
     assert cli.main(["demo", "--device", "cuda"]) == cli.EXIT_ERROR
     assert capsys.readouterr().err == "demo: no CUDA device\n"
+
+
+def test_a_step_on_a_gpu_is_timed_between_two_waits_for_it(monkeypatch):
+    order = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append(device))
+    clock = iter([10.0, 12.5])
+    monkeypatch.setattr(demo.time, "perf_counter", lambda: next(clock))
+    state = SimpleNamespace(simulated=False)
+    timed = demo._timer(SimpleNamespace(state=state, device="cuda:1"))
+    runner = SimpleNamespace(step=lambda number: order.append(number) or "the loss")
+    assert timed(runner, 7) == ("the loss", 2.5)
+    assert order == ["cuda:1", 7, "cuda:1"]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from equality import attached
+from torch import nn
 
-from oracle_offload import OffloadError
+import oracle_offload
+from oracle_offload import OffloadError, simulator
 from oracle_offload.devices import parse_device
+from oracle_offload.engines import open_states
 
 
 @pytest.fixture
@@ -53,3 +57,19 @@ def test_the_simulated_device_has_no_number(named):
 def test_what_is_no_device_to_attach_to_is_refused_with_its_value(named, said):
     with pytest.raises(ValueError, match=said):
         parse_device(named)
+
+
+def test_an_engine_that_could_not_be_set_up_is_closed_once_the_driver_lets_it(monkeypatch):
+    def fail(ordinal):
+        simulator.set_fault(None, result=999, lasting=True)
+        raise OffloadError("the device does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(simulator, "get_device", fail)
+        with pytest.raises(OffloadError, match="does not answer"):
+            oracle_offload.attach(nn.Sequential(nn.Linear(8, 8)), "cpu")
+    assert not open_states() and simulator.live().streams > 0
+    simulator.clear_faults()
+    with attached(nn.Sequential(nn.Linear(8, 8))):
+        assert len(open_states()) == 1
+    assert simulator.live().streams == 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 from equality import assert_models_agree, attached, resident_pair
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -253,6 +254,51 @@ def test_linear_over_every_geometry(device, features, trains):
             for build in GEOMETRIES.values():
                 step = make_step(build(features[0]), device, False)
                 assert_models_agree(managed, resident, step, steps=1, device=device)
+
+
+class Products(TorchDispatchMode):
+    """Keeps which matrix products run, and the geometry of what they multiply."""
+
+    NAMES = ("mm", "addmm", "bmm", "baddbmm")
+
+    def __init__(self):
+        super().__init__()
+        self.ran = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name.removeprefix("aten::") in self.NAMES:
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            self.ran.append((func._schema.name, *map(self.geometry, tensors)))
+        return result
+
+    @staticmethod
+    def geometry(tensor):
+        """Return sizes and strides; the stride of a single element means nothing."""
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        return [(size, stride if size > 1 else 0) for size, stride in sizes]
+
+
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("features", [(48, 40), (1, 7), (33, 1)], ids=str)
+def test_linear_runs_the_residents_products_over_every_geometry(features, trainable):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(nn.Linear(*features, bias=False)))
+    train_only(managed, trainable)
+    train_only(resident, trainable)
+    with attached(managed):
+        for name, build in GEOMETRIES.items():
+            ran = []
+            x = build(features[0])
+            for model in (managed, resident):
+                with Products() as products:
+                    leaf = x.detach().requires_grad_()
+                    y = model(leaf)
+                    forward = len(products.ran)
+                    y.backward(torch.ones_like(y))
+                # Torch orders the products of the backward as it likes.
+                ran.append((products.ran[:forward], sorted(products.ran[forward:])))
+            assert ran[0] == ran[1], name
 
 
 def test_inputs_of_one_leaf_share_autocasts_cast(device):

@@ -23,6 +23,7 @@ from importing import import_cost
 from oracle_offload.doctor import CHECKS, Finding, System, examine
 from oracle_offload.doctor import checks as checks_module
 from oracle_offload.doctor.cgroup import read_memory_limit
+from oracle_offload.doctor.files import Reading, list_names, read_text
 from oracle_offload.doctor.gpus import GpuView
 from oracle_offload.doctor.report import DoctorReport
 from oracle_offload.doctor.torch_build import TorchView, ask_torch, find_torch, imported_torch
@@ -197,6 +198,34 @@ def test_unreadable_files_are_told_from_absent_ones(tmp_path: Path) -> None:
     report = examine(System(str(tmp_path), environ={}, platform="linux"))
     assert report["ram"].why == "/proc/meminfo: Is a directory"
     assert report["huge pages"].why.endswith("no such file")
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/none", "/none: no such file"),
+        ("/folder", "/folder: Is a directory"),
+        ("/a\0b", "/a\0b: embedded null byte"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, path: str, why: str) -> None:
+    (tmp_path / "folder").mkdir()
+    assert read_text(str(tmp_path), path) == Reading(None, why)
+    assert list_names(str(tmp_path), path) == []
+
+
+def test_a_file_nobody_may_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert read_text(str(tmp_path), "/x") == Reading(None, "/x: permission denied")
+
+
+def test_of_a_huge_file_the_first_mebibyte_is_read(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"\xff" + b"a" * (2 << 20))
+    text = read_text(str(tmp_path), "/x").text
+    assert text == "\ufffd" + "a" * ((1 << 20) - 1)
 
 
 # --- The torch that is installed ---------------------------------------------------------------

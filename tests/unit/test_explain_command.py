@@ -257,6 +257,10 @@ def test_following_a_pipe_explains_while_the_writer_is_silent(tmp_path: Path) ->
         ("x.log/y", "cannot read x.log/y: Not a directory (ENOTDIR, errno 20)"),
         ("$'a\\e[2Jb\\n'", "cannot read ab : No such file or directory (ENOENT, errno 2)"),
         ("- <&-", "cannot read standard input: Bad file descriptor (EBADF, errno 9)"),
+        (
+            "--follow - <&-",
+            "cannot read standard input: Bad file descriptor (EBADF, errno 9)",
+        ),
         ("--follow no.log", "cannot read no.log: No such file or directory (ENOENT, errno 2)"),
         ("--follow .", "cannot read .: Is a directory (EISDIR, errno 21)"),
         ("x.log --history h", "cannot read h: No such file or directory (ENOENT, errno 2)"),
@@ -300,6 +304,26 @@ def test_an_endless_input_ends_at_the_stated_limit() -> None:
     ended = run("/dev/zero")
     assert (ended.returncode, ended.stdout) == (3, b"No out-of-memory error found\n")
     assert b"/dev/zero: stopped after 4 GiB of an input that goes on" in ended.stderr
+
+
+def test_a_log_that_is_replaced_cut_short_or_gone_for_a_while_is_read_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "POLL_S", 0.0)
+    path = tmp_path / "log"
+    path.write_text("one\n")
+    pieces = command._pieces(str(path))
+    assert [next(pieces), next(pieces)] == [b"one\n", b""]
+    with path.open("a") as log:
+        path.unlink()
+        assert next(pieces) == b""
+        log.write("two\n")
+    assert [next(pieces), next(pieces)] == [b"two\n", b""]  # what is open may still grow
+    path.write_text("new\n")
+    assert [next(pieces), next(pieces), next(pieces)] == [b"", b"new\n", b""]
+    path.write_text("x\n")  # shorter than what was read
+    assert [next(pieces), next(pieces), next(pieces)] == [b"", b"x\n", b""]
+    pieces.close()
 
 
 @pytest.fixture
