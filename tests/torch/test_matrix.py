@@ -257,9 +257,9 @@ def test_linear_over_every_geometry(device, features, trains):
 
 
 class Products(TorchDispatchMode):
-    """Keeps which matrix products run, and the geometry of what they multiply."""
+    """Keeps which products run, and the geometry of what they multiply or add."""
 
-    NAMES = ("mm", "addmm", "bmm", "baddbmm")
+    NAMES = ("mm", "addmm", "bmm", "baddbmm", "add")
 
     def __init__(self):
         super().__init__()
@@ -267,9 +267,10 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func._schema.name.removeprefix("aten::") in self.NAMES:
+        name = func._schema.name.removeprefix("aten::").removesuffix("_")  # in place or not
+        if name in self.NAMES:
             tensors = [a for a in args if isinstance(a, torch.Tensor)]
-            self.ran.append((func._schema.name, *map(self.geometry, tensors)))
+            self.ran.append((name, *map(self.geometry, tensors)))
         return result
 
     @staticmethod
@@ -279,11 +280,12 @@ class Products(TorchDispatchMode):
         return [(size, stride if size > 1 else 0) for size, stride in sizes]
 
 
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 @pytest.mark.parametrize("features", [(48, 40), (1, 7), (33, 1)], ids=str)
-def test_linear_runs_the_residents_products_over_every_geometry(features, trainable):
+def test_linear_runs_the_residents_products_over_every_geometry(features, trainable, bias):
     torch.manual_seed(0)
-    managed, resident = resident_pair(nn.Sequential(nn.Linear(*features, bias=False)))
+    managed, resident = resident_pair(nn.Sequential(nn.Linear(*features, bias=bias)))
     train_only(managed, trainable)
     train_only(resident, trainable)
     with attached(managed):
