@@ -281,6 +281,48 @@ static void test_each_engine_waits_for_its_own_copies(void) {
     }
 }
 
+enum { ROUNDS = 200 };
+
+struct comer {
+    struct oo_engine *engine;
+    struct oo_host *host;
+    int failures;
+};
+
+static void come_and_go(void *argument) {
+    struct comer *comer = argument;
+    for (int i = 0; i < ROUNDS; i++) {
+        comer->failures += oo_engine_lock(comer->engine, comer->host, 1) != OO_OK;
+        comer->failures += oo_engine_unlock(comer->engine, comer->host) != OO_OK;
+    }
+}
+
+/* Each engine has a mutex of its own: what they share is protected by the memory's. */
+static void test_engines_of_two_threads_come_and_go(void) {
+    struct oo_host *host = new_host();
+    struct comer comers[READERS];
+    struct oo_thread *threads[READERS];
+    failures = leaks = 0;
+    for (int i = 0; i < READERS; i++) {
+        comers[i] = (struct comer){NULL, host, 0};
+        need(oo_engine_create(sim.path, i, &comers[i].engine), "create");
+    }
+    for (int i = 0; i < READERS; i++) {
+        threads[i] = oo__thread_start(come_and_go, &comers[i]);
+        CHECK(threads[i], "no thread");
+    }
+    for (int i = 0; i < READERS; i++) {
+        if (threads[i])
+            oo__thread_join(threads[i]);
+        CHECK(comers[i].failures == 0, "%d failures", comers[i].failures);
+    }
+    CHECK(registrations() == 0 && !oo_host_locked(host) && !host->known, "somebody is left");
+    need(oo_host_destroy(host), "host memory");
+    for (int i = 0; i < READERS; i++)
+        need(oo_engine_destroy(comers[i].engine), "destroy");
+    end_of_life("two threads");
+}
+
 /* ---- two drivers ---- */
 
 static int copy_file(const char *from, const char *to) {
@@ -433,6 +475,7 @@ static const struct check_case cases[] = {
     CASE(test_destroying_the_memory_unlocks_it_for_all),
     CASE(test_an_engine_that_comes_back_is_one_of_the_others),
     CASE(test_each_engine_waits_for_its_own_copies),
+    CASE(test_engines_of_two_threads_come_and_go),
     CASE(test_each_driver_has_a_registration_of_its_own),
     CASE(test_each_call_that_shares_fails_once),
     CASE(test_each_call_fails_once),
