@@ -48,7 +48,8 @@ class Arena:
     @property
     def segments(self) -> list[Segment]:
         """The device memory lent to the engine."""
-        return [segment for segments in self.lent.values() for segment in segments]
+        with self._state.lock:
+            return [segment for segments in self.lent.values() for segment in segments]
 
     def lend(self, nbytes: int, largest_unit: int) -> None:
         """Lend `nbytes` of device memory, in segments of about 1 GiB.
@@ -56,23 +57,25 @@ class Arena:
         What was lent before is taken back once the new memory is there: units do not span
         segments, so one large segment caches more than the same bytes in pieces.
         """
-        engine = self._state.engine
-        size = max(_SEGMENT_BYTES, 4 * largest_unit)
-        lease, left = engine.add_lease(), nbytes
-        segments = self.lent[lease] = []
-        try:
-            while left > 0:
-                # A rest too small for the largest unit would be of no use to most units.
-                take = left if left < size + 2 * largest_unit else size
-                segment = Segment(take, self._state.device)
-                # Findable first: other threads are answered with it as soon as the engine has it.
-                segments.append(segment)
-                self._state.exchange_segments([], [segment])
-                engine.add_segment(lease, segment.address, take, self._state.stream())
-                left -= take
-            self._lease, self.capacity_bytes = lease, nbytes
-        finally:
-            self.take_back_replaced()
+        with self._state.lock:  # else another thread's forward takes back what is being lent
+            engine = self._state.engine
+            size = max(_SEGMENT_BYTES, 4 * largest_unit)
+            lease, left = engine.add_lease(), nbytes
+            segments = self.lent[lease] = []
+            try:
+                while left > 0:
+                    # A rest too small for the largest unit would be of no use to most units.
+                    take = left if left < size + 2 * largest_unit else size
+                    segment = Segment(take, self._state.device)
+                    # Findable first: other threads are answered with it as soon as the engine has
+                    # it.
+                    segments.append(segment)
+                    self._state.exchange_segments([], [segment])
+                    engine.add_segment(lease, segment.address, take, self._state.stream())
+                    left -= take
+                self._lease, self.capacity_bytes = lease, nbytes
+            finally:
+                self.take_back_replaced()
 
     def grow(self, block_bytes: int, largest_unit: int, most_bytes: int) -> None:
         """Grow, once, to a checkpointed block that the engine has learned."""
@@ -88,17 +91,19 @@ class Arena:
 
     def take_back_replaced(self) -> None:
         """Take back all but the lease in use; what another thread computes with goes later."""
-        for lease in [lease for lease in self.lent if lease != self._lease]:
-            try:
-                self._take_back(lease)
-            except OffloadError as error:
-                level = logging.WARNING if isinstance(error, DriverError) else logging.INFO
-                logger.log(level, "replaced device memory is given back later: %s", error)
+        with self._state.lock:
+            for lease in [lease for lease in self.lent if lease != self._lease]:
+                try:
+                    self._take_back(lease)
+                except OffloadError as error:
+                    level = logging.WARNING if isinstance(error, DriverError) else logging.INFO
+                    logger.log(level, "replaced device memory is given back later: %s", error)
 
     def take_back_all(self) -> None:
         """Take everything back; what fails is there still."""
-        for lease in list(self.lent):
-            self._take_back(lease)
+        with self._state.lock:
+            for lease in list(self.lent):
+                self._take_back(lease)
 
     def _take_back(self, lease: int) -> None:
         """Take memory back from the engine; it stays alive until the engine has let go of it."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import masters
 from .arena import Arena
 from .autocast import StandIns
-from .engines import DeviceState, Layout, close_if_unused
+from .engines import DeviceState, Layout, close_if_unused, locked_if_free
 from .errors import DriverError, OffloadError
 from .geometry import tensor_bytes, unit_bytes
 from .layers.leaf import Leaf
@@ -64,7 +64,7 @@ class Attachment:
         self._replaced_outside = False  # masters lie in no piece, perhaps only for a while
         self._replaced_warning_shown = False
         self._lost_warning_shown = False
-        self._close_failed = False
+        self._is_left = False
         self.model = state.engine.add_model()
         self.is_attached = True
         state.join(self)
@@ -72,12 +72,12 @@ class Attachment:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the managed weights."""
-        return sum(nbytes for layer in self.layers for _, nbytes in layer.extents())
+        return sum(nbytes for layer in list(self.layers) for _, nbytes in layer.extents())
 
     @property
     def managed_bytes(self) -> int:
         """Bytes that the managed weights take on the device, where each is aligned."""
-        return sum(unit_bytes(layer.tensors()) for layer in self.layers)
+        return sum(unit_bytes(layer.tensors()) for layer in list(self.layers))
 
     def x_min_bytes(self) -> int:
         """Least bytes a step can move to the device: 2 max(0, W - C), docs/how-it-works.md.
@@ -110,11 +110,12 @@ class Attachment:
             return False
         trained = {
             layer.unit
-            for layer in self.layers
+            for layer in list(self.layers)
             if any(tensor.requires_grad for tensor in layer.tensors())
         }
-        for unit in (trained ^ self.trained_units) & self.state.units.keys():
-            self.state.engine.set_trainable(unit, unit in trained)
+        for unit in trained ^ self.trained_units:
+            if unit in self.state.units:
+                self.state.engine.set_trainable(unit, unit in trained)
         self.trained_units = trained
         return bool(trained)
 
@@ -250,14 +251,15 @@ class Attachment:
             return
         # Any step may fail, or be refused while in use: what was done stays done, and closing again
         # goes on from there.
-        self.arena.take_back_all()
-        if self.is_attached:
-            self.state.engine.remove_model(self.model)
-            self.is_attached = False
-        self._let_go_of_layers()
-        self.pieces.give_back_all()
-        self.state.leave(self)
-        close_if_unused(self.state)
+        with self.state.lock:  # two threads may close what is left
+            self.arena.take_back_all()
+            if self.is_attached:
+                self.state.engine.remove_model(self.model)
+                self.is_attached = False
+            self._let_go_of_layers()
+            self.pieces.give_back_all()
+            self.state.leave(self)
+            close_if_unused(self.state)
 
     def close_patiently(self) -> None:
         """Close at detach, which a driver that fails does not prevent: what fails twice is left."""
@@ -278,31 +280,40 @@ class Attachment:
             )
 
     def close_quietly(self) -> None:
-        """End of a deleted model or of an attach that failed; what fails is tried again later."""
+        """Close, and log what fails; it is tried again at the next attach or detach."""
         try:
             self.close()
         except Exception:
             self._close_later()
             logger.exception("could not give back a model's memory yet")
 
+    def close_deleted(self) -> None:
+        """End of a deleted model; where a thread holds a lock, it is left for later."""
+        with locked_if_free(self.state) as free:
+            if free:
+                self.close_quietly()
+            else:
+                self._is_left = True
+
     def close_if_left(self) -> None:
-        """Close what could not be closed while a fault lasted."""
-        if self._close_failed:
+        """Close what could not be closed when its end came."""
+        if self._is_left:
             self.close_quietly()
 
     def _close_later(self) -> None:
         """Keep what could not be given back, for the next attach or detach to try again."""
         self._let_go_of_layers()
-        self._close_failed = True
+        self._is_left = True
         self.state.join(self)
 
     def _let_go_of_layers(self) -> None:
         """Make the layers ordinary ones again."""
         self.stand_ins.forget()
-        for layer in [*self.layers, *self.leaving]:
-            self._release_layer(layer)
-        self.layers.clear()
-        self.leaving.clear()
+        with self.state.lock:
+            for layer in [*self.layers, *self.leaving]:
+                self._release_layer(layer)
+            self.layers.clear()
+            self.leaving.clear()
 
     def _release_layer(self, layer: Leaf) -> None:
         self.state.forget_layer(layer)
@@ -315,10 +326,10 @@ class Attachment:
 
 def attachments_on(state: DeviceState) -> list[Attachment]:
     """Return what holds something of a device."""
-    return [held for held in list(state.listeners) if isinstance(held, Attachment)]
+    return [held for held in state.listeners if isinstance(held, Attachment)]
 
 
 def close_leftovers(state: DeviceState) -> None:
-    """Close what could not be closed while a fault lasted."""
+    """Close what could not be closed when its end came: a fault lasted, or a lock was held."""
     for attachment in attachments_on(state):
         attachment.close_if_left()

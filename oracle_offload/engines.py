@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import logging
 import os
-import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from . import _core, devices, simulator
 from .errors import OffloadError
+from .locks import Lock
 from .simulated_time import SimulatedTime
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("oracle_offload")
 
 _registry: dict[str, DeviceState] = {}
-_registry_lock = threading.RLock()  # protects _registry, _orphans and the creation of engines
+_registry_lock = Lock("registry")  # protects _registry, _orphans and the creation of engines
 _orphans: list[_core.Engine] = []  # could not be set up, nor closed yet: a fault lasts
 _hooks_installed = False
 
@@ -72,10 +73,11 @@ class DeviceState:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pid = os.getpid()
-        self.lock = threading.RLock()  # protects units, segments and models
+        self.lock = Lock("device")  # see there what it protects
         self.units: dict[int, list[Leaf]] = {}
-        self.segments: list[Segment] = []
-        self.listeners: list[Listener] = []
+        self.segments: tuple[Segment, ...] = ()  # by address
+        self.listeners: tuple[Listener, ...] = ()
+        self.openings = 0  # attaches under way; the registry's lock protects it
         self.tasks_with_gradients: set[int] = set()  # see `oracle_offload.gradients`
         self.turned = False  # a managed backward has run since the last forward began
         self.kind = devices.KINDS[device.type](device)
@@ -123,7 +125,7 @@ class DeviceState:
         """Make new segments findable by address, and forget those that were given back."""
         with self.lock:
             kept = [segment for segment in self.segments if segment not in gone]
-            self.segments = sorted([*kept, *come], key=lambda segment: segment.address)
+            self.segments = tuple(sorted([*kept, *come], key=lambda segment: segment.address))
             Layout.version += 1
             if gone:
                 for listener in self.listeners:
@@ -141,19 +143,18 @@ class DeviceState:
         """Keep the engine open for `listener`, and let it hear."""
         with self.lock:
             if listener not in self.listeners:
-                self.listeners.append(listener)
+                self.listeners = (*self.listeners, listener)
 
     def leave(self, listener: Listener) -> None:
         """Undo `join`."""
         with self.lock:
-            if listener in self.listeners:
-                self.listeners.remove(listener)
+            self.listeners = tuple(other for other in self.listeners if other is not listener)
 
     def begin_forward(self) -> None:
         """The first managed forward after a backward: the arena may grow to what was learned."""
         self.turned = False
         with self.lock:
-            for listener in list(self.listeners):
+            for listener in self.listeners:
                 listener.before_forward()
 
 
@@ -173,6 +174,28 @@ def open_state(device: torch.device) -> DeviceState:
         return state
 
 
+@contextlib.contextmanager
+def opened(device: torch.device) -> Iterator[DeviceState]:
+    """Keep the device's engine open for a ``with`` block, as an attach needs it."""
+    with _registry_lock:
+        state = open_state(device)
+        state.openings += 1
+    try:
+        yield state
+    finally:
+        with _registry_lock:
+            state.openings -= 1
+        with contextlib.suppress(OffloadError):  # else at the next attach
+            close_if_unused(state)
+
+
+@contextlib.contextmanager
+def locked_if_free(state: DeviceState) -> Iterator[bool]:
+    """Take what closing needs, where nobody holds it; yield whether: see `oracle_offload.locks`."""
+    with state.lock.if_free() as device, _registry_lock.if_free() as registry:
+        yield device and registry
+
+
 def _close_orphans() -> None:
     for engine in list(_orphans):
         with contextlib.suppress(OffloadError):
@@ -189,7 +212,7 @@ def _close_engine(engine: _core.Engine) -> None:
 def close_if_unused(state: DeviceState) -> None:
     """Close the engine once it holds nothing of any model."""
     with _registry_lock:
-        if state.listeners or _registry.get(str(state.device)) is not state:
+        if state.listeners or state.openings or _registry.get(str(state.device)) is not state:
             return
         _close_engine(state.engine)
         del _registry[str(state.device)]
@@ -212,13 +235,16 @@ def _install_hooks() -> None:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Cover what the end of a graph task cannot: a backward that raised, gradients set by hand."""
     for state in open_states():
-        trained = [listener.before_step() for listener in list(state.listeners)]
-        if any(trained):
-            state.engine.hold()
+        with state.lock:  # while somebody listens, nobody closes the engine
+            trained = [listener.before_step() for listener in state.listeners]
+            if any(trained):
+                state.engine.hold()
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     for state in open_states():
-        state.engine.resume()
-        for listener in list(state.listeners):
-            listener.after_step()
+        with state.lock:
+            if state.listeners:
+                state.engine.resume()
+            for listener in state.listeners:
+                listener.after_step()

@@ -35,6 +35,7 @@ from .geometry import memory_of
 from .layers import trial
 from .layers.leaf import Leaf
 from .layers.swap import is_managed
+from .locks import Lock
 from .operators import operator_of, tensors_in
 from .structure import Structure
 from .witness import Witness, refusal
@@ -80,7 +81,7 @@ class FirstForward:
 
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
-        self._lock = threading.Lock()  # protects what follows
+        self._lock = Lock("watch")  # protects what follows
         self._armed = True
         self._entries = 0
         self._parts: list[weakref.ref[nn.Module]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import weakref
@@ -14,7 +13,7 @@ from torch import nn
 from . import _core, masters, selection
 from .attachment import Attachment, close_leftovers
 from .devices import parse_device
-from .engines import DeviceState, close_if_unused, open_state
+from .engines import DeviceState, open_state, opened
 from .errors import OffloadError
 from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers
@@ -258,26 +257,21 @@ def attach(
     sizes = [unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units]
     managed, largest = sum(sizes), max(sizes)
     close_leftovers(open_state(where))
-    state = open_state(where)  # closing the last leftover closes the engine
-    try:
+    with opened(where) as state:
         attachment = Attachment(module, state, lock_limit)
-    except BaseException:
-        with contextlib.suppress(OffloadError):  # else at the next attach
-            close_if_unused(state)
-        raise
-    try:
-        attachment.reasons = chosen.resident
-        attachment.arena.floor_bytes = 2 * largest
-        attachment.arena.may_grow = vram_budget is None
-        capacity = _capacity(state, units, sizes, offload_percent, vram_budget)
-        attachment.arena.lend(capacity, largest)
-        structure = Structure(module, attachment)
-        manager = MemoryManager(structure)
-        _build_masters(attachment.pieces, units, managed)
-        _add_units(structure, units)
-    except BaseException:
-        attachment.close_quietly()
-        raise
+        try:
+            attachment.reasons = chosen.resident
+            attachment.arena.floor_bytes = 2 * largest
+            attachment.arena.may_grow = vram_budget is None
+            capacity = _capacity(state, units, sizes, offload_percent, vram_budget)
+            attachment.arena.lend(capacity, largest)
+            structure = Structure(module, attachment)
+            manager = MemoryManager(structure)
+            _build_masters(attachment.pieces, units, managed)
+            _add_units(structure, units)
+        except BaseException:
+            attachment.close_quietly()
+            raise
     for leaf, layer in zip(
         (leaf for unit in units for leaf in unit), attachment.layers, strict=True
     ):
@@ -288,7 +282,7 @@ def attach(
             manager.wrappers.append((wrapper, wrapper.org_forward))
             wrapper.org_forward = type(leaf.module).forward.__get__(leaf.module)
     module.__dict__[ATTRIBUTE] = manager
-    manager.finalizer = weakref.finalize(module, attachment.close_quietly)
+    manager.finalizer = weakref.finalize(module, attachment.close_deleted)
     move_residents(module, where)
     structure.watch()
     manager.first_forward = watch_first_forward(structure)
@@ -366,26 +360,30 @@ def _build_masters(pieces: masters.Pieces, units: Sequence[Sequence[Chosen]], ma
 
 
 def _add_units(structure: Structure, units: Sequence[Sequence[Chosen]]) -> None:
+    with structure.attachment.state.lock:
+        for unit in units:
+            _add_unit(structure, unit)
+
+
+def _add_unit(structure: Structure, unit: Sequence[Chosen]) -> None:
     attachment = structure.attachment
-    engine = attachment.state.engine
-    for unit in units:
-        layers = []
-        for leaf in unit:
-            kind = layer_type(leaf.module)
-            assert kind is not None
-            layers.append(kind(leaf.module, leaf.name, structure))
-            if leaf.doubtful:
-                layers[-1].trial = Trial(leaf.doubtful)
-        trainable = any(tensor.requires_grad for leaf in unit for tensor in leaf.tensors())
-        number, members = engine.add_unit(
-            attachment.model, [layer.extents() for layer in layers], trainable
-        )
-        for layer, (member, offsets) in zip(layers, members, strict=True):
-            layer.placed(number, member, offsets)
-            attachment.layers.append(layer)
-            attachment.pieces.count_uses((), layer.masters.addresses.values())
-        if trainable:
-            attachment.trained_units.add(number)
+    layers = []
+    for leaf in unit:
+        kind = layer_type(leaf.module)
+        assert kind is not None
+        layers.append(kind(leaf.module, leaf.name, structure))
+        if leaf.doubtful:
+            layers[-1].trial = Trial(leaf.doubtful)
+    trainable = any(tensor.requires_grad for leaf in unit for tensor in leaf.tensors())
+    number, members = attachment.state.engine.add_unit(
+        attachment.model, [layer.extents() for layer in layers], trainable
+    )
+    for layer, (member, offsets) in zip(layers, members, strict=True):
+        layer.placed(number, member, offsets)
+        attachment.layers.append(layer)
+        attachment.pieces.count_uses((), layer.masters.addresses.values())
+    if trainable:
+        attachment.trained_units.add(number)
 
 
 def manager_of(module: nn.Module) -> MemoryManager | None:

@@ -148,15 +148,17 @@ class Pieces:
     @property
     def buffers(self) -> list[HostBuffer]:
         """The host memory of the masters."""
-        return [piece.buffer for piece in self._pieces.values()]
+        with self._state.lock:
+            return [piece.buffer for piece in self._pieces.values()]
 
     def add(self, piece: Piece) -> None:
         """Make a piece known to the engine, page-locked as far as the limit allows."""
         locked = sum(buffer.nbytes for buffer in self.buffers if buffer.locked)
         wanted = locked + piece.buffer.nbytes <= self._limit
         refused = self._state.engine.lock(piece.buffer, wanted)
-        self._pieces[piece.start] = piece
-        bisect.insort(self._starts, piece.start)
+        with self._state.lock:
+            self._pieces[piece.start] = piece
+            bisect.insort(self._starts, piece.start)
         if refused is not None and not self._lock_warning_shown:
             self._lock_warning_shown = True
             logger.warning(
@@ -170,31 +172,35 @@ class Pieces:
 
     def at(self, address: int) -> Piece | None:
         """Return the piece that `address` lies in."""
-        index = bisect.bisect_right(self._starts, address) - 1
-        piece = self._pieces[self._starts[index]] if index >= 0 else None
+        with self._state.lock:
+            index = bisect.bisect_right(self._starts, address) - 1
+            piece = self._pieces[self._starts[index]] if index >= 0 else None
         return piece if piece is not None and address < piece.end else None
 
     def count_uses(self, left: Iterable[int], entered: Iterable[int]) -> None:
         """Note which masters a layer has left and which it uses from now on, by address."""
-        for addresses, change in ((left, -1), (entered, 1)):
-            for address in addresses:
-                piece = self.at(address)
-                if piece is not None:
-                    piece.uses += change
+        with self._state.lock:
+            for addresses, change in ((left, -1), (entered, 1)):
+                for address in addresses:
+                    piece = self.at(address)
+                    if piece is not None:
+                        piece.uses += change
 
     def give_back(self) -> None:
         """Unlock, and so free, the pieces that no layer uses and no tensor points into."""
-        for start in [start for start, piece in self._pieces.items() if piece.is_abandoned()]:
-            try:
-                self._unlock(start)
-            except OffloadError as error:
-                logger.warning("%s: old weights are given back later: %s", self._name, error)
-                return
+        with self._state.lock:
+            for start in [start for start, piece in self._pieces.items() if piece.is_abandoned()]:
+                try:
+                    self._unlock(start)
+                except OffloadError as error:
+                    logger.warning("%s: old weights are given back later: %s", self._name, error)
+                    return
 
     def give_back_all(self) -> None:
         """Unlock all of it; what fails is there still."""
-        while self._pieces:
-            self._unlock(next(reversed(self._pieces)))
+        with self._state.lock:
+            while self._pieces:
+                self._unlock(next(reversed(self._pieces)))
 
     def _unlock(self, start: int) -> None:
         self._state.engine.unlock(self._pieces[start].buffer)

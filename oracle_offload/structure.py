@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from .attachment import Attachment
 from .direct_uses import used_directly
 from .layers.trial import put_on_trial
+from .locks import Lock
 from .residents import move_residents
 
 _attached: weakref.WeakSet[Structure] = weakref.WeakSet()
@@ -42,6 +42,8 @@ class Structure:
 
     Attributes
     ----------
+    device : torch.device
+        Where everything goes that is not managed.
     changed : bool
         Whether `settle` has something to do.
     listeners : list of Listener
@@ -51,8 +53,9 @@ class Structure:
     def __init__(self, module: nn.Module, attachment: Attachment) -> None:
         self._module = weakref.ref(module)
         self._parts = frozenset(id(part) for part in module.modules())
-        self._lock = threading.Lock()  # one thread settles
+        self._lock = Lock("structure")
         self.attachment = attachment
+        self.device = attachment.state.device
         self.changed = False
         self.listeners: list[Listener] = []
 
@@ -106,7 +109,7 @@ class Structure:
                 attachment = self.attachment
                 for layer in list(attachment.layers):
                     attachment.let_go_if_lost(layer)
-                move_residents(module, attachment.state.device, attachment.pieces)
+                move_residents(module, self.device, attachment.pieces)
                 self._look_for_direct_uses(module)
                 self._parts = frozenset(id(part) for part in module.modules())
                 for listener in self.listeners:

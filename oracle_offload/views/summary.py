@@ -157,13 +157,14 @@ def memory_summary(
     for state in open_states():
         if wanted is not None and str(state.device) != wanted:
             continue
-        attachments = [
-            attachment
-            for attachment in attachments_on(state)
-            if attachment.is_attached and (model is None or _manages(attachment, model))
-        ]
-        if attachments:
-            rows.append(_device_usage(state, attachments))
+        with state.lock:
+            attachments = [
+                attachment
+                for attachment in attachments_on(state)
+                if attachment.is_attached and (model is None or _manages(attachment, model))
+            ]
+            if attachments:
+                rows.append(_device_usage(state, attachments))
     return MemoryReport(rows, _optimizer_bytes(optimizer), abbreviated)
 
 

@@ -395,7 +395,7 @@ def test_what_is_not_managed_is_moved_once_and_stays_shared():
     with attached(model, "cpu") as manager:
         model.append(nn.LayerNorm(8))
         assert manager.structure.changed, "a new module may have to be moved"
-        manager.device = torch.device("meta")
+        manager.structure.device = torch.device("meta")
         manager.settle()
         assert not manager.structure.changed
         assert {tensor.device.type for tensor in model[3].parameters()} == {"cpu"}
