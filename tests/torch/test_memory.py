@@ -452,7 +452,7 @@ def test_the_arena_grows_while_another_thread_computes(pinned):
         assert_models_agree(managed, resident, tower_step)
         assert arena.capacity_bytes > before
         assert engine.stats()["arena_bytes"] == arena.capacity_bytes, "the old one went back"
-        assert state.segments == arena.segments, "nor does anything else keep it alive"
+        assert list(state.segments) == arena.segments, "nor does anything else keep it alive"
         seen = [address for layer in attachment.layers for address in layer.views]
         gone = range(old.address, old.address + old.nbytes)
         assert seen
