@@ -692,6 +692,28 @@ class Gate:
         outcomes = self.real().values()
         return sum(o.startswith("killed") for o in outcomes) / max(1, len(outcomes))
 
+    def idle_proofs(self, keys: set[str]) -> list[str]:
+        """Return the proofs whose mutant is gone, or was killed."""
+        gone = [key for key in self.proofs if key not in keys]
+        killed = {m.key for m, outcome in self.outcomes.items() if outcome.startswith("killed")}
+        return [*gone, *(key for key in self.proofs if key in killed)]
+
+    def passes(self, keys: set[str]) -> bool:
+        """Whether enough are killed, and every proof has its survivor."""
+        return self.share() >= KILLED_AT_LEAST and not self.idle_proofs(keys)
+
+    def report(self, seed: str) -> dict[str, Any]:
+        """Return the figures of a run."""
+        real = self.real()
+        return {
+            "schema": "oracle_offload/mutation-python/1",
+            "tried": len(real),
+            "killed": sum(outcome.startswith("killed") for outcome in real.values()),
+            "no_mutants": len(self.outcomes) - len(real),
+            "candidates": len(self.mutants),
+            "seed": seed,
+        }
+
 
 def main() -> int:
     """Run the gate; exit code 0, or 3 when it fails."""
@@ -744,30 +766,18 @@ def main() -> int:
                 flush=True,
             )
             gate.try_mutants(gate.survivors(), len(mutants), quick=False)
-    idle = [key for key in gate.proofs if key not in keys]
-    idle += [
-        m.key for m, o in gate.outcomes.items() if m.key in gate.proofs and o.startswith("killed")
-    ]
-    real = gate.real()
-    killed = sum(outcome.startswith("killed") for outcome in real.values())
+    for key in gate.idle_proofs(keys):
+        print(f"equivalent_python.toml proves what does not survive: {key}")
+    report = gate.report(seed)
     print(
-        f"{killed} of {len(real)} mutants killed ({gate.share():.1%}) in "
-        f"{time.monotonic() - gate.start:.0f} s, seed {seed}; {len(real) - killed} survive; "
-        f"{len(gate.outcomes) - len(real)} candidates are no mutants"
+        f"{report['killed']} of {report['tried']} mutants killed ({gate.share():.1%}) in "
+        f"{time.monotonic() - gate.start:.0f} s, seed {seed}; "
+        f"{report['tried'] - report['killed']} survive; "
+        f"{report['no_mutants']} candidates are no mutants"
     )
     if args.output:
-        report = {
-            "schema": "oracle_offload/mutation-python/1",
-            "tried": len(real),
-            "killed": killed,
-            "no_mutants": len(gate.outcomes) - len(real),
-            "candidates": len(mutants),
-            "seed": seed,
-        }
         args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    for key in idle:
-        print(f"equivalent_python.toml proves what does not survive: {key}")
-    return 3 if idle or gate.share() < KILLED_AT_LEAST else 0
+    return 0 if gate.passes(keys) else 3
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import logging
 import sys
@@ -15,6 +16,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import mutants_binding  # noqa: E402
 import mutants_python  # noqa: E402
+import mutate_python  # noqa: E402
 import reached_places  # noqa: E402
 from mutants import Mutant  # noqa: E402
 
@@ -137,3 +139,68 @@ def test_every_operator_of_the_binding_is_there() -> None:
 def test_each_mutant_has_a_key_of_its_own(find: object) -> None:
     keys = [mutant.key for mutant in find()]  # type: ignore[operator]
     assert len(set(keys)) == len(keys) > 300
+
+
+def gate_after(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcomes: list[str], proved: int = 0
+) -> tuple[mutate_python.Gate, set[str]]:
+    """Return a gate that has seen these outcomes, the last `proved` of them proved equivalent."""
+    mutants = [
+        Mutant("tools/mutants.py", n, f"kind {n}", 0, 0, "", "") for n in range(len(outcomes))
+    ]
+    proofs = {mutant.key: "it is" for mutant in mutants[len(mutants) - proved :]}
+    monkeypatch.setattr(mutate_python, "STATE", tmp_path / "state.json")
+    monkeypatch.setattr(mutate_python, "equivalents", lambda: proofs)
+    args = argparse.Namespace(jobs=1, resume=True, verbose=False)
+    gate = mutate_python.Gate(args, mutants, tmp_path)
+    counted = [gate.note(m, outcome, 1.0) for m, outcome in zip(mutants, outcomes, strict=True)]
+    assert counted == [not outcome.startswith("none") for outcome in outcomes]
+    return gate, {mutant.key for mutant in mutants}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "proved", "share", "passes"),
+    [
+        (["killed: x"] * 19 + ["survived"], 0, 0.95, True),
+        (["killed: x"] * 18 + ["survived"], 0, 18 / 19, False),
+        (["killed: x"] * 18 + ["survived: no test reaches it"], 0, 18 / 19, False),
+        (["killed: x"] * 18 + ["none: same byte code", "survived"], 0, 18 / 19, False),
+        (["killed: x"] * 18 + ["survived"], 1, 1.0, True),
+        (["killed: x"] * 19, 1, 1.0, False),  # a proof of what is killed
+        ([], 0, 0.0, False),
+    ],
+)
+def test_the_gate_passes_from_95_percent_on(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    outcomes: list[str],
+    proved: int,
+    share: float,
+    passes: bool,
+) -> None:
+    gate, keys = gate_after(monkeypatch, tmp_path, outcomes, proved)
+    assert (gate.share(), gate.passes(keys)) == (share, passes)
+    killed = sum(outcome.startswith("killed") for outcome in outcomes) - (proved and not passes)
+    report = gate.report("7")
+    assert (report["killed"], report["tried"]) == (killed, len(gate.real()))
+    assert report["no_mutants"] == len(outcomes) - len(gate.real())
+
+
+def test_the_gate_fails_on_a_proof_whose_mutant_is_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gate, keys = gate_after(monkeypatch, tmp_path, ["killed: x"] * 20 + ["survived"], 1)
+    assert gate.passes(keys)
+    (proof,) = gate.proofs
+    assert gate.idle_proofs(keys - {proof}) == [proof] and not gate.passes(keys - {proof})
+
+
+def test_what_was_killed_is_not_tried_again_until_its_file_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gate, _ = gate_after(monkeypatch, tmp_path, ["killed: x", "survived", "none: no"])
+    assert [gate.kept(mutant) for mutant in gate.mutants] == ["killed: x", "", "none: no"]
+    again = mutate_python.Gate(gate.args, gate.mutants, tmp_path)
+    assert again.kept(gate.mutants[0]) == "killed: x"
+    again.digests["tools/mutants.py"] = "another"
+    assert again.kept(gate.mutants[0]) == ""
