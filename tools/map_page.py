@@ -1,0 +1,96 @@
+"""Write the map of files into docs/development.md: `python tools/map_page.py`.
+
+A file's line is the first sentence of its docstring or opening comment. A test compares, so that a
+file without one, or a page that lags behind, is noticed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "development.md"
+BEGIN, END = "<!-- map: python tools/map_page.py -->\n", "<!-- end of the map -->\n"
+
+# Highest floor first, as one reads: from what a user touches down to the driver.
+FOLDERS = {
+    "oracle_offload": "the package; training needs only this folder and `layers`",
+    "oracle_offload/layers": "the managed layers",
+    "oracle_offload/views": "what people see",
+    "oracle_offload/explain": "out-of-memory errors explained; could be deleted whole",
+    "oracle_offload/doctor": "the machine examined; could be deleted whole",
+    "csrc/python": "the extension module `oracle_offload._core`",
+    "csrc/include": "the engine's public interface",
+    "csrc/core": "the engine",
+    "csrc/kernels": "what runs on the GPU",
+    "csrc/driver": "the table of CUDA driver calls",
+    "csrc/base": "below driver and core",
+    "csrc/sim": "the simulated CUDA driver, a library of its own",
+    "tools": "what `make` runs",
+    "benchmarks": "what `make bench` and `make gpu-check` measure with",
+}
+SOURCES = (".py", ".c", ".h", ".cu")
+
+
+def first_sentence(path: Path) -> str:
+    """Return what a file says of itself.
+
+    Raises
+    ------
+    ValueError
+        It says nothing.
+    """
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        said = ast.get_docstring(ast.parse(text)) or ""
+    else:
+        opening = re.match(r"/\*\s*(?:[\w.]+ - )?(.*?)\*/|((?://[^\n]*\n)+)", text, re.DOTALL)
+        said = (opening[1] or opening[2]) if opening else ""
+        said = re.sub(r"^(\s*\*|//) ?", "", said, flags=re.MULTILINE)
+        said = re.sub(r"^[\w.]+ - ", "", said.strip())
+    paragraph = " ".join(said.split("\n\n")[0].split())
+    sentence = re.match(r".+?[.!?](?= |$)|.+", paragraph)
+    if sentence is None:
+        raise ValueError(f"{path}: says nothing of itself in its first lines")
+    said = sentence[0]
+    return f"{said[0].upper()}{said[1:]}{'' if said[-1] in '.!?' else '.'}"
+
+
+def render() -> str:
+    """Return the map as Markdown."""
+    lines = []
+    for folder, what in FOLDERS.items():
+        lines += [
+            f"### {folder}",
+            "",
+            f"{what[0].upper()}{what[1:]}.",
+            "",
+            "| | |",
+            "| --- | --- |",
+        ]
+        for path in sorted((ROOT / folder).iterdir()):
+            if path.suffix not in SOURCES or path.name in ("__init__.py", "__main__.py"):
+                continue
+            name = path.name
+            if path.with_suffix(".c").exists() and path.with_suffix(".h").exists():
+                if path.suffix == ".c":
+                    continue  # what its header says
+                name = f"{path.stem}.[ch]"
+            lines.append(f"| `{name}` | {first_sentence(path)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def page(text: str, rendered: str) -> str:
+    """Return `text` with the map replaced."""
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    return f"{before}{BEGIN}\n{rendered}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), render()), encoding="utf-8")
+    sys.exit(0)
