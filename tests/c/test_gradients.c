@@ -110,6 +110,16 @@ static void test_what_a_failed_download_left_is_ended_by_the_next(void) {
         CHECK(after.adopted_bytes == before.adopted_bytes + sizeof first,
               "given back while a copy is queued");
         if (again == 1) {
+            /* To end it may fail as well: it is kept, and tried again. */
+            static const char *const ends[] = {"cuStreamSynchronize", "simDrop"};
+            for (int i = 0; i < 2; i++) {
+                sim.simFault(ends[i], 1, OOCU_ERROR_UNKNOWN, 0);
+                CHECK(oo_engine_download(w.engine, target, (uintptr_t)second, sizeof second,
+                                         w.stream) == OO_E_DRIVER &&
+                          w.engine->unfinished == (uintptr_t)first,
+                      "%s: %s", ends[i], oo_error_message());
+                sim.simFaultClear();
+            }
             need(oo_engine_download(w.engine, target, (uintptr_t)second, sizeof second, w.stream),
                  "next download");
             CHECK(memcmp(target, second, sizeof second) == 0, "wrong bytes");
