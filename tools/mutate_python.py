@@ -320,7 +320,7 @@ class Tree:
         return {
             "passed": outcome.passed,
             "failed": outcome.failed,
-            "why": outcome.why,
+            "why": f"{file}: {outcome.why}" if outcome.why else "",
             "places": {test: sorted(places) for test, places in reached.items()},
             "modules": modules,
         }
