@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from .errors import DriverError, OffloadError
+from .simulator_abi import SIGNATURES, RawDevice, RawLive, RawRange, RawStats, RawTraceRow
 
 PRESETS = ("rtx3090", "rtx4090", "rtx5090", "h200")
 
@@ -47,64 +48,6 @@ class _Switch(enum.IntEnum):
     COPY_NOTHING = 2
     TRACE = 3
     STRICT_THREADS = 4
-
-
-class _Device(ctypes.Structure):
-    _fields_ = (
-        ("name", ctypes.c_char * 64),
-        ("link_gbps", ctypes.c_double),
-        ("copy_latency_s", ctypes.c_double),
-        ("memory_bytes", ctypes.c_double),
-        ("tflops", ctypes.c_double),
-        ("memory_gbps", ctypes.c_double),
-        ("launch_s", ctypes.c_double),
-        ("compute_major", ctypes.c_int),
-        ("compute_minor", ctypes.c_int),
-    )
-
-
-class _Stats(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("h2d_bytes", "h2d_copies")),
-        *((name, ctypes.c_uint64) for name in ("d2h_bytes", "d2h_copies")),
-        *((name, ctypes.c_uint64) for name in ("kernels", "host_waits")),
-        *((name, ctypes.c_double) for name in ("h2d_busy_s", "d2h_busy_s", "compute_busy_s")),
-    )
-
-
-class _Live(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in (
-            "streams",
-            "events",
-            "contexts",
-            "modules",
-            "registrations",
-            "registered_bytes",
-            "host_alloc_bytes",
-            "device_bytes",
-            "adopted_bytes",
-            "queued",
-            "device_peak_bytes",
-            "history",
-        )
-    )
-
-
-class _TraceRow(ctypes.Structure):
-    _fields_ = (
-        ("kind", ctypes.c_int),
-        ("stream", ctypes.c_uint64),
-        ("start_s", ctypes.c_double),
-        ("end_s", ctypes.c_double),
-        ("bytes", ctypes.c_uint64),
-        ("device_ptr", ctypes.c_size_t),
-    )
-
-
-class _Range(ctypes.Structure):
-    _fields_ = (("ptr", ctypes.c_size_t), ("bytes", ctypes.c_size_t))
 
 
 @dataclass
@@ -190,61 +133,6 @@ class TraceRow:
 _KINDS = ("h2d", "d2h", "kernel", "memset", "host_function")
 _T = TypeVar("_T", Stats, Live)
 
-_SIGNATURES: dict[str, tuple[type | None, tuple[object, ...]]] = {
-    "simAdopt": (
-        ctypes.c_int,
-        (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint, ctypes.c_size_t),
-    ),
-    "simDrop": (ctypes.c_int, (ctypes.c_size_t,)),
-    "simLaunch": (
-        ctypes.c_int,
-        (
-            ctypes.c_size_t,
-            ctypes.POINTER(_Range),
-            ctypes.c_size_t,
-            ctypes.POINTER(_Range),
-            ctypes.c_size_t,
-            ctypes.c_double,
-        ),
-    ),
-    "simHostAccess": (ctypes.c_int, (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)),
-    "simPreset": (ctypes.c_int, (ctypes.c_char_p, ctypes.POINTER(_Device))),
-    "simGetDevice": (ctypes.c_int, (ctypes.c_int, ctypes.POINTER(_Device))),
-    "simSetDevice": (ctypes.c_int, (ctypes.c_int, ctypes.POINTER(_Device))),
-    "simSetDeviceCount": (ctypes.c_int, (ctypes.c_int,)),
-    "simSetSchedule": (ctypes.c_int, (ctypes.c_int, ctypes.c_uint64)),
-    "simGetSchedule": (
-        ctypes.c_int,
-        (ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_uint64)),
-    ),
-    "simScheduleText": (ctypes.c_int, (ctypes.c_char_p, ctypes.c_size_t)),
-    "simSwitch": (ctypes.c_int, (ctypes.c_int, ctypes.c_int)),
-    "simRefuseRegistration": (ctypes.c_int, (ctypes.c_uint64,)),
-    "simFault": (
-        ctypes.c_int,
-        (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_int),
-    ),
-    "simFaultClear": (ctypes.c_int, ()),
-    "simHold": (ctypes.c_int, (ctypes.c_size_t, ctypes.c_int)),
-    "simPatience": (ctypes.c_int, (ctypes.c_uint,)),
-    "simCallCount": (ctypes.c_uint64, (ctypes.c_char_p,)),
-    "simGetStats": (ctypes.c_int, (ctypes.POINTER(_Stats),)),
-    "simGetLive": (ctypes.c_int, (ctypes.POINTER(_Live),)),
-    "simNow": (ctypes.c_double, ()),
-    "simAdvance": (ctypes.c_int, (ctypes.c_double,)),
-    "simFinish": (ctypes.c_int, (ctypes.POINTER(ctypes.c_double),)),
-    "simReportCount": (ctypes.c_uint64, ()),
-    "simReport": (ctypes.c_int, (ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t)),
-    "simReportsClear": (ctypes.c_int, ()),
-    "simLabelRange": (ctypes.c_int, (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_char_p)),
-    "simLabelStream": (ctypes.c_int, (ctypes.c_size_t, ctypes.c_char_p)),
-    "simTraceCount": (ctypes.c_uint64, ()),
-    "simTraceRow": (ctypes.c_int, (ctypes.c_uint64, ctypes.POINTER(_TraceRow))),
-    "simTraceClear": (ctypes.c_int, ()),
-    "simReset": (ctypes.c_int, ()),
-    "cuGetErrorName": (ctypes.c_int, (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))),
-}
-
 
 def library_path() -> Path:
     """Return the path of the shared library, inside the package.
@@ -282,7 +170,7 @@ def library_path() -> Path:
 def library() -> ctypes.CDLL:
     """Return the loaded library: the control calls are typed, the ``cu*`` calls are not."""
     loaded = ctypes.CDLL(str(library_path()))
-    for name, (result, arguments) in _SIGNATURES.items():
+    for name, (result, arguments) in SIGNATURES.items():
         function = getattr(loaded, name)
         function.restype = result
         function.argtypes = arguments
@@ -302,7 +190,7 @@ def _check(call: str, result: int, hint: str = "") -> None:
 # ---- devices ----
 
 
-def _to_device(raw: _Device) -> Device:
+def _to_device(raw: RawDevice) -> Device:
     return Device(
         **{
             field.name: getattr(raw, field.name) for field in fields(Device) if field.name != "name"
@@ -319,7 +207,7 @@ def preset(name: str) -> Device:
     ValueError
         For another name.
     """
-    raw = _Device()
+    raw = RawDevice()
     if library().simPreset(name.encode(), ctypes.byref(raw)):
         raise ValueError(f"unknown preset {name!r}; there are {', '.join(PRESETS)}")
     return _to_device(raw)
@@ -333,7 +221,7 @@ def get_device(ordinal: int = 0) -> Device:
     DriverError
         When `ordinal` is not in 0..7.
     """
-    raw = _Device()
+    raw = RawDevice()
     _check("simGetDevice", library().simGetDevice(ordinal, ctypes.byref(raw)), f"device {ordinal}")
     return _to_device(raw)
 
@@ -352,7 +240,7 @@ def set_device(ordinal: int, new: Device) -> None:
         raise ValueError(
             f"a device's name takes at most 63 bytes, not {len(encoded)}: {new.name!r}"
         )
-    raw = _Device(**{**values, "name": encoded})
+    raw = RawDevice(**{**values, "name": encoded})
     hint = f"device {ordinal} is in use by an engine, or a rate is not positive: {new}"
     _check("simSetDevice", library().simSetDevice(ordinal, ctypes.byref(raw)), hint)
 
@@ -533,8 +421,8 @@ def launch(
 
     Everything ordered before it is executed before the call returns, and nothing else.
     """
-    read_ranges = (_Range * len(reads))(*(_Range(*read) for read in reads))
-    write_ranges = (_Range * len(writes))(*(_Range(*write) for write in writes))
+    read_ranges = (RawRange * len(reads))(*(RawRange(*read) for read in reads))
+    write_ranges = (RawRange * len(writes))(*(RawRange(*write) for write in writes))
     result = library().simLaunch(
         stream, read_ranges, len(reads), write_ranges, len(writes), seconds
     )
@@ -562,20 +450,20 @@ def label_stream(stream: int, label: str) -> None:
 # ---- observation ----
 
 
-def _snapshot(kind: type[_T], raw: _Stats | _Live) -> _T:
+def _snapshot(kind: type[_T], raw: RawStats | RawLive) -> _T:
     return kind(**{field.name: getattr(raw, field.name) for field in fields(kind)})
 
 
 def stats() -> Stats:
     """Bytes, copies, kernels, host waits since start or `reset`."""
-    raw = _Stats()
+    raw = RawStats()
     _check("simGetStats", library().simGetStats(ctypes.byref(raw)))
     return _snapshot(Stats, raw)
 
 
 def live() -> Live:
     """Handles and bytes that exist now."""
-    raw = _Live()
+    raw = RawLive()
     _check("simGetLive", library().simGetLive(ctypes.byref(raw)))
     return _snapshot(Live, raw)
 
@@ -633,7 +521,7 @@ def trace() -> Iterator[list[TraceRow]]:
     try:
         yield rows
         finish()
-        raw = _TraceRow()
+        raw = RawTraceRow()
         for index in range(library().simTraceCount()):
             _check("simTraceRow", library().simTraceRow(index, ctypes.byref(raw)))
             rows.append(
