@@ -152,12 +152,42 @@ static void test_an_unfinished_download_of_the_same_address(void) {
     world_close(&w, "same address");
 }
 
+/* A download that gets too few events is refused before anything is queued, and can be repeated. */
+static void test_a_download_without_events(void) {
+    static char gradient[4096], target[4096];
+    for (unsigned left = 0; left < 3; left++) {
+        struct world w;
+        world_open(&w, 60000, -1);
+        (void)stats_of(&w); /* reads what is measured, so that nothing comes back to the list */
+        struct oo_event **link = &w.engine->spans.free_events;
+        for (unsigned i = 0; i < left; i++)
+            link = &(*link)->next;
+        struct oo_event *hidden = *link;
+        *link = NULL;
+        fill(gradient, sizeof gradient, left);
+        sim.simFault("cuEventCreate", 1, OOCU_ERROR_OUT_OF_MEMORY, 0);
+        CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient,
+                                 w.stream) == OO_E_DRIVER &&
+                  strstr(oo_error_message(), "cuEventCreate"),
+              "%u left: %s", left, oo_error_message());
+        CHECK(stats_of(&w).d2h_copies == 0, "copied");
+        for (link = &w.engine->spans.free_events; *link;)
+            link = &(*link)->next;
+        *link = hidden;
+        need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream),
+             "download");
+        CHECK(memcmp(gradient, target, sizeof target) == 0, "wrong bytes");
+        world_close(&w, "without events");
+    }
+}
+
 static const struct check_case cases[] = {
     CASE(test_a_gradient_into_pageable_masters),
     CASE(test_a_refused_gradient_is_not_kept),
     CASE(test_a_failed_download_leaves_no_copy_behind),
     CASE(test_what_a_failed_download_left_is_ended_by_the_next),
     CASE(test_an_unfinished_download_of_the_same_address),
+    CASE(test_a_download_without_events),
 };
 
 int main(int argc, char **argv) {
