@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from oracle_offload import OffloadError
-from oracle_offload.selection import Leaf, group_units, listed, select, wrapper_of
+from oracle_offload.selection import Chosen, group_units, listed, select, wrapper_of
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -289,7 +289,7 @@ def test_a_wrapper_around_something_else_is_none():
 def leaf(nbytes, block="b", trainable=False):
     module = nn.Linear(1, nbytes // 4, bias=False)
     module.weight.requires_grad_(trainable)
-    return Leaf("", module, block)
+    return Chosen("", module, block)
 
 
 def sizes(leaves):
@@ -316,7 +316,7 @@ def test_a_unit_of_several_is_at_most_a_256th_of_all_and_4_mib(total, limit):
     def unit_of(first, second):
         rest = total - first - second
         meta = nn.Linear(1, rest // 4, bias=False, device="meta")
-        return group_units([leaf(first), leaf(second), Leaf("", meta, "other")])
+        return group_units([leaf(first), leaf(second), Chosen("", meta, "other")])
 
     assert len(unit_of(limit // 2, limit // 2)) == 2
     assert len(unit_of(limit // 2, limit // 2 + 512)) == 3

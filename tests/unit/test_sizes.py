@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from oracle_offload.sizes import format_size, parse_size
+from oracle_offload.sizes import GIB, MIB, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -59,3 +61,25 @@ def test_formatting():
         "3.00 MiB",
         "1.50 GiB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("number", "options", "shown"),
+    [
+        (GIB, {}, "1.00 GiB"),
+        (GIB - 1, {}, "1024.00 MiB"),
+        (-GIB, {}, "-1.00 GiB"),
+        (MIB, {}, "1.00 MiB"),
+        (MIB - 1, {}, "1024.00 KiB"),
+        (0, {"smallest": "KiB"}, "0.00 KiB"),
+        (1023, {"smallest": "KiB", "digits": 0}, "1 KiB"),
+        (1023, {"smallest": "bytes"}, "1023 bytes"),
+        (GIB // 10, {"gib_from": GIB // 10}, "0.10 GiB"),
+        (GIB // 10 - 1, {"gib_from": GIB // 10}, "102.40 MiB"),
+        (3 * GIB // 2, {"digits": 1, "small_digits": 0}, "1.5 GiB"),
+        (3 * MIB // 2, {"digits": 1, "small_digits": 0}, "2 MiB"),
+        (3 * MIB // 2, {"digits": 1}, "1.5 MiB"),
+    ],
+)
+def test_sizes_as_a_page_wants_them(number: int, options: dict[str, Any], shown: str) -> None:
+    assert format_size(number, **options) == shown
