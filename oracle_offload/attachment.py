@@ -148,9 +148,9 @@ class Attachment:
         called : Leaf, optional
             One that has followed already, because it is being called; None looks at all of them.
         lasting : bool
-            Look at `called` alone, whose new memory is nobody else's and to stay.
+            Look at `called` alone: its new memory belongs to it alone and will stay.
         """
-        in_use_later = contextlib.suppress(OffloadError)  # it follows when it is called itself
+        in_use_later = contextlib.suppress(OffloadError)  # a layer in use follows at its next call
         with self.state.lock:
             replaced = [] if called is None else [called]
             for layer in [] if lasting else list(self.layers):
@@ -203,10 +203,10 @@ class Attachment:
                 format_size(sum(tensor_bytes(tensor) for tensor in outside)),
             )
 
-    # ---- layers that are ours no more ----
+    # ---- layers that were lost ----
 
     def let_go_if_lost(self, layer: Leaf) -> bool:
-        """Make a layer an ordinary one for good where it is none of ours any more.
+        """Make a layer an ordinary one for good if its class or weights were replaced or taken.
 
         Its masters are given back. What it holds now is moved to the device when the structure
         settles, like everything that is not managed, and `MemoryManager.resident` has it.

@@ -384,7 +384,7 @@ def hold(stream: int, on: bool = True) -> None:
 
 
 def patience(milliseconds: int) -> None:
-    """How long a wait bears with a host function that does not return before it is a deadlock."""
+    """Set how long a wait waits for a host function to return before it reports a deadlock."""
     _check("simPatience", library().simPatience(milliseconds))
 
 
