@@ -369,3 +369,25 @@ def test_what_the_last_record_of_a_history_shows(
     found = signs(records)
     assert [sign.cause for sign in found] == ([cause] if cause else [])
     assert_told(f"records: {records}", {"signs": [list(sign) for sign in found]})
+
+
+# -- cut off --------------------------------------------------------------------------------------
+
+OLD = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 24.00 GiB total "
+    "capacity; 0.50 GiB free; 22.00 GiB already allocated; 22.50 GiB reserved in total by PyTorch)"
+)
+
+
+@pytest.mark.parametrize("text", [OLD, card(others=3 * GiB), card(cap=8 * GiB)])
+def test_a_message_that_was_cut_off_is_explained_as_far_as_it_goes(text: str) -> None:
+    start = text.index("allocate") + len("allocate 2")
+    seen = set()
+    for end in range(start, len(text)):
+        report = explain_oom(text[:end])
+        assert report.found and report.cause.name in (
+            "unknown", "too_big", "other_process", "device_cap", "driver_refusal",
+        ), text[:end]  # fmt: skip
+        seen.add(report.cause.why)
+    assert "the message was cut off before its figures" in seen
+    assert "the card was full" in seen
