@@ -82,6 +82,7 @@ COLLECTION_S = 60.0  # in which the tests must be found
 MAP_TEST_S = 60.0  # that a test is thought to take while the map is made
 TEST_S = 10.0  # that a test may take beyond five times what it took in the map
 QUICK_S, ALL_S = 20.0, 60.0  # what outlives tests that take so long together has survived
+LEAST_TESTS = 30  # that run however long they take: the machine may be busy
 BATCH_S = 2.0  # the tests that run first; most mutants die of them
 FILE_S = 0.3  # that a file of tests costs beside its tests
 CASES, CASES_S = 3, 1.0  # of a parametrized test that are quick: so many, or as take so long
@@ -513,7 +514,7 @@ class Map:
         for test in order:
             file = test.split("::")[0]
             at_most_s -= self.seconds[test] + (0.0 if file in files else FILE_S)
-            if result and at_most_s < 0:
+            if len(result) >= LEAST_TESTS and at_most_s < 0:
                 break
             files.add(file)
             result[test] = self.seconds[test]
