@@ -232,12 +232,35 @@ static void test_what_was_removed_is_known_no_more(void) {
     world_close(&w, "removed");
 }
 
+/* The members of a unit that was refused do not exist, though their records were begun. */
+static void test_members_of_a_refused_unit_are_not_there(void) {
+    struct world w;
+    struct oo_use use;
+    const uint32_t one_each[2] = {1, 1};
+    uint32_t unit, members[2] = {0, 0};
+    size_t offsets[2];
+    world_open(&w, 60000, -1);
+    const struct oo_tensor tensors[2] = {{w.master[0], w.bytes[0]}, {w.master[1], 0}};
+    CHECK(oo_unit_add(w.engine, w.model, tensors, one_each, 2, 0, &unit, members, offsets) ==
+              OO_E_ARGUMENT,
+          "added");
+    const uint32_t next = w.member[UNITS - 1] + 1;
+    CHECK(members[0] == next, "member %u", members[0]);
+    CHECK(oo_member_remove(w.engine, next) == OO_E_ARGUMENT, "removed");
+    CHECK(oo_member_move(w.engine, next, tensors, 1, &unit, offsets) == OO_E_ARGUMENT, "moved");
+    CHECK(acquire(w.engine, next, w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_STATE, "acquired");
+    CHECK(oo_engine_stamp(w.engine, &(struct oo_stamp){next, 1}, 1) == OO_E_STATE, "stamped");
+    need(step(&w), "step");
+    world_close(&w, "a refused unit");
+}
+
 static const struct check_case cases[] = {
     CASE(test_units_of_several_members_and_tensors),
     CASE(test_what_travels_as_one_copy),
     CASE(test_a_member_that_moves_keeps_its_unit_only_alone_and_alike),
     CASE(test_a_move_that_fails_changes_nothing),
     CASE(test_what_was_removed_is_known_no_more),
+    CASE(test_members_of_a_refused_unit_are_not_there),
 };
 
 int main(int argc, char **argv) {
