@@ -91,12 +91,12 @@ def cast_input(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def cast_tensors(
     dtype: torch.dtype, tensors: Sequence[Tensor | None], wanted: Sequence[bool]
-) -> list[Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """Cast borrowed tensors as autocast would, those that are wanted."""
-    return [
+    return tuple(
         tensor.to(dtype) if cast and tensor is not None and is_cast(tensor) else tensor
         for tensor, cast in zip(tensors, wanted, strict=True)
-    ]
+    )
 
 
 class CastStandIn(Function):

@@ -27,7 +27,11 @@ class SimulatedTime:
     """
 
     def __init__(self, device: simulator.Device | None) -> None:
-        self._device = device
+        # Operations and bytes in a second at full rate, and seconds of a launch.
+        self._flops, self._bytes, self._launch_s = float("inf"), float("inf"), 0.0
+        if device is not None:
+            self._flops, self._bytes = device.tflops * 1e12, device.memory_gbps * 1e9
+            self._launch_s = device.launch_s
         self.pending_kernel_s = 0.0
         self.witnesses = 0
 
@@ -47,11 +51,9 @@ class SimulatedTime:
         dtype : torch.dtype
             Of the operands: the device's rate is that of bf16, wider types run at half.
         """
-        device = self._device
-        if device is None:
-            return 0.0
-        rate = device.tflops * 1e12 * (0.5 if dtype.itemsize > 2 else 1.0)
-        return max(flops / rate, moved_bytes / (device.memory_gbps * 1e9)) + device.launch_s
+        if dtype.itemsize > 2:
+            flops *= 2
+        return max(flops / self._flops, moved_bytes / self._bytes) + self._launch_s
 
     def flush(self, stream: int) -> None:
         """Queue what is pending on `stream`.

@@ -33,9 +33,10 @@ class Conv2dLayer(Layer):
     dilation: tuple[int, int]
     groups: int
 
-    def base_call(self, module: Any, x: Tensor, *tensors: Any) -> Tensor:
+    def base_call(self, module: Any, x: Tensor, tensors: Any) -> Tensor:
         """``F.conv2d`` with the given tensors."""
-        return cast("Tensor", module._conv_forward(x, *tensors))
+        w, b = tensors
+        return cast("Tensor", module._conv_forward(x, w, b))
 
     def call(self, x: Tensor) -> Tensor:
         """Pad, batch and cast in the order in which torch does, then compute."""
@@ -58,7 +59,7 @@ class Conv2dLayer(Layer):
             x = x.unsqueeze(0)
         if self.pad is not None and self.pad_mode == "constant":
             x = torch.constant_pad_nd(x, self.pad, 0)
-        y = self.borrow(x, dtype)
+        y = super().call(x)
         return y if batched else y.squeeze(0)
 
     def arguments_of(self, module: Any) -> tuple[Any, ...]:
@@ -95,14 +96,14 @@ class Conv2dLayer(Layer):
         else:
             self.padding = module.padding
 
-    def compute(self, x: Tensor, *tensors: Any) -> Tensor:
+    def compute(self, x: Tensor, tensors: Any) -> Tensor:
         """``at::convolution`` with the layer's arguments."""
         w, b = tensors
         return torch.convolution(
             x, w, b, self.stride, self.padding, self.dilation, False, (0, 0), self.groups
         )
 
-    def record(self, ctx: Any, x: Tensor, trained: Tensors, *tensors: Any) -> Tensor:
+    def record(self, ctx: Any, x: Tensor, trained: Tensors, tensors: Any) -> Tensor:
         """`compute`, choosing its backend as the resident model would in training.
 
         Some CPU backends (3x3 depthwise Winograd, XNNPACK) are for inference only, and torch asks
@@ -116,7 +117,7 @@ class Conv2dLayer(Layer):
         if not x.requires_grad:
             x = x.detach().requires_grad_()
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
-            return self.compute(x, *tensors)
+            return self.compute(x, tensors)
 
     def derivative(self, ctx: Any, grad: Tensor, needs: Needs) -> Tensors:
         """Return the gradients of input, weight and bias.
@@ -129,13 +130,13 @@ class Conv2dLayer(Layer):
         else:
             shape, stride = ctx.geometry
             x = torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device)
-        found = self.lend_again(ctx, grad, needs, self.gradients, grad, x, needs)
+        found = self.lend_backward(ctx, grad, needs, lambda t: self.gradients(grad, x, needs, t))
         # Some backends return more than they were asked for.
         return tuple(
             [gradient if wanted else None for gradient, wanted in zip(found, needs, strict=True)]
         )
 
-    def gradients(self, grad: Tensor, x: Tensor, needs: Needs, *tensors: Any) -> Tensors:
+    def gradients(self, grad: Tensor, x: Tensor, needs: Needs, tensors: Any) -> Tensors:
         """``at::convolution_backward`` with the layer's arguments."""
         w, b = tensors
         return cast(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,14 @@ class Masters:
 
     Parameters
     ----------
-    names : tuple of str
-        Of the tensors, in the order that the engine knows them.
+    kind : type of Leaf
+        Whose names they have, in the order that the engine knows them.
     tensors : dict
         What lies there under these names; None, or no entry, where there is nothing.
     """
 
-    def __init__(self, names: tuple[str, ...], tensors: dict[str, Any]) -> None:
+    def __init__(self, kind: type[Leaf], tensors: dict[str, Any]) -> None:
+        names = kind.names
         self._noted = [
             (name, None, 0, (), 0, None)
             if (tensor := tensors.get(name)) is None
@@ -58,12 +59,15 @@ class Masters:
             )
             for name in names
         ]
+        self.none = (None,) * len(names)
+        self.needs_of_input = (True, *(False for _ in names))  # where no tensor is trained
         noted: list[Any] = [row for row in self._noted if row[1] is not None]
         self.present: tuple[Tensor, ...] = tuple([row[1] for row in noted])
         self.layout = [
             None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
             for tensor in self.tensors
         ]
+        self._read = [row[1] for row in noted if row[0] in kind.backward_reads]
         self.addresses: dict[str, int] = {row[0]: row[2] for row in noted}
         self._storages = {
             name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in self.named()
@@ -82,17 +86,24 @@ class Masters:
         """Whether these are the tensors that lie there now, at the same place and of one layout."""
         for name, tensor, address, stride, numel, dtype in self._noted:
             now = tensors.get(name)
-            if now is not tensor or (
-                now is not None
-                and (
-                    now.data_ptr() != address
-                    or now.stride() != stride
-                    or now.numel() != numel  # of dense masters: with the strides, the shape
-                    or now.dtype is not dtype
-                )
+            if now is not tensor:
+                return False
+            if now is not None and (
+                now.data_ptr() != address
+                or now.stride() != stride
+                or now.numel() != numel  # of dense masters: with the strides, the shape
+                or now.dtype is not dtype
             ):
                 return False
         return True
+
+    def version(self) -> int:
+        """Return a number that changes whenever torch knows of a write to what backward reads."""
+        version = 0
+        for tensor in self._read:
+            if not tensor.is_inference():
+                version += tensor._version
+        return version
 
     def extents(self) -> list[tuple[int, int]]:
         """Return ``(host address, bytes)`` of each tensor."""
@@ -114,7 +125,8 @@ class Masters:
         So nobody can bring it back.
         """
         (row,) = (row for row in self._noted if row[0] == name)
-        own_references = 3  # `_noted`, `present`, and the argument of the call below
+        # `_noted`, `present`, perhaps `_read`, and the argument of the call below.
+        own_references = 3 + any(tensor is row[1] for tensor in self._read)
         return row[1] is not now and sys.getrefcount(row[1]) <= own_references
 
 
@@ -133,6 +145,7 @@ class Leaf:
 
     names: ClassVar[tuple[str, ...]]  # of its tensors
     required: ClassVar[tuple[str, ...]]  # without which it computes nothing
+    backward_reads: ClassVar[tuple[str, ...]]  # those whose values a derivative asks for
     trial: Trial | None = None  # code may read its tensors as values
     on_device = False  # the tensors lie there for good, and so do their gradients
     moving = False  # `follow` is under way, in some thread
@@ -152,7 +165,7 @@ class Leaf:
         self.views: dict[int, Tensors] = {}
         # What a replaced master replaced, and whether by another Parameter.
         self.replaced: dict[str, tuple[StorageWeakRef, bool]] = {}
-        self.masters = Masters(self.names, self.parameters)
+        self.masters = Masters(type(self), self.parameters)
 
     # ---- masters ----
 
@@ -193,7 +206,7 @@ class Leaf:
 
     def forget_masters(self) -> None:
         """Let go of the tensors, so that their memory can go; they are current no more."""
-        self.masters = Masters(self.names, dict.fromkeys(self.names, torch.empty(0)))
+        self.masters = Masters(type(self), dict.fromkeys(self.names, torch.empty(0)))
         self.parameters = {}
 
     def replaced_for_good(self) -> Iterator[tuple[Tensor, bool]]:
@@ -264,7 +277,7 @@ class Leaf:
         it did, and the next call sees the change again.
         """
         with self.state.lock:
-            before, now = self.masters, Masters(self.names, self.parameters)
+            before, now = self.masters, Masters(type(self), self.parameters)
             self.moving = True
             try:
                 with torch.inference_mode(False):
@@ -284,13 +297,12 @@ class Leaf:
         Layout.version += 1
         self.state.units.setdefault(unit, []).append(self)
 
-    def check_attached(self) -> None:
-        """Raise where the leaf was detached since forward."""
-        if self.member < 0:
-            raise OffloadError(
-                f"managed layer '{self.name}' was detached between forward and backward; run "
-                "backward first, then detach."
-            )
+    def refuse_detached(self) -> NoReturn:
+        """Say that the leaf was detached since forward."""
+        raise OffloadError(
+            f"managed layer '{self.name}' was detached between forward and backward; run backward "
+            "first, then detach."
+        )
 
     # ---- slots ----
 

@@ -27,18 +27,19 @@ class LinearLayer(Layer):
     backward_reads = ("weight",)
     node = node_of("ManagedLinear")
 
-    def base_call(self, module: Any, x: Tensor, *tensors: Any) -> Tensor:
+    def base_call(self, module: Any, x: Tensor, tensors: Any) -> Tensor:
         """``F.linear`` with the given tensors."""
-        return F.linear(x, *tensors)
+        w, b = tensors
+        return F.linear(x, w, b)
 
-    def compute(self, x: Tensor, *tensors: Any) -> Tensor:
+    def compute(self, x: Tensor, tensors: Any) -> Tensor:
         """``F.linear`` where autograd records nothing."""
         w, b = tensors
         weight = self.masters.present[0]
         # A view of a trainable weight requires grad even under no_grad; a cast one does not.
         return linear(x, w, b, weight.requires_grad and w.dtype is weight.dtype)[0]
 
-    def record(self, ctx: Any, x: Tensor, trained: Tensors, *tensors: Any) -> Tensor:
+    def record(self, ctx: Any, x: Tensor, trained: Tensors, tensors: Any) -> Tensor:
         """``F.linear``; the input, or its folded copy, is kept for a weight gradient alone."""
         trains = trained[0] is not None
         w, b = tensors
@@ -50,11 +51,13 @@ class LinearLayer(Layer):
 
     def derivative(self, ctx: Any, grad: Tensor, needs: Needs) -> Tensors:
         """Return the gradients of input, weight and bias; the input's alone needs the weight."""
-        shape, stride, _ = ctx.geometry
+        shape, stride, folded = ctx.geometry
         dims = len(shape)
         gx = gw = gb = None
         if needs[0]:
-            gx = self.lend_again(ctx, grad, needs, input_gradient, grad, *ctx.geometry)
+            gx = self.lend_backward(
+                ctx, grad, needs, lambda t: input_gradient(grad, t, shape, stride, folded)
+            )
         if needs[1]:
             (x,) = ctx.saved_tensors
             x2 = x if dims == 2 else x.reshape(-1, shape[-1])
@@ -112,12 +115,7 @@ def linear(
 
 
 def input_gradient(
-    grad: Tensor,
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    copied: bool,
-    w: Tensor,
-    _bias: Tensor | None,
+    grad: Tensor, tensors: Any, shape: torch.Size, stride: tuple[int, ...], copied: bool
 ) -> Tensor:
     """Gradient of the input, by the operator that torch would use for this geometry.
 
@@ -125,13 +123,14 @@ def input_gradient(
     ----------
     grad : Tensor
         ``(*, out_features)``.
+    tensors : tuple of Tensor
+        The weight, ``(out_features, in_features)``, and what is not read.
     shape, stride : tuple of int
         Of the input that forward saw.
     copied : bool
         Whether forward folded the input by a copy.
-    w : Tensor
-        ``(out_features, in_features)``.
     """
+    w: Tensor = tensors[0]
     dims = len(shape)
     if dims == 2:
         if stride[0] == 1 and stride[1] == shape[0]:

@@ -28,7 +28,7 @@ from ..errors import OffloadError, StaleWeightsError
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
 from ..gradients import note_trainable, to_host
-from .leaf import Leaf, Tensors
+from .leaf import Leaf, Masters, Tensors
 
 _functorch_active = torch._C._are_functorch_transforms_active
 _graph_task = torch._C._current_graph_task_id
@@ -40,26 +40,24 @@ class Layer(Leaf, ABC):
     """A leaf that computes; `x` is its one input.
 
     A kind says `names`, `required`, `backward_reads` and `node`, and the methods up to
-    `backward_cost`. Tensors are given to its methods in the order of `names`, None for those that
-    the module lacks.
+    `backward_cost`. `tensors` has one for each of `names`, None for those that the module lacks.
     """
 
     base_forward: ClassVar[Callable[..., Tensor]]  # classes that compute with it are of this kind
-    backward_reads: ClassVar[tuple[str, ...]]  # the tensors whose values `derivative` asks for
     node: ClassVar[Any]  # `apply` of its `Loan`; see `node_of`
 
     # ---- what a kind says ----
 
     @abstractmethod
-    def base_call(self, module: Any, x: Tensor, *tensors: Tensor | None) -> Tensor:
+    def base_call(self, module: Any, x: Tensor, tensors: Tensors) -> Tensor:
         """Compute what the base class's forward does, with the given tensors."""
 
     @abstractmethod
-    def compute(self, x: Tensor, *tensors: Tensor | None) -> Tensor:
+    def compute(self, x: Tensor, tensors: Tensors) -> Tensor:
         """Compute what torch does where autograd records nothing."""
 
     @abstractmethod
-    def record(self, ctx: Any, x: Tensor, trained: Tensors, *tensors: Tensor | None) -> Tensor:
+    def record(self, ctx: Any, x: Tensor, trained: Tensors, tensors: Tensors) -> Tensor:
         """Compute what torch does where autograd records, and keep in `ctx` what `derivative` uses.
 
         Parameters
@@ -70,7 +68,7 @@ class Layer(Leaf, ABC):
             The input.
         trained : tuple
             For each tensor what stands for it in the graph, None where it needs no gradient.
-        *tensors : Tensor or None
+        tensors : tuple
             On the device; they must not be kept.
         """
 
@@ -78,7 +76,7 @@ class Layer(Leaf, ABC):
     def derivative(self, ctx: Any, grad: Tensor, needs: Needs) -> Tensors:
         """Return the gradients of the input and of each tensor, None where `needs` says so.
 
-        What uses the tensors goes through `lend_again`.
+        What uses the tensors goes through `lend_backward`.
         """
 
     @abstractmethod
@@ -99,13 +97,6 @@ class Layer(Leaf, ABC):
             x = x.to(self.state.device)
         return self.call(x)
 
-    def call(self, x: Tensor) -> Tensor:
-        """Compute for an input on the device."""
-        dtype = cast_dtype(self.device_type)
-        if dtype is not None:
-            x = cast_input(x, dtype)
-        return self.borrow(x, dtype)
-
     def ready(self, x: Tensor) -> bool:
         """Check everything a call depends on; False where it must run on foreign weights."""
         if self.structure.changed:  # an adapter was added: look at it before computing
@@ -120,7 +111,7 @@ class Layer(Leaf, ABC):
                 f"forward-mode differentiation through managed layer '{self.name}' is not "
                 "supported; leave it resident with ignore_modules=[...]."
             )
-        return self.is_current() or self.adopt()
+        return self.masters.are(self.parameters) or self.adopt()
 
     def foreign(self, x: Tensor) -> Tensor:
         """Compute with whatever the module's tensors are now, brought to the compute device.
@@ -147,24 +138,21 @@ class Layer(Leaf, ABC):
                 t if t is None else t.to(device, copy=t.device.type == "cpu" and is_dense(t))
                 for t in used
             ]
-            return self.base_call(module, x.to(device), *used)
+            return self.base_call(module, x.to(device), tuple(used))
 
-    def borrow(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """Compute with borrowed tensors; autocast has cast `x` to `dtype`, None where it is off."""
+    def call(self, x: Tensor) -> Tensor:
+        """Compute with borrowed tensors, for an input on the device."""
+        dtype = cast_dtype(self.device_type)
+        if dtype is not None:
+            x = cast_input(x, dtype)
         if torch.is_grad_enabled():
             for tensor in self.masters.present:
                 if tensor.requires_grad:
-                    return cast("Tensor", self.node(self, dtype, x, *self.trained(dtype)))
+                    return cast("Tensor", self.node(x, self, dtype, *self.trained(dtype)))
             if x.requires_grad:
-                return cast("Tensor", self.node(self, dtype, x, *self._none_trained))
-        task = _graph_task()
-        seconds = self.forward_seconds(x) if self.state.simulated else 0.0
-        kind = FORWARD if task == -1 else RECOMPUTE
-        return cast("Tensor", self.lend(kind, task, seconds, dtype, self.compute, x))
-
-    @functools.cached_property
-    def _none_trained(self) -> Tensors:
-        return (None,) * len(self.names)
+                return cast("Tensor", self.node(x, self, dtype))
+        compute = self.compute
+        return cast("Tensor", self.lend_forward(_graph_task(), x, dtype, lambda t: compute(x, t)))
 
     def trained(self, dtype: torch.dtype | None) -> Tensors:
         """Return what gradients of each tensor go to; None where it needs none."""
@@ -182,10 +170,9 @@ class Layer(Leaf, ABC):
         task: int,
         seconds: float,
         dtype: torch.dtype | None,
-        compute: Callable[..., Any],
-        *given: Any,
+        compute: Callable[[Tensors], Any],
     ) -> Any:
-        """Return ``compute(*given, *tensors)`` of the tensors as they lie on the device.
+        """Return ``compute(tensors)`` of the tensors as they lie on the device.
 
         The whole life of a loan: what takes also gives back, whatever happens in between.
 
@@ -202,63 +189,72 @@ class Layer(Leaf, ABC):
         try:
             if dtype is not None:
                 names = self.backward_reads if kind == BACKWARD else self.names
-                wanted = [name in names for name in self.names]
-                return compute(*given, *cast_tensors(dtype, tensors, wanted))
-            return compute(*given, *tensors)
+                tensors = cast_tensors(dtype, tensors, [name in names for name in self.names])
+            return compute(tensors)
         finally:
             self.give_back(ticket, stream)
 
-    def lend_again(
-        self, ctx: Any, grad: Tensor, needs: Needs, compute: Callable[..., Any], *given: Any
+    def lend_forward(
+        self, task: int, x: Tensor, dtype: torch.dtype | None, compute: Callable[[Tensors], Any]
+    ) -> Any:
+        """`lend` in forward; inside a graph task it is a checkpoint that recomputes."""
+        state = self.state
+        seconds = 0.0
+        if state.simulated:
+            flops, moved = self.forward_cost(x)
+            seconds = state.time.kernel_seconds(flops, moved, x.dtype)
+        return self.lend(FORWARD if task == -1 else RECOMPUTE, task, seconds, dtype, compute)
+
+    def lend_backward(
+        self, ctx: Any, grad: Tensor, needs: Needs, compute: Callable[[Tensors], Any]
     ) -> Any:
         """`lend` in backward, where the tensors are what forward used."""
-        self.check_unchanged(ctx.expected)
+        _, dtype, _, masters, version = ctx.loan
+        self.check_unchanged(masters, version)
+        state = self.state
         seconds = 0.0
-        if self.state.simulated:
-            cost = self.backward_cost(grad, needs)
-            seconds = self.state.time.kernel_seconds(*cost, grad.dtype)
-        return self.lend(BACKWARD, _graph_task(), seconds, ctx.cast, compute, *given)
+        if state.simulated:
+            flops, moved = self.backward_cost(grad, needs)
+            seconds = state.time.kernel_seconds(flops, moved, grad.dtype)
+        return self.lend(BACKWARD, _graph_task(), seconds, dtype, compute)
 
-    def forward_seconds(self, x: Tensor) -> float:
-        """Return how long the simulated device computes forward."""
-        return self.state.time.kernel_seconds(*self.forward_cost(x), x.dtype)
-
-    def versions(self) -> list[tuple[int, int]]:
-        """Return ``(version, address)`` of the tensors that backward reads, as they are now."""
-        find = self.parameters.get
-        return [
-            (0, 0) if (t := find(name)) is None else version_of(t) for name in self.backward_reads
-        ]
-
-    def check_unchanged(self, expected: list[tuple[int, int]]) -> None:
-        """Raise `StaleWeightsError` where a tensor is not what forward used.
+    def check_unchanged(self, masters: Masters, expected: int) -> None:
+        """Raise `StaleWeightsError` where a tensor that backward reads is not what forward used.
 
         Parameters
         ----------
-        expected : list of tuple of int
-            `versions` as forward saw them.
+        masters : Masters
+            The layer's in forward.
+        expected : int
+            Their `Masters.version`.
         """
-        found = self.versions()
-        if found == expected:
-            return
-        for name, now, then in zip(self.backward_reads, found, expected, strict=True):
-            if now != then:
-                what = (
-                    f"is at version {now[0]}; expected version {then[0]} instead"
-                    if now[0] != then[0]
-                    else "was replaced through .data"
-                )
-                raise StaleWeightsError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: the {name} of managed layer '{self.name}' {what}. Change "
-                    "weights after backward, or leave the layer resident with "
-                    "ignore_modules=[...]."
-                )
+        version, moved = 0, False
+        for name in self.backward_reads:
+            tensor = self.parameters.get(name)
+            if tensor is None:
+                moved = True
+                continue
+            then = masters.addresses[name]
+            if tensor.data_ptr() != then and not self.has_left(then, tensor):
+                moved = True
+            if not tensor.is_inference():
+                version += tensor._version
+        if moved or version != expected:
+            what = (
+                "was replaced through .data"
+                if version == expected
+                else f"is at version {version}; expected version {expected} instead"
+            )
+            raise StaleWeightsError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: the {' or '.join(self.backward_reads)} of managed layer "
+                f"'{self.name}' {what}. Change weights after backward, or leave the layer resident "
+                "with ignore_modules=[...]."
+            )
 
-
-def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Return ``(version, address)`` of a tensor."""
-    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+    def has_left(self, master: int, tensor: Tensor) -> bool:
+        """Whether `tensor` is what lay at the address of a master, and has moved to the device."""
+        return False
 
 
 class _Refuse(Function):
@@ -303,55 +299,49 @@ def _once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Any:
 
 
 class Loan(Function):
-    """A layer's operator in autograd's graph: ``apply(layer, cast, x, *trained)``.
+    """A layer's operator in autograd's graph: ``apply(x, layer, cast, *trained)``.
 
     `cast` is the dtype of autocast, None where it is off. `trained` holds, for each tensor of the
-    layer, None or what stands for it where it is trainable: this only tells autograd where
-    gradients go.
+    layer, None or what stands for it where it is trainable; nothing where none is. It only tells
+    autograd where gradients go.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, layer: Layer, cast: torch.dtype | None, x: Tensor, *trained: Tensor | None
+        ctx: Any, x: Tensor, layer: Layer, cast: torch.dtype | None, *trained: Tensor | None
     ) -> Tensor:
         """Compute; see the class."""
         state = layer.state
         task = _graph_task()
         if state.turned and task == -1:
             state.begin_forward()
-        y: Tensor = layer.lend(
-            FORWARD if task == -1 else RECOMPUTE,
-            task,
-            layer.forward_seconds(x) if state.simulated else 0.0,
-            cast,
-            layer.record,
-            ctx,
-            x,
-            trained,
-        )
-        ctx.layer = layer
-        ctx.cast = cast
-        ctx.task = task
-        ctx.expected = layer.versions()
-        if task != -1 and True in ctx.needs_input_grad[3:]:
+        masters = layer.masters
+        record, recorded = layer.record, trained or masters.none
+        y: Tensor = layer.lend_forward(task, x, cast, lambda t: record(ctx, x, recorded, t))
+        ctx.loan = layer, cast, task, masters, masters.version()
+        if trained and task != -1:
             note_trainable(state, task)
         return y
 
     @_once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients; host tensors for parameters on the host."""
-        layer: Layer = ctx.layer
+        layer: Layer
+        layer, cast, task, *_ = ctx.loan
         state = layer.state
         state.turned = True
-        layer.check_attached()
-        needs = ctx.needs_input_grad[2:]
-        gradients = layer.derivative(ctx, grad, needs)
+        if layer.member < 0:
+            layer.refuse_detached()
+        needs = ctx.needs_input_grad
+        if len(needs) == 3:  # no tensor is trained
+            return layer.derivative(ctx, grad, layer.masters.needs_of_input)[0], None, None
+        needs = needs[0], *needs[3:]
+        x_gradient, *others = layer.derivative(ctx, grad, needs)
         if True in needs[1:]:
-            note_trainable(state, _graph_task() if ctx.task == -1 else -1)
-            if ctx.cast is None and not layer.on_device:
-                x_gradient, *others = gradients
-                return None, None, x_gradient, *[to_host(state, other) for other in others]
-        return None, None, *gradients
+            note_trainable(state, _graph_task() if task == -1 else -1)
+            if cast is None and not layer.on_device:
+                others = [to_host(state, other) for other in others]
+        return x_gradient, None, None, *others
 
 
 def node_of(layer_name: str) -> Any:

@@ -52,7 +52,7 @@ class OnDevice(Layer):
             tensor = self.parameters.get(name)
             if tensor is None or tensor.device.type != self.device_type:
                 return False
-        self.masters = Masters(self.names, self.parameters)
+        self.masters = Masters(type(self), self.parameters)
         return True
 
     def take(self, kind: int, task: int, seconds: float) -> tuple[int, int, Tensors]:
@@ -70,9 +70,9 @@ class OnDevice(Layer):
             return tuple(found)
         return tuple([None if t is None else cast_input(t, dtype) for t in found])
 
-    def versions(self) -> list[tuple[int, int]]:
-        """Return ``(version, address)`` as they would be without the move."""
-        return [(version, self.former.get(at, at)) for version, at in super().versions()]
+    def has_left(self, master: int, tensor: Tensor) -> bool:
+        """Whether `tensor` is what lay at the address of a master."""
+        return self.former.get(tensor.data_ptr()) == master
 
 
 @functools.cache
@@ -196,7 +196,7 @@ def _leave(attachment: Attachment, layer: Leaf) -> None:
         logger.debug("layer '%s' keeps its copy in the arena: %s", layer.name, error)
     state.forget_layer(layer)
     attachment.layers.remove(layer)
-    before, now = layer.masters, Masters(layer.names, layer.parameters)
+    before, now = layer.masters, Masters(type(layer), layer.parameters)
     attachment.pieces.count_uses(before.addresses.values(), ())
     kind = _on_device(cast("Any", type(layer)))
     former = {at: before.addresses.get(name, at) for name, at in now.addresses.items()}
