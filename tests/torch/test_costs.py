@@ -125,11 +125,13 @@ def test_the_gradient_of_an_input_has_the_layout_that_torch_gives_it(build):
     assert torch.equal(gradient, expected) and stride == expected_stride
 
 
-SHAPES = [(2, 5, 8, 8), (5, 8, 8), (2, 2, 4, 8, 8), (4,), (4, 8), ()]
+SHAPES = [(2, 5, 8, 8), (2, 1, 8, 8), (5, 8, 8), (2, 2, 4, 8, 8), (4,), (4, 8), ()]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("padding", [{"padding": 1}, {"padding": "same"}], ids=str)
+@pytest.mark.parametrize(
+    "padding", [{"padding": 1}, {"padding": "same"}, {"padding": 1, "groups": 2}], ids=str
+)
 def test_a_wrong_shape_is_refused_before_anything_is_fetched(shape, padding):
     model = nn.Sequential(nn.Conv2d(4, 4, 3, **padding))
     with attached(model) as manager:
