@@ -314,6 +314,7 @@ class Attachment:
                 self._release_layer(layer)
             self.layers.clear()
             self.leaving.clear()
+            Layout.version += 1  # what lies there next is no master
 
     def _release_layer(self, layer: Leaf) -> None:
         self.state.forget_layer(layer)

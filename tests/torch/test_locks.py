@@ -431,3 +431,34 @@ def test_a_model_deleted_while_no_lock_is_held_goes_at_once():
     oracle_offload.attach(model, "cpu")
     del model
     assert not engines.open_states()
+
+
+# ---- attaching while others train ----
+
+
+def test_an_attach_under_way_keeps_the_engine_open():
+    with engines.opened(torch.device("cpu")) as state:
+        engines.close_if_unused(state)
+        assert engines.open_states() == [state]
+    assert not engines.open_states()
+
+
+def test_a_forward_takes_back_nothing_that_is_being_lent(monkeypatch):
+    """Another thread's forward looks for replaced leases while an attach lends its first one."""
+    lend = arena.Segment
+    threads = []
+
+    def meanwhile(*arguments):
+        (state,) = engines.open_states()
+        threads.append(threading.Thread(target=state.begin_forward))
+        threads[-1].start()
+        threads[-1].join(0.2)  # it has looked by then, or waits
+        return lend(*arguments)
+
+    monkeypatch.setattr(arena, "Segment", meanwhile)
+    model = nn.Linear(8, 8).requires_grad_(False)
+    resident = copy.deepcopy(model)
+    with attached(model) as manager:
+        threads[0].join(LIMIT_S)
+        assert len(manager.attachment.arena.lent) == 1
+        same(model, resident, lambda each: step_of(each, torch.ones(2, 8)))
