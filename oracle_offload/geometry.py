@@ -62,7 +62,9 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
         return 0, 0
     try:
         start = tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):  # a wrapper subclass or a fake tensor
+    except (RuntimeError, NotImplementedError):  # a fake tensor
+        return 0, 0
+    if not start:  # a wrapper subclass
         return 0, 0
     if tensor.is_contiguous():
         return start, start + tensor.numel() * tensor.element_size()

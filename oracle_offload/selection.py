@@ -16,7 +16,6 @@ import fnmatch
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -264,7 +263,7 @@ def _drop_shared(
     overlapping memory may not, because each is re-pointed to memory of its own.
     """
     owners: dict[int, list[str]] = {}
-    spans: dict[int, list[tuple[int, int, int, str]]] = {}
+    spans: list[tuple[int, int, int]] = []
     seen: set[int] = set()
     for name, module in modules.items():
         for tensor in [*module._parameters.values(), *module._buffers.values()]:
@@ -275,14 +274,14 @@ def _drop_shared(
             if id(tensor) in seen or start == end:
                 continue
             seen.add(id(tensor))
-            storage = tensor.untyped_storage().data_ptr()
-            spans.setdefault(storage, []).append((start, end, id(tensor), name))
+            spans.append((start, end, id(tensor)))
     overlapping: set[int] = set()
-    for group in spans.values():
-        group.sort()
-        for (_, end, first, _), (start, _, second, _) in pairwise(group):
-            if start < end:
-                overlapping.update((first, second))
+    furthest, reached = 0, 0  # the end of what began before, and whose it is
+    for start, end, tensor_id in sorted(spans):
+        if start < furthest:
+            overlapping.update((reached, tensor_id))
+        if end > furthest:
+            furthest, reached = end, tensor_id
     changed = True
     while changed:
         changed = False

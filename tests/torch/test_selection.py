@@ -157,6 +157,15 @@ def test_memory_that_overlaps_stays_and_memory_that_touches_does_not(gap):
     assert reasons(model) == (dict.fromkeys(("0", "1"), overlaps) if gap < 0 else {})
 
 
+def test_all_parts_of_one_parameter_overlap_it():
+    """Also those that do not lie next to its beginning."""
+    whole = torch.zeros(16, 4)
+    model = nn.Sequential(*(nn.Linear(4, n, bias=False) for n in (16, 2, 2, 4)))
+    for layer, part in zip(model, (whole, whole[2:4], whole[8:10], torch.zeros(4, 4)), strict=True):
+        layer.weight = nn.Parameter(part)
+    assert reasons(model) == dict.fromkeys("012", "its memory overlaps another parameter's")
+
+
 def test_a_buffer_in_the_memory_of_a_weight_keeps_it():
     model = pair()
     model.register_buffer("view", model[0].weight.detach()[3])
