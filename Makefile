@@ -84,7 +84,7 @@ test: build
 
 # The tests that take a device, on one whose type is not "cpu". In a process of its own.
 device-type: build
-	"$(PY)" -m pytest tests/torch --device simgpu $(ARGS)
+	"$(PY)" -m pytest tests/training --device simgpu $(ARGS)
 
 DEVICE ?= cpu
 bench: build

@@ -1,6 +1,4 @@
-"""What every test shares. Here and not in tests/: that folder on sys.path would offer `tests/torch`
-as a package named torch wherever the real one is missing.
-"""
+"""What every test shares."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "simgpu":  # before any test module asks for devices
-        sys.path.insert(0, str(Path(__file__).parent / "tests" / "torch"))
+        sys.path.insert(0, str(Path(__file__).parent / "tests" / "training"))
         import simgpu
 
         if not simgpu.is_available():

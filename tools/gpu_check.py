@@ -67,7 +67,7 @@ MEASUREMENTS = tuple(
     for name, limit_s in (("link", 45), ("step", 200), ("calls", 25), ("layers", 40), ("bits", 50))
 )
 TESTS = tuple(
-    Part(f"tests/{name}", 140, f"tests/torch/test_{name}.py")
+    Part(f"tests/{name}", 140, f"tests/training/test_{name}.py")
     for name in ("matrix", "autocast", "models", "writes", "memory", "contract", "exceptions")
 )
 CONFORMANCE = Part("conformance", 150)

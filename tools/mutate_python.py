@@ -70,7 +70,7 @@ CACHE = ROOT / "build/mutation"
 STATE = CACHE / "state.json"
 EQUIVALENT = ROOT / "tests/mutation/equivalent_python.toml"
 KILLED_AT_LEAST = 0.95
-TEST_FOLDERS = ("tests/unit", "tests/torch", "tests/fault")
+TEST_FOLDERS = ("tests/unit", "tests/training", "tests/fault")
 # They build, install or call other programs; none runs a line of the package in place.
 WITHOUT = ("test_conformance", "test_gpu_tools", "test_package", "test_soak")
 # What drives the extension module by itself; the rest of the tests of a binding's mutant train.

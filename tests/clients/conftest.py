@@ -10,7 +10,7 @@ import os
 
 import pytest
 import torch
-from sides import CORE  # which puts the helpers of tests/torch on the path
+from sides import CORE  # which puts the helpers of tests/training on the path
 
 _spec = importlib.util.spec_from_file_location("core_conftest", CORE / "conftest.py")
 _core = importlib.util.module_from_spec(_spec)

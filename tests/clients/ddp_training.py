@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
 
-from sides import compare, values  # noqa: E402, I001 - puts the helpers of tests/torch on the path
+from sides import compare, values  # noqa: E402, I001 - puts the helpers of tests/training on the path
 import models  # noqa: E402
 
 from oracle_offload import simulator  # noqa: E402

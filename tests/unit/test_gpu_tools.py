@@ -135,15 +135,15 @@ def test_tests_that_run_out_of_time_still_leave_their_report(tmp_path: Path, mar
 def test_a_file_of_tests_that_was_killed_is_counted_by_what_it_had_printed() -> None:
     found = gpu_check.count_lines(
         "collected 4 items\n"
-        "tests/torch/test_matrix.py::test_linear[cuda-a b] PASSED   [ 25%]\n"
-        "tests/torch/test_matrix.py::test_conv[cuda-x] FAILED       [ 50%]\n"
-        "tests/torch/test_matrix.py::test_skips SKIPPED (no card)   [ 75%]\n"
-        "tests/torch/test_matrix.py::test_hangs[cuda-forward pre] \n"
+        "tests/training/test_matrix.py::test_linear[cuda-a b] PASSED   [ 25%]\n"
+        "tests/training/test_matrix.py::test_conv[cuda-x] FAILED       [ 50%]\n"
+        "tests/training/test_matrix.py::test_skips SKIPPED (no card)   [ 75%]\n"
+        "tests/training/test_matrix.py::test_hangs[cuda-forward pre] \n"
         "Fatal Python error: Aborted\n"
     )
     assert (found["passed_count"], found["failed_count"], found["skipped_count"]) == (1, 1, 1)
     assert found["failed"][0]["name"].endswith("test_conv[cuda-x]")
-    assert found["last"] == "tests/torch/test_matrix.py::test_hangs[cuda-forward pre]"
+    assert found["last"] == "tests/training/test_matrix.py::test_hangs[cuda-forward pre]"
 
 
 PARTS = ("machine", "link", "lock", "calls", "layers", "step", "bits", "faults", "memory", "tests")
