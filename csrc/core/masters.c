@@ -32,10 +32,10 @@ static struct oo_known **oo__find_known(struct oo_engine *engine, const struct o
 
 /* ---- registrations: under the memory's mutex ---- */
 
-/* A new registration; or none, with `result` saying why. */
+/* A new registration; or NULL, with `result` saying why. */
 static enum oo_status oo__registration_make(struct oo_engine *engine, struct oo_host *host,
-                                            OOCUresult *result) {
-    struct oo_registration *registration = malloc(sizeof *registration);
+                                            OOCUresult *result, struct oo_registration **made) {
+    struct oo_registration *registration = *made = malloc(sizeof *registration);
     if (!registration)
         return oo__fail(OO_E_MEMORY, "no memory for a registration's record");
     /* Before locking: a fork between the two would copy every locked page. */
@@ -53,6 +53,7 @@ static enum oo_status oo__registration_make(struct oo_engine *engine, struct oo_
         return OO_OK;
     }
     free(registration);
+    *made = NULL;
     if (!host->locked)
         (void)oo__pages_inherit(host->pages, host->mapped_bytes, 1);
     return OO_OK;
@@ -67,11 +68,9 @@ static enum oo_status oo__registration_take(struct oo_engine *engine, struct oo_
     while (registration && registration->library != engine->driver.library)
         registration = registration->next;
     *result = OOCU_SUCCESS;
-    if (!registration) {
-        status = oo__registration_make(engine, host, result);
-        registration = host->registrations;
-    }
-    if (status == OO_OK && *result == OOCU_SUCCESS) {
+    if (!registration)
+        status = oo__registration_make(engine, host, result, &registration);
+    if (registration) {
         registration->engines++;
         known->registration = registration;
     }
