@@ -462,3 +462,13 @@ def test_a_forward_takes_back_nothing_that_is_being_lent(monkeypatch):
         threads[0].join(LIMIT_S)
         assert len(manager.attachment.arena.lent) == 1
         same(model, resident, lambda each: step_of(each, torch.ones(2, 8)))
+
+
+def test_a_lock_that_was_free_is_given_back_whatever_happens():
+    lock = Lock("device")
+    with pytest.raises(RuntimeError), lock.if_free() as taken:
+        assert taken and lock.is_held()
+        raise RuntimeError
+    assert not lock.is_held()
+    with lock.if_free() as taken:
+        assert taken

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from equality import assert_models_agree, attached, resident_pair
+from equality import assert_models_agree, assert_same, attached, resident_pair
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -408,3 +408,19 @@ def test_gradients_keep_the_residents_layout(device):
         assert_models_agree(managed, resident, step, device=device)
         assert managed[0].weight.grad.stride() == resident[0].weight.grad.stride()
         assert managed[0].weight.grad.device.type == "cpu"
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_gradient_of_an_input_has_the_residents_layout(device, bias, trainable):
+    """A column-major input, of three dimensions that fold into two without a copy."""
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(nn.Linear(6, 5, bias=bias)))
+    managed.requires_grad_(trainable)
+    resident.requires_grad_(trainable).to(device)
+    x = torch.randn(6, 4, device=device).t().unsqueeze(0).requires_grad_()
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 1
+        found, expected = (torch.autograd.grad(m(x).sum(), x)[0] for m in (managed, resident))
+    assert_same(found, expected)
+    assert found.stride() == expected.stride()

@@ -490,13 +490,14 @@ def test_every_property_of_a_weight_or_bias_may_change_alone(change):
         (nn.Parameter(torch.randn(4, 4).bfloat16().t()), True),
         (torch.randn(4, 4), False),
         (nn.Parameter(torch.randn(4, 4).to_sparse()), False),
+        (nn.Parameter(torch.eye(4).to_sparse_csr()), False),
         (nn.Parameter(torch.randn(4, 4, device="meta")), False),
         (nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False), False),
         (nn.Parameter(torch.randn(0, 4)), False),
         (nn.Parameter(torch.randn(4, 8)[:, :4]), False),
         (None, False),
     ],
-    ids=["plain", "turned", "tensor", "sparse", "meta", "int8", "empty", "gaps", "none"],
+    ids=["plain", "turned", "tensor", "sparse", "csr", "meta", "int8", "empty", "gaps", "none"],
 )
 def test_what_can_be_a_master(tensor, plain):
     assert is_plain_master(tensor) is plain

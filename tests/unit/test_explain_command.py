@@ -287,6 +287,17 @@ def test_a_file_that_fails_is_named_with_its_errno(
     assert (ended.returncode, ended.stderr) == (1, f"{said}\n")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a directory cannot be opened there")
+def test_a_stream_that_fails_while_it_is_followed_says_so(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(IsADirectoryError):
+            for piece in command._streamed(descriptor):
+                assert piece == b"", "nothing was read"
+    finally:
+        os.close(descriptor)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell of POSIX")
 @pytest.mark.parametrize("options", ["", "--json"])
 def test_a_reader_that_goes_away_is_no_error(log: Path, options: str) -> None:
