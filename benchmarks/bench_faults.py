@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import common
@@ -19,18 +20,24 @@ LIMIT_S = 40.0
 
 def benchmarks(device: str) -> Iterator[dict[str, Any]]:
     """Run each drill by its name."""
-    for name in DRILLS:
-        yield {"name": name, **drill(device, name, {}, ())}
+    planned: list[tuple[str, str, dict[str, str], tuple[str, ...]]]
+    planned = [(name, name, {}, ()) for name in DRILLS]
     for setting in ("expandable_segments:True", "backend:cudaMallocAsync"):
         # The first name is read by every torch; the second one warns that it is the old one.
         settings = {"PYTORCH_ALLOC_CONF": setting, "PYTORCH_CUDA_ALLOC_CONF": setting}
-        yield {"name": setting, **drill(device, "attach and detach", settings, ())}
+        planned.append((setting, "attach and detach", settings, ()))
     checker = shutil.which("compute-sanitizer")
+    if checker is not None:
+        prefix = (checker, "--tool", "memcheck", "--error-exitcode", "9")
+        planned.append(("compute-sanitizer", "one step", {}, prefix))
+    # One after the other on a card, whose memory they fill; simulated ones share nothing.
+    with ThreadPoolExecutor(2 if common.is_simulated(device) else 1) as pool:
+        for (name, *_), row in zip(
+            planned, pool.map(lambda plan: drill(device, *plan[1:]), planned), strict=True
+        ):
+            yield {"name": name, **row}
     if checker is None:
         yield {"name": "compute-sanitizer", "skipped": "compute-sanitizer is not on PATH"}
-    else:
-        prefix = (checker, "--tool", "memcheck", "--error-exitcode", "9")
-        yield {"name": "compute-sanitizer", **drill(device, "one step", {}, prefix)}
 
 
 def drill(
