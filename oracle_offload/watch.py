@@ -20,13 +20,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from .attachment import Attachment
-from .engines import Layout
 from .exemption import is_exempt
 from .geometry import memory_of
 from .layers import trial
 from .layers.leaf import Leaf
 from .layers.swap import is_managed
-from .operators import operator_of, tensors_in
+from .operators import Operator, tensors_in
 from .witness import Witness, refusal
 
 _copy = torch.ops.aten.copy_.default
@@ -62,15 +61,7 @@ class Watch(Witness):
                 self._note((*module._parameters.values(), *module._buffers.values()))
         self._note(tree_leaves(inputs))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        operator = operator_of(func)
-        if not operator.touches_bytes:
-            return func(*args, **kwargs)
-        if self._layout != Layout.version:
-            self._map_memory()
+    def _observe(self, operator: Operator, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         meets_device = False
         verb, master = "", None
         targets: list[Tensor] = []

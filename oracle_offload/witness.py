@@ -113,6 +113,10 @@ class Witness(TorchDispatchMode):
         self.operators += 1
         if self._layout != Layout.version:
             self._map_memory()
+        return self._observe(operator, func, args, kwargs)
+
+    def _observe(self, operator: Operator, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator that touches bytes, and see to what it touches."""
         reads: list[tuple[int, int, Any]] = []
         writes: list[tuple[int, int, Any]] = []
         moved = 0
