@@ -114,7 +114,7 @@ class Attachment:
             if any(tensor.requires_grad for tensor in layer.tensors())
         }
         for unit in trained ^ self.trained_units:
-            if unit in self.state.units:
+            if unit in self.state.stamps:
                 self.state.engine.set_trainable(unit, unit in trained)
         self.trained_units = trained
         return bool(trained)
@@ -317,7 +317,7 @@ class Attachment:
             Layout.version += 1  # what lies there next is no master
 
     def _release_layer(self, layer: Leaf) -> None:
-        self.state.forget_layer(layer)
+        self.state.forget_member(layer.unit, layer.member)
         layer.member = -1
         layer.views.clear()
         leaf = layer.module()  # also one that is no part of the model any more

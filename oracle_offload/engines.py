@@ -1,7 +1,8 @@
 """One engine per device, shared by every model attached there.
 
-`DeviceState` is the Python side of one engine: which layers lie in which unit, which tensors are
-the arena's segments, on which stream torch computes, and when trainable masters may be rewritten.
+`DeviceState` is the Python side of one engine: how the members of a unit are stamped, which tensors
+are the arena's segments, on which stream torch computes, and when trainable masters may be
+rewritten.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import bisect
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -20,9 +21,6 @@ from . import _core, devices, simulator
 from .errors import OffloadError
 from .locks import Lock
 from .simulated_time import SimulatedTime
-
-if TYPE_CHECKING:
-    from .layers.leaf import Leaf
 
 logger = logging.getLogger("oracle_offload")
 
@@ -74,7 +72,8 @@ class DeviceState:
         self.device = device
         self.pid = os.getpid()
         self.lock = Lock("device")  # see there what it protects
-        self.units: dict[int, list[Leaf]] = {}
+        # By unit: what answers the stamp of each member. A unit's row is replaced, never changed.
+        self.stamps: dict[int, dict[int, Callable[[], int]]] = {}
         self.segments: tuple[Segment, ...] = ()  # by address
         self.listeners: tuple[Listener, ...] = ()
         self.openings = 0  # attaches under way; the registry's lock protects it
@@ -106,20 +105,25 @@ class DeviceState:
         """Tell the engine the versions of the masters it has just begun to copy."""
         self.engine.stamp(
             [
-                (layer.member, layer.stamp())
+                (member, stamp())
                 for unit in fetched
-                for layer in self.units.get(unit, ())
+                for member, stamp in self.stamps.get(unit, {}).items()
             ]
         )
 
-    def forget_layer(self, layer: Leaf) -> None:
-        """Take `layer` out of its unit."""
+    def add_member(self, unit: int, member: int, stamp: Callable[[], int]) -> None:
+        """Have `member` stamped by `stamp` whenever its unit is copied."""
         with self.lock:
-            members = self.units.get(layer.unit)
-            if members is not None and layer in members:
-                members.remove(layer)
-                if not members:
-                    del self.units[layer.unit]
+            self.stamps[unit] = {**self.stamps.get(unit, {}), member: stamp}
+
+    def forget_member(self, unit: int, member: int) -> None:
+        """Undo `add_member`, if it was done."""
+        with self.lock:
+            row = self.stamps.get(unit, {})
+            if row.keys() == {member}:
+                del self.stamps[unit]
+            elif member in row:
+                self.stamps[unit] = {other: row[other] for other in row if other != member}
 
     def exchange_segments(self, gone: list[Segment], come: list[Segment]) -> None:
         """Make new segments findable by address, and forget those that were given back."""

@@ -291,11 +291,11 @@ class Leaf:
 
     def placed(self, unit: int, member: int, offsets: list[int]) -> None:
         """Take the engine's answer to where the leaf's unit is."""
-        self.state.forget_layer(self)
+        self.state.forget_member(self.unit, self.member)
         self.unit, self.member, self.offsets = unit, member, offsets
         self.views.clear()
         Layout.version += 1
-        self.state.units.setdefault(unit, []).append(self)
+        self.state.add_member(unit, member, self.stamp)
 
     def refuse_detached(self) -> NoReturn:
         """Say that the leaf was detached since forward."""

@@ -194,7 +194,7 @@ def _leave(attachment: Attachment, layer: Leaf) -> None:
         state.engine.remove_member(layer.member)
     except OffloadError as error:  # another thread computes with it: the copy goes at detach
         logger.debug("layer '%s' keeps its copy in the arena: %s", layer.name, error)
-    state.forget_layer(layer)
+    state.forget_member(layer.unit, layer.member)
     attachment.layers.remove(layer)
     before, now = layer.masters, Masters(type(layer), layer.parameters)
     attachment.pieces.count_uses(before.addresses.values(), ())

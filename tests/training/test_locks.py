@@ -146,7 +146,7 @@ def observer(monkeypatch, caplog):
 
     def state_made(state):
         state.engine = WatchedEngine(state.engine, observer)
-        state.units = GuardedDict(state.units, observer, state.lock, "units")
+        state.stamps = GuardedDict(state.stamps, observer, state.lock, "stamps")
 
     def assigned(state, name, value):
         if name in ("segments", "listeners") and name in state.__dict__:
@@ -359,7 +359,7 @@ def test_two_devices_locked_by_one_thread_are_found(observer):
         (arena.Arena, "lend", "leases"),
         (masters.Pieces, "add", "pieces"),
         (attachment.Attachment, "close", "layers"),
-        (attachment.Attachment, "close", "units"),
+        (attachment.Attachment, "close", "stamps"),
     ],
 )
 def test_a_change_without_the_lock_is_found(observer, monkeypatch, owner, name, what):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from itertools import pairwise
 
 import models
@@ -114,15 +115,11 @@ def test_bytes_the_simulator_copied_are_the_units_fetched(sim):
     state = manager.state
     recorder = Recorder(state.engine)
     state.engine = recorder
-    sizes = {
-        unit: sum(-(-n // 256) * 256 for layer in layers for _, n in layer.extents())
-        for unit, layers in state.units.items()
-    }
-    exact = {
-        unit: sum(n for layer in layers for _, n in layer.extents())
-        for unit, layers in state.units.items()
-    }
-    unit_of = {layer.member: unit for unit, layers in state.units.items() for layer in layers}
+    sizes, exact = Counter(), Counter()
+    for layer in manager.layers:
+        sizes[layer.unit] += sum(-(-n // 256) * 256 for _, n in layer.extents())
+        exact[layer.unit] += sum(n for _, n in layer.extents())
+    unit_of = {layer.member: layer.unit for layer in manager.layers}
     before, counted = sim.stats(), state.engine.stats()
     for _ in range(3):
         tower_step(model)
