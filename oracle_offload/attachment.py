@@ -131,7 +131,7 @@ class Attachment:
 
     def forget_views(self) -> None:
         """Let go of views into the arena: they keep their segment's memory alive."""
-        for layer in list(self.layers):
+        for layer in [*self.layers, *self.leaving]:
             layer.views.clear()
 
     # ---- masters that were replaced ----

@@ -1,23 +1,22 @@
 """A managed leaf: the named tensors of one module, on the host and in the arena.
 
 `Masters` is what they are on the host, as the engine was told. `Leaf` follows them when they are
-replaced, and takes a slot of the arena for as long as something computes with it.
+replaced, and views them where they lie in a slot of the arena.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .._core import BACKWARD
 from ..engines import Layout
-from ..errors import NoRoomError, OffloadError, StaleWeightsError, no_room_error
+from ..errors import OffloadError
 from ..geometry import is_dense, tensor_bytes
 from .swap import is_managed
 
@@ -149,6 +148,9 @@ class Leaf:
     trial: Trial | None = None  # code may read its tensors as values
     on_device = False  # the tensors lie there for good, and so do their gradients
     moving = False  # `follow` is under way, in some thread
+    # The address of a master by that of its tensor on the device, once it has moved there.
+    former: Mapping[int, int] = {}
+    kept: Sequence[torch.UntypedStorage] = ()  # what it left, while the engine may still read it
 
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
         self.module = weakref.ref(module)
@@ -273,7 +275,7 @@ class Leaf:
         """Tell the engine of plain masters where they lie now.
 
         The engine knows the new place before this object does. What another thread takes in
-        between, `take` gives back unread. Where the engine refuses, it goes on copying from where
+        between, a loan gives back unread. Where the engine refuses, it goes on copying from where
         it did, and the next call sees the change again.
         """
         with self.state.lock:
@@ -303,66 +305,6 @@ class Leaf:
             f"managed layer '{self.name}' was detached between forward and backward; run backward "
             "first, then detach."
         )
-
-    # ---- slots ----
-
-    def take(self, kind: int, task: int, seconds: float) -> tuple[int, int, Tensors]:
-        """Return a ticket, the stream it is for, and the tensors as they lie in a slot.
-
-        Torch's stream waits for their copy, the host does not. Whoever takes also gives back, once
-        all work that uses the tensors is queued.
-
-        Parameters
-        ----------
-        kind : int
-            ``FORWARD``, ``RECOMPUTE`` or ``BACKWARD``.
-        task : int
-            The running graph task, -1 for none.
-        seconds : float
-            How long the simulated device computes.
-
-        Raises
-        ------
-        NoRoomError
-            The arena has no room for the unit; it is a `torch.OutOfMemoryError`.
-        """
-        state = self.state
-        stream = state.stream()
-        if state.time.pending_kernel_s:
-            state.time.flush(stream)
-        try:
-            ticket, address, fetched = state.engine.acquire(
-                self.member, stream, self.stamp(), kind, task, seconds
-            )
-        except NoRoomError as error:
-            raise no_room_error(f"no room for layer '{self.name}': {error}") from error
-        try:
-            if fetched:
-                state.stamp_units(fetched)
-            if not self.moving:
-                return ticket, stream, self.views.get(address) or self.view_at(address)
-        except BaseException:
-            self.give_back(ticket, stream)
-            raise
-        self.give_back(ticket, stream)
-        return self._take_after_move(kind, task, seconds)
-
-    def _take_after_move(self, kind: int, *rest: Any) -> tuple[int, int, Tensors]:
-        """Another thread has moved the masters since they were checked: wait, and begin anew."""
-        if kind == BACKWARD:
-            raise StaleWeightsError(
-                f"the weight of managed layer '{self.name}' was replaced by another thread while "
-                "its backward began; change weights between steps."
-            )
-        with self.state.lock:
-            pass
-        return self.take(kind, *rest)
-
-    def give_back(self, ticket: int, stream: int) -> None:
-        """End the use that `take` began; the engine starts copying what comes next."""
-        fetched = self.state.engine.release(ticket, stream)
-        if fetched:
-            self.state.stamp_units(fetched)
 
     def view_at(self, address: int) -> Tensors:
         """Return the tensors as they lie in the slot at `address`; they never require grad.

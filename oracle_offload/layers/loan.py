@@ -24,7 +24,7 @@ from torch.autograd import Function, forward_ad
 
 from .._core import BACKWARD, FORWARD, RECOMPUTE
 from ..autocast import cast_dtype, cast_input, cast_tensors
-from ..errors import OffloadError, StaleWeightsError
+from ..errors import NoRoomError, OffloadError, StaleWeightsError, no_room_error
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
 from ..gradients import note_trainable, to_host
@@ -172,27 +172,67 @@ class Layer(Leaf, ABC):
         dtype: torch.dtype | None,
         compute: Callable[[Tensors], Any],
     ) -> Any:
-        """Return ``compute(tensors)`` of the tensors as they lie on the device.
+        """Return ``compute(tensors)`` of the tensors as they lie in a slot.
 
-        The whole life of a loan: what takes also gives back, whatever happens in between.
+        The whole life of a loan: what takes also gives back, whatever happens in between. Torch's
+        stream waits for the copy, the host does not.
 
         Parameters
         ----------
-        kind, task, seconds
-            See `Leaf.take`.
+        kind : int
+            ``FORWARD``, ``RECOMPUTE`` or ``BACKWARD``.
+        task : int
+            The running graph task, -1 for none.
+        seconds : float
+            How long the simulated device computes.
         dtype : torch.dtype or None
             What autocast computes in; None where it is off.
         compute : callable
             Queues all work that uses the tensors, and keeps none of them.
+
+        Raises
+        ------
+        NoRoomError
+            The arena has no room for the unit; it is a `torch.OutOfMemoryError`.
         """
-        ticket, stream, tensors = self.take(kind, task, seconds)
+        state = self.state
+        stream = state.stream()
+        if state.time.pending_kernel_s:
+            state.time.flush(stream)
         try:
-            if dtype is not None:
-                names = self.backward_reads if kind == BACKWARD else self.names
-                tensors = cast_tensors(dtype, tensors, [name in names for name in self.names])
-            return compute(tensors)
+            ticket, address, fetched = state.engine.acquire(
+                self.member, stream, self.stamp(), kind, task, seconds
+            )
+        except NoRoomError as error:
+            raise no_room_error(f"no room for layer '{self.name}': {error}") from error
+        except OffloadError:
+            if not self.former:
+                raise
+            # Another thread has moved the tensors to the device since this call began.
+            return self.lend(kind, task, seconds, dtype, compute)
+        try:
+            if fetched:
+                state.stamp_units(fetched)
+            if not self.moving:
+                tensors = self.views.get(address) or self.view_at(address)
+                return compute(tensors if dtype is None else self.cast(kind, dtype, tensors))
         finally:
-            self.give_back(ticket, stream)
+            fetched = state.engine.release(ticket, stream)  # which copies what comes next
+            if fetched:
+                state.stamp_units(fetched)
+        if kind == BACKWARD:
+            raise StaleWeightsError(
+                f"the weight of managed layer '{self.name}' was replaced by another thread while "
+                "its backward began; change weights between steps."
+            )
+        with state.lock:  # another thread moves the masters; see `Leaf.follow`
+            pass
+        return self.lend(kind, task, seconds, dtype, compute)
+
+    def cast(self, kind: int, dtype: torch.dtype, tensors: Tensors) -> Tensors:
+        """Return what autocast makes of the tensors that a call of this kind reads."""
+        names = self.backward_reads if kind == BACKWARD else self.names
+        return cast_tensors(dtype, tensors, [name in names for name in self.names])
 
     def lend_forward(
         self, task: int, x: Tensor, dtype: torch.dtype | None, compute: Callable[[Tensors], Any]
@@ -235,7 +275,7 @@ class Layer(Leaf, ABC):
                 moved = True
                 continue
             then = masters.addresses[name]
-            if tensor.data_ptr() != then and not self.has_left(then, tensor):
+            if tensor.data_ptr() != then and self.former.get(tensor.data_ptr()) != then:
                 moved = True
             if not tensor.is_inference():
                 version += tensor._version
@@ -251,10 +291,6 @@ class Layer(Leaf, ABC):
                 f"'{self.name}' {what}. Change weights after backward, or leave the layer resident "
                 "with ignore_modules=[...]."
             )
-
-    def has_left(self, master: int, tensor: Tensor) -> bool:
-        """Whether `tensor` is what lay at the address of a master, and has moved to the device."""
-        return False
 
 
 class _Refuse(Function):

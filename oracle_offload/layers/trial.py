@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,8 +45,6 @@ register_optimizer_step_pre_hook(lambda *step: follow(*step))
 class OnDevice(Layer):
     """Mixed into a layer's class: its tensors lie on the device, and its loans cost nothing."""
 
-    former: dict[int, int]  # the address of a master, by that of its tensor on the device
-
     def adopt(self, *, lasting: bool = False) -> bool:
         """Take whatever Parameters are there now."""
         for name in self.required:
@@ -55,13 +54,18 @@ class OnDevice(Layer):
         self.masters = Masters(type(self), self.parameters)
         return True
 
-    def take(self, kind: int, task: int, seconds: float) -> tuple[int, int, Tensors]:
-        """Return the Parameters' tensors."""
+    def lend(
+        self,
+        kind: int,
+        task: int,
+        seconds: float,
+        dtype: torch.dtype | None,
+        compute: Callable[[Tensors], Any],
+    ) -> Any:
+        """Return ``compute(tensors)`` of the Parameters' tensors: nothing is taken."""
         with torch.no_grad():
-            return 0, 0, tuple([None if t is None else t.detach() for t in self.masters.tensors])
-
-    def give_back(self, ticket: int, stream: int) -> None:
-        """Do nothing: nothing was taken."""
+            tensors = tuple([None if t is None else t.detach() for t in self.masters.tensors])
+        return compute(tensors if dtype is None else self.cast(kind, dtype, tensors))
 
     def trained(self, dtype: torch.dtype | None) -> Tensors:
         """Return the trainable tensors, under autocast the casts that torch keeps of them."""
@@ -69,10 +73,6 @@ class OnDevice(Layer):
         if dtype is None:
             return tuple(found)
         return tuple([None if t is None else cast_input(t, dtype) for t in found])
-
-    def has_left(self, master: int, tensor: Tensor) -> bool:
-        """Whether `tensor` is what lay at the address of a master."""
-        return self.former.get(tensor.data_ptr()) == master
 
 
 @functools.cache
@@ -126,6 +126,7 @@ def move_to_device(layer: Leaf, where: str) -> None:
         group = [other for other in attachment.layers if mine & {id(t) for t in other.tensors()}]
         tensors = {id(t): t for other in group for t in other.tensors()}
         copies = _copies(layer, list(tensors.values()), where)
+        memory = [tensor.untyped_storage() for tensor in tensors.values()]
         for key, tensor in tensors.items():
             _keep_earlier_gradients(tensor, copies[key].device)
             layer.state.kind.set_data(tensor, copies[key])
@@ -133,9 +134,10 @@ def move_to_device(layer: Leaf, where: str) -> None:
             if tensor.grad is not None:
                 tensor.grad = tensor.grad.to(tensor.device)
         for other in group:
-            _leave(attachment, other)
+            _leave(attachment, other, memory)
             attachment.reasons[other.name] = f"{where} uses its weight without calling it"
         Layout.version += 1
+        del memory
         attachment.pieces.give_back()
     logger.warning(
         "%s: %s computes with the weight of layer '%s' instead of calling the layer; it lies on "
@@ -183,40 +185,52 @@ def follow(optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
                 state[key] = value.to(parameter.device)
 
 
-def _leave(attachment: Attachment, layer: Leaf) -> None:
-    """Take a layer whose Parameters have just moved from the engine.
+def _leave(attachment: Attachment, layer: Leaf, memory: Sequence[torch.UntypedStorage]) -> None:
+    """Make `layer`, whose Parameters have just moved, one that is `OnDevice`.
 
     Nodes of the graph hold `layer` itself, and bring gradients to the host, as they were made;
-    calls from now on go through another object that leaves them on the device.
+    calls from now on go through another object that leaves them on the device. A thread that has
+    begun a loan goes on with the slot and the `memory` of the masters.
     """
-    state = layer.state
-    try:
-        state.engine.remove_member(layer.member)
-    except OffloadError as error:  # another thread computes with it: the copy goes at detach
-        logger.debug("layer '%s' keeps its copy in the arena: %s", layer.name, error)
-    state.forget_member(layer.unit, layer.member)
-    attachment.layers.remove(layer)
     before, now = layer.masters, Masters(type(layer), layer.parameters)
-    attachment.pieces.count_uses(before.addresses.values(), ())
     kind = _on_device(cast("Any", type(layer)))
     former = {at: before.addresses.get(name, at) for name, at in now.addresses.items()}
     later = object.__new__(kind)
     layer.__class__ = kind
     for each in (layer, later):
-        each.__dict__.update(
-            layer.__dict__, views={}, offsets=[], unit=-1, former=former, trial=None, masters=now
-        )
+        each.__dict__.update(layer.__dict__, former=former, trial=None, masters=now)
     later.on_device = True
+    later.kept = memory
+    attachment.layers.remove(layer)
     attachment.leaving.append(later)
+    attachment.pieces.count_uses(before.addresses.values(), ())
     module = layer.module()
     if module is not None and module.__dict__.get(HANDLE) is layer:
         module.__dict__[HANDLE] = later
+    _leave_engine(later)
+
+
+def _leave_engine(layer: Leaf) -> bool:
+    """Take `layer` from the engine; False as long as a thread computes with its unit."""
+    try:
+        layer.state.engine.remove_member(layer.member)
+    except OffloadError as error:
+        logger.debug("layer '%s' keeps its copy in the arena: %s", layer.name, error)
+        return False
+    layer.state.forget_member(layer.unit, layer.member)
+    layer.views.clear()
+    layer.kept = ()
+    return True
 
 
 def finish(attachment: Attachment) -> None:
     """Swap the classes of layers that have left, once no graph holds them."""
-    while attachment.leaving:
-        layer = attachment.leaving.pop()
-        module = layer.module()
-        if module is not None and module.__dict__.get(HANDLE) is layer:
-            swap_out(module)
+    with attachment.state.lock:
+        for layer in list(attachment.leaving):
+            if layer.kept and not _leave_engine(layer):
+                continue
+            attachment.leaving.remove(layer)
+            module = layer.module()
+            if module is not None and module.__dict__.get(HANDLE) is layer:
+                swap_out(module)
+        attachment.pieces.give_back()

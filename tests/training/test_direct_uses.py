@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from equality import assert_same, attached, gradients
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import OffloadError, direct_uses, masters, selection
-from oracle_offload.layers import trial
+from oracle_offload.layers import leaf, linear, trial
 from oracle_offload.witness import Witness
 
 # ---- reading ----
@@ -460,6 +461,58 @@ def test_threads_take_the_branch_at_once():
         for y in found:
             assert_same(y, expected)
         assert sorted(manager.resident) == ["inner.bias", "inner.weight"]
+
+
+@contextlib.contextmanager
+def call_under_way(manager, owner, name, monkeypatch):
+    """Enter with a thread held inside ``owner.name`` of the inner layer; leave as it goes on."""
+    original, begun, go_on, found = getattr(owner, name), threading.Event(), threading.Event(), []
+    layer = {layer.name: layer for layer in manager.layers}["inner"]
+
+    def waits(*arguments):
+        if threading.current_thread() is thread and not begun.is_set():
+            begun.set()
+            assert go_on.wait(30)
+        return original(*arguments)
+
+    thread = threading.Thread(target=lambda: found.append(layer.module()(inputs())))
+    monkeypatch.setattr(owner, name, waits)
+    thread.start()
+    assert begun.wait(30)
+    yield found
+    go_on.set()
+    thread.join(30)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_a_layer_leaves_while_a_thread_computes_with_it(monkeypatch, autocast):
+    model = build().requires_grad_(False)
+    expected = copy.deepcopy(model.inner)(inputs())
+    model.when = True
+    with attached(model, "cpu") as manager, torch.autocast("cpu", enabled=autocast):
+        master = StorageWeakRef(model.inner.weight.untyped_storage())
+        with call_under_way(manager, linear.LinearLayer, "compute", monkeypatch) as found:
+            with torch.no_grad():
+                model(inputs())
+                model(inputs())  # a graph that is gone would let the layer go
+            assert sorted(manager.resident) == ["inner.bias", "inner.weight"]
+            assert not master.expired(), "the engine may copy from it until the thread returns"
+        assert_same(found, [expected])
+        with torch.no_grad():
+            model(inputs())
+        assert type(model.inner) is nn.Linear
+        assert master.expired()
+
+
+def test_a_layer_leaves_between_a_threads_check_and_its_loan(monkeypatch):
+    model = build().requires_grad_(False)
+    expected = copy.deepcopy(model.inner)(inputs())
+    model.when = True
+    with attached(model, "cpu") as manager:
+        with call_under_way(manager, leaf.Leaf, "stamp", monkeypatch) as found:
+            model(inputs())
+            assert sorted(manager.resident) == ["inner.bias", "inner.weight"]
+        assert_same(found, [expected])
 
 
 def test_an_optimizers_state_follows_a_parameter_that_moved():
