@@ -335,6 +335,26 @@ def refuse_registration(from_nth: int = 1) -> None:
     _check("simRefuseRegistration", library().simRefuseRegistration(from_nth))
 
 
+def set_lock_quota(nbytes: int | None) -> None:
+    """Let at most `nbytes` of host memory be page-locked at a time; None: as many as are asked for.
+
+    Registration (``cuMemHostRegister``) and allocation (``cuMemHostAlloc``) draw on it together, as
+    under WSL2 and in containers; what exceeds it is refused with ``CUDA_ERROR_OUT_OF_MEMORY``.
+    """
+    quota = 2**64 - 1 if nbytes is None else nbytes
+    _check("simLockQuota", library().simLockQuota(quota))
+
+
+@contextlib.contextmanager
+def lock_quota(nbytes: int) -> Iterator[None]:
+    """Limit what can be page-locked for the length of a ``with`` block."""
+    set_lock_quota(nbytes)
+    try:
+        yield
+    finally:
+        set_lock_quota(None)
+
+
 def set_fault(call: str | None, nth: int = 1, result: int = 2, *, lasting: bool = False) -> None:
     """Let the `nth` call from now on (1: the next) fail with CUresult `result` and do nothing.
 

@@ -103,6 +103,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[object, ...]]] = {
     "simScheduleText": (ctypes.c_int, (ctypes.c_char_p, ctypes.c_size_t)),
     "simSwitch": (ctypes.c_int, (ctypes.c_int, ctypes.c_int)),
     "simRefuseRegistration": (ctypes.c_int, (ctypes.c_uint64,)),
+    "simLockQuota": (ctypes.c_int, (ctypes.c_uint64,)),
     "simFault": (
         ctypes.c_int,
         (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_int),

@@ -12,6 +12,7 @@ struct fault {
 static struct fault faults[SIM_CALL_COUNT], any_fault;
 static uint64_t counts[SIM_CALL_COUNT], total;
 static uint64_t refuse_in; /* registrations until the first refused one; 0: none */
+static uint64_t lock_quota = UINT64_MAX; /* most bytes that are page-locked at a time */
 static SIM_THREAD_LOCAL int in_host_function;
 
 static const char *const names[SIM_CALL_COUNT] = {
@@ -184,11 +185,26 @@ int sim__refuse_registration(void) {
     return 1;
 }
 
+OOCUresult simLockQuota(uint64_t bytes) {
+    sim_os_lock(&sim.lock);
+    lock_quota = bytes;
+    sim_os_unlock(&sim.lock);
+    return OOCU_SUCCESS;
+}
+
+int sim__may_lock(size_t bytes) {
+    const uint64_t locked = sim.live.registered_bytes + sim.live.host_alloc_bytes;
+    return locked <= lock_quota && bytes <= lock_quota - locked;
+}
+
+int sim__may_lock_nothing(void) { return lock_quota == 0; }
+
 void sim__fault_reset(void) {
     memset(faults, 0, sizeof faults);
     memset(&any_fault, 0, sizeof any_fault);
     memset(counts, 0, sizeof counts);
     total = 0;
     refuse_in = 0;
+    lock_quota = UINT64_MAX;
     sim.sticky = OOCU_SUCCESS;
 }

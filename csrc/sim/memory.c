@@ -96,6 +96,8 @@ OOCUresult sim__range_add(uintptr_t lo, size_t bytes, enum sim_memory kind, int 
     if ((kind == MEM_DEVICE || kind == MEM_ADOPTED) &&
         (double)sim.device_used[device] + (double)bytes > sim.devices[device].memory_bytes)
         return OOCU_ERROR_OUT_OF_MEMORY;
+    if ((kind == MEM_REGISTERED || kind == MEM_HOST_ALLOC) && !sim__may_lock(bytes))
+        return OOCU_ERROR_OUT_OF_MEMORY;
     struct sim_range *range = calloc(1, sizeof *range);
     if (!range)
         return OOCU_ERROR_OUT_OF_MEMORY;

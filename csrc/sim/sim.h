@@ -89,6 +89,10 @@ SIM_API OOCUresult simSwitch(int which, int on);
 /* Refuse host registrations: the n-th cuMemHostRegister from now on and all later ones fail with
  * OUT_OF_MEMORY (1 = the next); 0 ends it. */
 SIM_API OOCUresult simRefuseRegistration(uint64_t from_nth);
+/* At most so many bytes of host memory can be page-locked at a time, by cuMemHostRegister and
+ * cuMemHostAlloc together: what exceeds them fails with OUT_OF_MEMORY. UINT64_MAX (the default): no
+ * limit. While it is 0 a pageable copy is no oversight, and is not reported as one. */
+SIM_API OOCUresult simLockQuota(uint64_t bytes);
 /* The n-th call from now on (1 = the next) of `call` ("cuEventRecord"; NULL: any cu* call that can
  * fail) returns `result` and does nothing: once, or for ever when `lasting`. One fault per call
  * name and one for any; result 0 clears. A sticky result (700, 719...) makes all later calls that

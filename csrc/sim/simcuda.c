@@ -615,7 +615,7 @@ static OOCUresult copy(enum sim_op_kind kind, uintptr_t device_side, uintptr_t h
         place = PLACE_PAGEABLE;
     if (captured)
         return OOCU_SUCCESS;
-    if (place == PLACE_PAGEABLE) {
+    if (place == PLACE_PAGEABLE && !sim__may_lock_nothing()) {
         char text[160];
         sim__describe(host_side, host_side + bytes, text, sizeof text);
         sim__report(

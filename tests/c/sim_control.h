@@ -14,7 +14,7 @@
 /* clang-format off */
 #define SIM_CONTROLS(X) \
     X(simScheduleText) X(simGetDevice) X(simSetDevice) X(simSetDeviceCount) X(simSetSchedule) X(simSwitch) \
-    X(simRefuseRegistration) X(simFault) X(simFaultClear) X(simHold) X(simCallCount) \
+    X(simRefuseRegistration) X(simLockQuota) X(simFault) X(simFaultClear) X(simHold) X(simCallCount) \
     X(simGetStats) X(simGetLive) X(simNow) X(simAdvance) X(simFinish) X(simReportCount) \
     X(simReport) X(simReportsClear) X(simReset) X(simAdopt) X(simDrop) X(simLaunch) \
     X(simHostAccess) X(simTraceCount) X(simTraceRow) X(simTraceClear) X(cuInit) \

@@ -14,7 +14,7 @@
 #define SIM_TEST_CONTROLS(X) \
     X(simAdopt) X(simDrop) X(simLaunch) X(simHostAccess) X(simPreset) X(simGetDevice) \
     X(simSetDevice) X(simSetDeviceCount) X(simSetSchedule) X(simSwitch) \
-    X(simRefuseRegistration) X(simFault) X(simFaultClear) X(simHold) X(simPatience) \
+    X(simRefuseRegistration) X(simLockQuota) X(simFault) X(simFaultClear) X(simHold) X(simPatience) \
     X(simCallCount) X(simGetStats) X(simGetLive) X(simNow) X(simAdvance) X(simFinish) \
     X(simReportCount) X(simReport) X(simReportsClear) X(simLabelRange) X(simLabelStream) \
     X(simTraceCount) X(simTraceRow) X(simTraceClear) X(simScheduleText) X(simReset)

@@ -175,7 +175,62 @@ static void registrations_are_refused_from_the_kth_on(void) {
     sim_test_end();
 }
 
+/* Registration and allocation draw on one quota, and give back to it. */
+static void page_locked_bytes_have_one_quota(void) {
+    enum { PAGE = 4096 };
+    static char block[4][PAGE];
+    begin(); /* with 64 bytes of host memory */
+    OK(cu.simLockQuota(64 + 3 * PAGE));
+    OK(cu.cuMemHostRegister(block[0], PAGE, 0));
+    char *allocated = host_bytes(PAGE);
+    void *none = NULL;
+    IS(OOCU_ERROR_OUT_OF_MEMORY, cu.cuMemHostAlloc(&none, PAGE + 1, 0));
+    IS(OOCU_ERROR_OUT_OF_MEMORY, cu.cuMemHostRegister(block[1], (size_t)2 * PAGE, 0));
+    OK(cu.cuMemHostRegister(block[1], PAGE, 0));
+    IS(OOCU_ERROR_OUT_OF_MEMORY, cu.cuMemHostAlloc(&none, 1, 0));
+    IS(OOCU_ERROR_OUT_OF_MEMORY, cu.cuMemHostRegister(block[2], 1, 0));
+    OK(cu.cuMemFreeHost(allocated));
+    OK(cu.cuMemHostRegister(block[2], PAGE, 0));
+    OK(cu.simLockQuota(PAGE)); /* below what is locked: nothing more, and no overflow */
+    IS(OOCU_ERROR_OUT_OF_MEMORY, cu.cuMemHostRegister(block[3], 1, 0));
+    OK(cu.simLockQuota(UINT64_MAX));
+    OK(cu.cuMemHostRegister(block[3], PAGE, 0));
+    for (int i = 0; i < 4; i++)
+        OK(cu.cuMemHostUnregister(block[i]));
+    OK(cu.simLockQuota(0));
+    OK(cu.cuMemFreeHost(host));
+    OK(cu.cuEventDestroy(event));
+    OK(cu.cuStreamDestroy(stream));
+    OK(cu.cuMemFree(device));
+    sim_test_end();
+    sim_test_begin(SIM_TIMED, 0); /* a reset ends it */
+    host = host_bytes(PAGE);
+    OK(cu.cuMemFreeHost(host));
+    sim_test_end();
+}
+
+/* An asynchronous copy from pageable memory is an oversight, unless there is no other memory. Its
+ * source is in use until an event after it either way. */
+static void pageable_copies_are_reported_where_memory_can_be_locked(void) {
+    static char pageable[64];
+    for (int none = 0; none < 2; none++) {
+        begin();
+        OK(cu.simLockQuota(none ? 0 : UINT64_MAX));
+        OK(cu.cuMemcpyHtoDAsync(device, pageable, 64, stream));
+        CHECK(reports_of("lint:") == (uint64_t)!none, "%d", none);
+        IS(OOCU_SUCCESS, cu.simHostAccess(pageable, 64, 1));
+        CHECK(reports_of("race:") == 1, "the source is in use");
+        OK(cu.simReportsClear());
+        OK(cu.cuStreamSynchronize(stream));
+        OK(cu.cuStreamDestroy(stream));
+        OK(cu.cuEventDestroy(event));
+        sim_test_end();
+    }
+}
+
 static const struct check_case cases[] = {
+    CASE(page_locked_bytes_have_one_quota),
+    CASE(pageable_copies_are_reported_where_memory_can_be_locked),
     CASE(the_nth_call_of_any_kind),
     CASE(the_nth_call_of_one_kind),
     CASE(a_failed_call_does_nothing),

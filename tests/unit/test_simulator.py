@@ -375,6 +375,24 @@ def test_registrations_are_refused_from_the_nth_on(driver: Driver) -> None:
     driver.call("cuMemHostUnregister", pieces[0])
 
 
+def test_page_locked_bytes_have_one_quota_until_their_block_ends(driver: Driver) -> None:
+    block = ctypes.create_string_buffer(NBYTES)
+    register = driver.library.cuMemHostRegister_v2
+    piece, value = ctypes.c_size_t(ctypes.addressof(block)), ctypes.c_size_t()
+    with pytest.raises(KeyError), simulator.lock_quota(2 * NBYTES - 1):
+        driver.host_bytes(NBYTES)
+        assert register(piece, ctypes.c_size_t(NBYTES), 0) == 2
+        assert register(piece, ctypes.c_size_t(NBYTES - 1), 0) == 0
+        assert driver.library.cuMemHostAlloc(ctypes.byref(value), ctypes.c_size_t(1), 0) == 2
+        raise KeyError
+    driver.host_bytes(NBYTES)
+    driver.call("cuMemHostUnregister", piece)
+    simulator.set_lock_quota(0)
+    assert register(piece, ctypes.c_size_t(1), 0) == 2
+    simulator.set_lock_quota(None)
+    driver.host_bytes(NBYTES)
+
+
 def test_a_hang_is_an_error_with_a_wait_graph(driver: Driver) -> None:
     stream, other, event = driver.stream(), driver.stream(), driver.event()
     simulator.label_stream(stream, "compute")
