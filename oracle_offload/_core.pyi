@@ -168,6 +168,23 @@ class Engine:
         caller must `stamp` the members of those units at once.
         """
 
+    def keep(
+        self,
+        member: int,
+        stream: int,
+        offset: int,
+        nbytes: int,
+        device_type: int,
+        device_index: int,
+        /,
+    ) -> object:
+        """Begin another use of a member that this thread has acquired, one that lasts.
+
+        Returns a DLPack capsule of `nbytes` bytes, from `offset` of the unit, on the device that
+        DLPack knows by `device_type` and `device_index`. The use ends, on `stream`, when the last
+        alias of the tensor that is made of it is gone, on whatever thread that is.
+        """
+
     def stamp(self, stamps: list[tuple[int, int]], /) -> None:
         """Take ``(member, stamp)`` of masters whose copies were enqueued."""
 

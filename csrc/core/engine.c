@@ -213,13 +213,14 @@ static void oo__distrust(struct oo_engine *engine, const struct oo_fetched *fetc
 
 /* The unit's copy is out of date and in use; it is replaced when its uses have ended. OO_OK: one
  * may have ended, so begin the call anew. A thread that holds a use itself must not wait: it would
- * wait for itself, or for a thread that waits for it. */
+ * wait for itself, or for a thread that waits for it. Nobody waits for a kept use: it may end in a
+ * step to come, and by this thread. */
 static enum oo_status oo__await_uses(struct oo_engine *engine, uint32_t id, int flags,
                                      double *until_s) {
     const double now_s = oo__clock_s();
     if (*until_s == 0)
         *until_s = now_s + engine->patience_s;
-    if (oo__uses_here || now_s >= *until_s)
+    if (oo__uses_here || engine->units[id].n_kept || now_s >= *until_s)
         return oo__fail(
             OO_E_STATE,
             "the weights of unit %u were rewritten while another call computes with them", id);
@@ -382,6 +383,34 @@ static void oo__prefetch(struct oo_engine *engine, int flags, struct oo_fetched 
     }
 }
 
+/* End one use of a unit: OO_E_TICKET where the ticket names none. */
+static enum oo_status oo__end_use(struct oo_engine *engine, uint64_t ticket, OOCUstream stream) {
+    const uint32_t id = (uint32_t)ticket;
+    if (id >= engine->n_units || engine->units[id].generation != (uint32_t)(ticket >> 32) ||
+        !oo_plan_pins(engine->plan, id))
+        return oo__fail(
+            OO_E_TICKET,
+            "ticket %016llx of unit %u is not in use: released twice, or of an earlier copy",
+            (unsigned long long)ticket, id);
+    struct oo_unit *unit = &engine->units[id];
+    enum oo_status status = oo__mark_use(engine, unit, stream);
+    if (status == OO_OK)
+        oo_plan_unpin(engine->plan, id);
+    return status;
+}
+
+/* After a use has ended, and its row with it. */
+static void oo__use_ended(struct oo_engine *engine, uint32_t id) {
+    struct oo_unit *unit = &engine->units[id];
+    if (oo_plan_pins(engine->plan, id))
+        return;
+    oo__rows_forget(engine, unit); /* of uses that ended on another stream */
+    oo__mutex_wake(engine->mutex);
+    /* Without a context its uses cannot be ordered before the copy that will replace it. */
+    if (unit->leaving && (!engine->usable || oo__drop(engine, id) != OO_OK))
+        unit->stale = 1; /* it stays, but must be copied anew */
+}
+
 enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uintptr_t stream_handle,
                                  int flags, struct oo_fetched *fetched) {
     const OOCUstream stream = (OOCUstream)stream_handle;
@@ -395,28 +424,47 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
         return status;
     fetched->count = 0;
     fetched->more = 0;
-    if (id >= engine->n_units || engine->units[id].generation != (uint32_t)(ticket >> 32) ||
-        !oo_plan_pins(engine->plan, id)) {
-        status = oo__fail(
-            OO_E_TICKET,
-            "ticket %016llx of unit %u is not in use: released twice, or of an earlier copy",
-            (unsigned long long)ticket, id);
+    OO_TRY(oo__end_use(engine, ticket, stream));
+    oo__uses_here -= oo__uses_here > 0; /* the use may have begun on another thread */
+    oo__row_end(engine, id, stream);
+    oo__use_ended(engine, id);
+    oo__prefetch(engine, flags, fetched);
+done:
+    oo__leave(engine);
+    return status;
+}
+
+/* ---- kept uses ---- */
+
+enum oo_status oo_engine_keep(struct oo_engine *engine, uint32_t member, int flags,
+                              struct oo_use *use) {
+    enum oo_status status = oo__check_flags("oo_engine_keep", flags, OO_NONBLOCKING);
+    if (status == OO_OK)
+        status = oo__enter(engine, flags | OO__WITHOUT_DRIVER);
+    if (status != OO_OK)
+        return status;
+    const uint32_t id = member < engine->n_members ? engine->members[member].unit : OO_NO_UNIT;
+    if (id == OO_NO_UNIT || !oo_plan_pins(engine->plan, id)) {
+        status = oo__fail(OO_E_STATE, "member %u is not in use: a use is kept from one", member);
         goto done;
     }
     struct oo_unit *unit = &engine->units[id];
-    OO_TRY(oo__mark_use(engine, unit, stream));
-    oo_plan_unpin(engine->plan, id);
-    oo__uses_here -= oo__uses_here > 0; /* the use may have begun on another thread */
-    oo__row_end(engine, id, stream);
-    if (!oo_plan_pins(engine->plan, id)) {
-        oo__rows_forget(engine, unit); /* of uses that ended on another stream */
-        oo__mutex_wake(engine->mutex);
-    }
-    /* Without a context its uses cannot be ordered before the copy that will replace it. */
-    if (unit->leaving && !oo_plan_pins(engine->plan, id) &&
-        (!engine->usable || oo__drop(engine, id) != OO_OK))
-        unit->stale = 1; /* it stays, but must be copied anew */
-    oo__prefetch(engine, flags, fetched);
+    oo_plan_pin(engine->plan, id);
+    unit->n_kept++;
+    *use = (struct oo_use){.ticket = (uint64_t)unit->generation << 32 | id,
+                           .address = oo_block_address(oo_plan_resident(engine->plan, id))};
+done:
+    oo__leave(engine);
+    return status;
+}
+
+enum oo_status oo_engine_end(struct oo_engine *engine, uint64_t ticket, uintptr_t stream) {
+    enum oo_status status = oo__enter(engine, OO__EVEN_DEAD | OO__EVEN_WITHOUT_CONTEXT);
+    if (status != OO_OK)
+        return status;
+    OO_TRY(oo__end_use(engine, ticket, (OOCUstream)stream));
+    engine->units[(uint32_t)ticket].n_kept--;
+    oo__use_ended(engine, (uint32_t)ticket);
 done:
     oo__leave(engine);
     return status;

@@ -140,6 +140,7 @@ struct oo_unit {
     uint32_t n_uses;
     struct oo_begun begun[OO_STREAMS];
     uint32_t n_begun;
+    uint32_t n_kept; /* of its uses: those that oo_engine_end ends */
 };
 
 /* Segments that go back together: struct oo_segment names it. */

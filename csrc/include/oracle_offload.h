@@ -188,7 +188,7 @@ enum oo_kind {
 };
 
 enum oo_flags {
-    OO_NONBLOCKING = 1, /* acquire, release: OO_WOULD_BLOCK rather than wait on the host */
+    OO_NONBLOCKING = 1, /* acquire, release, keep: OO_WOULD_BLOCK rather than wait on the host */
     OO_LAUNCH = 2       /* acquire: declare the kernel that reads the member, too */
 };
 
@@ -237,6 +237,15 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
                                  int flags, struct oo_fetched *fetched);
 /* Start the copies that `more` spoke of. */
 enum oo_status oo_engine_prefetch(struct oo_engine *engine, struct oo_fetched *fetched);
+/* Begin one more use of a member that this thread has acquired, on the same copy: one that outlasts
+ * the call of the layer, and keeps the unit where it is until oo_engine_end. Of `use` nothing is
+ * fetched. */
+enum oo_status oo_engine_keep(struct oo_engine *engine, uint32_t member, int flags,
+                              struct oo_use *use);
+/* The work that uses what was kept has been queued on `stream`. Any thread may say so, whatever it
+ * holds; nothing is prefetched. The engine lives as long as there is such a use: its model cannot
+ * be removed. */
+enum oo_status oo_engine_end(struct oo_engine *engine, uint64_t ticket, uintptr_t stream);
 /* The members that are attached are stamped even where OO_E_STATE says that another is not. */
 enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *stamps,
                                uint32_t count);

@@ -6,6 +6,7 @@
 #include "binding.h"
 
 #include <limits.h>
+#include <stdlib.h>
 
 struct oo_py_engine {
     PyObject_HEAD struct oo_engine *engine; /* NULL once closed, and while it is being closed */
@@ -462,6 +463,90 @@ static PyObject *oo__engine_acquire(PyObject *object, PyObject *const *arguments
                    : NULL;
 }
 
+/* A DLPack tensor (its ABI of before version 1, which every torch takes), up to what we set. */
+struct oo_dl_tensor {
+    void *data;
+    int32_t device_type, device_id;
+    int32_t n_dimensions;
+    uint8_t type_code, type_bits;
+    uint16_t type_lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+};
+
+struct oo_dl_managed {
+    struct oo_dl_tensor tensor;
+    void *context;
+    void (*deleter)(struct oo_dl_managed *self);
+};
+
+/* Slot memory as a tensor of bytes, and the use that ends with it. */
+struct oo_kept {
+    struct oo_dl_managed managed; /* first: the deleter gets a pointer to it */
+    int64_t nbytes;
+    struct oo_engine *engine;
+    uint64_t ticket;
+    uintptr_t stream;
+};
+
+/* Called when the last alias of the tensor is gone: on any thread, with the GIL or without it. So
+ * nothing of Python may be touched. Waiting for the engine's mutex with the GIL is safe, because
+ * nobody asks for the GIL while holding the mutex. A failure is the driver's, and surfaces at the
+ * next call. */
+static void oo__kept_delete(struct oo_dl_managed *managed) {
+    struct oo_kept *kept = (struct oo_kept *)managed;
+    (void)oo_engine_end(kept->engine, kept->ticket, kept->stream);
+    free(kept);
+}
+
+static const char oo__capsule_name[] = "dltensor"; /* a consumer renames it */
+
+static void oo__capsule_delete(PyObject *capsule) {
+    if (PyCapsule_IsValid(capsule, oo__capsule_name))
+        oo__kept_delete(PyCapsule_GetPointer(capsule, oo__capsule_name));
+}
+
+static const struct oo_parameter oo__keep_takes[] = {
+    OO_ID("member"),    OO_ADDRESS("stream"),        OO_BYTES("offset"),
+    OO_BYTES("nbytes"), {"device_type", 1, INT_MAX}, {"device_index", 0, INT_MAX}};
+
+static PyObject *oo__engine_keep(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+    unsigned long long v[6];
+    struct oo_engine *engine = OO_ENGINE_WITH(keep, count, v);
+    if (!engine)
+        return NULL;
+    struct oo_kept *kept = calloc(1, sizeof *kept); /* freed without the GIL */
+    if (!kept)
+        return PyErr_NoMemory();
+    struct oo_use use;
+    enum oo_status status = oo_engine_keep(engine, (uint32_t)v[0], OO_NONBLOCKING, &use);
+    if (status == OO_WOULD_BLOCK)
+        OO_BLOCKING(status, oo_engine_keep(engine, (uint32_t)v[0], 0, &use));
+    if (status != OO_OK) {
+        free(kept);
+        return oo__raise_for(object, status);
+    }
+    kept->nbytes = (int64_t)v[3];
+    kept->engine = engine;
+    kept->ticket = use.ticket;
+    kept->stream = (uintptr_t)v[1];
+    kept->managed.deleter = oo__kept_delete;
+    kept->managed.tensor = (struct oo_dl_tensor){
+        .data = (void *)(use.address + (uintptr_t)v[2]),
+        .device_type = (int32_t)v[4],
+        .device_id = (int32_t)v[5],
+        .n_dimensions = 1,
+        .type_code = 1, /* unsigned */
+        .type_bits = 8,
+        .type_lanes = 1,
+        .shape = &kept->nbytes,
+    };
+    PyObject *capsule = PyCapsule_New(&kept->managed, oo__capsule_name, oo__capsule_delete);
+    if (!capsule)
+        oo__kept_delete(&kept->managed);
+    return capsule;
+}
+
 static const struct oo_parameter oo__release_takes[] = {OO_NUMBER("ticket"), OO_ADDRESS("stream")};
 
 static PyObject *oo__engine_release(PyObject *object, PyObject *const *arguments,
@@ -765,6 +850,9 @@ static PyMethodDef oo__engine_methods[] = {
      "acquire($self, member, stream, stamp, kind, task, seconds, /)\n--\n\nMake the member's unit "
      "ready on "
      "a stream."},
+    {"keep", OO_FAST(oo__engine_keep),
+     "keep($self, member, stream, offset, nbytes, device_type, device_index, /)\n--\n\nA DLPack "
+     "capsule of slot memory that stays until the last alias of its tensor is gone."},
     {"stamp", oo__engine_stamp, METH_O,
      "stamp($self, stamps, /)\n--\n\nThe stamps of masters that were copied."},
     {"release", OO_FAST(oo__engine_release),

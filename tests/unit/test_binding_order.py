@@ -8,6 +8,7 @@ import pytest
 from binding_life import LIBRARY, Life
 
 from oracle_offload import _core, simulator
+from oracle_offload.errors import OffloadError
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,71 @@ def test_an_acquire_declares_that_every_tensor_of_the_member_is_read(tensor: int
     assert driver.cuCtxPopCurrent_v2(None) == 0
     assert driver.cuDevicePrimaryCtxRelease_v2(0) == 0
     life.fetched(life.engine.release(ticket, life.stream))
+    life.view[:4] = b"\x7f" * 4
+    life.close()
+
+
+class DLTensor(ctypes.Structure):
+    """A DLPack tensor, as far as the extension fills it in, and who deletes it."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("dimensions", ctypes.c_int32),
+        ("dtype", ctypes.c_uint8 * 2),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.CFUNCTYPE(None, ctypes.c_void_p)),
+    )
+
+
+def kept(life: Life, member: int, offset: int = 0, nbytes: int = 16) -> tuple[int, object]:
+    """Keep a member beyond its use; return where it is, and the capsule."""
+    ticket, address, units = life.engine.acquire(member, life.stream, 1, _core.FORWARD, -1, 1e-6)
+    life.fetched(units)
+    capsule = life.engine.keep(member, life.stream, offset, nbytes, 2, 7)
+    life.fetched(life.engine.release(ticket, life.stream))
+    return address, capsule
+
+
+def pins(life: Life) -> int:
+    return sum(row[3] for row in life.engine.residents())
+
+
+def test_a_kept_use_is_a_tensor_of_bytes_in_the_slot_and_ends_with_it() -> None:
+    life = Life()
+    member = next(iter(life.tensors))
+    _, nbytes, offset = life.tensors[member][1]
+    address, capsule = kept(life, member, offset, nbytes)
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    at = pointer_of(capsule, b"dltensor")
+    assert at is not None
+    tensor = DLTensor.from_address(at)
+    assert tensor.data == address + offset and list(tensor.device) == [2, 7]
+    assert (tensor.dimensions, tensor.shape[0], tensor.strides) == (1, nbytes, None)
+    assert (list(tensor.dtype), tensor.lanes, tensor.byte_offset) == ([1, 8], 1, 0)
+    renamed = b"used_dltensor"  # what a consumer does: the tensor is its own from now on
+    ctypes.pythonapi.PyCapsule_SetName(ctypes.py_object(capsule), renamed)
+    del capsule
+    assert pins(life) == 1
+    tensor.deleter(at)  # without the GIL
+    assert pins(life) == 0
+    life.view[:4] = b"\x7f" * 4
+    life.close()
+
+
+def test_a_capsule_that_nobody_took_ends_its_use() -> None:
+    life = Life()
+    _, capsule = kept(life, next(iter(life.tensors)))
+    assert pins(life) == 1
+    with pytest.raises(OffloadError, match="being computed with"):
+        life.engine.remove_model(life.model)
+    del capsule
+    assert pins(life) == 0
     life.view[:4] = b"\x7f" * 4
     life.close()
 
