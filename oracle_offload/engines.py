@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from . import _core, devices, simulator
+from . import _core, devices, simulator, step_scalars
 from .errors import OffloadError
 from .locks import Lock
 from .simulated_time import SimulatedTime
@@ -232,12 +232,14 @@ def _install_hooks() -> None:
     global _hooks_installed
     if not _hooks_installed:
         _hooks_installed = True
+        step_scalars.make_scaler_wait()
         torch_optimizer.register_optimizer_step_pre_hook(_before_step)
         torch_optimizer.register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Cover what the end of a graph task cannot: a backward that raised, gradients set by hand."""
+    step_scalars.settle(optimizer)
     for state in open_states():
         with state.lock:  # while somebody listens, nobody closes the engine
             trained = [listener.before_step() for listener in state.listeners]

@@ -177,6 +177,10 @@ NOTES: dict[str, dict[str, str]] = {
             "One thread swaps weights (an EMA, a load) while another trains. Swap between steps."
         ),
         "was detached between forward and backward": "Run backward, then detach.",
+        "in a tensor on": (
+            "torch's fused Adam copies a tensor `lr` to the host without waiting for it, Adam's "
+            "loop a tensor `betas`. Managed weights that are trained lie on the host: give numbers."
+        ),
         "double backward through": (
             "`create_graph=True` (gradient penalties, MAML) needs the weights of these layers"
             " a second time. Leave those layers resident."

@@ -4,7 +4,9 @@ Its tensors are ordinary torch tensors on device ``simgpu:0`` whose memory is ho
 true addresses and strides (DLPack carries them from one device type to the other), so that the
 simulated driver copies into them. Operators run on the host's kernels. What differs from "cpu" is
 what differs on CUDA: backward runs on a thread of the device, an operator that mixes a host tensor
-with device tensors raises, and every question for the device type has another answer.
+with device tensors raises, a copy to the host with ``non_blocking=True`` arrives late (until the
+host waits for the device, its target holds NaN), and every question for the device type has another
+answer.
 
 torch's hook for it (`_setup_privateuseone_for_python_backend`) is experimental and has no way back:
 `install` is for a process of its own. Random numbers come from the host's generator.
@@ -31,6 +33,7 @@ NAME = "simgpu"
 _DL_CPU, _DL_EXTENSION = 1, 12  # DLDeviceType; torch calls the second PrivateUse1
 _HOST_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _registrations: list[torch.library.Library] = []  # an operator is registered as long as they live
+_late: list[tuple[Tensor, Tensor]] = []  # copies to the host that have not arrived: target, value
 
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype = ctypes.c_void_p
@@ -179,8 +182,42 @@ def _empty_strided(
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     hosts = [on_host(t) if t.device.type == NAME else t for t in (source, target)]
-    hosts[1].copy_(hosts[0])
+    if non_blocking and target.device.type == "cpu":
+        _late.append((target, hosts[0].clone()))  # what the stream has computed by then
+        target.fill_(float("nan") if target.is_floating_point() else -1)
+    else:
+        _wait_for_device()
+        hosts[1].copy_(hosts[0])
     return target
+
+
+def _to_copy(
+    source: Tensor,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: Any = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    """As torch's own, which would take page-locked memory for a copy that is not waited for."""
+    result = torch.empty_like(
+        on_host(source), dtype=dtype, memory_format=memory_format or torch.preserve_format
+    )
+    if device is None or device.type == NAME:
+        result = on_device(result)
+    return _copy_from(source, result, non_blocking)
+
+
+def _local_scalar_dense(tensor: Tensor) -> Any:
+    _wait_for_device()
+    return on_host(tensor).item()
+
+
+def _wait_for_device() -> None:
+    while _late:
+        target, value = _late.pop(0)
+        target.copy_(value)
 
 
 def _convolution_backward(
@@ -203,7 +240,8 @@ _OWN: dict[str, Callable[..., Any]] = {
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
     "_copy_from": _copy_from,
-    "_local_scalar_dense": lambda tensor: on_host(tensor).item(),
+    "_to_copy": _to_copy,
+    "_local_scalar_dense": _local_scalar_dense,
     "convolution_overrideable": functools.partial(_run, torch.ops.aten.convolution.default),
     "convolution_backward_overrideable": _convolution_backward,
     "native_layer_norm": functools.partial(_run, torch.ops.aten.native_layer_norm.default),

@@ -69,6 +69,23 @@ def test_a_host_tensor_among_device_tensors_is_refused(device):
         torch.randn(2, 4, device=device) @ torch.randn(4, 3)
 
 
+@pytest.mark.parametrize("wait", [lambda x: x.cpu(), lambda x: x[0].item()], ids=["copy", "item"])
+def test_a_copy_that_nobody_waited_for_arrives_late(device, wait):
+    """With what the stream had computed when it was queued, over what the host wrote meanwhile."""
+    x = torch.ones(3, device=device)
+    fresh = x.to("cpu", non_blocking=True)
+    there = torch.empty(3).copy_(x, non_blocking=True)
+    x.add_(1)
+    assert fresh.isnan().all() and there.isnan().all()
+    there.zero_()
+    wait(x)
+    assert torch.equal(fresh, torch.ones(3)) and torch.equal(there, torch.ones(3))
+    assert torch.equal(
+        torch.full((3,), 5.0).to(device, non_blocking=True).cpu(), torch.full((3,), 5.0)
+    )
+    assert torch.equal(x.double().to("cpu", torch.int64), torch.full((3,), 2))
+
+
 def managed_linear(device):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8, device=device, requires_grad=True)
