@@ -66,7 +66,7 @@ class Masters:
             None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
             for tensor in self.tensors
         ]
-        self._read = [row[1] for row in noted if row[0] in kind.backward_reads]
+        self.read = [row[1] for row in noted if row[0] in kind.backward_reads]
         self.addresses: dict[str, int] = {row[0]: row[2] for row in noted}
         self._storages = {
             name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in self.named()
@@ -96,14 +96,6 @@ class Masters:
                 return False
         return True
 
-    def version(self) -> int:
-        """Return a number that changes whenever torch knows of a write to what backward reads."""
-        version = 0
-        for tensor in self._read:
-            if not tensor.is_inference():
-                version += tensor._version
-        return version
-
     def extents(self) -> list[tuple[int, int]]:
         """Return ``(host address, bytes)`` of each tensor."""
         sizes = map(tensor_bytes, self.present)
@@ -124,8 +116,8 @@ class Masters:
         So nobody can bring it back.
         """
         (row,) = (row for row in self._noted if row[0] == name)
-        # `_noted`, `present`, perhaps `_read`, and the argument of the call below.
-        own_references = 3 + any(tensor is row[1] for tensor in self._read)
+        # `_noted`, `present`, perhaps `read`, and the argument of the call below.
+        own_references = 3 + any(tensor is row[1] for tensor in self.read)
         return row[1] is not now and sys.getrefcount(row[1]) <= own_references
 
 
@@ -180,15 +172,8 @@ class Leaf:
         return self.masters.extents()
 
     def stamp(self) -> int:
-        """Return a number that changes whenever torch knows of a write to the masters.
-
-        A version only ever grows, so their sum tells of a write to any.
-        """
-        stamp = 0
-        for tensor in self.masters.present:
-            if not tensor.is_inference():
-                stamp += tensor._version
-        return stamp
+        """Return the masters' `version_of`."""
+        return version_of(self.masters.present)
 
     def is_current(self) -> bool:
         """Whether the masters are what the engine was told of."""
@@ -337,6 +322,20 @@ class Leaf:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+def version_of(tensors: Sequence[Tensor]) -> int:
+    """Return a number that changes whenever torch knows of a write to one of `tensors`.
+
+    A version only ever grows, so their sum tells of a write to any.
+    """
+    version = 0
+    try:
+        for tensor in tensors:
+            version += tensor._version
+    except RuntimeError:  # a tensor of inference mode has none
+        return sum(t._version for t in tensors if not t.is_inference())
+    return version
 
 
 def is_plain_master(tensor: Any) -> bool:

@@ -28,7 +28,7 @@ from ..errors import NoRoomError, OffloadError, StaleWeightsError, no_room_error
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
 from ..gradients import note_trainable, to_host
-from .leaf import Leaf, Masters, Tensors
+from .leaf import Leaf, Masters, Tensors, version_of
 
 _functorch_active = torch._C._are_functorch_transforms_active
 _graph_task = torch._C._current_graph_task_id
@@ -151,8 +151,10 @@ class Layer(Leaf, ABC):
                     return cast("Tensor", self.node(x, self, dtype, *self.trained(dtype)))
             if x.requires_grad:
                 return cast("Tensor", self.node(x, self, dtype))
-        compute = self.compute
-        return cast("Tensor", self.lend_forward(_graph_task(), x, dtype, lambda t: compute(x, t)))
+        task, compute = _graph_task(), self.compute
+        seconds = self.forward_seconds(x) if self.state.simulated else 0.0
+        kind = FORWARD if task == -1 else RECOMPUTE
+        return cast("Tensor", self.lend(kind, task, seconds, dtype, lambda t: compute(x, t)))
 
     def trained(self, dtype: torch.dtype | None) -> Tensors:
         """Return what gradients of each tensor go to; None where it needs none."""
@@ -180,7 +182,7 @@ class Layer(Leaf, ABC):
         Parameters
         ----------
         kind : int
-            ``FORWARD``, ``RECOMPUTE`` or ``BACKWARD``.
+            ``FORWARD``, ``BACKWARD``, or ``RECOMPUTE``: a forward in a graph task, by a checkpoint.
         task : int
             The running graph task, -1 for none.
         seconds : float
@@ -201,7 +203,7 @@ class Layer(Leaf, ABC):
             state.time.flush(stream)
         try:
             ticket, address, fetched = state.engine.acquire(
-                self.member, stream, self.stamp(), kind, task, seconds
+                self.member, stream, version_of(self.masters.present), kind, task, seconds
             )
         except NoRoomError as error:
             raise no_room_error(f"no room for layer '{self.name}': {error}") from error
@@ -234,16 +236,10 @@ class Layer(Leaf, ABC):
         names = self.backward_reads if kind == BACKWARD else self.names
         return cast_tensors(dtype, tensors, [name in names for name in self.names])
 
-    def lend_forward(
-        self, task: int, x: Tensor, dtype: torch.dtype | None, compute: Callable[[Tensors], Any]
-    ) -> Any:
-        """`lend` in forward; inside a graph task it is a checkpoint that recomputes."""
-        state = self.state
-        seconds = 0.0
-        if state.simulated:
-            flops, moved = self.forward_cost(x)
-            seconds = state.time.kernel_seconds(flops, moved, x.dtype)
-        return self.lend(FORWARD if task == -1 else RECOMPUTE, task, seconds, dtype, compute)
+    def forward_seconds(self, x: Tensor) -> float:
+        """Return how long the simulated device computes forward."""
+        flops, moved = self.forward_cost(x)
+        return self.state.time.kernel_seconds(flops, moved, x.dtype)
 
     def lend_backward(
         self, ctx: Any, grad: Tensor, needs: Needs, compute: Callable[[Tensors], Any]
@@ -266,19 +262,19 @@ class Layer(Leaf, ABC):
         masters : Masters
             The layer's in forward.
         expected : int
-            Their `Masters.version`.
+            Their `version_of`, of those that backward reads.
         """
-        version, moved = 0, False
+        read, moved = [], False
         for name in self.backward_reads:
             tensor = self.parameters.get(name)
             if tensor is None:
                 moved = True
                 continue
-            then = masters.addresses[name]
-            if tensor.data_ptr() != then and self.former.get(tensor.data_ptr()) != then:
+            then, now = masters.addresses[name], tensor.data_ptr()
+            if now != then and self.former.get(now) != then:
                 moved = True
-            if not tensor.is_inference():
-                version += tensor._version
+            read.append(tensor)
+        version = version_of(read)
         if moved or version != expected:
             what = (
                 "was replaced through .data"
@@ -353,8 +349,10 @@ class Loan(Function):
             state.begin_forward()
         masters = layer.masters
         record, recorded = layer.record, trained or masters.none
-        y: Tensor = layer.lend_forward(task, x, cast, lambda t: record(ctx, x, recorded, t))
-        ctx.loan = layer, cast, task, masters, masters.version()
+        seconds = layer.forward_seconds(x) if state.simulated else 0.0
+        kind = FORWARD if task == -1 else RECOMPUTE
+        y: Tensor = layer.lend(kind, task, seconds, cast, lambda t: record(ctx, x, recorded, t))
+        ctx.loan = layer, cast, task, masters, version_of(masters.read)
         if trained and task != -1:
             note_trainable(state, task)
         return y

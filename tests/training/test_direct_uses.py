@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import OffloadError, direct_uses, masters, selection
-from oracle_offload.layers import leaf, linear, trial
+from oracle_offload.layers import linear, loan, trial
 from oracle_offload.witness import Witness
 
 # ---- reading ----
@@ -509,7 +509,7 @@ def test_a_layer_leaves_between_a_threads_check_and_its_loan(monkeypatch):
     expected = copy.deepcopy(model.inner)(inputs())
     model.when = True
     with attached(model, "cpu") as manager:
-        with call_under_way(manager, leaf.Leaf, "stamp", monkeypatch) as found:
+        with call_under_way(manager, loan, "version_of", monkeypatch) as found:
             model(inputs())
             assert sorted(manager.resident) == ["inner.bias", "inner.weight"]
         assert_same(found, [expected])
