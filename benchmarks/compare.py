@@ -59,7 +59,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the ratios; 1 if one is certainly above `--limit`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("before", type=Path, help="the other checkout")
+    parser.add_argument("before", type=lambda text: Path(text).resolve(), help="the other checkout")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--limit", type=float, help="fail where a median's interval is above it")
     parser.add_argument("only", nargs="+", help="names of benchmark files")

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import c_build
+import c_programs
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def load(name: str) -> ModuleType:
-    folder = str(ROOT / "tools")
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module(name)
-
-
-c_build = load("c_build")
-c_programs = load("c_programs")
 PROGRAMS = {path.stem: c_programs.cases(path) for path in c_programs.programs()}
 # A program without a table is one case.
 CASES = [(name, case) for name, cases in PROGRAMS.items() for case in cases or [""]]

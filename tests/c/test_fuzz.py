@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import fuzz
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs AddressSanitizer and POSIX")
-
-
-def load(name: str) -> ModuleType:
-    folder = str(ROOT / "tools")
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module(name)
-
-
-fuzz = load("fuzz")
 
 
 def fuzzed(target: str, *arguments: str) -> Any:

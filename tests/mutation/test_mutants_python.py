@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import builtins
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
 import mutants_binding  # noqa: E402
 import mutants_python  # noqa: E402
 import mutate_python  # noqa: E402

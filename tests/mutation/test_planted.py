@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
 import c_build  # noqa: E402
 import mutants  # noqa: E402
 import mutate  # noqa: E402

@@ -5,12 +5,11 @@ Each is planted in a copy of the tree, which is built with the sanitizers: about
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import sanitized_python as sanitized
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
@@ -18,15 +17,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="preloads gcc's sanitizer runtime"),
 ]
 
-
-def load(name: str) -> ModuleType:
-    folder = str(ROOT / "tools")
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module(name)
-
-
-sanitized = load("sanitized_python")
 
 PLANTED = {
     "leak": (

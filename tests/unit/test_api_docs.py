@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
+import api_page
+import errors_page
 import pytest
 
 import oracle_offload
@@ -14,18 +14,10 @@ import oracle_offload
 ROOT = Path(__file__).parents[2]
 
 
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_page_of_the_api_is_what_its_tool_prints() -> None:
     pytest.importorskip("torch", reason="the signatures are those of modules that import torch")
     written = (ROOT / "docs" / "api.md").read_text("utf-8")
-    assert written == tool("api_page").page(), "run: python tools/api_page.py"
+    assert written == api_page.page(), "run: python tools/api_page.py"
 
 
 def test_every_public_name_has_its_entry() -> None:
@@ -36,29 +28,29 @@ def test_every_public_name_has_its_entry() -> None:
 
 def test_the_page_of_errors_is_what_its_tool_prints() -> None:
     written = (ROOT / "docs" / "errors.md").read_text("utf-8")
-    assert written == tool("errors_page").page(), "run: python tools/errors_page.py"
+    assert written == errors_page.page(), "run: python tools/errors_page.py"
 
 
 def test_every_error_is_explained_and_every_explanation_belongs_to_one() -> None:
-    errors = tool("errors_page")
-    sites = errors.sites()
+    sites = errors_page.sites()
     assert len(sites) > 60 and {site.path.partition("/")[0] for site in sites} == {
         "oracle_offload",
         "csrc",
     }
-    assert [site for site in sites if errors.noted(site) is None] == []
+    assert [site for site in sites if errors_page.noted(site) is None] == []
     messages = [site.message for site in sites]
-    fragments = [fragment for notes in errors.NOTES.values() for fragment in notes]
+    fragments = [fragment for notes in errors_page.NOTES.values() for fragment in notes]
     assert [text for text in fragments if not any(text in message for message in messages)] == []
 
 
 def test_every_place_that_raises_in_python_is_seen() -> None:
     """By another way: the lines that raise a class of ours, or return one, counted."""
-    errors = tool("errors_page")
     raising = re.compile(r"^\s*(?:raise|return) (?:OffloadError|StaleWeightsError)\(", re.M)
     lines = sum(
         len(raising.findall(path.read_text("utf-8")))
         for path in (ROOT / "oracle_offload").rglob("*.py")
     )
-    seen = [s for s in errors.python_sites() if s.kind in ("OffloadError", "StaleWeightsError")]
+    seen = [
+        s for s in errors_page.python_sites() if s.kind in ("OffloadError", "StaleWeightsError")
+    ]
     assert len(seen) == lines

@@ -11,9 +11,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import c_build
+import check_environment
+import kernels
 import pytest
 
 import oracle_offload
@@ -24,16 +26,6 @@ PACKAGE = Path(oracle_offload.__file__).parent
 LIBC = re.compile(r"^(libc|libm|libdl|libpthread|ld-linux[-\w]*)\.so\.\d+$")
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files with binutils")
-
-
-def tool(name: str) -> ModuleType:
-    folder = str(ROOT / "tools")
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module(name)
-
-
-kernels = tool("kernels")
 
 
 def core_file() -> Path:
@@ -191,7 +183,6 @@ def test_kernels_hold_binaries_for_the_named_architectures_and_ptx(tmp_path: Pat
 
 def embedded(source: Path, folder: Path) -> bytes:
     """Compile the generated C file and read the array back through it."""
-    c_build = tool("c_build")
     build = c_build.Build(c_build.checked(), folder)
     library = build.link(folder / "embedded.so", [build.object(str(source))], ["-shared"])
     loaded = ctypes.CDLL(str(library))
@@ -225,20 +216,18 @@ def test_a_switch_that_cannot_be_met_fails_loudly(
 def test_a_missing_test_dependency_is_named_with_a_command_that_keeps_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    check = tool("check_environment")
     have: dict[str, str | None] = {"torch": "2.11.0+cu130", "pytest": None}
-    monkeypatch.setattr(check, "installed", lambda name: have.get(name, "1.0"))
-    said = check.complaint("test")
+    monkeypatch.setattr(check_environment, "installed", lambda name: have.get(name, "1.0"))
+    said = check_environment.complaint("test")
     assert "lacks pytest" in said
     assert re.search(r"pip install pytest==\S+ torch==2\.11\.0\+cu130$", said)
     have["torch"] = None
-    assert "has no torch" in check.complaint("test")
+    assert "has no torch" in check_environment.complaint("test")
 
 
 def test_what_a_target_needs_is_pinned() -> None:
-    check = tool("check_environment")
-    for target, names in check.NEEDED.items():
-        assert set(names) <= set(check.pins(target)), target
+    for target, names in check_environment.NEEDED.items():
+        assert set(names) <= set(check_environment.pins(target)), target
 
 
 def test_every_requirement_is_pinned_exactly_and_torch_is_the_one_tested() -> None:
@@ -246,7 +235,7 @@ def test_every_requirement_is_pinned_exactly_and_torch_is_the_one_tested() -> No
         for line in path.read_text().splitlines():
             if line and not line.startswith(("#", "-r ")):
                 assert re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][A-Za-z0-9_.]*", line), (path, line)
-    assert tool("check_environment").pins("test")["torch"] == "2.13.0"
+    assert check_environment.pins("test")["torch"] == "2.13.0"
 
 
 def find_python(*arguments: str, path: str) -> Any:

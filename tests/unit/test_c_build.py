@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import sys
 from pathlib import Path
-from types import ModuleType
 
+import c_build
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def tool(name: str) -> ModuleType:
-    folder = str(ROOT / "tools")
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module(name)
-
-
-c_build = tool("c_build")
 COMPONENTS = (c_build.ENGINE, *c_build.FOLDERS.values())
 
 

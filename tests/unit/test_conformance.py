@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import c_build
+import c_programs
+import conformance
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def tool(name: str) -> ModuleType:
-    folder = str(ROOT / "tools")
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module(name)
-
-
-conformance = tool("conformance")
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +83,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_recording_names_its_device_and_agrees_with_itself(tmp_path: Path) -> None:
-    built = tool("c_programs").build(tool("c_build").checked(warnings="shown"), ["conformance"])
+    built = c_programs.build(c_build.checked(warnings="shown"), ["conformance"])
     target = tmp_path / "deep" / "sim.txt"
     # In a process of its own: the simulated driver stays loaded.
     command = [sys.executable, "tools/conformance.py", "--record", str(target)]

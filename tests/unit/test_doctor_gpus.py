@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import c_build
 import pytest
 
 from oracle_offload.doctor.gpus import CLOCK_REASONS, Gpu, GpuProcess, GpuView, read_gpus
@@ -40,11 +40,10 @@ def read_over(library: Path, **environ: str) -> GpuView:
 
 def compile_stand_in(folder: Path, *flags: str) -> Path:
     pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None or not sys.platform.startswith("linux"):
-        pytest.skip("needs a C compiler and Linux")
+    if not sys.platform.startswith("linux"):
+        pytest.skip("needs Linux")
     target = folder / "libnvidia-ml.so.1"
-    command = [compiler, "-shared", "-fPIC", "-Wall", "-Werror", *flags, str(SOURCE)]
+    command = [*c_build.c_compiler(), "-shared", "-fPIC", "-Wall", "-Werror", *flags, str(SOURCE)]
     subprocess.run([*command, "-o", str(target)], check=True, timeout=60)
     return folder
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import c_build
 import pytest
 
 from oracle_offload import DriverError, OffloadError, _core
@@ -45,9 +46,8 @@ def broken_driver(tmp_path: Path):  # type: ignore[no-untyped-def]
         source.write_text(SOURCE)
         library = tmp_path / "driver.so"
         macros = [f"-D{name}={value}" for name, value in {**DEFAULTS, **changes}.items()]
-        subprocess.run(
-            ["cc", "-shared", "-fPIC", "-w", *macros, str(source), "-o", str(library)], check=True
-        )
+        command = [*c_build.c_compiler(), "-shared", "-fPIC", "-w", *macros, str(source)]
+        subprocess.run([*command, "-o", str(library)], check=True)
         return str(library)
 
     return build

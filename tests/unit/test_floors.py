@@ -1,14 +1,11 @@
 """The code has floors: no circle among imports, includes or calls, and no arrow upwards."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
 import floors  # noqa: E402
 
 PACKAGE = ROOT / "oracle_offload"

@@ -14,21 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import gpu_check
+import gpu_import
+import gpu_wheels
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def tool(name: str) -> ModuleType:
-    folder = str(ROOT / "tools")
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module(name)
-
-
-gpu_check = tool("gpu_check")
-gpu_import = tool("gpu_import")
-gpu_wheels = tool("gpu_wheels")
 
 
 # ---- gpu-check ----

@@ -1,13 +1,10 @@
 """docs/development.md names every source file as the file describes itself."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
 import map_page  # noqa: E402
 
 

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
+
+import c_programs
+import proof
+import reliability_page as page
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def tool(name: str) -> ModuleType:
-    folder = str(ROOT / "tools")
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module(name)
-
-
-proof = tool("proof")
-page = tool("reliability_page")
 WRITTEN = (ROOT / "docs" / "reliability.md").read_text("utf-8")
 
 FIGURES = {
@@ -129,7 +121,7 @@ def test_what_a_c_program_counted_is_read_from_its_words() -> None:
         "a_call_fails_once: ok\nb: FAILED\n99 passed, 1 failed\n"
         "584 allocations in a life; 328 of them failed\n"
     )
-    assert tool("c_programs").figures(said) == {
+    assert c_programs.figures(said) == {
         "cases": 1, "passed": 99, "failed": 1, "calls_in_a_life": 1017,
         "allocations_in_a_life": 584, "allocations_failed": 328,
         "faults": [{"injected": 12, "of": 34, "what": "calls fail once, 6 codes"}],
