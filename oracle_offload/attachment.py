@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from . import masters
+from ._core import HostBuffer
 from .arena import Arena
 from .autocast import StandIns
 from .engines import DeviceState, Layout, close_if_unused, locked_if_free
@@ -68,6 +69,11 @@ class Attachment:
         self.model = state.engine.add_model()
         self.is_attached = True
         state.join(self)
+
+    @property
+    def buffers(self) -> list[HostBuffer]:
+        """The host memory of the masters."""
+        return self.pieces.buffers
 
     @property
     def weight_bytes(self) -> int:

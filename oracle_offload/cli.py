@@ -26,6 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_doctor(commands)
     _add_explain(commands)
+    _add_aitoolkit(commands)
     return parser
 
 
@@ -91,6 +92,21 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run_explain(args: argparse.Namespace) -> int:
     """Explain a log; exit with 3 when it holds no out-of-memory error."""
     from .explain.command import run
+
+    return run(args, EXIT_OK, EXIT_ERROR, EXIT_CHECK_FAILED)
+
+
+def _add_aitoolkit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from .aitoolkit.command import add_arguments
+
+    aitoolkit = commands.add_parser("aitoolkit", help="offload layers in an AI-Toolkit checkout")
+    add_arguments(aitoolkit)
+    aitoolkit.set_defaults(run=run_aitoolkit)
+
+
+def run_aitoolkit(args: argparse.Namespace) -> int:
+    """Install into a checkout, or out of it; exit with 3 when it is half installed or unknown."""
+    from .aitoolkit.command import run
 
     return run(args, EXIT_OK, EXIT_ERROR, EXIT_CHECK_FAILED)
 

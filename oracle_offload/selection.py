@@ -29,6 +29,10 @@ from .layers.swap import has_own_forward, is_managed
 from .sizes import KIB, MIB
 
 
+class NothingToManage(OffloadError):
+    """The model has no layer to manage."""
+
+
 @dataclass(frozen=True)
 class Chosen:
     """A module to be managed: its dotted name and the block it belongs to."""
@@ -61,7 +65,8 @@ def select(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
         The model.
     ignore_modules : iterable of nn.Module, Tensor or str
         What stays resident: modules (with everything below them), single parameters, or dotted
-        names of modules, which may have the wildcards of `fnmatch` (``"blocks.*.attn"``).
+        names of modules, which may have the wildcards of `fnmatch` (``"blocks.*.attn"``). A module
+        that is managed already stays so, by its own manager.
 
     Raises
     ------
@@ -72,15 +77,17 @@ def select(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
     """
     modules = dict(root.named_modules())
     _refuse_meta(modules)
+    ignored_modules, ignored_tensors = _ignored(modules, ignore_modules)
     managed = [
-        name or type(root).__name__ for name, module in modules.items() if is_managed(module)
+        name or type(root).__name__
+        for name, module in modules.items()
+        if is_managed(module) and id(module) not in ignored_modules
     ]
     if managed:
         raise OffloadError(
             f"{listed(managed)}: attached already, as part of another attach; detach that first "
             "(its manager.detach()), then attach the whole model once."
         )
-    ignored_modules, ignored_tensors = _ignored(modules, ignore_modules)
     resident: dict[str, str] = {}
     candidates: dict[str, nn.Module] = {}
     adapters = _below_adapters(modules)
@@ -104,7 +111,7 @@ def select(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
         for name, reason in resident.items():
             by_reason.setdefault(reason, []).append(name or type(root).__name__)
         why = "; ".join(f"{listed(names, 3)}: {reason}" for reason, names in by_reason.items())
-        raise OffloadError(
+        raise NothingToManage(
             f"{type(root).__name__} has no layer to manage: no nn.Linear or nn.Conv2d with plain "
             "floating-point weights" + (f" ({why})" if why else "") + "."
         )
@@ -158,12 +165,17 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(f"'{name}'" for name in names[:most]) + more
 
 
-def _ignored(modules: dict[str, nn.Module], entries: Iterable[Any]) -> tuple[set[int], set[int]]:
+def as_entries(ignore_modules: Any) -> list[Any]:
+    """Return what was given as `ignore_modules`, one entry or several, as a list."""
+    if isinstance(ignore_modules, nn.Module | Tensor | str):
+        return [ignore_modules]
+    return list(ignore_modules or ())
+
+
+def _ignored(modules: dict[str, nn.Module], entries: Any) -> tuple[set[int], set[int]]:
     ids: set[int] = set()
     tensors: set[int] = set()
-    if isinstance(entries, nn.Module | Tensor | str):
-        entries = (entries,)
-    for entry in entries or ():
+    for entry in as_entries(entries):
         if isinstance(entry, str):
             named = [name for name in modules if fnmatch.fnmatchcase(name, entry)]
             if not named:

@@ -20,6 +20,11 @@ PAGE = ROOT / "docs" / "api.md"
 # Title, and names: those of the package itself, and what the pages tell users to import.
 GROUPS = (
     ("Training", "attach MemoryManager memory_summary MemoryReport build_info"),
+    (
+        "AI-Toolkit",
+        "aitoolkit.install aitoolkit.uninstall aitoolkit.MemoryManager "
+        "aitoolkit.sync_grad_transfers",
+    ),
     ("Errors", "OffloadError DriverError NoRoomError StaleWeightsError"),
     (
         "Out of memory",

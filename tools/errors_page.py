@@ -32,6 +32,8 @@ PyTorch, CUDA and the system are explained by `oracle-offload explain`, see
 | `OffloadError` | `RuntimeError` | base of all below |
 | `DriverError` | `OffloadError` | a CUDA driver call failed; `call`, `code`, `name` say which |
 | `StaleWeightsError` | `OffloadError` | a weight was changed between forward and its backward |
+| `NothingToManage` | `OffloadError` | the model has no layer to manage |
+| `CheckoutError` | `OffloadError` | a checkout of AI-Toolkit that is not to be changed |
 | `NoRoomError` | `OffloadError` | the arena on the device has no room for a layer |
 | `OutOfMemoryError` | `DriverError` or `NoRoomError`, and torch's | either, with torch imported |
 | `torch.OutOfMemoryError` | `RuntimeError` | the device had no room for the arena |
@@ -232,6 +234,23 @@ NOTES: dict[str, dict[str, str]] = {
         ),
         "detach them first": "Models are still attached to the engine that is being closed.",
     },
+    "AI-Toolkit": {
+        "memory manager has models attached already": (
+            "`install()` exchanges AI-Toolkit's package for this process: call it first."
+        ),
+        "manager_modules.py beside it is": (
+            "The two files in `toolkit/memory_management` belong together; see "
+            "[AI-Toolkit](ai-toolkit.md)."
+        ),
+        "give the path of an AI-Toolkit checkout": "The path names another folder.",
+        "with the original is gone": (
+            "The copy that `install` kept was removed; git has the original too."
+        ),
+        "is of a version that is not known": (
+            "AI-Toolkit's file was changed, by you or by a version newer than this release. "
+            "Nothing is replaced that cannot be judged."
+        ),
+    },
     "Allocator settings": {
         "configure_allocator:": (
             "PyTorch's allocator reads its settings once; see [the "
@@ -262,7 +281,8 @@ OTHERS = "Others"
 OTHERS_SAYS = "The message itself has cause and remedy."
 RAISED = {
     "OffloadError", "StaleWeightsError", "DriverError", "ValueError", "TypeError",
-    "OutOfMemoryError", "FileNotFoundError", "ModuleNotFoundError",
+    "OutOfMemoryError", "FileNotFoundError", "ModuleNotFoundError", "NothingToManage",
+    "CheckoutError", "ImportError",
 }  # fmt: skip
 # Raised and caught within the package: nobody sees them.
 INTERNAL = ("the driver says …, which cannot be",)

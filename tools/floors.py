@@ -116,7 +116,12 @@ def python_arrows(package: Path) -> Arrows:
 
 
 # Each a room of its own. `views` is a shelf: its files are of different heights.
-PACKAGES = ("oracle_offload.layers", "oracle_offload.explain", "oracle_offload.doctor")
+PACKAGES = (
+    "oracle_offload.layers",
+    "oracle_offload.explain",
+    "oracle_offload.doctor",
+    "oracle_offload.aitoolkit",
+)
 
 
 def python_packages(arrows: Arrows) -> dict[str, str]:

@@ -20,6 +20,7 @@ FOLDERS = {
     "oracle_offload": "the package; training needs only this folder and `layers`",
     "oracle_offload/layers": "the managed layers",
     "oracle_offload/views": "what people see",
+    "oracle_offload/aitoolkit": "the drop-in for AI-Toolkit; could be deleted whole",
     "oracle_offload/explain": "out-of-memory errors explained; could be deleted whole",
     "oracle_offload/doctor": "the machine examined; could be deleted whole",
     "csrc/python": "the extension module `oracle_offload._core`",

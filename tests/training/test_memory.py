@@ -200,7 +200,7 @@ def test_registration_refused_from_the_kth_piece_on(sim, monkeypatch, nth):
     with attached(managed, "cpu", offload_percent=0.8) as manager:
         report = manager.memory_summary()
         usage = report.devices[0]
-        buffers = manager.attachment.pieces.buffers
+        buffers = manager.attachment.buffers
         assert [buffer.locked for buffer in buffers] == [
             number < nth - 1 for number in range(len(buffers))
         ]
@@ -216,7 +216,7 @@ def test_ram_budget_locks_no_more_than_it_says(monkeypatch):
     torch.manual_seed(0)
     managed, resident = resident_pair(Tower(depth=8))
     with attached(managed, "cpu", ram_budget="1MB") as manager:
-        locked = sum(buffer.nbytes for buffer in manager.attachment.pieces.buffers if buffer.locked)
+        locked = sum(buffer.nbytes for buffer in manager.attachment.buffers if buffer.locked)
         assert 0 < locked <= 1_000_000
         assert manager.state.engine.stats()["pageable_bytes"] > 0
         assert_models_agree(managed, resident, tower_step)
@@ -615,8 +615,8 @@ def mapped_bytes(pid, buffers):
 masters.PIECE_BYTES = 1 << 28
 model = nn.Sequential(*[layer() for _ in range(16)])
 manager = oracle_offload.attach(model, "cpu", offload_percent=1.0)
-slab = sum(buffer.nbytes for buffer in manager.attachment.pieces.buffers)
-ring = pin(manager.attachment.pieces.buffers)
+slab = sum(buffer.nbytes for buffer in manager.attachment.buffers)
+ring = pin(manager.attachment.buffers)
 print("pinned", ring is not None)
 reader, writer = os.pipe()
 child = os.fork()
@@ -630,7 +630,7 @@ if child == 0:
     except BaseException:
         os._exit(3)
 print("share", private_bytes(child) / slab)
-print("mapped", mapped_bytes(child, manager.attachment.pieces.buffers) / slab)
+print("mapped", mapped_bytes(child, manager.attachment.buffers) / slab)
 os.write(writer, b".")
 print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 loader = DataLoader(range(8), num_workers=2, multiprocessing_context="fork")

@@ -51,7 +51,7 @@ def memory_of_others():
 def host_bytes(manager):
     """Masters: bytes locked, bytes that travel though they are not, bytes allocated for them."""
     gc.collect()
-    locked = sum(buffer.nbytes for buffer in manager.attachment.pieces.buffers if buffer.locked)
+    locked = sum(buffer.nbytes for buffer in manager.attachment.buffers if buffer.locked)
     pageable = manager.state.engine.stats()["pageable_bytes"]
     return locked, pageable, _core.live()["buffer_bytes"] - _of_others[0]
 

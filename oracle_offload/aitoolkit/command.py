@@ -1,0 +1,57 @@
+"""The command `aitoolkit`: the drop-in into a checkout of AI-Toolkit, and out again."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ..views.terminal import FileError, naming, printable
+from . import checkout
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, text in (
+        ("install", "put our two files in the place of AI-Toolkit's, which are kept"),
+        ("status", "say what is installed"),
+        ("uninstall", "bring AI-Toolkit's own files back"),
+        ("patch", "print what install changes, for git apply"),
+    ):
+        action = actions.add_parser(name, help=text)
+        action.add_argument("path", metavar="PATH", help="the checkout: the folder of run.py")
+
+
+def run(args: argparse.Namespace, ok: int, error: int, check_failed: int) -> int:
+    """Run one action; return one of the three exit codes given."""
+    try:
+        if args.action == "patch":
+            sys.stdout.buffer.write(checkout.patch(args.path))
+            sys.stdout.buffer.flush()
+            return ok
+        if args.action == "status":
+            return _status(args.path, ok, check_failed)
+        action = checkout.install if args.action == "install" else checkout.uninstall
+        with naming("change", args.path):
+            changed = action(args.path, _tell)
+        found = checkout.status(args.path)
+        print(f"{changed} of {len(checkout.NAMES)} files changed; oracle_offload is {found}.")
+        if changed and args.action == "install":
+            print("Restart AI-Toolkit. Before 'git pull': uninstall, and install again after it.")
+        return ok
+    except (checkout.CheckoutError, FileError) as problem:
+        print(problem, file=sys.stderr)
+        return error
+
+
+def _status(path: str, ok: int, check_failed: int) -> int:
+    for file in reversed(checkout.read(path)):
+        kept = f"; original kept as {file.backup.name}" if file.backup.exists() else ""
+        _tell(f"{file.path}: {file.describe()}{kept}")
+    found = checkout.status(path)
+    print(f"oracle_offload is {found}." if found != "unknown" else "This version is not known.")
+    return ok if found in ("installed", "not installed") else check_failed
+
+
+def _tell(line: str) -> None:
+    print(printable(line), flush=True)

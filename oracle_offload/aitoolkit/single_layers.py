@@ -1,0 +1,163 @@
+"""Layers that AI-Toolkit's own `manager.py` hands over one by one; and the names beside them.
+
+Where `manager_modules.py` alone is ours, the original attaches a model layer by layer, and nothing
+says which is the last. So the layers wait, on the host, until one of them is called; then all of
+them are attached at once. The original drops its manager at detach and at free, before it looks at
+the layers: that is their end here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import manager, selection
+from ..layers.kinds import layer_type
+from ..layers.swap import HANDLE, is_managed, swap_in, swap_out
+from .memory_manager import mark, mark_layer, unmark
+
+# AI-Toolkit's table of streams by device. There is none here to forget: engines are shared, and
+# each closes with the last model on its device.
+_DEVICE_STATE: dict[Any, Any] = {}
+
+
+def sync_grad_transfers() -> None:
+    """Do nothing: a gradient on the host is there only once all its bytes are."""
+
+
+def _ensure_cpu_pinned(t: Tensor | None) -> Tensor | None:
+    """Return a tensor on the CPU, page-locked where there is CUDA; None for None."""
+    if t is None:
+        return None
+    t = t.to("cpu")
+    return t.pin_memory() if torch.cuda.is_available() and type(t) is Tensor else t
+
+
+class _Waiting:
+    """In a layer's place until its model is attached; calling the layer attaches it."""
+
+    trial = None
+    names: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    on_device = True  # so `.to()` moves the module as any other
+
+    def __init__(self, group: _Group, module: nn.Module) -> None:
+        self.attachment = group
+        self._module = weakref.ref(module)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module: Any = self._module()
+        self.attachment.attach()
+        layer = module.__dict__.get(HANDLE)
+        result: Tensor = type(module).forward(module, x) if layer is None else layer(x)
+        return result
+
+
+class _Group:
+    """The layers that one of the original's managers has handed over."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = weakref.ref(original)
+        self._waiting: list[weakref.ref[nn.Module]] = []
+        self._manager: manager.MemoryManager | None = None
+        self._wrappers: list[tuple[Any, Any]] = []
+        weakref.finalize(original, self._end).atexit = False
+
+    def add(self, module: nn.Module) -> None:
+        """Let a layer wait, its weights on the host."""
+        with torch.no_grad():
+            for parameter in module._parameters.values():
+                if parameter is not None and type(parameter) is nn.Parameter:
+                    parameter.data = parameter.data.to("cpu")
+        wrapper = selection.wrapper_of(module)
+        swap_in(module, _Waiting(self, module))  # type: ignore[arg-type]
+        if wrapper is not None:
+            self._wrappers.append((wrapper, wrapper.org_forward))
+            wrapper.org_forward = type(module).forward.__get__(module)
+        self._waiting.append(weakref.ref(module))
+
+    def let_go_soon(self, layer: Any) -> None:
+        """Another class or weight was put into a waiting layer: it is an ordinary one again."""
+        module = layer._module()
+        if module is not None:
+            swap_out(module)
+
+    def attach(self) -> None:
+        """Attach the model, with no other layers managed than those that wait."""
+        original = self._original()
+        chosen = {id(module): module for module in self._release()}
+        if original is None or not chosen:
+            return
+        model, device = original.module, original.process_device
+        others = [part for part in model.modules() if layer_type(part) and id(part) not in chosen]
+        others += [part for part in model.modules() if is_managed(part)]
+        del model.__dict__[manager.ATTRIBUTE]  # `attach` writes there; it is put back
+        try:
+            self._manager = manager.attach(model, device, ignore_modules=others)
+            mark(self._manager)
+        except selection.NothingToManage:
+            pass
+        finally:
+            model.__dict__[manager.ATTRIBUTE] = original
+
+    def _release(self) -> list[nn.Module]:
+        """Make the layers that wait ordinary ones again, and return them."""
+        waiting = [module for found in self._waiting if (module := found()) is not None]
+        waiting = [m for m in waiting if isinstance(m.__dict__.get(HANDLE), _Waiting)]
+        for module in waiting:
+            swap_out(module)
+        for wrapper, original in self._wrappers:
+            wrapper.org_forward = original
+        self._waiting.clear()
+        self._wrappers.clear()
+        return waiting
+
+    def _end(self) -> None:
+        """The original has let go of its manager: at detach, at free, or with the model."""
+        self._release()
+        found, self._manager = self._manager, None
+        if found is not None and found.structure.module is not None:
+            model = found.module
+            found.detach()
+            unmark(model)
+
+
+_groups: weakref.WeakKeyDictionary[Any, _Group] = weakref.WeakKeyDictionary()
+
+
+class BaseLayerMemoryManager:
+    """Takes a layer from AI-Toolkit's own `manager.py`."""
+
+    @classmethod
+    def attach(cls, module: nn.Module, manager: Any) -> None:
+        """Let a layer be managed from its model's next call on.
+
+        Parameters
+        ----------
+        module : nn.Module
+            The layer.
+        manager : object
+            The original's: it has the model as ``module`` and the device as ``process_device``.
+        """
+        if hasattr(module, HANDLE):
+            return
+        group = _groups.get(manager)
+        if group is None:
+            group = _groups[manager] = _Group(manager)
+        group.add(module)
+        mark_layer(module, manager.process_device)
+
+
+class LinearLayerMemoryManager(BaseLayerMemoryManager):
+    """Takes an ``nn.Linear``."""
+
+
+class ConvLayerMemoryManager(BaseLayerMemoryManager):
+    """Takes an ``nn.Conv2d``."""
+
+
+class OstrisLinearLayerMemoryManager(BaseLayerMemoryManager):
+    """Takes a layer that AI-Toolkit has quantised."""

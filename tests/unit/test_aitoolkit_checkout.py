@@ -1,0 +1,271 @@
+"""The drop-in's files in a checkout of AI-Toolkit: in, out again byte for byte, and refusals."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import oracle_offload
+from oracle_offload import cli
+from oracle_offload.aitoolkit import checkout
+
+ROOT = Path(__file__).parent.parent.parent
+ORIGINALS = {
+    "manager.py": b"class MemoryManager:\n    pass\n",
+    "manager_modules.py": b"# \xc3\xa9\r\ndef sync_grad_transfers():\r\n    pass",
+}
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout whose two files are known."""
+    folder = tmp_path / "ai-toolkit" / checkout.FOLDER
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(
+        "from .manager import MemoryManager\nfrom .manager_modules import sync_grad_transfers\n"
+    )
+    known = {}
+    for name, content in ORIGINALS.items():
+        (folder / name).write_bytes(content)
+        known[name] = {checkout.digest(content): "2026-08-12"}
+    monkeypatch.setattr(checkout, "KNOWN", known)
+    return tmp_path / "ai-toolkit"
+
+
+def files(toolkit: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (toolkit / checkout.FOLDER).iterdir()}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = cli.main(["aitoolkit", *map(str, arguments)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_install_replaces_two_files_and_keeps_the_originals(
+    toolkit: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(toolkit)
+    code, out, _ = run(capsys, "install", toolkit)
+    assert code == 0
+    after = files(toolkit)
+    for name in checkout.NAMES:
+        assert after[name] == (ROOT / "oracle_offload" / "aitoolkit" / name).read_bytes()
+        assert after[f"{name}.before-oracle-offload"] == before[name]
+        assert f"{name}: AI-Toolkit's, of 2026-08-12 -> oracle_offload 0.1.0" in out
+    assert len(after) == 5 and after["__init__.py"] == before["__init__.py"]
+    assert "2 of 2 files changed; oracle_offload is installed." in out
+    assert "Before 'git pull'" in out
+
+
+def test_install_is_idempotent(toolkit: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "install", toolkit)
+    once = files(toolkit)
+    code, out, _ = run(capsys, "install", toolkit)
+    assert code == 0 and files(toolkit) == once
+    assert out.count("already") == 2 and "0 of 2 files changed" in out and "Restart" not in out
+
+
+def test_uninstall_restores_every_byte_and_the_mode(
+    toolkit: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manager = toolkit / checkout.FOLDER / "manager.py"
+    manager.chmod(0o750)
+    before = files(toolkit)
+    run(capsys, "install", toolkit)
+    assert stat.S_IMODE(manager.stat().st_mode) == 0o750
+    manager.chmod(0o640)
+    code, out, _ = run(capsys, "uninstall", toolkit)
+    assert code == 0 and files(toolkit) == before
+    assert "oracle_offload 0.1.0 -> AI-Toolkit's, of 2026-08-12" in out
+    assert "2 of 2 files changed; oracle_offload is not installed." in out
+    code, out, _ = run(capsys, "uninstall", toolkit)
+    assert code == 0 and "0 of 2" in out and files(toolkit) == before
+
+
+def test_status_tells_the_four_states(toolkit: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = toolkit / checkout.FOLDER
+    code, out, _ = run(capsys, "status", toolkit)
+    assert code == 0 and "oracle_offload is not installed." in out
+    run(capsys, "install", toolkit)
+    code, out, _ = run(capsys, "status", toolkit)
+    assert code == 0 and "oracle_offload is installed." in out and out.count("original kept") == 2
+    (folder / "manager.py").write_bytes(ORIGINALS["manager.py"])
+    code, out, _ = run(capsys, "status", toolkit)
+    assert code == 3 and "partly installed" in out
+    (folder / "manager.py").write_bytes(b"print()\n")
+    code, out, _ = run(capsys, "status", toolkit)
+    assert code == 3 and "not known" in out and "SHA-256" in out
+
+
+def test_an_unknown_version_is_refused_and_nothing_changes(
+    toolkit: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (toolkit / checkout.FOLDER / "manager.py").write_bytes(b"class MemoryManager: ...\n")
+    before = files(toolkit)
+    for action in ("install", "patch"):
+        code, out, error = run(capsys, action, toolkit)
+        assert code == 1 and out == "" and files(toolkit) == before
+        assert checkout.digest(b"class MemoryManager: ...\n")[:12] in error  # what was found
+        assert "2026-08-12" in error  # what is known
+        assert "manager.py" in error and "Nothing was changed" in error
+
+
+def test_line_ends_that_git_changed_are_no_other_version(
+    toolkit: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = toolkit / checkout.FOLDER / "manager.py"
+    path.write_bytes(ORIGINALS["manager.py"].replace(b"\n", b"\r\n"))
+    before = files(toolkit)
+    assert run(capsys, "install", toolkit)[0] == 0
+    assert run(capsys, "uninstall", toolkit)[0] == 0
+    assert files(toolkit) == before
+
+
+def test_a_half_installed_checkout_can_go_either_way(
+    toolkit: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(toolkit)
+    for action, expected in (("install", "installed"), ("uninstall", "not installed")):
+        run(capsys, "install", toolkit)
+        manager = toolkit / checkout.FOLDER / "manager.py"
+        manager.write_bytes(ORIGINALS["manager.py"])  # as after an install that was cut short
+        assert run(capsys, action, toolkit)[0] == 0
+        assert checkout.status(toolkit) == expected
+    assert files(toolkit) == before
+
+
+def test_the_order_never_leaves_our_manager_over_foreign_modules(
+    toolkit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[bool, bool]] = []
+    replace = os.replace
+
+    def watched(source: str, target: str) -> None:
+        replace(source, target)
+        modules, manager = (file.release is not None for file in checkout.read(toolkit))
+        seen.append((modules, manager))
+
+    monkeypatch.setattr(os, "replace", watched)
+    checkout.install(toolkit, lambda line: None)
+    checkout.uninstall(toolkit, lambda line: None)
+    assert (True, False) in seen and (True, True) in seen and (False, True) not in seen
+
+
+def test_an_older_release_is_replaced_and_its_backup_kept(
+    toolkit: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(toolkit)
+    run(capsys, "install", toolkit)
+    for name in checkout.NAMES:
+        path = toolkit / checkout.FOLDER / name
+        path.write_bytes(path.read_bytes().replace(b'"0.1.0"', b'"0.0.9"'))
+    code, out, _ = run(capsys, "status", toolkit)
+    assert code == 3 and "oracle_offload 0.0.9, not of this installation" in out
+    assert run(capsys, "install", toolkit)[0] == 0
+    assert run(capsys, "uninstall", toolkit)[0] == 0
+    assert files(toolkit) == before
+
+
+def test_uninstall_without_the_original_is_refused(
+    toolkit: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(capsys, "install", toolkit)
+    (toolkit / checkout.FOLDER / "manager.py.before-oracle-offload").unlink()
+    before = files(toolkit)
+    code, _, error = run(capsys, "uninstall", toolkit)
+    assert code == 1 and "git checkout" in error and files(toolkit) == before
+
+
+def test_a_folder_that_is_no_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for action in ("install", "status", "uninstall", "patch"):
+        code, _, error = run(capsys, action, tmp_path)
+        assert code == 1 and str(tmp_path) in error and "run.py" in error
+
+
+def test_a_checkout_that_cannot_be_written_is_left_as_it_was(
+    toolkit: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files(toolkit)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    code, _, error = run(capsys, "install", toolkit)
+    assert code == 1 and "EACCES" in error and files(toolkit) == before
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_git_applies_the_patch_to_what_install_makes(
+    toolkit: Path, installed: bool, tmp_path: Path
+) -> None:
+    for name, content in ORIGINALS.items():  # also one that ends without a newline
+        (toolkit / checkout.FOLDER / name).write_bytes(content)
+    if installed:
+        checkout.install(toolkit, lambda line: None)
+    diff = checkout.patch(toolkit)
+    if installed:
+        checkout.uninstall(toolkit, lambda line: None)
+    done = subprocess.run(
+        ["git", "apply", "--whitespace=nowarn", "-"], cwd=toolkit, input=diff, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert checkout.status(toolkit) == "installed"
+
+
+def test_patch_prints_what_git_takes(toolkit: Path, capfdbinary: pytest.CaptureFixture) -> None:
+    assert cli.main(["aitoolkit", "patch", str(toolkit)]) == 0
+    assert capfdbinary.readouterr().out == checkout.patch(toolkit)
+
+
+def test_the_real_originals_are_known_by_day() -> None:
+    assert {name: len(days) for name, days in checkout.KNOWN.items()} == {
+        "manager.py": 5,
+        "manager_modules.py": 7,
+    }
+    for days in checkout.KNOWN.values():
+        assert all(len(key) == 32 and day.startswith("2026-") for key, day in days.items())
+
+
+def test_both_files_are_of_this_release() -> None:
+    for name in checkout.NAMES:
+        file = checkout.read_one(ROOT / "oracle_offload" / "aitoolkit" / name)
+        assert file.release == oracle_offload.__version__
+        assert b"git checkout" in file.content and b"uninstall" in file.content
+
+
+@pytest.mark.parametrize("beside", ["original", "another release"])
+def test_our_manager_over_strange_modules_is_refused(toolkit: Path, beside: str) -> None:
+    pytest.importorskip("torch")
+    checkout.install(toolkit, lambda line: None)
+    modules = toolkit / checkout.FOLDER / "manager_modules.py"
+    if beside == "original":
+        modules.write_bytes(ORIGINALS["manager_modules.py"])
+        found = "not oracle_offload's"
+    else:
+        modules.write_bytes(modules.read_bytes().replace(b'"0.1.0"', b'"0.2.0"'))
+        found = "of oracle_offload 0.2.0"
+    done = subprocess.run(
+        [sys.executable, "-c", "import toolkit.memory_management"],
+        cwd=toolkit,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{toolkit}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "ImportError" in done.stderr
+    assert found in done.stderr and "oracle-offload aitoolkit install" in done.stderr
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys, oracle_offload.cli as c; c.main(['aitoolkit', 'status', '.']); "
+    code += "print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
