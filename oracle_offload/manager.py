@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from . import _core, masters, selection
 from .attachment import Attachment, close_leftovers
@@ -17,12 +17,18 @@ from .engines import DeviceState, open_state, opened
 from .errors import OffloadError
 from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers
-from .geometry import aligned, unit_bytes
-from .layers.kinds import layer_type
+from .geometry import aligned, stored_bytes, unit_bytes
+from .layers.formats import unknown_format
 from .layers.leaf import Leaf
 from .layers.swap import swap_in
 from .layers.trial import Trial
-from .residents import Resident, list_residents, move_residents, resident_bytes
+from .residents import (
+    Resident,
+    list_residents,
+    move_residents,
+    resident_bytes,
+    unmanaged_parameters,
+)
 from .selection import Chosen, group_units, wrapper_of
 from .sizes import format_size, parse_size
 from .structure import Structure
@@ -287,8 +293,24 @@ def attach(
     structure.watch()
     manager.first_forward = watch_first_forward(structure)
     logger.info("attached %r; %d layers stay resident", manager, len(chosen.resident))
+    _warn_of_unknown_formats(module, attachment.name)
     _warn_of_residents(manager)
     return manager
+
+
+def _warn_of_unknown_formats(module: nn.Module, name: str) -> None:
+    """Say which quantised weights stay on the device because nothing is known of their class."""
+    found: dict[str, int] = {}
+    for _, inner, _, parameter in unmanaged_parameters(module):
+        what = unknown_format(inner, parameter)
+        if what:
+            found[what] = found.get(what, 0) + stored_bytes(parameter)
+    if found:
+        logger.warning(
+            "%s: quantised weights of no known format stay on the device: %s.",
+            name,
+            "; ".join(f"{what}, {format_size(nbytes)}" for what, nbytes in found.items()),
+        )
 
 
 def _warn_of_residents(manager: MemoryManager) -> None:
@@ -351,10 +373,16 @@ def _lock_limit(ram_budget: int | float | str | None) -> float:
 
 
 def _build_masters(pieces: masters.Pieces, units: Sequence[Sequence[Chosen]], managed: int) -> None:
+    aliases: dict[int, list[Tensor]] = {}
+    for leaf in (leaf for unit in units for leaf in unit):
+        leaf.kind.prepare(leaf.module)
+        aliases.update(leaf.kind.aliases(leaf.module))
     tensors = [[t for leaf in unit for t in leaf.tensors()] for unit in units]
     with DelayedBar(managed, "oracle_offload: attach") as bar:
         for tensors_of_piece in masters.split_pieces(tensors):
             piece = masters.Piece(tensors_of_piece, bar.update)
+            for tensor in tensors_of_piece:
+                masters.share_memory(tensor, aliases.get(id(tensor), ()))
             masters.trim_heap()
             pieces.add(piece)
 
@@ -369,9 +397,7 @@ def _add_unit(structure: Structure, unit: Sequence[Chosen]) -> None:
     attachment = structure.attachment
     layers = []
     for leaf in unit:
-        kind = layer_type(leaf.module)
-        assert kind is not None
-        layers.append(kind(leaf.module, leaf.name, structure))
+        layers.append(leaf.kind(leaf.module, leaf.name, structure))
         if leaf.doubtful:
             layers[-1].trial = Trial(leaf.doubtful)
     trainable = any(tensor.requires_grad for leaf in unit for tensor in leaf.tensors())

@@ -116,6 +116,15 @@ def move_into(tensor: Tensor, buffer: HostBuffer, offset: int) -> None:
             tensor.grad = tensor.grad.to("cpu")
 
 
+def share_memory(master: Tensor, others: Iterable[Tensor]) -> None:
+    """Re-point ``.data`` of `others`, which lay where `master` was, to where it lies now."""
+    for other in others:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            other.data = torch.empty(0, dtype=master.dtype).set_(
+                master.untyped_storage(), master.storage_offset(), master.size(), master.stride()
+            )
+
+
 def trim_heap() -> None:
     """Give freed heap memory back to the system: small weights come from the heap."""
     if sys.platform == "linux":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
@@ -16,6 +19,37 @@ _NO_KERNEL = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_strided", "set_", "resize_", "_unsafe_view", "_reshape_alias")
 )
+
+
+_AUTOCAST = ("cpu", "cuda")  # device types whose dispatch key for autocast has their name
+_BELOW_AUTOCAST = ("aten", "prim", "prims")  # operators that autocast has seen already
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def autocast_reaches_kernels(device_type: str) -> Iterator[None]:
+    """Let the kernels of a library's operators see autocast as it is now, under a mode too.
+
+    Torch runs a mode's handler below autocast. An operator's kernel that is itself written in
+    Python, and calls torch, would therefore compute otherwise under a mode than without one.
+    """
+    before = getattr(_thread, "autocast", None)
+    enabled = torch.is_autocast_enabled(device_type)
+    name = f"Autocast{'PrivateUse1' if device_type not in _AUTOCAST else device_type.upper()}"
+    _thread.autocast = getattr(torch._C.DispatchKey, name) if enabled else None
+    try:
+        yield
+    finally:
+        _thread.autocast = before
+
+
+def run_in_mode(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call an operator from a mode's handler; see `autocast_reaches_kernels`."""
+    key = getattr(_thread, "autocast", None)
+    if key is None or getattr(func, "namespace", "aten") in _BELOW_AUTOCAST:
+        return func(*args, **kwargs)
+    with torch._C._SetExcludeDispatchKeyGuard(key, False):
+        return func(*args, **kwargs)
 
 
 class Operator:

@@ -1,9 +1,10 @@
 """Which layers are managed, and in which units they travel.
 
 Managed is a leaf whose class computes with exactly ``nn.Linear.forward`` or ``nn.Conv2d.forward``
-and whose tensors are plain floating parameters of its own. Everything else stays resident: what a
-parent's code uses the weight of without calling the layer, what is tied to a module that is not
-managed, adapters, quantised tensors. Where such a use stands in a branch, which may never be taken,
+and whose tensors are plain floating parameters of its own, or whose weight is quantised in a way
+that is known (`oracle_offload.layers.formats`). Everything else stays resident: what a parent's
+code uses the weight of without calling the layer, what is tied to a module that is not managed,
+adapters. Where such a use stands in a branch, which may never be taken,
 the layer is managed on trial, see `oracle_offload.layers.trial`. What the rules cannot see (a
 weight handed around in a variable) fails the watch over the first forward, see
 `oracle_offload.first_forward`.
@@ -18,14 +19,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .direct_uses import Sites, used_directly
 from .errors import OffloadError
-from .geometry import is_dense, memory_of, unit_bytes
+from .geometry import memory_of, unit_bytes
 from .layers.kinds import layer_type
+from .layers.loan import Layer
 from .layers.swap import has_own_forward, is_managed
+from .operators import tensors_in
 from .sizes import KIB, MIB
 
 
@@ -35,17 +37,17 @@ class NothingToManage(OffloadError):
 
 @dataclass(frozen=True)
 class Chosen:
-    """A module to be managed: its dotted name and the block it belongs to."""
+    """A module to be managed: its dotted name, its kind and the block it belongs to."""
 
     name: str
     module: nn.Module
+    kind: type[Layer]
     block: str
     doubtful: dict[tuple[str, int], str] = field(default_factory=dict)  # see `Trial`
 
     def tensors(self) -> list[Tensor]:
-        """Return weight and, where there is one, bias."""
-        found = (self.module._parameters.get(name) for name in ("weight", "bias"))
-        return [tensor for tensor in found if tensor is not None]
+        """Return the tensors that are to lie on the host."""
+        return list(self.kind.named_tensors(self.module).values())
 
 
 @dataclass(frozen=True)
@@ -89,22 +91,23 @@ def select(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
             "(its manager.detach()), then attach the whole model once."
         )
     resident: dict[str, str] = {}
-    candidates: dict[str, nn.Module] = {}
+    candidates: dict[str, tuple[nn.Module, type[Layer]]] = {}
     adapters = _below_adapters(modules)
     used = used_directly(modules.values())
     for name, module in modules.items():
-        if layer_type(module) is None:
+        kind = layer_type(module)
+        if kind is None:
             continue
         reason = (
             ("named in ignore_modules" if id(module) in ignored_modules else "")
             or adapters.get(id(module), "")
-            or _certain_use(used.get(id(module)))
-            or _unfit(module, ignored_tensors)
+            or _certain_use(used.get(id(module)), kind.may_be_tried)
+            or _unfit(kind, module, ignored_tensors)
         )
         if reason:
             resident[name] = reason
         else:
-            candidates[name] = module
+            candidates[name] = module, kind
     _drop_shared(modules, candidates, resident)
     if not candidates:
         by_reason: dict[str, list[str]] = {}
@@ -116,8 +119,8 @@ def select(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
             "floating-point weights" + (f" ({why})" if why else "") + "."
         )
     leaves = [
-        Chosen(name, module, _block_of(name, modules), used.get(id(module), (False, {}))[1])
-        for name, module in candidates.items()
+        Chosen(name, module, kind, _block_of(name, modules), used.get(id(module), (False, {}))[1])
+        for name, (module, kind) in candidates.items()
     ]
     return Selection(leaves, resident)
 
@@ -215,34 +218,20 @@ def _below_adapters(modules: dict[str, nn.Module]) -> dict[int, str]:
     return found
 
 
-def _certain_use(use: tuple[bool, Sites] | None) -> str:
-    if use is None or not use[0]:
+def _certain_use(use: tuple[bool, Sites] | None, may_be_tried: bool) -> str:
+    if use is None or not (use[0] or (use[1] and not may_be_tried)):
         return ""
     return f"{next(iter(use[1].values()))} uses its weight without calling it"
 
 
-def _unfit(module: nn.Module, ignored_tensors: set[int]) -> str:
+def _unfit(kind: type[Layer], module: nn.Module, ignored_tensors: set[int]) -> str:
     """Say why the module's own state keeps it from being managed; empty where nothing does."""
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return "its weight is computed (parametrised), not a parameter"
-    for key, tensor in module._parameters.items():
-        if tensor is None:
-            continue
-        if key not in ("weight", "bias"):
-            return f"it has another parameter, '{key}'"
-        if type(tensor) is not nn.Parameter or tensor.layout is not torch.strided:
-            return f"'{key}' is a {type(tensor).__name__}, not a plain parameter"
-        if not tensor.is_floating_point():
-            return f"'{key}' is {tensor.dtype}"
-        if tensor.numel() == 0:
-            return f"'{key}' is empty"
-        if not is_dense(tensor):
-            return f"'{key}' has gaps or overlaps in memory (strides {tensor.stride()})"
+    reason = kind.unfit(module)
+    if reason:
+        return reason
+    for key, tensor in [*module._parameters.items(), *kind.named_tensors(module).items()]:
         if id(tensor) in ignored_tensors:
             return f"'{key}' is named in ignore_modules"
-    if module._parameters.get("bias") is None and getattr(module, "bias", None) is not None:
-        return "its bias is computed, not a parameter"
     replaced = "forward" in module.__dict__ and not has_own_forward(module)
     if replaced and wrapper_of(module) is None:
         return "its forward was replaced"
@@ -267,7 +256,9 @@ def wrapper_of(module: nn.Module) -> Any | None:
 
 
 def _drop_shared(
-    modules: dict[str, nn.Module], candidates: dict[str, nn.Module], resident: dict[str, str]
+    modules: dict[str, nn.Module],
+    candidates: dict[str, tuple[nn.Module, type[Layer]]],
+    resident: dict[str, str],
 ) -> None:
     """Leave resident what shares memory with something that is not managed.
 
@@ -277,10 +268,14 @@ def _drop_shared(
     owners: dict[int, list[str]] = {}
     spans: list[tuple[int, int, int]] = []
     seen: set[int] = set()
+    tensors = {
+        name: list(kind.named_tensors(module).values())
+        for name, (module, kind) in candidates.items()
+    }
     for name, module in modules.items():
-        for tensor in [*module._parameters.values(), *module._buffers.values()]:
-            if tensor is None:
-                continue
+        for tensor in tensors.get(name) or tensors_in(
+            [*module._parameters.values(), *module._buffers.values()]
+        ):
             owners.setdefault(id(tensor), []).append(name)
             start, end = memory_of(tensor)
             if id(tensor) in seen or start == end:
@@ -297,10 +292,8 @@ def _drop_shared(
     changed = True
     while changed:
         changed = False
-        for name, module in list(candidates.items()):
-            for tensor in module._parameters.values():
-                if tensor is None:
-                    continue
+        for name in list(candidates):
+            for tensor in tensors[name]:
                 others = [owner for owner in owners[id(tensor)] if owner not in candidates]
                 if others:
                     reason = f"its weight is tied to '{others[0]}', which is not managed"

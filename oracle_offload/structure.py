@@ -122,7 +122,7 @@ class Structure:
         found = used_directly(module.modules())
         for layer in list(self.attachment.layers):
             leaf = layer.module()
-            if leaf is not None and id(leaf) in found:
+            if leaf is not None and id(leaf) in found and layer.may_be_tried:
                 put_on_trial(leaf, found[id(leaf)][1])
 
 

@@ -25,6 +25,8 @@ class Traffic:
         Bytes that moved to and from the device in the last of them.
     computed_bytes : dict of str to int
         Host bytes that a layer, by name, computes with in the place of its own weights.
+    runs_again, flops_again : int, float
+        How often backward ran a forward operator again, and the operations of that.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,6 +35,8 @@ class Traffic:
         self.step_h2d_bytes: int | None = None
         self.step_d2h_bytes: int | None = None
         self.computed_bytes: dict[str, int] = {}
+        self.runs_again = 0
+        self.flops_again = 0.0
         self._before = (0, 0)
 
     def end_step(self, h2d_bytes: int, d2h_bytes: int) -> None:
@@ -55,3 +59,8 @@ class Traffic:
             )
         if nbytes:
             self.computed_bytes[layer] = nbytes
+
+    def note_run_again(self, flops: float) -> None:
+        """Count a forward operator that backward has run again."""
+        self.runs_again += 1
+        self.flops_again += flops

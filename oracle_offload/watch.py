@@ -25,7 +25,7 @@ from .geometry import memory_of
 from .layers import trial
 from .layers.leaf import Leaf
 from .layers.swap import is_managed
-from .operators import Operator, tensors_in
+from .operators import Operator, run_in_mode, tensors_in
 from .witness import Witness, refusal
 
 _copy = torch.ops.aten.copy_.default
@@ -84,7 +84,7 @@ class Watch(Witness):
             meets_device = True  # a managed layer brings what it computes with to the device
         elif master is not None and meets_device and not self._copies_to_host(func, args):
             raise refusal(verb, master)
-        result = func(*args, **kwargs)
+        result = run_in_mode(func, args, kwargs)
         if meets_device or master is not None:
             self._note([*targets, *tensors_in(result)], None if meets_device else master)
         return result
@@ -135,7 +135,7 @@ class DirectUses(TorchFunctionMode):
         self._layers = self._find_layers()
 
     def _find_layers(self) -> dict[int, Leaf]:
-        layers = list(self._attachment.layers)
+        layers = [layer for layer in self._attachment.layers if layer.may_be_tried]
         return {id(tensor): layer for layer in layers for tensor in layer.tensors()}
 
     def __torch_function__(

@@ -23,7 +23,7 @@ from .engines import DeviceState, Layout, open_states
 from .errors import OffloadError
 from .exemption import is_exempt
 from .geometry import Spans, memory_of
-from .operators import Operator, operator_of, tensors_in
+from .operators import Operator, operator_of, run_in_mode, tensors_in
 
 
 class Witness(TorchDispatchMode):
@@ -132,7 +132,7 @@ class Witness(TorchDispatchMode):
             self.arena_reads += bool(reads)
             if self.declare:
                 _declare(reads, writes)
-        result = func(*args, **kwargs)
+        result = run_in_mode(func, args, kwargs)
         if self._clocked:
             self._charge(operator, args, kwargs, result, moved, bool(reads or writes))
         return result

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,13 @@ class Masters:
 
     Parameters
     ----------
-    kind : type of Leaf
+    kind : Leaf, or a type of it
         Whose names they have, in the order that the engine knows them.
     tensors : dict
         What lies there under these names; None, or no entry, where there is nothing.
     """
 
-    def __init__(self, kind: type[Leaf], tensors: dict[str, Any]) -> None:
+    def __init__(self, kind: Leaf | type[Leaf], tensors: Any) -> None:
         names = kind.names
         self._noted = [
             (name, None, 0, (), 0, None)
@@ -81,7 +81,7 @@ class Masters:
         """Return the tensors that are there, with their names."""
         return [(row[0], row[1]) for row in self._noted if row[1] is not None]
 
-    def are(self, tensors: dict[str, Any]) -> bool:
+    def are(self, tensors: Any) -> bool:
         """Whether these are the tensors that lie there now, at the same place and of one layout."""
         for name, tensor, address, stride, numel, dtype in self._noted:
             now = tensors.get(name)
@@ -134,9 +134,10 @@ class Leaf:
         Of the attached model that it is part of.
     """
 
-    names: ClassVar[tuple[str, ...]]  # of its tensors
-    required: ClassVar[tuple[str, ...]]  # without which it computes nothing
-    backward_reads: ClassVar[tuple[str, ...]]  # those whose values a derivative asks for
+    names: tuple[str, ...]  # of its tensors
+    required: tuple[str, ...]  # without which it computes nothing
+    backward_reads: tuple[str, ...]  # those whose values a derivative asks for
+    may_be_tried: ClassVar[bool] = True  # its tensors can move to the device one by one
     trial: Trial | None = None  # code may read its tensors as values
     on_device = False  # the tensors lie there for good, and so do their gradients
     moving = False  # `follow` is under way, in some thread
@@ -152,14 +153,58 @@ class Leaf:
         self.state: DeviceState = self.attachment.state
         self.device_type = self.state.device.type
         self.on_cpu = self.device_type == "cpu"
-        self.parameters: dict[str, Any] = cast("dict[str, Any]", module._parameters)
+        self.parameters = self.places(module)
         self.member = -1
         self.unit = -1
         self.offsets: list[int] = []
         self.views: dict[int, Tensors] = {}
         # What a replaced master replaced, and whether by another Parameter.
         self.replaced: dict[str, tuple[StorageWeakRef, bool]] = {}
-        self.masters = Masters(type(self), self.parameters)
+        self.masters = Masters(self, self.parameters)
+
+    # ---- what it is made of ----
+
+    @classmethod
+    def named_tensors(cls, module: nn.Module) -> dict[str, Tensor]:
+        """Return the tensors of a module of this kind, by name."""
+        found = {name: module._parameters.get(name) for name in cls.names}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    @classmethod
+    def aliases(cls, module: nn.Module) -> dict[int, list[Tensor]]:
+        """Return the tensors over the bytes of one of `named_tensors`, by the `id` of that one."""
+        return {}
+
+    @classmethod
+    def unfit(cls, module: nn.Module) -> str:
+        """Say why the module's own tensors keep it from being managed; empty where none does."""
+        weight = module._parameters.get("weight")
+        if weight is None:
+            return "its weight is computed (parametrised), not a parameter"
+        for key, tensor in module._parameters.items():
+            if tensor is None:
+                continue
+            if key not in cls.names:
+                return f"it has another parameter, '{key}'"
+            if type(tensor) is not nn.Parameter or tensor.layout is not torch.strided:
+                return f"'{key}' is a {type(tensor).__name__}, not a plain parameter"
+            if not tensor.is_floating_point():
+                return f"'{key}' is {tensor.dtype}"
+            if tensor.numel() == 0:
+                return f"'{key}' is empty"
+            if not is_dense(tensor):
+                return f"'{key}' has gaps or overlaps in memory (strides {tensor.stride()})"
+        if module._parameters.get("bias") is None and getattr(module, "bias", None) is not None:
+            return "its bias is computed, not a parameter"
+        return ""
+
+    @classmethod
+    def prepare(cls, module: nn.Module) -> None:
+        """Make the tensors of a module its own, before they become masters."""
+
+    def places(self, module: nn.Module) -> Any:
+        """Return what `get` answers of which tensor lies under a name now."""
+        return module._parameters
 
     # ---- masters ----
 
@@ -193,7 +238,7 @@ class Leaf:
 
     def forget_masters(self) -> None:
         """Let go of the tensors, so that their memory can go; they are current no more."""
-        self.masters = Masters(type(self), dict.fromkeys(self.names, torch.empty(0)))
+        self.masters = Masters(self, dict.fromkeys(self.names, torch.empty(0)))
         self.parameters = {}
 
     def replaced_for_good(self) -> Iterator[tuple[Tensor, bool]]:
@@ -264,7 +309,7 @@ class Leaf:
         it did, and the next call sees the change again.
         """
         with self.state.lock:
-            before, now = self.masters, Masters(type(self), self.parameters)
+            before, now = self.masters, Masters(self, self.parameters)
             self.moving = True
             try:
                 with torch.inference_mode(False):

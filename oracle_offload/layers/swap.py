@@ -86,7 +86,7 @@ def managed_class(base: Any, on_trial: bool) -> Any:
 def has_own_forward(module: nn.Module) -> bool:
     """Whether ``module.forward`` was set to the class's own: what removing a hook leaves behind."""
     forward = module.__dict__.get("forward")
-    base: Any = getattr(type(module), _BASE, type(module))
+    base: Any = base_class(module)
     return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) in (
         base.forward,
         managed_class(base, False).forward,
@@ -115,6 +115,11 @@ def swap_out(module: nn.Module) -> None:
     base = vars(type(module)).get(_BASE)
     if base is not None:  # a class that was derived since (a parametrisation's) stays
         module.__class__ = base
+
+
+def base_class(module: nn.Module) -> Any:
+    """Return the class of a module as it was before it was managed."""
+    return getattr(type(module), _BASE, type(module))
 
 
 def _follow_class(module: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from oracle_offload import OffloadError
+from oracle_offload.layers.linear import LinearLayer
 from oracle_offload.selection import Chosen, group_units, listed, select, wrapper_of
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -298,7 +299,7 @@ def test_a_wrapper_around_something_else_is_none():
 def leaf(nbytes, block="b", trainable=False):
     module = nn.Linear(1, nbytes // 4, bias=False)
     module.weight.requires_grad_(trainable)
-    return Chosen("", module, block)
+    return Chosen("", module, LinearLayer, block)
 
 
 def sizes(leaves):
@@ -325,7 +326,7 @@ def test_a_unit_of_several_is_at_most_a_256th_of_all_and_4_mib(total, limit):
     def unit_of(first, second):
         rest = total - first - second
         meta = nn.Linear(1, rest // 4, bias=False, device="meta")
-        return group_units([leaf(first), leaf(second), Chosen("", meta, "other")])
+        return group_units([leaf(first), leaf(second), Chosen("", meta, LinearLayer, "other")])
 
     assert len(unit_of(limit // 2, limit // 2)) == 2
     assert len(unit_of(limit // 2, limit // 2 + 512)) == 3

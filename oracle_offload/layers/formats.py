@@ -1,0 +1,132 @@
+"""Quantised weights that are known: by whose classes they are recognised, and what they need.
+
+A format is recognised by the names of its classes, so that none of the libraries is imported here.
+What is not known stays resident: a library's code may keep or rewrite tensors where nobody sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .flatten import class_name, is_wrapper
+from .swap import base_class
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the modules of one library keep and use quantised weights.
+
+    Parameters
+    ----------
+    name : str
+        For people.
+    holders : frozenset of str
+        Full names of classes, beside tensors, whose objects hold tensors.
+    reads_input : bool
+        Whether the gradient of the input depends on the input's values, which then are kept.
+    """
+
+    name: str
+    holders: frozenset[str] = frozenset()
+    reads_input: bool = False
+
+
+def format_of(module: nn.Module) -> Format | None:
+    """Return the format of a module's weights; None where they are plain, or not known."""
+    if module._modules or "weight" not in module._parameters:
+        return None
+    weight = module._parameters["weight"]
+    if weight is None:
+        return None
+    for known in _FORMATS:
+        found = known(module, weight)
+        if found is not None:
+            return found
+    return None
+
+
+def unknown_format(module: nn.Module, parameter: Tensor) -> str:
+    """Return what a quantised parameter of no known format is; empty for any other."""
+    plain = type(parameter) is nn.Parameter
+    if plain and parameter.is_floating_point() and parameter.element_size() > 1:
+        return ""
+    if format_of(module) is not None:
+        return ""
+    what = f"{parameter.dtype}" if plain else class_name(type(parameter))
+    return f"{what} in {class_name(base_class(module))}"
+
+
+def _bitsandbytes_8bit(module: Any, weight: Any) -> Format | None:
+    if not _forwards_as(module, "bitsandbytes.nn.modules.Linear8bitLt"):
+        return None
+    quantised = weight.dtype is torch.int8 and not module.state.has_fp16_weights
+    return _BITSANDBYTES_8BIT if quantised else None
+
+
+def _bitsandbytes_4bit(module: Any, weight: Any) -> Format | None:
+    if not _forwards_as(module, "bitsandbytes.nn.modules.Linear4bit"):
+        return None
+    return None if getattr(weight, "quant_state", None) is None else _BITSANDBYTES_4BIT
+
+
+def _gguf(module: Any, weight: Any) -> Format | None:
+    if not _forwards_as(module, "diffusers.quantizers.gguf.utils.GGUFLinear"):
+        return None
+    return _GGUF if type(weight).__name__ == "GGUFParameter" else None
+
+
+def _quanto(module: Any, weight: Any) -> Format | None:
+    if not _is_of(base_class(module), "optimum.quanto") or not _is_of(
+        type(weight), "optimum.quanto"
+    ):
+        return None
+    return None if module.activation_qtype is not None or not is_wrapper(weight) else _QUANTO
+
+
+def _torchao(module: Any, weight: Any) -> Format | None:
+    if not is_wrapper(weight) or not _is_of(type(weight), "torchao"):
+        return None
+    if base_class(module).forward is not nn.Linear.forward:
+        return None
+    return _TORCHAO if _is_weight_only(weight) else _TORCHAO_DYNAMIC
+
+
+def _is_weight_only(weight: Any) -> bool:
+    """Whether nothing is computed from the values of the input but the product."""
+    if type(weight).__name__ == "AffineQuantizedTensor":
+        return True
+    meta = weight.__tensor_flatten__()[1]
+    switches = ("act_quant_kwargs", "activation_quantization")
+    return any(name in meta for name in switches) and not any(map(meta.get, switches))
+
+
+def _forwards_as(module: nn.Module, name: str) -> bool:
+    """Whether the module computes with the forward of the class of this name."""
+    base = base_class(module)
+    return any(class_name(kind) == name and base.forward is kind.forward for kind in base.__mro__)
+
+
+def _is_of(kind: type, package: str) -> bool:
+    return kind.__module__ == package or kind.__module__.startswith(f"{package}.")
+
+
+_BITSANDBYTES_8BIT = Format(
+    "bitsandbytes int8", frozenset({"bitsandbytes.autograd._functions.MatmulLtState"})
+)
+_BITSANDBYTES_4BIT = Format("bitsandbytes 4-bit", frozenset({"bitsandbytes.functional.QuantState"}))
+_GGUF = Format("GGUF")
+_QUANTO = Format("optimum-quanto")
+_TORCHAO = Format("torchao")
+_TORCHAO_DYNAMIC = Format("torchao, dynamic activations", reads_input=True)
+_FORMATS: tuple[Callable[[Any, Tensor], Format | None], ...] = (
+    _bitsandbytes_8bit,
+    _bitsandbytes_4bit,
+    _gguf,
+    _quanto,
+    _torchao,
+)

@@ -1,0 +1,291 @@
+"""Managed modules with quantised weights: what travels is the quantised bytes.
+
+The library's own operator runs, on the library's own tensor class made again over the slot
+(`flatten.Copy`): a dequantised weight and ``F.linear`` would not have the same bits. For backward
+the operator runs once more, where torch records it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..exemption import exempt
+from ..geometry import is_dense, tensor_bytes
+from ..operators import autocast_reaches_kernels
+from .flatten import Copy, Places, copy_tables, is_wrapper, plain_tensors
+from .formats import Format, format_of
+from .leaf import Tensors
+from .loan import Layer, Needs, node_of
+from .swap import base_class, is_managed
+
+if TYPE_CHECKING:
+    from ..structure import Structure
+
+_graph_task = torch._C._current_graph_task_id
+_LARGEST_TABLE = 4096  # bytes
+_SETTINGS = (bool, int, float, str, torch.dtype, type(None))
+
+
+class Slot(tuple[Any, ...]):
+    """The tensors in one slot, and what was made of them there."""
+
+    wrappers: dict[int, Tensor]
+
+
+class QuantisedLayer(Layer):
+    """A managed module with one input whose weights are of a known `Format`."""
+
+    node = node_of("ManagedQuantised")
+    may_be_tried = False
+
+    def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
+        found = format_of(module)
+        assert found is not None
+        self.format: Format = found
+        self.names = tuple(self.named_tensors(module))
+        self.required = tuple({path.partition(".")[0]: None for path in self.names})
+        # What the input's gradient asks for: of plain parameters, the bias alone is not.
+        self.backward_reads = tuple(path for path in self.names if path != "bias")
+        super().__init__(module, name, structure)
+        self._bring_wrappers_home(module)
+
+    # ---- what it is made of ----
+
+    @classmethod
+    def named_tensors(cls, module: nn.Module) -> dict[str, Tensor]:
+        """Return the tensors that hold the bytes, by path."""
+        found = format_of(module)
+        return {} if found is None else plain_tensors(module, found.holders)[0]
+
+    @classmethod
+    def aliases(cls, module: nn.Module) -> dict[int, list[Tensor]]:
+        """Return the tensors over the bytes of one of `named_tensors`, by the `id` of that one."""
+        found = format_of(module)
+        if found is None:
+            return {}
+        tensors, same = plain_tensors(module, found.holders)
+        return {id(tensors[path]): others for path, others in same.items()}
+
+    @classmethod
+    def unfit(cls, module: nn.Module) -> str:
+        """Say why the module's own tensors keep it from being managed; empty where none does."""
+        for path, tensor in cls.named_tensors(module).items():
+            if tensor.layout is not torch.strided:
+                return f"'{path}' is {tensor.layout}"
+            if not is_dense(tensor):
+                return f"'{path}' has gaps or overlaps in memory (strides {tensor.stride()})"
+        return ""
+
+    @classmethod
+    def prepare(cls, module: nn.Module) -> None:
+        """Give the module copies of small tables: a library may share them among all its layers."""
+        found = format_of(module)
+        if found is not None:
+            copy_tables(module, found.holders, _LARGEST_TABLE)
+
+    def places(self, module: nn.Module) -> Any:
+        """Return what answers which tensor lies at a path now."""
+        return Places(module)
+
+    def has_plain_masters(self) -> bool:
+        """Whether what lies there now is quantised like what lay there at attach."""
+        module = self.module()
+        if module is None or format_of(module) is not self.format:
+            return False
+        found = self.named_tensors(module)
+        return tuple(found) == self.names and all(
+            tensor.device.type == "cpu" and not self.unfit(module) for tensor in found.values()
+        )
+
+    def why_lost(self) -> str:
+        """Say why the module is no leaf of ours any more; empty where it is."""
+        module = self.module()
+        if module is None:
+            return "it was deleted"
+        if not is_managed(module):
+            return f"its class was replaced after attach, by {type(module).__name__}"
+        if format_of(module) is not self.format or set(self.named_tensors(module)) != set(
+            self.names
+        ):
+            return "its quantised weights were replaced after attach by others"
+        return ""
+
+    def _bring_wrappers_home(self, module: nn.Module) -> None:
+        """Say of weights that were quantised on a device that they lie on the host now.
+
+        A tensor that is made of others notes its device once and for all.
+        """
+        copy = Copy(self._own(), self.format.holders, {})
+        for key, parameter in module._parameters.items():
+            if is_wrapper(parameter) and parameter is not None and parameter.device.type != "cpu":
+                home = nn.Parameter(copy.of(parameter), requires_grad=parameter.requires_grad)
+                module._parameters[key] = home
+        self.parameters = self.places(module)
+        self.masters = type(self.masters)(self, self.parameters)
+
+    def _own(self) -> dict[int, Tensor]:
+        return {id(tensor): tensor for tensor in self.masters.present}
+
+    # ---- the copy over a slot ----
+
+    def view_at(self, address: int) -> Tensors:
+        """Return the tensors as they lie in the slot at `address`."""
+        slot = Slot(super().view_at(address))
+        slot.wrappers = {}
+        self.views[address] = slot
+        return slot
+
+    def copy(self, module: nn.Module, tensors: Tensors, *, trains: bool = False) -> Any:
+        """Return the module made again over `tensors`, of the class that it had before attach.
+
+        Parameters
+        ----------
+        module : nn.Module
+            The leaf.
+        tensors : tuple
+            For each of `names`.
+        trains : bool
+            Whether trainable parameters shall require grad in it.
+        """
+        masters = self.masters
+        replaced = dict(zip(map(id, masters.tensors), tensors, strict=True))
+        for path, others in plain_tensors(module, self.format.holders)[1].items():
+            for other in others:
+                replaced[id(other)] = replaced[id(self.parameters.get(path))]
+        wrappers = getattr(tensors, "wrappers", {})
+        made = Copy(cast("Any", replaced), self.format.holders, {} if trains else wrappers).module(
+            module, base_class(module)
+        )
+        if trains:
+            for key, own in module._parameters.items():
+                if own is not None and own.requires_grad:
+                    made._parameters[key].requires_grad_()
+        return made
+
+    # ---- what a kind says ----
+
+    def base_call(self, module: Any, x: Tensor, tensors: Tensors) -> Tensor:
+        """Compute what the library does, with the given tensors."""
+        made = self.copy(module, tensors)
+        with autocast_reaches_kernels(self.device_type):
+            y = cast("Tensor", base_class(module).forward(made, x))
+        _keep_settings(module, made)
+        return y
+
+    def compute(self, x: Tensor, tensors: Tensors) -> Tensor:
+        """Compute what the library does."""
+        return self.base_call(self.module(), x, tensors)
+
+    def record(self, ctx: Any, x: Tensor, trained: Tensors, tensors: Tensors) -> Tensor:
+        """Compute what the library does; the input is kept where backward asks for its values."""
+        y = self.compute(x, tensors)
+        device = self.device_type
+        ctx.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        ctx.geometry = x.shape, x.stride(), x.dtype
+        ctx.keeps_input = self.format.reads_input or any(t is not None for t in trained)
+        if ctx.keeps_input:
+            ctx.save_for_backward(x)
+        # torch forbids in-place changes of a view that a custom function returns.
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+    def derivative(self, ctx: Any, grad: Tensor, needs: Needs) -> Tensors:
+        """Return the gradients of the input and of the trainable parameters."""
+        return cast(
+            "Tensors",
+            self.lend_backward(ctx, grad, needs, lambda t: self._run_again(ctx, grad, needs, t)),
+        )
+
+    def _run_again(self, ctx: Any, grad: Tensor, needs: Needs, tensors: Tensors) -> Tensors:
+        """Return the gradients that torch finds by recording the operator."""
+        module: Any = self.module()
+        shape, stride, dtype = ctx.geometry
+        if ctx.keeps_input:
+            x = ctx.saved_tensors[0].detach()
+        else:  # its values do not matter
+            x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device).zero_()
+        enabled, cast_dtype = ctx.autocast
+        with (
+            torch.enable_grad(),
+            torch.autocast(self.device_type, cast_dtype, enabled, cache_enabled=False),
+            autocast_reaches_kernels(self.device_type),
+        ):
+            x.requires_grad_(needs[0])
+            made = self.copy(module, tensors, trains=True)
+            y = base_class(module).forward(made, x)
+        self.attachment.traffic.note_run_again(self.forward_cost(x)[0])
+        wanted = [x, *(made._parameters[key] for key in module._parameters)]
+        asked = [t for t, need in zip(wanted, needs, strict=False) if need]
+        if not y.requires_grad:
+            return (None,) * len(needs)
+        found = iter(torch.autograd.grad(y, asked, grad, allow_unused=True))
+        return tuple([next(found) if need else None for need in needs])
+
+    def forward_cost(self, x: Tensor) -> tuple[float, int]:
+        """2 x rows x weights operations."""
+        module: Any = self.module()
+        features = x.shape[-1] if x.dim() else 1
+        rows = x.numel() // features if features else 0
+        outputs = getattr(module, "out_features", features)
+        nbytes = sum(tensor_bytes(tensor) for tensor in self.masters.present)
+        moved = nbytes + (x.numel() + rows * outputs) * x.element_size()
+        return 2.0 * rows * features * outputs, moved
+
+    def backward_cost(self, grad: Tensor, needs: Needs) -> tuple[float, int]:
+        """The same for the input's gradient, and for forward again."""
+        flops, moved = self.forward_cost(grad)
+        return 2.0 * flops, 2 * moved
+
+    # ---- the call ----
+
+    def call(self, x: Tensor) -> Tensor:
+        """Compute with borrowed tensors; what autocast does, it does inside the library's code."""
+        if torch.is_grad_enabled():
+            trained = self.trained(None)
+            if any(tensor is not None for tensor in trained):
+                return cast("Tensor", self.node(x, self, None, *trained))
+            if x.requires_grad:
+                return cast("Tensor", self.node(x, self, None))
+        compute = self.compute
+        return cast("Tensor", self.lend_forward(_graph_task(), x, None, lambda t: compute(x, t)))
+
+    def trained(self, dtype: torch.dtype | None) -> Tensors:
+        """Return the module's parameters that need a gradient, None for those that do not."""
+        module: Any = self.module()
+        return tuple(
+            [p if p is not None and p.requires_grad else None for p in module._parameters.values()]
+        )
+
+    def foreign(self, x: Tensor) -> Tensor:
+        """Compute with whatever the module's tensors are now, brought to the compute device."""
+        module: Any = self.module()
+        base: Any = base_class(module)
+        if not is_managed(module):  # it was let go, and lies on the device
+            return cast("Tensor", base.forward(module, x))
+        device = self.state.device
+        with exempt():
+            found, same = plain_tensors(module, self.format.holders)
+            replaced = {}
+            for path, tensor in found.items():
+                copied = tensor.to(device, copy=tensor.device.type == "cpu")
+                replaced.update({id(t): copied for t in (tensor, *same.get(path, ()))})
+            nbytes = sum(map(tensor_bytes, found.values()))
+            self.attachment.traffic.note_computed(self.name, nbytes)
+            made = Copy(cast("Any", replaced), self.format.holders, {}).module(module, base)
+            return cast("Tensor", base.forward(made, x.to(device)))
+
+
+def _keep_settings(module: Any, made: Any) -> None:
+    """Keep what the library's code noted on a copy: it decides about the next call.
+
+    bitsandbytes notes the first call's dtype as that of every later one, and casts the bias to it.
+    """
+    for name, value in made.__dict__.items():
+        if isinstance(value, _SETTINGS) and module.__dict__.get(name, module) is not value:
+            module.__dict__[name] = value
+    for name, own in module._parameters.items():
+        if type(own) is nn.Parameter and made._parameters[name].dtype is not own.dtype:
+            with exempt(), torch.no_grad():
+                own.data = own.data.to(made._parameters[name].dtype)

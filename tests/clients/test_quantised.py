@@ -1,0 +1,64 @@
+"""Quantised weights travel as they are, and give the bits of the resident model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equality import assert_models_agree, attached
+from quantised import FORMATS, model_of
+from torch.utils.checkpoint import checkpoint
+
+from oracle_offload.engines import open_states
+from oracle_offload.layers.quantised import QuantisedLayer
+
+MODES = ["plain", "reentrant", "not-reentrant", "autocast"]
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def quantised_layers(manager):
+    return [layer for layer in manager.layers if isinstance(layer, QuantisedLayer)]
+
+
+def step_of(x, mode):
+    """Return a training step of a model, and a sample of its first block."""
+
+    def step(model):
+        y = given = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+            for block in model:
+                if mode in ("plain", "autocast"):
+                    y = block(y)
+                else:
+                    y = checkpoint(block, y, use_reentrant=mode == "reentrant")
+        y.float().square().mean().backward()
+        with torch.no_grad():
+            return y, given.grad, model[0](x)
+
+    return step
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quantised_model_trains_its_adapters_to_the_residents_bits(name, mode, dtype):
+    managed, resident = (model_of(name, DTYPES[dtype]) for _ in range(2))
+    x = torch.randn(2, 5, 64).to(DTYPES[dtype])
+    with attached(managed) as manager:
+        assert len(quantised_layers(manager)) == 6, manager.resident
+        assert_models_agree(managed, resident, step_of(x, mode))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_travels_is_the_quantised_bytes(name):
+    bits = FORMATS[name][0]
+    model = model_of(name, torch.bfloat16, width=256, depth=2)
+    with attached(model) as manager, torch.no_grad():
+        layers = quantised_layers(manager)
+        assert len(layers) == 4
+        weights = 2 * 2 * 256 * 512 * bits // 8
+        model[0](torch.randn(1, 256).to(torch.bfloat16))
+        model[1](torch.randn(1, 256).to(torch.bfloat16))
+        (state,) = open_states()
+        copied = state.engine.stats()["h2d_bytes"]
+        adapters = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        assert weights <= copied - adapters <= 1.3 * weights
