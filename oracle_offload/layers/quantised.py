@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from .._core import FORWARD, RECOMPUTE
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
 from ..operators import autocast_reaches_kernels
@@ -248,8 +249,10 @@ class QuantisedLayer(Layer):
                 return cast("Tensor", self.node(x, self, None, *trained))
             if x.requires_grad:
                 return cast("Tensor", self.node(x, self, None))
-        compute = self.compute
-        return cast("Tensor", self.lend_forward(_graph_task(), x, None, lambda t: compute(x, t)))
+        task, compute = _graph_task(), self.compute
+        seconds = self.forward_seconds(x) if self.state.simulated else 0.0
+        kind = FORWARD if task == -1 else RECOMPUTE
+        return cast("Tensor", self.lend(kind, task, seconds, None, lambda t: compute(x, t)))
 
     def trained(self, dtype: torch.dtype | None) -> Tensors:
         """Return the module's parameters that need a gradient, None for those that do not."""
