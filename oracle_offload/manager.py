@@ -37,6 +37,7 @@ from .views.progress import DelayedBar
 logger = logging.getLogger("oracle_offload")
 
 ATTRIBUTE = "_memory_manager"  # on the attached module; AI-Toolkit's name
+_REDUCE = "__reduce_ex__"
 
 
 class _DetachMethod:
@@ -60,6 +61,24 @@ class _DetachMethod:
             return found._detach()
 
         return detach
+
+
+class _Reducer:
+    """``__reduce_ex__`` of an attached module: a copy of it is an ordinary one, without a manager.
+
+    In the module's own dictionary, where `copy` and `pickle` look first.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, protocol: Any) -> tuple[Any, ...]:
+        module: Any = self._module()
+        reduced: Any = type(module).__reduce_ex__(module, protocol)
+        make, arguments, state, *rest = reduced
+        if isinstance(state, dict):
+            state = {k: v for k, v in state.items() if k not in (ATTRIBUTE, _REDUCE)}
+        return make, arguments, state, *rest
 
 
 class MemoryManager:
@@ -182,6 +201,7 @@ class MemoryManager:
         for wrapper, original in self.wrappers:
             wrapper.org_forward = original
         module.__dict__.pop(ATTRIBUTE, None)
+        module.__dict__.pop(_REDUCE, None)
         self.structure.end()
         return module
 
@@ -288,6 +308,8 @@ def attach(
             manager.wrappers.append((wrapper, wrapper.org_forward))
             wrapper.org_forward = type(leaf.module).forward.__get__(leaf.module)
     module.__dict__[ATTRIBUTE] = manager
+    if not hasattr(type(module), "__deepcopy__"):  # which may copy the whole dictionary
+        module.__dict__[_REDUCE] = _Reducer(module)
     manager.finalizer = weakref.finalize(module, attachment.close_deleted)
     move_residents(module, where)
     structure.watch()

@@ -110,6 +110,30 @@ def test_detach_what_is_not_attached():
         manager.detach()
 
 
+@pytest.mark.parametrize("root", ["a container", "a managed layer", "a module that copies itself"])
+def test_a_copy_of_an_attached_model_has_no_manager(root):
+    class CopiesItself(nn.Sequential):
+        def __deepcopy__(self, memo):
+            made = CopiesItself()
+            made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+            return made
+
+    model = nn.Linear(8, 8) if root == "a managed layer" else mlp(8, 8)
+    if root == "a module that copies itself":
+        model = CopiesItself(*model)
+    expected = forward(model)
+    with attached(model, "cpu"):
+        clone = copy.deepcopy(nn.Sequential(model))[0]
+        assert getattr(clone, "_memory_manager", None) is None
+        assert root == "a module that copies itself" or not hasattr(clone, "_memory_manager")
+        with attached(clone, "cpu") as manager:
+            assert len(manager.layers) == 1
+            assert_same(forward(clone), expected)
+        assert "__reduce_ex__" not in vars(clone)
+        assert_same(forward(copy.deepcopy(clone)), expected)
+    assert "__reduce_ex__" not in vars(model)
+
+
 def test_detach_of_a_deleted_model_does_nothing():
     model = mlp(8, 8)
     manager = oracle_offload.attach(model, "cpu")

@@ -1,0 +1,458 @@
+"""Where AI-Toolkit's own memory manager fails, one test each: docs/ai-toolkit.md has the table."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import random
+import time
+
+import pytest
+import torch
+from equality import assert_same
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import oracle_offload
+from oracle_offload import simulator
+from oracle_offload.aitoolkit import MemoryManager, sync_grad_transfers
+from oracle_offload.errors import NoRoomError
+
+
+def h2d_bytes():
+    return simulator.stats().h2d_bytes
+
+
+def weight_bytes(model):
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+class Attached:
+    """Attach a copy of a model; its weights must have travelled by the end."""
+
+    def __init__(self, model, at_least=1, device="cpu", **options):
+        self.model, self.at_least, self.device, self.options = model, at_least, device, options
+
+    def __enter__(self):
+        self.before = h2d_bytes()
+        assert MemoryManager.attach(self.model, self.device, **self.options) is None
+        manager = self.model._memory_manager
+        assert len(manager.layers) >= self.at_least, manager.resident
+        return self.model
+
+    def __exit__(self, kind, error, trace):
+        moved = h2d_bytes() - self.before
+        MemoryManager.detach(self.model)
+        assert error is not None or moved > 0, "nothing was streamed"
+
+
+def linears(count=3, width=32, **options):
+    return nn.Sequential(*[nn.Linear(width, width, **options) for _ in range(count)])
+
+
+class LoRA(nn.Module):
+    def __init__(self, module, rank=4):
+        super().__init__()
+        self.down = nn.Linear(module.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, module.out_features, bias=False)
+        self.org_module = [module]
+        self.org_forward, module.forward = module.forward, self.forward
+
+    def forward(self, x):
+        return self.org_forward(x) + self.up(self.down(x))
+
+
+# 1
+@pytest.mark.parametrize("hooks", [False, True], ids=["two uses", "with hooks and accumulation"])
+def test_a_trained_layer_used_twice_in_one_graph(sim, hooks):
+    sim.slow_link()
+    results = []
+    for managed in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(32, 32)
+        layer.weight = nn.Parameter(torch.randn(32, 32).t())  # not contiguous
+        model = nn.Sequential(layer, nn.Tanh())
+        seen, added = [], []
+        if hooks:
+            layer.weight.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
+            layer.bias.register_post_accumulate_grad_hook(
+                lambda p, added=added: added.append(p.grad.clone())
+            )
+
+        def train(model=model, layer=layer, seen=seen, added=added):
+            for _ in range(2):  # the second accumulates
+                y = model(model(torch.ones(3, 32)))
+                y.sum().backward()
+                sync_grad_transfers()
+            return [layer.weight.grad, layer.bias.grad, *seen, *added]
+
+        if managed:
+            with Attached(model):
+                results.append(train())
+        else:
+            results.append(train())
+    assert_same(results[1], results[0])
+
+
+# 2
+def test_load_state_dict_and_optimizers_count_after_detach():
+    model, other = linears(), linears()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 32)
+    with Attached(model, 3):
+        model(x).sum().backward()
+    assert not any("weight" in part.__dict__ for part in model.modules())
+    before = model(x)
+    optimizer.step()
+    assert not torch.equal(model(x), before)
+    model.load_state_dict(other.state_dict())
+    assert_same(model(x), other(x))
+
+
+# 3
+def test_a_lora_survives_attach_detach_and_free():
+    torch.manual_seed(0)
+    model = linears().requires_grad_(False)
+    early = LoRA(model[0])
+    x = torch.ones(2, 32)
+    with Attached(model, 3):
+        late = LoRA(model[1])
+        y = model(x)
+        y.sum().backward()
+        for lora in (early, late):
+            assert lora.up.weight.grad.abs().sum() > 0
+    assert_same(model(x), y)
+    assert model[0].forward == early.forward and model[1].forward == late.forward
+    MemoryManager.free(model)
+    assert not early.up.weight.is_meta
+
+
+# 4
+def test_linears_inside_norms_are_managed_and_stay():
+    class AdaLayerNormZero(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(32, 64), nn.LayerNorm(32)
+
+        def forward(self, x):
+            scale, shift = self.linear(x).chunk(2, dim=-1)
+            return self.norm(x) * scale + shift
+
+    model = nn.Sequential(AdaLayerNormZero(), nn.Linear(32, 32))
+    x = torch.randn(2, 32)
+    expected = model(x)
+    with Attached(model, 2):
+        assert_same(model(x), expected)
+        model.to("meta")
+        moved = {name for name, p in model.named_parameters() if p.is_meta}
+        assert moved == {"0.norm.weight", "0.norm.bias"}
+
+
+# 5
+def test_whatever_is_not_managed_moves():
+    class Rest(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.conv = nn.Conv1d(1, 1, 1)
+            self.transposed = nn.ConvTranspose2d(1, 1, 1)
+            self.prelu = nn.PReLU()
+            self.attention = nn.MultiheadAttention(8, 2)
+            self.container = nn.Sequential(nn.Linear(8, 8))
+            self.bare = nn.Parameter(torch.zeros(2))
+            self.register_buffer("index", torch.arange(3))
+
+    model = Rest()
+    with Attached(model, 1, ignore_modules=[model.container]):
+        manager = model._memory_manager
+        assert [layer.name for layer in manager.layers] == ["linear"]
+        model.linear(torch.ones(2, 8))
+        model.to("meta")
+        left = {name for name, t in model.state_dict().items() if not t.is_meta}
+        assert left == {"linear.weight", "linear.bias"}
+
+
+# 6
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("padding", [1, "same", "valid"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convolutions_with_every_padding(mode, padding, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=padding, padding_mode=mode)).to(dtype)
+    x = torch.randn(2, 3, 8, 8, dtype=dtype)
+    results = []
+    for managed in (False, True):
+        model.zero_grad()
+        given = x.clone().requires_grad_()
+
+        def train(given=given):
+            y = model(given)
+            y.sum().backward()
+            return [y.detach(), given.grad, *(p.grad for p in model.parameters())]
+
+        if managed:
+            with Attached(model):
+                results.append(train())
+        else:
+            results.append(train())
+    assert_same(results[1], results[0])
+
+
+# 7
+def test_classes_that_are_only_named_linear():
+    class Linear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x, gain=1.0):
+            return x * self.weight * gain
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.odd, self.plain = Linear(), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.plain(input=self.odd(x, gain=3.0))
+
+    model = Scaled()
+    x = torch.randn(2, 8)
+    expected = model(x)
+    with Attached(model, 1):
+        assert_same(model(x), expected)
+        assert not hasattr(model.odd, "_layer_memory_manager")
+
+
+# 8
+def test_frozen_layers_save_no_activation():
+    model = linears().requires_grad_(False)
+    saved = []
+    with Attached(model, 3):
+        x = torch.randn(2, 32, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            y = model(x)
+        y.sum().backward()
+        assert x.grad is not None
+    assert saved == []
+
+
+# 9
+def test_a_checkpointed_step_copies_each_weight_at_most_twice():
+    model = nn.Sequential(*[linears(4, 128) for _ in range(4)]).requires_grad_(False)
+    with Attached(model, 16):
+        x = torch.randn(2, 128, requires_grad=True)
+
+        def step():
+            y = x
+            for block in model:
+                y = checkpoint(block, y, use_reentrant=False)
+            y.sum().backward()
+
+        for _ in range(3):
+            step()
+        before = h2d_bytes()
+        step()
+        assert weight_bytes(model) / 2 < h2d_bytes() - before <= 2 * weight_bytes(model)
+
+
+# 10
+def test_the_arena_is_bounded_in_bytes():
+    model = nn.Sequential(*linears(8, 128), nn.Linear(128, 1280), nn.Linear(1280, 1))
+    with Attached(model, 10):
+        x = torch.randn(2, 128, requires_grad=True)
+        for _ in range(3):
+            model(x).sum().backward()
+        summary = oracle_offload.memory_summary(model=model).to_dict()["devices"][0]
+        largest = model[8].weight.nbytes + model[8].bias.nbytes
+        assert summary["arena_bytes"] <= 2 * largest + 4096
+
+
+# 11
+def test_locked_bytes_are_those_of_the_weights():
+    model = linears(8, 132, bias=False)  # no power of two
+    with Attached(model, 8):
+        model(torch.ones(1, 132))
+        summary = oracle_offload.memory_summary(model=model).to_dict()["devices"][0]
+        assert weight_bytes(model) <= summary["locked_bytes"] <= 1.02 * weight_bytes(model) + 4096
+        assert summary["pageable_bytes"] == 0
+
+
+def test_memory_that_is_not_locked_is_reported_once(caplog):
+    caplog.set_level(logging.WARNING, logger="oracle_offload")
+    model = linears()
+    x = torch.ones(2, 32)
+    expected = model(x)
+    simulator.set_fault("cuMemHostRegister", 1, 2, lasting=True)
+    with Attached(model, 3):
+        assert_same([model(x), model(x)], [expected, expected])
+    told = [r for r in caplog.records if "does not page-lock" in r.getMessage()]
+    assert len(told) == 1
+
+
+# 12
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.91, 1.0])
+def test_no_random_number_is_drawn(share):
+    torch.manual_seed(0)
+    random.seed(0)
+    states = random.getstate(), torch.get_rng_state()
+    model = linears(20, 64)
+    torch.set_rng_state(states[1])
+    arenas = []
+    for _ in range(2):
+        with Attached(model, 20, offload_percent=share):
+            model(torch.ones(1, 64))
+            arenas.append(model._memory_manager.attachment.arena.capacity_bytes)
+    assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
+    unit = 4 * 64 * 65
+    unit += -unit % 256
+    assert arenas[0] == arenas[1]
+    floor = model_floor(20, unit)
+    assert abs(arenas[0] - floor - (1 - share) * 20 * unit) <= unit
+
+
+def model_floor(count, unit):
+    """Two of the largest units; small layers share one of up to 64 KiB."""
+    return 2 * unit * min(count, (64 * 1024) // unit)
+
+
+# 13
+def test_casts_lock_again_and_keep_integers():
+    model = nn.Sequential(linears(3, 256), nn.LayerNorm(256))
+    model.register_buffer("index", torch.arange(3))
+    parent = nn.Sequential(model)
+    x = torch.randn(2, 256)
+    with Attached(model, 3, ignore_modules=[model.index]):
+        for cast, dtype in (
+            (lambda: model.to(torch.bfloat16), torch.bfloat16),
+            (model.half, torch.float16),
+            (lambda: parent.to("cpu", torch.float32), torch.float32),
+        ):
+            cast()
+            assert {p.dtype for p in model.parameters()} == {dtype}
+            assert model.index.dtype is torch.int64
+            model(x.to(dtype))
+            summary = oracle_offload.memory_summary(model=model).to_dict()["devices"][0]
+            managed = weight_bytes(model[0])
+            assert managed <= summary["locked_bytes"] <= 1.05 * managed
+            assert summary["pageable_bytes"] == 0
+
+
+# 14
+def test_copies_and_saved_models_are_independent():
+    model = linears()
+    x = torch.ones(2, 32)
+    expected = model(x)
+    with Attached(model, 3):
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert not hasattr(other, "_memory_manager")
+            assert_same(other(x), expected)
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.zero_()
+            assert not other(x).any()
+        assert_same(model(x), expected)
+        assert_same(dict(copy.deepcopy(model).state_dict()), dict(model.state_dict()))
+
+
+# 16
+def test_asking_for_a_value_does_not_end_prefetch():
+    """A trainer that asks ``isfinite`` after each block waits no longer for weights."""
+    waits = []
+    for asks in (False, True):
+        torch.manual_seed(0)
+        model = linears(12, 128).requires_grad_(False)
+        with Attached(model, 12), torch.no_grad():
+            for _ in range(4):
+                y = torch.ones(4, 128)
+                for layer in model:
+                    y = layer(y)
+                    if asks:
+                        assert torch.isfinite(y).all().item()
+            waits.append(model._memory_manager.state.engine.stats()["late"])
+    assert waits[0] == waits[1]
+
+
+# 17
+def test_the_step_after_an_error_is_identical():
+    torch.manual_seed(0)
+    model = nn.Sequential(linears(), nn.Identity(), linears())
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def step():
+        model.zero_grad()
+        y = model(torch.ones(2, 32))
+        y.sum().backward()
+        return [y.detach(), *(p.grad for p in model.parameters())]
+
+    expected = step()
+    with Attached(model, 6):
+        for where in ("forward", "backward"):
+            if where == "backward":
+                model[1].forward = Fails.apply
+            else:
+                model[1].forward = lambda x: (_ for _ in ()).throw(NoRoomError("no room"))
+            with pytest.raises((torch.OutOfMemoryError, NoRoomError)):
+                step()
+            del model[1].forward
+            assert_same(step(), expected)
+
+
+# 18
+def test_devices_by_name_and_inputs_of_one_dimension():
+    model = linears()
+    x = torch.randn(32, requires_grad=True)
+    expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+    with Attached(model, 3, device="cpu"):
+        found = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+    assert_same(found, expected)
+    with pytest.raises(ValueError, match="mps"):
+        MemoryManager.attach(linears(), "mps")
+
+
+# 19
+def test_foreign_tensor_classes_are_not_taken_for_weights():
+    class Packed(torch.Tensor):
+        """As quanto's: a floating dtype to the outside, integers inside."""
+
+    model = linears(2).requires_grad_(False)
+    model[1].weight = nn.Parameter(model[1].weight.as_subclass(Packed), requires_grad=False)
+    x = torch.ones(2, 32)
+    expected = model(x)
+    with Attached(model, 1):
+        assert [layer.name for layer in model._memory_manager.layers] == ["0"]
+        assert "Packed" in model._memory_manager.resident["1.weight"]
+        assert_same(torch.Tensor(model(x)), torch.Tensor(expected))
+
+
+# 20
+def test_attach_is_linear_in_layers_and_ignored_tensors():
+    """Six times the layers take about six times as long; not thirty-six."""
+
+    def seconds(count):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8)) for _ in range(count)])
+        ignored = [nn.Parameter(torch.zeros(2)) for _ in range(count)]
+        for index, parameter in enumerate(ignored):
+            model[index].register_parameter("table", parameter)
+        best = float("inf")
+        for _ in range(3):
+            began = time.process_time()
+            with Attached(model, count, ignore_modules=ignored):
+                best = min(best, time.process_time() - began)
+                model(torch.ones(1, 8))
+        return best
+
+    seconds(50)
+    assert seconds(600) < 6 * 2.5 * seconds(100) + 0.05
