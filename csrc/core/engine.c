@@ -343,8 +343,10 @@ enum oo_status oo_engine_acquire(struct oo_engine *engine, const struct oo_reque
 
 /* Does without the driver: a copy that is never stamped would be checked by samples alone. */
 enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *stamps,
-                               uint32_t count) {
-    enum oo_status status = oo__enter(engine, OO__WITHOUT_DRIVER);
+                               uint32_t count, int flags) {
+    enum oo_status status = oo__check_flags("oo_engine_stamp", flags, OO_NONBLOCKING);
+    if (status == OO_OK)
+        status = oo__enter(engine, flags | OO__WITHOUT_DRIVER);
     if (status != OO_OK)
         return status;
     for (uint32_t i = 0; i < count; i++) {

@@ -47,6 +47,8 @@ enum oo_status oo_driver_error(const struct oo_driver *driver, const char *call,
 int oo_driver_is_sticky(OOCUresult result) {
     switch (result) {
     case OOCU_ERROR_ECC_UNCORRECTABLE:
+    case OOCU_ERROR_NVLINK_UNCORRECTABLE:
+    case OOCU_ERROR_CONTAINED:
     case OOCU_ERROR_ILLEGAL_ADDRESS:
     case OOCU_ERROR_LAUNCH_TIMEOUT:
     case OOCU_ERROR_ASSERT:
@@ -56,6 +58,9 @@ int oo_driver_is_sticky(OOCUresult result) {
     case OOCU_ERROR_INVALID_ADDRESS_SPACE:
     case OOCU_ERROR_INVALID_PC:
     case OOCU_ERROR_LAUNCH_FAILED:
+    case OOCU_ERROR_TENSOR_MEMORY_LEAK:
+    case OOCU_ERROR_MPS_CLIENT_TERMINATED:
+    case OOCU_ERROR_EXTERNAL_DEVICE:
     case OOCU_ERROR_CONTEXT_IS_DESTROYED:
     case OOCU_ERROR_DEINITIALIZED:
         return 1;

@@ -246,9 +246,10 @@ enum oo_status oo_engine_keep(struct oo_engine *engine, uint32_t member, int fla
  * holds; nothing is prefetched. The engine lives as long as there is such a use: its model cannot
  * be removed. */
 enum oo_status oo_engine_end(struct oo_engine *engine, uint64_t ticket, uintptr_t stream);
-/* The members that are attached are stamped even where OO_E_STATE says that another is not. */
+/* The members that are attached are stamped even where OO_E_STATE says that another is not. With
+ * OO_NONBLOCKING it says OO_WOULD_BLOCK, and stamps nothing, while another thread is inside. */
 enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *stamps,
-                               uint32_t count);
+                               uint32_t count, int flags);
 /* Copy device bytes that `stream` writes to host memory; returns when they have arrived. */
 enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintptr_t source,
                                   size_t bytes, uintptr_t stream);

@@ -584,8 +584,12 @@ static PyObject *oo__engine_stamp(PyObject *object, PyObject *list) {
         stamps[i] = (struct oo_stamp){(uint32_t)v[0], v[1]};
     }
     struct oo_engine *engine = oo__engine_of(object);
-    if (engine)
-        result = oo__none_or_raise(object, oo_engine_stamp(engine, stamps, (uint32_t)count));
+    if (!engine)
+        goto done;
+    enum oo_status status = oo_engine_stamp(engine, stamps, (uint32_t)count, OO_NONBLOCKING);
+    if (status == OO_WOULD_BLOCK)
+        OO_BLOCKING(status, oo_engine_stamp(engine, stamps, (uint32_t)count, 0));
+    result = oo__none_or_raise(object, status);
 done:
     PyMem_Free(stamps);
     return result;

@@ -11,7 +11,7 @@ struct fault {
 
 static struct fault faults[SIM_CALL_COUNT], any_fault;
 static uint64_t counts[SIM_CALL_COUNT], total;
-static uint64_t refuse_in; /* registrations until the first refused one; 0: none */
+static uint64_t refuse_in;               /* registrations until the first refused one; 0: none */
 static uint64_t lock_quota = UINT64_MAX; /* most bytes that are page-locked at a time */
 static SIM_THREAD_LOCAL int in_host_function;
 
@@ -40,6 +40,8 @@ void sim__set_in_host_function(int on) { in_host_function = on; }
 int sim__is_sticky(OOCUresult result) {
     switch (result) {
     case OOCU_ERROR_ECC_UNCORRECTABLE:
+    case OOCU_ERROR_NVLINK_UNCORRECTABLE:
+    case OOCU_ERROR_CONTAINED:
     case OOCU_ERROR_ILLEGAL_ADDRESS:
     case OOCU_ERROR_LAUNCH_TIMEOUT:
     case OOCU_ERROR_ASSERT:
@@ -49,6 +51,9 @@ int sim__is_sticky(OOCUresult result) {
     case OOCU_ERROR_INVALID_ADDRESS_SPACE:
     case OOCU_ERROR_INVALID_PC:
     case OOCU_ERROR_LAUNCH_FAILED:
+    case OOCU_ERROR_TENSOR_MEMORY_LEAK:
+    case OOCU_ERROR_MPS_CLIENT_TERMINATED:
+    case OOCU_ERROR_EXTERNAL_DEVICE:
     case OOCU_ERROR_CONTEXT_IS_DESTROYED:
     case OOCU_ERROR_DEINITIALIZED:
         return 1;

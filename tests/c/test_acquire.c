@@ -44,7 +44,13 @@ static void test_a_nonblocking_call_leaves_when_the_engine_is_busy(void) {
           "acquired in a busy engine");
     CHECK(oo_engine_release(w.engine, 0, w.stream, OO_NONBLOCKING, &fetched) == OO_WOULD_BLOCK,
           "released in a busy engine");
+    const struct oo_stamp stamp = {w.member[0], 7};
+    CHECK(oo_engine_stamp(w.engine, &stamp, 1, OO_NONBLOCKING) == OO_WOULD_BLOCK,
+          "stamped in a busy engine");
     oo__mutex_unlock(w.engine->mutex);
+    CHECK(w.engine->members[w.member[0]].stamp != 7, "stamped all the same");
+    need(oo_engine_stamp(w.engine, &stamp, 1, OO_NONBLOCKING), "stamp");
+    CHECK(w.engine->members[w.member[0]].stamp == 7, "not stamped");
     need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held),
          "acquire");
     need(oo_engine_release(w.engine, held.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
@@ -79,6 +85,12 @@ static void test_unknown_flags_are_refused(void) {
                           OO_E_ARGUMENT &&
                       strstr(oo_error_message(), "oo_engine_release: unknown flags 0x"),
                   "release with bit %u: %s", bit, oo_error_message());
+        if (flag != OO_NONBLOCKING)
+            CHECK(oo_engine_stamp(w.engine, &(struct oo_stamp){w.member[0], 7}, 1, flag) ==
+                          OO_E_ARGUMENT &&
+                      w.engine->members[w.member[0]].stamp != 7 &&
+                      strstr(oo_error_message(), "oo_engine_stamp: unknown flags 0x"),
+                  "stamp with bit %u: %s", bit, oo_error_message());
         CHECK(stats_of(&w).acquires == before.acquires &&
                   oo_plan_pins(w.engine->plan, w.unit[0]) == 1,
               "bit %u: done all the same", bit);

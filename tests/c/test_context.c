@@ -197,7 +197,7 @@ static void test_each_call_needs_the_context(void) {
     FAILS(oo_engine_destroy(w.engine));
 #undef FAILS
     sim.simFault(NULL, 1, OOCU_ERROR_UNKNOWN, 1);
-    need(oo_engine_stamp(w.engine, &(struct oo_stamp){w.member[0], 0}, 1),
+    need(oo_engine_stamp(w.engine, &(struct oo_stamp){w.member[0], 0}, 1, 0),
          "a stamp needs no driver");
     sim.simFaultClear();
     need(step(&w), "step");

@@ -44,6 +44,17 @@ static void test_each_status_has_its_name(void) {
           oo_status_name((enum oo_status)99));
 }
 
+/* Those of which cuda.h says that the process must be relaunched, or that the context is gone. */
+static void test_after_which_errors_a_context_is_lost(void) {
+    static const int lost[] = {4,   214, 220, 226, 700, 702, 709, 710, 714,
+                               715, 716, 717, 718, 719, 721, 810, 911};
+    for (int code = 0, i = 0; code < 1024; code++) {
+        const int expected = (size_t)i < CHECK_COUNT(lost) && lost[i] == code;
+        i += expected;
+        CHECK(oo_driver_is_sticky((OOCUresult)code) == expected, "%d", code);
+    }
+}
+
 static void test_the_second_device(void) {
     struct oo_engine *engine, *none;
     uintptr_t stream;
@@ -187,6 +198,7 @@ static void test_what_cannot_be_given_back_is_told(void) {
 static const struct check_case cases[] = {
     CASE(test_an_engine_tells_its_device),
     CASE(test_each_status_has_its_name),
+    CASE(test_after_which_errors_a_context_is_lost),
     CASE(test_the_second_device),
     CASE(test_copies_have_the_greatest_priority_and_block_nobody),
     CASE(test_a_creation_that_fails_leaves_nothing),

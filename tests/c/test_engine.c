@@ -564,7 +564,7 @@ static void check_dead(struct world *w, const struct oo_use *held, const char *w
     const enum oo_status answers[] = {
         acquire(e, 0, w->stream, 0, OO_FORWARD, -1, 0, &another),
         oo_engine_prefetch(e, &fetched),
-        oo_engine_stamp(e, &(struct oo_stamp){0, 1}, 1),
+        oo_engine_stamp(e, &(struct oo_stamp){0, 1}, 1, 0),
         oo_engine_launch(e, 0, w->stream, 0.0),
         oo_engine_download(e, bytes, (uintptr_t)bytes, sizeof bytes, w->stream),
         oo_engine_spin(e, w->stream, 1),

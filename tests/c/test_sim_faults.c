@@ -82,8 +82,10 @@ static void a_failed_call_does_nothing(void) {
 }
 
 static void a_sticky_error_kills_the_context(void) {
-    static const OOCUresult sticky[] = {OOCU_ERROR_ILLEGAL_ADDRESS, OOCU_ERROR_LAUNCH_FAILED,
-                                        OOCU_ERROR_ECC_UNCORRECTABLE};
+    static const OOCUresult sticky[] = {
+        OOCU_ERROR_ILLEGAL_ADDRESS,       OOCU_ERROR_LAUNCH_FAILED,  OOCU_ERROR_ECC_UNCORRECTABLE,
+        OOCU_ERROR_NVLINK_UNCORRECTABLE,  OOCU_ERROR_CONTAINED,      OOCU_ERROR_TENSOR_MEMORY_LEAK,
+        OOCU_ERROR_MPS_CLIENT_TERMINATED, OOCU_ERROR_EXTERNAL_DEVICE};
     for (size_t i = 0; i < sizeof sticky / sizeof sticky[0]; i++) {
         begin();
         memset((void *)device, 0, 64);

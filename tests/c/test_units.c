@@ -36,12 +36,12 @@ static void test_units_of_several_members_and_tensors(void) {
     CHECK(stats_of(&w).pageable_bytes == 700, "%llu pageable",
           (unsigned long long)stats_of(&w).pageable_bytes);
     const struct oo_stamp stamps[] = {{1000, 9}, {members[0], 8}, {members[1], 9}};
-    need(oo_engine_stamp(w.engine, stamps + 1, 2), "stamp");
+    need(oo_engine_stamp(w.engine, stamps + 1, 2, 0), "stamp");
     CHECK(w.engine->members[members[0]].stamp == 8 && w.engine->members[members[1]].stamp == 9,
           "not stamped");
-    need(oo_engine_stamp(w.engine, stamps, 0), "no stamps");
+    need(oo_engine_stamp(w.engine, stamps, 0, 0), "no stamps");
     w.engine->members[members[1]].stamp = 0;
-    CHECK(oo_engine_stamp(w.engine, stamps, 3) == OO_E_STATE, "no such member");
+    CHECK(oo_engine_stamp(w.engine, stamps, 3, 0) == OO_E_STATE, "no such member");
     CHECK(w.engine->members[members[1]].stamp == 9,
           "one unknown member keeps the others unstamped");
     CHECK(oo_unit_add(w.engine, w.model, tensors, n_tensors, 0, 0, &unit, members, offsets) ==
@@ -201,7 +201,7 @@ static void test_what_was_removed_is_known_no_more(void) {
     for (int i = 0; i < 2; i++) {
         CHECK(acquire(w.engine, gone[i], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_STATE,
               "acquired");
-        CHECK(oo_engine_stamp(w.engine, &(struct oo_stamp){gone[i], 1}, 1) == OO_E_STATE,
+        CHECK(oo_engine_stamp(w.engine, &(struct oo_stamp){gone[i], 1}, 1, 0) == OO_E_STATE,
               "stamped");
         CHECK(oo_engine_launch(w.engine, gone[i], w.stream, 0) == OO_E_STATE, "launched");
         CHECK(oo_member_move(w.engine, gone[i], &tensor, 1, &unit, &offset) == OO_E_ARGUMENT,
@@ -249,7 +249,7 @@ static void test_members_of_a_refused_unit_are_not_there(void) {
     CHECK(oo_member_remove(w.engine, next) == OO_E_ARGUMENT, "removed");
     CHECK(oo_member_move(w.engine, next, tensors, 1, &unit, offsets) == OO_E_ARGUMENT, "moved");
     CHECK(acquire(w.engine, next, w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_STATE, "acquired");
-    CHECK(oo_engine_stamp(w.engine, &(struct oo_stamp){next, 1}, 1) == OO_E_STATE, "stamped");
+    CHECK(oo_engine_stamp(w.engine, &(struct oo_stamp){next, 1}, 1, 0) == OO_E_STATE, "stamped");
     need(step(&w), "step");
     world_close(&w, "a refused unit");
 }

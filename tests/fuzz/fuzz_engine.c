@@ -241,7 +241,7 @@ static void give_stamps(struct fuzz *f, const struct oo_fetched *fetched) {
             }
     if (count == 0)
         return;
-    const enum oo_status status = oo_engine_stamp(f->w.engine, stamps, count);
+    const enum oo_status status = oo_engine_stamp(f->w.engine, stamps, count, 0);
     excuse(f, status, 0, "stamp");
     for (uint32_t i = 0; i < count; i++)
         stamped[i]->silent |= status != OO_OK;
@@ -882,7 +882,7 @@ static void wrong_call(struct fuzz *f, struct input *in) {
         even_dead = 1;
         break;
     default:
-        status = oo_engine_stamp(e, &(struct oo_stamp){99999, 1}, 1);
+        status = oo_engine_stamp(e, &(struct oo_stamp){99999, 1}, 1, 0);
         expected = OO_E_STATE;
     }
     REQUIRE(status != OO_OK, "a wrong call succeeds");

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from typing import ClassVar
 
 import pytest
 import torch
@@ -160,6 +161,8 @@ def test_an_optimizer_of_its_own_for_each_parameter(device):
 class Far(torch.Tensor):
     """A number on a device; what is copied from there without waiting holds NaN."""
 
+    copies: ClassVar = []  # where to, and whether without waiting
+
     @staticmethod
     def __new__(cls, number):
         far = torch.Tensor._make_wrapper_subclass(cls, (), device="meta")
@@ -169,6 +172,7 @@ class Far(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
         assert operator is torch.ops.aten._to_copy.default
+        cls.copies.append((kwargs["device"].type, kwargs.get("non_blocking", False)))
         late = kwargs.get("non_blocking") and kwargs["device"].type == "cpu"
         return torch.tensor(torch.nan if late else args[0].number, device=kwargs["device"])
 
@@ -205,6 +209,7 @@ def test_the_scaler_waits_for_what_comes_to_the_host(torchs_own):
     here = torch.tensor(2.0)
     assert grad_scaler._MultiDeviceReplicator(here).get(host) is not here
     assert copies.get(torch.device("meta")).device.type == "meta"
+    assert Far.copies[-1] == ("meta", True)
 
 
 @pytest.mark.parametrize("lacks", ["class", "attribute"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -9,6 +10,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -225,9 +227,10 @@ def test_a_device_number_of_none_is_refused(value: int) -> None:
         _core.Engine(LIBRARY, value)
 
 
-def test_an_engine_is_not_closed_under_a_call_of_another_thread() -> None:
+@contextlib.contextmanager
+def a_thread_inside(engine: Any) -> Iterator[threading.Event]:
+    """Another thread is in a download, until the event is set and Python runs there."""
     driver = ctypes.CDLL(str(simulator.library_path()))
-    engine = _core.Engine(str(simulator.library_path()), 0)
     source, target = (ctypes.create_string_buffer(64) for _ in range(2))
     go_on = threading.Event()
 
@@ -240,6 +243,7 @@ def test_an_engine_is_not_closed_under_a_call_of_another_thread() -> None:
     assert driver.cuCtxPushCurrent_v2(context) == 0
     assert driver.cuLaunchHostFunc(ctypes.c_void_p(stream), wait, None) == 0
     assert driver.cuCtxPopCurrent_v2(None) == 0
+    before = simulator.call_count("cuMemcpyDtoHAsync")
     download = threading.Thread(
         target=engine.download,
         args=(ctypes.addressof(target), ctypes.addressof(source), 64, stream),
@@ -247,16 +251,37 @@ def test_an_engine_is_not_closed_under_a_call_of_another_thread() -> None:
     download.start()
     try:
         deadline = time.monotonic() + 60
-        while not simulator.call_count("cuMemcpyDtoHAsync") and time.monotonic() < deadline:
+        while simulator.call_count("cuMemcpyDtoHAsync") == before and time.monotonic() < deadline:
             time.sleep(0.001)  # until the other thread is inside, where it waits for `wait`
-        with pytest.raises(OffloadError, match="another thread is inside a call"):
-            engine.close()
+        yield go_on
     finally:
         go_on.set()
         download.join()
         assert driver.cuDevicePrimaryCtxRelease_v2(0) == 0
+
+
+def test_an_engine_is_not_closed_under_a_call_of_another_thread() -> None:
+    engine = _core.Engine(str(simulator.library_path()), 0)
+    with (
+        a_thread_inside(engine),
+        pytest.raises(OffloadError, match="another thread is inside a call"),
+    ):
+        engine.close()
     assert engine.close() is None
     assert simulator.reports() == []
+
+
+def test_a_stamp_waits_for_another_thread_without_the_interpreter_s_lock() -> None:
+    """What the other thread waits for is Python: with the lock kept, it would never come."""
+    life = Life()
+    member = next(iter(life.tensors))
+    with a_thread_inside(life.engine) as go_on:
+        timer = threading.Timer(0.05, go_on.set)
+        timer.start()
+        life.engine.stamp([(member, 5)])
+        assert go_on.is_set()
+        timer.join()
+    life.close_unused()
 
 
 def test_an_acquire_that_waits_lets_other_threads_run() -> None:
