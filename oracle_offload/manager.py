@@ -73,9 +73,9 @@ class _Reducer:
         self._module = weakref.ref(module)
 
     def __call__(self, protocol: Any) -> tuple[Any, ...]:
-        module: Any = self._module()
-        reduced: Any = type(module).__reduce_ex__(module, protocol)
-        make, arguments, state, *rest = reduced
+        module = self._module()
+        kind: Any = type(module)
+        make, arguments, state, *rest = kind.__reduce_ex__(module, protocol)
         if isinstance(state, dict):
             state = {k: v for k, v in state.items() if k not in (ATTRIBUTE, _REDUCE)}
         return make, arguments, state, *rest
