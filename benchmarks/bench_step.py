@@ -133,14 +133,18 @@ def measure(runner: Any, device: str, manager: Any) -> tuple[dict[str, Any], lis
 
 def per_step(before: Any, after: Any, steps: int) -> dict[str, Any]:
     """Return the engine's counters of one step."""
+    from oracle_offload.traffic import stalls_of
+
     moved = {key: after[key] - before[key] for key in after if key != "units"}
+    stalls, stall_s = stalls_of(moved)
     row: dict[str, Any] = {
         "h2d_bytes": moved["h2d_bytes"] / steps,
         "copies_count": moved["h2d_copies"] / steps,
         "acquires_count": moved["acquires"] / steps,
         "late_count": moved["late"] / steps,
-        "stalls_count": moved["stalls"] / steps,
-        "stall_s": moved["stall_seconds"] / steps,
+        "stalls_count": stalls / steps,
+        "stall_s": stall_s / steps,
+        "timed_waits_count": moved["timed_waits"] / steps,
         "host_waits_count": moved["host_waits"] / steps,
         "evictions_count": moved["evictions"] / steps,
         "arena_bytes": after["arena_bytes"],

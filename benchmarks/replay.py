@@ -125,9 +125,12 @@ def predict(
         begin = simulator.finish()
         before = engine.stats(model)
         for number in range(rounds):
+            if number == rounds - 1:
+                engine.trace_start()  # with a timeline every wait is timed
             begin, before = simulator.finish(), engine.stats(model)
             _play(engine, meter, members, inside, stream, number)
         end, after = simulator.finish(), engine.stats(model)
+        engine.trace_stop()
     finally:
         simulator.finish()
         engine.remove_lease(lease)

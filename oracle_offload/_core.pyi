@@ -45,8 +45,10 @@ class Stats(TypedDict):
     prefetch_failures: int  # given up without harm: the unit is copied when it is asked for
     lost_uses: int  # their end could not be marked: who overwrites the unit waits for them
     evictions: int
-    stalls: int  # waits of the compute stream for a copy longer than 10 microseconds
-    stall_seconds: float
+    waits: int  # of the compute stream that uses a copy first, for it
+    timed_waits: int  # those of them that were measured: one in 16, all under a timeline
+    stalls: int  # of timed_waits, longer than 10 microseconds
+    stall_seconds: float  # of those stalls
     host_waits: int
     recoveries: int  # synchronisations made only because a driver call had failed
     allocations: int  # driver objects and host blocks created; flat in the steady state
@@ -102,6 +104,9 @@ class Engine:
 
         Returns what the driver refused to take back (it is lost then), None where that is nothing.
         """
+
+    def make_current(self) -> None:
+        """Leave the device's context current on this thread, where no runtime does that."""
 
     def mem_info(self) -> tuple[int, int]:
         """(free, total) device bytes."""

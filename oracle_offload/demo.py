@@ -22,6 +22,7 @@ from typing import Any
 
 from .errors import OffloadError
 from .sizes import format_size
+from .traffic import stalls_of, stalls_text
 from .views.schema import schema
 
 SCHEMA = schema("demo", 1)
@@ -56,6 +57,8 @@ class DemoResult:
     peak_in_arena_bytes: int
     stalls: int
     stall_s: float
+    waits: int
+    timed_waits: int
     svg: str
     summary: dict[str, Any] = field(default_factory=dict)
 
@@ -258,6 +261,7 @@ def run_demo(
     torch.use_deterministic_algorithms(deterministic)
     torch.set_num_threads(threads)
     stats = engine.stats(manager.attachment.model)
+    stalls, stall_s = stalls_of(stats)
     target = Path(svg)
     target.parent.mkdir(parents=True, exist_ok=True)
     label = "simulated times" if manager.state.simulated else "measured by events"
@@ -286,8 +290,10 @@ def run_demo(
         x_min_bytes=manager.attachment.x_min_bytes(),
         arena_bytes=manager.attachment.arena.capacity_bytes,
         peak_in_arena_bytes=stats["peak_resident_bytes"],
-        stalls=stats["stalls"],
-        stall_s=stats["stall_seconds"],
+        stalls=round(stalls),
+        stall_s=stall_s,
+        waits=stats["waits"],
+        timed_waits=stats["timed_waits"],
         svg=str(target),
         summary=report.to_dict(),
     )
@@ -379,7 +385,9 @@ def describe(result: DemoResult, summary: str) -> str:
         f"arena           {format_size(result.arena_bytes)}, peak use "
         f"{format_size(result.peak_in_arena_bytes)}, for {format_size(result.managed_bytes)} of "
         "managed weights",
-        f"stalls          {result.stalls}, {result.stall_s * 1e3:.2f} ms in all{clock}",
+        "stalls          "
+        + stalls_text(result.stalls, result.stall_s, result.timed_waits, result.waits)
+        + clock,
         f"timeline        {result.svg}",
         f"wall time       {result.wall_s:.1f} s for everything",
         "",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import functools
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,12 @@ class Device(abc.ABC):
         tensor.data = data
 
 
+class _Thread(threading.local):
+    """Whether this thread has the context of one engine's device."""
+
+    entered = False
+
+
 class Simulated(Device):
     """The simulated driver; torch's tensors lie in host memory."""
 
@@ -72,9 +79,21 @@ class Simulated(Device):
         return _core.Engine(str(simulator.library_path()), 0)
 
     def stream_of(self, engine: _core.Engine) -> Callable[[], int]:
-        """Return what answers the engine's own stream: torch has none there."""
+        """Return what answers the engine's own stream: torch has none there.
+
+        A thread that asks will compute. On a GPU the CUDA runtime then makes the device's context
+        current there; here nothing else does.
+        """
         stream = engine.compute_stream
-        return lambda: stream
+        thread = _Thread()
+
+        def answer() -> int:
+            if not thread.entered:
+                engine.make_current()
+                thread.entered = True
+            return stream
+
+        return answer
 
 
 class Cuda(Device):

@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from .sizes import format_size
 
 logger = logging.getLogger("oracle_offload")
+
+
+def stalls_of(counters: Mapping[str, Any]) -> tuple[float, float]:
+    """Return how many waits for a copy were stalls, and their seconds, in all.
+
+    Parameters
+    ----------
+    counters : mapping
+        ``waits``, ``timed_waits``, ``stalls`` and ``stall_seconds`` of the engine, or what they
+        grew by. Of the waits a sample is timed; what is returned is in proportion.
+    """
+    if not counters["timed_waits"]:
+        return 0.0, 0.0
+    share = counters["waits"] / counters["timed_waits"]
+    return counters["stalls"] * share, counters["stall_seconds"] * share
+
+
+def stalls_text(stalls: int, seconds: float, timed_waits: int, waits: int) -> str:
+    """Return stalls for people, with what they were measured of."""
+    text = f"{stalls}, {seconds * 1e3:.2f} ms"
+    return f"{text}, by {timed_waits} of {waits} waits" if timed_waits < waits else text
 
 
 class Traffic:

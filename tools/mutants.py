@@ -59,7 +59,8 @@ GUARDED_HOST = re.compile(r"host->bytes|alive")
 CALL = re.compile(
     r"OO_(?:DRIVE|GIVE_BACK)\(engine, (\w+)|engine->driver\.(\w+)\("
     r"|(?<!status )\b(oo__(?:synchronize|order_after_uses|order_after_copy|mark_use|"
-    r"ring_wait|finish_download|host_access|adopt|disown|declare_kernel))\("
+    r"ring_wait|span_begin|span_end|finish_download|refuse_capture|host_access|adopt|disown|"
+    r"launch|declare_kernel))\("
 )
 EVENT = re.compile(r"[\w>\-.\[\]]+->handle")
 STREAM = re.compile(r"(?<![\w.>])(?:\w+(?:\[\w+\])?(?:->|\.))*stream\b")

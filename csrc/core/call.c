@@ -100,9 +100,30 @@ void oo__leave(struct oo_engine *engine) {
     oo__mutex_unlock(engine->mutex);
 }
 
+enum oo_status oo_engine_make_current(struct oo_engine *engine) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    engine->context_pushed = 0; /* it stays */
+    oo__leave(engine);
+    return OO_OK;
+}
+
 void oo__wait_for_a_release(struct oo_engine *engine, double until_s) {
     oo__context_leave(engine);
     oo__mutex_wait(engine->mutex, until_s);
+}
+
+enum oo_status oo__refuse_capture(struct oo_engine *engine, OOCUstream stream) {
+    int capturing = OOCU_STREAM_CAPTURE_STATUS_NONE;
+    enum oo_status status = OO_DRIVE(engine, cuStreamIsCapturing, stream, &capturing);
+    if (status != OO_OK)
+        return status;
+    return capturing == OOCU_STREAM_CAPTURE_STATUS_NONE
+               ? OO_OK
+               : oo__fail(OO_E_CAPTURE, "offloaded layers cannot be captured into a CUDA graph: "
+                                        "their addresses change; exclude them with ignore_modules "
+                                        "or do not capture");
 }
 
 enum oo_status oo__synchronize(struct oo_engine *engine, OOCUstream stream, int recovering) {

@@ -26,6 +26,8 @@ void oo__note_leak(struct oo_engine *engine, const char *call, OOCUresult result
 #define OO_DRIVE(engine, call, ...) oo__check(engine, #call, (engine)->driver.call(__VA_ARGS__))
 /* The error of every call after the context was lost. */
 enum oo_status oo__fail_dead(const struct oo_engine *engine);
+/* OO_E_CAPTURE where the caller's stream is capturing; asked before anything is queued on it. */
+enum oo_status oo__refuse_capture(struct oo_engine *engine, OOCUstream stream);
 /* Wait on the host until the stream has ended; counted. */
 enum oo_status oo__synchronize(struct oo_engine *engine, OOCUstream stream, int recovering);
 

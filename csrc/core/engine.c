@@ -37,7 +37,21 @@ static _Thread_local uint32_t oo__uses_here;
 
 /* ---- copy in ---- */
 
-/* Remember what the masters hold: it is what the device will have. */
+static uint64_t oo__read_masters(const struct oo_member *member, enum oo_reading reading) {
+    uint64_t fingerprint = 0;
+    for (uint32_t i = 0; i < member->n_tensors; i++)
+        fingerprint = fingerprint * 31 +
+                      oo__fingerprint(member->tensors[i].host, member->tensors[i].bytes, reading);
+    return fingerprint;
+}
+
+static enum oo_reading oo__full_reading(const struct oo_engine *engine) {
+    return engine->verify ? OO_WHOLE : OO_SAMPLE;
+}
+
+/* Remember what the masters hold: it is what the device will have. The first use in a sweep has
+ * read them (oo__masters_changed), so that a copy only glances whether they are the same still.
+ * Where a glance is mistaken the next reading differs, and the unit is copied once more. */
 static void oo__note_masters(struct oo_engine *engine, uint32_t id) {
     const struct oo_unit *unit = &engine->units[id];
     for (uint32_t i = 0; i < unit->n_members; i++) {
@@ -45,20 +59,25 @@ static void oo__note_masters(struct oo_engine *engine, uint32_t id) {
         if (member->unit != id)
             continue; /* it has moved out; nobody uses its bytes here */
         member->stamp_known = 0;
-        member->fingerprint = 0;
-        for (uint32_t j = 0; j < member->n_tensors; j++)
-            member->fingerprint =
-                member->fingerprint * 31 +
-                oo__fingerprint(member->tensors[j].host, member->tensors[j].bytes, engine->verify);
+        const uint64_t glance = oo__read_masters(member, OO_GLANCE);
+        if (glance != member->glance || unit->trainable || engine->verify)
+            member->fingerprint = oo__read_masters(member, oo__full_reading(engine));
+        member->glance = glance;
     }
 }
 
-static int oo__masters_changed(const struct oo_engine *engine, const struct oo_member *member) {
-    uint64_t fingerprint = 0;
-    for (uint32_t j = 0; j < member->n_tensors; j++)
-        fingerprint = fingerprint * 31 + oo__fingerprint(member->tensors[j].host,
-                                                         member->tensors[j].bytes, engine->verify);
-    return fingerprint != member->fingerprint;
+/* Another stamp: what was read is of weights that are no more. */
+static void oo__note_stamp(struct oo_engine *engine, struct oo_member *member, uint64_t stamp) {
+    if (member->stamp != stamp)
+        member->fingerprint = oo__read_masters(member, oo__full_reading(engine));
+    member->stamp = stamp;
+    member->stamp_known = 1;
+}
+
+static int oo__masters_changed(const struct oo_engine *engine, struct oo_member *member) {
+    const uint64_t before = member->fingerprint;
+    member->fingerprint = oo__read_masters(member, oo__full_reading(engine));
+    return member->fingerprint != before;
 }
 
 static enum oo_status oo__copy_parts(struct oo_engine *engine, const struct oo_unit *unit,
@@ -86,8 +105,7 @@ static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
     enum oo_status status = OO_OK;
     struct oo_event *begin = NULL, *ready = NULL;
     struct oo_unit *unit = &engine->units[id];
-    OO_TRY(oo__event_take(engine, &begin));
-    OO_TRY(oo__event_take(engine, &ready));
+    OO_TRY(oo__event_take(engine, OO_ORDERS, &ready));
     for (const struct oo_block *block = window->first;; block = block->next) {
         if (block->unit != OO_NO_UNIT)
             OO_TRY(oo__order_after_uses(engine, &engine->units[block->unit]));
@@ -109,19 +127,21 @@ static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
     oo__label(engine, (const void *)address, unit->device_bytes, "unit", id);
     /* A copy that failed half-way leaves bytes in flight on the h2d stream only, so dropping the
      * unit keeps the promise of free bytes. */
-    status = OO_DRIVE(engine, cuEventRecord, begin->handle, engine->h2d);
+    status = oo__span_begin(engine, OO_TRACE_H2D, engine->h2d, &begin);
     if (status == OO_OK)
         status = oo__copy_parts(engine, unit, address);
     if (status == OO_OK)
         status = OO_DRIVE(engine, cuEventRecord, ready->handle, engine->h2d);
+    if (status == OO_OK)
+        status = oo__span_end(engine, OO_TRACE_H2D, id, unit->host_bytes, engine->h2d, &begin);
     if (status != OO_OK) {
         oo_plan_drop(engine->plan, id);
         goto done;
     }
-    unit->ready = oo__event_share(ready);
+    unit->ready = ready;
+    ready = NULL;
     unit->generation++;
     oo__note_masters(engine, id);
-    oo__span_add(engine, OO_TRACE_H2D, id, unit->model, unit->host_bytes, begin, ready);
 done:
     oo__event_give(engine, begin);
     oo__event_give(engine, ready);
@@ -161,35 +181,17 @@ static enum oo_status oo__order_after_copy(struct oo_engine *engine, uint32_t id
         if (unit->waited[i] == stream)
             return OO_OK;
     enum oo_status status = OO_OK;
-    struct oo_event *before = NULL, *after = NULL;
-    if (unit->n_waited == 0) { /* measure what the first wait for this copy costs its stream */
-        OO_TRY(oo__event_take(engine, &before));
-        OO_TRY(oo__event_take(engine, &after));
-        OO_TRY(OO_DRIVE(engine, cuEventRecord, before->handle, stream));
-    }
+    struct oo_event *before = NULL;
+    if (unit->n_waited == 0) /* measure what the first wait for this copy costs its stream */
+        OO_TRY(oo__span_begin(engine, OO_TRACE_STALL, stream, &before));
     OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, stream, unit->ready->handle, 0));
+    engine->models[unit->model].stats.waits += unit->n_waited == 0;
     if (unit->n_waited < OO_STREAMS)
         unit->waited[unit->n_waited++] = stream;
-    if (after) {
-        OO_TRY(OO_DRIVE(engine, cuEventRecord, after->handle, stream));
-        oo__span_add(engine, OO_TRACE_STALL, id, unit->model, 0, before, after);
-    }
+    OO_TRY(oo__span_end(engine, OO_TRACE_STALL, id, 0, stream, &before));
 done:
     oo__event_give(engine, before);
-    oo__event_give(engine, after);
     return status;
-}
-
-static enum oo_status oo__refuse_capture(struct oo_engine *engine, OOCUstream stream) {
-    int capturing = OOCU_STREAM_CAPTURE_STATUS_NONE;
-    enum oo_status status = OO_DRIVE(engine, cuStreamIsCapturing, stream, &capturing);
-    if (status != OO_OK)
-        return status;
-    return capturing == OOCU_STREAM_CAPTURE_STATUS_NONE
-               ? OO_OK
-               : oo__fail(OO_E_CAPTURE, "offloaded layers cannot be captured into a CUDA graph: "
-                                        "their addresses change; exclude them with ignore_modules "
-                                        "or do not capture");
 }
 
 /* Bytes behind the ring may have to wait for it on the host. */
@@ -250,6 +252,45 @@ static enum oo_status oo__acquire_late(struct oo_engine *engine, uint32_t id,
     return status;
 }
 
+/* End one use of a unit: OO_E_TICKET where the ticket names none. */
+static enum oo_status oo__end_use(struct oo_engine *engine, uint64_t ticket, OOCUstream stream) {
+    const uint32_t id = (uint32_t)ticket;
+    if (id >= engine->n_units || engine->units[id].generation != (uint32_t)(ticket >> 32) ||
+        !oo_plan_pins(engine->plan, id))
+        return oo__fail(
+            OO_E_TICKET,
+            "ticket %016llx of unit %u is not in use: released twice, or of an earlier copy",
+            (unsigned long long)ticket, id);
+    struct oo_unit *unit = &engine->units[id];
+    enum oo_status status = oo__mark_use(engine, unit, stream);
+    if (status == OO_OK)
+        oo_plan_unpin(engine->plan, id);
+    return status;
+}
+
+/* After a use has ended, and its row with it. */
+static void oo__use_ended(struct oo_engine *engine, uint32_t id) {
+    struct oo_unit *unit = &engine->units[id];
+    if (oo_plan_pins(engine->plan, id))
+        return;
+    oo__rows_forget(engine, unit); /* of uses that ended on another stream */
+    oo__mutex_wake(engine->mutex);
+    /* Without a context its uses cannot be ordered before the copy that will replace it. */
+    if (unit->leaving && (!engine->usable || oo__drop(engine, id) != OO_OK))
+        unit->stale = 1; /* it stays, but must be copied anew */
+}
+
+/* End a use that this thread's acquire began, or another's. */
+static enum oo_status oo__release(struct oo_engine *engine, uint64_t ticket, OOCUstream stream) {
+    enum oo_status status = oo__end_use(engine, ticket, stream);
+    if (status != OO_OK)
+        return status;
+    oo__uses_here -= oo__uses_here > 0;
+    oo__row_end(engine, (uint32_t)ticket, stream);
+    oo__use_ended(engine, (uint32_t)ticket);
+    return OO_OK;
+}
+
 static enum oo_status oo__acquire(struct oo_engine *engine, const struct oo_request *request,
                                   int flags, struct oo_use *use) {
     const OOCUstream stream = (OOCUstream)request->stream;
@@ -297,14 +338,20 @@ again:
         stats->hits++;
     else
         OO_TRY(oo__acquire_late(engine, id, &use->fetched));
-    member->stamp = request->stamp;
-    member->stamp_known = 1;
+    oo__note_stamp(engine, member, request->stamp);
     OO_TRY(oo__order_after_copy(engine, id, stream));
     OO_TRY(oo__row_begin(engine, unit, stream));
     oo_plan_pin(engine->plan, id);
     oo__uses_here++;
     use->ticket = (uint64_t)unit->generation << 32 | id;
     use->address = oo_block_address(oo_plan_resident(engine->plan, id));
+    if (flags & OO_LAUNCH)
+        status = oo__launch(engine, member, stream, request->seconds);
+    if (status != OO_OK) {
+        const struct oo_error cause = oo__error_save();
+        (void)oo__release(engine, use->ticket, stream);
+        oo__error_restore(&cause);
+    }
 done:
     if (status != OO_OK)
         oo__distrust(engine, &use->fetched);
@@ -323,22 +370,7 @@ static enum oo_status oo__check_flags(const char *function, int flags, int known
 enum oo_status oo_engine_acquire(struct oo_engine *engine, const struct oo_request *request,
                                  int flags, struct oo_use *use) {
     enum oo_status status = oo__check_flags("oo_engine_acquire", flags, OO_NONBLOCKING | OO_LAUNCH);
-    if (status == OO_OK)
-        status = oo__acquire(engine, request, flags, use);
-    if (status != OO_OK || !(flags & OO_LAUNCH))
-        return status;
-    status = oo_engine_launch(engine, request->member, request->stream, request->seconds);
-    if (status == OO_OK)
-        return OO_OK;
-    const struct oo_error first = oo__error_save();
-    struct oo_fetched ahead = {0};
-    (void)oo_engine_release(engine, use->ticket, request->stream, 0, &ahead);
-    oo__mutex_lock(engine->mutex);
-    oo__distrust(engine, &use->fetched);
-    oo__distrust(engine, &ahead);
-    oo__mutex_unlock(engine->mutex);
-    oo__error_restore(&first);
-    return status;
+    return status == OO_OK ? oo__acquire(engine, request, flags, use) : status;
 }
 
 /* Does without the driver: a copy that is never stamped would be checked by samples alone. */
@@ -352,8 +384,7 @@ enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *
     for (uint32_t i = 0; i < count; i++) {
         const uint32_t id = stamps[i].member;
         if (id < engine->n_members && !engine->members[id].removed) {
-            engine->members[id].stamp = stamps[i].stamp;
-            engine->members[id].stamp_known = 1;
+            oo__note_stamp(engine, &engine->members[id], stamps[i].stamp);
         } else {
             status = oo__fail(OO_E_STATE, "member %u is not attached (any more)", id);
         }
@@ -385,38 +416,8 @@ static void oo__prefetch(struct oo_engine *engine, int flags, struct oo_fetched 
     }
 }
 
-/* End one use of a unit: OO_E_TICKET where the ticket names none. */
-static enum oo_status oo__end_use(struct oo_engine *engine, uint64_t ticket, OOCUstream stream) {
-    const uint32_t id = (uint32_t)ticket;
-    if (id >= engine->n_units || engine->units[id].generation != (uint32_t)(ticket >> 32) ||
-        !oo_plan_pins(engine->plan, id))
-        return oo__fail(
-            OO_E_TICKET,
-            "ticket %016llx of unit %u is not in use: released twice, or of an earlier copy",
-            (unsigned long long)ticket, id);
-    struct oo_unit *unit = &engine->units[id];
-    enum oo_status status = oo__mark_use(engine, unit, stream);
-    if (status == OO_OK)
-        oo_plan_unpin(engine->plan, id);
-    return status;
-}
-
-/* After a use has ended, and its row with it. */
-static void oo__use_ended(struct oo_engine *engine, uint32_t id) {
-    struct oo_unit *unit = &engine->units[id];
-    if (oo_plan_pins(engine->plan, id))
-        return;
-    oo__rows_forget(engine, unit); /* of uses that ended on another stream */
-    oo__mutex_wake(engine->mutex);
-    /* Without a context its uses cannot be ordered before the copy that will replace it. */
-    if (unit->leaving && (!engine->usable || oo__drop(engine, id) != OO_OK))
-        unit->stale = 1; /* it stays, but must be copied anew */
-}
-
-enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uintptr_t stream_handle,
+enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uintptr_t stream,
                                  int flags, struct oo_fetched *fetched) {
-    const OOCUstream stream = (OOCUstream)stream_handle;
-    const uint32_t id = (uint32_t)ticket;
     enum oo_status status = oo__check_flags("oo_engine_release", flags, OO_NONBLOCKING);
     if (status != OO_OK)
         return status;
@@ -426,10 +427,7 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
         return status;
     fetched->count = 0;
     fetched->more = 0;
-    OO_TRY(oo__end_use(engine, ticket, stream));
-    oo__uses_here -= oo__uses_here > 0; /* the use may have begun on another thread */
-    oo__row_end(engine, id, stream);
-    oo__use_ended(engine, id);
+    OO_TRY(oo__release(engine, ticket, (OOCUstream)stream));
     oo__prefetch(engine, flags, fetched);
 done:
     oo__leave(engine);
@@ -546,6 +544,8 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on) {
     status = oo__refresh(engine, OO_ALL_MODELS);
     if (status == OO_OK)
         engine->verify = on != 0;
+    for (uint32_t i = 0; i < engine->n_members; i++)
+        engine->members[i].glance = 0;
     oo__leave(engine);
     return status;
 }

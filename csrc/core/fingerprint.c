@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-enum { OO_SAMPLES = 64, OO_LINE = 64, OO_LANES = OO_LINE / 8 };
+enum { OO_LINE = 64, OO_LANES = OO_LINE / 8 };
 static const uint64_t oo__odd = UINT64_C(0x9E3779B97F4A7C15);
 
 static uint64_t oo__mix(uint64_t hash, uint64_t word) {
@@ -23,19 +23,20 @@ static void oo__mix_line(struct oo_lanes *lanes, const char *line) {
         lanes->lane[i] = oo__mix(lanes->lane[i], words[i]);
 }
 
-/* A whole cache line at each of 64 places: it costs the same misses as one word there, and eight
+/* A whole cache line at each place: it costs the same misses as one word there, and eight
  * times the words make a rewrite that leaves most rounded weights as they were (a small LoRA merged
  * into bfloat16) visible all the same. */
-uint64_t oo__fingerprint(const void *memory, size_t bytes, int whole) {
+uint64_t oo__fingerprint(const void *memory, size_t bytes, enum oo_reading reading) {
+    const size_t places = (size_t)reading;
     const char *begin = memory;
     struct oo_lanes lanes = {{bytes}};
     size_t tail = 0;
-    if (whole || bytes <= (size_t)OO_SAMPLES * OO_LINE) {
+    if (reading == OO_WHOLE || bytes <= places * OO_LINE) {
         for (; tail + OO_LINE <= bytes; tail += OO_LINE)
             oo__mix_line(&lanes, begin + tail);
     } else {
-        const size_t stride = (bytes - OO_LINE) / (OO_SAMPLES - 1);
-        for (size_t i = 0; i + 1 < OO_SAMPLES; i++)
+        const size_t stride = (bytes - OO_LINE) / (places - 1);
+        for (size_t i = 0; i + 1 < places; i++)
             oo__mix_line(&lanes, begin + i * stride / OO_LINE * OO_LINE);
         oo__mix_line(&lanes, begin + bytes - OO_LINE);
         tail = bytes;

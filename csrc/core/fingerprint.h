@@ -5,7 +5,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Of all bytes (`whole`), or of a sample of them. */
-uint64_t oo__fingerprint(const void *memory, size_t bytes, int whole);
+/* How much is read: lines of 64 bytes, in so many places. */
+enum oo_reading { OO_GLANCE = 4, OO_SAMPLE = 64, OO_WHOLE = -1 };
+
+uint64_t oo__fingerprint(const void *memory, size_t bytes, enum oo_reading reading);
 
 #endif

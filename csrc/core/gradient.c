@@ -36,9 +36,10 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
                           bytes, target, (size_t)source);
         goto done;
     }
-    OO_TRY(oo__event_take(engine, &computed));
-    OO_TRY(oo__event_take(engine, &begin));
-    OO_TRY(oo__event_take(engine, &arrived));
+    OO_TRY(oo__event_take(engine, OO_ORDERS, &computed));
+    if (oo__is_measured(engine, OO_TRACE_D2H))
+        OO_TRY(oo__event_take(engine, OO_TIMED, &begin));
+    OO_TRY(oo__event_take(engine, begin ? OO_TIMED : OO_ORDERS, &arrived));
     OO_TRY(oo__finish_download(engine));
     OO_TRY(oo__adopt(engine, source, bytes, OOSIM_ADOPT_KEEP, stream));
     adopted = 1;
@@ -46,7 +47,8 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     /* H6: the copy starts after the work that computes the gradient. */
     OO_TRY(OO_DRIVE(engine, cuEventRecord, computed->handle, stream));
     OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->d2h, computed->handle, 0));
-    OO_TRY(OO_DRIVE(engine, cuEventRecord, begin->handle, engine->d2h));
+    if (begin)
+        OO_TRY(OO_DRIVE(engine, cuEventRecord, begin->handle, engine->d2h));
     if (memory && memory->registration)
         OO_TRY(OO_DRIVE(engine, cuMemcpyDtoHAsync, target, source, bytes, engine->d2h));
     else
@@ -58,7 +60,10 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     /* H8: the caller shows the bytes to autograd, which reads them at once. */
     OO_TRY(OO_DRIVE(engine, cuEventSynchronize, arrived->handle));
     OO_TRY(oo__host_access(engine, target, bytes, 0));
-    oo__span_add(engine, OO_TRACE_D2H, OO_NO_UNIT, 0, bytes, begin, arrived);
+    if (begin) {
+        oo__span_add(engine, OO_TRACE_D2H, OO_NO_UNIT, bytes, begin, arrived);
+        begin = arrived = NULL;
+    }
 done:
     if (status != OO_OK && engine->usable && computed) {
         /* H4: the source goes back to torch, so that no copy from it may stay queued. Keeps the

@@ -60,12 +60,13 @@ enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t lease, uintptr_
                      bytes, OO_ALIGNMENT);
         goto done;
     }
+    OO_TRY(oo__refuse_capture(engine, (OOCUstream)stream));
     OO_TRY(oo__adopt(engine, address, bytes, OOSIM_ADOPT_POISON, (OOCUstream)stream));
     adopted = 1;
     /* H3: our first copy must not overtake work that an earlier owner of these bytes still has
      * queued on the allocating stream (the caching allocator hands freed blocks on in stream
      * order). */
-    OO_TRY(oo__event_take(engine, &allocated));
+    OO_TRY(oo__event_take(engine, OO_ORDERS, &allocated));
     OO_TRY(OO_DRIVE(engine, cuEventRecord, allocated->handle, (OOCUstream)stream));
     OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, allocated->handle, 0));
     const size_t usable = (bytes - (base - address)) / OO_ALIGNMENT * OO_ALIGNMENT;

@@ -153,7 +153,8 @@ static enum oo_status oo__unit_create(struct oo_engine *engine, uint32_t model,
     OO_TRY(
         oo__grow(engine, &units, &engine->unit_capacity, engine->n_units, sizeof *engine->units));
     engine->units = units;
-    OO_TRY(oo__events_reserve(engine, 2)); /* of its copy's arrival, and of its last use */
+    OO_TRY(
+        oo__events_reserve(engine, OO_ORDERS, 2)); /* of its copy's arrival, and of its last use */
     OO_TRY(oo_plan_unit_add(engine->plan, device_bytes, id));
     struct oo_unit *unit = &engine->units[*id];
     engine->n_units = *id + 1;
@@ -326,6 +327,7 @@ enum oo_status oo_member_move(struct oo_engine *engine, uint32_t id,
         oo__unit_left(engine, old_id);
     }
     member->stamp_known = 0;
+    member->glance = 0;
     member->sweep = 0;
     laid_out = NULL;
     free(replaced);

@@ -18,7 +18,7 @@ enum oo_status oo__ring_prepare(struct oo_engine *engine, struct oo_ring *ring) 
     }
     for (int i = 0; i < OO_RING_PIECES; i++)
         if (!ring->busy[i])
-            OO_TRY(oo__event_take(engine, &ring->busy[i]));
+            OO_TRY(oo__event_take(engine, OO_ORDERS, &ring->busy[i]));
 done:
     return status;
 }

@@ -45,25 +45,29 @@ enum oo_status oo__declare_kernel(struct oo_engine *engine, OOCUstream stream,
     return OO_DRIVE(engine, simLaunch, stream, read, read ? 1 : 0, NULL, 0, seconds);
 }
 
-enum oo_status oo_engine_launch(struct oo_engine *engine, uint32_t member_id, uintptr_t stream,
+enum oo_status oo__launch(struct oo_engine *engine, const struct oo_member *member,
+                          OOCUstream stream, double seconds) {
+    if (!oo__declares_kernels(engine))
+        return OO_OK;
+    const uintptr_t address = oo_block_address(oo_plan_resident(engine->plan, member->unit));
+    const struct oo_member_tensor *last = &member->tensors[member->n_tensors - 1];
+    const OOSimRange read = {address + member->tensors[0].offset,
+                             last->offset + last->bytes - member->tensors[0].offset};
+    return oo__declare_kernel(engine, stream, &read, seconds);
+}
+
+enum oo_status oo_engine_launch(struct oo_engine *engine, uint32_t id, uintptr_t stream,
                                 double seconds) {
     if (!oo__declares_kernels(engine))
         return OO_OK;
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
-    const struct oo_member *member =
-        member_id < engine->n_members ? &engine->members[member_id] : NULL;
-    if (!member || !oo_plan_pins(engine->plan, member->unit)) { /* a removed one's has none */
-        status = oo__fail(OO_E_STATE, "member %u is launched without being acquired", member_id);
-        goto done;
-    }
-    const uintptr_t address = oo_block_address(oo_plan_resident(engine->plan, member->unit));
-    const struct oo_member_tensor *last = &member->tensors[member->n_tensors - 1];
-    const OOSimRange read = {address + member->tensors[0].offset,
-                             last->offset + last->bytes - member->tensors[0].offset};
-    status = oo__declare_kernel(engine, (OOCUstream)stream, &read, seconds);
-done:
+    const struct oo_member *member = id < engine->n_members ? &engine->members[id] : NULL;
+    if (!member || member->removed || !oo_plan_pins(engine->plan, member->unit))
+        status = oo__fail(OO_E_STATE, "member %u is launched without being acquired", id);
+    else
+        status = oo__launch(engine, member, (OOCUstream)stream, seconds);
     oo__leave(engine);
     return status;
 }

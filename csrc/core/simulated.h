@@ -22,5 +22,8 @@ int oo__declares_kernels(const struct oo_engine *engine);
 /* A kernel of `seconds` on `stream` that reads these bytes, or none (NULL). */
 enum oo_status oo__declare_kernel(struct oo_engine *engine, OOCUstream stream,
                                   const OOSimRange *read, double seconds);
+/* The kernel that reads a member which is acquired. */
+enum oo_status oo__launch(struct oo_engine *engine, const struct oo_member *member,
+                          OOCUstream stream, double seconds);
 
 #endif

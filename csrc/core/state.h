@@ -12,10 +12,13 @@
 
 /* ---- events and spans: timing.c ---- */
 
-/* A driver event, shared by a unit and the spans measured with it. */
+/* What an event is for. Those that only order carry no time: the driver is quicker with them. */
+enum oo_event_kind { OO_ORDERS, OO_TIMED };
+
+/* A driver event; it has one owner, or lies in the free list of its kind. */
 struct oo_event {
     OOCUevent handle;
-    uint32_t references;
+    enum oo_event_kind kind;
     struct oo_event *next; /* in the free list */
 };
 
@@ -29,15 +32,17 @@ struct oo_span {
     int traced; /* a row of the timeline is wanted */
 };
 
-/* Spans pending at once. When the host runs further ahead of the device, only some spans are
- * measured, unless a timeline is being recorded. */
-enum { OO_SPANS = 128, OO_SPANS_TRACED = 1 << 18 };
+/* One span in so many is measured, unless a timeline is being recorded: each takes three calls. */
+enum { OO_SAMPLED_ONE_IN = 16 };
+/* Spans pending at once. When the host runs further ahead of the device, fewer are measured. */
+enum { OO_SPANS = 64, OO_SPANS_TRACED = 1 << 18 };
 
 struct oo_spans {
     struct oo_span *pending; /* ring of `capacity`, a power of two */
     uint64_t capacity;
-    uint64_t head, tail; /* pending[head..tail) modulo capacity */
-    struct oo_event *free_events;
+    uint64_t head, tail;             /* pending[head..tail) modulo capacity */
+    uint32_t seen[OO_TRACE_KINDS];   /* that could have been measured */
+    struct oo_event *free_events[2]; /* by kind */
     int tracing;
     struct oo_event *origin;
     struct oo_trace_row *rows;
@@ -93,6 +98,7 @@ struct oo_member {
     struct oo_member_tensor *tensors;
     uint64_t stamp;       /* of the master that was copied */
     uint64_t fingerprint; /* likewise */
+    uint64_t glance;      /* likewise, of few samples; 0: none was taken */
     uint64_t sweep;       /* the sweep that last checked the fingerprint */
     int64_t task;
     uint8_t stamp_known, removed;

@@ -1,7 +1,8 @@
 /* timing.c - events, measured spans, the timeline.
  *
- * Seconds come from pairs of events and are read when both have passed, never by waiting: pairs
- * queue in order of recording, and each new pair first reads those at the head that have ended. */
+ * Seconds come from pairs of events, of which a sample is recorded, and are read when both have
+ * passed, never by waiting: pairs queue in order of recording, and when the queue is full those at
+ * its head that have ended are read. */
 #include "timing.h"
 
 #include <stdlib.h>
@@ -10,60 +11,60 @@
 static const double oo__stall_floor_s =
     10e-6; /* two events in a row on an idle stream are microseconds apart */
 
+/* 2^32 over the golden ratio: multiples of it, modulo 2^32, are spread as evenly as can be. */
+static const uint32_t oo__golden = 2654435769u;
+
 /* ---- events ---- */
 
-static enum oo_status oo__event_create(struct oo_engine *engine) {
+static enum oo_status oo__event_create(struct oo_engine *engine, enum oo_event_kind kind) {
     struct oo_event *event = calloc(1, sizeof *event);
     if (!event)
         return oo__fail(OO_E_MEMORY, "no memory for an event's record");
-    enum oo_status status = OO_DRIVE(engine, cuEventCreate, &event->handle, OOCU_EVENT_DEFAULT);
+    enum oo_status status =
+        OO_DRIVE(engine, cuEventCreate, &event->handle,
+                 kind == OO_ORDERS ? OOCU_EVENT_DISABLE_TIMING : OOCU_EVENT_DEFAULT);
     if (status != OO_OK) {
         free(event);
         return status;
     }
     engine->stats.allocations++;
-    event->next = engine->spans.free_events;
-    engine->spans.free_events = event;
+    event->kind = kind;
+    oo__event_give(engine, event);
     return OO_OK;
 }
 
-enum oo_status oo__events_reserve(struct oo_engine *engine, uint32_t count) {
+enum oo_status oo__events_reserve(struct oo_engine *engine, enum oo_event_kind kind,
+                                  uint32_t count) {
     enum oo_status status = OO_OK;
     for (uint32_t i = 0; i < count && status == OO_OK; i++)
-        status = oo__event_create(engine);
+        status = oo__event_create(engine, kind);
     return status;
 }
 
-enum oo_status oo__event_take(struct oo_engine *engine, struct oo_event **out) {
+enum oo_status oo__event_take(struct oo_engine *engine, enum oo_event_kind kind,
+                              struct oo_event **out) {
+    struct oo_event **first = &engine->spans.free_events[kind];
     *out = NULL;
-    if (!engine->spans.free_events)
+    if (!*first && kind == OO_TIMED)
         oo__spans_harvest(engine);
-    if (!engine->spans.free_events) {
-        enum oo_status status = oo__event_create(engine);
+    if (!*first) {
+        enum oo_status status = oo__event_create(engine, kind);
         if (status != OO_OK)
             return status;
     }
-    *out = engine->spans.free_events;
+    *out = *first;
     /* The analyzer does not see that oo__event_create puts one there. */
     // NOLINTNEXTLINE(clang-analyzer-core.NullDereference)
-    engine->spans.free_events = (*out)->next;
-    (*out)->references = 1;
+    *first = (*out)->next;
     (*out)->next = NULL;
     return OO_OK;
 }
 
-struct oo_event *oo__event_share(struct oo_event *event) {
-    event->references++;
-    return event;
-}
-
-/* An event may be recorded anew as soon as nobody refers to it: waits queued on it keep the record
- * they saw. */
 void oo__event_give(struct oo_engine *engine, struct oo_event *event) {
-    if (!event || --event->references > 0)
+    if (!event)
         return;
-    event->next = engine->spans.free_events;
-    engine->spans.free_events = event;
+    event->next = engine->spans.free_events[event->kind];
+    engine->spans.free_events[event->kind] = event;
 }
 
 /* ---- spans ---- */
@@ -124,6 +125,7 @@ static int oo__harvest_one(struct oo_engine *engine) {
             stats->d2h_timed_bytes += span->bytes;
             break;
         case OO_TRACE_STALL:
+            stats->timed_waits++;
             if (seconds > oo__stall_floor_s) {
                 stats->stalls++;
                 stats->stall_seconds += seconds;
@@ -146,10 +148,12 @@ void oo__spans_harvest(struct oo_engine *engine) {
         continue;
 }
 
-/* Room for one more span: 0 when there is none to be had. */
+/* Room for one more span: 0 when there is none to be had. Those that are pending are read when the
+ * queue is full: by then most have ended, and each that is asked too early costs a call. */
 static int oo__spans_make_room(struct oo_engine *engine) {
     struct oo_spans *spans = &engine->spans;
-    oo__spans_harvest(engine);
+    if (spans->tail - spans->head == spans->capacity)
+        oo__spans_harvest(engine);
     if (spans->tail - spans->head < spans->capacity)
         return 1;
     if (spans->capacity >= (spans->tracing ? OO_SPANS_TRACED : OO_SPANS))
@@ -166,13 +170,62 @@ static int oo__spans_make_room(struct oo_engine *engine) {
     return 1;
 }
 
-void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit, uint32_t model,
-                  uint64_t bytes, struct oo_event *begin, struct oo_event *end) {
+/* Samples are one in so many, and of a step that repeats none is always the one: whatever its
+ * length, the multiples of the golden ratio fall on each of its spans as often. */
+int oo__is_measured(struct oo_engine *engine, enum oo_trace_kind kind) {
     struct oo_spans *spans = &engine->spans;
-    if (!oo__spans_make_room(engine))
+    if (!engine->driver.cuEventElapsedTime)
+        return 0;
+    if (spans->tracing)
+        return 1;
+    return kind != OO_TRACE_COMPUTE &&
+           spans->seen[kind]++ * oo__golden < UINT32_MAX / OO_SAMPLED_ONE_IN;
+}
+
+void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit, uint64_t bytes,
+                  struct oo_event *begin, struct oo_event *end) {
+    struct oo_spans *spans = &engine->spans;
+    if (!oo__spans_make_room(engine)) {
+        oo__event_give(engine, begin);
+        oo__event_give(engine, end);
         return;
-    *oo__span_at(spans, spans->tail++) = (struct oo_span){
-        kind, unit, model, bytes, oo__event_share(begin), oo__event_share(end), spans->tracing};
+    }
+    const uint32_t model = unit == OO_NO_UNIT ? 0 : engine->units[unit].model;
+    *oo__span_at(spans, spans->tail++) =
+        (struct oo_span){kind, unit, model, bytes, begin, end, spans->tracing};
+}
+
+static enum oo_status oo__timed_record(struct oo_engine *engine, OOCUstream stream,
+                                       struct oo_event **event) {
+    enum oo_status status = oo__event_take(engine, OO_TIMED, event);
+    if (status != OO_OK)
+        return status;
+    status = OO_DRIVE(engine, cuEventRecord, (*event)->handle, stream);
+    if (status != OO_OK) {
+        oo__event_give(engine, *event);
+        *event = NULL;
+    }
+    return status;
+}
+
+enum oo_status oo__span_begin(struct oo_engine *engine, enum oo_trace_kind kind, OOCUstream stream,
+                              struct oo_event **begin) {
+    *begin = NULL;
+    return oo__is_measured(engine, kind) ? oo__timed_record(engine, stream, begin) : OO_OK;
+}
+
+enum oo_status oo__span_end(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit,
+                            uint64_t bytes, OOCUstream stream, struct oo_event **begin) {
+    struct oo_event *end;
+    if (!*begin)
+        return OO_OK;
+    enum oo_status status = oo__timed_record(engine, stream, &end);
+    if (status == OO_OK)
+        oo__span_add(engine, kind, unit, bytes, *begin, end);
+    else
+        oo__event_give(engine, *begin);
+    *begin = NULL;
+    return status;
 }
 
 void oo__spans_free(struct oo_engine *engine) {
@@ -184,12 +237,14 @@ void oo__spans_free(struct oo_engine *engine) {
     }
     oo__event_give(engine, spans->origin);
     spans->origin = NULL;
-    while (spans->free_events) {
-        struct oo_event *event = spans->free_events;
-        spans->free_events = event->next;
-        if (engine->usable)
-            OO_GIVE_BACK(engine, cuEventDestroy, event->handle);
-        free(event);
+    for (int kind = OO_ORDERS; kind <= OO_TIMED; kind++) {
+        while (spans->free_events[kind]) {
+            struct oo_event *event = spans->free_events[kind];
+            spans->free_events[kind] = event->next;
+            if (engine->usable)
+                OO_GIVE_BACK(engine, cuEventDestroy, event->handle);
+            free(event);
+        }
     }
     free(spans->rows);
     free(spans->pending);
@@ -202,23 +257,17 @@ void oo__spans_free(struct oo_engine *engine) {
 
 enum oo_status oo__row_begin(struct oo_engine *engine, struct oo_unit *unit, OOCUstream stream) {
     struct oo_event *begin;
-    if (!engine->spans.tracing || unit->n_begun == OO_STREAMS)
+    if (unit->n_begun == OO_STREAMS)
         return OO_OK;
-    enum oo_status status = oo__event_take(engine, &begin);
-    if (status != OO_OK)
-        return status;
-    status = OO_DRIVE(engine, cuEventRecord, begin->handle, stream);
-    if (status == OO_OK)
+    enum oo_status status = oo__span_begin(engine, OO_TRACE_COMPUTE, stream, &begin);
+    if (begin)
         unit->begun[unit->n_begun++] = (struct oo_begun){stream, begin};
-    else
-        oo__event_give(engine, begin);
     return status;
 }
 
 /* The span has an end of its own: the mark that H2 waits for is recorded anew by the next use. */
 void oo__row_end(struct oo_engine *engine, uint32_t id, OOCUstream stream) {
     struct oo_unit *unit = &engine->units[id];
-    struct oo_event *end;
     uint32_t i = 0;
     while (i < unit->n_begun && unit->begun[i].stream != stream)
         i++;
@@ -227,11 +276,8 @@ void oo__row_end(struct oo_engine *engine, uint32_t id, OOCUstream stream) {
     struct oo_event *begin = unit->begun[i].event;
     unit->n_begun--;
     memmove(&unit->begun[i], &unit->begun[i + 1], (unit->n_begun - i) * sizeof unit->begun[0]);
-    if (engine->usable && oo__event_take(engine, &end) == OO_OK) {
-        if (OO_DRIVE(engine, cuEventRecord, end->handle, stream) == OO_OK)
-            oo__span_add(engine, OO_TRACE_COMPUTE, id, unit->model, 0, begin, end);
-        oo__event_give(engine, end);
-    }
+    if (engine->usable)
+        (void)oo__span_end(engine, OO_TRACE_COMPUTE, id, 0, stream, &begin);
     oo__event_give(engine, begin);
 }
 
@@ -254,7 +300,7 @@ enum oo_status oo_trace_start(struct oo_engine *engine) {
         goto done;
     }
     oo__spans_harvest(engine);
-    OO_TRY(oo__event_take(engine, &engine->spans.origin));
+    OO_TRY(oo__event_take(engine, OO_TIMED, &engine->spans.origin));
     status = OO_DRIVE(engine, cuEventRecord, engine->spans.origin->handle, engine->h2d);
     if (status != OO_OK) {
         oo__event_give(engine, engine->spans.origin);

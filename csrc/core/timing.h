@@ -7,17 +7,29 @@
 /* ---- events ---- */
 
 /* Create events for a steady state that creates none. */
-enum oo_status oo__events_reserve(struct oo_engine *engine, uint32_t count);
-/* An event with one reference, not recorded. */
-enum oo_status oo__event_take(struct oo_engine *engine, struct oo_event **event);
-void oo__event_give(struct oo_engine *engine, struct oo_event *event); /* NULL is allowed */
-struct oo_event *oo__event_share(struct oo_event *event);
+enum oo_status oo__events_reserve(struct oo_engine *engine, enum oo_event_kind kind,
+                                  uint32_t count);
+/* An event that is not recorded. */
+enum oo_status oo__event_take(struct oo_engine *engine, enum oo_event_kind kind,
+                              struct oo_event **event);
+/* An event may be recorded anew at once: waits queued on it keep the record they saw. NULL is
+ * allowed. */
+void oo__event_give(struct oo_engine *engine, struct oo_event *event);
 
 /* ---- spans ---- */
 
-/* Queue a span for measurement; takes its own references. */
-void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit, uint32_t model,
-                  uint64_t bytes, struct oo_event *begin, struct oo_event *end);
+/* Whether the next span of this kind is one of those that are measured. */
+int oo__is_measured(struct oo_engine *engine, enum oo_trace_kind kind);
+/* Queue what lies between two timed events for measurement. They are given away. */
+void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit, uint64_t bytes,
+                  struct oo_event *begin, struct oo_event *end);
+/* Measure what `stream` does from here on, if this is one of those that are measured; otherwise
+ * *begin stays NULL, and the end does nothing. */
+enum oo_status oo__span_begin(struct oo_engine *engine, enum oo_trace_kind kind, OOCUstream stream,
+                              struct oo_event **begin);
+/* It ends here. `begin` is given away, whatever is returned. */
+enum oo_status oo__span_end(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit,
+                            uint64_t bytes, OOCUstream stream, struct oo_event **begin);
 void oo__spans_harvest(struct oo_engine *engine);
 void oo__spans_free(struct oo_engine *engine);
 

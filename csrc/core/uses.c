@@ -29,7 +29,7 @@ static struct oo_last_use *oo__use_entry(struct oo_engine *engine, struct oo_uni
         *entry = (struct oo_last_use){stream, NULL, 1};
     }
     if (!entry->event && engine->usable)
-        (void)oo__event_take(engine, &entry->event);
+        (void)oo__event_take(engine, OO_ORDERS, &entry->event);
     return entry;
 }
 

@@ -104,6 +104,9 @@ enum oo_status oo_engine_destroy(struct oo_engine *engine);
 int oo_engine_driver_version(const struct oo_engine *engine);
 const char *oo_engine_device_name(const struct oo_engine *engine);
 const char *oo_engine_pci_id(const struct oo_engine *engine);
+/* Leave the device's context current on this thread, so that its calls need not make it so: for a
+ * thread that computes without a runtime which has done that. */
+enum oo_status oo_engine_make_current(struct oo_engine *engine);
 enum oo_status oo_engine_mem_info(struct oo_engine *engine, size_t *free_bytes,
                                   size_t *total_bytes);
 
@@ -267,7 +270,8 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
 
 /* ---- what happened ---- */
 
-/* The counters, each counted where it happens: bytes at the copy call, seconds from events. A row
+/* The counters, each counted where it happens: bytes at the copy call, seconds from events. Of
+ * copies and waits one in 16 is measured, all while a timeline is recorded. A row
  * is COUNT(name, of) or SECONDS(name, of), where `of` is
  *     MODEL    counted for each model; of all models it is their sum
  *     ENGINE   the engine's own, and the same for each model
@@ -303,8 +307,10 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     COUNT(prefetches, MODEL) \
     COUNT(prefetch_failures, MODEL)     /* given up without harm: copied when it is asked for */ \
     COUNT(evictions, MODEL) \
-    COUNT(stalls, MODEL)                /* waits of a compute stream for a copy, over 10 us */ \
-    SECONDS(stall_seconds, MODEL) \
+    COUNT(waits, MODEL)                 /* of a compute stream, the first to use a copy, for it */ \
+    COUNT(timed_waits, MODEL)           /* those of them that were measured: one in 16 */ \
+    COUNT(stalls, MODEL)                /* of timed_waits, over 10 us */ \
+    SECONDS(stall_seconds, MODEL)       /* of those stalls */ \
     /* what should stay rare */ \
     COUNT(host_waits, ENGINE) \
     COUNT(recoveries, ENGINE)           /* host waits that a failure made necessary */ \
@@ -324,6 +330,7 @@ struct oo_stats {
 enum oo_status oo_engine_stats(struct oo_engine *engine, uint32_t model, struct oo_stats *out);
 
 enum oo_trace_kind { OO_TRACE_COMPUTE = 0, OO_TRACE_H2D = 1, OO_TRACE_D2H = 2, OO_TRACE_STALL = 3 };
+#define OO_TRACE_KINDS 4
 struct oo_trace_row {
     enum oo_trace_kind kind;
     uint32_t unit;

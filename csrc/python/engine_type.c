@@ -706,6 +706,16 @@ static PyObject *oo__engine_stats(PyObject *object, PyObject *arguments, PyObjec
     return dict;
 }
 
+static PyObject *oo__engine_make_current(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_make_current(engine));
+    return oo__none_or_raise(object, status);
+}
+
 static PyObject *oo__engine_mem_info(PyObject *object, PyObject *unused) {
     (void)unused;
     struct oo_engine *engine = oo__engine_of(object);
@@ -825,6 +835,8 @@ static PyObject *oo__engine_compute_stream(PyObject *object, void *unused) {
 
 static PyMethodDef oo__engine_methods[] = {
     {"close", oo__engine_close, METH_NOARGS, "close($self, /)\n--\n\nGive back everything."},
+    {"make_current", oo__engine_make_current, METH_NOARGS,
+     "make_current($self, /)\n--\n\nLeave the device's context current on this thread."},
     {"mem_info", oo__engine_mem_info, METH_NOARGS,
      "mem_info($self, /)\n--\n\n(free, total) device bytes."},
     {"lock", OO_FAST(oo__engine_lock),

@@ -19,6 +19,7 @@ from ..devices import parse_device
 from ..engines import open_states
 from ..residents import list_residents, resident_bytes
 from ..sizes import format_size
+from ..traffic import stalls_of, stalls_text
 from .schema import schema
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
 SCHEMA = schema("memory-summary", 1)
 _WIDTH = 80
-_LEGEND = "late: not in the arena when asked for; stale: in it, but changed on the host"
+_LEGEND = (
+    "late: not in the arena when asked for; stale: in it, but changed on the host",
+    "GB/s and stalls: by a sample of the copies and of the waits for them",
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,10 @@ class ModelUsage:
     A layer asks for its unit with an acquire. It is a hit when the unit is in the arena or on its
     way; late when its copy begins only then; stale when it is there, but its master has changed
     since. A stall is a wait of the compute stream for a copy, longer than 10 microseconds.
+
+    Times are measured of a sample, one copy and one wait in 16, and of all while a timeline is
+    recorded: `stalls` and `stall_s` are what `timed_waits` of all `waits` tell, in proportion.
+
     `x_min_bytes` is the least that a step can move to the device, docs/how-it-works.md.
     """
 
@@ -55,6 +63,8 @@ class ModelUsage:
     stale: int
     prefetches: int
     evictions: int
+    waits: int
+    timed_waits: int
     stalls: int
     stall_s: float
     h2d_bytes: int
@@ -197,6 +207,7 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
 
 def _model_usage(state: DeviceState, attachment: Attachment) -> ModelUsage:
     stats = state.engine.stats(attachment.model)
+    stalls, stall_s = stalls_of(stats)
     traffic = attachment.traffic
     module = attachment.module()
     residents = {} if module is None else list_residents(module, attachment.reasons)
@@ -218,8 +229,10 @@ def _model_usage(state: DeviceState, attachment: Attachment) -> ModelUsage:
         stale=stats["stale"],
         prefetches=stats["prefetches"],
         evictions=stats["evictions"],
-        stalls=stats["stalls"],
-        stall_s=stats["stall_seconds"],
+        waits=stats["waits"],
+        timed_waits=stats["timed_waits"],
+        stalls=round(stalls),
+        stall_s=stall_s,
         h2d_bytes=stats["h2d_bytes"],
         h2d_copies=stats["h2d_copies"],
         h2d_gbps=_rate(stats["h2d_timed_bytes"], stats["h2d_seconds"]),
@@ -286,7 +299,7 @@ def _table(device: DeviceUsage, report: MemoryReport) -> str:
             for place, nbytes in report.optimizer_bytes.items()
         ]
     if not report.abbreviated:
-        lines += [thin, f"| {_LEGEND:<{_WIDTH - 2}} |"]
+        lines += [thin, *(f"| {line:<{_WIDTH - 2}} |" for line in _LEGEND)]
     return "\n".join([*lines, rule])
 
 
@@ -322,7 +335,7 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
         ("  to the host, in all", _traffic(model.d2h_bytes, model.d2h_copies, model.d2h_gbps)),
         ("  hits", hits),
         ("  prefetched / late / stale", f"{model.prefetches} / {model.late} / {model.stale}"),
-        ("  stalls", f"{model.stalls}, {model.stall_s * 1e3:.2f} ms"),
+        ("  stalls", stalls_text(model.stalls, model.stall_s, model.timed_waits, model.waits)),
     ]
 
 

@@ -139,6 +139,8 @@ static void test_an_acquire_that_launches(void) {
     CHECK(strstr(oo_error_message(), "simLaunch"), "%s", oo_error_message());
     CHECK(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched) == OO_E_TICKET,
           "the use goes on");
+    need(oo_member_remove(w.engine, w.member[3]), "remove");
+    CHECK(oo_engine_launch(w.engine, w.member[3], w.stream, 0) == OO_E_STATE, "it is gone");
     const uint64_t before = stats_of(&w).stale;
     need(use(&w, 2, OO_FORWARD), "use");
     CHECK(stats_of(&w).stale == before + 1, "a copy that was never stamped is trusted");

@@ -21,6 +21,39 @@ static void test_the_callers_context_is_left_as_it_was(void) {
     world_close(&w, "context");
 }
 
+/* A thread that asks for it keeps the context, and pays for it no more. */
+static void test_a_context_that_was_asked_for_stays(void) {
+    struct world w;
+    OOCUcontext other = NULL, current = NULL;
+    CHECK(sim.simSetDeviceCount(2) == 0, "no second device");
+    world_open(&w, 60000, -1);
+    for (int i = 0; i < 2; i++) { /* the second time there is nothing left to do */
+        need(oo_engine_make_current(w.engine), "make current");
+        sim.cuCtxGetCurrent(&current);
+        CHECK(current == w.context, "not current");
+    }
+    const uint64_t pushes = sim.simCallCount("cuCtxPushCurrent");
+    need(step(&w), "with it");
+    CHECK(sim.simCallCount("cuCtxPushCurrent") == pushes, "pushed again");
+    CHECK(sim.cuDevicePrimaryCtxRetain(&other, 1) == 0 && sim.cuCtxPushCurrent_v2(other) == 0,
+          "no second context");
+    need(step(&w), "under another context");
+    sim.cuCtxGetCurrent(&current);
+    CHECK(current == other, "another context is current than before");
+    sim.cuCtxPopCurrent_v2(NULL);
+    sim.cuCtxPopCurrent_v2(&current);
+    CHECK(current == w.context, "another context is below");
+    sim.cuCtxGetCurrent(&current);
+    CHECK(current == NULL, "it was made current twice");
+    sim.simFault("cuCtxPushCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(oo_engine_make_current(w.engine) == OO_E_DRIVER, "no error");
+    sim.cuCtxGetCurrent(&current);
+    CHECK(current == NULL, "current all the same");
+    sim.cuDevicePrimaryCtxRelease_v2(1);
+    world_close(&w, "asked for");
+    CHECK(sim.simSetDeviceCount(1) == 0, "two devices");
+}
+
 /* A thread that computes on another device: its context comes back after every call. */
 static void test_a_context_of_another_device(void) {
     struct world w;
@@ -88,7 +121,7 @@ static void test_a_release_without_a_context_asks_the_driver_for_nothing(void) {
         uint64_t before[5];
         for (int c = 0; c < 5; c++)
             before[c] = sim.simCallCount(calls[c]);
-        struct oo_event *pool = NULL, **end = &w.engine->spans.free_events;
+        struct oo_event *pool = NULL, **end = &w.engine->spans.free_events[OO_ORDERS];
         if (i == 1 || i == OO_STREAMS) {
             sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
             pool = *end; /* with none in reserve, an event would have to be created */
@@ -221,16 +254,23 @@ static void test_a_capturing_stream_is_refused(void) {
               strstr(oo_error_message(), "CUDA graph"),
           "%s", oo_error_message());
     CHECK(stats_of(&w).acquires == before.acquires, "a refused acquire is counted");
+    static char lent[4096];
+    CHECK(oo_segment_add(w.engine, w.lease, (uintptr_t)lent, 4096, stream) == OO_E_CAPTURE &&
+              strstr(oo_error_message(), "CUDA graph"),
+          "%s", oo_error_message());
+    CHECK(stats_of(&w).arena_bytes == before.arena_bytes, "lent all the same");
     CHECK(sim.cuStreamEndCapture((OOCUstream)stream, &graph) == 0, "the capture was broken");
     sim.cuGraphDestroy(graph);
     sim.cuCtxPopCurrent_v2(NULL);
     need(use_on(&w, 0, OO_FORWARD, -1, 0, stream), "after the capture");
+    need(oo_segment_add(w.engine, w.lease, (uintptr_t)lent, 4096, w.stream), "lend after it");
     end_stream(&w, stream);
     world_close(&w, "capture");
 }
 
 static const struct check_case cases[] = {
     CASE(test_the_callers_context_is_left_as_it_was),
+    CASE(test_a_context_that_was_asked_for_stays),
     CASE(test_a_context_of_another_device),
     CASE(test_a_release_without_a_context),
     CASE(test_a_release_without_a_context_asks_the_driver_for_nothing),

@@ -122,8 +122,8 @@ static void test_any_allocation_may_fail(void) {
     const uint64_t count = life_without_memory(0);
     CHECK(count > 300, "only %llu allocations", (unsigned long long)count);
     uint64_t failed = 0;
-    /* Between the 20th and the 250th lies the reserve of events: some of them will do. */
-    for (uint64_t n = 1; n <= count; n += n < 20 || n > 250 ? 1 : 17, failed++)
+    /* Between the 20th and the 150th lies the reserve of events: some of them will do. */
+    for (uint64_t n = 1; n <= count; n += n < 20 || n > 150 ? 1 : 17, failed++)
         life_without_memory(n);
     printf("%llu allocations in a life; %llu of them failed\n", (unsigned long long)count,
            (unsigned long long)failed);
@@ -146,9 +146,10 @@ static void test_no_event_is_created_without_a_record(void) {
     sim.cuCtxPushCurrent_v2(w.context);
     fail_in = 1;
     counting = 1;
-    CHECK(oo__events_reserve(w.engine, 1) == OO_E_MEMORY && created == 0, "%d events", created);
+    CHECK(oo__events_reserve(w.engine, OO_ORDERS, 1) == OO_E_MEMORY && created == 0, "%d events",
+          created);
     counting = 0;
-    need(oo__events_reserve(w.engine, 1), "reserve");
+    need(oo__events_reserve(w.engine, OO_ORDERS, 1), "reserve");
     CHECK(created == 1, "%d events", created);
     sim.cuCtxPopCurrent_v2(NULL);
     world_close(&w, "record");

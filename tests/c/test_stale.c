@@ -65,6 +65,103 @@ static void test_each_turn_between_forward_and_task_begins_a_sweep(void) {
     world_close(&w, "turns");
 }
 
+enum { UNSEEN = 8840 }; /* a byte of unit 4 that a glance does not see, and a sample does */
+
+/* Its bytes are the master's, and so many copies were refused since `before`. */
+static void right_after(struct world *w, unsigned i, uint64_t stamp, uint64_t *before,
+                        unsigned refused, const char *what) {
+    double end_s;
+    need(use_on(w, i, OO_FORWARD, -1, stamp, w->stream), what);
+    sim.simFinish(&end_s);
+    const uint64_t stale = stats_of(w).stale;
+    CHECK(stale == *before + refused, "%s: %llu refused, not %u", what,
+          (unsigned long long)(stale - *before), refused);
+    *before = stale;
+}
+
+/* A copy reads few samples: where they miss a write, the next reading makes up for it, once. What
+ * is known to have been written is read in full at once. */
+static void test_a_copy_glances_at_what_a_use_has_read(void) {
+    struct world w;
+    uint32_t unit;
+    size_t offset;
+    world_open(&w, 400000, -1);
+    uint64_t stale = 0;
+    right_after(&w, 4, 0, &stale, 0, "first");
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    w.master[4][UNSEEN] ^= 1;
+    right_after(&w, 4, 0, &stale, 0, "copied anew");
+    right_after(&w, 4, 0, &stale, 1, "read");
+    right_after(&w, 4, 0, &stale, 0, "read again");
+    w.master[4][UNSEEN] ^= 1;
+    right_after(&w, 4, 0, &stale, 1, "written in the arena");
+    right_after(&w, 4, 0, &stale, 0, "and known");
+    w.master[4][UNSEEN] ^= 1;
+    right_after(&w, 4, 1, &stale, 1, "another stamp");
+    right_after(&w, 4, 1, &stale, 0, "and known");
+    /* Gone from the arena, and written under another stamp. */
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    w.master[4][UNSEEN] ^= 1;
+    right_after(&w, 4, 2, &stale, 0, "copied under another stamp");
+    right_after(&w, 4, 2, &stale, 0, "and known");
+    /* The same, stamped when its copy was fetched ahead. */
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    w.master[4][UNSEEN] ^= 1;
+    need(use(&w, 3, OO_FORWARD), "the one before");
+    CHECK(oo_plan_resident(w.engine->plan, w.unit[4]) != NULL, "not fetched ahead");
+    need(oo_engine_stamp(w.engine, &(struct oo_stamp){w.member[4], 3}, 1), "stamp");
+    right_after(&w, 4, 3, &stale, 0, "stamped ahead");
+    /* Read whole for a while. */
+    need(oo_engine_set_verify(w.engine, 1), "verify");
+    right_after(&w, 4, 3, &stale, 0, "whole");
+    w.master[4][UNSEEN + 64] ^= 1;
+    right_after(&w, 4, 3, &stale, 1, "whole, written");
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    w.master[4][UNSEEN + 64] ^= 1;
+    right_after(&w, 4, 3, &stale, 0, "whole, copied");
+    right_after(&w, 4, 3, &stale, 0, "whole, known");
+    need(oo_engine_set_verify(w.engine, 0), "no more");
+    right_after(&w, 4, 3, &stale, 0, "in samples");
+    right_after(&w, 4, 3, &stale, 0, "in samples again");
+    /* An optimizer writes it. */
+    need(oo_unit_set_trainable(w.engine, w.unit[4], 1), "trainable");
+    need(oo_engine_hold(w.engine), "hold");
+    w.master[4][UNSEEN] ^= 1;
+    right_after(&w, 4, 3, &stale, 0, "trained");
+    right_after(&w, 4, 3, &stale, 0, "and known");
+    need(oo_unit_set_trainable(w.engine, w.unit[4], 0), "frozen");
+    /* Other memory, which a glance takes for the same. */
+    memcpy(w.master[9], w.master[4], w.bytes[4]); /* as large */
+    w.master[9][UNSEEN] ^= 1;
+    const struct oo_tensor tensor = {w.master[9], w.bytes[4]};
+    need(oo_member_move(w.engine, w.member[4], &tensor, 1, &unit, &offset), "move");
+    w.master[4] = w.master[9];
+    right_after(&w, 4, 3, &stale, 0, "moved");
+    right_after(&w, 4, 3, &stale, 0, "and known");
+    world_close(&w, "glances");
+}
+
+/* Weights that are swapped for a while (an EMA) are copied ahead, not used, and swapped back. */
+static void test_a_copy_of_weights_that_were_there_for_a_while(void) {
+    struct world w;
+    double end_s;
+    world_open(&w, 400000, -1);
+    need(use(&w, 4, OO_FORWARD), "first");
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    sim.simFinish(&end_s);
+    char *own = malloc(w.bytes[4]);
+    memcpy(own, w.master[4], w.bytes[4]);
+    fill(w.master[4], w.bytes[4], 99);
+    need(use(&w, 3, OO_FORWARD), "the one before");
+    CHECK(oo_plan_resident(w.engine->plan, w.unit[4]) != NULL, "not fetched ahead");
+    sim.simFinish(&end_s);
+    memcpy(w.master[4], own, w.bytes[4]);
+    uint64_t stale = 0;
+    right_after(&w, 4, 0, &stale, 1, "swapped back");
+    free(own);
+    world_close(&w, "for a while");
+}
+
 /* Less than one line of the hash: all of it is. */
 static void test_a_change_of_a_few_bytes_is_seen(void) {
     enum { BYTES = 40 };
@@ -176,6 +273,8 @@ static void test_what_is_in_use_becomes_stale(void) {
 static const struct check_case cases[] = {
     CASE(test_a_master_is_hashed_once_in_a_sweep),
     CASE(test_each_turn_between_forward_and_task_begins_a_sweep),
+    CASE(test_a_copy_glances_at_what_a_use_has_read),
+    CASE(test_a_copy_of_weights_that_were_there_for_a_while),
     CASE(test_a_change_of_a_few_bytes_is_seen),
     CASE(test_only_a_forward_ends_the_hold),
     CASE(test_what_is_in_use_becomes_stale),

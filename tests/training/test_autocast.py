@@ -14,6 +14,7 @@ import torch
 from equality import assert_models_agree, attached, resident_pair
 from test_matrix import CHECKPOINTS, make_step, train_only, weights_of
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 RESIDENT = ["r"]
@@ -169,6 +170,35 @@ def test_a_region_that_has_ended_keeps_no_weight(device):
         step(model)
         assert made is not next(iter(stand_ins._made.values()))
     assert not stand_ins._made
+
+
+class Launches(TorchDispatchMode):
+    """Results of operators that compute anything."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+        self.computing = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.operators.append(func)
+        if result.numel():
+            self.computing.append(func)
+        return result
+
+
+def test_asking_for_the_region_computes_nothing(device):
+    """It is asked at each use of a trainable weight: no kernel may be launched for it."""
+    with attached(nn.Sequential(nn.Linear(8, 8)), device) as manager:
+        ask = manager.attachment.stand_ins._open_region
+        with torch.autocast(torch.device(device).type, torch.bfloat16), Launches() as launches:
+            region = ask()
+            assert ask() is region
+        assert torch.ops.aten.mm.default in launches.operators
+        assert not launches.computing
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            assert ask() is not region
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "nonreentrant"])

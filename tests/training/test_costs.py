@@ -1,7 +1,8 @@
-"""What a managed layer costs: simulated time by its operations, and bytes that travel."""
+"""What a managed layer costs: simulated time, bytes that travel, and driver calls."""
 
 from __future__ import annotations
 
+import threading
 import types
 
 import pytest
@@ -140,3 +141,36 @@ def test_a_wrong_shape_is_refused_before_anything_is_fetched(shape, padding):
         assert manager.state.engine.stats()["acquires"] == 0
         model(torch.randn(2, 4, 8, 8))
         assert manager.state.engine.stats()["acquires"] == 1
+
+
+@pytest.mark.parametrize(("streamed", "most"), [(0.0, 4.2), (1.0, 8.5)], ids=["hit", "streamed"])
+@pytest.mark.parametrize("threaded", [False, True], ids=["main thread", "other thread"])
+def test_driver_calls_of_a_use(sim, streamed, most, threaded):
+    """As many as the engine alone makes where the context is current: no thread pays for it."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))
+    x = torch.randn(1, 1024)
+    counted = {}
+
+    def run():
+        with torch.no_grad():
+            for _ in range(16):
+                model(x)
+            calls, before = sim.call_count(), manager.state.engine.stats()
+            for _ in range(64):
+                model(x)
+        calls = sim.call_count() - calls
+        after = manager.state.engine.stats()
+        uses = after["acquires"] - before["acquires"]
+        counted["calls"] = calls / uses
+        counted["copies"] = (after["h2d_copies"] - before["h2d_copies"]) / uses
+
+    with attached(model.requires_grad_(False), offload_percent=streamed) as manager:
+        assert manager.state.engine.stats()["units"] == 6
+        if threaded:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+        else:
+            run()
+    assert counted["calls"] <= 4.2 + (most - 4.2) * counted["copies"]
+    assert (counted["copies"] > 0.7) == bool(streamed)

@@ -92,6 +92,7 @@ class Life:
         assert engine.simulated and engine.device_name and engine.pci_id and engine.driver_version
         assert engine.stats()["managed_bytes"] == engine.stats(model=self.model)["managed_bytes"]
         assert engine.mem_info()[1] > 0
+        engine.make_current()
         assert self.buffer.nbytes == len(self.view)
 
     def move(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from oracle_offload.traffic import stalls_of, stalls_text  # noqa: E402
 from oracle_offload.views.summary import (  # noqa: E402
     DeviceUsage,
     MemoryReport,
@@ -36,6 +37,8 @@ MODEL = ModelUsage(
     stale=8,
     prefetches=300,
     evictions=11,
+    waits=640,
+    timed_waits=40,
     stalls=13,
     stall_s=0.0015,
     h2d_bytes=300 * MIB,
@@ -106,7 +109,7 @@ COUNTED = [
     ("to the host, in all", "30.00 MiB in 17 copies"),
     ("hits", "100 of 400 (25.0%)"),
     ("prefetched / late / stale", "300 / 7 / 8"),
-    ("stalls", "13, 1.50 ms"),
+    ("stalls", "13, 1.50 ms, by 40 of 640 waits"),
 ]
 RULE, THIN = ("=" * 80, ""), ("-" * 80, "")
 TITLE = "oracle_offload memory summary, cpu (NVIDIA GeForce RTX 4090, simulated)"
@@ -177,3 +180,11 @@ def test_the_optimizers_tensors_are_added_up_for_each_device() -> None:
     optimizer: Any = SimpleNamespace(state=state)
     assert _optimizer_bytes(optimizer) == {"cpu": 64, "meta": 24}
     assert _optimizer_bytes(None) == {}
+
+
+def test_stalls_are_told_by_a_sample() -> None:
+    counters = {"waits": 640, "timed_waits": 40, "stalls": 5, "stall_seconds": 0.25}
+    assert stalls_of(counters) == (80.0, 4.0)
+    assert stalls_of({**counters, "timed_waits": 0}) == (0.0, 0.0)
+    assert stalls_text(80, 4.0, 40, 640) == "80, 4000.00 ms, by 40 of 640 waits"
+    assert stalls_text(5, 0.25, 40, 40) == "5, 250.00 ms"
