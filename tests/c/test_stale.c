@@ -109,7 +109,7 @@ static void test_a_copy_glances_at_what_a_use_has_read(void) {
     w.master[4][UNSEEN] ^= 1;
     need(use(&w, 3, OO_FORWARD), "the one before");
     CHECK(oo_plan_resident(w.engine->plan, w.unit[4]) != NULL, "not fetched ahead");
-    need(oo_engine_stamp(w.engine, &(struct oo_stamp){w.member[4], 3}, 1), "stamp");
+    need(oo_engine_stamp(w.engine, &(struct oo_stamp){w.member[4], 3}, 1, 0), "stamp");
     right_after(&w, 4, 3, &stale, 0, "stamped ahead");
     /* Read whole for a while. */
     need(oo_engine_set_verify(w.engine, 1), "verify");
