@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import derivatives
+from .derivatives import Input
 from .flatten import class_name, is_wrapper
 from .swap import base_class
 
@@ -29,11 +31,15 @@ class Format:
         Full names of classes, beside tensors, whose objects hold tensors.
     reads_input : bool
         Whether the gradient of the input depends on the input's values, which then are kept.
+    gradient : callable, optional
+        The gradient of the input, of the module made again over a slot, the gradient of the result
+        and what is known of the input; see `derivatives`.
     """
 
     name: str
     holders: frozenset[str] = frozenset()
     reads_input: bool = False
+    gradient: Callable[[Any, Tensor, Input], Tensor | None] | None = None
 
 
 def format_of(module: nn.Module) -> Format | None:
@@ -116,12 +122,18 @@ def _is_of(kind: type, package: str) -> bool:
 
 
 _BITSANDBYTES_8BIT = Format(
-    "bitsandbytes int8", frozenset({"bitsandbytes.autograd._functions.MatmulLtState"})
+    "bitsandbytes int8",
+    frozenset({"bitsandbytes.autograd._functions.MatmulLtState"}),
+    gradient=derivatives.bitsandbytes_8bit,
 )
-_BITSANDBYTES_4BIT = Format("bitsandbytes 4-bit", frozenset({"bitsandbytes.functional.QuantState"}))
-_GGUF = Format("GGUF")
-_QUANTO = Format("optimum-quanto")
-_TORCHAO = Format("torchao")
+_BITSANDBYTES_4BIT = Format(
+    "bitsandbytes 4-bit",
+    frozenset({"bitsandbytes.functional.QuantState"}),
+    gradient=derivatives.bitsandbytes_4bit,
+)
+_GGUF = Format("GGUF", gradient=derivatives.gguf)
+_QUANTO = Format("optimum-quanto", gradient=derivatives.quanto)
+_TORCHAO = Format("torchao", gradient=derivatives.torchao)
 _TORCHAO_DYNAMIC = Format("torchao, dynamic activations", reads_input=True)
 _FORMATS: tuple[Callable[[Any, Tensor], Format | None], ...] = (
     _bitsandbytes_8bit,

@@ -1,8 +1,8 @@
 """Managed modules with quantised weights: what travels is the quantised bytes.
 
 The library's own operator runs, on the library's own tensor class made again over the slot
-(`flatten.Copy`): a dequantised weight and ``F.linear`` would not have the same bits. For backward
-the operator runs once more, where torch records it.
+(`flatten.Copy`): a dequantised weight and ``F.linear`` would not have the same bits. Backward is a
+formula of the format where there is one, else the operator runs once more, where torch records it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .._core import FORWARD, RECOMPUTE
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
 from ..operators import autocast_reaches_kernels
+from .derivatives import Input
 from .flatten import Copy, Places, copy_tables, is_wrapper, plain_tensors
 from .formats import Format, format_of
 from .leaf import Tensors
@@ -185,7 +186,7 @@ class QuantisedLayer(Layer):
         y = self.compute(x, tensors)
         device = self.device_type
         ctx.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        ctx.geometry = x.shape, x.stride(), x.dtype
+        ctx.input = Input(x.shape, x.stride(), x.dtype)
         ctx.keeps_input = self.format.reads_input or any(t is not None for t in trained)
         if ctx.keeps_input:
             ctx.save_for_backward(x)
@@ -196,13 +197,23 @@ class QuantisedLayer(Layer):
         """Return the gradients of the input and of the trainable parameters."""
         return cast(
             "Tensors",
-            self.lend_backward(ctx, grad, needs, lambda t: self._run_again(ctx, grad, needs, t)),
+            self.lend_backward(ctx, grad, needs, lambda t: self._gradients(ctx, grad, needs, t)),
         )
+
+    def _gradients(self, ctx: Any, grad: Tensor, needs: Needs, tensors: Tensors) -> Tensors:
+        """Return the gradients by the format's formula, or by running the operator again."""
+        formula = self.format.gradient
+        if formula is not None and True not in needs[1:] and not ctx.autocast[0]:
+            made = self.copy(cast("nn.Module", self.module()), tensors)
+            found = formula(made, grad, ctx.input)
+            if found is not None:
+                return found, *(None for _ in needs[1:])
+        return self._run_again(ctx, grad, needs, tensors)
 
     def _run_again(self, ctx: Any, grad: Tensor, needs: Needs, tensors: Tensors) -> Tensors:
         """Return the gradients that torch finds by recording the operator."""
         module: Any = self.module()
-        shape, stride, dtype = ctx.geometry
+        shape, stride, dtype = ctx.input
         if ctx.keeps_input:
             x = ctx.saved_tensors[0].detach()
         else:  # its values do not matter
@@ -235,9 +246,10 @@ class QuantisedLayer(Layer):
         return 2.0 * rows * features * outputs, moved
 
     def backward_cost(self, grad: Tensor, needs: Needs) -> tuple[float, int]:
-        """The same for the input's gradient, and for forward again."""
+        """The same for the input's gradient, and for forward where that is run again."""
         flops, moved = self.forward_cost(grad)
-        return 2.0 * flops, 2 * moved
+        products = 1 if self.format.gradient is not None and True not in needs[1:] else 2
+        return products * flops, products * moved
 
     # ---- the call ----
 

@@ -53,6 +53,8 @@ class ModelUsage:
     resident_bytes: int
     managed_bytes: int
     computed_bytes: int
+    runs_again: int
+    flops_again: float
     in_arena_bytes: int
     capacity_bytes: int
     units: int
@@ -219,6 +221,8 @@ def _model_usage(state: DeviceState, attachment: Attachment) -> ModelUsage:
         resident_bytes=left,
         managed_bytes=stats["managed_bytes"],
         computed_bytes=sum(traffic.computed_bytes.values()),
+        runs_again=traffic.runs_again,
+        flops_again=traffic.flops_again,
         in_arena_bytes=stats["resident_bytes"],
         capacity_bytes=attachment.arena.capacity_bytes,
         units=stats["units"],
@@ -336,6 +340,11 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
         ("  hits", hits),
         ("  prefetched / late / stale", f"{model.prefetches} / {model.late} / {model.stale}"),
         ("  stalls", stalls_text(model.stalls, model.stall_s, model.timed_waits, model.waits)),
+        *(
+            [("  forward again in backward", f"{again}, {model.flops_again / 1e12:.3f} TFLOP")]
+            if (again := model.runs_again)
+            else []
+        ),
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equality import assert_models_agree, attached
+from equality import assert_models_agree, assert_same, attached
 from quantised import FORMATS, model_of
 from torch.utils.checkpoint import checkpoint
 
@@ -46,6 +46,51 @@ def test_a_quantised_model_trains_its_adapters_to_the_residents_bits(name, mode,
     with attached(managed) as manager:
         assert len(quantised_layers(manager)) == 6, manager.resident
         assert_models_agree(managed, resident, step_of(x, mode))
+        again = manager.attachment.traffic.runs_again
+        assert again == (24 if mode == "autocast" else 0)
+        assert ("forward again in backward" in str(manager.memory_summary())) == bool(again)
+
+
+INPUTS = {
+    "matrix": lambda: torch.randn(6, 64),
+    "row": lambda: torch.randn(1, 64),
+    "vector": lambda: torch.randn(64),
+    "columns": lambda: torch.randn(64, 6).t(),
+    "batch": lambda: torch.randn(2, 3, 64),
+    "four": lambda: torch.randn(2, 1, 3, 64),
+    "transposed": lambda: torch.randn(3, 2, 64).transpose(0, 1),
+    "channels-last": lambda: torch.randn(2, 64, 3).transpose(1, 2),
+    "empty": lambda: torch.randn(0, 64),
+}
+
+
+def gradient_of(layer, x, dtype):
+    """Return the result and the input's gradient; None where the library refuses such an input."""
+    given = torch.empty_strided(x.shape, x.stride(), dtype=dtype).copy_(x).requires_grad_()
+    assert given.stride() == x.stride()
+    try:
+        y = layer(given)
+        y.backward(torch.linspace(-1, 1, max(1, y.numel())).to(y.dtype)[: y.numel()].view(y.shape))
+    except (RuntimeError, ValueError, IndexError) as error:
+        return None, str(error)
+    return y.detach(), given.grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("geometry", INPUTS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_gradient_of_an_input_of_any_geometry(name, geometry, dtype):
+    managed, resident = (model_of(name, DTYPES[dtype], depth=1) for _ in range(2))
+    x = INPUTS[geometry]()
+    with attached(managed) as manager:
+        found = gradient_of(managed[0].up.base, x, DTYPES[dtype])
+        expected = gradient_of(resident[0].up.base, x, DTYPES[dtype])
+        assert manager.attachment.traffic.runs_again == 0 or geometry == "empty"
+    if expected[0] is None:
+        assert (name, geometry) == ("quanto-qint8", "columns"), expected[1]
+        assert found[0] is None, f"the resident layer refuses this: {expected[1]}"
+    else:
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -26,6 +26,8 @@ MODEL = ModelUsage(
     resident_parameters=3,
     resident_bytes=5 * KIB,
     computed_bytes=0,
+    runs_again=0,
+    flops_again=0.0,
     managed_bytes=100 * MIB,
     in_arena_bytes=20 * MIB,
     capacity_bytes=25 * MIB,
@@ -131,6 +133,13 @@ def test_the_whole_table() -> None:
 def test_the_short_table_leaves_the_counters_out() -> None:
     report = MemoryReport([DEVICE], abbreviated=True)
     assert rows(report) == [RULE, (TITLE, ""), RULE, *BASE, THIN, *OF_MODEL, RULE]
+
+
+def test_forward_operators_that_backward_runs_again_are_a_row_where_there_are_any() -> None:
+    again = replace(MODEL, runs_again=24, flops_again=1.25e12)
+    shown = rows(MemoryReport([replace(DEVICE, models=[again])]))
+    assert ("forward again in backward", "24, 1.250 TFLOP") in shown
+    assert not [label for label, _ in rows(MemoryReport([DEVICE])) if "again" in label]
 
 
 def test_what_is_not_known_is_not_shown() -> None:
