@@ -3,7 +3,10 @@
 Code that computes with the weight of a managed layer, instead of calling the layer, gets a host
 tensor where it expects a device tensor. `Watch` fails it, or `DirectUses` moves the weight to the
 device before it. What works on the host alone is let pass: an EMA of the weights, clipping them in
-place, a weight computed from a master that the layer is then called with.
+place, a weight computed from a master that the layer is then called with. So is what an adapter in
+front of a layer makes of the layer's weight (DoRA's norm, LoKr's product): it knows that it is not
+called where the weight lies, and brings it there; where it forgot to, torch refuses on a real
+device.
 """
 
 from __future__ import annotations
@@ -56,9 +59,12 @@ class Watch(Witness):
         super().__init__(declare=False)
         self._on_device: dict[int, StorageWeakRef] = {}
         self._of_masters: dict[int, tuple[StorageWeakRef, str]] = {}
-        for module in model.modules():
+        self._adapted: set[str] = set()  # layers whose forward an adapter has replaced
+        for name, module in model.named_modules():
             if not is_managed(module):
                 self._note((*module._parameters.values(), *module._buffers.values()))
+            elif "forward" in module.__dict__:
+                self._adapted.add(name)
         self._note(tree_leaves(inputs))
 
     def _observe(self, operator: Operator, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -80,14 +86,18 @@ class Watch(Witness):
                     verb, master = f"operator {func} takes what comes of", self._of_masters[key][1]
                 else:
                     meets_device |= key in self._on_device
-        if master is not None and is_exempt():
-            meets_device = True  # a managed layer brings what it computes with to the device
+        if master is not None and (is_exempt() or self._is_adapted(master)):
+            # A managed layer, or its adapter, brings what it computes with to the device.
+            meets_device = True
         elif master is not None and meets_device and not self._copies_to_host(func, args):
             raise refusal(verb, master)
         result = run_in_mode(func, args, kwargs)
         if meets_device or master is not None:
             self._note([*targets, *tensors_in(result)], None if meets_device else master)
         return result
+
+    def _is_adapted(self, master: str) -> bool:
+        return bool(self._adapted) and master.rpartition(".")[0] in self._adapted
 
     def _copies_to_host(self, func: Any, args: Any) -> bool:
         """Whether the operator is a copy into a master, which crosses devices."""

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from equality import assert_same, attached, gradients
+from equality import assert_same, attached, copied_bytes, gradients
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
@@ -415,6 +415,53 @@ def test_a_weight_computed_from_the_master_is_accepted_in_every_forward(
     assert len(warned) == 1
     assert "layer '1'" in warned[0]
     assert_same(found, train(False))
+
+
+class ByWeight:
+    """As AI-Toolkit's DoRA and LoKr: computes with the layer's weight, which it brings along."""
+
+    def __init__(self, layer, device, calls):
+        self.layer, self.calls = layer, calls
+        self.delta = nn.Parameter(torch.randn(layer.weight.shape, device=device) / 8)
+        self.org_forward, layer.forward = layer.forward, self.forward
+
+    def forward(self, x):
+        weight = self.layer.weight.data.detach()
+        if weight.device != x.device:
+            weight = weight.to(x.device)
+        weight = weight + self.delta / weight.norm()
+        operator = F.conv2d if weight.dim() == 4 else F.linear
+        y = operator(x, weight, self.layer.bias.to(x.device))
+        return y + self.org_forward(x) if self.calls else y
+
+
+@pytest.mark.parametrize("calls", [True, False], ids=["beside the layer", "in its place"])
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_an_adapter_may_compute_with_the_weight_of_its_layer(kind, calls, device):
+    def train(attach):
+        torch.manual_seed(0)
+        if kind == "conv":
+            layers = [nn.Conv2d(3, 3, 1) for _ in range(3)]
+            x = torch.randn(2, 3, 4, 4).to(device)
+        else:
+            layers, x = [nn.Linear(8, 8) for _ in range(3)], torch.randn(2, 8).to(device)
+        model = nn.Sequential(*layers).requires_grad_(False)
+        found = []
+        with contextlib.ExitStack() as stack:
+            if attach:
+                assert len(stack.enter_context(attached(model, device)).layers) == 3
+            else:
+                model.to(device)
+            adapters = [ByWeight(layer, device, calls) for layer in model[1:]]
+            for _ in range(3):
+                y = model(x)
+                y.square().sum().backward()
+                found += [y.detach(), *(adapter.delta.grad.clone() for adapter in adapters)]
+            if attach:
+                assert copied_bytes()[0] > 0 and len(model._memory_manager.layers) == 3
+        return found
+
+    assert_same(train(True), train(False))
 
 
 @pytest.mark.parametrize("names", [("weight",), ("bias",), ("weight", "bias")], ids=str)
