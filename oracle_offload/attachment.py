@@ -96,6 +96,10 @@ class Attachment:
 
     def before_forward(self) -> None:
         """Grow the arena, once, to the largest checkpointed block the engine has learned."""
+        if self._is_left:
+            with contextlib.suppress(OffloadError):  # else later
+                self.close()
+            return
         self.arena.take_back_replaced()
         if not self.is_attached or not self.arena.may_grow:
             return
@@ -258,40 +262,45 @@ class Attachment:
         # Any step may fail, or be refused while in use: what was done stays done, and closing again
         # goes on from there.
         with self.state.lock:  # two threads may close what is left
-            self.arena.take_back_all()
             if self.is_attached:
                 self.state.engine.remove_model(self.model)
                 self.is_attached = False
             self._let_go_of_layers()
             self.pieces.give_back_all()
+            self.arena.take_back_all()  # refused while another model computes in it
             self.state.leave(self)
             close_if_unused(self.state)
 
     def close_patiently(self) -> None:
-        """Close at detach, which a driver that fails does not prevent: what fails twice is left."""
+        """Close at detach: what the driver fails twice, or another model still uses, is left.
+
+        Raises
+        ------
+        OffloadError
+            A call computes with the model itself; it stays attached.
+        """
+        with self.state.lock:  # who computes in what is left finds it at its own detach
+            self._close_patiently()
         close_leftovers(self.state)
+
+    def _close_patiently(self) -> None:
         try:
             try:
                 self.close()
             except DriverError as error:
                 logger.warning("detaching %s, at the second attempt: %s", self.name, error)
                 self.close()
-        except DriverError as error:
-            self._close_later()
-            logger.warning(
-                "%s is detached, but some of its memory could not be given back yet: %s. It is "
-                "tried again at the next attach or detach.",
-                self.name,
-                error,
-            )
+        except OffloadError as error:
+            if self.is_attached and not isinstance(error, DriverError):
+                raise
+            self._close_later(error)
 
     def close_quietly(self) -> None:
         """Close, and log what fails; it is tried again at the next attach or detach."""
         try:
             self.close()
-        except Exception:
-            self._close_later()
-            logger.exception("could not give back a model's memory yet")
+        except Exception as error:
+            self._close_later(error)
 
     def close_deleted(self) -> None:
         """End of a deleted model; where a thread holds a lock, it is left for later."""
@@ -306,8 +315,17 @@ class Attachment:
         if self._is_left:
             self.close_quietly()
 
-    def _close_later(self) -> None:
+    def _close_later(self, error: Exception) -> None:
         """Keep what could not be given back, for the next attach or detach to try again."""
+        in_use = isinstance(error, OffloadError) and not isinstance(error, DriverError)
+        logger.log(
+            logging.INFO if in_use else logging.WARNING,
+            "%s is detached, but some of its memory could not be given back yet: %s. It is tried "
+            "again at the next attach or detach.",
+            self.name,
+            error,
+            exc_info=None if isinstance(error, OffloadError) else error,
+        )
         self._let_go_of_layers()
         self._is_left = True
         self.state.join(self)

@@ -719,3 +719,41 @@ def test_nothing_is_printed(capfd):
     out, err = capfd.readouterr()
     assert out == ""
     assert err == ""
+
+
+@pytest.mark.parametrize("meanwhile", ["trains", "detaches", "attaches another"])
+def test_a_model_detaches_while_another_computes_in_what_it_lent(device, meanwhile, caplog):
+    (staying, resident), (other, other_resident) = (resident_pair(Tower(4)) for _ in range(2))
+    lending = Tower(4)
+    lender = oracle_offload.attach(lending, device, offload_percent=0.0)
+    manager = oracle_offload.attach(staying, device, offload_percent=1.0)
+    state, lent = manager.state, lender.attachment.arena.segments
+    assert_models_agree(staying, resident, tower_step, steps=1, device=device)
+    tickets = []
+    for layer in manager.layers:
+        ticket, address, _ = state.engine.acquire(
+            layer.member, state.stream(), layer.stamp(), _core.FORWARD, -1, 0.0
+        )
+        tickets.append(ticket)
+        if any(s.address <= address < s.address + s.nbytes for s in lent):
+            break
+    else:
+        pytest.fail("nothing lies in what the other model lent")
+    lender.detach()
+    assert set(lent) <= set(state.segments), "a call computes in it"
+    assert lender.attachment.pieces.buffers == []
+    with pytest.raises(OffloadError, match="detach when forward and backward have returned"):
+        manager.detach()
+    for ticket in tickets:
+        state.engine.release(ticket, state.stream())
+    if meanwhile == "trains":
+        assert_models_agree(staying, resident, tower_step, device=device)
+    elif meanwhile == "detaches":
+        manager.detach()
+    else:
+        with attached(other, device):
+            assert_models_agree(other, other_resident, tower_step, device=device)
+    assert not set(lent) & set(state.segments)
+    assert "not give back" not in caplog.text
+    if meanwhile != "detaches":
+        manager.detach()
