@@ -281,7 +281,7 @@ class Attachment:
         """
         with self.state.lock:  # who computes in what is left finds it at its own detach
             self._close_patiently()
-        close_leftovers(self.state)
+        close_leftovers(self.state, but=self)
 
     def _close_patiently(self) -> None:
         try:
@@ -354,7 +354,8 @@ def attachments_on(state: DeviceState) -> list[Attachment]:
     return [held for held in state.listeners if isinstance(held, Attachment)]
 
 
-def close_leftovers(state: DeviceState) -> None:
-    """Close what could not be closed when its end came: a fault lasted, or a lock was held."""
+def close_leftovers(state: DeviceState, but: Attachment | None = None) -> None:
+    """Close what could not be closed when its end came: a fault lasted, a lock was held."""
     for attachment in attachments_on(state):
-        attachment.close_if_left()
+        if attachment is not but:
+            attachment.close_if_left()
