@@ -52,7 +52,7 @@ static void measure(const char *name, size_t arena_bytes) {
     need(oo_model_add(engine, &model));
     need(oo_host_create((size_t)UNITS * BYTES, &host));
     memset(oo_host_address(host), 1, (size_t)UNITS * BYTES);
-    need(oo_engine_lock(engine, host, 1));
+    need(oo_engine_lock(engine, host, OO_ALL_BYTES));
     char *arena = malloc(arena_bytes + OO_ALIGNMENT);
     need(oo_segment_add(engine, lease, (uintptr_t)arena, arena_bytes + OO_ALIGNMENT, 0));
     for (int i = 0; i < UNITS; i++) {

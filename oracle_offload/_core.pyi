@@ -24,6 +24,7 @@ class Stats(TypedDict):
     managed_bytes: int  # device bytes of all units
     locked_bytes: int  # host bytes that are page-locked
     pageable_bytes: int  # host bytes of units that could not be locked
+    ring_bytes: int  # page-locked bytes of the rings that those pass through
     arena_bytes: int  # capacity: bytes of all segments
     resident_bytes: int  # device bytes of the units in the arena now
     peak_resident_bytes: int
@@ -111,11 +112,24 @@ class Engine:
     def mem_info(self) -> tuple[int, int]:
         """(free, total) device bytes."""
 
-    def lock(self, buffer: HostBuffer, wanted: bool = True, /) -> str | None:
-        """Make `buffer` known, and page-lock it unless `wanted` is false.
+    def lock(self, buffer: HostBuffer, nbytes: int = 9223372036854775807, /) -> str | None:
+        """Make `buffer` known, and page-lock its first `nbytes`, in whole pages.
 
-        Returns why the system refused to lock it, None where it did not. Units of memory that is
+        Returns why the system refused to lock them, None where it did not. Units of memory that is
         not locked go through a small locked ring.
+        """
+
+    def lockable(self, buffer: HostBuffer, /) -> int:
+        """How many more bytes the system would page-lock now, but no more than `buffer` has.
+
+        Tried out with the buffer's own pages, which must not be locked; up to 256 KiB too low.
+        """
+
+    def reserve_rings(self, nbytes: int, /) -> str | None:
+        """Have two rings of about `nbytes` of page-locked memory, for what cannot be locked.
+
+        Returns why the system refused, None where it did not; then they are as they were. 0 gives
+        them back, unless memory that is not locked needs them.
         """
 
     def unlock(self, buffer: HostBuffer, /) -> None:

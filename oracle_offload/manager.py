@@ -219,6 +219,7 @@ def attach(
     offload_percent: float = 1.0,
     vram_budget: int | float | str | None = None,
     ram_budget: int | float | str | None = None,
+    lock: str = "auto",
     ignore_modules: Iterable[Any] = (),
 ) -> MemoryManager:
     """Keep the weights of `module` in page-locked host memory and stream them while it computes.
@@ -242,6 +243,8 @@ def attach(
         use.
     ram_budget : int, float, str, optional
         Most host memory to page-lock; the rest is copied through a small locked ring.
+    lock : {"auto", "never"}
+        Page-lock the weights as far as the system allows, or leave all of them to the ring.
     ignore_modules : iterable of nn.Module, Parameter or str
         Modules and parameters that stay resident: by object, or modules by dotted name or pattern
         (``"blocks.*.attn"``, as in `fnmatch`).
@@ -277,7 +280,7 @@ def attach(
         )
     where = parse_device(device)
     refuse_weight_movers(module)
-    lock_limit = _lock_limit(ram_budget)
+    lock_limit = _lock_limit(ram_budget, lock)
     chosen = selection.select(module, ignore_modules)
     units = group_units(chosen.leaves)
     sizes = [unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units]
@@ -387,7 +390,11 @@ def _capacity(
     return budget
 
 
-def _lock_limit(ram_budget: int | float | str | None) -> float:
+def _lock_limit(ram_budget: int | float | str | None, lock: str) -> float:
+    if lock not in ("auto", "never"):
+        raise ValueError(f"lock={lock!r} is neither 'auto' nor 'never'")
+    if lock == "never":
+        return 0
     if ram_budget is None or ram_budget == "auto":
         return float("inf")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if os.name == "posix" else None
@@ -400,13 +407,15 @@ def _build_masters(pieces: masters.Pieces, units: Sequence[Sequence[Chosen]], ma
         leaf.kind.prepare(leaf.module)
         aliases.update(leaf.kind.aliases(leaf.module))
     tensors = [[t for leaf in unit for t in leaf.tensors()] for unit in units]
+    pieces.budget.reserve_rings(managed)
     with DelayedBar(managed, "oracle_offload: attach") as bar:
-        for tensors_of_piece in masters.split_pieces(tensors):
-            piece = masters.Piece(tensors_of_piece, bar.update)
-            for tensor in tensors_of_piece:
+        for units_of_piece in masters.split_pieces(tensors):
+            piece = masters.Piece(units_of_piece, bar.update)
+            for tensor in (tensor for unit in units_of_piece for tensor in unit):
                 masters.share_memory(tensor, aliases.get(id(tensor), ()))
             masters.trim_heap()
             pieces.add(piece)
+    pieces.budget.leave_headroom(pieces.in_order())
 
 
 def _add_units(structure: Structure, units: Sequence[Sequence[Chosen]]) -> None:

@@ -2,9 +2,10 @@
 
 A piece is one `HostBuffer` of about 1 GiB. It is touched and filled, the originals are dropped, and
 it is locked before the next piece begins, so that the process never holds more than the weights and
-one or two pieces. A `Parameter` keeps its identity: only ``.data`` is re-pointed, to a tensor whose
-storage is exactly its own bytes. So torch itself counts who holds a master, and a piece is given
-back, as a whole, when nobody holds any of it.
+one or two pieces. Where the system does not lock all of it, its beginning is locked, up to a cut: a
+page at which a unit begins, so that no tensor is locked by half. A `Parameter` keeps its identity:
+only ``.data`` is re-pointed, to a tensor whose storage is exactly its own bytes. So torch itself
+counts who holds a master, and a piece is given back, as a whole, when nobody holds any of it.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from ._core import HostBuffer
 from .engines import DeviceState
 from .errors import OffloadError
 from .geometry import aligned, contiguous_stride, is_dense, tensor_bytes, unit_bytes
-from .sizes import GIB, format_size
+from .locking import LockBudget, whole_pages
+from .sizes import GIB, MIB
 
 logger = logging.getLogger("oracle_offload")
 
 PIECE_BYTES = GIB
+CUT_BYTES = 16 * MIB  # between cuts, unless a unit is larger
 
 
 def split_pieces(
     units: Sequence[Sequence[Tensor]], piece_bytes: int | None = None
-) -> Iterator[list[Tensor]]:
-    """Yield the tensors of one piece after another; no unit is cut.
+) -> Iterator[list[list[Tensor]]]:
+    """Yield the units of one piece after another; no unit is cut.
 
     Parameters
     ----------
@@ -43,7 +46,7 @@ def split_pieces(
         Size that a piece of several units does not exceed; `PIECE_BYTES`.
     """
     piece_bytes = PIECE_BYTES if piece_bytes is None else piece_bytes
-    piece: list[Tensor] = []
+    piece: list[list[Tensor]] = []
     size = 0
     placed: set[int] = set()
     for unit in units:
@@ -53,18 +56,33 @@ def split_pieces(
         if piece and size + nbytes > piece_bytes:
             yield piece
             piece, size = [], 0
-        piece.extend(fresh)
+        if fresh:
+            piece.append(fresh)
         size += nbytes
     if piece:
         yield piece
 
 
+def lay_out(units: Sequence[Sequence[Tensor]]) -> tuple[list[int], list[int]]:
+    """Return the offset of each unit in a piece, and the cuts, of which the last is its size."""
+    offsets, cuts = [], []
+    offset = begun = 0
+    for unit in units:
+        nbytes = unit_bytes(unit)
+        if offset > begun and offset + nbytes > begun + CUT_BYTES:
+            offset = begun = whole_pages(offset)
+            cuts.append(offset)
+        offsets.append(offset)
+        offset += nbytes
+    return offsets, [*cuts, offset]
+
+
 class Piece:
-    """One buffer of masters: locked, known to the engine and given back as a whole.
+    """One buffer of masters: known to the engine and given back as a whole.
 
     Parameters
     ----------
-    tensors : sequence of Tensor
+    units : sequence of sequences of Tensor
         Plain strided tensors on any device. Their ``.data`` is re-pointed into the new buffer and
         their old memory dropped. The buffer is ordinary memory still: nothing is locked here.
     on_bytes : callable, optional
@@ -74,21 +92,31 @@ class Piece:
     ----------
     uses : int
         How many tensors of managed layers lie in it.
+    cuts : list of int
+        Offsets up to which it can be locked; the last is its size.
+    locked_bytes : int
+        The one up to which it is.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], on_bytes: Callable[[int], object] | None = None
+        self,
+        units: Sequence[Sequence[Tensor]],
+        on_bytes: Callable[[int], object] | None = None,
     ) -> None:
-        self.buffer = HostBuffer(unit_bytes(tensors))
+        offsets, self.cuts = lay_out(units)
+        self.buffer = HostBuffer(self.cuts[-1])
         self.start, self.end = self.buffer.address, self.buffer.address + self.buffer.nbytes
         self.uses = 0
-        offset = 0
-        for tensor in tensors:
-            move_into(tensor, self.buffer, offset)
-            offset += aligned(tensor_bytes(tensor))
-            if on_bytes is not None:
-                on_bytes(tensor_bytes(tensor))
-        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        self.locked_bytes = 0
+        for unit, offset in zip(units, offsets, strict=True):
+            for tensor in unit:
+                move_into(tensor, self.buffer, offset)
+                offset += aligned(tensor_bytes(tensor))
+                if on_bytes is not None:
+                    on_bytes(tensor_bytes(tensor))
+        self._storages = [
+            StorageWeakRef(tensor.untyped_storage()) for unit in units for tensor in unit
+        ]
 
     def is_abandoned(self) -> bool:
         """Whether no layer uses it and no tensor anywhere points into it."""
@@ -149,10 +177,9 @@ class Pieces:
     def __init__(self, state: DeviceState, name: str, limit: float) -> None:
         self._state = state
         self._name = name
-        self._limit = limit
+        self.budget = LockBudget(state, name, limit)
         self._pieces: dict[int, Piece] = {}  # by address, in the order they were made
         self._starts: list[int] = []  # their addresses, sorted
-        self._lock_warning_shown = False
 
     @property
     def buffers(self) -> list[HostBuffer]:
@@ -161,23 +188,16 @@ class Pieces:
             return [piece.buffer for piece in self._pieces.values()]
 
     def add(self, piece: Piece) -> None:
-        """Make a piece known to the engine, page-locked as far as the limit allows."""
-        locked = sum(buffer.nbytes for buffer in self.buffers if buffer.locked)
-        wanted = locked + piece.buffer.nbytes <= self._limit
-        refused = self._state.engine.lock(piece.buffer, wanted)
+        """Make a piece known to the engine, page-locked as far as the budget allows."""
+        self.budget.lock(piece, self.in_order())
         with self._state.lock:
             self._pieces[piece.start] = piece
             bisect.insort(self._starts, piece.start)
-        if refused is not None and not self._lock_warning_shown:
-            self._lock_warning_shown = True
-            logger.warning(
-                "%s: the system does not page-lock %s of its weights (%s); what is not locked is "
-                "copied through a small locked ring, which is slower. Close what else holds locked "
-                "memory, raise the limit (ulimit -l), or set ram_budget to what may be locked.",
-                self._name,
-                format_size(piece.buffer.nbytes),
-                refused,
-            )
+
+    def in_order(self) -> list[Piece]:
+        """Return the pieces, oldest first."""
+        with self._state.lock:
+            return list(self._pieces.values())
 
     def at(self, address: int) -> Piece | None:
         """Return the piece that `address` lies in."""

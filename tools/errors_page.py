@@ -53,6 +53,9 @@ NOTES: dict[str, dict[str, str]] = {
         ),
         "is not a number in [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
         "is outside [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
+        "is neither 'auto' nor 'never'": (
+            "`lock` says how much of the weights is page-locked: what the system allows, or none."
+        ),
         "is attached already; detach it first (": (
             "Attach a model once; `MemoryManager.detach(model)` ends it. To change a budget, "
             "detach and attach again."

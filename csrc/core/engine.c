@@ -15,7 +15,7 @@
  *   H6  a gradient is copied before it is computed
  *           the d2h stream waits for the stream that computes it        gradient.c
  *   H7  masters are unlocked, freed or rewritten under a copy
- *           the host waits for the engine's copies                      masters.c, model.c
+ *           the host waits for the engine's copies             masters.c, model.c, ring.c
  *   H8  the host reads bytes that have not arrived
  *           the host waits for their copy                               gradient.c, ring.c
  *
@@ -25,6 +25,7 @@
 #include "../base/os.h"
 #include "call.h"
 #include "fingerprint.h"
+#include "masters.h"
 #include "model.h"
 #include "ring.h"
 #include "simulated.h"
@@ -84,7 +85,7 @@ static enum oo_status oo__copy_parts(struct oo_engine *engine, const struct oo_u
                                      uintptr_t address) {
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         const struct oo_part *part = &unit->parts[i];
-        const int locked = part->memory && part->memory->registration;
+        const int locked = oo__is_locked(part->memory, part->host, part->bytes);
         enum oo_status status =
             locked ? OO_DRIVE(engine, cuMemcpyHtoDAsync, address + part->offset, part->host,
                               part->bytes, engine->h2d)
@@ -197,7 +198,7 @@ done:
 /* Bytes behind the ring may have to wait for it on the host. */
 static int oo__may_block(const struct oo_unit *unit) {
     for (uint32_t i = 0; i < unit->n_parts; i++)
-        if (!unit->parts[i].memory || !unit->parts[i].memory->registration)
+        if (!oo__is_locked(unit->parts[i].memory, unit->parts[i].host, unit->parts[i].bytes))
             return 1;
     return 0;
 }

@@ -49,7 +49,7 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->d2h, computed->handle, 0));
     if (begin)
         OO_TRY(OO_DRIVE(engine, cuEventRecord, begin->handle, engine->d2h));
-    if (memory && memory->registration)
+    if (oo__is_locked(memory, target, bytes))
         OO_TRY(OO_DRIVE(engine, cuMemcpyDtoHAsync, target, source, bytes, engine->d2h));
     else
         OO_TRY(oo__ring_download(engine, target, source, bytes));

@@ -16,6 +16,7 @@ struct oo_host {
     struct oo_known *known; /* by which engines */
     struct oo_registration *registrations;
     int locked; /* how many they are */
+    int kept;   /* the driver may hold pages of it for good: they are never freed */
     /* Of filling: see oo__stretch_begin. Index 0 are small pages, 1 huge ones. */
     struct {
         size_t bytes;

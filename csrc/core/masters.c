@@ -22,6 +22,12 @@ const struct oo_known *oo__known_memory(const struct oo_engine *engine, const vo
     return NULL;
 }
 
+int oo__is_locked(const struct oo_known *memory, const void *address, size_t bytes) {
+    return memory && memory->registration &&
+           (uintptr_t)address + bytes <=
+               (uintptr_t)memory->host->pages + memory->registration->bytes;
+}
+
 /* The link that points to what the engine knows of the memory; to NULL when it does not know it. */
 static struct oo_known **oo__find_known(struct oo_engine *engine, const struct oo_host *host) {
     struct oo_known **link = &engine->known;
@@ -34,17 +40,18 @@ static struct oo_known **oo__find_known(struct oo_engine *engine, const struct o
 
 /* A new registration; or NULL, with `result` saying why. */
 static enum oo_status oo__registration_make(struct oo_engine *engine, struct oo_host *host,
-                                            OOCUresult *result, struct oo_registration **made) {
+                                            size_t bytes, OOCUresult *result,
+                                            struct oo_registration **made) {
     struct oo_registration *registration = *made = malloc(sizeof *registration);
     if (!registration)
         return oo__fail(OO_E_MEMORY, "no memory for a registration's record");
     /* Before locking: a fork between the two would copy every locked page. */
     if (!host->locked)
         (void)oo__pages_inherit(host->pages, host->mapped_bytes, 0);
-    *result = engine->driver.cuMemHostRegister(host->pages, host->mapped_bytes,
-                                               OOCU_MEMHOSTREGISTER_PORTABLE);
+    *result = engine->driver.cuMemHostRegister(host->pages, bytes, OOCU_MEMHOSTREGISTER_PORTABLE);
     if (*result == OOCU_SUCCESS) {
         *registration = (struct oo_registration){.library = engine->driver.library,
+                                                 .bytes = bytes,
                                                  .device = engine->device,
                                                  .maker = engine,
                                                  .next = host->registrations};
@@ -60,7 +67,7 @@ static enum oo_status oo__registration_make(struct oo_engine *engine, struct oo_
 }
 
 static enum oo_status oo__registration_take(struct oo_engine *engine, struct oo_known *known,
-                                            OOCUresult *result) {
+                                            size_t bytes, OOCUresult *result) {
     struct oo_host *host = known->host;
     enum oo_status status = OO_OK;
     oo__mutex_lock(host->mutex);
@@ -69,7 +76,7 @@ static enum oo_status oo__registration_take(struct oo_engine *engine, struct oo_
         registration = registration->next;
     *result = OOCU_SUCCESS;
     if (!registration)
-        status = oo__registration_make(engine, host, result, &registration);
+        status = oo__registration_make(engine, host, bytes, result, &registration);
     if (registration) {
         registration->engines++;
         known->registration = registration;
@@ -137,10 +144,16 @@ static enum oo_status oo__registration_let_go(struct oo_engine *engine, struct o
 
 /* ---- what an engine knows ---- */
 
-enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, int lock) {
+static size_t oo__whole_pages(const struct oo_host *host, size_t bytes) {
+    const size_t page = oo__page_bytes();
+    return bytes >= host->mapped_bytes ? host->mapped_bytes : (bytes + page - 1) / page * page;
+}
+
+enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, size_t bytes) {
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
+    const size_t lock = oo__whole_pages(host, bytes);
     struct oo_known *known = NULL;
     OOCUresult result = OOCU_ERROR_NOT_PERMITTED;
     if (*oo__find_known(engine, host)) {
@@ -155,19 +168,17 @@ enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, in
     engine->stats.allocations++;
     *known = (struct oo_known){.host = host, .engine = engine};
     if (lock)
-        OO_TRY(oo__registration_take(engine, known, &result));
+        OO_TRY(oo__registration_take(engine, known, lock, &result));
     if (oo_driver_is_sticky(result) || result == OOCU_ERROR_HOST_MEMORY_ALREADY_REGISTERED) {
         status = oo__check(engine, "cuMemHostRegister", result);
         goto done;
     }
-    if (result != OOCU_SUCCESS) {
-        /* The masters stay pageable behind the ring: make sure now that there is one, while the
-         * caller can still be told. */
+    if (lock < host->mapped_bytes || result != OOCU_SUCCESS)
+        /* Now rather than in the middle of a step. */
         OO_TRY(oo__ring_prepare(engine, &engine->up));
-        if (lock) {
-            (void)oo_driver_error(&engine->driver, "cuMemHostRegister", result);
-            status = OO_E_LOCK_REFUSED;
-        }
+    if (lock && result != OOCU_SUCCESS) {
+        (void)oo_driver_error(&engine->driver, "cuMemHostRegister", result);
+        status = OO_E_LOCK_REFUSED;
     }
     known->next = engine->known;
     engine->known = known;
@@ -179,6 +190,84 @@ enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, in
     known = NULL;
 done:
     free(known);
+    oo__leave(engine);
+    return status;
+}
+
+/* ---- how much may be locked ---- */
+
+enum { OO_PROBES = 48 }; /* of halving sizes: from the whole address space to the smallest */
+
+/* A range that stays locked must not be freed: try once more, then keep its memory for good. */
+static void oo__probe_end(struct oo_engine *engine, struct oo_host *host, void *pages) {
+    OOCUresult result = engine->driver.cuMemHostUnregister(pages);
+    if (result != OOCU_SUCCESS && !oo_driver_is_sticky(result))
+        result = engine->driver.cuMemHostUnregister(pages);
+    if (result != OOCU_SUCCESS) {
+        oo__note_leak(engine, "cuMemHostUnregister", result);
+        host->kept = 1;
+    }
+}
+
+enum oo_status oo_engine_lockable(struct oo_engine *engine, struct oo_host *host, size_t *bytes) {
+    *bytes = 0;
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    const size_t page = oo__page_bytes();
+    void *probes[OO_PROBES];
+    unsigned n_probes = 0;
+    oo__mutex_lock(host->mutex);
+    if (host->locked) {
+        status = oo__fail(OO_E_STATE, "some of that host memory is locked already");
+        goto done;
+    }
+    (void)oo__pages_inherit(host->pages, host->mapped_bytes, 0);
+    size_t found = 0;
+    /* What was refused at one size may be had at half of it, and then once more at most. */
+    for (size_t step = host->mapped_bytes; n_probes < OO_PROBES;
+         step = (step / 2 + page - 1) / page * page) {
+        char *pages = (char *)host->pages + found;
+        OOCUresult result = OOCU_ERROR_OUT_OF_MEMORY;
+        if (step <= host->mapped_bytes - found)
+            result = engine->driver.cuMemHostRegister(pages, step, OOCU_MEMHOSTREGISTER_PORTABLE);
+        if (result == OOCU_SUCCESS) {
+            probes[n_probes++] = pages;
+            found += step;
+        } else if (oo_driver_is_sticky(result)) {
+            status = oo__check(engine, "cuMemHostRegister", result);
+            break;
+        }
+        if (step <= OO_LOCKABLE_STEP || found == host->mapped_bytes)
+            break;
+    }
+    while (n_probes && engine->usable)
+        oo__probe_end(engine, host, probes[--n_probes]);
+    (void)oo__pages_inherit(host->pages, host->mapped_bytes, 1);
+    *bytes = found;
+done:
+    oo__mutex_unlock(host->mutex);
+    oo__leave(engine);
+    return status;
+}
+
+/* Whether a copy of masters may need the upload ring. Gradients may always need the other. */
+static int oo__is_pageable(const struct oo_engine *engine) {
+    for (const struct oo_known *known = engine->known; known; known = known->next)
+        if (!oo__is_locked(known, known->host->pages, known->host->bytes))
+            return 1;
+    return 0;
+}
+
+enum oo_status oo_engine_reserve_rings(struct oo_engine *engine, size_t bytes) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    if (bytes || !oo__is_pageable(engine)) {
+        OO_TRY(oo__ring_resize(engine, &engine->up, bytes));
+        OO_TRY(oo__ring_resize(engine, &engine->down, bytes));
+    }
+done:
     oo__leave(engine);
     return status;
 }
@@ -232,7 +321,7 @@ enum oo_status oo_host_destroy(struct oo_host *host) {
         if (status != OO_OK)
             return status;
     }
-    if (host)
+    if (host && !host->kept)
         oo__host_free(host);
     return OO_OK;
 }

@@ -7,5 +7,7 @@
 /* The memory of which these bytes are part, NULL when the engine was not told of it. */
 const struct oo_known *oo__known_memory(const struct oo_engine *engine, const void *address,
                                         size_t bytes);
+/* Whether all these bytes, which lie in the memory (NULL: in none), are page-locked. */
+int oo__is_locked(const struct oo_known *memory, const void *address, size_t bytes);
 
 #endif

@@ -113,6 +113,8 @@ static void oo__unit_build_parts(struct oo_engine *engine, struct oo_unit *unit)
             const struct oo_known *memory = oo__known_memory(engine, tensor->host, tensor->bytes);
             struct oo_part *last = unit->n_parts ? &unit->parts[unit->n_parts - 1] : NULL;
             if (last && memory && last->memory == memory &&
+                oo__is_locked(memory, last->host, last->bytes) ==
+                    oo__is_locked(memory, tensor->host, tensor->bytes) &&
                 tensor->host - last->host == (ptrdiff_t)(tensor->offset - last->offset)) {
                 last->bytes = tensor->offset - last->offset + tensor->bytes;
             } else {

@@ -1,24 +1,86 @@
 /* ring.c - bytes that cannot be locked where they are pass through a small locked ring. */
 #include "ring.h"
+#include "../base/os.h"
 #include "simulated.h"
 #include "timing.h"
 
 #include <string.h>
 
-enum oo_status oo__ring_prepare(struct oo_engine *engine, struct oo_ring *ring) {
+size_t oo__ring_bytes(const struct oo_ring *ring) {
+    return ring->base ? OO_RING_PIECES * ring->piece_bytes : 0;
+}
+
+/* Events first: a ring is there whole or not at all. */
+static enum oo_status oo__ring_allocate(struct oo_engine *engine, struct oo_ring *ring,
+                                        size_t piece_bytes, void **base) {
     enum oo_status status = OO_OK;
-    if (!ring->base) {
-        void *base = NULL;
-        OO_TRY(OO_DRIVE(engine, cuMemHostAlloc, &base, OO_RING_PIECES * oo__ring_piece_bytes,
-                        OOCU_MEMHOSTALLOC_PORTABLE));
-        ring->base = base;
-        oo__label(engine, base, OO_RING_PIECES * oo__ring_piece_bytes,
-                  ring == &engine->up ? "upload ring" : "download ring", OO_NO_UNIT);
-        engine->stats.allocations++;
-    }
     for (int i = 0; i < OO_RING_PIECES; i++)
         if (!ring->busy[i])
             OO_TRY(oo__event_take(engine, OO_ORDERS, &ring->busy[i]));
+    const OOCUresult result = engine->driver.cuMemHostAlloc(base, OO_RING_PIECES * piece_bytes,
+                                                            OOCU_MEMHOSTALLOC_PORTABLE);
+    status = oo__check(engine, "cuMemHostAlloc", result);
+    if (status == OO_E_DRIVER)
+        status = OO_E_LOCK_REFUSED;
+done:
+    return status;
+}
+
+static void oo__ring_set(struct oo_engine *engine, struct oo_ring *ring, char *base,
+                         size_t piece_bytes) {
+    ring->base = base;
+    ring->piece_bytes = piece_bytes;
+    ring->refused = 0;
+    oo__label(engine, base, OO_RING_PIECES * piece_bytes,
+              ring == &engine->up ? "upload ring" : "download ring", OO_NO_UNIT);
+    engine->stats.allocations++;
+}
+
+enum oo_status oo__ring_prepare(struct oo_engine *engine, struct oo_ring *ring) {
+    void *base = NULL;
+    if (ring->base || ring->refused)
+        return OO_OK;
+    const enum oo_status status = oo__ring_allocate(engine, ring, oo__ring_piece_bytes, &base);
+    if (status == OO_OK)
+        oo__ring_set(engine, ring, base, oo__ring_piece_bytes);
+    ring->refused = status == OO_E_LOCK_REFUSED;
+    return ring->refused ? OO_OK : status;
+}
+
+static enum oo_status oo__ring_give_back(struct oo_engine *engine, struct oo_ring *ring) {
+    enum oo_status status = OO_OK;
+    if (ring->base) {
+        /* H7: no copy may still use pages that are given back. */
+        OO_TRY(oo__synchronize(engine, ring == &engine->up ? engine->h2d : engine->d2h, 0));
+        OO_GIVE_BACK(engine, cuMemFreeHost, ring->base);
+        memset(ring->lost, 0, sizeof ring->lost);
+        ring->base = NULL;
+    }
+done:
+    return status;
+}
+
+enum oo_status oo__ring_resize(struct oo_engine *engine, struct oo_ring *ring, size_t bytes) {
+    enum oo_status status = OO_OK;
+    void *base = NULL;
+    const size_t page = oo__page_bytes(), piece_bytes = bytes / OO_RING_PIECES / page * page;
+    const size_t has = oo__ring_bytes(ring), shall_have = OO_RING_PIECES * piece_bytes;
+    ring->refused = bytes && !piece_bytes; /* too little to be worth a ring */
+    if (has == shall_have)
+        return OO_OK;
+    if (shall_have < has) /* a smaller one may find no room beside it */
+        OO_TRY(oo__ring_give_back(engine, ring));
+    if (piece_bytes) {
+        status = oo__ring_allocate(engine, ring, piece_bytes, &base);
+        ring->refused = status == OO_E_LOCK_REFUSED && !ring->base;
+        if (status != OO_OK)
+            return status;
+        status = oo__ring_give_back(engine, ring);
+        if (status == OO_OK)
+            oo__ring_set(engine, ring, base, piece_bytes);
+        else
+            OO_GIVE_BACK(engine, cuMemFreeHost, base);
+    }
 done:
     return status;
 }
@@ -37,11 +99,17 @@ enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, c
     struct oo_ring *ring = &engine->up;
     enum oo_status status;
     OO_TRY(oo__ring_prepare(engine, ring));
-    for (size_t begin = 0; begin < bytes; begin += oo__ring_piece_bytes) {
-        const size_t step =
-            bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes;
+    if (!ring->base) {
+        oo__expect_pageable(engine, source);
+        OO_TRY(OO_DRIVE(engine, cuMemcpyHtoDAsync, target, source, bytes, engine->h2d));
+        /* H7: the driver may or may not have staged pageable bytes, so that the caller may not
+         * rewrite them before the copy has ended. */
+        return oo__synchronize(engine, engine->h2d, 0);
+    }
+    for (size_t begin = 0; begin < bytes; begin += ring->piece_bytes) {
+        const size_t step = bytes - begin < ring->piece_bytes ? bytes - begin : ring->piece_bytes;
         const unsigned piece = ring->next++ % OO_RING_PIECES;
-        char *staging = ring->base + piece * oo__ring_piece_bytes;
+        char *staging = ring->base + piece * ring->piece_bytes;
         /* H5: a queued copy may still read what this piece held. */
         if (ring->lost[piece])
             OO_TRY(oo__synchronize(engine, engine->h2d, 1));
@@ -63,24 +131,27 @@ enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdev
     struct oo_ring *ring = &engine->down;
     enum oo_status status;
     OO_TRY(oo__ring_prepare(engine, ring));
-    const size_t pieces = (bytes + oo__ring_piece_bytes - 1) / oo__ring_piece_bytes;
+    if (!ring->base) { /* the caller waits for its arrival */
+        oo__expect_pageable(engine, target);
+        return OO_DRIVE(engine, cuMemcpyDtoHAsync, target, source, bytes, engine->d2h);
+    }
+    const size_t piece_bytes = ring->piece_bytes;
+    const size_t pieces = (bytes + piece_bytes - 1) / piece_bytes;
     /* Copies run OO_RING_PIECES ahead of the host that empties the ring behind them. */
     for (size_t i = 0; i < pieces + OO_RING_PIECES; i++) {
         const unsigned piece = (unsigned)(i % OO_RING_PIECES);
-        char *staging = ring->base + piece * oo__ring_piece_bytes;
+        char *staging = ring->base + piece * piece_bytes;
         if (i >= OO_RING_PIECES) {
-            const size_t begin = (i - OO_RING_PIECES) * oo__ring_piece_bytes;
-            const size_t step =
-                bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes;
+            const size_t begin = (i - OO_RING_PIECES) * piece_bytes;
+            const size_t step = bytes - begin < piece_bytes ? bytes - begin : piece_bytes;
             /* H8: the piece's bytes may not have arrived. */
             OO_TRY(oo__ring_wait(engine, ring->busy[piece]));
             OO_TRY(oo__host_access(engine, staging, step, 0));
             memcpy(target + begin, staging, step);
         }
         if (i < pieces) {
-            const size_t begin = i * oo__ring_piece_bytes;
-            const size_t step =
-                bytes - begin < oo__ring_piece_bytes ? bytes - begin : oo__ring_piece_bytes;
+            const size_t begin = i * piece_bytes;
+            const size_t step = bytes - begin < piece_bytes ? bytes - begin : piece_bytes;
             OO_TRY(OO_DRIVE(engine, cuMemcpyDtoHAsync, staging, source + begin, step, engine->d2h));
             OO_TRY(OO_DRIVE(engine, cuEventRecord, ring->busy[piece]->handle, engine->d2h));
         }

@@ -26,6 +26,11 @@ enum oo_status oo__host_access(struct oo_engine *engine, const void *memory, siz
                                         : OO_OK;
 }
 
+void oo__expect_pageable(struct oo_engine *engine, const void *memory) {
+    if (engine->driver.simExpectPageable)
+        (void)engine->driver.simExpectPageable(memory);
+}
+
 enum oo_status oo__adopt(struct oo_engine *engine, uintptr_t address, size_t bytes,
                          unsigned int flags, OOCUstream stream) {
     return engine->driver.simAdopt ? OO_DRIVE(engine, simAdopt, address, bytes, flags, stream)

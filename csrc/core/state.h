@@ -51,14 +51,16 @@ struct oo_spans {
 
 /* ---- a locked ring that pageable bytes pass through: ring.c ---- */
 
-enum { OO_RING_PIECES = 4 };
+enum { OO_RING_PIECES = 8 };
 #if !defined(OO_RING_PIECE_BYTES)
-#define OO_RING_PIECE_BYTES ((size_t)4 << 20) /* the fuzz target builds with less */
+#define OO_RING_PIECE_BYTES ((size_t)2 << 20) /* the fuzz target builds with less */
 #endif
 static const size_t oo__ring_piece_bytes = OO_RING_PIECE_BYTES;
 
 struct oo_ring {
-    char *base; /* OO_RING_PIECES pieces of page-locked memory; NULL until needed */
+    char *base;         /* OO_RING_PIECES pieces of page-locked memory; NULL until needed */
+    size_t piece_bytes; /* of a ring that is there */
+    int refused;        /* the system had nothing left to lock: it is not asked again by a copy */
     struct oo_event *busy[OO_RING_PIECES]; /* the copy that last used the piece */
     uint8_t lost[OO_RING_PIECES];          /* upwards: that copy's event could not be recorded */
     unsigned next;
@@ -70,6 +72,7 @@ struct oo_ring {
  * it. It ends with the context it was made under, which is held until then. */
 struct oo_registration {
     const void *library; /* the driver's */
+    size_t bytes;        /* of the memory, from its first on; whole pages */
     OOCUdevice device;
     const struct oo_engine *maker; /* holds that context, as long as it is here */
     int context_held;              /* by the registration itself, once its maker has let go */
@@ -81,7 +84,7 @@ struct oo_registration {
 struct oo_known {
     struct oo_host *host;
     struct oo_engine *engine;
-    struct oo_registration *registration; /* NULL: not locked; masters in it go through the ring */
+    struct oo_registration *registration; /* NULL: no byte of it is locked for this engine */
     struct oo_known *next;                /* of the engine */
     struct oo_known *next_of_host;
 };

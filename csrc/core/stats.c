@@ -1,4 +1,6 @@
 /* stats.c - one snapshot of what was counted, and of what is in the arena. */
+#include "masters.h"
+#include "ring.h"
 #include "timing.h"
 
 static void oo__add_model(struct oo_stats *sum, const struct oo_stats *model) {
@@ -25,7 +27,7 @@ static void oo__add_unit(const struct oo_engine *engine, struct oo_stats *sum, u
     }
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         const struct oo_part *part = &unit->parts[i];
-        if (!part->memory || !part->memory->registration)
+        if (!oo__is_locked(part->memory, part->host, part->bytes))
             sum->pageable_bytes += part->bytes;
     }
 }
@@ -50,9 +52,9 @@ enum oo_status oo_engine_stats(struct oo_engine *engine, uint32_t model, struct 
             oo__add_unit(engine, out, i);
     for (const struct oo_known *known = engine->known; known; known = known->next)
         if (known->registration)
-            out->locked_bytes += known->host->mapped_bytes;
-    const uint64_t ring_bytes = OO_RING_PIECES * (uint64_t)oo__ring_piece_bytes;
-    out->locked_bytes += (engine->up.base ? ring_bytes : 0) + (engine->down.base ? ring_bytes : 0);
+            out->locked_bytes += known->registration->bytes;
+    out->ring_bytes = oo__ring_bytes(&engine->up) + oo__ring_bytes(&engine->down);
+    out->locked_bytes += out->ring_bytes;
     out->arena_bytes = oo_plan_arena(engine->plan)->total_bytes;
     out->learned_block_bytes = oo_plan_block_bytes(engine->plan);
     out->allocations += oo_plan_allocations(engine->plan);

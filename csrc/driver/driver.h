@@ -70,6 +70,7 @@
   X(simLaunch,                 0,     OPTIONAL, (OOCUstream stream, const OOSimRange *reads, size_t n_reads, \
                                                  const OOSimRange *writes, size_t n_writes, double seconds)) \
   X(simHostAccess,             0,     OPTIONAL, (const void *ptr, size_t bytes, int is_write)) \
+  X(simExpectPageable,         0,     OPTIONAL, (const void *ptr)) \
   X(simLabelRange,             0,     OPTIONAL, (const void *ptr, size_t bytes, const char *label)) \
   X(simLabelStream,            0,     OPTIONAL, (OOCUstream stream, const char *label))
 /* clang-format on */

@@ -121,15 +121,29 @@ enum oo_status oo_host_create(size_t bytes, struct oo_host **out);
 enum oo_status oo_host_destroy(struct oo_host *host);
 void *oo_host_address(const struct oo_host *host);
 size_t oo_host_bytes(const struct oo_host *host);
-int oo_host_locked(const struct oo_host *host); /* by any engine */
+int oo_host_locked(const struct oo_host *host); /* some of it, by any engine */
 /* Copy `bytes` from `source` to `offset`, touching fresh pages from several threads. */
 enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *source, size_t bytes);
 
-/* Page-lock host memory and make it known to the engine. Any number of engines may know it: it is
- * locked once for all of a driver, and ordinary memory again when the last of them unlocks it.
- * OO_E_LOCK_REFUSED where the system refuses: the memory is known all the same, and its units go
- * through a small locked ring. `lock` 0 asks for that from the start. */
-enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, int lock);
+#define OO_ALL_BYTES SIZE_MAX /* all of its bytes */
+
+/* Make host memory known to the engine, and page-lock its first `bytes`, rounded up to whole pages;
+ * no tensor should lie across that boundary. Any number of engines may know the memory: it is
+ * locked once for all of a driver, as far as the first of them asked, and ordinary memory again
+ * when the last of them unlocks it. OO_E_LOCK_REFUSED where the system refuses: the memory is known
+ * all the same. What is not locked passes through a small locked ring. */
+enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, size_t bytes);
+/* How many more bytes the system would page-lock now, but no more than `host` has: found by locking
+ * parts of it, each half as large as the one before, which are let go again at once. Less than the
+ * truth by up to OO_LOCKABLE_STEP. OO_E_STATE where some of the memory is locked. */
+#define OO_LOCKABLE_STEP ((size_t)256 << 10)
+enum oo_status oo_engine_lockable(struct oo_engine *engine, struct oo_host *host, size_t *bytes);
+/* Have two rings of about `bytes` of page-locked memory, one each way, which what is not locked
+ * passes through. It is to be asked before masters are locked: later there may be nothing left to
+ * lock. OO_E_LOCK_REFUSED where the system refuses: a ring that should have grown is as it was, and
+ * one that should have shrunk is gone. Without a ring, pageable memory is copied as it is, which
+ * the host waits for. 0 gives the rings back, unless memory that is not locked needs them. */
+enum oo_status oo_engine_reserve_rings(struct oo_engine *engine, size_t bytes);
 /* Wait for all copies of this engine from or to the memory, then forget it; no unit may still live
  * in it. */
 enum oo_status oo_engine_unlock(struct oo_engine *engine, struct oo_host *host);
@@ -283,6 +297,7 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     COUNT(managed_bytes, NOW)           /* of all units, on the device */ \
     COUNT(locked_bytes, NOW)            /* of host memory and rings that are page-locked */ \
     COUNT(pageable_bytes, NOW)          /* of masters that are not, and pass through a ring */ \
+    COUNT(ring_bytes, NOW)              /* of both rings; locked_bytes has them too */ \
     COUNT(arena_bytes, NOW) \
     COUNT(resident_bytes, NOW)          /* of the units that are in the arena */ \
     COUNT(peak_resident_bytes, ENGINE) \

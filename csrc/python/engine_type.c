@@ -146,11 +146,12 @@ static void oo__let_go(const struct oo_py_buffer *buffer, PyObject *engine) {
 static PyObject *oo__engine_lock(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
     if (count < 1 || count > 2)
         return PyErr_Format(PyExc_TypeError,
-                            "lock() takes a HostBuffer and an optional flag, not %zd arguments",
+                            "lock() takes a HostBuffer and an optional size, not %zd arguments",
                             count);
     struct oo_py_buffer *buffer = oo__as_buffer(object, arguments[0]);
-    const int wanted = count == 2 ? PyObject_IsTrue(arguments[1]) : 1;
-    if (!buffer || wanted < 0)
+    static const struct oo_parameter parameter = OO_BYTES("nbytes");
+    unsigned long long nbytes = OO_ALL_BYTES;
+    if (!buffer || (count == 2 && oo__integer(arguments[1], "lock", &parameter, &nbytes) < 0))
         return NULL;
     /* First, since it may fail: the buffer keeps the engine alive. */
     if (PyList_Append(buffer->engines, object) < 0)
@@ -161,7 +162,7 @@ static PyObject *oo__engine_lock(PyObject *object, PyObject *const *arguments, P
         return NULL;
     }
     enum oo_status status;
-    OO_BLOCKING(status, oo_engine_lock(engine, buffer->host, wanted));
+    OO_BLOCKING(status, oo_engine_lock(engine, buffer->host, (size_t)nbytes));
     if (status != OO_OK && status != OO_E_LOCK_REFUSED) {
         oo__raise_for(object, status);
         oo__let_go(buffer, object);
@@ -169,6 +170,34 @@ static PyObject *oo__engine_lock(PyObject *object, PyObject *const *arguments, P
     }
     if (status == OO_E_LOCK_REFUSED)
         return PyUnicode_FromString(oo_error_message());
+    Py_RETURN_NONE;
+}
+
+static PyObject *oo__engine_lockable(PyObject *object, PyObject *argument) {
+    struct oo_engine *engine = oo__engine_of(object);
+    const struct oo_py_buffer *buffer = engine ? oo__as_buffer(object, argument) : NULL;
+    size_t nbytes;
+    if (!buffer)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_lockable(engine, buffer->host, &nbytes));
+    return status == OO_OK ? PyLong_FromSize_t(nbytes) : oo__raise_for(object, status);
+}
+
+static PyObject *oo__engine_reserve_rings(PyObject *object, PyObject *argument) {
+    static const struct oo_parameter parameter = OO_BYTES("nbytes");
+    unsigned long long nbytes;
+    if (oo__integer(argument, "reserve_rings", &parameter, &nbytes) < 0)
+        return NULL;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_reserve_rings(engine, (size_t)nbytes));
+    if (status == OO_E_LOCK_REFUSED)
+        return PyUnicode_FromString(oo_error_message());
+    if (status != OO_OK)
+        return oo__raise_for(object, status);
     Py_RETURN_NONE;
 }
 
@@ -840,7 +869,13 @@ static PyMethodDef oo__engine_methods[] = {
     {"mem_info", oo__engine_mem_info, METH_NOARGS,
      "mem_info($self, /)\n--\n\n(free, total) device bytes."},
     {"lock", OO_FAST(oo__engine_lock),
-     "lock($self, buffer, wanted=True, /)\n--\n\nMake a HostBuffer known; page-lock it."},
+     "lock($self, buffer, nbytes=9223372036854775807, /)\n--\n\nMake a HostBuffer known; page-lock "
+     "its first "
+     "nbytes."},
+    {"lockable", oo__engine_lockable, METH_O,
+     "lockable($self, buffer, /)\n--\n\nHow many bytes of it the system would page-lock."},
+    {"reserve_rings", oo__engine_reserve_rings, METH_O,
+     "reserve_rings($self, nbytes, /)\n--\n\nHave rings of so many page-locked bytes."},
     {"unlock", oo__engine_unlock, METH_O,
      "unlock($self, buffer, /)\n--\n\nMake a HostBuffer ordinary memory."},
     {"add_model", oo__engine_add_model, METH_NOARGS,

@@ -202,8 +202,6 @@ int sim__may_lock(size_t bytes) {
     return locked <= lock_quota && bytes <= lock_quota - locked;
 }
 
-int sim__may_lock_nothing(void) { return lock_quota == 0; }
-
 void sim__fault_reset(void) {
     memset(faults, 0, sizeof faults);
     memset(&any_fault, 0, sizeof any_fault);

@@ -36,6 +36,9 @@ SIM_API OOCUresult simLaunch(OOCUstream stream, const OOSimRange *reads, size_t 
                              const OOSimRange *writes, size_t n_writes, double seconds);
 /* The host itself reads or writes this memory now: checked against queued copies. */
 SIM_API OOCUresult simHostAccess(const void *ptr, size_t bytes, int is_write);
+/* The calling thread's next copy from or to this host memory knows that it is pageable: it is no
+ * oversight, and not reported as one. */
+SIM_API OOCUresult simExpectPageable(const void *ptr);
 
 /* ---- configuration ---- */
 
@@ -91,7 +94,7 @@ SIM_API OOCUresult simSwitch(int which, int on);
 SIM_API OOCUresult simRefuseRegistration(uint64_t from_nth);
 /* At most so many bytes of host memory can be page-locked at a time, by cuMemHostRegister and
  * cuMemHostAlloc together: what exceeds them fails with OUT_OF_MEMORY. UINT64_MAX (the default): no
- * limit. While it is 0 a pageable copy is no oversight, and is not reported as one. */
+ * limit. */
 SIM_API OOCUresult simLockQuota(uint64_t bytes);
 /* The n-th call from now on (1 = the next) of `call` ("cuEventRecord"; NULL: any cu* call that can
  * fail) returns `result` and does nothing: once, or for ever when `lasting`. One fault per call

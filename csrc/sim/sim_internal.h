@@ -228,9 +228,8 @@ int sim__is_sticky(OOCUresult result);
 const char *sim__call_name(enum sim_call call);
 void sim__fault_reset(void);
 int sim__refuse_registration(void);
-/* Whether the quota of page-locked memory has room for so many bytes; whether it is 0. */
+/* Whether the quota of page-locked memory has room for so many bytes. */
 int sim__may_lock(size_t bytes);
-int sim__may_lock_nothing(void);
 /* Whether the calling thread runs a host function. */
 int sim__in_host_function(void);
 void sim__set_in_host_function(int on);

@@ -600,6 +600,13 @@ static OOCUresult usable(OOCUstream handle, struct sim_stream **stream, int *cap
     return result;
 }
 
+static SIM_THREAD_LOCAL uintptr_t expected_pageable; /* 0: none */
+
+OOCUresult simExpectPageable(const void *ptr) {
+    expected_pageable = (uintptr_t)ptr;
+    return OOCU_SUCCESS;
+}
+
 static OOCUresult copy(enum sim_op_kind kind, uintptr_t device_side, uintptr_t host_side,
                        size_t bytes, OOCUstream handle) {
     struct sim_stream *stream;
@@ -620,7 +627,9 @@ static OOCUresult copy(enum sim_op_kind kind, uintptr_t device_side, uintptr_t h
         place = PLACE_PAGEABLE;
     if (captured)
         return OOCU_SUCCESS;
-    if (place == PLACE_PAGEABLE && !sim__may_lock_nothing()) {
+    const int expected = host_side == expected_pageable;
+    expected_pageable = 0;
+    if (place == PLACE_PAGEABLE && !expected) {
         char text[160];
         sim__describe(host_side, host_side + bytes, text, sizeof text);
         sim__report(

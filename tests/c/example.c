@@ -30,7 +30,7 @@ int main(int argc, char **argv) {
     char *masters = oo_host_address(host);
     memset(masters, 1, BYTES);
     memset(masters + BYTES, 2, BYTES);
-    need(oo_engine_lock(engine, host, 1));
+    need(oo_engine_lock(engine, host, OO_ALL_BYTES));
 
     /* The arena: memory that stands for the device's, with room for one of them. */
     char *arena = malloc(BYTES + OO_ALIGNMENT);

@@ -207,7 +207,7 @@ static void test_a_copy_that_nobody_was_told_of_is_not_trusted(void) {
     world_open(&w, 4 * BYTES, -1);
     struct oo_host *host;
     need(oo_host_create(2 * BYTES, &host), "host");
-    need(oo_engine_lock(w.engine, host, 1), "lock");
+    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
     char *master = oo_host_address(host);
     fill(master, 2 * BYTES, 5);
     const struct oo_tensor tensors[2] = {{master, BYTES}, {master + BYTES, BYTES}};

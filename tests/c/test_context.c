@@ -163,7 +163,7 @@ static void test_a_lock_that_loses_the_context_names_itself(void) {
     need(oo_engine_create(sim.path, 0, &engine), "create");
     need(oo_host_create(4096, &host), "host memory");
     sim.simFault("cuMemHostRegister", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
-    CHECK(oo_engine_lock(engine, host, 1) == OO_E_DRIVER &&
+    CHECK(oo_engine_lock(engine, host, OO_ALL_BYTES) == OO_E_DRIVER &&
               strstr(oo_error_message(), "cuMemHostRegister") == oo_error_message() &&
               strstr(oo_error_message(), "restart"),
           "%s", oo_error_message());
@@ -212,7 +212,7 @@ static void test_each_call_needs_the_context(void) {
     FAILS(oo_engine_resume(w.engine));
     FAILS(oo_engine_refresh(w.engine, OO_ALL_MODELS));
     FAILS(oo_engine_set_verify(w.engine, 1));
-    FAILS(oo_engine_lock(w.engine, w.host, 1));
+    FAILS(oo_engine_lock(w.engine, w.host, OO_ALL_BYTES));
     FAILS(oo_engine_unlock(w.engine, w.host));
     FAILS(oo_model_add(w.engine, &id));
     FAILS(oo_lease_add(w.engine, &id));

@@ -238,7 +238,7 @@ static void test_a_removed_member_takes_its_unit_and_its_memory_with_it(void) {
     const uint32_t one_each[2] = {1, 1};
     world_open(&w, 60000, -1);
     need(oo_host_create(4096, &host), "host memory");
-    need(oo_engine_lock(w.engine, host, 1), "lock");
+    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
     for (size_t i = 0; i < 2; i++)
         tensors[i] = (struct oo_tensor){(char *)oo_host_address(host) + i * 1024, 1024};
     need(oo_model_add(w.engine, &model), "model");
@@ -572,7 +572,7 @@ static void check_dead(struct world *w, const struct oo_use *held, const char *w
         oo_engine_resume(e),
         oo_engine_refresh(e, OO_ALL_MODELS),
         oo_engine_set_verify(e, 1),
-        oo_engine_lock(e, host, 1),
+        oo_engine_lock(e, host, OO_ALL_BYTES),
         oo_engine_compute_stream(e, &stream),
         oo_engine_mem_info(e, &count, &offset),
         oo_model_add(e, &id),

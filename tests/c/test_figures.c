@@ -92,7 +92,7 @@ static void test_a_stall_is_what_the_stream_waits_for_its_copy(void) {
     struct oo_host *host;
     char *arena = malloc(bytes + OO_ALIGNMENT);
     need(oo_host_create(bytes, &host), "host");
-    need(oo_engine_lock(w.engine, host, 1), "lock");
+    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
     need(oo_model_add(w.engine, &model), "model");
     need(oo_lease_add(w.engine, &lease), "lease");
     need(oo_segment_add(w.engine, lease, (uintptr_t)arena, bytes + OO_ALIGNMENT, stream),

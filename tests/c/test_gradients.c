@@ -60,7 +60,7 @@ static void test_a_failed_download_leaves_no_copy_behind(void) {
         world_open_on_device(&w, 60000);
         char *gradient = device_memory(&w, 50000);
         need(oo_host_create(50000, &host), "host");
-        need(oo_engine_lock(w.engine, host, 1), "lock");
+        need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
         kernel(w.stream, gradient, 50000, 1, 1e-3);
         const struct oo_stats before = stats_of(&w);
         sim.simFault(calls[i], nth[i], OOCU_ERROR_UNKNOWN, 0);

@@ -7,7 +7,7 @@ static void test_refused_locks_are_told(void) {
     world_open(&w, 60000, -1);
     need(oo_host_create(10000, &host), "host");
     sim.simFault("cuMemHostRegister", 1, OOCU_ERROR_OUT_OF_MEMORY, 0);
-    CHECK(oo_engine_lock(w.engine, host, 1) == OO_E_LOCK_REFUSED &&
+    CHECK(oo_engine_lock(w.engine, host, OO_ALL_BYTES) == OO_E_LOCK_REFUSED &&
               strstr(oo_error_message(), "cuMemHostRegister"),
           "%s", oo_error_message());
     CHECK(!oo_host_locked(host) && stats_of(&w).locked_bytes ==
@@ -22,8 +22,8 @@ static void test_refused_locks_are_told(void) {
     /* Someone else has registered it: an error, not a fallback. */
     sim.cuCtxPushCurrent_v2(w.context);
     CHECK(sim.cuMemHostRegister_v2(oo_host_address(again), 4096, 0) == 0, "register");
-    CHECK(oo_engine_lock(w.engine, again, 1) == OO_E_DRIVER && again->known == NULL, "%s",
-          oo_error_message());
+    CHECK(oo_engine_lock(w.engine, again, OO_ALL_BYTES) == OO_E_DRIVER && again->known == NULL,
+          "%s", oo_error_message());
     CHECK(sim.cuMemHostUnregister(oo_host_address(again)) == 0, "unregister");
     sim.cuCtxPopCurrent_v2(NULL);
     oo_host_destroy(again);
@@ -37,8 +37,8 @@ static void test_memory_that_cannot_be_unlocked_is_kept(void) {
     struct oo_host *host;
     world_open(&w, 60000, -1);
     need(oo_host_create(10000, &host), "host");
-    need(oo_engine_lock(w.engine, host, 1), "lock");
-    CHECK(oo_engine_lock(w.engine, host, 1) == OO_E_STATE, "locked twice");
+    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    CHECK(oo_engine_lock(w.engine, host, OO_ALL_BYTES) == OO_E_STATE, "locked twice");
     for (int i = 0; i < 3; i++) {
         static const char *const calls[] = {"cuMemHostUnregister", "cuStreamSynchronize",
                                             "cuStreamSynchronize"};
@@ -64,7 +64,7 @@ static void test_unlocking_waits_for_copies_of_masters_that_moved_away(void) {
     struct oo_fetched fetched;
     world_open(&w, 60000, -1);
     need(oo_host_create(20000, &host), "host");
-    need(oo_engine_lock(w.engine, host, 1), "lock");
+    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
     const struct oo_tensor there = {oo_host_address(host), 20000}, here = {w.master[0], w.bytes[0]};
     need(oo_unit_add(w.engine, w.model, &there, &one, 1, 0, &unit, &member, &offset), "unit");
     const uintptr_t stream = new_stream(&w);
@@ -96,22 +96,17 @@ static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
     CHECK(w.engine->up.lost[0] == 1, "not lost");
     const double began = sim.simNow();
     const uint64_t recoveries = stats_of(&w).recoveries;
-    struct oo_use uses[OO_RING_PIECES];
-    struct oo_fetched fetched;
-    for (unsigned i = 0; i < OO_RING_PIECES;
-         i++) /* as many as the ring has: the last one is the lost one */
-        need(acquire(w.engine, w.member[i], w.stream, 0, OO_FORWARD, -1, 0, &uses[i]), "acquire");
+    for (unsigned i = 0; i < OO_RING_PIECES; i++) /* as many as the ring has */
+        need(use(&w, i, OO_FORWARD), "use");
     CHECK(stats_of(&w).recoveries == recoveries + 1 && sim.simNow() - began > 4.9e-3 &&
               w.engine->up.lost[0] == 0,
           "%llu recoveries, %.6f s", (unsigned long long)(stats_of(&w).recoveries - recoveries),
           sim.simNow() - began);
-    for (unsigned i = 0; i < OO_RING_PIECES; i++)
-        need(oo_engine_release(w.engine, uses[i].ticket, w.stream, 0, &fetched), "release");
     /* A copy that could not be queued: nobody knows, so it is waited for as well. */
     sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
-    CHECK(acquire(w.engine, w.member[9], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
+    CHECK(acquire(w.engine, w.member[12], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "no error");
-    for (unsigned i = 10; i < 10 + OO_RING_PIECES; i++)
+    for (unsigned i = 13; i < 13 + OO_RING_PIECES; i++)
         need(use(&w, i, OO_FORWARD), "use");
     CHECK(stats_of(&w).recoveries == recoveries + 2, "%llu recoveries",
           (unsigned long long)(stats_of(&w).recoveries - recoveries));
@@ -125,6 +120,162 @@ static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
     end_device_memory(&w, gradient);
     sim.simRefuseRegistration(0);
     world_close(&w, "lost piece");
+}
+
+/* The beginning of a buffer is locked, and the rest of it passes through the ring. */
+static void test_a_buffer_is_locked_up_to_where_it_was_asked(void) {
+    struct world w;
+    struct oo_host *host;
+    const size_t page = oo__page_bytes();
+    uint32_t unit[2], member[2];
+    const uint32_t one = 1, two = 2;
+    size_t offset[2];
+    world_open(&w, 400000, -1);
+    need(oo_host_create(6 * page, &host), "host");
+    fill(oo_host_address(host), 6 * page, 3);
+    const uint64_t before = stats_of(&w).locked_bytes;
+    need(oo_engine_lock(w.engine, host, page + 1), "lock");
+    CHECK(stats_of(&w).locked_bytes == before + 2 * page + stats_of(&w).ring_bytes,
+          "whole pages, and a ring for the rest");
+    CHECK(stats_of(&w).ring_bytes == OO_RING_PIECES * oo__ring_piece_bytes, "one way, for now");
+    char *base = oo_host_address(host);
+    /* Two tensors in a row, one on either side of the boundary, travel as two copies. */
+    const struct oo_tensor rows[3] = {{base, page}, {base + page, page}, {base + 2 * page, page}};
+    need(oo_unit_add(w.engine, w.model, rows, &one, 1, 0, &unit[0], &member[0], offset), "unit");
+    need(oo_unit_add(w.engine, w.model, rows + 1, &two, 1, 0, &unit[1], &member[1], offset),
+         "unit");
+    CHECK(stats_of(&w).pageable_bytes == page, "%llu",
+          (unsigned long long)stats_of(&w).pageable_bytes);
+    for (int i = 0; i < 2; i++) {
+        struct oo_use held;
+        struct oo_fetched fetched;
+        CHECK(acquire(w.engine, member[i], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held) ==
+                  (i ? OO_WOULD_BLOCK : OO_OK),
+              "%d: only what passes through the ring may block", i);
+        if (i)
+            need(acquire(w.engine, member[i], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+        need(oo_engine_launch(w.engine, member[i], w.stream, 1e-6), "launch");
+        CHECK(memcmp((void *)held.address, base + (size_t)i * page, (size_t)(i + 1) * page) == 0,
+              "%d: wrong bytes", i);
+        need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    }
+    CHECK(stats_of(&w).h2d_copies >= 3, "two parts");
+    need(world_remove(&w), "remove");
+    need(oo_engine_unlock(w.engine, host), "unlock");
+    CHECK(stats_of(&w).locked_bytes == before + stats_of(&w).ring_bytes, "still locked");
+    oo_host_destroy(host);
+    need(oo_model_add(w.engine, &w.model), "model"); /* for the end */
+    world_close(&w, "locked in part");
+}
+
+/* The wall is found to within a step, below it, and nothing stays locked of trying. */
+static void test_how_much_may_be_locked_is_found_by_trying(void) {
+    enum { STEP = OO_LOCKABLE_STEP, SIZE = 37 * STEP + 4096 };
+    struct world w;
+    struct oo_host *host;
+    struct sim_live live;
+    world_open(&w, 60000, -1);
+    sim.simGetLive(&live);
+    const uint64_t taken = live.registered_bytes + live.host_alloc_bytes;
+    need(oo_host_create(SIZE, &host), "host");
+    const size_t rooms[] = {0, STEP - 1, STEP, 3 * STEP, 20 * STEP + 5, SIZE - 1, SIZE, 2 * SIZE};
+    for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++) {
+        size_t found = 1;
+        sim.simLockQuota(taken + rooms[i]);
+        need(oo_engine_lockable(w.engine, host, &found), "lockable");
+        const size_t most = rooms[i] < SIZE ? rooms[i] : SIZE;
+        CHECK(found <= most && found + STEP > most, "%zu of %zu", found, rooms[i]);
+        struct sim_live after;
+        sim.simGetLive(&after);
+        CHECK(after.registrations == live.registrations && !oo_host_locked(host), "still locked");
+    }
+    size_t found;
+    sim.simLockQuota(UINT64_MAX);
+    /* What cannot be let go at once is tried again; what cannot at all is never freed. */
+    sim.simFault("cuMemHostUnregister", 1, OOCU_ERROR_UNKNOWN, 0);
+    need(oo_engine_lockable(w.engine, host, &found), "lockable");
+    CHECK(!host->kept && w.engine->n_leaked == 0, "kept");
+    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    CHECK(oo_engine_lockable(w.engine, host, &found) == OO_E_STATE && found == 0, "%s",
+          oo_error_message());
+    oo_host_destroy(host);
+    need(oo_host_create(SIZE, &host), "host");
+    char *pages = oo_host_address(host);
+    sim.simFault("cuMemHostUnregister", 1, OOCU_ERROR_UNKNOWN, 1);
+    need(oo_engine_lockable(w.engine, host, &found), "lockable");
+    CHECK(host->kept && w.engine->n_leaked == 1, "not kept");
+    sim.simFaultClear();
+    need(oo_host_destroy(host), "destroy");
+    pages[SIZE - 1] = 1; /* still there */
+    sim.cuCtxPushCurrent_v2(w.context);
+    CHECK(sim.cuMemHostUnregister(pages) == 0, "unregister");
+    sim.cuCtxPopCurrent_v2(NULL);
+    world_detach(&w);
+    CHECK(oo_engine_destroy(w.engine) == OO_LEAKED, "%s", oo_error_message());
+    check_no_reports("lockable");
+    release_context("lockable");
+    CHECK(sim_reset(&sim) == 0, "not reset");
+    free(host); /* what was kept for good; its pages stay */
+}
+
+/* Rings grow beside the old ones, shrink in their place, and are none where there is no room. */
+static void test_rings_are_as_large_as_the_system_allows(void) {
+    const size_t page = oo__page_bytes(), piece = OO_RING_PIECES * page;
+    struct world w;
+    struct oo_host *host;
+    world_open(&w, 60000, -1);
+    need(oo_engine_reserve_rings(w.engine, 2 * piece + page), "reserve");
+    CHECK(stats_of(&w).ring_bytes == 4 * piece, "%llu",
+          (unsigned long long)stats_of(&w).ring_bytes);
+    const uint64_t taken = stats_of(&w).locked_bytes;
+    sim.simLockQuota(taken);
+    CHECK(oo_engine_reserve_rings(w.engine, 3 * piece) == OO_E_LOCK_REFUSED &&
+              strstr(oo_error_message(), "cuMemHostAlloc") && stats_of(&w).locked_bytes == taken,
+          "%s", oo_error_message());
+    need(oo_engine_reserve_rings(w.engine, piece), "shrink");
+    CHECK(stats_of(&w).ring_bytes == 2 * piece && stats_of(&w).locked_bytes == taken - 2 * piece,
+          "not shrunk");
+    need(oo_host_create(page, &host), "host");
+    need(oo_engine_lock(w.engine, host, 0), "known");
+    need(oo_engine_reserve_rings(w.engine, 0), "needed");
+    CHECK(stats_of(&w).ring_bytes == 2 * piece, "given back though memory needs it");
+    oo_host_destroy(host);
+    need(oo_engine_reserve_rings(w.engine, 0), "not needed");
+    CHECK(stats_of(&w).ring_bytes == 0, "kept though nothing needs it");
+    sim.simLockQuota(UINT64_MAX);
+    need(oo_engine_reserve_rings(w.engine, 1), "too small");
+    need(oo_host_create(page, &host), "host");
+    need(oo_engine_lock(w.engine, host, 0), "known");
+    CHECK(stats_of(&w).ring_bytes == 0, "too small to be one, and asked for no larger");
+    oo_host_destroy(host);
+    world_close(&w, "rings");
+}
+
+/* No byte can be locked: masters and gradients are copied as they are, with the same bytes. */
+static void without_a_locked_byte(const char *where) {
+    struct world w;
+    char *target = malloc(5000);
+    sim.simLockQuota(0);
+    world_open_on_device(&w, 60000);
+    char *gradient = device_memory(&w, 5000);
+    fill(gradient, 5000, 9);
+    for (int round = 0; round < 2; round++)
+        need(step(&w), where);
+    need(oo_engine_download(w.engine, target, (uintptr_t)gradient, 5000, w.stream), where);
+    CHECK(memcmp(target, gradient, 5000) == 0, "%s: wrong bytes", where);
+    CHECK(stats_of(&w).locked_bytes == 0 && stats_of(&w).pageable_bytes == w.total, "%s: locked",
+          where);
+    CHECK(sim.simCallCount("cuMemHostAlloc") == 2, "asked for a ring again and again");
+    end_device_memory(&w, gradient);
+    world_close(&w, where);
+    free(target);
+}
+
+static void test_without_a_locked_byte_the_bytes_are_the_same(void) {
+    for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
+        sim.simSetSchedule(schedule, 5);
+        without_a_locked_byte("nothing locked");
+    }
 }
 
 #if defined(__linux__)
@@ -166,7 +317,7 @@ static void test_locked_pages_are_hidden_from_children(void) {
     need(oo_host_create(50000, &host), "host");
     ((char *)oo_host_address(host))[0] = 1;
     if (hidden_from_children(oo_host_address(host)) == 0) { /* not in a container without smaps */
-        need(oo_engine_lock(w.engine, host, 1), "lock");
+        need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
         CHECK(hidden_when_registered == 1,
               "a fork while the pages are being locked would copy them");
         CHECK(hidden_from_children(oo_host_address(host)) == 1,
@@ -175,7 +326,7 @@ static void test_locked_pages_are_hidden_from_children(void) {
         CHECK(hidden_from_children(oo_host_address(host)) == 0,
               "a child does not see unlocked pages");
         sim.simFault("cuMemHostRegister", 1, OOCU_ERROR_OUT_OF_MEMORY, 0);
-        CHECK(oo_engine_lock(w.engine, host, 1) == OO_E_LOCK_REFUSED, "not refused");
+        CHECK(oo_engine_lock(w.engine, host, OO_ALL_BYTES) == OO_E_LOCK_REFUSED, "not refused");
         CHECK(hidden_from_children(oo_host_address(host)) == 0,
               "a child does not see refused pages");
     }
@@ -190,6 +341,10 @@ static const struct check_case cases[] = {
     CASE(test_memory_that_cannot_be_unlocked_is_kept),
     CASE(test_unlocking_waits_for_copies_of_masters_that_moved_away),
     CASE(test_a_lost_piece_of_the_ring_is_waited_for),
+    CASE(test_a_buffer_is_locked_up_to_where_it_was_asked),
+    CASE(test_how_much_may_be_locked_is_found_by_trying),
+    CASE(test_rings_are_as_large_as_the_system_allows),
+    CASE(test_without_a_locked_byte_the_bytes_are_the_same),
 #if defined(__linux__)
     CASE(test_locked_pages_are_hidden_from_children),
 #endif

@@ -143,13 +143,42 @@ static void ring_bytes_rewritten_under_a_copy(struct world *w, unsigned missing)
     sim.simRefuseRegistration(0);
 }
 
+static void pageable_masters_rewritten_under_a_copy(struct world *w, unsigned missing) {
+    sim.simLockQuota(0);
+    attach(w, 60000);
+    absent = missing;
+    touch(w, 0, w->stream);
+    CHECK(sim.simHostAccess(oo_host_address(w->host), w->total, 1) == 0, "refused");
+    detach(w);
+    sim.simLockQuota(UINT64_MAX);
+}
+
+static void a_ring_given_back_under_a_copy(struct world *w, unsigned missing) {
+    sim.simRefuseRegistration(1);
+    attach(w, 400000);
+    touch(w, 0, w->stream); /* and copies ahead what nobody waits for */
+    const size_t smaller = OO_RING_PIECES * oo__page_bytes();
+    void *before = w->engine->up.base;
+    absent = missing;
+    need(oo_engine_reserve_rings(w->engine, smaller), "shrink");
+    detach(w);
+    if (missing) { /* the driver has refused to free the old one */
+        CHECK(w->engine->n_leaked == 1, "not counted as lost");
+        w->engine->n_leaked = 0;
+        sim.cuCtxPushCurrent_v2(w->context);
+        CHECK(real.cuMemFreeHost(before) == OOCU_SUCCESS, "not freed");
+        sim.cuCtxPopCurrent_v2(NULL);
+    }
+    sim.simRefuseRegistration(0);
+}
+
 static void download(struct world *w, int locked, unsigned missing) {
     static char gradient[20000]; /* static: what is not waited for may read it later */
     struct oo_host *target;
     attach(w, 60000);
     need(oo_host_create(sizeof gradient, &target), "target");
     if (locked)
-        need(oo_engine_lock(w->engine, target, 1), "lock");
+        need(oo_engine_lock(w->engine, target, OO_ALL_BYTES), "lock");
     absent = missing;
     need(oo_engine_download(w->engine, oo_host_address(target), (uintptr_t)gradient,
                             sizeof gradient, w->stream),
@@ -285,6 +314,23 @@ static void h7_masters_rewritten_under_a_copy(void) {
     missed_on_every_schedule(&hazard);
 }
 
+static void h7_pageable_masters_rewritten_under_a_copy(void) {
+    const struct hazard hazard = {"H7, pageable",
+                                  pageable_masters_rewritten_under_a_copy,
+                                  SYNCHRONISES,
+                                  "masters of unit ",
+                                  "read by a host-to-device copy, stream \"h2d\"",
+                                  "write by a host access"};
+    missed_on_every_schedule(&hazard);
+}
+
+static void h7_a_ring_given_back_under_a_copy(void) {
+    const struct hazard hazard = {"H7, ring",    a_ring_given_back_under_a_copy,
+                                  SYNCHRONISES,  "in flight: cuMemFreeHost",
+                                  "upload ring", "while a copy on stream \"h2d\""};
+    missed_on_every_schedule(&hazard);
+}
+
 static void h8_the_arrival_of_a_locked_download(void) {
     const struct hazard hazard = {"H8, locked",
                                   a_locked_download,
@@ -315,6 +361,8 @@ static const struct check_case cases[] = {
     CASE(h6_a_locked_download),
     CASE(h7_masters_unlocked_under_a_copy),
     CASE(h7_masters_rewritten_under_a_copy),
+    CASE(h7_pageable_masters_rewritten_under_a_copy),
+    CASE(h7_a_ring_given_back_under_a_copy),
     CASE(h8_the_arrival_of_a_locked_download),
     CASE(h8_the_arrival_of_a_download_by_the_ring),
 };

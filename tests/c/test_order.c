@@ -328,7 +328,7 @@ static void downloads_of(const char *where, size_t bytes, int locked) {
     char *gradients[2] = {device_memory(&w, bytes), device_memory(&w, bytes)}, *target;
     if (locked) {
         need(oo_host_create(bytes, &host), where);
-        need(oo_engine_lock(w.engine, host, 1), where);
+        need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), where);
         target = oo_host_address(host);
     } else {
         target = malloc(bytes);
@@ -377,7 +377,7 @@ static void test_a_download_is_measured_exactly(void) {
     sim.simGetDevice(0, &device);
     char *gradient = device_memory(&w, bytes);
     need(oo_host_create(bytes, &host), "host");
-    need(oo_engine_lock(w.engine, host, 1), "lock");
+    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
     kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 4e-3); /* a busy upload stream has no part in it */
     const double begin = sim.simNow();
     kernel(w.stream, gradient, bytes, 1, 1e-3);
@@ -408,7 +408,7 @@ static void unlocked_right_after_a_download(const char *where) {
     world_open_on_device(&w, 60000);
     char *gradient = device_memory(&w, 9000);
     need(oo_host_create(9000, &host), where);
-    need(oo_engine_lock(w.engine, host, 1), where);
+    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), where);
     kernel(w.stream, gradient, 9000, 1, 1e-3);
     /* A download that nobody waited for: as after a failure in between. */
     sim.cuCtxPushCurrent_v2(w.context);

@@ -28,7 +28,7 @@ static int failures, leaks; /* of the life that is being lived */
     } while (0)
 
 static enum oo_status know(struct reader *r, int lock) {
-    const enum oo_status status = oo_engine_lock(r->engine, r->host, lock);
+    const enum oo_status status = oo_engine_lock(r->engine, r->host, lock ? OO_ALL_BYTES : 0);
     return status == OO_E_LOCK_REFUSED ? OO_OK : status; /* by the ring, then */
 }
 
@@ -202,7 +202,7 @@ static void test_destroying_the_memory_unlocks_it_for_all(void) {
     failures = leaks = 0;
     for (int i = 0; i < READERS; i++) {
         open_reader(&r[i], sim.path, i, host, 1);
-        CHECK(oo_engine_lock(r[i].engine, host, 1) == OO_E_STATE, "known twice");
+        CHECK(oo_engine_lock(r[i].engine, host, OO_ALL_BYTES) == OO_E_STATE, "known twice");
         need(oo_lease_remove(r[i].engine, r[i].lease), "lease");
     }
     need(oo_model_remove(r[0].engine, r[0].model), "model");
@@ -232,7 +232,7 @@ static void test_an_engine_that_comes_back_is_one_of_the_others(void) {
         need(oo_model_remove(r[first].engine, r[first].model), "model");
         for (int i = 0; i < 3; i++) {
             need(oo_engine_unlock(r[first].engine, host), "unlock");
-            need(oo_engine_lock(r[first].engine, host, 1), "lock");
+            need(oo_engine_lock(r[first].engine, host, OO_ALL_BYTES), "lock");
         }
         CHECK(registrations() == 1 &&
                   sim.simCallCount("cuDevicePrimaryCtxRetain") == held + (first == 0),
@@ -262,7 +262,7 @@ static void test_each_engine_waits_for_its_own_copies(void) {
         struct oo_use use;
         struct oo_fetched fetched;
         size_t offset;
-        need(oo_engine_lock(slow->engine, elsewhere, 1), "lock");
+        need(oo_engine_lock(slow->engine, elsewhere, OO_ALL_BYTES), "lock");
         kernel((uintptr_t)slow->engine->h2d, NULL, 0, 0, 2e-3); /* in front of the copy */
         need(acquire(slow->engine, slow->member, slow->stream, 0, OO_FORWARD, -1, 0, &use),
              "acquire");
@@ -292,7 +292,7 @@ struct comer {
 static void come_and_go(void *argument) {
     struct comer *comer = argument;
     for (int i = 0; i < ROUNDS; i++) {
-        comer->failures += oo_engine_lock(comer->engine, comer->host, 1) != OO_OK;
+        comer->failures += oo_engine_lock(comer->engine, comer->host, OO_ALL_BYTES) != OO_OK;
         comer->failures += oo_engine_unlock(comer->engine, comer->host) != OO_OK;
     }
 }

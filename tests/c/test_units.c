@@ -62,7 +62,7 @@ static void test_what_travels_as_one_copy(void) {
     world_open(&w, 250000, -1);
     for (; n < 16 && !above; n++) { /* two that follow each other in memory */
         need(oo_host_create(4096, &pages[n]), "a page");
-        need(oo_engine_lock(w.engine, pages[n], 1), "lock");
+        need(oo_engine_lock(w.engine, pages[n], OO_ALL_BYTES), "lock");
         fill(oo_host_address(pages[n]), 4096, n);
         for (unsigned i = 0; i < n; i++) {
             const char *a = oo_host_address(pages[i]), *b = oo_host_address(pages[n]);

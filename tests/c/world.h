@@ -103,7 +103,7 @@ static inline int world_attach(struct world *w, size_t arena_bytes, int trainabl
             return 0;                                                                              \
     } while (0)
     WORLD_TRY(oo_host_create(w->total, &w->host));
-    const enum oo_status locked = oo_engine_lock(w->engine, w->host, 1);
+    const enum oo_status locked = oo_engine_lock(w->engine, w->host, OO_ALL_BYTES);
     WORLD_TRY(locked == OO_E_LOCK_REFUSED ? OO_OK : locked);
     WORLD_TRY(oo_lease_add(w->engine, &w->lease));
     w->leased = 1;

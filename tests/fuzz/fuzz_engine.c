@@ -432,7 +432,7 @@ static void attach(struct fuzz *f, struct attached *m, struct input *in) {
     if (oo_host_create((size_t)LAYERS * TENSORS * MOST_BYTES, &m->host) != OO_OK)
         return;
     int added = 0;
-    enum oo_status status = oo_engine_lock(f->w.engine, m->host, below(in, 4) != 0);
+    enum oo_status status = oo_engine_lock(f->w.engine, m->host, below(in, 4) ? OO_ALL_BYTES : 0);
     excuse(f, status, status == OO_E_LOCK_REFUSED, "lock");
     if (status == OO_OK || status == OO_E_LOCK_REFUSED) {
         status = oo_model_add(f->w.engine, &m->id);
@@ -828,7 +828,7 @@ static void wrong_call(struct fuzz *f, struct input *in) {
         even_dead = 1;
         break;
     case 7:
-        status = oo_engine_lock(e, f->landing, 1);
+        status = oo_engine_lock(e, f->landing, OO_ALL_BYTES);
         expected = OO_E_STATE;
         break;
     case 8: /* masters of an attached model */
@@ -1121,7 +1121,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         f->streams[i] = new_stream(&f->w);
     f->gradient = arena_new(f, STREAMS * GRADIENT);
     need(oo_host_create(GRADIENT, &f->landing), "host");
-    const enum oo_status locked = oo_engine_lock(f->w.engine, f->landing, 1);
+    const enum oo_status locked = oo_engine_lock(f->w.engine, f->landing, OO_ALL_BYTES);
     REQUIRE(locked == OO_OK || locked == OO_E_LOCK_REFUSED, "lock: %s", oo_error_message());
     attach(f, &f->models[0], &in);
     while (in.left)

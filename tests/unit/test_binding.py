@@ -58,7 +58,9 @@ NUMBER = (0, 2**64 - 1)
 BYTES = (0, 2**63 - 1)
 # Every call, its arguments in order, and what an integer may be. A name alone is no integer.
 ARGUMENTS: dict[str, dict[str, tuple[int, int] | None]] = {
-    "lock": {"buffer": None, "wanted": None},
+    "lock": {"buffer": None, "nbytes": BYTES},
+    "lockable": {"buffer": None},
+    "reserve_rings": {"nbytes": BYTES},
     "unlock": {"buffer": None},
     "remove_model": {"model": ID},
     "remove_lease": {"lease": ID},
@@ -99,7 +101,6 @@ def arguments_of(life: Life, call: str) -> dict[str, Any]:
     member, tensors = next(iter(life.tensors.items()))
     known = {
         "buffer": life.buffer,
-        "wanted": True,
         "model": life.model,
         "lease": life.lease,
         "address": life.arena,

@@ -1,0 +1,211 @@
+"""Machines that refuse to page-lock: training there, what is locked of the weights, what is said.
+
+The wall is the simulated driver's quota, on which registration and allocation draw together.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+
+import pytest
+import torch
+from equality import assert_same, attached, gradients
+from torch import nn
+
+import oracle_offload
+from oracle_offload import locking, masters, simulator
+from oracle_offload.locking import headroom
+from oracle_offload.sizes import MIB
+
+WIDTH = 1024  # 4 MiB a layer, in float32
+SLACK = 64 * MIB  # what may stay unlocked though there is room
+
+
+class Tower(nn.Module):
+    """So many layers that their weights have `nbytes`; four of them are trained."""
+
+    def __init__(self, nbytes: int, width: int = WIDTH) -> None:
+        super().__init__()
+        count = nbytes // (4 * width * width)
+        base = torch.randn(width, width) / width**0.5  # drawing each anew takes most of the time
+        self.width = width
+        self.layers = nn.ModuleList()
+        for number in range(count):
+            layer = nn.utils.skip_init(nn.Linear, width, width, bias=False)
+            layer.weight.data.copy_(base.roll(number, 0))
+            self.layers.append(layer.requires_grad_(number % max(1, count // 4) == 0))
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = x + torch.tanh(layer(x)) if number % 2 else torch.tanh(layer(x))
+        return x
+
+
+def trained(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def build(nbytes, width=WIDTH):
+    """Return a model, what three resident steps give, and the weights they lead to."""
+    torch.manual_seed(0)
+    model = Tower(nbytes, width)
+    start = copy.deepcopy([p.detach() for p in trained(model)])
+    expected = train(model)
+    after = [p.detach().clone() for p in trained(model)]
+    for parameter, value in zip(trained(model), start, strict=True):
+        parameter.data.copy_(value)
+    return model, expected, after
+
+
+def train(model, steps=3):
+    """Train for some steps; return losses and gradients."""
+    optimizer = torch.optim.SGD(trained(model), lr=0.1)
+    seen = []
+    for number in range(steps):
+        torch.manual_seed(number)
+        loss = model(torch.randn(2, model.width)).square().sum()
+        loss.backward()
+        seen.append((loss.detach().clone(), copy.deepcopy(gradients(model))))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return seen
+
+
+def assert_trains_alike(wall, nbytes, width=WIDTH, **options):
+    model, expected, after = build(nbytes, width)
+    with simulator.lock_quota(wall), attached(model, "cpu", **options) as manager:
+        managed = manager.attachment.weight_bytes
+        assert managed == nbytes and len(manager.layers) == len(model.layers)
+        stats = manager.state.engine.stats()
+        live = simulator.live()
+        assert stats["locked_bytes"] == live.registered_bytes + live.host_alloc_bytes
+        assert_same(train(model), expected)
+        assert_same(trained(model), after)
+        # Nothing more was locked on the way, and the driver agrees.
+        live = simulator.live()
+        assert stats["locked_bytes"] == live.registered_bytes + live.host_alloc_bytes
+        assert manager.state.engine.stats()["locked_bytes"] == stats["locked_bytes"]
+    return stats
+
+
+def assert_within(stats, wall):
+    assert stats["locked_bytes"] <= wall - headroom(wall)
+    assert stats["locked_bytes"] >= max(0, wall - headroom(wall) - SLACK)
+
+
+@pytest.mark.parametrize("wall", [0, 16 * MIB, 56 * MIB])
+def test_a_model_trains_behind_a_wall_with_the_same_bits(wall):
+    nbytes = max(64 * MIB, -(-5 * wall // 4 // (4 * MIB)) * 4 * MIB)
+    stats = assert_trains_alike(wall, nbytes)
+    assert_within(stats, wall)
+    assert (stats["ring_bytes"] == 0) == (wall == 0)
+    assert stats["pageable_bytes"] >= nbytes - wall
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wall", [128 * MIB, 256 * MIB, 768 * MIB])
+def test_a_large_model_trains_behind_a_wall_with_the_same_bits(wall):
+    stats = assert_trains_alike(wall, 5 * wall // 4, width=2048)
+    assert_within(stats, wall)
+
+
+def test_a_model_of_twice_the_wall_is_locked_by_half_less_the_headroom():
+    wall = 56 * MIB
+    stats = assert_trains_alike(wall, 2 * wall)
+    assert_within(stats, wall)
+    assert stats["locked_bytes"] > stats["ring_bytes"] > 0, "part of the weights is"
+
+
+def test_pieces_that_were_locked_before_the_wall_was_met_leave_their_headroom(monkeypatch):
+    """The wall is met by the fourth piece, when 5% of it are taken already."""
+    monkeypatch.setattr(masters, "PIECE_BYTES", 16 * MIB)
+    wall = 81 * MIB
+    stats = assert_trains_alike(wall, 112 * MIB)
+    assert_within(stats, wall)
+    assert stats["locked_bytes"] > stats["ring_bytes"] == 32 * MIB
+
+
+def test_headroom_is_left_though_all_of_the_weights_would_fit(monkeypatch):
+    wall = 102 * MIB
+    stats = assert_trains_alike(wall, 68 * MIB)  # and two rings make 100
+    assert_within(stats, wall)
+    assert stats["pageable_bytes"] > 0
+
+
+@pytest.mark.parametrize("wall", [None, 120 * MIB])
+def test_where_all_fits_with_room_to_spare_all_is_locked_and_no_ring_is_left(wall):
+    model = Tower(68 * MIB)
+    with simulator.lock_quota(2**40 if wall is None else wall), attached(model) as manager:
+        stats = manager.state.engine.stats()
+        assert stats["locked_bytes"] == 68 * MIB
+        assert stats["pageable_bytes"] == stats["ring_bytes"] == 0
+
+
+def test_nothing_is_locked_that_must_never_be_but_a_ring():
+    stats = assert_trains_alike(2**40, 16 * MIB, lock="never")
+    assert stats["pageable_bytes"] == 16 * MIB
+    assert stats["locked_bytes"] == stats["ring_bytes"] > 0
+
+
+@pytest.mark.parametrize("lock", ["always", None, True])
+def test_a_lock_that_is_none_is_refused_with_its_value(lock):
+    with pytest.raises(ValueError, match=f"lock={lock!r} is neither 'auto' nor 'never'"):
+        oracle_offload.attach(nn.Sequential(nn.Linear(8, 8)), "cpu", lock=lock)
+
+
+def test_two_models_share_the_wall():
+    """The second finds it taken: it trains through the ring that the first reserved."""
+    wall = 64 * MIB
+    first, second = Tower(80 * MIB), Tower(32 * MIB)
+    torch.manual_seed(1)
+    x = torch.randn(2, WIDTH)
+    expected = first(x), second(x)
+    with simulator.lock_quota(wall), attached(first) as one:
+        before = one.state.engine.stats()["locked_bytes"]
+        assert wall - headroom(wall) - SLACK <= before <= wall - headroom(wall)
+        with attached(second):
+            assert one.state.engine.stats()["locked_bytes"] <= wall - headroom(wall)
+            assert_same((first(x), second(x)), expected)
+
+
+def test_weights_that_replace_others_keep_within_the_wall():
+    wall = 64 * MIB
+    model = Tower(80 * MIB)
+    with simulator.lock_quota(wall), attached(model) as manager:
+        for layer in list(model.layers)[:6]:
+            layer.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+        manager.refresh()
+        stats = manager.state.engine.stats()
+        assert stats["locked_bytes"] <= wall - headroom(wall)
+        assert len(manager.layers) == len(model.layers)
+
+
+# ---- what is said ----
+
+
+@pytest.mark.parametrize(
+    ("platform", "dxg", "words"),
+    [
+        ("win32", False, ("Windows (WDDM)", "half of the memory")),
+        ("linux", True, ("WSL2", "WDDM", ".wslconfig")),
+        ("linux", False, ("ulimit -l", "ram_budget")),
+    ],
+)
+def test_a_warning_names_what_locks_so_little(monkeypatch, caplog, platform, dxg, words):
+    real = locking.os.path.exists
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(
+        locking.os.path, "exists", lambda path: dxg if path == "/dev/dxg" else real(path)
+    )
+    said = locking.advice()
+    monkeypatch.undo()
+    assert all(word in said for word in words)
+    monkeypatch.setattr(locking, "advice", lambda: said)
+    with simulator.lock_quota(0), caplog.at_level(logging.WARNING), attached(Tower(8 * MIB)):
+        (record,) = [r for r in caplog.records if "page-lock" in r.getMessage()]
+    assert record.getMessage().endswith(said)
+    assert "Tower: the system does not page-lock 8.00 MiB of its weights (cuMemHostAlloc: " in (
+        record.getMessage()
+    )
