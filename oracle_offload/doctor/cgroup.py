@@ -239,8 +239,8 @@ def _limit(reading: Reading, path: str, missing: list[str]) -> int | None:
     """Return a limit, None for none; what is neither is put down as missing."""
     size, text = parse_count(reading.text), (reading.text or "max").strip()
     # v1 prints "no limit" as the largest page count times the page size: 9223372036854771712 with
-    # 4 KiB pages.
-    if size is None and text != "max" and not (text.isdecimal() and int(text[:19]) >= NO_SIZE):
+    # 4 KiB pages, a number that is no size.
+    if size is None and text != "max" and not text.isdecimal():
         missing.append(f"{path}: the limit {text[:40]!r} is no size")
     return size
 

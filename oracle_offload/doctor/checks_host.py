@@ -74,7 +74,7 @@ def _memory_from_system_calls(reason: str) -> tuple[int | None, int | None, str]
 def check_swap(system: System) -> Finding:
     """Swap: room for short peaks, and a sign that memory ran out before."""
     total, free = system.meminfo.get("SwapTotal"), system.meminfo.get("SwapFree", 0)
-    if total is None and not system.linux:
+    if not system.linux:
         return Finding("swap", "unknown", "not examined", "only Linux is examined for it")
     if total is None:
         why = system.read("/proc/meminfo").why or "/proc/meminfo has no SwapTotal that is a size"

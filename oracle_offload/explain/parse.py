@@ -66,9 +66,8 @@ class Finding(NamedTuple):
 
 def unwrap(text: str) -> str:
     """Return `text` on one line: colours, box edges, rank prefixes and line breaks removed."""
-    if "\x1b" in text:
-        text = compiled(_ANSI).sub("", text)
-    text = compiled(_PREFIX).sub("", text.translate(_EDGES)).replace("\\n", " ")
+    text = compiled(_ANSI).sub("", text).translate(_EDGES)
+    text = compiled(_PREFIX).sub("", text).replace("\\n", " ")
     return " ".join(text.split())
 
 

@@ -147,7 +147,7 @@ class OomReport:
         """Return the parts of the card, (name, bytes), where the figures allow it; else nothing."""
         total, free = self.value("total"), self.value("free")
         allocated, unused = self.value("allocated"), self.value("unallocated")
-        if total is None or free is None or allocated is None or allocated > total:
+        if total is None or free is None or allocated is None:
             return []
         parts = [("tensors", allocated)]
         if unused is not None:

@@ -159,8 +159,6 @@ def input_gradient(
 
 def _folds(x: Tensor) -> bool:
     """Whether ``at::matmul`` multiplies an input of three or more dimensions as one matrix."""
-    if x.numel() == 0:
-        return True
     shape, stride = x.shape, x.stride()
     return all(stride[i] == stride[i + 1] * shape[i + 1] for i in range(len(shape) - 2))
 

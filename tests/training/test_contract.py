@@ -422,6 +422,8 @@ def test_what_is_not_managed_is_moved_once_and_stays_shared():
         manager.structure.device = torch.device("meta")
         manager.settle()
         assert not manager.structure.changed
+        model[3].weight = model[3].weight
+        assert not manager.structure.changed, "nothing came"
         assert {tensor.device.type for tensor in model[3].parameters()} == {"cpu"}
         others = [t for i in (0, 1, 2, 4) for t in model[i].state_dict(keep_vars=True).values()]
         assert {tensor.device.type for tensor in others} == {"meta"}

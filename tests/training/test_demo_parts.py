@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from equality import attached
 from torch import nn
 
-from oracle_offload import demo
+from oracle_offload import demo, simulator
 
 
 class Recorded(nn.Module):
@@ -164,3 +165,17 @@ def test_a_step_on_a_gpu_is_timed_between_two_waits_for_it(monkeypatch):
     runner = SimpleNamespace(step=lambda number: order.append(number) or "the loss")
     assert timed(runner, 7) == ("the loss", 2.5)
     assert order == ["cuda:1", 7, "cuda:1"]
+
+
+def test_a_step_on_the_simulated_device_is_timed_by_its_own_clock():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
+    x = torch.randn(4, 64)
+    runner = SimpleNamespace(step=lambda number: model(x))
+    with attached(model, "cpu") as manager:
+        timed = demo._timer(manager)
+        first = timed(runner, 0)[1]
+        begin = simulator.now()
+        result, seconds = timed(runner, 1)
+        assert 0 < seconds <= first
+        assert seconds == pytest.approx(simulator.now() - begin)
+        assert torch.equal(result, model(x))

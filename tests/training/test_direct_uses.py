@@ -363,6 +363,15 @@ def test_the_memory_of_masters_that_left_is_freed(monkeypatch):
     assert kept(torch.ones(3, 256)).shape == (3, 256)
 
 
+def test_a_copy_of_a_layer_on_trial_is_read_as_any_other():
+    model = build()
+    with attached(model, "cpu"):
+        copied = copy.deepcopy(model)
+        assert_same(copied.inner.weight, model.inner.weight)
+        with pytest.raises(AttributeError, match="no attribute 'wight'"):
+            copied.inner.wight  # noqa: B018
+
+
 def test_detach_while_a_layer_is_leaving():
     model = build()
     manager = oracle_offload.attach(model, "cpu")
@@ -589,7 +598,8 @@ def test_an_adapter_that_takes_a_weight_makes_its_layer_resident(
     assert sum("lies on the device from now on" in r.getMessage() for r in caplog.records) == 1
 
 
-def test_a_trainers_forward_that_asks_where_a_weight_lies_makes_its_layer_resident():
+@pytest.mark.parametrize("asked", ["weight", "bias"])
+def test_a_trainers_forward_that_asks_where_a_weight_lies_makes_its_layer_resident(asked, caplog):
     torch.manual_seed(0)
     managed = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     resident = copy.deepcopy(managed)
@@ -597,13 +607,19 @@ def test_a_trainers_forward_that_asks_where_a_weight_lies_makes_its_layer_reside
         for model in (managed, resident):
 
             def forward(x, model=model):
-                hidden = model[0](x).to(model[1].weight.device)
+                last = model[1]
+                if asked == "weight":
+                    device = last.weight.device
+                else:
+                    device = last.bias.device
+                hidden = model[0](x).to(device)
                 return torch.addmm(model[1].bias, hidden, model[1].weight.t())
 
             model.forward = forward
         for _ in range(3):
             assert_same(managed(inputs()), resident(inputs()))
         assert [layer.name for layer in manager.layers] == ["0"]
+    assert "lies on the device from now on (288 B)" in caplog.text
 
 
 def test_a_models_own_device_moves_no_weight():

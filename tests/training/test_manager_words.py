@@ -25,6 +25,11 @@ def test_a_manager_says_what_it_holds():
     )
 
 
+def test_detach_of_the_class_needs_a_model():
+    with pytest.raises(TypeError, match="needs the attached module"):
+        oracle_offload.MemoryManager.detach()
+
+
 def test_a_manager_outlives_its_model_and_says_that_it_is_gone():
     model = nn.Sequential(nn.Linear(8, 8))
     model(torch.ones(1, 8))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
+from oracle_offload import OffloadError
 from oracle_offload.witness import Witness
 
 
@@ -640,3 +641,27 @@ def test_a_layer_called_while_another_thread_follows_its_weight_takes_the_new_on
     assert len(found) == 2
     for y in found:
         assert torch.equal(y, expected)
+
+
+def test_a_move_that_the_engine_refuses_leaves_the_layer_as_it_was():
+    managed = nn.Sequential(nn.Linear(8, 8)).requires_grad_(False)
+    x = torch.randn(2, 8)
+    with attached(managed, "cpu") as manager:
+        state, engine = manager.state, manager.state.engine
+
+        class Refuses:
+            def __getattr__(self, name):
+                return getattr(engine, name)
+
+            def move_member(self, *arguments):
+                raise OffloadError("not now")
+
+        managed(x)
+        managed[0].weight.data = managed[0].weight.data * 2
+        state.engine = Refuses()
+        with pytest.raises(OffloadError, match="not now"):
+            managed(x)
+        state.engine = engine
+        expected = torch.nn.functional.linear(x, managed[0].weight, managed[0].bias)
+        assert torch.equal(managed(x), expected)
+        assert manager.layers

@@ -183,6 +183,18 @@ def test_damaged_tables_never_raise(tmp_path: Path, path: str, text: str) -> Non
     assert found.limit_bytes in (None, 16 * GIB)
 
 
+def test_a_line_cut_short_hides_no_other(tmp_path: Path) -> None:
+    files = {"proc/self/mountinfo": "30 25 0:27 / /sys/fs/cgroup ro - cgroup cgroup\n"}
+    assert limit_of("docker_v1", tmp_path, **files).limit_bytes is None
+
+
+def test_a_mount_that_is_not_there_has_no_limit(tmp_path: Path) -> None:
+    root = build("docker_v1", tmp_path)
+    (root / "sys/fs/cgroup/memory").rename(root / "sys/fs/elsewhere")
+    found = read_memory_limit(str(root))
+    assert (found.version, found.limit_bytes) == ("v1", None)
+
+
 def test_v1_limit_is_found_with_proc_hidden(tmp_path: Path) -> None:
     group = tmp_path / "sys/fs/cgroup/memory"
     group.mkdir(parents=True)

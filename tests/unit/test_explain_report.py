@@ -216,6 +216,7 @@ def test_advice_for_cuda_alone_is_not_given_elsewhere(backend: str) -> None:
     fixes = keys(CASES[name])
     assert not set(fixes) & {"offload_weights", "paged_optimizer", "expandable_segments"}
     assert ("mps_watermark" in fixes) == (backend == "mps")
+    assert "stop_others" not in fixes
 
 
 # -- the rules at their edges ---------------------------------------------------------------------
