@@ -8,7 +8,7 @@
 .PHONY: help build demo test device-type lint format bench ctest asan-check asan-python tsan-check \
         windows-check analyze compile_commands.json \
         proof mutation mutation-python mutation-python-all coverage fuzz conformance screenshots \
-        wheel gpu-wheels gpu-check gpu-rehearsal gpu-import environment clean
+        aitoolkit-check wheel gpu-wheels gpu-check gpu-rehearsal gpu-import environment clean
 
 ifdef PYTHON
 # sys.executable, not the name: `python3` may be a shell shim, which sanitizers cannot live in.
@@ -45,6 +45,7 @@ help:
 	@echo "make fuzz          random plans and random lives of an engine, FUZZ_S=30 seconds each"
 	@echo "make conformance   the simulator against recordings of real drivers"
 	@echo "make screenshots   the pictures of docs/images that a browser takes"
+	@echo "make aitoolkit-check  the drop-in over AI-Toolkit's own code: TOOLKIT=path of a checkout"
 	@echo "make wheel         dist/*.whl and dist/*.tar.gz"
 	@echo "make gpu-wheels    fetch the wheels that a GPU machine without network lacks"
 	@echo "make gpu-check     GPU tests and measurements [WHEELS=dir] [RESULTS=dir] [COMMIT=id] [RESUME=file]"
@@ -141,6 +142,12 @@ fuzz: $(call ready,test)
 
 conformance: $(call ready,test)
 	"$(PY)" tools/conformance.py $(ARGS)
+
+# Over someone's checkout, in the environment that AI-Toolkit runs in (PYTHON) with pytest beside.
+aitoolkit-check:
+	@test -n "$(TOOLKIT)" || { echo "aitoolkit-check needs TOOLKIT=path of an AI-Toolkit checkout"; exit 2; }
+	"$(PY)" setup.py --quiet build_ext --inplace
+	TOOLKIT="$(TOOLKIT)" "$(PY)" -m pytest tests/toolkit $(ARGS)
 
 screenshots: $(call ready,screenshots) build
 	"$(PY)" tools/screenshots.py docs/images

@@ -1,0 +1,134 @@
+"""A run over AI-Toolkit's classes, resident and offloaded, and what is compared."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import sys
+from pathlib import Path
+
+import torch
+from equality import assert_same, copied_bytes
+from toolkit.memory_management import MemoryManager, sync_grad_transfers
+
+CPU = torch.device("cpu")
+
+
+def load(name):
+    """Return a file of AI-Toolkit's memory management as a module: its test has a transformer."""
+    path = Path(os.environ["TOOLKIT"]) / "toolkit" / "memory_management" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"toolkit_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def transformer(blocks=2, width=64):
+    """Its own benchmark's transformer, small."""
+    if "toolkit_test_memory_manager" not in sys.modules:
+        sys.modules["toolkit_test_memory_manager"] = load("test_memory_manager")
+    bench = sys.modules["toolkit_test_memory_manager"]
+    model = bench.Transformer(width, 4, blocks, 2 * width).requires_grad_(False)
+    model.gradient_checkpointing = True
+    return model
+
+
+def network_on(model, kind="lora", **options):
+    """Its network of adapters on a model, applied as the trainer does."""
+    from toolkit.config_modules import NetworkConfig
+    from toolkit.lora_special import LoRASpecialNetwork
+
+    config = NetworkConfig(type=kind, linear=4, linear_alpha=4, transformer_only=True, **options)
+    LoRASpecialNetwork.LORA_PREFIX_UNET = "lora_transformer"
+    with contextlib.redirect_stdout(io.StringIO()):
+        network = LoRASpecialNetwork(
+            text_encoder=None,
+            unet=model,
+            lora_dim=config.linear,
+            multiplier=1.0,
+            alpha=config.linear_alpha,
+            train_unet=True,
+            train_text_encoder=False,
+            network_config=config,
+            network_type=config.type,
+            transformer_only=config.transformer_only,
+            is_transformer=True,
+            target_lin_modules=[type(model).__name__],
+            full_train_in_out=False,
+        )
+        network.apply_to(None, model, apply_text_encoder=False, apply_unet=True)
+    network.force_to(CPU, torch.float32)
+    network._update_torch_multiplier()
+    network.is_active = True
+    network.train()
+    return network
+
+
+def train(model, networks, steps=3, width=64):
+    """Train as SDTrainer does: forward, backward, sync, clip, step; return the losses."""
+    groups = [group for n in networks for group in n.prepare_optimizer_params(1e-3, 1e-3, 1e-3)]
+    trained = [p for group in groups for p in group["params"]]
+    optimizer = torch.optim.AdamW(groups)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        x = torch.randn(2, 8, width)
+        with torch.no_grad():
+            model.to(CPU)
+        for network in networks:
+            network._update_torch_multiplier()
+        loss = model(x).square().mean()
+        loss.backward()
+        sync_grad_transfers()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+class Offloaded:
+    """Attaches models; asserts at the end that so many layers were managed, and weights moved."""
+
+    def __init__(self, on):
+        self.on, self.models, self.moved = on, [], copied_bytes()[0]
+
+    def attach(self, model, at_least, **options):
+        if self.on:
+            MemoryManager.attach(model, CPU, **options)
+            assert len(model._memory_manager.layers) >= at_least, model._memory_manager.resident
+            self.models.append(model)
+        model.to(CPU)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        driver, engine = copied_bytes()
+        for model in self.models:
+            MemoryManager.detach(model)
+        if self.on and error is None:
+            assert driver - self.moved > 0 and driver == engine, (driver, engine)
+
+
+def compare(run):
+    """Assert that ``run(offloaded)`` returns the same with offloading as without; return it."""
+    results = []
+    for on in (False, True):
+        torch.manual_seed(0)
+        with Offloaded(on) as offloaded:
+            results.append(run(offloaded))
+    assert_same(results[1], results[0])
+    return results[1]
+
+
+def saved(network):
+    """Return copies of what a network saves, by name."""
+    return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+
+
+def inputs(width=64):
+    """Return a batch that is the same each time."""
+    return torch.randn(1, 4, width, generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,118 @@
+"""What AI-Toolkit does with whole models: unloads, quantises after attach, streams banks itself."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from equality import assert_same
+from runs import CPU, compare, inputs, network_on, saved, train, transformer
+from toolkit.memory_management import MemoryManager
+from torch import nn
+
+
+def test_unload_text_encoder():
+    from toolkit.unloader import FakeTextEncoder, unload_text_encoder
+
+    encoders = [transformer(), transformer()]
+    model = transformer()
+    x = inputs()
+    expected = model(x)
+    MemoryManager.attach(encoders[0], CPU)
+    MemoryManager.attach(model, CPU)
+    assert len(encoders[0]._memory_manager.layers) == 12
+    encoders[0](x)
+    pipeline = types.SimpleNamespace(text_encoder=encoders[0], text_encoder_2=encoders[1])
+    base = types.SimpleNamespace(
+        text_encoder=list(encoders),
+        pipeline=pipeline,
+        device_torch=CPU,
+        torch_dtype=torch.float32,
+    )
+    unload_text_encoder(base)
+    assert all(isinstance(encoder, FakeTextEncoder) for encoder in base.text_encoder)
+    assert {p.device.type for e in encoders for p in e.parameters()} == {"meta"}
+    assert_same(model(x), expected)  # the other model is as it was
+    MemoryManager.detach(model)
+
+
+QTYPES = ["float8", "int8", "uint4", "convrot8", "qfloat8"]
+
+
+@pytest.mark.parametrize("kind", QTYPES)
+@pytest.mark.parametrize("when", ["before attach", "after attach"])
+def test_quantised_models_compute_as_without_offloading(kind, when):
+    """Half of the model is quantised; the other half is managed whatever becomes of the first."""
+    from toolkit.util.quantize import get_qtype, quantize
+
+    def run(offloaded):
+        model = nn.Sequential(transformer(1, 256), transformer(1, 256)).to(torch.bfloat16)
+        for part in model:
+            part.gradient_checkpointing = False
+        if when == "after attach":
+            offloaded.attach(model, 12)
+        from optimum.quanto import freeze
+
+        quantize(model[1], weights=get_qtype(kind))
+        freeze(model[1])
+        if when == "before attach":
+            offloaded.attach(model, 6)
+        x = torch.randn(1, 8, 256, dtype=torch.bfloat16, requires_grad=True)
+        found = []
+        for _ in range(3):
+            y = model(x)
+            y.float().sum().backward()
+            found += [y.detach(), x.grad.clone()]
+        with torch.no_grad():
+            found.append(model(x))
+        return found
+
+    compare(run)
+
+
+def test_a_lora_on_a_half_quantised_model():
+    from toolkit.util.quantize import get_qtype, quantize
+
+    def run(offloaded):
+        model = transformer(2, 256)
+        quantize(model.blocks[1], weights=get_qtype("convrot8"))
+        offloaded.attach(model, 6)
+        network = network_on(model)
+        return train(model, [network], width=256), saved(network)
+
+    compare(run)
+
+
+def test_expert_banks_that_stream_themselves():
+    from extensions_built_in.captioner.Qwen3OmniCaptioner import ConvRot8Experts
+
+    def bank(*shape):
+        return torch.randint(-127, 127, shape, dtype=torch.int8)
+
+    torch.manual_seed(0)
+    experts = ConvRot8Experts(
+        bank(4, 32, 16), torch.rand(4, 32, 1), 16, bank(4, 16, 16), torch.rand(4, 16, 1), 16,
+        torch.float32,
+    )  # fmt: skip
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.experts, self.lm_head = nn.Linear(16, 16), experts, nn.Linear(16, 4)
+
+        def forward(self, x):
+            index = torch.arange(x.shape[0])[:, None] % 4
+            return self.lm_head(self.experts(self.linear(x), index, torch.ones(x.shape[0], 1)))
+
+    model = Model()
+    x = torch.randn(5, 16)
+    expected = model(x)
+    experts.enable_offload(CPU)
+    MemoryManager.attach(model, CPU, ignore_modules=[model.lm_head])
+    assert [layer.name for layer in model._memory_manager.layers] == ["linear"]
+    assert_same(model(x), expected)
+    model.to("meta")
+    assert experts.gate_up_q.device.type == "cpu" and model.lm_head.weight.is_meta
+    MemoryManager.detach(model)
+    assert type(experts) is ConvRot8Experts

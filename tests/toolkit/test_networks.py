@@ -1,0 +1,139 @@
+"""AI-Toolkit's adapters over the drop-in: trained to the bits of the run without offloading."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from equality import assert_same
+from runs import CPU, compare, inputs, network_on, saved, train, transformer
+from toolkit.memory_management import MemoryManager
+
+
+def assert_every_lora_b_moved(state):
+    moved = [bool(tensor.any()) for name, tensor in state.items() if "lora_up" in name]
+    assert moved and all(moved)
+
+
+@pytest.mark.parametrize("when", ["before attach", "after attach"])
+@pytest.mark.parametrize("kind", ["lora", "lokr", "dora"])
+def test_networks(kind, when):
+    def run(offloaded):
+        model = transformer()
+        if when == "before attach":
+            network = network_on(model, kind)
+            offloaded.attach(model, 12)
+        else:
+            offloaded.attach(model, 12)
+            network = network_on(model, kind)
+        losses = train(model, [network])
+        with torch.no_grad():
+            network.is_active = False
+            plain = model(inputs())
+            network.is_active = True
+            adapted = model(inputs())
+        assert not torch.equal(plain, adapted)
+        return losses, saved(network), plain, adapted
+
+    *_, state, _, _ = compare(run)
+    if kind == "lora":
+        assert_every_lora_b_moved(state)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_network_that_is_offloaded_itself(kind):
+    def run(offloaded):
+        model = transformer()
+        offloaded.attach(model, 12)
+        network = network_on(model, kind)
+        groups = network.prepare_optimizer_params(1e-3, 1e-3, 1e-3)  # before its attach
+        offloaded.attach(network, 24)
+        found = train(model, [network]), saved(network)
+        now = {id(p) for group in groups for p in group["params"]}
+        assert now == {id(p) for p in network.parameters() if p.requires_grad}
+        return found
+
+    _, state = compare(run)
+    if kind == "lora":
+        assert_every_lora_b_moved(state)
+
+
+def test_several_networks_at_once():
+    def run(offloaded):
+        model = transformer()
+        first = network_on(model)
+        offloaded.attach(model, 12)
+        second = network_on(model, "lokr")
+        return train(model, [first, second]), saved(first), saved(second)
+
+    compare(run)
+
+
+def test_full_rank_deltas():
+    """FullModule: its delta stands in the parameter's place during forward."""
+    from toolkit.lora_special import FullModule
+
+    def run(offloaded):
+        model = transformer()
+        offloaded.attach(model, 12)
+        network = network_on(model)
+        layers = [model.blocks[1].q, model.blocks[1].ln1]
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+        full = [FullModule(f"full_{i}", layer, network=network) for i, layer in enumerate(layers)]
+        for module in full:
+            module.apply_to()
+        losses = train(model, [network])
+        gradients = [module.diff.grad.clone() for module in full]
+        assert all(gradient.any() for gradient in gradients)
+        return losses, gradients, saved(network)
+
+    compare(run)
+
+
+def test_merge_and_unmerge():
+    def run(offloaded):
+        model = transformer()
+        offloaded.attach(model, 12)
+        network = network_on(model)
+        losses = train(model, [network])
+        x = inputs()
+        out = []
+        with torch.no_grad():
+            network.merge_in(1.0)
+            out.append(model(x))
+            out.append(copy.deepcopy(dict(model.state_dict())))
+            network.merge_out(1.0)
+            out.append(model(x))
+        return losses, out
+
+    compare(run)
+
+
+def test_a_network_survives_detach_and_free_of_its_model():
+    model = transformer()
+    network = network_on(model)
+    x = inputs()
+    torch.manual_seed(0)
+    for module in network.get_all_modules():
+        torch.nn.init.normal_(module.lora_up.weight)
+    expected = model(x)
+    MemoryManager.attach(model, CPU)
+    assert len(model._memory_manager.layers) == 12
+    assert_same(model(x), expected)
+    MemoryManager.detach(model)
+    assert_same(model(x), expected)
+    MemoryManager.free(model)
+    assert not any(p.is_meta for p in network.parameters())
+
+
+def test_the_network_asks_where_it_computes():
+    model = transformer()
+    network = network_on(model)
+    MemoryManager.attach(network, CPU)
+    assert network.get_all_modules()[0].lora_down._memory_management_device == CPU
+    network.multiplier = 0.5
+    network._update_torch_multiplier()
+    assert network.torch_multiplier.device == CPU
+    MemoryManager.detach(network)
