@@ -433,11 +433,12 @@ def test_gradients_of_a_layer_that_left_stay_on_the_device():
             assert manager.state.engine.stats()["d2h_bytes"] - before == to_host
 
 
-def test_gradients_of_a_convolution_that_left_stay_on_the_device():
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_gradients_of_a_convolution_that_left_stay_on_the_device(bias):
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
-            self.conv = nn.Conv2d(2, 2, 3)
+            self.conv = nn.Conv2d(2, 2, 3, bias=bias)
             self.when = False
 
         def forward(self, x):

@@ -118,6 +118,7 @@ def test_v1_unlimited_is_no_limit_on_any_page_size(tmp_path: Path, unlimited: st
         },
     )
     assert (found.version, found.limit_bytes, found.limited_by) == ("v1", None, None)
+    assert found.usage_bytes is not None, "that of the process's own group"
 
 
 def test_group_outside_of_the_container_falls_back_to_the_mount(tmp_path: Path) -> None:
