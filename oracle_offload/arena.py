@@ -7,17 +7,18 @@ import logging
 import torch
 
 from .engines import DeviceState, Segment
-from .errors import DriverError, OffloadError
+from .errors import OffloadError
 from .geometry import aligned
-from .sizes import GIB, format_size
+from .sizes import format_size
 
 logger = logging.getLogger("oracle_offload")
-
-_SEGMENT_BYTES = GIB
 
 
 class Arena:
     """The segments of one model, in ordinary torch allocations.
+
+    It begins with one and grows by further ones beside it, so that it never holds more than it
+    lends. There are few of them, because no unit spans two.
 
     Parameters
     ----------
@@ -31,10 +32,7 @@ class Arena:
     floor_bytes : int
         The part of it that must be there: two of the largest units, or one checkpointed block.
     may_grow : bool
-        Whether it may grow to the block that is learned.
-    lent : dict
-        Segments, by the engine's lease. All but those of the lease in use go back as soon as the
-        engine lets them.
+        Whether it may grow to the blocks that are learned.
     """
 
     def __init__(self, state: DeviceState) -> None:
@@ -42,70 +40,63 @@ class Arena:
         self.capacity_bytes = 0
         self.floor_bytes = 0
         self.may_grow = False
-        self.lent: dict[int, list[Segment]] = {}
-        self._lease = -1
+        self._lease: int | None = None
+        self._lent: list[Segment] = []
+        self._worth_trying_bytes = 0  # what must be free before it tries to grow again
 
     @property
     def segments(self) -> list[Segment]:
         """The device memory lent to the engine."""
         with self._state.lock:
-            return [segment for segments in self.lent.values() for segment in segments]
+            return list(self._lent)
 
-    def lend(self, nbytes: int, largest_unit: int) -> None:
-        """Lend `nbytes` of device memory, in segments of about 1 GiB.
-
-        What was lent before is taken back once the new memory is there: units do not span
-        segments, so one large segment caches more than the same bytes in pieces.
-        """
-        with self._state.lock:  # else another thread's forward takes back what is being lent
+    def lend(self, nbytes: int) -> None:
+        """Lend `nbytes` more of device memory, in one segment."""
+        with self._state.lock:
             engine = self._state.engine
-            size = max(_SEGMENT_BYTES, 4 * largest_unit)
-            lease, left = engine.add_lease(), nbytes
-            segments = self.lent[lease] = []
+            if self._lease is None:
+                self._lease = engine.add_lease()
+            segment = Segment(nbytes, self._state.device)
+            # Findable first: other threads are answered with it as soon as the engine has it.
+            self._state.exchange_segments([], [segment])
+            self._lent.append(segment)
             try:
-                while left > 0:
-                    # A rest too small for the largest unit would be of no use to most units.
-                    take = left if left < size + 2 * largest_unit else size
-                    segment = Segment(take, self._state.device)
-                    # Findable first: other threads are answered with it as soon as the engine has
-                    # it.
-                    segments.append(segment)
-                    self._state.exchange_segments([], [segment])
-                    engine.add_segment(lease, segment.address, take, self._state.stream())
-                    left -= take
-                self._lease, self.capacity_bytes = lease, nbytes
-            finally:
-                self.take_back_replaced()
+                engine.add_segment(self._lease, segment.address, nbytes, self._state.stream())
+            except BaseException:
+                self._lent.remove(segment)
+                self._state.exchange_segments([segment], [])
+                raise
+            self.capacity_bytes += nbytes
 
     def grow(self, block_bytes: int, largest_unit: int, most_bytes: int) -> None:
-        """Grow, once, to a checkpointed block that the engine has learned."""
-        capacity = min(self.capacity_bytes + block_bytes - self.floor_bytes, most_bytes)
-        if capacity <= self.capacity_bytes:
+        """Grow by what a checkpointed block, which the engine has learned, needs beyond the floor.
+
+        The difference holds two of the largest units at least: a smaller segment would be of no use
+        to most units. Where the device has no room, it is tried again once that much more is free.
+        """
+        needed = min(block_bytes - self.floor_bytes, most_bytes - self.capacity_bytes)
+        if needed <= 0:
             return
-        self.may_grow = False
+        difference = aligned(max(needed, 2 * largest_unit))
+        free = 0
         try:
-            self.lend(aligned(capacity), largest_unit)
-            self.floor_bytes = block_bytes
+            free = self._state.free_bytes()
+            if free < self._worth_trying_bytes:
+                return
+            self.lend(difference)
+            self.floor_bytes += difference
         except (OffloadError, MemoryError, torch.OutOfMemoryError) as error:
-            logger.warning("the arena stays at %s: %s", format_size(self.capacity_bytes), error)
+            level = logging.INFO if self._worth_trying_bytes else logging.WARNING
+            self._worth_trying_bytes = free + difference
+            logger.log(level, "the arena stays at %s: %s", format_size(self.capacity_bytes), error)
 
-    def take_back_replaced(self) -> None:
-        """Take back all but the lease in use; what another thread computes with goes later."""
-        with self._state.lock:
-            for lease in [lease for lease in self.lent if lease != self._lease]:
-                try:
-                    self._take_back(lease)
-                except OffloadError as error:
-                    level = logging.WARNING if isinstance(error, DriverError) else logging.INFO
-                    logger.log(level, "replaced device memory is given back later: %s", error)
-
-    def take_back_all(self) -> None:
+    def take_back(self) -> None:
         """Take everything back; what fails is there still."""
         with self._state.lock:
-            for lease in list(self.lent):
-                self._take_back(lease)
-
-    def _take_back(self, lease: int) -> None:
-        """Take memory back from the engine; it stays alive until the engine has let go of it."""
-        self._state.engine.remove_lease(lease)
-        self._state.exchange_segments(self.lent.pop(lease), [])
+            if self._lease is None:
+                return
+            # The memory stays alive until the engine has let go of it.
+            self._state.engine.remove_lease(self._lease)
+            self._lease = None
+            lent, self._lent = self._lent, []
+            self._state.exchange_segments(lent, [])

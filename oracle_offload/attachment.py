@@ -95,12 +95,11 @@ class Attachment:
     # ---- what the device tells: see `engines.Listener` ----
 
     def before_forward(self) -> None:
-        """Grow the arena, once, to the largest checkpointed block the engine has learned."""
+        """Grow the arena to the largest checkpointed block the engine has learned."""
         if self._is_left:
             with contextlib.suppress(OffloadError):  # else later
                 self.close()
             return
-        self.arena.take_back_replaced()
         if not self.is_attached or not self.arena.may_grow:
             return
         stats = self.state.engine.stats(self.model)
@@ -267,7 +266,7 @@ class Attachment:
                 self.is_attached = False
             self._let_go_of_layers()
             self.pieces.give_back_all()
-            self.arena.take_back_all()  # refused while another model computes in it
+            self.arena.take_back()  # refused while another model computes in it
             self.state.leave(self)
             close_if_unused(self.state)
 

@@ -55,6 +55,14 @@ class Device(abc.ABC):
         """Bytes that torch has allocated there; None where torch does not count them."""
         return None
 
+    def cached_bytes(self) -> int:
+        """Bytes that torch's allocator holds there and has given to nobody."""
+        return 0
+
+    def release_cached(self) -> None:
+        """Give those back to the device."""
+        return
+
     def set_data(self, tensor: Tensor, data: Tensor) -> None:
         """Let `tensor`, which others know by its identity, be `data` from now on."""
         tensor.data = data
@@ -133,6 +141,15 @@ class Cuda(Device):
     def allocated_bytes(self) -> int | None:
         """Bytes that torch has allocated there."""
         return torch.cuda.memory_allocated(self.device)
+
+    def cached_bytes(self) -> int:
+        """Bytes that torch's allocator holds there and has given to nobody."""
+        reserved = torch.cuda.memory_reserved(self.device)
+        return reserved - torch.cuda.memory_allocated(self.device)
+
+    def release_cached(self) -> None:
+        """Give those back to the device."""
+        torch.cuda.empty_cache()
 
 
 KINDS: dict[str, type[Device]] = {"cuda": Cuda, "cpu": Simulated}  # by torch's device type

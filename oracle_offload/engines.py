@@ -143,6 +143,10 @@ class DeviceState:
             return segments[index].storage, segments[index].base
         raise OffloadError(f"the engine answered {address:#x}, which is in no segment of the arena")
 
+    def free_bytes(self) -> int:
+        """Bytes of the device that can still be had: free, or held by torch for nobody."""
+        return self.engine.mem_info()[0] + self.kind.cached_bytes()
+
     def join(self, listener: Listener) -> None:
         """Keep the engine open for `listener`, and let it hear."""
         with self.lock:

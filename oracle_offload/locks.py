@@ -4,7 +4,7 @@ A thread may wait for a lock only while it holds none from the same line on:
 
 1. ``structure``, one per model: one thread looks again at a model that changed.
 2. ``watch``, one per model: whether the next forward is watched, and what stands before it.
-3. ``device``, one per device: stamps, segments and listeners of its `DeviceState`, and the leases,
+3. ``device``, one per device: stamps, segments and listeners of its `DeviceState`, and the arenas,
    layers and pieces of the models that are attached there.
 4. ``registry``, one: which device has an engine.
 5. The mutex of an engine, in C. Only the lock of a master that engines share is taken under it.

@@ -239,8 +239,8 @@ def attach(
         rest and a floor of two of the largest units (later: one checkpointed block).
     vram_budget : int, float, str, optional
         Arena in bytes (``"8GiB"``, a fraction of the device's memory, ``"auto"`` for 90% of what is
-        free); replaces what follows from `offload_percent`. No more is taken than the model can
-        use.
+        free or in torch's cache); replaces what follows from `offload_percent`. No more is taken
+        than the model can use.
     ram_budget : int, float, str, optional
         Most host memory to page-lock; the rest is copied through a small locked ring.
     lock : {"auto", "never"}
@@ -284,22 +284,30 @@ def attach(
     chosen = selection.select(module, ignore_modules)
     units = group_units(chosen.leaves)
     sizes = [unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units]
-    managed, largest = sum(sizes), max(sizes)
+    largest = max(sizes)
     close_leftovers(open_state(where))
     with opened(where) as state:
         attachment = Attachment(module, state, lock_limit)
+        moved: list[masters.Moved] = []
         try:
             attachment.reasons = chosen.resident
             attachment.arena.floor_bytes = 2 * largest
             attachment.arena.may_grow = vram_budget is None
-            capacity = _capacity(state, units, sizes, offload_percent, vram_budget)
-            attachment.arena.lend(capacity, largest)
             structure = Structure(module, attachment)
             manager = MemoryManager(structure)
-            _build_masters(attachment.pieces, units, managed)
+            capacity = 0
+            if vram_budget != "auto":  # what cannot be is refused before anything moves
+                capacity = _capacity(state, units, sizes, offload_percent, vram_budget)
+            _build_masters(attachment.pieces, units, moved)
+            if moved:  # the arena takes the place that the weights have left
+                state.kind.release_cached()
+            if vram_budget == "auto":
+                capacity = _capacity(state, units, sizes, offload_percent, vram_budget)
+            attachment.arena.lend(capacity)
             _add_units(structure, units)
         except BaseException:
             attachment.close_quietly()
+            masters.move_back(moved, state.kind.set_data)
             raise
     for leaf, layer in zip(
         (leaf for unit in units for leaf in unit), attachment.layers, strict=True
@@ -366,10 +374,10 @@ def _capacity(
     managed, floor = sum(sizes), 2 * max(sizes)
     if vram_budget is None:
         return aligned(int((1.0 - offload_percent) * managed)) + floor
-    free, total = state.engine.mem_info()
     if vram_budget == "auto":
-        budget = int(0.9 * free)
+        budget = int(0.9 * state.free_bytes())
     else:
+        _, total = state.engine.mem_info()
         budget = parse_size(vram_budget, total=total, name="vram_budget")
     # More than the planner can ever use would be memory lost to everything else.
     budget = min(budget, managed + floor)
@@ -401,17 +409,27 @@ def _lock_limit(ram_budget: int | float | str | None, lock: str) -> float:
     return parse_size(ram_budget, total=total, name="ram_budget")
 
 
-def _build_masters(pieces: masters.Pieces, units: Sequence[Sequence[Chosen]], managed: int) -> None:
+def _build_masters(
+    pieces: masters.Pieces, units: Sequence[Sequence[Chosen]], moved: list[masters.Moved]
+) -> None:
+    """Move the weights into masters, and add to `moved` those that have left a device."""
     aliases: dict[int, list[Tensor]] = {}
     for leaf in (leaf for unit in units for leaf in unit):
         leaf.kind.prepare(leaf.module)
         aliases.update(leaf.kind.aliases(leaf.module))
     tensors = [[t for leaf in unit for t in leaf.tensors()] for unit in units]
+    managed = sum(map(unit_bytes, tensors))
     pieces.budget.reserve_rings(managed)
     with DelayedBar(managed, "oracle_offload: attach") as bar:
         for units_of_piece in masters.split_pieces(tensors):
+            of_piece = [tensor for unit in units_of_piece for tensor in unit]
+            moved += [
+                (tensor, tensor.device, aliases.get(id(tensor), []))
+                for tensor in of_piece
+                if tensor.device.type != "cpu"
+            ]
             piece = masters.Piece(units_of_piece, bar.update)
-            for tensor in (tensor for unit in units_of_piece for tensor in unit):
+            for tensor in of_piece:
                 masters.share_memory(tensor, aliases.get(id(tensor), ()))
             masters.trim_heap()
             pieces.add(piece)

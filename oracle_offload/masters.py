@@ -153,6 +153,31 @@ def share_memory(master: Tensor, others: Iterable[Tensor]) -> None:
             )
 
 
+# A tensor that was moved into a piece, the device that it has left, and what shares its memory.
+Moved = tuple[Tensor, torch.device, Sequence[Tensor]]
+
+
+def move_back(moved: Iterable[Moved], set_data: Callable[[Tensor, Tensor], None]) -> None:
+    """Undo the moves of an attach that failed: no weight stays where its model does not expect it.
+
+    Parameters
+    ----------
+    moved : iterable of tuples
+        See `Moved`; those that have not moved after all are left alone.
+    set_data : callable
+        See `oracle_offload.devices.Device.set_data`.
+    """
+    for tensor, device, others in moved:
+        if tensor.device == device:
+            continue
+        with torch.no_grad():
+            set_data(tensor, tensor.detach().to(device))
+            for other in others:
+                set_data(other, tensor.detach())
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.to(device)
+
+
 def trim_heap() -> None:
     """Give freed heap memory back to the system: small weights come from the heap."""
     if sys.platform == "linux":

@@ -345,14 +345,14 @@ class Loan(Function):
         """Compute; see the class."""
         state = layer.state
         task = _graph_task()
-        if state.turned and task == -1:
-            state.begin_forward()
         masters = layer.masters
         record, recorded = layer.record, trained or masters.none
         seconds = layer.forward_seconds(x) if state.simulated else 0.0
         kind = FORWARD if task == -1 else RECOMPUTE
         y: Tensor = layer.lend(kind, task, seconds, cast, lambda t: record(ctx, x, recorded, t))
         ctx.loan = layer, cast, task, masters, version_of(masters.read)
+        if state.turned and task == -1:  # not before the loan, which a capture is refused
+            state.begin_forward()
         if trained and task != -1:
             note_trainable(state, task)
         return y

@@ -216,6 +216,37 @@ static void test_several_segments_are_nearly_as_good_as_one(void) {
     }
 }
 
+/* The arena grows to a checkpointed block by the difference, in a segment of its own, beside the
+ * one it began with. */
+static void test_a_difference_is_nearly_as_good_as_one_segment(void) {
+    static struct model m;
+    struct oo_segment *segment;
+    unsigned moved;
+    for (int hidden = 1024; hidden <= 3072; hidden += 1024) {
+        flux(&m, (size_t)hidden, 1);
+        for (int percent = 10; percent <= 100; percent += 10) {
+            const size_t before = aligned(m.total / 100 * (size_t)(100 - percent)) + 2 * m.largest;
+            const size_t needed = m.block - 2 * m.largest;
+            const size_t difference = needed > 2 * m.largest ? needed : 2 * m.largest;
+            struct oo_plan *plan = plan_of(&m, before), *one = plan_of(&m, before + difference);
+            settle(plan, &m, 3, &moved);
+            CHECK(oo_arena_add(oo_plan_arena(plan), (uintptr_t)1 << 40, difference, 0, 0,
+                               &segment) == OO_OK,
+                  "segment");
+            const struct outcome grown = settle(plan, &m, 6, &moved),
+                                 whole = settle(one, &m, 6, &moved);
+            printf("%d wide, %d%% offloaded: %+.2f units\n", hidden, percent,
+                   ((double)grown.bytes - (double)whole.bytes) / (double)m.largest);
+            CHECK(grown.bytes <= whole.bytes + 2 * m.largest,
+                  "%d wide, %d%% offloaded: %zu bytes, %zu in one segment", hidden, percent,
+                  grown.bytes, whole.bytes);
+            CHECK(grown.late == 0, "%d%%: %u late copies", percent, grown.late);
+            oo_plan_destroy(plan);
+            oo_plan_destroy(one);
+        }
+    }
+}
+
 /* The weights of a model that is gone leave no gaps between the homes of the others. */
 static void test_homes_close_up_when_units_are_removed(void) {
     static struct model m, both;
@@ -466,6 +497,7 @@ static const struct check_case cases[] = {
     CASE(test_bytes_per_step_stay_near_the_lower_bound),
     CASE(test_units_created_in_another_order_than_they_run),
     CASE(test_several_segments_are_nearly_as_good_as_one),
+    CASE(test_a_difference_is_nearly_as_good_as_one_segment),
     CASE(test_homes_close_up_when_units_are_removed),
     CASE(test_sampling_does_not_degenerate_to_loading_everything),
     CASE(test_a_skipped_or_repeated_unit_costs_little),

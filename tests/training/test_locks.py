@@ -158,7 +158,7 @@ def observer(monkeypatch, caplog):
         pieces._starts = GuardedList(pieces._starts, observer, lock, "starts")
 
     def arena_made(made):
-        made.lent = GuardedDict(made.lent, observer, made._state.lock, "leases")
+        made._lent = GuardedList(made._lent, observer, made._state.lock, "segments of an arena")
 
     def attachment_made(made):
         made.layers = GuardedList(made.layers, observer, made.state.lock, "layers")
@@ -348,7 +348,7 @@ def test_two_devices_locked_by_one_thread_are_found(observer):
     [
         (engines.DeviceState, "join", "listeners"),
         (arena.Arena, "lend", "segments"),
-        (arena.Arena, "lend", "leases"),
+        (arena.Arena, "lend", "segments of an arena"),
         (masters.Pieces, "add", "pieces"),
         (attachment.Attachment, "close_patiently", "layers"),
         (attachment.Attachment, "close_patiently", "stamps"),
@@ -435,8 +435,8 @@ def test_an_attach_under_way_keeps_the_engine_open():
     assert not engines.open_states()
 
 
-def test_a_forward_takes_back_nothing_that_is_being_lent(monkeypatch):
-    """Another thread's forward looks for replaced leases while an attach lends its first one."""
+def test_a_forward_grows_nothing_that_is_being_lent(monkeypatch):
+    """Another thread's forward looks at the arena while an attach lends it."""
     lend = arena.Segment
     threads = []
 
@@ -452,7 +452,7 @@ def test_a_forward_takes_back_nothing_that_is_being_lent(monkeypatch):
     resident = copy.deepcopy(model)
     with attached(model) as manager:
         threads[0].join(LIMIT_S)
-        assert len(manager.attachment.arena.lent) == 1
+        assert len(threads) == len(manager.attachment.arena.segments) == 1
         same(model, resident, lambda each: step_of(each, torch.ones(2, 8)))
 
 

@@ -1,0 +1,350 @@
+"""The arena: lent where the weights were, grown by the difference, given back."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import copy
+import ctypes
+import weakref
+
+import pytest
+import torch
+from equality import assert_models_agree, assert_same, attached, resident_pair
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import oracle_offload
+from oracle_offload import OffloadError, _core, devices, engines, masters
+from oracle_offload import arena as arena_module
+
+
+class Checkpointed(nn.Sequential):
+    """Its children are checkpointed one by one."""
+
+    def forward(self, x):
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def tower_step(model):
+    x = torch.ones(2, model[0][0].in_features, requires_grad=True)
+    y = model(x)
+    y.square().sum().backward()
+    return [y, x.grad]
+
+
+def checkpointed_tower(depth=4, leaves=4, width=128):
+    blocks = [
+        nn.Sequential(
+            *[part for _ in range(leaves) for part in (nn.Linear(width, width), nn.Tanh())]
+        )
+        for _ in range(depth)
+    ]
+    return Checkpointed(*blocks).requires_grad_(False)
+
+
+@pytest.mark.parametrize("percent", [1.0, 0.7])
+@pytest.mark.parametrize(("kind", "trainable"), [("linear", False), ("conv2d", True)])
+def test_the_arena_grows_by_what_a_block_needs_beyond_the_floor(kind, percent, trainable):
+    """Also where convolutions are all that is managed."""
+    torch.manual_seed(0)
+
+    def make():
+        return nn.Linear(128, 128) if kind == "linear" else nn.Conv2d(128, 128, 1)
+
+    blocks = [
+        nn.Sequential(*[part for _ in range(4) for part in (make(), nn.Tanh())]) for _ in range(4)
+    ]
+    managed, resident = resident_pair(Checkpointed(*blocks).requires_grad_(trainable))
+
+    def step(model):
+        x = torch.ones((4, 128) if kind == "linear" else (4, 128, 1, 1), requires_grad=True)
+        y = model(x)
+        y.square().sum().backward()
+        return [y, x.grad]
+
+    with attached(managed, "cpu", offload_percent=percent) as manager:
+        arena, engine = manager.attachment.arena, manager.state.engine
+        assert len(manager.layers) == 16
+        before, floor = arena.capacity_bytes, 2 * engine.stats()["largest_unit_bytes"]
+        rest = (1 - percent) * engine.stats()["managed_bytes"]
+        assert floor + rest <= before < floor + rest + _core.ALIGNMENT
+        assert_models_agree(managed, resident, step, steps=3)
+        learned = engine.stats()["learned_block_bytes"]
+        assert learned > floor, "a block needs no more than the floor: nothing was shown"
+        assert arena.capacity_bytes == before + learned - floor
+        assert engine.stats()["arena_bytes"] == arena.capacity_bytes
+        assert sum(segment.nbytes for segment in arena.segments) == arena.capacity_bytes
+
+
+@pytest.mark.parametrize("pinned", [False, True], ids=["between layers", "inside a layer"])
+def test_the_arena_grows_while_another_thread_computes(pinned):
+    """The other thread may be given the new memory at once, and may still hold some of the old."""
+    torch.manual_seed(0)
+    managed, resident = resident_pair(checkpointed_tower())
+    with attached(managed, "cpu") as manager, contextlib.ExitStack() as held:
+        attachment, state, engine = manager.attachment, manager.state, manager.state.engine
+        arena = attachment.arena
+        before, (old,) = arena.capacity_bytes, arena.segments
+        for _ in range(6):
+            tower_step(managed)
+            if engine.stats()["learned_block_bytes"] > before:
+                break
+        assert arena.capacity_bytes == before
+
+        def hold(layer):
+            ticket, address, _ = engine.acquire(
+                layer.member, state.stream(), layer.stamp(), _core.FORWARD, -1, 0.0
+            )
+            held.callback(engine.release, ticket, state.stream())
+            return address
+
+        class Meanwhile:
+            """What another thread does while this one is inside `add_segment`."""
+
+            grown = False
+
+            def __getattr__(self, name):
+                return getattr(engine, name)
+
+            def add_segment(self, *arguments):
+                engine.add_segment(*arguments)
+                self.grown = True
+                if pinned:
+                    hold(attachment.layers[-1])
+                x = torch.ones(2, 128)
+                with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                    found = pool.submit(torch.no_grad()(managed), x).result()
+                assert_same(found, resident(x))
+
+        if pinned:
+            hold(attachment.layers[0])
+        state.engine = Meanwhile()
+        assert_models_agree(managed, resident, tower_step, steps=1)
+        assert state.engine.grown
+        state.engine = engine
+        held.close()
+        assert_models_agree(managed, resident, tower_step)
+        assert arena.capacity_bytes > before
+        assert engine.stats()["arena_bytes"] == arena.capacity_bytes
+        assert arena.segments[0] is old and len(arena.segments) == 2, "beside the one in use"
+        assert sorted(arena.segments, key=lambda s: s.address) == list(state.segments)
+        seen = [address for layer in attachment.layers for address in layer.views]
+        grown = arena.segments[1]
+        assert any(grown.address <= a < grown.address + grown.nbytes for a in seen), "never used"
+
+
+class DeviceBytes:
+    """Bytes on the device from now on: weights that have not left it, and segments of arenas."""
+
+    def __init__(self, monkeypatch, weights=()):
+        self.weights = {id(tensor): tensor.nbytes for tensor in weights}
+        self.segments = {}
+        self.peak = self.now()
+
+        def lend(nbytes, device):
+            segment = engines.Segment(nbytes, device)
+            self.segments[id(segment)] = segment.tensor.nbytes
+            weakref.finalize(segment, self.segments.pop, id(segment))
+            self.look()
+            return segment
+
+        def move_into(tensor, *arguments):
+            masters_move(tensor, *arguments)
+            self.weights.pop(id(tensor), None)
+
+        masters_move = masters.move_into
+        monkeypatch.setattr(arena_module, "Segment", lend)
+        monkeypatch.setattr(masters, "move_into", move_into)
+
+    def now(self):
+        return sum(self.weights.values()) + sum(self.segments.values())
+
+    def look(self):
+        self.peak = max(self.peak, self.now())
+
+
+def steady_bytes(model, manager):
+    """Bytes to the device in a step, once all has settled."""
+    for _ in range(5):
+        tower_step(model)
+    before = manager.state.engine.stats()["h2d_bytes"]
+    for _ in range(4):
+        tower_step(model)
+    return (manager.state.engine.stats()["h2d_bytes"] - before) / 4
+
+
+@pytest.mark.parametrize("percent", [1.0, 0.8, 0.5, 0.2])
+@pytest.mark.parametrize("leaves", [3, 4, 9])
+def test_growing_takes_the_difference_alone(percent, leaves, monkeypatch):
+    """And the two segments stream nearly as well as one of their size."""
+    torch.manual_seed(0)
+    counted = DeviceBytes(monkeypatch)
+    managed, resident = resident_pair(checkpointed_tower(6, leaves, 256))
+    with attached(managed, "cpu", offload_percent=percent) as manager:
+        arena, engine = manager.attachment.arena, manager.state.engine
+        begun, largest = arena.capacity_bytes, engine.stats()["largest_unit_bytes"]
+        assert_models_agree(managed, resident, tower_step, steps=4)
+        grown = arena.capacity_bytes
+        needed = engine.stats()["learned_block_bytes"] - 2 * largest
+        most = engine.stats()["managed_bytes"]
+        assert needed > 0
+        assert grown - begun == max(min(needed, most - begun), 2 * largest)
+        assert [segment.nbytes for segment in arena.segments] == [begun, grown - begun]
+        assert counted.peak <= 1.02 * grown
+        moved = steady_bytes(managed, manager)
+        assert_models_agree(managed, resident, tower_step)
+    with attached(managed, "cpu", vram_budget=grown) as manager:
+        (whole,) = manager.attachment.arena.segments
+        assert whole.nbytes == min(grown, most + 2 * largest)
+        assert moved <= steady_bytes(managed, manager) + 2 * largest
+
+
+@pytest.mark.parametrize("percent", [1.0, 0.5, 0.0])
+def test_attach_takes_the_place_that_the_weights_leave(percent, monkeypatch):
+    """A model that is on the device already, and would not fit beside its arena."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16)))
+    weights = list(model.parameters())
+    before = sum(tensor.nbytes for tensor in weights)
+    counted = DeviceBytes(monkeypatch, weights)
+    with attached(model, "cpu", offload_percent=percent) as manager:
+        assert not counted.weights
+        after = manager.attachment.arena.capacity_bytes
+        assert before <= counted.peak <= 1.02 * max(before, after)
+
+
+@pytest.mark.gpu
+def test_attach_on_a_gpu_takes_the_place_that_the_weights_leave():
+    """The same, as torch counts it."""
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(16))).cuda()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with attached(model, "cuda", offload_percent=0.5):
+        after = torch.cuda.memory_allocated()
+        assert torch.cuda.max_memory_allocated() <= 1.02 * max(before, after)
+        assert torch.cuda.max_memory_reserved() <= 1.05 * max(before, after)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_attach_without_room_changes_nothing(error, device, monkeypatch):
+    """The weights have left the device by then: they return, with their gradients."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(device)
+    expected = copy.deepcopy(model).state_dict()
+    identities = list(map(id, model.parameters()))
+    model[0].weight.grad = torch.ones(64, 64, device=device)
+
+    def refuse(*arguments):
+        raise error("no room")
+
+    monkeypatch.setattr(arena_module, "Segment", refuse)
+    with pytest.raises(error, match="no room"):
+        oracle_offload.attach(model, device)
+    assert list(map(id, model.parameters())) == identities
+    where = next(nn.Linear(1, 1).to(device).parameters()).device
+    for name, tensor in model.state_dict().items():
+        assert tensor.device == where
+        assert_same(tensor, expected[name])
+    assert model[0].weight.grad.device == where
+    assert not engines.open_states()
+
+
+def test_weights_that_share_memory_move_back_together(device):
+    """To the device that an attach which failed has moved them from."""
+    kind = devices.KINDS[torch.device(device).type]
+    where = torch.empty(0).to(device).device
+    tensor = nn.Parameter(torch.arange(6.0))
+    other, stayed = tensor.detach(), nn.Parameter(torch.ones(2))
+    tensor.grad = torch.ones(6)
+    set_data = kind(where).set_data
+    cpu = torch.device("cpu")
+    masters.move_back([(tensor, where, [other]), (stayed, cpu, [])], set_data)
+    assert tensor.device == tensor.grad.device == where
+    assert_same(tensor, torch.arange(6.0))
+    assert stayed.device == cpu
+    if where != cpu:
+        assert other.device == where and other.data_ptr() == tensor.data_ptr()
+
+
+def test_what_torch_holds_for_nobody_counts_as_free(sim, monkeypatch):
+    """The arena of a model that was detached lies in torch's cache, and can be had again."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700 << 20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100 << 20)
+    assert devices.Cuda(torch.device("cuda", 0)).cached_bytes() == 600 << 20
+    shape = sim.get_device(0)
+    shape.memory_bytes = 6 << 20
+    sim.set_device(0, shape)
+    layers = [nn.Linear(512, 512, bias=False) for _ in range(16)]
+    for cached in (0, 512 << 10):
+        monkeypatch.setattr(devices.Simulated, "cached_bytes", lambda self, cached=cached: cached)
+        with attached(nn.Sequential(*layers), vram_budget="auto") as manager:
+            budget = int(0.9 * ((6 << 20) + cached))
+            assert manager.attachment.arena.capacity_bytes == budget // 256 * 256
+
+
+@contextlib.contextmanager
+def taken(sim, manager, left):
+    """Somebody else has all of the simulated device but `left` bytes."""
+    address = ctypes.c_void_p()
+    nbytes = ctypes.c_size_t(manager.state.engine.mem_info()[0] - left)
+    with sim._context() as library:
+        assert library.cuMemAlloc_v2(ctypes.byref(address), nbytes) == 0
+        try:
+            yield
+        finally:
+            assert library.cuMemFree_v2(address) == 0
+
+
+def test_an_arena_that_finds_no_room_to_grow_tries_again_once_there_is(sim, caplog, monkeypatch):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(checkpointed_tower())
+    shape = sim.get_device(0)
+    shape.memory_bytes = 8 << 20
+    sim.set_device(0, shape)
+    with attached(managed) as manager:
+        arena = manager.attachment.arena
+        begun, tried = arena.capacity_bytes, []
+        lend = arena.lend
+        monkeypatch.setattr(arena, "lend", lambda nbytes: tried.append(nbytes) or lend(nbytes))
+
+        def tries(left):
+            tried.clear()
+            with taken(sim, manager, left):
+                assert_models_agree(managed, resident, tower_step, steps=3)
+            return len(tried)
+
+        with caplog.at_level("WARNING", "oracle_offload"):
+            assert tries(4096) == 1, "refused once, not in every step"
+            (difference,) = tried
+            assert tries(4095 + difference) == 0, "not that much more is free"
+        assert len([r for r in caplog.records if "the arena stays" in r.message]) == 1
+        assert arena.capacity_bytes == begun == manager.state.engine.stats()["arena_bytes"]
+        assert list(manager.state.segments) == arena.segments
+        assert tries(4096 + difference) == 1
+        assert arena.capacity_bytes == begun + difference
+        assert tries(4 << 20) == 0, "it has grown"
+
+
+def test_a_capture_is_refused_before_anything_is_lent(sim):
+    """Memory that is allocated while a graph is captured would belong to the graph."""
+    managed = checkpointed_tower()
+    with attached(managed) as manager, sim._context() as library:
+        for _ in range(2):
+            tower_step(managed)
+            learned = manager.state.engine.stats()["learned_block_bytes"]
+            if learned > manager.attachment.arena.floor_bytes:
+                break
+        assert manager.state.turned, "the next forward would grow the arena"
+        (before,) = manager.attachment.arena.segments
+        stream, graph = ctypes.c_void_p(manager.state.stream()), ctypes.c_void_p()
+        assert library.cuStreamBeginCapture_v2(stream, 0) == 0
+        with pytest.raises(OffloadError, match="CUDA graph"):
+            managed(torch.ones(2, 128, requires_grad=True))
+        assert library.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0, "it was broken"
+        library.cuGraphDestroy(graph)
+        assert manager.attachment.arena.segments == [before]
+        tower_step(managed)
+        assert len(manager.attachment.arena.segments) == 2
