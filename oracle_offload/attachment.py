@@ -17,6 +17,7 @@ from .autocast import StandIns
 from .engines import DeviceState, Layout, close_if_unused, locked_if_free
 from .errors import DriverError, OffloadError
 from .geometry import tensor_bytes, unit_bytes
+from .gradients import Gradients
 from .layers.leaf import Leaf
 from .layers.swap import HANDLE, swap_out
 from .sizes import format_size
@@ -60,7 +61,8 @@ class Attachment:
         self.arena = Arena(state)
         self.pieces = masters.Pieces(state, self.name, lock_limit)
         self.traffic = Traffic(self.name)
-        self.stand_ins = StandIns(state)
+        self.gradients = Gradients(state, self.pieces.may_lock_beside)
+        self.stand_ins = StandIns(self.gradients)
         self._pid = os.getpid()
         self._replaced_outside = False  # masters lie in no piece, perhaps only for a while
         self._replaced_warning_shown = False
@@ -126,6 +128,8 @@ class Attachment:
             if unit in self.state.stamps:
                 self.state.engine.set_trainable(unit, unit in trained)
         self.trained_units = trained
+        if not trained:
+            self.gradients.give_back_all()
         return bool(trained)
 
     def after_step(self) -> None:
@@ -265,6 +269,7 @@ class Attachment:
                 self.state.engine.remove_model(self.model)
                 self.is_attached = False
             self._let_go_of_layers()
+            self.gradients.give_back_all()
             self.pieces.give_back_all()
             self.arena.take_back()  # refused while another model computes in it
             self.state.leave(self)

@@ -15,10 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from .gradients import to_host
-
 if TYPE_CHECKING:
-    from .engines import DeviceState
+    from .gradients import Gradients
 
 _hooks_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
@@ -109,17 +107,17 @@ class CastStandIn(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, state: DeviceState, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, gradients: Gradients, dtype: torch.dtype) -> Tensor:
         """Compute; see the class."""
-        ctx.state = state
+        ctx.gradients = gradients
         ctx.dtype = parameter.dtype
-        return torch.empty(1, dtype=dtype, device=state.device).expand(parameter.shape)
+        return torch.empty(1, dtype=dtype, device=gradients.device).expand(parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """Return the gradients; host tensors for parameters on the host."""
         with torch.no_grad():
-            gradient = to_host(ctx.state, grad_outputs[0].to(ctx.dtype))
+            gradient = ctx.gradients.to_host(grad_outputs[0].to(ctx.dtype))
         return gradient, None, None
 
 
@@ -132,8 +130,8 @@ class StandIns:
     They belong to Parameters: two layers that share one share its stand-in, as they share its cast.
     """
 
-    def __init__(self, state: DeviceState) -> None:
-        self.state = state
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
         self._leaf: Tensor | None = None
         self._region: object = None
         self._made: dict[int, Tensor] = {}  # each keeps its Parameter alive, and so the id
@@ -145,13 +143,13 @@ class StandIns:
         """
         kept = parameter.dtype is torch.float32 and dtype is not torch.float32
         if not kept or not torch.is_autocast_cache_enabled():
-            return cast("Tensor", _stand_in(parameter, self.state, dtype))
+            return cast("Tensor", _stand_in(parameter, self._gradients, dtype))
         region = self._open_region()
         if region is not self._region:
             self._region, self._made = region, {}
         made = self._made.get(id(parameter))
         if made is None:
-            made = self._made[id(parameter)] = _stand_in(parameter, self.state, dtype)
+            made = self._made[id(parameter)] = _stand_in(parameter, self._gradients, dtype)
         return made
 
     def forget(self) -> None:
@@ -167,6 +165,8 @@ class StandIns:
         with torch.enable_grad():
             if self._leaf is None:
                 with torch.inference_mode(False):
-                    self._leaf = torch.empty(0, 0, device=self.state.device, requires_grad=True)
+                    self._leaf = torch.empty(
+                        0, 0, device=self._gradients.device, requires_grad=True
+                    )
             product = torch.mm(self._leaf, self._leaf)
         return product.grad_fn.next_functions[0][0]  # type: ignore[union-attr]

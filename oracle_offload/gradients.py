@@ -2,35 +2,103 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from ._core import HostBuffer
 from .engines import DeviceState
 from .geometry import is_dense, tensor_bytes
 
 _HOST = torch.device("cpu")
 _MOST_TASKS = 64
+LEAST_BYTES = 1 << 20  # of a gradient with locked memory of its own; the ring takes less in one go
 
 
-def to_host(state: DeviceState, gradient: Tensor | None) -> Tensor | None:
-    """Return a host copy of a device gradient once its bytes have arrived.
+class Gradients:
+    """How gradients of one model's masters come to the host, and the memory they lie in there.
 
-    autograd adds, clones and shows gradients on the host as soon as they are returned, so this
-    waits (the engine counts it).
+    A large one has page-locked memory, into which the device copies. That memory serves the next
+    gradient of this size once no tensor points into it: as a rule one step later.
+
+    Parameters
+    ----------
+    state : DeviceState
+        The device they come from.
+    may_lock : callable
+        Whether so many bytes may be page-locked beside the masters.
+
+    Attributes
+    ----------
+    device : torch.device
+        Where they are computed.
     """
-    if gradient is None:
-        return None
-    if not is_dense(gradient):
-        gradient = gradient.contiguous()
-    host = torch.empty_strided(
-        gradient.size(), gradient.stride(), dtype=gradient.dtype, device=_HOST
-    )
-    nbytes = tensor_bytes(gradient)
-    stream = state.stream()
-    state.time.flush(stream)
-    if nbytes:
-        state.engine.download(host.data_ptr(), gradient.data_ptr(), nbytes, stream)
-    return host
+
+    def __init__(self, state: DeviceState, may_lock: Callable[[int], bool]) -> None:
+        self.device = state.device
+        self._state = state
+        self._may_lock = may_lock
+        self._buffers: list[HostBuffer] = []  # locked, and known to the engine
+        self._free: dict[int, list[HostBuffer]] = {}  # those that no tensor points into, by size
+        self._is_refused = False
+
+    def to_host(self, gradient: Tensor | None) -> Tensor | None:
+        """Return a host copy of a device gradient once its bytes have arrived.
+
+        autograd adds, clones and shows gradients on the host as soon as they are returned, so this
+        waits (the engine counts it).
+        """
+        if gradient is None:
+            return None
+        if not is_dense(gradient):
+            gradient = gradient.contiguous()
+        host = self._empty_like(gradient)
+        nbytes = tensor_bytes(gradient)
+        stream = self._state.stream()
+        self._state.time.flush(stream)
+        if nbytes:
+            self._state.engine.download(host.data_ptr(), gradient.data_ptr(), nbytes, stream)
+        return host
+
+    def _empty_like(self, gradient: Tensor) -> Tensor:
+        size, stride, dtype = gradient.size(), gradient.stride(), gradient.dtype
+        buffer = self._take(tensor_bytes(gradient))
+        if buffer is None:
+            return torch.empty_strided(size, stride, dtype=dtype, device=_HOST)
+        export = memoryview(buffer)  # torch keeps it for as long as a tensor points there
+        give = self._free.setdefault(buffer.nbytes, []).append
+        weakref.finalize(export, give, buffer).atexit = False
+        flat = torch.frombuffer(export, dtype=dtype)
+        return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, size, stride)
+
+    def _take(self, nbytes: int) -> HostBuffer | None:
+        """Return locked memory; None where a gradient has to do with ordinary memory."""
+        if nbytes < LEAST_BYTES:
+            return None
+        with contextlib.suppress(IndexError):  # another thread may take the last one
+            return self._free.setdefault(nbytes, []).pop()
+        with self._state.lock:
+            locked = sum(buffer.nbytes for buffer in self._buffers)
+            if self._is_refused or not self._may_lock(locked + nbytes):
+                return None
+            buffer = HostBuffer(nbytes)
+            self._is_refused = self._state.engine.lock(buffer) is not None
+            self._buffers.append(buffer)
+            if not self._is_refused:
+                return buffer
+            self.give_back_all()  # what else needs locked memory, now or later, finds some
+            return None
+
+    def give_back_all(self) -> None:
+        """Unlock all of it; gradients that are there keep their memory, as ordinary memory."""
+        with self._state.lock:
+            self._free = {}
+            while self._buffers:
+                self._state.engine.unlock(self._buffers[-1])
+                self._buffers.pop()
 
 
 def note_trainable(state: DeviceState, task: int) -> None:

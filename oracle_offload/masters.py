@@ -224,6 +224,12 @@ class Pieces:
         with self._state.lock:
             return list(self._pieces.values())
 
+    def may_lock_beside(self, nbytes: int) -> bool:
+        """Whether `nbytes` more may be locked: never where masters themselves are not."""
+        buffers = self.buffers
+        locked = sum(buffer.nbytes for buffer in buffers)
+        return all(buffer.locked for buffer in buffers) and locked + nbytes <= self._limit
+
     def at(self, address: int) -> Piece | None:
         """Return the piece that `address` lies in."""
         with self._state.lock:

@@ -27,7 +27,7 @@ from ..autocast import cast_dtype, cast_input, cast_tensors
 from ..errors import NoRoomError, OffloadError, StaleWeightsError, no_room_error
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
-from ..gradients import note_trainable, to_host
+from ..gradients import note_trainable
 from .leaf import Leaf, Masters, Tensors, version_of
 
 _functorch_active = torch._C._are_functorch_transforms_active
@@ -374,7 +374,8 @@ class Loan(Function):
         if True in needs[1:]:
             note_trainable(state, _graph_task() if task == -1 else -1)
             if cast is None and not layer.on_device:
-                others = [to_host(state, other) for other in others]
+                to_host = layer.attachment.gradients.to_host
+                others = [to_host(other) for other in others]
         return x_gradient, None, None, *others
 
 
