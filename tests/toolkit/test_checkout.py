@@ -141,6 +141,6 @@ for name in (
         if hasattr(module, key):
             assert getattr(module, key).__module__.startswith("oracle_offload"), (name, key)
             found += 1
-assert found == 2
+assert found == 3
 """
     use(toolkit, code)
