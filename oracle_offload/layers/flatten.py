@@ -8,6 +8,7 @@ bytes, without a copy of any.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -122,11 +123,12 @@ class Places:
     """The tensors that lie at given paths of a module now: read like a dict of parameters."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module = weakref.ref(module)
 
     def get(self, path: str, default: Any = None) -> Any:
         """Return the tensor at `path`."""
-        found = tensor_at(self._module, path)
+        module = self._module()
+        found = None if module is None else tensor_at(module, path)
         return default if found is None else found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..exemption import exempt
 from . import derivatives
 from .derivatives import Input
 from .flatten import class_name, is_wrapper
@@ -34,12 +35,15 @@ class Format:
     gradient : callable, optional
         The gradient of the input, of the module made again over a slot, the gradient of the result
         and what is known of the input; see `derivatives`.
+    settle : callable, optional
+        What the library's forward changes on the module, given the input, before it computes.
     """
 
     name: str
     holders: frozenset[str] = frozenset()
     reads_input: bool = False
     gradient: Callable[[Any, Tensor, Input], Tensor | None] | None = None
+    settle: Callable[[Any, Tensor], None] | None = None
 
 
 def format_of(module: nn.Module) -> Format | None:
@@ -78,6 +82,26 @@ def _bitsandbytes_4bit(module: Any, weight: Any) -> Format | None:
     if not _forwards_as(module, "bitsandbytes.nn.modules.Linear4bit"):
         return None
     return None if getattr(weight, "quant_state", None) is None else _BITSANDBYTES_4BIT
+
+
+def _settle_8bit(module: Any, x: Tensor) -> None:
+    """The bias takes the input's dtype, for good."""
+    _cast_bias(module, x.dtype)
+
+
+def _settle_4bit(module: Any, x: Tensor) -> None:
+    """The first input decides the dtype of all products; the bias takes it, for good."""
+    if not module.compute_type_is_set:
+        module.set_compute_type(x)
+        module.compute_type_is_set = True
+    _cast_bias(module, module.compute_dtype or x.dtype)
+
+
+def _cast_bias(module: Any, dtype: torch.dtype) -> None:
+    bias = module._parameters.get("bias")
+    if bias is not None and bias.dtype is not dtype:
+        with exempt(), torch.no_grad():
+            bias.data = bias.data.to(dtype)
 
 
 def _gguf(module: Any, weight: Any) -> Format | None:
@@ -125,11 +149,13 @@ _BITSANDBYTES_8BIT = Format(
     "bitsandbytes int8",
     frozenset({"bitsandbytes.autograd._functions.MatmulLtState"}),
     gradient=derivatives.bitsandbytes_8bit,
+    settle=_settle_8bit,
 )
 _BITSANDBYTES_4BIT = Format(
     "bitsandbytes 4-bit",
     frozenset({"bitsandbytes.functional.QuantState"}),
     gradient=derivatives.bitsandbytes_4bit,
+    settle=_settle_4bit,
 )
 _GGUF = Format("GGUF", gradient=derivatives.gguf)
 _QUANTO = Format("optimum-quanto", gradient=derivatives.quanto)

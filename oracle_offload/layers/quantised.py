@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _graph_task = torch._C._current_graph_task_id
 _LARGEST_TABLE = 4096  # bytes
-_SETTINGS = (bool, int, float, str, torch.dtype, type(None))
 
 
 class Slot(tuple[Any, ...]):
@@ -85,8 +84,14 @@ class QuantisedLayer(Layer):
     def prepare(cls, module: nn.Module) -> None:
         """Give the module copies of small tables: a library may share them among all its layers."""
         found = format_of(module)
-        if found is not None:
-            copy_tables(module, found.holders, _LARGEST_TABLE)
+        if found is None:
+            return
+        copy_tables(module, found.holders, _LARGEST_TABLE)
+        for parameter in module._parameters.values():
+            # bitsandbytes' way from the weight to its module, used until it is quantised: the
+            # masters would keep a module alive that is replaced.
+            if parameter is not None and parameter.__dict__.get("module") is module:
+                parameter.__dict__["module"] = None
 
     def places(self, module: nn.Module) -> Any:
         """Return what answers which tensor lies at a path now."""
@@ -173,9 +178,7 @@ class QuantisedLayer(Layer):
         """Compute what the library does, with the given tensors."""
         made = self.copy(module, tensors)
         with autocast_reaches_kernels(self.device_type):
-            y = cast("Tensor", base_class(module).forward(made, x))
-        _keep_settings(module, made)
-        return y
+            return cast("Tensor", base_class(module).forward(made, x))
 
     def compute(self, x: Tensor, tensors: Tensors) -> Tensor:
         """Compute what the library does."""
@@ -253,6 +256,12 @@ class QuantisedLayer(Layer):
 
     # ---- the call ----
 
+    def ready(self, x: Tensor) -> bool:
+        """Check everything a call depends on, once the library's notes are made."""
+        if self.format.settle is not None:
+            self.format.settle(self.module(), x)
+        return super().ready(x)
+
     def call(self, x: Tensor) -> Tensor:
         """Compute with borrowed tensors; what autocast does, it does inside the library's code."""
         if torch.is_grad_enabled():
@@ -290,17 +299,3 @@ class QuantisedLayer(Layer):
             self.attachment.traffic.note_computed(self.name, nbytes)
             made = Copy(cast("Any", replaced), self.format.holders, {}).module(module, base)
             return cast("Tensor", base.forward(made, x.to(device)))
-
-
-def _keep_settings(module: Any, made: Any) -> None:
-    """Keep what the library's code noted on a copy: it decides about the next call.
-
-    bitsandbytes notes the first call's dtype as that of every later one, and casts the bias to it.
-    """
-    for name, value in made.__dict__.items():
-        if isinstance(value, _SETTINGS) and module.__dict__.get(name, module) is not value:
-            module.__dict__[name] = value
-    for name, own in module._parameters.items():
-        if type(own) is nn.Parameter and made._parameters[name].dtype is not own.dtype:
-            with exempt(), torch.no_grad():
-                own.data = own.data.to(made._parameters[name].dtype)

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..exemption import exempt
+from .flatten import is_wrapper
+
 if TYPE_CHECKING:
     from .leaf import Leaf
 
@@ -182,5 +185,25 @@ def _apply_to_masters(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None
             changed = True
         if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
             parameter.grad = parameter.grad.to(parameter.dtype)
+    changed |= _cast_others(module, leaf, fn)
     if changed:
         leaf.adopt(lasting=True)
+
+
+def _cast_others(module: nn.Module, leaf: Leaf, fn: Callable[[Tensor], Tensor]) -> bool:
+    """Cast what is replaced rather than re-pointed: parameters made of tensors, and buffers."""
+    changed = False
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            replaced = name in leaf.names if tensors is module._buffers else is_wrapper(tensor)
+            if tensor is None or not replaced:
+                continue
+            dtype, _ = _outcome(fn, tensor.dim(), tensor.dtype)
+            if dtype != tensor.dtype:
+                with exempt(), torch.no_grad():
+                    now: Any = tensor.to(dtype)
+                if tensors is module._parameters:
+                    now = nn.Parameter(now, requires_grad=tensor.requires_grad)
+                tensors[name] = now
+                changed = True
+    return changed

@@ -1,0 +1,216 @@
+"""Quantised layers beyond a plain step: what trains, what is shared, cast, replaced or unknown."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+import quantised
+import torch
+from equality import assert_models_agree, assert_same, attached
+from quantised import FORMATS, model_of
+from torch import nn
+from torchao import quantization as ao
+
+from oracle_offload.layers.quantised import QuantisedLayer
+
+X = torch.linspace(-2, 2, 2 * 5 * 64).sin().view(2, 5, 64).to(torch.bfloat16)
+IN_QUANTO = [name for name in FORMATS if name.startswith("quanto")]
+
+
+def pair(name):
+    return model_of(name, torch.bfloat16), model_of(name, torch.bfloat16)
+
+
+def quantised_layers(manager):
+    return [layer for layer in manager.layers if isinstance(layer, QuantisedLayer)]
+
+
+def through(model, x):
+    for block in model:
+        x = block(x)
+    return x
+
+
+def step(model):
+    given = X.clone().requires_grad_()
+    y = through(model, given)
+    y.float().square().mean().backward()
+    return y, given.grad
+
+
+def infer(model):
+    with torch.no_grad():
+        return (through(model, X),)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_bias_beside_a_quantised_weight_trains(name):
+    managed, resident = pair(name)
+    for model in (managed, resident):
+        for key, parameter in model.named_parameters():
+            if key.endswith("base.bias"):
+                parameter.requires_grad_()
+    with attached(managed) as manager:
+        assert len(quantised_layers(manager)) == 6
+        assert_models_agree(managed, resident, step)
+        assert managed[0].up.base.bias.grad.device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", IN_QUANTO)
+def test_a_weight_that_freeze_left_trainable_gets_the_residents_gradient(name):
+    managed, resident = pair(name)
+    for model in (managed, resident):
+        for key, parameter in model.named_parameters():
+            if key.endswith("base.weight"):
+                parameter.requires_grad_()
+    with attached(managed) as manager:
+        assert len(quantised_layers(manager)) == 6
+        assert_models_agree(managed, resident, step)
+        assert managed[0].up.base.weight.grad is not None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_evaluation_and_sampling(name):
+    managed, resident = (model.eval() for model in pair(name))
+    with attached(managed) as manager:
+        assert len(quantised_layers(manager)) == 6
+        if (
+            "fp4" not in name and "nf4" not in name
+        ):  # which the resident layer packs when it samples
+            assert_models_agree(managed, resident, step)
+        assert_models_agree(managed, resident, infer)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_model_is_whole_again_after_detach(name):
+    managed, resident = pair(name)
+    with attached(managed):
+        assert_same(step(managed), step(resident))
+        assert managed.state_dict().keys() == resident.state_dict().keys()
+        assert type(managed[0].up.base.weight) is type(resident[0].up.base.weight)
+    assert type(managed[0].up.base) is type(resident[0].up.base)
+    assert_same(step(managed), step(resident))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_cast_of_the_model_does_what_it_does_to_the_resident(name):
+    outcomes = []
+    for model in pair(name):
+        with attached(model) if outcomes else torch.enable_grad():
+            try:
+                model.to(torch.float32)
+                given = X.float().requires_grad_()
+                y = through(model, given)
+                y.square().mean().backward()
+                outcomes.append((y.detach(), given.grad))
+            except (RuntimeError, ValueError) as error:
+                outcomes.append((type(error), str(error)))
+    (first, second), (found, other) = outcomes
+    if isinstance(first, type):
+        assert (first, second) == (found, other)
+    else:
+        assert_same((found, other), (first, second))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_layer_that_is_ignored_keeps_what_the_others_are_made_of(name):
+    managed, resident = pair(name)
+    with attached(managed, ignore_modules=["0.up.base"]) as manager:
+        assert len(quantised_layers(manager)) == 5
+        assert_models_agree(managed, resident, step)
+
+
+# Resident, bitsandbytes' int8 layers that share a weight compute nonsense after the first.
+@pytest.mark.parametrize("name", [name for name in FORMATS if "bytes-int8" not in name])
+def test_a_weight_of_two_layers_lies_on_the_host_once(name):
+    managed, resident = pair(name)
+    for model in (managed, resident):
+        model[1].up.base.weight = model[0].up.base.weight
+    with attached(managed) as manager:
+        first, second = (
+            layer for layer in quantised_layers(manager) if layer.name in ("0.up.base", "1.up.base")
+        )
+        weights = [path for path in first.names if path.startswith("weight")]
+        assert weights
+        assert all(first.masters.addresses[p] == second.masters.addresses[p] for p in weights)
+        assert_models_agree(managed, resident, step)
+
+
+def test_dynamic_activations_compute_forward_and_give_the_input_what_the_resident_gives(
+    monkeypatch,
+):
+    config = ao.Int8DynamicActivationInt8WeightConfig()
+    monkeypatch.setitem(FORMATS, "dynamic", (8, *quantised.torchao(config)))
+    managed, resident = pair("dynamic")
+    with attached(managed) as manager:
+        assert len(quantised_layers(manager)) == 6
+        assert_models_agree(managed, resident, infer)
+        assert_models_agree(managed, resident, step)  # what flows beside the layers
+
+
+class Foreign(torch.Tensor):
+    """As a library's that nobody here knows."""
+
+
+class Integers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 64, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x):
+        return x @ self.weight.to(x.dtype).t()
+
+
+def test_a_class_that_is_not_known_stays_resident_and_is_named(caplog):
+    model = model_of("torchao-int8", torch.bfloat16)
+    foreign = nn.Linear(64, 64, bias=False)
+    foreign.weight = nn.Parameter(torch.zeros(64, 64).as_subclass(Foreign), requires_grad=False)
+    model.extend([foreign, Integers()])
+    with caplog.at_level(logging.WARNING, "oracle_offload"), attached(model) as manager:
+        assert len(quantised_layers(manager)) == 6
+        assert {"3.weight", "4.weight"} <= manager.resident.keys()
+    (said,) = [text for text in caplog.messages if "no known format" in text]
+    assert "test_quantised_life.Foreign in torch.nn.modules.linear.Linear, 16.00 KiB" in said
+    assert "torch.int8 in test_quantised_life.Integers, 512 B" in said
+
+
+def test_known_formats_are_not_named(caplog):
+    with caplog.at_level(logging.WARNING, "oracle_offload"):
+        for name in FORMATS:
+            with attached(model_of(name, torch.bfloat16)):
+                pass
+    assert not [text for text in caplog.messages if "no known format" in text]
+
+
+def plain_layer():
+    plain = nn.Linear(64, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        plain.weight.copy_(torch.eye(128, 64))
+        plain.bias.zero_()
+    return plain.requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_layer_that_is_replaced_by_a_plain_one_is_forgotten(name):
+    managed, resident = pair(name)
+    with attached(managed) as manager:
+        assert_same(step(managed), step(resident))
+        for model in (managed, resident):
+            model[1].up.base = plain_layer()
+        gc.collect()  # bitsandbytes' weights know their module
+        assert_models_agree(managed, resident, step)
+        assert len(quantised_layers(manager)) == 5
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("torchao")])
+def test_a_weight_that_is_replaced_by_a_plain_one_takes_its_layer_out(name):
+    managed, resident = pair(name)
+    with attached(managed) as manager:
+        assert_same(step(managed), step(resident))
+        for model in (managed, resident):
+            model[1].up.base.weight = plain_layer().weight
+        assert_models_agree(managed, resident, step)
+        assert len(quantised_layers(manager)) == 5
+        assert "replaced after attach" in manager.resident["1.up.base.weight"]
