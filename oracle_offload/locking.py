@@ -113,6 +113,12 @@ class LockBudget:
         if self._refusal is None:
             engine.reserve_rings(0)
 
+    def allows(self, nbytes: int, masters: Sequence[Lockable]) -> bool:
+        """Whether `nbytes` may be locked beside the masters: where all are, and met no wall."""
+        whole = sum(piece.buffer.nbytes for piece in masters)
+        locked = sum(piece.locked_bytes for piece in masters)
+        return self._refusal is None and locked >= whole and whole + nbytes <= self._limit
+
     # ---- the wall ----
 
     def _locked_bytes(self) -> int:

@@ -225,10 +225,8 @@ class Pieces:
             return list(self._pieces.values())
 
     def may_lock_beside(self, nbytes: int) -> bool:
-        """Whether `nbytes` more may be locked: never where masters themselves are not."""
-        buffers = self.buffers
-        locked = sum(buffer.nbytes for buffer in buffers)
-        return all(buffer.locked for buffer in buffers) and locked + nbytes <= self._limit
+        """Whether `nbytes` of something else may be locked."""
+        return self.budget.allows(nbytes, self.in_order())
 
     def at(self, address: int) -> Piece | None:
         """Return the piece that `address` lies in."""

@@ -165,13 +165,13 @@ def test_a_refusal_leaves_the_room_to_others(sim, nth):
     managed, resident = both("cpu")
     sim.refuse_registration(nth)
     with attached(managed, "cpu") as manager:
+        tried = sim.call_count("cuMemHostRegister")
         for number in range(3):
             for model in (managed, resident):
                 backward(model, number)
             assert_same(gradients(managed), gradients(resident))
         assert sim.live().registrations == (0 if nth == 1 else 1)
-        refused = sim.call_count("cuMemHostRegister")
-        assert refused == nth
+        assert sim.call_count("cuMemHostRegister") - tried == nth - 1
         assert (manager.state.engine.stats()["pageable_bytes"] > 0) is (nth == 1)
 
 
