@@ -48,6 +48,7 @@ class _Switch(enum.IntEnum):
     COPY_NOTHING = 2
     TRACE = 3
     STRICT_THREADS = 4
+    LATE_SUBMISSION = 5
 
 
 @dataclass
@@ -333,6 +334,11 @@ def strict_threads(on: bool) -> None:
 def refuse_registration(from_nth: int = 1) -> None:
     """Refuse the `from_nth` page-locking from now on (1: the next) and all later; 0 ends it."""
     _check("simRefuseRegistration", library().simRefuseRegistration(from_nth))
+
+
+def late_submission(on: bool) -> None:
+    """Hand work to the device only when it is queried or waited for, as on Windows (WDDM)."""
+    _switch(_Switch.LATE_SUBMISSION, on)
 
 
 def set_lock_quota(nbytes: int | None) -> None:

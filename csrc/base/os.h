@@ -38,6 +38,9 @@ struct oo_thread;
 struct oo_thread *oo__thread_start(void (*run)(void *), void *argument); /* NULL: none to be had */
 void oo__thread_join(struct oo_thread *thread);
 size_t oo__processors(void);
+/* Whether CUDA's driver stands on Windows' display driver model, which collects work before it is
+ * handed to the device: on Windows, and on Linux inside it (WSL2). */
+int oo__driver_submits_late(void);
 
 void *oo__library_open(const char *path); /* NULL when it cannot be loaded */
 const char *oo__library_error(char *text, size_t capacity);

@@ -163,6 +163,8 @@ size_t oo__processors(void) {
     return count > 0 ? (size_t)count : 1;
 }
 
+int oo__driver_submits_late(void) { return access("/dev/dxg", F_OK) == 0; }
+
 void *oo__library_open(const char *path) { return dlopen(path, RTLD_NOW | RTLD_LOCAL); }
 void *oo__library_open_cuda(void) { return oo__library_open(oo__cuda_library_name); }
 

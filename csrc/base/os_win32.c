@@ -121,6 +121,8 @@ size_t oo__processors(void) {
     return info.dwNumberOfProcessors;
 }
 
+int oo__driver_submits_late(void) { return 1; } /* cards in TCC mode do not: device.c asks */
+
 void *oo__library_open(const char *path) { return (void *)LoadLibraryExA(path, NULL, 0); }
 
 void *oo__library_open_cuda(void) {

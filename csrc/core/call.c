@@ -131,3 +131,11 @@ enum oo_status oo__synchronize(struct oo_engine *engine, OOCUstream stream, int 
     engine->stats.recoveries += recovering != 0;
     return OO_DRIVE(engine, cuStreamSynchronize, stream);
 }
+
+void oo__flush(struct oo_engine *engine, OOCUstream stream) {
+    if (!engine->submits_late || !engine->usable)
+        return;
+    const OOCUresult result = engine->driver.cuStreamQuery(stream);
+    if (result != OOCU_ERROR_NOT_READY)
+        (void)oo__note(engine, "cuStreamQuery", result);
+}

@@ -29,6 +29,20 @@ done:
     return status;
 }
 
+/* A card in TCC mode has no display, and is driven past Windows' display driver model. */
+static void oo__ask_submission(struct oo_engine *engine) {
+    int late = 0, tcc = 0;
+    if (oo__simulates_submission(engine, &late)) {
+        engine->submits_late = late;
+        return;
+    }
+    engine->submits_late = oo__driver_submits_late();
+    if (engine->submits_late &&
+        engine->driver.cuDeviceGetAttribute(&tcc, OOCU_DEVICE_ATTRIBUTE_TCC_DRIVER,
+                                            engine->device) == OOCU_SUCCESS)
+        engine->submits_late = !tcc;
+}
+
 /* On a dead engine only host records are freed: a lost context has taken the rest with it. */
 static void oo__close_device(struct oo_engine *engine) {
     (void)oo__finish_download(engine); /* before the ring it may still be reading goes */
@@ -72,6 +86,7 @@ enum oo_status oo_engine_create(const char *library, int device, struct oo_engin
     OO_TRY(oo_plan_create(&engine->plan));
     OO_TRY(oo_driver_load(&engine->driver, library));
     OO_TRY(oo__open_device(engine, device));
+    oo__ask_submission(engine);
     OO_TRY(oo__enter(engine, 0));
     int least = 0, greatest = 0;
     status = OO_DRIVE(engine, cuCtxGetStreamPriorityRange, &least, &greatest);

@@ -249,6 +249,7 @@ static enum oo_status oo__acquire_late(struct oo_engine *engine, uint32_t id,
     if (status == OO_OK) {
         engine->models[engine->units[id].model].stats.late++;
         oo__note_fetched(fetched, id);
+        oo__flush(engine, engine->h2d);
     }
     return status;
 }
@@ -398,7 +399,7 @@ enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *
 
 /* Start copies by next use until nothing more is worth its place. A prefetch that fails is given
  * up: the unit is copied when it is asked for, and the failure surfaces there if it lasts. */
-static void oo__prefetch(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
+static void oo__start_copies(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
     uint32_t id;
     struct oo_window window;
     while (engine->usable && oo_plan_next_fetch(engine->plan, &id, &window)) {
@@ -415,6 +416,13 @@ static void oo__prefetch(struct oo_engine *engine, int flags, struct oo_fetched 
         stats->prefetches++;
         oo__note_fetched(fetched, id);
     }
+}
+
+/* A copy that the driver has only collected would overlap nothing. */
+static void oo__prefetch(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
+    oo__start_copies(engine, flags, fetched);
+    if (fetched->count)
+        oo__flush(engine, engine->h2d);
 }
 
 enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uintptr_t stream,

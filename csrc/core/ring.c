@@ -94,8 +94,8 @@ static enum oo_status oo__ring_wait(struct oo_engine *engine, const struct oo_ev
     return OO_DRIVE(engine, cuEventSynchronize, copied->handle);
 }
 
-enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, const char *source,
-                               size_t bytes) {
+static enum oo_status oo__upload(struct oo_engine *engine, OOCUdeviceptr target, const char *source,
+                                 size_t bytes) {
     struct oo_ring *ring = &engine->up;
     enum oo_status status;
     OO_TRY(oo__ring_prepare(engine, ring));
@@ -123,6 +123,17 @@ enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, c
         ring->lost[piece] = 0;
     }
 done:
+    return status;
+}
+
+enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, const char *source,
+                               size_t bytes) {
+    const uint64_t begin = oo__nanoseconds();
+    const enum oo_status status = oo__upload(engine, target, source, bytes);
+    if (status == OO_OK) {
+        engine->stats.unlocked_h2d_bytes += bytes;
+        engine->stats.unlocked_h2d_seconds += (double)(oo__nanoseconds() - begin) * 1e-9;
+    }
     return status;
 }
 

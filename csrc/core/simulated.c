@@ -26,6 +26,10 @@ enum oo_status oo__host_access(struct oo_engine *engine, const void *memory, siz
                                         : OO_OK;
 }
 
+int oo__simulates_submission(struct oo_engine *engine, int *late) {
+    return engine->driver.simSubmitsLate && engine->driver.simSubmitsLate(late) == OOCU_SUCCESS;
+}
+
 void oo__expect_pageable(struct oo_engine *engine, const void *memory) {
     if (engine->driver.simExpectPageable)
         (void)engine->driver.simExpectPageable(memory);

@@ -12,6 +12,8 @@ void oo__label_stream(struct oo_engine *engine, OOCUstream stream, const char *n
 /* The host reads or writes these bytes now. */
 enum oo_status oo__host_access(struct oo_engine *engine, const void *memory, size_t bytes,
                                int is_write);
+/* Whether the simulated driver collects work before it hands it over; 0 if there is none to ask. */
+int oo__simulates_submission(struct oo_engine *engine, int *late);
 /* The next copy from or to this memory is of pageable bytes on purpose. */
 void oo__expect_pageable(struct oo_engine *engine, const void *memory);
 /* To the simulated device torch's memory is device memory between these two. `flags`:

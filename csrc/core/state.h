@@ -197,6 +197,7 @@ struct oo_engine {
 
     uint64_t sweep;
     int in_task, held, verify;
+    int submits_late;  /* the driver collects work; a query hands it to the device */
     double patience_s; /* how long a call waits for the uses of other threads to end */
 
     OOCUmodule module; /* the embedded kernels, loaded on first use */

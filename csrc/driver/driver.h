@@ -71,6 +71,7 @@
                                                  const OOSimRange *writes, size_t n_writes, double seconds)) \
   X(simHostAccess,             0,     OPTIONAL, (const void *ptr, size_t bytes, int is_write)) \
   X(simExpectPageable,         0,     OPTIONAL, (const void *ptr)) \
+  X(simSubmitsLate,            0,     OPTIONAL, (int *late)) \
   X(simLabelRange,             0,     OPTIONAL, (const void *ptr, size_t bytes, const char *label)) \
   X(simLabelStream,            0,     OPTIONAL, (OOCUstream stream, const char *label))
 /* clang-format on */

@@ -310,6 +310,8 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     COUNT(h2d_copies, MODEL) \
     SECONDS(h2d_seconds, MODEL)         /* of h2d_timed_bytes */ \
     COUNT(h2d_timed_bytes, MODEL) \
+    COUNT(unlocked_h2d_bytes, ENGINE)   /* of h2d_bytes, those of masters that are not locked */ \
+    SECONDS(unlocked_h2d_seconds, ENGINE) /* that the host spent on them, by its own clock */ \
     COUNT(d2h_bytes, ENGINE) \
     COUNT(d2h_copies, ENGINE) \
     SECONDS(d2h_seconds, ENGINE)        /* of d2h_timed_bytes */ \

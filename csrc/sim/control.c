@@ -333,13 +333,21 @@ OOCUresult simGetSchedule(int *schedule, uint64_t *seed) {
 }
 
 OOCUresult simSwitch(int which, int on) {
-    if (which < SIM_RACES || which > SIM_STRICT_THREADS)
+    if (which < SIM_RACES || which > SIM_LATE_SUBMISSION)
         return OOCU_ERROR_INVALID_VALUE;
     sim_os_lock(&sim.lock);
     sim__boot();
     sim.switches[which] = !!on;
     if (which == SIM_RACES && !on)
         sim__access_forget(0, UINTPTR_MAX); /* a history with holes would accuse the innocent */
+    sim_os_unlock(&sim.lock);
+    return OOCU_SUCCESS;
+}
+
+OOCUresult simSubmitsLate(int *late) {
+    sim_os_lock(&sim.lock);
+    sim__boot();
+    *late = sim.switches[SIM_LATE_SUBMISSION];
     sim_os_unlock(&sim.lock);
     return OOCU_SUCCESS;
 }

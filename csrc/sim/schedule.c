@@ -171,7 +171,7 @@ static void not_runnable(struct sim_op *op) {
 }
 
 static void become_runnable(struct sim_op *op) {
-    if (op->executed || op->runnable_at || op->stream->held)
+    if (op->executed || op->runnable_at || op->stream->held || !op->submitted)
         return;
     sim.runnable = sim__grow(sim.runnable, &sim.runnable_capacity, sim.n_runnable + 1,
                              sizeof(struct sim_op *));
@@ -199,7 +199,7 @@ static void settle(void) {
 }
 
 static void time_ready(struct sim_op *op) {
-    if (!op->stream->held)
+    if (!op->stream->held && op->submitted)
         heap_push(op->ready_s, MOMENT_READY, op);
 }
 
@@ -518,6 +518,7 @@ static enum outcome wait_for_host_function(void) {
 OOCUresult sim__wait(struct sim_op *op) {
     enum outcome outcome = RAN;
     sim__op_ref(op);
+    sim__flush(op);
     if (by_time()) {
         pass_until(INFINITY, op);
         execute_due();
@@ -578,6 +579,7 @@ OOCUresult sim__run_before(struct sim_stream *stream) {
         return OOCU_SUCCESS;
     enum outcome outcome = RAN;
     sim__op_ref(op);
+    sim__flush(op);
     while (!op->executed && outcome != STUCK) {
         outcome = run(op);
         settle();
@@ -693,7 +695,7 @@ static struct sim_op *oldest_host_function(void) {
     struct sim_op *oldest = NULL;
     for (struct sim_stream *s = sim.streams; s; s = s->next)
         for (struct sim_op *op = s->exec_head; op; op = op->next)
-            if (op->kind == OP_HOSTFN && !op->executed) {
+            if (op->kind == OP_HOSTFN && !op->executed && op->submitted) {
                 if (!oldest || op->seq < oldest->seq)
                     oldest = op;
                 break;
@@ -845,20 +847,42 @@ void sim__op_after(struct sim_op *op, struct sim_op *from) {
     op->wait_time += !from->ended;
 }
 
+static void hand_over(struct sim_op *op) {
+    op->submitted = 1;
+    if (op->ready_s < sim.now_s)
+        op->ready_s = sim.now_s;
+    if (!op->wait_time && !op->ended)
+        time_ready(op);
+    if (!op->wait_exec)
+        become_runnable(op);
+    if (op->kind == OP_HOSTFN)
+        sim_os_broadcast(&sim.changed);
+}
+
+void sim__flush(struct sim_op *op) {
+    if (op->submitted)
+        return;
+    for (struct sim_op *first = op->stream->head;; first = first->next) {
+        if (!first->submitted) {
+            for (struct sim_edge *edge = first->in; edge; edge = edge->next_in)
+                if (edge->from)
+                    sim__flush(edge->from);
+            hand_over(first);
+        }
+        if (first == op)
+            break;
+    }
+}
+
 void sim__submit(struct sim_op *op) {
     /* One operation in four takes ten to a thousand times as long as it should. */
     if (sim.schedule == SIM_DELAYED && !(draw() & 3u)) {
         static const double factors[] = {10, 30, 100, 1000};
         op->cost_s *= factors[draw() & 3u];
     }
-    if (!op->wait_time)
-        time_ready(op);
-    if (!op->wait_exec)
-        become_runnable(op);
-    if (op->kind == OP_HOSTFN) {
-        n_host_functions++;
-        sim_os_broadcast(&sim.changed);
-    }
+    n_host_functions += op->kind == OP_HOSTFN;
+    if (!sim.switches[SIM_LATE_SUBMISSION])
+        hand_over(op);
     run_by_choice();
 }
 
@@ -885,6 +909,8 @@ struct sim_stream *sim__stream_new(int device, unsigned int flags, const char *n
 void sim__stream_destroy(struct sim_stream *stream) {
     sim__handle_end(stream->handle);
     stream->destroyed = 1;
+    if (stream->tail)
+        sim__flush(stream->tail);
     if (stream->blocking && !stream->is_legacy)
         sim__clock_join(&sim.gone[stream->device], &stream->clock);
     if (stream->counted)

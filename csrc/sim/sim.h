@@ -85,9 +85,16 @@ enum sim_switch {
     SIM_TRACE_ON = 3, /* record ended operations for simTrace (default: ORACLE_OFFLOAD_SIM_TRACE) */
     /* Each host thread has its own clock, and only CUDA calls order threads (default 0: all host
      * threads share one clock, as their locks cannot be seen from here). */
-    SIM_STRICT_THREADS = 4
+    SIM_STRICT_THREADS = 4,
+    /* What is queued is handed to the device only when somebody queries or waits for its stream, or
+     * for an event of it, or launches a kernel that comes after it (default 0): as on Windows,
+     * where the driver (WDDM) collects a batch first. cuEventElapsedTime hands nothing over. */
+    SIM_LATE_SUBMISSION = 5
 };
 SIM_API OOCUresult simSwitch(int which, int on);
+/* Whether SIM_LATE_SUBMISSION is on: what an engine asks, as it asks the system of a real driver.
+ */
+SIM_API OOCUresult simSubmitsLate(int *late);
 
 /* Refuse host registrations: the n-th cuMemHostRegister from now on and all later ones fail with
  * OUT_OF_MEMORY (1 = the next); 0 ends it. */

@@ -98,6 +98,7 @@ struct sim_op {
     enum sim_op_kind kind;
     int executed, ended, running; /* running: a host function, on the driver's thread */
     int due;                      /* execute as soon as it is runnable */
+    int submitted;                /* handed to the device: see SIM_LATE_SUBMISSION */
     int poisoned;
     uint32_t refs; /* events and waiters that still look at it */
     uint64_t seq, call;
@@ -167,6 +168,9 @@ void sim__op_after(struct sim_op *op, struct sim_op *predecessor);
 void sim__stream_writes(struct sim_stream *stream, enum sim_access_kind kind, uintptr_t lo,
                         uintptr_t hi);
 void sim__submit(struct sim_op *op);
+/* Hand over what a batch still holds of the operation's stream up to it, and what that waits for.
+ */
+void sim__flush(struct sim_op *op);
 /* Wait until `op` has been executed and has ended; the host's virtual clock moves to its end. */
 OOCUresult sim__wait(struct sim_op *op);
 /* Whether the host may see `op` as done, now. */

@@ -904,6 +904,7 @@ OOCUresult cuStreamQuery(OOCUstream handle) {
     for (struct sim_stream *s = sim.streams, *next; s && result == OOCU_SUCCESS; s = next) {
         next = s->next;
         if (covers(stream, s) && s->tail) {
+            sim__flush(s->tail);
             if (!sim__done(s->tail))
                 result = not_ready();
             next = sim.streams;
@@ -1069,6 +1070,7 @@ OOCUresult cuEventQuery(OOCUevent handle) {
         SIM_RETURN(OOCU_ERROR_CAPTURED_EVENT);
     if (!event->recorded)
         goto out;
+    sim__flush(event->op);
     if (!sim__done(event->op))
         result = not_ready();
     if (sim.sticky != OOCU_SUCCESS)

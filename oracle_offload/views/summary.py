@@ -83,7 +83,11 @@ class ModelUsage:
 
 @dataclass(frozen=True)
 class DeviceUsage:
-    """One device and the models attached to it."""
+    """One device and the models attached to it.
+
+    What is not page-locked passes through rings of `ring_bytes` that are; `unlocked_h2d_gbps` is
+    how fast the host fed them, by its own clock, also on the simulated device.
+    """
 
     device: str
     name: str
@@ -96,6 +100,8 @@ class DeviceUsage:
     peak_in_arena_bytes: int
     locked_bytes: int
     pageable_bytes: int
+    ring_bytes: int
+    unlocked_h2d_gbps: float | None
     host_waits: int
     recoveries: int
     allocations: int
@@ -200,6 +206,8 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
         peak_in_arena_bytes=stats["peak_resident_bytes"],
         locked_bytes=stats["locked_bytes"],
         pageable_bytes=stats["pageable_bytes"],
+        ring_bytes=stats["ring_bytes"],
+        unlocked_h2d_gbps=_rate(stats["unlocked_h2d_bytes"], stats["unlocked_h2d_seconds"]),
         host_waits=stats["host_waits"],
         recoveries=stats["recoveries"],
         allocations=stats["allocations"],
@@ -280,6 +288,11 @@ def _table(device: DeviceUsage, report: MemoryReport) -> str:
         ("host memory, page-locked", format_size(device.locked_bytes)),
         ("host memory, pageable", format_size(device.pageable_bytes)),
     ]
+    if device.pageable_bytes:
+        way = f"rings of {format_size(device.ring_bytes)}" if device.ring_bytes else "the driver"
+        if device.unlocked_h2d_gbps is not None:
+            way += f", {device.unlocked_h2d_gbps:.1f} GB/s"
+        rows.append(("  which is copied through", way))
     if not report.abbreviated:
         rows += [
             (
@@ -291,7 +304,7 @@ def _table(device: DeviceUsage, report: MemoryReport) -> str:
             ("driver objects and host blocks created", str(device.allocations)),
         ]
         if device.torch_allocated_bytes is not None:
-            rows.insert(5, ("allocated by torch", format_size(device.torch_allocated_bytes)))
+            rows.insert(-3, ("allocated by torch", format_size(device.torch_allocated_bytes)))
     lines += [_row(*row) for row in rows]
     for model in device.models:
         lines += [thin, _row(model.name, f"{model.layers} layers in {model.units} units")]

@@ -302,7 +302,61 @@ static void a_step_of_two_layers_takes_what_the_model_says(void) {
         two_layer_step(schedule);
 }
 
+/* Nothing begins before it is handed over: by a query, by a wait, or by a kernel that comes after
+ * it.
+ */
+static void late_submission(void) {
+    sim_test_begin(SIM_TIMED, 0);
+    OK(cu.simSwitch(SIM_LATE_SUBMISSION, 1));
+    int late = 0;
+    OK(cu.simSubmitsLate(&late));
+    CHECK(late == 1, "not told");
+    OOCUstream copies = new_stream(), compute = new_stream();
+    OOCUevent first = new_event(), second = new_event();
+    OOCUdeviceptr device = device_bytes(2 << 20);
+    char *host = host_bytes(2 << 20);
+    struct sim_stats stats;
+    struct sim_device card;
+    OK(cu.simGetDevice(0, &card));
+    const double cost_s = card.copy_latency_s + (1 << 20) / (card.link_gbps * 1e9);
+    OK(cu.cuMemcpyHtoDAsync(device, host, 1 << 20, copies));
+    OK(cu.cuEventRecord(first, copies));
+    OK(cu.cuMemcpyHtoDAsync(device + (1 << 20), host, 1 << 20, copies));
+    OK(cu.cuEventRecord(second, copies));
+    OK(cu.simAdvance(1));
+    OK(cu.simGetStats(&stats));
+    CHECK(stats.h2d_busy_s == 0, "begun, though nobody asked");
+    float ms;
+    IS(OOCU_ERROR_NOT_READY, cu.cuEventElapsedTime(&ms, first, second));
+    OK(cu.simAdvance(1));
+    OK(cu.simGetStats(&stats));
+    CHECK(stats.h2d_busy_s == 0, "reading a time hands over");
+    /* A kernel hands over what it waits for, and not what comes after that. */
+    OK(cu.cuStreamWaitEvent(compute, first, 0));
+    OK(cu.simLaunch(compute, NULL, 0, NULL, 0, 1e-3));
+    OK(cu.simAdvance(1));
+    OK(cu.simGetStats(&stats));
+    CHECK(fabs(stats.h2d_busy_s - cost_s) < 1e-9, "%g of %g s", stats.h2d_busy_s, cost_s);
+    const double asked_s = cu.simNow();
+    IS(OOCU_ERROR_NOT_READY, cu.cuStreamQuery(copies));
+    OK(cu.cuEventSynchronize(second));
+    CHECK(cu.simNow() - asked_s > 0.9 * cost_s, "the copy began before it was handed over");
+    OK(cu.cuStreamSynchronize(compute));
+    OK(cu.simGetStats(&stats));
+    CHECK(stats.compute_busy_s > 0.9e-3 && stats.h2d_busy_s > 1.9 * cost_s, "not all has run");
+    OK(cu.cuEventDestroy(first));
+    OK(cu.cuEventDestroy(second));
+    OK(cu.cuStreamDestroy(copies));
+    OK(cu.cuStreamDestroy(compute));
+    OK(cu.cuMemFree(device));
+    OK(cu.cuMemFreeHost(host));
+    sim_test_end();
+    OK(cu.simSubmitsLate(&late));
+    CHECK(late == 0, "a reset ends it");
+}
+
 static const struct check_case cases[] = {
+    CASE(late_submission),
     CASE(a_step_of_two_layers_takes_what_the_model_says),
     CASE(engines_are_shared_in_ready_order),
     CASE(queries_follow_the_clock),

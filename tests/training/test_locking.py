@@ -186,6 +186,28 @@ def test_weights_that_replace_others_keep_within_the_wall():
 
 
 @pytest.mark.parametrize(
+    ("wall", "way"), [(0, "the driver"), (2 * MIB, "rings of 1.88 MiB"), (None, None)]
+)
+def test_the_summary_says_what_is_locked_and_how_fast_the_rest_is(wall, way):
+    model = Tower(8 * MIB)
+    with simulator.lock_quota(2**40 if wall is None else wall), attached(model) as manager:
+        usage = manager.memory_summary().devices[0]
+        assert usage.unlocked_h2d_gbps is None
+        model(torch.randn(2, WIDTH))
+        usage = manager.memory_summary().devices[0]
+        stats, text = manager.state.engine.stats(), str(manager.memory_summary())
+    assert usage.locked_bytes == stats["locked_bytes"] and usage.ring_bytes == stats["ring_bytes"]
+    if way is None:
+        assert "which is copied through" not in text and usage.unlocked_h2d_gbps is None
+        assert stats["unlocked_h2d_bytes"] == 0
+    else:
+        assert f"which is copied through | {way}, " in " ".join(text.split()) and " GB/s" in text
+        assert stats["unlocked_h2d_bytes"] == stats["h2d_bytes"] > 0
+        seconds = stats["unlocked_h2d_seconds"]
+        assert usage.unlocked_h2d_gbps == stats["unlocked_h2d_bytes"] / seconds / 1e9
+
+
+@pytest.mark.parametrize(
     ("platform", "dxg", "words"),
     [
         ("win32", False, ("Windows (WDDM)", "half of the memory")),

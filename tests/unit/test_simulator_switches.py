@@ -44,6 +44,20 @@ def test_a_trace_holds_what_was_still_under_way_and_ends_with_its_block(driver: 
     assert simulator.library().simTraceCount() == 0
 
 
+def test_late_submission_waits_for_a_query(driver: Driver) -> None:
+    for late in (True, False):
+        simulator.late_submission(late)
+        stream = driver.stream()
+        slot, master = driver.device_bytes(NBYTES), driver.host_bytes(NBYTES)
+        before = simulator.stats().h2d_busy_s
+        driver.copy_in(slot, master, NBYTES, stream)
+        simulator.library().simAdvance(1.0)
+        assert (simulator.stats().h2d_busy_s == before) is late
+        driver.library.cuStreamQuery(ctypes.c_size_t(stream))
+        simulator.library().simAdvance(1.0)
+        assert simulator.stats().h2d_busy_s > before
+
+
 def test_without_poison_memory_stays_as_it_was(driver: Driver) -> None:
     block = ctypes.create_string_buffer(b"\x02" * NBYTES, NBYTES)
     simulator.poison(False)

@@ -66,6 +66,8 @@ DEVICE = DeviceUsage(
     peak_in_arena_bytes=24 * MIB,
     locked_bytes=101 * MIB,
     pageable_bytes=6 * KIB,
+    ring_bytes=32 * MIB,
+    unlocked_h2d_gbps=4.56,
     host_waits=41,
     recoveries=42,
     allocations=43,
@@ -90,6 +92,7 @@ BASE = [
     ("weights in it now / at most", "20.00 MiB / 24.00 MiB"),
     ("host memory, page-locked", "101.00 MiB"),
     ("host memory, pageable", "6.00 KiB"),
+    ("which is copied through", "rings of 32.00 MiB, 4.6 GB/s"),
 ]
 COUNTERS = [
     ("device memory free / total", "23.00 GiB / 24.00 GiB"),

@@ -1,0 +1,87 @@
+/* A driver that collects work before it hands it to the device, as Windows' display driver model
+ * makes CUDA's do: the engine's copies begin all the same, and no wait of it lasts for ever. */
+#include "world.h"
+
+static double h2d_busy_s(void) {
+    struct sim_stats stats;
+    sim.simGetStats(&stats);
+    return stats.h2d_busy_s;
+}
+
+static void late(int on) { CHECK(sim.simSwitch(SIM_LATE_SUBMISSION, on) == 0, "no such switch"); }
+
+/* What a release copies ahead is under way before anybody waits for it. */
+static void copies_ahead_begin_at_once(void) {
+    for (int on = 0; on < 2; on++) {
+        struct world w;
+        struct oo_use held;
+        struct oo_fetched fetched;
+        late(on);
+        world_open(&w, 60000, -1);
+        CHECK(w.engine->submits_late == on, "%d: not asked", on);
+        for (int round = 0; round < 2; round++) /* to learn what comes next */
+            need(step(&w), "step");
+        uint64_t ahead = stats_of(&w).prefetches;
+        double finished_s, before_s = 0;
+        for (unsigned i = 0; i < UNITS && stats_of(&w).prefetches == ahead; i++) {
+            CHECK(sim.simFinish(&finished_s) == 0, "no end");
+            before_s = h2d_busy_s();
+            ahead = stats_of(&w).prefetches;
+            need(acquire(w.engine, w.member[i], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+            need(oo_engine_launch(w.engine, w.member[i], w.stream, 1e-6), "launch");
+            need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+        }
+        CHECK(stats_of(&w).prefetches > ahead, "%d: nothing was copied ahead", on);
+        sim.simAdvance(1);
+        CHECK(h2d_busy_s() > before_s, "%d: copies ahead have not begun", on);
+        world_close(&w, "copies ahead");
+    }
+}
+
+/* A copy that is asked for late is handed over by acquire, before a kernel is launched. */
+static void late_copies_begin_at_once(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    late(1);
+    world_open(&w, 60000, -1);
+    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    sim.simAdvance(1);
+    CHECK(h2d_busy_s() > 0, "the copy has not begun");
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    world_close(&w, "late copy");
+}
+
+/* Locked or through the rings, on every schedule: right bytes, no deadlock. */
+static void every_step_ends(void) {
+    for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
+        for (int refused = 0; refused < 3; refused++) {
+            struct world w;
+            char target[5000];
+            sim.simSetSchedule(schedule, 3);
+            late(1);
+            sim.simRefuseRegistration(refused == 1);
+            sim.simLockQuota(refused == 2 ? 0 : UINT64_MAX);
+            world_open_on_device(&w, 60000);
+            char *gradient = device_memory(&w, sizeof target);
+            fill(gradient, sizeof target, 7);
+            for (int round = 0; round < 2; round++)
+                need(step(&w), "step");
+            need(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof target, w.stream),
+                 "download");
+            CHECK(memcmp(target, gradient, sizeof target) == 0, "wrong bytes");
+            end_device_memory(&w, gradient);
+            world_close(&w, "late submission");
+        }
+    }
+}
+
+static const struct check_case cases[] = {
+    CASE(copies_ahead_begin_at_once),
+    CASE(late_copies_begin_at_once),
+    CASE(every_step_ends),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
+}
