@@ -68,7 +68,10 @@ MEASUREMENTS = tuple(
 )
 TESTS = tuple(
     Part(f"tests/{name}", 140, f"tests/training/test_{name}.py")
-    for name in ("matrix", "autocast", "models", "writes", "memory", "contract", "exceptions")
+    for name in (
+        *("matrix", "autocast", "step_scalars", "models", "writes", "gradients", "memory"),
+        *("contract", "exceptions"),
+    )
 )
 CONFORMANCE = Part("conformance", 150)
 LATER = (Part("lock", 60), Part("memory", 80), Part("faults", 100))

@@ -205,15 +205,16 @@ enum oo_kind {
 };
 
 enum oo_flags {
-    OO_NONBLOCKING = 1, /* acquire, release, keep: OO_WOULD_BLOCK rather than wait on the host */
-    OO_LAUNCH = 2       /* acquire: declare the kernel that reads the member, too */
+    OO_NONBLOCKING =
+        1,        /* acquire, release, keep, stamp: OO_WOULD_BLOCK rather than wait on the host */
+    OO_LAUNCH = 2 /* acquire: declare the kernel that reads the member, too */
 };
 
 /* What a layer asks for. */
 struct oo_request {
     uint32_t member;
     enum oo_kind kind;
-    uintptr_t stream; /* that the work will be queued on */
+    uintptr_t stream; /* that the work will be queued on; it lives as long as the engine */
     uint64_t stamp;   /* of the member's masters now */
     int64_t task;     /* the running graph task, -1 for none */
     double seconds;   /* with OO_LAUNCH: as in oo_engine_launch */

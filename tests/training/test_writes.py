@@ -580,6 +580,25 @@ def test_one_row_trained_by_a_fused_optimizer_is_seen(when):
             assert_models_agree(managed, resident, forward, steps=1)
 
 
+def test_one_row_written_by_hand_between_two_backwards_is_seen():
+    """No optimizer stepped, no version tells, and samples may miss it: copies end with backward."""
+    torch.manual_seed(0)
+    managed = nn.Sequential(nn.Linear(512, 512, bias=False))
+    resident = copy.deepcopy(managed)
+
+    def forward(model):
+        return [model(torch.ones(2, 512))]
+
+    with attached(managed, "cpu", offload_percent=0.0):
+        for row in range(3, 512, 101):
+            for model in (managed, resident):
+                forward(model)[0].sum().backward()  # gradients are accumulated
+                version = model[0].weight._version
+                model[0].weight.detach().numpy()[row] += 1.0
+                assert model[0].weight._version == version
+            assert_models_agree(managed, resident, forward, steps=1)
+
+
 def test_optimizers_that_step_inside_backward_train_alike():
     """One optimizer for each parameter, which steps as soon as its gradient is there."""
     managed = build()
