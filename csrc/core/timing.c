@@ -45,7 +45,7 @@ enum oo_status oo__event_take(struct oo_engine *engine, enum oo_event_kind kind,
                               struct oo_event **out) {
     struct oo_event **first = &engine->spans.free_events[kind];
     *out = NULL;
-    if (!*first && kind == OO_TIMED)
+    if (!*first)
         oo__spans_harvest(engine);
     if (!*first) {
         enum oo_status status = oo__event_create(engine, kind);
@@ -72,8 +72,6 @@ void oo__event_give(struct oo_engine *engine, struct oo_event *event) {
 /* A time that cannot be read costs a measurement and nothing else. */
 static OOCUresult oo__elapsed(struct oo_engine *engine, float *milliseconds,
                               const struct oo_event *begin, const struct oo_event *end) {
-    if (!engine->driver.cuEventElapsedTime)
-        return OOCU_ERROR_NOT_SUPPORTED;
     const OOCUresult result =
         engine->driver.cuEventElapsedTime(milliseconds, begin->handle, end->handle);
     if (result != OOCU_ERROR_NOT_READY)

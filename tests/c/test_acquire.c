@@ -149,11 +149,60 @@ static void test_an_acquire_that_launches(void) {
     world_close(&w, "launched");
 }
 
+/* The kernel that an acquire declares is queued on the stream that it was acquired for. */
+static void test_what_an_acquire_launches_is_on_its_stream(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    struct oo_trace_row *rows;
+    size_t count;
+    world_open(&w, 400000, -1);
+    need(use(&w, 2, OO_FORWARD), "copy");
+    const uintptr_t stream = new_stream(&w);
+    need(oo_trace_start(w.engine), "trace");
+    need(acquire_launched(w.engine, w.member[2], stream, 0, OO_FORWARD, -1, 1e-3, 0, &held),
+         "acquire");
+    need(oo_engine_release(w.engine, held.ticket, stream, 0, &fetched), "release");
+    need(oo_trace_stop(w.engine, &rows, &count), "trace");
+    unsigned found = 0;
+    for (size_t i = 0; i < count; i++)
+        found += rows[i].kind == OO_TRACE_COMPUTE && rows[i].end_s - rows[i].start_s >= 1e-3;
+    CHECK(found == 1, "%u kernels on the stream", found);
+    oo_trace_free(rows);
+    end_stream(&w, stream);
+    world_close(&w, "launched on");
+}
+
+/* The copy is waited for, but the end of that wait could not be recorded: it is not waited for
+ * again. */
+static void test_a_wait_whose_end_could_not_be_measured_is_not_repeated(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_trace_row *rows;
+    size_t count;
+    world_open_on_device(&w, 400000);
+    need(use(&w, 0, OO_FORWARD), "use"); /* and copies ahead */
+    need(oo_trace_start(w.engine), "trace");
+    sim.simFault("cuEventRecord", 2, OOCU_ERROR_UNKNOWN, 0); /* before, and after */
+    CHECK(acquire(w.engine, w.member[1], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
+          "no error");
+    const uint64_t waits = sim.simCallCount("cuStreamWaitEvent");
+    need(acquire(w.engine, w.member[1], w.stream, 0, OO_FORWARD, -1, 0, &held), "again");
+    CHECK(sim.simCallCount("cuStreamWaitEvent") == waits && stats_of(&w).stale == 0,
+          "waited for twice");
+    struct oo_fetched fetched;
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    need(oo_trace_stop(w.engine, &rows, &count), "trace");
+    oo_trace_free(rows);
+    need(step(&w), "step");
+    world_close(&w, "an end that failed");
+}
+
 /* A copy into the arena fails half-way: the unit is absent, and the next use copies it whole. */
 static void test_a_failed_upload_leaves_the_unit_absent(void) {
     static const char *const calls[] = {"cuEventRecord", "cuMemcpyHtoDAsync", "cuStreamWaitEvent",
-                                        "cuEventRecord"};
-    static const uint64_t nth[] = {1, 1, 1, 2};
+                                        "cuEventRecord", "cuEventRecord"};
+    static const uint64_t nth[] = {1, 1, 1, 2, 3}; /* of the records: begin, ready, end */
     for (unsigned i = 0; i < sizeof nth / sizeof nth[0]; i++) {
         struct world w;
         struct oo_use use;
@@ -180,8 +229,8 @@ static void test_an_acquire_that_fails_behind_its_copy(void) {
     sim.simFinish(&end_s);
     need(oo_engine_refresh(w.engine, w.model), "refresh");
     need(oo_trace_start(w.engine), "trace");
-    sim.simFault("cuEventRecord", 4, OOCU_ERROR_UNKNOWN,
-                 0); /* begin, ready, before, and after the wait */
+    sim.simFault("cuEventRecord", 5, OOCU_ERROR_UNKNOWN,
+                 0); /* begin, ready, end, before, and after the wait */
     CHECK(acquire(w.engine, w.member[0], w.stream, 1, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "no error");
     need(oo_trace_stop(w.engine, &rows, &count), "trace");
@@ -249,11 +298,12 @@ static void test_a_wait_that_failed_is_waited_for_by_the_next_call(void) {
     need(use(&w, 0, OO_FORWARD), "use"); /* and copies ahead */
     const uintptr_t other = new_stream(&w);
     for (unsigned i = 1; i < 3; i++) {
-        const uint64_t late = stats_of(&w).late;
+        const uint64_t late = stats_of(&w).late, waits = stats_of(&w).waits;
         sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
         CHECK(acquire(w.engine, w.member[i], other, 5, OO_RECOMPUTE, 7, 0, &held) == OO_E_DRIVER,
               "no error");
         CHECK(stats_of(&w).late == late, "unit %u was not copied ahead", i);
+        CHECK(stats_of(&w).waits == waits, "a wait that failed is counted");
         uint64_t stamp = 5;
         if (i == 2) { /* rewritten in between; in one task its samples are not looked at again */
             sim.simFinish(&end_s);
@@ -276,6 +326,8 @@ static const struct check_case cases[] = {
     CASE(test_unknown_flags_are_refused),
     CASE(test_no_more_than_eight_copies_in_a_call),
     CASE(test_an_acquire_that_launches),
+    CASE(test_what_an_acquire_launches_is_on_its_stream),
+    CASE(test_a_wait_whose_end_could_not_be_measured_is_not_repeated),
     CASE(test_a_failed_upload_leaves_the_unit_absent),
     CASE(test_an_acquire_that_fails_behind_its_copy),
     CASE(test_a_copy_that_nobody_was_told_of_is_not_trusted),

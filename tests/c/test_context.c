@@ -254,6 +254,8 @@ static void test_a_capturing_stream_is_refused(void) {
               strstr(oo_error_message(), "CUDA graph"),
           "%s", oo_error_message());
     CHECK(stats_of(&w).acquires == before.acquires, "a refused acquire is counted");
+    CHECK(acquire(w.engine, 5000, stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_STATE,
+          "no such member, whatever the stream does");
     static char lent[4096];
     CHECK(oo_segment_add(w.engine, w.lease, (uintptr_t)lent, 4096, stream) == OO_E_CAPTURE &&
               strstr(oo_error_message(), "CUDA graph"),
