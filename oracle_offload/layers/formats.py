@@ -48,7 +48,11 @@ class Format:
 
 def format_of(module: nn.Module) -> Format | None:
     """Return the format of a module's weights; None where they are plain, or not known."""
-    if module._modules or "weight" not in module._parameters:
+    if module._modules:
+        return None
+    if _forwards_as(module, "toolkit.util.ostris_quant.OstrisLinear"):
+        return _OSTRIS if module._buffers else None  # its weight is a property, computed
+    if "weight" not in module._parameters:
         return None
     weight = module._parameters["weight"]
     if weight is None:
@@ -159,6 +163,7 @@ _BITSANDBYTES_4BIT = Format(
 )
 _GGUF = Format("GGUF", gradient=derivatives.gguf)
 _QUANTO = Format("optimum-quanto", gradient=derivatives.quanto)
+_OSTRIS = Format("AI-Toolkit's OstrisLinear", reads_input=True)
 _TORCHAO = Format("torchao", gradient=derivatives.torchao)
 _TORCHAO_DYNAMIC = Format("torchao, dynamic activations", reads_input=True)
 _FORMATS: tuple[Callable[[Any, Tensor], Format | None], ...] = (

@@ -57,7 +57,7 @@ def test_quantised_models_compute_as_without_offloading(kind, when):
         quantize(model[1], weights=get_qtype(kind))
         freeze(model[1])
         if when == "before attach":
-            offloaded.attach(model, 6)
+            offloaded.attach(model, 12)
         x = torch.randn(1, 8, 256, dtype=torch.bfloat16, requires_grad=True)
         found = []
         for _ in range(3):
@@ -77,7 +77,7 @@ def test_a_lora_on_a_half_quantised_model():
     def run(offloaded):
         model = transformer(2, 256)
         quantize(model.blocks[1], weights=get_qtype("convrot8"))
-        offloaded.attach(model, 6)
+        offloaded.attach(model, 12)
         network = network_on(model)
         return train(model, [network], width=256), saved(network)
 

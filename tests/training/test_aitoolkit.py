@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from equality import assert_same, count_acquires
+from equality import assert_models_agree, assert_same, count_acquires
 from torch import nn
 
 import oracle_offload
@@ -327,6 +327,82 @@ def test_to_is_idempotent_and_moves_no_byte(device):
     assert [p.data_ptr() for p in model.parameters()] == pointers
     assert_same(model(x), expected)
     MemoryManager.detach(model)
+
+
+# ---- quantised by AI-Toolkit itself ----
+
+
+class Int8:
+    """A backend of its quantiser: buffers on the module; in training, inputs are rounded too."""
+
+    def forward(self, module, x):
+        if x.requires_grad:
+            x = x + ((x * 8).round() / 8 - x).detach()
+        with torch.no_grad():
+            weight = self.dequantize(module).to(x.dtype)
+        return F.linear(x * x, weight, module.bias)  # the gradient depends on the input
+
+    def dequantize(self, module):
+        return module.qdata.float() * module.scales
+
+
+class OstrisLinear(nn.Linear):
+    """Its quantised layer: the weight is a property, computed from buffers."""
+
+    is_ostris_quantized = True
+
+    @property
+    def weight(self):
+        return self.ostris_quantizer.dequantize(self)
+
+    def forward(self, x):
+        return self.ostris_quantizer.forward(self, x)
+
+
+OstrisLinear.__module__ = "toolkit.util.ostris_quant"
+
+
+def to_ostris(layer):
+    weight = layer.weight.detach()
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    layer.register_buffer("qdata", (weight / scales).round().to(torch.int8), persistent=False)
+    layer.register_buffer("scales", scales, persistent=False)
+    layer.ostris_quantizer = Int8()
+    del layer._parameters["weight"]
+    layer.__class__ = OstrisLinear
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=str)
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_layers_that_it_has_quantised_stream_their_buffers(bias, checkpointing, autocast, device):
+    torch.manual_seed(0)
+    model = mlp(bias=bias)
+    for layer in model:
+        to_ostris(layer)
+    resident = copy.deepcopy(model).to(device)
+    manager = attach(model, device, at_least=3)
+    assert type(manager.layers[0]).__name__ == "QuantisedLayer" and not manager.resident
+    x = torch.randn(4, 64).to(device)
+
+    def step(module):
+        given = x.clone().requires_grad_()
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            if checkpointing is None:
+                y = module(given)
+            else:
+                y = torch.utils.checkpoint.checkpoint(module, given, use_reentrant=checkpointing)
+        y.float().sum().backward()
+        with torch.no_grad():
+            return [y.detach(), given.grad, module(x)]
+
+    before = h2d_bytes()
+    assert_models_agree(model, resident, step, steps=3, device=device)
+    assert h2d_bytes() > before
+    model.to("meta")
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    MemoryManager.detach(model)
+    assert all(type(layer) is OstrisLinear for layer in model)
 
 
 # ---- several at once ----
