@@ -24,6 +24,7 @@ def build():
     return nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64, bias=False))
 
 
+DEFAULT = module.LEAST_BYTES
 LARGE_BYTES = 2 * 4 * 64 * 96
 RING_BYTES = 16 << 20  # which small gradients go through, and all that cannot be locked
 
@@ -84,6 +85,16 @@ def test_a_large_gradient_is_one_copy_and_a_small_one_goes_through_the_ring(sim,
         monkeypatch.setattr(module, "LEAST_BYTES", 4 * 96)
         backward(managed)
         assert locked(manager) > before
+
+
+@pytest.mark.parametrize(("rows", "is_locked"), [(511, False), (512, True)])
+def test_large_is_one_mib(monkeypatch, rows, is_locked):
+    monkeypatch.setattr(module, "LEAST_BYTES", DEFAULT)
+    model = nn.Sequential(nn.Linear(512, rows, bias=False))
+    with attached(model, "cpu") as manager:
+        before = locked(manager)
+        model(torch.ones(1, 512)).sum().backward()
+        assert (locked(manager) - before) % RING_BYTES == is_locked * 2**20
 
 
 def test_a_gradient_that_is_kept_is_not_overwritten(device):
