@@ -79,6 +79,16 @@ def gguf(made: Any, grad: Tensor, x: Input) -> Tensor | None:
     return input_gradient(grad, (weight,), x.shape, x.stride, False)
 
 
+def fp8(made: Any, grad: Tensor, x: Input) -> Tensor | None:
+    """The library's own derivative."""
+    ctx = SimpleNamespace(
+        saved_tensors=(made.weight, made.weight_scale_inv), block_size=made.block_size
+    )
+    library = _own("transformers.integrations.finegrained_fp8")
+    found: Tensor = library.FP8LinearFunction.backward(ctx, grad)[0]
+    return found if found.dtype is x.dtype else None
+
+
 def torchao(made: Any, grad: Tensor, x: Input) -> Tensor | None:
     """Of the products that torchao writes out in Python."""
     weight = made.weight

@@ -52,9 +52,8 @@ def format_of(module: nn.Module) -> Format | None:
         return None
     if _forwards_as(module, "toolkit.util.ostris_quant.OstrisLinear"):
         return _OSTRIS if module._buffers else None  # its weight is a property, computed
-    if "weight" not in module._parameters:
-        return None
-    weight = module._parameters["weight"]
+    own: dict[str, Tensor | None] = {**module._buffers, **module._parameters}
+    weight = own.get("weight")
     if weight is None:
         return None
     for known in _FORMATS:
@@ -130,6 +129,26 @@ def _torchao(module: Any, weight: Any) -> Format | None:
     return _TORCHAO if _is_weight_only(weight) else _TORCHAO_DYNAMIC
 
 
+def _fp8(module: Any, weight: Any) -> Format | None:
+    if not _forwards_as(module, "transformers.integrations.finegrained_fp8.FP8Linear"):
+        return None
+    return _FP8 if weight.element_size() == 1 else None
+
+
+def _nvfp4(module: Any, weight: Any) -> Format | None:
+    if not _forwards_as(module, "transformers.integrations.nvfp4.NVFP4Linear"):
+        return None
+    return _NVFP4 if weight.dtype is torch.uint8 else None
+
+
+def _comfy(module: Any, weight: Any) -> Format | None:
+    """As ComfyUI's files name them, whoever computes with them: a class of its own."""
+    own = {*module._parameters, *module._buffers}
+    if not {"weight_scale", "comfy_quant"} <= own or weight.element_size() != 1:
+        return None
+    return None if base_class(module).forward is nn.Linear.forward else _COMFY
+
+
 def _is_weight_only(weight: Any) -> bool:
     """Whether nothing is computed from the values of the input but the product."""
     if type(weight).__name__ == "AffineQuantizedTensor":
@@ -166,10 +185,16 @@ _QUANTO = Format("optimum-quanto", gradient=derivatives.quanto)
 _OSTRIS = Format("AI-Toolkit's OstrisLinear", reads_input=True)
 _TORCHAO = Format("torchao", gradient=derivatives.torchao)
 _TORCHAO_DYNAMIC = Format("torchao, dynamic activations", reads_input=True)
+_FP8 = Format("FP8Linear", gradient=derivatives.fp8)
+_NVFP4 = Format("NVFP4Linear", reads_input=True)
+_COMFY = Format("weight, weight_scale and comfy_quant", reads_input=True)
 _FORMATS: tuple[Callable[[Any, Tensor], Format | None], ...] = (
     _bitsandbytes_8bit,
     _bitsandbytes_4bit,
     _gguf,
     _quanto,
     _torchao,
+    _fp8,
+    _nvfp4,
+    _comfy,
 )

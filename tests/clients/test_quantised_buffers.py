@@ -1,0 +1,143 @@
+"""Quantised modules that keep plain tensors side by side, whose kernels need a GPU.
+
+The kernels here are stand-ins in plain torch, of the real signature. They read the tensors that the
+module hands them; so the slot's bytes are what is computed with.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from equality import assert_models_agree, attached
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers.integrations import finegrained_fp8, nvfp4
+
+from oracle_offload.layers.quantised import QuantisedLayer
+
+WIDTH = 64
+
+
+def fp8_linear_stand_in(
+    input,
+    weight,
+    weight_scale_inv,
+    block_size=None,
+    bias=None,
+    activation_scale=None,
+    deepgemm=True,
+):
+    scale = weight_scale_inv.repeat_interleave(block_size[0], 0).repeat_interleave(block_size[1], 1)
+    return F.linear(input, (weight.float() * scale).to(input.dtype), bias)
+
+
+def nvfp4_stand_in():
+    """Halves of bytes less 8, times the row's scale and the global one; not NVFP4's layout."""
+
+    def gemm(packed, input):
+        halves = torch.stack((packed.qweight & 15, packed.qweight >> 4), -1).flatten(-2)
+        scale = packed.sf_rowmajor.repeat_interleave(16, 1).float() * packed.global_scale
+        weight = (halves.float() - 8) * scale
+        return input @ weight.to(input.dtype).t()
+
+    return SimpleNamespace(
+        PackedWeight=SimpleNamespace, gemm=gemm, swizzled_sf_shape=lambda n, k: (n, k // 64)
+    )
+
+
+class Product(torch.autograd.Function):
+    """A rotated int8 product; its backward needs the weight alone, kept as an attribute."""
+
+    @staticmethod
+    def forward(ctx, x, weight, scale):
+        ctx.weight, ctx.scale = weight, scale
+        return (x.flip(-1) @ weight.to(x.dtype).t()) * scale.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ((grad * ctx.scale.to(grad.dtype)) @ ctx.weight.to(grad.dtype)).flip(-1), None, None
+
+
+class Int8Linear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        weight = torch.randint(-127, 128, (WIDTH, WIDTH), dtype=torch.int8)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("weight_scale", torch.rand(WIDTH) / 1024)
+        self.register_buffer(
+            "comfy_quant", torch.tensor(list(b'{"format": "int8"}'), dtype=torch.uint8)
+        )
+        self.bias = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+
+    def forward(self, x):
+        return Product.apply(x, self.weight, self.weight_scale) + self.bias.to(x.dtype)
+
+
+def make_fp8():
+    layer = finegrained_fp8.FP8Linear(WIDTH, WIDTH, block_size=(32, 32), has_bias=True)
+    with torch.no_grad():
+        layer.weight.data = torch.randn(WIDTH, WIDTH).to(torch.float8_e4m3fn)
+        layer.weight_scale_inv.copy_(torch.rand(2, 2) / 8)
+        layer.bias.copy_(torch.randn(WIDTH))
+    return layer.requires_grad_(False)
+
+
+def make_nvfp4():
+    layer = nvfp4.NVFP4Linear(WIDTH, WIDTH)
+    layer.weight = nn.Buffer(torch.randint(0, 256, (WIDTH, WIDTH // 2), dtype=torch.uint8))
+    layer.weight_sf.zero_()
+    layer.weight_sf_rowmajor = nn.Buffer(torch.randint(1, 9, (WIDTH, 4), dtype=torch.uint8))
+    layer.weight_global_scale.fill_(1 / 256)
+    return layer
+
+
+LAYERS = {"fp8": make_fp8, "nvfp4": make_nvfp4, "comfy": Int8Linear}
+
+
+class Block(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.norm, self.base = nn.LayerNorm(WIDTH), make()
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + F.silu(self.base(x) + self.up(self.down(x)))
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch):
+    monkeypatch.setattr(finegrained_fp8, "fp8_linear", fp8_linear_stand_in)
+    monkeypatch.setattr(nvfp4, "load_nvfp4_kernel", nvfp4_stand_in)
+
+
+@pytest.mark.parametrize("mode", ["plain", "reentrant", "not-reentrant", "autocast"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_modules_of_plain_quantised_tensors(name, mode):
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.ModuleList(Block(LAYERS[name]) for _ in range(3)))
+    managed, resident = models
+    x = torch.randn(2, 5, WIDTH)
+
+    def step(model):
+        y = given = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+            for block in model:
+                if mode in ("plain", "autocast"):
+                    y = block(y)
+                else:
+                    y = checkpoint(block, y, use_reentrant=mode == "reentrant")
+        y.float().square().mean().backward()
+        with torch.no_grad():
+            return y, given.grad, model[0](x)
+
+    with attached(managed) as manager:
+        quantised = [layer for layer in manager.layers if isinstance(layer, QuantisedLayer)]
+        assert len(quantised) == 3, manager.resident
+        assert {path for layer in quantised for path in layer.names} >= {"weight"}
+        assert_models_agree(managed, resident, step)
