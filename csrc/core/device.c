@@ -101,6 +101,10 @@ enum oo_status oo_engine_create(const char *library, int device, struct oo_engin
         status = oo__events_reserve(engine, OO_TIMED, 2 * OO_SPANS + 4);
     if (status == OO_OK) /* of both rings, and those that one call holds */
         status = oo__events_reserve(engine, OO_ORDERS, 2 * OO_RING_PIECES + 4);
+    if (status == OO_OK)
+        status = oo__ring_open(engine, &engine->up);
+    if (status == OO_OK)
+        status = oo__ring_open(engine, &engine->down);
     oo__label_stream(engine, engine->h2d, "h2d");
     oo__label_stream(engine, engine->d2h, "d2h");
     if (status != OO_OK)

@@ -10,20 +10,17 @@ size_t oo__ring_bytes(const struct oo_ring *ring) {
     return ring->base ? OO_RING_PIECES * ring->piece_bytes : 0;
 }
 
-/* Events first: a ring is there whole or not at all. */
-static enum oo_status oo__ring_allocate(struct oo_engine *engine, struct oo_ring *ring,
-                                        size_t piece_bytes, void **base) {
+enum oo_status oo__ring_open(struct oo_engine *engine, struct oo_ring *ring) {
     enum oo_status status = OO_OK;
-    for (int i = 0; i < OO_RING_PIECES; i++)
-        if (!ring->busy[i])
-            OO_TRY(oo__event_take(engine, OO_ORDERS, &ring->busy[i]));
-    const OOCUresult result = engine->driver.cuMemHostAlloc(base, OO_RING_PIECES * piece_bytes,
-                                                            OOCU_MEMHOSTALLOC_PORTABLE);
-    status = oo__check(engine, "cuMemHostAlloc", result);
-    if (status == OO_E_DRIVER)
-        status = OO_E_LOCK_REFUSED;
-done:
+    for (int i = 0; i < OO_RING_PIECES && status == OO_OK; i++)
+        status = oo__event_take(engine, OO_ORDERS, &ring->busy[i]);
     return status;
+}
+
+static enum oo_status oo__ring_allocate(struct oo_engine *engine, size_t piece_bytes, void **base) {
+    const enum oo_status status = OO_DRIVE(
+        engine, cuMemHostAlloc, base, OO_RING_PIECES * piece_bytes, OOCU_MEMHOSTALLOC_PORTABLE);
+    return status == OO_E_DRIVER ? OO_E_LOCK_REFUSED : status;
 }
 
 static void oo__ring_set(struct oo_engine *engine, struct oo_ring *ring, char *base,
@@ -40,7 +37,7 @@ enum oo_status oo__ring_prepare(struct oo_engine *engine, struct oo_ring *ring) 
     void *base = NULL;
     if (ring->base || ring->refused)
         return OO_OK;
-    const enum oo_status status = oo__ring_allocate(engine, ring, oo__ring_piece_bytes, &base);
+    const enum oo_status status = oo__ring_allocate(engine, oo__ring_piece_bytes, &base);
     if (status == OO_OK)
         oo__ring_set(engine, ring, base, oo__ring_piece_bytes);
     ring->refused = status == OO_E_LOCK_REFUSED;
@@ -53,7 +50,6 @@ static enum oo_status oo__ring_give_back(struct oo_engine *engine, struct oo_rin
         /* H7: no copy may still use pages that are given back. */
         OO_TRY(oo__synchronize(engine, ring == &engine->up ? engine->h2d : engine->d2h, 0));
         OO_GIVE_BACK(engine, cuMemFreeHost, ring->base);
-        memset(ring->lost, 0, sizeof ring->lost);
         ring->base = NULL;
     }
 done:
@@ -65,14 +61,13 @@ enum oo_status oo__ring_resize(struct oo_engine *engine, struct oo_ring *ring, s
     void *base = NULL;
     const size_t page = oo__page_bytes(), piece_bytes = bytes / OO_RING_PIECES / page * page;
     const size_t has = oo__ring_bytes(ring), shall_have = OO_RING_PIECES * piece_bytes;
-    ring->refused = bytes && !piece_bytes; /* too little to be worth a ring */
+    ring->refused = bytes != 0; /* so that a copy asks for none where this ends without one */
     if (has == shall_have)
         return OO_OK;
     if (shall_have < has) /* a smaller one may find no room beside it */
         OO_TRY(oo__ring_give_back(engine, ring));
     if (piece_bytes) {
-        status = oo__ring_allocate(engine, ring, piece_bytes, &base);
-        ring->refused = status == OO_E_LOCK_REFUSED && !ring->base;
+        status = oo__ring_allocate(engine, piece_bytes, &base);
         if (status != OO_OK)
             return status;
         status = oo__ring_give_back(engine, ring);

@@ -228,6 +228,14 @@ static void test_rings_are_as_large_as_the_system_allows(void) {
     CHECK(stats_of(&w).ring_bytes == 4 * piece, "%llu",
           (unsigned long long)stats_of(&w).ring_bytes);
     const uint64_t taken = stats_of(&w).locked_bytes;
+    /* What cannot wait for the old one keeps it, and not the new one too. */
+    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    struct sim_live live;
+    CHECK(oo_engine_reserve_rings(w.engine, 3 * piece) == OO_E_DRIVER, "no error");
+    sim.simGetLive(&live);
+    CHECK(stats_of(&w).locked_bytes == taken &&
+              live.registered_bytes + live.host_alloc_bytes == taken,
+          "%llu locked", (unsigned long long)(live.registered_bytes + live.host_alloc_bytes));
     sim.simLockQuota(taken);
     CHECK(oo_engine_reserve_rings(w.engine, 3 * piece) == OO_E_LOCK_REFUSED &&
               strstr(oo_error_message(), "cuMemHostAlloc") && stats_of(&w).locked_bytes == taken,
@@ -243,6 +251,11 @@ static void test_rings_are_as_large_as_the_system_allows(void) {
     need(oo_engine_reserve_rings(w.engine, 0), "not needed");
     CHECK(stats_of(&w).ring_bytes == 0, "kept though nothing needs it");
     sim.simLockQuota(UINT64_MAX);
+    need(oo_host_create(page, &host), "host");
+    need(oo_engine_lock(w.engine, host, 0), "known");
+    CHECK(stats_of(&w).ring_bytes == OO_RING_PIECES * oo__ring_piece_bytes,
+          "none when it is needed");
+    oo_host_destroy(host);
     need(oo_engine_reserve_rings(w.engine, 1), "too small");
     need(oo_host_create(page, &host), "host");
     need(oo_engine_lock(w.engine, host, 0), "known");
