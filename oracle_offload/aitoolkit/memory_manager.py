@@ -7,6 +7,7 @@ attach returns None. `oracle_offload.attach` refuses these, with the reason.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -116,10 +117,21 @@ class MemoryManager(manager.MemoryManager):
 
         Their host memory goes back to the system at once.
         """
+        masters = [
+            weakref.ref(tensor)
+            for found in _managers_of(module)
+            for layer in found.layers
+            for tensor in layer.tensors()
+        ]
         _end(module)
         let_move(module)
         # Not module.to(), which a trainer may have replaced by one that does nothing.
         nn.Module.to(module, "meta")
+        gc.collect()
+        for master in masters:
+            held = master()  # by an optimizer, say: it alone must not keep a whole piece of memory
+            if held is not None and not held.is_meta:
+                held.data = held.data.clone()
         cls.release_cached_memory()
 
     @classmethod
@@ -186,6 +198,15 @@ def unmark(model: nn.Module) -> None:
                 parameter.__dict__.pop(_MANAGED, None)
 
 
+def _managers_of(module: nn.Module) -> list[manager.MemoryManager]:
+    """Return the managers of a model and of its parts."""
+    return [
+        found
+        for part in module.modules()
+        if isinstance(found := part.__dict__.get(manager.ATTRIBUTE), manager.MemoryManager)
+    ]
+
+
 def _end(module: nn.Module) -> bool:
     """Detach a model, its parts that have managers of their own, and the adapters.
 
@@ -194,11 +215,7 @@ def _end(module: nn.Module) -> bool:
     bool
         Whether anything was attached.
     """
-    managers = [
-        found
-        for part in module.modules()
-        if isinstance(found := part.__dict__.get(manager.ATTRIBUTE), manager.MemoryManager)
-    ]
+    managers = _managers_of(module)
     for found in managers:
         adapters = getattr(found, "adapters", None)
         if adapters is not None:
