@@ -224,8 +224,9 @@ def attach(
 ) -> MemoryManager:
     """Keep the weights of `module` in page-locked host memory and stream them while it computes.
 
-    Linear and Conv2d layers are managed: their Parameters keep their identity and lie on the host,
-    so optimizers, ``state_dict`` and EMA see them there. Everything else is moved to `device` once.
+    Linear and Conv2d layers are managed, and layers whose weights are quantised in a known format
+    (docs/weights.md): their Parameters keep their identity and lie on the host, so optimizers,
+    ``state_dict`` and EMA see them there. Everything else is moved to `device` once.
 
     Parameters
     ----------
