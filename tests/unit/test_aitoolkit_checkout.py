@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -269,3 +270,13 @@ def test_help_needs_no_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+def test_the_page_names_tests_that_are_there() -> None:
+    """Each of the original's defects has a test that shows ours right."""
+    page = (ROOT / "docs" / "ai-toolkit.md").read_text("utf-8")
+    named = re.findall(r"`(test_\w+\.py)::(\w+)`", page)
+    assert len(named) == 20
+    for file, name in named:
+        source = (ROOT / "tests" / "training" / file).read_text("utf-8")
+        assert f"def {name}(" in source, (file, name)
