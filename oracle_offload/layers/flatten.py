@@ -194,8 +194,8 @@ class Copy:
             return made
         with torch._C.DisableTorchFunctionSubclass():
             taken = self._replaced.get(id(value))
-            if taken is None:  # it has no elements
-                taken = torch.empty_like(value, device=self._device)
+            if taken is None:  # it has no elements, or came after attach
+                taken = value.to(self._device)
             made = taken.detach()  # whose ``.data`` the code may re-point
             if type(value) in _PLAIN:
                 return made

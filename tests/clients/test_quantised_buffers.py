@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations import finegrained_fp8, nvfp4
 
+from oracle_offload.layers.flatten import Copy, plain_tensors
 from oracle_offload.layers.quantised import QuantisedLayer
 
 WIDTH = 64
@@ -112,6 +113,15 @@ class Block(nn.Module):
 def stand_ins(monkeypatch):
     monkeypatch.setattr(finegrained_fp8, "fp8_linear", fp8_linear_stand_in)
     monkeypatch.setattr(nvfp4, "load_nvfp4_kernel", nvfp4_stand_in)
+
+
+def test_a_copy_takes_a_tensor_that_came_after_attach_as_it_is():
+    layer = Int8Linear()
+    replaced = {id(tensor): tensor.clone() for tensor in plain_tensors(layer)[0].values()}
+    layer.late = torch.arange(1.0, 4.0)
+    made = Copy(replaced, frozenset(), {}).module(layer, Int8Linear)
+    assert torch.equal(made.late, layer.late)
+    assert made.weight.data_ptr() == replaced[id(layer.weight)].data_ptr()
 
 
 @pytest.mark.parametrize("mode", ["plain", "reentrant", "not-reentrant", "autocast"])
