@@ -201,7 +201,7 @@ enum { OO_PROBES = 48 }; /* of halving sizes: from the whole address space to th
 /* A range that stays locked must not be freed: try once more, then keep its memory for good. */
 static void oo__probe_end(struct oo_engine *engine, struct oo_host *host, void *pages) {
     OOCUresult result = engine->driver.cuMemHostUnregister(pages);
-    if (result != OOCU_SUCCESS && !oo_driver_is_sticky(result))
+    if (result != OOCU_SUCCESS)
         result = engine->driver.cuMemHostUnregister(pages);
     if (result != OOCU_SUCCESS) {
         oo__note_leak(engine, "cuMemHostUnregister", result);
@@ -238,7 +238,7 @@ enum oo_status oo_engine_lockable(struct oo_engine *engine, struct oo_host *host
             status = oo__check(engine, "cuMemHostRegister", result);
             break;
         }
-        if (step <= OO_LOCKABLE_STEP || found == host->mapped_bytes)
+        if (step <= OO_LOCKABLE_STEP)
             break;
     }
     while (n_probes && engine->usable)

@@ -691,7 +691,29 @@ static void test_a_sticky_error_of_the_ring_kills_the_engine_and_says_so(void) {
     a_sticky_error(1);
 }
 
+/* A lost context has taken what was locked to try, so that the memory is the caller's again. */
+static void test_a_sticky_error_of_a_trial_kills_the_engine_and_keeps_no_memory(void) {
+    struct world w;
+    struct oo_host *host;
+    size_t found;
+    world_open(&w, 60000, -1);
+    need(oo_host_create((size_t)8 << 20, &host), "host");
+    sim.simLockQuota(w.host->mapped_bytes + ((size_t)6 << 20));
+    /* All of it is refused, half of it granted, and then the context is lost. */
+    sim.simFault("cuMemHostRegister", 3, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
+    CHECK(oo_engine_lockable(w.engine, host, &found) == OO_E_DRIVER, "%s", oo_error_message());
+    CHECK(!host->kept && w.engine->n_leaked == 0, "a dead engine drives");
+    need(oo_host_destroy(host), "destroy of memory");
+    need(world_remove(&w), "detach of a dead engine");
+    need(oo_engine_unlock(w.engine, w.host), "unlock of a dead engine");
+    oo_host_destroy(w.host);
+    (void)oo_engine_destroy(w.engine);
+    free(w.arena);
+    end_lost_context("a sticky error of a trial");
+}
+
 static const struct check_case cases[] = {
+    CASE(test_a_sticky_error_of_a_trial_kills_the_engine_and_keeps_no_memory),
     CASE(test_bytes_are_right_under_every_schedule),
     CASE(test_counters_agree_with_the_driver),
     CASE(test_the_steady_state_allocates_nothing_and_never_waits),

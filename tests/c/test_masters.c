@@ -1,4 +1,5 @@
 /* Masters: locking and unlocking them, and the ring for those that could not be locked. */
+#include "../../csrc/core/masters.h"
 #include "world.h"
 
 static void test_refused_locks_are_told(void) {
@@ -139,6 +140,9 @@ static void test_a_buffer_is_locked_up_to_where_it_was_asked(void) {
           "whole pages, and a ring for the rest");
     CHECK(stats_of(&w).ring_bytes == OO_RING_PIECES * oo__ring_piece_bytes, "one way, for now");
     char *base = oo_host_address(host);
+    CHECK(oo__known_memory(w.engine, base, 6 * page) &&
+              !oo__known_memory(w.engine, base, 6 * page + 1),
+          "what ends beyond it does not lie in it");
     /* Two tensors in a row, one on either side of the boundary, travel as two copies. */
     const struct oo_tensor rows[3] = {{base, page}, {base + page, page}, {base + 2 * page, page}};
     need(oo_unit_add(w.engine, w.model, rows, &one, 1, 0, &unit[0], &member[0], offset), "unit");
