@@ -170,12 +170,13 @@ def move_back(moved: Iterable[Moved], set_data: Callable[[Tensor, Tensor], None]
     for tensor, device, others in moved:
         if tensor.device == device:
             continue
+        gradient = tensor.grad
         with torch.no_grad():
             set_data(tensor, tensor.detach().to(device))
             for other in others:
                 set_data(other, tensor.detach())
-            if tensor.grad is not None:
-                tensor.grad = tensor.grad.to(device)
+            if gradient is not None:
+                tensor.grad = gradient.to(device)
 
 
 def trim_heap() -> None:

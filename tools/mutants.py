@@ -72,7 +72,9 @@ OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 BOUNDARIES = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 COUNTER = re.compile(r"[\w.>\-\[\]]*\bstats(?:->|\.)(\w+)\s*(?:\+\+|\+=[^;=]*);")
 LEAVES = re.compile(r"\b(?:OO_TRY|return|goto|break|continue)\b")
-EVENT_LIST = re.compile(r"(?:OO_TRY\()?oo__event_(?:take|give)\(engine, &?([\w>\-.\[\]]+)\)\)?;")
+EVENT_LIST = re.compile(
+    r"(?:OO_TRY\()?oo__event_(?:take\(engine, [^;,]+|give\(engine), &?([\w>\-.\[\]]+)\)\)?;"
+)
 PLAIN = re.compile(r"(?:const )?(?:struct |enum )?\w+ \*?\w+ = (?:\{[\w, ]+\}|\w+);")
 ARITHMETIC = re.compile(r"const \w+ \w+ =[\w\s+\-*/%<?:]+;")
 COMMUTING = {
