@@ -2,6 +2,7 @@
 
 - a managed Linear over ``F.linear``, beside an empty ``autograd.Function`` over ``F.linear`` in the
   same run: the price of any autograd function is the floor, and the ratio is ours (goal: 2.5);
+- a module whose own forward computes with what it is lent, beside the plain module;
 - acquire and release of a hit in C (goal: 1 microsecond).
 """
 
@@ -130,6 +131,56 @@ def managed_call(device: str = "cpu") -> list[dict[str, Any]]:
     return rows
 
 
+def lent_call(device: str = "cpu") -> list[dict[str, Any]]:
+    """Time modules whose own forward computes, forward and with backward; per module."""
+    import torch
+
+    import oracle_offload
+    from oracle_offload import selection
+
+    class Bare(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = torch.nn.Parameter(torch.randn(FEATURES, FEATURES))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.mm(x, self.matrix)
+
+    torch.set_num_threads(1)
+    x = torch.randn(1, FEATURES, device=device, requires_grad=True)
+    ones = torch.ones(1, FEATURES, device=device)
+    plain = torch.nn.Sequential(*(Bare() for _ in range(LAYERS))).requires_grad_(False)
+    lent = torch.nn.Sequential(*(Bare() for _ in range(LAYERS))).requires_grad_(False)
+    with (
+        mock.patch.object(selection, "SMALL_BYTES", 0),
+        mock.patch.object(selection, "SMALL_TOGETHER", (0, 0)),
+    ):
+        manager = oracle_offload.attach(lent, device, offload_percent=0.0)
+    assert len(manager.layers) == LAYERS
+    kinds: dict[str, Callable[[], object]] = {"plain": lambda: plain(x), "lent": lambda: lent(x)}
+    rows = []
+    for what, calls in (
+        ("forward", kinds),
+        (
+            "forward_backward",
+            {
+                "plain": lambda: torch.autograd.grad(plain(x), x, ones),
+                "lent": lambda: torch.autograd.grad(lent(x), x, ones),
+            },
+        ),
+    ):
+        found = {name: seconds / LAYERS for name, seconds in seconds_per_call(calls).items()}
+        rows.append(
+            {
+                "name": f"lent_module_{what}",
+                **{f"{name}_s": value for name, value in found.items()},
+                "cost_of_lending_s": found["lent"] - found["plain"],
+            }
+        )
+    manager.detach(lent)
+    return rows
+
+
 def engine_hit(folder: Path) -> list[dict[str, Any]]:
     """Run the C benchmark."""
     output = subprocess.run(
@@ -153,4 +204,4 @@ def engine_hit(folder: Path) -> list[dict[str, Any]]:
 def benchmarks(device: str) -> list[dict[str, Any]]:
     """Measure on the host alone: `device` makes no difference to this file."""
     with null_driver() as folder:
-        return [*managed_call(), *engine_hit(folder)]
+        return [*managed_call(), *lent_call(), *engine_hit(folder)]

@@ -147,6 +147,11 @@ class Attachment:
         for layer in [*self.layers, *self.leaving]:
             layer.views.clear()
 
+    def held(self) -> list[Leaf]:
+        """Return the layers whose slots something holds now."""
+        pinned = {unit for unit, _, _, pins in self.state.engine.residents() if pins}
+        return [layer for layer in list(self.layers) if layer.unit in pinned]
+
     # ---- masters that were replaced ----
 
     def take_over(self, called: Leaf | None = None, lasting: bool = False) -> None:
@@ -226,7 +231,12 @@ class Attachment:
         """
         with self.state.lock:
             reason = layer.why_lost()
-            if not reason or layer not in self.layers:
+            return bool(reason) and self.let_go(layer, reason)
+
+    def let_go(self, layer: Leaf, reason: str) -> bool:
+        """Make a layer an ordinary one for good; False where it is one already."""
+        with self.state.lock:
+            if layer not in self.layers:
                 return False
             self.state.engine.remove_member(layer.member)
             self.layers.remove(layer)
@@ -265,6 +275,7 @@ class Attachment:
         # Any step may fail, or be refused while in use: what was done stays done, and closing again
         # goes on from there.
         with self.state.lock:  # two threads may close what is left
+            self._refuse_while_held()
             if self.is_attached:
                 self.state.engine.remove_model(self.model)
                 self.is_attached = False
@@ -274,6 +285,18 @@ class Attachment:
             self.arena.take_back()  # refused while another model computes in it
             self.state.leave(self)
             close_if_unused(self.state)
+
+    def _refuse_while_held(self) -> None:
+        """Name the layers whose tensors code keeps, which no step to come will give back."""
+        held = [layer.name for layer in self.held() if layer.lends_to_code]
+        if held and self.is_attached:
+            more = f" and {len(held) - 3} more" if len(held) > 3 else ""
+            raise OffloadError(
+                f"weights of {', '.join(map(repr, held[:3]))}{more} are still held on the device: "
+                "by a graph that awaits its backward, or by code that keeps them (a cache of a "
+                "weight, ctx.weight = weight). Let go of that, then detach; or leave the layer "
+                "resident with ignore_modules=[...]."
+            )
 
     def close_patiently(self) -> None:
         """Close at detach: what the driver fails twice, or another model still uses, is left.
@@ -348,9 +371,9 @@ class Attachment:
         self.state.forget_member(layer.unit, layer.member)
         layer.member = -1
         layer.views.clear()
-        leaf = layer.module()  # also one that is no part of the model any more
-        if leaf is not None and leaf.__dict__.get(HANDLE) is layer:
-            swap_out(leaf)
+        for module in layer.modules():  # also one that is no part of the model any more
+            if module.__dict__.get(HANDLE) is layer:
+                swap_out(module)
 
 
 def attachments_on(state: DeviceState) -> list[Attachment]:

@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class Device(abc.ABC):
     device : torch.device
         The device, as `find` returned it.
     """
+
+    dlpack_type: ClassVar[int]  # DLDeviceType of its tensors
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -77,6 +79,8 @@ class _Thread(threading.local):
 class Simulated(Device):
     """The simulated driver; torch's tensors lie in host memory."""
 
+    dlpack_type = 1
+
     @staticmethod
     def find(device: torch.device) -> torch.device:
         """Return the device without a number."""
@@ -106,6 +110,8 @@ class Simulated(Device):
 
 class Cuda(Device):
     """A GPU, by the system's CUDA driver or the one that ``ORACLE_OFFLOAD_DRIVER`` names."""
+
+    dlpack_type = 2
 
     @staticmethod
     def find(device: torch.device) -> torch.device:

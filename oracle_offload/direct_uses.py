@@ -17,12 +17,10 @@ from typing import Any, cast
 
 from torch import nn
 
-from .layers.kinds import layer_type
-from .layers.swap import is_managed
+from .layers import kinds
+from .layers.swap import ENTRY_METHODS
 
-# Methods that compute: where a weight used by name is computed with. Setup methods (diffusers'
-# fuse_projections, weight initialisation) are not reached from these.
-_ENTRY_METHODS = ("forward", "__call__", "encode", "decode", "forward_features")
+_USUAL = frozenset({"weight", "bias"})
 _HARMLESS = frozenset(
     {"dtype", "shape", "ndim", "size", "dim", "numel", "nelement", "requires_grad", "is_cuda"}
     | {"itemsize", "element_size", "stride", "layout", "is_floating_point", "is_meta", "is_sparse"}
@@ -33,12 +31,14 @@ _HARMLESS_CALLS = frozenset({"isinstance", "hasattr", "type", "id", "len", "call
 
 @dataclass(frozen=True)
 class Use:
-    """``self.<path>.weight`` (or ``bias``) as a value, in a method that computes.
+    """``self.<path>.<key>`` as a value, in a method that computes; `key` is a Parameter's.
 
     Attributes
     ----------
     path : tuple of str
         The attributes from ``self`` to the layer; ``"*"`` for an index.
+    key : str
+        Of the Parameter.
     where : str
         The class and the method.
     certain : bool
@@ -48,30 +48,55 @@ class Use:
     """
 
     path: tuple[str, ...]
+    key: str
     where: str
     certain: bool
     site: tuple[str, int]
 
 
-Sites = dict[tuple[str, int], str]  # where a weight is read as a value, each with its method
+Sites = dict[tuple[str, int], str]  # where a tensor is read as a value, each with its method
 
 
-def used_directly(modules: Iterable[nn.Module]) -> dict[int, tuple[bool, Sites]]:
-    """Find layers whose weight is used without calling them, by `id`.
+@dataclass
+class Used:
+    """How code uses a layer's tensors without calling the layer.
 
-    Returns
-    -------
-    dict
-        ``(certain, sites)``: whether any use is certain, and where all of them are.
+    Attributes
+    ----------
+    certain : bool
+        Whether any use is.
+    sites : dict
+        Where all of them are.
+    users : dict
+        The modules whose code it is, where the use is certain, by `id`.
     """
-    found: dict[int, tuple[bool, Sites]] = {}
+
+    certain: bool
+    sites: Sites
+    users: dict[int, nn.Module]
+
+
+def used_directly(modules: Iterable[nn.Module]) -> dict[int, Used]:
+    """Find layers whose tensors are used without calling them, by `id`."""
+    modules = list(modules)
+    names = frozenset(_kind_names()).union(*(module._parameters for module in modules))
+    found: dict[int, Used] = {}
     for module in modules:
-        for use in direct_uses(cast("Any", type(module))):
+        for use in direct_uses(cast("Any", type(module)), names):
             for target in _resolve(module, use.path):
-                if is_managed(target) or layer_type(target) is not None:
-                    certain, sites = found.get(id(target), (False, {}))
-                    found[id(target)] = certain or use.certain, {use.site: use.where, **sites}
+                if target is module or target._parameters.get(use.key) is None:
+                    continue
+                used = found.setdefault(id(target), Used(False, {}, {}))
+                used.certain |= use.certain
+                used.sites = {use.site: use.where, **used.sites}
+                if use.certain:
+                    used.users[id(module)] = module
     return found
+
+
+def _kind_names() -> Iterator[str]:
+    for kind in kinds.KINDS:
+        yield from kind.names
 
 
 def _resolve(module: nn.Module, path: tuple[str, ...]) -> Iterator[nn.Module]:
@@ -87,8 +112,10 @@ def _resolve(module: nn.Module, path: tuple[str, ...]) -> Iterator[nn.Module]:
 
 
 @functools.cache
-def direct_uses(cls: Any) -> tuple[Use, ...]:
-    """Find direct uses of weights in the methods that compute; the class's sources are read once.
+def direct_uses(cls: Any, keys: frozenset[str] = _USUAL) -> tuple[Use, ...]:
+    """Find direct uses of Parameters in the methods that compute; sources are read once.
+
+    `keys` are those of the Parameters that are looked for.
 
     ``.weight.dtype``, ``.weight.shape``, ``isinstance`` and tests for ``None`` do no harm, nor does
     a statement that writes weights in place, on the host; ``.weight.device`` does (it would answer
@@ -103,15 +130,15 @@ def direct_uses(cls: Any) -> tuple[Use, ...]:
             if isinstance(function, types.FunctionType):
                 methods.setdefault(name, []).append(function)
     functions = itertools.chain.from_iterable(methods.values())
-    if not any({"weight", "bias"} & _names(function.__code__) for function in functions):
+    if not any(keys & _names(function.__code__) for function in functions):
         return ()
-    reached = {name: True for name in _ENTRY_METHODS if name in methods}
+    reached = {name: True for name in ENTRY_METHODS if name in methods}
     readers: dict[str, list[_Reader]] = {}
     waiting = list(reached)
     while waiting:
         name = waiting.pop()
         if name not in readers:
-            readers[name] = [_Reader(function) for function in _chain(methods[name])]
+            readers[name] = [_Reader(function, keys) for function in _chain(methods[name])]
         for reader in readers[name]:
             for called, certain in reader.calls.items():
                 certain &= reached[name]
@@ -119,10 +146,10 @@ def direct_uses(cls: Any) -> tuple[Use, ...]:
                     reached[called] = certain
                     waiting.append(called)
     return tuple(
-        Use(path, f"{cls.__name__}.{name}", certain and reached[name], site)
+        Use(path, key, f"{cls.__name__}.{name}", certain and reached[name], site)
         for name, found in readers.items()
         for reader in found
-        for path, certain, site in reader.uses
+        for path, key, certain, site in reader.uses
     )
 
 
@@ -156,14 +183,15 @@ class _Reader:
 
     Attributes
     ----------
-    uses : list of (path, certain, site)
+    uses : list of (path, key, certain, site)
         See `Use`.
     calls : dict of str to bool
         Each name, and whether it is certain to be come by.
     """
 
-    def __init__(self, function: types.FunctionType) -> None:
-        self.uses: list[tuple[tuple[str, ...], bool, tuple[str, int]]] = []
+    def __init__(self, function: types.FunctionType, keys: frozenset[str]) -> None:
+        self._keys = keys
+        self.uses: list[tuple[tuple[str, ...], str, bool, tuple[str, int]]] = []
         self.calls: dict[str, bool] = {}
         code = function.__code__
         names = _names(code)
@@ -178,12 +206,12 @@ class _Reader:
     def _visit(self, node: ast.AST, certain: bool) -> None:
         if isinstance(node, ast.Attribute):
             self.calls[node.attr] = self.calls.get(node.attr, False) or certain
-            path = _path_from_self(node.value) if node.attr in ("weight", "bias") else ()
+            path = _path_from_self(node.value) if node.attr in self._keys else ()
             if path and isinstance(node.ctx, ast.Load):
                 line = self._line + (node.end_lineno or node.lineno)
-                self.uses.append((path, certain, (self._file, line)))
+                self.uses.append((path, node.attr, certain, (self._file, line)))
                 return
-        if _is_harmless(node):
+        if self._is_harmless(node):
             return
         for name, value in ast.iter_fields(node):
             unsure = name in _CONDITIONAL.get(type(node), ())
@@ -192,44 +220,41 @@ class _Reader:
                     first = isinstance(node, ast.BoolOp) and index == 0
                     self._visit(child, certain and (first or not unsure))
 
+    def _is_harmless(self, node: ast.AST) -> bool:
+        """Whether the weights below `node` are asked for nothing that lies in their memory."""
+        if isinstance(node, ast.Attribute):
+            return node.attr in _HARMLESS and self._is_weight(node.value)
+        if isinstance(node, ast.Compare):
+            return any(map(self._is_weight, (node.left, *node.comparators))) and all(
+                isinstance(operator, ast.Is | ast.IsNot) for operator in node.ops
+            )
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            return node.func.id in _HARMLESS_CALLS and any(map(self._is_weight, node.args))
+        if isinstance(node, ast.Expr):
+            return self._writes_weight(node.value)
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            return any(
+                isinstance(target, ast.Attribute | ast.Subscript) for target in targets
+            ) and all(self._is_weight(_root(target)) for target in targets)
+        return False
 
-def _is_harmless(node: ast.AST) -> bool:
-    """Whether the weights below `node` are asked for nothing that lies in their memory."""
-    if isinstance(node, ast.Attribute):
-        return node.attr in _HARMLESS and _is_weight(node.value)
-    if isinstance(node, ast.Compare):
-        return any(map(_is_weight, (node.left, *node.comparators))) and all(
-            isinstance(operator, ast.Is | ast.IsNot) for operator in node.ops
+    def _is_weight(self, node: ast.AST) -> bool:
+        return (
+            isinstance(node, ast.Attribute)
+            and node.attr in self._keys
+            and bool(_path_from_self(node.value))
         )
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        return node.func.id in _HARMLESS_CALLS and any(map(_is_weight, node.args))
-    if isinstance(node, ast.Expr):
-        return _writes_weight(node.value)
-    if isinstance(node, ast.Assign | ast.AugAssign):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        return any(isinstance(target, ast.Attribute | ast.Subscript) for target in targets) and all(
-            _is_weight(_root(target)) for target in targets
+
+    def _writes_weight(self, node: ast.AST) -> bool:
+        """Whether `node` is a chain of calls on a weight, the last of them in place."""
+        return (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr.endswith("_")
+            and not node.func.attr.endswith("__")
+            and self._is_weight(_root(node.func.value))
         )
-    return False
-
-
-def _is_weight(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Attribute)
-        and node.attr in ("weight", "bias")
-        and bool(_path_from_self(node.value))
-    )
-
-
-def _writes_weight(node: ast.AST) -> bool:
-    """Whether `node` is a chain of calls on a weight, the last of them in place."""
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr.endswith("_")
-        and not node.func.attr.endswith("__")
-        and _is_weight(_root(node.func.value))
-    )
 
 
 def _root(node: ast.AST) -> ast.AST:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .layers import trial
-from .layers.swap import is_managed
+from .layers.swap import HANDLE, is_managed
 from .locks import Lock
 from .structure import Structure
 from .watch import DirectUses, Watch
@@ -84,7 +84,7 @@ class FirstForward:
         with self._lock:
             self._parts = [weakref.ref(part) for part in root.modules()]
             for part in self._modules():
-                if (self._armed or part is root) and not is_managed(part):
+                if part is root or (self._armed and not _has_operator(part)):
                     self._stand_before(part, part is root)
 
     def _stand_before(self, part: nn.Module, is_root: bool) -> None:
@@ -181,6 +181,11 @@ class FirstForward:
             root = self._structure.module
             if root is not None:
                 self._step_aside([part for part in self._modules() if part is not root])
+
+
+def _has_operator(part: nn.Module) -> bool:
+    """Whether a call of `part` is one managed operator, with no code of its own to watch."""
+    return is_managed(part) and not part.__dict__[HANDLE].lends_to_code
 
 
 def _code_of(forward: Any) -> int:

@@ -18,6 +18,7 @@ from .errors import OffloadError
 from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers
 from .geometry import aligned, stored_bytes, unit_bytes
+from .layers.any import find_wrappers, wrap
 from .layers.formats import unknown_format
 from .layers.leaf import Leaf
 from .layers.swap import swap_in
@@ -29,7 +30,7 @@ from .residents import (
     resident_bytes,
     unmanaged_parameters,
 )
-from .selection import Chosen, group_units, wrapper_of
+from .selection import Chosen, group_units, least_bytes, wrapper_of
 from .sizes import format_size, parse_size
 from .structure import Structure
 from .views.progress import DelayedBar
@@ -224,9 +225,9 @@ def attach(
 ) -> MemoryManager:
     """Keep the weights of `module` in page-locked host memory and stream them while it computes.
 
-    Linear and Conv2d layers are managed, and layers whose weights are quantised in a known format
-    (docs/weights.md): their Parameters keep their identity and lie on the host, so optimizers,
-    ``state_dict`` and EMA see them there. Everything else is moved to `device` once.
+    All weights but small ones are managed (docs/weights.md): their Parameters keep their identity
+    and lie on the host, so optimizers, ``state_dict`` and EMA see them there. Everything else is
+    moved to `device` once; ``manager.resident`` says what that is, and why.
 
     Parameters
     ----------
@@ -285,25 +286,25 @@ def attach(
     chosen = selection.select(module, ignore_modules)
     units = group_units(chosen.leaves)
     sizes = [unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units]
-    largest = max(sizes)
+    floor = least_bytes(units)
     close_leftovers(open_state(where))
     with opened(where) as state:
         attachment = Attachment(module, state, lock_limit)
         moved: list[masters.Moved] = []
         try:
-            attachment.reasons = chosen.resident
-            attachment.arena.floor_bytes = 2 * largest
+            attachment.reasons = {**chosen.parameters, **chosen.resident}
+            attachment.arena.floor_bytes = floor
             attachment.arena.may_grow = vram_budget is None
             structure = Structure(module, attachment)
             manager = MemoryManager(structure)
             capacity = 0
             if vram_budget != "auto":  # what cannot be is refused before anything moves
-                capacity = _capacity(state, units, sizes, offload_percent, vram_budget)
+                capacity = _capacity(state, units, sizes, floor, offload_percent, vram_budget)
             _build_masters(attachment.pieces, units, moved)
             if moved:  # the arena takes the place that the weights have left
                 state.kind.release_cached()
             if vram_budget == "auto":
-                capacity = _capacity(state, units, sizes, offload_percent, vram_budget)
+                capacity = _capacity(state, units, sizes, floor, offload_percent, vram_budget)
             attachment.arena.lend(capacity)
             _add_units(structure, units)
         except BaseException:
@@ -314,11 +315,14 @@ def attach(
         (leaf for unit in units for leaf in unit), attachment.layers, strict=True
     ):
         wrapper = wrapper_of(leaf.module) if "forward" in leaf.module.__dict__ else None
-        swap_in(leaf.module, layer)
+        for part in layer.modules():
+            swap_in(part, layer)
         if wrapper is not None:
             # The wrapper calls what it found; let it call the managed forward instead.
             manager.wrappers.append((wrapper, wrapper.org_forward))
             wrapper.org_forward = type(leaf.module).forward.__get__(leaf.module)
+    for outer, inner in list(find_wrappers(module)):
+        wrap(outer, inner)
     module.__dict__[ATTRIBUTE] = manager
     if not hasattr(type(module), "__deepcopy__"):  # which may copy the whole dictionary
         module.__dict__[_REDUCE] = _Reducer(module)
@@ -369,10 +373,11 @@ def _capacity(
     state: DeviceState,
     units: Sequence[Sequence[Chosen]],
     sizes: Sequence[int],
+    floor: int,
     offload_percent: float,
     vram_budget: int | float | str | None,
 ) -> int:
-    managed, floor = sum(sizes), 2 * max(sizes)
+    managed = sum(sizes)
     if vram_budget is None:
         return aligned(int((1.0 - offload_percent) * managed)) + floor
     if vram_budget == "auto":
@@ -386,8 +391,11 @@ def _capacity(
     if budget < floor:
         large = [unit for unit, size in zip(units, sizes, strict=True) if 2 * size > budget]
         names = [leaf.name for unit in large for leaf in unit]
+        what = "two of the largest units"
+        if floor > 2 * max(sizes):
+            what += ", and what stays lent around them,"
         raise OffloadError(
-            f"vram_budget={vram_budget!r} is {format_size(budget)}, but two of the largest units "
+            f"vram_budget={vram_budget!r} is {format_size(budget)}, but {what} "
             f"need {format_size(floor)}; raise the budget to that"
             + (
                 f", or leave resident what is too large for it, with ignore_modules: "

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .geometry import stored_bytes
-from .layers.kinds import layer_type
-from .layers.swap import is_managed
+from .layers.swap import apply_to_residents, managed_keys, resident_tensors
 from .masters import Pieces
 
 
@@ -26,25 +25,21 @@ class Resident(str):
 
 
 def unmanaged_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield ``(layer, its module, key, parameter)`` of everything outside the managed layers."""
+    """Yield ``(layer, its module, key, parameter)`` of everything that is not managed."""
     for name, inner in module.named_modules():
-        if not is_managed(inner):
-            for key, parameter in inner._parameters.items():
-                if parameter is not None:
-                    yield name, inner, key, parameter
+        managed = managed_keys(inner)
+        for key, parameter in inner._parameters.items():
+            if parameter is not None and key not in managed:
+                yield name, inner, key, parameter
 
 
 def list_residents(module: nn.Module, reasons: dict[str, str]) -> dict[str, Resident]:
-    """List what is not managed, by name; `reasons` are those known of layers."""
+    """List what is not managed, by name; `reasons` are those known of layers and parameters."""
     found = {}
-    for name, inner, key, parameter in unmanaged_parameters(module):
-        if name in reasons:
-            reason = reasons[name]
-        elif layer_type(inner) is not None:
-            reason = "it was added after attach"
-        else:
-            reason = f"{type(inner).__name__} is no kind of layer that is managed"
-        found[f"{name}.{key}" if name else key] = Resident(reason, stored_bytes(parameter))
+    for name, _, key, parameter in unmanaged_parameters(module):
+        full = f"{name}.{key}" if name else key
+        reason = reasons.get(full) or reasons.get(name) or "it was added after attach"
+        found[full] = Resident(reason, stored_bytes(parameter))
     return found
 
 
@@ -80,8 +75,6 @@ def move_residents(module: nn.Module, device: torch.device, pieces: Pieces | Non
 
     with torch.inference_mode(False):
         for inner in module.modules():
-            if is_managed(inner):
-                continue
-            own = (*inner._parameters.values(), *inner._buffers.values())
+            own = resident_tensors(inner)
             if any(tensor is not None and not stays(tensor) for tensor in own):
-                inner._apply(move, recurse=False)
+                apply_to_residents(inner, move)

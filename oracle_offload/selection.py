@@ -1,17 +1,20 @@
 """Which layers are managed, and in which units they travel.
 
-Managed is a leaf whose class computes with exactly ``nn.Linear.forward`` or ``nn.Conv2d.forward``
-and whose tensors are plain floating parameters of its own, or whose weight is quantised in a way
-that is known (`oracle_offload.layers.formats`). Everything else stays resident: what a parent's
-code uses the weight of without calling the layer, what is tied to a module that is not managed,
-adapters. Where such a use stands in a branch, which may never be taken,
-the layer is managed on trial, see `oracle_offload.layers.trial`. What the rules cannot see (a
-weight handed around in a variable) fails the watch over the first forward, see
-`oracle_offload.first_forward`.
+A leaf whose class computes with exactly the forward of one of `oracle_offload.layers.kinds` is
+managed with its own operator, if its tensors are plain floating parameters of its own or quantised
+in a way that is known (`oracle_offload.layers.formats`). Every other plain floating parameter is
+lent to the forward that computes with it (`oracle_offload.layers.any`), unless it is small. What
+stays resident: small tensors, adapters, what is tied to a tensor that is not managed.
+
+A parent's code that uses a child's tensors without calling the child has them lent to it. Where
+such a use stands in a branch, which may never be taken, a leaf with an operator is managed on
+trial, see `oracle_offload.layers.trial`. What the rules cannot see (a weight handed around in a
+variable) fails the watch over the first forward, see `oracle_offload.first_forward`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import fnmatch
 import types
@@ -19,16 +22,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .direct_uses import Sites, used_directly
+from .direct_uses import Used, used_directly
 from .errors import OffloadError
-from .geometry import memory_of, unit_bytes
+from .geometry import memory_of, tensor_bytes, unit_bytes
+from .layers.any import any_kind
 from .layers.kinds import layer_type
-from .layers.loan import Layer
+from .layers.leaf import Leaf, unfit_tensor
 from .layers.swap import has_own_forward, is_managed
 from .operators import tensors_in
-from .sizes import KIB, MIB
+from .sizes import KIB, MIB, format_size
+
+SMALL_BYTES = 64 * KIB  # a tensor without an operator of its own stays resident below that
+# But together they do not take more of the device than this share of the model (or the first size,
+# where the model is small), and never more than the second.
+_SMALL_SHARE = 0.01
+SMALL_TOGETHER = MIB, 64 * MIB
 
 
 class NothingToManage(OffloadError):
@@ -41,7 +52,7 @@ class Chosen:
 
     name: str
     module: nn.Module
-    kind: type[Layer]
+    kind: type[Leaf]
     block: str
     doubtful: dict[tuple[str, int], str] = field(default_factory=dict)  # see `Trial`
 
@@ -52,10 +63,14 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Selection:
-    """The leaves to manage, in module order, and why other Linear and Conv2d stay resident."""
+    """The leaves to manage, in module order.
+
+    Why others stay resident: layers of a kind that has an operator, by name, and other parameters.
+    """
 
     leaves: list[Chosen]
     resident: dict[str, str]
+    parameters: dict[str, str]
 
 
 def select(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
@@ -79,7 +94,7 @@ def select(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
     """
     modules = dict(root.named_modules())
     _refuse_meta(modules)
-    ignored_modules, ignored_tensors = _ignored(modules, ignore_modules)
+    ignored_modules, _ = _ignored(modules, ignore_modules)
     managed = [
         name or type(root).__name__
         for name, module in modules.items()
@@ -90,39 +105,216 @@ def select(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
             f"{listed(managed)}: attached already, as part of another attach; detach that first "
             "(its manager.detach()), then attach the whole model once."
         )
+    return choose(root, ignore_modules)
+
+
+def choose(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
+    """Decide as `select` does, of a model on the meta device, too."""
+    modules = dict(root.named_modules())
+    ignored_modules, ignored_tensors = _ignored(modules, ignore_modules)
     resident: dict[str, str] = {}
-    candidates: dict[str, tuple[nn.Module, type[Layer]]] = {}
+    leaves: list[Chosen] = []
     adapters = _below_adapters(modules)
     used = used_directly(modules.values())
+    lenders = _Lenders(modules, used)
+    parameters: dict[str, str] = {}
+    others: list[tuple[str, nn.Module, str]] = []
     for name, module in modules.items():
         kind = layer_type(module)
-        if kind is None:
+        reason = (
+            "named in ignore_modules" if id(module) in ignored_modules else ""
+        ) or adapters.get(id(module), "")
+        if kind is None or (not reason and kind.may_be_tried and lenders.takes_from(module)):
+            others.append((name, module, reason))
             continue
         reason = (
-            ("named in ignore_modules" if id(module) in ignored_modules else "")
-            or adapters.get(id(module), "")
-            or _certain_use(used.get(id(module)), kind.may_be_tried)
+            reason
+            or ("" if kind.may_be_tried else lenders.why_not(module))
             or _unfit(kind, module, ignored_tensors)
         )
         if reason:
             resident[name] = reason
-        else:
-            candidates[name] = module, kind
-    _drop_shared(modules, candidates, resident)
-    if not candidates:
+            continue
+        sites = used[id(module)].sites if id(module) in used else {}
+        leaves.append(Chosen(name, module, kind, _block_of(name, modules), sites))
+    lent = lenders.lend(others, ignored_tensors, parameters)
+    _keep_small(root, lent, parameters)
+    leaves.extend(_lending_leaves(lent, modules))
+    order = {name: number for number, name in enumerate(modules)}
+    leaves.sort(key=lambda leaf: order[leaf.name])
+    leaves = _drop_shared(modules, leaves, resident, parameters)
+    for name, reason in list(parameters.items()):  # of a layer that a parent takes them from
+        owner = name.rpartition(".")[0]
+        if layer_type(modules[owner]) is not None:
+            resident.setdefault(owner, reason)
+            del parameters[name]
+    if not leaves:
         by_reason: dict[str, list[str]] = {}
-        for name, reason in resident.items():
+        for name, reason in {**resident, **parameters}.items():
             by_reason.setdefault(reason, []).append(name or type(root).__name__)
         why = "; ".join(f"{listed(names, 3)}: {reason}" for reason, names in by_reason.items())
         raise NothingToManage(
             f"{type(root).__name__} has no layer to manage: no nn.Linear or nn.Conv2d with plain "
             "floating-point weights" + (f" ({why})" if why else "") + "."
         )
-    leaves = [
-        Chosen(name, module, kind, _block_of(name, modules), used.get(id(module), (False, {}))[1])
-        for name, (module, kind) in candidates.items()
+    return Selection(leaves, resident, parameters)
+
+
+@dataclass(frozen=True)
+class _Lent:
+    """A Parameter to be lent: its full name, the module in whose forward that happens, and why."""
+
+    name: str
+    tensor: Tensor
+    lender: str
+    why: str
+
+
+class _Lenders:
+    """Which module's forward computes with a Parameter that has no operator of its own."""
+
+    def __init__(self, modules: dict[str, nn.Module], used: dict[int, Used]) -> None:
+        self._modules = modules
+        self._used = used
+        self._names = {id(module): name for name, module in modules.items()}
+
+    def takes_from(self, module: nn.Module) -> bool:
+        """Whether a parent computes with the tensors of `module` instead of calling it."""
+        used = self._used.get(id(module))
+        return (used is not None and used.certain) or self._attention_over(module) is not None
+
+    def why_not(self, module: nn.Module) -> str:
+        """Say what computes with the tensors of a layer that can be lent to nobody else."""
+        used = self._used.get(id(module))
+        if used is not None:
+            return f"{next(iter(used.sites.values()))} uses its weight without calling it"
+        attention = self._attention_over(module)
+        return "" if attention is None else _part_of(attention)
+
+    def _attention_over(self, module: nn.Module) -> str | None:
+        """Return the ``nn.MultiheadAttention`` that `module` is part of, by name."""
+        name = self._names[id(module)]
+        while name:
+            name = name.rpartition(".")[0]
+            if isinstance(self._modules[name], nn.MultiheadAttention):
+                return name
+        return None
+
+    def lend(
+        self,
+        others: list[tuple[str, nn.Module, str]],
+        ignored_tensors: set[int],
+        resident: dict[str, str],
+    ) -> list[_Lent]:
+        """Return what can be lent, and add to `resident` why the rest cannot."""
+        lent = []
+        for name, module, stays in others:
+            if not any(tensor is not None for tensor in module._parameters.values()):
+                continue
+            lender, reason, why_lent = ("", stays, "") if stays else self._lender_of(name, module)
+            for key, tensor in module._parameters.items():
+                if tensor is None:
+                    continue
+                full = f"{name}.{key}" if name else key
+                why = reason or _unfit_tensor(key, tensor, ignored_tensors)
+                if why:
+                    resident[full] = why
+                else:
+                    lent.append(_Lent(full, tensor, lender, why_lent))
+        return lent
+
+    def _lender_of(self, name: str, module: nn.Module) -> tuple[str, str, str]:
+        """Return in whose forward `module` has its tensors, why in none, and why it is lent."""
+        used = self._used.get(id(module))
+        where = "" if used is None else next(iter(used.sites.values()))
+        why = f"{type(module).__name__} has no operator of its own here"
+        lender: str = name
+        if used is not None and used.certain:
+            why = f"{where} uses its weight without calling it"
+            users = [self._names[user] for user in used.users]
+            if len(users) > 1 or not _is_below(name, users[0]):
+                return "", why, ""
+            lender = users[0]
+        elif (attention := self._attention_over(module)) is not None:
+            why = _part_of(attention)
+            lender = attention
+        elif used is not None:
+            return "", f"{where} may use its weight without calling it", ""
+        if getattr(module, "max_norm", None) is not None:
+            return "", "max_norm writes its weight in forward", ""
+        while type(self._modules[lender]).forward is nn.Module.forward:
+            if not lender:
+                return "", "no module that it is part of has a forward", ""
+            lender = lender.rpartition(".")[0]
+        found = self._modules[lender]
+        if isinstance(found, torch.jit.ScriptModule):
+            return "", f"{lender or 'the model'} is compiled TorchScript", ""
+        if "forward" in found.__dict__ and not has_own_forward(found):
+            return "", f"the forward of {lender or 'the model'} was replaced", ""
+        return lender, "", why
+
+
+def _part_of(attention: str) -> str:
+    return f"part of MultiheadAttention '{attention}', which computes with it"
+
+
+def _is_below(name: str, parent: str) -> bool:
+    return not parent or name == parent or name.startswith(f"{parent}.")
+
+
+def _keep_small(root: nn.Module, lent: list[_Lent], resident: dict[str, str]) -> None:
+    """Take from `lent` what is small, as long as all that is small is little together."""
+    model = {id(p): tensor_bytes(p) for p in root.parameters() if p.layout is torch.strided}
+    most = min(max(_SMALL_SHARE * sum(model.values()), SMALL_TOGETHER[0]), SMALL_TOGETHER[1])
+    small = {id(row.tensor): row for row in lent if tensor_bytes(row.tensor) < SMALL_BYTES}
+    kept, together = set(), 0
+    for key, row in sorted(small.items(), key=lambda item: tensor_bytes(item[1].tensor)):
+        together += tensor_bytes(row.tensor)
+        if together <= most:
+            kept.add(key)
+    for row in [row for row in lent if id(row.tensor) in kept]:
+        lent.remove(row)
+        size = format_size(tensor_bytes(row.tensor))
+        resident[row.name] = f"{row.why}, and {size} are too small to stream"
+
+
+def _lending_leaves(lent: list[_Lent], modules: dict[str, nn.Module]) -> list[Chosen]:
+    """Return one leaf for each module that tensors are lent to."""
+    by_lender: dict[str, list[str]] = {}
+    for row in lent:
+        start = len(row.lender) + 1 if row.lender else 0
+        by_lender.setdefault(row.lender, []).append(row.name[start:])
+    return [
+        Chosen(lender, modules[lender], any_kind(tuple(names)), _block_of(lender, modules))
+        for lender, names in by_lender.items()
     ]
-    return Selection(leaves, resident)
+
+
+def least_bytes(units: Sequence[Sequence[Chosen]]) -> int:
+    """Return the least bytes that an arena for these units must have.
+
+    Two of the largest: one is computed with while the next arrives. What is lent to a module stays
+    while everything below it computes, and each unit that stays splits the rest, so that one place
+    more is needed for the largest.
+    """
+    sizes = [unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units]
+    largest = max(sizes)
+    staying: dict[str, int] = {
+        leaf.name: number
+        for number, unit in enumerate(units)
+        for leaf in unit
+        if leaf.kind.lends_to_code
+    }
+    most = 0
+    for leaf in (leaf for unit in units for leaf in unit):
+        above, name = set(), leaf.name
+        while name:
+            name = name.rpartition(".")[0]
+            if name in staying:
+                above.add(staying[name])
+        places = max(2, len(above) + 1)
+        most = max(most, places * largest + sum(sizes[number] for number in above))
+    return most
 
 
 def group_units(leaves: Sequence[Chosen]) -> list[list[Chosen]]:
@@ -204,12 +396,9 @@ def _ignored(modules: dict[str, nn.Module], entries: Any) -> tuple[set[int], set
 
 
 def _below_adapters(modules: dict[str, nn.Module]) -> dict[int, str]:
-    """Find leaves of adapters and of modules that hand their children's weights to one operator."""
+    """Find what belongs to adapters."""
     found: dict[int, str] = {}
     for name, module in modules.items():
-        if isinstance(module, nn.MultiheadAttention):
-            for inner in module.modules():
-                found[id(inner)] = f"part of MultiheadAttention '{name}', which computes with it"
         if "base_layer" in module._modules:
             for key, child in module._modules.items():
                 if key != "base_layer" and child is not None:
@@ -218,13 +407,7 @@ def _below_adapters(modules: dict[str, nn.Module]) -> dict[int, str]:
     return found
 
 
-def _certain_use(use: tuple[bool, Sites] | None, may_be_tried: bool) -> str:
-    if use is None or not (use[0] or (use[1] and not may_be_tried)):
-        return ""
-    return f"{next(iter(use[1].values()))} uses its weight without calling it"
-
-
-def _unfit(kind: type[Layer], module: nn.Module, ignored_tensors: set[int]) -> str:
+def _unfit(kind: type[Leaf], module: nn.Module, ignored_tensors: set[int]) -> str:
     """Say why the module's own state keeps it from being managed; empty where nothing does."""
     reason = kind.unfit(module)
     if reason:
@@ -235,6 +418,14 @@ def _unfit(kind: type[Layer], module: nn.Module, ignored_tensors: set[int]) -> s
     replaced = "forward" in module.__dict__ and not has_own_forward(module)
     if replaced and wrapper_of(module) is None:
         return "its forward was replaced"
+    return ""
+
+
+def _unfit_tensor(key: str, tensor: Any, ignored_tensors: set[int]) -> str:
+    if why := unfit_tensor(key, tensor):
+        return why
+    if id(tensor) in ignored_tensors:
+        return f"'{key}' is named in ignore_modules"
     return ""
 
 
@@ -257,31 +448,32 @@ def wrapper_of(module: nn.Module) -> Any | None:
 
 def _drop_shared(
     modules: dict[str, nn.Module],
-    candidates: dict[str, tuple[nn.Module, type[Layer]]],
+    leaves: list[Chosen],
     resident: dict[str, str],
-) -> None:
+    parameters: dict[str, str],
+) -> list[Chosen]:
     """Leave resident what shares memory with something that is not managed.
 
-    Two managed layers may share a Parameter (each copies the one master); two Parameters in
-    overlapping memory may not, because each is re-pointed to memory of its own.
+    Two leaves may share a Parameter (each copies the one master); two Parameters in overlapping
+    memory may not, because each is re-pointed to memory of its own.
     """
-    owners: dict[int, list[str]] = {}
+    places: dict[int, list[str]] = {}  # of each tensor, by full name
     spans: list[tuple[int, int, int]] = []
-    seen: set[int] = set()
-    tensors = {
-        name: list(kind.named_tensors(module).values())
-        for name, (module, kind) in candidates.items()
-    }
+    operators = {leaf.name: leaf.kind for leaf in leaves if not leaf.kind.lends_to_code}
     for name, module in modules.items():
-        for tensor in tensors.get(name) or tensors_in(
-            [*module._parameters.values(), *module._buffers.values()]
-        ):
-            owners.setdefault(id(tensor), []).append(name)
+        kind = operators.get(name)
+        own = [*module._parameters.items(), *module._buffers.items()]
+        found = (
+            [(key, part) for key, tensor in own for part in tensors_in(tensor)]
+            if kind is None
+            else kind.named_tensors(module).items()
+        )
+        for key, tensor in found:
+            before = places.setdefault(id(tensor), [])
+            before.append(f"{name}.{key}" if name else key)
             start, end = memory_of(tensor)
-            if id(tensor) in seen or start == end:
-                continue
-            seen.add(id(tensor))
-            spans.append((start, end, id(tensor)))
+            if len(before) == 1 and start != end:
+                spans.append((start, end, id(tensor)))
     overlapping: set[int] = set()
     furthest, reached = 0, 0  # the end of what began before, and whose it is
     for start, end, tensor_id in sorted(spans):
@@ -292,19 +484,43 @@ def _drop_shared(
     changed = True
     while changed:
         changed = False
-        for name in list(candidates):
-            for tensor in tensors[name]:
-                others = [owner for owner in owners[id(tensor)] if owner not in candidates]
+        covered = {
+            f"{leaf.name}.{key}" if leaf.name else key
+            for leaf in leaves
+            for key in leaf.kind.named_tensors(leaf.module)
+        }
+        for leaf in list(leaves):
+            dropped: dict[str, str] = {}
+            for key, tensor in leaf.kind.named_tensors(leaf.module).items():
+                others = [place for place in places[id(tensor)] if place not in covered]
                 if others:
-                    reason = f"its weight is tied to '{others[0]}', which is not managed"
+                    owner = _owner_of(others[0], modules)
+                    dropped[key] = f"its weight is tied to '{owner}', which is not managed"
                 elif id(tensor) in overlapping:
-                    reason = "its memory overlaps another parameter's"
-                else:
-                    continue
-                resident[name] = reason
-                del candidates[name]
-                changed = True
-                break
+                    dropped[key] = "its memory overlaps another parameter's"
+            if not dropped:
+                continue
+            changed = True
+            number = leaves.index(leaf)
+            if not leaf.kind.lends_to_code:
+                resident[leaf.name] = next(iter(dropped.values()))
+                del leaves[number]
+                continue
+            for key, reason in dropped.items():
+                parameters[f"{leaf.name}.{key}" if leaf.name else key] = reason
+            left = tuple(key for key in leaf.kind.names if key not in dropped)
+            leaves[number : number + 1] = (
+                [dataclasses.replace(leaf, kind=any_kind(left))] if left else []
+            )
+    return leaves
+
+
+def _owner_of(full_name: str, modules: dict[str, nn.Module]) -> str:
+    """Return the module that a tensor belongs to; what it is made of has dotted names, too."""
+    name = full_name.rpartition(".")[0]
+    while name not in modules:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def _block_of(name: str, modules: dict[str, nn.Module]) -> str:

@@ -11,6 +11,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .attachment import Attachment
 from .direct_uses import used_directly
+from .layers.any import find_wrappers, wrap
+from .layers.leaf import Leaf
+from .layers.swap import HANDLE
 from .layers.trial import put_on_trial
 from .locks import Lock
 from .residents import move_residents
@@ -109,6 +112,8 @@ class Structure:
                 attachment = self.attachment
                 for layer in list(attachment.layers):
                     attachment.let_go_if_lost(layer)
+                for wrapper, layer in list(find_wrappers(module)):
+                    wrap(wrapper, layer)
                 move_residents(module, self.device, attachment.pieces)
                 self._look_for_direct_uses(module)
                 self._parts = frozenset(id(part) for part in module.modules())
@@ -123,7 +128,7 @@ class Structure:
         for layer in list(self.attachment.layers):
             leaf = layer.module()
             if leaf is not None and id(leaf) in found and layer.may_be_tried:
-                put_on_trial(leaf, found[id(leaf)][1])
+                put_on_trial(leaf, found[id(leaf)].sites)
 
 
 def _module_added(parent: nn.Module, name: str, child: Any) -> None:
@@ -140,6 +145,9 @@ def _buffer_added(parent: nn.Module, name: str, buffer: Any) -> None:
 
 def _registered(parent: nn.Module, before: Any, now: Any) -> None:
     if before is now:
+        return
+    leaf: Leaf | None = parent.__dict__.get(HANDLE)
+    if leaf is not None and leaf.is_lending():  # a parametrisation for the length of a forward
         return
     for structure in list(_attached):
         if structure.contains(parent):

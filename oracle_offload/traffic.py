@@ -50,6 +50,9 @@ class Traffic:
         Host bytes that a layer, by name, computes with in the place of its own weights.
     runs_again, flops_again : int, float
         How often backward ran a forward operator again, and the operations of that.
+    derived_bytes : dict of str to int
+        Bytes computed from the weights of a layer, by name, that autograd keeps on the device until
+        backward: casts, sums.
     """
 
     def __init__(self, name: str) -> None:
@@ -60,6 +63,7 @@ class Traffic:
         self.computed_bytes: dict[str, int] = {}
         self.runs_again = 0
         self.flops_again = 0.0
+        self.derived_bytes: dict[str, int] = {}
         self._before = (0, 0)
 
     def end_step(self, h2d_bytes: int, d2h_bytes: int) -> None:
@@ -87,3 +91,7 @@ class Traffic:
         """Count a forward operator that backward has run again."""
         self.runs_again += 1
         self.flops_again += flops
+
+    def note_derived(self, layer: str, nbytes: int) -> None:
+        """Count bytes computed from a layer's weights that wait for backward on the device."""
+        self.derived_bytes[layer] = max(nbytes, self.derived_bytes.get(layer, 0))

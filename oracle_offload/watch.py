@@ -22,12 +22,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from .attachment import Attachment
+from .attachment import Attachment, attachments_on
+from .engines import open_states
+from .errors import OffloadError
 from .exemption import is_exempt
 from .geometry import memory_of
 from .layers import trial
 from .layers.leaf import Leaf
-from .layers.swap import is_managed
+from .layers.swap import is_managed, resident_tensors
 from .operators import Operator, run_in_mode, tensors_in
 from .witness import Witness, refusal
 
@@ -61,9 +63,8 @@ class Watch(Witness):
         self._of_masters: dict[int, tuple[StorageWeakRef, str]] = {}
         self._adapted: set[str] = set()  # layers whose forward an adapter has replaced
         for name, module in model.named_modules():
-            if not is_managed(module):
-                self._note((*module._parameters.values(), *module._buffers.values()))
-            elif "forward" in module.__dict__:
+            self._note(resident_tensors(module))
+            if is_managed(module) and "forward" in module.__dict__:
                 self._adapted.add(name)
         self._note(tree_leaves(inputs))
 
@@ -80,6 +81,8 @@ class Watch(Witness):
                 verb, master = f"operator {func} {'writes' if written else 'reads'}", name
             elif any(True for _ in self._arena.touched(start, end)):
                 meets_device = True
+                if written:
+                    self._refuse_write(func, start)
             else:
                 key = _storage(tensor)
                 if key in self._of_masters:
@@ -98,6 +101,23 @@ class Watch(Witness):
 
     def _is_adapted(self, master: str) -> bool:
         return bool(self._adapted) and master.rpartition(".")[0] in self._adapted
+
+    def _refuse_write(self, func: Any, address: int) -> None:
+        """Fail a write to what was lent: it would be lost, and the next forward would see it."""
+        for state in open_states():
+            units = [
+                unit for unit, at, size, _ in state.engine.residents() if at <= address < at + size
+            ]
+            for attachment in attachments_on(state):
+                for layer in attachment.layers:
+                    if layer.unit in units and layer.lends_to_code:
+                        state.engine.refresh(attachment.model)
+                        raise OffloadError(
+                            f"operator {func} writes to the weights of '{layer.name}' in its "
+                            "forward. They lie on the host: what is written to the device's copy "
+                            "would be lost. Leave the module resident: "
+                            f"attach(..., ignore_modules=[{layer.name!r}])."
+                        )
 
     def _copies_to_host(self, func: Any, args: Any) -> bool:
         """Whether the operator is a copy into a master, which crosses devices."""

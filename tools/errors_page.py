@@ -89,7 +89,7 @@ NOTES: dict[str, dict[str, str]] = {
         "is neither a module, a parameter nor": (
             "`ignore_modules` takes names, modules and parameters."
         ),
-        "but two of the largest units need": (
+        "need …; raise the budget to that": (
             "The arena must hold the unit that computes and the one that comes next. Raise "
             "the budget, or leave the largest layer resident with `ignore_modules`."
         ),
@@ -218,6 +218,23 @@ NOTES: dict[str, dict[str, str]] = {
         "were rewritten while another call": (
             "Two threads: one writes weights while the other computes with them. Write "
             "between steps."
+        ),
+    },
+    "Lending to a module's forward": {
+        "which lie on the host: what it writes": (
+            "The module changes its own weight in forward (a codebook, weight clipping). Leave it "
+            "resident."
+        ),
+        "writes to the weights of": (
+            "The module changes its own weight in forward, through `.data`. Leave it resident."
+        ),
+        "has been inside the forward of": (
+            "Two threads compute with one module, and one of them does not come out. Give each "
+            "its own copy, or leave the module resident."
+        ),
+        "are still held on the device": (
+            "Finish or drop the graph that awaits backward, and whatever keeps a weight, then "
+            "detach."
         ),
     },
     "Taking down": {

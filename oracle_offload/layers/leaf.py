@@ -137,6 +137,7 @@ class Leaf:
     names: tuple[str, ...]  # of its tensors
     required: tuple[str, ...]  # without which it computes nothing
     backward_reads: tuple[str, ...]  # those whose values a derivative asks for
+    lends_to_code: ClassVar[bool] = False  # the module's own forward computes: see `layers.any`
     may_be_tried: ClassVar[bool] = True  # its tensors can move to the device one by one
     trial: Trial | None = None  # code may read its tensors as values
     on_device = False  # the tensors lie there for good, and so do their gradients
@@ -186,14 +187,8 @@ class Leaf:
                 continue
             if key not in cls.names:
                 return f"it has another parameter, '{key}'"
-            if type(tensor) is not nn.Parameter or tensor.layout is not torch.strided:
-                return f"'{key}' is a {type(tensor).__name__}, not a plain parameter"
-            if not tensor.is_floating_point():
-                return f"'{key}' is {tensor.dtype}"
-            if tensor.numel() == 0:
-                return f"'{key}' is empty"
-            if not is_dense(tensor):
-                return f"'{key}' has gaps or overlaps in memory (strides {tensor.stride()})"
+            if why := unfit_tensor(key, tensor):
+                return why
         if module._parameters.get("bias") is None and getattr(module, "bias", None) is not None:
             return "its bias is computed, not a parameter"
         return ""
@@ -205,6 +200,19 @@ class Leaf:
     def places(self, module: nn.Module) -> Any:
         """Return what `get` answers of which tensor lies under a name now."""
         return module._parameters
+
+    def modules(self) -> list[nn.Module]:
+        """Return the modules whose class is swapped for this leaf, as far as they are there."""
+        module = self.module()
+        return [] if module is None else [module]
+
+    def keys_of(self, module: nn.Module) -> set[str]:
+        """Return the keys of those Parameters of `module` that are the leaf's."""
+        return set(self.names)
+
+    def is_lending(self) -> bool:
+        """Whether device tensors stand in the places of the masters now."""
+        return False
 
     # ---- masters ----
 
@@ -381,6 +389,19 @@ def version_of(tensors: Sequence[Tensor]) -> int:
     except RuntimeError:  # a tensor of inference mode has none
         return sum(t._version for t in tensors if not t.is_inference())
     return version
+
+
+def unfit_tensor(key: str, tensor: Tensor) -> str:
+    """Say why a Parameter, wherever it lies, cannot become a master; empty where it can."""
+    if type(tensor) is not nn.Parameter or tensor.layout is not torch.strided:
+        return f"'{key}' is a {type(tensor).__name__}, not a plain parameter"
+    if not tensor.is_floating_point():
+        return f"'{key}' is {tensor.dtype}"
+    if tensor.numel() == 0:
+        return f"'{key}' is empty"
+    if not is_dense(tensor):
+        return f"'{key}' has gaps or overlaps in memory (strides {tensor.stride()})"
+    return ""
 
 
 def is_plain_master(tensor: Any) -> bool:

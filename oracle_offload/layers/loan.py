@@ -36,135 +36,8 @@ _graph_task = torch._C._current_graph_task_id
 Needs = tuple[bool, ...]  # whether the input's gradient is wanted, and that of each named tensor
 
 
-class Layer(Leaf, ABC):
-    """A leaf that computes; `x` is its one input.
-
-    A kind says `names`, `required`, `backward_reads` and `node`, and the methods up to
-    `backward_cost`. `tensors` has one for each of `names`, None for those that the module lacks.
-    """
-
-    base_forward: ClassVar[Callable[..., Tensor]]  # classes that compute with it are of this kind
-    node: ClassVar[Any]  # `apply` of its `Loan`; see `node_of`
-
-    # ---- what a kind says ----
-
-    @abstractmethod
-    def base_call(self, module: Any, x: Tensor, tensors: Tensors) -> Tensor:
-        """Compute what the base class's forward does, with the given tensors."""
-
-    @abstractmethod
-    def compute(self, x: Tensor, tensors: Tensors) -> Tensor:
-        """Compute what torch does where autograd records nothing."""
-
-    @abstractmethod
-    def record(self, ctx: Any, x: Tensor, trained: Tensors, tensors: Tensors) -> Tensor:
-        """Compute what torch does where autograd records, and keep in `ctx` what `derivative` uses.
-
-        Parameters
-        ----------
-        ctx
-            Of the autograd function, for ``ctx.save_for_backward`` and attributes.
-        x : Tensor
-            The input.
-        trained : tuple
-            For each tensor what stands for it in the graph, None where it needs no gradient.
-        tensors : tuple
-            On the device; they must not be kept.
-        """
-
-    @abstractmethod
-    def derivative(self, ctx: Any, grad: Tensor, needs: Needs) -> Tensors:
-        """Return the gradients of the input and of each tensor, None where `needs` says so.
-
-        What uses the tensors goes through `lend_backward`.
-        """
-
-    @abstractmethod
-    def forward_cost(self, x: Tensor) -> tuple[float, int]:
-        """Return the operations and the bytes of forward, for simulated time."""
-
-    @abstractmethod
-    def backward_cost(self, grad: Tensor, needs: Needs) -> tuple[float, int]:
-        """Return the operations and the bytes of `derivative`, for simulated time."""
-
-    # ---- the call ----
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute the layer for `x`."""
-        if not self.ready(x):
-            return self.foreign(x)
-        if x.is_cpu is not self.on_cpu:
-            x = x.to(self.state.device)
-        return self.call(x)
-
-    def ready(self, x: Tensor) -> bool:
-        """Check everything a call depends on; False where it must run on foreign weights."""
-        if self.structure.changed:  # an adapter was added: look at it before computing
-            self.structure.settle()
-        if _functorch_active():
-            raise OffloadError(
-                f"torch.func transforms over managed layer '{self.name}' are not supported; leave "
-                "it resident with ignore_modules=[...] or detach the model first."
-            )
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-            raise OffloadError(
-                f"forward-mode differentiation through managed layer '{self.name}' is not "
-                "supported; leave it resident with ignore_modules=[...]."
-            )
-        return self.masters.are(self.parameters) or self.adopt()
-
-    def foreign(self, x: Tensor) -> Tensor:
-        """Compute with whatever the module's tensors are now, brought to the compute device.
-
-        Reached when a parametrisation, ``functional_call`` or a hook put a computed tensor in the
-        parameter's place, or somebody moved the parameter to the device by hand.
-        """
-        module: Any = self.module()
-        device = self.state.device
-        own = dict(self.masters.named())
-        with exempt():
-            used: list[Any] = [getattr(module, name) for name in self.names]
-            self.attachment.traffic.note_computed(
-                self.name,
-                sum(
-                    tensor_bytes(tensor)
-                    for name, tensor in zip(self.names, used, strict=True)
-                    if tensor is not None and tensor.device.type == "cpu"
-                    if name in self.required or tensor is not own.get(name)
-                ),
-            )
-            # What lies on the host is copied, on the simulated device too; but a copy closes gaps.
-            used = [
-                t if t is None else t.to(device, copy=t.device.type == "cpu" and is_dense(t))
-                for t in used
-            ]
-            return self.base_call(module, x.to(device), tuple(used))
-
-    def call(self, x: Tensor) -> Tensor:
-        """Compute with borrowed tensors, for an input on the device."""
-        dtype = cast_dtype(self.device_type)
-        if dtype is not None:
-            x = cast_input(x, dtype)
-        if torch.is_grad_enabled():
-            for tensor in self.masters.present:
-                if tensor.requires_grad:
-                    return cast("Tensor", self.node(x, self, dtype, *self.trained(dtype)))
-            if x.requires_grad:
-                return cast("Tensor", self.node(x, self, dtype))
-        task, compute = _graph_task(), self.compute
-        seconds = self.forward_seconds(x) if self.state.simulated else 0.0
-        kind = FORWARD if task == -1 else RECOMPUTE
-        return cast("Tensor", self.lend(kind, task, seconds, dtype, lambda t: compute(x, t)))
-
-    def trained(self, dtype: torch.dtype | None) -> Tensors:
-        """Return what gradients of each tensor go to; None where it needs none."""
-        taking = [None if t is None or not t.requires_grad else t for t in self.masters.tensors]
-        if dtype is None:
-            return tuple(taking)
-        stand_in = self.attachment.stand_ins.of
-        return tuple([None if t is None else stand_in(t, dtype) for t in taking])
-
-    # ---- the loan ----
+class Borrower(Leaf):
+    """A leaf that something computes with, for as long as it has a slot."""
 
     def lend(
         self,
@@ -236,24 +109,6 @@ class Layer(Leaf, ABC):
         names = self.backward_reads if kind == BACKWARD else self.names
         return cast_tensors(dtype, tensors, [name in names for name in self.names])
 
-    def forward_seconds(self, x: Tensor) -> float:
-        """Return how long the simulated device computes forward."""
-        flops, moved = self.forward_cost(x)
-        return self.state.time.kernel_seconds(flops, moved, x.dtype)
-
-    def lend_backward(
-        self, ctx: Any, grad: Tensor, needs: Needs, compute: Callable[[Tensors], Any]
-    ) -> Any:
-        """`lend` in backward, where the tensors are what forward used."""
-        _, dtype, _, masters, version = ctx.loan
-        self.check_unchanged(masters, version)
-        state = self.state
-        seconds = 0.0
-        if state.simulated:
-            flops, moved = self.backward_cost(grad, needs)
-            seconds = state.time.kernel_seconds(flops, moved, grad.dtype)
-        return self.lend(BACKWARD, _graph_task(), seconds, dtype, compute)
-
     def check_unchanged(self, masters: Masters, expected: int) -> None:
         """Raise `StaleWeightsError` where a tensor that backward reads is not what forward used.
 
@@ -288,6 +143,165 @@ class Layer(Leaf, ABC):
                 "with ignore_modules=[...]."
             )
 
+    def look_again(self) -> None:
+        """Before a use: see to what was added to the model since.
+
+        Raises
+        ------
+        OffloadError
+            A transform of torch.func is active.
+        """
+        if self.structure.changed:  # an adapter was added: look at it before computing
+            self.structure.settle()
+        if _functorch_active():
+            raise OffloadError(
+                f"torch.func transforms over managed layer '{self.name}' are not supported; leave "
+                "it resident with ignore_modules=[...] or detach the model first."
+            )
+
+
+class Layer(Borrower, ABC):
+    """A leaf that computes; `x` is its one input.
+
+    A kind says `names`, `required`, `backward_reads` and `node`, and the methods up to
+    `backward_cost`. `tensors` has one for each of `names`, None for those that the module lacks.
+    """
+
+    base_forward: ClassVar[Callable[..., Tensor]]  # classes that compute with it are of this kind
+    node: ClassVar[Any]  # `apply` of its `Loan`; see `node_of`
+
+    # ---- what a kind says ----
+
+    @abstractmethod
+    def base_call(self, module: Any, x: Tensor, tensors: Tensors) -> Tensor:
+        """Compute what the base class's forward does, with the given tensors."""
+
+    @abstractmethod
+    def compute(self, x: Tensor, tensors: Tensors) -> Tensor:
+        """Compute what torch does where autograd records nothing."""
+
+    @abstractmethod
+    def record(self, ctx: Any, x: Tensor, trained: Tensors, tensors: Tensors) -> Tensor:
+        """Compute what torch does where autograd records, and keep in `ctx` what `derivative` uses.
+
+        Parameters
+        ----------
+        ctx
+            Of the autograd function, for ``ctx.save_for_backward`` and attributes.
+        x : Tensor
+            The input.
+        trained : tuple
+            For each tensor what stands for it in the graph, None where it needs no gradient.
+        tensors : tuple
+            On the device; they must not be kept.
+        """
+
+    @abstractmethod
+    def derivative(self, ctx: Any, grad: Tensor, needs: Needs) -> Tensors:
+        """Return the gradients of the input and of each tensor, None where `needs` says so.
+
+        What uses the tensors goes through `lend_backward`.
+        """
+
+    @abstractmethod
+    def forward_cost(self, x: Tensor) -> tuple[float, int]:
+        """Return the operations and the bytes of forward, for simulated time."""
+
+    @abstractmethod
+    def backward_cost(self, grad: Tensor, needs: Needs) -> tuple[float, int]:
+        """Return the operations and the bytes of `derivative`, for simulated time."""
+
+    # ---- the call ----
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute the layer for `x`."""
+        if not self.ready(x):
+            return self.foreign(x)
+        if x.is_cpu is not self.on_cpu:
+            x = x.to(self.state.device)
+        return self.call(x)
+
+    def ready(self, x: Tensor) -> bool:
+        """Check everything a call depends on; False where it must run on foreign weights."""
+        self.look_again()
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+            raise OffloadError(
+                f"forward-mode differentiation through managed layer '{self.name}' is not "
+                "supported; leave it resident with ignore_modules=[...]."
+            )
+        return self.masters.are(self.parameters) or self.adopt()
+
+    def foreign(self, x: Tensor) -> Tensor:
+        """Compute with whatever the module's tensors are now, brought to the compute device.
+
+        Reached when a parametrisation, ``functional_call`` or a hook put a computed tensor in the
+        parameter's place, or somebody moved the parameter to the device by hand.
+        """
+        module: Any = self.module()
+        device = self.state.device
+        own = dict(self.masters.named())
+        with exempt():
+            used: list[Any] = [getattr(module, name) for name in self.names]
+            self.attachment.traffic.note_computed(
+                self.name,
+                sum(
+                    tensor_bytes(tensor)
+                    for name, tensor in zip(self.names, used, strict=True)
+                    if tensor is not None and tensor.device.type == "cpu"
+                    if name in self.required or tensor is not own.get(name)
+                ),
+            )
+            # What lies on the host is copied, on the simulated device too; but a copy closes gaps.
+            used = [
+                t if t is None else t.to(device, copy=t.device.type == "cpu" and is_dense(t))
+                for t in used
+            ]
+            return self.base_call(module, x.to(device), tuple(used))
+
+    def call(self, x: Tensor) -> Tensor:
+        """Compute with borrowed tensors, for an input on the device."""
+        dtype = cast_dtype(self.device_type)
+        if dtype is not None:
+            x = cast_input(x, dtype)
+        if torch.is_grad_enabled():
+            for tensor in self.masters.present:
+                if tensor.requires_grad:
+                    return cast("Tensor", self.node(x, self, dtype, *self.trained(dtype)))
+            if x.requires_grad:
+                return cast("Tensor", self.node(x, self, dtype))
+        task, compute = _graph_task(), self.compute
+        seconds = self.forward_seconds(x) if self.state.simulated else 0.0
+        kind = FORWARD if task == -1 else RECOMPUTE
+        return cast("Tensor", self.lend(kind, task, seconds, dtype, lambda t: compute(x, t)))
+
+    def trained(self, dtype: torch.dtype | None) -> Tensors:
+        """Return what gradients of each tensor go to; None where it needs none."""
+        taking = [None if t is None or not t.requires_grad else t for t in self.masters.tensors]
+        if dtype is None:
+            return tuple(taking)
+        stand_in = self.attachment.stand_ins.of
+        return tuple([None if t is None else stand_in(t, dtype) for t in taking])
+
+    # ---- its loans ----
+
+    def forward_seconds(self, x: Tensor) -> float:
+        """Return how long the simulated device computes forward."""
+        flops, moved = self.forward_cost(x)
+        return self.state.time.kernel_seconds(flops, moved, x.dtype)
+
+    def lend_backward(
+        self, ctx: Any, grad: Tensor, needs: Needs, compute: Callable[[Tensors], Any]
+    ) -> Any:
+        """`lend` in backward, where the tensors are what forward used."""
+        _, dtype, _, masters, version = ctx.loan
+        self.check_unchanged(masters, version)
+        state = self.state
+        seconds = 0.0
+        if state.simulated:
+            flops, moved = self.backward_cost(grad, needs)
+            seconds = state.time.kernel_seconds(flops, moved, grad.dtype)
+        return self.lend(BACKWARD, _graph_task(), seconds, dtype, compute)
+
 
 class _Refuse(Function):
     """Identity whose backward refuses: gradients of managed layers are differentiable once."""
@@ -316,7 +330,7 @@ def _refuse_double_backward(gradients: tuple[Any, ...], grad_output: Tensor) -> 
     )
 
 
-def _once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Any:
+def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Any:
     """Run `backward` without grad; under ``create_graph=True`` its results refuse to go on."""
 
     @functools.wraps(backward)
@@ -357,7 +371,7 @@ class Loan(Function):
             note_trainable(state, task)
         return y
 
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Return the gradients; host tensors for parameters on the host."""
         layer: Layer

@@ -1,17 +1,19 @@
 """Classes of managed modules: what `attach` makes of ``nn.Linear`` and its like.
 
 A managed module keeps its identity, its parameters and its class name; its class becomes a cached
-subclass whose ``forward`` computes with borrowed weights. The state lies in one instance attribute,
-`HANDLE`: without it (a deep copy, a detached module) the same forward is the base class's.
+subclass whose ``forward`` computes with borrowed weights, or lends them to the class's own. The
+state lies in one instance attribute, `HANDLE`: without it (a deep copy, a detached module) the same
+forward is the base class's.
 """
 
 from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,6 +25,9 @@ from .flatten import is_wrapper
 if TYPE_CHECKING:
     from .leaf import Leaf
 
+# Methods that compute, where a module has them. Setup methods (diffusers' fuse_projections, weight
+# initialisation) are not among them.
+ENTRY_METHODS = ("forward", "__call__", "encode", "decode", "forward_features")
 HANDLE = "_layer_memory_manager"
 _BASE = "_oracle_offload_base"
 
@@ -40,16 +45,58 @@ def managed_class(base: Any, on_trial: bool) -> Any:
             return cast("Tensor", base.forward(self, input))
         return cast("Tensor", layer(input))
 
+    def __getattr__(self: Any, name: str) -> Any:
+        leaf: Leaf | None = self.__dict__.get(HANDLE)
+        if leaf is not None and leaf.trial is not None and name in leaf.names:
+            leaf.trial.read(leaf, sys._getframe(1))
+        return cast("Any", super(made, self)).__getattr__(name)
+
+    functools.update_wrapper(forward, base.forward, assigned=("__doc__",), updated=())
+    members = {"forward": torch.compiler.disable(forward)}
+    if on_trial:
+        members["__getattr__"] = torch.compiler.disable(__getattr__)
+    made = _derive(base, members)
+    return made
+
+
+@functools.cache
+def lending_class(base: Any) -> Any:
+    """Return the subclass of `base` in whose forward its leaf lends; one per base, same name."""
+
+    def lending(inner: Callable[..., Any]) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            leaf = self.__dict__.get(HANDLE)
+            if leaf is None:
+                return inner(self, *args, **kwargs)
+            return leaf.lend_to(functools.partial(inner, self, *args, **kwargs))
+
+        functools.update_wrapper(method, inner, assigned=("__doc__", "__name__"), updated=())
+        return torch.compiler.disable(method)
+
+    names = (name for name in ENTRY_METHODS if name != "__call__")
+    methods = {name: getattr(base, name, None) for name in names}
+    return _derive(
+        base,
+        {name: lending(inner) for name, inner in methods.items() if inspect.isfunction(inner)},
+    )
+
+
+def _derive(base: Any, members: dict[str, Any]) -> Any:
+    """Return a subclass of `base` with its name, which keeps masters where they are."""
+
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if not is_managed(self):
             return base._apply(self, fn, recurse)
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        apply_to_residents(self, fn)
         _apply_to_masters(self, fn)
         return self
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         base.__setattr__(self, name, value)
         leaf: Leaf | None = self.__dict__.get(HANDLE)
-        if leaf is not None and (name == "__class__" or name in leaf.required):
+        if leaf is not None and (name == "__class__" or name in _watched(leaf, self)):
             leaf.attachment.let_go_soon(leaf)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
@@ -60,14 +107,6 @@ def managed_class(base: Any, on_trial: bool) -> Any:
             state = {key: value for key, value in state.items() if key != HANDLE}
         return copyreg._reconstructor, (base, object, None), state, *rest  # type: ignore[attr-defined]
 
-    def __getattr__(self: Any, name: str) -> Any:
-        leaf: Leaf | None = self.__dict__.get(HANDLE)
-        if leaf is not None and leaf.trial is not None and name in leaf.names:
-            leaf.trial.read(leaf, sys._getframe(1))
-        return cast("Any", super(made, self)).__getattr__(name)
-
-    functools.update_wrapper(forward, base.forward, assigned=("__doc__",), updated=())
-    trial = {"__getattr__": torch.compiler.disable(__getattr__)} if on_trial else {}
     made = type(
         base.__name__,
         (base,),
@@ -75,12 +114,11 @@ def managed_class(base: Any, on_trial: bool) -> Any:
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
-            "forward": torch.compiler.disable(forward),
             "_apply": _apply,
             "__setattr__": __setattr__,
             "__reduce_ex__": __reduce_ex__,
             _BASE: base,
-            **trial,
+            **members,
         },
     )
     return made
@@ -94,6 +132,7 @@ def has_own_forward(module: nn.Module) -> bool:
         base.forward,
         managed_class(base, False).forward,
         managed_class(base, True).forward,
+        lending_class(base).forward,
     )
 
 
@@ -101,7 +140,10 @@ def swap_in(module: nn.Module, leaf: Leaf) -> None:
     """Make `module` a managed one."""
     _follow_class(module)
     module.__dict__[HANDLE] = leaf
-    module.__class__ = managed_class(cast("Any", type(module)), leaf.trial is not None)
+    base = cast("Any", type(module))
+    module.__class__ = (
+        lending_class(base) if leaf.lends_to_code else managed_class(base, leaf.trial is not None)
+    )
 
 
 def watch_reads(module: nn.Module) -> None:
@@ -137,6 +179,52 @@ def is_managed(module: nn.Module) -> bool:
     return hasattr(type(module), _BASE) and leaf is not None and not leaf.on_device
 
 
+def managed_keys(module: nn.Module) -> set[str]:
+    """Return the keys of those Parameters of `module` that lie on the host."""
+    if not is_managed(module):
+        return set()
+    leaf: Leaf = module.__dict__[HANDLE]
+    return leaf.keys_of(module) if leaf.lends_to_code else set(module._parameters)
+
+
+def _watched(leaf: Leaf, module: nn.Module) -> Container[str]:
+    """Return the attributes of `module` without which the leaf computes nothing."""
+    return leaf.keys_of(module) if leaf.lends_to_code else leaf.required
+
+
+def resident_tensors(module: nn.Module) -> list[Tensor | None]:
+    """Return what a module has besides masters: Parameters and buffers."""
+    if not is_managed(module):
+        return [*module._parameters.values(), *module._buffers.values()]
+    if not module.__dict__[HANDLE].lends_to_code:
+        return []  # an operator's tensors travel together
+    managed = managed_keys(module)
+    own = (tensor for key, tensor in module._parameters.items() if key not in managed)
+    return [*own, *module._buffers.values()]
+
+
+def apply_to_residents(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """``module._apply(fn)`` of what a module has besides masters; Parameters keep their order."""
+    if all(tensor is None for tensor in resident_tensors(module)):
+        return  # the common case, and the one that other threads may compute with meanwhile
+    base: Any = base_class(module)
+    masters = {key: module._parameters.get(key) for key in managed_keys(module)}
+    try:
+        module._parameters.update(dict.fromkeys(masters))  # which `_apply` passes over
+        base._apply(module, fn, recurse=False)
+    finally:
+        module._parameters.update(masters)
+        if isinstance(module, nn.RNNBase) and masters:
+            list_weights(module)
+
+
+def list_weights(module: nn.RNNBase) -> None:
+    """Let the list that ``nn.RNNBase`` keeps of its Parameters be of those that stand there."""
+    weights = [module._parameters.get(name) for name in module._flat_weights_names]
+    module.__dict__["_flat_weights"] = weights
+    module.__dict__["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
+
+
 _outcomes: tuple[Any, dict[tuple[int, torch.dtype], tuple[torch.dtype, bool]]] = (None, {})
 
 
@@ -170,8 +258,8 @@ def _apply_to_masters(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None
     """
     leaf: Leaf = module.__dict__[HANDLE]
     changed = False
-    for name in leaf.names:
-        parameter = module._parameters.get(name)
+    for key in leaf.keys_of(module):
+        parameter = module._parameters.get(key)
         if parameter is None:
             continue
         dtype, channels_last = _outcome(fn, parameter.dim(), parameter.dtype)

@@ -12,6 +12,7 @@ forward saved, and must not meet another layer. Then the class is swapped back.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -123,7 +124,8 @@ def move_to_device(layer: Leaf, where: str) -> None:
         if layer not in attachment.layers:
             return  # another thread was first
         mine = {id(tensor) for tensor in layer.tensors()}
-        group = [other for other in attachment.layers if mine & {id(t) for t in other.tensors()}]
+        sharing = [other for other in attachment.layers if mine & {id(t) for t in other.tensors()}]
+        group = [other for other in sharing if not other.lends_to_code]
         tensors = {id(t): t for other in group for t in other.tensors()}
         copies = _copies(layer, list(tensors.values()), where)
         memory = [tensor.untyped_storage() for tensor in tensors.values()]
@@ -136,6 +138,10 @@ def move_to_device(layer: Leaf, where: str) -> None:
         for other in group:
             _leave(attachment, other, memory)
             attachment.reasons[other.name] = f"{where} uses its weight without calling it"
+        for other in sharing:
+            if other.lends_to_code:
+                with contextlib.suppress(OffloadError):  # else it computes with what stands there
+                    attachment.let_go(other, f"{where} uses the weight that it shares")
         Layout.version += 1
         del memory
         attachment.pieces.give_back()

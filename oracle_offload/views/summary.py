@@ -55,6 +55,7 @@ class ModelUsage:
     computed_bytes: int
     runs_again: int
     flops_again: float
+    derived_bytes: int
     in_arena_bytes: int
     capacity_bytes: int
     units: int
@@ -231,6 +232,7 @@ def _model_usage(state: DeviceState, attachment: Attachment) -> ModelUsage:
         computed_bytes=sum(traffic.computed_bytes.values()),
         runs_again=traffic.runs_again,
         flops_again=traffic.flops_again,
+        derived_bytes=sum(traffic.derived_bytes.values()),
         in_arena_bytes=stats["resident_bytes"],
         capacity_bytes=attachment.arena.capacity_bytes,
         units=stats["units"],
@@ -334,6 +336,9 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
     ]
     if model.computed_bytes:
         rows.insert(1, ("  weights computed on the host", format_size(model.computed_bytes)))
+    if model.derived_bytes:
+        kept = format_size(model.derived_bytes)
+        rows.append(("  made of weights, kept to backward", f"{kept}: checkpoint the blocks"))
     if model.step_h2d_bytes is not None:
         step = format_size(model.step_h2d_bytes)
         if model.x_min_bytes:

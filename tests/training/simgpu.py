@@ -377,6 +377,8 @@ def skip_listed(items: list[pytest.Item]) -> None:
 class SimGpu(devices.Simulated):
     """The device as the package sees it: the simulated driver under another type."""
 
+    dlpack_type = _DL_EXTENSION
+
     @staticmethod
     def find(device: torch.device) -> torch.device:
         """Return the only one there is."""

@@ -189,10 +189,13 @@ def test_uses_are_those_of_the_layers_they_lead_to(model_of):
     model = cls()
     uses = used_directly(model.modules())
     expected = {model.a: True, model.b: False, model.blocks[0]: True, model.blocks[1]: True}
-    assert {key: certain for key, (certain, _) in uses.items()} == {
+    expected[model.norm] = True
+    assert {key: used.certain for key, used in uses.items()} == {
         id(module): certain for module, certain in expected.items()
     }
-    assert len(uses[id(model.a)][1]) == 2 and {*uses[id(model.b)][1].values()} == {"Model.forward"}
+    assert len(uses[id(model.a)].sites) == 2
+    assert {*uses[id(model.b)].sites.values()} == {"Model.forward"}
+    assert uses[id(model.a)].users == {id(model): model} and not uses[id(model.b)].users
 
 
 def test_a_use_through_an_adapter_is_one_of_the_layer_behind_it(model_of):

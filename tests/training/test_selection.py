@@ -114,7 +114,8 @@ def test_heads_of_attention_and_adapters_are_named_with_their_module():
 
     model = nn.Sequential(nn.MultiheadAttention(8, 2), Lora())
     assert reasons(model) == {
-        "0.out_proj": "part of MultiheadAttention '0', which computes with it",
+        "0.out_proj": "part of MultiheadAttention '0', which computes with it, and 256 B are too "
+        "small to stream",
         "1.lora_A.default": "adapter of '1'",
     }
 

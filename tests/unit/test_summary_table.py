@@ -26,6 +26,7 @@ MODEL = ModelUsage(
     resident_parameters=3,
     resident_bytes=5 * KIB,
     computed_bytes=0,
+    derived_bytes=0,
     runs_again=0,
     flops_again=0.0,
     managed_bytes=100 * MIB,
@@ -143,6 +144,12 @@ def test_forward_operators_that_backward_runs_again_are_a_row_where_there_are_an
     shown = rows(MemoryReport([replace(DEVICE, models=[again])]))
     assert ("forward again in backward", "24, 1.250 TFLOP") in shown
     assert not [label for label, _ in rows(MemoryReport([DEVICE])) if "again" in label]
+
+
+def test_what_is_made_of_weights_and_kept_is_shown_with_the_remedy():
+    made = replace(MODEL, derived_bytes=7 * KIB)
+    assert "7.00 KiB: checkpoint the blocks" in str(MemoryReport([replace(DEVICE, models=[made])]))
+    assert "checkpoint the blocks" not in str(MemoryReport([DEVICE]))
 
 
 def test_what_is_not_known_is_not_shown() -> None:

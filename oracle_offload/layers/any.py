@@ -1,0 +1,490 @@
+"""The loan for every other module that owns large tensors, whatever it computes with them.
+
+While the module's forward runs, device tensors stand in the places of its Parameters. Their
+lifetime is the loan: the slot is free again when the last alias of them is gone, which is a fact of
+reference counts and not of hooks. What autograd saves of them is replaced by a note of which bytes
+they were; backward takes a slot anew for them. So nothing is known, or need be, of the operators.
+
+A loan begins with `AnyLayer.lend_to`, around the forward of whatever module computes with the
+tensors. That is mostly the one that owns them. It is a parent where that one has no forward
+(``nn.ParameterList``) or where the parent uses the tensors by name (``nn.MultiheadAttention``), and
+peft's wrapper where a parametrisation is put on them for each forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from .._core import BACKWARD, FORWARD, RECOMPUTE
+from ..errors import OffloadError, StaleWeightsError
+from ..exemption import exempt
+from ..geometry import is_dense, tensor_bytes
+from ..gradients import note_trainable
+from .leaf import Masters, Tensors
+from .loan import Borrower, once_differentiable
+from .swap import HANDLE, list_weights, swap_in
+
+if TYPE_CHECKING:
+    from ..structure import Structure
+
+_graph_task = torch._C._current_graph_task_id
+_outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_hooks_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+_from_dlpack = torch._C._from_dlpack
+_PATIENCE_S = 60.0  # that a call waits for another thread's of the same module
+
+
+class Places(Mapping[str, Any]):
+    """Where the tensors of a module and its children are looked up, by dotted name.
+
+    While device tensors stand there, the masters are answered all the same.
+
+    Parameters
+    ----------
+    module : nn.Module
+        That the names begin at.
+    names : sequence of str
+        Of the Parameters.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        self._rows: dict[str, tuple[dict[str, Any], str]] = {}
+        self.owners: dict[int, tuple[weakref.ref[nn.Module], set[str]]] = {}
+        for name in names:
+            path, _, key = name.rpartition(".")
+            owner = module.get_submodule(path)
+            self._rows[name] = cast("dict[str, Any]", owner._parameters), key
+            self.owners.setdefault(id(owner), (weakref.ref(owner), set()))[1].add(key)
+        self.lent: dict[str, tuple[Any, Any]] = {}  # by name: what stands there, and the master
+
+    def __getitem__(self, name: str) -> Any:
+        found = self.lent.get(name)
+        if found is not None:
+            return found[1]
+        parameters, key = self._rows[name]
+        return parameters[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let `tensors` stand in the places of these names; `restore` undoes it."""
+        for name, tensor in tensors.items():
+            parameters, key = self._rows[name]
+            self.lent[name] = tensor, parameters.get(key)
+            parameters[key] = tensor
+        for reference, _ in self.owners.values():
+            if isinstance(owner := reference(), nn.RNNBase):
+                list_weights(owner)
+
+    def restore(self) -> None:
+        """Put back what was there, except where somebody has put something else meanwhile."""
+        for name, (tensor, master) in self.lent.items():
+            parameters, key = self._rows[name]
+            if parameters.get(key) is tensor:
+                parameters[key] = master
+        self.lent.clear()
+        for reference, _ in self.owners.values():
+            if isinstance(owner := reference(), nn.RNNBase):
+                list_weights(owner)
+
+
+class AnyLayer(Borrower):
+    """A leaf whose tensors are lent to code that computes with them as it likes.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Whose forward computes; the names of the tensors begin there.
+    name : str
+        Its name within the attached model, for messages.
+    structure : Structure
+        Of the attached model that it is part of.
+    """
+
+    lends_to_code = True
+    may_be_tried = False
+
+    parameters: Places
+
+    def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
+        super().__init__(module, name, structure)
+        self._turn = threading.Lock()  # one thread at a time: the places are the module's
+        self._lending_to = 0  # the thread that has the turn
+        # Modules that stand before this one and take part in what it computes: peft's wrappers.
+        self.wrappers: list[weakref.ref[nn.Module]] = []
+        kind = self.state.kind
+        self._where = kind.dlpack_type, self.state.device.index or 0
+
+    @classmethod
+    def named_tensors(cls, module: nn.Module) -> dict[str, Tensor]:
+        """Return the tensors of a module of this kind, by name."""
+        return dict(Places(module, cls.names))
+
+    def places(self, module: nn.Module) -> Places:
+        """Return where the leaf's tensors are looked up, by name."""
+        return Places(module, self.names)
+
+    def modules(self) -> list[nn.Module]:
+        """Return the module whose forward computes, those that own tensors, and wrappers."""
+        references = [self.module, *(row[0] for row in self.parameters.owners.values())]
+        found = (reference() for reference in [*references, *self.wrappers])
+        return list({id(module): module for module in found if module is not None}.values())
+
+    def keys_of(self, module: nn.Module) -> set[str]:
+        """Return the keys of those Parameters of `module` that are lent."""
+        return self.parameters.owners.get(id(module), (None, set()))[1]
+
+    def forget_masters(self) -> None:
+        """Let go of the tensors, so that their memory can go; they are current no more."""
+        self.masters = Masters(self, dict.fromkeys(self.names, torch.empty(0)))
+        self.parameters = Places(nn.Module(), ())
+
+    def is_lending(self) -> bool:
+        """Whether device tensors stand in the places of the masters now."""
+        return bool(self.parameters.lent)
+
+    # ---- a forward ----
+
+    def lend_to(self, call: Callable[[], Any]) -> Any:
+        """Return ``call()``, with device tensors in the masters' places while it runs.
+
+        Where this thread is inside such a call already, the tensors stand there.
+
+        Raises
+        ------
+        OffloadError
+            Another thread has been computing with the same module for a minute; a transform of
+            torch.func is active; `call` wrote to a tensor, which would be lost.
+        NoRoomError
+            The arena has no room for the unit; it is a `torch.OutOfMemoryError`.
+        """
+        if self._lending_to == threading.get_ident():
+            return call()
+        if not self._turn.acquire(timeout=_PATIENCE_S):
+            raise OffloadError(
+                f"another thread has been inside the forward of '{self.name}' for "
+                f"{_PATIENCE_S:.0f} seconds; its weights are lent to one thread at a time."
+            )
+        try:
+            self._lending_to = threading.get_ident()
+            return self._lend_to(call)
+        finally:
+            self._lending_to = 0
+            self._turn.release()
+
+    def _lend_to(self, call: Callable[[], Any]) -> Any:
+        self.look_again()
+        if not (self.masters.are(self.parameters) or self.adopt()):
+            return self._with_foreign(call)
+        state, task = self.state, _graph_task()
+        records = torch.is_grad_enabled()
+        if records and task != -1 and any(t.requires_grad for t in self.masters.present):
+            note_trainable(state, task)
+        slot = self.borrow(FORWARD if task == -1 else RECOMPUTE, task)
+        lent = self._tensors_in(slot)
+        versions = [tensor._version for tensor in lent.values()]
+        try:
+            self.parameters.put(lent)
+            if records and _hooks_allowed():
+                notes = _Notes(self, slot)
+                with torch.autograd.graph.saved_tensors_hooks(notes.pack, notes.unpack):
+                    result = call()
+            else:
+                result = call()
+            # A parametrisation that comes and goes sets each tensor to itself: no write of bytes.
+            if not self.wrappers and versions != [t._version for t in lent.values()]:
+                self._refuse_writes(lent, versions)
+        finally:
+            self.parameters.restore()
+            del slot
+            lent.clear()  # a traceback may keep this frame
+        if records and state.turned and task == -1:  # the arena may change: hold nothing of it
+            state.begin_forward()
+        return result
+
+    def _refuse_writes(self, lent: dict[str, Tensor], versions: list[int]) -> None:
+        state = self.state
+        state.engine.refresh(self.attachment.model)
+        written = [n for n, v in zip(lent, versions, strict=True) if lent[n]._version != v]
+        raise OffloadError(
+            f"the forward of '{self.name}' writes to its {' and '.join(written)}, which lie on the "
+            "host: what it writes to the device's copy would be lost. Leave the module resident: "
+            f"attach(..., ignore_modules=[{self.name!r}])."
+        )
+
+    def _with_foreign(self, call: Callable[[], Any]) -> Any:
+        """Compute with whatever the tensors are now, brought to the compute device.
+
+        Reached where ``functional_call`` or a hook put other tensors in the Parameters' places, or
+        somebody moved them by hand.
+        """
+        device = self.state.device
+        with exempt():
+            now = {name: self.parameters.get(name) for name in self.names}
+            there: dict[str, Tensor] = {
+                # What lies on the host is copied, on the simulated device too; a copy closes gaps.
+                name: tensor.to(device, copy=tensor.device.type == "cpu" and is_dense(tensor))
+                for name, tensor in now.items()
+                if tensor is not None
+            }
+        self.attachment.traffic.note_computed(
+            self.name,
+            sum(tensor_bytes(t) for t in now.values() if t is not None and t.device.type == "cpu"),
+        )
+        try:
+            self.parameters.put(there)
+            return call()
+        finally:
+            self.parameters.restore()
+
+    # ---- slots ----
+
+    def borrow(self, kind: int, task: int) -> Tensor:
+        """Return a slot with this leaf's tensors, as bytes on the device.
+
+        It is taken until the last alias of the tensor's memory is gone. Then the use ends, on the
+        stream that is torch's now.
+
+        Parameters
+        ----------
+        kind, task
+            See `Borrower.lend`.
+        """
+        state = self.state
+        seconds = 0.0
+        if state.simulated:
+            seconds = state.time.kernel_seconds(0.0, self._bytes(), torch.uint8)
+        return cast("Tensor", self.lend(kind, task, seconds, None, self._keep))
+
+    def _bytes(self) -> int:
+        """Bytes from the first tensor of the leaf to the end of the last, in the unit."""
+        return self.offsets[-1] + tensor_bytes(self.masters.present[-1]) - self.offsets[0]
+
+    def _keep(self, tensors: Tensors) -> Tensor:
+        state = self.state
+        with torch.inference_mode(False):
+            return _from_dlpack(
+                state.engine.keep(
+                    self.member, state.stream(), self.offsets[0], self._bytes(), *self._where
+                )
+            )
+
+    def tensor_in(
+        self,
+        slot: Tensor,
+        at: int,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        stride: Sequence[int],
+    ) -> Tensor:
+        """Return a tensor that begins at byte `at` of a slot, and is no view."""
+        with torch.inference_mode(False), torch.no_grad():
+            start = at // dtype.itemsize
+            empty = torch.empty(0, dtype=dtype, device=self.state.device)
+            return empty.set_(slot.untyped_storage(), start, shape, stride)
+
+    def _tensors_in(self, slot: Tensor) -> dict[str, Tensor]:
+        """Return what stands in the masters' places, by name.
+
+        Parameters without a gradient, and what passes gradients on to the masters. The latter asks
+        for gradients under ``no_grad`` too, as Parameters do: code that chooses by it finds the
+        same.
+        """
+        lent: dict[str, Tensor] = {}
+        layouts = (layout for layout in self.masters.layout if layout is not None)
+        inference = torch.is_inference_mode_enabled()
+        for (name, master), layout, offset in zip(
+            self.masters.named(), layouts, self.offsets, strict=True
+        ):
+            at = offset - self.offsets[0]
+            if master.requires_grad and not inference:
+                with torch.enable_grad():
+                    tensor = _edge(master, self, slot, at, layout)
+                tensor._is_param = True  # what isinstance(_, nn.Parameter) asks
+            else:
+                tensor = self.tensor_in(slot, at, *layout)
+                tensor = torch.Tensor._make_subclass(nn.Parameter, tensor, master.requires_grad)
+            lent[name] = tensor
+        return lent
+
+    def name_at(self, at: int) -> str:
+        """Return the name of the tensor that byte `at` of a slot belongs to."""
+        found = ""
+        for (name, _), offset in zip(self.masters.named(), self.offsets, strict=True):
+            if offset - self.offsets[0] <= at:
+                found = name
+        return found
+
+    def take_again(self, note: _Note) -> Tensor:
+        """Return, for backward, what forward saw: an alias of a slot taken anew."""
+        self._check_unchanged(note)
+        self.state.turned = True
+        if self.member < 0:
+            self.refuse_detached()
+        slot = self.borrow(BACKWARD, _graph_task())
+        return self.tensor_in(slot, note.at, note.dtype, note.shape, note.stride)
+
+    def _check_unchanged(self, note: _Note) -> None:
+        now = self.parameters.get(note.name)
+        address = note.masters.addresses[note.name]
+        version = 0 if now is None or now.is_inference() else now._version
+        if now is not None and now.data_ptr() == address and version == note.version:
+            return
+        what = (
+            "was replaced through .data"
+            if version == note.version
+            else f"is at version {version}; expected version {note.version} instead"
+        )
+        raise StaleWeightsError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: the {note.name} of managed layer '{self.name}' {what}. Change weights "
+            "after backward, or leave the layer resident with ignore_modules=[...]."
+        )
+
+
+@functools.cache
+def any_kind(names: tuple[str, ...]) -> type[AnyLayer]:
+    """Return the kind of leaf that lends the tensors of these names."""
+    names_of = {"names": names, "required": names, "backward_reads": names}
+    return type("AnyLayer", (AnyLayer,), {"__doc__": AnyLayer.__doc__, **names_of})
+
+
+def wrap(module: nn.Module, layer: AnyLayer) -> None:
+    """Let the loan of `layer` begin with the forward of `module`, which stands before its own."""
+    layer.wrappers.append(weakref.ref(module))
+    swap_in(module, layer)
+
+
+def find_wrappers(root: nn.Module) -> Iterator[tuple[nn.Module, AnyLayer]]:
+    """Yield peft's wrappers of single Parameters that are lent, which are not swapped yet.
+
+    Such a wrapper puts a parametrisation on the Parameter for the length of each forward.
+    """
+    for module in root.modules():
+        if not hasattr(module, "parameter_name") or HANDLE in module.__dict__:
+            continue
+        inner: Any = module
+        while (below := inner._modules.get("base_layer")) is not None:
+            inner = below
+        leaf = inner.__dict__.get(HANDLE)
+        if isinstance(leaf, AnyLayer) and inner is not module:
+            yield module, leaf
+
+
+# ---- what autograd keeps ----
+
+
+class _Note:
+    """Which bytes of a leaf's tensors autograd has saved: all that is kept of them."""
+
+    __slots__ = ("at", "dtype", "layer", "masters", "name", "shape", "stride", "version")
+
+    def __init__(self, layer: AnyLayer, tensor: Tensor, at: int) -> None:
+        self.layer = layer
+        self.at = at
+        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
+        self.name = layer.name_at(at)
+        self.masters = layer.masters
+        master = layer.parameters[self.name]
+        self.version = 0 if master.is_inference() else master._version
+
+
+class _Notes:
+    """The saved-tensor hooks of one forward: what aliases the slot becomes a note.
+
+    torch calls the innermost pair of hooks alone. So everything else goes on to the pair outside,
+    a checkpoint's perhaps, and where there is none it stays what it is.
+
+    Parameters
+    ----------
+    layer : AnyLayer
+        That lends.
+    slot : Tensor
+        The bytes that it lends.
+    """
+
+    def __init__(self, layer: AnyLayer, slot: Tensor) -> None:
+        self._layer = layer
+        self._start = slot.data_ptr()
+        self._nbytes = slot.numel()
+        self._sizes = {tensor.numel() for tensor in layer.masters.present}
+        self._outer: tuple[Any, Any] | None = _outer_hooks(True)
+        # Whether what is packed stays what it is, however many such pairs it goes through.
+        outer: Any = None if self._outer is None else getattr(self._outer[0], "__self__", None)
+        self._stays: bool = self._outer is None or (isinstance(outer, _Notes) and outer._stays)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what autograd keeps for `tensor`."""
+        at = _address(tensor) - self._start
+        if 0 <= at < self._nbytes:
+            return _Note(self._layer, tensor, at)
+        if self._stays and tensor.numel() in self._sizes:
+            nbytes = tensor_bytes(tensor)
+            self._layer.attachment.traffic.note_derived(self._layer.name, nbytes)
+        if self._outer is not None:
+            return (self._outer[0](tensor),)
+        return tensor, None if tensor.is_inference() else tensor._version
+
+    def unpack(self, kept: Any) -> Tensor:
+        """Return what was packed."""
+        if isinstance(kept, _Note):
+            return kept.layer.take_again(kept)
+        if self._outer is not None:
+            unpacked: Tensor = self._outer[1](kept[0])
+            return unpacked
+        tensor: Tensor = kept[0]
+        version = kept[1]
+        if version is not None and tensor._version != version:
+            # torch compares no versions where there are hooks.
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of shape {list(tensor.shape)} that the forward of "
+                f"'{self._layer.name}' saved is at version {tensor._version}; expected version "
+                f"{version} instead."
+            )
+        return tensor
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):  # without memory of its own
+        return 0
+
+
+class _Edge(Function):
+    """Stands for a trainable master on the device: its gradient goes to the master, on the host."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, master: Tensor, layer: AnyLayer, slot: Tensor, at: int, layout: Any
+    ) -> Tensor:
+        """Return a tensor that is no view: torch chooses operators by what a view is of."""
+        ctx.layer, ctx.task = layer, _graph_task()
+        return layer.tensor_in(slot, at, *layout)
+
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """Return the gradient where the master is."""
+        layer: AnyLayer = ctx.layer
+        state = layer.state
+        state.turned = True
+        if layer.member < 0:
+            layer.refuse_detached()
+        note_trainable(state, _graph_task() if ctx.task == -1 else -1)
+        return layer.attachment.gradients.to_host(grad), None, None, None, None
+
+
+_edge: Any = super(Function, _Edge).apply

@@ -1,0 +1,778 @@
+"""The loan for any other module: the resident model's bits, whatever the forward computes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+from equality import assert_models_agree, assert_same, attached, is_simulated, resident_pair
+from models import compute_device, enable_checkpointing
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import oracle_offload
+from oracle_offload import OffloadError, StaleWeightsError, selection
+from oracle_offload.layers.any import AnyLayer
+
+WIDTH = 16
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch):
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
+
+
+def weights(*shape):
+    return nn.Parameter(torch.randn(*shape) / 4)
+
+
+class Einsum(nn.Module):
+    """A bare stack of matrices, used through a view, and a vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack, self.scale = weights(4, WIDTH, WIDTH), weights(WIDTH)
+
+    def forward(self, x):
+        return F.gelu(torch.einsum("bth,eho->bto", x, self.stack.transpose(1, 2))) + self.scale * x
+
+
+class Listed(nn.Module):
+    """Parameters of a module that has no forward, by index."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ParameterList([weights(WIDTH, WIDTH), weights(WIDTH)])
+        self.named = nn.ParameterDict({"out": weights(WIDTH, WIDTH)})
+
+    def forward(self, x):
+        return torch.tanh(x @ self.tables[0] + self.tables[1]) @ self.named["out"]
+
+
+class Attention(nn.Module):
+    """torch's own, which hands its child's weight to one operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x):
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+class Recurrent(nn.Module):
+    """torch's own, which keeps a list of its Parameters."""
+
+    def __init__(self, kind=nn.LSTM):
+        super().__init__()
+        self.rnn = kind(WIDTH, WIDTH, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        return x + self.rnn(x)[0]
+
+
+class ByName(nn.Module):
+    """A parent that computes with its child's weight, and another that it calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.called = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.called(torch.tanh(F.linear(x, self.inner.weight * 2, self.inner.bias)))
+
+
+class Nested(nn.Module):
+    """Tensors that stay lent while children are lent theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.einsum, self.linear = weights(WIDTH), Einsum(), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        return self.norm(x + self.gate * self.linear(self.einsum(self.gate * x)))
+
+
+class Parametrised(nn.Module):
+    """A weight that torch computes at each use."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH, bias=False))
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class Keeps(torch.autograd.Function):
+    """Keeps its weight where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.weight.t(), None
+
+
+class PastHooks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix = weights(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x):
+        return torch.tanh(Keeps.apply(x, self.matrix))
+
+
+KINDS = {
+    "einsum": Einsum,
+    "listed": Listed,
+    "attention": Attention,
+    "lstm": Recurrent,
+    "gru": lambda: Recurrent(nn.GRU),
+    "by-name": ByName,
+    "nested": Nested,
+    "parametrised": Parametrised,
+}
+
+
+class Net(nn.Module):
+    def __init__(self, make, reentrant=None, depth=3):
+        super().__init__()
+        self.blocks, self.reentrant = nn.ModuleList(make() for _ in range(depth)), reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def make_step(device, dtype=torch.float32, autocast=False):
+    x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(5)).to(dtype)
+
+    def step(model):
+        leaf = x.to(device).detach().requires_grad_()
+        context = contextlib.nullcontext()
+        if autocast:
+            context = torch.autocast(torch.device(device).type, torch.bfloat16)
+        with context:
+            y = model(leaf)
+        (
+            y.float() * torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape)
+        ).sum().backward()
+        return [y.detach(), leaf.grad]
+
+    return step
+
+
+def train_only(model, trainable):
+    for parameter in model.parameters():
+        parameter.requires_grad_(trainable)
+    return model
+
+
+def held(manager):
+    """Return how many slots something holds."""
+    return sum(pins for *_, pins in manager.state.engine.residents())
+
+
+def assert_all_is_lent(manager):
+    assert manager.resident == {}
+    assert any(isinstance(layer, AnyLayer) for layer in manager.layers)
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non"])
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_module_has_the_residents_bits(device, kind, trainable, reentrant):
+    torch.manual_seed(0)
+    model = train_only(Net(KINDS[kind], reentrant), trainable)
+    managed, resident = resident_pair(model)
+    with attached(managed, device) as manager:
+        assert_all_is_lent(manager)
+        assert_models_agree(managed, resident, make_step(device), device=device)
+        gc.collect()
+        assert held(manager) == 0
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_low_precision_has_the_residents_bits(device, kind, trainable, how):
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
+    model = train_only(Net(KINDS[kind], False), trainable).to(dtype)
+    managed, resident = resident_pair(model)
+    with attached(managed, device) as manager:
+        assert_all_is_lent(manager)
+        step = make_step(device, dtype, how == "autocast")
+        if (kind, trainable, how) == ("gru", True, "autocast"):  # docs/how-it-works.md: differences
+            found, expected = step(managed), step(resident)
+            assert_same(found, expected)
+            for one, other in zip(managed.parameters(), resident.parameters(), strict=True):
+                torch.testing.assert_close(one.grad, other.grad, rtol=0.1, atol=0.01)
+            return
+        assert_models_agree(managed, resident, step, device=device)
+
+
+# ---- experts ----
+
+
+def experts(kind, implementation):
+    """Return a block of fused experts as transformers has it, in a residual stream."""
+    transformers = pytest.importorskip("transformers")
+    name = {"qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral", "gpt_oss": "GptOss"}[kind]
+    sizes = dict(hidden_size=WIDTH, num_local_experts=4, num_experts=4, num_experts_per_tok=2)
+    widths = dict(moe_intermediate_size=24, intermediate_size=24)
+    config = transformers.CONFIG_MAPPING[kind](**sizes, **widths)
+    config._experts_implementation = implementation
+    modeling = __import__(f"transformers.models.{kind}.modeling_{kind}", fromlist=["_"])
+    block = getattr(modeling, "GptOssMLP" if name == "GptOss" else f"{name}SparseMoeBlock")
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = block(config)
+            for parameter in self.block.parameters():
+                nn.init.normal_(parameter, std=0.2)
+
+        def forward(self, x):
+            y = self.block(x)
+            return x + (y[0] if isinstance(y, tuple) else y)
+
+    return Residual
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non"])
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_fused_experts_have_the_residents_bits(device, kind, implementation, trainable, reentrant):
+    torch.manual_seed(0)
+    model = Net(experts(kind, implementation), reentrant, depth=2).to(torch.bfloat16)
+    managed, resident = resident_pair(train_only(model, trainable))
+    with attached(managed, device) as manager:
+        assert_all_is_lent(manager)
+        step = make_step(device, torch.bfloat16)
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        gc.collect()
+        assert held(manager) == 0
+
+
+def adapted_experts(after_attach, checkpointing, device):
+    """Return two models whose experts have LoRA by peft, the first of them attached."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=32, intermediate_size=32, moe_intermediate_size=24, vocab_size=64)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    config = transformers.CONFIG_MAPPING["qwen3_moe"](
+        **sizes, **heads, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, use_cache=False
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "experts" in name:
+            nn.init.normal_(parameter, std=0.1)
+    model.requires_grad_(False)
+    if checkpointing is not None:
+        enable_checkpointing(model, gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+        model.train()
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], target_parameters=names, init_lora_weights=False
+    )
+
+    def adapt(one):
+        torch.manual_seed(3)
+        return peft.get_peft_model(one, lora)
+
+    managed, resident = resident_pair(model)
+    if after_attach:
+        manager = oracle_offload.attach(managed, device)
+        managed = adapt(managed)
+    else:
+        managed = adapt(managed)
+        manager = oracle_offload.attach(managed, device)
+    return managed, adapt(resident), manager
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "non"])
+@pytest.mark.parametrize("after_attach", [False, True], ids=["before", "after"])
+def test_target_parameters_of_peft_have_the_residents_bits(device, after_attach, checkpointing):
+    managed, resident, manager = adapted_experts(after_attach, checkpointing, device)
+    ids = torch.arange(14).view(2, 7)
+
+    def step(model):
+        there = ids.to(compute_device(model) if model is resident else manager.device)
+        output = model(input_ids=there, labels=there)
+        output.loss.backward()
+        return [output.loss, output.logits]
+
+    try:
+        stacks = [layer for layer in manager.layers if "experts" in layer.name]
+        assert len(stacks) == 2 and all(isinstance(layer, AnyLayer) for layer in stacks)
+        assert_models_agree(managed, resident, step, device=device)
+        gc.collect()
+        assert held(manager) == 0
+        assert not manager.structure.changed, "every forward looks at the whole model again"
+        for layer in stacks:
+            assert all(type(t) is nn.Parameter for t in layer.tensors())
+            assert set(layer.module()._parameters) == {"gate_up_proj", "down_proj"}
+        if checkpointing is None:  # the sums of weight and adapter wait for backward
+            derived = manager.attachment.traffic.derived_bytes
+            assert {name for name in derived if "experts" in name} == {s.name for s in stacks}
+            assert "checkpoint" in str(manager.memory_summary())
+    finally:
+        manager.detach()
+
+
+# ---- what ends a loan, and what must not be lost ----
+
+
+def run(model, device, **options):
+    return make_step(device, **options)(model)
+
+
+def test_slots_are_free_after_forward_and_taken_again_in_backward(device):
+    managed = train_only(Net(Einsum), False)
+    with attached(managed, device) as manager:
+        x = torch.randn(2, 3, WIDTH).to(device).requires_grad_()
+        y = managed(x)
+        assert held(manager) == 0, "autograd keeps what it need not"
+        before = manager.state.engine.stats()["acquires"]
+        y.sum().backward()
+        assert manager.state.engine.stats()["acquires"] > before
+        assert held(manager) == 0
+
+
+def test_a_weight_that_no_hook_sees_is_kept_until_backward(device):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Net(PastHooks))
+    with attached(managed, device) as manager:
+        x = torch.randn(2, WIDTH).to(device).requires_grad_()
+        y = managed(x)
+        assert held(manager) == 3
+        assert {layer.name for layer in manager.attachment.held()} == {
+            f"blocks.{i}" for i in range(3)
+        }
+        with pytest.raises(OffloadError, match=r"'blocks\.0'.*are still held"):
+            manager.detach()
+        y.sum().backward()
+        del y
+        gc.collect()
+        assert held(manager) == 0
+        assert_models_agree(managed, resident, make_step(device), device=device)
+
+
+class Fails(nn.Module):
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.inner, self.matrix = at, Einsum(), weights(WIDTH, WIDTH)
+
+    def fail(self, where):
+        if self.at == where:
+            raise torch.OutOfMemoryError("planted")
+
+    def forward(self, x):
+        self.fail("begin")
+        x = x @ self.matrix
+        self.fail("middle")
+        x = self.inner(x)
+        self.fail("end")
+        return x
+
+
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("at", ["begin", "middle", "end"])
+def test_an_error_in_forward_leaves_nothing_behind(device, at, trainable):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(train_only(Net(lambda: Fails(None)), trainable))
+    masters = {name: id(p) for name, p in managed.named_parameters()}
+    with attached(managed, device) as manager:
+        managed.blocks[1].at = at
+        with pytest.raises(torch.OutOfMemoryError, match="planted"):
+            run(managed, device)
+        gc.collect()
+        assert held(manager) == 0
+        assert {name: id(p) for name, p in managed.named_parameters()} == masters
+        managed.blocks[1].at = None
+        managed.zero_grad()
+        assert_models_agree(managed, resident, make_step(device), device=device)
+
+
+def test_an_error_in_backward_leaves_nothing_behind(device):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(train_only(Net(Einsum), True))
+
+    class Raise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise torch.OutOfMemoryError("planted")
+
+    with attached(managed, device) as manager:
+        x = torch.randn(2, 3, WIDTH).to(device)
+        y = managed.blocks[2](Raise.apply(managed.blocks[1](managed.blocks[0](x))))
+        with pytest.raises(torch.OutOfMemoryError, match="planted"):
+            y.sum().backward()
+        del y
+        gc.collect()
+        assert held(manager) == 0
+        assert_models_agree(managed, resident, make_step(device), device=device)
+
+
+def test_a_weight_that_changed_before_backward_is_refused(device):
+    managed = train_only(Net(Einsum), False)
+    with attached(managed, device):
+        for change, said in (
+            (lambda p: p.mul_(2), r"is at version \d+; expected version \d+"),
+            (lambda p: setattr(p, "data", p.data.clone()), r"replaced through \.data"),
+        ):
+            y = managed(torch.randn(2, 3, WIDTH).to(device).requires_grad_())
+            with torch.no_grad():
+                change(managed.blocks[1].scale)
+            with pytest.raises(StaleWeightsError, match=rf"scale of managed layer.*{said}"):
+                y.sum().backward()
+
+
+class ChangesActivation(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix = weights(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = x @ self.matrix
+        z = y * y
+        with torch.no_grad():
+            y.add_(1)
+        return z
+
+
+def test_an_activation_that_forward_changes_in_place_is_refused_as_ever(device):
+    managed, resident = resident_pair(Net(ChangesActivation))
+    with attached(managed, device):
+        for model in (managed, resident.to(device)):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                run(model, device)
+
+
+class Writes(nn.Module):
+    def __init__(self, through_data):
+        super().__init__()
+        self.matrix, self.through_data = weights(WIDTH, WIDTH), through_data
+
+    def forward(self, x):
+        if self.through_data:
+            self.matrix.data.clamp_(-1, 1)
+        else:
+            with torch.no_grad():
+                self.matrix.mul_(0.5)
+        return x @ self.matrix
+
+
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("through_data", [False, True], ids=["tensor", "data"])
+def test_a_forward_that_writes_its_weight_is_refused_by_name(device, through_data, trainable):
+    managed = train_only(Net(lambda: Writes(through_data)), trainable)
+    with attached(managed, device) as manager:
+        master = managed.blocks[0].matrix.clone()
+        with pytest.raises(OffloadError, match=r"writes to .*blocks\.0.*ignore_modules"):
+            run(managed, device)
+        assert torch.equal(managed.blocks[0].matrix, master)
+        gc.collect()
+        assert held(manager) == 0
+    ignoring = train_only(Net(lambda: Writes(through_data)), trainable)
+    ignoring.append = nn.Linear(2, 2)
+    with attached(ignoring, device, ignore_modules=["blocks"]):
+        run(ignoring, device)
+
+
+def test_a_write_is_refused_where_nothing_watches(device):
+    managed = train_only(Net(lambda: Writes(None)), False)
+    managed.blocks[0].through_data = managed.blocks[1].through_data = True
+    managed.blocks[2].through_data = True
+    with attached(managed, device) as manager:
+        manager.first_forward.end()
+        for block in managed.blocks:
+            block.through_data = False
+        with pytest.raises(OffloadError, match=r"'blocks\.0' writes to its matrix"):
+            run(managed, device)
+
+
+class HandsOut(nn.Module):
+    """Code that computes with a module's tensor outside of its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.stacks = nn.ModuleList([Einsum()])
+
+    def forward(self, x):
+        (inner,) = list(self.stacks)
+        return inner(x) + inner.scale
+
+
+def test_a_use_outside_of_the_loan_is_found_and_named(device):
+    managed = Net(HandsOut, depth=1)
+    refusal = pytest.raises((OffloadError, RuntimeError), match=r"scale|device|simgpu")
+    with attached(managed, device), refusal:
+        run(managed, device)
+
+
+# ---- the module is still the module ----
+
+
+def test_parameters_keep_identity_order_and_names(device):
+    managed, resident = resident_pair(Net(Nested))
+    before = [(name, id(p)) for name, p in managed.named_parameters()]
+    with attached(managed, device):
+        run(managed, device)
+        assert [(name, id(p)) for name, p in managed.named_parameters()] == before
+        assert_same(managed.state_dict(), resident.state_dict())
+        copied = copy.deepcopy(managed)
+        assert type(copied.blocks[0]) is Nested
+        assert_same(copied.state_dict(), resident.state_dict())
+    assert type(managed.blocks[0]) is Nested and type(managed.blocks[0].einsum) is Einsum
+
+
+@pytest.mark.parametrize("kind", ["nested", "lstm", "attention"])
+def test_a_change_of_dtype_is_followed(device, kind):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(train_only(Net(KINDS[kind]), True))
+    with attached(managed, device):
+        run(managed, device)
+        managed.to(device, torch.bfloat16)
+        resident.to(torch.bfloat16)
+        assert all(p.dtype is torch.bfloat16 for p in managed.parameters())
+        assert_models_agree(managed, resident, make_step(device, torch.bfloat16), device=device)
+
+
+def test_optimizer_steps_have_the_residents_bits(device):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(train_only(Net(Nested, False), True))
+    with attached(managed, device):
+        resident.to(device)
+        ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (managed, resident))
+        for _ in range(3):
+            assert_same(run(managed, device), run(resident, device))
+            for one in (ours, theirs):
+                one.step()
+                one.zero_grad()
+        assert_same(managed.state_dict(), resident.state_dict())
+
+
+def test_inference_has_the_residents_bits(device):
+    torch.manual_seed(0)
+    for kind, make in KINDS.items():
+        managed, resident = resident_pair(Net(make))
+        managed.eval()
+        resident.eval().to(device)
+        x = torch.randn(2, 3, WIDTH).to(device)
+        with attached(managed, device) as manager:
+            for context in (torch.no_grad, torch.inference_mode):
+                with context():
+                    for _ in range(2):
+                        assert_same(managed(x), resident(x), kind)
+            assert held(manager) == 0
+
+
+def test_other_tensors_in_the_places_are_computed_with(device):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Net(Einsum))
+    resident.to(device)
+    others = {name: torch.randn_like(p) for name, p in resident.named_parameters()}
+    x = torch.randn(2, 3, WIDTH).to(device)
+    with attached(managed, device) as manager:
+        found = torch.func.functional_call(managed, others, (x,))
+        assert_same(found, torch.func.functional_call(resident, others, (x,)))
+        assert_same(managed(x), resident(x))
+        assert held(manager) == 0
+
+
+def test_functorch_is_refused(device):
+    managed = Net(Einsum)
+    with attached(managed, device):
+        managed(torch.randn(1, 3, WIDTH).to(device))
+        with pytest.raises(OffloadError, match=r"torch\.func transforms"):
+            torch.func.vmap(managed)(torch.randn(2, 1, 3, WIDTH).to(device))
+
+
+def test_double_backward_through_frozen_tensors_has_the_residents_bits(device):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(train_only(Net(Einsum), False))
+
+    def step(model):
+        leaf = torch.linspace(-1, 1, 6 * WIDTH).view(2, 3, WIDTH).to(device).requires_grad_()
+        (grad,) = torch.autograd.grad(model(leaf).square().sum(), leaf, create_graph=True)
+        grad.square().sum().backward()
+        return [grad.detach(), leaf.grad]
+
+    with attached(managed, device):
+        assert_models_agree(managed, resident, step, device=device)
+
+
+def test_threads_take_turns(device):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(train_only(Net(Nested), False))
+    x = torch.randn(2, 3, WIDTH).to(device)
+    expected = resident.to(device)(x).detach()
+    found = []
+    with attached(managed, device, offload_percent=0.0) as manager:  # room for what each holds
+
+        def compute():
+            with torch.no_grad():
+                found.extend(managed(x) for _ in range(10))
+
+        managed(x)  # watched
+        threads = [threading.Thread(target=compute) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 40
+        for y in found:
+            assert_same(y, expected)
+        assert held(manager) == 0
+
+
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+def test_the_smallest_arena_has_room_for_what_stays_lent(device, trainable):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(train_only(Net(Nested, False, depth=4), trainable))
+    floor = oracle_offload.attach(managed, device, offload_percent=1.0)
+    assert floor.attachment.arena.capacity_bytes == floor.attachment.arena.floor_bytes
+    try:
+        assert_models_agree(managed, resident, make_step(device), device=device)
+        assert floor.state.engine.stats()["evictions"] > 0 or not is_simulated(device)
+    finally:
+        floor.detach()
+
+
+def test_a_steady_step_creates_nothing(device):
+    managed = train_only(Net(Nested, False), True)
+    with attached(managed, device) as manager:
+        for _ in range(3):
+            run(managed, device)
+        before = manager.state.engine.stats()["allocations"]
+        for _ in range(3):
+            run(managed, device)
+        assert manager.state.engine.stats()["allocations"] == before
+
+
+# ---- what stays resident ----
+
+
+class Sized(nn.Module):
+    def __init__(self, *nbytes):
+        super().__init__()
+        for number, size in enumerate(nbytes):
+            self.register_parameter(f"t{number}", nn.Parameter(torch.zeros(size // 4)))
+
+    def forward(self, x):
+        return x + sum(p.sum() for p in self.parameters())
+
+
+def test_small_tensors_stay_and_together_they_are_little(monkeypatch):
+    monkeypatch.setattr(selection, "SMALL_BYTES", 64 << 10)
+    monkeypatch.setattr(selection, "SMALL_TOGETHER", (10 << 10, 100 << 10))
+    chosen = selection.select(Sized(64 << 10, (64 << 10) - 4, 4096, 2048))
+    assert [leaf.kind.names for leaf in chosen.leaves] == [("t0", "t1")]
+    assert set(chosen.parameters) == {"t2", "t3"}
+    assert "4.00 KiB are too small" in chosen.parameters["t2"]
+    # A hundredth of a large model, and no more than the limit.
+    chosen = selection.select(Sized(8 << 20, 60 << 10, 20 << 10))
+    assert set(chosen.parameters) == {"t1", "t2"}
+    chosen = selection.select(Sized(8 << 20, 60 << 10, 30 << 10))
+    assert set(chosen.parameters) == {"t2"}
+    chosen = selection.select(Sized(64 << 20, 60 << 10, 50 << 10))
+    assert set(chosen.parameters) == {"t2"}
+
+
+def test_a_buffer_lies_on_the_device_and_so_does_a_small_parameter(device, monkeypatch):
+    monkeypatch.setattr(selection, "SMALL_BYTES", 4 * WIDTH + 1)
+    monkeypatch.setattr(selection, "SMALL_TOGETHER", (1 << 20, 1 << 20))
+    managed = Einsum()
+    managed.register_buffer("steps", torch.zeros(1))
+    with attached(managed, device) as manager:
+        assert set(manager.resident) == {"scale"}
+        wanted = torch.device(device).type
+        assert managed.scale.device.type == managed.steps.device.type == wanted
+        managed.to(torch.bfloat16)
+        assert {t.dtype for t in (managed.scale, managed.steps, managed.stack)} == {torch.bfloat16}
+        assert managed.stack.device.type == "cpu"
+
+
+def test_max_norm_stays(device):
+    with pytest.raises(OffloadError, match="max_norm"):
+        oracle_offload.attach(nn.Embedding(8, 8, max_norm=1.0), device)
+
+
+class Tied(nn.Module):
+    """A language model in small: what its embedding and its head share is one Parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(24, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 24, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.inner(self.embedding(ids))))
+
+
+def token_step(device):
+    def step(model):
+        ids = torch.arange(14).view(2, 7).to(device)
+        y = model(ids)
+        y.float().square().mean().backward()
+        return [y.detach()]
+
+    return step
+
+
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+def test_a_tied_embedding_and_head_are_both_managed_over_one_master(device, trainable):
+    torch.manual_seed(0)
+    model = train_only(Tied(), trainable)
+    model.inner.requires_grad_(True)
+    managed, resident = resident_pair(model)
+    with attached(managed, device) as manager:
+        assert manager.resident == {}
+        shared = [layer for layer in manager.layers if layer.name in ("embedding", "head")]
+        assert shared[0].tensors()[0] is shared[1].tensors()[0] is managed.head.weight
+        assert_models_agree(managed, resident, token_step(device), device=device)
+
+
+def test_a_shared_weight_that_code_takes_from_the_head_moves_with_its_embedding(device):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(train_only(Tied(), False))
+    for model in (managed, resident):
+        model.inner.requires_grad_(True)
+
+        def forward(ids, model=model):  # a trainer's own
+            inner = model.inner(model.embedding(ids))
+            return F.linear(inner, model.head.weight)
+
+        model.forward = forward
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 3
+        assert_models_agree(managed, resident, token_step(device), device=device)
+        assert {layer.name for layer in manager.layers} == {"inner"}
+        assert managed.embedding.weight is managed.head.weight
+        assert managed.embedding.weight.device.type == torch.device(device).type
+        assert "head.weight" in manager.resident and "embedding.weight" in manager.resident
