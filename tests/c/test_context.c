@@ -260,6 +260,8 @@ static void test_a_capturing_stream_is_refused(void) {
     CHECK(oo_segment_add(w.engine, w.lease, (uintptr_t)lent, 4096, stream) == OO_E_CAPTURE &&
               strstr(oo_error_message(), "CUDA graph"),
           "%s", oo_error_message());
+    CHECK(oo_segment_add(w.engine, w.lease, (uintptr_t)lent, 8, stream) == OO_E_ARGUMENT,
+          "too small, whatever the stream does");
     CHECK(stats_of(&w).arena_bytes == before.arena_bytes, "lent all the same");
     CHECK(sim.cuStreamEndCapture((OOCUstream)stream, &graph) == 0, "the capture was broken");
     sim.cuGraphDestroy(graph);
