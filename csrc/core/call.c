@@ -132,10 +132,10 @@ enum oo_status oo__synchronize(struct oo_engine *engine, OOCUstream stream, int 
     return OO_DRIVE(engine, cuStreamSynchronize, stream);
 }
 
-void oo__flush(struct oo_engine *engine, OOCUstream stream) {
-    if (!engine->submits_late || !engine->usable)
+void oo__flush(struct oo_engine *engine) {
+    if (!engine->submits_late)
         return;
-    const OOCUresult result = engine->driver.cuStreamQuery(stream);
+    const OOCUresult result = engine->driver.cuStreamQuery(engine->h2d);
     if (result != OOCU_ERROR_NOT_READY)
         (void)oo__note(engine, "cuStreamQuery", result);
 }

@@ -31,7 +31,7 @@ enum oo_status oo__refuse_capture(struct oo_engine *engine, OOCUstream stream);
 /* Wait on the host until the stream has ended; counted. */
 enum oo_status oo__synchronize(struct oo_engine *engine, OOCUstream stream, int recovering);
 
-/* Where the driver collects work first: hand what is queued to the device now. Not a wait. */
-void oo__flush(struct oo_engine *engine, OOCUstream stream);
+/* Where the driver collects work first: hand the queued copies to the device now. Not a wait. */
+void oo__flush(struct oo_engine *engine);
 
 #endif

@@ -249,7 +249,7 @@ static enum oo_status oo__acquire_late(struct oo_engine *engine, uint32_t id,
     if (status == OO_OK) {
         engine->models[engine->units[id].model].stats.late++;
         oo__note_fetched(fetched, id);
-        oo__flush(engine, engine->h2d);
+        oo__flush(engine);
     }
     return status;
 }
@@ -422,7 +422,7 @@ static void oo__start_copies(struct oo_engine *engine, int flags, struct oo_fetc
 static void oo__prefetch(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
     oo__start_copies(engine, flags, fetched);
     if (fetched->count)
-        oo__flush(engine, engine->h2d);
+        oo__flush(engine);
 }
 
 enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uintptr_t stream,

@@ -31,7 +31,7 @@ uint64_t oo__fingerprint(const void *memory, size_t bytes, enum oo_reading readi
     const char *begin = memory;
     struct oo_lanes lanes = {{bytes}};
     size_t tail = 0;
-    if (reading == OO_WHOLE || bytes <= places * OO_LINE) {
+    if (bytes <= places * OO_LINE) { /* OO_WHOLE: more places than any memory has lines */
         for (; tail + OO_LINE <= bytes; tail += OO_LINE)
             oo__mix_line(&lanes, begin + tail);
     } else {

@@ -576,19 +576,19 @@ def test_optimizer_steps_have_the_residents_bits(device):
         assert_same(managed.state_dict(), resident.state_dict())
 
 
-def test_inference_has_the_residents_bits(device):
+@pytest.mark.parametrize("kind", KINDS)
+def test_inference_has_the_residents_bits(device, kind):
     torch.manual_seed(0)
-    for kind, make in KINDS.items():
-        managed, resident = resident_pair(Net(make))
-        managed.eval()
-        resident.eval().to(device)
-        x = torch.randn(2, 3, WIDTH).to(device)
-        with attached(managed, device) as manager:
-            for context in (torch.no_grad, torch.inference_mode):
-                with context():
-                    for _ in range(2):
-                        assert_same(managed(x), resident(x), kind)
-            assert held(manager) == 0
+    managed, resident = resident_pair(Net(KINDS[kind]))
+    managed.eval()
+    resident.eval().to(device)
+    x = torch.randn(2, 3, WIDTH).to(device)
+    with attached(managed, device) as manager:
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                for _ in range(2):
+                    assert_same(managed(x), resident(x), kind)
+        assert held(manager) == 0
 
 
 def test_other_tensors_in_the_places_are_computed_with(device):
