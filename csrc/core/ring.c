@@ -12,8 +12,9 @@ size_t oo__ring_bytes(const struct oo_ring *ring) {
 
 enum oo_status oo__ring_open(struct oo_engine *engine, struct oo_ring *ring) {
     enum oo_status status = OO_OK;
-    for (int i = 0; i < OO_RING_PIECES && status == OO_OK; i++)
-        status = oo__event_take(engine, OO_ORDERS, &ring->busy[i]);
+    for (int i = 0; i < OO_RING_PIECES; i++)
+        OO_TRY(oo__event_take(engine, OO_ORDERS, &ring->busy[i]));
+done:
     return status;
 }
 

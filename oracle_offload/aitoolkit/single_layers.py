@@ -40,6 +40,7 @@ class _Waiting:
     """In a layer's place until its model is attached; calling the layer attaches it."""
 
     trial = None
+    lends_to_code = False
     names: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     on_device = True  # so `.to()` moves the module as any other
