@@ -46,6 +46,34 @@ static void test_a_ticket_of_an_earlier_copy_ends_no_use(void) {
     world_close(&w, "tickets");
 }
 
+/* Units that several streams use need more events than were made for them. */
+static void test_a_use_without_an_event_is_waited_for(void) {
+    struct world w;
+    struct oo_fetched fetched;
+    struct oo_use held;
+    uintptr_t streams[OO_STREAMS];
+    world_open(&w, 400000, -1);
+    need(step(&w), "step");
+    sim.simFault("cuEventCreate", 1, OOCU_ERROR_OUT_OF_MEMORY, 1);
+    const struct oo_stats before = stats_of(&w);
+    for (int i = 0; i < OO_STREAMS; i++) {
+        streams[i] = new_stream(&w);
+        for (unsigned unit = 0; unit < UNITS; unit++) {
+            need(acquire(w.engine, w.member[unit], streams[i], 0, OO_FORWARD, -1, 0, &held),
+                 "acquire");
+            need(oo_engine_launch(w.engine, w.member[unit], streams[i], 1e-4), "launch");
+            need(oo_engine_release(w.engine, held.ticket, streams[i], 0, &fetched), "release");
+        }
+    }
+    CHECK(stats_of(&w).lost_uses > before.lost_uses, "there were events enough");
+    sim.simFaultClear();
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    need(step(&w), "over all of their kernels");
+    for (int i = 0; i < OO_STREAMS; i++)
+        end_stream(&w, streams[i]);
+    world_close(&w, "uses without an event");
+}
+
 static void test_a_use_that_could_not_be_marked_is_waited_for(void) {
     struct world w;
     struct oo_use held;
@@ -159,6 +187,7 @@ static const struct check_case cases[] = {
     CASE(test_one_use_more_on_a_known_stream_displaces_nobody),
     CASE(test_a_ticket_of_an_earlier_copy_ends_no_use),
     CASE(test_a_use_that_could_not_be_marked_is_waited_for),
+    CASE(test_a_use_without_an_event_is_waited_for),
     CASE(test_a_use_without_an_entry_is_waited_for),
     CASE(test_a_release_returns_while_a_fault_lasts),
 };
