@@ -17,9 +17,10 @@ BEGIN, END = "<!-- map: python tools/map_page.py -->\n", "<!-- end of the map --
 
 # Highest floor first, as one reads: from what a user touches down to the driver.
 FOLDERS = {
-    "oracle_offload": "the package; training needs only this folder and `layers`",
+    "oracle_offload": "the package; training needs only this folder, `layers` and `host`",
     "oracle_offload/layers": "the managed layers",
     "oracle_offload/views": "what people see",
+    "oracle_offload/host": "the host as the system shows it",
     "oracle_offload/aitoolkit": "the drop-in for AI-Toolkit; could be deleted whole",
     "oracle_offload/explain": "out-of-memory errors explained; could be deleted whole",
     "oracle_offload/doctor": "the machine examined; could be deleted whole",

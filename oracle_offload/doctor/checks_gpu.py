@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 
+from ..host.files import parse_count
 from ..sizes import GIB
-from .files import parse_count
 from .finding import Finding, size, worst
 from .gpus import CLOCK_REASONS, Gpu
 from .system import System

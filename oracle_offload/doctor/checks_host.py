@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
+from ..host.files import NO_SIZE, parse_count
 from ..sizes import GIB, KIB, MIB, split_size
-from .files import NO_SIZE, parse_count
 from .finding import Finding, size, worst
 from .system import System
 

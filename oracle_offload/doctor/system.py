@@ -11,8 +11,8 @@ import sys
 from collections.abc import Mapping
 from functools import cached_property
 
-from .cgroup import MemoryLimit, read_memory_limit
-from .files import NO_SIZE, Reading, below, list_names, parse_count, read_text
+from ..host.cgroup import MemoryLimit, read_memory_limit
+from ..host.files import NO_SIZE, Reading, below, list_names, parse_count, read_text
 from .gpus import GpuView, read_gpus
 from .torch_build import TorchView, ask_torch, find_torch, imported_torch
 

@@ -25,7 +25,7 @@ def own_group(root: str = "/") -> Path | None:
 
     cgroup v1, v2 and the hybrid of both: the hierarchy that owns the memory controller counts.
     """
-    from ..doctor.cgroup import read_memory_limit
+    from ..host.cgroup import read_memory_limit
 
     limit = read_memory_limit(root)
     if limit.version is None:

@@ -22,11 +22,11 @@ from importing import import_cost
 
 from oracle_offload.doctor import CHECKS, Finding, System, examine
 from oracle_offload.doctor import checks as checks_module
-from oracle_offload.doctor.cgroup import read_memory_limit
-from oracle_offload.doctor.files import Reading, list_names, read_text
 from oracle_offload.doctor.gpus import GpuView
 from oracle_offload.doctor.report import DoctorReport
 from oracle_offload.doctor.torch_build import TorchView, ask_torch, find_torch, imported_torch
+from oracle_offload.host.cgroup import read_memory_limit
+from oracle_offload.host.files import Reading, list_names, read_text
 from oracle_offload.views.terminal import show
 
 ROOT = Path(__file__).parent.parent.parent
@@ -111,9 +111,9 @@ def test_an_encoding_without_the_characters_of_a_path_is_no_obstacle(tmp_path: P
 # --- With things taken away --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", ["", ".allocator", ".cgroup"])
+@pytest.mark.parametrize("part", ["doctor", "doctor.allocator", "host.cgroup"])
 def test_importing_stays_light(part: str) -> None:
-    cost = import_cost(f"oracle_offload.doctor{part}")
+    cost = import_cost(f"oracle_offload.{part}")
     assert cost.foreign == set()  # neither torch nor numpy nor pynvml
     assert cost.events < 20_000 and len(cost.modules) < 80, cost
 
