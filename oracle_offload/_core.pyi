@@ -35,7 +35,7 @@ class Stats(TypedDict):
     h2d_seconds: float  # of the copies measured
     h2d_timed_bytes: int  # bytes of the copies measured
     unlocked_h2d_bytes: int  # of masters that are not page-locked
-    unlocked_h2d_seconds: float  # that the host spent on them, by its own clock
+    unlocked_h2d_seconds: float  # in which copy threads were at them, by the host's clock
     d2h_bytes: int
     d2h_copies: int
     d2h_seconds: float

@@ -7,7 +7,8 @@ A thread may wait for a lock only while it holds none from the same line on:
 3. ``device``, one per device: stamps, segments and listeners of its `DeviceState`, and the arenas,
    layers and pieces of the models that are attached there.
 4. ``registry``, one: which device has an engine.
-5. The mutex of an engine, in C. Only the lock of a master that engines share is taken under it.
+5. The mutex of an engine, in C. Only the lock of a master that engines share is taken under it, or
+   that of the engine's copy threads, which take no other.
 
 A lock that this thread holds may be taken again. What a lock protects is changed under it. One
 look-up (``dict.get``, an attribute that holds a tuple, ``list(layers)``) needs no lock: the GIL

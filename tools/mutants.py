@@ -52,7 +52,8 @@ LEFT_OUT = re.compile(r"status\.c|driver\.c|\w+_win32\.c")
 STREAMS = ("engine->h2d", "engine->d2h", "engine->compute")
 GUARDED = re.compile(
     r"generation|stamp|sweep|references|pins|capacity|fingerprint|n_uses|n_waited|stale|placed|"
-    r"counted|lost|held|n_known|->engines|maker|OO_MAX_FETCHED|OO_SPANS|OO_STREAMS|OO_RING_PIECES"
+    r"counted|lost|held|n_known|->engines|maker|OO_MAX_FETCHED|OO_SPANS|OO_STREAMS|OO_RING_PIECES|"
+    r"n_threads|n_active|n_running|n_parts"
 )
 GUARDED_HOST = re.compile(r"host->bytes|alive")
 
@@ -60,7 +61,7 @@ CALL = re.compile(
     r"OO_(?:DRIVE|GIVE_BACK)\(engine, (\w+)|engine->driver\.(\w+)\("
     r"|(?<!status )\b(oo__(?:synchronize|order_after_uses|order_after_copy|mark_use|"
     r"ring_wait|span_begin|span_end|finish_download|refuse_capture|host_access|adopt|disown|"
-    r"launch|declare_kernel))\("
+    r"launch|declare_kernel|declare_access|slot_wait|feed_await|feed_stop|feed_forget|feeds_await))\("
 )
 EVENT = re.compile(r"[\w>\-.\[\]]+->handle")
 STREAM = re.compile(r"(?<![\w.>])(?:\w+(?:\[\w+\])?(?:->|\.))*stream\b")

@@ -13,11 +13,27 @@ enum oo_status oo__fail_dead(const struct oo_engine *engine) {
         engine->dead_message);
 }
 
+/* A copy thread may have met the loss first, and be about to say so: its call is the one to name.
+ */
+static void oo__find_loss(struct oo_engine *engine, const char **call, OOCUresult *result) {
+    struct oo_feeder *feeder = &engine->feeder;
+    oo__mutex_lock(feeder->mutex);
+    while (feeder->n_active) /* without a context no call of theirs lasts */
+        oo__mutex_wait(feeder->mutex, oo__clock_s() + 1);
+    if (feeder->loss.call) {
+        *call = feeder->loss.call;
+        *result = feeder->loss.result;
+    }
+    oo__mutex_unlock(feeder->mutex);
+}
+
 enum oo_status oo__check(struct oo_engine *engine, const char *call, OOCUresult result) {
     if (result == OOCU_SUCCESS)
         return OO_OK;
     if (engine->dead != OO_OK) /* the first failure is the cause of this one */
         return oo__fail_dead(engine);
+    if (oo_driver_is_sticky(result))
+        oo__find_loss(engine, &call, &result);
     enum oo_status status = oo_driver_error(&engine->driver, call, result);
     if (oo_driver_is_sticky(result)) {
         const char *failed_call, *name;

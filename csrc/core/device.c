@@ -1,6 +1,7 @@
 /* device.c - an engine from its creation to its end, and what it says of its device. */
 #include "../base/os.h"
 #include "call.h"
+#include "feed.h"
 #include "gradient.h"
 #include "kernels.h"
 #include "model.h"
@@ -45,6 +46,7 @@ static void oo__ask_submission(struct oo_engine *engine) {
 
 /* On a dead engine only host records are freed: a lost context has taken the rest with it. */
 static void oo__close_device(struct oo_engine *engine) {
+    oo__feeder_close(engine);          /* before the ring, and the context */
     (void)oo__finish_download(engine); /* before the ring it may still be reading goes */
     oo__ring_free(engine, &engine->down);
     oo__ring_free(engine, &engine->up);
@@ -65,6 +67,7 @@ static void oo__free_engine(struct oo_engine *engine) {
     oo__free_models(engine);
     oo_plan_destroy(engine->plan);
     oo__fork_guard_destroy(engine->guard);
+    oo__mutex_destroy(engine->feeder.mutex);
     oo__mutex_destroy(engine->mutex);
     free(engine);
 }
@@ -78,8 +81,9 @@ enum oo_status oo_engine_create(const char *library, int device, struct oo_engin
     engine->sweep = 1;
     engine->patience_s = oo__patience_s;
     engine->mutex = oo__mutex_create();
+    engine->feeder.mutex = oo__mutex_create();
     engine->guard = oo__fork_guard_create();
-    if (!engine->mutex || !engine->guard) {
+    if (!engine->mutex || !engine->feeder.mutex || !engine->guard) {
         oo__free_engine(engine);
         return oo__fail(OO_E_MEMORY, "no memory for an engine");
     }

@@ -11,23 +11,26 @@
  *   H4  device memory goes back while copies or kernels use it
  *           its stream waits for the kernels, the host for the copies   lease.c
  *   H5  the host rewrites bytes of the ring that a copy still reads
- *           the host waits for the copy that used the piece last        ring.c
+ *           the copy thread waits for the copy that used the piece last feed.c
  *   H6  a gradient is copied before it is computed
  *           the d2h stream waits for the stream that computes it        gradient.c
  *   H7  masters are unlocked, freed or rewritten under a copy
- *           the host waits for the engine's copies             masters.c, model.c, ring.c
+ *           the host waits for the engine's copies    masters.c, model.c, ring.c, feed.c
  *   H8  the host reads bytes that have not arrived
  *           the host waits for their copy                               gradient.c, ring.c
+ *   H9  a stream waits for the arrival of a copy that is not queued yet
+ *           the host waits for the copy threads                         feed.c
+ *   H10 copy threads read masters, or write to bytes, that are another's by now
+ *           the host waits for the copy threads                         feed.c
  *
  * Copies among themselves are ordered by being on one stream each way. Free bytes of the arena keep
  * one promise: every use of them is ordered before the tail of the h2d stream (oo__drop,
  * oo__copy_in). */
 #include "../base/os.h"
 #include "call.h"
+#include "feed.h"
 #include "fingerprint.h"
-#include "masters.h"
 #include "model.h"
-#include "ring.h"
 #include "simulated.h"
 #include "timing.h"
 #include "uses.h"
@@ -85,11 +88,8 @@ static enum oo_status oo__copy_parts(struct oo_engine *engine, const struct oo_u
                                      uintptr_t address) {
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         const struct oo_part *part = &unit->parts[i];
-        const int locked = oo__is_locked(part->memory, part->host, part->bytes);
-        enum oo_status status =
-            locked ? OO_DRIVE(engine, cuMemcpyHtoDAsync, address + part->offset, part->host,
-                              part->bytes, engine->h2d)
-                   : oo__ring_upload(engine, address + part->offset, part->host, part->bytes);
+        enum oo_status status = OO_DRIVE(engine, cuMemcpyHtoDAsync, address + part->offset,
+                                         part->host, part->bytes, engine->h2d);
         if (status != OO_OK)
             return status;
         struct oo_stats *stats = &engine->models[unit->model].stats;
@@ -99,12 +99,28 @@ static enum oo_status oo__copy_parts(struct oo_engine *engine, const struct oo_u
     return OO_OK;
 }
 
+/* Queue the copy of a unit that the device reads where it lies, and the record of its arrival. */
+static enum oo_status oo__copy_locked(struct oo_engine *engine, uint32_t id, uintptr_t address,
+                                      const struct oo_event *ready) {
+    const struct oo_unit *unit = &engine->units[id];
+    struct oo_event *begin = NULL;
+    enum oo_status status = oo__span_begin(engine, OO_TRACE_H2D, engine->h2d, &begin);
+    if (status == OO_OK)
+        status = oo__copy_parts(engine, unit, address);
+    if (status == OO_OK)
+        status = OO_DRIVE(engine, cuEventRecord, ready->handle, engine->h2d);
+    if (status == OO_OK)
+        status = oo__span_end(engine, OO_TRACE_H2D, id, unit->host_bytes, engine->h2d, &begin);
+    oo__event_give(engine, begin);
+    return status;
+}
+
 /* Bring a unit in over the window's occupants. When it fails the unit is absent, and what was
  * evicted by then stays evicted: that costs a copy and nothing else. */
 static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
-                                  const struct oo_window *window) {
+                                  const struct oo_window *window, int urgent) {
     enum oo_status status = OO_OK;
-    struct oo_event *begin = NULL, *ready = NULL;
+    struct oo_event *ready = NULL;
     struct oo_unit *unit = &engine->units[id];
     OO_TRY(oo__event_take(engine, OO_ORDERS, &ready));
     for (const struct oo_block *block = window->first;; block = block->next) {
@@ -128,13 +144,8 @@ static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
     oo__label(engine, (const void *)address, unit->device_bytes, "unit", id);
     /* A copy that failed half-way leaves bytes in flight on the h2d stream only, so dropping the
      * unit keeps the promise of free bytes. */
-    status = oo__span_begin(engine, OO_TRACE_H2D, engine->h2d, &begin);
-    if (status == OO_OK)
-        status = oo__copy_parts(engine, unit, address);
-    if (status == OO_OK)
-        status = OO_DRIVE(engine, cuEventRecord, ready->handle, engine->h2d);
-    if (status == OO_OK)
-        status = oo__span_end(engine, OO_TRACE_H2D, id, unit->host_bytes, engine->h2d, &begin);
+    status = unit->is_fed ? oo__feed_begin(engine, id, address, ready, urgent)
+                          : oo__copy_locked(engine, id, address, ready);
     if (status != OO_OK) {
         oo_plan_drop(engine->plan, id);
         goto done;
@@ -144,7 +155,6 @@ static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
     unit->generation++;
     oo__note_masters(engine, id);
 done:
-    oo__event_give(engine, begin);
     oo__event_give(engine, ready);
     return status;
 }
@@ -195,14 +205,6 @@ done:
     return status;
 }
 
-/* Bytes behind the ring may have to wait for it on the host. */
-static int oo__may_block(const struct oo_unit *unit) {
-    for (uint32_t i = 0; i < unit->n_parts; i++)
-        if (!oo__is_locked(unit->parts[i].memory, unit->parts[i].host, unit->parts[i].bytes))
-            return 1;
-    return 0;
-}
-
 static void oo__note_fetched(struct oo_fetched *fetched, uint32_t id) {
     fetched->units[fetched->count++] = id;
 }
@@ -245,7 +247,12 @@ static enum oo_status oo__acquire_late(struct oo_engine *engine, uint32_t id,
             "computed with or too fragmented; raise vram_budget or lower offload_percent",
             arena->total_bytes, arena->used_bytes, engine->units[id].device_bytes);
     }
-    enum oo_status status = oo__copy_in(engine, id, &window);
+    enum oo_status status = oo__copy_in(engine, id, &window, 1);
+    if (status == OO_OK) {
+        status = oo__feed_await(engine, id);
+        if (status != OO_OK)
+            (void)oo__drop(engine, id); /* nobody has used it: nothing that could fail */
+    }
     if (status == OO_OK) {
         engine->models[engine->units[id].model].stats.late++;
         oo__note_fetched(fetched, id);
@@ -312,7 +319,7 @@ again:
     struct oo_member *member = &engine->members[request->member];
     const uint32_t id = member->unit;
     struct oo_unit *unit = &engine->units[id];
-    if ((flags & OO_NONBLOCKING) && oo__may_block(unit)) {
+    if ((flags & OO_NONBLOCKING) && unit->is_fed) { /* it may have to wait for the copy threads */
         status = OO_WOULD_BLOCK;
         goto done;
     }
@@ -334,6 +341,12 @@ again:
     if (unit->stale) {
         stats->stale++;
         OO_TRY(oo__drop(engine, id));
+        resident = 0;
+    }
+    if (resident && (status = oo__feed_await(engine, id)) != OO_OK) {
+        /* As a copy ahead that fails at once: it is given up, and made anew. */
+        stats->prefetch_failures++;
+        OO_TRY(engine->dead == OO_OK ? oo__drop(engine, id) : status);
         resident = 0;
     }
     if (resident)
@@ -399,17 +412,16 @@ enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *
 
 /* Start copies by next use until nothing more is worth its place. A prefetch that fails is given
  * up: the unit is copied when it is asked for, and the failure surfaces there if it lasts. */
-static void oo__start_copies(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
+static void oo__start_copies(struct oo_engine *engine, struct oo_fetched *fetched) {
     uint32_t id;
     struct oo_window window;
     while (engine->usable && oo_plan_next_fetch(engine->plan, &id, &window)) {
-        if (fetched->count == OO_MAX_FETCHED ||
-            ((flags & OO_NONBLOCKING) && oo__may_block(&engine->units[id]))) {
+        if (fetched->count == OO_MAX_FETCHED) {
             fetched->more = 1;
             return;
         }
         struct oo_stats *stats = &engine->models[engine->units[id].model].stats;
-        if (oo__copy_in(engine, id, &window) != OO_OK) {
+        if (oo__copy_in(engine, id, &window, 0) != OO_OK) {
             stats->prefetch_failures++;
             return;
         }
@@ -419,8 +431,8 @@ static void oo__start_copies(struct oo_engine *engine, int flags, struct oo_fetc
 }
 
 /* A copy that the driver has only collected would overlap nothing. */
-static void oo__prefetch(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
-    oo__start_copies(engine, flags, fetched);
+static void oo__prefetch(struct oo_engine *engine, struct oo_fetched *fetched) {
+    oo__start_copies(engine, fetched);
     if (fetched->count)
         oo__flush(engine);
 }
@@ -437,7 +449,7 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
     fetched->count = 0;
     fetched->more = 0;
     OO_TRY(oo__release(engine, ticket, (OOCUstream)stream));
-    oo__prefetch(engine, flags, fetched);
+    oo__prefetch(engine, fetched);
 done:
     oo__leave(engine);
     return status;
@@ -485,7 +497,7 @@ enum oo_status oo_engine_prefetch(struct oo_engine *engine, struct oo_fetched *f
         return status;
     fetched->count = 0;
     fetched->more = 0;
-    oo__prefetch(engine, 0, fetched);
+    oo__prefetch(engine, fetched);
     oo__leave(engine);
     return OO_OK;
 }

@@ -1,5 +1,6 @@
 /* lease.c - device memory that is lent to the arena, and how it goes back. */
 #include "call.h"
+#include "feed.h"
 #include "simulated.h"
 #include "timing.h"
 #include "uses.h"
@@ -135,6 +136,10 @@ enum oo_status oo_lease_remove(struct oo_engine *engine, uint32_t id) {
             goto done;
         }
     }
+    for (const struct oo_segment *segment = arena->segments; segment; segment = segment->next)
+        for (const struct oo_block *block = segment->first; block; block = block->next)
+            if (segment->lease == id && block->unit != OO_NO_UNIT)
+                oo__feed_stop(engine, block->unit);
     if (engine->usable) {
         /* H4: the memory goes back while copies into it are still queued. */
         OO_TRY(oo__synchronize(engine, engine->h2d, 0));

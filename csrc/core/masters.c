@@ -7,6 +7,7 @@
 #include "masters.h"
 #include "../base/os.h"
 #include "call.h"
+#include "feed.h"
 #include "ring.h"
 
 #include <stdlib.h>
@@ -175,7 +176,7 @@ enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, si
     }
     if (lock < host->mapped_bytes || result != OOCU_SUCCESS)
         /* Now rather than in the middle of a step. */
-        OO_TRY(oo__ring_prepare(engine, &engine->up));
+        OO_TRY(oo__feeder_prepare(engine));
     if (lock && result != OOCU_SUCCESS) {
         (void)oo_driver_error(&engine->driver, "cuMemHostRegister", result);
         status = OO_E_LOCK_REFUSED;
@@ -264,6 +265,7 @@ enum oo_status oo_engine_reserve_rings(struct oo_engine *engine, size_t bytes) {
     if (status != OO_OK)
         return status;
     if (bytes || !oo__is_pageable(engine)) {
+        oo__feeds_await(engine);
         OO_TRY(oo__ring_resize(engine, &engine->up, bytes));
         OO_TRY(oo__ring_resize(engine, &engine->down, bytes));
     }

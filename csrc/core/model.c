@@ -1,6 +1,7 @@
 /* model.c - what is managed: models, units, members. */
 #include "model.h"
 #include "call.h"
+#include "feed.h"
 #include "masters.h"
 #include "simulated.h"
 #include "timing.h"
@@ -65,8 +66,10 @@ static void oo__unit_remove(struct oo_engine *engine, uint32_t id) {
     }
     free(unit->parts);
     free(unit->members);
+    free(unit->feed);
     unit->parts = NULL;
     unit->members = NULL;
+    unit->feed = NULL;
     unit->n_parts = unit->n_members = 0;
     unit->removed = 1;
 }
@@ -82,6 +85,9 @@ enum oo_status oo_model_remove(struct oo_engine *engine, uint32_t model) {
             goto done;
         }
     }
+    for (uint32_t i = 0; i < engine->n_units; i++)
+        if (engine->units[i].model == model)
+            oo__feed_stop(engine, i);
     if (engine->usable) {
         /* H7: the masters are the caller's again, while copies of them may still be queued. */
         OO_TRY(oo__synchronize(engine, engine->h2d, 0));
@@ -104,6 +110,7 @@ done:
 static void oo__unit_build_parts(struct oo_engine *engine, struct oo_unit *unit) {
     unit->n_parts = 0;
     unit->host_bytes = 0;
+    unit->is_fed = 0;
     for (uint32_t i = 0; i < unit->n_members; i++) {
         /* The analyzer does not see that a new unit's n_members is the length of its members. */
         // NOLINTNEXTLINE(clang-analyzer-security.ArrayBound)
@@ -111,20 +118,20 @@ static void oo__unit_build_parts(struct oo_engine *engine, struct oo_unit *unit)
         for (uint32_t j = 0; j < member->n_tensors; j++) {
             const struct oo_member_tensor *tensor = &member->tensors[j];
             const struct oo_known *memory = oo__known_memory(engine, tensor->host, tensor->bytes);
+            const int locked = oo__is_locked(memory, tensor->host, tensor->bytes);
             struct oo_part *last = unit->n_parts ? &unit->parts[unit->n_parts - 1] : NULL;
-            if (last && memory && last->memory == memory &&
-                oo__is_locked(memory, last->host, last->bytes) ==
-                    oo__is_locked(memory, tensor->host, tensor->bytes) &&
+            if (last && memory && last->memory == memory && last->locked == locked &&
                 tensor->host - last->host == (ptrdiff_t)(tensor->offset - last->offset)) {
                 last->bytes = tensor->offset - last->offset + tensor->bytes;
             } else {
                 unit->parts[unit->n_parts++] =
-                    (struct oo_part){tensor->host, tensor->bytes, tensor->offset, memory};
+                    (struct oo_part){tensor->host, tensor->bytes, tensor->offset, memory, locked};
             }
         }
     }
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         unit->host_bytes += unit->parts[i].bytes;
+        unit->is_fed |= !unit->parts[i].locked;
         oo__label(engine, unit->parts[i].host, unit->parts[i].bytes, "masters of unit",
                   (uint32_t)(unit - engine->units));
     }
@@ -359,6 +366,7 @@ void oo__free_models(struct oo_engine *engine) {
     for (uint32_t i = 0; i < engine->n_units; i++) {
         free(engine->units[i].parts);
         free(engine->units[i].members);
+        free(engine->units[i].feed);
     }
     for (uint32_t i = 0; i < engine->n_members; i++)
         free(engine->members[i].tensors);

@@ -92,49 +92,6 @@ static enum oo_status oo__ring_wait(struct oo_engine *engine, const struct oo_ev
     return OO_DRIVE(engine, cuEventSynchronize, copied->handle);
 }
 
-static enum oo_status oo__upload(struct oo_engine *engine, OOCUdeviceptr target, const char *source,
-                                 size_t bytes) {
-    struct oo_ring *ring = &engine->up;
-    enum oo_status status;
-    OO_TRY(oo__ring_prepare(engine, ring));
-    if (!ring->base) {
-        oo__expect_pageable(engine, source);
-        OO_TRY(OO_DRIVE(engine, cuMemcpyHtoDAsync, target, source, bytes, engine->h2d));
-        /* H7: the driver may or may not have staged pageable bytes, so that the caller may not
-         * rewrite them before the copy has ended. */
-        return oo__synchronize(engine, engine->h2d, 0);
-    }
-    for (size_t begin = 0; begin < bytes; begin += ring->piece_bytes) {
-        const size_t step = bytes - begin < ring->piece_bytes ? bytes - begin : ring->piece_bytes;
-        const unsigned piece = ring->next++ % OO_RING_PIECES;
-        char *staging = ring->base + piece * ring->piece_bytes;
-        /* H5: a queued copy may still read what this piece held. */
-        if (ring->lost[piece])
-            OO_TRY(oo__synchronize(engine, engine->h2d, 1));
-        else
-            OO_TRY(oo__ring_wait(engine, ring->busy[piece]));
-        OO_TRY(oo__host_access(engine, staging, step, 1));
-        memcpy(staging, source + begin, step);
-        ring->lost[piece] = 1; /* until the copy's end is marked */
-        OO_TRY(OO_DRIVE(engine, cuMemcpyHtoDAsync, target + begin, staging, step, engine->h2d));
-        OO_TRY(OO_DRIVE(engine, cuEventRecord, ring->busy[piece]->handle, engine->h2d));
-        ring->lost[piece] = 0;
-    }
-done:
-    return status;
-}
-
-enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, const char *source,
-                               size_t bytes) {
-    const uint64_t begin = oo__nanoseconds();
-    const enum oo_status status = oo__upload(engine, target, source, bytes);
-    if (status == OO_OK) {
-        engine->stats.unlocked_h2d_bytes += bytes;
-        engine->stats.unlocked_h2d_seconds += (double)(oo__nanoseconds() - begin) * 1e-9;
-    }
-    return status;
-}
-
 enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdeviceptr source,
                                  size_t bytes) {
     struct oo_ring *ring = &engine->down;

@@ -11,8 +11,6 @@ enum oo_status oo__ring_prepare(struct oo_engine *engine, struct oo_ring *ring);
 /* Another size, 0 for none. OO_E_LOCK_REFUSED: the ring is as it was. */
 enum oo_status oo__ring_resize(struct oo_engine *engine, struct oo_ring *ring, size_t bytes);
 size_t oo__ring_bytes(const struct oo_ring *ring);
-enum oo_status oo__ring_upload(struct oo_engine *engine, OOCUdeviceptr target, const char *source,
-                               size_t bytes);
 enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdeviceptr source,
                                  size_t bytes);
 void oo__ring_free(struct oo_engine *engine, struct oo_ring *ring);

@@ -20,10 +20,15 @@ void oo__label_stream(struct oo_engine *engine, OOCUstream stream, const char *n
         (void)engine->driver.simLabelStream(stream, name);
 }
 
+OOCUresult oo__declare_access(const struct oo_engine *engine, const void *memory, size_t bytes,
+                              int is_write) {
+    return engine->driver.simHostAccess ? engine->driver.simHostAccess(memory, bytes, is_write)
+                                        : OOCU_SUCCESS;
+}
+
 enum oo_status oo__host_access(struct oo_engine *engine, const void *memory, size_t bytes,
                                int is_write) {
-    return engine->driver.simHostAccess ? OO_DRIVE(engine, simHostAccess, memory, bytes, is_write)
-                                        : OO_OK;
+    return oo__check(engine, "simHostAccess", oo__declare_access(engine, memory, bytes, is_write));
 }
 
 int oo__simulates_submission(struct oo_engine *engine, int *late) {

@@ -9,7 +9,9 @@
 void oo__label(struct oo_engine *engine, const void *memory, size_t bytes, const char *what,
                uint32_t unit);
 void oo__label_stream(struct oo_engine *engine, OOCUstream stream, const char *name);
-/* The host reads or writes these bytes now. */
+/* The host reads or writes these bytes now; a copy thread says so by the first of the two. */
+OOCUresult oo__declare_access(const struct oo_engine *engine, const void *memory, size_t bytes,
+                              int is_write);
 enum oo_status oo__host_access(struct oo_engine *engine, const void *memory, size_t bytes,
                                int is_write);
 /* Whether the simulated driver collects work before it hands it over; 0 if there is none to ask. */

@@ -62,8 +62,52 @@ struct oo_ring {
     size_t piece_bytes; /* of a ring that is there */
     int refused;        /* the system had nothing left to lock: it is not asked again by a copy */
     struct oo_event *busy[OO_RING_PIECES]; /* the copy that last used the piece */
-    uint8_t lost[OO_RING_PIECES];          /* upwards: that copy's event could not be recorded */
+    /* Upwards, where copy threads use it: */
+    uint8_t lost[OO_RING_PIECES];  /* that copy's event could not be recorded */
+    uint8_t taken[OO_RING_PIECES]; /* by a copy thread */
     unsigned next;
+};
+
+/* ---- threads that copy what is not locked: feed.c ---- */
+
+enum { OO_FEED_THREADS = 4 };
+
+/* A driver call of a copy thread that failed; `call` is NULL where none has. */
+struct oo_failure {
+    const char *call;
+    OOCUresult result;
+};
+
+/* A unit's copy that the copy threads make. */
+struct oo_feed {
+    const struct oo_part *parts; /* the unit's, which do not change meanwhile */
+    uint32_t n_parts;
+    uintptr_t address;
+    const struct oo_event *ready; /* the unit's */
+    struct oo_event *begin, *end; /* NULL where it is not measured */
+    int traced;                   /* a timeline was being recorded when it was queued */
+    int open;                     /* not known to have arrived */
+    /* Under the feeder's mutex while it runs: */
+    struct oo_feed *next; /* in the queue */
+    int running, queued;  /* until its last piece has been copied; until that has been taken */
+    int stopped, arrives; /* `ready` will never be recorded; it is */
+    uint32_t part, active;
+    size_t offset; /* in the part: of the piece that comes next */
+    struct oo_failure failure;
+    uint64_t bytes, unlocked_bytes, copies, recoveries;
+    uint64_t begun, nanoseconds; /* by the host's clock */
+};
+
+struct oo_feeder {
+    struct oo_mutex *mutex; /* taken after the engine's; protects what follows */
+    struct oo_feed *first;  /* of the queue */
+    uint32_t n_running, n_active;
+    int closing;
+    struct oo_failure loss; /* of the context, as a copy thread met it */
+    uint64_t counted;       /* up to this moment the threads' time has been */
+    /* Under the engine's mutex: */
+    struct oo_thread *threads[OO_FEED_THREADS];
+    uint32_t n_threads;
 };
 
 /* ---- what is managed, and where: masters.c, lease.c, model.c ---- */
@@ -113,6 +157,7 @@ struct oo_part {
     size_t bytes;
     size_t offset;
     const struct oo_known *memory; /* NULL: the engine does not know it */
+    int locked;
 };
 
 /* The last use of a unit's bytes on one stream. */
@@ -142,6 +187,8 @@ struct oo_unit {
     size_t host_bytes, device_bytes;
     uint8_t trainable, removed, stale;
     uint8_t leaving;               /* to be dropped as soon as nobody computes with it */
+    uint8_t is_fed;                /* by the copy threads: not all of its parts are locked */
+    struct oo_feed *feed;          /* NULL until the first one */
     struct oo_event *ready;        /* its copy has arrived */
     OOCUstream waited[OO_STREAMS]; /* streams already ordered after `ready` */
     uint32_t n_waited;
@@ -203,6 +250,7 @@ struct oo_engine {
     OOCUmodule module; /* the embedded kernels, loaded on first use */
     OOCUfunction spin;
     struct oo_ring up, down;
+    struct oo_feeder feeder;
     OOCUdeviceptr unfinished; /* gradient whose download failed and could not be waited for */
     struct oo_spans spans;
     struct oo_stats stats; /* the engine's own: what belongs to no model */

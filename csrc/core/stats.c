@@ -1,5 +1,5 @@
 /* stats.c - one snapshot of what was counted, and of what is in the arena. */
-#include "masters.h"
+#include "feed.h"
 #include "ring.h"
 #include "timing.h"
 
@@ -27,7 +27,7 @@ static void oo__add_unit(const struct oo_engine *engine, struct oo_stats *sum, u
     }
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         const struct oo_part *part = &unit->parts[i];
-        if (!oo__is_locked(part->memory, part->host, part->bytes))
+        if (!part->locked)
             sum->pageable_bytes += part->bytes;
     }
 }
@@ -40,6 +40,7 @@ enum oo_status oo_engine_stats(struct oo_engine *engine, uint32_t model, struct 
         status = oo__fail(OO_E_ARGUMENT, "model %u is not attached", model);
         goto done;
     }
+    oo__feeds_count(engine);
     if (engine->usable)
         oo__spans_harvest(engine);
     *out = engine->stats;

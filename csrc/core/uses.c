@@ -2,6 +2,7 @@
  * anything is written over the bytes (H2). */
 #include "uses.h"
 #include "call.h"
+#include "feed.h"
 #include "timing.h"
 
 #include <string.h>
@@ -70,6 +71,7 @@ enum oo_status oo__order_after_uses(struct oo_engine *engine, const struct oo_un
  */
 void oo__forget_copy(struct oo_engine *engine, uint32_t id) {
     struct oo_unit *unit = &engine->units[id];
+    oo__feed_forget(engine, id);
     for (uint32_t i = 0; i < unit->n_uses; i++)
         oo__event_give(engine, unit->uses[i].event);
     oo__event_give(engine, unit->ready);

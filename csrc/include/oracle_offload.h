@@ -17,9 +17,9 @@
  *     oo_lease_remove, oo_model_remove, oo_engine_unlock, oo_host_destroy, oo_engine_destroy
  *
  * Between acquire and release the unit cannot be evicted. `acquire` makes the stream wait for the
- * copy, never the host; `release` marks the last use on the stream and starts copies of what will
- * be needed next. The address is valid for work queued before `release` only: acquire again for the
- * next use.
+ * copy, and the host only where masters are not page-locked; `release` marks the last use on the
+ * stream and starts copies of what will be needed next. The address is valid for work queued before
+ * `release` only: acquire again for the next use.
  *
  * Words:
  *
@@ -131,7 +131,8 @@ enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *sou
  * no tensor should lie across that boundary. Any number of engines may know the memory: it is
  * locked once for all of a driver, as far as the first of them asked, and ordinary memory again
  * when the last of them unlocks it. OO_E_LOCK_REFUSED where the system refuses: the memory is known
- * all the same. What is not locked passes through a small locked ring. */
+ * all the same. What is not locked is copied by threads of the engine's own, through a small locked
+ * ring. */
 enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, size_t bytes);
 /* How many more bytes the system would page-lock now, but no more than `host` has: found by locking
  * parts of it, each half as large as the one before, which are let go again at once. Less than the
@@ -142,7 +143,8 @@ enum oo_status oo_engine_lockable(struct oo_engine *engine, struct oo_host *host
  * passes through. It is to be asked before masters are locked: later there may be nothing left to
  * lock. OO_E_LOCK_REFUSED where the system refuses: a ring that should have grown is as it was, and
  * one that should have shrunk is gone. Without a ring, pageable memory is copied as it is, which
- * the host waits for. 0 gives the rings back, unless memory that is not locked needs them. */
+ * the copy threads wait for. 0 gives the rings back, unless memory that is not locked needs them.
+ */
 enum oo_status oo_engine_reserve_rings(struct oo_engine *engine, size_t bytes);
 /* Wait for all copies of this engine from or to the memory, then forget it; no unit may still live
  * in it. */
@@ -226,7 +228,7 @@ struct oo_request {
  * oo_engine_stamp, before anything else runs that could rewrite the masters. */
 struct oo_fetched {
     uint32_t count;
-    int more; /* further copies are worth starting, and may block: see oo_engine_prefetch */
+    int more; /* further copies are worth starting: see oo_engine_prefetch */
     uint32_t units[OO_MAX_FETCHED];
 };
 
@@ -312,7 +314,7 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     SECONDS(h2d_seconds, MODEL)         /* of h2d_timed_bytes */ \
     COUNT(h2d_timed_bytes, MODEL) \
     COUNT(unlocked_h2d_bytes, ENGINE)   /* of h2d_bytes, those of masters that are not locked */ \
-    SECONDS(unlocked_h2d_seconds, ENGINE) /* that the host spent on them, by its own clock */ \
+    SECONDS(unlocked_h2d_seconds, ENGINE) /* in which copy threads were at them, by the host's clock */ \
     COUNT(d2h_bytes, ENGINE) \
     COUNT(d2h_copies, ENGINE) \
     SECONDS(d2h_seconds, ENGINE)        /* of d2h_timed_bytes */ \
@@ -330,7 +332,7 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     COUNT(stalls, MODEL)                /* of timed_waits, over 10 us */ \
     SECONDS(stall_seconds, MODEL)       /* of those stalls */ \
     /* what should stay rare */ \
-    COUNT(host_waits, ENGINE) \
+    COUNT(host_waits, ENGINE)           /* of callers; copy threads wait for themselves */ \
     COUNT(recoveries, ENGINE)           /* host waits that a failure made necessary */ \
     COUNT(lost_uses, ENGINE)            /* whose end could not be marked: an evictor waits */ \
     COUNT(allocations, ENGINE)          /* of host records and driver objects: flat in a step */

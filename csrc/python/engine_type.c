@@ -589,8 +589,6 @@ static PyObject *oo__engine_release(PyObject *object, PyObject *const *arguments
         oo_engine_release(engine, v[0], (uintptr_t)v[1], OO_NONBLOCKING, &fetched);
     if (status == OO_WOULD_BLOCK)
         OO_BLOCKING(status, oo_engine_release(engine, v[0], (uintptr_t)v[1], 0, &fetched));
-    else if (status == OO_OK && fetched.more && fetched.count == 0)
-        OO_BLOCKING(status, oo_engine_prefetch(engine, &fetched));
     return status == OO_OK ? oo__fetched_tuple(&fetched) : oo__raise_for(object, status);
 }
 

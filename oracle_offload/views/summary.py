@@ -87,7 +87,7 @@ class DeviceUsage:
     """One device and the models attached to it.
 
     What is not page-locked passes through rings of `ring_bytes` that are; `unlocked_h2d_gbps` is
-    how fast the host fed them, by its own clock, also on the simulated device.
+    how fast the engine's copy threads fed them, by the host's clock, also on the simulated device.
     """
 
     device: str

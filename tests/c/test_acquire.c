@@ -14,9 +14,7 @@ static void test_a_nonblocking_call_never_waits(void) {
     CHECK(use.fetched.count == 1 && use.fetched.units[0] == w.unit[0], "%u fetched",
           use.fetched.count);
     need(oo_engine_release(w.engine, use.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
-    CHECK(fetched.count == 0 && fetched.more == 1, "%u fetched, more %d", fetched.count,
-          fetched.more);
-    need(oo_engine_prefetch(w.engine, &fetched), "prefetch");
+    /* The copy threads wait for the ring, not the caller. */
     CHECK(fetched.count > 0 && fetched.count <= OO_MAX_FETCHED, "%u fetched", fetched.count);
     sim.simRefuseRegistration(0);
     uint32_t unit;

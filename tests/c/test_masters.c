@@ -104,6 +104,7 @@ static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
           "%llu recoveries, %.6f s", (unsigned long long)(stats_of(&w).recoveries - recoveries),
           sim.simNow() - began);
     /* A copy that could not be queued: nobody knows, so it is waited for as well. */
+    feeds_end(&w);
     sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
     CHECK(acquire(w.engine, w.member[12], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "no error");
@@ -113,6 +114,7 @@ static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
           (unsigned long long)(stats_of(&w).recoveries - recoveries));
     /* Downwards a failed download waits itself; the next one starts afresh. */
     fill(gradient, 5000, 1);
+    feeds_end(&w);
     sim.simFault("cuEventRecord", 3, OOCU_ERROR_UNKNOWN, 0); /* computed, begin, piece */
     CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, 5000, w.stream) == OO_E_DRIVER,
           "no error");

@@ -7,7 +7,9 @@
 #define WORLD_H
 
 #include "check.h"
+#include "feed.h"
 #include "oracle_offload.h"
+#include "os.h"
 #include "sim_control.h"
 #include "state.h"
 
@@ -292,6 +294,13 @@ static inline enum oo_status step(struct world *w) {
             status = use(w, 4 * block + i, OO_BACKWARD);
     }
     return status;
+}
+
+/* Wait until the copy threads have nothing to do: their calls are not among the next ones. */
+static inline void feeds_end(struct world *w) {
+    oo__mutex_lock(w->engine->mutex);
+    oo__feeds_await(w->engine);
+    oo__mutex_unlock(w->engine->mutex);
 }
 
 static inline struct oo_stats stats_of(struct world *w) {

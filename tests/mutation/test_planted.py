@@ -41,11 +41,9 @@ class Bug:
 BUGS = [
     Bug(
         "no staging wait",
-        "ring.c",
-        "        else\n"
-        "            OO_TRY(oo__ring_wait(engine, ring->busy[piece]));\n"
-        "        OO_TRY(oo__host_access(engine, staging, step, 1));",
-        "        OO_TRY(oo__host_access(engine, staging, step, 1));",
+        "feed.c",
+        "    if (!oo__slot_wait(engine, slot, failure, recoveries) ||\n        !oo__works(",
+        "    if (!oo__works(",
     ),
     Bug(
         "no slot wait",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -231,3 +232,47 @@ def test_a_warning_names_what_locks_so_little(monkeypatch, caplog, platform, dxg
     assert "Tower: the system does not page-lock 8.00 MiB of its weights (cuMemHostAlloc: " in (
         record.getMessage()
     )
+
+
+# ---- the end of a process whose copy threads are alive ----
+
+LIFE = """
+import os, sys
+import torch
+from torch import nn
+import oracle_offload
+from oracle_offload import simulator
+
+model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+manager = oracle_offload.attach(model, "cpu", lock="never")
+model(torch.randn(2, 512)).sum().backward()
+assert manager.state.engine.stats()["unlocked_h2d_bytes"] > 0
+if sys.argv[1] == "leaked":  # nothing is closed: as if a reference cycle had kept it from being so
+    import gc, weakref
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False
+    gc.disable()
+    sys.modules["kept"] = manager
+elif sys.argv[1] == "forked":
+    child = os.fork()
+    if child == 0:
+        sys.exit(3)  # with all that Python does at an end
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    model(torch.randn(2, 512)).sum().backward()
+print(len(simulator.reports()))
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "finalised",
+        "leaked",
+        pytest.param("forked", marks=pytest.mark.skipif(sys.platform == "win32", reason="no fork")),
+    ],
+)
+def test_a_process_ends_while_copy_threads_are_alive(how):
+    done = subprocess.run(
+        [sys.executable, "-c", LIFE, how], capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")

@@ -1,0 +1,380 @@
+/* feed.c - threads of the engine's own bring what is not locked to the device, so that the thread
+ * that trains need not.
+ *
+ * The copy of a unit that cannot be read by the device where it lies is queued as a feed. The copy
+ * threads take pieces of the first feed in turn: each waits for a piece of the ring, copies masters
+ * into it, and queues the copy to the device on the h2d stream. Whoever ends the last piece records
+ * the unit's event. Where no byte can be locked for a ring, a part is copied as it is, by one of
+ * them.
+ *
+ * The feeder's mutex protects the queue, the feeds from their begin to their end, and which pieces
+ * of the ring are taken. It is taken after the engine's; a copy thread never takes that one, nor
+ * touches what it protects. So whoever holds the engine's mutex may wait for the copy threads. */
+#include "feed.h"
+#include "../base/os.h"
+#include "ring.h"
+#include "simulated.h"
+#include "timing.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static const double oo__idle_s = 3600; /* whoever waits is woken; a clock needs an end */
+
+/* ---- the queue: under the feeder's mutex ---- */
+
+static void oo__queue_take_out(struct oo_feeder *feeder, struct oo_feed *feed) {
+    struct oo_feed **link = &feeder->first;
+    while (*link && *link != feed)
+        link = &(*link)->next;
+    if (*link)
+        *link = feed->next;
+    feed->queued = 0;
+}
+
+static void oo__queue_put(struct oo_feeder *feeder, struct oo_feed *feed, int urgent) {
+    struct oo_feed **link = &feeder->first;
+    while (!urgent && *link)
+        link = &(*link)->next;
+    feed->next = *link;
+    *link = feed;
+    feed->queued = 1;
+    feeder->n_running++;
+}
+
+/* ---- copy threads ---- */
+
+/* What is copied in one go. */
+struct oo_piece {
+    const char *host;
+    uintptr_t target;
+    size_t bytes;
+    int locked;
+    int staged; /* by way of the ring's piece `slot` */
+    int begins; /* a part of the unit */
+    unsigned slot;
+};
+
+/* Whether a driver call of a copy thread succeeded. */
+static int oo__works(struct oo_failure *failure, const char *call, OOCUresult result) {
+    if (result != OOCU_SUCCESS)
+        *failure = (struct oo_failure){call, result};
+    return result == OOCU_SUCCESS;
+}
+
+/* There are no more threads than pieces of the ring, and each takes one at a time. */
+static unsigned oo__take_slot(struct oo_ring *ring) {
+    while (ring->taken[ring->next % OO_RING_PIECES])
+        ring->next++;
+    const unsigned slot = ring->next++ % OO_RING_PIECES;
+    ring->taken[slot] = 1;
+    return slot;
+}
+
+/* The feed's next piece; with the last one it leaves the queue. Under the mutex. */
+static struct oo_piece oo__take_piece(struct oo_engine *engine, struct oo_feed *feed) {
+    struct oo_ring *ring = &engine->up;
+    const struct oo_part *part = &feed->parts[feed->part];
+    struct oo_piece piece = {.host = part->host + feed->offset,
+                             .target = feed->address + part->offset + feed->offset,
+                             .bytes = part->bytes - feed->offset,
+                             .locked = part->locked,
+                             .staged = !part->locked && ring->base,
+                             .begins = feed->offset == 0};
+    if (piece.staged) {
+        piece.slot = oo__take_slot(ring);
+        if (piece.bytes > ring->piece_bytes)
+            piece.bytes = ring->piece_bytes;
+    }
+    feed->offset += piece.bytes;
+    if (feed->offset == part->bytes) {
+        feed->offset = 0;
+        if (++feed->part == feed->n_parts)
+            oo__queue_take_out(&engine->feeder, feed);
+    }
+    return piece;
+}
+
+/* Wait until the ring's piece may be written. */
+static int oo__slot_wait(struct oo_engine *engine, unsigned slot, struct oo_failure *failure,
+                         uint64_t *recoveries) {
+    const struct oo_ring *ring = &engine->up;
+    const OOCUevent busy = ring->busy[slot]->handle;
+    /* H5: a queued copy may still read what this piece held. */
+    if (ring->lost[slot]) {
+        ++*recoveries;
+        return oo__works(failure, "cuStreamSynchronize",
+                         engine->driver.cuStreamSynchronize(engine->h2d));
+    }
+    const OOCUresult ended = engine->driver.cuEventQuery(busy);
+    if (ended != OOCU_ERROR_NOT_READY)
+        return oo__works(failure, "cuEventQuery", ended);
+    return oo__works(failure, "cuEventSynchronize", engine->driver.cuEventSynchronize(busy));
+}
+
+static int oo__copy_staged(struct oo_engine *engine, const struct oo_piece *piece,
+                           struct oo_failure *failure, uint64_t *recoveries) {
+    struct oo_ring *ring = &engine->up;
+    const unsigned slot = piece->slot;
+    char *staging = ring->base + slot * ring->piece_bytes;
+    if (!oo__slot_wait(engine, slot, failure, recoveries) ||
+        !oo__works(failure, "simHostAccess", oo__declare_access(engine, staging, piece->bytes, 1)))
+        return 0;
+    memcpy(staging, piece->host, piece->bytes);
+    ring->lost[slot] = 1; /* until the copy's end is marked */
+    if (!oo__works(
+            failure, "cuMemcpyHtoDAsync",
+            engine->driver.cuMemcpyHtoDAsync(piece->target, staging, piece->bytes, engine->h2d)) ||
+        !oo__works(failure, "cuEventRecord",
+                   engine->driver.cuEventRecord(ring->busy[slot]->handle, engine->h2d)))
+        return 0;
+    ring->lost[slot] = 0;
+    return 1;
+}
+
+static int oo__copy_as_it_is(struct oo_engine *engine, const struct oo_piece *piece,
+                             struct oo_failure *failure) {
+    if (!piece->locked)
+        oo__expect_pageable(engine, piece->host);
+    if (!oo__works(failure, "cuMemcpyHtoDAsync",
+                   engine->driver.cuMemcpyHtoDAsync(piece->target, piece->host, piece->bytes,
+                                                    engine->h2d)))
+        return 0;
+    /* H7: the driver may or may not have staged pageable bytes, so that nobody may rewrite them
+     * before the copy has ended. */
+    return piece->locked || oo__works(failure, "cuStreamSynchronize",
+                                      engine->driver.cuStreamSynchronize(engine->h2d));
+}
+
+/* All pieces are copied, or will never be. Under the mutex. */
+static void oo__feed_end(struct oo_engine *engine, struct oo_feed *feed) {
+    struct oo_feeder *feeder = &engine->feeder;
+    struct oo_failure *failure = &feed->failure;
+    feed->arrives =
+        !failure->call && !feed->stopped &&
+        oo__works(failure, "cuEventRecord",
+                  engine->driver.cuEventRecord(feed->ready->handle, engine->h2d)) &&
+        (!feed->end || oo__works(failure, "cuEventRecord",
+                                 engine->driver.cuEventRecord(feed->end->handle, engine->h2d)));
+    if (feed->arrives && engine->submits_late) /* see oo__flush */
+        (void)engine->driver.cuStreamQuery(engine->h2d);
+    if (oo_driver_is_sticky(failure->result) && !feeder->loss.call)
+        feeder->loss = *failure;
+    if (feed->begun) { /* feeds overlap; no moment is counted twice */
+        const uint64_t now = oo__nanoseconds();
+        feed->nanoseconds = now - (feed->begun > feeder->counted ? feed->begun : feeder->counted);
+        feeder->counted = now;
+    }
+    feed->running = 0;
+    feeder->n_running--;
+    oo__mutex_wake(feeder->mutex);
+}
+
+/* Copy the feed's next piece. Under the mutex, which is given up meanwhile. */
+static void oo__feed_on(struct oo_engine *engine, struct oo_feed *feed, int *entered) {
+    struct oo_feeder *feeder = &engine->feeder;
+    struct oo_failure failure = {0};
+    if (!*entered) /* the thread's contexts end with it */
+        *entered = oo__works(&failure, "cuCtxPushCurrent",
+                             engine->driver.cuCtxPushCurrent(engine->context));
+    int works = *entered;
+    if (works && !feed->begun) {
+        feed->begun = oo__nanoseconds();
+        works = !feed->begin ||
+                oo__works(&failure, "cuEventRecord",
+                          engine->driver.cuEventRecord(feed->begin->handle, engine->h2d));
+    }
+    if (works) {
+        const struct oo_piece piece = oo__take_piece(engine, feed);
+        uint64_t recoveries = 0;
+        feed->active++;
+        feeder->n_active++;
+        oo__mutex_unlock(feeder->mutex);
+        works = piece.staged ? oo__copy_staged(engine, &piece, &failure, &recoveries)
+                             : oo__copy_as_it_is(engine, &piece, &failure);
+        oo__mutex_lock(feeder->mutex);
+        feed->active--;
+        feeder->n_active--;
+        if (piece.staged)
+            engine->up.taken[piece.slot] = 0;
+        feed->recoveries += recoveries;
+        feed->copies += works && piece.begins;
+        feed->bytes += works ? piece.bytes : 0;
+        feed->unlocked_bytes += works && !piece.locked ? piece.bytes : 0;
+    }
+    if (!works) {
+        if (!feed->failure.call)
+            feed->failure = failure;
+        oo__queue_take_out(feeder, feed);
+    }
+    if (!feed->queued && !feed->active)
+        oo__feed_end(engine, feed);
+}
+
+static void oo__feeder_run(void *argument) {
+    struct oo_engine *engine = argument;
+    struct oo_feeder *feeder = &engine->feeder;
+    int entered = 0; /* the device's context is current on this thread */
+    oo__mutex_lock(feeder->mutex);
+    while (!feeder->closing) {
+        if (feeder->first)
+            oo__feed_on(engine, feeder->first, &entered);
+        else
+            oo__mutex_wait(feeder->mutex, oo__clock_s() + oo__idle_s);
+    }
+    oo__mutex_unlock(feeder->mutex);
+}
+
+enum oo_status oo__feeder_prepare(struct oo_engine *engine) {
+    struct oo_feeder *feeder = &engine->feeder;
+    enum oo_status status = oo__ring_prepare(engine, &engine->up);
+    if (status != OO_OK)
+        return status;
+    while (feeder->n_threads < OO_FEED_THREADS && feeder->n_threads < oo__processors()) {
+        struct oo_thread *thread = oo__thread_start(oo__feeder_run, engine);
+        if (!thread)
+            break;
+        feeder->threads[feeder->n_threads++] = thread;
+    }
+    return feeder->n_threads ? OO_OK
+                             : oo__fail(OO_E_MEMORY, "the system starts no thread that copies "
+                                                     "weights which are not page-locked");
+}
+
+void oo__feeder_close(struct oo_engine *engine) {
+    struct oo_feeder *feeder = &engine->feeder;
+    oo__mutex_lock(feeder->mutex);
+    feeder->closing = 1;
+    oo__mutex_wake(feeder->mutex);
+    oo__mutex_unlock(feeder->mutex);
+    while (feeder->n_threads)
+        oo__thread_join(feeder->threads[--feeder->n_threads]);
+}
+
+/* ---- the engine's side: under its mutex ---- */
+
+enum oo_status oo__feed_begin(struct oo_engine *engine, uint32_t id, uintptr_t address,
+                              const struct oo_event *ready, int urgent) {
+    enum oo_status status;
+    struct oo_feeder *feeder = &engine->feeder;
+    struct oo_unit *unit = &engine->units[id];
+    struct oo_event *begin = NULL, *end = NULL;
+    OO_TRY(oo__feeder_prepare(engine));
+    if (!unit->feed) {
+        unit->feed = malloc(sizeof *unit->feed);
+        if (!unit->feed)
+            return oo__fail(OO_E_MEMORY, "no memory for a feed's record");
+        engine->stats.allocations++;
+    }
+    if (oo__is_measured(engine, OO_TRACE_H2D)) {
+        OO_TRY(oo__event_take(engine, OO_TIMED, &begin));
+        OO_TRY(oo__event_take(engine, OO_TIMED, &end));
+    }
+    *unit->feed = (struct oo_feed){.parts = unit->parts,
+                                   .n_parts = unit->n_parts,
+                                   .address = address,
+                                   .ready = ready,
+                                   .begin = begin,
+                                   .end = end,
+                                   .traced = engine->spans.tracing,
+                                   .running = 1,
+                                   .open = 1};
+    begin = NULL;
+    oo__mutex_lock(feeder->mutex);
+    oo__queue_put(feeder, unit->feed, urgent);
+    oo__mutex_wake(feeder->mutex);
+    oo__mutex_unlock(feeder->mutex);
+done:
+    oo__event_give(engine, begin);
+    return status;
+}
+
+/* Count what has been copied, once. The feed has ended. */
+static void oo__feed_count(struct oo_engine *engine, uint32_t id) {
+    const struct oo_unit *unit = &engine->units[id];
+    struct oo_feed *feed = unit->feed;
+    struct oo_stats *stats = &engine->models[unit->model].stats;
+    stats->h2d_bytes += feed->bytes;
+    stats->h2d_copies += feed->copies;
+    engine->stats.unlocked_h2d_bytes += feed->unlocked_bytes;
+    engine->stats.unlocked_h2d_seconds += (double)feed->nanoseconds * 1e-9;
+    engine->stats.recoveries += feed->recoveries;
+    feed->bytes = feed->unlocked_bytes = feed->nanoseconds = 0;
+    feed->copies = feed->recoveries = 0;
+    if (feed->begin && feed->arrives && feed->traced == engine->spans.tracing) {
+        oo__span_add(engine, OO_TRACE_H2D, id, unit->host_bytes, feed->begin, feed->end);
+    } else {
+        oo__event_give(engine, feed->begin);
+        oo__event_give(engine, feed->end);
+    }
+    feed->begin = feed->end = NULL;
+    feed->open = !feed->arrives;
+}
+
+enum oo_status oo__feed_await(struct oo_engine *engine, uint32_t id) {
+    struct oo_feeder *feeder = &engine->feeder;
+    struct oo_feed *feed = engine->units[id].feed;
+    if (!feed || !feed->open)
+        return OO_OK;
+    oo__mutex_lock(feeder->mutex);
+    engine->stats.host_waits += feed->running != 0;
+    /* H9: until the copy threads have recorded `ready`, a stream that waits for it waits for
+     * nothing. */
+    while (feed->running)
+        oo__mutex_wait(feeder->mutex, oo__clock_s() + oo__idle_s);
+    oo__mutex_unlock(feeder->mutex);
+    oo__feed_count(engine, id);
+    if (feed->arrives)
+        return OO_OK;
+    if (feed->failure.call)
+        return oo__check(engine, feed->failure.call, feed->failure.result);
+    return oo__fail(OO_E_STATE, "the copy of unit %u was given up", id);
+}
+
+void oo__feed_stop(struct oo_engine *engine, uint32_t id) {
+    struct oo_feeder *feeder = &engine->feeder;
+    struct oo_feed *feed = engine->units[id].feed;
+    if (!feed || !feed->open)
+        return;
+    oo__mutex_lock(feeder->mutex);
+    if (feed->running) {
+        feed->stopped = 1;
+        oo__queue_take_out(feeder, feed);
+        if (!feed->active)
+            oo__feed_end(engine, feed);
+    }
+    /* H10: a copy thread may still be reading the masters, and queue a copy over the unit's bytes,
+     * which are another's from now on. */
+    while (feed->running)
+        oo__mutex_wait(feeder->mutex, oo__clock_s() + oo__idle_s);
+    oo__mutex_unlock(feeder->mutex);
+    oo__feed_count(engine, id);
+}
+
+void oo__feed_forget(struct oo_engine *engine, uint32_t id) {
+    oo__feed_stop(engine, id);
+    if (engine->units[id].feed)
+        engine->units[id].feed->open = 0;
+}
+
+void oo__feeds_await(struct oo_engine *engine) {
+    struct oo_feeder *feeder = &engine->feeder;
+    oo__mutex_lock(feeder->mutex);
+    /* H10: the pieces of a ring that goes are taken. */
+    while (feeder->n_running)
+        oo__mutex_wait(feeder->mutex, oo__clock_s() + oo__idle_s);
+    oo__mutex_unlock(feeder->mutex);
+}
+
+void oo__feeds_count(struct oo_engine *engine) {
+    for (uint32_t i = 0; i < engine->n_units; i++) {
+        const struct oo_feed *feed = engine->units[i].feed;
+        if (!feed || !feed->open)
+            continue;
+        oo__mutex_lock(engine->feeder.mutex);
+        const int arrives = feed->arrives;
+        oo__mutex_unlock(engine->feeder.mutex);
+        if (arrives)
+            oo__feed_count(engine, i);
+    }
+}

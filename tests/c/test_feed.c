@@ -1,0 +1,468 @@
+/* Copy threads: what is not page-locked is copied by them and not by the caller; each wait for them
+ * holds; what fails there is told to whoever asks for the unit, and copied anew.
+ *
+ * A gate in the engine's driver table lets them queue no copy while it is shut. */
+#include "world.h"
+
+#include <stdatomic.h>
+
+static struct oo_driver real;
+static _Thread_local int is_mine; /* a thread of the test */
+static _Atomic int shut;
+static _Atomic unsigned waiting, queued_here, synchronised, freed;
+
+enum { LOG = 256 };
+static _Atomic unsigned n_log;
+static OOCUdeviceptr log_of[LOG]; /* where copies went, in turn; read when nothing is fed */
+
+static void nap(double seconds) {
+    struct oo_mutex *mutex = oo__mutex_create();
+    oo__mutex_lock(mutex);
+    oo__mutex_wait(mutex, oo__clock_s() + seconds);
+    oo__mutex_unlock(mutex);
+    oo__mutex_destroy(mutex);
+}
+
+static OOCUresult OOCUDAAPI gated_copy(OOCUdeviceptr target, const void *source, size_t bytes,
+                                       OOCUstream stream) {
+    queued_here += is_mine != 0;
+    waiting++;
+    while (shut && !is_mine)
+        nap(1e-3);
+    waiting--;
+    const unsigned entry = n_log++;
+    if (entry < LOG)
+        log_of[entry] = target;
+    return real.cuMemcpyHtoDAsync(target, source, bytes, stream);
+}
+
+static OOCUresult OOCUDAAPI counted_synchronise(OOCUstream stream) {
+    synchronised += is_mine != 0;
+    return real.cuStreamSynchronize(stream);
+}
+
+static OOCUresult OOCUDAAPI counted_free(void *memory) {
+    freed++;
+    return real.cuMemFreeHost(memory);
+}
+
+/* A world none of whose masters is locked, with a gate. */
+static void begin(struct world *w, size_t arena_bytes) {
+    is_mine = 1;
+    shut = 0;
+    queued_here = synchronised = freed = n_log = 0;
+    sim.simRefuseRegistration(1);
+    world_begin(w);
+    real = w->engine->driver;
+    w->engine->driver.cuMemcpyHtoDAsync = gated_copy;
+    w->engine->driver.cuStreamSynchronize = counted_synchronise;
+    w->engine->driver.cuMemFreeHost = counted_free;
+    CHECK(world_attach(w, arena_bytes, 20), "attach: %s", oo_error_message());
+}
+
+static void end(struct world *w, const char *where) {
+    shut = 0;
+    sim.simRefuseRegistration(0);
+    world_close(w, where);
+    CHECK(queued_here == 0, "%s: a caller has copied masters itself", where);
+}
+
+/* Acquire the first unit and release it with the gate shut: copies ahead are under way and wait. */
+static void shut_behind_the_first(struct world *w) {
+    struct oo_use held;
+    struct oo_fetched fetched;
+    need(acquire(w->engine, w->member[0], w->stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    need(oo_engine_launch(w->engine, w->member[0], w->stream, 1e-6), "launch");
+    shut = 1;
+    need(oo_engine_release(w->engine, held.ticket, w->stream, 0, &fetched), "release");
+    CHECK(fetched.count > 1 && fetched.units[0] == w->unit[1], "%u are copied ahead",
+          fetched.count);
+    for (int i = 0; i < 5000 && !waiting; i++)
+        nap(1e-3);
+    CHECK(waiting > 0, "no copy thread has begun");
+}
+
+/* ---- who copies ---- */
+
+static void a_release_returns_before_anything_is_copied(void) {
+    struct world w;
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    CHECK(n_log == 1 && stats_of(&w).h2d_bytes == w.bytes[0] &&
+              stats_of(&w).unlocked_h2d_bytes == w.bytes[0],
+          "%u copies, %llu bytes", n_log, (unsigned long long)stats_of(&w).h2d_bytes);
+    const uint64_t waits = stats_of(&w).host_waits;
+    shut = 0;
+    feeds_end(&w);
+    for (unsigned i = 1; i < UNITS; i++)
+        need(use(&w, i, OO_FORWARD), "use");
+    const struct oo_stats stats = stats_of(&w);
+    CHECK(stats.h2d_bytes == w.total && stats.unlocked_h2d_bytes == w.total &&
+              stats.h2d_copies == UNITS,
+          "%llu bytes", (unsigned long long)stats.h2d_bytes);
+    CHECK(stats.host_waits < waits + UNITS, "what has arrived was waited for");
+    CHECK(n_log == UNITS, "%u copies", n_log);
+    end(&w, "release");
+}
+
+/* Seconds of copying are those in which some thread copied, whoever it was. */
+static void the_time_of_copying_is_counted_once(void) {
+    struct world w;
+    const uint64_t began = oo__nanoseconds();
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    nap(20e-3);
+    shut = 0;
+    for (int round = 0; round < 3; round++)
+        need(step(&w), "step");
+    const double elapsed_s = (double)(oo__nanoseconds() - began) * 1e-9;
+    const double counted_s = stats_of(&w).unlocked_h2d_seconds;
+    CHECK(counted_s >= 15e-3 && counted_s <= elapsed_s, "%.6f s of %.6f s", counted_s, elapsed_s);
+    end(&w, "time");
+}
+
+/* ---- who waits for them ---- */
+
+struct call {
+    struct world *w;
+    enum oo_status (*make)(struct world *w);
+    enum oo_status status;
+    _Atomic int returned;
+};
+
+static void make_call(void *argument) {
+    struct call *call = argument;
+    is_mine = 1;
+    call->status = call->make(call->w);
+    call->returned = 1;
+}
+
+/* While the gate is shut the call does not return, nor come to what `count` counts; then it does.
+ */
+static enum oo_status waits_for_the_copy_threads(struct world *w, const _Atomic unsigned *count,
+                                                 enum oo_status (*make)(struct world *w)) {
+    struct call call = {w, make, OO_OK, 0};
+    const unsigned before = count ? *count : 0;
+    struct oo_thread *thread = oo__thread_start(make_call, &call);
+    nap(30e-3);
+    CHECK(!call.returned, "it did not wait for the copy threads");
+    CHECK(!count || *count == before, "it went on before they had ended");
+    shut = 0;
+    oo__thread_join(thread);
+    return call.status;
+}
+
+static enum oo_status use_the_second(struct world *w) { return use(w, 1, OO_FORWARD); }
+
+static void a_unit_is_used_once_its_copy_is_queued(void) {
+    struct world w;
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    need(waits_for_the_copy_threads(&w, NULL, use_the_second), "use");
+    CHECK(stats_of(&w).hits == 1 && stats_of(&w).late == 1, "copied twice");
+    end(&w, "acquire");
+}
+
+static struct oo_feed *first_in_queue(struct world *w) {
+    oo__mutex_lock(w->engine->feeder.mutex);
+    struct oo_feed *first = w->engine->feeder.first;
+    oo__mutex_unlock(w->engine->feeder.mutex);
+    return first;
+}
+
+static enum oo_status use_the_last(struct world *w) { return use(w, UNITS - 1, OO_FORWARD); }
+
+/* What a caller waits for goes before what is copied ahead. */
+static void what_is_waited_for_is_copied_first(void) {
+    struct world w;
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    const struct oo_feed *ahead = first_in_queue(&w);
+    struct call call = {&w, use_the_last, OO_OK, 0};
+    struct oo_thread *thread = oo__thread_start(make_call, &call);
+    for (int i = 0; i < 5000 && first_in_queue(&w) == ahead; i++)
+        nap(1e-3);
+    const unsigned held = waiting;
+    shut = 0;
+    oo__thread_join(thread);
+    need(call.status, "use");
+    feeds_end(&w);
+    struct oo_resident rows[UNITS];
+    size_t count;
+    unsigned place = 0;
+    need(oo_engine_residents(w.engine, rows, UNITS, &count), "residents");
+    for (size_t i = 0; i < count; i++)
+        for (unsigned k = 0; k < n_log && rows[i].unit == w.unit[UNITS - 1]; k++)
+            if (log_of[k] == rows[i].address)
+                place = k;
+    /* After the first unit's, and what the copy threads were at: the order of those is theirs. */
+    CHECK(place > 0 && place <= 1 + w.engine->feeder.n_threads && held < n_log - 2,
+          "copied as number %u of %u", place, n_log);
+    end(&w, "urgent");
+}
+
+static enum oo_status remove_the_lease(struct world *w) {
+    w->leased = 0;
+    return oo_lease_remove(w->engine, w->lease);
+}
+static enum oo_status remove_the_model(struct world *w) {
+    return oo_model_remove(w->engine, w->model);
+}
+static enum oo_status refresh_the_model(struct world *w) {
+    return oo_engine_refresh(w->engine, w->model);
+}
+static enum oo_status shrink_the_rings(struct world *w) {
+    return oo_engine_reserve_rings(w->engine, OO_RING_PIECES * oo__page_bytes());
+}
+
+static void the_memory_goes_back_when_nobody_copies_there(void) {
+    struct world w;
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    need(waits_for_the_copy_threads(&w, &synchronised, remove_the_lease), "remove");
+    const unsigned copied = n_log;
+    nap(5e-3);
+    CHECK(n_log == copied, "copied on after the memory was given back");
+    end(&w, "lease");
+}
+
+static void masters_are_the_callers_when_nobody_reads_them(void) {
+    struct world w;
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    need(waits_for_the_copy_threads(&w, &synchronised, remove_the_model), "remove");
+    memset(oo_host_address(w.host), 0, w.total); /* the thread sanitizer sees who reads */
+    nap(5e-3);
+    need(oo_model_add(w.engine, &w.model), "model"); /* for the end */
+    end(&w, "model");
+}
+
+static void what_is_dropped_is_not_copied_any_more(void) {
+    struct world w;
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    need(waits_for_the_copy_threads(&w, NULL, refresh_the_model), "refresh");
+    const unsigned copied = n_log;
+    memset(oo_host_address(w.host), 0, w.total);
+    nap(5e-3);
+    CHECK(n_log == copied && copied < UNITS / 2, "%u copies of what was dropped", n_log - 1);
+    fill(w.master[1], w.bytes[1], 77);
+    need(use(&w, 1, OO_FORWARD), "anew");
+    end(&w, "refresh");
+}
+
+static void a_ring_goes_when_nobody_uses_it(void) {
+    struct world w;
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    need(waits_for_the_copy_threads(&w, &freed, shrink_the_rings), "shrink");
+    for (unsigned i = 1; i < UNITS; i++)
+        need(use(&w, i, OO_FORWARD), "through the small ring");
+    end(&w, "ring");
+}
+
+/* What was stopped for a removal that then failed is not taken for copied. */
+static void what_was_stopped_is_copied_anew(void) {
+    struct world w;
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(waits_for_the_copy_threads(&w, NULL, remove_the_lease) == OO_E_DRIVER, "no error");
+    w.leased = 1;
+    need(step(&w), "step");
+    end(&w, "stopped");
+}
+
+/* ---- what fails in a copy thread ---- */
+
+static _Atomic int countdown; /* calls of copy threads until one fails; 0: none does */
+static _Atomic(const char *) failed;
+
+static int fails(const char *call) {
+    if (is_mine || countdown == 0 || --countdown != 0)
+        return 0;
+    failed = call;
+    return 1;
+}
+
+static OOCUresult OOCUDAAPI failing_push(OOCUcontext context) {
+    return fails("cuCtxPushCurrent") ? OOCU_ERROR_UNKNOWN : real.cuCtxPushCurrent(context);
+}
+static OOCUresult OOCUDAAPI failing_copy(OOCUdeviceptr target, const void *source, size_t bytes,
+                                         OOCUstream stream) {
+    return fails("cuMemcpyHtoDAsync") ? OOCU_ERROR_UNKNOWN
+                                      : real.cuMemcpyHtoDAsync(target, source, bytes, stream);
+}
+static OOCUresult OOCUDAAPI failing_record(OOCUevent event, OOCUstream stream) {
+    return fails("cuEventRecord") ? OOCU_ERROR_UNKNOWN : real.cuEventRecord(event, stream);
+}
+static OOCUresult OOCUDAAPI failing_query(OOCUevent event) {
+    return fails("cuEventQuery") ? OOCU_ERROR_UNKNOWN : real.cuEventQuery(event);
+}
+static OOCUresult OOCUDAAPI failing_wait(OOCUevent event) {
+    return fails("cuEventSynchronize") ? OOCU_ERROR_UNKNOWN : real.cuEventSynchronize(event);
+}
+static OOCUresult OOCUDAAPI failing_synchronise(OOCUstream stream) {
+    return fails("cuStreamSynchronize") ? OOCU_ERROR_UNKNOWN : real.cuStreamSynchronize(stream);
+}
+static OOCUresult OOCUDAAPI failing_access(const void *memory, size_t bytes, int is_write) {
+    return fails("simHostAccess") ? OOCU_ERROR_UNKNOWN
+                                  : real.simHostAccess(memory, bytes, is_write);
+}
+
+/* Two steps, in which the n-th call of the copy threads fails; returns whether there was one. */
+static int life_with_a_failure(int nth, uint64_t quota, const char *where) {
+    struct world w;
+    is_mine = 1;
+    countdown = nth;
+    failed = NULL;
+    sim.simRefuseRegistration(1);
+    sim.simLockQuota(quota);
+    world_begin(&w);
+    real = w.engine->driver;
+    w.engine->driver.cuCtxPushCurrent = failing_push;
+    w.engine->driver.cuMemcpyHtoDAsync = failing_copy;
+    w.engine->driver.cuEventRecord = failing_record;
+    w.engine->driver.cuEventQuery = failing_query;
+    w.engine->driver.cuEventSynchronize = failing_wait;
+    w.engine->driver.cuStreamSynchronize = failing_synchronise;
+    w.engine->driver.simHostAccess = failing_access;
+    CHECK(world_attach(&w, 60000, -1), "%s: %s", where, oo_error_message());
+    int told = 0;
+    for (int round = 0; round < 2; round++) {
+        for (unsigned i = 0; i < UNITS; i++) {
+            const enum oo_status status = use(&w, i, round ? OO_BACKWARD : OO_FORWARD);
+            told += status != OO_OK;
+            CHECK(status == OO_OK || (status == OO_E_DRIVER && failed &&
+                                      strncmp(oo_error_message(), failed, strlen(failed)) == 0),
+                  "%s, call %d: %s: %s", where, nth, oo_status_name(status), oo_error_message());
+        }
+    }
+    feeds_end(&w);
+    countdown = 0;
+    const int struck = failed != NULL;
+    const struct oo_stats stats = stats_of(&w);
+    CHECK(told + (int)stats.prefetch_failures <= struck, "%s, call %d: %d told, %d given up", where,
+          nth, told, (int)stats.prefetch_failures);
+    need(step(&w), "after it");
+    sim.simRefuseRegistration(0);
+    sim.simLockQuota(UINT64_MAX);
+    world_close(&w, where);
+    return struck;
+}
+
+static void whichever_call_of_theirs_fails_the_next_use_is_right(void) {
+    for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
+        for (int ring = 0; ring < 2; ring++) {
+            int nth = 1;
+            for (int struck = 1; struck && nth < 400; nth += nth < 12 ? 1 : 17) {
+                sim.simSetSchedule(schedule, 11);
+                struck = life_with_a_failure(nth, ring ? UINT64_MAX : 0,
+                                             ring ? "by the ring" : "as they are");
+            }
+            CHECK(nth > 60, "%d calls", nth);
+        }
+    }
+}
+
+/* A copy ahead that failed is given up without harm, and counted; one that is waited for is told.
+ */
+static void a_failure_is_told_to_who_waits_for_it(void) {
+    struct world w;
+    begin(&w, 400000);
+    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(use(&w, 0, OO_FORWARD) == OO_E_DRIVER &&
+              strncmp(oo_error_message(), "cuMemcpyHtoDAsync", 17) == 0,
+          "%s", oo_error_message());
+    CHECK(stats_of(&w).resident_units == 0 && stats_of(&w).h2d_bytes == 0, "taken for copied");
+    end(&w, "told");
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
+    shut = 0;
+    feeds_end(&w);
+    CHECK(stats_of(&w).prefetch_failures == 0, "counted before anybody asked");
+    for (unsigned i = 1; i < UNITS; i++)
+        need(use(&w, i, OO_FORWARD), "use");
+    CHECK(stats_of(&w).prefetch_failures == 1, "%llu",
+          (unsigned long long)stats_of(&w).prefetch_failures);
+    end(&w, "given up");
+}
+
+/* A context that is lost under a copy thread: the engine names that thread's call. */
+static void a_context_lost_by_a_copy_thread_is_named(void) {
+    struct world w;
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
+    shut = 0;
+    feeds_end(&w);
+    CHECK(use(&w, 1, OO_FORWARD) == OO_E_DRIVER &&
+              strncmp(oo_error_message(), "cuMemcpyHtoDAsync", 17) == 0,
+          "%s", oo_error_message());
+    CHECK(use(&w, 1, OO_FORWARD) == OO_E_DEAD, "not dead");
+    need(world_remove(&w), "detach");
+    need(oo_engine_unlock(w.engine, w.host), "unlock");
+    oo_host_destroy(w.host);
+    need(oo_engine_destroy(w.engine), "destroy");
+    free(w.arena);
+    sim.simFaultClear();
+    sim.simRefuseRegistration(0);
+    release_leaked_contexts();
+    check_nothing_alive("lost by a copy thread");
+    CHECK(sim_reset(&sim) == 0, "not reset");
+}
+
+/* A part that is locked travels with one that is not, and both are counted as what they are. */
+static void a_unit_may_be_locked_in_part(void) {
+    struct world w;
+    struct oo_host *host;
+    const size_t page = oo__page_bytes();
+    uint32_t unit, member;
+    const uint32_t two = 2;
+    size_t offsets[2];
+    is_mine = 1;
+    world_open(&w, 400000, -1);
+    need(oo_host_create(4 * page, &host), "host");
+    fill(oo_host_address(host), 4 * page, 3);
+    need(oo_engine_lock(w.engine, host, page), "lock");
+    const char *base = oo_host_address(host);
+    const struct oo_tensor rows[2] = {{base, page}, {base + page, 3 * page}};
+    need(oo_unit_add(w.engine, w.model, rows, &two, 1, 0, &unit, &member, offsets), "unit");
+    struct oo_use held;
+    struct oo_fetched fetched;
+    need(acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    need(oo_engine_launch(w.engine, member, w.stream, 1e-6), "launch");
+    CHECK(memcmp((void *)held.address, base, 4 * page) == 0, "wrong bytes");
+    const struct oo_stats stats = stats_of(&w);
+    CHECK(stats.h2d_copies == 2 && stats.h2d_bytes == 4 * page &&
+              stats.unlocked_h2d_bytes == 3 * page,
+          "%llu copies of %llu bytes", (unsigned long long)stats.h2d_copies,
+          (unsigned long long)stats.h2d_bytes);
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    need(world_remove(&w), "remove");
+    need(oo_engine_unlock(w.engine, host), "unlock");
+    oo_host_destroy(host);
+    need(oo_model_add(w.engine, &w.model), "model"); /* for the end */
+    world_close(&w, "locked in part");
+}
+
+static const struct check_case cases[] = {
+    CASE(a_release_returns_before_anything_is_copied),
+    CASE(the_time_of_copying_is_counted_once),
+    CASE(a_unit_is_used_once_its_copy_is_queued),
+    CASE(what_is_waited_for_is_copied_first),
+    CASE(the_memory_goes_back_when_nobody_copies_there),
+    CASE(masters_are_the_callers_when_nobody_reads_them),
+    CASE(what_is_dropped_is_not_copied_any_more),
+    CASE(a_ring_goes_when_nobody_uses_it),
+    CASE(what_was_stopped_is_copied_anew),
+    CASE(whichever_call_of_theirs_fails_the_next_use_is_right),
+    CASE(a_failure_is_told_to_who_waits_for_it),
+    CASE(a_context_lost_by_a_copy_thread_is_named),
+    CASE(a_unit_may_be_locked_in_part),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
+}
