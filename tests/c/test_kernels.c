@@ -84,9 +84,35 @@ static void test_spin_by_the_embedded_kernels(void) {
     world_close(&w, "spin");
 }
 
+/* The simulator's, and whether it was called where the engine works: in its context. */
+static OOCUresult (*launch_of_simulator)(OOCUstream, const OOSimRange *, size_t, const OOSimRange *,
+                                         size_t, double);
+static unsigned launches_inside, launches_outside;
+
+static OOCUresult launch_watched(OOCUstream stream, const OOSimRange *reads, size_t n_reads,
+                                 const OOSimRange *writes, size_t n_writes, double seconds) {
+    OOCUcontext current = NULL;
+    sim.cuCtxGetCurrent(&current);
+    *(current ? &launches_inside : &launches_outside) += 1;
+    return launch_of_simulator(stream, reads, n_reads, writes, n_writes, seconds);
+}
+
+/* Not after the engine was left: there another thread may evict what the launch says it reads. */
+static void test_a_launch_is_declared_inside_the_engine(void) {
+    struct world w;
+    world_open(&w, 60000, -1);
+    launch_of_simulator = w.engine->driver.simLaunch;
+    w.engine->driver.simLaunch = launch_watched;
+    need(use(&w, 0, OO_FORWARD), "use");
+    CHECK(launches_inside > 0 && launches_outside == 0, "%u inside, %u outside", launches_inside,
+          launches_outside);
+    world_close(&w, "a launch inside");
+}
+
 static const struct check_case cases[] = {
     CASE(test_declared_kernels_run_on_the_callers_stream),
     CASE(test_spin_by_the_embedded_kernels),
+    CASE(test_a_launch_is_declared_inside_the_engine),
 };
 
 int main(int argc, char **argv) {
