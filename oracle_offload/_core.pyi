@@ -52,6 +52,7 @@ class Stats(TypedDict):
     timed_waits: int  # those of them that were measured: one in 16, all under a timeline
     stalls: int  # of timed_waits, longer than 10 microseconds
     stall_seconds: float  # of those stalls
+    lock_refusals: int  # the driver gave no page-locked memory
     host_waits: int
     recoveries: int  # synchronisations made only because a driver call had failed
     allocations: int  # driver objects and host blocks created; flat in the steady state

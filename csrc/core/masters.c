@@ -179,6 +179,7 @@ enum oo_status oo_engine_lock(struct oo_engine *engine, struct oo_host *host, si
         OO_TRY(oo__feeder_prepare(engine));
     if (lock && result != OOCU_SUCCESS) {
         (void)oo_driver_error(&engine->driver, "cuMemHostRegister", result);
+        engine->stats.lock_refusals++;
         status = OO_E_LOCK_REFUSED;
     }
     known->next = engine->known;

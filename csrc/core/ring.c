@@ -21,9 +21,10 @@ done:
 static enum oo_status oo__ring_allocate(struct oo_engine *engine, size_t piece_bytes, void **base) {
     const enum oo_status status = OO_DRIVE(
         engine, cuMemHostAlloc, base, OO_RING_PIECES * piece_bytes, OOCU_MEMHOSTALLOC_PORTABLE);
-    if (status == OO_E_DRIVER)
-        return OO_E_LOCK_REFUSED;
-    return status;
+    if (status != OO_E_DRIVER)
+        return status;
+    engine->stats.lock_refusals++;
+    return OO_E_LOCK_REFUSED;
 }
 
 static void oo__ring_set(struct oo_engine *engine, struct oo_ring *ring, char *base,

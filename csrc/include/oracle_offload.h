@@ -332,6 +332,7 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     COUNT(stalls, MODEL)                /* of timed_waits, over 10 us */ \
     SECONDS(stall_seconds, MODEL)       /* of those stalls */ \
     /* what should stay rare */ \
+    COUNT(lock_refusals, ENGINE)        /* the driver gave no page-locked memory */ \
     COUNT(host_waits, ENGINE)           /* of callers; copy threads wait for themselves */ \
     COUNT(recoveries, ENGINE)           /* host waits that a failure made necessary */ \
     COUNT(lost_uses, ENGINE)            /* whose end could not be marked: an evictor waits */ \

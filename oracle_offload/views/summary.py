@@ -88,6 +88,7 @@ class DeviceUsage:
 
     What is not page-locked passes through rings of `ring_bytes` that are; `unlocked_h2d_gbps` is
     how fast the engine's copy threads fed them, by the host's clock, also on the simulated device.
+    `lock_refusals` counts how often the driver gave no page-locked memory.
     """
 
     device: str
@@ -101,6 +102,7 @@ class DeviceUsage:
     peak_in_arena_bytes: int
     locked_bytes: int
     pageable_bytes: int
+    lock_refusals: int
     ring_bytes: int
     unlocked_h2d_gbps: float | None
     host_waits: int
@@ -207,6 +209,7 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
         peak_in_arena_bytes=stats["peak_resident_bytes"],
         locked_bytes=stats["locked_bytes"],
         pageable_bytes=stats["pageable_bytes"],
+        lock_refusals=stats["lock_refusals"],
         ring_bytes=stats["ring_bytes"],
         unlocked_h2d_gbps=_rate(stats["unlocked_h2d_bytes"], stats["unlocked_h2d_seconds"]),
         host_waits=stats["host_waits"],
@@ -288,8 +291,10 @@ def _table(device: DeviceUsage, report: MemoryReport) -> str:
             f"{format_size(device.in_arena_bytes)} / {format_size(device.peak_in_arena_bytes)}",
         ),
         ("host memory, page-locked", format_size(device.locked_bytes)),
-        ("host memory, pageable", format_size(device.pageable_bytes)),
     ]
+    if device.lock_refusals:
+        rows.append(("  refusals to page-lock some", str(device.lock_refusals)))
+    rows.append(("host memory, pageable", format_size(device.pageable_bytes)))
     if device.pageable_bytes:
         way = f"rings of {format_size(device.ring_bytes)}" if device.ring_bytes else "the driver"
         if device.unlocked_h2d_gbps is not None:

@@ -67,6 +67,7 @@ DEVICE = DeviceUsage(
     peak_in_arena_bytes=24 * MIB,
     locked_bytes=101 * MIB,
     pageable_bytes=6 * KIB,
+    lock_refusals=2,
     ring_bytes=32 * MIB,
     unlocked_h2d_gbps=4.56,
     host_waits=41,
@@ -92,6 +93,7 @@ BASE = [
     ("arena", "26.00 MiB"),
     ("weights in it now / at most", "20.00 MiB / 24.00 MiB"),
     ("host memory, page-locked", "101.00 MiB"),
+    ("refusals to page-lock some", "2"),
     ("host memory, pageable", "6.00 KiB"),
     ("which is copied through", "rings of 32.00 MiB, 4.6 GB/s"),
 ]
