@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from ..host.cgroup import MemoryLimit, read_memory_limit
-from ..host.files import NO_SIZE, Reading, below, list_names, parse_count, read_text
+from ..host.files import Reading, below, list_names, read_text
+from ..host.memory import read_meminfo
 from .gpus import GpuView, read_gpus
 from .torch_build import TorchView, ask_torch, find_torch, imported_torch
 
@@ -100,15 +101,7 @@ class System:
     @cached_property
     def meminfo(self) -> dict[str, int]:
         """/proc/meminfo in bytes, page counts as they are; empty when it is hidden."""
-        table = {}
-        for line in (self.read("/proc/meminfo").text or "").splitlines():
-            name, _, value = line.partition(":")
-            words = value.split()
-            number = parse_count(words[0]) if words else None
-            factor = 1024 if words[1:] == ["kB"] else 1
-            if number is not None and number * factor < NO_SIZE:
-                table[name] = number * factor
-        return table
+        return read_meminfo(self.root)
 
     @cached_property
     def wsl(self) -> bool:
