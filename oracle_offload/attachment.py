@@ -46,6 +46,9 @@ class Attachment:
         Those that are on the device for good; see `oracle_offload.layers.trial`.
     reasons : dict of str to str
         Why a layer, by name, is not managed.
+    kept_bytes : int
+        Of the units that stayed on the device when the model was attached, because `ram_budget`
+        had no room for their masters.
     is_attached : bool
         Whether the engine knows the model still.
     """
@@ -57,6 +60,7 @@ class Attachment:
         self.layers: list[Leaf] = []
         self.leaving: list[Leaf] = []
         self.reasons: dict[str, str] = {}
+        self.kept_bytes = 0
         self.trained_units: set[int] = set()
         self.arena = Arena(state)
         self.pieces = masters.Pieces(state, self.name, lock_limit)

@@ -197,5 +197,5 @@ def advice() -> str:
         )
     return (
         "Close what else holds locked memory, raise the limit (ulimit -l, or the container's), or "
-        "set ram_budget to what may be locked."
+        "set lock to what may be locked: attach(..., lock='8GiB')."
     )

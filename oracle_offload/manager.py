@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -18,6 +17,8 @@ from .errors import OffloadError
 from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers
 from .geometry import aligned, stored_bytes, unit_bytes
+from .host import memory
+from .kept import Kept, keep
 from .layers.any import find_wrappers, wrap
 from .layers.formats import unknown_format
 from .layers.leaf import Leaf
@@ -220,7 +221,7 @@ def attach(
     offload_percent: float = 1.0,
     vram_budget: int | float | str | None = None,
     ram_budget: int | float | str | None = None,
-    lock: str = "auto",
+    lock: int | float | str = "auto",
     ignore_modules: Iterable[Any] = (),
 ) -> MemoryManager:
     """Keep the weights of `module` in page-locked host memory and stream them while it computes.
@@ -240,13 +241,17 @@ def attach(
         Share in [0, 1] of the managed bytes that has no room on the device. The arena holds the
         rest and a floor of two of the largest units (later: one checkpointed block).
     vram_budget : int, float, str, optional
-        Arena in bytes (``"8GiB"``, a fraction of the device's memory, ``"auto"`` for 90% of what is
-        free or in torch's cache); replaces what follows from `offload_percent`. No more is taken
-        than the model can use.
+        What weights may take on the device, in bytes (``"8GiB"``, a fraction of its memory,
+        ``"auto"`` for 90% of what is free or in torch's cache); replaces what follows from
+        `offload_percent`. No more is taken than the model can use.
     ram_budget : int, float, str, optional
-        Most host memory to page-lock; the rest is copied through a small locked ring.
-    lock : {"auto", "never"}
-        Page-lock the weights as far as the system allows, or leave all of them to the ring.
+        Most host memory for weights: bytes (``"20GiB"``, a fraction of the machine's memory),
+        ``"auto"`` for 90% of what the machine can spare, or ``"offloaded"`` for the share that
+        `offload_percent` names. Units beyond it, spread evenly over the model, stay on the device
+        for good, whose memory they take besides a floor; by default there are none.
+    lock : {"auto", "never"}, int, float or str
+        Page-lock the weights as far as the system allows, not at all, or no more than a size. What
+        is not locked is copied through a small locked ring.
     ignore_modules : iterable of nn.Module, Parameter or str
         Modules and parameters that stay resident: by object, or modules by dotted name or pattern
         (``"blocks.*.attn"``, as in `fnmatch`).
@@ -263,7 +268,7 @@ def attach(
         An argument that makes no sense; the message has its value.
     OffloadError
         A model that cannot be attached (attached already, meta parameters, nothing to manage), no
-        such device, or a budget too small for two of the largest units.
+        such device, or a budget too small for the largest units.
     torch.OutOfMemoryError
         The arena does not fit the device.
     MemoryError
@@ -282,9 +287,9 @@ def attach(
         )
     where = parse_device(device)
     refuse_weight_movers(module)
-    lock_limit = _lock_limit(ram_budget, lock)
+    lock_limit = _lock_limit(lock)
     chosen = selection.select(module, ignore_modules)
-    units = group_units(chosen.leaves)
+    units, kept = keep(group_units(chosen.leaves), ram_budget, offload_percent)
     sizes = [unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units]
     floor = least_bytes(units)
     close_leftovers(open_state(where))
@@ -292,21 +297,23 @@ def attach(
         attachment = Attachment(module, state, lock_limit)
         moved: list[masters.Moved] = []
         try:
-            attachment.reasons = {**chosen.parameters, **chosen.resident}
+            attachment.reasons = {**chosen.parameters, **chosen.resident, **kept.reasons()}
+            attachment.kept_bytes = kept.bytes
             attachment.arena.floor_bytes = floor
             attachment.arena.may_grow = vram_budget is None
             structure = Structure(module, attachment)
             manager = MemoryManager(structure)
             capacity = 0
             if vram_budget != "auto":  # what cannot be is refused before anything moves
-                capacity = _capacity(state, units, sizes, floor, offload_percent, vram_budget)
+                capacity = _capacity(state, units, sizes, floor, offload_percent, vram_budget, kept)
             _build_masters(attachment.pieces, units, moved)
             if moved:  # the arena takes the place that the weights have left
                 state.kind.release_cached()
             if vram_budget == "auto":
-                capacity = _capacity(state, units, sizes, floor, offload_percent, vram_budget)
+                capacity = _capacity(state, units, sizes, floor, offload_percent, vram_budget, kept)
             attachment.arena.lend(capacity)
             _add_units(structure, units)
+            kept.move_to(where)
         except BaseException:
             attachment.close_quietly()
             masters.move_back(moved, state.kind.set_data)
@@ -327,12 +334,12 @@ def attach(
     if not hasattr(type(module), "__deepcopy__"):  # which may copy the whole dictionary
         module.__dict__[_REDUCE] = _Reducer(module)
     manager.finalizer = weakref.finalize(module, attachment.close_deleted)
-    move_residents(module, where)
+    move_residents(module.modules(), where)
     structure.watch()
     manager.first_forward = watch_first_forward(structure)
     logger.info("attached %r; %d layers stay resident", manager, len(chosen.resident))
     _warn_of_unknown_formats(module, attachment.name)
-    _warn_of_residents(manager)
+    _warn_of_residents(manager, kept)
     return manager
 
 
@@ -351,10 +358,11 @@ def _warn_of_unknown_formats(module: nn.Module, name: str) -> None:
         )
 
 
-def _warn_of_residents(manager: MemoryManager) -> None:
-    """Say what stays on the device where that is more than a tenth of the model."""
-    resident = manager.resident
-    managed, left = manager.attachment.weight_bytes, resident_bytes(manager.module)
+def _warn_of_residents(manager: MemoryManager, kept: Kept) -> None:
+    """Say what stays on the device, unasked for, where that is more than a tenth of the model."""
+    resident = {name: why for name, why in manager.resident.items() if why != kept.reason}
+    managed = manager.attachment.weight_bytes + kept.bytes
+    left = resident_bytes(manager.module) - kept.bytes
     if managed >= 0.9 * (managed + left):
         return
     largest = sorted(resident.items(), key=lambda item: item[1].bytes, reverse=True)[:3]
@@ -376,15 +384,21 @@ def _capacity(
     floor: int,
     offload_percent: float,
     vram_budget: int | float | str | None,
+    kept: Kept,
 ) -> int:
+    """Return the size of the arena: what the weights may take on the device, less those kept."""
     managed = sum(sizes)
     if vram_budget is None:
-        return aligned(int((1.0 - offload_percent) * managed)) + floor
+        weights = aligned(int((1.0 - offload_percent) * (managed + kept.bytes)))
+        return max(weights - kept.bytes, 0) + floor
     if vram_budget == "auto":
-        budget = int(0.9 * state.free_bytes())
+        # The simulated driver does not know of torch's tensors, wherever they lie.
+        to_come = kept.bytes if state.simulated else kept.bytes_to_come(state.device)
+        given = budget = int(0.9 * max(0, state.free_bytes() - to_come))
     else:
         _, total = state.engine.mem_info()
-        budget = parse_size(vram_budget, total=total, name="vram_budget")
+        given = parse_size(vram_budget, total=total, name="vram_budget")
+        budget = max(0, given - kept.bytes)
     # More than the planner can ever use would be memory lost to everything else.
     budget = min(budget, managed + floor)
     budget = budget // _core.ALIGNMENT * _core.ALIGNMENT
@@ -394,9 +408,13 @@ def _capacity(
         what = "two of the largest units"
         if floor > 2 * max(sizes):
             what += ", and what stays lent around them,"
+        needed = floor
+        if kept.bytes and vram_budget != "auto":
+            what += " and what ram_budget keeps on the device"
+            needed += kept.bytes
         raise OffloadError(
-            f"vram_budget={vram_budget!r} is {format_size(budget)}, but {what} "
-            f"need {format_size(floor)}; raise the budget to that"
+            f"vram_budget={vram_budget!r} is {format_size(given)}, but {what} "
+            f"need {format_size(needed)}; raise the budget to that"
             + (
                 f", or leave resident what is too large for it, with ignore_modules: "
                 f"{selection.listed(names)}."
@@ -407,15 +425,15 @@ def _capacity(
     return budget
 
 
-def _lock_limit(ram_budget: int | float | str | None, lock: str) -> float:
-    if lock not in ("auto", "never"):
-        raise ValueError(f"lock={lock!r} is neither 'auto' nor 'never'")
+def _lock_limit(lock: int | float | str) -> float:
     if lock == "never":
         return 0
-    if ram_budget is None or ram_budget == "auto":
+    if lock == "auto":
         return float("inf")
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if os.name == "posix" else None
-    return parse_size(ram_budget, total=total, name="ram_budget")
+    try:
+        return parse_size(lock, total=memory.total_bytes(), name="lock")
+    except ValueError as error:
+        raise ValueError(f"lock={lock!r} is neither 'auto' nor 'never', nor a size") from error
 
 
 def _build_masters(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import collections
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from .geometry import stored_bytes
+from . import masters
+from .geometry import stored_bytes, tensor_bytes
 from .layers.swap import apply_to_residents, managed_keys, resident_tensors
-from .masters import Pieces
 
 
 class Resident(str):
@@ -49,13 +50,19 @@ def resident_bytes(module: nn.Module) -> int:
     return sum(stored_bytes(parameter) for parameter in distinct.values())
 
 
-def move_residents(module: nn.Module, device: torch.device, pieces: Pieces | None = None) -> None:
-    """Move every parameter and buffer outside the managed layers to `device`, dtypes untouched.
+def move_residents(
+    modules: Iterable[nn.Module], device: torch.device, pieces: masters.Pieces | None = None
+) -> None:
+    """Move what `modules` themselves have besides masters to `device`, dtypes untouched.
 
     Shared tensors stay shared: a Parameter keeps its identity, a buffer that several modules hold
-    is moved once. What a layer that was let go left among the masters in `pieces` leaves them.
+    is moved once. What a layer that was let go left among the masters in `pieces` leaves them. The
+    heap keeps what small tensors leave: after each piece of it, it is given back to the system.
     """
-    moved: dict[int, tuple[Tensor, Tensor]] = {}
+    modules = list(modules)
+    left: list[int] = []  # bytes, since then
+    places = collections.Counter(id(t) for inner in modules for t in resident_tensors(inner))
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # of what has several; the rest is gone at once
 
     def stays(tensor: Tensor) -> bool:
         if tensor.device != device or type(tensor) not in (Tensor, nn.Parameter):
@@ -67,14 +74,22 @@ def move_residents(module: nn.Module, device: torch.device, pieces: Pieces | Non
     def move(tensor: Tensor) -> Tensor:
         if stays(tensor):
             return tensor
-        known = moved.get(id(tensor))
-        if known is None:
-            known = tensor, tensor.to(device, copy=True)
-            moved[id(tensor)] = known
-        return known[1]
+        if id(tensor) in moved:
+            return moved[id(tensor)][1]
+        there = tensor.to(device, copy=True)
+        if tensor.device.type == "cpu":
+            left.append(tensor_bytes(tensor))
+        if places[id(tensor)] > 1:
+            moved[id(tensor)] = tensor, there
+        return there
 
     with torch.inference_mode(False):
-        for inner in module.modules():
+        for inner in modules:
             own = resident_tensors(inner)
             if any(tensor is not None and not stays(tensor) for tensor in own):
                 apply_to_residents(inner, move)
+            if sum(left) >= masters.PIECE_BYTES:
+                left.clear()
+                masters.trim_heap()
+    if left:
+        masters.trim_heap()

@@ -114,7 +114,7 @@ class Structure:
                     attachment.let_go_if_lost(layer)
                 for wrapper, layer in list(find_wrappers(module)):
                     wrap(wrapper, layer)
-                move_residents(module, self.device, attachment.pieces)
+                move_residents(module.modules(), self.device, attachment.pieces)
                 self._look_for_direct_uses(module)
                 self._parts = frozenset(id(part) for part in module.modules())
                 for listener in self.listeners:

@@ -54,7 +54,15 @@ NOTES: dict[str, dict[str, str]] = {
         "is not a number in [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
         "is outside [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
         "is neither 'auto' nor 'never'": (
-            "`lock` says how much of the weights is page-locked: what the system allows, or none."
+            "`lock` says how much of the weights is page-locked: what the system allows, none, or "
+            "no more than a size."
+        ),
+        "but the smallest unit needs": (
+            "`ram_budget` bounds the host memory for weights; what has no room stays on the "
+            "device. With room for none of them there is nothing to stream."
+        ),
+        "the system does not tell how much memory is free": (
+            '`/proc/meminfo` is hidden here, so `"auto"` has nothing to go by.'
         ),
         "is attached already; detach it first (": (
             "Attach a model once; `MemoryManager.detach(model)` ends it. To change a budget, "

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .. import manager, selection
+from ..kept import OFFLOADED
 from ..layers.kinds import layer_type
 from ..layers.swap import is_managed
 from ..masters import trim_heap
@@ -83,7 +84,8 @@ class MemoryManager(manager.MemoryManager):
         device : torch.device or str
             Where it computes.
         offload_percent : float
-            Share in [0, 1] of the managed bytes that has no room on the device.
+            Share in [0, 1] of the managed bytes that has no room on the device: the host holds
+            these alone. The others stay there, spread evenly over the model.
         ignore_modules : iterable of nn.Module, Tensor or str
             What stays on the device.
 
@@ -100,7 +102,11 @@ class MemoryManager(manager.MemoryManager):
         adapters = _adapters_of(module, ignored)
         try:
             found = manager.attach(
-                module, device, offload_percent=offload_percent, ignore_modules=ignored
+                module,
+                device,
+                offload_percent=offload_percent,
+                ram_budget=OFFLOADED,
+                ignore_modules=ignored,
             )
         except selection.NothingToManage:
             return

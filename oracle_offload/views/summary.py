@@ -44,6 +44,7 @@ class ModelUsage:
     Times are measured of a sample, one copy and one wait in 16, and of all while a timeline is
     recorded: `stalls` and `stall_s` are what `timed_waits` of all `waits` tell, in proportion.
 
+    `kept_bytes` is the part of `resident_bytes` for which ``ram_budget`` had no room on the host.
     `x_min_bytes` is the least that a step can move to the device, docs/how-it-works.md.
     """
 
@@ -51,6 +52,7 @@ class ModelUsage:
     layers: int
     resident_parameters: int
     resident_bytes: int
+    kept_bytes: int
     managed_bytes: int
     computed_bytes: int
     runs_again: int
@@ -231,6 +233,7 @@ def _model_usage(state: DeviceState, attachment: Attachment) -> ModelUsage:
         layers=len(attachment.layers),
         resident_parameters=len(residents),
         resident_bytes=left,
+        kept_bytes=attachment.kept_bytes,
         managed_bytes=stats["managed_bytes"],
         computed_bytes=sum(traffic.computed_bytes.values()),
         runs_again=traffic.runs_again,
@@ -339,6 +342,8 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
             f"{format_size(model.in_arena_bytes)} of {format_size(model.capacity_bytes)}",
         ),
     ]
+    if model.kept_bytes:
+        rows.insert(2, ("    of them kept, to spare host memory", format_size(model.kept_bytes)))
     if model.computed_bytes:
         rows.insert(1, ("  weights computed on the host", format_size(model.computed_bytes)))
     if model.derived_bytes:

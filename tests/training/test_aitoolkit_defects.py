@@ -299,22 +299,18 @@ def test_no_random_number_is_drawn(share):
     states = random.getstate(), torch.get_rng_state()
     model = linears(20, 64)
     torch.set_rng_state(states[1])
-    arenas = []
+    seen = []
     for _ in range(2):
-        with Attached(model, 20, offload_percent=share):
+        with Attached(model, 20 * share, offload_percent=share):
             model(torch.ones(1, 64))
-            arenas.append(model._memory_manager.attachment.arena.capacity_bytes)
+            manager = model._memory_manager
+            seen.append((manager.attachment.managed_bytes, sorted(manager.resident)))
     assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
     unit = 4 * 64 * 65
     unit += -unit % 256
-    assert arenas[0] == arenas[1]
-    floor = model_floor(20, unit)
-    assert abs(arenas[0] - floor - (1 - share) * 20 * unit) <= unit
-
-
-def model_floor(count, unit):
-    """Two of the largest units; small layers share one of up to 64 KiB."""
-    return 2 * unit * min(count, (64 * 1024) // unit)
+    assert seen[0] == seen[1]
+    assert 0 <= seen[0][0] - share * 20 * unit <= 64 * 1024, "small layers share a unit"
+    assert len(seen[0][1]) == 2 * (20 - seen[0][0] // unit), "the others stay on the device"
 
 
 # 13

@@ -232,7 +232,7 @@ def test_bad_vram_budget(value):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), "1e999"], ids=str)
-@pytest.mark.parametrize("name", ["vram_budget", "ram_budget", "offload_percent"])
+@pytest.mark.parametrize("name", ["vram_budget", "ram_budget", "lock", "offload_percent"])
 def test_a_budget_that_is_not_finite_is_refused_with_its_value(name, value):
     with pytest.raises(ValueError, match=f"{name}={value!r}"):
         oracle_offload.attach(mlp(8, 8), "cpu", **{name: value})

@@ -157,13 +157,13 @@ def test_gradients_outlive_the_attachment(device):
     assert_same(kept, [p.grad for p in resident.parameters()])
 
 
-def test_no_more_is_locked_than_ram_budget_says(device):
+def test_no_more_is_locked_than_was_asked_for(device):
     managed, _ = both(device)
     with attached(managed, device) as manager:
         masters = sum(buffer.nbytes for buffer in manager.attachment.pieces.buffers)
     one = LARGE_BYTES // 2
     for spare, buffers in ((one - 1, 0), (one, 1), (2 * one - 1, 1), (2 * one, 2)):
-        with attached(managed, device, ram_budget=masters + spare) as manager:
+        with attached(managed, device, lock=masters + spare) as manager:
             before = locked(manager)
             backward(managed)
             backward(managed, clear=False)

@@ -213,7 +213,7 @@ def test_the_summary_says_what_is_locked_and_how_fast_the_rest_is(wall, way):
     [
         ("win32", False, ("Windows (WDDM)", "half of the memory")),
         ("linux", True, ("WSL2", "WDDM", ".wslconfig")),
-        ("linux", False, ("ulimit -l", "ram_budget")),
+        ("linux", False, ("ulimit -l", "attach(..., lock=")),
     ],
 )
 def test_a_warning_names_what_locks_so_little(monkeypatch, caplog, platform, dxg, words):

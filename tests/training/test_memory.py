@@ -210,13 +210,13 @@ def test_registration_refused_from_the_kth_piece_on(sim, monkeypatch, nth):
         assert_models_agree(managed, resident, tower_step, steps=3)
 
 
-def test_ram_budget_locks_no_more_than_it_says(monkeypatch):
+def test_lock_locks_no_more_than_it_says(monkeypatch):
     from oracle_offload import masters
 
     monkeypatch.setattr(masters, "PIECE_BYTES", 600_000)
     torch.manual_seed(0)
     managed, resident = resident_pair(Tower(depth=8))
-    with attached(managed, "cpu", ram_budget="1MB") as manager:
+    with attached(managed, "cpu", lock="1MB") as manager:
         locked = sum(buffer.nbytes for buffer in manager.attachment.buffers if buffer.locked)
         assert 0 < locked <= 1_000_000
         assert manager.state.engine.stats()["pageable_bytes"] > 0

@@ -163,10 +163,10 @@ def test_a_change_of_dtype_frees_the_old_masters(convert, witness, pieces):
         assert manager.attachment.weight_bytes == weight_bytes(managed)
 
 
-def test_new_masters_keep_within_the_ram_budget(pieces):
+def test_new_masters_keep_within_the_limit_of_what_is_locked(pieces):
     managed, resident = resident_pair(chain())
     budget = weight_bytes(managed) // 2
-    with attached(managed, "cpu", ram_budget=budget) as manager:
+    with attached(managed, "cpu", lock=budget) as manager:
         for convert in ("double", "float"):
             for model in (managed, resident):
                 getattr(model, convert)()

@@ -25,6 +25,7 @@ MODEL = ModelUsage(
     layers=12,
     resident_parameters=3,
     resident_bytes=5 * KIB,
+    kept_bytes=0,
     computed_bytes=0,
     derived_bytes=0,
     runs_again=0,
