@@ -44,6 +44,7 @@ class Lockable(Protocol):
     uses: int
     cuts: list[int]
     locked_bytes: int
+    is_known: bool  # to the engine, which must forget it before its memory goes
 
 
 class LockBudget:
@@ -65,6 +66,7 @@ class LockBudget:
         self._limit = limit
         self._most = float("inf")  # bytes that the engine may have locked, once a wall was met
         self._refusal: str | None = None  # in the driver's words
+        self._is_attached = False  # until then more pieces come
         self._told = False
 
     def reserve_rings(self, managed_bytes: int) -> None:
@@ -97,11 +99,17 @@ class LockBudget:
             # Where somebody has locked memory meanwhile, the piece stays as it is.
             if self._lock(piece, limit) is not None:
                 self._lock(piece, 0)
-        if self._refusal is not None and piece.locked_bytes < piece.buffer.nbytes:
-            self._tell(piece, self._refusal)
+        if self._is_attached:
+            self._tell_refusal([piece])
+
+    def unlock(self, piece: Lockable) -> None:
+        """Let the engine forget a piece, as far as it knows it."""
+        if piece.is_known:
+            self._state.engine.unlock(piece.buffer)
+            piece.is_known = False
 
     def leave_headroom(self, pieces: Sequence[Lockable]) -> None:
-        """After the last piece: see that others can lock something still, and drop idle rings."""
+        """After the last piece: see that others can lock something still; drop idle rings."""
         engine = self._state.engine
         locked = self._locked_bytes()
         if self._refusal is None and locked >= WORTH_PROBING_BYTES:
@@ -110,8 +118,10 @@ class LockBudget:
             if engine.lockable(scratch) < scratch.nbytes:
                 self._meet_wall("no headroom was left", scratch)
                 self._fit(pieces)
+        self._is_attached = True
         if self._refusal is None:
             engine.reserve_rings(0)
+        self._tell_refusal(pieces)
 
     def allows(self, nbytes: int, masters: Sequence[Lockable]) -> bool:
         """Whether `nbytes` may be locked beside the masters: where all are, and met no wall."""
@@ -138,7 +148,7 @@ class LockBudget:
         for piece in reversed(pieces):
             if piece.locked_bytes and not piece.uses and self._room() < 0:
                 keep = piece.locked_bytes
-                self._state.engine.unlock(piece.buffer)
+                self.unlock(piece)
                 if self._lock(piece, keep) is not None:
                     self._lock(piece, 0)
         if self._room() < 0:
@@ -160,24 +170,35 @@ class LockBudget:
         fitting = (cut for cut in piece.cuts if cut <= limit and whole_pages(cut) <= room)
         nbytes = max(fitting, default=0)
         refused = self._state.engine.lock(piece.buffer, nbytes)
+        piece.is_known = True
         if refused is None:
             piece.locked_bytes = nbytes
         else:
-            self._state.engine.unlock(piece.buffer)
+            self.unlock(piece)
         return refused
 
     # ---- what is said ----
 
-    def _tell(self, piece: Lockable, refused: str) -> None:
-        if self._told:
+    def _tell_refusal(self, pieces: Sequence[Lockable]) -> None:
+        """Say once what was refused, and how much of `pieces` is not locked for it."""
+        if self._refusal is None or self._told:
             return
         self._told = True
+        unlocked = sum(piece.buffer.nbytes - piece.locked_bytes for piece in pieces)
+        if not unlocked or not self._limit:
+            logger.warning(
+                "%s: the system refused page-locked memory beside the weights (%s); copies that "
+                "need some are slower.",
+                self._name,
+                self._refusal,
+            )
+            return
         logger.warning(
             "%s: the system does not page-lock %s of its weights (%s); what is not locked is "
             "copied through a small locked ring, which is slower. %s",
             self._name,
-            format_size(piece.buffer.nbytes - piece.locked_bytes),
-            refused,
+            format_size(unlocked),
+            self._refusal,
             advice(),
         )
 

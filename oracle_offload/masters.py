@@ -96,6 +96,8 @@ class Piece:
         Offsets up to which it can be locked; the last is its size.
     locked_bytes : int
         The one up to which it is.
+    is_known : bool
+        Whether the engine knows it, and must forget it before its memory goes.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Piece:
         self.start, self.end = self.buffer.address, self.buffer.address + self.buffer.nbytes
         self.uses = 0
         self.locked_bytes = 0
+        self.is_known = False
         for unit, offset in zip(units, offsets, strict=True):
             for tensor in unit:
                 move_into(tensor, self.buffer, offset)
@@ -215,10 +218,13 @@ class Pieces:
 
     def add(self, piece: Piece) -> None:
         """Make a piece known to the engine, page-locked as far as the budget allows."""
-        self.budget.lock(piece, self.in_order())
-        with self._state.lock:
-            self._pieces[piece.start] = piece
-            bisect.insort(self._starts, piece.start)
+        try:
+            self.budget.lock(piece, self.in_order())
+        finally:
+            if piece.is_known:  # perhaps in spite of an exception
+                with self._state.lock:
+                    self._pieces[piece.start] = piece
+                    bisect.insort(self._starts, piece.start)
 
     def in_order(self) -> list[Piece]:
         """Return the pieces, oldest first."""
@@ -262,6 +268,6 @@ class Pieces:
                 self._unlock(next(reversed(self._pieces)))
 
     def _unlock(self, start: int) -> None:
-        self._state.engine.unlock(self._pieces[start].buffer)
+        self.budget.unlock(self._pieces[start])
         del self._pieces[start]
         self._starts.remove(start)

@@ -234,6 +234,29 @@ def test_a_warning_names_what_locks_so_little(monkeypatch, caplog, platform, dxg
     )
 
 
+def test_what_is_unlocked_again_for_the_headroom_is_told(caplog):
+    with (
+        simulator.lock_quota(102 * MIB),
+        caplog.at_level(logging.WARNING),
+        attached(Tower(68 * MIB)) as manager,
+    ):
+        unlocked = manager.state.engine.stats()["pageable_bytes"]
+    (record,) = [r for r in caplog.records if "page-lock" in r.getMessage()]
+    assert f"{unlocked / MIB:.2f} MiB of its weights (no headroom was left)" in record.getMessage()
+
+
+def test_a_ring_that_is_refused_is_told(caplog):
+    refused = simulator.fault("cuMemHostAlloc", result=2)
+    with (
+        caplog.at_level(logging.WARNING),
+        refused,
+        attached(Tower(8 * MIB), lock="never") as manager,
+    ):
+        assert "refusals to page-lock some" in str(manager.memory_summary())
+    (record,) = [r for r in caplog.records if "page-lock" in r.getMessage()]
+    assert "refused page-locked memory beside the weights (cuMemHostAlloc: " in record.getMessage()
+
+
 # ---- the end of a process whose copy threads are alive ----
 
 LIFE = """

@@ -11,7 +11,7 @@ import torch
 from equality import attached
 from torch import nn
 
-from oracle_offload import _core, masters, simulator
+from oracle_offload import DriverError, _core, masters, simulator
 from oracle_offload.geometry import is_dense
 from oracle_offload.masters import Piece, Pieces, split_pieces
 
@@ -170,10 +170,26 @@ def test_a_refusal_to_lock_is_told_once_with_what_to_do(pieces, caplog):
     with caplog.at_level(logging.WARNING), refused:
         for parameter in held:
             pieces.add(Piece([[parameter]]))
+        pieces.budget.leave_headroom(pieces.in_order())
+        pieces.add(Piece([[nn.Parameter(torch.randn(STEP))]]))
     (record,) = caplog.records
-    said = record.getMessage()
-    assert said.startswith(f"Model: the system does not page-lock {held[0].nbytes / 1024:.2f} KiB")
+    said, nbytes = record.getMessage(), sum(parameter.nbytes for parameter in held)
+    assert said.startswith(f"Model: the system does not page-lock {nbytes / 1024:.2f} KiB")
     assert "CUDA_ERROR_OUT_OF_MEMORY" in said and "ulimit -l" in said
+
+
+def test_a_piece_that_is_refused_and_cannot_be_forgotten_goes_back_later(pieces):
+    """A failing driver call ends the attach in between; the end of it finds the piece."""
+    piece = Piece([[nn.Parameter(torch.randn(STEP))]])
+    calls = simulator.call_count("cuCtxGetCurrent")
+    with simulator.fault("cuMemHostRegister", result=2, lasting=True):
+        simulator.set_fault("cuCtxGetCurrent", 3, 999)  # stats, lock, unlock
+        with pytest.raises(DriverError, match="cuCtxGetCurrent"):
+            pieces.add(piece)
+    assert simulator.call_count("cuCtxGetCurrent") == calls + 3
+    assert pieces.buffers == [piece.buffer]
+    pieces.give_back_all()
+    assert pieces.buffers == []
 
 
 def test_a_piece_that_could_not_be_unlocked_goes_back_later(pieces, caplog):
