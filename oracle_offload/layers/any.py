@@ -14,7 +14,6 @@ peft's wrapper where a parametrisation is put on them for each forward.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +27,7 @@ from ..errors import OffloadError, StaleWeightsError
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
 from ..gradients import note_trainable
+from ..locks import Lock
 from .leaf import Masters, Tensors
 from .loan import Borrower, once_differentiable
 from .swap import HANDLE, list_weights, swap_in
@@ -120,8 +120,7 @@ class AnyLayer(Borrower):
 
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
         super().__init__(module, name, structure)
-        self._turn = threading.Lock()  # one thread at a time: the places are the module's
-        self._lending_to = 0  # the thread that has the turn
+        self._turn = Lock("turn")  # one thread at a time: the places are the module's
         # Modules that stand before this one and take part in what it computes: peft's wrappers.
         self.wrappers: list[weakref.ref[nn.Module]] = []
         kind = self.state.kind
@@ -170,19 +169,17 @@ class AnyLayer(Borrower):
         NoRoomError
             The arena has no room for the unit; it is a `torch.OutOfMemoryError`.
         """
-        if self._lending_to == threading.get_ident():
+        if self._turn.is_held():
             return call()
-        if not self._turn.acquire(timeout=_PATIENCE_S):
+        if not self._turn.take_within(_PATIENCE_S):
             raise OffloadError(
                 f"another thread has been inside the forward of '{self.name}' for "
                 f"{_PATIENCE_S:.0f} seconds; its weights are lent to one thread at a time."
             )
         try:
-            self._lending_to = threading.get_ident()
             return self._lend_to(call)
         finally:
-            self._lending_to = 0
-            self._turn.release()
+            self._turn.__exit__()
 
     def _lend_to(self, call: Callable[[], Any]) -> Any:
         self.look_again()

@@ -16,11 +16,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import arena, attachment, engines, masters
+from oracle_offload import arena, attachment, engines, masters, selection
 from oracle_offload.locks import Lock
 from oracle_offload.witness import Witness
 
-LINES = ("structure", "watch", "device", "registry", "engine")
+LINES = ("turn", "structure", "watch", "device", "registry", "engine")
 ROUNDS = 3
 LIMIT_S = 120.0
 
@@ -30,6 +30,7 @@ class Observer:
 
     def __init__(self):
         self.waits = set()  # (line held, line waited for)
+        self._turns = set()  # (turn held, turn waited for)
         self.faults = []
         self._thread = threading.local()
 
@@ -42,8 +43,15 @@ class Observer:
 
     def wait(self, line, lock):
         """This thread is about to wait for `lock`, unless it holds it already."""
-        if not any(other is lock for _, other in self.held):
-            self.waits.update((before, line) for before, _ in self.held)
+        if any(other is lock for _, other in self.held):
+            return
+        for before, other in list(self.held):
+            if before == line == "turn":  # from the outside in, in every thread
+                self._turns.add((other, lock))
+                if (lock, other) in self._turns:
+                    self.waits.add((before, line))
+            else:
+                self.waits.add((before, line))
 
     def inversions(self):
         """The waits that the order forbids."""
@@ -115,11 +123,16 @@ def observer(monkeypatch, caplog):
     # A captured error keeps the frames of a thread alive, and so the models that they had.
     caplog.set_level(logging.CRITICAL, logger="oracle_offload")
     observer = Observer()
-    enter, leave, wait = Lock._enter, Lock._leave, Lock.__enter__
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    enter, leave, wait, wait_long = Lock._enter, Lock._leave, Lock.__enter__, Lock.take_within
 
     def waiting(lock):
         observer.wait(lock.line, lock)
         wait(lock)
+
+    def waiting_long(lock, seconds):
+        observer.wait(lock.line, lock)
+        return wait_long(lock, seconds)
 
     def entered(lock):
         enter(lock)
@@ -130,6 +143,7 @@ def observer(monkeypatch, caplog):
         leave(lock)
 
     monkeypatch.setattr(Lock, "__enter__", waiting)
+    monkeypatch.setattr(Lock, "take_within", waiting_long)
     monkeypatch.setattr(Lock, "_enter", entered)
     monkeypatch.setattr(Lock, "_leave", left)
 
@@ -270,7 +284,39 @@ def delete():
         gc.collect()
 
 
-JOBS = (train, grow, change, delete)
+class Outer(nn.Module):
+    """Computes with weights that it is lent, and calls a module that is lent others."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.full((16, 16), 0.3)) for _ in range(2)])
+        self.inner = nn.GRU(16, 16)
+
+    def forward(self, x):
+        return self.inner(x @ self.scales[0])[0] @ self.scales[1]
+
+
+def take_turns():
+    """Two threads compute in one model, whose modules lend to their own forwards, and it changes.
+
+    Their weights count as large ones: see `observer`.
+    """
+    model = nn.Sequential(Outer(), nn.Linear(16, 16)).requires_grad_(False)
+    resident = copy.deepcopy(model)
+    with attached(model) as manager:
+        kinds = {type(layer).__name__ for layer in manager.layers}
+        assert kinds == {"AnyLayer", "LinearLayer"}, kinds
+
+        def compute():
+            for _ in range(ROUNDS):
+                same(model, resident, lambda each: step_of(each, torch.ones(2, 16)))
+
+        run((compute, compute))
+        manager.refresh()
+        run((compute, compute))
+
+
+JOBS = (train, grow, change, delete, take_turns)
 
 
 def run(jobs):
@@ -314,6 +360,7 @@ def test_threads_that_do_all_at_once_keep_the_order_of_locks(observer, keeps_ope
     assert not observer.faults, observer.faults[:5]
     assert not observer.inversions(), observer.inversions()
     seen = {("structure", "device"), ("structure", "watch"), ("device", "engine")}
+    seen |= {("turn", "engine"), ("turn", "device")}
     assert seen <= observer.waits, f"not seen: {seen - observer.waits}"
     assert ("registry", "engine") in observer.waits
 
@@ -335,6 +382,17 @@ def test_a_planted_inversion_is_found(observer, monkeypatch):
     monkeypatch.setattr(engines, "open_states", planted)
     run((train,))
     assert observer.inversions() == {("registry", "device")}
+
+
+def test_turns_taken_in_two_orders_are_found(observer):
+    one, other = Lock("turn"), Lock("turn")
+    for first, second in ((one, other), (one, other), (other, one)):
+        assert not observer.inversions()
+        assert first.take_within(1)
+        with second:
+            pass
+        first.__exit__()
+    assert observer.inversions() == {("turn", "turn")}
 
 
 def test_two_devices_locked_by_one_thread_are_found(observer):
