@@ -90,6 +90,12 @@ class Arena:
             self._worth_trying_bytes = free + difference
             logger.log(level, "the arena stays at %s: %s", format_size(self.capacity_bytes), error)
 
+    def make_room(self, least_bytes: int) -> None:
+        """Lend what units that come later need at least; most find it there already."""
+        if least_bytes > self.floor_bytes:
+            self.lend(aligned(least_bytes))
+            self.floor_bytes = least_bytes
+
     def take_back(self) -> None:
         """Take everything back; what fails is there still."""
         with self._state.lock:

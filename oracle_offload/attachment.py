@@ -7,8 +7,10 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import masters
 from ._core import HostBuffer
@@ -49,6 +51,8 @@ class Attachment:
     kept_bytes : int
         Of the units that stayed on the device when the model was attached, because `ram_budget`
         had no room for their masters.
+    lost : dict of str to weak references
+        The layers that were let go, by name: what stands there now may be managed anew.
     is_attached : bool
         Whether the engine knows the model still.
     """
@@ -61,6 +65,11 @@ class Attachment:
         self.leaving: list[Leaf] = []
         self.reasons: dict[str, str] = {}
         self.kept_bytes = 0
+        self.lost: dict[str, weakref.ref[nn.Module]] = {}
+        self._maybe_lost: list[Leaf] = []
+        # LoRA-style wrappers of managed layers, and what they called before, by weak references:
+        # a wrapper holds its layer, which may be the model.
+        self._wrappers: Any = WeakIdKeyDictionary()
         self.trained_units: set[int] = set()
         self.arena = Arena(state)
         self.pieces = masters.Pieces(state, self.name, lock_limit)
@@ -230,15 +239,16 @@ class Attachment:
     def let_go_if_lost(self, layer: Leaf) -> bool:
         """Make a layer an ordinary one for good if its class or weights were replaced or taken.
 
-        Its masters are given back. What it holds now is moved to the device when the structure
-        settles, like everything that is not managed, and `MemoryManager.resident` has it.
+        Its masters are given back. When the structure settles, what the layer holds now is managed
+        anew if it can be (it was quantised); else it is moved to the device, like everything that
+        is not managed, and `MemoryManager.resident` has it.
         """
         with self.state.lock:
             reason = layer.why_lost()
             return bool(reason) and self.let_go(layer, reason)
 
     def let_go(self, layer: Leaf, reason: str) -> bool:
-        """Make a layer an ordinary one for good; False where it is one already."""
+        """Make a layer an ordinary one; False where it is one already."""
         with self.state.lock:
             if layer not in self.layers:
                 return False
@@ -248,27 +258,61 @@ class Attachment:
             self.pieces.count_uses(layer.masters.addresses.values(), ())
             layer.forget_masters()
             Layout.version += 1
+            module = layer.module()
+            if module is not None:
+                self.pieces.take_out(module._parameters.values())
             self.pieces.give_back()
-        if self.module() is not None and layer.module() is not None:
-            self.reasons[layer.name] = reason
-            layer.structure.settle_soon()
-            if not self._lost_warning_shown:
+        if self.module() is not None:
+            self.lost[layer.name] = layer.module
+            if module is not None:
+                self.reasons[layer.name] = reason
+                layer.structure.settle_soon()
+        return True
+
+    def let_go_soon(self, layer: Leaf) -> None:
+        """`let_go_if_lost`, now or at the next such change, or when the structure settles.
+
+        Not now where the layer is in use, or while who replaces a weight holds the old one still.
+        """
+        with self.state.lock:
+            waiting, self._maybe_lost = {*self._maybe_lost, layer}, []
+            for each in waiting:
+                try:
+                    if self.let_go_if_lost(each):
+                        continue
+                except OffloadError:
+                    each.structure.changed = True
+                if each in self.layers and not each.has_plain_masters():
+                    self._maybe_lost.append(each)
+
+    def warn_of_lost(self) -> None:
+        """Say once that a layer was let go, and could not be managed anew."""
+        for name in self.lost:
+            if name in self.reasons and not self._lost_warning_shown:
                 self._lost_warning_shown = True
                 logger.warning(
                     "%s: layer '%s' is not managed any more (%s). What it holds now stays on the "
                     "device; manager.resident lists this and every further one.",
                     self.name,
-                    layer.name,
-                    reason,
+                    name,
+                    self.reasons[name],
                 )
-        return True
 
-    def let_go_soon(self, layer: Leaf) -> None:
-        """`let_go_if_lost`, now or, where the layer is in use, when the structure settles."""
-        try:
-            self.let_go_if_lost(layer)
-        except OffloadError:
-            layer.structure.changed = True
+    # ---- wrappers ----
+
+    def redirect(self, wrapper: Any, module: nn.Module) -> None:
+        """Let a wrapper, which calls what it found on `module`, call the managed forward."""
+        if wrapper not in self._wrappers:
+            self._wrappers[wrapper] = weakref.WeakMethod(wrapper.org_forward)
+        wrapper.org_forward = type(module).forward.__get__(module)
+
+    def restore_wrappers(self) -> None:
+        """Undo every `redirect`."""
+        for wrapper, found in list(self._wrappers.items()):
+            original = found()
+            if original is not None:
+                wrapper.org_forward = original
+        self._wrappers.clear()
 
     # ---- closing ----
 

@@ -7,9 +7,9 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
-from . import _core, masters, selection
+from . import _core, admission, masters, selection
 from .attachment import Attachment, close_leftovers
 from .devices import parse_device
 from .engines import DeviceState, open_state, opened
@@ -22,8 +22,6 @@ from .kept import Kept, keep
 from .layers.any import find_wrappers, wrap
 from .layers.formats import unknown_format
 from .layers.leaf import Leaf
-from .layers.swap import swap_in
-from .layers.trial import Trial
 from .residents import (
     Resident,
     list_residents,
@@ -31,10 +29,9 @@ from .residents import (
     resident_bytes,
     unmanaged_parameters,
 )
-from .selection import Chosen, group_units, least_bytes, wrapper_of
+from .selection import Chosen, group_units, least_bytes
 from .sizes import format_size, parse_size
 from .structure import Structure
-from .views.progress import DelayedBar
 
 logger = logging.getLogger("oracle_offload")
 
@@ -110,7 +107,6 @@ class MemoryManager:
         self.attachment = structure.attachment
         self.state = self.attachment.state
         self.device = self.state.device
-        self.wrappers: list[tuple[Any, Any]] = []
         self.finalizer: Any = None
         self.first_forward: FirstForward | None = None
 
@@ -200,8 +196,7 @@ class MemoryManager:
         self.finalizer.detach()
         if self.first_forward is not None:
             self.first_forward.end()
-        for wrapper, original in self.wrappers:
-            wrapper.org_forward = original
+        self.attachment.restore_wrappers()
         module.__dict__.pop(ATTRIBUTE, None)
         module.__dict__.pop(_REDUCE, None)
         self.structure.end()
@@ -306,28 +301,19 @@ def attach(
             capacity = 0
             if vram_budget != "auto":  # what cannot be is refused before anything moves
                 capacity = _capacity(state, units, sizes, floor, offload_percent, vram_budget, kept)
-            _build_masters(attachment.pieces, units, moved)
+            admission.build_masters(attachment.pieces, units, moved)
             if moved:  # the arena takes the place that the weights have left
                 state.kind.release_cached()
             if vram_budget == "auto":
                 capacity = _capacity(state, units, sizes, floor, offload_percent, vram_budget, kept)
             attachment.arena.lend(capacity)
-            _add_units(structure, units)
+            layers = admission.add_units(structure, units)
             kept.move_to(where)
         except BaseException:
             attachment.close_quietly()
             masters.move_back(moved, state.kind.set_data)
             raise
-    for leaf, layer in zip(
-        (leaf for unit in units for leaf in unit), attachment.layers, strict=True
-    ):
-        wrapper = wrapper_of(leaf.module) if "forward" in leaf.module.__dict__ else None
-        for part in layer.modules():
-            swap_in(part, layer)
-        if wrapper is not None:
-            # The wrapper calls what it found; let it call the managed forward instead.
-            manager.wrappers.append((wrapper, wrapper.org_forward))
-            wrapper.org_forward = type(leaf.module).forward.__get__(leaf.module)
+    admission.take_over_calls(layers)
     for outer, inner in list(find_wrappers(module)):
         wrap(outer, inner)
     module.__dict__[ATTRIBUTE] = manager
@@ -434,58 +420,6 @@ def _lock_limit(lock: int | float | str) -> float:
         return parse_size(lock, total=memory.total_bytes(), name="lock")
     except ValueError as error:
         raise ValueError(f"lock={lock!r} is neither 'auto' nor 'never', nor a size") from error
-
-
-def _build_masters(
-    pieces: masters.Pieces, units: Sequence[Sequence[Chosen]], moved: list[masters.Moved]
-) -> None:
-    """Move the weights into masters, and add to `moved` those that have left a device."""
-    aliases: dict[int, list[Tensor]] = {}
-    for leaf in (leaf for unit in units for leaf in unit):
-        leaf.kind.prepare(leaf.module)
-        aliases.update(leaf.kind.aliases(leaf.module))
-    tensors = [[t for leaf in unit for t in leaf.tensors()] for unit in units]
-    managed = sum(map(unit_bytes, tensors))
-    pieces.budget.reserve_rings(managed)
-    with DelayedBar(managed, "oracle_offload: attach") as bar:
-        for units_of_piece in masters.split_pieces(tensors):
-            of_piece = [tensor for unit in units_of_piece for tensor in unit]
-            moved += [
-                (tensor, tensor.device, aliases.get(id(tensor), []))
-                for tensor in of_piece
-                if tensor.device.type != "cpu"
-            ]
-            piece = masters.Piece(units_of_piece, bar.update)
-            for tensor in of_piece:
-                masters.share_memory(tensor, aliases.get(id(tensor), ()))
-            masters.trim_heap()
-            pieces.add(piece)
-    pieces.budget.leave_headroom(pieces.in_order())
-
-
-def _add_units(structure: Structure, units: Sequence[Sequence[Chosen]]) -> None:
-    with structure.attachment.state.lock:
-        for unit in units:
-            _add_unit(structure, unit)
-
-
-def _add_unit(structure: Structure, unit: Sequence[Chosen]) -> None:
-    attachment = structure.attachment
-    layers = []
-    for leaf in unit:
-        layers.append(leaf.kind(leaf.module, leaf.name, structure))
-        if leaf.doubtful:
-            layers[-1].trial = Trial(leaf.doubtful)
-    trainable = any(tensor.requires_grad for leaf in unit for tensor in leaf.tensors())
-    number, members = attachment.state.engine.add_unit(
-        attachment.model, [layer.extents() for layer in layers], trainable
-    )
-    for layer, (member, offsets) in zip(layers, members, strict=True):
-        layer.placed(number, member, offsets)
-        attachment.layers.append(layer)
-        attachment.pieces.count_uses((), layer.masters.addresses.values())
-    if trainable:
-        attachment.trained_units.add(number)
 
 
 def manager_of(module: nn.Module) -> MemoryManager | None:

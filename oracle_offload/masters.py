@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._core import HostBuffer
@@ -250,6 +250,15 @@ class Pieces:
                     piece = self.at(address)
                     if piece is not None:
                         piece.uses += change
+
+    def take_out(self, tensors: Iterable[Tensor | None]) -> None:
+        """Move plain tensors that lie in a piece into memory of their own."""
+        for tensor in tensors:
+            if tensor is None or type(tensor) is not nn.Parameter:
+                continue
+            if tensor.device.type == "cpu" and self.at(tensor.data_ptr()) is not None:
+                with torch.inference_mode(False), torch.no_grad():
+                    tensor.data = tensor.detach().clone()
 
     def give_back(self) -> None:
         """Unlock, and so free, the pieces that no layer uses and no tensor points into."""

@@ -18,7 +18,8 @@ import dataclasses
 import difflib
 import fnmatch
 import types
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ from .geometry import memory_of, tensor_bytes, unit_bytes
 from .layers.any import any_kind
 from .layers.kinds import layer_type
 from .layers.leaf import Leaf, unfit_tensor
-from .layers.swap import has_own_forward, is_managed
+from .layers.swap import HANDLE, has_own_forward, is_managed
 from .operators import tensors_in
 from .sizes import KIB, MIB, format_size
 
@@ -158,6 +159,37 @@ def choose(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
             "floating-point weights" + (f" ({why})" if why else "") + "."
         )
     return Selection(leaves, resident, parameters)
+
+
+def choose_again(root: nn.Module, lost: Mapping[str, weakref.ref[nn.Module]]) -> list[Chosen]:
+    """Return what now stands where layers were let go, as far as `attach` would manage it.
+
+    Parameters
+    ----------
+    root : nn.Module
+        The attached model.
+    lost : dict of str to weak references
+        The layers, by name; where they are gone, others may have their names.
+    """
+    if not lost:
+        return []
+    modules = dict(root.named_modules())
+    names = {id(module): name for name, module in modules.items()}
+    wanted = {names.get(id(reference()), name) for name, reference in lost.items()}
+    others: list[nn.Module] = []
+    for name, module in modules.items():
+        kind = None if HANDLE in module.__dict__ else layer_type(module)
+        if kind is not None and (name not in wanted or kind.unfit(module)):
+            others.append(module)
+            wanted.discard(name)
+        elif kind is None:
+            wanted.discard(name)
+    if not wanted & modules.keys():
+        return []
+    try:
+        return [leaf for leaf in choose(root, others).leaves if leaf.name in wanted]
+    except NothingToManage:
+        return []
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from . import admission
 from .attachment import Attachment
 from .direct_uses import used_directly
 from .layers.any import find_wrappers, wrap
@@ -102,8 +103,14 @@ class Structure:
             hook = torch.compiler.disable(_settle_first)
             _settle_hooks.append(register_module_forward_pre_hook(hook))
 
-    def settle(self) -> None:
-        """Bring modules that were added since (an adapter) to the device."""
+    def settle(self, called: nn.Module | None = None) -> None:
+        """Bring modules that were added since (an adapter) to the device.
+
+        Parameters
+        ----------
+        called : nn.Module, optional
+            One whose call has begun, with the forward that it has now: it stays what it is.
+        """
         if not self.changed:
             return
         with self._lock:
@@ -114,12 +121,14 @@ class Structure:
                     attachment.let_go_if_lost(layer)
                 for wrapper, layer in list(find_wrappers(module)):
                     wrap(wrapper, layer)
+                is_due = admission.take_anew(self, module, called)
+                attachment.warn_of_lost()
                 move_residents(module.modules(), self.device, attachment.pieces)
                 self._look_for_direct_uses(module)
                 self._parts = frozenset(id(part) for part in module.modules())
                 for listener in self.listeners:
                     listener.structure_settled()
-                self.changed = False
+                self.changed = is_due
                 attachment.pieces.give_back()
 
     def _look_for_direct_uses(self, module: nn.Module) -> None:
@@ -157,7 +166,7 @@ def _registered(parent: nn.Module, before: Any, now: Any) -> None:
 def _settle_first(module: nn.Module, args: Any) -> None:
     for structure in list(_attached):
         if structure.contains(module):
-            structure.settle()
+            structure.settle(module)
     if not any(structure.changed for structure in list(_attached)):
         while _settle_hooks:
             _settle_hooks.pop().remove()

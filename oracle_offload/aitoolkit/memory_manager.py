@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .. import manager, selection
+from ..attachment import Attachment
 from ..kept import OFFLOADED
 from ..layers.kinds import layer_type
 from ..layers.swap import is_managed
@@ -180,11 +181,27 @@ def _adapters_of(module: nn.Module, ignored: list[Any]) -> list[nn.Module]:
 
 
 def mark(found: manager.MemoryManager) -> None:
-    """Set what AI-Toolkit's code reads on managed modules and their Parameters."""
-    for layer in found.layers:
-        module = layer.module()
-        if module is not None:
-            mark_layer(module, found.device)
+    """Set what AI-Toolkit's code reads on managed modules and their Parameters, then and later."""
+    marks = _Marks(found.attachment)
+    marks.structure_settled()
+    found.structure.listeners.append(marks)
+
+
+class _Marks:
+    """Marks layers again that were replaced, quantised say, after attach."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+
+    def structure_changed(self) -> None:
+        """Another kind of module, parameter or buffer was registered."""
+
+    def structure_settled(self) -> None:
+        """Mark the layers that are managed now."""
+        for layer in list(self._attachment.layers):
+            module = layer.module()
+            if module is not None:
+                mark_layer(module, self._attachment.state.device)
 
 
 def mark_layer(module: nn.Module, device: torch.device) -> None:

@@ -1,9 +1,9 @@
 """Layers that AI-Toolkit's own `manager.py` hands over one by one; and the names beside them.
 
 Where `manager_modules.py` alone is ours, the original attaches a model layer by layer, and nothing
-says which is the last. So the layers wait, on the host, until one of them is called; then all of
-them are attached at once. The original drops its manager at detach and at free, before it looks at
-the layers: that is their end here.
+says which is the last. So the layers wait, on the host, until a part of the model is called; then
+all of them are attached at once, as they are by then. The original drops its manager at detach and
+at free, before it looks at the layers: that is their end here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import manager, selection
 from ..layers.kinds import layer_type
@@ -49,6 +50,10 @@ class _Waiting:
         self.attachment = group
         self._module = weakref.ref(module)
 
+    def is_lending(self) -> bool:
+        """Whether device tensors stand in the places of its Parameters: never."""
+        return False
+
     def __call__(self, x: Tensor) -> Tensor:
         module: Any = self._module()
         self.attachment.attach()
@@ -62,10 +67,19 @@ class _Group:
 
     def __init__(self, original: Any) -> None:
         self._original = weakref.ref(original)
+        self._names = {id(part): name for name, part in original.module.named_modules()}
+        self._chosen: set[str] = set()  # by name: what is quantised meanwhile may be replaced
         self._waiting: list[weakref.ref[nn.Module]] = []
         self._manager: manager.MemoryManager | None = None
         self._wrappers: list[tuple[Any, Any]] = []
+        # A layer that waits may be quantised, and so replaced: then it is no call of it that tells.
+        hook = torch.compiler.disable(self._attach_first)
+        self._hook = register_module_forward_pre_hook(hook)
         weakref.finalize(original, self._end).atexit = False
+
+    def _attach_first(self, module: nn.Module, args: Any) -> None:
+        if module._modules and id(module) in self._names:
+            self.attach()
 
     def add(self, module: nn.Module) -> None:
         """Let a layer wait, its weights on the host."""
@@ -79,6 +93,7 @@ class _Group:
             self._wrappers.append((wrapper, wrapper.org_forward))
             wrapper.org_forward = type(module).forward.__get__(module)
         self._waiting.append(weakref.ref(module))
+        self._chosen.add(self._names[id(module)])
 
     def let_go_soon(self, layer: Any) -> None:
         """Another class or weight was put into a waiting layer: it is an ordinary one again."""
@@ -89,11 +104,15 @@ class _Group:
     def attach(self) -> None:
         """Attach the model, with no other layers managed than those that wait."""
         original = self._original()
-        chosen = {id(module): module for module in self._release()}
-        if original is None or not chosen:
+        self._release()
+        if original is None:
             return
         model, device = original.module, original.process_device
-        others = [part for part in model.modules() if layer_type(part) and id(part) not in chosen]
+        others = [
+            part
+            for name, part in model.named_modules()
+            if layer_type(part) and name not in self._chosen
+        ]
         others += [part for part in model.modules() if is_managed(part)]
         del model.__dict__[manager.ATTRIBUTE]  # `attach` writes there; it is put back
         try:
@@ -104,8 +123,9 @@ class _Group:
         finally:
             model.__dict__[manager.ATTRIBUTE] = original
 
-    def _release(self) -> list[nn.Module]:
-        """Make the layers that wait ordinary ones again, and return them."""
+    def _release(self) -> None:
+        """Make the layers that wait ordinary ones again."""
+        self._hook.remove()
         waiting = [module for found in self._waiting if (module := found()) is not None]
         waiting = [m for m in waiting if isinstance(m.__dict__.get(HANDLE), _Waiting)]
         for module in waiting:
@@ -114,7 +134,6 @@ class _Group:
             wrapper.org_forward = original
         self._waiting.clear()
         self._wrappers.clear()
-        return waiting
 
     def _end(self) -> None:
         """The original has let go of its manager: at detach, at free, or with the model."""

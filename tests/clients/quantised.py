@@ -102,9 +102,9 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.up(self.norm(x))))
 
 
-def model_of(name, dtype, *, width=64, depth=3):
-    """Return a model whose ``base`` layers are quantised and frozen; always the same."""
-    _, make, convert = FORMATS[name]
+def unquantised_model_of(name, dtype, *, width=64, depth=3):
+    """Return a model whose ``base`` layers are to be quantised; always the same."""
+    _, make, _ = FORMATS[name]
     torch.manual_seed(0)
     model = nn.ModuleList(Block(make, width) for _ in range(depth))
     library = name.partition("-")[0]
@@ -116,7 +116,16 @@ def model_of(name, dtype, *, width=64, depth=3):
         if not key.endswith("base") or library in ("torchao", "quanto"):
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.to(dtype)
-    model = convert(model)
+    return freeze(model)
+
+
+def model_of(name, dtype, **sizes):
+    """Return a model whose ``base`` layers are quantised and frozen; always the same."""
+    return freeze(FORMATS[name][2](unquantised_model_of(name, dtype, **sizes)))
+
+
+def freeze(model):
+    """Let the adapters alone be trained."""
     for key, parameter in model.named_parameters():
         parameter.requires_grad_("base" not in key and "norm" not in key)
     return model

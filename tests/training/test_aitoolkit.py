@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equality import assert_models_agree, assert_same, count_acquires
+from ostris import OstrisLinear, to_ostris
 from torch import nn
 
 import oracle_offload
@@ -332,46 +333,6 @@ def test_to_is_idempotent_and_moves_no_byte(device):
 # ---- quantised by AI-Toolkit itself ----
 
 
-class Int8:
-    """A backend of its quantiser: buffers on the module; in training, inputs are rounded too."""
-
-    def forward(self, module, x):
-        if x.requires_grad:
-            x = x + ((x * 8).round() / 8 - x).detach()
-        with torch.no_grad():
-            weight = self.dequantize(module).to(x.dtype)
-        return F.linear(x * x, weight, module.bias)  # the gradient depends on the input
-
-    def dequantize(self, module):
-        return module.qdata.float() * module.scales
-
-
-class OstrisLinear(nn.Linear):
-    """Its quantised layer: the weight is a property, computed from buffers."""
-
-    is_ostris_quantized = True
-
-    @property
-    def weight(self):
-        return self.ostris_quantizer.dequantize(self)
-
-    def forward(self, x):
-        return self.ostris_quantizer.forward(self, x)
-
-
-OstrisLinear.__module__ = "toolkit.util.ostris_quant"
-
-
-def to_ostris(layer):
-    weight = layer.weight.detach()
-    scales = weight.abs().amax(1, keepdim=True) / 127
-    layer.register_buffer("qdata", (weight / scales).round().to(torch.int8), persistent=False)
-    layer.register_buffer("scales", scales, persistent=False)
-    layer.ostris_quantizer = Int8()
-    del layer._parameters["weight"]
-    layer.__class__ = OstrisLinear
-
-
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=str)
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
@@ -638,8 +599,10 @@ def test_the_package_can_be_copied_or_put_in_the_place_of_the_original(tmp_path)
     assert run(code + tail, toolkit_of(tmp_path)) == "done\n"
 
 
-ALONE = """
-import torch, trainer, weakref
+ALONE = (
+    f"TESTS = {str(Path(__file__).parent)!r}"
+    + """
+import copy, sys, torch, trainer, weakref
 from oracle_offload import simulator
 from oracle_offload.engines import open_states
 MemoryManager = trainer.MemoryManager
@@ -692,6 +655,24 @@ assert not torch.equal(model(x), y)
 MemoryManager.attach(model, torch.device("cpu"))
 MemoryManager.detach(model)
 assert torch.nn.Linear is type(model[2]) and not open_states()
+# Quantised before it is called.
+sys.path.insert(0, TESTS)
+from ostris import to_ostris
+MemoryManager.attach(model, torch.device("cpu"))
+resident = copy.deepcopy(model)
+for part in (model, resident):
+    for number in (0, 1, 2):
+        part[number].__dict__.pop("forward", None)
+        to_ostris(part[number])
+before = simulator.stats().h2d_bytes
+assert torch.equal(model(x), resident(x))
+(state,) = open_states()
+(held,) = state.listeners
+assert [type(layer).__name__ for layer in held.layers] == ["QuantisedLayer"] * 3 + ["LinearLayer"]
+assert simulator.stats().h2d_bytes - before >= held.weight_bytes
+assert model[0]._memory_management_device == torch.device("cpu")
+del held, state
+MemoryManager.detach(model)
 # Called first by itself, and deleted with its model.
 other = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
 want = other[1](x)
@@ -702,6 +683,7 @@ import gc; gc.collect()
 assert not open_states()
 print("done")
 """
+)
 
 
 def test_our_manager_modules_alone_under_the_original_manager(tmp_path):

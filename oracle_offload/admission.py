@@ -1,0 +1,142 @@
+"""How leaves become managed: their masters, their units in the engine, and their classes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from . import masters
+from .errors import OffloadError
+from .geometry import unit_bytes
+from .layers.leaf import Leaf
+from .layers.swap import swap_in
+from .layers.trial import Trial
+from .selection import Chosen, choose_again, group_units, least_bytes, wrapper_of
+from .views.progress import DelayedBar
+
+if TYPE_CHECKING:
+    from .structure import Structure
+
+logger = logging.getLogger("oracle_offload")
+
+
+def build_masters(
+    pieces: masters.Pieces, units: Sequence[Sequence[Chosen]], moved: list[masters.Moved]
+) -> None:
+    """Move the weights into masters, and add to `moved` those that have left a device."""
+    aliases: dict[int, list[Tensor]] = {}
+    for leaf in (leaf for unit in units for leaf in unit):
+        leaf.kind.prepare(leaf.module)
+        aliases.update(leaf.kind.aliases(leaf.module))
+    tensors = [[t for leaf in unit for t in leaf.tensors()] for unit in units]
+    managed = sum(map(unit_bytes, tensors))
+    pieces.budget.reserve_rings(managed)
+    with DelayedBar(managed, "oracle_offload: attach") as bar:
+        for units_of_piece in masters.split_pieces(tensors):
+            of_piece = [tensor for unit in units_of_piece for tensor in unit]
+            moved += [
+                (tensor, tensor.device, aliases.get(id(tensor), []))
+                for tensor in of_piece
+                if tensor.device.type != "cpu"
+            ]
+            piece = masters.Piece(units_of_piece, bar.update)
+            for tensor in of_piece:
+                masters.share_memory(tensor, aliases.get(id(tensor), ()))
+            masters.trim_heap()
+            pieces.add(piece)
+    pieces.budget.leave_headroom(pieces.in_order())
+
+
+def add_units(structure: Structure, units: Sequence[Sequence[Chosen]]) -> list[Leaf]:
+    """Tell the engine of the units; return the layers of all of them."""
+    with structure.attachment.state.lock:
+        return [layer for unit in units for layer in _add_unit(structure, unit)]
+
+
+def _add_unit(structure: Structure, unit: Sequence[Chosen]) -> list[Leaf]:
+    attachment = structure.attachment
+    layers = []
+    for leaf in unit:
+        layers.append(leaf.kind(leaf.module, leaf.name, structure))
+        if leaf.doubtful:
+            layers[-1].trial = Trial(leaf.doubtful)
+    trainable = any(tensor.requires_grad for leaf in unit for tensor in leaf.tensors())
+    number, members = attachment.state.engine.add_unit(
+        attachment.model, [layer.extents() for layer in layers], trainable
+    )
+    for layer, (member, offsets) in zip(layers, members, strict=True):
+        layer.placed(number, member, offsets)
+        attachment.layers.append(layer)
+        attachment.pieces.count_uses((), layer.masters.addresses.values())
+    if trainable:
+        attachment.trained_units.add(number)
+    return layers
+
+
+def take_over_calls(layers: Sequence[Leaf]) -> None:
+    """Let the modules of `layers` compute with borrowed weights from now on."""
+    for layer in layers:
+        module = layer.module()
+        wrapper = None
+        if module is not None and "forward" in module.__dict__:
+            wrapper = wrapper_of(module)
+        for part in layer.modules():
+            swap_in(part, layer)
+        if module is not None and wrapper is not None:
+            layer.attachment.redirect(wrapper, module)
+
+
+def take_anew(structure: Structure, root: nn.Module, called: nn.Module | None) -> bool:
+    """Manage what stands where layers were let go, as `attach` would: it was quantised, say.
+
+    What cannot be managed, for want of memory too, is left as it is.
+
+    Parameters
+    ----------
+    structure : Structure
+        Of the attached model.
+    root : nn.Module
+        The model.
+    called : nn.Module, optional
+        Left as it is, because its call has begun.
+
+    Returns
+    -------
+    bool
+        Whether `called` is one to take later.
+    """
+    attachment = structure.attachment
+    chosen = choose_again(root, attachment.lost)
+    fresh = [leaf for leaf in chosen if leaf.module is not called]
+    if not fresh:
+        return bool(chosen)
+    units = group_units(fresh)
+    moved: list[masters.Moved] = []
+    layers: list[Leaf] = []
+    try:
+        attachment.arena.make_room(least_bytes(units))
+        build_masters(attachment.pieces, units, moved)
+        for unit in units:
+            layers += add_units(structure, [unit])
+    except (OffloadError, MemoryError, torch.OutOfMemoryError) as error:
+        logger.warning(
+            "%s: %d layers that were replaced after attach stay on the device: %s",
+            attachment.name,
+            len(fresh) - len(layers),
+            error,
+        )
+    take_over_calls(layers)
+    with structure.attachment.state.lock:
+        for layer in layers:
+            attachment.lost.pop(layer.name, None)
+            attachment.reasons.pop(layer.name, None)
+        order = {name: number for number, (name, _) in enumerate(root.named_modules())}
+        attachment.layers[:] = sorted(
+            attachment.layers, key=lambda layer: order.get(layer.name, len(order))
+        )
+    logger.info("%s: %d layers are managed anew", attachment.name, len(layers))
+    return len(chosen) > len(fresh)

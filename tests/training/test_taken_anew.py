@@ -1,0 +1,218 @@
+"""Layers that are replaced after attach by what can be managed: they stream what they are now."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+from equality import assert_models_agree, assert_same, attached, count_acquires, resident_pair
+from ostris import OstrisLinear, to_ostris
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from oracle_offload import admission, masters, simulator
+from oracle_offload.layers.linear import LinearLayer
+from oracle_offload.layers.quantised import QuantisedLayer
+from oracle_offload.layers.swap import HANDLE
+
+WIDTH = 256  # each layer is a unit of its own
+
+
+def chain(layers=4, bias=True):
+    torch.manual_seed(0)
+    made = [nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(layers)]
+    return nn.Sequential(*made).requires_grad_(False)
+
+
+def kinds(manager):
+    return [type(layer) for layer in manager.layers]
+
+
+def step_of(device, checkpointing=None, autocast=False):
+    x = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH).sin().to(device)
+
+    def step(model):
+        given = x.clone().requires_grad_()
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            if checkpointing is None:
+                y = model(given)
+            else:
+                y = checkpoint(model, given, use_reentrant=checkpointing)
+        y.float().square().mean().backward()
+        with torch.no_grad():
+            return y, given.grad, model(x)
+
+    return step
+
+
+def host_bytes(manager):
+    return sum(buffer.nbytes for buffer in manager.attachment.buffers)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=str)
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_layers_whose_class_is_replaced_stream_their_buffers(
+    bias, checkpointing, autocast, device, monkeypatch
+):
+    monkeypatch.setattr(masters, "PIECE_BYTES", 1)  # a piece for each unit
+    managed, resident = resident_pair(chain(bias=bias))
+    step = step_of(device, checkpointing, autocast)
+    with attached(managed, device) as manager:
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        plain = manager.attachment.weight_bytes
+        for number in (0, 2, 3):
+            for model in (managed, resident):
+                to_ostris(model[number])
+            assert HANDLE not in managed[number].__dict__
+        assert host_bytes(manager) <= plain / 2, "before any forward, all but the last are gone"
+        moved = simulator.stats().h2d_bytes
+        assert_models_agree(managed, resident, step, device=device)
+        assert kinds(manager) == [QuantisedLayer, LinearLayer, QuantisedLayer, QuantisedLayer]
+        assert [layer.name for layer in manager.layers] == ["0", "1", "2", "3"]
+        assert not manager.resident
+        assert plain / 4 < host_bytes(manager) == manager.attachment.weight_bytes < plain / 2
+        assert simulator.stats().h2d_bytes - moved >= manager.attachment.weight_bytes
+        assert all(b.device.type == "cpu" for b in managed.buffers())
+    assert [type(layer) for layer in managed] == [
+        OstrisLinear, nn.Linear, OstrisLinear, OstrisLinear,
+    ]  # fmt: skip
+
+
+def test_a_layer_that_is_replaced_again_and_again():
+    """By other buffers, by a plain module under its name; each time its memory goes."""
+    managed, resident = resident_pair(chain())
+    step = step_of("cpu")
+    with attached(managed) as manager:
+        expected = host_bytes(manager)
+        for _ in range(3):
+            for model in (managed, resident):
+                to_ostris(model[1])
+            assert_models_agree(managed, resident, step, steps=1)
+            assert kinds(manager)[1] is QuantisedLayer
+            for model in (managed, resident):
+                torch.manual_seed(1)
+                model[1] = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+            assert_models_agree(managed, resident, step, steps=1)
+            assert kinds(manager) == [LinearLayer] * 4
+        gc.collect()
+        manager.refresh()
+        assert manager.attachment.weight_bytes == expected
+        assert not manager.attachment.lost and not manager.attachment.reasons
+
+
+def test_a_layer_that_is_called_first_of_all_is_taken_at_the_next_call():
+    """Its forward was looked up before anybody could see that it is another."""
+    managed, resident = resident_pair(chain())
+    x = torch.randn(2, WIDTH)
+    with attached(managed) as manager, torch.no_grad():
+        for model in (managed, resident):
+            to_ostris(model[1])
+        assert_same(managed[1](x), resident[1](x))
+        assert kinds(manager) == [LinearLayer] * 3
+        assert_same(managed(x), resident(x))
+        assert kinds(manager) == [LinearLayer, QuantisedLayer, LinearLayer, LinearLayer]
+        before = count_acquires()
+        assert_same(managed[1](x), resident[1](x))
+        assert count_acquires() == before + 1
+
+
+class LoRA(nn.Module):
+    """As AI-Toolkit's: it replaces the layer's forward."""
+
+    def __init__(self, module):
+        super().__init__()
+        torch.manual_seed(5)
+        self.down, self.up = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
+        self.org_module = [module]
+        self.org_forward, module.forward = module.forward, self.forward
+
+    def forward(self, x):
+        return self.org_forward(x) + self.up(self.down(x))
+
+
+def test_a_layer_with_an_adapter_before_it():
+    model = chain()
+    lora = LoRA(model[1])
+    found = lora.org_forward
+    with attached(model) as manager, torch.no_grad():
+        x = torch.randn(2, WIDTH)
+        model(x)
+        weight = model[1].weight.detach().clone()
+        to_ostris(model[1])
+        to_ostris(other := copy.deepcopy(chain()[1]))
+        assert torch.equal(other.qdata, model[1].qdata) and torch.equal(weight, chain()[1].weight)
+        y = model[0](x)
+        expected = model[3](model[2](other(y) + lora.up(lora.down(y))))
+        before = count_acquires()
+        assert_same(model(x), expected)
+        assert count_acquires() == before + 4
+        assert QuantisedLayer in kinds(manager)
+    assert lora.org_forward == found
+
+
+def test_an_adapter_on_the_model_itself_does_not_keep_it_alive():
+    model = nn.Linear(WIDTH, WIDTH)
+    model.lora = [LoRA(model)]
+    gone = weakref.ref(model)
+    manager = __import__("oracle_offload").attach(model, "cpu")
+    assert len(manager.layers) == 1
+    del model, manager
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), torch.OutOfMemoryError("no room")])
+@pytest.mark.parametrize("where", ["build_masters", "add_units"])
+def test_without_memory_they_stay_on_the_device(error, where, monkeypatch, caplog):
+    managed, resident = resident_pair(chain())
+    step = step_of("cpu")
+
+    def fail(*_):
+        raise error
+
+    with attached(managed) as manager:
+        for model in (managed, resident):
+            to_ostris(model[1])
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "oracle_offload"):
+            patch.setattr(admission, where, fail)
+            assert_models_agree(managed, resident, step, steps=1)
+        assert kinds(manager) == [LinearLayer] * 3
+        assert "OstrisLinear" in manager.resident["1.bias"]
+        told = [text for text in caplog.messages if "stay on the device: no room" in text]
+        assert len(told) == 1 and "1 layers" in told[0]
+        assert len([text for text in caplog.messages if "not managed any more" in text]) == 1
+        managed.register_buffer("other", torch.zeros(1))  # the structure changed: it is tried again
+        assert_models_agree(managed, resident, step, steps=1)
+        assert kinds(manager)[1] is QuantisedLayer and not manager.resident
+
+
+def test_a_larger_layer_than_any_at_attach_finds_room():
+    managed, resident = resident_pair(chain())
+    for model in (managed, resident):
+        for layer in model:
+            to_ostris(layer)
+    step = step_of("cpu")
+    with attached(managed) as manager:
+        arena = manager.attachment.arena.capacity_bytes
+        for model in (managed, resident):
+            torch.manual_seed(2)
+            model[1] = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        assert_models_agree(managed, resident, step)
+        assert kinds(manager)[1] is LinearLayer
+        assert manager.attachment.arena.capacity_bytes > arena
+
+
+def test_what_was_ignored_or_is_an_adapter_is_not_taken():
+    model = chain()
+    with attached(model, ignore_modules=["1"]) as manager, torch.no_grad():
+        to_ostris(model[0])
+        to_ostris(model[1])
+        model[2].extra = nn.Linear(8, 8)
+        model(torch.randn(2, WIDTH))
+        assert kinds(manager) == [QuantisedLayer, LinearLayer, LinearLayer]
+        assert {"1.bias", "2.extra.weight"} <= manager.resident.keys()
