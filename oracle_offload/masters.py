@@ -267,7 +267,8 @@ class Pieces:
                 try:
                     self._unlock(start)
                 except OffloadError as error:
-                    logger.warning("%s: old weights are given back later: %s", self._name, error)
+                    why = str(error)  # whose frames would keep the piece alive in a kept record
+                    logger.warning("%s: old weights are given back later: %s", self._name, why)
                     return
 
     def give_back_all(self) -> None:
