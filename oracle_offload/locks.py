@@ -12,12 +12,12 @@ A thread may wait for a lock only while it holds none from the same line on:
 6. The mutex of an engine, in C. Only the lock of a master that engines share is taken under it, or
    that of the engine's copy threads, which take no other.
 
-A lock that this thread holds may be taken again. Modules whose forwards call one another take turns
-from the outside in, so a thread may hold several; which code calls which is the model's matter, so a
-turn is waited for with a limit. What a lock protects is changed under it. One
-look-up (``dict.get``, an attribute that holds a tuple, ``list(layers)``) needs no lock: the GIL
-makes it one step. The hot path, a loan, makes such look-ups alone and takes no lock but the mutex,
-and the turn where it lends to a module's own forward.
+A lock that this thread holds may be taken again. Modules whose forwards call one another take
+turns from the outside in, so a thread may hold several; which code calls which is the model's
+matter, so a turn is waited for with a limit. What a lock protects is changed under it. One look-up
+(``dict.get``, an attribute that holds a tuple, ``list(layers)``) needs no lock: the GIL makes it
+one step. The hot path, a loan, makes such look-ups alone and takes no lock but the mutex, and the
+turn where it lends to a module's own forward.
 
 The GIL has no place in the order, because nobody waits with it: Python waits for a lock without it;
 the binding tries the mutex, and waits for it only after it has released the GIL; and whoever holds
