@@ -342,8 +342,7 @@ again:
         stats->stale++;
         OO_TRY(oo__drop(engine, id));
         resident = 0;
-    }
-    if (resident && (status = oo__feed_await(engine, id)) != OO_OK) {
+    } else if (resident && (status = oo__feed_await(engine, id)) != OO_OK) {
         /* As a copy ahead that fails at once: it is given up, and made anew. */
         stats->prefetch_failures++;
         OO_TRY(engine->dead == OO_OK ? oo__drop(engine, id) : status);

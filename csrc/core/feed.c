@@ -101,15 +101,15 @@ static int oo__slot_wait(struct oo_engine *engine, unsigned slot, struct oo_fail
     const struct oo_ring *ring = &engine->up;
     const OOCUevent busy = ring->busy[slot]->handle;
     /* H5: a queued copy may still read what this piece held. */
-    if (ring->lost[slot]) {
-        ++*recoveries;
-        return oo__works(failure, "cuStreamSynchronize",
-                         engine->driver.cuStreamSynchronize(engine->h2d));
+    if (!ring->lost[slot]) {
+        const OOCUresult ended = engine->driver.cuEventQuery(busy);
+        if (ended != OOCU_ERROR_NOT_READY)
+            return oo__works(failure, "cuEventQuery", ended);
+        return oo__works(failure, "cuEventSynchronize", engine->driver.cuEventSynchronize(busy));
     }
-    const OOCUresult ended = engine->driver.cuEventQuery(busy);
-    if (ended != OOCU_ERROR_NOT_READY)
-        return oo__works(failure, "cuEventQuery", ended);
-    return oo__works(failure, "cuEventSynchronize", engine->driver.cuEventSynchronize(busy));
+    ++*recoveries;
+    return oo__works(failure, "cuStreamSynchronize",
+                     engine->driver.cuStreamSynchronize(engine->h2d));
 }
 
 static int oo__copy_staged(struct oo_engine *engine, const struct oo_piece *piece,
