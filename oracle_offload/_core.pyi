@@ -207,6 +207,23 @@ class Engine:
         alias of the tensor that is made of it is gone, on whatever thread that is.
         """
 
+    def map(
+        self,
+        member: int,
+        stream: int,
+        nbytes: int,
+        device_type: int,
+        device_index: int,
+        seconds: float,
+        /,
+    ) -> object | None:
+        """Begin a use of a member's masters where they lie, by work that `stream` gets next.
+
+        Returns a DLPack capsule of `nbytes` bytes from the first tensor on, on the device that
+        DLPack knows by `device_type` and `device_index`; None where they are not all page-locked.
+        The use ends as that of `keep` does. Nothing is copied: kernels read over the link.
+        """
+
     def stamp(self, stamps: list[tuple[int, int]], /) -> None:
         """Take ``(member, stamp)`` of masters whose copies were enqueued."""
 

@@ -103,9 +103,12 @@ class Attachment:
     def x_min_bytes(self) -> int:
         """Least bytes a step can move to the device: 2 max(0, W - C), docs/how-it-works.md.
 
-        W counts the weights alone: the padding between them need not travel.
+        W counts the weights alone, without tables that are read where they lie: the padding
+        between them need not travel.
         """
-        return 2 * max(0, self.weight_bytes - self.arena.capacity_bytes)
+        travels = (layer for layer in list(self.layers) if layer.needs_place)
+        weights = sum(nbytes for layer in travels for _, nbytes in layer.extents())
+        return 2 * max(0, weights - self.arena.capacity_bytes)
 
     # ---- what the device tells: see `engines.Listener` ----
 
@@ -120,7 +123,9 @@ class Attachment:
         stats = self.state.engine.stats(self.model)
         block = stats["learned_block_bytes"]
         if block > self.arena.floor_bytes:
-            self.arena.grow(block, stats["largest_unit_bytes"], self.managed_bytes)
+            # What needs no place there is no unit of the arena's.
+            largest = min(stats["largest_unit_bytes"], self.arena.floor_bytes // 2)
+            self.arena.grow(block, largest, self.managed_bytes)
 
     def before_step(self) -> bool:
         """Tell the engine which units are trained now: many a model is frozen after attach.
@@ -150,7 +155,7 @@ class Attachment:
         if not self.is_attached:
             return
         stats = self.state.engine.stats(self.model)
-        self.traffic.end_step(stats["h2d_bytes"], stats["d2h_bytes"])
+        self.traffic.end_step(stats["h2d_bytes"] + self.traffic.rows_bytes, stats["d2h_bytes"])
         self.pieces.give_back()
         if self._replaced_outside:  # for a whole step: not for a while
             self._warn_of_replaced()

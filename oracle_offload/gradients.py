@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -53,6 +54,15 @@ class Gradients:
         """
         if gradient is None:
             return None
+        if gradient.is_sparse:
+            rows, values = self.to_host(gradient._indices()), self.to_host(gradient._values())
+            return torch.sparse_coo_tensor(
+                cast("Tensor", rows),
+                cast("Tensor", values),
+                gradient.shape,
+                check_invariants=False,
+                is_coalesced=gradient.is_coalesced(),
+            )
         if not is_dense(gradient):
             gradient = gradient.contiguous()
         host = self._empty_like(gradient)

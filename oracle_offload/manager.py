@@ -29,7 +29,7 @@ from .residents import (
     resident_bytes,
     unmanaged_parameters,
 )
-from .selection import Chosen, group_units, least_bytes
+from .selection import Chosen, group_units, least_bytes, place_bytes
 from .sizes import format_size, parse_size
 from .structure import Structure
 
@@ -285,8 +285,9 @@ def attach(
     lock_limit = _lock_limit(lock)
     chosen = selection.select(module, ignore_modules)
     units, kept = keep(group_units(chosen.leaves), ram_budget, offload_percent)
-    sizes = [unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units]
-    floor = least_bytes(units)
+    all_locked = lock_limit == float("inf")
+    sizes = [place_bytes(unit, all_locked) for unit in units]
+    floor = least_bytes(units, all_locked)
     close_leftovers(open_state(where))
     with opened(where) as state:
         attachment = Attachment(module, state, lock_limit)

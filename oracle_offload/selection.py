@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._core import ALIGNMENT
 from .direct_uses import Used, used_directly
 from .errors import OffloadError
 from .geometry import memory_of, tensor_bytes, unit_bytes
@@ -322,14 +323,21 @@ def _lending_leaves(lent: list[_Lent], modules: dict[str, nn.Module]) -> list[Ch
     ]
 
 
-def least_bytes(units: Sequence[Sequence[Chosen]]) -> int:
+def place_bytes(unit: Sequence[Chosen], all_locked: bool) -> int:
+    """Return the bytes that a unit takes in the arena; 0 where it is read from locked memory."""
+    if all_locked and not any(leaf.kind.needs_place for leaf in unit):
+        return 0
+    return unit_bytes([tensor for leaf in unit for tensor in leaf.tensors()])
+
+
+def least_bytes(units: Sequence[Sequence[Chosen]], all_locked: bool = False) -> int:
     """Return the least bytes that an arena for these units must have.
 
     Two of the largest: one is computed with while the next arrives. What is lent to a module stays
     while everything below it computes, and each unit that stays splits the rest, so that one place
     more is needed for the largest.
     """
-    sizes = [unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units]
+    sizes = [place_bytes(unit, all_locked) for unit in units]
     largest = max(sizes)
     staying: dict[str, int] = {
         leaf.name: number
@@ -337,7 +345,7 @@ def least_bytes(units: Sequence[Sequence[Chosen]]) -> int:
         for leaf in unit
         if leaf.kind.lends_to_code
     }
-    most = 0
+    most = ALIGNMENT
     for leaf in (leaf for unit in units for leaf in unit):
         above, name = set(), leaf.name
         while name:
@@ -350,7 +358,9 @@ def least_bytes(units: Sequence[Sequence[Chosen]]) -> int:
 
 
 def group_units(leaves: Sequence[Chosen]) -> list[list[Chosen]]:
-    """Group consecutive small leaves of one block, trainable and frozen apart, into units.
+    """Group consecutive small leaves of one block into units.
+
+    Trainable and frozen ones stay apart, and those that need no place in the arena.
 
     A unit of several leaves does not exceed 4 MiB or 1/256 of the managed bytes, whichever is
     smaller, but may always reach 64 KiB: below that a copy's latency outweighs its bytes.
@@ -361,7 +371,8 @@ def group_units(leaves: Sequence[Chosen]) -> list[list[Chosen]]:
     size, key = 0, None
     for leaf in leaves:
         nbytes = unit_bytes(leaf.tensors())
-        leaf_key = leaf.block, any(tensor.requires_grad for tensor in leaf.tensors())
+        trains = any(tensor.requires_grad for tensor in leaf.tensors())
+        leaf_key = leaf.block, trains, leaf.kind.needs_place
         if units and leaf_key == key and size + nbytes <= limit:
             units[-1].append(leaf)
             size += nbytes

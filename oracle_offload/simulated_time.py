@@ -29,9 +29,10 @@ class SimulatedTime:
     def __init__(self, device: simulator.Device | None) -> None:
         # Operations and bytes in a second at full rate, and seconds of a launch.
         self._flops, self._bytes, self._launch_s = float("inf"), float("inf"), 0.0
+        self._link_bytes = float("inf")
         if device is not None:
             self._flops, self._bytes = device.tflops * 1e12, device.memory_gbps * 1e9
-            self._launch_s = device.launch_s
+            self._link_bytes, self._launch_s = device.link_gbps * 1e9, device.launch_s
         self.pending_kernel_s = 0.0
         self.witnesses = 0
 
@@ -54,6 +55,10 @@ class SimulatedTime:
         if dtype.itemsize > 2:
             flops *= 2
         return max(flops / self._flops, moved_bytes / self._bytes) + self._launch_s
+
+    def link_seconds(self, moved_bytes: float) -> float:
+        """Return the seconds of a kernel that reads so many bytes of the host's memory."""
+        return moved_bytes / self._link_bytes + self._launch_s
 
     def flush(self, stream: int) -> None:
         """Queue what is pending on `stream`.

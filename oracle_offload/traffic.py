@@ -50,6 +50,8 @@ class Traffic:
         Host bytes that a layer, by name, computes with in the place of its own weights.
     runs_again, flops_again : int, float
         How often backward ran a forward operator again, and the operations of that.
+    rows_read, rows_bytes : int
+        How often rows of a table were read where it lies on the host, and their bytes.
     derived_bytes : dict of str to int
         Bytes computed from the weights of a layer, by name, that autograd keeps on the device until
         backward: casts, sums.
@@ -63,6 +65,8 @@ class Traffic:
         self.computed_bytes: dict[str, int] = {}
         self.runs_again = 0
         self.flops_again = 0.0
+        self.rows_read = 0
+        self.rows_bytes = 0
         self.derived_bytes: dict[str, int] = {}
         self._before = (0, 0)
 
@@ -91,6 +95,11 @@ class Traffic:
         """Count a forward operator that backward has run again."""
         self.runs_again += 1
         self.flops_again += flops
+
+    def note_rows(self, nbytes: int) -> None:
+        """Count rows that a kernel reads over the link."""
+        self.rows_read += 1
+        self.rows_bytes += nbytes
 
     def note_derived(self, layer: str, nbytes: int) -> None:
         """Count bytes computed from a layer's weights that wait for backward on the device."""

@@ -60,7 +60,8 @@ GUARDED_HOST = re.compile(r"host->bytes|alive")
 CALL = re.compile(
     r"OO_(?:DRIVE|GIVE_BACK)\(engine, (\w+)|engine->driver\.(\w+)\("
     r"|(?<!status )\b(oo__(?:synchronize|order_after_uses|order_after_copy|mark_use|"
-    r"ring_wait|span_begin|span_end|finish_download|refuse_capture|host_access|adopt|disown|"
+    r"event_await|await_first_read|await_reads|mark_read|span_begin|span_end|"
+    r"finish_download|refuse_capture|host_access|adopt|disown|"
     r"launch|declare_kernel|declare_access|slot_wait|feed_await|feed_stop|feed_forget|feeds_await))\("
 )
 EVENT = re.compile(r"[\w>\-.\[\]]+->handle")

@@ -8,6 +8,7 @@
 #include "ring.h"
 #include "simulated.h"
 #include "timing.h"
+#include "uses.h"
 
 #include <stdlib.h>
 
@@ -50,6 +51,7 @@ static void oo__close_device(struct oo_engine *engine) {
     (void)oo__finish_download(engine); /* before the ring it may still be reading goes */
     oo__ring_free(engine, &engine->down);
     oo__ring_free(engine, &engine->up);
+    oo__forget_reads(engine);
     oo__spans_free(engine);
     if (!engine->usable)
         return;

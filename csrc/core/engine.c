@@ -14,8 +14,9 @@
  *           the copy thread waits for the copy that used the piece last feed.c
  *   H6  a gradient is copied before it is computed
  *           the d2h stream waits for the stream that computes it        gradient.c
- *   H7  masters are unlocked, freed or rewritten under a copy
+ *   H7  masters are unlocked, freed or rewritten under a copy, or a kernel that reads them in place
  *           the host waits for the engine's copies    masters.c, model.c, ring.c, feed.c
+ *           the host waits for those kernels          uses.c; engine.c, masters.c, model.c
  *   H8  the host reads bytes that have not arrived
  *           the host waits for their copy                               gradient.c, ring.c
  *   H9  a stream waits for the arrival of a copy that is not queued yet
@@ -30,6 +31,7 @@
 #include "call.h"
 #include "feed.h"
 #include "fingerprint.h"
+#include "masters.h"
 #include "model.h"
 #include "simulated.h"
 #include "timing.h"
@@ -205,6 +207,10 @@ done:
     return status;
 }
 
+static enum oo_status oo__fail_no_member(uint32_t id) {
+    return oo__fail(OO_E_STATE, "member %u is not attached (any more)", id);
+}
+
 static void oo__note_fetched(struct oo_fetched *fetched, uint32_t id) {
     fetched->units[fetched->count++] = id;
 }
@@ -312,7 +318,7 @@ again:
     use->fetched.count = 0;
     use->fetched.more = 0;
     if (request->member >= engine->n_members || engine->members[request->member].removed) {
-        status = oo__fail(OO_E_STATE, "member %u is not attached (any more)", request->member);
+        status = oo__fail_no_member(request->member);
         goto done;
     }
     OO_TRY(oo__refuse_capture(engine, stream));
@@ -400,7 +406,7 @@ enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *
         if (id < engine->n_members && !engine->members[id].removed) {
             oo__note_stamp(engine, &engine->members[id], stamps[i].stamp);
         } else {
-            status = oo__fail(OO_E_STATE, "member %u is not attached (any more)", id);
+            status = oo__fail_no_member(id);
         }
     }
     oo__leave(engine);
@@ -490,6 +496,79 @@ done:
     return status;
 }
 
+/* ---- masters read in place ---- */
+
+static int oo__all_locked(const struct oo_engine *engine, const struct oo_member *member) {
+    for (uint32_t i = 0; i < member->n_tensors; i++) {
+        const struct oo_member_tensor *tensor = &member->tensors[i];
+        const struct oo_known *memory = oo__known_memory(engine, tensor->host, tensor->bytes);
+        if (!oo__is_locked(memory, tensor->host, tensor->bytes))
+            return 0;
+    }
+    return 1;
+}
+
+/* Any kernel that the work has may read any byte of the masters. */
+static enum oo_status oo__declare_reads(struct oo_engine *engine, const struct oo_member *member,
+                                        OOCUstream stream, double seconds) {
+    enum oo_status status = OO_OK;
+    for (uint32_t i = 0; i < member->n_tensors && status == OO_OK; i++) {
+        const OOSimRange read = {(OOCUdeviceptr)member->tensors[i].host, member->tensors[i].bytes};
+        status = oo__declare_kernel(engine, stream, &read, i ? 0 : seconds);
+    }
+    return status;
+}
+
+enum oo_status oo_engine_map(struct oo_engine *engine, const struct oo_request *request, int flags,
+                             uintptr_t *address) {
+    *address = 0;
+    enum oo_status status = oo__check_flags("oo_engine_map", flags, OO_NONBLOCKING);
+    if (status == OO_OK)
+        status = oo__enter(engine, flags);
+    if (status != OO_OK)
+        return status;
+    const OOCUstream stream = (OOCUstream)request->stream;
+    const uint32_t id = request->member;
+    if (id >= engine->n_members || engine->members[id].removed) {
+        status = oo__fail_no_member(id);
+        goto done;
+    }
+    OO_TRY(oo__refuse_capture(engine, stream));
+    const struct oo_member *member = &engine->members[id];
+    if (!oo__all_locked(engine, member))
+        goto done;
+    OOCUdeviceptr mapped = 0;
+    OO_TRY(OO_DRIVE(engine, cuPointerGetAttribute, &mapped, OOCU_POINTER_ATTRIBUTE_DEVICE_POINTER,
+                    (OOCUdeviceptr)member->tensors[0].host));
+    if (oo__declares_kernels(engine))
+        OO_TRY(oo__declare_reads(engine, member, stream, request->seconds));
+    oo_plan_pin(engine->plan, member->unit);
+    engine->units[member->unit].n_mapped++;
+    *address = mapped;
+done:
+    oo__leave(engine);
+    return status;
+}
+
+enum oo_status oo_engine_unmap(struct oo_engine *engine, uint32_t id, uintptr_t stream) {
+    enum oo_status status = oo__enter(engine, OO__EVEN_DEAD | OO__EVEN_WITHOUT_CONTEXT);
+    if (status != OO_OK)
+        return status;
+    const uint32_t unit = id < engine->n_members ? engine->members[id].unit : OO_NO_UNIT;
+    if (unit == OO_NO_UNIT || !engine->units[unit].n_mapped) {
+        status = oo__fail(OO_E_STATE, "member %u is not mapped", id);
+        goto done;
+    }
+    if (engine->dead == OO_OK) /* else nothing of it runs any more */
+        OO_TRY(oo__mark_read(engine, (OOCUstream)stream));
+    engine->units[unit].n_mapped--;
+    oo_plan_unpin(engine->plan, unit);
+    oo__use_ended(engine, unit);
+done:
+    oo__leave(engine);
+    return status;
+}
+
 enum oo_status oo_engine_prefetch(struct oo_engine *engine, struct oo_fetched *fetched) {
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
@@ -517,6 +596,8 @@ enum oo_status oo_engine_hold(struct oo_engine *engine) {
         else
             OO_TRY(oo__drop(engine, i));
     }
+    /* H7: the caller may rewrite what a kernel still reads where it lies. */
+    OO_TRY(oo__await_reads(engine));
 done:
     oo__leave(engine);
     return status;

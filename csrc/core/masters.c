@@ -9,6 +9,7 @@
 #include "call.h"
 #include "feed.h"
 #include "ring.h"
+#include "uses.h"
 
 #include <stdlib.h>
 
@@ -117,8 +118,12 @@ static enum oo_status oo__registration_give(struct oo_engine *engine, struct oo_
 /* Every engine waits for its own copies, whoever unregisters. */
 static enum oo_status oo__copies_have_ended(struct oo_engine *engine) {
     /* H7: no DMA may still use pages that are given back, or written as ordinary memory. */
-    enum oo_status status = oo__synchronize(engine, engine->h2d, 0);
-    return status == OO_OK ? oo__synchronize(engine, engine->d2h, 0) : status;
+    enum oo_status status;
+    OO_TRY(oo__synchronize(engine, engine->h2d, 0));
+    OO_TRY(oo__synchronize(engine, engine->d2h, 0));
+    OO_TRY(oo__await_reads(engine));
+done:
+    return status;
 }
 
 static enum oo_status oo__registration_let_go(struct oo_engine *engine, struct oo_known *known) {

@@ -89,8 +89,10 @@ enum oo_status oo_model_remove(struct oo_engine *engine, uint32_t model) {
         if (engine->units[i].model == model)
             oo__feed_stop(engine, i);
     if (engine->usable) {
-        /* H7: the masters are the caller's again, while copies of them may still be queued. */
+        /* H7: the masters are the caller's again, while copies of them, or kernels that read them,
+         * may still be queued. */
         OO_TRY(oo__synchronize(engine, engine->h2d, 0));
+        OO_TRY(oo__await_reads(engine));
     }
     for (uint32_t i = 0; i < engine->n_units; i++) {
         if (engine->units[i].model != model)

@@ -84,15 +84,6 @@ done:
     return status;
 }
 
-/* Wait on the host for the copy that used a piece last. */
-static enum oo_status oo__ring_wait(struct oo_engine *engine, const struct oo_event *copied) {
-    const OOCUresult ended = engine->driver.cuEventQuery(copied->handle);
-    if (ended != OOCU_ERROR_NOT_READY)
-        return oo__check(engine, "cuEventQuery", ended);
-    engine->stats.host_waits++;
-    return OO_DRIVE(engine, cuEventSynchronize, copied->handle);
-}
-
 enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdeviceptr source,
                                  size_t bytes) {
     struct oo_ring *ring = &engine->down;
@@ -112,7 +103,7 @@ enum oo_status oo__ring_download(struct oo_engine *engine, char *target, OOCUdev
             const size_t begin = (i - OO_RING_PIECES) * piece_bytes;
             const size_t step = bytes - begin < piece_bytes ? bytes - begin : piece_bytes;
             /* H8: the piece's bytes may not have arrived. */
-            OO_TRY(oo__ring_wait(engine, ring->busy[piece]));
+            OO_TRY(oo__event_await(engine, ring->busy[piece]));
             OO_TRY(oo__host_access(engine, staging, step, 0));
             memcpy(target + begin, staging, step);
         }

@@ -196,7 +196,14 @@ struct oo_unit {
     uint32_t n_uses;
     struct oo_begun begun[OO_STREAMS];
     uint32_t n_begun;
-    uint32_t n_kept; /* of its uses: those that oo_engine_end ends */
+    uint32_t n_kept;   /* of its uses: those that oo_engine_end ends */
+    uint32_t n_mapped; /* likewise, oo_engine_unmap */
+};
+
+/* The last reads of masters where they lie, one entry for each stream. */
+struct oo_reads {
+    struct oo_last_use last[OO_STREAMS];
+    uint32_t count;
 };
 
 /* Segments that go back together: struct oo_segment names it. */
@@ -237,6 +244,7 @@ struct oo_engine {
     uint32_t n_members, member_capacity;
     struct oo_model *models;
     uint32_t n_models, model_capacity;
+    struct oo_reads reads;
     struct oo_lease *leases;
     uint32_t leases_made;
     struct oo_known *known; /* host memory that masters may lie in */

@@ -60,6 +60,14 @@ enum oo_status oo__event_take(struct oo_engine *engine, enum oo_event_kind kind,
     return OO_OK;
 }
 
+enum oo_status oo__event_await(struct oo_engine *engine, const struct oo_event *event) {
+    const OOCUresult ended = engine->driver.cuEventQuery(event->handle);
+    if (ended != OOCU_ERROR_NOT_READY)
+        return oo__check(engine, "cuEventQuery", ended);
+    engine->stats.host_waits++;
+    return OO_DRIVE(engine, cuEventSynchronize, event->handle);
+}
+
 void oo__event_give(struct oo_engine *engine, struct oo_event *event) {
     if (!event)
         return;

@@ -12,6 +12,8 @@ enum oo_status oo__events_reserve(struct oo_engine *engine, enum oo_event_kind k
 /* An event that is not recorded. */
 enum oo_status oo__event_take(struct oo_engine *engine, enum oo_event_kind kind,
                               struct oo_event **event);
+/* Wait on the host for what was recorded last; counted where it has not ended yet. */
+enum oo_status oo__event_await(struct oo_engine *engine, const struct oo_event *event);
 /* An event may be recorded anew at once: waits queued on it keep the record they saw. NULL is
  * allowed. */
 void oo__event_give(struct oo_engine *engine, struct oo_event *event);

@@ -67,6 +67,55 @@ enum oo_status oo__order_after_uses(struct oo_engine *engine, const struct oo_un
     return OO_OK;
 }
 
+/* Take the first entry out, once its reads have ended. */
+static enum oo_status oo__await_first_read(struct oo_engine *engine) {
+    struct oo_reads *reads = &engine->reads;
+    const struct oo_last_use *first = &reads->last[0];
+    /* H7: the host rewrites or frees these masters next. */
+    enum oo_status status = first->lost ? oo__synchronize(engine, first->stream, 1)
+                                        : oo__event_await(engine, first->event);
+    if (status != OO_OK)
+        return status;
+    oo__event_give(engine, first->event);
+    reads->count--;
+    memmove(&reads->last[0], &reads->last[1], reads->count * sizeof reads->last[0]);
+    return OO_OK;
+}
+
+enum oo_status oo__mark_read(struct oo_engine *engine, OOCUstream stream) {
+    struct oo_reads *reads = &engine->reads;
+    struct oo_last_use *entry = NULL;
+    for (uint32_t i = 0; i < reads->count; i++)
+        if (reads->last[i].stream == stream)
+            entry = &reads->last[i];
+    if (!entry && reads->count == OO_STREAMS) {
+        enum oo_status status = oo__await_first_read(engine);
+        if (status != OO_OK)
+            return status;
+    }
+    if (!entry) {
+        entry = &reads->last[reads->count++];
+        *entry = (struct oo_last_use){.stream = stream};
+        (void)oo__event_take(engine, OO_ORDERS, &entry->event);
+    }
+    entry->lost = !entry->event || !engine->usable ||
+                  OO_DRIVE(engine, cuEventRecord, entry->event->handle, stream) != OO_OK;
+    engine->stats.lost_uses += entry->lost;
+    return OO_OK;
+}
+
+enum oo_status oo__await_reads(struct oo_engine *engine) {
+    enum oo_status status = OO_OK;
+    while (engine->reads.count && status == OO_OK)
+        status = oo__await_first_read(engine);
+    return status;
+}
+
+void oo__forget_reads(struct oo_engine *engine) {
+    while (engine->reads.count)
+        oo__event_give(engine, engine->reads.last[--engine->reads.count].event);
+}
+
 /* The waits queued on the events keep the records they saw, so the events are free again at once.
  */
 void oo__forget_copy(struct oo_engine *engine, uint32_t id) {

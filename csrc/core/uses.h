@@ -9,6 +9,12 @@
 enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *unit, OOCUstream stream);
 /* Make the h2d stream wait for every use of the unit's bytes. */
 enum oo_status oo__order_after_uses(struct oo_engine *engine, const struct oo_unit *unit);
+/* `stream` has queued its last read, so far, of masters where they lie. */
+enum oo_status oo__mark_read(struct oo_engine *engine, OOCUstream stream);
+/* Wait on the host for all such reads. */
+enum oo_status oo__await_reads(struct oo_engine *engine);
+/* The context is gone, or going, and with it what it had queued. */
+void oo__forget_reads(struct oo_engine *engine);
 /* The unit's device copy is gone; its uses are ordered before the h2d stream already. */
 void oo__forget_copy(struct oo_engine *engine, uint32_t unit);
 /* The error of a call that would take bytes away from one that computes with them. */

@@ -30,6 +30,8 @@
  *     segment     a contiguous piece of the arena; a unit lies in one
  *     lease       the segments that go back together
  *     use         the time between an acquire and its release; its ticket names it
+ *     mapping     a use of masters where they lie, by kernels that read some of their bytes over
+ *                 the link
  *     stamp       a number that changes when a master is rewritten
  *     graph task  a run of autograd's backward; its id tells two of them apart
  *
@@ -208,7 +210,7 @@ enum oo_kind {
 
 enum oo_flags {
     OO_NONBLOCKING =
-        1,        /* acquire, release, keep, stamp: OO_WOULD_BLOCK rather than wait on the host */
+        1, /* acquire, release, keep, map, stamp: OO_WOULD_BLOCK rather than wait on the host */
     OO_LAUNCH = 2 /* acquire: declare the kernel that reads the member, too */
 };
 
@@ -266,6 +268,16 @@ enum oo_status oo_engine_keep(struct oo_engine *engine, uint32_t member, int fla
  * holds; nothing is prefetched. The engine lives as long as there is such a use: its model cannot
  * be removed. */
 enum oo_status oo_engine_end(struct oo_engine *engine, uint64_t ticket, uintptr_t stream);
+/* Begin a use of a member's masters where they lie: work queued on request->stream reads what it
+ * needs of them over the link, and nothing is copied. `address` is that of the first tensor as the
+ * device sees it, 0 where some of the tensors are not page-locked; then nothing has begun. Of the
+ * request, `kind`, `stamp` and `task` are not asked for; a simulated device computes for `seconds`.
+ * Until oo_engine_unmap the member is in use. */
+enum oo_status oo_engine_map(struct oo_engine *engine, const struct oo_request *request, int flags,
+                             uintptr_t *address);
+/* The work that reads the masters has been queued on `stream`. Any thread may say so. To
+ * unlock memory, to forget a model and to hold trainable masters waits for such work. */
+enum oo_status oo_engine_unmap(struct oo_engine *engine, uint32_t member, uintptr_t stream);
 /* The members that are attached are stamped even where OO_E_STATE says that another is not. With
  * OO_NONBLOCKING it says OO_WOULD_BLOCK, and stamps nothing, while another thread is inside. */
 enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *stamps,
@@ -276,7 +288,8 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
 
 /* ---- masters that change ---- */
 
-/* Trainable masters may be rewritten from now on: their copies are dropped, none is prefetched. */
+/* Trainable masters may be rewritten from now on: their copies are dropped, none is prefetched, and
+ * mappings have ended (a host wait where the device still reads). */
 enum oo_status oo_engine_hold(struct oo_engine *engine);
 /* They are stable again. A forward acquire outside a graph task says so too. */
 enum oo_status oo_engine_resume(struct oo_engine *engine);

@@ -509,12 +509,13 @@ struct oo_dl_managed {
     void (*deleter)(struct oo_dl_managed *self);
 };
 
-/* Slot memory as a tensor of bytes, and the use that ends with it. */
+/* Memory of a slot, or of masters, as a tensor of bytes, and the use that ends with it. */
 struct oo_kept {
     struct oo_dl_managed managed; /* first: the deleter gets a pointer to it */
     int64_t nbytes;
     struct oo_engine *engine;
-    uint64_t ticket;
+    uint64_t ticket; /* of a slot's use */
+    uint32_t member; /* whose masters are mapped */
     uintptr_t stream;
 };
 
@@ -528,11 +529,39 @@ static void oo__kept_delete(struct oo_dl_managed *managed) {
     free(kept);
 }
 
+static void oo__mapped_delete(struct oo_dl_managed *managed) {
+    struct oo_kept *kept = (struct oo_kept *)managed;
+    (void)oo_engine_unmap(kept->engine, kept->member, kept->stream);
+    free(kept);
+}
+
 static const char oo__capsule_name[] = "dltensor"; /* a consumer renames it */
 
 static void oo__capsule_delete(PyObject *capsule) {
-    if (PyCapsule_IsValid(capsule, oo__capsule_name))
-        oo__kept_delete(PyCapsule_GetPointer(capsule, oo__capsule_name));
+    if (PyCapsule_IsValid(capsule, oo__capsule_name)) {
+        struct oo_dl_managed *managed = PyCapsule_GetPointer(capsule, oo__capsule_name);
+        managed->deleter(managed);
+    }
+}
+
+/* A capsule of `nbytes` from `address`, on a device by DLPack's numbers. */
+static PyObject *oo__capsule_of(struct oo_kept *kept, uintptr_t address, unsigned long long nbytes,
+                                unsigned long long device_type, unsigned long long device_index) {
+    kept->nbytes = (int64_t)nbytes;
+    kept->managed.tensor = (struct oo_dl_tensor){
+        .data = (void *)address,
+        .device_type = (int32_t)device_type,
+        .device_id = (int32_t)device_index,
+        .n_dimensions = 1,
+        .type_code = 1, /* unsigned */
+        .type_bits = 8,
+        .type_lanes = 1,
+        .shape = &kept->nbytes,
+    };
+    PyObject *capsule = PyCapsule_New(&kept->managed, oo__capsule_name, oo__capsule_delete);
+    if (!capsule)
+        kept->managed.deleter(&kept->managed);
+    return capsule;
 }
 
 static const struct oo_parameter oo__keep_takes[] = {
@@ -555,25 +584,47 @@ static PyObject *oo__engine_keep(PyObject *object, PyObject *const *arguments, P
         free(kept);
         return oo__raise_for(object, status);
     }
-    kept->nbytes = (int64_t)v[3];
     kept->engine = engine;
     kept->ticket = use.ticket;
     kept->stream = (uintptr_t)v[1];
     kept->managed.deleter = oo__kept_delete;
-    kept->managed.tensor = (struct oo_dl_tensor){
-        .data = (void *)(use.address + (uintptr_t)v[2]),
-        .device_type = (int32_t)v[4],
-        .device_id = (int32_t)v[5],
-        .n_dimensions = 1,
-        .type_code = 1, /* unsigned */
-        .type_bits = 8,
-        .type_lanes = 1,
-        .shape = &kept->nbytes,
-    };
-    PyObject *capsule = PyCapsule_New(&kept->managed, oo__capsule_name, oo__capsule_delete);
-    if (!capsule)
-        oo__kept_delete(&kept->managed);
-    return capsule;
+    return oo__capsule_of(kept, use.address + (uintptr_t)v[2], v[3], v[4], v[5]);
+}
+
+static const struct oo_parameter oo__map_takes[] = {OO_ID("member"),
+                                                    OO_ADDRESS("stream"),
+                                                    OO_BYTES("nbytes"),
+                                                    {"device_type", 1, INT_MAX},
+                                                    {"device_index", 0, INT_MAX}};
+
+static PyObject *oo__engine_map(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+    unsigned long long v[5];
+    if (count != 6)
+        return PyErr_Format(PyExc_TypeError, "map() takes 6 arguments, not %zd", count);
+    const double seconds = PyFloat_AsDouble(arguments[5]);
+    if (PyErr_Occurred())
+        return NULL;
+    struct oo_engine *engine = OO_ENGINE_WITH(map, 5, v);
+    if (!engine)
+        return NULL;
+    struct oo_kept *kept = calloc(1, sizeof *kept); /* freed without the GIL */
+    if (!kept)
+        return PyErr_NoMemory();
+    const struct oo_request request = {
+        .member = (uint32_t)v[0], .stream = (uintptr_t)v[1], .seconds = seconds};
+    uintptr_t address;
+    enum oo_status status = oo_engine_map(engine, &request, OO_NONBLOCKING, &address);
+    if (status == OO_WOULD_BLOCK)
+        OO_BLOCKING(status, oo_engine_map(engine, &request, 0, &address));
+    if (status != OO_OK || !address) {
+        free(kept);
+        return oo__none_or_raise(object, status);
+    }
+    kept->engine = engine;
+    kept->member = request.member;
+    kept->stream = request.stream;
+    kept->managed.deleter = oo__mapped_delete;
+    return oo__capsule_of(kept, address, v[2], v[3], v[4]);
 }
 
 static const struct oo_parameter oo__release_takes[] = {OO_NUMBER("ticket"), OO_ADDRESS("stream")};
@@ -902,6 +953,9 @@ static PyMethodDef oo__engine_methods[] = {
     {"keep", OO_FAST(oo__engine_keep),
      "keep($self, member, stream, offset, nbytes, device_type, device_index, /)\n--\n\nA DLPack "
      "capsule of slot memory that stays until the last alias of its tensor is gone."},
+    {"map", OO_FAST(oo__engine_map),
+     "map($self, member, stream, nbytes, device_type, device_index, seconds, /)\n--\n\nA DLPack "
+     "capsule of locked masters where they lie, or None."},
     {"stamp", oo__engine_stamp, METH_O,
      "stamp($self, stamps, /)\n--\n\nThe stamps of masters that were copied."},
     {"release", OO_FAST(oo__engine_release),

@@ -1,7 +1,8 @@
 /* memory.c - which bytes are what: page-locked, device, adopted; capacity, labels, poison.
  *
  * Ranges are disjoint and sorted by address. A range remembers the last copy of each stream that
- * touched it, so that whether it may go away follows from the calls, not from what has run. */
+ * touched it, and page-locked memory the last kernel, so that whether it may go away follows from
+ * the calls, not from what has run. */
 #include "sim_internal.h"
 
 #include <inttypes.h>
@@ -166,9 +167,9 @@ OOCUresult sim__range_remove(struct sim_range *range, const char *call) {
         sim__seed_text(seed, sizeof seed);
         sim__report(range->lo * 31 + actor,
                     "in flight: %s (call #%" PRIu64
-                    ") on %s while a copy on stream \"%s\" may still "
+                    ") on %s while a copy or kernel on stream \"%s\" may still "
                     "use it\n  missing edge: the host has not waited for an event recorded on that "
-                    "stream after the copy\n  schedule: %s",
+                    "stream after it\n  schedule: %s",
                     call, sim.call, text, sim.actors[actor].name, seed);
         return OOCU_ERROR_ILLEGAL_STATE;
     }

@@ -557,7 +557,7 @@ OOCUresult cuMemFree_v2(OOCUdeviceptr ptr) {
 }
 
 OOCUresult cuPointerGetAttribute(void *value, int attribute, OOCUdeviceptr ptr) {
-    enum { CONTEXT = 1, DEVICE_POINTER = 3, HOST_POINTER = 4, DEVICE_ORDINAL = 9 };
+    enum { CONTEXT = 1, HOST_POINTER = 4, DEVICE_ORDINAL = 9 };
     SIM_ENTER(CALL_cuPointerGetAttribute);
     struct sim_range *range = sim__range_at(ptr);
     if (!value || !range)
@@ -567,7 +567,8 @@ OOCUresult cuPointerGetAttribute(void *value, int attribute, OOCUdeviceptr ptr) 
         *(unsigned int *)value = on_device ? OOCU_MEMORYTYPE_DEVICE : OOCU_MEMORYTYPE_HOST;
     else if (attribute == CONTEXT)
         *(OOCUcontext *)value = (OOCUcontext)(uintptr_t)sim.primary[range->device].handle;
-    else if (attribute == DEVICE_POINTER || (attribute == HOST_POINTER && !on_device))
+    else if (attribute == OOCU_POINTER_ATTRIBUTE_DEVICE_POINTER ||
+             (attribute == HOST_POINTER && !on_device))
         *(OOCUdeviceptr *)value = ptr;
     else if (attribute == DEVICE_ORDINAL)
         *(int *)value = range->device;
@@ -736,6 +737,13 @@ static OOCUresult check_ranges(const OOSimRange *ranges, size_t count) {
     return OOCU_SUCCESS;
 }
 
+/* Page-locked memory that a kernel touches stays in use until the kernel has ended. */
+static void kernel_uses(const struct sim_stream *stream, const OOSimRange *touched) {
+    struct sim_range *range;
+    if (touched->bytes && sim__place(touched->ptr, touched->bytes, &range) == PLACE_PINNED)
+        sim__copy_uses(range, stream->actor, sim.actors[stream->actor].epoch);
+}
+
 static OOCUresult launch(struct sim_stream *stream, const OOSimRange *reads, size_t n_reads,
                          const OOSimRange *writes, size_t n_writes, double seconds) {
     struct sim_op *op;
@@ -743,11 +751,15 @@ static OOCUresult launch(struct sim_stream *stream, const OOSimRange *reads, siz
     if (result != OOCU_SUCCESS)
         return result;
     op->cost_s = seconds;
-    for (size_t i = 0; i < n_reads; i++)
+    for (size_t i = 0; i < n_reads; i++) {
         sim__access(stream->actor, SIM_BY_KERNEL, 0, reads[i].ptr, reads[i].ptr + reads[i].bytes);
-    for (size_t i = 0; i < n_writes; i++)
+        kernel_uses(stream, &reads[i]);
+    }
+    for (size_t i = 0; i < n_writes; i++) {
         sim__access(stream->actor, SIM_BY_KERNEL, 1, writes[i].ptr,
                     writes[i].ptr + writes[i].bytes);
+        kernel_uses(stream, &writes[i]);
+    }
     sim.stats.kernels++;
     sim__submit(op);
     return OOCU_SUCCESS;

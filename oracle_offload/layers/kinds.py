@@ -5,20 +5,17 @@ from __future__ import annotations
 from torch import nn
 
 from .conv import Conv2dLayer
+from .embedding import EmbeddingLayer
 from .formats import format_of
 from .linear import LinearLayer
 from .loan import Layer
 from .quantised import QuantisedLayer
 
-KINDS: list[type[Layer]] = [LinearLayer, Conv2dLayer]
+KINDS: list[type[Layer]] = [LinearLayer, Conv2dLayer, EmbeddingLayer]
 
 
 def layer_type(module: nn.Module) -> type[Layer] | None:
     """Return how a module of this class is managed; None where it is not."""
     if format_of(module) is not None:
         return QuantisedLayer
-    forward = type(module).forward
-    for kind in KINDS:
-        if forward is kind.base_forward:
-            return kind
-    return None
+    return next((kind for kind in KINDS if kind.computes(type(module))), None)

@@ -138,6 +138,8 @@ class Leaf:
     required: tuple[str, ...]  # without which it computes nothing
     backward_reads: tuple[str, ...]  # those whose values a derivative asks for
     lends_to_code: ClassVar[bool] = False  # the module's own forward computes: see `layers.any`
+    needs_place: ClassVar[bool] = True  # in the arena; else it is read where it lies, if locked
+    has_buffers: ClassVar[bool] = False  # the module may have some, which are none of its tensors
     may_be_tried: ClassVar[bool] = True  # its tensors can move to the device one by one
     trial: Trial | None = None  # code may read its tensors as values
     on_device = False  # the tensors lie there for good, and so do their gradients
@@ -192,6 +194,14 @@ class Leaf:
         if module._parameters.get("bias") is None and getattr(module, "bias", None) is not None:
             return "its bias is computed, not a parameter"
         return ""
+
+    @classmethod
+    def stands_below(cls, module_class: Any) -> Any:
+        """Return the class that computes where the forward of `module_class` asks ``super()`` to.
+
+        None: the layer computes in the place of the whole forward.
+        """
+        return None
 
     @classmethod
     def prepare(cls, module: nn.Module) -> None:

@@ -172,6 +172,11 @@ class Layer(Borrower, ABC):
 
     # ---- what a kind says ----
 
+    @classmethod
+    def computes(cls, module_class: Any) -> bool:
+        """Whether modules of this class compute as the base class of this kind does."""
+        return module_class.forward is cls.base_forward
+
     @abstractmethod
     def base_call(self, module: Any, x: Tensor, tensors: Tensors) -> Tensor:
         """Compute what the base class's forward does, with the given tensors."""

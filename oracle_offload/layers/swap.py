@@ -33,10 +33,10 @@ _BASE = "_oracle_offload_base"
 
 
 @functools.cache
-def managed_class(base: Any, on_trial: bool) -> Any:
+def managed_class(base: Any, on_trial: bool, below: Any = None) -> Any:
     """Return the subclass of `base` whose forward borrows its weights; one per base, same name.
 
-    `on_trial`: and that looks who reads its weights.
+    `on_trial`: and that looks who reads its weights. `below`: see `Leaf.stands_below`.
     """
 
     def forward(self: Any, input: Tensor) -> Tensor:
@@ -52,11 +52,15 @@ def managed_class(base: Any, on_trial: bool) -> Any:
         return cast("Any", super(made, self)).__getattr__(name)
 
     functools.update_wrapper(forward, base.forward, assigned=("__doc__",), updated=())
-    members = {"forward": torch.compiler.disable(forward)}
+    members = {} if below else {"forward": torch.compiler.disable(forward)}
     if on_trial:
         members["__getattr__"] = torch.compiler.disable(__getattr__)
-    made = _derive(base, members)
+    made = _derive(base, members, below)
     return made
+
+
+def _class_for(leaf: Leaf, base: Any, on_trial: bool) -> Any:
+    return managed_class(base, on_trial, leaf.stands_below(base))
 
 
 @functools.cache
@@ -81,7 +85,7 @@ def lending_class(base: Any) -> Any:
     )
 
 
-def _derive(base: Any, members: dict[str, Any]) -> Any:
+def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
     """Return a subclass of `base` with its name, which keeps masters where they are."""
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -109,7 +113,7 @@ def _derive(base: Any, members: dict[str, Any]) -> Any:
 
     made = type(
         base.__name__,
-        (base,),
+        (base,) if below is None else (base, below),
         {
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
@@ -142,7 +146,9 @@ def swap_in(module: nn.Module, leaf: Leaf) -> None:
     module.__dict__[HANDLE] = leaf
     base = cast("Any", type(module))
     module.__class__ = (
-        lending_class(base) if leaf.lends_to_code else managed_class(base, leaf.trial is not None)
+        lending_class(base)
+        if leaf.lends_to_code
+        else _class_for(leaf, base, leaf.trial is not None)
     )
 
 
@@ -150,7 +156,7 @@ def watch_reads(module: nn.Module) -> None:
     """Tell the trial of a managed module's leaf from now on who reads its weights."""
     base = vars(type(module)).get(_BASE)
     if base is not None:  # else somebody has derived a class, which may look for itself
-        module.__class__ = managed_class(base, True)
+        module.__class__ = _class_for(module.__dict__[HANDLE], base, True)
 
 
 def swap_out(module: nn.Module) -> None:
@@ -196,8 +202,9 @@ def resident_tensors(module: nn.Module) -> list[Tensor | None]:
     """Return what a module has besides masters: Parameters and buffers."""
     if not is_managed(module):
         return [*module._parameters.values(), *module._buffers.values()]
-    if not module.__dict__[HANDLE].lends_to_code:
-        return []  # an operator's tensors travel together
+    leaf: Leaf = module.__dict__[HANDLE]
+    if not leaf.lends_to_code:  # an operator's tensors travel together
+        return [*module._buffers.values()] if leaf.has_buffers else []
     managed = managed_keys(module)
     own = (tensor for key, tensor in module._parameters.items() if key not in managed)
     return [*own, *module._buffers.values()]

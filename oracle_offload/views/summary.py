@@ -45,6 +45,10 @@ class ModelUsage:
     recorded: `stalls` and `stall_s` are what `timed_waits` of all `waits` tell, in proportion.
 
     `kept_bytes` is the part of `resident_bytes` for which ``ram_budget`` had no room on the host.
+
+    `rows_bytes` of tables were read where they lie, by `rows_read` kernels; `step_h2d_bytes` counts
+    them, `h2d_bytes` the copies alone.
+
     `x_min_bytes` is the least that a step can move to the device, docs/how-it-works.md.
     """
 
@@ -58,6 +62,8 @@ class ModelUsage:
     runs_again: int
     flops_again: float
     derived_bytes: int
+    rows_read: int
+    rows_bytes: int
     in_arena_bytes: int
     capacity_bytes: int
     units: int
@@ -239,6 +245,8 @@ def _model_usage(state: DeviceState, attachment: Attachment) -> ModelUsage:
         runs_again=traffic.runs_again,
         flops_again=traffic.flops_again,
         derived_bytes=sum(traffic.derived_bytes.values()),
+        rows_read=traffic.rows_read,
+        rows_bytes=traffic.rows_bytes,
         in_arena_bytes=stats["resident_bytes"],
         capacity_bytes=attachment.arena.capacity_bytes,
         units=stats["units"],
@@ -364,6 +372,11 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
     return [
         *rows,
         ("  to the device, in all", _traffic(model.h2d_bytes, model.h2d_copies, model.h2d_gbps)),
+        *(
+            [("  rows read from the host, in all", f"{format_size(model.rows_bytes)} in {read}")]
+            if (read := model.rows_read)
+            else []
+        ),
         ("  to the host, in all", _traffic(model.d2h_bytes, model.d2h_copies, model.d2h_gbps)),
         ("  hits", hits),
         ("  prefetched / late / stale", f"{model.prefetches} / {model.late} / {model.stale}"),

@@ -133,6 +133,69 @@ static void masters_rewritten_under_a_copy(struct world *w, unsigned missing) {
     detach(w);
 }
 
+/* Queue a kernel that reads the masters of a unit where they lie. */
+static void read_in_place(struct world *w, unsigned i) {
+    const struct oo_request request = {
+        .member = w->member[i], .stream = w->stream, .seconds = 1e-3};
+    uintptr_t address;
+    need(oo_engine_map(w->engine, &request, 0, &address), "map");
+    need(oo_engine_unmap(w->engine, w->member[i], w->stream), "unmap");
+}
+
+static void masters_stepped_under_a_kernel(struct world *w, unsigned missing) {
+    attach(w, 60000);
+    read_in_place(w, 3);
+    absent = missing;
+    need(oo_engine_hold(w->engine), "hold");
+    CHECK(sim.simHostAccess(w->master[3], w->bytes[3], 1) == 0, "refused");
+    absent = 0;
+    read_in_place(w, 3); /* which unlocking waits for */
+    detach(w);
+}
+
+static void masters_given_back_under_a_kernel(struct world *w, unsigned missing) {
+    attach(w, 60000);
+    read_in_place(w, 3);
+    absent = missing;
+    need(oo_model_remove(w->engine, w->model), "remove");
+    CHECK(sim.simHostAccess(w->master[3], w->bytes[3], 1) == 0, "refused");
+    absent = 0;
+    sim.cuCtxPushCurrent_v2(w->context);
+    CHECK(real.cuStreamSynchronize((OOCUstream)w->stream) == 0, "not ended");
+    sim.cuCtxPopCurrent_v2(NULL);
+    w->leased = 0;
+    need(oo_lease_remove(w->engine, w->lease), "remove");
+    need(oo_engine_unlock(w->engine, w->host), "unlock");
+    oo_host_destroy(w->host);
+    free(w->arena);
+}
+
+static void masters_unlocked_under_a_kernel(struct world *w, unsigned missing) {
+    struct oo_host *other;
+    uint32_t unit;
+    size_t offset;
+    attach(w, 60000);
+    need(oo_host_create(w->bytes[3], &other), "memory");
+    need(oo_engine_lock(w->engine, other, OO_ALL_BYTES), "lock");
+    const struct oo_tensor there = {oo_host_address(other), w->bytes[3]};
+    const struct oo_tensor home = {w->master[3], w->bytes[3]};
+    need(oo_member_move(w->engine, w->member[3], &there, 1, &unit, &offset), "move");
+    read_in_place(w, 3);
+    need(oo_member_move(w->engine, w->member[3], &home, 1, &unit, &offset), "move");
+    absent = missing;
+    CHECK(oo_engine_unlock(w->engine, other) == (missing ? OO_E_DRIVER : OO_OK), "unlocked: %s",
+          oo_error_message());
+    absent = 0;
+    if (missing) {
+        sim.cuCtxPushCurrent_v2(w->context);
+        CHECK(real.cuStreamSynchronize((OOCUstream)w->stream) == 0, "not ended");
+        sim.cuCtxPopCurrent_v2(NULL);
+        need(oo_engine_unlock(w->engine, other), "unlock");
+    }
+    oo_host_destroy(other);
+    detach(w);
+}
+
 static void ring_bytes_rewritten_under_a_copy(struct world *w, unsigned missing) {
     sim.simRefuseRegistration(1);
     attach(w, 400000);
@@ -273,7 +336,7 @@ static void h4_bytes_given_back_under_a_kernel(void) {
 static void h4_bytes_given_back_under_a_copy(void) {
     const struct hazard hazard = {"H4, copy",   bytes_given_back_under_a_copy,
                                   SYNCHRONISES, "in flight: simDrop",
-                                  "unit ",      "while a copy on stream \"h2d\""};
+                                  "unit ",      "while a copy or kernel on stream \"h2d\""};
     missed_on_every_schedule(&hazard);
 }
 
@@ -300,7 +363,7 @@ static void h6_a_locked_download(void) {
 static void h7_masters_unlocked_under_a_copy(void) {
     const struct hazard hazard = {"H7, unlocked",     masters_unlocked_under_a_copy,
                                   SYNCHRONISES,       "in flight: cuMemHostUnregister",
-                                  "masters of unit ", "while a copy on stream \"h2d\""};
+                                  "masters of unit ", "while a copy or kernel on stream \"h2d\""};
     missed_on_every_schedule(&hazard);
 }
 
@@ -324,10 +387,34 @@ static void h7_pageable_masters_rewritten_under_a_copy(void) {
     missed_on_every_schedule(&hazard);
 }
 
+static void h7_masters_stepped_under_a_kernel(void) {
+    const struct hazard hazard = {"H7, stepped",      masters_stepped_under_a_kernel,
+                                  EVENT_WAITS,        "masters of unit ",
+                                  "read by a kernel", "write by a host access"};
+    missed_on_every_schedule(&hazard);
+}
+
+static void h7_masters_given_back_under_a_kernel(void) {
+    const struct hazard hazard = {"H7, given back",   masters_given_back_under_a_kernel,
+                                  EVENT_WAITS,        "masters of unit ",
+                                  "read by a kernel", "write by a host access"};
+    missed_on_every_schedule(&hazard);
+}
+
+static void h7_masters_unlocked_under_a_kernel(void) {
+    const struct hazard hazard = {"H7, unlocked by a kernel",
+                                  masters_unlocked_under_a_kernel,
+                                  EVENT_WAITS,
+                                  "in flight: cuMemHostUnregister",
+                                  "masters of unit ",
+                                  "while a copy or kernel on stream"};
+    missed_on_every_schedule(&hazard);
+}
+
 static void h7_a_ring_given_back_under_a_copy(void) {
     const struct hazard hazard = {"H7, ring",    a_ring_given_back_under_a_copy,
                                   SYNCHRONISES,  "in flight: cuMemFreeHost",
-                                  "upload ring", "while a copy on stream \"h2d\""};
+                                  "upload ring", "while a copy or kernel on stream \"h2d\""};
     missed_on_every_schedule(&hazard);
 }
 
@@ -362,6 +449,9 @@ static const struct check_case cases[] = {
     CASE(h7_masters_unlocked_under_a_copy),
     CASE(h7_masters_rewritten_under_a_copy),
     CASE(h7_pageable_masters_rewritten_under_a_copy),
+    CASE(h7_masters_stepped_under_a_kernel),
+    CASE(h7_masters_given_back_under_a_kernel),
+    CASE(h7_masters_unlocked_under_a_kernel),
     CASE(h7_a_ring_given_back_under_a_copy),
     CASE(h8_the_arrival_of_a_locked_download),
     CASE(h8_the_arrival_of_a_download_by_the_ring),

@@ -87,7 +87,7 @@ def test_meta_parameters():
 
 def test_nothing_to_manage():
     with pytest.raises(OffloadError, match="no layer to manage"):
-        oracle_offload.attach(nn.Sequential(nn.LayerNorm(8), nn.Embedding(4, 8)), "cpu")
+        oracle_offload.attach(nn.Sequential(nn.LayerNorm(8), nn.EmbeddingBag(4, 8)), "cpu")
 
 
 def test_attach_twice():

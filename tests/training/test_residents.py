@@ -17,7 +17,7 @@ class Mixed(nn.Module):
 
     def __init__(self, experts=8):
         super().__init__()
-        self.embedding = nn.Embedding(4, 16)
+        self.embedding = nn.Embedding(4, 16, max_norm=1.0)
         self.norm = nn.LayerNorm(16)
         self.linear = nn.Linear(16, 16)
         self.head = nn.Linear(16, 4, bias=False)

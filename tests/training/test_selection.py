@@ -123,7 +123,7 @@ def test_heads_of_attention_and_adapters_are_named_with_their_module():
 class Tied(nn.Module):
     def __init__(self, *names):
         super().__init__()
-        self.embedding = nn.Embedding(8, 8)
+        self.embedding = nn.EmbeddingBag(8, 8)
         self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
         for name in names:
             getattr(self, name).weight = self.embedding.weight

@@ -1,0 +1,194 @@
+"""Managed ``nn.Embedding``: the rows that a batch asks for travel, and not the table.
+
+Masters are page-locked, so the device can read them where they lie: torch's own operator runs on a
+device tensor over the host's memory, and what crosses the link are rows. The gradient needs no
+weight. Where the table is not locked it travels as a whole, through the arena if that has room.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .._core import FORWARD, RECOMPUTE
+from ..errors import NoRoomError
+from ..exemption import exempt
+from ..geometry import tensor_bytes
+from .leaf import Tensors
+from .loan import Layer, Needs, node_of
+from .swap import HANDLE
+
+if TYPE_CHECKING:
+    from ..structure import Structure
+
+_graph_task = torch._C._current_graph_task_id
+_from_dlpack = torch._C._from_dlpack
+_backward = torch.ops.aten.embedding_backward
+_HARMLESS = frozenset({"dtype", "shape", "ndim", "requires_grad"})
+
+
+class LookUp(nn.Embedding):
+    """Stands between ``nn.Embedding`` and a managed class whose forward asks ``super()`` for rows.
+
+    Bart's and Gemma's scale them, OPT's shifts their numbers.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows, where the module is managed, by its layer."""
+        layer = self.__dict__.get(HANDLE)
+        if layer is None:
+            return super().forward(input)
+        return cast("Tensor", layer(input))
+
+
+class EmbeddingLayer(Layer):
+    """A managed ``nn.Embedding``; `x` holds row numbers, of any shape."""
+
+    base_forward = staticmethod(nn.Embedding.forward)
+    names = ("weight",)
+    required = ("weight",)
+    backward_reads = ()
+    node = node_of("ManagedEmbedding")
+    needs_place = False
+    has_buffers = True
+
+    def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
+        super().__init__(module, name, structure)
+        kind = self.state.kind
+        self._where = kind.dlpack_type, self.state.device.index or 0
+
+    @classmethod
+    def computes(cls, module_class: Any) -> bool:
+        """Whether modules of this class look rows up as ``nn.Embedding`` does."""
+        return issubclass(module_class, nn.Embedding) and _looks_up_by_base(module_class)
+
+    @classmethod
+    def unfit(cls, module: nn.Module) -> str:
+        """Say why the module's own tensors keep it from being managed; empty where none does."""
+        if getattr(module, "max_norm", None) is not None:
+            return "max_norm writes its weight in forward"
+        return super().unfit(module)
+
+    @classmethod
+    def stands_below(cls, module_class: Any) -> Any:
+        """Return `LookUp` where the module's class has a forward of its own."""
+        return None if module_class.forward is cls.base_forward else LookUp
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Look up the rows `x`; an unlocked table that fits no arena is copied beside it."""
+        try:
+            return super().__call__(x)
+        except NoRoomError:
+            return self.foreign(x)
+
+    # ---- the table ----
+
+    def lend(
+        self,
+        kind: int,
+        task: int,
+        seconds: float,
+        dtype: torch.dtype | None,
+        compute: Callable[[Tensors], Any],
+    ) -> Any:
+        """Return ``compute`` of the table as it lies on the host, or, unlocked, in a slot."""
+        state = self.state
+        stream = state.stream()
+        if state.time.pending_kernel_s:
+            state.time.flush(stream)
+        (master,) = self.masters.present
+        nbytes = tensor_bytes(master)
+        with torch.inference_mode(False), torch.no_grad():
+            capsule = state.engine.map(self.member, stream, nbytes, *self._where, seconds)
+            if capsule is None:
+                return super().lend(kind, task, seconds, dtype, compute)
+            memory = _from_dlpack(capsule).untyped_storage()
+            table = torch.empty(0, dtype=master.dtype, device=state.device)
+            table.set_(memory, 0, master.shape, master.stride())
+        try:
+            with exempt():
+                rows = compute((table,))
+        finally:  # a traceback may keep this frame, and with it the use
+            del capsule, memory, table
+        self.attachment.traffic.note_rows(tensor_bytes(rows))
+        return rows
+
+    # ---- what a kind says ----
+
+    def base_call(self, module: Any, x: Tensor, tensors: Any) -> Tensor:
+        """``F.embedding`` with the given table."""
+        (table,) = tensors
+        return F.embedding(
+            x, table, module.padding_idx, None, 2.0, module.scale_grad_by_freq, module.sparse
+        )
+
+    def call(self, x: Tensor) -> Tensor:
+        """Look up rows; autocast has no part in that."""
+        if torch.is_grad_enabled() and self.masters.present[0].requires_grad:
+            return cast("Tensor", self.node(x, self, None, *self.trained(None)))
+        seconds = self.forward_seconds(x) if self.state.simulated else 0.0
+        task = _graph_task()
+        kind = FORWARD if task == -1 else RECOMPUTE
+        return cast("Tensor", self.lend(kind, task, seconds, None, lambda t: self.compute(x, t)))
+
+    def compute(self, x: Tensor, tensors: Tensors) -> Tensor:
+        """``F.embedding`` where autograd records nothing."""
+        return self.base_call(self.module(), x, tensors)
+
+    def record(self, ctx: Any, x: Tensor, trained: Tensors, tensors: Tensors) -> Tensor:
+        """``F.embedding``; the row numbers are kept, and what the gradient is made by."""
+        module: Any = self.module()
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        ctx.save_for_backward(x)
+        ctx.how = module.weight.shape[0], padding, module.scale_grad_by_freq, module.sparse
+        return self.compute(x, tensors)
+
+    def derivative(self, ctx: Any, grad: Tensor, needs: Needs) -> Tensors:
+        """Return the gradient of the table; dense, unless the module asks for a sparse one."""
+        (x,) = ctx.saved_tensors
+        return None, _backward(grad, x, *ctx.how) if needs[1] else None
+
+    def forward_seconds(self, x: Tensor) -> float:
+        """Return how long the simulated device reads the rows, over the link."""
+        _, moved = self.forward_cost(x)
+        return self.state.time.link_seconds(moved)
+
+    def forward_cost(self, x: Tensor) -> tuple[float, int]:
+        """Read the rows."""
+        table = self.masters.present[0]
+        return 0.0, x.numel() * table.shape[1] * table.element_size()
+
+    def backward_cost(self, grad: Tensor, needs: Needs) -> tuple[float, int]:
+        """Nothing: no loan is taken."""
+        return 0.0, 0
+
+
+@functools.cache
+def _looks_up_by_base(module_class: Any) -> bool:
+    """Whether each forward between this class and ``nn.Embedding`` asks ``super()`` for the rows.
+
+    Such a class scales them, or shifts their numbers; of the weight it asks at most what the host
+    can answer as well.
+    """
+    for base in module_class.__mro__:
+        if base is nn.Embedding:
+            return True
+        forward = vars(base).get("forward")
+        if forward is None:
+            continue
+        code = getattr(forward, "__code__", None)
+        if code is None or not {"super", "forward"} <= set(code.co_names):
+            return False
+        steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
+        for step, after in pairwise(steps):
+            if step.argval == "weight" and after.argval not in _HARMLESS:
+                return False
+    return False
