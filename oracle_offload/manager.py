@@ -16,7 +16,7 @@ from .engines import DeviceState, open_state, opened
 from .errors import OffloadError
 from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers
-from .geometry import aligned, stored_bytes, unit_bytes
+from .geometry import aligned, stored_bytes
 from .host import memory
 from .kept import Kept, keep
 from .layers.any import find_wrappers, wrap

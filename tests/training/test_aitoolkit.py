@@ -137,7 +137,7 @@ def test_a_second_attach_does_nothing():
 
 
 def test_a_model_with_nothing_to_manage_is_left_alone():
-    model = nn.Sequential(nn.LayerNorm(8), nn.Embedding(4, 8))
+    model = nn.Sequential(nn.LayerNorm(8), nn.EmbeddingBag(4, 8))
     assert MemoryManager.attach(model, "cpu") is None
     assert not hasattr(model, "_memory_manager") and not open_states()
     assert MemoryManager.detach(model) is None

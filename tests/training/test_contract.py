@@ -369,7 +369,7 @@ def test_encoder_layer(device="cpu"):
 
 def test_parametrised_and_tied_weights_stay_resident():
     parametrised = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
-    embedding, head, free = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+    embedding, head, free = nn.EmbeddingBag(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
     head.weight = embedding.weight
     model = nn.ModuleList([parametrised, embedding, head, free])
     chosen = selection.select(model)
