@@ -1,4 +1,4 @@
-"""Training where the driver collects work before it hands it to the device, as Windows' (WDDM) does.
+"""Training where the driver collects work before it hands it to the device: Windows' (WDDM) does.
 
 Same bits, no step that never ends, copies that still overlap with the work before them, and figures
 that are figures.
