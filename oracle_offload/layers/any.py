@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from .._core import BACKWARD, FORWARD, RECOMPUTE
-from ..errors import OffloadError, StaleWeightsError
+from ..errors import OffloadError
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
 from ..gradients import note_trainable
 from ..locks import Lock
-from .leaf import Masters, Tensors
+from .leaf import Masters, Tensors, version_of
 from .loan import Borrower, once_differentiable
 from .swap import HANDLE, list_weights, swap_in
 
@@ -326,29 +326,12 @@ class AnyLayer(Borrower):
 
     def take_again(self, note: _Note) -> Tensor:
         """Return, for backward, what forward saw: an alias of a slot taken anew."""
-        self._check_unchanged(note)
+        self.check_unchanged((note.name,), note.masters, note.version)
         self.state.turned = True
         if self.member < 0:
             self.refuse_detached()
         slot = self.borrow(BACKWARD, _graph_task())
         return self.tensor_in(slot, note.at, note.dtype, note.shape, note.stride)
-
-    def _check_unchanged(self, note: _Note) -> None:
-        now = self.parameters.get(note.name)
-        address = note.masters.addresses[note.name]
-        version = 0 if now is None or now.is_inference() else now._version
-        if now is not None and now.data_ptr() == address and version == note.version:
-            return
-        what = (
-            "was replaced through .data"
-            if version == note.version
-            else f"is at version {version}; expected version {note.version} instead"
-        )
-        raise StaleWeightsError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: the {note.name} of managed layer '{self.name}' {what}. Change weights "
-            "after backward, or leave the layer resident with ignore_modules=[...]."
-        )
 
 
 @functools.cache
@@ -394,8 +377,7 @@ class _Note:
         self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
         self.name = layer.name_at(at)
         self.masters = layer.masters
-        master = layer.parameters[self.name]
-        self.version = 0 if master.is_inference() else master._version
+        self.version = version_of((layer.parameters[self.name],))
 
 
 class _Notes:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -109,18 +109,20 @@ class Borrower(Leaf):
         names = self.backward_reads if kind == BACKWARD else self.names
         return cast_tensors(dtype, tensors, [name in names for name in self.names])
 
-    def check_unchanged(self, masters: Masters, expected: int) -> None:
+    def check_unchanged(self, names: Sequence[str], masters: Masters, expected: int) -> None:
         """Raise `StaleWeightsError` where a tensor that backward reads is not what forward used.
 
         Parameters
         ----------
+        names : sequence of str
+            Of those that backward reads.
         masters : Masters
             The layer's in forward.
         expected : int
-            Their `version_of`, of those that backward reads.
+            The `version_of` those that backward reads.
         """
         read, moved = [], False
-        for name in self.backward_reads:
+        for name in names:
             tensor = self.parameters.get(name)
             if tensor is None:
                 moved = True
@@ -138,7 +140,7 @@ class Borrower(Leaf):
             )
             raise StaleWeightsError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: the {' or '.join(self.backward_reads)} of managed layer "
+                f"inplace operation: the {' or '.join(names)} of managed layer "
                 f"'{self.name}' {what}. Change weights after backward, or leave the layer resident "
                 "with ignore_modules=[...]."
             )
@@ -299,7 +301,7 @@ class Layer(Borrower, ABC):
     ) -> Any:
         """`lend` in backward, where the tensors are what forward used."""
         _, dtype, _, masters, version = ctx.loan
-        self.check_unchanged(masters, version)
+        self.check_unchanged(self.backward_reads, masters, version)
         state = self.state
         seconds = 0.0
         if state.simulated:
