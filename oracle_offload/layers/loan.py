@@ -276,10 +276,7 @@ class Layer(Borrower, ABC):
                     return cast("Tensor", self.node(x, self, dtype, *self.trained(dtype)))
             if x.requires_grad:
                 return cast("Tensor", self.node(x, self, dtype))
-        task, compute = _graph_task(), self.compute
-        seconds = self.forward_seconds(x) if self.state.simulated else 0.0
-        kind = FORWARD if task == -1 else RECOMPUTE
-        return cast("Tensor", self.lend(kind, task, seconds, dtype, lambda t: compute(x, t)))
+        return self.lend_unrecorded(x, dtype)
 
     def trained(self, dtype: torch.dtype | None) -> Tensors:
         """Return what gradients of each tensor go to; None where it needs none."""
@@ -295,6 +292,13 @@ class Layer(Borrower, ABC):
         """Return how long the simulated device computes forward."""
         flops, moved = self.forward_cost(x)
         return self.state.time.kernel_seconds(flops, moved, x.dtype)
+
+    def lend_unrecorded(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """`lend` in a forward of which autograd records nothing."""
+        task, compute = _graph_task(), self.compute
+        seconds = self.forward_seconds(x) if self.state.simulated else 0.0
+        kind = FORWARD if task == -1 else RECOMPUTE
+        return cast("Tensor", self.lend(kind, task, seconds, dtype, lambda t: compute(x, t)))
 
     def lend_backward(
         self, ctx: Any, grad: Tensor, needs: Needs, compute: Callable[[Tensors], Any]

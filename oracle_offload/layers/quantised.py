@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from .._core import FORWARD, RECOMPUTE
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
 from ..operators import autocast_reaches_kernels
@@ -26,7 +25,6 @@ from .swap import base_class, is_managed
 if TYPE_CHECKING:
     from ..structure import Structure
 
-_graph_task = torch._C._current_graph_task_id
 _LARGEST_TABLE = 4096  # bytes
 
 
@@ -270,10 +268,7 @@ class QuantisedLayer(Layer):
                 return cast("Tensor", self.node(x, self, None, *trained))
             if x.requires_grad:
                 return cast("Tensor", self.node(x, self, None))
-        task, compute = _graph_task(), self.compute
-        seconds = self.forward_seconds(x) if self.state.simulated else 0.0
-        kind = FORWARD if task == -1 else RECOMPUTE
-        return cast("Tensor", self.lend(kind, task, seconds, None, lambda t: compute(x, t)))
+        return self.lend_unrecorded(x, None)
 
     def trained(self, dtype: torch.dtype | None) -> Tensors:
         """Return the module's parameters that need a gradient, None for those that do not."""
