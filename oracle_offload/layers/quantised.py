@@ -18,7 +18,7 @@ from ..operators import autocast_reaches_kernels
 from .derivatives import Input
 from .flatten import Copy, Places, copy_tables, is_wrapper, plain_tensors
 from .formats import Format, format_of
-from .leaf import Tensors
+from .leaf import Masters, Tensors
 from .loan import Layer, Needs, node_of
 from .swap import base_class, is_managed
 
@@ -48,6 +48,7 @@ class QuantisedLayer(Layer):
         self.required = tuple({path.partition(".")[0]: None for path in self.names})
         # What the input's gradient asks for: of plain parameters, the bias alone is not.
         self.backward_reads = tuple(path for path in self.names if path != "bias")
+        self._alike: tuple[Masters | None, list[tuple[Tensor | None, ...]]] = None, []
         super().__init__(module, name, structure)
         self._bring_wrappers_home(module)
 
@@ -155,11 +156,11 @@ class QuantisedLayer(Layer):
         trains : bool
             Whether trainable parameters shall require grad in it.
         """
-        masters = self.masters
-        replaced = dict(zip(map(id, masters.tensors), tensors, strict=True))
-        for path, others in plain_tensors(module, self.format.holders)[1].items():
-            for other in others:
-                replaced[id(other)] = replaced[id(self.parameters.get(path))]
+        replaced = {
+            id(tensor): lent
+            for alike, lent in zip(self._masters_and_aliases(module), tensors, strict=True)
+            for tensor in alike
+        }
         wrappers = getattr(tensors, "wrappers", {})
         made = Copy(cast("Any", replaced), self.format.holders, {} if trains else wrappers).module(
             module, base_class(module)
@@ -169,6 +170,21 @@ class QuantisedLayer(Layer):
                 if own is not None and own.requires_grad:
                     made._parameters[key].requires_grad_()
         return made
+
+    def _masters_and_aliases(self, module: nn.Module) -> list[tuple[Tensor | None, ...]]:
+        """Return each master with the tensors over its bytes, which are looked for once."""
+        masters, alike = self._alike
+        if masters is not self.masters:
+            masters, same = self.masters, plain_tensors(module, self.format.holders)[1]
+            rows = zip(self.names, masters.tensors, strict=True)
+            alike = [(tensor, *same.get(path, ())) for path, tensor in rows]
+            self._alike = masters, alike
+        return alike
+
+    def forget_masters(self) -> None:
+        """Let go of the tensors, so that their memory can go; they are current no more."""
+        super().forget_masters()
+        self._alike = None, []
 
     # ---- what a kind says ----
 
