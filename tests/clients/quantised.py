@@ -9,8 +9,48 @@ from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
 from optimum import quanto
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torchao import quantization as ao
 from torchao.quantization.quant_api import IntxWeightOnlyConfig
+
+from oracle_offload.layers.quantised import QuantisedLayer
+
+MODES = ["plain", "reentrant", "not-reentrant", "autocast"]
+
+
+def quantised_layers(manager):
+    return [layer for layer in manager.layers if isinstance(layer, QuantisedLayer)]
+
+
+def through(blocks, x, mode="plain"):
+    for block in blocks:
+        if mode in ("plain", "autocast"):
+            x = block(x)
+        else:
+            x = checkpoint(block, x, use_reentrant=mode == "reentrant")
+    return x
+
+
+def step_of(x, mode="plain"):
+    """Return a training step of a list of blocks, and a sample of the first of them."""
+
+    def step(model):
+        given = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+            y = through(model, given, mode)
+        y.float().square().mean().backward()
+        with torch.no_grad():
+            return y, given.grad, model[0](x)
+
+    return step
+
+
+def bitsandbytes_like(plain, kind, **options):
+    """Return a layer of bitsandbytes with the weights of an ``nn.Linear``, not yet quantised."""
+    shape, bias = (plain.in_features, plain.out_features), plain.bias is not None
+    linear = getattr(bitsandbytes.nn, kind)(*shape, bias=bias, **options)
+    linear.load_state_dict(plain.state_dict())
+    return linear
 
 
 def torchao(config):
@@ -32,10 +72,7 @@ def optimum_quanto(weights):
 
 def bitsandbytes_linear(kind, **options):
     def make(features, out_features):
-        plain = nn.Linear(features, out_features)
-        linear = getattr(bitsandbytes.nn, kind)(features, out_features, **options)
-        linear.load_state_dict(plain.state_dict())
-        return linear
+        return bitsandbytes_like(nn.Linear(features, out_features), kind, **options)
 
     return make, lambda model: model.to("cpu")
 

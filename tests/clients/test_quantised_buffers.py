@@ -11,13 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from equality import assert_models_agree, attached
+from quantised import MODES, quantised_layers, step_of
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers.integrations import finegrained_fp8, nvfp4
 
 from oracle_offload.layers.flatten import Copy, plain_tensors
-from oracle_offload.layers.quantised import QuantisedLayer
 
 WIDTH = 64
 
@@ -124,7 +123,7 @@ def test_a_copy_takes_a_tensor_that_came_after_attach_as_it_is():
     assert made.weight.data_ptr() == replaced[id(layer.weight)].data_ptr()
 
 
-@pytest.mark.parametrize("mode", ["plain", "reentrant", "not-reentrant", "autocast"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_modules_of_plain_quantised_tensors(name, mode):
     models = []
@@ -134,20 +133,8 @@ def test_modules_of_plain_quantised_tensors(name, mode):
     managed, resident = models
     x = torch.randn(2, 5, WIDTH)
 
-    def step(model):
-        y = given = x.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
-            for block in model:
-                if mode in ("plain", "autocast"):
-                    y = block(y)
-                else:
-                    y = checkpoint(block, y, use_reentrant=mode == "reentrant")
-        y.float().square().mean().backward()
-        with torch.no_grad():
-            return y, given.grad, model[0](x)
-
     with attached(managed) as manager:
-        quantised = [layer for layer in manager.layers if isinstance(layer, QuantisedLayer)]
+        quantised = quantised_layers(manager)
         assert len(quantised) == 3, manager.resident
         assert {path for layer in quantised for path in layer.names} >= {"weight"}
-        assert_models_agree(managed, resident, step)
+        assert_models_agree(managed, resident, step_of(x, mode))

@@ -9,36 +9,19 @@ import pytest
 import quantised
 import torch
 from equality import assert_models_agree, assert_same, attached
-from quantised import FORMATS, model_of
+from quantised import FORMATS, model_of, quantised_layers, step_of, through
 from torch import nn
 from torchao import quantization as ao
 
 from oracle_offload.layers.linear import LinearLayer
-from oracle_offload.layers.quantised import QuantisedLayer
 
 X = torch.linspace(-2, 2, 2 * 5 * 64).sin().view(2, 5, 64).to(torch.bfloat16)
+step = step_of(X)
 IN_QUANTO = [name for name in FORMATS if name.startswith("quanto")]
 
 
 def pair(name):
     return model_of(name, torch.bfloat16), model_of(name, torch.bfloat16)
-
-
-def quantised_layers(manager):
-    return [layer for layer in manager.layers if isinstance(layer, QuantisedLayer)]
-
-
-def through(model, x):
-    for block in model:
-        x = block(x)
-    return x
-
-
-def step(model):
-    given = X.clone().requires_grad_()
-    y = through(model, given)
-    y.float().square().mean().backward()
-    return y, given.grad
 
 
 def infer(model):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import bitsandbytes
 import models
 import peft
 import pytest
 import torch
 from optimum import quanto
+from quantised import bitsandbytes_like, quantised_layers
 from sides import compare
 from torch import nn
 from torchao import quantization as ao
-
-from oracle_offload.layers.quantised import QuantisedLayer
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -34,11 +32,7 @@ def bitsandbytes_linear(kind, **options):
     def convert(model):
         for name, module in list(model.named_modules()):
             if is_quantised(module, name):
-                bias = module.bias is not None
-                shape = module.in_features, module.out_features
-                linear = getattr(bitsandbytes.nn, kind)(*shape, bias=bias, **options)
-                linear.load_state_dict(module.state_dict())
-                model.set_submodule(name, linear)
+                model.set_submodule(name, bitsandbytes_like(module, kind, **options))
         model.to("cpu")
 
     return convert
@@ -65,8 +59,8 @@ def test_lora_on_a_quantised_model(library, when):
         if when == "before":
             side.attach(adapted)
         for manager in side.managers:
-            quantised = [layer for layer in manager.layers if isinstance(layer, QuantisedLayer)]
-            assert len(quantised) == 21, manager.resident  # seven of each of three blocks
+            # Seven of each of three blocks.
+            assert len(quantised_layers(manager)) == 21, manager.resident
         trained = [p for p in adapted.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
         seen = []
