@@ -76,7 +76,7 @@ def gguf(made: Any, grad: Tensor, x: Input) -> Tensor | None:
         return None  # another forward, with kernels that may be there
     library = _own("diffusers.quantizers.gguf.utils")
     weight = library.dequantize_gguf_tensor(made.weight).to(made.compute_dtype)
-    return input_gradient(grad, (weight,), x.shape, x.stride, False)
+    return input_gradient(grad, (weight,), x.shape, x.stride)
 
 
 def fp8(made: Any, grad: Tensor, x: Input) -> Tensor | None:
@@ -106,15 +106,15 @@ def _torchao_int8(weight: Any, grad: Tensor, x: Input) -> Tensor | None:
     else:
         rows = rows * weight.scale.to(x.dtype).flatten()
         values = weight.qdata.t().to(x.dtype).t()
-    return input_gradient(rows, (values,), flat.shape, flat.stride(), False).reshape(x.shape)
+    return input_gradient(rows, (values,), flat.shape, flat.stride()).reshape(x.shape)
 
 
 def _torchao_float8(weight: Any, grad: Tensor, x: Input) -> Tensor | None:
-    return input_gradient(grad, (weight.t().dequantize().t(),), x.shape, x.stride, False)
+    return input_gradient(grad, (weight.t().dequantize().t(),), x.shape, x.stride)
 
 
 def _torchao_intx(weight: Any, grad: Tensor, x: Input) -> Tensor | None:
-    return input_gradient(grad, (weight.dequantize(),), x.shape, x.stride, False)
+    return input_gradient(grad, (weight.dequantize(),), x.shape, x.stride)
 
 
 _OF_TORCHAO = {

@@ -40,11 +40,11 @@ class LinearLayer(Layer):
         return linear(x, w, b, weight.requires_grad and w.dtype is weight.dtype)[0]
 
     def record(self, ctx: Any, x: Tensor, trained: Tensors, tensors: Any) -> Tensor:
-        """``F.linear``; the input, or its folded copy, is kept for a weight gradient alone."""
+        """``F.linear``; the input, as it was folded, is kept for a weight gradient alone."""
         trains = trained[0] is not None
         w, b = tensors
         y, folded = linear(x, w, b, trains)
-        ctx.geometry = x.shape, x.stride(), folded is not None
+        ctx.geometry = x.shape, x.stride(), None if folded is None else folded.stride()
         if trains:
             ctx.save_for_backward(x if folded is None else folded)
         return y
@@ -103,7 +103,7 @@ def linear(
     Returns
     -------
     tuple
-        The result, and the folded copy of `x` where one was made.
+        The result, and `x` as a matrix where it was folded so: a copy, or a view of a batch of one.
     """
     if not requires_grad or x.dim() <= 2 or x.is_contiguous() or _folds(x):
         y = F.linear(x, w, b)
@@ -115,7 +115,11 @@ def linear(
 
 
 def input_gradient(
-    grad: Tensor, tensors: Any, shape: torch.Size, stride: tuple[int, ...], copied: bool
+    grad: Tensor,
+    tensors: Any,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    folded: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Gradient of the input, by the operator that torch would use for this geometry.
 
@@ -127,8 +131,8 @@ def input_gradient(
         The weight, ``(out_features, in_features)``, and what is not read.
     shape, stride : tuple of int
         Of the input that forward saw.
-    copied : bool
-        Whether forward folded the input by a copy.
+    folded : tuple of int, optional
+        Strides of the matrix that forward folded the input into because the weight is trainable.
     """
     w: Tensor = tensors[0]
     dims = len(shape)
@@ -141,19 +145,19 @@ def input_gradient(
     for size in shape[:-1]:
         rows *= size
     # A meta tensor answers by the same code what the folded view would look like.
-    if dims > 2 and not copied and not is_contiguous(shape, stride):
+    if dims > 2 and folded is None and not is_contiguous(shape, stride):
         probe = torch.empty_strided(shape, stride, device="meta")
         if not _folds(probe):
             batch = rows // shape[-2]
             g3 = grad.reshape(batch, shape[-2], w.shape[0])
             return torch.bmm(g3, w.expand(batch, *w.shape)).reshape(shape)
     g2 = grad.reshape(rows, w.shape[0])
-    # mm_mat1_grad turns the product round for a column-major input; a folded one is column-major
-    # only in degenerate shapes.
-    if not copied and (rows == 1 or features == 1 or stride[-1] != 1):
-        probe = torch.empty_strided(shape, stride, device="meta").reshape(rows, features)
-        if _is_column_major(probe):
-            return torch.mm(w.t(), g2.t()).t().reshape(shape)
+    # mm_mat1_grad turns the product round for a column-major input.
+    if folded is None and (rows == 1 or features == 1 or stride[-1] != 1):
+        probe = torch.empty_strided(shape, stride, device="meta")
+        folded = probe.reshape(rows, features).stride()
+    if folded is not None and folded == (1, rows):
+        return torch.mm(w.t(), g2.t()).t().reshape(shape)
     return torch.mm(g2, w).reshape(shape)
 
 
@@ -161,11 +165,6 @@ def _folds(x: Tensor) -> bool:
     """Whether ``at::matmul`` multiplies an input of three or more dimensions as one matrix."""
     shape, stride = x.shape, x.stride()
     return all(stride[i] == stride[i + 1] * shape[i + 1] for i in range(len(shape) - 2))
-
-
-def _is_column_major(matrix: Tensor) -> bool:
-    stride = matrix.stride()
-    return stride[0] == 1 and stride[1] == matrix.shape[0]
 
 
 def is_contiguous(shape: torch.Size, stride: tuple[int, ...]) -> bool:

@@ -231,6 +231,7 @@ GEOMETRIES = {
     "batch": lambda k: torch.randn(2, 5, k),
     "transposed batch": lambda k: torch.randn(5, 2, k).transpose(0, 1),
     "transposed features": lambda k: torch.randn(2, k, 5).transpose(1, 2),
+    "transposed features of one": lambda k: torch.randn(1, k, 5).transpose(1, 2),
     "sliced batch": lambda k: torch.randn(2, 4, 2 * k)[:, :, :k],
     "expanded batch": lambda k: torch.randn(1, 3, k).expand(5, 3, k),
     "image": lambda k: torch.randn(2, k, 3, 4).permute(0, 2, 3, 1),
