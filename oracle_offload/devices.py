@@ -10,6 +10,7 @@ import abc
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -65,6 +66,18 @@ class Device(abc.ABC):
         """Give those back to the device."""
         return
 
+    def memory(self) -> tuple[int, int] | None:
+        """Return bytes of the device, free and in all; None where only an engine can tell."""
+        return None
+
+    def now_s(self) -> float:
+        """Return the host's clock, in seconds since no matter when."""
+        return time.perf_counter()
+
+    @abc.abstractmethod
+    def is_idle(self, stream: int) -> bool:
+        """Whether all that was queued on `stream` has ended; asking waits for nothing."""
+
     def set_data(self, tensor: Tensor, data: Tensor) -> None:
         """Let `tensor`, which others know by its identity, be `data` from now on."""
         tensor.data = data
@@ -80,6 +93,7 @@ class Simulated(Device):
     """The simulated driver; torch's tensors lie in host memory."""
 
     dlpack_type = 1
+    _has_clock = False
 
     @staticmethod
     def find(device: torch.device) -> torch.device:
@@ -88,7 +102,9 @@ class Simulated(Device):
 
     def open_engine(self) -> _core.Engine:
         """Return a new engine over the simulated driver."""
-        return _core.Engine(str(simulator.library_path()), 0)
+        engine = _core.Engine(str(simulator.library_path()), 0)
+        self._has_clock = engine.simulated  # not so over a driver that only pretends, to measure us
+        return engine
 
     def stream_of(self, engine: _core.Engine) -> Callable[[], int]:
         """Return what answers the engine's own stream: torch has none there.
@@ -106,6 +122,14 @@ class Simulated(Device):
             return stream
 
         return answer
+
+    def now_s(self) -> float:
+        """Return the host's virtual clock, in seconds: it moves only when the host waits."""
+        return simulator.now() if self._has_clock else super().now_s()
+
+    def is_idle(self, stream: int) -> bool:
+        """Whether all that was queued on `stream` has ended by then."""
+        return self._has_clock and simulator.is_idle(stream)
 
 
 class Cuda(Device):
@@ -156,6 +180,19 @@ class Cuda(Device):
     def release_cached(self) -> None:
         """Give those back to the device."""
         torch.cuda.empty_cache()
+
+    def memory(self) -> tuple[int, int] | None:
+        """Return bytes of the device, free and in all; None before CUDA has started."""
+        return torch.cuda.mem_get_info(self.device) if torch.cuda.is_initialized() else None
+
+    def is_idle(self, stream: int) -> bool:
+        """Whether all that was queued on `stream` has ended; False while a graph is captured."""
+        try:
+            if torch.cuda.is_current_stream_capturing():  # a query would end the capture
+                return False
+            return torch.cuda.ExternalStream(stream, device=self.device).query()
+        except RuntimeError:  # the context is lost: who uses it next says so
+            return False
 
 
 KINDS: dict[str, type[Device]] = {"cuda": Cuda, "cpu": Simulated}  # by torch's device type

@@ -20,6 +20,7 @@ from torch.optim import optimizer as torch_optimizer
 from . import _core, devices, simulator, step_scalars
 from .errors import OffloadError
 from .locks import Lock
+from .pace import Pace
 from .simulated_time import SimulatedTime
 
 logger = logging.getLogger("oracle_offload")
@@ -84,6 +85,7 @@ class DeviceState:
         try:
             self.simulated = self.engine.simulated
             self.stream = self.kind.stream_of(self.engine)
+            self.pace = Pace(self.kind.now_s)
             self.time = SimulatedTime(simulator.get_device(0) if self.simulated else None)
             self.engine.set_verify(os.environ.get("ORACLE_OFFLOAD_VERIFY", "0") not in ("", "0"))
         except BaseException:
@@ -158,9 +160,21 @@ class DeviceState:
         with self.lock:
             self.listeners = tuple(other for other in self.listeners if other is not listener)
 
+    def begin_use(self) -> int:
+        """Return the stream that a use of weights is about to be queued on, with all before it."""
+        stream = self.stream()
+        if self.time.pending_kernel_s:
+            self.time.flush(stream)
+        pace = self.pace
+        pace.uses += 1
+        if pace.uses >= pace.next_look:
+            pace.look(self.kind.is_idle(stream))
+        return stream
+
     def begin_forward(self) -> None:
         """The first managed forward after a backward: the arena may grow to what was learned."""
         self.turned = False
+        self.pace.passes += 1
         with self.lock:
             for listener in self.listeners:
                 listener.before_forward()
@@ -258,3 +272,5 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                 state.engine.resume()
             for listener in state.listeners:
                 listener.after_step()
+            if state.listeners:
+                state.pace.end_step(state.engine.stats())

@@ -409,6 +409,13 @@ def hold(stream: int, on: bool = True) -> None:
     _check("simHold", library().simHold(stream, int(on)), f"stream {stream:#x}")
 
 
+def is_idle(stream: int) -> bool:
+    """Whether all that was queued on a stream has ended by `now`; asking runs nothing."""
+    idle = ctypes.c_int()
+    _check("simIdle", library().simIdle(stream, ctypes.byref(idle)), f"stream {stream:#x}")
+    return bool(idle.value)
+
+
 def patience(milliseconds: int) -> None:
     """Set how long a wait waits for a host function to return before it reports a deadlock."""
     _check("simPatience", library().simPatience(milliseconds))

@@ -373,6 +373,16 @@ OOCUresult simHold(OOCUstream handle, int on) {
 
 /* ---- observation ---- */
 
+OOCUresult simIdle(OOCUstream handle, int *idle) {
+    sim_os_lock(&sim.lock);
+    sim__boot();
+    const struct sim_stream *stream = sim__stream(handle);
+    if (stream && idle)
+        *idle = !stream->tail;
+    sim_os_unlock(&sim.lock);
+    return stream ? OOCU_SUCCESS : OOCU_ERROR_INVALID_HANDLE;
+}
+
 OOCUresult simGetStats(struct sim_stats *out) {
     if (!out)
         return OOCU_ERROR_INVALID_VALUE;

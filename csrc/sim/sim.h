@@ -113,6 +113,9 @@ SIM_API OOCUresult simFault(const char *call, uint64_t nth, OOCUresult result, i
 SIM_API OOCUresult simFaultClear(void);
 /* A stream that makes no progress until `on` is 0 again, as if its current operation hung. */
 SIM_API OOCUresult simHold(OOCUstream stream, int on);
+/* Whether all that was queued on a stream has ended by simNow(). Unlike cuStreamQuery it runs
+ * nothing, and the host knows no more than before. */
+SIM_API OOCUresult simIdle(OOCUstream stream, int *idle);
 /* How long a wait bears with a host function that does not return before it is called a deadlock
  * (real time; 10,000 ms by default). */
 SIM_API OOCUresult simPatience(unsigned int milliseconds);

@@ -71,9 +71,7 @@ class Borrower(Leaf):
             The arena has no room for the unit; it is a `torch.OutOfMemoryError`.
         """
         state = self.state
-        stream = state.stream()
-        if state.time.pending_kernel_s:
-            state.time.flush(stream)
+        stream = state.begin_use()
         try:
             ticket, address, fetched = state.engine.acquire(
                 self.member, stream, version_of(self.masters.present), kind, task, seconds

@@ -8,6 +8,7 @@ call and seconds come from events on the device.
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from ..residents import list_residents, resident_bytes
 from ..sizes import format_size
 from ..traffic import stalls_of, stalls_text
 from .schema import schema
+from .terminal import Text
+from .verdict import Load, Verdict, judge
 
 if TYPE_CHECKING:
     from ..engines import DeviceState
@@ -117,6 +120,7 @@ class DeviceUsage:
     recoveries: int
     allocations: int
     models: list[ModelUsage] = field(default_factory=list)
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -144,7 +148,11 @@ class MemoryReport:
     def __str__(self) -> str:
         if not self.devices:
             return "oracle_offload: no model is attached"
-        return "\n".join(_table(device, self) for device in self.devices)
+        verdicts = [d.verdict.sentence(d.device) for d in self.devices if d.verdict is not None]
+        text = Text(_WIDTH + 2)
+        for sentence in verdicts:
+            text.block(sentence)
+        return str(text).lstrip("\n") + "\n".join(_table(device, self) for device in self.devices)
 
     __repr__ = __str__
 
@@ -224,6 +232,25 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
         recoveries=stats["recoveries"],
         allocations=stats["allocations"],
         models=[_model_usage(state, attachment) for attachment in attachments],
+        verdict=_verdict(state, stats),
+    )
+
+
+def _verdict(state: DeviceState, stats: Mapping[str, Any]) -> Verdict:
+    """Judge the steps of a device, which all of its models take part in."""
+    loads = [
+        Load(held.weight_bytes, held.arena.capacity_bytes, held.traffic.step_h2d_bytes or 0)
+        for held in attachments_on(state)
+        if held.is_attached
+    ]
+    unlocked = _rate(stats["unlocked_h2d_bytes"], stats["unlocked_h2d_seconds"])
+    return judge(
+        state.pace.window(),
+        state.pace.ended,
+        loads,
+        stats["pageable_bytes"],
+        # On the simulated device the host's threads are timed by a real clock, the steps are not.
+        None if unlocked is None or state.simulated else unlocked * 1e9,
     )
 
 

@@ -125,6 +125,7 @@ def test_calls_are_counted_by_name_and_together(driver: Driver) -> None:
         (lambda: simulator.drop(0x1230), "simDrop: .*at 0x1230"),
         (lambda: simulator.advance(-1.0), r"simAdvance: .*-1\.0 s"),
         (lambda: simulator.hold(0x77), "simHold: .*stream 0x77"),
+        (lambda: simulator.is_idle(0x77), "simIdle: .*stream 0x77"),
         (lambda: simulator.label_stream(0x77, "x"), "simLabelStream: .*0x77"),
         (lambda: simulator.launch(0x77, seconds=-1.0), r"simLaunch: .*stream 0x77.*-1\.0 s"),
     ],
