@@ -156,8 +156,8 @@ def choose(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
             by_reason.setdefault(reason, []).append(name or type(root).__name__)
         why = "; ".join(f"{listed(names, 3)}: {reason}" for reason, names in by_reason.items())
         raise NothingToManage(
-            f"{type(root).__name__} has no layer to manage: no nn.Linear or nn.Conv2d with plain "
-            "floating-point weights" + (f" ({why})" if why else "") + "."
+            f"{type(root).__name__} has no layer to manage: no Linear, convolution or embedding "
+            "with plain floating-point weights" + (f" ({why})" if why else "") + "."
         )
     return Selection(leaves, resident, parameters)
 

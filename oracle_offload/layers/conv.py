@@ -1,40 +1,41 @@
-"""Managed ``nn.Conv2d``: operator, derivative and cost."""
+"""Managed ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``: operator, derivative and cost."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..autocast import cast_dtype, cast_input
+from .inherited import WithInherited
 from .leaf import Tensors
-from .loan import Layer, Needs, node_of
+from .loan import Needs, node_of
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
 
-class Conv2dLayer(Layer):
-    """A managed ``nn.Conv2d``; `x` is ``(N, C, H, W)`` or ``(C, H, W)``.
+class ConvLayer(WithInherited):
+    """A managed convolution; `x` is ``(N, C, *)`` or ``(C, *)``, with `axes` sizes in ``*``.
 
     The operator gets it batched, and padded where the padding is not the operator's own.
     """
 
-    base_forward = staticmethod(nn.Conv2d.forward)
+    axes: ClassVar[int]
+    none: ClassVar[tuple[int, ...]]  # as a padding
     names = ("weight", "bias")
     required = ("weight",)
     backward_reads = ("weight",)
-    node = node_of("ManagedConv2d")
     # Of the operator: what padding_mode and 'same' leave to it. Set for each call.
     arguments: tuple[Any, ...] = ()
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
     groups: int
 
     def base_call(self, module: Any, x: Tensor, tensors: Any) -> Tensor:
-        """``F.conv2d`` with the given tensors."""
+        """``F.conv2d``, or its like, with the given tensors."""
         w, b = tensors
         return cast("Tensor", module._conv_forward(x, w, b))
 
@@ -44,17 +45,20 @@ class Conv2dLayer(Layer):
         if self.arguments != self.arguments_of(module):
             self.read_arguments(module)
         weight = self.masters.present[0]
-        if x.dim() not in (3, 4) or x.shape[-3] != weight.shape[1] * self.groups:
-            # torch's own words for a wrong shape, from tensors without data.
-            module._conv_forward(
-                torch.empty_like(x, device="meta"), torch.empty_like(weight, device="meta"), None
-            )
+        channels = -1 - self.axes
+        if x.dim() - self.axes not in (1, 2) or x.shape[channels] != weight.shape[1] * self.groups:
+            # torch's own words for a wrong shape, from tensors of a single element.
+            given = [
+                torch.zeros((), dtype=t.dtype, device=self.state.device).expand(t.shape)
+                for t in (x, weight)
+            ]
+            module._conv_forward(*given, None)
         if self.pad_mode != "constant":
             x = F.pad(x, self.pad, mode=self.pad_mode)  # type: ignore[arg-type]
         dtype = cast_dtype(self.device_type)
         if dtype is not None:
             x = cast_input(x, dtype)
-        batched = x.dim() == 4
+        batched = x.dim() == self.axes + 2
         if not batched:
             x = x.unsqueeze(0)
         if self.pad is not None and self.pad_mode == "constant":
@@ -81,18 +85,18 @@ class Conv2dLayer(Layer):
         if module.padding_mode != "zeros":
             self.pad = list(module._reversed_padding_repeated_twice)
             self.pad_mode = module.padding_mode
-            self.padding = (0, 0)
+            self.padding = self.none
         elif module.padding == "valid":
-            self.padding = (0, 0)
+            self.padding = self.none
         elif module.padding == "same":
             left, extra = [], []
             for size, step in zip(self.arguments[-1][2:], module.dilation, strict=True):
                 total = step * (size - 1)
                 left.append(total // 2)
                 extra.append(total - 2 * (total // 2))
-            self.padding = (left[0], left[1])
+            self.padding = tuple(left)
             if any(extra):
-                self.pad = [0, extra[1], 0, extra[0]]
+                self.pad = [side for after in reversed(extra) for side in (0, after)]
         else:
             self.padding = module.padding
 
@@ -100,7 +104,7 @@ class Conv2dLayer(Layer):
         """``at::convolution`` with the layer's arguments."""
         w, b = tensors
         return torch.convolution(
-            x, w, b, self.stride, self.padding, self.dilation, False, (0, 0), self.groups
+            x, w, b, self.stride, self.padding, self.dilation, False, self.none, self.groups
         )
 
     def record(self, ctx: Any, x: Tensor, trained: Tensors, tensors: Any) -> Tensor:
@@ -150,7 +154,7 @@ class Conv2dLayer(Layer):
                 self.padding,
                 self.dilation,
                 False,
-                (0, 0),
+                self.none,
                 self.groups,
                 needs,
             ),
@@ -160,7 +164,7 @@ class Conv2dLayer(Layer):
         """2 x outputs x weights per output channel."""
         weight = self.masters.present[0]
         outputs = x.shape[0] * weight.shape[0]
-        for axis in (0, 1):
+        for axis in range(self.axes):
             reach = self.dilation[axis] * (weight.shape[2 + axis] - 1) + 1
             outputs *= (x.shape[2 + axis] + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
         per_output = weight.numel() // max(1, weight.shape[0])
@@ -174,3 +178,30 @@ class Conv2dLayer(Layer):
         per_output = weight.numel() // max(1, weight.shape[0])
         moved = products * (2 * grad.numel() + weight.numel()) * grad.element_size()
         return 2.0 * products * grad.numel() * per_output, moved
+
+
+class Conv1dLayer(ConvLayer):
+    """A managed ``nn.Conv1d``."""
+
+    axes, none = 1, (0,)
+    base = nn.Conv1d
+    base_forward = staticmethod(nn.Conv1d.forward)
+    node = node_of("ManagedConv1d")
+
+
+class Conv2dLayer(ConvLayer):
+    """A managed ``nn.Conv2d``."""
+
+    axes, none = 2, (0, 0)
+    base = nn.Conv2d
+    base_forward = staticmethod(nn.Conv2d.forward)
+    node = node_of("ManagedConv2d")
+
+
+class Conv3dLayer(ConvLayer):
+    """A managed ``nn.Conv3d``, or a causal one that pads before it asks ``super()``."""
+
+    axes, none = 3, (0, 0, 0)
+    base = nn.Conv3d
+    base_forward = staticmethod(nn.Conv3d.forward)
+    node = node_of("ManagedConv3d")

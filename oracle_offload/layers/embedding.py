@@ -7,10 +7,7 @@ weight. Where the table is not locked it travels as a whole, through the arena i
 
 from __future__ import annotations
 
-import dis
-import functools
 from collections.abc import Callable
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,9 +18,9 @@ from .._core import FORWARD, RECOMPUTE
 from ..errors import NoRoomError
 from ..exemption import exempt
 from ..geometry import tensor_bytes
+from .inherited import WithInherited
 from .leaf import Tensors
-from .loan import Layer, Needs, node_of
-from .swap import HANDLE
+from .loan import Needs, node_of
 
 if TYPE_CHECKING:
     from ..structure import Structure
@@ -31,34 +28,18 @@ if TYPE_CHECKING:
 _graph_task = torch._C._current_graph_task_id
 _from_dlpack = torch._C._from_dlpack
 _backward = torch.ops.aten.embedding_backward
-_HARMLESS = frozenset({"dtype", "shape", "ndim", "requires_grad"})
 
 
-class LookUp(nn.Embedding):
-    """Stands between ``nn.Embedding`` and a managed class whose forward asks ``super()`` for rows.
-
-    Bart's and Gemma's scale them, OPT's shifts their numbers.
-    """
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the rows, where the module is managed, by its layer."""
-        layer = self.__dict__.get(HANDLE)
-        if layer is None:
-            return super().forward(input)
-        return cast("Tensor", layer(input))
-
-
-class EmbeddingLayer(Layer):
+class EmbeddingLayer(WithInherited):
     """A managed ``nn.Embedding``; `x` holds row numbers, of any shape."""
 
+    base = nn.Embedding
     base_forward = staticmethod(nn.Embedding.forward)
     names = ("weight",)
     required = ("weight",)
     backward_reads = ()
     node = node_of("ManagedEmbedding")
     needs_place = False
-    has_buffers = True
 
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
         super().__init__(module, name, structure)
@@ -66,21 +47,11 @@ class EmbeddingLayer(Layer):
         self._where = kind.dlpack_type, self.state.device.index or 0
 
     @classmethod
-    def computes(cls, module_class: Any) -> bool:
-        """Whether modules of this class look rows up as ``nn.Embedding`` does."""
-        return issubclass(module_class, nn.Embedding) and _looks_up_by_base(module_class)
-
-    @classmethod
     def unfit(cls, module: nn.Module) -> str:
         """Say why the module's own tensors keep it from being managed; empty where none does."""
         if getattr(module, "max_norm", None) is not None:
             return "max_norm writes its weight in forward"
         return super().unfit(module)
-
-    @classmethod
-    def stands_below(cls, module_class: Any) -> Any:
-        """Return `LookUp` where the module's class has a forward of its own."""
-        return None if module_class.forward is cls.base_forward else LookUp
 
     def __call__(self, x: Tensor) -> Tensor:
         """Look up the rows `x`; an unlocked table that fits no arena is copied beside it."""
@@ -169,26 +140,3 @@ class EmbeddingLayer(Layer):
     def backward_cost(self, grad: Tensor, needs: Needs) -> tuple[float, int]:
         """Nothing: no loan is taken."""
         return 0.0, 0
-
-
-@functools.cache
-def _looks_up_by_base(module_class: Any) -> bool:
-    """Whether each forward between this class and ``nn.Embedding`` asks ``super()`` for the rows.
-
-    Such a class scales them, or shifts their numbers; of the weight it asks at most what the host
-    can answer as well.
-    """
-    for base in module_class.__mro__:
-        if base is nn.Embedding:
-            return True
-        forward = vars(base).get("forward")
-        if forward is None:
-            continue
-        code = getattr(forward, "__code__", None)
-        if code is None or not {"super", "forward"} <= set(code.co_names):
-            return False
-        steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
-        for step, after in pairwise(steps):
-            if step.argval == "weight" and after.argval not in _HARMLESS:
-                return False
-    return False

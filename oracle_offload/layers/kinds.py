@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from torch import nn
 
-from .conv import Conv2dLayer
+from .conv import Conv1dLayer, Conv2dLayer, Conv3dLayer
 from .embedding import EmbeddingLayer
 from .formats import format_of
 from .linear import LinearLayer
 from .loan import Layer
 from .quantised import QuantisedLayer
 
-KINDS: list[type[Layer]] = [LinearLayer, Conv2dLayer, EmbeddingLayer]
+KINDS: list[type[Layer]] = [
+    LinearLayer,
+    Conv1dLayer,
+    Conv2dLayer,
+    Conv3dLayer,
+    EmbeddingLayer,
+]
 
 
 def layer_type(module: nn.Module) -> type[Layer] | None:

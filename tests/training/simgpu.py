@@ -272,6 +272,7 @@ _LOWER_PRECISION = (
     "baddbmm",
     "conv1d",
     "conv2d",
+    "conv3d",
     "convolution",
     "prelu",
     "scaled_dot_product_attention",

@@ -16,6 +16,8 @@ LAYERS = {
     "linear of one row": (lambda: nn.Linear(12, 20, bias=False), (12,)),
     "convolution": (lambda: nn.Conv2d(4, 6, (3, 5), padding=(1, 2)), (2, 4, 9, 11)),
     "grouped": (lambda: nn.Conv2d(4, 8, 3, groups=2), (2, 4, 9, 11)),
+    "one axis": (lambda: nn.Conv1d(4, 6, 5, stride=2, padding=2), (2, 4, 19)),
+    "three axes": (lambda: nn.Conv3d(4, 6, (2, 3, 4), dilation=(1, 2, 1)), (2, 4, 5, 9, 7)),
     "strided": (lambda: nn.Conv2d(4, 6, 3, stride=(2, 3), dilation=(1, 2)), (2, 4, 16, 21)),
 }
 
@@ -58,7 +60,7 @@ def test_simulated_time_is_of_the_operations_that_torch_counts(build, shape, dty
         half = backward[0] / 2, backward[1] / 2, dtype
         assert train(False, True)[1] == half, "one of two products"
         # Of a Linear, the gradient of the weight needs no weight, and no loan.
-        convolves = isinstance(resident, nn.Conv2d)
+        convolves = not isinstance(resident, nn.Linear)
         assert train(True, False)[1:] == ([half] if convolves else [])
         asked.clear()
         with torch.no_grad():

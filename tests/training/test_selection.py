@@ -223,8 +223,8 @@ def test_a_model_with_nothing_to_manage_says_why_of_each_layer():
     with pytest.raises(OffloadError) as said:
         select(model, "?")
     assert str(said.value) == (
-        "Sequential has no layer to manage: no nn.Linear or nn.Conv2d with plain floating-point "
-        "weights ('0', '1', '2' and 2 more: named in ignore_modules)."
+        "Sequential has no layer to manage: no Linear, convolution or embedding with plain "
+        "floating-point weights ('0', '1', '2' and 2 more: named in ignore_modules)."
     )
     with pytest.raises(OffloadError, match=r"floating-point weights\.$"):
         select(nn.Tanh())

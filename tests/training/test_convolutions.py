@@ -1,0 +1,251 @@
+"""Convolutions of one and three axes, transposed and causal ones: the resident model's bits."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from equality import assert_models_agree, assert_same, attached, resident_pair
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from oracle_offload import selection
+from oracle_offload.layers.any import AnyLayer
+from oracle_offload.layers.conv import Conv1dLayer, Conv2dLayer, Conv3dLayer
+from oracle_offload.layers.inherited import answering_class
+
+CHANNELS = 4
+SIZES = {1: (11,), 2: (7, 9), 3: (5, 6, 7)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch):
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
+
+
+class Causal(nn.Conv3d):
+    """As Wan's and Qwen-Image's: it pads, with frames that are given, and ``super()`` computes."""
+
+    def forward(self, x, before=None):
+        frames = self.kernel_size[0] - 1
+        if before is not None:
+            x = torch.cat([before.to(x.device), x], dim=-4 + 1)
+            frames -= before.shape[-4 + 1]
+        return super().forward(F.pad(x, (1, 1, 1, 1, frames, 0)))
+
+
+class WithFrames(nn.Module):
+    """Calls a causal convolution by keyword, and positionally."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = Causal(CHANNELS, CHANNELS, 3)
+
+    def forward(self, x):
+        y = self.conv(x, x[:, :, :1])
+        return self.conv(y, before=None)
+
+
+class Net(nn.Module):
+    def __init__(self, make, reentrant=None):
+        super().__init__()
+        self.blocks, self.reentrant = nn.ModuleList([make(), make()]), reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else self.again(block, x)
+            x = torch.tanh(x)
+        return x
+
+    def again(self, block, x):
+        return checkpoint(block, x, use_reentrant=self.reentrant)
+
+
+def make_step(axes, device, dtype=torch.float32, autocast=False, batched=True):
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(*((2,) if batched else ()), CHANNELS, *SIZES[axes], generator=generator)
+
+    def step(model):
+        leaf = x.to(device, dtype).detach().requires_grad_()
+        context = contextlib.nullcontext()
+        if autocast:
+            context = torch.autocast(torch.device(device).type, torch.bfloat16)
+        with context:
+            y = model(leaf)
+        weights = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape)
+        (y.float() * weights).sum().backward()
+        return [y.detach(), leaf.grad]
+
+    return step
+
+
+CLASSES = {
+    1: (nn.Conv1d, Conv1dLayer),
+    2: (nn.Conv2d, Conv2dLayer),
+    3: (nn.Conv3d, Conv3dLayer),
+}
+PADDINGS = [
+    {"padding": 1},
+    {"padding": "valid"},
+    {"padding": "same", "dilation": 2},
+    {"padding": "same", "kernel_size": 2},
+    {"padding": 1, "padding_mode": "reflect"},
+    {"padding": 1, "padding_mode": "replicate"},
+    {"padding": 1, "padding_mode": "circular"},
+    {"padding": "same", "kernel_size": 2, "padding_mode": "circular"},
+    {"padding": 2, "stride": 2, "dilation": 2, "bias": False},
+    {"padding": 1, "groups": CHANNELS},
+]
+
+
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("options", PADDINGS, ids=str)
+@pytest.mark.parametrize("axes", [1, 3])
+def test_each_padding_has_the_residents_bits(device, axes, options, trainable):
+    torch.manual_seed(0)
+    made, kind = CLASSES[axes]
+    options = {"kernel_size": 3, **options}
+    model = Net(lambda: made(CHANNELS, CHANNELS, **options)).requires_grad_(trainable)
+    managed, resident = resident_pair(model)
+    with attached(managed, device) as manager:
+        assert manager.resident == {} and {type(layer) for layer in manager.layers} == {kind}
+        for batched in (True, False):
+            step = make_step(axes, device, batched=batched)
+            assert_models_agree(managed, resident, step, steps=1, device=device)
+
+
+WAYS = {
+    "conv1d": (1, lambda: nn.Conv1d(CHANNELS, CHANNELS, 3, padding=1), Conv1dLayer),
+    "conv3d": (3, lambda: nn.Conv3d(CHANNELS, CHANNELS, 3, padding=1, groups=2), Conv3dLayer),
+    "causal": (3, lambda: WithFrames(), Conv3dLayer),
+    "transposed": (2, lambda: nn.ConvTranspose2d(CHANNELS, CHANNELS, 3, padding=1), AnyLayer),
+}
+
+
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non"])
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_convolution_has_the_residents_bits(device, way, trainable, reentrant, how):
+    torch.manual_seed(0)
+    axes, make, kind = WAYS[way]
+    dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
+    model = Net(make, reentrant).to(dtype).requires_grad_(trainable)
+    managed, resident = resident_pair(model)
+    with attached(managed, device) as manager:
+        assert manager.resident == {}
+        assert all(isinstance(layer, kind) for layer in manager.layers)
+        step = make_step(axes, device, dtype, how == "autocast")
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        with torch.no_grad():
+            x = torch.ones(1, CHANNELS, *SIZES[axes]).to(device, dtype)
+            assert_same(managed(x), resident(x))
+
+
+TRANSPOSED = [
+    {"stride": 2, "output_padding": 1},
+    {"stride": 2, "padding": 1, "output_padding": 1, "dilation": 2},
+    {"groups": 2, "bias": False},
+    {"padding": 1, "groups": CHANNELS, "dilation": 2},
+]
+
+
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("options", TRANSPOSED, ids=str)
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_a_transposed_convolution_has_the_residents_bits(device, axes, options, trainable):
+    torch.manual_seed(0)
+    made = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[axes - 1]
+    model = Net(lambda: made(CHANNELS, CHANNELS, 3, **options)).requires_grad_(trainable)
+    managed, resident = resident_pair(model)
+    with attached(managed, device) as manager:
+        assert manager.resident == {}
+        assert all(isinstance(layer, AnyLayer) for layer in manager.layers)
+        step = make_step(axes, device)
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+
+
+def test_the_output_size_of_a_transposed_convolution_is_the_callers(device):
+    class Sized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.ConvTranspose2d(CHANNELS, CHANNELS, 3, stride=2)
+
+        def forward(self, x):
+            return self.up(x, output_size=[2 * size + 2 for size in x.shape[2:]])
+
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Net(Sized))
+    with attached(managed, device) as manager:
+        assert manager.resident == {}
+        assert_models_agree(managed, resident, make_step(2, device), steps=1, device=device)
+
+
+class Kept(torch.autograd.graph.saved_tensors_hooks):
+    """What autograd keeps for backward."""
+
+    def __init__(self):
+        self.bytes = 0
+        super().__init__(self.pack, lambda tensor: tensor)
+
+    def pack(self, tensor):
+        self.bytes += tensor.nbytes
+        return tensor
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_a_frozen_convolution_keeps_no_activation(device, axes):
+    made, kind = CLASSES[axes]
+    model = made(CHANNELS, CHANNELS, 3, padding=1).requires_grad_(False)
+    x = torch.randn(2, CHANNELS, *SIZES[axes]).to(device).requires_grad_()
+    with attached(model, device) as manager:
+        assert [type(layer) for layer in manager.layers] == [kind]
+        with (kept := Kept()):
+            model(x).sum().backward()
+        assert kept.bytes == 0
+    resident = model.to(device)
+    with (kept := Kept()):
+        resident(x).sum().backward()
+    assert kept.bytes >= x.nbytes
+
+
+def test_a_wrong_shape_is_refused_in_torchs_words(device):
+    for axes, (made, _) in CLASSES.items():
+        managed, resident = resident_pair(made(CHANNELS, CHANNELS, 3))
+        resident.to(device)
+        with attached(managed, device):
+            for shape in ((2, CHANNELS + 1, *SIZES[axes]), SIZES[axes], (1, 1, 2, 2, 2, 2, 2)):
+                said = []
+                for model in (managed, resident):
+                    with pytest.raises(RuntimeError) as raised:
+                        model(torch.ones(shape).to(device))
+                    said.append(str(raised.value))
+                assert said[0] == said[1]
+            managed(torch.ones(2, CHANNELS, *SIZES[axes]).to(device))
+
+
+class ReadsBias(nn.Conv3d):
+    def forward(self, x):
+        return super().forward(x) + self.bias.sum()
+
+
+class Decorated(nn.Conv1d):
+    forward = torch.no_grad()(nn.Conv1d.forward)
+
+
+def test_which_subclasses_have_the_operator(device):
+    models = {
+        Causal(4, 4, 3): Conv3dLayer,
+        ReadsBias(4, 4, 3): AnyLayer,
+        Decorated(4, 4, 3): AnyLayer,
+        type("Named", (nn.Conv1d,), {})(4, 4, 3): Conv1dLayer,
+    }
+    for model, kind in models.items():
+        with attached(model, device) as manager:
+            assert all(isinstance(layer, kind) for layer in manager.layers)
+            if isinstance(model, Causal):
+                below = answering_class(nn.Conv3d)
+                assert type(model).__mro__[1:4] == (Causal, below, nn.Conv3d)
