@@ -256,6 +256,12 @@ class Engine:
     def residents(self) -> list[tuple[int, int, int, int]]:
         """[(unit, address, nbytes, pins)] of the arena, by address."""
 
+    def visits(self, model: int, /) -> list[tuple[int, int]]:
+        """[(unit, kind)] of the latest uses of the model's units, oldest first."""
+
+    def expect(self, visits: list[tuple[int, int]], /) -> None:
+        """Predict this sweep of (unit, kind), which an earlier run has learned."""
+
 def live() -> dict[str, int]:
     """Objects of this extension alive now: {"engines", "buffers", "buffer_bytes"}."""
 

@@ -61,6 +61,7 @@ NOTES: dict[str, dict[str, str]] = {
             "`ram_budget` bounds the host memory for weights; what has no room stays on the "
             "device. With room for none of them there is nothing to stream."
         ),
+        "is not a path": "`order_file` is the name of a file or a folder, or None.",
         "the system does not tell how much memory is free": (
             '`/proc/meminfo` is hidden here, so `"auto"` has nothing to go by.'
         ),

@@ -9,11 +9,12 @@
 /* Visits remembered. A step of a model with 1,000 units is 3,000 visits; the match needs one
  * earlier period and the current one. */
 enum { OO_TRACE_BITS = 16, OO_TRACE = 1 << OO_TRACE_BITS, OO_TRACE_MASK = OO_TRACE - 1 };
+_Static_assert(2 * OO_MAX_EXPECTED <= OO_TRACE, "what is expected is remembered twice");
 enum { OO_CANDIDATES = 32, OO_CONTEXT = 256 }; /* bounds of one search for a match */
 enum { OO_LOOKAHEAD = 16 };                    /* uses of a unit looked at to find one far off */
 #define OO_NOWHERE UINT64_MAX                  /* an index into the trace that is none */
 
-struct oo_visit {
+struct oo_trace_entry {
     uint32_t unit;
     enum oo_kind kind;
     uint64_t previous, next; /* indices of this unit's visits before and after, or OO_NOWHERE */
@@ -45,9 +46,9 @@ struct oo_plan {
     struct oo_arena arena;
     struct oo_plan_unit *units;
     uint32_t n_units, capacity;
-    struct oo_visit *trace; /* ring: visit i at i & OO_TRACE_MASK */
-    uint64_t now;           /* visits so far; the current one is now - 1 */
-    uint64_t match;         /* an earlier visit after which the future is expected to repeat */
+    struct oo_trace_entry *trace; /* ring: visit i at i & OO_TRACE_MASK */
+    uint64_t now;                 /* visits so far; the current one is now - 1 */
+    uint64_t match; /* an earlier visit after which the future is expected to repeat */
     struct oo_ahead ahead;
     uint64_t longest_block; /* in visits: shorter ones need no counting */
     size_t block_bytes;
@@ -135,7 +136,7 @@ struct oo_block *oo_plan_resident(const struct oo_plan *plan, uint32_t unit) {
 
 /* ---- the trace and the match ---- */
 
-static const struct oo_visit *oo__visit_at(const struct oo_plan *plan, uint64_t index) {
+static const struct oo_trace_entry *oo__visit_at(const struct oo_plan *plan, uint64_t index) {
     return &plan->trace[index & OO_TRACE_MASK];
 }
 
@@ -273,7 +274,8 @@ static void oo__ahead_pass(struct oo_plan *plan) {
 
 void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
     const uint64_t previous = plan->units[unit].last;
-    plan->trace[plan->now & OO_TRACE_MASK] = (struct oo_visit){unit, kind, previous, OO_NOWHERE};
+    plan->trace[plan->now & OO_TRACE_MASK] =
+        (struct oo_trace_entry){unit, kind, previous, OO_NOWHERE};
     if (previous != OO_NOWHERE && oo__remembered(plan, previous))
         plan->trace[previous & OO_TRACE_MASK].next = plan->now;
     plan->units[unit].last = plan->now++;
@@ -293,12 +295,21 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
         oo__learn_order(plan);
 }
 
+uint64_t oo_plan_first_visit(const struct oo_plan *plan) {
+    return plan->now < OO_TRACE ? 0 : plan->now - OO_TRACE + 1;
+}
+uint64_t oo_plan_end_of_visits(const struct oo_plan *plan) { return plan->now; }
+struct oo_visit oo_plan_visit_at(const struct oo_plan *plan, uint64_t number) {
+    const struct oo_trace_entry *entry = oo__visit_at(plan, number);
+    return (struct oo_visit){entry->unit, entry->kind};
+}
+
 /* Nothing to go by yet: forward in order of creation, backward against it; a recompute stays near.
  */
 static uint64_t oo__guess_next_use(const struct oo_plan *plan, uint32_t unit) {
     if (plan->now == 0)
         return (uint64_t)unit + 1;
-    const struct oo_visit *current = oo__visit_at(plan, plan->now - 1);
+    const struct oo_trace_entry *current = oo__visit_at(plan, plan->now - 1);
     const uint64_t distance = unit > current->unit ? unit - current->unit : current->unit - unit;
     const int lies_ahead =
         current->kind == OO_RECOMPUTE || (current->kind == OO_BACKWARD) == (unit < current->unit);
@@ -324,7 +335,7 @@ static uint64_t oo__evictable_next_use(const void *context, uint32_t unit) {
 
 /* When the unit of predicted visit `index` is used after that. */
 static uint64_t oo__use_after(const struct oo_plan *plan, uint64_t index) {
-    const struct oo_visit *visit = oo__visit_at(plan, index);
+    const struct oo_trace_entry *visit = oo__visit_at(plan, index);
     if (visit->next != OO_NOWHERE)
         return visit->next;
     return plan->match + oo_plan_next_use(plan, visit->unit) +
@@ -435,7 +446,7 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
 static int oo__fetch_guessed(struct oo_plan *plan, uint32_t *unit, struct oo_window *window) {
     if (plan->now == 0 || oo__visit_at(plan, plan->now - 1)->kind == OO_RECOMPUTE)
         return 0;
-    const struct oo_visit *current = oo__visit_at(plan, plan->now - 1);
+    const struct oo_trace_entry *current = oo__visit_at(plan, plan->now - 1);
     const int descending = current->kind == OO_BACKWARD;
     uint32_t next = current->unit;
     do {

@@ -37,6 +37,10 @@ uint32_t oo_plan_pins(const struct oo_plan *plan, uint32_t unit);
 /* A unit is used now. Each of its members' uses is a visit of its own: between them the unit is
  * needed at once again, and must not look as if it were done with. */
 void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind);
+/* The visits that are remembered: numbers from the first one to the one before the end. */
+uint64_t oo_plan_first_visit(const struct oo_plan *plan);
+uint64_t oo_plan_end_of_visits(const struct oo_plan *plan);
+struct oo_visit oo_plan_visit_at(const struct oo_plan *plan, uint64_t number);
 /* Visits from now until the unit's next use; OO_NEVER when the prediction has none. */
 uint64_t oo_plan_next_use(const struct oo_plan *plan, uint32_t unit);
 /* Largest run of distinct bytes between a unit's recompute and its backward: one checkpointed

@@ -282,6 +282,21 @@ enum oo_status oo_engine_unmap(struct oo_engine *engine, uint32_t member, uintpt
  * OO_NONBLOCKING it says OO_WOULD_BLOCK, and stamps nothing, while another thread is inside. */
 enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *stamps,
                                uint32_t count, int flags);
+/* A use of a unit, as the engine remembers it to predict the next ones. */
+struct oo_visit {
+    uint32_t unit;
+    enum oo_kind kind;
+};
+#define OO_MAX_EXPECTED 32768
+
+/* The latest uses of the model's units, oldest first: up to `capacity` rows; `count` receives how
+ * many there are. */
+enum oo_status oo_engine_visits(struct oo_engine *engine, uint32_t model, struct oo_visit *visits,
+                                size_t capacity, size_t *count);
+/* Predict this sweep from now on, as if it had just been made twice: an earlier run has learned it.
+ * Where it is wrong, copies come late and the order is learned anew. At most OO_MAX_EXPECTED. */
+enum oo_status oo_engine_expect(struct oo_engine *engine, const struct oo_visit *visits,
+                                size_t count);
 /* Copy device bytes that `stream` writes to host memory; returns when they have arrived. */
 enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintptr_t source,
                                   size_t bytes, uintptr_t stream);

@@ -873,6 +873,61 @@ static PyObject *oo__engine_residents(PyObject *object, PyObject *unused) {
     return list;
 }
 
+static const struct oo_parameter oo__visits_takes[] = {OO_ID("model")};
+
+static PyObject *oo__engine_visits(PyObject *object, PyObject *argument) {
+    PyObject *const arguments[] = {argument};
+    unsigned long long model;
+    struct oo_engine *engine = OO_ENGINE_WITH(visits, 1, &model);
+    if (!engine)
+        return NULL;
+    struct oo_visit *visits = PyMem_Malloc(2 * OO_MAX_EXPECTED * sizeof *visits);
+    if (!visits)
+        return PyErr_NoMemory();
+    size_t count = 0;
+    enum oo_status status;
+    OO_BLOCKING(status,
+                oo_engine_visits(engine, (uint32_t)model, visits, 2 * OO_MAX_EXPECTED, &count));
+    PyObject *list = status == OO_OK ? PyList_New(0) : oo__raise_for(object, status);
+    for (size_t i = 0; list && i < count; i++) {
+        PyObject *row = Py_BuildValue("(Ii)", (unsigned int)visits[i].unit, (int)visits[i].kind);
+        if (!row || PyList_Append(list, row) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    PyMem_Free(visits);
+    return list;
+}
+
+static const struct oo_parameter oo__expect_takes[] = {OO_ID("unit"), {"kind", 0, OO_BACKWARD}};
+
+static PyObject *oo__engine_expect(PyObject *object, PyObject *list) {
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "expect() takes a list of (unit, kind)");
+        return NULL;
+    }
+    const Py_ssize_t count = PyList_Size(list);
+    struct oo_visit *visits = PyMem_Malloc(((size_t)count + 1) * sizeof *visits);
+    if (!visits)
+        return PyErr_NoMemory();
+    PyObject *result = NULL;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        unsigned long long v[2];
+        if (oo__pair(PyList_GetItem(list, i), "an expected use", oo__expect_takes, v) < 0)
+            goto done;
+        visits[i] = (struct oo_visit){(uint32_t)v[0], (enum oo_kind)v[1]};
+    }
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        goto done;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_expect(engine, visits, (size_t)count));
+    result = oo__none_or_raise(object, status);
+done:
+    PyMem_Free(visits);
+    return result;
+}
+
 static PyObject *oo__engine_simulated(PyObject *object, void *unused) {
     (void)unused;
     const struct oo_engine *engine = oo__engine_of(object);
@@ -981,6 +1036,10 @@ static PyMethodDef oo__engine_methods[] = {
      "trace_stop($self, /)\n--\n\nThe timeline's rows."},
     {"residents", oo__engine_residents, METH_NOARGS,
      "residents($self, /)\n--\n\nThe arena's contents."},
+    {"visits", oo__engine_visits, METH_O,
+     "visits($self, model, /)\n--\n\nThe latest uses of the model's units."},
+    {"expect", oo__engine_expect, METH_O,
+     "expect($self, visits, /)\n--\n\nPredict this sweep, which an earlier run has learned."},
     {NULL, NULL, 0, NULL},
 };
 

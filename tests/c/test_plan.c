@@ -368,6 +368,49 @@ static void test_the_first_step_knows_no_order_and_still_behaves(void) {
     }
 }
 
+/* What an earlier run has learned is predicted from the first visit on. */
+static void test_an_order_that_is_told_serves_the_first_step(void) {
+    static struct model m;
+    for (int reversed = 0; reversed < 2; reversed++) {
+        for (unsigned share = 2; share <= 8; share *= 2) {
+            flux(&m, 3072, 1);
+            for (unsigned i = 0; reversed && i < m.n_visits; i++) /* not the order of creation */
+                m.step[i].unit = m.n - 1 - m.step[i].unit;
+            const size_t capacity = aligned(m.total / share + m.block);
+            struct oo_plan *plan = plan_of(&m, capacity);
+            for (unsigned i = 0; i < 2 * m.n_visits; i++)
+                oo_plan_visit(plan, m.step[i % m.n_visits].unit, m.step[i % m.n_visits].kind);
+            CHECK(oo_plan_block_bytes(plan) == m.block, "the block is learned, too");
+            CHECK(oo_plan_end_of_visits(plan) - oo_plan_first_visit(plan) == 2 * m.n_visits,
+                  "all visits are remembered");
+            const struct outcome first = run(plan, &m, m.step, m.n_visits);
+            const size_t least = 2 * m.total - capacity;
+            CHECK(first.late == 1 && first.bytes >= least && first.bytes * 100 <= least * 102,
+                  "%u late, %zu bytes of at least %zu", first.late, first.bytes, least);
+            const struct outcome second = run(plan, &m, m.step, m.n_visits);
+            CHECK(second.late == 0 && second.bytes * 100 <= x_min(&m, capacity) * 102,
+                  "then %u late, %zu bytes", second.late, second.bytes);
+            oo_plan_destroy(plan);
+        }
+    }
+}
+
+/* A wrong order costs late copies in the step that it is wrong in, and in none after the next. */
+static void test_a_wrong_order_is_forgotten(void) {
+    static struct model m;
+    flux(&m, 3072, 1);
+    const size_t capacity = aligned(m.total / 2);
+    struct oo_plan *plan = plan_of(&m, capacity);
+    for (unsigned i = 0; i < 2 * m.n_visits; i++)
+        oo_plan_visit(plan, (i * 7919) % m.n, (enum oo_kind)(i % 3));
+    struct outcome last = run(plan, &m, m.step, m.n_visits);
+    for (int step = 0; step < 2; step++)
+        last = run(plan, &m, m.step, m.n_visits);
+    CHECK(last.late == 0 && last.bytes * 100 <= x_min(&m, capacity) * 102, "%u late, %zu bytes",
+          last.late, last.bytes);
+    oo_plan_destroy(plan);
+}
+
 /* Blocks tile the segments, neighbours are merged, the index and the arena agree. */
 static void check_arena(struct oo_plan *plan, unsigned n_units) {
     size_t used = 0;
@@ -490,6 +533,11 @@ static void test_the_trace_wraps(void) {
         last = run(plan, &m, m.step, m.n_visits);
     CHECK(last.late == 0 && last.bytes * 100 <= x_min(&m, capacity) * 101, "%u late, %zu bytes",
           last.late, last.bytes);
+    const uint64_t end = oo_plan_end_of_visits(plan);
+    const struct oo_visit visit = oo_plan_visit_at(plan, end - 1);
+    CHECK(end == 80 * m.n_visits && oo_plan_first_visit(plan) == end - 65535,
+          "the latest visits are remembered");
+    CHECK(visit.unit == m.step[m.n_visits - 1].unit && visit.kind == OO_BACKWARD, "the last one");
     oo_plan_destroy(plan);
 }
 
@@ -504,6 +552,8 @@ static const struct check_case cases[] = {
     CASE(test_a_pinned_unit_is_never_evicted),
     CASE(test_units_not_allowed_ahead_are_only_fetched_on_demand),
     CASE(test_the_first_step_knows_no_order_and_still_behaves),
+    CASE(test_an_order_that_is_told_serves_the_first_step),
+    CASE(test_a_wrong_order_is_forgotten),
     CASE(test_what_is_needed_last_makes_place),
     CASE(test_positions_count_through_the_segments),
     CASE(test_random_traces_keep_the_arena_sound),

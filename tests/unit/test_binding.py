@@ -92,6 +92,8 @@ ARGUMENTS: dict[str, dict[str, tuple[int, int] | None]] = {
     "refresh": {"model": ID},
     "set_verify": {"on": None},
     "stats": {"model": (-1, 2**32 - 2)},
+    "visits": {"model": ID},
+    "expect": {"visits": None},
 }
 INTEGERS = [(call, name) for call, given in ARGUMENTS.items() for name in given if given[name]]
 
@@ -118,6 +120,7 @@ def arguments_of(life: Life, call: str) -> dict[str, Any]:
         "member": member,
         "stamp": 1,
         "stamps": [(member, 1)],
+        "visits": [(next(iter(life.units)), _core.FORWARD)],
         "kind": _core.FORWARD,
         "task": -1,
         "seconds": 1e-6,
@@ -202,6 +205,49 @@ def test_a_stamp_of_impossible_numbers_is_refused_and_none_is_given(wrong: tuple
     life.use(member, _core.FORWARD, -1)
     assert life.engine.stats()["stale"] == before, "the first of the two was stamped"
     life.close_unused()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ([(0, 3)], ValueError),
+        ([(0, -1)], ValueError),
+        ([(-1, 0)], ValueError),
+        ([(2**32 - 1, 0)], ValueError),
+        ([(0, 2**200)], ValueError),
+        ([(9999, 0)], ValueError),
+        ([], ValueError),
+        ([(0, 0)] * 40000, ValueError),
+        ([(0,)], TypeError),
+        ([0], TypeError),
+        ([("a", 0)], TypeError),
+        (((0, 0),), TypeError),
+        (None, TypeError),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_uses_that_cannot_be_expected_are_refused(wrong: Any, error: type[Exception]) -> None:
+    life = Life()
+    with pytest.raises(error):
+        life.engine.expect(wrong)
+    assert life.engine.visits(life.model) == []
+    life.close_unused()
+
+
+def test_uses_are_told_and_expected() -> None:
+    life = Life()
+    assert life.engine.visits(life.model) == []
+    unit, members = next(iter(life.units.items()))
+    life.use(members[0], _core.FORWARD, -1)
+    life.use(members[0], _core.BACKWARD, 1)
+    seen = [(unit, _core.FORWARD), (unit, _core.BACKWARD)]
+    assert life.engine.visits(life.model) == seen
+    life.engine.expect(seen)
+    assert life.engine.visits(life.model) == 3 * seen
+    life.close_unused()
+    for call in (lambda: life.engine.visits(life.model), lambda: life.engine.expect(seen)):
+        with pytest.raises(OffloadError):
+            call()
 
 
 @pytest.mark.parametrize("value", [-1, 2**64 - 1, 2**64, "8", None, 1.5], ids=repr)

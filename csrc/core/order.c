@@ -1,0 +1,49 @@
+/* order.c - the order in which units are used: told, and taken from an earlier run. */
+#include "call.h"
+
+enum oo_status oo_engine_visits(struct oo_engine *engine, uint32_t model, struct oo_visit *visits,
+                                size_t capacity, size_t *count) {
+    enum oo_status status = oo__enter(engine, OO__EVEN_DEAD | OO__WITHOUT_DRIVER);
+    if (status != OO_OK)
+        return status;
+    *count = 0;
+    const uint64_t end = oo_plan_end_of_visits(engine->plan);
+    for (uint64_t i = oo_plan_first_visit(engine->plan); i < end; i++) {
+        const struct oo_visit visit = oo_plan_visit_at(engine->plan, i);
+        if (engine->units[visit.unit].model != model)
+            continue;
+        if (*count < capacity)
+            visits[*count] = visit;
+        ++*count;
+    }
+    oo__leave(engine);
+    return OO_OK;
+}
+
+static enum oo_status oo__check_visits(const struct oo_engine *engine,
+                                       const struct oo_visit *visits, size_t count) {
+    if (count == 0 || count > OO_MAX_EXPECTED)
+        return oo__fail(OO_E_ARGUMENT, "%zu uses are expected; there may be 1 to %d", count,
+                        OO_MAX_EXPECTED);
+    for (size_t i = 0; i < count; i++) {
+        const uint32_t unit = visits[i].unit;
+        if (unit >= engine->n_units || engine->units[unit].removed)
+            return oo__fail(OO_E_ARGUMENT, "unit %u, which is expected, does not exist", unit);
+        if ((unsigned)visits[i].kind > OO_BACKWARD)
+            return oo__fail(OO_E_ARGUMENT, "a use of kind %d is expected", (int)visits[i].kind);
+    }
+    return OO_OK;
+}
+
+enum oo_status oo_engine_expect(struct oo_engine *engine, const struct oo_visit *visits,
+                                size_t count) {
+    enum oo_status status = oo__enter(engine, OO__WITHOUT_DRIVER);
+    if (status != OO_OK)
+        return status;
+    status = oo__check_visits(engine, visits, count);
+    /* Twice: a prediction is what followed the same past before. */
+    for (size_t i = 0; status == OO_OK && i < 2 * count; i++)
+        oo_plan_visit(engine->plan, visits[i % count].unit, visits[i % count].kind);
+    oo__leave(engine);
+    return status;
+}
