@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -24,6 +24,9 @@ from .layers.leaf import Leaf
 from .layers.swap import HANDLE, swap_out
 from .sizes import format_size
 from .traffic import Traffic
+
+if TYPE_CHECKING:
+    from .order import OrderFile
 
 logger = logging.getLogger("oracle_offload")
 
@@ -51,6 +54,8 @@ class Attachment:
     kept_bytes : int
         Of the units that stayed on the device when the model was attached, because `ram_budget`
         had no room for their masters.
+    order : OrderFile or None
+        The file that its order of use is kept in.
     lost : dict of str to weak references
         The layers that were let go, by name: what stands there now may be managed anew.
     is_attached : bool
@@ -65,6 +70,7 @@ class Attachment:
         self.leaving: list[Leaf] = []
         self.reasons: dict[str, str] = {}
         self.kept_bytes = 0
+        self.order: OrderFile | None = None
         self.lost: dict[str, weakref.ref[nn.Module]] = {}
         self._maybe_lost: list[Leaf] = []
         # LoRA-style wrappers of managed layers, and what they called before, by weak references:
@@ -159,6 +165,8 @@ class Attachment:
         self.pieces.give_back()
         if self._replaced_outside:  # for a whole step: not for a while
             self._warn_of_replaced()
+        if self.order is not None:
+            self.order.after_step(self)
 
     def forget_views(self) -> None:
         """Let go of views into the arena: they keep their segment's memory alive."""
@@ -330,6 +338,8 @@ class Attachment:
         with self.state.lock:  # two threads may close what is left
             self._refuse_while_held()
             if self.is_attached:
+                if self.order is not None:
+                    self.order.keep(self)
                 self.state.engine.remove_model(self.model)
                 self.is_attached = False
             self._let_go_of_layers()

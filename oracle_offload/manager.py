@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -22,6 +23,7 @@ from .kept import Kept, keep
 from .layers.any import find_wrappers, wrap
 from .layers.formats import unknown_format
 from .layers.leaf import Leaf
+from .order import OrderFile
 from .residents import (
     Resident,
     list_residents,
@@ -218,6 +220,7 @@ def attach(
     ram_budget: int | float | str | None = None,
     lock: int | float | str = "auto",
     ignore_modules: Iterable[Any] = (),
+    order_file: str | os.PathLike[str] | None = None,
 ) -> MemoryManager:
     """Keep the weights of `module` in page-locked host memory and stream them while it computes.
 
@@ -250,6 +253,10 @@ def attach(
     ignore_modules : iterable of nn.Module, Parameter or str
         Modules and parameters that stay resident: by object, or modules by dotted name or pattern
         (``"blocks.*.attn"``, as in `fnmatch`).
+    order_file : str or path, optional
+        Where the order in which layers are used is kept from one run to the next, so that the first
+        step of the next one is as quick as any: a file, or the folder of the checkpoints, in which
+        it is named after the model's structure. A file of another model is passed over.
 
     Returns
     -------
@@ -283,6 +290,7 @@ def attach(
     where = parse_device(device)
     refuse_weight_movers(module)
     lock_limit = _lock_limit(lock)
+    order = None if order_file is None else OrderFile(order_file)
     chosen = selection.select(module, ignore_modules)
     units, kept = keep(group_units(chosen.leaves), ram_budget, offload_percent)
     all_locked = lock_limit == float("inf")
@@ -327,6 +335,9 @@ def attach(
     logger.info("attached %r; %d layers stay resident", manager, len(chosen.resident))
     _warn_of_unknown_formats(module, attachment.name)
     _warn_of_residents(manager, kept)
+    if order is not None:
+        attachment.order = order
+        order.tell(attachment)
     return manager
 
 

@@ -20,6 +20,7 @@ from ..kept import OFFLOADED
 from ..layers.kinds import layer_type
 from ..layers.swap import is_managed
 from ..masters import trim_heap
+from .run_folder import find_run_folder
 from .self_streaming import keep_in_place, let_move
 
 _DEVICE = "_memory_management_device"  # on a managed module: where it computes
@@ -76,7 +77,8 @@ class MemoryManager(manager.MemoryManager):
         """Keep the weights of `module` in page-locked host memory, and stream them.
 
         A LoRA that mends a layer's accuracy (``ara_lora_ref``) is attached with its layer. Parts
-        that are attached already stay with their own manager.
+        that are attached already stay with their own manager. The learned order of use is kept in
+        the folder that the trainer saves to, if it is a trainer that attaches.
 
         Parameters
         ----------
@@ -108,6 +110,7 @@ class MemoryManager(manager.MemoryManager):
                 offload_percent=offload_percent,
                 ram_budget=OFFLOADED,
                 ignore_modules=ignored,
+                order_file=find_run_folder(),
             )
         except selection.NothingToManage:
             return

@@ -1,0 +1,388 @@
+"""The learned order: kept in a file, told to the engine before the first step of the next run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from equality import assert_models_agree, attached, resident_pair
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import oracle_offload
+from oracle_offload import _core, order, simulator
+from oracle_offload.aitoolkit import MemoryManager
+from oracle_offload.aitoolkit.run_folder import find_run_folder
+from oracle_offload.witness import Witness
+
+F, R, B = _core.FORWARD, _core.RECOMPUTE, _core.BACKWARD
+
+
+class Tower(nn.Module):
+    """Checkpointed blocks of three layers of 64 KiB."""
+
+    def __init__(self, depth=16, checkpointed=True):
+        super().__init__()
+        layers = [
+            nn.Sequential(*[part for _ in range(3) for part in (nn.Linear(128, 128), nn.Tanh())])
+            for _ in range(depth)
+        ]
+        self.blocks = nn.ModuleList(layers)
+        self.checkpointed = checkpointed
+        self.scale = nn.Parameter(torch.ones(128))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x * self.scale
+
+
+def tower(**options):
+    torch.manual_seed(0)
+    model = Tower(**options)
+    model.blocks.requires_grad_(False)
+    return model
+
+
+def train(model, optimizer):
+    """One step; return its seconds on the simulated clock, and its bytes to the device."""
+    x = torch.randn(16, 128).requires_grad_()
+    begin, moved = simulator.finish(), simulator.stats().h2d_bytes
+    with Witness(strict=False, clock=True):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return simulator.finish() - begin, simulator.stats().h2d_bytes - moved
+
+
+def run(path, steps, model=None, **options):
+    """One run of the program: attach, some steps, detach."""
+    model = tower() if model is None else model
+    optimizer = torch.optim.SGD([model.scale], lr=1e-3)
+    with attached(model, "cpu", order_file=path, **options) as manager:
+        results = [train(model, optimizer) for _ in range(steps)]
+        weights = manager.attachment.weight_bytes
+        capacity = manager.attachment.arena.capacity_bytes
+    return results, weights, capacity
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "order.json")
+
+
+@pytest.fixture
+def warnings(caplog):
+    caplog.set_level(logging.WARNING, logger="oracle_offload")
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "oracle_offload"]
+
+
+# ---- the first step ----
+
+
+@pytest.mark.parametrize("share", [0.5, 0.75, 1.0])
+@pytest.mark.parametrize("ram_budget", [None, "offloaded"], ids=["cache", "kept"])
+@pytest.mark.parametrize("gbps", [0.2, 24], ids=["copies bound it", "computing bounds it"])
+def test_the_first_step_of_the_next_run_is_at_its_bound(sim, path, share, ram_budget, gbps):
+    """(2M - C) / link, or what computing takes: the arena is empty when it begins."""
+    options = {"offload_percent": share, "ram_budget": ram_budget}
+    sim.slow_link(1e6)
+    computing = run(None, 4, **options)[0][-1][0]
+    sim.slow_link(gbps)
+    unknown, weights, capacity = run(path, 4, **options)
+    steady = unknown[-1][0]
+    known, *_ = run(path, 4, **options)
+    least = 2 * weights - min(capacity, weights)
+    bound = max(least / (gbps * 1e9), computing)
+    assert known[0][1] <= 1.02 * least, (known[0][1], least)
+    assert known[0][0] <= 1.1 * bound, (known[0][0], bound)
+    assert known[1][0] <= 1.05 * steady and unknown[1][0] <= 1.05 * steady
+    if share >= 0.75:
+        assert known[0][0] <= 1.5 * steady
+
+
+@pytest.mark.parametrize("gbps", [0.5, 2, 6, 24])
+@pytest.mark.parametrize("share", [0.75, 1.0])
+def test_the_first_step_is_nearly_a_steady_one(sim, path, gbps, share):
+    """Where most is offloaded; and without the file it is not, where copies bound it."""
+    sim.slow_link(gbps)
+    unknown, *_ = run(path, 4, offload_percent=share)
+    known, *_ = run(path, 4, offload_percent=share)
+    steady = known[-1][0]
+    assert known[0][0] <= 1.5 * steady, (known[0][0], steady)
+    if share == 1.0:
+        assert known[0][0] <= 1.05 * steady
+        assert gbps > 2 or unknown[0][0] > 1.25 * steady
+
+
+def test_the_arena_has_grown_before_the_first_step(path):
+    run(path, 2)
+    model = tower()
+    with attached(model, "cpu", order_file=path) as manager:
+        block = 3 * (128 * 129 * 4)
+        assert manager.attachment.arena.capacity_bytes >= block
+        assert manager.state.engine.stats()["learned_block_bytes"] >= block
+
+
+def test_it_computes_as_the_resident_model_with_any_order(path):
+    """A file may say anything: what is wrong costs late copies alone."""
+    managed, resident = resident_pair(tower(depth=4).requires_grad_(True))
+
+    def step(model):
+        y = model(torch.randn(3, 128))
+        y.sum().backward()
+        return [y]
+
+    with attached(managed, "cpu", order_file=path) as manager:
+        fingerprint = order.fingerprint_of(manager.attachment)
+        units = manager.state.engine.stats()["units"]
+    chance = random.Random(0)
+    for length in (1, 7, 100, order.MOST_USES):
+        uses = [(chance.randrange(units), chance.randrange(3)) for _ in range(length)]
+        order.write(path, fingerprint, uses)
+        assert order.read(path, fingerprint, units) == uses
+        with attached(managed, "cpu", order_file=path):
+            assert_models_agree(managed, resident, step, steps=3)
+
+
+# ---- the file ----
+
+
+def test_it_is_written_once_a_step_has_repeated_and_read_by_the_next_run(path, tmp_path):
+    model = tower()
+    optimizer = torch.optim.SGD([model.scale], lr=1e-3)
+    with attached(model, "cpu", order_file=path):
+        train(model, optimizer)
+        assert not Path(path).exists()
+        train(model, optimizer)
+        assert Path(path).exists(), "the process may end without a detach"
+        first = Path(path).read_bytes()
+        Path(path).unlink()
+        for _ in range(6):
+            train(model, optimizer)
+    assert not Path(path).exists(), "it is not written again as long as it stays the same"
+    Path(path).write_bytes(first)
+    run(path, 5)
+    assert Path(path).read_bytes() == first
+    assert [found.name for found in tmp_path.iterdir()] == ["order.json"]
+    document = json.loads(first)
+    assert document["schema"] == "oracle_offload/order/1"
+    assert len(document["uses"]) == 3 * 16 * 3, "forward, recompute and backward of each layer"
+
+
+def test_detach_keeps_it_where_no_optimizer_of_torch_stepped(path):
+    model = tower()
+    with attached(model, "cpu", order_file=path):
+        for _ in range(2):
+            model(torch.randn(2, 128).requires_grad_()).sum().backward()
+    assert Path(path).exists()
+
+
+def test_sampling_in_between_does_not_get_into_it(path):
+    model = tower()
+    optimizer = torch.optim.SGD([model.scale], lr=1e-3)
+    with attached(model, "cpu", order_file=path):
+        for step in range(4):
+            train(model, optimizer)
+            if step >= 2:
+                with torch.no_grad():
+                    model(torch.randn(2, 128))
+    assert len(json.loads(Path(path).read_text())["uses"]) == 3 * 16 * 3
+
+
+def test_a_folder_holds_one_file_for_each_model(tmp_path):
+    for _ in range(2):
+        for depth in (4, 5):
+            run(tmp_path, 2, tower(depth=depth))
+    names = sorted(found.name for found in tmp_path.iterdir())
+    assert len(names) == 2
+    assert all(name.startswith("oracle_offload-order-") for name in names)
+
+
+def test_values_and_training_are_no_part_of_the_fingerprint():
+    seen = []
+    for trained in (False, True):
+        model = Tower(depth=4).requires_grad_(trained)
+        with attached(model, "cpu") as manager:
+            seen.append(order.fingerprint_of(manager.attachment))
+    for change in (lambda m: m.to(torch.bfloat16), lambda m: m.blocks.append(nn.Linear(128, 128))):
+        change(model)
+        with attached(model, "cpu") as manager:
+            seen.append(order.fingerprint_of(manager.attachment))
+    assert seen[0] == seen[1] and len(set(seen)) == 3
+
+
+def test_a_path_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="order_file=3 is not a path"):
+        oracle_offload.attach(tower(), "cpu", order_file=3)
+
+
+def written(path):
+    run(path, 2)
+    return Path(path).read_bytes()
+
+
+def damaged(text, change):
+    document = json.loads(text)
+    change(document)
+    return json.dumps(document).encode()
+
+
+WRONG = {
+    "another model": (lambda text: damaged(text, lambda d: d.update(fingerprint="0" * 64)), True),
+    "a later version": (lambda text: text.replace(b"order/1", b"order/2"), True),
+    "truncated": (lambda text: text[: len(text) // 2], True),
+    "a use too many": (lambda text: damaged(text, lambda d: d["uses"].append(0)), True),
+    "no uses": (lambda text: damaged(text, lambda d: d.update(uses=[])), True),
+    "uses of no unit": (
+        lambda text: damaged(text, lambda d: d["uses"].__setitem__(0, 10**9)),
+        True,
+    ),
+    "a negative use": (lambda text: damaged(text, lambda d: d["uses"].__setitem__(0, -1)), True),
+    "uses that are none": (lambda text: damaged(text, lambda d: d.update(uses="abc")), True),
+    "true for a use": (lambda text: damaged(text, lambda d: d["uses"].__setitem__(0, True)), True),
+    "too many": (lambda text: damaged(text, lambda d: d.update(uses=[0] * 40000)), True),
+    "too large": (lambda text: text[:-1] + b" " * (1 << 20) + b"}", True),
+    "another digest": (lambda text: damaged(text, lambda d: d.update(digest="")), True),
+    "empty": (lambda text: b"", False),
+    "somebody's JSON": (lambda text: b'{"loss": 0.5}', False),
+    "a list": (lambda text: b"[1, 2]", False),
+    "nested": (lambda text: b"[" * 100_000, False),
+    "binary": (lambda text: bytes(range(256)) * 99, False),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_file_is_passed_over_with_one_line(path, what, warnings):
+    right = written(path)
+    change, ours = WRONG[what]
+    wrong = change(right)
+    assert wrong != right
+    Path(path).write_bytes(wrong)
+    run(path, 4)
+    (said,) = warnings()
+    assert f"order_file={path!r} is not used, the order is learned anew: it " in said
+    assert Path(path).read_bytes() == (right if ours else wrong), "only a file of ours is replaced"
+
+
+def test_no_bytes_are_an_order_but_those_that_were_written(path):
+    right = written(path)
+    document = json.loads(right)
+    uses = order.read(path, document["fingerprint"], 48)
+    chance = random.Random(0)
+    for _ in range(400):
+        wrong = bytearray(right)
+        for _ in range(chance.randint(1, 4)):
+            place = chance.randrange(len(wrong))
+            action = chance.randrange(3)
+            if action == 0:
+                wrong[place] = chance.randrange(256)
+            elif action == 1:
+                del wrong[place : place + chance.randint(1, 50)]
+            else:
+                wrong[place:place] = bytes(chance.randrange(256) for _ in range(3))
+        Path(path).write_bytes(wrong)
+        try:
+            found = order.read(path, document["fingerprint"], 48)
+        except order.UnusableOrder:
+            continue
+        assert found == uses  # white space, or what was there before
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, warnings):
+    run(tmp_path / "missing" / "order.json", 4)
+    (said,) = warnings()
+    assert "cannot be written" in said
+
+
+# ---- which sweep ----
+
+
+@pytest.mark.parametrize(
+    ("uses", "expected"),
+    [
+        ([], None),
+        ([(0, F), (1, F)], None),
+        ([(0, F), (0, B)], None),
+        ([(0, F), (0, B)] * 2, [(0, F), (0, B)]),
+        ([(0, F), (0, B)] * 2 + [(0, F)], [(0, F), (0, B)]),
+        ([(0, F), (0, B)] * 2 + [(1, F), (1, B)] * 2, [(1, F), (1, B)]),
+        ([(0, F), (0, B)] * 2 + [(1, F), (1, B)], [(0, F), (0, B)]),
+        ([(0, F), (0, R), (0, B)] * 3, [(0, F), (0, R), (0, B)]),
+        ([(0, F), (1, F), (1, B), (0, R), (0, B)] * 2, [(0, F), (1, F), (1, B), (0, R), (0, B)]),
+        ([(1, B), *[(0, F), (0, B)] * 2], [(0, F), (0, B)]),
+    ],
+)
+def test_the_latest_sweep_that_repeats(uses, expected):
+    assert order.repeated_sweep(uses) == expected
+
+
+# ---- sampling in the middle of training ----
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_sampling_is_at_its_own_optimum_from_the_second_sweep(share):
+    """Forwards one after the other need M - C each: what the arena holds needs no copy."""
+    model = tower()
+    optimizer = torch.optim.SGD([model.scale], lr=1e-3)
+    with attached(model, "cpu", offload_percent=share) as manager:
+        steady = [train(model, optimizer)[1] for _ in range(4)][-1]
+        weights = manager.attachment.weight_bytes
+        least = weights - manager.attachment.arena.capacity_bytes
+        unit = manager.state.engine.stats()["largest_unit_bytes"]
+        moved = []
+        for _ in range(6):
+            before = simulator.stats().h2d_bytes
+            with torch.no_grad():
+                model(torch.randn(2, 128))
+            simulator.finish()
+            moved.append(simulator.stats().h2d_bytes - before)
+        for found in moved[1:]:
+            assert least <= found <= least + 4 * unit, (moved, least)
+        after = [train(model, optimizer)[1] for _ in range(5)]
+        assert max(after) <= 2 * weights and after[-1] == steady, (after, steady)
+
+
+# ---- beside AI-Toolkit's checkpoints ----
+
+
+class Process:
+    """Its trainer knows where the run is saved; the loaders that it calls do not."""
+
+    def __init__(self, folder):
+        self.save_root = folder
+
+    def run(self, attach):
+        return Loader().load(attach)
+
+
+class Loader:
+    def load(self, attach):
+        return attach()
+
+
+def test_the_folder_of_the_run_is_found_among_the_callers(tmp_path):
+    assert find_run_folder() is None
+    assert Process(str(tmp_path)).run(find_run_folder) == str(tmp_path)
+    for nowhere in (str(tmp_path / "missing"), None, 3):
+        assert Process(nowhere).run(find_run_folder) is None
+    inner = Process(str(tmp_path))
+    assert Process(None).run(lambda: inner.run(find_run_folder)) == str(tmp_path)
+
+
+def test_aitoolkits_attach_keeps_the_order_there(tmp_path):
+    late = []
+    for _ in range(2):
+        model = tower()
+        Process(str(tmp_path)).run(lambda model=model: MemoryManager.attach(model, "cpu"))
+        optimizer = torch.optim.SGD([model.scale], lr=1e-3)
+        train(model, optimizer)
+        late.append(model._memory_manager.state.engine.stats()["late"])
+        train(model, optimizer)
+        MemoryManager.free(model)
+    assert len(list(tmp_path.glob("oracle_offload-order-*.json"))) == 1
+    assert late[1] <= 1 < late[0], late
