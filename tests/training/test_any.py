@@ -776,3 +776,21 @@ def test_a_shared_weight_that_code_takes_from_the_head_moves_with_its_embedding(
         assert managed.embedding.weight is managed.head.weight
         assert managed.embedding.weight.device.type == torch.device(device).type
         assert "head.weight" in manager.resident and "embedding.weight" in manager.resident
+
+
+def test_what_a_recurrent_module_lists_is_what_stands_there():
+    """torch asks the weak references, too, whether its list is of its Parameters."""
+    model = Recurrent()
+    with attached(model) as manager:
+        assert any(isinstance(layer, AnyLayer) for layer in manager.layers)
+        seen = []
+        model.rnn.register_forward_pre_hook(lambda rnn, _: seen.append(listed(rnn)))
+        model(torch.randn(2, 3, WIDTH))
+        seen.append(listed(model.rnn))
+    assert seen == [True, True]
+
+
+def listed(rnn):
+    standing = [rnn._parameters[name] for name in rnn._flat_weights_names]
+    listed = [*rnn._flat_weights], [reference() for reference in rnn._flat_weight_refs]
+    return all(a is b for tensors in listed for a, b in zip(tensors, standing, strict=True))

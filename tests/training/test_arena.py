@@ -351,3 +351,12 @@ def test_a_capture_is_refused_before_anything_is_lent(sim):
         assert manager.attachment.arena.segments == [before]
         tower_step(managed)
         assert len(manager.attachment.arena.segments) == 2
+
+
+def test_an_address_outside_of_every_segment_is_an_error_of_ours():
+    with attached(nn.Sequential(nn.Linear(64, 64))) as manager:
+        (segment,) = manager.state.segments
+        for address in (segment.address - 1, segment.address + segment.nbytes):
+            with pytest.raises(OffloadError, match=f"{address:#x}, which is in no segment"):
+                manager.state.storage_at(address)
+        assert manager.state.storage_at(segment.address)[0].data_ptr() == segment.base

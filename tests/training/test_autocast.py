@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from oracle_offload.autocast import cast_tensors
+
 RESIDENT = ["r"]
 SHAPES = {
     "features": (32,),
@@ -231,3 +233,16 @@ def test_adapters_of_float32_models_train_alike(device, name, targets, reentrant
     with attached(managed, device, offload_percent=0.8) as manager:
         assert len(manager.layers) > 5
         assert_models_agree(managed, resident, step, device=device)
+
+
+def test_borrowed_tensors_are_cast_as_autocast_does():
+    """Floating ones but float64, and those alone that are wanted."""
+    tensors = [torch.ones(2, dtype=d) for d in (torch.float32, torch.float64, torch.int32)]
+    found = cast_tensors(torch.bfloat16, [*tensors, None, tensors[0]], [True] * 4 + [False])
+    assert [None if t is None else t.dtype for t in found] == [
+        torch.bfloat16,
+        torch.float64,
+        torch.int32,
+        None,
+        torch.float32,
+    ]

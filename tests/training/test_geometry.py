@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oracle_offload import _core
 from oracle_offload.geometry import (
@@ -54,10 +55,15 @@ def test_the_elements_of_a_tensor_lie_in_its_range_and_dense_ones_fill_it(build)
     assert is_dense(tensor) == fills
 
 
+def fake():
+    with FakeTensorMode():
+        return torch.empty(2, 2)
+
+
 @pytest.mark.parametrize(
     "tensor",
-    [torch.empty(0, 3), torch.empty(2, 2, device="meta"), torch.eye(3).to_sparse()],
-    ids=["empty", "meta", "sparse"],
+    [torch.empty(0, 3), torch.empty(2, 2, device="meta"), torch.eye(3).to_sparse(), fake()],
+    ids=["empty", "meta", "sparse", "fake"],
 )
 def test_what_has_no_memory_has_an_empty_range(tensor):
     assert memory_of(tensor) == (0, 0)

@@ -483,6 +483,14 @@ def test_every_property_of_a_weight_or_bias_may_change_alone(change):
                 assert_same(found, expected)
 
 
+def computed_parameter():
+    """A frozen Parameter that a graph was written into: still of that class, and no leaf."""
+    parameter = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+    parameter.add_(torch.ones(4, 4, requires_grad=True))
+    assert type(parameter) is nn.Parameter
+    return parameter
+
+
 @pytest.mark.parametrize(
     ("tensor", "plain"),
     [
@@ -495,9 +503,10 @@ def test_every_property_of_a_weight_or_bias_may_change_alone(change):
         (nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False), False),
         (nn.Parameter(torch.randn(0, 4)), False),
         (nn.Parameter(torch.randn(4, 8)[:, :4]), False),
+        (computed_parameter(), False),
         (None, False),
     ],
-    ids=["plain", "turned", "tensor", "sparse", "csr", "meta", "int8", "empty", "gaps", "none"],
+    ids="plain turned tensor sparse csr meta int8 empty gaps computed none".split(),
 )
 def test_what_can_be_a_master(tensor, plain):
     assert is_plain_master(tensor) is plain

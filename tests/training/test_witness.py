@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle_offload import OffloadError, simulator
 from oracle_offload.exemption import exempt, is_exempt
-from oracle_offload.operators import operator_of, tensors_in
+from oracle_offload.operators import Operator, operator_of, tensors_in
 from oracle_offload.witness import Witness, refusal
 
 
@@ -189,3 +189,7 @@ def test_an_exception_under_the_clock_leaves_no_witness_behind():
         with Witness(clock=False):
             torch.ones(2) + 1
         assert manager.state.time.pending_kernel_s == 0.0
+
+
+def test_an_operator_without_a_schema_may_touch_anything():
+    assert Operator(object()).touches_bytes

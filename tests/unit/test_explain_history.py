@@ -31,6 +31,14 @@ def cause(records: list[dict[str, Any]]) -> str:
     return explain_oom(FULL, history=records).cause.name
 
 
+def test_truth_values_are_no_numbers() -> None:
+    """As a flag of the same name in a user's records."""
+    memory = [(4 + i) * GiB for i in range(40)]
+    plain = steps(allocated_bytes=memory)
+    flagged = [{"allocated_bytes": True}] * 5 + plain
+    assert signs(plain)[0].nbytes == signs(flagged)[0].nbytes
+
+
 def test_without_a_history_the_card_is_simply_full() -> None:
     assert cause([]) == "too_big"
 

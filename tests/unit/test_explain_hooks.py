@@ -254,3 +254,18 @@ def test_the_ipython_extension_shows_the_report_under_the_cell() -> None:
     assert "What to change first" not in other
     assert shown.index("MemoryError") < shown.index("What to change first")
     assert "What to change first" not in after
+
+
+def test_a_hook_that_is_left_behind_does_what_python_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Somebody may have kept ours, and call it after it was uninstalled."""
+    error = ValueError("from a thread")
+    hooks._thread_excepthook(
+        threading.ExceptHookArgs((type(error), error, error.__traceback__, None))
+    )
+    assert "ValueError: from a thread" in capsys.readouterr().err
+
+
+def test_the_heading_fills_a_line_of_sixty() -> None:
+    assert len(hooks._heading()) == 60

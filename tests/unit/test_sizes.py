@@ -24,6 +24,8 @@ from oracle_offload.sizes import GIB, MIB, format_size, parse_size
         ("0.5KiB", 512),
         ("2TiB", 2 << 40),
         ("1500.5", 1500),
+        (1.0, 1),
+        ("1", 1),
     ],
     ids=str,
 )
