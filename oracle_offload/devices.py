@@ -66,10 +66,6 @@ class Device(abc.ABC):
         """Give those back to the device."""
         return
 
-    def memory(self) -> tuple[int, int] | None:
-        """Return bytes of the device, free and in all; None where only an engine can tell."""
-        return None
-
     def now_s(self) -> float:
         """Return the host's clock, in seconds since no matter when."""
         return time.perf_counter()
@@ -180,10 +176,6 @@ class Cuda(Device):
     def release_cached(self) -> None:
         """Give those back to the device."""
         torch.cuda.empty_cache()
-
-    def memory(self) -> tuple[int, int] | None:
-        """Return bytes of the device, free and in all; None before CUDA has started."""
-        return torch.cuda.mem_get_info(self.device) if torch.cuda.is_initialized() else None
 
     def is_idle(self, stream: int) -> bool:
         """Whether all that was queued on `stream` has ended; False while a graph is captured."""

@@ -246,6 +246,12 @@ def open_states() -> list[DeviceState]:
         return [state for state in _registry.values() if state.pid == os.getpid()]
 
 
+def parent_process() -> int | None:
+    """Return the process that this one was forked from, if models are attached there."""
+    states = list(_registry.values())  # without the lock: a fork may have left it held for ever
+    return next((state.pid for state in states if state.pid != os.getpid()), None)
+
+
 def _install_hooks() -> None:
     global _hooks_installed
     if not _hooks_installed:

@@ -50,6 +50,13 @@ def resident_bytes(module: nn.Module) -> int:
     return sum(stored_bytes(parameter) for parameter in distinct.values())
 
 
+def resident_gradient_bytes(module: nn.Module) -> int:
+    """Return the bytes of the gradients of all parameters that are not managed."""
+    distinct = {id(parameter): parameter for *_, parameter in unmanaged_parameters(module)}
+    gradients = (parameter.grad for parameter in distinct.values())
+    return sum(stored_bytes(gradient) for gradient in gradients if gradient is not None)
+
+
 def move_residents(
     modules: Iterable[nn.Module], device: torch.device, pieces: masters.Pieces | None = None
 ) -> None:

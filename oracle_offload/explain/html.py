@@ -5,20 +5,13 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from ..views.bars import html_bar
 from ..views.page import fragment
 from ..views.page import page as whole_page
 from .facts import FACT_TITLES, format_size
 
 if TYPE_CHECKING:
     from .report import OomReport
-
-_COLOURS = {
-    "tensors": "#2f6db5",
-    "cached": "#8fb8e8",
-    "other processes": "#b5522f",
-    "outside": "#8c8c8c",
-    "free": "#4d9a5f",
-}
 
 
 def render(report: OomReport, *, page: bool) -> str:
@@ -37,7 +30,7 @@ def _body(report: OomReport) -> list[str]:
         f"<p>Also ({escape(other.confidence)}): {escape(other.title)}: {escape(other.why)}.</p>"
         for other in report.causes[1:3]
     ]
-    out += _bar(report)
+    out += html_bar(report.bar(), format_size)
     out += _facts(report)
     if report.fixes:
         out.append("<h3>What to change first</h3>\n<ol>")
@@ -56,24 +49,6 @@ def _body(report: OomReport) -> list[str]:
         out.append(f'<p class="q">{escape(finding.quote)}</p>')
         out.append(f"<p>{escape(finding.template.says)}</p></details>")
     return out
-
-
-def _bar(report: OomReport) -> list[str]:
-    parts = report.bar()
-    total = sum(size for _, size in parts)
-    if not total:
-        return []
-    cells = "".join(
-        f'<div style="width:{100 * size / total:.2f}%;background:{_COLOURS[name]}" '
-        f'title="{escape(name)} {format_size(size)}"></div>'
-        for name, size in parts
-    )
-    keys = "".join(
-        f'<span class="part"><span class="key" style="background:{_COLOURS[name]}"></span>'
-        f"{escape(name)} {format_size(size)}</span>"
-        for name, size in parts
-    )
-    return [f'<div class="bar">{cells}</div>', f"<p>{keys}</p>"]
 
 
 def _facts(report: OomReport) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..views.bars import text_bar
 from ..views.schema import schema
 from ..views.terminal import WIDEST, Text
 from .cause import Cause, where
@@ -183,7 +184,7 @@ class OomReport:
         parts = self.bar()
         if parts:
             out.line()
-            for line in _text_bar(parts, out.width):
+            for line in text_bar(parts, out.width, format_size):
                 out.line(line)
         if self.facts:
             out.line()
@@ -235,23 +236,3 @@ class OomReport:
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         # IPython on a terminal: the whole report, not the one-line repr.
         printer.text(repr(self) if cycle else self.to_text())
-
-
-def _text_bar(parts: list[tuple[str, int]], width: int) -> list[str]:
-    """Draw the card as one line of characters, and name them below."""
-    marks = {"tensors": "#", "cached": "+", "other processes": "@", "outside": "=", "free": "."}
-    total = sum(size for _, size in parts) or 1
-    cells = width - 6
-    line, used = "", 0
-    for name, size in parts:
-        used += size
-        line += marks[name] * (round(cells * used / total) - len(line))
-    rows = [""]
-    for name, size in parts:
-        item = f"{marks[name]} {name} {format_size(size)}"
-        joined = f"{rows[-1]}  {item}" if rows[-1] else f"   {item}"
-        if len(joined) <= width:
-            rows[-1] = joined
-        else:
-            rows.append(f"   {item}")
-    return [f"  [{line}]", *rows]

@@ -8,19 +8,24 @@ call and seconds come from events on the device.
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from ..attachment import Attachment, attachments_on
-from ..devices import parse_device
-from ..engines import open_states
-from ..residents import list_residents, resident_bytes
+from ..devices import Cuda, parse_device
+from ..engines import open_states, parent_process
+from ..errors import OffloadError
+from ..residents import list_residents, resident_bytes, resident_gradient_bytes
 from ..sizes import format_size
 from ..traffic import stalls_of, stalls_text
+from .bars import html_bar, text_bar
+from .memory import Memory, device_memory, host_memory, show_size
+from .page import fragment, page
 from .schema import schema
 from .terminal import Text
 from .verdict import Load, Verdict, judge
@@ -105,8 +110,8 @@ class DeviceUsage:
     device: str
     name: str
     simulated: bool
-    free_bytes: int
-    total_bytes: int
+    free_bytes: int | None
+    total_bytes: int | None
     torch_allocated_bytes: int | None
     arena_bytes: int
     in_arena_bytes: int
@@ -125,7 +130,7 @@ class DeviceUsage:
 
 @dataclass(frozen=True, repr=False)
 class MemoryReport:
-    """What `memory_summary` returns; ``str()`` and ``repr()`` are the table.
+    """What `memory_summary` returns; ``str()`` and ``repr()`` are text, a notebook shows a page.
 
     Attributes
     ----------
@@ -135,29 +140,74 @@ class MemoryReport:
         Bytes of the optimizer's state per device, where an optimizer was given.
     abbreviated : bool
         Whether the table leaves the counters out.
+    memory : list of Memory
+        Who holds the memory of the devices, and that of the host.
+    notes : list of str
+        What could not be read, and why.
     """
 
     devices: list[DeviceUsage]
     optimizer_bytes: dict[str, int] = field(default_factory=dict)
     abbreviated: bool = False
+    memory: list[Memory] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data with a ``"schema"``."""
         return {"schema": SCHEMA, **asdict(self)}
 
-    def __str__(self) -> str:
+    def to_json(self) -> str:
+        """Return the report as JSON text."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def to_html(self) -> str:
+        """Return the report as one self-contained page without scripts."""
+        return page("oracle_offload memory summary", self._repr_html_())
+
+    def _verdicts(self) -> list[str]:
         if not self.devices:
-            return "oracle_offload: no model is attached"
-        verdicts = [d.verdict.sentence(d.device) for d in self.devices if d.verdict is not None]
+            return ["oracle_offload: no model is attached"]
+        said = [(d.device, d.verdict) for d in self.devices if d.verdict is not None]
+        texts = [(verdict.sentence(device), verdict.copies()) for device, verdict in said]
+        return [text for pair in texts for text in pair if text]
+
+    def __str__(self) -> str:
         text = Text(_WIDTH + 2)
-        for sentence in verdicts:
+        for sentence in [*self._verdicts(), *self.notes]:
             text.block(sentence)
-        return str(text).lstrip("\n") + "\n".join(_table(device, self) for device in self.devices)
+        for memory in self.memory:
+            text.line()
+            text.line(f"{memory.title}: {show_size(memory.total_bytes)}")
+            for line in text_bar(list(memory.parts.items()), text.width, show_size):
+                text.line(line)
+            for note in memory.notes:
+                text.block(note, "   ", "   ")
+        lines = str(text).strip("\n").splitlines()
+        if self.memory and self.devices:
+            lines.append("")
+        return "\n".join([*lines, *(_table(device, self) for device in self.devices)])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        body = [f'<p class="oo-verdict">{html.escape(text)}</p>' for text in self._verdicts()]
+        body += [f'<p class="oo-warn">{html.escape(text)}</p>' for text in self.notes]
+        for memory in self.memory:
+            body.append(f"<h3>{html.escape(memory.title)}: {show_size(memory.total_bytes)}</h3>")
+            body += html_bar(list(memory.parts.items()), show_size)
+            body += [f'<p class="oo-why">{html.escape(note)}</p>' for note in memory.notes]
+        for device in self.devices:
+            body.append(f"<h3>{html.escape(_label(device))}</h3>")
+            body.append(_html_table(_device_rows(device, self.abbreviated)))
+            for model in device.models:
+                units = f"{model.layers} layers in {model.units} units"
+                rows = _model_rows(model, self.abbreviated)
+                body.append(_html_table([(model.name, units), *rows]))
+        if self.optimizer_bytes:
+            body.append(_html_table(_optimizer_rows(self)))
+        if self.devices and not self.abbreviated:
+            body += [f'<p class="oo-why">{html.escape(line)}</p>' for line in _LEGEND]
+        return fragment("summary", body)
 
 
 def memory_summary(
@@ -184,25 +234,106 @@ def memory_summary(
     -------
     MemoryReport
 
-    Raises
-    ------
-    ValueError, OffloadError
-        `device` is not a device of this machine.
+    Notes
+    -----
+    It raises nothing: what cannot be read is missing in the report, which says why in its `notes`.
+    So it can be called before CUDA starts, after an error, and in a forked worker.
     """
-    wanted = None if device is None else str(parse_device(device))
-    rows = []
-    for state in open_states():
-        if wanted is not None and str(state.device) != wanted:
-            continue
-        with state.lock:
-            attachments = [
-                attachment
-                for attachment in attachments_on(state)
-                if attachment.is_attached and (model is None or _manages(attachment, model))
-            ]
-            if attachments:
-                rows.append(_device_usage(state, attachments))
-    return MemoryReport(rows, _optimizer_bytes(optimizer), abbreviated)
+    notes: list[str] = []
+    rows: list[DeviceUsage] = []
+    memory: list[Memory] = []
+    sizes = _or_note(notes, "the optimizer's state", {}, lambda: _optimizer_bytes(optimizer))
+    parent = parent_process()
+    if parent is not None:
+        notes.append(
+            f"this process was forked from process {parent}, where models are attached: ask there"
+        )
+    else:
+        wanted = None
+        if device is not None:
+            wanted = _or_note(notes, "the device", "none", lambda: str(parse_device(device)))
+        for state in _or_note(notes, "the devices", [], open_states):
+            if wanted is None or str(state.device) == wanted:
+                _or_note(
+                    notes,
+                    str(state.device),
+                    None,
+                    lambda state=state: _add_device(state, model, optimizer, sizes, rows, memory),
+                )
+    if not rows:
+        memory += _or_note(notes, "the device's memory", [], _idle_cards)
+    locked = sum(row.locked_bytes for row in rows)
+    pageable = sum(row.pageable_bytes for row in rows)
+    memory += _or_note(notes, "the host's memory", [], lambda: [host_memory(locked, pageable)])
+    return MemoryReport(rows, sizes, abbreviated, memory, notes)
+
+
+_T = TypeVar("_T")
+
+
+def _or_note(notes: list[str], what: str, otherwise: _T, read: Callable[[], _T]) -> _T:
+    """Return what `read` does; where it fails, `otherwise`, with a note of why."""
+    try:
+        return read()
+    except Exception as error:  # a report is wanted most when something has failed
+        notes.append(f"{what} could not be read: {error}")
+        return otherwise
+
+
+def _idle_cards() -> list[Memory]:
+    """Return who holds the current card's memory, where CUDA has started without a model."""
+    if not torch.cuda.is_initialized():
+        return []
+    device = Cuda.find(torch.device("cuda"))
+    card = Cuda(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return [
+        device_memory(
+            str(device),
+            free,
+            total,
+            allocated=card.allocated_bytes(),
+            cached=card.cached_bytes(),
+            arena=0,
+            weights=0,
+            gradients=0,
+            optimizer=None,
+        )
+    ]
+
+
+def _add_device(
+    state: DeviceState,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    optimizer_bytes: dict[str, int],
+    rows: list[DeviceUsage],
+    memory: list[Memory],
+) -> None:
+    """Add a device to the report, if models are attached there."""
+    with state.lock:
+        everything = [held for held in attachments_on(state) if held.is_attached]
+        chosen = [held for held in everything if model is None or _manages(held, model)]
+        if not chosen:
+            return
+        usage = _device_usage(state, chosen)
+        modules = [module for held in everything if (module := held.module()) is not None]
+        # Of the simulated device the state lies on "cpu" too, as does that of managed weights.
+        told = optimizer is not None and not state.simulated
+        memory.append(
+            device_memory(
+                _label(usage),
+                usage.free_bytes,
+                usage.total_bytes,
+                allocated=usage.torch_allocated_bytes,
+                cached=state.kind.cached_bytes(),
+                arena=usage.arena_bytes,
+                weights=sum(resident_bytes(module) for module in modules),
+                gradients=sum(resident_gradient_bytes(module) for module in modules),
+                optimizer=optimizer_bytes.get(usage.device, 0) if told else None,
+            )
+        )
+        rows.append(usage)
 
 
 def _manages(attachment: Attachment, model: nn.Module) -> bool:
@@ -212,7 +343,7 @@ def _manages(attachment: Attachment, model: nn.Module) -> bool:
 
 def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUsage:
     stats = state.engine.stats()
-    free, total = state.engine.mem_info()
+    free, total = _free_and_total(state)
     return DeviceUsage(
         device=str(state.device),
         name=state.engine.device_name,
@@ -234,6 +365,13 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
         models=[_model_usage(state, attachment) for attachment in attachments],
         verdict=_verdict(state, stats),
     )
+
+
+def _free_and_total(state: DeviceState) -> tuple[int, int] | tuple[None, None]:
+    try:
+        return state.engine.mem_info()
+    except OffloadError:  # an earlier error has ended the engine; its counters can still be read
+        return None, None
 
 
 def _verdict(state: DeviceState, stats: Mapping[str, Any]) -> Verdict:
@@ -319,10 +457,25 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
 
 
 def _table(device: DeviceUsage, report: MemoryReport) -> str:
-    label = f"{device.device} ({device.name}{', simulated' if device.simulated else ''})"
     rule, thin = f"|{'=' * _WIDTH}|", f"|{'-' * _WIDTH}|"
-    lines = [rule, f"|{'oracle_offload memory summary, ' + label:^{_WIDTH}}|", rule]
-    rows: list[tuple[str, str]] = [
+    lines = [rule, f"|{'oracle_offload memory summary, ' + _label(device):^{_WIDTH}}|", rule]
+    lines += [_row(*row) for row in _device_rows(device, report.abbreviated)]
+    for model in device.models:
+        lines += [thin, _row(model.name, f"{model.layers} layers in {model.units} units")]
+        lines += [_row(*row) for row in _model_rows(model, report.abbreviated)]
+    if report.optimizer_bytes:
+        lines += [thin, *(_row(*row) for row in _optimizer_rows(report))]
+    if not report.abbreviated:
+        lines += [thin, *(f"| {line:<{_WIDTH - 2}} |" for line in _LEGEND)]
+    return "\n".join([*lines, rule])
+
+
+def _label(device: DeviceUsage) -> str:
+    return f"{device.device} ({device.name}{', simulated' if device.simulated else ''})"
+
+
+def _device_rows(device: DeviceUsage, abbreviated: bool) -> list[tuple[str, str]]:
+    rows = [
         ("arena", format_size(device.arena_bytes)),
         (
             "  weights in it now / at most",
@@ -338,11 +491,11 @@ def _table(device: DeviceUsage, report: MemoryReport) -> str:
         if device.unlocked_h2d_gbps is not None:
             way += f", {device.unlocked_h2d_gbps:.1f} GB/s"
         rows.append(("  which is copied through", way))
-    if not report.abbreviated:
+    if not abbreviated:
         rows += [
             (
                 "device memory free / total",
-                f"{format_size(device.free_bytes)} / {format_size(device.total_bytes)}",
+                f"{show_size(device.free_bytes)} / {show_size(device.total_bytes)}",
             ),
             ("host waits", str(device.host_waits)),
             ("recoveries after a failed driver call", str(device.recoveries)),
@@ -350,19 +503,19 @@ def _table(device: DeviceUsage, report: MemoryReport) -> str:
         ]
         if device.torch_allocated_bytes is not None:
             rows.insert(-3, ("allocated by torch", format_size(device.torch_allocated_bytes)))
-    lines += [_row(*row) for row in rows]
-    for model in device.models:
-        lines += [thin, _row(model.name, f"{model.layers} layers in {model.units} units")]
-        lines += [_row(*row) for row in _model_rows(model, report.abbreviated)]
-    if report.optimizer_bytes:
-        lines.append(thin)
-        lines += [
-            _row(f"optimizer state on {place}", format_size(nbytes))
-            for place, nbytes in report.optimizer_bytes.items()
-        ]
-    if not report.abbreviated:
-        lines += [thin, *(f"| {line:<{_WIDTH - 2}} |" for line in _LEGEND)]
-    return "\n".join([*lines, rule])
+    return rows
+
+
+def _optimizer_rows(report: MemoryReport) -> list[tuple[str, str]]:
+    return [
+        (f"optimizer state on {place}", format_size(nbytes))
+        for place, nbytes in report.optimizer_bytes.items()
+    ]
+
+
+def _html_table(rows: Sequence[tuple[str, str]]) -> str:
+    cells = (f"<tr><td>{html.escape(a)}</td><td>{html.escape(b)}</td></tr>" for a, b in rows)
+    return f"<table>{''.join(cells)}</table>"
 
 
 def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:

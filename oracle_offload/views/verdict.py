@@ -35,6 +35,8 @@ class Verdict:
         Of that, the device waits for copies, has nothing queued, and computes.
     link_s : float
         For how long the link is busy with copies to the device.
+    overlap : float
+        The share of that which no computing waited for; None where nothing was copied.
     bound_s : float
         What a step could take: computing and the least bytes side by side.
     arena_gib_s, ram_gib_s : float
@@ -49,6 +51,7 @@ class Verdict:
     idle_s: float | None = None
     compute_s: float | None = None
     link_s: float | None = None
+    overlap: float | None = None
     bound_s: float | None = None
     arena_gib_s: float | None = None
     ram_gib_s: float | None = None
@@ -68,6 +71,15 @@ class Verdict:
             f"step could take {_time(self.bound_s)}{ratio}; one more GiB of arena would save "
             f"{_saving(self.arena_gib_s)}, one more GiB of page-locked RAM "
             f"{_saving(self.ram_gib_s)}."
+        )
+
+    def copies(self) -> str:
+        """Return how well copies hide behind computing, as a sentence; empty where unknown."""
+        if self.overlap is None or self.bound_s is None:
+            return ""
+        return (
+            f"Copies to the device take {_time(self.link_s)} of a step, of which "
+            f"{100 * self.overlap:.0f}% held nothing up (mean of {self.steps} steps)."
         )
 
 
@@ -122,9 +134,7 @@ def judge(
     """
     if window is None:
         needed = WARM_UP_STEPS + 1
-        return Verdict(
-            "unknown", f"it takes {needed} optimizer steps to tell, and {ended} have ended"
-        )
+        return Verdict("unknown", f"it takes {needed} optimizer steps to tell; {ended} so far")
     counters, steps = window.counters, window.steps
     step_s = window.seconds / steps
     rate = _per_second(counters["h2d_timed_bytes"], counters["h2d_seconds"])
@@ -137,6 +147,7 @@ def judge(
         why = "the clock did not wait for the device; end each step with loss.item(), or the like"
         return Verdict("unknown", why, steps, step_s)
     stall_s = min(stall_s, step_s)
+    overlap = max(0.0, 1 - stall_s / link_s) if link_s else None
     batch_s = min(window.batch_s / steps, step_s - stall_s)
     idle_share = window.idle_looks / window.looks if window.looks else 0.0
     idle_s = batch_s + idle_share * (step_s - stall_s - batch_s)
@@ -164,6 +175,7 @@ def judge(
         idle_s=idle_s,
         compute_s=compute_s,
         link_s=link_s,
+        overlap=overlap,
         bound_s=bound_s(),
         arena_gib_s=bound_s() - bound_s(GIB),
         ram_gib_s=_locking_saves(bound, moved, loads, pageable_bytes, unlocked_rate, rate),

@@ -154,7 +154,7 @@ def test_the_verdict_waits_for_steps_after_the_warm_up():
         with attached(model, "cpu"):
             for ended in (0, 1, 2):
                 found = oracle_offload.memory_summary().devices[0].verdict
-                assert found.bound == "unknown" and f"{ended} have ended" in found.why
+                assert found.bound == "unknown" and f"{ended} so far" in found.why
                 assert found.bound_s is None and found.step_s is None
                 train(model, 1)
             assert oracle_offload.memory_summary().devices[0].verdict.steps == 1
@@ -164,7 +164,7 @@ def test_the_verdict_waits_for_steps_after_the_warm_up():
             with attached(Stack(3, 0.0), "cpu"):  # all is learned anew
                 train(model, 1)
                 found = oracle_offload.memory_summary().devices[0].verdict
-                assert found.bound == "unknown" and "1 have ended" in found.why
+                assert found.bound == "unknown" and "1 so far" in found.why
 
 
 def test_a_clock_that_waited_for_nothing_is_not_believed():

@@ -30,6 +30,8 @@ MODEL = ModelUsage(
     derived_bytes=0,
     runs_again=0,
     flops_again=0.0,
+    rows_read=0,
+    rows_bytes=0,
     managed_bytes=100 * MIB,
     in_arena_bytes=20 * MIB,
     capacity_bytes=25 * MIB,
@@ -182,7 +184,7 @@ def test_on_a_card_torchs_memory_is_a_row_after_the_devices() -> None:
 def test_without_a_model_it_says_so_and_html_is_escaped() -> None:
     assert str(MemoryReport([])) == "oracle_offload: no model is attached"
     odd = MemoryReport([replace(DEVICE, name="<card>")])
-    assert "&lt;card&gt;" in odd._repr_html_() and odd._repr_html_().startswith("<pre>")
+    assert "&lt;card&gt;" in odd._repr_html_() and "<card>" not in odd._repr_html_()
     shown = odd.to_dict()
     assert shown["schema"] == "oracle_offload/memory-summary/1"
     assert shown["devices"][0]["models"][0]["x_min_bytes"] == 100 * MIB

@@ -44,6 +44,8 @@ def test_a_step_is_split_into_stalls_idle_time_and_computing() -> None:
     assert (verdict.bound, verdict.steps, verdict.step_s) == ("link", 10, 3.0)
     assert verdict.stall_s == pytest.approx(0.8) and verdict.idle_s == 0
     assert verdict.compute_s == pytest.approx(2.2) and verdict.link_s == 2.0
+    assert verdict.overlap == pytest.approx(0.6)
+    assert found(grown(stall_seconds=2.5)).overlap == 0
     assert verdict.bound_s == pytest.approx(2.2), "computing takes longer than 2 x 4 GiB"
     assert verdict.arena_gib_s == verdict.ram_gib_s == 0
     idle = found(replace(WINDOW, idle_looks=20, batch_s=4.0))
@@ -99,22 +101,29 @@ def test_gradients_that_travel_while_the_device_idles_are_the_links_doing() -> N
 def test_what_is_not_known_is_said() -> None:
     none = judge(None, 1, LOADS, 0, None)
     assert none.sentence("cpu") == (
-        "cpu: what bounds a step is unknown: it takes 3 optimizer steps to tell, and 1 have ended."
+        "cpu: what bounds a step is unknown: it takes 3 optimizer steps to tell; 1 so far."
     )
     assert "no copy to the device was timed" in found(grown(h2d_seconds=0.0)).why
-    assert found(grown(h2d_seconds=0.0, h2d_bytes=0)).bound == "link", "it waited all the same"
+    still = found(grown(h2d_seconds=0.0, h2d_bytes=0))
+    assert still.bound == "link" and still.overlap is None, "it waited all the same"
     assert "did not wait for the device" in found(replace(WINDOW, seconds=15.9)).why
     assert not found(replace(WINDOW, seconds=16.1)).why
     assert "did not wait" in found(replace(WINDOW, seconds=0.0), []).why
 
 
 def test_the_sentence() -> None:
-    verdict = Verdict("link", "", 4, 1.5, 0.5, 0.1, 0.9, 1.2, 1.25, 0.0125, 0.0)
+    verdict = Verdict("link", "", 4, 1.5, 0.5, 0.1, 0.9, 1.2, 0.584, 1.25, 0.0125, 0.0)
     assert verdict.sentence("cuda:0") == (
         "cuda:0 is link-bound: of the 1.50 s of a step it waits 500.00 ms for copies; a step could "
         "take 1.25 s (1.20 times that now); one more GiB of arena would save 12.50 ms, one more "
         "GiB of page-locked RAM nothing."
     )
+    assert verdict.copies() == (
+        "Copies to the device take 1.20 s of a step, of which 58% held nothing up (mean of 4 "
+        "steps)."
+    )
+    assert replace(verdict, overlap=None).copies() == ""
+    assert judge(None, 0, [], 0, None).copies() == ""
     host = replace(verdict, bound="host", arena_gib_s=4.9e-6, ram_gib_s=None).sentence("cpu")
     assert "host-bound: of the 1.50 s of a step it has nothing to do for 100.00 ms;" in host
     assert host.endswith(

@@ -1,0 +1,176 @@
+"""The report is there in every state; each figure is a counter, or arithmetic of counters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from equality import attached
+from torch import nn
+
+import oracle_offload
+from oracle_offload import simulator
+from oracle_offload.host.memory import read_meminfo
+
+# What a row of the report is called there, where the engine's counter has another name.
+RENAMED = {
+    "in_arena_bytes": "resident_bytes",
+    "units_in_arena": "resident_units",
+    "peak_in_arena_bytes": "peak_resident_bytes",
+}
+COUNTED = (
+    "managed_bytes units acquires hits late stale prefetches evictions waits timed_waits h2d_bytes "
+    "h2d_copies d2h_bytes d2h_copies in_arena_bytes units_in_arena"
+)
+OF_DEVICE = (
+    "arena_bytes locked_bytes pageable_bytes lock_refusals ring_bytes host_waits recoveries "
+    "allocations in_arena_bytes peak_in_arena_bytes"
+)
+
+
+class Net(nn.Sequential):
+    def __init__(self, depth=6, width=64):
+        super().__init__(*(nn.Sequential(nn.Linear(width, width)) for _ in range(depth)))
+
+
+def train(model, steps=1):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    width = next(model.parameters()).shape[0]
+    for _ in range(steps):
+        model(torch.randn(3, width, requires_grad=True)).sum().backward()
+        simulator.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_figure_is_a_counter_or_arithmetic_of_counters(seed):
+    draw = torch.Generator().manual_seed(seed)
+    steps, depth, other = torch.randint(2, 9, (3,), generator=draw).tolist()
+    offload = float(torch.rand(1, generator=draw))
+    first, second = Net(depth), Net(other, 48)
+    with (
+        attached(first, "cpu", offload_percent=offload) as one,
+        attached(second, "cpu") as two,
+    ):
+        train(first, steps)
+        train(second, 3)
+        engine = one.state.engine
+        report = oracle_offload.memory_summary()
+        (device,) = report.devices
+        for usage, names, counters in (
+            (device, OF_DEVICE, engine.stats()),
+            (device.models[0], COUNTED, engine.stats(one.attachment.model)),
+            (device.models[1], COUNTED, engine.stats(two.attachment.model)),
+        ):
+            for name in names.split():
+                assert getattr(usage, name) == counters[RENAMED.get(name, name)], name
+        for usage, manager in zip(device.models, (one, two), strict=True):
+            counters = engine.stats(manager.attachment.model)
+            rate = None
+            if counters["h2d_seconds"]:
+                rate = counters["h2d_timed_bytes"] / counters["h2d_seconds"] / 1e9
+            assert usage.h2d_gbps == (None if rate is None else pytest.approx(rate))
+            weights = sum(p.numel() * 4 for p in manager.module.parameters())
+            assert usage.x_min_bytes == 2 * max(0, weights - usage.capacity_bytes)
+        card, host = report.memory
+        assert card.total_bytes == engine.mem_info()[1] == sum(filter(None, card.parts.values()))
+        assert card.parts["arena"] == engine.stats()["arena_bytes"]
+        assert card.parts["activations"] is None and "activations unknown" in str(report)
+        assert host.parts["page-locked"] == engine.stats()["locked_bytes"] > 0
+        verdict = device.verdict
+        if verdict.bound_s is not None:
+            split = verdict.stall_s + verdict.idle_s + verdict.compute_s
+            assert split == pytest.approx(verdict.step_s)
+        assert json.loads(report.to_json()) == report.to_dict()
+
+
+def test_without_a_model_it_shows_the_host():
+    report = oracle_offload.memory_summary()
+    (host,) = report.memory
+    assert report.devices == [] and report.notes == []
+    assert str(report).startswith("oracle_offload: no model is attached\n\nhost memory: ")
+    table = read_meminfo()
+    if table.get("MemTotal") == host.total_bytes:
+        assert sum(filter(None, host.parts.values())) == host.total_bytes
+    assert host.parts["page-locked"] == 0 and "no model is attached" in report._repr_html_()
+
+
+def test_what_is_no_device_is_said_and_not_raised():
+    for device in ("nonsense", "mps", 99, object()):
+        report = oracle_offload.memory_summary(device)
+        assert report.devices == [] and report.notes[0].startswith("the device could not be read: ")
+    with attached(Net(), "cpu"):
+        assert oracle_offload.memory_summary("nonsense").devices == []
+        assert len(oracle_offload.memory_summary("cpu").devices) == 1
+
+
+def test_what_an_optimizer_holds_is_left_out_where_it_does_not_tell():
+    class Odd:
+        @property
+        def state(self):
+            raise RuntimeError("no state yet")
+
+    with attached(Net(), "cpu"):
+        report = oracle_offload.memory_summary(optimizer=Odd())
+        assert report.notes == ["the optimizer's state could not be read: no state yet"]
+        assert len(report.devices) == 1 and report.optimizer_bytes == {}
+
+
+def test_gradients_of_what_is_not_managed_are_in_the_bar():
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    with attached(model, "cpu"):
+        model(torch.randn(3, 64)).sum().backward()
+        parts = oracle_offload.memory_summary().memory[0].parts
+    assert parts["weights"] == parts["gradients"] == 2 * 64 * 4
+
+
+def test_where_the_driver_does_not_answer_the_counters_are_still_there(sim):
+    model = Net()
+    with attached(model, "cpu") as manager:
+        train(model, 2)
+        with sim.fault("cuMemGetInfo", 1, 999, lasting=True):
+            report = oracle_offload.memory_summary()
+        usage = report.devices[0].models[0]
+        assert usage.h2d_bytes == manager.state.engine.stats()["h2d_bytes"] > 0
+        assert report.devices[0].free_bytes is None
+        assert "device memory free / total             | unknown / unknown" in str(report)
+        assert report.memory[0].parts["free"] is None and "free unknown" in report._repr_html_()
+
+
+def test_after_running_out_of_memory_it_is_whole(sim):
+    model = Net(2, 256)
+    with attached(model, "cpu"):
+        with pytest.raises(torch.OutOfMemoryError):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        big = nn.Sequential(nn.Linear(8, 8))
+        with pytest.raises(Exception, match="vram_budget"):
+            oracle_offload.attach(big, "cpu", vram_budget=1)
+        assert oracle_offload.memory_summary().devices[0].models[0].layers == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_in_a_forked_worker_it_says_whose_model_it_is():
+    code = """
+import os, sys, torch, oracle_offload
+from oracle_offload import engines
+model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+oracle_offload.attach(model, "cpu")
+engines._registry_lock.__enter__()  # as another thread may hold it at a fork
+pid = os.fork()
+if pid == 0:
+    report = oracle_offload.memory_summary()
+    assert report.devices == [] and str(os.getppid()) in report.notes[0], report
+    assert report.memory[0].title == "host memory" and "forked" in str(report)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.stdout.strip() == "7", run.stderr
