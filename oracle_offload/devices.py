@@ -72,7 +72,10 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def is_idle(self, stream: int) -> bool:
-        """Whether all that was queued on `stream` has ended; asking waits for nothing."""
+        """Whether all that was queued on `stream` has ended; asking waits for nothing.
+
+        `stream` is the one that torch computes on in this thread, as `stream_of` answers it.
+        """
 
     def set_data(self, tensor: Tensor, data: Tensor) -> None:
         """Let `tensor`, which others know by its identity, be `data` from now on."""
@@ -182,7 +185,8 @@ class Cuda(Device):
         try:
             if torch.cuda.is_current_stream_capturing():  # a query would end the capture
                 return False
-            return torch.cuda.ExternalStream(stream, device=self.device).query()
+            # By torch's own object: it makes none of handle 0, the default stream.
+            return torch.cuda.current_stream(self.device).query()
         except RuntimeError:  # the context is lost: who uses it next says so
             return False
 

@@ -11,6 +11,7 @@ import html
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -242,36 +243,39 @@ def memory_summary(
     notes: list[str] = []
     rows: list[DeviceUsage] = []
     memory: list[Memory] = []
-    sizes = _or_note(notes, "the optimizer's state", {}, lambda: _optimizer_bytes(optimizer))
+    sizes: dict[str, int] = {}
+    sizes = _or_note(notes, "the optimizer's state", sizes, lambda: _optimizer_bytes(optimizer))
     parent = parent_process()
+    states: list[DeviceState] = []
+    wanted = None
     if parent is not None:
         notes.append(
             f"this process was forked from process {parent}, where models are attached: ask there"
         )
     else:
-        wanted = None
+        states = _or_note(notes, "the devices", states, open_states)
         if device is not None:
             wanted = _or_note(notes, "the device", "none", lambda: str(parse_device(device)))
-        for state in _or_note(notes, "the devices", [], open_states):
-            if wanted is None or str(state.device) == wanted:
-                _or_note(
-                    notes,
-                    str(state.device),
-                    None,
-                    lambda state=state: _add_device(state, model, optimizer, sizes, rows, memory),
-                )
+    for state in states:
+        if wanted is None or str(state.device) == wanted:
+            add = partial(_add_device, state, model, optimizer, sizes, rows, memory)
+            _or_note(notes, str(state.device), None, add)
     if not rows:
-        memory += _or_note(notes, "the device's memory", [], _idle_cards)
+        memory += _or_note(notes, "the device's memory", memory[:0], _idle_cards)
     locked = sum(row.locked_bytes for row in rows)
     pageable = sum(row.pageable_bytes for row in rows)
-    memory += _or_note(notes, "the host's memory", [], lambda: [host_memory(locked, pageable)])
+    read_host = partial(host_memory, locked, pageable)
+    host = _or_note(notes, "the host's memory", None, read_host)
+    if host is not None:
+        memory.append(host)
     return MemoryReport(rows, sizes, abbreviated, memory, notes)
 
 
 _T = TypeVar("_T")
+_S = TypeVar("_S")
 
 
-def _or_note(notes: list[str], what: str, otherwise: _T, read: Callable[[], _T]) -> _T:
+def _or_note(notes: list[str], what: str, otherwise: _T, read: Callable[[], _S]) -> _T | _S:
     """Return what `read` does; where it fails, `otherwise`, with a note of why."""
     try:
         return read()

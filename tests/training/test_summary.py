@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from equality import attached
 from torch import nn
 
 import oracle_offload
-from oracle_offload import simulator
+from oracle_offload import devices, simulator
 from oracle_offload.host.memory import read_meminfo
 
 # What a row of the report is called there, where the engine's counter has another name.
@@ -174,3 +175,40 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
     assert run.stdout.strip() == "7", run.stderr
+
+
+def test_before_a_model_but_after_cuda_has_started_the_card_is_shown(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 << 30, 16 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 8 << 30)
+    card, host = oracle_offload.memory_summary().memory
+    assert card.title == "cuda:2" and host.title == "host memory"
+    held = {name: size >> 30 for name, size in card.parts.items() if size}
+    assert held == {"not told apart": 7, "cached": 1, "other processes": 3, "free": 5}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: 1 / 0)
+    report = oracle_offload.memory_summary()
+    assert [memory.title for memory in report.memory] == ["host memory"]
+    assert report.notes == ["the device's memory could not be read: division by zero"]
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("done", [False, True])
+def test_a_card_is_asked_for_its_work_but_not_in_a_capture(monkeypatch, capturing, done):
+    card = devices.Cuda(torch.device("cuda", 0))
+    asked = []
+    stream = SimpleNamespace(query=lambda: asked.append(1) or done)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    assert card.is_idle(0) == (done and not capturing)
+    assert len(asked) == (not capturing)
+
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lost)
+    assert card.is_idle(0) is False
+    assert card.now_s() < card.now_s(), "the host's clock runs"
