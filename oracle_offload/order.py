@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import _core
-from .errors import OffloadError
 from .views.schema import schema
 
 if TYPE_CHECKING:
@@ -82,10 +81,12 @@ class OrderFile:
             name = f"oracle_offload-order-{self._fingerprint[:16]}.json"
             self.path = os.path.join(self.path, name)
         try:
-            self._known = read(self.path, self._fingerprint, len(ids))
+            known = read(self.path, self._fingerprint, len(ids))
+            attachment.state.engine.expect([(ids[unit], kind) for unit, kind in known])
+            attachment.before_forward()  # the arena grows to the blocks that are known now
         except FileNotFoundError:
             return
-        except (OSError, UnusableOrder) as error:
+        except Exception as error:  # whatever a file does, the model trains without it
             self._is_foreign = not is_ours(self.path)
             logger.warning(
                 "%s: order_file=%r is not used, the order is learned anew: %s",
@@ -94,8 +95,7 @@ class OrderFile:
                 error,
             )
             return
-        attachment.state.engine.expect([(ids[unit], kind) for unit, kind in self._known])
-        attachment.before_forward()  # the arena grows to the blocks that are known now
+        self._known = known
 
     def after_step(self, attachment: Attachment) -> None:
         """Keep the order once it repeats: looked for after 2, 4, 8, ... steps of an optimizer."""
@@ -104,16 +104,18 @@ class OrderFile:
             self.keep(attachment)
 
     def keep(self, attachment: Attachment) -> None:
-        """Write the order that was learned, if it is another than the file's."""
-        with contextlib.suppress(OffloadError):  # the device is lost
+        """Write the order that was learned, if it is another than the file's.
+
+        What fails is logged: no step and no detach fails for a file.
+        """
+        try:
             found = self._learned(attachment)
             if found is None or found == self._known or self._is_foreign:
                 return
             self._known = found
-            try:
-                write(self.path, self._fingerprint, found)
-            except OSError as error:
-                logger.warning("order_file=%r cannot be written: %s", self.path, error)
+            write(self.path, self._fingerprint, found)
+        except Exception as error:
+            logger.warning("order_file=%r cannot be written: %s", self.path, error)
 
     def _learned(self, attachment: Attachment) -> list[Use] | None:
         numbers = {
@@ -202,7 +204,7 @@ def write(path: str, fingerprint: str, uses: Sequence[Use]) -> None:
         with open(beside, "w", encoding="ascii") as file:
             json.dump(document, file)
         os.replace(beside, path)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(beside)
         raise
@@ -213,7 +215,7 @@ def is_ours(path: str) -> bool:
     try:
         with open(path, "rb") as file:
             return file.read(len(_BEGINNING)) == _BEGINNING
-    except OSError:
+    except (OSError, ValueError):  # no path, or none of this system
         return False
 
 

@@ -299,6 +299,24 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, warnings):
     assert "cannot be written" in said
 
 
+@pytest.mark.parametrize("error", [MemoryError, ValueError, OSError, RuntimeError])
+@pytest.mark.parametrize("function", ["read", "write"])
+def test_no_step_and_no_detach_fails_for_a_file(path, monkeypatch, function, error, warnings):
+    def fail(*_):
+        raise error("planted")
+
+    monkeypatch.setattr(order, function, fail)
+    run(path, 3)
+    (said,) = warnings()
+    assert "planted" in said and repr(path) in said
+
+
+def test_a_path_that_no_system_has_costs_a_warning(warnings):
+    run("/nowhere\0/order.json", 2)
+    (said,) = warnings()
+    assert "is not used" in said
+
+
 # ---- which sweep ----
 
 
