@@ -211,10 +211,10 @@ def write(path: str, fingerprint: str, uses: Sequence[Use]) -> None:
 
 
 def is_ours(path: str) -> bool:
-    """Whether a file was written by `write`, whole or not, and may be replaced."""
+    """Whether a file may be replaced: `write` has written it, or nothing is in it."""
     try:
         with open(path, "rb") as file:
-            return file.read(len(_BEGINNING)) == _BEGINNING
+            return _BEGINNING.startswith(file.read(len(_BEGINNING)))  # all of it, or cut short
     except (OSError, ValueError):  # no path, or none of this system
         return False
 
