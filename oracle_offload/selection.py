@@ -30,7 +30,7 @@ from ._core import ALIGNMENT
 from .direct_uses import Used, used_directly
 from .errors import OffloadError
 from .geometry import memory_of, tensor_bytes, unit_bytes
-from .layers.any import any_kind
+from .layers.any import AnyLayer, any_kind
 from .layers.kinds import layer_type
 from .layers.leaf import Leaf, unfit_tensor
 from .layers.swap import HANDLE, has_own_forward, is_managed
@@ -465,7 +465,7 @@ def _unfit(kind: type[Leaf], module: nn.Module, ignored_tensors: set[int]) -> st
 
 
 def _unfit_tensor(key: str, tensor: Any, ignored_tensors: set[int]) -> str:
-    if why := unfit_tensor(key, tensor):
+    if why := unfit_tensor(key, tensor, AnyLayer.floating):
         return why
     if id(tensor) in ignored_tensors:
         return f"'{key}' is named in ignore_modules"

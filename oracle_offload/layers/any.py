@@ -114,6 +114,7 @@ class AnyLayer(Borrower):
     """
 
     lends_to_code = True
+    floating = False  # the code knows what its numbers mean
     may_be_tried = False
 
     parameters: Places

@@ -140,6 +140,7 @@ class Leaf:
     lends_to_code: ClassVar[bool] = False  # the module's own forward computes: see `layers.any`
     needs_place: ClassVar[bool] = True  # in the arena; else it is read where it lies, if locked
     has_buffers: ClassVar[bool] = False  # the module may have some, which are none of its tensors
+    floating: ClassVar[bool] = True  # so are its plain Parameters, all of them
     may_be_tried: ClassVar[bool] = True  # its tensors can move to the device one by one
     trial: Trial | None = None  # code may read its tensors as values
     on_device = False  # the tensors lie there for good, and so do their gradients
@@ -250,7 +251,8 @@ class Leaf:
         """Whether what lies in the parameters' places now can be managed."""
         for name in self.names:
             tensor = self.parameters.get(name)
-            if not (is_plain_master(tensor) or (tensor is None and name not in self.required)):
+            plain = is_plain_master(tensor, self.floating)
+            if not (plain or (tensor is None and name not in self.required)):
                 return False
         return True
 
@@ -287,7 +289,7 @@ class Leaf:
                 return f"its {name} was taken away after attach, or is computed since"
             if (
                 isinstance(now, nn.Parameter)
-                and not is_plain_master(now)
+                and not is_plain_master(now, self.floating)
                 and self.masters.is_replaced(name, now)
             ):
                 kind = type(now).__name__
@@ -401,11 +403,14 @@ def version_of(tensors: Sequence[Tensor]) -> int:
     return version
 
 
-def unfit_tensor(key: str, tensor: Tensor) -> str:
-    """Say why a Parameter, wherever it lies, cannot become a master; empty where it can."""
+def unfit_tensor(key: str, tensor: Tensor, floating: bool = True) -> str:
+    """Say why a Parameter, wherever it lies, cannot become a master; empty where it can.
+
+    `floating`: whether it has to be of a floating dtype.
+    """
     if type(tensor) is not nn.Parameter or tensor.layout is not torch.strided:
         return f"'{key}' is a {type(tensor).__name__}, not a plain parameter"
-    if not tensor.is_floating_point():
+    if floating and not tensor.is_floating_point():
         return f"'{key}' is {tensor.dtype}"
     if tensor.numel() == 0:
         return f"'{key}' is empty"
@@ -414,16 +419,17 @@ def unfit_tensor(key: str, tensor: Tensor) -> str:
     return ""
 
 
-def is_plain_master(tensor: Any) -> bool:
-    """Whether `tensor` can be a host master: a dense, floating, plain Parameter in CPU memory.
+def is_plain_master(tensor: Any, floating: bool = True) -> bool:
+    """Whether `tensor` can be a host master: a dense, plain Parameter in CPU memory.
 
+    `floating`: whether it has to be of a floating dtype.
     A tensor that is no Parameter stands in one's place for a while (``functional_call``).
     """
     return (
         type(tensor) is nn.Parameter
         and tensor.layout is torch.strided
         and tensor.device.type == "cpu"
-        and tensor.is_floating_point()
+        and (tensor.is_floating_point() or not floating)
         and tensor.is_leaf
         and tensor.numel() > 0
         and is_dense(tensor)

@@ -77,11 +77,16 @@ def lending_class(base: Any) -> Any:
         functools.update_wrapper(method, inner, assigned=("__doc__", "__name__"), updated=())
         return torch.compiler.disable(method)
 
-    names = (name for name in ENTRY_METHODS if name != "__call__")
-    methods = {name: getattr(base, name, None) for name in names}
+    # A parent may call another method of that kind: ``experts.forward_routed(...)``.
+    forwards = (name for name in dir(base) if name.startswith("forward"))
+    methods = {name: getattr(base, name, None) for name in {*ENTRY_METHODS, *forwards}}
     return _derive(
         base,
-        {name: lending(inner) for name, inner in methods.items() if inspect.isfunction(inner)},
+        {
+            name: lending(inner)
+            for name, inner in methods.items()
+            if inspect.isfunction(inner) and name != "__call__"
+        },
     )
 
 

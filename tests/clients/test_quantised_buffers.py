@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from equality import assert_models_agree, attached
-from quantised import MODES, quantised_layers, step_of
+from quantised import MODES, quantised_layers, step_of, through
 from torch import nn
 from torch.nn import functional as F
 from transformers.integrations import finegrained_fp8, nvfp4
 
+from oracle_offload import selection
 from oracle_offload.layers.flatten import Copy, plain_tensors
 
 WIDTH = 64
@@ -30,6 +31,9 @@ def fp8_linear_stand_in(
     activation_scale=None,
     deepgemm=True,
 ):
+    if weight.dtype is torch.int8:  # two to a byte, a scale for 32 of a row; not FP4's values
+        weight = torch.stack((weight & 15, weight >> 4), -1).flatten(-2)
+        block_size = 1, 32
     scale = weight_scale_inv.repeat_interleave(block_size[0], 0).repeat_interleave(block_size[1], 1)
     return F.linear(input, (weight.float() * scale).to(input.dtype), bias)
 
@@ -94,6 +98,40 @@ def make_nvfp4():
     return layer
 
 
+def experts(expert_dtype):
+    """Return experts of transformers with random bytes and scales; they take three inputs."""
+    config = SimpleNamespace(
+        hidden_size=WIDTH,
+        num_experts=4,
+        moe_intermediate_size=32,
+        hidden_act="silu",
+        _experts_implementation="eager",
+    )
+    made = finegrained_fp8.FP8Experts(config, block_size=(32, 32), expert_dtype=expert_dtype)
+    with torch.no_grad():
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(made, name)
+            if expert_dtype == "fp8":
+                weight.data = torch.randn(weight.shape).to(weight.dtype)
+            else:
+                weight.random_(-128, 128)
+            getattr(made, f"{name}_scale_inv").uniform_(0, 1 / 8)
+    return made.requires_grad_(False)
+
+
+class Routed(nn.Module):
+    """Calls experts with what the first features of the tokens choose."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.experts = made
+
+    def forward(self, x):
+        tokens = x.reshape(-1, WIDTH)
+        scores, chosen = tokens[:, :4].softmax(-1).topk(2)
+        return self.experts(tokens, chosen, scores).view(x.shape)
+
+
 LAYERS = {"fp8": make_fp8, "nvfp4": make_nvfp4, "comfy": Int8Linear}
 
 
@@ -106,6 +144,14 @@ class Block(nn.Module):
     def forward(self, x):
         x = self.norm(x)
         return x + F.silu(self.base(x) + self.up(self.down(x)))
+
+
+def pair_of(make):
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.ModuleList(Block(make) for _ in range(3)))
+    return models
 
 
 @pytest.fixture(autouse=True)
@@ -126,11 +172,7 @@ def test_a_copy_takes_a_tensor_that_came_after_attach_as_it_is():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_modules_of_plain_quantised_tensors(name, mode):
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(nn.ModuleList(Block(LAYERS[name]) for _ in range(3)))
-    managed, resident = models
+    managed, resident = pair_of(LAYERS[name])
     x = torch.randn(2, 5, WIDTH)
 
     with attached(managed) as manager:
@@ -138,3 +180,39 @@ def test_modules_of_plain_quantised_tensors(name, mode):
         assert len(quantised) == 3, manager.resident
         assert {path for layer in quantised for path in layer.names} >= {"weight"}
         assert_models_agree(managed, resident, step_of(x, mode))
+
+
+@pytest.fixture
+def nothing_is_small(monkeypatch):
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
+
+
+EXPERT_TENSORS = {"gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fp8_experts_are_lent_to_their_forward(mode, nothing_is_small):
+    managed, resident = pair_of(lambda: Routed(experts("fp8")))
+    x = torch.randn(2, 5, WIDTH)
+    with attached(managed) as manager:
+        assert manager.resident == {}
+        lent = [layer for layer in manager.layers if layer.name.endswith("experts")]
+        assert [set(layer.names) for layer in lent] == [EXPERT_TENSORS] * 3
+        assert_models_agree(managed, resident, step_of(x, mode))
+
+
+def test_experts_of_packed_integers_are_lent_to_their_forward(nothing_is_small):
+    managed, resident = pair_of(lambda: Routed(experts("fp4")))
+    x = torch.randn(2, 5, WIDTH)
+
+    def infer(model):
+        with torch.no_grad():
+            return (through(model, x),)
+
+    with attached(managed) as manager:
+        assert manager.resident == {}
+        lent = [layer for layer in manager.layers if layer.name.endswith("experts")]
+        assert [set(layer.names) for layer in lent] == [EXPERT_TENSORS] * 3
+        assert {layer.tensors()[0].dtype for layer in lent} == {torch.int8}
+        assert_models_agree(managed, resident, infer)
