@@ -28,6 +28,7 @@ from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
 from ..gradients import note_trainable
 from ..locks import Lock
+from .flatten import is_wrapper
 from .leaf import Masters, Tensors, version_of
 from .loan import Borrower, once_differentiable
 from .swap import HANDLE, list_weights, swap_in
@@ -381,6 +382,23 @@ class _Note:
         self.version = version_of((layer.parameters[self.name],))
 
 
+class _Flat:
+    """A tensor that autograd has saved and that is made of others: what is kept of each of them."""
+
+    __slots__ = ("inner", "kind", "meta", "shape", "stride")
+
+    def __init__(self, tensor: Any, pack: Callable[[Tensor], Any]) -> None:
+        names, self.meta = tensor.__tensor_flatten__()
+        self.kind, self.shape, self.stride = type(tensor), tensor.size(), tensor.stride()
+        self.inner = {name: pack(getattr(tensor, name)) for name in names}
+
+    def made_again(self, unpack: Callable[[Any], Tensor]) -> Tensor:
+        """Return a tensor of the same class, made of what `unpack` returns."""
+        inner = {name: unpack(kept) for name, kept in self.inner.items()}
+        made: Tensor = self.kind.__tensor_unflatten__(inner, self.meta, self.shape, self.stride)
+        return made
+
+
 class _Notes:
     """The saved-tensor hooks of one forward: what aliases the slot becomes a note.
 
@@ -399,28 +417,49 @@ class _Notes:
         self._layer = layer
         self._start = slot.data_ptr()
         self._nbytes = slot.numel()
-        self._sizes = {tensor.numel() for tensor in layer.masters.present}
+        self._sizes = {size for tensor in layer.masters.present for size in _sizes_made_of(tensor)}
+        self._derived: dict[int, int] = {}  # bytes made of the weights, by address
         self._outer: tuple[Any, Any] | None = _outer_hooks(True)
-        # Whether what is packed stays what it is, however many such pairs it goes through.
+        # Whether what is packed stays what it is, however many such pairs it goes through, and
+        # waits for a backward that has not begun.
         outer: Any = None if self._outer is None else getattr(self._outer[0], "__self__", None)
-        self._stays: bool = self._outer is None or (isinstance(outer, _Notes) and outer._stays)
+        self._stays: bool = _graph_task() == -1 and (
+            self._outer is None or (isinstance(outer, _Notes) and outer._stays)
+        )
 
     def pack(self, tensor: Tensor) -> Any:
         """Return what autograd keeps for `tensor`."""
-        at = _address(tensor) - self._start
+        address = _address(tensor)
+        at = address - self._start
         if 0 <= at < self._nbytes:
             return _Note(self._layer, tensor, at)
+        if address == 0 and is_wrapper(tensor) and self._is_made_of_slot(tensor):
+            return _Flat(tensor, self.pack)
         if self._stays and tensor.numel() in self._sizes:
-            nbytes = tensor_bytes(tensor)
-            self._layer.attachment.traffic.note_derived(self._layer.name, nbytes)
+            self._derived[address] = tensor_bytes(tensor)
+            self._layer.attachment.traffic.note_derived(
+                self._layer.name, sum(self._derived.values())
+            )
         if self._outer is not None:
             return (self._outer[0](tensor),)
         return tensor, None if tensor.is_inference() else tensor._version
+
+    def _is_made_of_slot(self, tensor: Any) -> bool:
+        """Whether a tensor that is made of others is made of what is lent."""
+        for name in tensor.__tensor_flatten__()[0]:
+            inner = getattr(tensor, name)
+            if 0 <= _address(inner) - self._start < self._nbytes:
+                return True
+            if is_wrapper(inner) and self._is_made_of_slot(inner):
+                return True
+        return False
 
     def unpack(self, kept: Any) -> Tensor:
         """Return what was packed."""
         if isinstance(kept, _Note):
             return kept.layer.take_again(kept)
+        if isinstance(kept, _Flat):
+            return kept.made_again(self.unpack)
         if self._outer is not None:
             unpacked: Tensor = self._outer[1](kept[0])
             return unpacked
@@ -435,6 +474,13 @@ class _Notes:
                 f"{version} instead."
             )
         return tensor
+
+
+def _sizes_made_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return how many numbers a cast or a dequantised copy has; integers may hold two to a byte."""
+    size = tensor.numel()
+    packed = not tensor.is_floating_point() and tensor.element_size() == 1
+    return (size, 2 * size) if packed else (size,)
 
 
 def _address(tensor: Tensor) -> int:

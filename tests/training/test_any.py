@@ -377,6 +377,129 @@ def test_a_weight_that_no_hook_sees_is_kept_until_backward(device):
         assert_models_agree(managed, resident, make_step(device), device=device)
 
 
+class Halved(torch.Tensor):
+    """A tensor that is made of another, as a library's quantised ones are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        options = dict(dtype=inner.dtype, device=inner.device)
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, **options)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], "meta"
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, meta, size, stride):
+        assert meta == "meta" and size == inner["inner"].shape
+        return cls(inner["inner"])
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(func)
+
+
+def values_of(made):
+    return values_of(made.inner) / 2 if isinstance(made, Halved) else made
+
+
+class ProductOfMade(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, made):
+        ctx.save_for_backward(made)
+        return x @ values_of(made)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (made,) = ctx.saved_tensors
+        return grad @ values_of(made).t(), None
+
+
+class MakesAnother(nn.Module):
+    """Autograd saves a tensor that is made of the weight, or of one that is."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.matrix, self.depth = weights(WIDTH, WIDTH).requires_grad_(False), depth
+
+    def forward(self, x):
+        made = self.matrix
+        for _ in range(self.depth):
+            made = Halved(made)
+        return torch.tanh(ProductOfMade.apply(x, made))
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_saved_tensor_that_is_made_of_a_lent_one_lets_go_of_its_slot(device, depth, reentrant):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Net(lambda: MakesAnother(depth), reentrant))
+    with attached(managed, device) as manager:
+        y = managed(torch.randn(2, 3, WIDTH).to(device).requires_grad_())
+        assert held(manager) == 0
+        y.sum().backward()
+        assert_models_agree(managed, resident, make_step(device), device=device)
+
+
+class MadeOfItself(nn.Module):
+    """Autograd saves a tensor that is made of nothing lent."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = weights(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x):
+        return ProductOfMade.apply(x, Halved(self.matrix * 2))
+
+
+def test_a_saved_tensor_that_is_made_of_others_stays_what_it_is(device):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Net(MadeOfItself))
+    with attached(managed, device):
+        assert_models_agree(managed, resident, make_step(device), device=device)
+
+
+class Dequantises(nn.Module):
+    """Makes a weight of packed integers, and another of plain ones; autograd keeps both."""
+
+    def __init__(self):
+        super().__init__()
+        packed = torch.arange(WIDTH * WIDTH // 2, dtype=torch.int32).remainder(256)
+        values = packed.to(torch.uint8).view(WIDTH, WIDTH // 2)
+        self.packed = nn.Parameter(values, requires_grad=False)
+        self.plain = nn.Parameter(weights(WIDTH, 2 * WIDTH).detach().half(), requires_grad=False)
+
+    def forward(self, x):
+        halves = torch.stack((self.packed & 15, self.packed >> 4), -1).flatten(-2)
+        wide = x @ (halves.float() / 64) @ self.plain.float()
+        return torch.tanh(wide.unflatten(-1, (2, WIDTH)).sum(-2))
+
+
+def test_what_is_made_of_weights_is_counted_by_its_bytes(device):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Net(Dequantises))
+    with attached(managed, device) as manager:
+        assert_models_agree(managed, resident, make_step(device), device=device)
+        kept = manager.attachment.traffic.derived_bytes
+        assert kept == {f"blocks.{i}": 3 * WIDTH * WIDTH * 4 for i in range(3)}
+        assert "checkpoint the blocks" in str(manager.memory_summary())
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non"])
+def test_what_a_checkpoint_makes_again_is_not_counted(device, reentrant):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Net(Dequantises, reentrant))
+    with attached(managed, device) as manager:
+        assert_models_agree(managed, resident, make_step(device), device=device)
+        assert manager.attachment.traffic.derived_bytes == {}
+
+
 class Fails(nn.Module):
     def __init__(self, at):
         super().__init__()
