@@ -1,7 +1,7 @@
 """How fast the steps on one device follow each other, and how often it waits for the host.
 
 At the end of each optimizer step the host's clock and the engine's counters are put down. Of the
-uses of weights one in 16 asks, before anything of it is queued, whether the device has run out of
+uses of weights one in 29 asks, before anything of it is queued, whether the device has run out of
 work; so does the first use of each step, because the time before it belongs to whoever brings the
 next batch.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SAMPLED_ONE_IN = 16
+SAMPLED_ONE_IN = 29  # a prime: in steps of another length each has its turn
 WARM_UP_STEPS = 2  # the engine learns the order in the first; the arena may grow after it
 _MOST_STEPS = 16  # what was longer ago tells nothing about now
 
@@ -72,6 +72,7 @@ class Pace:
         self._now_s = now_s
         self._marks: deque[Mapping[str, Any]] = deque(maxlen=_MOST_STEPS + 1)
         self._ended_s: float | None = None  # when the last step did, until the next has begun
+        self._next_sample = 1
         self._looks = 0
         self._idle_looks = 0
         self._batch_s = 0.0
@@ -82,14 +83,16 @@ class Pace:
 
     def look(self, idle: bool) -> None:
         """A use begins; `idle` says whether the device had run out of work before it."""
-        self.next_look = self.uses + SAMPLED_ONE_IN
         if self._ended_s is not None:
             if idle:
                 self._batch_s += self._now_s() - self._ended_s
             self._ended_s = None
-            return
-        self._looks += 1
-        self._idle_looks += idle
+        else:
+            self._looks += 1
+            self._idle_looks += idle
+        while self._next_sample <= self.uses:
+            self._next_sample += SAMPLED_ONE_IN
+        self.next_look = self._next_sample
 
     def end_step(self, counters: Mapping[str, Any]) -> None:
         """An optimizer has stepped; a second one, after which nothing was used, ends no step.

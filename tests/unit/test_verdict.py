@@ -164,11 +164,11 @@ def test_steps_are_put_down_after_the_warm_up() -> None:
     assert pace.ended == 1 and pace.window() is None
 
 
-def test_one_use_in_sixteen_looks_and_the_first_of_a_step_measures_what_was_before_it() -> None:
+def test_one_use_in_29_looks_and_the_first_of_a_step_measures_what_was_before_it() -> None:
     clock = Clock()
     pace = Pace(clock)
     looks = []
-    for use in range(1, 40):
+    for use in range(1, 80):
         pace.uses += 1
         if pace.uses >= pace.next_look:
             looks.append(use)
@@ -187,3 +187,16 @@ def test_one_use_in_sixteen_looks_and_the_first_of_a_step_measures_what_was_befo
     assert window is not None and window.steps == 3
     assert (window.looks, window.idle_looks) == (3, 2)
     assert window.batch_s == 0.5 + 1.5, "only where it had run out of work"
+
+
+def test_in_steps_of_any_length_each_use_looks_as_often() -> None:
+    for length in (2, 7, 24):
+        pace, looked = Pace(Clock()), [0] * length
+        for step in range(SAMPLED_ONE_IN * 20):
+            for use in range(length):
+                pace.uses += 1
+                if pace.uses >= pace.next_look:
+                    looked[use] += 1
+                    pace.look(idle=False)
+            pace.end_step({"units": 1, "acquires": step + 1})
+        assert looked == [SAMPLED_ONE_IN * 20, *[20] * (length - 1)]
