@@ -75,7 +75,9 @@ class HostBuffer:
     Not inherited by forked children while locked.
     """
 
-    def __new__(cls, nbytes: int) -> Self: ...
+    def __new__(cls, nbytes: int, node: int = -1) -> Self:
+        """`node`: the NUMA node that its pages shall lie on, as far as threads may run there."""
+
     def __buffer__(self, flags: int, /) -> memoryview: ...
     @property
     def address(self) -> int: ...
@@ -97,6 +99,10 @@ class Engine:
     def device_name(self) -> str: ...
     @property
     def pci_id(self) -> str: ...
+    @property
+    def numa_node(self) -> int:
+        """NUMA node that is nearest to the device; -1 where the system does not say."""
+
     @property
     def driver_version(self) -> int: ...
     @property

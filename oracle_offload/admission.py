@@ -43,7 +43,7 @@ def build_masters(
                 for tensor in of_piece
                 if tensor.device.type != "cpu"
             ]
-            piece = masters.Piece(units_of_piece, bar.update)
+            piece = masters.Piece(units_of_piece, bar.update, pieces.node)
             for tensor in of_piece:
                 masters.share_memory(tensor, aliases.get(id(tensor), ()))
             masters.trim_heap()

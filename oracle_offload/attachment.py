@@ -220,7 +220,7 @@ class Attachment:
                 held_too |= any(held.get(key) for key in new)
             with contextlib.suppress(MemoryError):  # what finds no room stays where it is
                 for tensors in masters.split_pieces([tensors for _, tensors in own]):
-                    self.pieces.add(masters.Piece(tensors))
+                    self.pieces.add(masters.Piece(tensors, node=self.pieces.node))
             for layer in [layer for layer, _ in own if layer.has_moved()]:
                 with contextlib.nullcontext() if layer is called else in_use_later:
                     layer.follow()

@@ -87,6 +87,8 @@ class Piece:
         their old memory dropped. The buffer is ordinary memory still: nothing is locked here.
     on_bytes : callable, optional
         Told how many bytes each tensor had, for a progress bar.
+    node : int, optional
+        NUMA node that the memory shall lie on, as far as threads may run there; -1 for any.
 
     Attributes
     ----------
@@ -104,9 +106,10 @@ class Piece:
         self,
         units: Sequence[Sequence[Tensor]],
         on_bytes: Callable[[int], object] | None = None,
+        node: int = -1,
     ) -> None:
         offsets, self.cuts = lay_out(units)
-        self.buffer = HostBuffer(self.cuts[-1])
+        self.buffer = HostBuffer(self.cuts[-1], node)
         self.start, self.end = self.buffer.address, self.buffer.address + self.buffer.nbytes
         self.uses = 0
         self.locked_bytes = 0
@@ -215,6 +218,11 @@ class Pieces:
         """The host memory of the masters."""
         with self._state.lock:
             return [piece.buffer for piece in self._pieces.values()]
+
+    @property
+    def node(self) -> int:
+        """The NUMA node that they shall lie on: the device's, -1 where it has none."""
+        return self._state.engine.numa_node
 
     def add(self, piece: Piece) -> None:
         """Make a piece known to the engine, page-locked as far as the budget allows."""

@@ -38,6 +38,18 @@ struct oo_thread;
 struct oo_thread *oo__thread_start(void (*run)(void *), void *argument); /* NULL: none to be had */
 void oo__thread_join(struct oo_thread *thread);
 size_t oo__processors(void);
+
+/* The NUMA node that a PCI device is nearest to; -1 where the system does not say. `sys` is OO_SYS,
+ * but for tests. */
+#define OO_SYS "/sys"
+int oo__numa_node(const char *sys, const char *pci_id);
+/* Run the calling thread on the node's processors alone, as far as it may run there at all, until
+ * oo__thread_unbind. What it touches first lies in the node's memory. NULL where nothing changes.
+ */
+struct oo_binding;
+struct oo_binding *oo__thread_bind(const char *sys, int node);
+void oo__thread_unbind(struct oo_binding *binding);
+
 /* Whether CUDA's driver stands on Windows' display driver model, which collects work before it is
  * handed to the device: on Windows, and on Linux inside it (WSL2). */
 int oo__driver_submits_late(void);

@@ -3,8 +3,11 @@
 #define _GNU_SOURCE
 #include "os.h"
 
+#include <ctype.h>
 #include <dlfcn.h>
+#include <limits.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -162,6 +165,85 @@ size_t oo__processors(void) {
     long count = sysconf(_SC_NPROCESSORS_ONLN);
     return count > 0 ? (size_t)count : 1;
 }
+
+#if defined(__linux__)
+
+/* The first line of a small file, without its end; 0 where there is none. */
+static int oo__read_line(const char *path, char *line, int capacity) {
+    FILE *file = fopen(path, "r");
+    const int found = file && fgets(line, capacity, file) != NULL;
+    if (file)
+        (void)fclose(file);
+    return found;
+}
+
+int oo__numa_node(const char *sys, const char *pci_id) {
+    char path[512], line[32], *end;
+    const int length = snprintf(path, sizeof path, "%s/bus/pci/devices/", sys);
+    snprintf(path + length, sizeof path - (size_t)length, "%s/numa_node", pci_id);
+    for (char *at = path + length; *at; at++)
+        *at = (char)tolower((unsigned char)*at);
+    if (!oo__read_line(path, line, sizeof line))
+        return -1;
+    const long node = strtol(line, &end, 10);
+    return end == line || node < 0 || node > INT_MAX ? -1 : (int)node;
+}
+
+struct oo_binding {
+    cpu_set_t before;
+};
+
+/* A list like "0-7,16-23", as far as it can be read. */
+static void oo__read_processors(const char *list, cpu_set_t *processors) {
+    CPU_ZERO(processors);
+    for (char *end; *list >= '0' && *list <= '9'; list = *end == ',' ? end + 1 : end) {
+        const unsigned long first = strtoul(list, &end, 10);
+        const unsigned long last = *end == '-' ? strtoul(end + 1, &end, 10) : first;
+        for (unsigned long i = first; i <= last && i < CPU_SETSIZE; i++)
+            CPU_SET(i, processors);
+    }
+}
+
+struct oo_binding *oo__thread_bind(const char *sys, int node) {
+    char path[512], list[4096];
+    cpu_set_t there;
+    snprintf(path, sizeof path, "%s/devices/system/node/node%d/cpulist", sys, node);
+    if (node < 0 || !oo__read_line(path, list, sizeof list))
+        return NULL;
+    struct oo_binding *binding = malloc(sizeof *binding);
+    if (!binding)
+        return NULL;
+    oo__read_processors(list, &there);
+    if (sched_getaffinity(0, sizeof binding->before, &binding->before) == 0) {
+        CPU_AND(&there, &there, &binding->before);
+        if (CPU_COUNT(&there) && sched_setaffinity(0, sizeof there, &there) == 0)
+            return binding;
+    }
+    free(binding);
+    return NULL;
+}
+
+void oo__thread_unbind(struct oo_binding *binding) {
+    if (binding)
+        (void)sched_setaffinity(0, sizeof binding->before, &binding->before);
+    free(binding);
+}
+
+#else
+
+int oo__numa_node(const char *sys, const char *pci_id) {
+    (void)sys, (void)pci_id;
+    return -1;
+}
+
+struct oo_binding *oo__thread_bind(const char *sys, int node) {
+    (void)sys, (void)node;
+    return NULL;
+}
+
+void oo__thread_unbind(struct oo_binding *binding) { (void)binding; }
+
+#endif
 
 int oo__driver_submits_late(void) { return access("/dev/dxg", F_OK) == 0; }
 

@@ -121,6 +121,19 @@ size_t oo__processors(void) {
     return info.dwNumberOfProcessors;
 }
 
+/* Which node a PCI device is nearest to is told by the device manager alone: not asked. */
+int oo__numa_node(const char *sys, const char *pci_id) {
+    (void)sys, (void)pci_id;
+    return -1;
+}
+
+struct oo_binding *oo__thread_bind(const char *sys, int node) {
+    (void)sys, (void)node;
+    return NULL;
+}
+
+void oo__thread_unbind(struct oo_binding *binding) { (void)binding; }
+
 int oo__driver_submits_late(void) { return 1; } /* cards in TCC mode do not: device.c asks */
 
 void *oo__library_open(const char *path) { return (void *)LoadLibraryExA(path, NULL, 0); }

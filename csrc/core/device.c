@@ -26,6 +26,7 @@ static enum oo_status oo__open_device(struct oo_engine *engine, int ordinal) {
                     engine->device));
     OO_TRY(OO_DRIVE(engine, cuDeviceGetPCIBusId, engine->pci_id, (int)sizeof engine->pci_id,
                     engine->device));
+    engine->numa_node = engine->driver.simulated ? -1 : oo__numa_node(engine->sys, engine->pci_id);
     OO_TRY(OO_DRIVE(engine, cuDevicePrimaryCtxRetain, &engine->context, engine->device));
 done:
     return status;
@@ -82,6 +83,7 @@ enum oo_status oo_engine_create(const char *library, int device, struct oo_engin
         return oo__fail(OO_E_MEMORY, "no memory for an engine");
     engine->sweep = 1;
     engine->patience_s = oo__patience_s;
+    engine->sys = OO_SYS;
     engine->mutex = oo__mutex_create();
     engine->feeder.mutex = oo__mutex_create();
     engine->guard = oo__fork_guard_create();
@@ -179,6 +181,7 @@ int oo_engine_simulated(const struct oo_engine *engine) { return engine->driver.
 int oo_engine_driver_version(const struct oo_engine *engine) { return engine->driver.version; }
 const char *oo_engine_device_name(const struct oo_engine *engine) { return engine->device_name; }
 const char *oo_engine_pci_id(const struct oo_engine *engine) { return engine->pci_id; }
+int oo_engine_numa_node(const struct oo_engine *engine) { return engine->numa_node; }
 
 enum oo_status oo_engine_compute_stream(struct oo_engine *engine, uintptr_t *stream) {
     enum oo_status status = oo__enter(engine, 0);

@@ -215,6 +215,7 @@ static void oo__feeder_run(void *argument) {
     struct oo_engine *engine = argument;
     struct oo_feeder *feeder = &engine->feeder;
     int entered = 0; /* the device's context is current on this thread */
+    struct oo_binding *binding = oo__thread_bind(engine->sys, engine->numa_node);
     oo__mutex_lock(feeder->mutex);
     while (!feeder->closing) {
         if (feeder->first)
@@ -223,6 +224,7 @@ static void oo__feeder_run(void *argument) {
             oo__mutex_wait(feeder->mutex, oo__clock_s() + oo__idle_s);
     }
     oo__mutex_unlock(feeder->mutex);
+    oo__thread_unbind(binding);
 }
 
 enum oo_status oo__feeder_prepare(struct oo_engine *engine) {

@@ -20,6 +20,8 @@ enum oo_status oo_host_create(size_t bytes, struct oo_host **out) {
         return oo__fail(OO_E_MEMORY, "no memory for a host buffer's record");
     host->bytes = bytes;
     host->mapped_bytes = (bytes + page - 1) / page * page;
+    host->node = -1;
+    host->sys = OO_SYS;
     host->mutex = oo__mutex_create();
     if (!host->mutex) {
         free(host);
@@ -45,8 +47,10 @@ void oo__host_free(struct oo_host *host) {
 void *oo_host_address(const struct oo_host *host) { return host->pages; }
 size_t oo_host_bytes(const struct oo_host *host) { return host->bytes; }
 int oo_host_locked(const struct oo_host *host) { return host->locked > 0; }
+void oo_host_prefer_node(struct oo_host *host, int node) { host->node = node; }
 
 struct oo_share {
+    const struct oo_host *host;
     char *target;
     const char *source;
     size_t bytes;
@@ -55,10 +59,13 @@ struct oo_share {
 
 static void oo__share_copy(void *argument) {
     const struct oo_share *share = argument;
+    struct oo_binding *binding = oo__thread_bind(share->host->sys, share->host->node);
     memcpy(share->target, share->source, share->bytes);
+    oo__thread_unbind(binding);
 }
 
-static void oo__copy_in_shares(void *target, const void *source, size_t bytes) {
+static void oo__copy_in_shares(const struct oo_host *host, void *target, const void *source,
+                               size_t bytes) {
     struct oo_share shares[OO_COPY_THREADS];
     const size_t page = oo__page_bytes();
     size_t count = bytes / oo__share_bytes;
@@ -72,6 +79,7 @@ static void oo__copy_in_shares(void *target, const void *source, size_t bytes) {
     for (size_t i = 0; i < count; i++) {
         const size_t begin = i * step;
         const size_t end = i + 1 == count ? bytes : (i + 1) * step;
+        shares[i].host = host;
         shares[i].target = (char *)target + begin;
         shares[i].source = (const char *)source + begin;
         shares[i].bytes = end - begin;
@@ -119,7 +127,7 @@ enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *sou
         if (host->stretch != number + 1)
             oo__stretch_begin(host, number);
         const uint64_t begin = oo__nanoseconds();
-        oo__copy_in_shares((char *)host->pages + offset, source, part);
+        oo__copy_in_shares(host, (char *)host->pages + offset, source, part);
         host->last[host->huge].nanoseconds += oo__nanoseconds() - begin;
         host->last[host->huge].bytes += part;
         offset += part;

@@ -19,8 +19,11 @@ done:
 }
 
 static enum oo_status oo__ring_allocate(struct oo_engine *engine, size_t piece_bytes, void **base) {
+    /* The driver touches the pages on the calling thread. */
+    struct oo_binding *binding = oo__thread_bind(engine->sys, engine->numa_node);
     const enum oo_status status = OO_DRIVE(
         engine, cuMemHostAlloc, base, OO_RING_PIECES * piece_bytes, OOCU_MEMHOSTALLOC_PORTABLE);
+    oo__thread_unbind(binding);
     if (status != OO_E_DRIVER)
         return status;
     engine->stats.lock_refusals++;

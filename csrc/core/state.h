@@ -229,6 +229,8 @@ struct oo_engine {
     int usable;         /* in this call: alive, and its context is current */
     OOCUstream h2d, d2h, compute;
     char device_name[128], pci_id[32];
+    const char *sys; /* OO_SYS, but for tests */
+    int numa_node;   /* that the device is nearest to; -1: not known */
 
     enum oo_status dead; /* OO_OK, or OO_E_DEAD */
     int death_reported;  /* to some caller */

@@ -106,6 +106,8 @@ enum oo_status oo_engine_destroy(struct oo_engine *engine);
 int oo_engine_driver_version(const struct oo_engine *engine);
 const char *oo_engine_device_name(const struct oo_engine *engine);
 const char *oo_engine_pci_id(const struct oo_engine *engine);
+/* The NUMA node that the device is nearest to; -1 where the system does not say. */
+int oo_engine_numa_node(const struct oo_engine *engine);
 /* Leave the device's context current on this thread, so that its calls need not make it so: for a
  * thread that computes without a runtime which has done that. */
 enum oo_status oo_engine_make_current(struct oo_engine *engine);
@@ -124,6 +126,8 @@ enum oo_status oo_host_destroy(struct oo_host *host);
 void *oo_host_address(const struct oo_host *host);
 size_t oo_host_bytes(const struct oo_host *host);
 int oo_host_locked(const struct oo_host *host); /* some of it, by any engine */
+/* Have its memory on a NUMA node, as far as the threads that fill it may run there; -1: on any. */
+void oo_host_prefer_node(struct oo_host *host, int node);
 /* Copy `bytes` from `source` to `offset`, touching fresh pages from several threads. */
 enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *source, size_t bytes);
 

@@ -946,6 +946,12 @@ static PyObject *oo__engine_pci_id(PyObject *object, void *unused) {
     return engine ? PyUnicode_FromString(oo_engine_pci_id(engine)) : NULL;
 }
 
+static PyObject *oo__engine_numa_node(PyObject *object, void *unused) {
+    (void)unused;
+    const struct oo_engine *engine = oo__engine_of(object);
+    return engine ? PyLong_FromLong(oo_engine_numa_node(engine)) : NULL;
+}
+
 static PyObject *oo__engine_driver_version(PyObject *object, void *unused) {
     (void)unused;
     const struct oo_engine *engine = oo__engine_of(object);
@@ -1047,6 +1053,7 @@ static PyGetSetDef oo__engine_properties[] = {
     {"simulated", oo__engine_simulated, NULL, "Whether the driver is the simulated one.", NULL},
     {"device_name", oo__engine_device_name, NULL, "Name of the device.", NULL},
     {"pci_id", oo__engine_pci_id, NULL, "PCI bus id of the device.", NULL},
+    {"numa_node", oo__engine_numa_node, NULL, "NUMA node nearest to the device, or -1.", NULL},
     {"driver_version", oo__engine_driver_version, NULL, "12040 means 12.4.", NULL},
     {"compute_stream", oo__engine_compute_stream, NULL, "A stream for callers that have none.",
      NULL},

@@ -2,12 +2,13 @@
 #include "binding.h"
 
 static PyObject *oo__buffer_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static char nbytes_name[] = "nbytes";
-    static char *names[] = {nbytes_name, NULL};
+    static char nbytes_name[] = "nbytes", node_name[] = "node";
+    static char *names[] = {nbytes_name, node_name, NULL};
     static const struct oo_parameter parameter = {"nbytes", 1, PTRDIFF_MAX};
     PyObject *argument;
     unsigned long long nbytes;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O", names, &argument) ||
+    int node = -1;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O|i", names, &argument, &node) ||
         oo__integer(argument, "HostBuffer", &parameter, &nbytes) < 0)
         return NULL;
     struct oo_module_state *state = oo__state_of(type);
@@ -15,6 +16,7 @@ static PyObject *oo__buffer_new(PyTypeObject *type, PyObject *arguments, PyObjec
     enum oo_status status = oo_host_create((size_t)nbytes, &host);
     if (status != OO_OK)
         return oo_raise(state, status);
+    oo_host_prefer_node(host, node);
     PyObject *engines = PyList_New(0);
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     struct oo_py_buffer *self = engines ? (struct oo_py_buffer *)allocate(type, 0) : NULL;

@@ -105,6 +105,7 @@ class DeviceUsage:
 
     What is not page-locked passes through rings of `ring_bytes` that are; `unlocked_h2d_gbps` is
     how fast the engine's copy threads fed them, by the host's clock, also on the simulated device.
+    These run on `numa_node`, the one nearest to the device, where the system names it.
     `lock_refusals` counts how often the driver gave no page-locked memory.
     """
 
@@ -122,6 +123,7 @@ class DeviceUsage:
     lock_refusals: int
     ring_bytes: int
     unlocked_h2d_gbps: float | None
+    numa_node: int | None
     host_waits: int
     recoveries: int
     allocations: int
@@ -363,6 +365,7 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
         lock_refusals=stats["lock_refusals"],
         ring_bytes=stats["ring_bytes"],
         unlocked_h2d_gbps=_rate(stats["unlocked_h2d_bytes"], stats["unlocked_h2d_seconds"]),
+        numa_node=node if (node := state.engine.numa_node) >= 0 else None,
         host_waits=stats["host_waits"],
         recoveries=stats["recoveries"],
         allocations=stats["allocations"],
@@ -507,6 +510,8 @@ def _device_rows(device: DeviceUsage, abbreviated: bool) -> list[tuple[str, str]
         ]
         if device.torch_allocated_bytes is not None:
             rows.insert(-3, ("allocated by torch", format_size(device.torch_allocated_bytes)))
+        if device.numa_node is not None:
+            rows.insert(-3, ("nearest NUMA node", str(device.numa_node)))
     return rows
 
 

@@ -67,7 +67,8 @@ static void end(struct world *w, const char *where) {
     CHECK(queued_here == 0, "%s: a caller has copied masters itself", where);
 }
 
-/* Acquire the first unit and release it with the gate shut: copies ahead are under way and wait. */
+/* Acquire the first unit and release it with the gate shut: all copy threads come to it and wait.
+ */
 static void shut_behind_the_first(struct world *w) {
     struct oo_use held;
     struct oo_fetched fetched;
@@ -75,11 +76,12 @@ static void shut_behind_the_first(struct world *w) {
     need(oo_engine_launch(w->engine, w->member[0], w->stream, 1e-6), "launch");
     shut = 1;
     need(oo_engine_release(w->engine, held.ticket, w->stream, 0, &fetched), "release");
-    CHECK(fetched.count > 1 && fetched.units[0] == w->unit[1], "%u are copied ahead",
+    const unsigned threads = w->engine->feeder.n_threads;
+    CHECK(fetched.count > threads && fetched.units[0] == w->unit[1], "%u are copied ahead",
           fetched.count);
-    for (int i = 0; i < 5000 && !waiting; i++)
+    for (int i = 0; i < 5000 && waiting < threads; i++)
         nap(1e-3);
-    CHECK(waiting > 0, "no copy thread has begun");
+    CHECK(waiting == threads, "%u copy threads have begun", waiting);
 }
 
 /* ---- who copies ---- */

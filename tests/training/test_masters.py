@@ -12,6 +12,7 @@ from equality import attached
 from torch import nn
 
 from oracle_offload import DriverError, _core, masters, simulator
+from oracle_offload._core import HostBuffer
 from oracle_offload.geometry import is_dense
 from oracle_offload.masters import Piece, Pieces, split_pieces
 
@@ -201,3 +202,38 @@ def test_a_piece_that_could_not_be_unlocked_goes_back_later(pieces, caplog):
     assert len(pieces.buffers) == 1
     pieces.give_back()
     assert pieces.buffers == []
+
+
+def test_masters_are_asked_for_on_the_devices_numa_node(monkeypatch):
+    """Which threads then touch them is in tests/c/test_numa.c."""
+    asked = []
+
+    def create(nbytes, node=-1):
+        asked.append(node)
+        return HostBuffer(nbytes, node)
+
+    class Near:
+        """An engine whose device is nearest to node 5."""
+
+        numa_node = 5
+
+        def __init__(self, engine):
+            self._engine = engine
+
+        def __getattr__(self, name):
+            return getattr(self._engine, name)
+
+    monkeypatch.setattr(masters, "HostBuffer", create)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with attached(nn.Linear(8, 8)) as keeper:
+        state = keeper.state
+        assert state.engine.numa_node == -1 and asked == [-1]
+        monkeypatch.setattr(state, "engine", Near(state.engine))
+        with attached(model) as manager:
+            assert asked[1:] == [5]
+            with torch.no_grad():
+                model[0].weight.data = torch.ones(64, 64)
+                model[1].weight = nn.Parameter(torch.ones(64, 64))
+            manager.refresh()
+            assert set(asked[1:]) == {5} and len(asked) > 2
+        monkeypatch.undo()

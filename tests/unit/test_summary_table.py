@@ -57,6 +57,8 @@ MODEL = ModelUsage(
     step_h2d_bytes=150 * MIB,
     step_d2h_bytes=15 * MIB,
     x_min_bytes=100 * MIB,
+    rows_read=0,
+    rows_bytes=0,
 )
 DEVICE = DeviceUsage(
     device="cpu",
@@ -73,6 +75,7 @@ DEVICE = DeviceUsage(
     lock_refusals=2,
     ring_bytes=32 * MIB,
     unlocked_h2d_gbps=4.56,
+    numa_node=3,
     host_waits=41,
     recoveries=42,
     allocations=43,
@@ -102,6 +105,7 @@ BASE = [
 ]
 COUNTERS = [
     ("device memory free / total", "23.00 GiB / 24.00 GiB"),
+    ("nearest NUMA node", "3"),
     ("host waits", "41"),
     ("recoveries after a failed driver call", "42"),
     ("driver objects and host blocks created", "43"),
@@ -163,6 +167,7 @@ def test_what_is_not_known_is_not_shown() -> None:
     assert not [label for label, _ in found if "last step" in label]
     assert ("hits", "0 of 0") in found
     assert not [label for label, _ in found if "computed" in label]
+    assert "NUMA" not in str(MemoryReport([replace(DEVICE, numa_node=None)]))
     host = rows(MemoryReport([replace(DEVICE, models=[replace(MODEL, computed_bytes=7 * KIB)])]))
     assert [value for label, value in host if "computed" in label] == ["7.00 KiB"]
     empty = replace(MODEL, x_min_bytes=0, step_d2h_bytes=None)
