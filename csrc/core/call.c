@@ -13,13 +13,16 @@ enum oo_status oo__fail_dead(const struct oo_engine *engine) {
         engine->dead_message);
 }
 
+static const double oo__loss_s = 1; /* without a context no call of a copy thread lasts so long */
+
 /* A copy thread may have met the loss first, and be about to say so: its call is the one to name.
  */
 static void oo__find_loss(struct oo_engine *engine, const char **call, OOCUresult *result) {
     struct oo_feeder *feeder = &engine->feeder;
+    const double until_s = oo__clock_s() + oo__loss_s;
     oo__mutex_lock(feeder->mutex);
-    while (feeder->n_active) /* without a context no call of theirs lasts */
-        oo__mutex_wait(feeder->mutex, oo__clock_s() + 1);
+    while (feeder->n_active && oo__clock_s() < until_s)
+        oo__mutex_wait(feeder->mutex, until_s);
     if (feeder->loss.call) {
         *call = feeder->loss.call;
         *result = feeder->loss.result;

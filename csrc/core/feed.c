@@ -146,6 +146,12 @@ static int oo__copy_as_it_is(struct oo_engine *engine, const struct oo_piece *pi
                                       engine->driver.cuStreamSynchronize(engine->h2d));
 }
 
+/* Feeds overlap, and one may overtake another: what is counted is the time in which any thread
+ * copied, with the feed that ends next. */
+static void oo__clock_stop(struct oo_feeder *feeder) {
+    feeder->nanoseconds += oo__nanoseconds() - feeder->since;
+}
+
 /* All pieces are copied, or will never be. Under the mutex. */
 static void oo__feed_end(struct oo_engine *engine, struct oo_feed *feed) {
     struct oo_feeder *feeder = &engine->feeder;
@@ -160,11 +166,11 @@ static void oo__feed_end(struct oo_engine *engine, struct oo_feed *feed) {
         (void)engine->driver.cuStreamQuery(engine->h2d);
     if (oo_driver_is_sticky(failure->result) && !feeder->loss.call)
         feeder->loss = *failure;
-    if (feed->begun) { /* feeds overlap; no moment is counted twice */
-        const uint64_t now = oo__nanoseconds();
-        feed->nanoseconds = now - (feed->begun > feeder->counted ? feed->begun : feeder->counted);
-        feeder->counted = now;
-    }
+    if (feeder->n_active)
+        oo__clock_stop(feeder);
+    feeder->since = oo__nanoseconds();
+    feed->nanoseconds = feeder->nanoseconds;
+    feeder->nanoseconds = 0;
     feed->running = 0;
     feeder->n_running--;
     oo__mutex_wake(feeder->mutex);
@@ -179,7 +185,7 @@ static void oo__feed_on(struct oo_engine *engine, struct oo_feed *feed, int *ent
                              engine->driver.cuCtxPushCurrent(engine->context));
     int works = *entered;
     if (works && !feed->begun) {
-        feed->begun = oo__nanoseconds();
+        feed->begun = 1;
         works = !feed->begin ||
                 oo__works(&failure, "cuEventRecord",
                           engine->driver.cuEventRecord(feed->begin->handle, engine->h2d));
@@ -188,13 +194,15 @@ static void oo__feed_on(struct oo_engine *engine, struct oo_feed *feed, int *ent
         const struct oo_piece piece = oo__take_piece(engine, feed);
         uint64_t recoveries = 0;
         feed->active++;
-        feeder->n_active++;
+        if (feeder->n_active++ == 0)
+            feeder->since = oo__nanoseconds();
         oo__mutex_unlock(feeder->mutex);
         works = piece.staged ? oo__copy_staged(engine, &piece, &failure, &recoveries)
                              : oo__copy_as_it_is(engine, &piece, &failure);
         oo__mutex_lock(feeder->mutex);
         feed->active--;
-        feeder->n_active--;
+        if (--feeder->n_active == 0)
+            oo__clock_stop(feeder);
         if (piece.staged)
             engine->up.taken[piece.slot] = 0;
         feed->recoveries += recoveries;
@@ -278,7 +286,6 @@ enum oo_status oo__feed_begin(struct oo_engine *engine, uint32_t id, uintptr_t a
                                    .ready = ready,
                                    .begin = begin,
                                    .end = end,
-                                   .traced = engine->spans.tracing,
                                    .running = 1,
                                    .open = 1};
     begin = NULL;
@@ -303,7 +310,7 @@ static void oo__feed_count(struct oo_engine *engine, uint32_t id) {
     engine->stats.recoveries += feed->recoveries;
     feed->bytes = feed->unlocked_bytes = feed->nanoseconds = 0;
     feed->copies = feed->recoveries = 0;
-    if (feed->begin && feed->arrives && feed->traced == engine->spans.tracing) {
+    if (feed->begin && feed->arrives) {
         oo__span_add(engine, OO_TRACE_H2D, id, unit->host_bytes, feed->begin, feed->end);
     } else {
         oo__event_give(engine, feed->begin);
@@ -362,7 +369,7 @@ void oo__feed_forget(struct oo_engine *engine, uint32_t id) {
 void oo__feeds_await(struct oo_engine *engine) {
     struct oo_feeder *feeder = &engine->feeder;
     oo__mutex_lock(feeder->mutex);
-    /* H10: the pieces of a ring that goes are taken. */
+    /* H10: pieces of a ring that goes may be taken. */
     while (feeder->n_running)
         oo__mutex_wait(feeder->mutex, oo__clock_s() + oo__idle_s);
     oo__mutex_unlock(feeder->mutex);

@@ -85,7 +85,6 @@ struct oo_feed {
     uintptr_t address;
     const struct oo_event *ready; /* the unit's */
     struct oo_event *begin, *end; /* NULL where it is not measured */
-    int traced;                   /* a timeline was being recorded when it was queued */
     int open;                     /* not known to have arrived */
     /* Under the feeder's mutex while it runs: */
     struct oo_feed *next; /* in the queue */
@@ -95,7 +94,8 @@ struct oo_feed {
     size_t offset; /* in the part: of the piece that comes next */
     struct oo_failure failure;
     uint64_t bytes, unlocked_bytes, copies, recoveries;
-    uint64_t begun, nanoseconds; /* by the host's clock */
+    uint64_t nanoseconds; /* by the host's clock */
+    int begun;
 };
 
 struct oo_feeder {
@@ -103,8 +103,8 @@ struct oo_feeder {
     struct oo_feed *first;  /* of the queue */
     uint32_t n_running, n_active;
     int closing;
-    struct oo_failure loss; /* of the context, as a copy thread met it */
-    uint64_t counted;       /* up to this moment the threads' time has been */
+    struct oo_failure loss;      /* of the context, as a copy thread met it */
+    uint64_t since, nanoseconds; /* some thread has been copying since; and did, not yet counted */
     /* Under the engine's mutex: */
     struct oo_thread *threads[OO_FEED_THREADS];
     uint32_t n_threads;

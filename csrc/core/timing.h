@@ -32,6 +32,8 @@ enum oo_status oo__span_begin(struct oo_engine *engine, enum oo_trace_kind kind,
 /* It ends here. `begin` is given away, whatever is returned. */
 enum oo_status oo__span_end(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit,
                             uint64_t bytes, OOCUstream stream, struct oo_event **begin);
+/* One that is pending: from `head` on. */
+struct oo_span *oo__span_at(const struct oo_spans *spans, uint64_t index);
 void oo__spans_harvest(struct oo_engine *engine);
 void oo__spans_free(struct oo_engine *engine);
 

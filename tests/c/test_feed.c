@@ -203,6 +203,73 @@ static void what_is_waited_for_is_copied_first(void) {
     end(&w, "urgent");
 }
 
+/* Where a feed overtakes one that has begun, the time of that one is counted all the same. */
+static void the_time_of_what_was_overtaken_is_counted(void) {
+    struct world w;
+    begin(&w, 400000);
+    need(oo_engine_reserve_rings(w.engine, OO_RING_PIECES * oo__page_bytes()), "many pieces");
+    const uint64_t began = oo__nanoseconds();
+    shut_behind_the_first(&w);
+    struct call call = {&w, use_the_last, OO_OK, 0};
+    struct oo_thread *thread = oo__thread_start(make_call, &call);
+    nap(30e-3);
+    shut = 0;
+    oo__thread_join(thread);
+    need(call.status, "use");
+    feeds_end(&w);
+    const double elapsed_s = (double)(oo__nanoseconds() - began) * 1e-9;
+    for (unsigned i = 0; i < UNITS; i++)
+        need(use(&w, i, OO_FORWARD), "use");
+    const double counted_s = stats_of(&w).unlocked_h2d_seconds;
+    CHECK(counted_s >= 25e-3 && counted_s <= elapsed_s + 1, "%.6f s of %.6f s", counted_s,
+          elapsed_s);
+    end(&w, "overtaken");
+}
+
+static enum oo_status stop_the_timeline(struct world *w) {
+    struct oo_trace_row *rows;
+    size_t count, copies = 0;
+    const enum oo_status status = oo_trace_stop(w->engine, &rows, &count);
+    for (size_t i = 0; i < count; i++)
+        copies += rows[i].kind == OO_TRACE_H2D && rows[i].end_s > rows[i].start_s;
+    CHECK(copies == n_log, "%zu rows of %u copies", copies, n_log);
+    oo_trace_free(rows);
+    return status;
+}
+
+static void a_timeline_has_the_copies_that_were_under_way_at_its_end(void) {
+    struct world w;
+    struct oo_trace_row *rows;
+    size_t count;
+    begin(&w, 400000);
+    need(oo_trace_start(w.engine), "start");
+    shut_behind_the_first(&w);
+    need(waits_for_the_copy_threads(&w, NULL, stop_the_timeline), "stop");
+    need(oo_trace_start(w.engine), "start");
+    need(use(&w, 1, OO_FORWARD), "use");
+    need(oo_trace_stop(w.engine, &rows, &count), "stop");
+    for (size_t i = 0; i < count; i++)
+        CHECK(rows[i].kind != OO_TRACE_H2D || rows[i].start_s >= 0, "begun at %g s",
+              rows[i].start_s);
+    oo_trace_free(rows);
+    end(&w, "timeline");
+}
+
+static enum oo_status start_a_timeline(struct world *w) { return oo_trace_start(w->engine); }
+
+static void a_timeline_begins_when_nothing_is_under_way(void) {
+    struct world w;
+    struct oo_trace_row *rows;
+    size_t count;
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    need(waits_for_the_copy_threads(&w, NULL, start_a_timeline), "start");
+    need(oo_trace_stop(w.engine, &rows, &count), "stop");
+    CHECK(count == 0, "%zu rows of what was before", count);
+    oo_trace_free(rows);
+    end(&w, "start");
+}
+
 static enum oo_status remove_the_lease(struct world *w) {
     w->leased = 0;
     return oo_lease_remove(w->engine, w->lease);
@@ -454,6 +521,9 @@ static const struct check_case cases[] = {
     CASE(the_time_of_copying_is_counted_once),
     CASE(a_unit_is_used_once_its_copy_is_queued),
     CASE(what_is_waited_for_is_copied_first),
+    CASE(the_time_of_what_was_overtaken_is_counted),
+    CASE(a_timeline_has_the_copies_that_were_under_way_at_its_end),
+    CASE(a_timeline_begins_when_nothing_is_under_way),
     CASE(the_memory_goes_back_when_nobody_copies_there),
     CASE(masters_are_the_callers_when_nobody_reads_them),
     CASE(what_is_dropped_is_not_copied_any_more),
