@@ -57,8 +57,6 @@ MODEL = ModelUsage(
     step_h2d_bytes=150 * MIB,
     step_d2h_bytes=15 * MIB,
     x_min_bytes=100 * MIB,
-    rows_read=0,
-    rows_bytes=0,
 )
 DEVICE = DeviceUsage(
     device="cpu",
