@@ -66,6 +66,14 @@ help:
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
+# Versions of libraries that stand beside those above: each is imported by a process of its own.
+.venv/installed-beside: tools/requirements-beside.txt | .venv/bin/python
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target .venv/beside -r $<
+	@touch $@
+
+.venv/installed-test: .venv/installed-beside
+
 .PHONY: check-test check-lint check-windows check-analysis
 check-%:
 	@"$(PY)" tools/check_environment.py $*
