@@ -88,8 +88,9 @@ build: $(call ready,test)
 demo: build
 	"$(PY)" -m oracle_offload demo $(ARGS)
 
+# A file's tests stay in one process, which has its own simulated driver.
 test: build
-	"$(PY)" -m pytest $(ARGS)
+	"$(PY)" -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 # The tests that take a device, on one whose type is not "cpu". In a process of its own.
 device-type: build
