@@ -38,7 +38,7 @@ class Verdict:
     overlap : float
         The share of that which no computing waited for; None where nothing was copied.
     bound_s : float
-        What a step could take: computing and the least bytes side by side.
+        What a step could take at best: computing and the least bytes side by side.
     arena_gib_s, ram_gib_s : float
         What one more GiB of arena, or of page-locked host memory, would take off.
     """
@@ -65,11 +65,11 @@ class Verdict:
             "host": f"has nothing to do for {_time(self.idle_s)}",
             "compute": f"computes {_time(self.compute_s)}",
         }[self.bound]
-        ratio = f" ({self.step_s / self.bound_s:.2f} times that now)" if self.bound_s else ""
+        ratio = f" (now {self.step_s / self.bound_s:.2f} times that)" if self.bound_s else ""
         return (
             f"{device} is {self.bound}-bound: of the {_time(self.step_s)} of a step it {held}; a "
-            f"step could take {_time(self.bound_s)}{ratio}; one more GiB of arena would save "
-            f"{_saving(self.arena_gib_s)}, one more GiB of page-locked RAM "
+            f"step could take {_time(self.bound_s)} at best{ratio}; one more GiB of arena would "
+            f"save {_saving(self.arena_gib_s)}, one more GiB of page-locked RAM "
             f"{_saving(self.ram_gib_s)}."
         )
 

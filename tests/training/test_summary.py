@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,8 @@ from torch import nn
 import oracle_offload
 from oracle_offload import devices, simulator
 from oracle_offload.host.memory import read_meminfo
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # What a row of the report is called there, where the engine's counter has another name.
 RENAMED = {
@@ -212,3 +215,13 @@ def test_a_card_is_asked_for_its_work_but_not_in_a_capture(monkeypatch, capturin
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lost)
     assert card.is_idle(0) is False
     assert card.now_s() < card.now_s(), "the host's clock runs"
+
+
+def test_the_examples_of_the_page_are_what_the_command_prints(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import summary_page
+
+    page = summary_page.PAGE.read_text("utf-8")
+    assert summary_page.written(page) == page, "python tools/summary_page.py"
+    for name in summary_page.DEVICES:
+        assert page.count(f"<!-- example: {name} -->\n```\ncpu is {name}-bound: ") == 1

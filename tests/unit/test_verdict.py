@@ -115,7 +115,7 @@ def test_the_sentence() -> None:
     verdict = Verdict("link", "", 4, 1.5, 0.5, 0.1, 0.9, 1.2, 0.584, 1.25, 0.0125, 0.0)
     assert verdict.sentence("cuda:0") == (
         "cuda:0 is link-bound: of the 1.50 s of a step it waits 500.00 ms for copies; a step could "
-        "take 1.25 s (1.20 times that now); one more GiB of arena would save 12.50 ms, one more "
+        "take 1.25 s at best (now 1.20 times that); one more GiB of arena would save 12.50 ms, one more "
         "GiB of page-locked RAM nothing."
     )
     assert verdict.copies() == (
@@ -130,7 +130,10 @@ def test_the_sentence() -> None:
         "arena would save nothing, one more GiB of page-locked RAM an unknown time."
     )
     compute = replace(verdict, bound="compute", bound_s=0.0, step_s=0.25).sentence("cpu")
-    assert "of the 250.00 ms of a step it computes 900.00 ms; a step could take 0.00 ms;" in compute
+    assert (
+        "of the 250.00 ms of a step it computes 900.00 ms; a step could take 0.00 ms at best;"
+        in compute
+    )
 
 
 class Clock:
