@@ -2,7 +2,8 @@
 
 - a managed Linear over ``F.linear``, beside an empty ``autograd.Function`` over ``F.linear`` in the
   same run: the price of any autograd function is the floor, and the ratio is ours (goal: 2.5);
-- a module whose own forward computes with what it is lent, beside the plain module;
+- a module whose own forward computes with what it is lent, beside the plain module: any module,
+  fused experts, and convolutions, which have an operator of their own, too;
 - acquire and release of a hit in C (goal: 1 microsecond).
 """
 
@@ -181,6 +182,124 @@ def lent_call(device: str = "cpu") -> list[dict[str, Any]]:
     return rows
 
 
+def rows_of(
+    name: str, kinds: Mapping[str, Callable[[Any], Any]], x: Any, calls: int
+) -> list[dict[str, Any]]:
+    """Time each of `kinds`, forward and with backward for the input; per one of `calls` modules."""
+    import torch
+
+    ones = torch.ones_like(next(iter(kinds.values()))(x))
+    backward = {
+        kind: (lambda call=call: torch.autograd.grad(call(x), x, ones))
+        for kind, call in kinds.items()
+    }
+    forward = {kind: (lambda call=call: call(x)) for kind, call in kinds.items()}
+    rows = []
+    for what, timed in (("forward", forward), ("forward_backward", backward)):
+        found = {kind: seconds / calls for kind, seconds in seconds_per_call(timed).items()}
+        rows.append(
+            {
+                "name": f"{name}_{what}",
+                **{f"{kind}_s": value for kind, value in found.items()},
+                **{
+                    f"cost_of_{kind}_s": found[kind] - found["plain"]
+                    for kind in found
+                    if kind != "plain"
+                },
+            }
+        )
+    return rows
+
+
+@contextlib.contextmanager
+def nothing_is_small() -> Iterator[None]:
+    """Let tensors of any size be lent."""
+    from oracle_offload import selection
+
+    with (
+        mock.patch.object(selection, "SMALL_BYTES", 0),
+        mock.patch.object(selection, "SMALL_TOGETHER", (0, 0)),
+    ):
+        yield
+
+
+def convolution_call(device: str = "cpu") -> list[dict[str, Any]]:
+    """Time convolutions by their operator, beside the same ones by the general loan."""
+    import torch
+
+    import oracle_offload
+    from oracle_offload.layers import kinds
+
+    torch.set_num_threads(1)
+    rows = []
+    for name, made, shape in (
+        ("conv2d", torch.nn.Conv2d, (1, 4, 4, 4)),
+        ("conv3d", torch.nn.Conv3d, (1, 4, 3, 4, 4)),
+    ):
+        models = {
+            kind: torch.nn.Sequential(*(made(4, 4, 1, bias=False) for _ in range(LAYERS)))
+            .to(device)
+            .requires_grad_(False)
+            for kind in ("plain", "operator", "lent")
+        }
+        with nothing_is_small():
+            managers = [oracle_offload.attach(models["operator"], device, offload_percent=0.0)]
+            with mock.patch.object(kinds, "KINDS", []):
+                managers.append(oracle_offload.attach(models["lent"], device, offload_percent=0.0))
+        assert [layer.lends_to_code for m in managers for layer in m.layers] == [
+            *[False] * LAYERS,
+            *[True] * LAYERS,
+        ]
+        x = torch.randn(shape, device=device, requires_grad=True)
+        rows += rows_of(name, models, x, LAYERS)
+        for manager in managers:
+            manager.detach()
+    return rows
+
+
+def experts_call(device: str = "cpu") -> list[dict[str, Any]]:
+    """Time a block of fused experts that are lent, beside the plain one; per implementation.
+
+    What an operator of its own could save at most is the difference. Without transformers there is
+    nothing to time.
+    """
+    import torch
+
+    import oracle_offload
+
+    try:
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+    except ImportError:
+        return []
+    torch.set_num_threads(1)
+    rows = []
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        config = Qwen3MoeConfig(
+            hidden_size=FEATURES,
+            moe_intermediate_size=FEATURES,
+            num_experts=8,
+            num_experts_per_tok=2,
+        )
+        config._experts_implementation = implementation
+
+        def block(config: Any = config) -> torch.nn.Module:
+            made = Qwen3MoeSparseMoeBlock(config)
+            for parameter in made.parameters():
+                torch.nn.init.normal_(parameter, std=0.1)
+            return made.to(device, torch.bfloat16).requires_grad_(False)
+
+        plain, lent = block(), block()
+        with nothing_is_small():
+            manager = oracle_offload.attach(lent, device, offload_percent=0.0)
+        assert any(layer.lends_to_code for layer in manager.layers)
+        x = torch.randn(1, 8, FEATURES, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+        rows += rows_of(f"experts_{implementation}", {"plain": plain, "lent": lent}, x, 1)
+        manager.detach()
+    return rows
+
+
 def engine_hit(folder: Path) -> list[dict[str, Any]]:
     """Run the C benchmark."""
     output = subprocess.run(
@@ -204,4 +323,10 @@ def engine_hit(folder: Path) -> list[dict[str, Any]]:
 def benchmarks(device: str) -> list[dict[str, Any]]:
     """Measure on the host alone: `device` makes no difference to this file."""
     with null_driver() as folder:
-        return [*managed_call(), *lent_call(), *engine_hit(folder)]
+        return [
+            *managed_call(),
+            *lent_call(),
+            *convolution_call(),
+            *experts_call(),
+            *engine_hit(folder),
+        ]

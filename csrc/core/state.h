@@ -202,7 +202,7 @@ struct oo_unit {
 
 /* The last reads of masters where they lie, one entry for each stream. */
 struct oo_reads {
-    struct oo_last_use last[OO_STREAMS];
+    struct oo_last_use last[OO_USES]; /* beyond OO_STREAMS while the driver refuses to wait */
     uint32_t count;
 };
 

@@ -88,9 +88,9 @@ enum oo_status oo__mark_read(struct oo_engine *engine, OOCUstream stream) {
     for (uint32_t i = 0; i < reads->count; i++)
         if (reads->last[i].stream == stream)
             entry = &reads->last[i];
-    if (!entry && reads->count == OO_STREAMS) {
+    if (!entry && reads->count >= OO_STREAMS) {
         enum oo_status status = oo__await_first_read(engine);
-        if (status != OO_OK)
+        if (status != OO_OK && reads->count == OO_USES)
             return status;
     }
     if (!entry) {

@@ -492,6 +492,23 @@ static char *pages(void) {
     return (char *)(((uintptr_t)block + PAGE - 1) / PAGE * PAGE);
 }
 
+/* Kernels read page-locked memory at that address. */
+static void page_locked_memory_has_an_address_on_the_device(void) {
+    OOCUdeviceptr mapped = 0;
+    OK(cu.cuPointerGetAttribute(&mapped, OOCU_POINTER_ATTRIBUTE_DEVICE_POINTER,
+                                (OOCUdeviceptr)pinned + 100));
+    TRUE(mapped != 0);
+    char *memory = pages();
+    OK(cu.cuMemHostRegister(memory, PAGE, OOCU_MEMHOSTREGISTER_PORTABLE));
+    OOCUdeviceptr next = 0;
+    OK(cu.cuPointerGetAttribute(&mapped, OOCU_POINTER_ATTRIBUTE_DEVICE_POINTER,
+                                (OOCUdeviceptr)memory));
+    OK(cu.cuPointerGetAttribute(&next, OOCU_POINTER_ATTRIBUTE_DEVICE_POINTER,
+                                (OOCUdeviceptr)memory + 256));
+    TRUE(mapped != 0 && next == mapped + 256);
+    OK(cu.cuMemHostUnregister(memory));
+}
+
 static void host_memory_is_registered_once(void) {
     char *block = pages();
     OK(cu.cuMemHostRegister(block, PAGE, OOCU_MEMHOSTREGISTER_PORTABLE));
@@ -1213,6 +1230,7 @@ static const struct {
     CASE(device_memory_is_accounted_for, SET_UP),
     CASE(only_the_start_of_an_allocation_is_freed, SET_UP),
     CASE(pointers_know_their_memory, SET_UP),
+    CASE(page_locked_memory_has_an_address_on_the_device, SET_UP),
     CASE(host_memory_is_registered_once, SET_UP),
     CASE(registrations_may_not_overlap, SET_UP),
     CASE(registrations_may_touch, SET_UP),

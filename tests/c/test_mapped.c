@@ -84,6 +84,7 @@ static void test_what_cannot_be_mapped(void) {
     need(oo_member_remove(w.engine, w.member[0]), "remove");
     CHECK(oo_engine_map(w.engine, &request, 0, &address) == OO_E_STATE, "removed");
     CHECK(oo_engine_unmap(w.engine, w.member[0], w.stream) == OO_E_STATE, "removed");
+    CHECK(w.engine->reads.count == 0, "something was marked");
     world_close(&w, "refused");
 }
 
@@ -177,6 +178,28 @@ static void test_more_streams_than_entries(void) {
     CHECK(sim_reset(&sim) == 0, "not reset");
 }
 
+/* While nothing can be waited for, more streams find room; what finds none is in use still. */
+static void test_more_streams_while_waiting_fails(void) {
+    struct world w;
+    uintptr_t streams[OO_USES + 1];
+    world_open(&w, 60000, -1);
+    sim.simFault("cuEventQuery", 1, OOCU_ERROR_UNKNOWN, 1);
+    for (int i = 0; i < OO_USES + 1; i++) {
+        streams[i] = new_stream(&w);
+        map(&w, 3, streams[i]);
+        CHECK((oo_engine_unmap(w.engine, w.member[3], streams[i]) == OO_OK) == (i < OO_USES),
+              "stream %d: %s", i, oo_error_message());
+    }
+    CHECK(w.engine->reads.count == OO_USES, "%u entries", w.engine->reads.count);
+    CHECK(oo_plan_pins(w.engine->plan, w.unit[3]) == 1, "ended without a mark");
+    sim.simFaultClear();
+    need(oo_engine_unmap(w.engine, w.member[3], streams[OO_USES]), "unmap");
+    need(oo_engine_hold(w.engine), "hold");
+    for (int i = 0; i < OO_USES + 1; i++)
+        end_stream(&w, streams[i]);
+    world_close(&w, "waiting fails");
+}
+
 /* Where the end could not be marked, or waited for, the stream itself is waited for. */
 static void test_an_end_that_cannot_be_marked(void) {
     struct world w;
@@ -258,6 +281,7 @@ static const struct check_case cases[] = {
     CASE(test_all_tensors_must_be_locked),
     CASE(test_a_kernel_is_declared_of_each_tensor_but_takes_its_time_once),
     CASE(test_more_streams_than_entries),
+    CASE(test_more_streams_while_waiting_fails),
     CASE(test_an_end_that_cannot_be_marked),
     CASE(test_a_lost_context_ends_it),
     CASE(test_a_mapped_unit_that_is_to_leave_leaves_at_the_end),

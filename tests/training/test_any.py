@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import OffloadError, StaleWeightsError, selection
+from oracle_offload import OffloadError, StaleWeightsError, selection, simulator
 from oracle_offload.layers.any import AnyLayer
 
 WIDTH = 16
@@ -791,10 +791,17 @@ def test_a_steady_step_creates_nothing(device):
     with attached(managed, device) as manager:
         for _ in range(3):
             run(managed, device)
-        before = manager.state.engine.stats()["allocations"]
+
+        def created():
+            arena = manager.attachment.arena.capacity_bytes
+            live = simulator.live() if is_simulated(device) else None
+            lent = None if live is None else (live.adopted_bytes, live.device_bytes, live.events)
+            return manager.state.engine.stats()["allocations"], arena, lent
+
+        before = created()
         for _ in range(3):
             run(managed, device)
-        assert manager.state.engine.stats()["allocations"] == before
+            assert created() == before
 
 
 # ---- what stays resident ----
