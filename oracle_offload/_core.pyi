@@ -53,7 +53,10 @@ class Stats(TypedDict):
     stalls: int  # of timed_waits, longer than 10 microseconds
     stall_seconds: float  # of those stalls
     lock_refusals: int  # the driver gave no page-locked memory
-    host_waits: int
+    host_waits: int  # of callers, for the device
+    feed_waits: int  # of callers, for copy threads
+    feed_wait_seconds: float  # that those took, by the host's clock
+    copy_waits: int  # of copy threads, for the device
     recoveries: int  # synchronisations made only because a driver call had failed
     allocations: int  # driver objects and host blocks created; flat in the steady state
     units: int

@@ -42,6 +42,19 @@ static void oo__queue_put(struct oo_feeder *feeder, struct oo_feed *feed, int ur
     feeder->n_running++;
 }
 
+/* The feed to go on with; NULL: none. One that is measured runs alone, so that its time is its own,
+ * and nobody who came after it begins before. */
+static struct oo_feed *oo__queue_next(const struct oo_feeder *feeder) {
+    int passed = 0;
+    for (struct oo_feed *feed = feeder->first; feed; feed = feed->next) {
+        const int may_begin = !passed && !feeder->measures && (!feed->begin || !feeder->n_begun);
+        if (feed->begun || may_begin)
+            return feed;
+        passed = 1;
+    }
+    return NULL;
+}
+
 /* ---- copy threads ---- */
 
 /* What is copied in one go. */
@@ -53,6 +66,11 @@ struct oo_piece {
     int staged; /* by way of the ring's piece `slot` */
     int begins; /* a part of the unit */
     unsigned slot;
+};
+
+/* For the device, while a piece was copied; of those, how many a failure made necessary. */
+struct oo_waits {
+    uint64_t all, recoveries;
 };
 
 /* Whether a driver call of a copy thread succeeded. */
@@ -97,7 +115,7 @@ static struct oo_piece oo__take_piece(struct oo_engine *engine, struct oo_feed *
 
 /* Wait until the ring's piece may be written. */
 static int oo__slot_wait(struct oo_engine *engine, unsigned slot, struct oo_failure *failure,
-                         uint64_t *recoveries) {
+                         struct oo_waits *waits) {
     const struct oo_ring *ring = &engine->up;
     const OOCUevent busy = ring->busy[slot]->handle;
     /* H5: a queued copy may still read what this piece held. */
@@ -105,19 +123,21 @@ static int oo__slot_wait(struct oo_engine *engine, unsigned slot, struct oo_fail
         const OOCUresult ended = engine->driver.cuEventQuery(busy);
         if (ended != OOCU_ERROR_NOT_READY)
             return oo__works(failure, "cuEventQuery", ended);
+        waits->all++;
         return oo__works(failure, "cuEventSynchronize", engine->driver.cuEventSynchronize(busy));
     }
-    ++*recoveries;
+    waits->all++;
+    waits->recoveries++;
     return oo__works(failure, "cuStreamSynchronize",
                      engine->driver.cuStreamSynchronize(engine->h2d));
 }
 
 static int oo__copy_staged(struct oo_engine *engine, const struct oo_piece *piece,
-                           struct oo_failure *failure, uint64_t *recoveries) {
+                           struct oo_failure *failure, struct oo_waits *waits) {
     struct oo_ring *ring = &engine->up;
     const unsigned slot = piece->slot;
     char *staging = ring->base + slot * ring->piece_bytes;
-    if (!oo__slot_wait(engine, slot, failure, recoveries) ||
+    if (!oo__slot_wait(engine, slot, failure, waits) ||
         !oo__works(failure, "simHostAccess", oo__declare_access(engine, staging, piece->bytes, 1)))
         return 0;
     memcpy(staging, piece->host, piece->bytes);
@@ -133,7 +153,7 @@ static int oo__copy_staged(struct oo_engine *engine, const struct oo_piece *piec
 }
 
 static int oo__copy_as_it_is(struct oo_engine *engine, const struct oo_piece *piece,
-                             struct oo_failure *failure) {
+                             struct oo_failure *failure, struct oo_waits *waits) {
     if (!piece->locked)
         oo__expect_pageable(engine, piece->host);
     if (!oo__works(failure, "cuMemcpyHtoDAsync",
@@ -142,6 +162,7 @@ static int oo__copy_as_it_is(struct oo_engine *engine, const struct oo_piece *pi
         return 0;
     /* H7: the driver may or may not have staged pageable bytes, so that nobody may rewrite them
      * before the copy has ended. */
+    waits->all += !piece->locked;
     return piece->locked || oo__works(failure, "cuStreamSynchronize",
                                       engine->driver.cuStreamSynchronize(engine->h2d));
 }
@@ -171,6 +192,10 @@ static void oo__feed_end(struct oo_engine *engine, struct oo_feed *feed) {
     feeder->since = oo__nanoseconds();
     feed->nanoseconds = feeder->nanoseconds;
     feeder->nanoseconds = 0;
+    if (feed->begun) {
+        feeder->n_begun--;
+        feeder->measures = 0;
+    }
     feed->running = 0;
     feeder->n_running--;
     oo__mutex_wake(feeder->mutex);
@@ -186,26 +211,29 @@ static void oo__feed_on(struct oo_engine *engine, struct oo_feed *feed, int *ent
     int works = *entered;
     if (works && !feed->begun) {
         feed->begun = 1;
+        feeder->n_begun++;
+        feeder->measures = feed->begin != NULL;
         works = !feed->begin ||
                 oo__works(&failure, "cuEventRecord",
                           engine->driver.cuEventRecord(feed->begin->handle, engine->h2d));
     }
     if (works) {
         const struct oo_piece piece = oo__take_piece(engine, feed);
-        uint64_t recoveries = 0;
+        struct oo_waits waits = {0};
         feed->active++;
         if (feeder->n_active++ == 0)
             feeder->since = oo__nanoseconds();
         oo__mutex_unlock(feeder->mutex);
-        works = piece.staged ? oo__copy_staged(engine, &piece, &failure, &recoveries)
-                             : oo__copy_as_it_is(engine, &piece, &failure);
+        works = piece.staged ? oo__copy_staged(engine, &piece, &failure, &waits)
+                             : oo__copy_as_it_is(engine, &piece, &failure, &waits);
         oo__mutex_lock(feeder->mutex);
         feed->active--;
         if (--feeder->n_active == 0)
             oo__clock_stop(feeder);
         if (piece.staged)
             engine->up.taken[piece.slot] = 0;
-        feed->recoveries += recoveries;
+        feed->waits += waits.all;
+        feed->recoveries += waits.recoveries;
         feed->copies += works && piece.begins;
         feed->bytes += works ? piece.bytes : 0;
         feed->unlocked_bytes += works && !piece.locked ? piece.bytes : 0;
@@ -226,8 +254,9 @@ static void oo__feeder_run(void *argument) {
     struct oo_binding *binding = oo__thread_bind(engine->sys, engine->numa_node);
     oo__mutex_lock(feeder->mutex);
     while (!feeder->closing) {
-        if (feeder->first)
-            oo__feed_on(engine, feeder->first, &entered);
+        struct oo_feed *feed = oo__queue_next(feeder);
+        if (feed)
+            oo__feed_on(engine, feed, &entered);
         else
             oo__mutex_wait(feeder->mutex, oo__clock_s() + oo__idle_s);
     }
@@ -307,9 +336,10 @@ static void oo__feed_count(struct oo_engine *engine, uint32_t id) {
     stats->h2d_copies += feed->copies;
     engine->stats.unlocked_h2d_bytes += feed->unlocked_bytes;
     engine->stats.unlocked_h2d_seconds += (double)feed->nanoseconds * 1e-9;
+    engine->stats.copy_waits += feed->waits;
     engine->stats.recoveries += feed->recoveries;
     feed->bytes = feed->unlocked_bytes = feed->nanoseconds = 0;
-    feed->copies = feed->recoveries = 0;
+    feed->copies = feed->waits = feed->recoveries = 0;
     if (feed->begin && feed->arrives) {
         oo__span_add(engine, OO_TRACE_H2D, id, unit->host_bytes, feed->begin, feed->end);
     } else {
@@ -326,12 +356,14 @@ enum oo_status oo__feed_await(struct oo_engine *engine, uint32_t id) {
     if (!feed || !feed->open)
         return OO_OK;
     oo__mutex_lock(feeder->mutex);
-    engine->stats.host_waits += feed->running != 0;
+    const uint64_t begin = oo__nanoseconds();
+    engine->stats.feed_waits += feed->running != 0;
     /* H9: until the copy threads have recorded `ready`, a stream that waits for it waits for
      * nothing. */
     while (feed->running)
         oo__mutex_wait(feeder->mutex, oo__clock_s() + oo__idle_s);
     oo__mutex_unlock(feeder->mutex);
+    engine->stats.feed_wait_seconds += (double)(oo__nanoseconds() - begin) * 1e-9;
     oo__feed_count(engine, id);
     if (feed->arrives)
         return OO_OK;
@@ -381,9 +413,9 @@ void oo__feeds_count(struct oo_engine *engine) {
         if (!feed || !feed->open)
             continue;
         oo__mutex_lock(engine->feeder.mutex);
-        const int arrives = feed->arrives;
+        const int running = feed->running;
         oo__mutex_unlock(engine->feeder.mutex);
-        if (arrives)
+        if (!running)
             oo__feed_count(engine, i);
     }
 }

@@ -93,7 +93,7 @@ struct oo_feed {
     uint32_t part, active;
     size_t offset; /* in the part: of the piece that comes next */
     struct oo_failure failure;
-    uint64_t bytes, unlocked_bytes, copies, recoveries;
+    uint64_t bytes, unlocked_bytes, copies, waits, recoveries;
     uint64_t nanoseconds; /* by the host's clock */
     int begun;
 };
@@ -101,7 +101,8 @@ struct oo_feed {
 struct oo_feeder {
     struct oo_mutex *mutex; /* taken after the engine's; protects what follows */
     struct oo_feed *first;  /* of the queue */
-    uint32_t n_running, n_active;
+    uint32_t n_running, n_active, n_begun;
+    int measures; /* the one that has begun is measured */
     int closing;
     struct oo_failure loss;      /* of the context, as a copy thread met it */
     uint64_t since, nanoseconds; /* some thread has been copying since; and did, not yet counted */

@@ -365,7 +365,10 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     SECONDS(stall_seconds, MODEL)       /* of those stalls */ \
     /* what should stay rare */ \
     COUNT(lock_refusals, ENGINE)        /* the driver gave no page-locked memory */ \
-    COUNT(host_waits, ENGINE)           /* of callers; copy threads wait for themselves */ \
+    COUNT(host_waits, ENGINE)           /* of callers, for the device */ \
+    COUNT(feed_waits, ENGINE)           /* of callers, for copy threads */ \
+    SECONDS(feed_wait_seconds, ENGINE)  /* that those took, by the host's clock */ \
+    COUNT(copy_waits, ENGINE)           /* of copy threads, for the device */ \
     COUNT(recoveries, ENGINE)           /* host waits that a failure made necessary */ \
     COUNT(lost_uses, ENGINE)            /* whose end could not be marked: an evictor waits */ \
     COUNT(allocations, ENGINE)          /* of host records and driver objects: flat in a step */
