@@ -221,7 +221,7 @@ def test_no_room_in_the_arena_and_no_host_memory_are_different_errors(
         engine.release(ticket, stream)
     model(x)
     manager.detach()
-    monkeypatch.setattr(masters, "HostBuffer", lambda nbytes: _core.HostBuffer(1 << 60))
+    monkeypatch.setattr(masters, "HostBuffer", lambda nbytes, node: _core.HostBuffer(1 << 60))
     with pytest.raises(MemoryError, match=r"no .* GiB of memory left") as e:
         attach(frozen())
     assert not isinstance(e.value, torch.OutOfMemoryError)
