@@ -42,7 +42,7 @@ BUGS = [
     Bug(
         "no staging wait",
         "feed.c",
-        "    if (!oo__slot_wait(engine, slot, failure, recoveries) ||\n        !oo__works(",
+        "    if (!oo__slot_wait(engine, slot, failure, waits) ||\n        !oo__works(",
         "    if (!oo__works(",
     ),
     Bug(
