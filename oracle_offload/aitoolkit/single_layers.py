@@ -46,6 +46,10 @@ class _Waiting:
     required: tuple[str, ...] = ()
     on_device = True  # so `.to()` moves the module as any other
 
+    @classmethod
+    def stands_below(cls, module_class: Any) -> None:
+        """Return None: a call waits in the place of the whole forward."""
+
     def __init__(self, group: _Group, module: nn.Module) -> None:
         self.attachment = group
         self._module = weakref.ref(module)

@@ -276,7 +276,8 @@ def test_to_moves_all_but_what_streams():
     assert type(model.experts).__name__ == "Streams" and isinstance(model.experts, Streams)
     assert model.to("meta") is model
     left = {name for name, t in model.state_dict().items() if not t.is_meta}
-    assert left == {"linear.weight", "linear.bias", "experts.bank", "experts.scale"}
+    managed = {f"{name}.{key}" for name in ("linear", "conv1d") for key in ("weight", "bias")}
+    assert left == {*managed, "experts.bank", "experts.scale"}
     assert model.index.dtype is torch.int64
     model.to(torch.bfloat16)
     assert model.experts.bank.dtype is torch.int8 and model.experts.scale.dtype is torch.bfloat16
