@@ -66,11 +66,14 @@ def network_on(model, kind="lora", **options):
     return network
 
 
-def train(model, networks, steps=3, width=64):
+def train(model, networks, steps=3, width=64, optimizer="adamw"):
     """Train as SDTrainer does: forward, backward, sync, clip, step; return the losses."""
+    from toolkit.optimizer import get_optimizer
+
     groups = [group for n in networks for group in n.prepare_optimizer_params(1e-3, 1e-3, 1e-3)]
     trained = [p for group in groups for p in group["params"]]
-    optimizer = torch.optim.AdamW(groups)
+    with contextlib.redirect_stdout(io.StringIO()):
+        optimizer = get_optimizer(groups, optimizer, learning_rate=1e-3, optimizer_params={})
     losses = []
     for step in range(steps):
         torch.manual_seed(step)
@@ -122,6 +125,13 @@ def compare(run):
             results.append(run(offloaded))
     assert_same(results[1], results[0])
     return results[1]
+
+
+def adapted(offloaded, kind="lora", width=64):
+    """Return a model that is attached if `offloaded` is, and an adapter that came after."""
+    model = transformer(2, width)
+    offloaded.attach(model, 12)
+    return model, network_on(model, kind)
 
 
 def saved(network):

@@ -66,6 +66,12 @@ def test_quantised_models_compute_as_without_offloading(kind, when):
             found += [y.detach(), x.grad.clone()]
         with torch.no_grad():
             found.append(model(x))
+        if offloaded.on:
+            kinds = [type(layer).__name__ for layer in model._memory_manager.layers]
+            assert len(kinds) == 12 and kinds.count("QuantisedLayer") == 6, (
+                kinds,
+                model._memory_manager.resident,
+            )
         return found
 
     compare(run)

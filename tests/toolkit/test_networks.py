@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from equality import assert_same
-from runs import CPU, compare, inputs, network_on, saved, train, transformer
+from runs import CPU, adapted, compare, inputs, network_on, saved, train, transformer
 from toolkit.memory_management import MemoryManager
 
 
@@ -20,21 +20,20 @@ def assert_every_lora_b_moved(state):
 @pytest.mark.parametrize("kind", ["lora", "lokr", "dora"])
 def test_networks(kind, when):
     def run(offloaded):
-        model = transformer()
         if when == "before attach":
+            model = transformer()
             network = network_on(model, kind)
             offloaded.attach(model, 12)
         else:
-            offloaded.attach(model, 12)
-            network = network_on(model, kind)
+            model, network = adapted(offloaded, kind)
         losses = train(model, [network])
         with torch.no_grad():
             network.is_active = False
             plain = model(inputs())
             network.is_active = True
-            adapted = model(inputs())
-        assert not torch.equal(plain, adapted)
-        return losses, saved(network), plain, adapted
+            with_it = model(inputs())
+        assert not torch.equal(plain, with_it)
+        return losses, saved(network), plain, with_it
 
     *_, state, _, _ = compare(run)
     if kind == "lora":
@@ -44,9 +43,7 @@ def test_networks(kind, when):
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_a_network_that_is_offloaded_itself(kind):
     def run(offloaded):
-        model = transformer()
-        offloaded.attach(model, 12)
-        network = network_on(model, kind)
+        model, network = adapted(offloaded, kind)
         groups = network.prepare_optimizer_params(1e-3, 1e-3, 1e-3)  # before its attach
         offloaded.attach(network, 24)
         found = train(model, [network]), saved(network)
@@ -57,6 +54,19 @@ def test_a_network_that_is_offloaded_itself(kind):
     _, state = compare(run)
     if kind == "lora":
         assert_every_lora_b_moved(state)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adafactor", "prodigy"])
+def test_its_optimizers_step_an_offloaded_network(optimizer):
+    """The parameters, their gradients and what the optimizer keeps of them are on the host."""
+
+    def run(offloaded):
+        model, network = adapted(offloaded)
+        offloaded.attach(network, 24)
+        return train(model, [network], optimizer=optimizer), saved(network)
+
+    _, state = compare(run)
+    assert_every_lora_b_moved(state)
 
 
 def test_several_networks_at_once():
@@ -75,9 +85,7 @@ def test_full_rank_deltas():
     from toolkit.lora_special import FullModule
 
     def run(offloaded):
-        model = transformer()
-        offloaded.attach(model, 12)
-        network = network_on(model)
+        model, network = adapted(offloaded)
         layers = [model.blocks[1].q, model.blocks[1].ln1]
         for layer in layers:
             layer.__dict__.pop("forward", None)
@@ -94,9 +102,7 @@ def test_full_rank_deltas():
 
 def test_merge_and_unmerge():
     def run(offloaded):
-        model = transformer()
-        offloaded.attach(model, 12)
-        network = network_on(model)
+        model, network = adapted(offloaded)
         losses = train(model, [network])
         x = inputs()
         out = []

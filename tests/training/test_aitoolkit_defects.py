@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
@@ -87,10 +88,7 @@ def test_a_trained_layer_used_twice_in_one_graph(sim, hooks):
                 sync_grad_transfers()
             return [layer.weight.grad, layer.bias.grad, *seen, *added]
 
-        if managed:
-            with Attached(model):
-                results.append(train())
-        else:
+        with Attached(model) if managed else contextlib.nullcontext():
             results.append(train())
     assert_same(results[1], results[0])
 
@@ -166,11 +164,11 @@ def test_whatever_is_not_managed_moves():
     model = Rest()
     with Attached(model, 1, ignore_modules=[model.container]):
         manager = model._memory_manager
-        assert [layer.name for layer in manager.layers] == ["linear"]
+        assert [layer.name for layer in manager.layers] == ["linear", "conv"]
         model.linear(torch.ones(2, 8))
         model.to("meta")
         left = {name for name, t in model.state_dict().items() if not t.is_meta}
-        assert left == {"linear.weight", "linear.bias"}
+        assert left == {"linear.weight", "linear.bias", "conv.weight", "conv.bias"}
 
 
 # 6
@@ -191,10 +189,7 @@ def test_convolutions_with_every_padding(mode, padding, dtype):
             y.sum().backward()
             return [y.detach(), given.grad, *(p.grad for p in model.parameters())]
 
-        if managed:
-            with Attached(model):
-                results.append(train())
-        else:
+        with Attached(model) if managed else contextlib.nullcontext():
             results.append(train())
     assert_same(results[1], results[0])
 

@@ -1,0 +1,151 @@
+"""Checkpoints of the models that AI-Toolkit trains, each of a few MiB: real classes, no download.
+
+Each is a folder as its loader expects it, with random weights that are always the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import pre_tokenizers
+
+SPECIALS = [
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
+    "<|image_pad|>", "<think>", "</think>",
+]  # fmt: skip
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+VOCABULARY = 272  # of every text encoder here, a little more than the tokenizer has
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _tokenizer(folder):
+    """One token for each byte."""
+    from transformers import Qwen2Tokenizer
+
+    vocabulary = {token: number for number, token in enumerate(LETTERS + SPECIALS)}
+    made = Qwen2Tokenizer(vocab=vocabulary, merges=[], extra_special_tokens=SPECIALS)
+    made.chat_template = TEMPLATE
+    made.save_pretrained(folder)
+
+
+def _t5_tokenizer(folder):
+    """One token for each letter."""
+    from transformers import T5Tokenizer
+
+    letters = [(letter, -float(number)) for number, letter in enumerate(LETTERS)]
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -1.0), *letters]
+    T5Tokenizer(vocab=vocabulary, extra_ids=0).save_pretrained(folder)
+
+
+def _randomised(model):
+    """Give a model random weights, also where it begins with zeros, and so puts out nothing."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, parameter[0].numel() ** -0.5)
+    return model
+
+
+def _save(model, folder):
+    """Save random weights, in the type that they are trained in."""
+    _randomised(model).to(torch.bfloat16).save_pretrained(folder)
+
+
+def _qwen3(folder, width=64, layers=3):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=128, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        bos_token_id=256, eos_token_id=258, pad_token_id=256,
+    )  # fmt: skip
+    _save(Qwen3ForCausalLM(config), folder)
+
+
+def z_image(root):
+    """Z-Image."""
+    from diffusers import AutoencoderKL, ZImageTransformer2DModel
+
+    _tokenizer(root / "tokenizer")
+    _qwen3(root / "text_encoder")
+    transformer = ZImageTransformer2DModel(
+        dim=128, n_layers=2, n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=64,
+        axes_dims=[8, 12, 12], axes_lens=[256, 64, 64],
+    )  # fmt: skip
+    _save(transformer, root / "transformer")
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8, 8, 8), layers_per_block=1, latent_channels=16,
+        norm_num_groups=4, down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4, scaling_factor=0.36, shift_factor=0.11,
+        use_quant_conv=False, use_post_quant_conv=False,
+    )  # fmt: skip
+    _save(vae, root / "vae")
+
+
+def _wan(root):
+    from diffusers import AutoencoderKLWan
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    _t5_tokenizer(root / "tokenizer")
+    config = UMT5Config(
+        vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4,
+        pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    _save(UMT5EncoderModel(config), root / "text_encoder")
+    _save(AutoencoderKLWan(base_dim=8, num_res_blocks=1, dim_mult=[1] * 4), root / "vae")
+
+
+def _wan_transformer(folder):
+    from diffusers import WanTransformer3DModel
+
+    transformer = WanTransformer3DModel(
+        num_attention_heads=4, attention_head_dim=32, in_channels=16, out_channels=16,
+        text_dim=64, freq_dim=32, ffn_dim=256, num_layers=2,
+    )  # fmt: skip
+    _save(transformer, folder)
+
+
+def wan21(root):
+    """Wan 2.1."""
+    _wan(root)
+    _wan_transformer(root / "transformer")
+
+
+def wan22(root):
+    """Wan 2.2: two transformers, for much noise and for little."""
+    wan21(root)
+    _wan_transformer(root / "transformer_2")
+
+
+def flux2_klein(root):
+    """FLUX.2 klein; the sizes that its classes have built in are those of `klein_sizes` here."""
+    from extensions_built_in.diffusion_models.flux2.src.autoencoder import AutoEncoder
+    from extensions_built_in.diffusion_models.flux2.src.model import Flux2
+    from safetensors.torch import save_file
+
+    _tokenizer(root / "text_encoder")
+    _qwen3(root / "text_encoder", width=32, layers=28)  # it takes what the 27th gives
+    transformer, vae = klein_sizes()
+    for file, model in (
+        ("flux-2-klein-base-4b.safetensors", Flux2(transformer)),
+        ("ae.safetensors", AutoEncoder(vae)),
+    ):
+        save_file(_randomised(model).to(torch.bfloat16).state_dict(), root / file)
+
+
+def klein_sizes():
+    """Return small sizes of FLUX.2 klein's transformer and autoencoder."""
+    from extensions_built_in.diffusion_models.flux2.src.autoencoder import AutoEncoderParams
+    from extensions_built_in.diffusion_models.flux2.src.model import Klein4BParams
+
+    transformer = Klein4BParams(
+        context_in_dim=96, hidden_size=128, num_heads=4, depth=1, depth_single_blocks=2,
+        axes_dim=[8, 8, 8, 8],
+    )  # fmt: skip
+    return transformer, AutoEncoderParams(ch=32, ch_mult=[1, 1, 1, 1], num_res_blocks=1)
