@@ -43,6 +43,10 @@ def as_small_klein(checkpoint):
 # How AI-Toolkit calls a model, its checkpoint in small, what its classes are made to be, and the
 # layers of each part that must be managed at least.
 MODELS = {
+    "Qwen-Image": (
+        "qwen_image", tiny.qwen_image, as_it_is,
+        {"QwenImageTransformer2DModel": 30, "Qwen2_5_VLForConditionalGeneration": 14},
+    ),
     "Z-Image": (
         "zimage", tiny.z_image, as_it_is,
         {"ZImageTransformer2DModel": 20, "Qwen3ForCausalLM": 21},
@@ -94,7 +98,8 @@ def train(subject, offloading, steps=4, **changes):
     assert last  # Wan 2.2 saves two, of its two transformers
     for state in last.values():
         moved = [bool(tensor.any()) for name, tensor in state.items() if "lora_B" in name]
-        assert moved and all(moved)
+        # What the text stream of Qwen-Image's last block computes goes nowhere.
+        assert moved and moved.count(False) <= (4 if subject.arch == "qwen_image" else 0)
     return losses, previews, saved, attached
 
 

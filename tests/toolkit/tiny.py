@@ -68,6 +68,32 @@ def _qwen3(folder, width=64, layers=3):
     _save(Qwen3ForCausalLM(config), folder)
 
 
+def qwen_image(root):
+    """Qwen-Image."""
+    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    _tokenizer(root / "tokenizer")
+    text = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3], "rope_type": "default"},
+    }  # fmt: skip
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
+        "out_hidden_size": 64, "fullatt_block_indexes": [0],
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    _save(Qwen2_5_VLForConditionalGeneration(config), root / "text_encoder")
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2, in_channels=64, out_channels=16, num_layers=2, attention_head_dim=32,
+        num_attention_heads=4, joint_attention_dim=64, axes_dims_rope=(8, 12, 12),
+    )  # fmt: skip
+    _save(transformer, root / "transformer")
+    _save(AutoencoderKLQwenImage(base_dim=8, num_res_blocks=1, dim_mult=[1] * 4), root / "vae")
+
+
 def z_image(root):
     """Z-Image."""
     from diffusers import AutoencoderKL, ZImageTransformer2DModel
