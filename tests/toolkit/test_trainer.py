@@ -118,3 +118,16 @@ def assert_both_train_alike(subject, previews, **options):
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_training_with_previews_and_saves(model):
     assert_both_train_alike(model, previews=3)
+
+
+@pytest.mark.parametrize("model", ["Z-Image"], indirect=True)
+def test_training_with_low_vram_cached_prompts_and_an_encoder_quantised_after_attach(model):
+    """The encoder is freed once the prompts are cached; until then its quantised bytes stream."""
+    attached = assert_both_train_alike(
+        model,
+        previews=2,
+        train={"cache_text_embeddings": True, "skip_first_sample": True},
+        model={"low_vram": True, "quantize_te": True, "qtype_te": "float8", "qtype": "float8"},
+    )
+    kinds = attached.managed["Qwen3ForCausalLM"]
+    assert kinds.count("QuantisedLayer") >= 0.9 * len(kinds), kinds
