@@ -80,12 +80,12 @@ BUGS = [
     Bug(
         "trap 1: the slot is freed before the backward kernel has run",
         "engine.c",
-        "    OO_TRY(oo__mark_use(engine, unit, stream));\n",
-        "",
+        "enum oo_status status = oo__mark_use(engine, unit, stream);",
+        "enum oo_status status = OO_OK;",
     ),
     Bug(
         "trap 2: memory goes back while another stream still uses it",
-        "model.c",
+        "lease.c",
         "else if ((uintptr_t)unit->uses[i].stream != segment->stream)",
         "else if (0)",
     ),
@@ -110,7 +110,7 @@ BUGS = [
     Bug(
         "trap 5: a rewritten master is served from the old copy",
         "engine.c",
-        "return fingerprint != member->fingerprint;",
+        "return member->fingerprint != before;",
         "return 0;",
     ),
 ]

@@ -115,8 +115,8 @@ def test_the_sentence() -> None:
     verdict = Verdict("link", "", 4, 1.5, 0.5, 0.1, 0.9, 1.2, 0.584, 1.25, 0.0125, 0.0)
     assert verdict.sentence("cuda:0") == (
         "cuda:0 is link-bound: of the 1.50 s of a step it waits 500.00 ms for copies; a step could "
-        "take 1.25 s at best (now 1.20 times that); one more GiB of arena would save 12.50 ms, one more "
-        "GiB of page-locked RAM nothing."
+        "take 1.25 s at best (now 1.20 times that); one more GiB of arena would save 12.50 ms, one "
+        "more GiB of page-locked RAM nothing."
     )
     assert verdict.copies() == (
         "Copies to the device take 1.20 s of a step, of which 58% held nothing up (mean of 4 "
