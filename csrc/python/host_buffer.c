@@ -102,7 +102,8 @@ static PyGetSetDef oo__buffer_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static char oo__buffer_doc[] = "HostBuffer(nbytes, node=-1)\n--\n\nPage-aligned host memory for masters.";
+static char oo__buffer_doc[] =
+    "HostBuffer(nbytes, node=-1)\n--\n\nPage-aligned host memory for masters.";
 
 static PyType_Slot oo__buffer_slots[] = {
     {Py_tp_doc, oo__buffer_doc},
