@@ -56,7 +56,7 @@ def test_offload_percent_of_a_wrong_type(value):
         oracle_offload.attach(mlp(8, 8), "cpu", offload_percent=value)
 
 
-@pytest.mark.parametrize("device", ["mps", "meta", "gpu", object(), 1.5], ids=str)
+@pytest.mark.parametrize("device", ["mps", "meta", "gpu", object(), 1.5])
 def test_wrong_device(device):
     with pytest.raises(ValueError, match="device"):
         oracle_offload.attach(mlp(8, 8), device)

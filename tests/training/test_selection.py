@@ -196,7 +196,7 @@ def blocks():
         (lambda model: [model["down"][1]], {"down.1"}),
         (lambda model: model["up"][0].weight, {"up.0"}),
     ],
-    ids=str,
+    ids="nothing none name pattern names module modules parameter".split(),
 )
 def test_what_is_ignored_stays(entries, left):
     model = blocks()
