@@ -34,6 +34,22 @@ class ConvLayer(WithInherited):
     dilation: tuple[int, ...]
     groups: int
 
+    @classmethod
+    def computes(cls, module_class: Any) -> bool:
+        """Whether modules of this class compute as `base` does, or have it do so."""
+        return (
+            super().computes(module_class)
+            and module_class._conv_forward is cls.base._conv_forward  # or it computes otherwise
+        )
+
+    def ready(self, x: Tensor) -> bool:
+        """Check everything a call depends on; False where it must run on foreign weights.
+
+        So must a ``_conv_forward`` that was put into the module itself: a patch for textures that
+        repeat pads in its own way.
+        """
+        return super().ready(x) and "_conv_forward" not in cast("Any", self.module()).__dict__
+
     def base_call(self, module: Any, x: Tensor, tensors: Any) -> Tensor:
         """``F.conv2d``, or its like, with the given tensors."""
         w, b = tensors

@@ -236,6 +236,53 @@ class Decorated(nn.Conv1d):
     forward = torch.no_grad()(nn.Conv1d.forward)
 
 
+class Standardised(nn.Conv2d):
+    """Computes with another weight than its own, where ``forward`` is inherited."""
+
+    def _conv_forward(self, input, weight, bias):
+        mean = weight.mean(dim=(1, 2, 3), keepdim=True)
+        return super()._conv_forward(input, weight - mean, bias)
+
+
+def tile(module):
+    """The well-known patch for textures that repeat."""
+
+    def _conv_forward(input, weight, bias):
+        padded = F.pad(input, (1, 1, 1, 1), mode="circular")
+        return F.conv2d(padded, weight, bias, module.stride, 0, module.dilation, module.groups)
+
+    module._conv_forward = _conv_forward
+
+
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("when", ["class", "before", "after"])
+def test_a_convolution_of_another_way_is_not_passed_over(when, trainable, device):
+    torch.manual_seed(0)
+    made = Standardised if when == "class" else nn.Conv2d
+    managed, resident = resident_pair(
+        nn.Sequential(*[made(CHANNELS, CHANNELS, 3, padding=1) for _ in range(2)])
+    )
+    for model in (managed, resident):
+        model.requires_grad_(trainable)
+        if when == "before":
+            tile(model[0])
+    x = torch.randn(2, CHANNELS, 5, 6)
+
+    def step(model):
+        given = x.to(device).requires_grad_()
+        y = model(given)
+        y.square().sum().backward()
+        return y, given.grad, [p.grad for p in model.parameters()]
+
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 2
+        if when == "after":
+            assert_models_agree(managed, resident, step, steps=1, device=device)
+            tile(managed[0])
+            tile(resident[0])
+        assert_models_agree(managed, resident, step, device=device)
+
+
 def test_which_subclasses_have_the_operator(device):
     models = {
         Causal(4, 4, 3): Conv3dLayer,
