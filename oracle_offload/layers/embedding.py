@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._core import FORWARD, RECOMPUTE
-from ..errors import NoRoomError
+from ..errors import NoRoomError, OffloadError
 from ..exemption import exempt
 from ..geometry import tensor_bytes
 from .inherited import WithInherited
@@ -75,20 +75,36 @@ class EmbeddingLayer(WithInherited):
         stream = state.stream()
         if state.time.pending_kernel_s:
             state.time.flush(stream)
-        (master,) = self.masters.present
+        masters = self.masters
+        (master,) = masters.present
         nbytes = tensor_bytes(master)
         with torch.inference_mode(False), torch.no_grad():
-            capsule = state.engine.map(self.member, stream, nbytes, *self._where, seconds)
+            try:
+                capsule = state.engine.map(self.member, stream, nbytes, *self._where, seconds)
+            except OffloadError:
+                if not self.former:
+                    raise
+                # Another thread has moved the table to the device since this call began.
+                return self.lend(kind, task, seconds, dtype, compute)
             if capsule is None:
                 return super().lend(kind, task, seconds, dtype, compute)
             memory = _from_dlpack(capsule).untyped_storage()
             table = torch.empty(0, dtype=master.dtype, device=state.device)
             table.set_(memory, 0, master.shape, master.stride())
+        rows = None
         try:
-            with exempt():
-                rows = compute((table,))
-        finally:  # a traceback may keep this frame, and with it the use
-            del capsule, memory, table
+            if not self.moving and self.masters is masters:
+                with exempt():
+                    rows = compute((table,))
+        finally:
+            # The use ends with the memory. A traceback may keep the table, here and further in.
+            with torch.inference_mode(False), torch.no_grad():
+                table.set_()
+            del capsule, memory
+        if rows is None:
+            with state.lock:  # another thread moves the master; see `Leaf.follow`
+                pass
+            return self.lend(kind, task, seconds, dtype, compute)
         self.attachment.traffic.note_rows(tensor_bytes(rows))
         return rows
 
