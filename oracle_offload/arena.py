@@ -91,10 +91,21 @@ class Arena:
             logger.log(level, "the arena stays at %s: %s", format_size(self.capacity_bytes), error)
 
     def make_room(self, least_bytes: int) -> None:
-        """Lend what units that come later need at least; most find it there already."""
-        if least_bytes > self.floor_bytes:
+        """Lend what units that come later need at least, where the arena is smaller than that.
+
+        Raises
+        ------
+        OffloadError
+            It must not grow: its size was asked for.
+        """
+        if least_bytes > self.capacity_bytes:
+            if not self.may_grow:
+                raise OffloadError(
+                    f"they need an arena of {format_size(least_bytes)}, and vram_budget allows "
+                    f"{format_size(self.capacity_bytes)}; raise it"
+                )
             self.lend(aligned(least_bytes))
-            self.floor_bytes = least_bytes
+        self.floor_bytes = max(self.floor_bytes, least_bytes)
 
     def take_back(self) -> None:
         """Take everything back; what fails is there still."""

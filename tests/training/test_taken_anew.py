@@ -207,6 +207,29 @@ def test_a_larger_layer_than_any_at_attach_finds_room():
         assert manager.attachment.arena.capacity_bytes > arena
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_larger_layer_keeps_within_the_budget_that_was_asked_for(fits, caplog):
+    """An arena with room for it does not grow, nor one that vram_budget bounds."""
+    managed, resident = resident_pair(chain(layers=8))
+    step = step_of("cpu")
+    unit = (WIDTH + 1) * WIDTH * 4
+    with (
+        attached(managed, vram_budget=6 * unit if fits else 2 * unit + 4096) as manager,
+        caplog.at_level(logging.WARNING),
+    ):
+        arena = manager.attachment.arena.capacity_bytes
+        for model in (managed, resident):
+            torch.manual_seed(2)
+            model[1] = nn.Sequential()
+            model[2] = wide = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+            wide.requires_grad_(False).register_forward_pre_hook(lambda _, x: x[0].double())
+            wide.register_forward_hook(lambda _, x, y: y.float())
+        assert_models_agree(managed, resident, step)
+        assert manager.attachment.arena.capacity_bytes == arena
+        assert ("2" in [layer.name for layer in manager.layers]) == fits
+    assert ("vram_budget allows" in caplog.text) == (not fits)
+
+
 def test_what_was_ignored_or_is_an_adapter_is_not_taken():
     model = chain()
     with attached(model, ignore_modules=["1"]) as manager, torch.no_grad():
