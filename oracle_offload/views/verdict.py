@@ -164,6 +164,13 @@ def judge(
         return max(compute_s, least / rate if rate else 0.0, back_s)
 
     if compute_s >= _COMPUTES * step_s:
+        waited_s = counters["feed_wait_seconds"] / steps
+        if unlocked_rate is not None and waited_s > (1 - _COMPUTES) * step_s:
+            why = (
+                f"for {_time(waited_s)} of a step the host waited for the threads that copy what "
+                "is not page-locked, and whether the device computed meanwhile is not measured"
+            )
+            return Verdict("unknown", why, steps, step_s)
         bound = "compute"
     else:
         bound = "link" if stall_s >= idle_s else "host"

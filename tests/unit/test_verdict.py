@@ -24,6 +24,7 @@ COUNTERS: dict[str, Any] = {
     "timed_waits": 20,
     "stalls": 10,
     "stall_seconds": 0.5,
+    "feed_wait_seconds": 0.0,
 }
 # Ten steps of 3 s: 8 GiB each at 4 GiB/s are 2 s of copies, of which 0.8 s are waited for.
 WINDOW = Window(10, 30.0, 10, 40, 0, 0.0, COUNTERS)
@@ -58,6 +59,20 @@ def test_a_step_is_split_into_stalls_idle_time_and_computing() -> None:
 def test_computing_for_nine_tenths_of_a_step_is_the_bound() -> None:
     assert found(grown(stall_seconds=0.18)).bound == "compute"
     assert found(grown(stall_seconds=0.19)).bound == "link"
+
+
+def test_a_host_that_waits_for_copy_threads_leaves_open_what_the_device_did() -> None:
+    """The wait is over before the device is asked anything, and no stall."""
+    computes = {"stall_seconds": 0.0, "feed_wait_seconds": 3.1}
+    verdict = found(grown(**computes), unlocked_rate=1.0 * GIB)
+    assert verdict.bound == "unknown" and "for 310.00 ms of a step the host" in verdict.why
+    assert found(grown(**{**computes, "feed_wait_seconds": 2.9}), unlocked_rate=GIB).bound == (
+        "compute"
+    )
+    # The simulated device has another clock than the threads.
+    assert found(grown(**computes), unlocked_rate=None).bound == "compute"
+    waits = found(grown(feed_wait_seconds=3.1), unlocked_rate=1.0 * GIB)
+    assert waits.bound == "link", "that the device waits is known"
 
 
 def test_more_arena_saves_twice_its_bytes_until_computing_is_the_bound() -> None:
