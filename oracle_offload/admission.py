@@ -6,11 +6,9 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from . import masters
-from .errors import OffloadError
 from .geometry import unit_bytes
 from .layers.leaf import Leaf
 from .layers.swap import swap_in
@@ -33,9 +31,7 @@ def build_masters(
         leaf.kind.prepare(leaf.module)
         aliases.update(leaf.kind.aliases(leaf.module))
     tensors = [[t for leaf in unit for t in leaf.tensors()] for unit in units]
-    managed = sum(map(unit_bytes, tensors))
-    pieces.budget.reserve_rings(managed)
-    with DelayedBar(managed, "oracle_offload: attach") as bar:
+    with DelayedBar(sum(map(unit_bytes, tensors)), "oracle_offload: attach") as bar:
         for units_of_piece in masters.split_pieces(tensors):
             of_piece = [tensor for unit in units_of_piece for tensor in unit]
             moved += [
@@ -48,7 +44,6 @@ def build_masters(
                 masters.share_memory(tensor, aliases.get(id(tensor), ()))
             masters.trim_heap()
             pieces.add(piece)
-    pieces.budget.leave_headroom(pieces.in_order())
 
 
 def add_units(structure: Structure, units: Sequence[Sequence[Chosen]]) -> list[Leaf]:
@@ -122,7 +117,7 @@ def take_anew(structure: Structure, root: nn.Module, called: nn.Module | None) -
         build_masters(attachment.pieces, units, moved)
         for unit in units:
             layers += add_units(structure, [unit])
-    except (OffloadError, MemoryError, torch.OutOfMemoryError) as error:
+    except Exception as error:  # of a library's tensors, too
         logger.warning(
             "%s: %d layers that were replaced after attach stay on the device: %s",
             attachment.name,

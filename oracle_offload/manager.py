@@ -17,7 +17,7 @@ from .engines import DeviceState, open_state, opened
 from .errors import OffloadError
 from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers
-from .geometry import aligned, stored_bytes
+from .geometry import aligned, stored_bytes, unit_bytes
 from .host import memory
 from .kept import Kept, keep
 from .layers.any import find_wrappers, wrap
@@ -310,7 +310,12 @@ def attach(
             capacity = 0
             if vram_budget != "auto":  # what cannot be is refused before anything moves
                 capacity = _capacity(state, units, sizes, floor, offload_percent, vram_budget, kept)
+            managed = sum(
+                unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units
+            )
+            attachment.pieces.budget.reserve_rings(managed)
             admission.build_masters(attachment.pieces, units, moved)
+            attachment.pieces.budget.leave_headroom(attachment.pieces.in_order())
             if moved:  # the arena takes the place that the weights have left
                 state.kind.release_cached()
             if vram_budget == "auto":

@@ -122,7 +122,8 @@ class Structure:
                 for wrapper, layer in list(find_wrappers(module)):
                     wrap(wrapper, layer)
                 is_due = admission.take_anew(self, module, called)
-                attachment.warn_of_lost()
+                if not is_due:  # else it is taken before its next call, as a rule
+                    attachment.warn_of_lost()
                 move_residents(module.modules(), self.device, attachment.pieces)
                 self._look_for_direct_uses(module)
                 self._parts = frozenset(id(part) for part in module.modules())

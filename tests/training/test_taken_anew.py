@@ -105,7 +105,7 @@ def test_a_layer_that_is_replaced_again_and_again():
         assert not manager.attachment.lost and not manager.attachment.reasons
 
 
-def test_a_layer_that_is_called_first_of_all_is_taken_at_the_next_call():
+def test_a_layer_that_is_called_first_of_all_is_taken_at_the_next_call(caplog):
     """Its forward was looked up before anybody could see that it is another."""
     managed, resident = resident_pair(chain())
     x = torch.randn(2, WIDTH)
@@ -119,6 +119,19 @@ def test_a_layer_that_is_called_first_of_all_is_taken_at_the_next_call():
         before = count_acquires()
         assert_same(managed[1](x), resident[1](x))
         assert count_acquires() == before + 1
+    assert "not managed any more" not in caplog.text
+
+
+def test_what_comes_later_leaves_the_rings_as_they_are():
+    """The download ring is in use, and looking for room takes locked memory."""
+    model = chain()
+    with attached(model) as manager, torch.no_grad():
+        manager.state.engine.reserve_rings(1 << 20)
+        rings = manager.state.engine.stats()["ring_bytes"]
+        to_ostris(model[1])
+        model(torch.randn(2, WIDTH))
+        assert QuantisedLayer in kinds(manager)
+        assert manager.state.engine.stats()["ring_bytes"] == rings > 0
 
 
 class LoRA(nn.Module):
@@ -166,7 +179,9 @@ def test_an_adapter_on_the_model_itself_does_not_keep_it_alive():
     assert gone() is None
 
 
-@pytest.mark.parametrize("error", [MemoryError("no room"), torch.OutOfMemoryError("no room")])
+@pytest.mark.parametrize(
+    "error", [MemoryError("no room"), torch.OutOfMemoryError("no room"), TypeError("no room")]
+)
 @pytest.mark.parametrize("where", ["build_masters", "add_units"])
 def test_without_memory_they_stay_on_the_device(error, where, monkeypatch, caplog):
     managed, resident = resident_pair(chain())
