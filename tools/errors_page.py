@@ -102,6 +102,10 @@ NOTES: dict[str, dict[str, str]] = {
             "The arena must hold the unit that computes and the one that comes next. Raise "
             "the budget, or leave the largest layer resident with `ignore_modules`."
         ),
+        "they need an arena of": (
+            "In a warning: layers were replaced after attach by larger ones, and stay on the "
+            "device. Detach, and attach again with a larger `vram_budget`."
+        ),
     },
     "Sizes": {
         "is not a finite number of bytes": "A computed size came out as infinite or no number.",
