@@ -26,7 +26,6 @@ static enum oo_status oo__open_device(struct oo_engine *engine, int ordinal) {
                     engine->device));
     OO_TRY(OO_DRIVE(engine, cuDeviceGetPCIBusId, engine->pci_id, (int)sizeof engine->pci_id,
                     engine->device));
-    engine->numa_node = engine->driver.simulated ? -1 : oo__numa_node(engine->sys, engine->pci_id);
     OO_TRY(OO_DRIVE(engine, cuDevicePrimaryCtxRetain, &engine->context, engine->device));
 done:
     return status;
@@ -83,6 +82,7 @@ enum oo_status oo_engine_create(const char *library, int device, struct oo_engin
         return oo__fail(OO_E_MEMORY, "no memory for an engine");
     engine->sweep = 1;
     engine->patience_s = oo__patience_s;
+    engine->numa_node = -1;
     engine->sys = OO_SYS;
     engine->mutex = oo__mutex_create();
     engine->feeder.mutex = oo__mutex_create();
@@ -95,6 +95,8 @@ enum oo_status oo_engine_create(const char *library, int device, struct oo_engin
     OO_TRY(oo_driver_load(&engine->driver, library));
     OO_TRY(oo__open_device(engine, device));
     oo__ask_submission(engine);
+    if (!engine->driver.simulated)
+        engine->numa_node = oo__numa_node(engine->sys, engine->pci_id);
     OO_TRY(oo__enter(engine, 0));
     int least = 0, greatest = 0;
     status = OO_DRIVE(engine, cuCtxGetStreamPriorityRange, &least, &greatest);

@@ -348,7 +348,7 @@ again:
         stats->stale++;
         OO_TRY(oo__drop(engine, id));
         resident = 0;
-    } else if (resident && (status = oo__feed_await(engine, id)) != OO_OK) {
+    } else if ((status = oo__feed_await(engine, id)) != OO_OK) {
         /* As a copy ahead that fails at once: it is given up, and made anew. */
         stats->prefetch_failures++;
         OO_TRY(engine->dead == OO_OK ? oo__drop(engine, id) : status);
@@ -512,10 +512,11 @@ static int oo__all_locked(const struct oo_engine *engine, const struct oo_member
 static enum oo_status oo__declare_reads(struct oo_engine *engine, const struct oo_member *member,
                                         OOCUstream stream, double seconds) {
     enum oo_status status = OO_OK;
-    for (uint32_t i = 0; i < member->n_tensors && status == OO_OK; i++) {
+    for (uint32_t i = 0; i < member->n_tensors; i++) {
         const OOSimRange read = {(OOCUdeviceptr)member->tensors[i].host, member->tensors[i].bytes};
-        status = oo__declare_kernel(engine, stream, &read, i ? 0 : seconds);
+        OO_TRY(oo__declare_kernel(engine, stream, &read, i ? 0 : seconds));
     }
+done:
     return status;
 }
 

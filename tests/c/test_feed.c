@@ -102,8 +102,7 @@ static void a_release_returns_before_anything_is_copied(void) {
     CHECK(stats.h2d_bytes == w.total && stats.unlocked_h2d_bytes == w.total &&
               stats.h2d_copies == UNITS,
           "%llu bytes", (unsigned long long)stats.h2d_bytes);
-    CHECK(stats.host_waits == 0 && stats.feed_waits < UNITS,
-          "what has arrived was waited for");
+    CHECK(stats.host_waits == 0 && stats.feed_waits < UNITS, "what has arrived was waited for");
     CHECK(n_log == UNITS, "%u copies", n_log);
     end(&w, "release");
 }
@@ -462,6 +461,20 @@ static void a_failure_is_told_to_who_waits_for_it(void) {
 }
 
 /* A context that is lost under a copy thread: the engine names that thread's call. */
+static void end_of_a_lost_world(struct world *w, const char *where) {
+    need(world_remove(w), "detach");
+    need(oo_engine_unlock(w->engine, w->host), "unlock");
+    oo_host_destroy(w->host);
+    const enum oo_status ended = oo_engine_destroy(w->engine);
+    CHECK(ended == OO_OK || ended == OO_LEAKED, "%s: %s", where, oo_error_message());
+    free(w->arena);
+    sim.simFaultClear();
+    sim.simRefuseRegistration(0);
+    release_leaked_contexts();
+    check_nothing_alive(where);
+    CHECK(sim_reset(&sim) == 0, "not reset");
+}
+
 static void a_context_lost_by_a_copy_thread_is_named(void) {
     struct world w;
     begin(&w, 400000);
@@ -473,16 +486,24 @@ static void a_context_lost_by_a_copy_thread_is_named(void) {
               strncmp(oo_error_message(), "cuMemcpyHtoDAsync", 17) == 0,
           "%s", oo_error_message());
     CHECK(use(&w, 1, OO_FORWARD) == OO_E_DEAD, "not dead");
-    need(world_remove(&w), "detach");
-    need(oo_engine_unlock(w.engine, w.host), "unlock");
-    oo_host_destroy(w.host);
-    need(oo_engine_destroy(w.engine), "destroy");
-    free(w.arena);
-    sim.simFaultClear();
-    sim.simRefuseRegistration(0);
-    release_leaked_contexts();
-    check_nothing_alive("lost by a copy thread");
-    CHECK(sim_reset(&sim) == 0, "not reset");
+    end_of_a_lost_world(&w, "lost by a copy thread");
+}
+
+/* A call that meets the loss waits for what a copy thread has to say, but not for ever: the thread
+ * may be stuck in a call of its own. */
+static void a_loss_is_told_though_a_copy_thread_is_stuck(void) {
+    struct world w;
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    sim.simFault("cuStreamIsCapturing", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
+    const uint64_t began = oo__nanoseconds();
+    CHECK(use(&w, 0, OO_FORWARD) == OO_E_DRIVER &&
+              strncmp(oo_error_message(), "cuStreamIsCapturing", 19) == 0,
+          "%s", oo_error_message());
+    const double waited_s = (double)(oo__nanoseconds() - began) * 1e-9;
+    CHECK(waited_s > 0.9 && shut, "%.3f s", waited_s);
+    shut = 0;
+    end_of_a_lost_world(&w, "stuck");
 }
 
 /* A part that is locked travels with one that is not, and both are counted as what they are. */
@@ -535,6 +556,7 @@ static const struct check_case cases[] = {
     CASE(whichever_call_of_theirs_fails_the_next_use_is_right),
     CASE(a_failure_is_told_to_who_waits_for_it),
     CASE(a_context_lost_by_a_copy_thread_is_named),
+    CASE(a_loss_is_told_though_a_copy_thread_is_stuck),
     CASE(a_unit_may_be_locked_in_part),
 };
 

@@ -73,13 +73,16 @@ static void test_what_cannot_be_mapped(void) {
     CHECK(oo_engine_map(w.engine, &request, 0, &address) == OO_E_DRIVER && !address, "no address");
     sim.simFault("simLaunch", 1, OOCU_ERROR_UNKNOWN, 0);
     CHECK(oo_engine_map(w.engine, &request, 0, &address) == OO_E_DRIVER && !address, "no kernel");
+    request.stream = new_stream(&w); /* not one of the engine's own */
     sim.cuCtxPushCurrent_v2(w.context);
-    CHECK(sim.cuStreamBeginCapture_v2((OOCUstream)w.stream, 0) == 0, "no capture");
+    CHECK(sim.cuStreamBeginCapture_v2((OOCUstream)request.stream, 0) == 0, "no capture");
     CHECK(oo_engine_map(w.engine, &request, 0, &address) == OO_E_CAPTURE, "captured");
     void *graph = NULL;
-    CHECK(sim.cuStreamEndCapture((OOCUstream)w.stream, &graph) == 0, "the capture was lost");
+    CHECK(sim.cuStreamEndCapture((OOCUstream)request.stream, &graph) == 0, "the capture was lost");
     sim.cuGraphDestroy(graph);
     sim.cuCtxPopCurrent_v2(NULL);
+    end_stream(&w, request.stream);
+    request.stream = w.stream;
     CHECK(oo_plan_pins(w.engine->plan, w.unit[0]) == 0, "in use after all");
     need(oo_member_remove(w.engine, w.member[0]), "remove");
     CHECK(oo_engine_map(w.engine, &request, 0, &address) == OO_E_STATE, "removed");

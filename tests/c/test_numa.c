@@ -68,9 +68,10 @@ static void the_node_is_read_as_the_system_tells_it(void) {
     write_file("bus/pci/devices/0000:ad:00.0/numa_node", "\n");
     write_file("bus/pci/devices/0000:ae:00.0/numa_node", "none");
     write_file("bus/pci/devices/0000:af:00.0/numa_node", "99999999999");
+    write_file("bus/pci/devices/0000:b1:00.0/numa_node", "-7\n");
     CHECK(oo__numa_node(sys, "0000:AB:00.0") == 1, "the driver writes capitals");
-    const char *const untold[] = {"0000:AC:00.0", "0000:AD:00.0", "0000:AE:00.0", "0000:AF:00.0",
-                                  "0000:B0:00.0"};
+    const char *const untold[] = {"0000:AC:00.0", "0000:AD:00.0", "0000:AE:00.0",
+                                  "0000:AF:00.0", "0000:B0:00.0", "0000:B1:00.0"};
     for (size_t i = 0; i < sizeof untold / sizeof *untold; i++)
         CHECK(oo__numa_node(sys, untold[i]) == -1, "%s: %d", untold[i],
               oo__numa_node(sys, untold[i]));

@@ -206,6 +206,19 @@ static void test_only_a_forward_ends_the_hold(void) {
     world_close(&w, "hold");
 }
 
+static void test_an_acquire_that_fails_is_counted(void) {
+    struct world w;
+    struct oo_use held;
+    world_open(&w, 400000, -1);
+    need(use(&w, 3, OO_FORWARD), "use");
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0); /* of the drop of what is stale */
+    CHECK(acquire(w.engine, w.member[3], w.stream, 1, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
+          "dropped");
+    CHECK(stats_of(&w).acquires == 2 && stats_of(&w).stale == 1, "%llu acquires",
+          (unsigned long long)stats_of(&w).acquires);
+    world_close(&w, "counted");
+}
+
 /* What is being computed with stays, and is stale from then on; everything else is dropped at once.
  */
 static void test_what_is_in_use_becomes_stale(void) {
@@ -277,6 +290,7 @@ static const struct check_case cases[] = {
     CASE(test_a_copy_of_weights_that_were_there_for_a_while),
     CASE(test_a_change_of_a_few_bytes_is_seen),
     CASE(test_only_a_forward_ends_the_hold),
+    CASE(test_an_acquire_that_fails_is_counted),
     CASE(test_what_is_in_use_becomes_stale),
 };
 
