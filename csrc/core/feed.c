@@ -160,11 +160,13 @@ static int oo__copy_as_it_is(struct oo_engine *engine, const struct oo_piece *pi
                    engine->driver.cuMemcpyHtoDAsync(piece->target, piece->host, piece->bytes,
                                                     engine->h2d)))
         return 0;
+    if (piece->locked)
+        return 1;
+    waits->all++;
     /* H7: the driver may or may not have staged pageable bytes, so that nobody may rewrite them
      * before the copy has ended. */
-    waits->all += !piece->locked;
-    return piece->locked || oo__works(failure, "cuStreamSynchronize",
-                                      engine->driver.cuStreamSynchronize(engine->h2d));
+    return oo__works(failure, "cuStreamSynchronize",
+                     engine->driver.cuStreamSynchronize(engine->h2d));
 }
 
 /* Feeds overlap, and one may overtake another: what is counted is the time in which any thread
@@ -183,10 +185,12 @@ static void oo__feed_end(struct oo_engine *engine, struct oo_feed *feed) {
                   engine->driver.cuEventRecord(feed->ready->handle, engine->h2d)) &&
         (!feed->end || oo__works(failure, "cuEventRecord",
                                  engine->driver.cuEventRecord(feed->end->handle, engine->h2d)));
-    if (feed->arrives && engine->submits_late) /* see oo__flush */
+    if (engine->submits_late) /* see oo__flush */
         (void)engine->driver.cuStreamQuery(engine->h2d);
-    if (oo_driver_is_sticky(failure->result) && !feeder->loss.call)
-        feeder->loss = *failure;
+    if (oo_driver_is_sticky(failure->result)) {
+        if (!feeder->loss.call) /* the first is the cause of the others */
+            feeder->loss = *failure;
+    }
     if (feeder->n_active)
         oo__clock_stop(feeder);
     feeder->since = oo__nanoseconds();
@@ -269,7 +273,8 @@ enum oo_status oo__feeder_prepare(struct oo_engine *engine) {
     enum oo_status status = oo__ring_prepare(engine, &engine->up);
     if (status != OO_OK)
         return status;
-    while (feeder->n_threads < OO_FEED_THREADS && feeder->n_threads < oo__processors()) {
+    const size_t most = oo__processors() < OO_FEED_THREADS ? oo__processors() : OO_FEED_THREADS;
+    while (feeder->n_threads < most) {
         struct oo_thread *thread = oo__thread_start(oo__feeder_run, engine);
         if (!thread)
             break;
@@ -340,11 +345,11 @@ static void oo__feed_count(struct oo_engine *engine, uint32_t id) {
     engine->stats.recoveries += feed->recoveries;
     feed->bytes = feed->unlocked_bytes = feed->nanoseconds = 0;
     feed->copies = feed->waits = feed->recoveries = 0;
-    if (feed->begin && feed->arrives) {
-        oo__span_add(engine, OO_TRACE_H2D, id, unit->host_bytes, feed->begin, feed->end);
-    } else {
+    if (!feed->arrives) {
         oo__event_give(engine, feed->begin);
         oo__event_give(engine, feed->end);
+    } else if (feed->begin) {
+        oo__span_add(engine, OO_TRACE_H2D, id, unit->host_bytes, feed->begin, feed->end);
     }
     feed->begin = feed->end = NULL;
     feed->open = !feed->arrives;

@@ -4,6 +4,7 @@
  * A gate in the engine's driver table lets them queue no copy while it is shut. */
 #include "world.h"
 
+#include <math.h>
 #include <stdatomic.h>
 
 static struct oo_driver real;
@@ -14,6 +15,8 @@ static _Atomic unsigned waiting, queued_here, synchronised, freed;
 enum { LOG = 256 };
 static _Atomic unsigned n_log;
 static OOCUdeviceptr log_of[LOG]; /* where copies went, in turn; read when nothing is fed */
+static _Atomic OOCUdeviceptr watched, slow; /* copies to there take their time */
+static _Atomic unsigned beside;             /* how many other threads were at a copy then */
 
 static void nap(double seconds) {
     struct oo_mutex *mutex = oo__mutex_create();
@@ -29,6 +32,12 @@ static OOCUresult OOCUDAAPI gated_copy(OOCUdeviceptr target, const void *source,
     waiting++;
     while (shut && !is_mine)
         nap(1e-3);
+    if (target == slow)
+        nap(20e-3);
+    if (target == watched) {
+        nap(20e-3);
+        beside = waiting - 1;
+    }
     waiting--;
     const unsigned entry = n_log++;
     if (entry < LOG)
@@ -205,6 +214,83 @@ static void what_is_waited_for_is_copied_first(void) {
     end(&w, "urgent");
 }
 
+/* A copy that is measured begins when those before it have ended, and none begins beside it. */
+static void what_is_measured_is_copied_alone_and_in_its_turn(void) {
+    struct world w;
+    unsigned measured = 0, earlier = 0, place = 0;
+    begin(&w, 400000);
+    beside = 99;
+    w.engine->spans.seen[OO_TRACE_H2D] = (uint32_t)-6; /* the sample takes what has number 0 */
+    shut_behind_the_first(&w);
+    for (unsigned i = 1; i < UNITS && !measured; i++, earlier++)
+        if (w.engine->units[w.unit[i]].feed && w.engine->units[w.unit[i]].feed->begin)
+            measured = i;
+    CHECK(measured > w.engine->feeder.n_threads, "unit %u is measured", measured);
+    const size_t most = oo__processors() < OO_FEED_THREADS ? oo__processors() : OO_FEED_THREADS;
+    CHECK(w.engine->feeder.n_threads == most, "%u threads", w.engine->feeder.n_threads);
+    watched = (OOCUdeviceptr)w.engine->units[w.unit[measured]].feed->address;
+    slow = (OOCUdeviceptr)w.engine->units[w.unit[measured - 1]].feed->address;
+    shut = 0;
+    feeds_end(&w);
+    CHECK(beside == 0, "%u copies beside it", beside);
+    for (unsigned k = 0; k < n_log; k++)
+        if (log_of[k] == watched)
+            place = k;
+    CHECK(place == earlier, "copied as number %u, after %u", place, earlier);
+    CHECK(stats_of(&w).unlocked_h2d_seconds > 35e-3, "%.6f s: of one thread alone, none",
+          stats_of(&w).unlocked_h2d_seconds);
+    watched = slow = 0;
+    end(&w, "measured");
+}
+
+static double h2d_busy_s(void) {
+    struct sim_stats stats;
+    sim.simGetStats(&stats);
+    return stats.h2d_busy_s;
+}
+
+/* A driver that collects work gets the last copy of the threads before anybody waits for it. */
+static void copies_ahead_are_handed_over(void) {
+    struct world w;
+    double end_s;
+    CHECK(sim.simSwitch(SIM_LATE_SUBMISSION, 1) == 0, "no such switch");
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    shut = 0;
+    feeds_end(&w);
+    sim.simAdvance(1);
+    const double begun_s = h2d_busy_s();
+    sim.simFinish(&end_s);
+    CHECK(h2d_busy_s() == begun_s && begun_s > 0, "%.9f s of %.9f s", begun_s, h2d_busy_s());
+    end(&w, "handed over");
+}
+
+/* What is measured is the time of the copies, not that of what the h2d stream waited for before. */
+static void the_time_of_a_fed_copy_is_its_own(void) {
+    struct world w;
+    struct oo_trace_row *rows;
+    size_t count;
+    double end_s;
+    begin(&w, 30000); /* so that a unit waits for the kernel of one before it */
+    const uintptr_t stream = new_stream(&w);
+    need(oo_trace_start(w.engine), "start");
+    const double before_s = h2d_busy_s();
+    for (unsigned i = 0; i < UNITS; i++) {
+        need(use_on(&w, i, OO_FORWARD, -1, 0, stream), "use");
+        feeds_end(&w);
+    }
+    need(oo_trace_stop(w.engine, &rows, &count), "stop");
+    sim.simFinish(&end_s);
+    const double busy_s = h2d_busy_s() - before_s;
+    const struct oo_stats stats = stats_of(&w);
+    CHECK(stats.h2d_timed_bytes == stats.h2d_bytes, "not all are measured");
+    CHECK(fabs(stats.h2d_seconds - busy_s) < 1e-9, "%.9f s, and the link was busy for %.9f s",
+          stats.h2d_seconds, busy_s);
+    oo_trace_free(rows);
+    end_stream(&w, stream);
+    end(&w, "its own");
+}
+
 /* Where a feed overtakes one that has begun, the time of that one is counted all the same. */
 static void the_time_of_what_was_overtaken_is_counted(void) {
     struct world w;
@@ -225,6 +311,8 @@ static void the_time_of_what_was_overtaken_is_counted(void) {
     const double counted_s = stats_of(&w).unlocked_h2d_seconds;
     CHECK(counted_s >= 25e-3 && counted_s <= elapsed_s + 1, "%.6f s of %.6f s", counted_s,
           elapsed_s);
+    CHECK(stats_of(&w).h2d_copies == UNITS, "%llu copies: pieces were counted",
+          (unsigned long long)stats_of(&w).h2d_copies);
     end(&w, "overtaken");
 }
 
@@ -445,7 +533,9 @@ static void a_failure_is_told_to_who_waits_for_it(void) {
     CHECK(use(&w, 0, OO_FORWARD) == OO_E_DRIVER &&
               strncmp(oo_error_message(), "cuMemcpyHtoDAsync", 17) == 0,
           "%s", oo_error_message());
-    CHECK(stats_of(&w).resident_units == 0 && stats_of(&w).h2d_bytes == 0, "taken for copied");
+    CHECK(stats_of(&w).resident_units == 0 && stats_of(&w).h2d_bytes == 0 &&
+              stats_of(&w).h2d_copies == 0 && stats_of(&w).unlocked_h2d_bytes == 0,
+          "taken for copied");
     end(&w, "told");
     begin(&w, 400000);
     shut_behind_the_first(&w);
@@ -487,6 +577,21 @@ static void a_context_lost_by_a_copy_thread_is_named(void) {
           "%s", oo_error_message());
     CHECK(use(&w, 1, OO_FORWARD) == OO_E_DEAD, "not dead");
     end_of_a_lost_world(&w, "lost by a copy thread");
+}
+
+/* What passed under a copy thread before the loss is not the cause of it. */
+static void a_loss_is_not_named_after_what_failed_before(void) {
+    struct world w;
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
+    shut = 0;
+    feeds_end(&w);
+    sim.simFault("cuStreamIsCapturing", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
+    CHECK(use(&w, 0, OO_FORWARD) == OO_E_DRIVER &&
+              strncmp(oo_error_message(), "cuStreamIsCapturing", 19) == 0,
+          "%s", oo_error_message());
+    end_of_a_lost_world(&w, "another");
 }
 
 /* A call that meets the loss waits for what a copy thread has to say, but not for ever: the thread
@@ -548,6 +653,9 @@ static const struct check_case cases[] = {
     CASE(the_time_of_what_was_overtaken_is_counted),
     CASE(a_timeline_has_the_copies_that_were_under_way_at_its_end),
     CASE(a_timeline_begins_when_nothing_is_under_way),
+    CASE(what_is_measured_is_copied_alone_and_in_its_turn),
+    CASE(copies_ahead_are_handed_over),
+    CASE(the_time_of_a_fed_copy_is_its_own),
     CASE(the_memory_goes_back_when_nobody_copies_there),
     CASE(masters_are_the_callers_when_nobody_reads_them),
     CASE(what_is_dropped_is_not_copied_any_more),
@@ -556,6 +664,7 @@ static const struct check_case cases[] = {
     CASE(whichever_call_of_theirs_fails_the_next_use_is_right),
     CASE(a_failure_is_told_to_who_waits_for_it),
     CASE(a_context_lost_by_a_copy_thread_is_named),
+    CASE(a_loss_is_not_named_after_what_failed_before),
     CASE(a_loss_is_told_though_a_copy_thread_is_stuck),
     CASE(a_unit_may_be_locked_in_part),
 };
