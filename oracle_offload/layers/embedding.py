@@ -89,6 +89,7 @@ class EmbeddingLayer(WithInherited):
             if capsule is None:
                 return super().lend(kind, task, seconds, dtype, compute)
             memory = _from_dlpack(capsule).untyped_storage()
+            nothing = torch.empty(0, dtype=master.dtype, device=state.device)
             table = torch.empty(0, dtype=master.dtype, device=state.device)
             table.set_(memory, 0, master.shape, master.stride())
         rows = None
@@ -99,7 +100,7 @@ class EmbeddingLayer(WithInherited):
         finally:
             # The use ends with the memory. A traceback may keep the table, here and further in.
             with torch.inference_mode(False), torch.no_grad():
-                table.set_()
+                table.set_(nothing)
             del capsule, memory
         if rows is None:
             with state.lock:  # another thread moves the master; see `Leaf.follow`

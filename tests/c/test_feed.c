@@ -432,6 +432,19 @@ static void what_was_stopped_is_copied_anew(void) {
     end(&w, "stopped");
 }
 
+/* The figures are of what has ended; what was dropped is not taken up again by counting it. */
+static void what_was_dropped_has_not_failed(void) {
+    struct world w;
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    need(waits_for_the_copy_threads(&w, NULL, refresh_the_model), "refresh");
+    (void)stats_of(&w);
+    need(step(&w), "step");
+    CHECK(stats_of(&w).prefetch_failures == 0, "%llu copies have failed",
+          (unsigned long long)stats_of(&w).prefetch_failures);
+    end(&w, "dropped");
+}
+
 /* ---- what fails in a copy thread ---- */
 
 static _Atomic int countdown; /* calls of copy threads until one fails; 0: none does */
@@ -661,6 +674,7 @@ static const struct check_case cases[] = {
     CASE(what_is_dropped_is_not_copied_any_more),
     CASE(a_ring_goes_when_nobody_uses_it),
     CASE(what_was_stopped_is_copied_anew),
+    CASE(what_was_dropped_has_not_failed),
     CASE(whichever_call_of_theirs_fails_the_next_use_is_right),
     CASE(a_failure_is_told_to_who_waits_for_it),
     CASE(a_context_lost_by_a_copy_thread_is_named),
