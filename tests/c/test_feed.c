@@ -432,6 +432,30 @@ static void what_was_stopped_is_copied_anew(void) {
     end(&w, "stopped");
 }
 
+/* What a call refuses, or of another lease, goes on being copied. */
+static void what_stays_is_not_stopped(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    uint32_t other;
+    static char memory[8192];
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    need(oo_lease_add(w.engine, &other), "lease");
+    need(oo_segment_add(w.engine, other, (uintptr_t)memory, sizeof memory, w.stream), "segment");
+    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    CHECK(oo_lease_remove(w.engine, w.lease) == OO_E_STATE, "removed in use");
+    CHECK(oo_model_remove(w.engine, w.model) == OO_E_STATE, "removed in use");
+    need(oo_lease_remove(w.engine, other), "remove");
+    CHECK(shut, "the gate was opened");
+    shut = 0;
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    need(step(&w), "step");
+    CHECK(stats_of(&w).prefetch_failures == 0, "%llu copies were stopped",
+          (unsigned long long)stats_of(&w).prefetch_failures);
+    end(&w, "stays");
+}
+
 /* The figures are of what has ended; what was dropped is not taken up again by counting it. */
 static void what_was_dropped_has_not_failed(void) {
     struct world w;
@@ -674,6 +698,7 @@ static const struct check_case cases[] = {
     CASE(what_is_dropped_is_not_copied_any_more),
     CASE(a_ring_goes_when_nobody_uses_it),
     CASE(what_was_stopped_is_copied_anew),
+    CASE(what_stays_is_not_stopped),
     CASE(what_was_dropped_has_not_failed),
     CASE(whichever_call_of_theirs_fails_the_next_use_is_right),
     CASE(a_failure_is_told_to_who_waits_for_it),
