@@ -26,6 +26,7 @@ from .simulated_time import SimulatedTime
 logger = logging.getLogger("oracle_offload")
 
 _registry: dict[str, DeviceState] = {}
+_opened_in: int | None = None  # the process that opened what is in it
 _registry_lock = Lock("registry")  # protects _registry, _orphans and the creation of engines
 _orphans: list[_core.Engine] = []  # could not be set up, nor closed yet: a fault lasts
 _hooks_installed = False
@@ -185,12 +186,14 @@ class DeviceState:
 
 def open_state(device: torch.device) -> DeviceState:
     """Return the device's state, opening its engine if it has none."""
+    global _opened_in
     with _registry_lock:
         state = _registry.get(str(device))
         if state is None:
             _close_orphans()
             state = DeviceState(device)
             _registry[str(device)] = state
+            _opened_in = state.pid
             _install_hooks()
         state.check_process()
         return state
@@ -233,11 +236,14 @@ def _close_engine(engine: _core.Engine) -> None:
 
 def close_if_unused(state: DeviceState) -> None:
     """Close the engine once it holds nothing of any model."""
+    global _opened_in
     with _registry_lock:
         if state.listeners or state.openings or _registry.get(str(state.device)) is not state:
             return
         _close_engine(state.engine)
         del _registry[str(state.device)]
+        if not _registry:
+            _opened_in = None
 
 
 def open_states() -> list[DeviceState]:
@@ -248,8 +254,8 @@ def open_states() -> list[DeviceState]:
 
 def parent_process() -> int | None:
     """Return the process that this one was forked from, if models are attached there."""
-    states = list(_registry.values())  # without the lock: a fork may have left it held for ever
-    return next((state.pid for state in states if state.pid != os.getpid()), None)
+    pid = _opened_in  # without the lock: a fork may have left it held for ever
+    return None if pid == os.getpid() else pid
 
 
 def _install_hooks() -> None:
