@@ -100,7 +100,7 @@ class EmbeddingLayer(WithInherited):
         finally:
             # The use ends with the memory. A traceback may keep the table, here and further in.
             with torch.inference_mode(False), torch.no_grad():
-                table.set_(nothing)
+                table.set_(nothing.untyped_storage(), 0, (0,), (1,))
             del capsule, memory
         if rows is None:
             with state.lock:  # another thread moves the master; see `Leaf.follow`

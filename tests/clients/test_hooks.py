@@ -37,7 +37,7 @@ def test_accelerate_hooks_are_named_with_the_call_that_removes_them(put):
     assert "remove_hook_from_module(model, recurse=True)" in message
     remove_hook_from_module(managed, recurse=True)
     with attached(managed) as manager:
-        assert len(manager.layers) == 22, manager.resident
+        assert len(manager.layers) == 23, manager.resident
         assert_models_agree(managed, resident, models.language_step)
     assert_models_are_equal_resident(managed, resident)
 

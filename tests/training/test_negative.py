@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import _create_empty_block_mask
 from torch.testing._internal.two_tensor import TwoTensor
 
 import oracle_offload
-from oracle_offload import OffloadError, manager, witness
+from oracle_offload import OffloadError, admission, manager, witness
 from oracle_offload.layers.loan import Layer
 
 
@@ -35,7 +35,7 @@ def step(model):
 
 def test_an_attach_that_leaves_the_modules_unpatched_fails_the_suite(monkeypatch):
     """Results would be right, computed on the host masters: only counters and witness can tell."""
-    monkeypatch.setattr(manager, "swap_in", lambda module, layer: None)
+    monkeypatch.setattr(admission, "swap_in", lambda module, layer: None)
     monkeypatch.setattr(manager, "watch_first_forward", lambda manager: None)
     managed, resident = resident_pair(build())
     with attached(managed, "cpu"):
@@ -49,7 +49,7 @@ def test_an_attach_that_leaves_the_modules_unpatched_fails_the_suite(monkeypatch
 
 
 def test_an_attach_that_manages_only_some_modules_fails_the_suite(monkeypatch):
-    real = manager.swap_in
+    real = admission.swap_in
     left_out = []
 
     def all_but_one(module: nn.Module, layer: Layer) -> None:
@@ -58,7 +58,7 @@ def test_an_attach_that_manages_only_some_modules_fails_the_suite(monkeypatch):
         else:
             real(module, layer)
 
-    monkeypatch.setattr(manager, "swap_in", all_but_one)
+    monkeypatch.setattr(admission, "swap_in", all_but_one)
     managed, resident = resident_pair(build())
     with attached(managed, "cpu"), pytest.raises(OffloadError, match="host master of '2"):
         assert_models_agree(managed, resident, step)
