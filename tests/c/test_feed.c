@@ -18,6 +18,9 @@ static OOCUdeviceptr log_of[LOG]; /* where copies went, in turn; read when nothi
 static _Atomic OOCUdeviceptr watched, slow; /* copies to there take their time */
 static _Atomic unsigned beside;             /* how many other threads were at a copy then */
 
+static const void *_Atomic from_locked; /* copies that begin there are counted */
+static _Atomic unsigned n_from_locked;
+
 static void nap(double seconds) {
     struct oo_mutex *mutex = oo__mutex_create();
     oo__mutex_lock(mutex);
@@ -32,6 +35,7 @@ static OOCUresult OOCUDAAPI gated_copy(OOCUdeviceptr target, const void *source,
     waiting++;
     while (shut && !is_mine)
         nap(1e-3);
+    n_from_locked += from_locked && source == from_locked;
     if (target == slow)
         nap(20e-3);
     if (target == watched) {
@@ -430,6 +434,12 @@ static void what_was_stopped_is_copied_anew(void) {
     w.leased = 1;
     need(step(&w), "step");
     end(&w, "stopped");
+    begin(&w, 400000);
+    shut_behind_the_first(&w);
+    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(waits_for_the_copy_threads(&w, NULL, remove_the_model) == OO_E_DRIVER, "no error");
+    need(step(&w), "step");
+    end(&w, "a model that stays");
 }
 
 /* What a call refuses, or of another lease, goes on being copied. */
@@ -666,6 +676,9 @@ static void a_unit_may_be_locked_in_part(void) {
     need(oo_unit_add(w.engine, w.model, rows, &two, 1, 0, &unit, &member, offsets), "unit");
     struct oo_use held;
     struct oo_fetched fetched;
+    real = w.engine->driver;
+    w.engine->driver.cuMemcpyHtoDAsync = gated_copy;
+    from_locked = base;
     need(acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
     need(oo_engine_launch(w.engine, member, w.stream, 1e-6), "launch");
     CHECK(memcmp((void *)held.address, base, 4 * page) == 0, "wrong bytes");
@@ -674,6 +687,7 @@ static void a_unit_may_be_locked_in_part(void) {
               stats.unlocked_h2d_bytes == 3 * page,
           "%llu copies of %llu bytes", (unsigned long long)stats.h2d_copies,
           (unsigned long long)stats.h2d_bytes);
+    CHECK(n_from_locked == 1, "what is locked went through the ring");
     need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
     need(world_remove(&w), "remove");
     need(oo_engine_unlock(w.engine, host), "unlock");
