@@ -435,6 +435,7 @@ static void what_was_stopped_is_copied_anew(void) {
     need(step(&w), "step");
     end(&w, "stopped");
     begin(&w, 400000);
+    need(oo_engine_reserve_rings(w.engine, OO_RING_PIECES * oo__page_bytes()), "many pieces");
     shut_behind_the_first(&w);
     sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
     CHECK(waits_for_the_copy_threads(&w, NULL, remove_the_model) == OO_E_DRIVER, "no error");
