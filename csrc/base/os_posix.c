@@ -199,8 +199,9 @@ static void oo__read_processors(const char *list, cpu_set_t *processors) {
     for (char *end; *list >= '0' && *list <= '9'; list = *end == ',' ? end + 1 : end) {
         const unsigned long first = strtoul(list, &end, 10);
         const unsigned long last = *end == '-' ? strtoul(end + 1, &end, 10) : first;
-        for (unsigned long i = first; i <= last && i < CPU_SETSIZE; i++)
-            CPU_SET(i, processors);
+        for (unsigned long i = 0; i < CPU_SETSIZE; i++)
+            if (first <= i && i <= last)
+                CPU_SET(i, processors);
     }
 }
 

@@ -348,11 +348,13 @@ again:
         stats->stale++;
         OO_TRY(oo__drop(engine, id));
         resident = 0;
-    } else if ((status = oo__feed_await(engine, id)) != OO_OK) {
-        /* As a copy ahead that fails at once: it is given up, and made anew. */
-        stats->prefetch_failures++;
-        OO_TRY(engine->dead == OO_OK ? oo__drop(engine, id) : status);
-        resident = 0;
+    } else {
+        status = oo__feed_await(engine, id);
+        if (status != OO_OK) { /* as a copy ahead that fails at once: given up, and made anew */
+            stats->prefetch_failures++;
+            OO_TRY(engine->dead == OO_OK ? oo__drop(engine, id) : status);
+            resident = 0;
+        }
     }
     if (resident)
         stats->hits++;

@@ -881,13 +881,13 @@ static PyObject *oo__engine_visits(PyObject *object, PyObject *argument) {
     struct oo_engine *engine = OO_ENGINE_WITH(visits, 1, &model);
     if (!engine)
         return NULL;
-    struct oo_visit *visits = PyMem_Malloc(2 * OO_MAX_EXPECTED * sizeof *visits);
+    const size_t capacity = (size_t)2 * OO_MAX_EXPECTED;
+    struct oo_visit *visits = PyMem_Malloc(capacity * sizeof *visits);
     if (!visits)
         return PyErr_NoMemory();
     size_t count = 0;
     enum oo_status status;
-    OO_BLOCKING(status,
-                oo_engine_visits(engine, (uint32_t)model, visits, 2 * OO_MAX_EXPECTED, &count));
+    OO_BLOCKING(status, oo_engine_visits(engine, (uint32_t)model, visits, capacity, &count));
     PyObject *list = status == OO_OK ? PyList_New(0) : oo__raise_for(object, status);
     for (size_t i = 0; list && i < count; i++) {
         PyObject *row = Py_BuildValue("(Ii)", (unsigned int)visits[i].unit, (int)visits[i].kind);

@@ -483,10 +483,13 @@ static void what_was_dropped_has_not_failed(void) {
 /* ---- what fails in a copy thread ---- */
 
 static _Atomic int countdown; /* calls of copy threads until one fails; 0: none does */
-static _Atomic(const char *) failed;
+static const char *_Atomic failed;
 
 static int fails(const char *call) {
-    if (is_mine || countdown == 0 || --countdown != 0)
+    if (is_mine || countdown == 0)
+        return 0;
+    const int left = --countdown;
+    if (left != 0)
         return 0;
     failed = call;
     return 1;

@@ -7,8 +7,8 @@
 enum { STREAM_WAITS = 1, EVENT_WAITS = 2, SYNCHRONISES = 4 };
 
 static struct oo_driver real;
-static _Atomic unsigned absent;       /* which waits do nothing */
-static _Atomic(OOCUstream) absent_of; /* of this stream alone; NULL: of all */
+static _Atomic unsigned absent;      /* which waits do nothing */
+static OOCUstream _Atomic absent_of; /* of this stream alone; NULL: of all */
 
 static OOCUresult OOCUDAAPI wait_stream(OOCUstream stream, OOCUevent event, unsigned int flags) {
     if (absent & STREAM_WAITS && (!absent_of || absent_of == stream))
