@@ -17,6 +17,9 @@ _PUBLIC = {
     "DriverError": "errors",
     "MemoryManager": "manager",
     "MemoryReport": "views.summary",
+    "Meter": "meter",
+    "MetricsFile": "metrics",
+    "MetricsRun": "metrics",
     "NoRoomError": "errors",
     "OffloadError": "errors",
     "OomReport": "explain",
@@ -28,6 +31,7 @@ _PUBLIC = {
     "explained_oom": "explain",
     "is_oom": "explain",
     "memory_summary": "views.summary",
+    "read_metrics": "metrics",
 }
 
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
@@ -45,6 +49,10 @@ if TYPE_CHECKING:
     from .explain import is_oom as is_oom
     from .manager import MemoryManager as MemoryManager
     from .manager import attach as attach
+    from .meter import Meter as Meter
+    from .metrics import MetricsFile as MetricsFile
+    from .metrics import MetricsRun as MetricsRun
+    from .metrics import read_metrics as read_metrics
     from .views.summary import MemoryReport as MemoryReport
     from .views.summary import memory_summary as memory_summary
 

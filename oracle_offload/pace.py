@@ -60,6 +60,8 @@ class Pace:
     ----------
     ended : int
         Steps since models were attached or detached last.
+    steps : int
+        Steps in all.
     uses : int
         Of weights, so far.
     next_look : int
@@ -77,6 +79,7 @@ class Pace:
         self._idle_looks = 0
         self._batch_s = 0.0
         self.ended = 0
+        self.steps = 0
         self.uses = 0
         self.next_look = 1
         self.passes = 0
@@ -109,6 +112,7 @@ class Pace:
         elif last is not None and last["acquires"] == counters["acquires"]:
             return
         self.ended += 1
+        self.steps += 1
         self._ended_s = self._now_s()
         self.next_look = self.uses + 1
         if self.ended <= WARM_UP_STEPS:

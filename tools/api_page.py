@@ -25,6 +25,7 @@ GROUPS = (
         "aitoolkit.install aitoolkit.uninstall aitoolkit.MemoryManager "
         "aitoolkit.sync_grad_transfers",
     ),
+    ("Numbers while it trains", "Meter MetricsFile read_metrics MetricsRun"),
     ("Errors", "OffloadError DriverError NoRoomError StaleWeightsError"),
     (
         "Out of memory",

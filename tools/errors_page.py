@@ -295,6 +295,10 @@ NOTES: dict[str, dict[str, str]] = {
         "a timeline is being recorded already": "One at a time on a device: end the first.",
         "no timeline is being recorded": "Begin one first.",
     },
+    "Numbers": {
+        "is no number": "`Meter.read` and `MetricsFile.log` take numbers, and None for unknown.",
+        "not a number:": "Of a tensor of several elements give its mean, or one of them.",
+    },
     "The demo": {
         "must be cuda, cuda:N or cpu": "The demo runs on a GPU, or on the simulated device.",
         "offload=… is a share": "0.9 offloads 90%.",

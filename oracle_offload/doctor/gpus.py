@@ -99,7 +99,7 @@ CLOCK_REASONS = {
 
 # NVML_DRIVER_* of nvml.h. NVML still calls TCC by its old name, WDM.
 _DRIVER_MODELS = {0: "WDDM", 1: "TCC", 2: "MCDM"}
-_NOT_INSTALLED = "nvidia-ml-py is not installed (pip install nvidia-ml-py)"
+NOT_INSTALLED = "nvidia-ml-py is not installed (pip install nvidia-ml-py)"
 
 
 def read_gpus() -> GpuView:
@@ -107,7 +107,7 @@ def read_gpus() -> GpuView:
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        return GpuView(why=_NOT_INSTALLED)
+        return GpuView(why=NOT_INSTALLED)
     except Exception as error:
         return GpuView(why=f"nvidia-ml-py could not be imported: {error}")
     try:
@@ -125,9 +125,9 @@ def read_gpus() -> GpuView:
 
 def _read_all(nvml: Any) -> GpuView:
     missing: dict[str, str] = {}
-    driver = _ask(missing, "driver version", lambda: _text(nvml.nvmlSystemGetDriverVersion()))
-    number = _ask(missing, "CUDA version", lambda: _cuda_version(nvml))
-    count = _ask(missing, "count", lambda: _number(nvml.nvmlDeviceGetCount(), 1 << 10)) or 0
+    driver = ask(missing, "driver version", lambda: _text(nvml.nvmlSystemGetDriverVersion()))
+    number = ask(missing, "CUDA version", lambda: _cuda_version(nvml))
+    count = ask(missing, "count", lambda: number_within(nvml.nvmlDeviceGetCount(), 1 << 10)) or 0
     return GpuView(
         gpus=tuple(_read_one(nvml, index) for index in range(count)),
         driver_version=driver,
@@ -138,47 +138,53 @@ def _read_all(nvml: Any) -> GpuView:
 
 def _read_one(nvml: Any, index: int) -> Gpu:
     missing: dict[str, str] = {}
-    card = _ask(missing, "handle", lambda: nvml.nvmlDeviceGetHandleByIndex(index))
+    card = ask(missing, "handle", lambda: nvml.nvmlDeviceGetHandleByIndex(index))
     if card is None:
         return Gpu(index, missing=missing)
-    total, used = _ask(missing, "memory", lambda: _memory(nvml, card)) or (None, None)
+    total, used = ask(missing, "memory", lambda: _memory(nvml, card)) or (None, None)
     return Gpu(
         index=index,
-        name=_ask(missing, "name", lambda: _text(nvml.nvmlDeviceGetName(card))) or "unknown GPU",
-        bus_id=_ask(missing, "bus", lambda: _text(nvml.nvmlDeviceGetPciInfo(card).busId)),
+        name=ask(missing, "name", lambda: _text(nvml.nvmlDeviceGetName(card))) or "unknown GPU",
+        bus_id=ask(missing, "bus", lambda: _text(nvml.nvmlDeviceGetPciInfo(card).busId)),
         total_bytes=total,
         used_bytes=used,
-        link_generation=_ask(
-            missing, "link", lambda: _number(nvml.nvmlDeviceGetCurrPcieLinkGeneration(card), 15, 1)
+        link_generation=ask(
+            missing,
+            "link",
+            lambda: number_within(nvml.nvmlDeviceGetCurrPcieLinkGeneration(card), 15, 1),
         ),
-        link_width=_ask(
-            missing, "link", lambda: _number(nvml.nvmlDeviceGetCurrPcieLinkWidth(card), 63, 1)
+        link_width=ask(
+            missing, "link", lambda: number_within(nvml.nvmlDeviceGetCurrPcieLinkWidth(card), 63, 1)
         ),
-        max_link_generation=_ask(
-            missing, "link", lambda: _number(nvml.nvmlDeviceGetMaxPcieLinkGeneration(card), 15, 1)
+        max_link_generation=ask(
+            missing,
+            "link",
+            lambda: number_within(nvml.nvmlDeviceGetMaxPcieLinkGeneration(card), 15, 1),
         ),
-        card_link_generation=_ask(
-            {}, "link", lambda: _number(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(card), 15, 1)
+        card_link_generation=ask(
+            {},
+            "link",
+            lambda: number_within(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(card), 15, 1),
         ),
-        max_link_width=_ask(
-            missing, "link", lambda: _number(nvml.nvmlDeviceGetMaxPcieLinkWidth(card), 63, 1)
+        max_link_width=ask(
+            missing, "link", lambda: number_within(nvml.nvmlDeviceGetMaxPcieLinkWidth(card), 63, 1)
         ),
-        performance_state=_ask(
+        performance_state=ask(
             missing,
             "performance state",
-            lambda: _number(nvml.nvmlDeviceGetPerformanceState(card), 15),
+            lambda: number_within(nvml.nvmlDeviceGetPerformanceState(card), 15),
         ),
-        clock_reasons=_ask(missing, "clock reasons", lambda: _clock_reasons(nvml, card)),
-        processes=_ask(missing, "processes", lambda: _processes(nvml, card)),
+        clock_reasons=ask(missing, "clock reasons", lambda: clock_reasons(nvml, card)),
+        processes=ask(missing, "processes", lambda: _processes(nvml, card)),
         # Answered on Windows only, so an error here is nothing to report.
-        driver_model=_ask(
+        driver_model=ask(
             {}, "model", lambda: _DRIVER_MODELS.get(nvml.nvmlDeviceGetCurrentDriverModel(card))
         ),
         missing=missing,
     )
 
 
-def _number(value: Any, most: int, least: int = 0) -> int:
+def number_within(value: Any, most: int, least: int = 0) -> int:
     """Return `value` as an integer; ValueError when it is none from `least` to `most`."""
     number = int(value)
     if not least <= number <= most:
@@ -188,16 +194,17 @@ def _number(value: Any, most: int, least: int = 0) -> int:
 
 def _memory(nvml: Any, card: Any) -> tuple[int, int]:
     memory = nvml.nvmlDeviceGetMemoryInfo(card)
-    total = _number(memory.total, NO_SIZE - 1, 1)
-    return total, _number(memory.used, total)
+    total = number_within(memory.total, NO_SIZE - 1, 1)
+    return total, number_within(memory.used, total)
 
 
 def _cuda_version(nvml: Any) -> tuple[int, int]:
-    number = _number(nvml.nvmlSystemGetCudaDriverVersion_v2(), 99_999, 1000)
+    number = number_within(nvml.nvmlSystemGetCudaDriverVersion_v2(), 99_999, 1000)
     return number // 1000, number % 1000 // 10  # 12080 is CUDA 12.8
 
 
-def _clock_reasons(nvml: Any, card: Any) -> int:
+def clock_reasons(nvml: Any, card: Any) -> int:
+    """Return the bits of `CLOCK_REASONS` that hold now."""
     # Renamed from "throttle" to "event" reasons: an older nvidia-ml-py lacks the new name, and a
     # newer one passes on that an older driver does.
     try:
@@ -214,16 +221,17 @@ def _processes(nvml: Any, card: Any) -> tuple[GpuProcess, ...]:
     for process in [
         *nvml.nvmlDeviceGetComputeRunningProcesses(card),
         # A process that draws and computes is in both lists with the same figure.
-        *(_ask({}, "", lambda: nvml.nvmlDeviceGetGraphicsRunningProcesses(card)) or ()),
+        *(ask({}, "", lambda: nvml.nvmlDeviceGetGraphicsRunningProcesses(card)) or ()),
     ]:
         used = process.usedGpuMemory
         # The driver hides it as None, or as the largest number that there is.
-        known = _ask({}, "", lambda: None if used is None else _number(used, NO_SIZE - 1))  # noqa: B023
+        known = ask({}, "", lambda: None if used is None else number_within(used, NO_SIZE - 1))  # noqa: B023
         found[process.pid] = GpuProcess(int(process.pid), known)
     return tuple(found[pid] for pid in sorted(found))
 
 
-def _ask(missing: dict[str, str], what: str, question: Callable[[], _T]) -> _T | None:
+def ask(missing: dict[str, str], what: str, question: Callable[[], _T]) -> _T | None:
+    """Return the answer, or None where there is none; `missing` then has the reason."""
     try:
         return question()
     except Exception as error:
