@@ -298,7 +298,7 @@ static void the_time_of_a_fed_copy_is_its_own(void) {
 /* Where a feed overtakes one that has begun, the time of that one is counted all the same. */
 static void the_time_of_what_was_overtaken_is_counted(void) {
     struct world w;
-    begin(&w, 400000);
+    begin(&w, 400000); /* a unit of a single piece would be whole when it stops */
     need(oo_engine_reserve_rings(w.engine, OO_RING_PIECES * oo__page_bytes()), "many pieces");
     const uint64_t began = oo__nanoseconds();
     shut_behind_the_first(&w);
@@ -434,7 +434,7 @@ static void what_was_stopped_is_copied_anew(void) {
     w.leased = 1;
     need(step(&w), "step");
     end(&w, "stopped");
-    begin(&w, 400000);
+    begin(&w, 400000); /* a unit of a single piece would be whole when it stops */
     need(oo_engine_reserve_rings(w.engine, OO_RING_PIECES * oo__page_bytes()), "many pieces");
     shut_behind_the_first(&w);
     sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
