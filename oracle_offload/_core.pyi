@@ -56,6 +56,7 @@ class Stats(TypedDict):
     host_waits: int  # of callers, for the device
     feed_waits: int  # of callers, for copy threads
     feed_wait_seconds: float  # that those took, by the host's clock
+    stopped_feeds: int  # copies that copy threads gave up, as their unit had to go
     copy_waits: int  # of copy threads, for the device
     recoveries: int  # synchronisations made only because a driver call had failed
     allocations: int  # driver objects and host blocks created; flat in the steady state

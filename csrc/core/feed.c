@@ -385,6 +385,7 @@ void oo__feed_stop(struct oo_engine *engine, uint32_t id) {
     oo__mutex_lock(feeder->mutex);
     if (feed->running) {
         feed->stopped = 1;
+        engine->stats.stopped_feeds++;
         oo__queue_take_out(feeder, feed);
         if (!feed->active)
             oo__feed_end(engine, feed);

@@ -368,6 +368,7 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     COUNT(host_waits, ENGINE)           /* of callers, for the device */ \
     COUNT(feed_waits, ENGINE)           /* of callers, for copy threads */ \
     SECONDS(feed_wait_seconds, ENGINE)  /* that those took, by the host's clock */ \
+    COUNT(stopped_feeds, ENGINE)        /* copies of theirs given up: their unit had to go */ \
     COUNT(copy_waits, ENGINE)           /* of copy threads, for the device */ \
     COUNT(recoveries, ENGINE)           /* host waits that a failure made necessary */ \
     COUNT(lost_uses, ENGINE)            /* whose end could not be marked: an evictor waits */ \

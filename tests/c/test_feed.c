@@ -386,6 +386,7 @@ static void the_memory_goes_back_when_nobody_copies_there(void) {
     const unsigned copied = n_log;
     nap(5e-3);
     CHECK(n_log == copied, "copied on after the memory was given back");
+    CHECK(stats_of(&w).stopped_feeds > 0, "nothing was stopped");
     end(&w, "lease");
 }
 
