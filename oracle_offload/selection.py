@@ -31,6 +31,7 @@ from .direct_uses import Used, used_directly
 from .errors import OffloadError
 from .geometry import memory_of, tensor_bytes, unit_bytes
 from .layers.any import AnyLayer, any_kind
+from .layers.formats import held_tensors
 from .layers.kinds import layer_type
 from .layers.leaf import Leaf, unfit_tensor
 from .layers.swap import HANDLE, has_own_forward, is_managed
@@ -146,7 +147,7 @@ def choose(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
     leaves.sort(key=lambda leaf: order[leaf.name])
     leaves = _drop_shared(modules, leaves, resident, parameters)
     for name, reason in list(parameters.items()):  # of a layer that a parent takes them from
-        owner = name.rpartition(".")[0]
+        owner = _owner_of(name, modules)
         if layer_type(modules[owner]) is not None:
             resident.setdefault(owner, reason)
             del parameters[name]
@@ -242,14 +243,16 @@ class _Lenders:
         """Return what can be lent, and add to `resident` why the rest cannot."""
         lent = []
         for name, module, stays in others:
-            if not any(tensor is not None for tensor in module._parameters.values()):
+            own = {**module._parameters, **held_tensors(module)}
+            if not any(tensor is not None for tensor in own.values()):
                 continue
             lender, reason, why_lent = ("", stays, "") if stays else self._lender_of(name, module)
-            for key, tensor in module._parameters.items():
+            for key, tensor in own.items():
                 if tensor is None:
                     continue
                 full = f"{name}.{key}" if name else key
-                why = reason or _unfit_tensor(key, tensor, ignored_tensors)
+                plain = nn.Parameter if key in module._parameters else Tensor
+                why = reason or _unfit_tensor(key, tensor, plain, ignored_tensors)
                 if why:
                     resident[full] = why
                 else:
@@ -464,8 +467,8 @@ def _unfit(kind: type[Leaf], module: nn.Module, ignored_tensors: set[int]) -> st
     return ""
 
 
-def _unfit_tensor(key: str, tensor: Any, ignored_tensors: set[int]) -> str:
-    if why := unfit_tensor(key, tensor, AnyLayer.floating):
+def _unfit_tensor(key: str, tensor: Any, plain: type[Tensor], ignored_tensors: set[int]) -> str:
+    if why := unfit_tensor(key, tensor, AnyLayer.floating, plain):
         return why
     if id(tensor) in ignored_tensors:
         return f"'{key}' is named in ignore_modules"
@@ -505,7 +508,7 @@ def _drop_shared(
     operators = {leaf.name: leaf.kind for leaf in leaves if not leaf.kind.lends_to_code}
     for name, module in modules.items():
         kind = operators.get(name)
-        own = [*module._parameters.items(), *module._buffers.items()]
+        own = [*module._parameters.items(), *module._buffers.items(), *held_tensors(module).items()]
         found = (
             [(key, part) for key, tensor in own for part in tensors_in(tensor)]
             if kind is None

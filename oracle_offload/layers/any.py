@@ -28,7 +28,7 @@ from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
 from ..gradients import note_trainable
 from ..locks import Lock
-from .flatten import is_wrapper
+from .flatten import is_wrapper, value_at
 from .leaf import Masters, Tensors, version_of
 from .loan import Borrower, once_differentiable
 from .swap import HANDLE, list_weights, swap_in
@@ -53,7 +53,7 @@ class Places(Mapping[str, Any]):
     module : nn.Module
         That the names begin at.
     names : sequence of str
-        Of the Parameters.
+        Of the Parameters, and of tensors in objects that a module keeps (`formats.held_tensors`).
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
@@ -61,9 +61,12 @@ class Places(Mapping[str, Any]):
         self.owners: dict[int, tuple[weakref.ref[nn.Module], set[str]]] = {}
         for name in names:
             path, _, key = name.rpartition(".")
-            owner = module.get_submodule(path)
-            self._rows[name] = cast("dict[str, Any]", owner._parameters), key
-            self.owners.setdefault(id(owner), (weakref.ref(owner), set()))[1].add(key)
+            owner = value_at(module, path)
+            if isinstance(owner, nn.Module):
+                self._rows[name] = cast("dict[str, Any]", owner._parameters), key
+                self.owners.setdefault(id(owner), (weakref.ref(owner), set()))[1].add(key)
+            else:
+                self._rows[name] = vars(owner), key
         self.lent: dict[str, tuple[Any, Any]] = {}  # by name: what stands there, and the master
 
     def __getitem__(self, name: str) -> Any:
@@ -314,7 +317,8 @@ class AnyLayer(Borrower):
                 tensor._is_param = True  # what isinstance(_, nn.Parameter) asks
             else:
                 tensor = self.tensor_in(slot, at, *layout)
-                tensor = torch.Tensor._make_subclass(nn.Parameter, tensor, master.requires_grad)
+                if type(master) is not Tensor:
+                    tensor = Tensor._make_subclass(nn.Parameter, tensor, master.requires_grad)
             lent[name] = tensor
         return lent
 

@@ -90,19 +90,16 @@ def plain_tensors(
     return found, same
 
 
-def tensor_at(module: nn.Module, path: str) -> Any:
-    """Return what lies at a path of `plain_tensors` now; None where there is nothing."""
+def value_at(module: nn.Module, path: str) -> Any:
+    """Return what lies at a dotted path now: a tensor, an object that holds some, a module.
+
+    The module itself where the path is empty; None where there is nothing.
+    """
     value: Any = module
-    for name in path.split("."):
+    for name in path.split(".") if path else ():
         if isinstance(value, nn.Module):
-            parameters, buffers = value._parameters, value._buffers
-            value = (
-                parameters[name]
-                if name in parameters
-                else buffers[name]
-                if name in buffers
-                else value.__dict__.get(name)
-            )
+            places = value._parameters, value._buffers, value._modules, value.__dict__
+            value = next((place[name] for place in places if name in place), None)
         else:
             value = getattr(value, name, None)
         if value is None:
@@ -114,7 +111,7 @@ def copy_tables(module: nn.Module, holders: frozenset[str], most_bytes: int) -> 
     """Give each object that holds tensors copies of its own of the small ones."""
     for path, tensor in plain_tensors(module, holders)[0].items():
         above, _, name = path.rpartition(".")
-        owner = tensor_at(module, above) if above else module
+        owner = value_at(module, above)
         if class_name(type(owner)) in holders and tensor_bytes(tensor) <= most_bytes:
             setattr(owner, name, tensor.detach().clone())
 
@@ -128,7 +125,7 @@ class Places:
     def get(self, path: str, default: Any = None) -> Any:
         """Return the tensor at `path`."""
         module = self._module()
-        found = None if module is None else tensor_at(module, path)
+        found = None if module is None else value_at(module, path)
         return default if found is None else found
 
 

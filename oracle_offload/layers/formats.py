@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..exemption import exempt
 from . import derivatives
 from .derivatives import Input
-from .flatten import class_name, is_wrapper
+from .flatten import class_name, is_wrapper, value_at
 from .swap import base_class
 
 
@@ -61,6 +61,16 @@ def format_of(module: nn.Module) -> Format | None:
         if found is not None:
             return found
     return None
+
+
+def held_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a module keeps in objects of its kernel, by path.
+
+    They are no Parameters and no buffers; the module's own forward computes with them.
+    """
+    paths = next((_HELD[n] for n in map(class_name, type(module).__mro__) if n in _HELD), ())
+    found = {path: value_at(module, path) for path in paths}
+    return {path: tensor for path, tensor in found.items() if type(tensor) is Tensor}
 
 
 def unknown_format(module: nn.Module, parameter: Tensor) -> str:
@@ -198,3 +208,11 @@ _FORMATS: tuple[Callable[[Any, Tensor], Format | None], ...] = (
     _nvfp4,
     _comfy,
 )
+# What the weights of an MXFP4 stack are once they are laid out for the kernel, and their scales.
+_HELD = {
+    "transformers.integrations.mxfp4.Mxfp4GptOssExperts": tuple(
+        f"{stack}{where}.storage.data"
+        for stack in ("gate_up_proj", "down_proj")
+        for where in ("", "_precision_config.weight_scale")
+    )
+}

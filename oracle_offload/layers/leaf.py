@@ -403,12 +403,14 @@ def version_of(tensors: Sequence[Tensor]) -> int:
     return version
 
 
-def unfit_tensor(key: str, tensor: Tensor, floating: bool = True) -> str:
-    """Say why a Parameter, wherever it lies, cannot become a master; empty where it can.
+def unfit_tensor(
+    key: str, tensor: Tensor, floating: bool = True, plain: type[Tensor] = nn.Parameter
+) -> str:
+    """Say why a tensor, wherever it lies, cannot become a master; empty where it can.
 
-    `floating`: whether it has to be of a floating dtype.
+    `floating`: whether it has to be of a floating dtype. `plain`: of which class it has to be.
     """
-    if type(tensor) is not nn.Parameter or tensor.layout is not torch.strided:
+    if type(tensor) is not plain or tensor.layout is not torch.strided:
         return f"'{key}' is a {type(tensor).__name__}, not a plain parameter"
     if floating and not tensor.is_floating_point():
         return f"'{key}' is {tensor.dtype}"

@@ -12,10 +12,19 @@ import pytest
 import torch
 from sides import CORE  # which puts the helpers of tests/training on the path
 
+from oracle_offload import selection
+
 _spec = importlib.util.spec_from_file_location("core_conftest", CORE / "conftest.py")
 _core = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_core)
 sim = _core.sim  # a fresh simulated device for every test, and nothing left on it
+
+
+@pytest.fixture
+def nothing_is_small(monkeypatch):
+    """Let tensors of any size be lent."""
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
 
 
 @pytest.fixture(autouse=True)

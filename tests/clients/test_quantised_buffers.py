@@ -1,7 +1,6 @@
-"""Quantised modules that keep plain tensors side by side, whose kernels need a GPU.
+"""Quantised weights whose kernels need a GPU: side by side in a module, or in a kernel's objects.
 
-The kernels here are stand-ins in plain torch, of the real signature. They read the tensors that the
-module hands them; so the slot's bytes are what is computed with.
+The kernels here are those of `stand_in_kernels`.
 """
 
 from __future__ import annotations
@@ -11,45 +10,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from equality import assert_models_agree, attached
-from quantised import MODES, quantised_layers, step_of, through
+from quantised import FORMATS, MODES, model_of, quantised_layers, step_of, through, torchao
+from stand_in_kernels import TRITON_KERNELS, stand_ins  # noqa: F401 - a fixture
 from torch import nn
 from torch.nn import functional as F
-from transformers.integrations import finegrained_fp8, nvfp4
+from torchao import quantization as ao
+from transformers.integrations import finegrained_fp8, mxfp4, nvfp4
+from transformers.models.gpt_oss import modeling_gpt_oss
 
-from oracle_offload import selection
 from oracle_offload.layers.flatten import Copy, plain_tensors
+from oracle_offload.layers.formats import held_tensors
 
+pytestmark = pytest.mark.usefixtures("stand_ins")
 WIDTH = 64
-
-
-def fp8_linear_stand_in(
-    input,
-    weight,
-    weight_scale_inv,
-    block_size=None,
-    bias=None,
-    activation_scale=None,
-    deepgemm=True,
-):
-    if weight.dtype is torch.int8:  # two to a byte, a scale for 32 of a row; not FP4's values
-        weight = torch.stack((weight & 15, weight >> 4), -1).flatten(-2)
-        block_size = 1, 32
-    scale = weight_scale_inv.repeat_interleave(block_size[0], 0).repeat_interleave(block_size[1], 1)
-    return F.linear(input, (weight.float() * scale).to(input.dtype), bias)
-
-
-def nvfp4_stand_in():
-    """Halves of bytes less 8, times the row's scale and the global one; not NVFP4's layout."""
-
-    def gemm(packed, input):
-        halves = torch.stack((packed.qweight & 15, packed.qweight >> 4), -1).flatten(-2)
-        scale = packed.sf_rowmajor.repeat_interleave(16, 1).float() * packed.global_scale
-        weight = (halves.float() - 8) * scale
-        return input @ weight.to(input.dtype).t()
-
-    return SimpleNamespace(
-        PackedWeight=SimpleNamespace, gemm=gemm, swizzled_sf_shape=lambda n, k: (n, k // 64)
-    )
 
 
 class Product(torch.autograd.Function):
@@ -154,12 +127,6 @@ def pair_of(make):
     return models
 
 
-@pytest.fixture(autouse=True)
-def stand_ins(monkeypatch):
-    monkeypatch.setattr(finegrained_fp8, "fp8_linear", fp8_linear_stand_in)
-    monkeypatch.setattr(nvfp4, "load_nvfp4_kernel", nvfp4_stand_in)
-
-
 def test_a_copy_takes_a_tensor_that_came_after_attach_as_it_is():
     layer = Int8Linear()
     replaced = {id(tensor): tensor.clone() for tensor in plain_tensors(layer)[0].values()}
@@ -180,12 +147,6 @@ def test_modules_of_plain_quantised_tensors(name, mode):
         assert len(quantised) == 3, manager.resident
         assert {path for layer in quantised for path in layer.names} >= {"weight"}
         assert_models_agree(managed, resident, step_of(x, mode))
-
-
-@pytest.fixture
-def nothing_is_small(monkeypatch):
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
 
 
 EXPERT_TENSORS = {"gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"}
@@ -216,3 +177,107 @@ def test_experts_of_packed_integers_are_lent_to_their_forward(nothing_is_small):
         assert [set(layer.names) for layer in lent] == [EXPERT_TENSORS] * 3
         assert {layer.tensors()[0].dtype for layer in lent} == {torch.int8}
         assert_models_agree(managed, resident, infer)
+
+
+class Mxfp4(nn.Module):
+    """gpt-oss's block, as it is once transformers has laid its weights out for the kernel."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = dict(num_local_experts=4, num_experts_per_tok=2)
+        config = SimpleNamespace(**sizes, intermediate_size=32, hidden_size=WIDTH)
+        experts = mxfp4.Mxfp4GptOssExperts(config)
+        for stack, rows, columns in (("gate_up_proj", 64, WIDTH), ("down_proj", WIDTH, 32)):
+            blocks = torch.randint(0, 256, (4, rows, columns // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(122, 128, (4, rows, columns // 32), dtype=torch.uint8)
+            mxfp4.swizzle_mxfp4_convertops(blocks, scales, experts, stack, "cpu", TRITON_KERNELS)
+            getattr(experts, f"{stack}_bias").data.normal_()
+        router = modeling_gpt_oss.GptOssTopKRouter(config).requires_grad_(False)
+        for parameter in router.parameters():
+            nn.init.normal_(parameter)
+        self.mlp = mxfp4.Mxfp4GptOssMLP(router, experts)
+
+    def forward(self, x):
+        return self.mlp(x)[0].view(x.shape)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_mxfp4_experts_are_lent_what_the_objects_of_their_kernel_hold(mode, nothing_is_small):
+    managed, resident = pair_of(Mxfp4)
+    x = torch.randn(2, 5, WIDTH)
+    experts = managed[0].base.mlp.experts
+    held = held_tensors(experts)
+    assert len(held) == 4 and not {"gate_up_proj", "down_proj"} & {*experts._parameters}
+    where = [tensor.data_ptr() for tensor in held.values()]
+    with attached(managed) as manager:
+        assert {name.split(".")[3] for name in manager.resident} == {"router"}
+        assert all("may use its weight" in why for why in manager.resident.values())
+        lent = [layer for layer in manager.layers if layer.name.endswith("experts")]
+        names = {*held, "gate_up_proj_bias", "down_proj_bias"}
+        assert [set(layer.names) for layer in lent] == [names] * 3
+        assert {*map(id, held.values())} < {*map(id, lent[0].tensors())}
+        assert all(t.data_ptr() not in where for t in held.values()), "they are no masters"
+        assert_models_agree(managed, resident, step_of(x, mode))
+        now = held_tensors(experts)
+        assert all(now[path] is tensor for path, tensor in held.items())
+    for found, expected in zip(step_of(x, mode)(managed), step_of(x, mode)(resident), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_of_objects_that_hold_no_plain_tensor_nothing_is_lent():
+    experts = Mxfp4().mlp.experts
+    experts.gate_up_proj.storage.data = nn.Parameter(experts.gate_up_proj.storage.data, False)
+    del experts.down_proj.storage
+    assert set(held_tensors(experts)) == {
+        f"{stack}_precision_config.weight_scale.storage.data"
+        for stack in ("gate_up_proj", "down_proj")
+    }
+
+
+INT4 = {
+    "tile_packed_to_4d": ["weight.qdata", "weight.scale_and_zero"],
+    "plain": ["weight.qdata", "weight.scale", "weight.zero_point"],
+}
+
+
+@pytest.fixture(params=INT4)
+def int4(request, monkeypatch):
+    """Return two models that torchao has quantised to int4, and the tensors of a weight."""
+    packing = request.param
+    config = ao.Int4WeightOnlyConfig(
+        group_size=32, int4_packing_format=packing, set_inductor_config=False
+    )
+    name = f"torchao-{packing}"
+    monkeypatch.setitem(FORMATS, name, (4, *torchao(config)))
+    return *(model_of(name, torch.bfloat16) for _ in range(2)), INT4[packing]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_int4_of_torchao_computes_on_the_slots_bytes(int4, autocast):
+    managed, resident, tensors = int4
+    x = torch.randn(2, 5, WIDTH, dtype=torch.bfloat16)
+
+    def infer(model):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return (through(model, x),)
+
+    with attached(managed) as manager:
+        layers = quantised_layers(manager)
+        assert len(layers) == 6, manager.resident
+        assert [set(layer.names) for layer in layers] == [{*tensors, "bias"}] * 6
+        assert_models_agree(managed, resident, infer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_int4_of_torchao_gives_back_what_the_resident_gives(int4, mode):
+    """Through mslk's operator nothing flows back, but past it to the adapters; torch's refuses."""
+    managed, resident, tensors = int4
+    step = step_of(torch.randn(2, 5, WIDTH, dtype=torch.bfloat16), mode)
+    with attached(managed) as manager:
+        assert len(quantised_layers(manager)) == 6
+        if "weight.zero_point" in tensors:
+            assert_models_agree(managed, resident, step)
+            return
+        for model in (managed, resident):
+            with pytest.raises(RuntimeError, match="derivative for aten::_weight_int4pack_mm"):
+                step(model)
