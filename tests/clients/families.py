@@ -19,6 +19,7 @@ HEADS = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
 TEXT = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, use_cache=False)
 DENSE = dict(**TEXT, **HEADS, intermediate_size=48)
 ROUTED = dict(num_experts_per_tok=2, moe_intermediate_size=24, intermediate_size=24)
+LOCAL = dict(num_experts_per_tok=2, num_local_experts=4)
 GROUPED = dict(n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, **ROUTED)
 
 
@@ -40,8 +41,6 @@ class Family:
         Whether the library checkpoints the model.
     repeats : bool
         Whether modules are called several times in a forward.
-    stays : str
-        The end of the names of parameters that its code may use without calling their module.
     """
 
     make: Callable[[], nn.Module]
@@ -50,7 +49,6 @@ class Family:
     stacks: tuple[str, ...] = ()
     checkpoints: bool = True
     repeats: bool = False
-    stays: str = "(none)"
 
 
 def with_experts(model: Any) -> Any:
@@ -156,7 +154,6 @@ def sdxl() -> nn.Module:
 
 ATTENTION = ("q_proj", "v_proj")
 PROJECTED = ("to_q", "to_v")
-DISTANCES = "relative_attention_bias.weight"
 STACKS = ("experts.gate_up_proj", "experts.down_proj")
 JOINT = dict(num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=16)
 IMAGE = dict(encoder_hidden_states=noise(1, 5, 16), timestep=at(0.5), img_shapes=[(1, 2, 2)])
@@ -164,18 +161,8 @@ FAMILIES = {
     "Qwen3-MoE": Family(
         language("qwen3_moe", **TEXT, **HEADS, **ROUTED, num_experts=4), read, ATTENTION, STACKS
     ),
-    "Mixtral": Family(
-        language("mixtral", **DENSE, num_experts_per_tok=2, num_local_experts=4),
-        read,
-        ATTENTION,
-        STACKS,
-    ),
-    "gpt-oss": Family(
-        language("gpt_oss", **DENSE, num_experts_per_tok=2, num_local_experts=4),
-        read,
-        ATTENTION,
-        STACKS,
-    ),
+    "Mixtral": Family(language("mixtral", **DENSE, **LOCAL), read, ATTENTION, STACKS),
+    "gpt-oss": Family(language("gpt_oss", **DENSE, **LOCAL), read, ATTENTION, STACKS),
     "DeepSeek-V3": Family(
         language(
             "deepseek_v3",
@@ -202,8 +189,8 @@ FAMILIES = {
     ),
     "Llama": Family(language("llama", **DENSE), read, ATTENTION),
     "Gemma": Family(language("gemma3_text", **DENSE), read, ATTENTION),
-    "T5": Family(encoder("t5"), read, ("q", "wo"), stays=DISTANCES),
-    "UMT5": Family(encoder("umt5"), read, ("q", "wo"), stays=DISTANCES),
+    "T5": Family(encoder("t5"), read, ("q", "wo")),
+    "UMT5": Family(encoder("umt5"), read, ("q", "wo")),
     "Flux": Family(models.flux, call_flux, PROJECTED),
     "Qwen-Image": Family(
         diffusion(

@@ -14,8 +14,7 @@ from equality import (
 )
 from families import FAMILIES, enable_checkpointing
 
-from oracle_offload import selection
-
+pytestmark = pytest.mark.usefixtures("nothing_is_small")
 HOWS = ["plain", "reentrant", "not-reentrant", "autocast"]
 RUNS = [
     *(("trainable", how) for how in HOWS),
@@ -33,12 +32,6 @@ def runs():
                 family.stacks or what != "lora of parameters"
             ):
                 yield pytest.param(name, what, how, id=f"{name}-{what}-{how}")
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_small(monkeypatch):
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
 
 
 def adapt(model, family, what):
@@ -77,6 +70,10 @@ def assert_outputs_agree(managed, resident, step):
         torch.testing.assert_close(one.grad, other.grad, rtol=0.1, atol=0.1)
 
 
+def assert_all_is_managed(manager):
+    assert {key: why for key, why in manager.resident.items() if "adapter of" not in why} == {}
+
+
 def seeded(step, model):
     torch.manual_seed(0)
     return step(model)
@@ -92,11 +89,11 @@ def test_a_whole_model_has_the_residents_bits(name, what, how):
         if how.endswith("reentrant"):
             enable_checkpointing(model, how == "reentrant")
     with attached(managed) as manager:
-        left = {key: why for key, why in manager.resident.items() if "adapter of" not in why}
-        assert all(key.endswith(family.stays) for key in left), left
+        assert_all_is_managed(manager)
         step = step_of(family, how)
         if family.repeats and (what, how) == ("trainable", "autocast"):
             assert_outputs_agree(managed, resident, step)
         else:
             assert_models_agree(managed, resident, step, steps=1)
         assert sum(pins for *_, pins in manager.state.engine.residents()) == 0
+        assert_all_is_managed(manager)

@@ -13,7 +13,8 @@ from quantised import FORMATS, model_of, quantised_layers, step_of, through
 from torch import nn
 from torchao import quantization as ao
 
-from oracle_offload import selection
+from oracle_offload.layers.flatten import plain_tensors
+from oracle_offload.layers.formats import format_of
 from oracle_offload.layers.linear import LinearLayer
 
 X = torch.linspace(-2, 2, 2 * 5 * 64).sin().view(2, 5, 64).to(torch.bfloat16)
@@ -28,6 +29,19 @@ def pair(name):
 def infer(model):
     with torch.no_grad():
         return (through(model, X),)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_tensor_is_managed_where_none_is_small(name, nothing_is_small):
+    managed, resident = pair(name)
+    with attached(managed) as manager:
+        assert manager.resident == {}
+        ours = {id(tensor) for layer in manager.layers for tensor in layer.tensors()}
+        for module in managed.modules():
+            holders = frozenset() if (kind := format_of(module)) is None else kind.holders
+            for path, tensor in plain_tensors(module, holders)[0].items():
+                assert id(tensor) in ours, f"{path} of {type(module).__name__}"
+        assert_models_agree(managed, resident, step)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -161,9 +175,7 @@ def test_a_class_that_is_not_known_stays_resident_and_is_named(caplog):
     assert "test_quantised_life.Foreign in torch.nn.modules.linear.Linear, 16.00 KiB" in said
 
 
-def test_plain_integers_are_lent_to_the_forward_that_knows_them(caplog, monkeypatch):
-    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
+def test_plain_integers_are_lent_to_the_forward_that_knows_them(caplog, nothing_is_small):
     managed, resident = (nn.ModuleList([Integers(), Integers()]) for _ in range(2))
     with caplog.at_level(logging.WARNING, "oracle_offload"), attached(managed) as manager:
         assert manager.resident == {}
