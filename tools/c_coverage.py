@@ -29,6 +29,7 @@ FLOORS = {
     "arena.c": 0.9,
     "engine.c": 0.9,
     "uses.c": 0.9,
+    "copies.c": 0.9,
     "gradient.c": 0.9,
     "call.c": 0.9,
     "device.c": 0.9,

@@ -15,7 +15,7 @@
  *   H6  a gradient is copied before it is computed
  *           the d2h stream waits for the stream that computes it        gradient.c
  *   H7  masters are unlocked, freed or rewritten under a copy, or a kernel that reads them in place
- *           the host waits for the engine's copies    masters.c, model.c, ring.c, feed.c
+ *           the host waits for the engine's copies    copies.c, masters.c, model.c, ring.c, feed.c
  *           the host waits for those kernels          uses.c; engine.c, masters.c, model.c
  *   H8  the host reads bytes that have not arrived
  *           the host waits for their copy                               gradient.c, ring.c
@@ -29,6 +29,7 @@
  * oo__copy_in). */
 #include "../base/os.h"
 #include "call.h"
+#include "copies.h"
 #include "feed.h"
 #include "fingerprint.h"
 #include "masters.h"
@@ -86,8 +87,9 @@ static int oo__masters_changed(const struct oo_engine *engine, struct oo_member 
     return member->fingerprint != before;
 }
 
-static enum oo_status oo__copy_parts(struct oo_engine *engine, const struct oo_unit *unit,
+static enum oo_status oo__copy_parts(struct oo_engine *engine, struct oo_unit *unit,
                                      uintptr_t address) {
+    oo__note_copy(engine, unit);
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         const struct oo_part *part = &unit->parts[i];
         enum oo_status status = OO_DRIVE(engine, cuMemcpyHtoDAsync, address + part->offset,
@@ -104,7 +106,7 @@ static enum oo_status oo__copy_parts(struct oo_engine *engine, const struct oo_u
 /* Queue the copy of a unit that the device reads where it lies, and the record of its arrival. */
 static enum oo_status oo__copy_locked(struct oo_engine *engine, uint32_t id, uintptr_t address,
                                       const struct oo_event *ready) {
-    const struct oo_unit *unit = &engine->units[id];
+    struct oo_unit *unit = &engine->units[id];
     struct oo_event *begin = NULL;
     enum oo_status status = oo__span_begin(engine, OO_TRACE_H2D, engine->h2d, &begin);
     if (status == OO_OK)
@@ -198,6 +200,7 @@ static enum oo_status oo__order_after_copy(struct oo_engine *engine, uint32_t id
     if (unit->n_waited == 0) /* measure what the first wait for this copy costs its stream */
         OO_TRY(oo__span_begin(engine, OO_TRACE_STALL, stream, &before));
     OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, stream, unit->ready->handle, 0));
+    oo__note_awaited(engine, unit, stream);
     engine->models[unit->model].stats.waits += unit->n_waited == 0;
     if (unit->n_waited < OO_STREAMS)
         unit->waited[unit->n_waited++] = stream;
@@ -589,6 +592,7 @@ enum oo_status oo_engine_hold(struct oo_engine *engine) {
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
+    uint64_t last_copy = 0;
     oo__set_held(engine, 1);
     for (uint32_t i = 0; i < engine->n_units; i++) {
         struct oo_unit *unit = &engine->units[i];
@@ -598,8 +602,12 @@ enum oo_status oo_engine_hold(struct oo_engine *engine) {
             unit->leaving = 1; /* another thread is still in its backward, with the same weights */
         else
             OO_TRY(oo__drop(engine, i));
+        if (unit->copy > last_copy)
+            last_copy = unit->copy;
     }
-    /* H7: the caller may rewrite what a kernel still reads where it lies. */
+    /* H7: the caller may rewrite what a copy, or a kernel, still reads where it lies. A gradient
+     * that arrived after the copies tells that they have ended. */
+    OO_TRY(oo__await_copies(engine, last_copy));
     OO_TRY(oo__await_reads(engine));
 done:
     oo__leave(engine);

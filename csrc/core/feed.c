@@ -12,6 +12,7 @@
  * touches what it protects. So whoever holds the engine's mutex may wait for the copy threads. */
 #include "feed.h"
 #include "../base/os.h"
+#include "copies.h"
 #include "ring.h"
 #include "simulated.h"
 #include "timing.h"
@@ -334,7 +335,7 @@ done:
 
 /* Count what has been copied, once. The feed has ended. */
 static void oo__feed_count(struct oo_engine *engine, uint32_t id) {
-    const struct oo_unit *unit = &engine->units[id];
+    struct oo_unit *unit = &engine->units[id];
     struct oo_feed *feed = unit->feed;
     struct oo_stats *stats = &engine->models[unit->model].stats;
     stats->h2d_bytes += feed->bytes;
@@ -343,6 +344,8 @@ static void oo__feed_count(struct oo_engine *engine, uint32_t id) {
     engine->stats.unlocked_h2d_seconds += (double)feed->nanoseconds * 1e-9;
     engine->stats.copy_waits += feed->waits;
     engine->stats.recoveries += feed->recoveries;
+    if (feed->bytes > feed->unlocked_bytes) /* the device has read, or reads, some where they lie */
+        oo__note_copy(engine, unit);
     feed->bytes = feed->unlocked_bytes = feed->nanoseconds = 0;
     feed->copies = feed->waits = feed->recoveries = 0;
     if (!feed->arrives) {

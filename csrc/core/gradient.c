@@ -1,6 +1,7 @@
 /* gradient.c - gradients of trainable weights, from the device to the host. */
 #include "gradient.h"
 #include "call.h"
+#include "copies.h"
 #include "masters.h"
 #include "ring.h"
 #include "simulated.h"
@@ -27,6 +28,7 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     if (status != OO_OK)
         return status;
     const struct oo_known *memory = oo__known_memory(engine, target, bytes);
+    const uint64_t awaited = oo__awaited_by(engine, stream);
     struct oo_event *computed = NULL, *begin = NULL, *arrived = NULL;
     int adopted = 0, in_flight = 0;
     if (bytes == 0)
@@ -59,6 +61,7 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     engine->stats.host_waits++;
     /* H8: the caller shows the bytes to autograd, which reads them at once. */
     OO_TRY(OO_DRIVE(engine, cuEventSynchronize, arrived->handle));
+    oo__note_ended(engine, awaited);
     OO_TRY(oo__host_access(engine, target, bytes, 0));
     if (begin) {
         oo__span_add(engine, OO_TRACE_D2H, OO_NO_UNIT, bytes, begin, arrived);

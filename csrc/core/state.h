@@ -197,6 +197,7 @@ struct oo_unit {
     uint32_t n_uses;
     struct oo_begun begun[OO_STREAMS];
     uint32_t n_begun;
+    uint64_t copy;     /* the last one that reads its masters where they lie: see oo_copies */
     uint32_t n_kept;   /* of its uses: those that oo_engine_end ends */
     uint32_t n_mapped; /* likewise, oo_engine_unmap */
 };
@@ -205,6 +206,17 @@ struct oo_unit {
 struct oo_reads {
     struct oo_last_use last[OO_USES]; /* beyond OO_STREAMS while the driver refuses to wait */
     uint32_t count;
+};
+
+/* What is known of the copies that read masters where they lie. Their numbers rise in the order of
+ * the h2d stream, which is the order in which they end. */
+struct oo_copies {
+    uint64_t queued; /* the last one's */
+    uint64_t ended;  /* all up to this one have */
+    /* Of the stream that waited for one last: what is queued on it next comes after all up to this
+     * one. */
+    OOCUstream stream;
+    uint64_t awaited;
 };
 
 /* Segments that go back together: struct oo_segment names it. */
@@ -248,6 +260,7 @@ struct oo_engine {
     struct oo_model *models;
     uint32_t n_models, model_capacity;
     struct oo_reads reads;
+    struct oo_copies copies;
     struct oo_lease *leases;
     uint32_t leases_made;
     struct oo_known *known; /* host memory that masters may lie in */

@@ -45,9 +45,11 @@ static void touch(struct world *w, unsigned i, uintptr_t stream) {
     need(oo_engine_release(w->engine, use.ticket, stream, 0, &fetched), "release");
 }
 
-static void attach(struct world *w, size_t arena_bytes) {
-    CHECK(world_attach(w, arena_bytes, -1), "attach: %s", oo_error_message());
+static void attach_trainable(struct world *w, size_t arena_bytes, int trainable_from) {
+    CHECK(world_attach(w, arena_bytes, trainable_from), "attach: %s", oo_error_message());
 }
+
+static void attach(struct world *w, size_t arena_bytes) { attach_trainable(w, arena_bytes, -1); }
 
 static void detach(struct world *w) {
     absent = 0;
@@ -130,6 +132,17 @@ static void masters_rewritten_under_a_copy(struct world *w, unsigned missing) {
     absent = missing;
     need(oo_model_remove(w->engine, w->model), "remove");
     CHECK(sim.simHostAccess(oo_host_address(w->host), w->total, 1) == 0, "refused");
+    detach(w);
+}
+
+/* A forward without a backward: no gradient arrives that would tell of the copies. */
+static void masters_stepped_under_a_copy(struct world *w, unsigned missing) {
+    attach_trainable(w, 60000, 3);
+    touch(w, 4, w->stream);
+    absent = missing;
+    need(oo_engine_hold(w->engine), "hold");
+    for (unsigned i = 3; i < UNITS; i++)
+        CHECK(sim.simHostAccess(w->master[i], w->bytes[i], 1) == 0, "refused");
     detach(w);
 }
 
@@ -387,6 +400,16 @@ static void h7_pageable_masters_rewritten_under_a_copy(void) {
     missed_on_every_schedule(&hazard);
 }
 
+static void h7_masters_stepped_under_a_copy(void) {
+    const struct hazard hazard = {"H7, stepped under a copy",
+                                  masters_stepped_under_a_copy,
+                                  SYNCHRONISES,
+                                  "masters of unit ",
+                                  "read by a host-to-device copy, stream \"h2d\"",
+                                  "write by a host access"};
+    missed_on_every_schedule(&hazard);
+}
+
 static void h7_masters_stepped_under_a_kernel(void) {
     const struct hazard hazard = {"H7, stepped",      masters_stepped_under_a_kernel,
                                   EVENT_WAITS,        "masters of unit ",
@@ -449,6 +472,7 @@ static const struct check_case cases[] = {
     CASE(h7_masters_unlocked_under_a_copy),
     CASE(h7_masters_rewritten_under_a_copy),
     CASE(h7_pageable_masters_rewritten_under_a_copy),
+    CASE(h7_masters_stepped_under_a_copy),
     CASE(h7_masters_stepped_under_a_kernel),
     CASE(h7_masters_given_back_under_a_kernel),
     CASE(h7_masters_unlocked_under_a_kernel),

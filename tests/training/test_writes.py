@@ -8,7 +8,7 @@ import threading
 import models
 import pytest
 import torch
-from equality import assert_models_agree, assert_same, attached, gradients
+from equality import assert_models_agree, assert_same, attached, gradients, is_simulated
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -250,6 +250,21 @@ def test_optimizers_train_alike(device, make, percent):
             optimizer.zero_grad()
             other.zero_grad()
             assert_same(list(managed.parameters()), list(resident.parameters()), "weights")
+
+
+@pytest.mark.parametrize("percent", [0.0, 1.0], ids=["cached", "streamed"])
+def test_a_step_after_sampling_alone_is_no_race(device, percent):
+    """No gradient arrives that would tell the host of the copies; the fixture finds no report."""
+    managed = build()
+    with attached(managed, device, offload_percent=percent) as manager:
+        optimizer = torch.optim.SGD(managed.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            step(managed)
+            with Witness(declare=is_simulated(device)), torch.no_grad():
+                before = manager.state.engine.stats()["h2d_copies"]
+                managed(torch.randn(5, 64, device=device))
+                assert manager.state.engine.stats()["h2d_copies"] > before
+                optimizer.step()
 
 
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])

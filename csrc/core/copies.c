@@ -1,0 +1,40 @@
+/* copies.c - which copies still read masters where they lie.
+ *
+ * Who rewrites masters waits for the copies that read them. As a rule that costs no call of the
+ * driver: a gradient that has arrived came after kernels that came after the copies. */
+#include "copies.h"
+#include "call.h"
+
+void oo__note_copy(struct oo_engine *engine, struct oo_unit *unit) {
+    unit->copy = ++engine->copies.queued;
+}
+
+void oo__note_awaited(struct oo_engine *engine, const struct oo_unit *unit, OOCUstream stream) {
+    struct oo_copies *copies = &engine->copies;
+    if (unit->is_fed) /* copies that are queued behind its own may have lower numbers */
+        return;
+    if (copies->stream != stream)
+        copies->awaited = 0;
+    copies->stream = stream;
+    if (unit->copy > copies->awaited)
+        copies->awaited = unit->copy;
+}
+
+uint64_t oo__awaited_by(const struct oo_engine *engine, OOCUstream stream) {
+    return engine->copies.stream == stream ? engine->copies.awaited : 0;
+}
+
+void oo__note_ended(struct oo_engine *engine, uint64_t copy) {
+    if (copy > engine->copies.ended)
+        engine->copies.ended = copy;
+}
+
+enum oo_status oo__await_copies(struct oo_engine *engine, uint64_t copy) {
+    if (copy <= engine->copies.ended)
+        return OO_OK;
+    /* H7: the host rewrites these masters next. */
+    enum oo_status status = oo__synchronize(engine, engine->h2d, 0);
+    if (status == OO_OK)
+        oo__note_ended(engine, engine->copies.queued);
+    return status;
+}

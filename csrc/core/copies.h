@@ -1,0 +1,19 @@
+/* copies.h - which copies still read masters where they lie. */
+#ifndef OO_COPIES_H
+#define OO_COPIES_H
+
+#include "state.h"
+
+/* A copy that reads the unit's masters where they lie is queued on the h2d stream, or about to be.
+ */
+void oo__note_copy(struct oo_engine *engine, struct oo_unit *unit);
+/* `stream` waits for the arrival of the unit's copy. */
+void oo__note_awaited(struct oo_engine *engine, const struct oo_unit *unit, OOCUstream stream);
+/* The number up to which copies end before what is queued on `stream` next. */
+uint64_t oo__awaited_by(const struct oo_engine *engine, OOCUstream stream);
+/* The host has waited for what comes after all copies up to this number. */
+void oo__note_ended(struct oo_engine *engine, uint64_t copy);
+/* Wait on the host for all copies up to this number. */
+enum oo_status oo__await_copies(struct oo_engine *engine, uint64_t copy);
+
+#endif

@@ -1,0 +1,305 @@
+/* What the engine knows of copies that read masters where they lie, and when a step waits for them:
+ * each case ends with the host's write to all masters, which the race detector watches. */
+#include "world.h"
+
+/* One use with a kernel; its bytes are compared where the test is not about what has not arrived.
+ */
+static void touch(struct world *w, unsigned i, enum oo_kind kind, uintptr_t stream) {
+    need(use_on(w, i, kind, kind == OO_BACKWARD ? 1 : -1, 0, stream), "use");
+}
+
+static void gradient_from(struct world *w, uintptr_t stream) {
+    static char gradient[512], target[512];
+    need(oo_engine_download(w->engine, target, (uintptr_t)gradient, sizeof gradient, stream),
+         "download");
+}
+
+/* Forward, then backward with a gradient after each unit. */
+static void train(struct world *w) {
+    for (unsigned i = 0; i < UNITS; i++)
+        touch(w, i, OO_FORWARD, w->stream);
+    for (unsigned i = UNITS; i-- > 0;) {
+        touch(w, i, OO_BACKWARD, w->stream);
+        gradient_from(w, w->stream);
+    }
+}
+
+/* Hold, then rewrite the masters from `first` on. Returns how often the host waited. */
+static uint64_t hold_and_write(struct world *w, unsigned first) {
+    const uint64_t calls = sim.simCallCount("cuStreamSynchronize") +
+                           sim.simCallCount("cuEventSynchronize") +
+                           sim.simCallCount("cuEventQuery") + sim.simCallCount("cuStreamQuery");
+    const uint64_t waits = stats_of(w).host_waits;
+    need(oo_engine_hold(w->engine), "hold");
+    const uint64_t asked = sim.simCallCount("cuStreamSynchronize") +
+                           sim.simCallCount("cuEventSynchronize") +
+                           sim.simCallCount("cuEventQuery") + sim.simCallCount("cuStreamQuery");
+    CHECK(asked - calls == stats_of(w).host_waits - waits, "%llu calls, %llu waits",
+          (unsigned long long)(asked - calls),
+          (unsigned long long)(stats_of(w).host_waits - waits));
+    for (unsigned i = first; i < UNITS; i++)
+        CHECK(sim.simHostAccess(w->master[i], w->bytes[i], 1) == 0, "refused");
+    check_no_reports("hold");
+    return stats_of(w).host_waits - waits;
+}
+
+static void a_step_after_its_gradients_waits_for_nothing(void) {
+    for (size_t arena = 60000; arena <= 400000; arena += 340000) {
+        struct world w;
+        world_open(&w, arena, 0);
+        for (int i = 0; i < 4; i++) {
+            train(&w);
+            CHECK(hold_and_write(&w, 0) == 0, "arena of %zu bytes, step %d: waited", arena, i);
+        }
+        world_close(&w, "train");
+    }
+}
+
+static void a_step_after_a_forward_alone_waits_once(void) {
+    struct world w;
+    world_open(&w, 60000, 0);
+    train(&w);
+    CHECK(hold_and_write(&w, 0) == 0, "waited");
+    touch(&w, 3, OO_FORWARD, w.stream);
+    CHECK(hold_and_write(&w, 0) == 1, "not waited for");
+    CHECK(hold_and_write(&w, 0) == 0, "waited twice");
+    world_close(&w, "forward");
+}
+
+static void copies_of_frozen_weights_are_not_waited_for(void) {
+    struct world w;
+    world_open(&w, 400000, 20);
+    for (unsigned i = 20; i < UNITS; i++)
+        oo_plan_allow(w.engine->plan, w.unit[i], 0);
+    for (unsigned i = 0; i < 5; i++)
+        touch(&w, i, OO_FORWARD, w.stream);
+    CHECK(hold_and_write(&w, 20) == 0, "waited");
+    /* What becomes trainable while its copy is under way counts as well. */
+    need(oo_unit_set_trainable(w.engine, w.unit[4], 1), "trainable");
+    CHECK(hold_and_write(&w, 20) == 1, "not waited for");
+    CHECK(sim.simHostAccess(w.master[4], w.bytes[4], 1) == 0, "refused");
+    world_close(&w, "frozen");
+}
+
+/* The gradient came after some copies, and not after one that nobody has waited for. */
+static void a_copy_ahead_is_waited_for(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open(&w, 400000, 0);
+    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    need(oo_engine_launch(w.engine, w.member[0], w.stream, 1e-6), "launch");
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    CHECK(fetched.count > 0, "nothing is copied ahead");
+    gradient_from(&w, w.stream);
+    CHECK(hold_and_write(&w, 0) == 1, "not waited for");
+    world_close(&w, "ahead");
+}
+
+/* Units are copied one by one, on request: nothing is fetched ahead. */
+static void open_one_by_one(struct world *w) {
+    world_open(w, 400000, 0);
+    for (unsigned i = 0; i < UNITS; i++)
+        oo_plan_allow(w->engine->plan, w->unit[i], 0);
+}
+
+static void a_gradient_tells_of_its_own_stream_alone(void) {
+    for (int ours = 0; ours < 2; ours++) {
+        struct world w;
+        open_one_by_one(&w);
+        const uintptr_t other = new_stream(&w);
+        touch(&w, 3, OO_FORWARD, w.stream);
+        gradient_from(&w, ours ? w.stream : other);
+        CHECK(hold_and_write(&w, 0) == !ours, "stream %d", ours);
+        end_stream(&w, other);
+        world_close(&w, "stream");
+    }
+}
+
+static void what_two_streams_wait_for_is_told_apart(void) {
+    struct world w;
+    open_one_by_one(&w);
+    const uintptr_t other = new_stream(&w);
+    touch(&w, 3, OO_FORWARD, other);
+    touch(&w, 4, OO_FORWARD, w.stream);
+    touch(&w, 3, OO_FORWARD, w.stream); /* its copy came before: nothing is known less */
+    gradient_from(&w, w.stream);
+    touch(&w, 5, OO_FORWARD, w.stream);
+    touch(&w, 3, OO_FORWARD, other); /* which waited for it already, and for nothing since */
+    gradient_from(&w, other);
+    CHECK(w.engine->copies.ended == 2, "%llu", (unsigned long long)w.engine->copies.ended);
+    touch(&w, 4, OO_FORWARD, other); /* what the first stream waited for does not count here */
+    gradient_from(&w, other);
+    CHECK(w.engine->copies.awaited == 2 && w.engine->copies.ended == 2, "%llu, %llu",
+          (unsigned long long)w.engine->copies.awaited, (unsigned long long)w.engine->copies.ended);
+    CHECK(hold_and_write(&w, 0) == 1, "not waited for");
+    CHECK(w.engine->copies.ended == 3, "%llu", (unsigned long long)w.engine->copies.ended);
+    end_stream(&w, other);
+    world_close(&w, "two streams");
+}
+
+/* A gradient may come late, after a wait that told more. */
+static void what_is_known_is_never_less(void) {
+    struct world w;
+    open_one_by_one(&w);
+    touch(&w, 3, OO_FORWARD, w.stream);
+    const uintptr_t other = new_stream(&w);
+    touch(&w, 4, OO_FORWARD, other);
+    gradient_from(&w, other);
+    touch(&w, 3, OO_FORWARD, other);
+    gradient_from(&w, other);
+    gradient_from(&w, w.stream); /* of which nothing is known */
+    CHECK(hold_and_write(&w, 0) == 0, "waited");
+    end_stream(&w, other);
+    world_close(&w, "never less");
+}
+
+static void a_wait_that_fails_is_made_again(void) {
+    struct world w;
+    open_one_by_one(&w);
+    touch(&w, 3, OO_FORWARD, w.stream);
+    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(oo_engine_hold(w.engine) == OO_E_DRIVER, "no error");
+    CHECK(hold_and_write(&w, 0) == 1, "not waited for");
+    world_close(&w, "fault");
+}
+
+static void a_wait_that_was_not_queued_tells_nothing(void) {
+    struct world w;
+    struct oo_use use;
+    open_one_by_one(&w);
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_DRIVER,
+          "no error");
+    gradient_from(&w, w.stream);
+    CHECK(hold_and_write(&w, 0) == 1, "not waited for");
+    world_close(&w, "not queued");
+}
+
+static void a_gradient_that_has_not_arrived_tells_nothing(void) {
+    static char gradient[512], target[512];
+    struct world w;
+    open_one_by_one(&w);
+    touch(&w, 3, OO_FORWARD, w.stream);
+    sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream) ==
+              OO_E_DRIVER,
+          "no error");
+    CHECK(hold_and_write(&w, 0) == 1, "not waited for");
+    world_close(&w, "not arrived");
+}
+
+/* A copy that failed half-way reads masters as well. */
+static void a_copy_that_failed_half_way_is_waited_for(void) {
+    struct world w;
+    struct oo_use use;
+    open_one_by_one(&w);
+    sim.simFault("cuEventRecord", 2, OOCU_ERROR_UNKNOWN, 0); /* the first begins a measurement */
+    CHECK(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_DRIVER,
+          "no error");
+    CHECK(hold_and_write(&w, 0) == 1, "not waited for");
+    world_close(&w, "half-way");
+}
+
+/* ---- masters of which a part is not locked ---- */
+
+/* Member 4 moves into a unit of two tensors: the first where it was, the other in memory that is
+ * known and not locked, or both there. */
+static struct oo_host *move_half(struct world *w, int both) {
+    struct oo_host *host;
+    uint32_t unit;
+    size_t offsets[2];
+    need(oo_host_create(2 * 4096, &host), "memory");
+    need(oo_engine_lock(w->engine, host, 0), "know");
+    char *there = oo_host_address(host);
+    fill(there, 2 * 4096, 9);
+    const struct oo_tensor tensors[2] = {{both ? there + 4096 : w->master[4], 4096}, {there, 4096}};
+    need(oo_member_move(w->engine, w->member[4], tensors, 2, &unit, offsets), "move");
+    w->unit[4] = unit;
+    return host;
+}
+
+static void use_moved(struct world *w) {
+    struct oo_use use;
+    struct oo_fetched fetched;
+    need(acquire(w->engine, w->member[4], w->stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(oo_engine_launch(w->engine, w->member[4], w->stream, 1e-6), "launch");
+    need(oo_engine_release(w->engine, use.ticket, w->stream, 0, &fetched), "release");
+}
+
+static void end_moved(struct world *w, struct oo_host *host, const char *where) {
+    need(world_remove(w), "remove");
+    need(oo_engine_unlock(w->engine, host), "forget");
+    oo_host_destroy(host);
+    need(oo_engine_unlock(w->engine, w->host), "unlock");
+    oo_host_destroy(w->host);
+    free(w->arena);
+    need(oo_engine_destroy(w->engine), "destroy");
+    check_no_reports(where);
+    check_nothing_alive(where);
+    release_context(where);
+    CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
+}
+
+static void only_what_the_device_reads_in_place_counts(void) {
+    for (int both = 0; both < 2; both++) {
+        struct world w;
+        open_one_by_one(&w);
+        struct oo_host *host = move_half(&w, both);
+        oo_plan_allow(w.engine->plan, w.unit[4], 0);
+        use_moved(&w);
+        CHECK(hold_and_write(&w, 0) == !both, "%d", both);
+        CHECK(sim.simHostAccess(oo_host_address(host), 2 * 4096, 1) == 0, "refused");
+        check_no_reports("unlocked");
+        end_moved(&w, host, "half locked");
+    }
+}
+
+/* The copy threads queue a copy when they come to it. Its number is given when that is noticed, and
+ * may be above that of a copy that was queued behind it. */
+static void the_copy_threads_copies_do_not_tell_of_others(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open(&w, 400000, 0);
+    struct oo_host *host = move_half(&w, 0);
+    for (int round = 0; round < 3; round++) { /* learned */
+        touch(&w, 3, OO_FORWARD, w.stream);
+        use_moved(&w);
+        touch(&w, 5, OO_FORWARD, w.stream);
+    }
+    (void)hold_and_write(&w, 0);
+    need(oo_engine_resume(w.engine), "resume");
+    for (unsigned i = 0; i < UNITS; i++)
+        oo_plan_allow(w.engine->plan, w.unit[i], i == 4 || i == 5);
+    need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    need(oo_engine_launch(w.engine, w.member[3], w.stream, 1e-6), "launch");
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    CHECK(fetched.count == 2 && fetched.units[0] == w.unit[4] && fetched.units[1] == w.unit[5],
+          "%u copied ahead", fetched.count);
+    use_moved(&w);
+    gradient_from(&w, w.stream);
+    CHECK(hold_and_write(&w, 0) == 1, "not waited for");
+    end_moved(&w, host, "behind");
+}
+
+static const struct check_case cases[] = {
+    CASE(a_step_after_its_gradients_waits_for_nothing),
+    CASE(a_step_after_a_forward_alone_waits_once),
+    CASE(copies_of_frozen_weights_are_not_waited_for),
+    CASE(a_copy_ahead_is_waited_for),
+    CASE(a_gradient_tells_of_its_own_stream_alone),
+    CASE(what_two_streams_wait_for_is_told_apart),
+    CASE(what_is_known_is_never_less),
+    CASE(a_wait_that_fails_is_made_again),
+    CASE(a_wait_that_was_not_queued_tells_nothing),
+    CASE(a_gradient_that_has_not_arrived_tells_nothing),
+    CASE(a_copy_that_failed_half_way_is_waited_for),
+    CASE(only_what_the_device_reads_in_place_counts),
+    CASE(the_copy_threads_copies_do_not_tell_of_others),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
+}
