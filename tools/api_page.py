@@ -26,6 +26,7 @@ GROUPS = (
         "aitoolkit.sync_grad_transfers",
     ),
     ("Numbers while it trains", "Meter MetricsFile read_metrics MetricsRun"),
+    ("Loggers", "integrations.tensorboard integrations.wandb integrations.postfix"),
     ("Errors", "OffloadError DriverError NoRoomError StaleWeightsError"),
     (
         "Out of memory",

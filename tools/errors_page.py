@@ -297,6 +297,7 @@ NOTES: dict[str, dict[str, str]] = {
     },
     "Numbers": {
         "is no number": "`Meter.read` and `MetricsFile.log` take numbers, and None for unknown.",
+        "which is not installed here": "Install the library, or use another sink or callback.",
         "not a number:": "Of a tensor of several elements give its mean, or one of them.",
     },
     "The demo": {

@@ -121,6 +121,7 @@ PACKAGES = (
     "oracle_offload.explain",
     "oracle_offload.doctor",
     "oracle_offload.aitoolkit",
+    "oracle_offload.integrations",
 )
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch.autograd import Function, profiler
 
 from .._core import BACKWARD, FORWARD, RECOMPUTE
 from ..errors import OffloadError
@@ -182,6 +182,9 @@ class AnyLayer(Borrower):
                 f"{_PATIENCE_S:.0f} seconds; its weights are lent to one thread at a time."
             )
         try:
+            if profiler._is_profiler_enabled:
+                with self.profiled():
+                    return self._lend_to(call)
             return self._lend_to(call)
         finally:
             self._turn.__exit__()

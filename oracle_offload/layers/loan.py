@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function, forward_ad, profiler
 
 from .._core import BACKWARD, FORWARD, RECOMPUTE
 from ..autocast import cast_dtype, cast_input, cast_tensors
@@ -143,6 +143,11 @@ class Borrower(Leaf):
                 "with ignore_modules=[...]."
             )
 
+    def profiled(self, what: str = "") -> profiler.record_function:
+        """Return a range of torch's profiler with the layer's name; a forward by default."""
+        what = what or ("forward" if _graph_task() == -1 else "forward again")
+        return profiler.record_function(f"{self.name} ({what})")
+
     def look_again(self) -> None:
         """Before a use: see to what was added to the model since.
 
@@ -224,6 +229,9 @@ class Layer(Borrower, ABC):
             return self.foreign(x)
         if x.is_cpu is not self.on_cpu:
             x = x.to(self.state.device)
+        if profiler._is_profiler_enabled:
+            with self.profiled():
+                return self.call(x)
         return self.call(x)
 
     def ready(self, x: Tensor) -> bool:
@@ -309,6 +317,9 @@ class Layer(Borrower, ABC):
         if state.simulated:
             flops, moved = self.backward_cost(grad, needs)
             seconds = state.time.kernel_seconds(flops, moved, grad.dtype)
+        if profiler._is_profiler_enabled:
+            with self.profiled("backward"):
+                return self.lend(BACKWARD, _graph_task(), seconds, dtype, compute)
         return self.lend(BACKWARD, _graph_task(), seconds, dtype, compute)
 
 

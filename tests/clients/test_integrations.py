@@ -1,0 +1,270 @@
+"""The numbers reach loggers and come from trainers: real libraries, and what each of them shows."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning
+import models
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from test_lightning import Module, rows
+from test_lightning import trainer as lightning_trainer
+from test_trainer import losses
+from test_trainer import trainer as transformers_trainer
+from tqdm import tqdm
+
+import oracle_offload
+from oracle_offload import MetricsFile, integrations, read_metrics, simulator
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Managed:
+    """The managed side of `sides.Side`, alone."""
+
+    name = "managed"
+    managed = True
+
+    def step(self):
+        return torch.enable_grad()
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    found = models.llama().train()
+    manager = oracle_offload.attach(found, "cpu")
+    assert len(manager.layers) >= 20
+    yield found
+    manager.detach()
+
+
+def check(seen, steps):
+    """Each step has its numbers; those of the engine are known from the first step on."""
+    assert [numbers["step"] for numbers in seen] == steps
+    assert all(numbers["steps"] == 1 for numbers in seen)
+    assert all(numbers["h2d_bytes"] > 0 for numbers in seen)
+    assert all(numbers["in_arena_bytes"] is not None for numbers in seen)
+
+
+# ---- trainers ----
+
+
+def test_the_trainer_hands_over_each_step_with_its_loss(tmp_path, model):
+    seen = []
+    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        run = transformers_trainer(Managed(), model, tmp_path)
+        run.add_callback(integrations.TrainerCallback(seen.append, metrics.append))
+        run.train()
+    check(seen, [1, 2, 3])
+    assert [numbers["loss"] for numbers in seen] == [float(loss) for loss in losses(run)]
+    assert all(numbers["learning_rate"] > 0 for numbers in seen)
+    (written,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert written.series("loss") == [(n["step"], n["loss"]) for n in seen]
+    moved = oracle_offload.memory_summary(model=model).devices[0].models[0].h2d_bytes
+    assert sum(numbers["h2d_bytes"] for numbers in seen) == moved
+
+
+def test_steps_that_the_trainer_does_not_log_have_no_loss(tmp_path, model):
+    seen = []
+    run = transformers_trainer(Managed(), model, tmp_path, logging_steps=2)
+    run.add_callback(integrations.TrainerCallback(seen.append))
+    run.train()
+    check(seen, [1, 2, 3])
+    assert [numbers.get("loss") is not None for numbers in seen] == [False, True, False]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_lightning_hands_over_each_step_and_its_loggers_get_it(tmp_path, model, accumulate):
+    seen = []
+    logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
+    module = Module(Managed(), model)
+    callback = integrations.LightningCallback(seen.append)
+    options = dict(accumulate_grad_batches=accumulate, callbacks=[callback], logger=logger)
+    lightning_trainer(tmp_path, enable_checkpointing=False, **options).fit(module, rows())
+    check(seen, [1, 2, 3])
+    last = module.losses[accumulate - 1 :: accumulate]
+    if accumulate == 1:  # else Lightning shows each batch's loss divided by their number
+        assert [numbers["loss"] for numbers in seen] == [float(loss) for loss in last]
+    logger.save()
+    header, *lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    column = header.split(",").index("oracle_offload/h2d_bytes")
+    logged = [int(float(line.split(",")[column])) for line in lines]
+    assert logged == [numbers["h2d_bytes"] for numbers in seen]
+
+
+def test_accelerate_hands_over_what_is_logged(tmp_path, model):
+    seen = []
+    AcceleratorState._reset_state(True)
+    try:
+        tracker = integrations.AccelerateTracker(seen.append)
+        accelerator = Accelerator(cpu=True, log_with=[tracker])
+        accelerator.init_trackers("run", {"lr": 0.1})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        prepared, optimizer, loader = accelerator.prepare(model, optimizer, rows())
+        shown = []
+        for step, ids in enumerate(loader):
+            loss = prepared(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            accelerator.log({"loss": loss.item(), "note": "text"}, step=step)
+            shown.append(loss.item())
+        accelerator.end_training()
+    finally:
+        AcceleratorState._reset_state(True)
+    assert seen[0]["h2d_bytes"] is None  # counting began there
+    check(seen[1:], [1, 2, 3, 4, 5])
+    assert [numbers["loss"] for numbers in seen] == shown and "note" not in seen[0]
+    assert tracker.tracker == (seen.append,)
+
+
+# ---- sinks ----
+
+
+NUMBERS = {
+    "step": 7,
+    "loss": 0.51234,
+    "step_s": 0.0915,
+    "interval_s": 0.183,
+    "stall_s": 0.0183,
+    "in_arena_bytes": 3 << 30,
+    "allocated_bytes": None,
+    "h2d_gbps": 24.96,
+    "power_w": 312.5,
+}
+
+
+def scalars(folder):
+    """The scalars in TensorBoard's files: length, checksum, record, checksum, and so on."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            event = Event.FromString(data[12 : 12 + length])
+            found += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+            data = data[16 + length :]
+    return found
+
+
+def test_tensorboard_gets_what_is_known_as_scalars(tmp_path):
+    from tensorboardX import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        integrations.tensorboard(writer)(NUMBERS)
+    found = {tag: (step, value) for tag, step, value in scalars(tmp_path)}
+    assert found.keys() == {
+        f"oracle_offload/{name}" for name in NUMBERS if name not in ("step", "allocated_bytes")
+    }
+    assert found["oracle_offload/power_w"] == (7, 312.5)
+    assert found["oracle_offload/in_arena_bytes"] == (7, float(3 << 30))
+
+
+def test_torch_s_own_writer_takes_the_same_call():
+    source = Path(torch.__file__).parent / "utils" / "tensorboard" / "writer.py"
+    call = source.read_text("utf-8").partition("def add_scalar(")[2].partition(")")[0]
+    names = [line.split("=")[0].strip(" ,") for line in call.splitlines() if line.strip()]
+    assert names[:4] == ["self", "tag", "scalar_value", "global_step"]
+
+
+def test_a_run_of_wandb_gets_one_call_a_step():
+    """A stand-in with the signature of ``wandb.Run.log``; wandb is not installed here."""
+
+    class Run:
+        def __init__(self):
+            self.logged = []
+
+        def log(self, data, step=None, commit=None):
+            self.logged.append((step, data))
+
+    run = Run()
+    integrations.wandb(run, prefix="mine/")(NUMBERS)
+    integrations.wandb(run)({"loss": 1.0})
+    ((step, data), second) = run.logged
+    assert step == 7 and data["mine/loss"] == 0.51234
+    assert not any(value is None for value in data.values()) and "mine/step" not in data
+    assert second == (None, {"oracle_offload/loss": 1.0})
+
+
+def test_a_bar_shows_what_matters():
+    text = io.StringIO()
+    with tqdm(total=10, file=text, ascii=True, ncols=140) as bar:
+        integrations.postfix(bar)(NUMBERS)
+        assert bar.postfix == (
+            "loss=0.5123, step=91.5 ms, arena=3.00 GiB, copies=25.0 GB/s, stalled=10%, power=312 W"
+        )
+        integrations.postfix(bar)({"step_s": 1.5, "allocated_bytes": 1 << 20})
+        assert bar.postfix == "step=1.50 s, torch=1.00 MiB"
+        integrations.postfix(bar)({"stall_s": 1.0, "interval_s": 0.0})
+        assert bar.postfix == ""
+    assert "\n" not in text.getvalue().strip(), "one bar, not a second one"
+
+
+# ---- what is not there ----
+
+
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [
+        ("TrainerCallback", "transformers"),
+        ("LightningCallback", "lightning"),
+        ("AccelerateTracker", "accelerate"),
+    ],
+)
+def test_a_library_that_is_absent_is_named_when_it_is_needed(name, library):
+    code = (
+        f"import sys; sys.modules[{library!r}] = None\n"
+        "from oracle_offload import integrations\n"
+        "integrations.postfix, integrations.wandb, integrations.tensorboard\n"
+        f"try: integrations.{name}\n"
+        "except ModuleNotFoundError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == (
+        f"oracle_offload.integrations.{name} needs {library}, which is not installed here: "
+        f"pip install {library}\n"
+    ), done.stderr
+
+
+def test_only_what_is_there_is_offered():
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = integrations.nothing
+    assert all(inspect.getdoc(getattr(integrations, name)) for name in integrations.__all__)
+
+
+def test_importing_costs_no_library():
+    code = (
+        "import sys, oracle_offload.integrations as found\n"
+        "print([n for n in ('torch', 'transformers', 'lightning') if n in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_a_loop_of_one_s_own_shows_the_last_interval(model):
+    feed = integrations.sinks.Feed(lambda numbers: seen.append(numbers))
+    seen = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    feed.restart()
+    for _ in range(2):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.long), labels=None).logits.sum().backward()
+        simulator.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert feed(2) is seen[0] and seen[0]["steps"] == 2
+    assert "step" not in feed(None)
