@@ -16,24 +16,28 @@ static void oo__block_recycle(struct oo_arena *arena, struct oo_block *block) {
     arena->spare = block;
 }
 
-/* Free neighbours are one block: absorb them into `block`, or it into the one before. */
-static void oo__block_merge(struct oo_arena *arena, struct oo_block *block) {
+/* The block takes the bytes of the one after it. */
+static void oo__block_absorb_next(struct oo_arena *arena, struct oo_block *block) {
     struct oo_block *next = block->next;
-    if (next && next->unit == OO_NO_UNIT) {
-        block->bytes += next->bytes;
-        block->next = next->next;
-        if (block->next)
-            block->next->previous = block;
-        oo__block_recycle(arena, next);
+    block->bytes += next->bytes;
+    block->next = next->next;
+    if (block->next)
+        block->next->previous = block;
+    if (block->segment->near == next)
+        block->segment->near = block;
+    oo__block_recycle(arena, next);
+}
+
+/* Free neighbours are one block. */
+static void oo__block_merge(struct oo_arena *arena, struct oo_block *block) {
+    if (block->next && block->next->unit == OO_NO_UNIT)
+        oo__block_absorb_next(arena, block);
+    if (block->previous && block->previous->unit == OO_NO_UNIT) {
+        block = block->previous;
+        oo__block_absorb_next(arena, block);
     }
-    struct oo_block *previous = block->previous;
-    if (previous && previous->unit == OO_NO_UNIT) {
-        previous->bytes += block->bytes;
-        previous->next = block->next;
-        if (previous->next)
-            previous->next->previous = previous;
-        oo__block_recycle(arena, block);
-    }
+    if (block->bytes > arena->free_most)
+        arena->free_most = block->bytes;
 }
 
 uintptr_t oo_block_address(const struct oo_block *block) {
@@ -49,12 +53,14 @@ enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes
     }
     struct oo_block *block = oo__block_new(arena);
     *block = (struct oo_block){NULL, NULL, segment, 0, bytes, 0, OO_NO_UNIT};
-    *segment = (struct oo_segment){NULL, block, base, bytes, lease, stream, 0};
+    *segment = (struct oo_segment){NULL, block, block, base, bytes, lease, stream, 0};
     struct oo_segment **last = &arena->segments; /* positions in those before it stay */
     while (*last)
         last = &(*last)->next;
     *last = segment;
     arena->total_bytes += bytes;
+    if (bytes > arena->free_most)
+        arena->free_most = bytes;
     arena->layout++;
     *out = segment;
     return OO_OK;
@@ -85,6 +91,8 @@ void oo_arena_clear(struct oo_arena *arena) {
     }
 }
 
+/* ---- search ---- */
+
 /* The smallest window that ends at `last`, or first == NULL. */
 static struct oo_window oo__window_ending_at(struct oo_block *last, size_t bytes,
                                              uint64_t later_than, oo_next_use next_use,
@@ -107,6 +115,25 @@ static struct oo_window oo__window_ending_at(struct oo_block *last, size_t bytes
         }
     }
     return window;
+}
+
+int oo_arena_find_free(struct oo_arena *arena, size_t bytes, struct oo_window *window) {
+    size_t most = 0;
+    if (bytes > arena->free_most)
+        return 0;
+    for (const struct oo_segment *segment = arena->segments; segment; segment = segment->next) {
+        for (struct oo_block *block = segment->first; block; block = block->next) {
+            if (block->unit != OO_NO_UNIT)
+                continue;
+            if (block->bytes >= bytes) {
+                *window = (struct oo_window){block, block, block->bytes, OO_ANYWHERE, OO_NEVER};
+                return 1;
+            }
+            most = block->bytes > most ? block->bytes : most;
+        }
+    }
+    arena->free_most = most;
+    return 0;
 }
 
 int oo_arena_find(const struct oo_arena *arena, size_t bytes, uint64_t later_than,
@@ -147,18 +174,21 @@ size_t oo_arena_fit(const struct oo_arena *arena, size_t position, size_t bytes)
     return 0;
 }
 
-int oo_arena_window_at(const struct oo_arena *arena, size_t position, size_t bytes,
+int oo_arena_window_at(struct oo_arena *arena, size_t position, size_t bytes,
                        struct oo_window *window) {
-    const struct oo_segment *segment = arena->segments;
+    struct oo_segment *segment = arena->segments;
     while (segment && position >= segment->bytes) {
         position -= segment->bytes;
         segment = segment->next;
     }
     if (!segment || segment->bytes - position < bytes)
         return 0;
-    struct oo_block *block = segment->first;
+    struct oo_block *block = segment->near;
+    while (block->offset > position)
+        block = block->previous;
     while (block->offset + block->bytes <= position)
         block = block->next;
+    segment->near = block;
     *window = (struct oo_window){block, block, block->bytes, position - block->offset, OO_NEVER};
     while (window->bytes - window->skip < bytes) {
         window->last = window->last->next;
@@ -223,6 +253,7 @@ struct oo_block *oo_arena_take(struct oo_arena *arena, const struct oo_window *w
     if (block->bytes > bytes)
         high = oo__block_split(arena, block, bytes);
     block->unit = unit; /* before merging: a block without a unit is free */
+    block->segment->near = block;
     block->placed = ++arena->placements;
     arena->used_bytes += bytes;
     if (low)

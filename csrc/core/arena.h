@@ -23,6 +23,7 @@ struct oo_block {
 struct oo_segment {
     struct oo_segment *next;
     struct oo_block *first;
+    struct oo_block *near; /* where the latest search by position ended: the next one is close */
     uintptr_t base;
     size_t bytes;
     uint32_t lease;
@@ -34,6 +35,7 @@ struct oo_arena {
     struct oo_segment *segments;
     struct oo_block *spare; /* recycled block records, linked by `next` */
     size_t total_bytes, used_bytes;
+    size_t free_most; /* no free block is larger */
     uint64_t placements;
     uint64_t layout;      /* how often segments came or went: positions hold as long as it stays */
     uint64_t allocations; /* host records created */
@@ -62,11 +64,13 @@ void oo_arena_clear(struct oo_arena *arena);
  * so nothing is known to be fair) it is the window needed last. Returns 0 when there is none. */
 int oo_arena_find(const struct oo_arena *arena, size_t bytes, uint64_t later_than,
                   oo_next_use next_use, const void *context, struct oo_window *window);
+/* Find a free window. */
+int oo_arena_find_free(struct oo_arena *arena, size_t bytes, struct oo_window *window);
 /* Positions count through all segments. The first one from `position` on, around the end, where
  * `bytes` lie in one segment; 0 when there is none. */
 size_t oo_arena_fit(const struct oo_arena *arena, size_t position, size_t bytes);
 /* The window over `bytes` at such a position, whoever is there. 0: they leave their segment. */
-int oo_arena_window_at(const struct oo_arena *arena, size_t position, size_t bytes,
+int oo_arena_window_at(struct oo_arena *arena, size_t position, size_t bytes,
                        struct oo_window *window);
 /* Records for one more unit in the arena: its block and the gap beside it. 0: no memory. */
 int oo_arena_reserve(struct oo_arena *arena);

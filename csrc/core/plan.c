@@ -430,7 +430,7 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
         return 1;
     /* Elsewhere it would only take another unit's place, unless there is free room. */
     if (home == OO_HOME_FREE_SOON && early)
-        return oo__find(plan, *unit, OO_NEVER, window);
+        return oo_arena_find_free(&plan->arena, plan->units[*unit].bytes, window);
     /* Beyond the lead that hides a copy's latency, patience pays: a unit used between now and then
      * may be needed later than any that can be evicted now (in sampling it always is). */
     if (early && ahead->head != ahead->tail) {

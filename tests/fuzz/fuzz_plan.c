@@ -35,8 +35,10 @@ static void check_invariants(const struct model *m) {
     for (const struct oo_segment *s = arena->segments; s; s = s->next, segments++) {
         REQUIRE(listed(m, s), "a segment that nobody added");
         size_t offset = 0;
+        int near = 0;
         const struct oo_block *before = NULL;
         for (const struct oo_block *b = s->first; b; before = b, b = b->next) {
+            near += b == s->near;
             REQUIRE(b->previous == before && b->segment == s, "broken links");
             REQUIRE(b->offset == offset && b->bytes > 0, "block at %zu of %zu bytes, not at %zu",
                     b->offset, b->bytes, offset);
@@ -44,6 +46,8 @@ static void check_invariants(const struct model *m) {
             if (b->unit == OO_NO_UNIT) {
                 REQUIRE(!before || before->unit != OO_NO_UNIT, "two free blocks side by side");
                 REQUIRE(b->placed == 0, "a free block that was placed");
+                REQUIRE(b->bytes <= arena->free_most, "%zu bytes are free, at most %zu", b->bytes,
+                        arena->free_most);
                 continue;
             }
             REQUIRE(b->unit < m->n_units && !seen[b->unit]++, "unit %u is unknown or twice there",
@@ -55,6 +59,7 @@ static void check_invariants(const struct model *m) {
             used += b->bytes;
             found++;
         }
+        REQUIRE(near == 1, "searches begin at a block that is gone");
         REQUIRE(offset == s->bytes, "blocks end at %zu of %zu", offset, s->bytes);
         total += s->bytes;
     }
