@@ -308,16 +308,7 @@ def engine_hit(folder: Path) -> list[dict[str, Any]]:
         capture_output=True,
         text=True,
     ).stdout
-    rows = [json.loads(line) for line in output.splitlines()]
-    return [
-        {
-            "name": row["name"],
-            "forward_s": row["forward_s"],
-            "backward_s": row["backward_s"],
-            "round_count": row["rounds"],
-        }
-        for row in rows
-    ]
+    return [json.loads(line) for line in output.splitlines()]
 
 
 def benchmarks(device: str) -> list[dict[str, Any]]:
