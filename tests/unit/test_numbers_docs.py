@@ -37,9 +37,10 @@ def run(code: list[str], **names: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    """An Accelerator, the Trainer's too, leaves what it was made with behind."""
+def fresh_state(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Let go of what an Accelerator leaves behind, and of frames that logged errors lead to."""
     yield
+    caplog.get_records("call").clear()
     if accelerate := sys.modules.get("accelerate"):
         accelerate.state.AcceleratorState._reset_state(True)
 
@@ -47,9 +48,6 @@ def fresh_state() -> Iterator[None]:
 @contextlib.contextmanager
 def language_model() -> Iterator[Any]:
     transformers = pytest.importorskip("transformers")
-    with contextlib.suppress(ImportError):
-        # The Trainer imports it. Where that logs an error, pytest keeps the frames in its traceback.
-        import bitsandbytes  # noqa: F401
     sizes = dict(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, use_cache=False)
     config = transformers.LlamaConfig(**sizes, **heads)
