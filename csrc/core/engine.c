@@ -244,6 +244,12 @@ static enum oo_status oo__await_uses(struct oo_engine *engine, uint32_t id, int 
     return OO_OK;
 }
 
+/* For the unit's own feed, or for those of units that it drives out. */
+static int oo__may_wait_for_feeds(const struct oo_engine *engine, uint32_t id) {
+    const struct oo_unit *unit = &engine->units[id];
+    return unit->is_fed || (!oo_plan_resident(engine->plan, id) && oo__feeds_run(engine));
+}
+
 static enum oo_status oo__acquire_late(struct oo_engine *engine, uint32_t id,
                                        struct oo_fetched *fetched) {
     struct oo_window window;
@@ -328,7 +334,7 @@ again:
     struct oo_member *member = &engine->members[request->member];
     const uint32_t id = member->unit;
     struct oo_unit *unit = &engine->units[id];
-    if ((flags & OO_NONBLOCKING) && unit->is_fed) { /* it may have to wait for the copy threads */
+    if ((flags & OO_NONBLOCKING) && oo__may_wait_for_feeds(engine, id)) {
         status = OO_WOULD_BLOCK;
         goto done;
     }
@@ -420,13 +426,26 @@ enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *
 
 /* ---- release and prefetch ---- */
 
+/* Whether copy threads may be writing to the window: they have to be stopped first. */
+static int oo__is_being_fed(const struct oo_engine *engine, const struct oo_window *window) {
+    for (const struct oo_block *block = window->first;; block = block->next) {
+        const struct oo_feed *feed =
+            block->unit == OO_NO_UNIT ? NULL : engine->units[block->unit].feed;
+        if (feed && feed->open)
+            return 1;
+        if (block == window->last)
+            return 0;
+    }
+}
+
 /* Start copies by next use until nothing more is worth its place. A prefetch that fails is given
  * up: the unit is copied when it is asked for, and the failure surfaces there if it lasts. */
-static void oo__start_copies(struct oo_engine *engine, struct oo_fetched *fetched) {
+static void oo__start_copies(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
     uint32_t id;
     struct oo_window window;
     while (engine->usable && oo_plan_next_fetch(engine->plan, &id, &window)) {
-        if (fetched->count == OO_MAX_FETCHED) {
+        if (fetched->count == OO_MAX_FETCHED ||
+            ((flags & OO_NONBLOCKING) && oo__is_being_fed(engine, &window))) {
             fetched->more = 1;
             return;
         }
@@ -441,8 +460,8 @@ static void oo__start_copies(struct oo_engine *engine, struct oo_fetched *fetche
 }
 
 /* A copy that the driver has only collected would overlap nothing. */
-static void oo__prefetch(struct oo_engine *engine, struct oo_fetched *fetched) {
-    oo__start_copies(engine, fetched);
+static void oo__prefetch(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
+    oo__start_copies(engine, flags, fetched);
     if (fetched->count)
         oo__flush(engine);
 }
@@ -459,7 +478,7 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
     fetched->count = 0;
     fetched->more = 0;
     OO_TRY(oo__release(engine, ticket, (OOCUstream)stream));
-    oo__prefetch(engine, fetched);
+    oo__prefetch(engine, flags, fetched);
 done:
     oo__leave(engine);
     return status;
@@ -581,7 +600,7 @@ enum oo_status oo_engine_prefetch(struct oo_engine *engine, struct oo_fetched *f
         return status;
     fetched->count = 0;
     fetched->more = 0;
-    oo__prefetch(engine, fetched);
+    oo__prefetch(engine, 0, fetched);
     oo__leave(engine);
     return OO_OK;
 }

@@ -407,6 +407,13 @@ void oo__feed_forget(struct oo_engine *engine, uint32_t id) {
         engine->units[id].feed->open = 0;
 }
 
+int oo__feeds_run(const struct oo_engine *engine) {
+    oo__mutex_lock(engine->feeder.mutex);
+    const int run = engine->feeder.n_running != 0;
+    oo__mutex_unlock(engine->feeder.mutex);
+    return run;
+}
+
 void oo__feeds_await(struct oo_engine *engine) {
     struct oo_feeder *feeder = &engine->feeder;
     oo__mutex_lock(feeder->mutex);

@@ -21,6 +21,8 @@ enum oo_status oo__feed_await(struct oo_engine *engine, uint32_t unit);
 void oo__feed_stop(struct oo_engine *engine, uint32_t unit);
 /* Stop it, and forget how it ended. */
 void oo__feed_forget(struct oo_engine *engine, uint32_t unit);
+/* Whether anything is fed now. */
+int oo__feeds_run(const struct oo_engine *engine);
 /* Wait until nothing is fed. */
 void oo__feeds_await(struct oo_engine *engine);
 /* Count those that have ended. */

@@ -234,7 +234,8 @@ struct oo_request {
  * oo_engine_stamp, before anything else runs that could rewrite the masters. */
 struct oo_fetched {
     uint32_t count;
-    int more; /* further copies are worth starting: see oo_engine_prefetch */
+    int more; /* further copies are worth starting: see oo_engine_prefetch. After a release with
+               * OO_NONBLOCKING of fewer than OO_MAX_FETCHED, the next would wait on the host. */
     uint32_t units[OO_MAX_FETCHED];
 };
 

@@ -7,6 +7,7 @@
 
 #include <limits.h>
 #include <stdlib.h>
+#include <string.h>
 
 struct oo_py_engine {
     PyObject_HEAD struct oo_engine *engine; /* NULL once closed, and while it is being closed */
@@ -445,12 +446,12 @@ static PyObject *oo__engine_remove_member(PyObject *object, PyObject *argument) 
 
 /* ---- use ---- */
 
-static PyObject *oo__fetched_tuple(const struct oo_fetched *fetched) {
-    if (fetched->count == 0)
+static PyObject *oo__units_tuple(const uint32_t *units, uint32_t count) {
+    if (count == 0)
         Py_RETURN_NONE;
-    PyObject *tuple = PyTuple_New((Py_ssize_t)fetched->count);
-    for (uint32_t i = 0; tuple && i < fetched->count; i++) {
-        PyObject *unit = PyLong_FromUnsignedLong(fetched->units[i]);
+    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
+    for (uint32_t i = 0; tuple && i < count; i++) {
+        PyObject *unit = PyLong_FromUnsignedLong(units[i]);
         if (!unit || PyTuple_SetItem(tuple, (Py_ssize_t)i, unit) < 0)
             Py_CLEAR(tuple);
     }
@@ -486,7 +487,7 @@ static PyObject *oo__engine_acquire(PyObject *object, PyObject *const *arguments
         OO_BLOCKING(status, oo_engine_acquire(engine, &request, OO_LAUNCH, &use));
     if (status != OO_OK)
         return oo__raise_for(object, status);
-    PyObject *fetched = oo__fetched_tuple(&use.fetched);
+    PyObject *fetched = oo__units_tuple(use.fetched.units, use.fetched.count);
     return fetched ? Py_BuildValue("(KKN)", (unsigned long long)use.ticket,
                                    (unsigned long long)use.address, fetched)
                    : NULL;
@@ -635,12 +636,22 @@ static PyObject *oo__engine_release(PyObject *object, PyObject *const *arguments
     struct oo_engine *engine = OO_ENGINE_WITH(release, count, v);
     if (!engine)
         return NULL;
-    struct oo_fetched fetched;
+    struct oo_fetched fetched, rest = {.count = 0};
     enum oo_status status =
         oo_engine_release(engine, v[0], (uintptr_t)v[1], OO_NONBLOCKING, &fetched);
     if (status == OO_WOULD_BLOCK)
         OO_BLOCKING(status, oo_engine_release(engine, v[0], (uintptr_t)v[1], 0, &fetched));
-    return status == OO_OK ? oo__fetched_tuple(&fetched) : oo__raise_for(object, status);
+    else if (status == OO_OK && fetched.more && fetched.count < OO_MAX_FETCHED) {
+        OO_BLOCKING(status, oo_engine_prefetch(engine, &rest));
+        if (status != OO_E_DEAD) /* a copy ahead that fails is given up */
+            status = OO_OK;
+    }
+    if (status != OO_OK)
+        return oo__raise_for(object, status);
+    uint32_t units[2 * OO_MAX_FETCHED];
+    memcpy(units, fetched.units, fetched.count * sizeof units[0]);
+    memcpy(units + fetched.count, rest.units, rest.count * sizeof units[0]);
+    return oo__units_tuple(units, fetched.count + rest.count);
 }
 
 static const struct oo_parameter oo__stamp_takes[] = {OO_ID("member"), OO_NUMBER("stamp")};

@@ -136,6 +136,97 @@ static void the_time_of_copying_is_counted_once(void) {
     end(&w, "time");
 }
 
+/* A world whose masters are locked, but for those of units 4 and 5. */
+static struct oo_host *begin_with_two_unlocked(struct world *w, size_t arena_bytes) {
+    struct oo_host *host;
+    size_t offset;
+    is_mine = 1;
+    shut = 0;
+    world_begin(w);
+    real = w->engine->driver;
+    w->engine->driver.cuMemcpyHtoDAsync = gated_copy;
+    CHECK(world_attach(w, arena_bytes, -1), "attach: %s", oo_error_message());
+    need(oo_host_create(w->bytes[4] + w->bytes[5], &host), "memory");
+    need(oo_engine_lock(w->engine, host, 0), "know");
+    for (unsigned i = 4; i < 6; i++) {
+        w->master[i] = (char *)oo_host_address(host) + (i == 5 ? w->bytes[4] : 0);
+        fill(w->master[i], w->bytes[i], i);
+        const struct oo_tensor tensor = {w->master[i], w->bytes[i]};
+        need(oo_member_move(w->engine, w->member[i], &tensor, 1, &w->unit[i], &offset), "move");
+    }
+    return host;
+}
+
+static void end_with_two_unlocked(struct world *w, struct oo_host *host, const char *where) {
+    need(world_remove(w), "remove");
+    need(oo_engine_unlock(w->engine, host), "forget");
+    oo_host_destroy(host);
+    need(oo_model_add(w->engine, &w->model), "model"); /* for the end */
+    world_close(w, where);
+}
+
+/* What is not locked may have to wait for its own copy; what is, for those that it drives out. */
+static void an_acquire_that_must_not_wait_is_refused_while_anything_is_fed(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    struct oo_host *host = begin_with_two_unlocked(&w, 60000);
+    for (unsigned i = 0; i < 4 * UNITS + 3; i++)
+        need(use(&w, i % UNITS, OO_FORWARD), "use");
+    need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    feeds_end(&w);
+    shut = 1;
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    CHECK(oo_plan_resident(w.engine->plan, w.unit[4]) != NULL, "unit 4 is not copied ahead");
+    const uint64_t acquires = stats_of(&w).acquires;
+    CHECK(acquire(w.engine, w.member[12], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held) ==
+                  OO_WOULD_BLOCK &&
+              stats_of(&w).acquires == acquires,
+          "it may have to wait");
+    need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held),
+         "what is there");
+    need(oo_engine_release(w.engine, held.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
+    shut = 0;
+    feeds_end(&w);
+    CHECK(oo_plan_resident(w.engine->plan, w.unit[12]) == NULL, "unit 12 is there");
+    need(acquire(w.engine, w.member[12], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held),
+         "nothing is fed");
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    end_with_two_unlocked(&w, host, "acquire");
+}
+
+/* How many units are in the arena; each is taken for one whose copy may be under way. */
+static unsigned open_residents(struct world *w) {
+    unsigned count = 0;
+    for (unsigned i = 0; i < UNITS; i++) {
+        if (!oo_plan_resident(w->engine->plan, w->unit[i]))
+            continue;
+        w->engine->units[w->unit[i]].feed->open = 1;
+        count++;
+    }
+    return count;
+}
+
+/* Copies ahead over what may be under way are left to a call that may wait. */
+static void a_release_that_must_not_wait_drives_out_nothing_that_is_fed(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    begin(&w, 100000);
+    for (unsigned i = 0; i < 4 * UNITS + 4; i++)
+        need(use(&w, i % UNITS, OO_FORWARD), "use");
+    need(acquire(w.engine, w.member[12], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    feeds_end(&w);
+    const unsigned before = open_residents(&w);
+    need(oo_engine_release(w.engine, held.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
+    const unsigned after = open_residents(&w);
+    CHECK(fetched.more && fetched.count < OO_MAX_FETCHED && after == before + fetched.count,
+          "%u copied, %u units before and %u after", fetched.count, before, after);
+    need(oo_engine_prefetch(w.engine, &fetched), "prefetch");
+    CHECK(fetched.count > 0 && open_residents(&w) < after + fetched.count, "nothing driven out");
+    end(&w, "release");
+}
+
 /* ---- who waits for them ---- */
 
 struct call {
@@ -706,6 +797,8 @@ static void a_unit_may_be_locked_in_part(void) {
 static const struct check_case cases[] = {
     CASE(a_release_returns_before_anything_is_copied),
     CASE(the_time_of_copying_is_counted_once),
+    CASE(an_acquire_that_must_not_wait_is_refused_while_anything_is_fed),
+    CASE(a_release_that_must_not_wait_drives_out_nothing_that_is_fed),
     CASE(a_unit_is_used_once_its_copy_is_queued),
     CASE(what_is_waited_for_is_copied_first),
     CASE(the_time_of_what_was_overtaken_is_counted),

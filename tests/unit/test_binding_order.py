@@ -131,3 +131,42 @@ def test_a_stamp_is_any_number_of_64_bits(stamp: int) -> None:
     life.use(member, _core.FORWARD, -1)
     assert life.engine.stats()["stale"] == before + 1, "its highest bit counts"
     life.close()
+
+
+def test_a_release_tells_of_copies_over_what_copy_threads_may_be_bringing() -> None:
+    """These are started without the interpreter's lock, in a call of their own."""
+    page, units, room = 4096, 200, 160
+    engine, buffer = _core.Engine(LIBRARY, 0), _core.HostBuffer(page * units)
+    engine.lock(buffer, 0)
+    lease, model, stream = engine.add_lease(), engine.add_model(), engine.compute_stream
+    block = ctypes.create_string_buffer(page * room + 2 * _core.ALIGNMENT)
+    engine.add_segment(lease, ctypes.addressof(block), page * room + _core.ALIGNMENT, stream)
+    members = []
+    for at in range(buffer.address, buffer.address + buffer.nbytes, page):
+        unit, rows = engine.add_unit(model, [[(at, page)]], False)
+        assert unit == len(members)
+        members.append(rows[0][0])
+
+    def stamp(fetched: tuple[int, ...] | None) -> None:
+        engine.stamp([(members[unit], 1) for unit in fetched or ()])
+
+    def resident() -> set[int]:
+        return {row[0] for row in engine.residents()}
+
+    fed: set[int] = set()  # copied ahead, and not asked for
+    driven_out = 0
+    for i in [*range(units), *range(units), *range(units), *range(10), *range(100, 120)]:
+        ticket, _, fetched = engine.acquire(members[i], stream, 1, _core.FORWARD, -1, 1e-6)
+        stamp(fetched)
+        before = resident()
+        fed = fed & before - {i}
+        fetched = engine.release(ticket, stream)
+        stamp(fetched)
+        assert resident() - before <= set(fetched or ()), "copied, and told nobody"
+        driven_out += len(fed - resident())
+        fed = (fed | set(fetched or ())) & resident()
+    assert driven_out, "nothing was driven out that may have been under way"
+    engine.remove_lease(lease)
+    engine.remove_model(model)
+    engine.unlock(buffer)
+    engine.close()
