@@ -74,10 +74,10 @@ TESTS = tuple(
     )
 )
 CONFORMANCE = Part("conformance", 150)
-LATER = (Part("lock", 60), Part("memory", 80), Part("faults", 100))
+LATER = (Part("formats", 60), Part("lock", 60), Part("memory", 80), Part("faults", 100))
 OBJECTS = (
     *("machine", "build", "link", "step", "calls", "layers", "bits", "tests", "conformance"),
-    *("lock", "memory", "faults", "power"),
+    *("formats", "lock", "memory", "faults", "power"),
 )
 
 

@@ -16,7 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SCHEMA = "oracle_offload/gpu-check/2"
 NEEDED = ("schema", "command", "date", "commit", "device", "driver", "torch")
-PARTS = ("machine", "link", "lock", "calls", "layers", "step", "bits", "faults", "memory", "tests")
+PARTS = (
+    *("machine", "link", "lock", "calls", "layers", "step", "bits", "formats", "faults", "memory"),
+    "tests",
+)
 
 
 class ImportRefusedError(RuntimeError):
