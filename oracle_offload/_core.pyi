@@ -261,6 +261,20 @@ class Engine:
     def stats(self, model: int = -1) -> Stats:
         """One consistent snapshot, of one model or (-1) of the whole engine."""
 
+    def journal_start(self, entries: int, /) -> None:
+        """Keep a journal of the latest `entries` until `journal_stop`; no driver call is made."""
+
+    def journal_read(
+        self, first: int, /
+    ) -> tuple[int, float, list[tuple[int, int, float, int, int]]]:
+        """Entries from number `first` on, a few thousand at most; they stay in the journal.
+
+        Returns (number of the first one returned, clock, [(deed, unit, clock when it was done,
+        bytes, detail)]); see enum oo_deed. The clock is the host's, in seconds; on the simulated
+        device its virtual one.
+        """
+
+    def journal_stop(self) -> None: ...
     def trace_start(self) -> None: ...
     def trace_stop(self) -> list[TraceRow]: ...
     def residents(self) -> list[tuple[int, int, int, int]]:

@@ -116,6 +116,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[object, ...]]] = {
     "simGetStats": (ctypes.c_int, (ctypes.POINTER(RawStats),)),
     "simGetLive": (ctypes.c_int, (ctypes.POINTER(RawLive),)),
     "simNow": (ctypes.c_double, ()),
+    "simClock": (ctypes.c_int, (ctypes.POINTER(ctypes.c_double),)),
     "simAdvance": (ctypes.c_int, (ctypes.c_double,)),
     "simFinish": (ctypes.c_int, (ctypes.POINTER(ctypes.c_double),)),
     "simReportCount": (ctypes.c_uint64, ()),

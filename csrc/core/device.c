@@ -3,6 +3,7 @@
 #include "call.h"
 #include "feed.h"
 #include "gradient.h"
+#include "journal.h"
 #include "kernels.h"
 #include "model.h"
 #include "ring.h"
@@ -53,6 +54,7 @@ static void oo__close_device(struct oo_engine *engine) {
     oo__ring_free(engine, &engine->up);
     oo__forget_reads(engine);
     oo__spans_free(engine);
+    oo__journal_free(engine);
     if (!engine->usable)
         return;
     oo__kernels_free(engine);

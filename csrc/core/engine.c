@@ -32,6 +32,7 @@
 #include "copies.h"
 #include "feed.h"
 #include "fingerprint.h"
+#include "journal.h"
 #include "masters.h"
 #include "model.h"
 #include "simulated.h"
@@ -135,7 +136,9 @@ static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
     }
     for (const struct oo_block *block = window->first;; block = block->next) {
         if (block->unit != OO_NO_UNIT) {
-            engine->models[engine->units[block->unit].model].stats.evictions++;
+            const struct oo_unit *gone = &engine->units[block->unit];
+            engine->models[gone->model].stats.evictions++;
+            oo__journal(engine, OO_DEED_EVICT, block->unit, gone->device_bytes, id);
             oo__forget_copy(engine, block->unit);
         }
         if (block == window->last)
@@ -157,6 +160,7 @@ static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
     unit->ready = ready;
     ready = NULL;
     unit->generation++;
+    oo__journal(engine, OO_DEED_COPY_IN, id, unit->host_bytes, address);
     oo__note_masters(engine, id);
 done:
     oo__event_give(engine, ready);
@@ -201,7 +205,10 @@ static enum oo_status oo__order_after_copy(struct oo_engine *engine, uint32_t id
         OO_TRY(oo__span_begin(engine, OO_TRACE_STALL, stream, &before));
     OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, stream, unit->ready->handle, 0));
     oo__note_awaited(engine, unit, stream);
-    engine->models[unit->model].stats.waits += unit->n_waited == 0;
+    if (unit->n_waited == 0) {
+        engine->models[unit->model].stats.waits++;
+        oo__journal(engine, OO_DEED_WAIT, id, 0, 0);
+    }
     if (unit->n_waited < OO_STREAMS)
         unit->waited[unit->n_waited++] = stream;
     OO_TRY(oo__span_end(engine, OO_TRACE_STALL, id, 0, stream, &before));
@@ -374,6 +381,7 @@ again:
     OO_TRY(oo__row_begin(engine, unit, stream));
     oo_plan_pin(engine->plan, id);
     oo__uses_here++;
+    oo__journal(engine, OO_DEED_USE, id, unit->device_bytes, (uint64_t)request->kind);
     use->ticket = (uint64_t)unit->generation << 32 | id;
     use->address = oo_block_address(oo_plan_resident(engine->plan, id));
     if (flags & OO_LAUNCH)

@@ -2,6 +2,7 @@
 #include "gradient.h"
 #include "call.h"
 #include "copies.h"
+#include "journal.h"
 #include "masters.h"
 #include "ring.h"
 #include "simulated.h"
@@ -58,6 +59,7 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
     OO_TRY(OO_DRIVE(engine, cuEventRecord, arrived->handle, engine->d2h));
     engine->stats.d2h_bytes += bytes;
     engine->stats.d2h_copies++;
+    oo__journal(engine, OO_DEED_COPY_OUT, OO_NO_UNIT, bytes, 0);
     engine->stats.host_waits++;
     /* H8: the caller shows the bytes to autograd, which reads them at once. */
     OO_TRY(OO_DRIVE(engine, cuEventSynchronize, arrived->handle));

@@ -1,5 +1,6 @@
 /* simulated.c - every row of the driver table that only the simulated driver fills. */
 #include "simulated.h"
+#include "../base/os.h"
 
 #include <stdio.h>
 
@@ -29,6 +30,15 @@ OOCUresult oo__declare_access(const struct oo_engine *engine, const void *memory
 enum oo_status oo__host_access(struct oo_engine *engine, const void *memory, size_t bytes,
                                int is_write) {
     return oo__check(engine, "simHostAccess", oo__declare_access(engine, memory, bytes, is_write));
+}
+
+double oo__host_clock_s(const struct oo_engine *engine) {
+    double seconds = 0;
+    if (engine->driver.simClock)
+        (void)engine->driver.simClock(&seconds);
+    else
+        seconds = (double)oo__nanoseconds() * 1e-9;
+    return seconds;
 }
 
 int oo__simulates_submission(struct oo_engine *engine, int *late) {

@@ -14,6 +14,8 @@ OOCUresult oo__declare_access(const struct oo_engine *engine, const void *memory
                               int is_write);
 enum oo_status oo__host_access(struct oo_engine *engine, const void *memory, size_t bytes,
                                int is_write);
+/* The host's clock, in seconds since no matter when: on the simulated driver its virtual one. */
+double oo__host_clock_s(const struct oo_engine *engine);
 /* Whether the simulated driver collects work before it hands it over; 0 if there is none to ask. */
 int oo__simulates_submission(struct oo_engine *engine, int *late);
 /* The next copy from or to this memory is of pageable bytes on purpose. */

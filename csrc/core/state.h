@@ -230,6 +230,14 @@ struct oo_model {
     struct oo_stats stats;
 };
 
+/* ---- the journal: journal.c ---- */
+
+struct oo_journal {
+    struct oo_entry *entries; /* ring of `capacity`; NULL while no journal is kept */
+    size_t capacity;
+    uint64_t written; /* entry n lies at n modulo capacity */
+};
+
 /* ---- all of it ---- */
 
 struct oo_engine {
@@ -277,6 +285,7 @@ struct oo_engine {
     struct oo_feeder feeder;
     OOCUdeviceptr unfinished; /* gradient whose download failed and could not be waited for */
     struct oo_spans spans;
+    struct oo_journal journal;
     struct oo_stats stats; /* the engine's own: what belongs to no model */
 };
 

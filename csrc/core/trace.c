@@ -26,6 +26,9 @@ enum oo_status oo_trace_start(struct oo_engine *engine) {
     oo__spans_harvest(engine);
     OO_TRY(oo__event_take(engine, OO_TIMED, &engine->spans.origin));
     status = OO_DRIVE(engine, cuEventRecord, engine->spans.origin->handle, engine->h2d);
+    /* The rows' times are since this call returned, so wait until the device is there. */
+    if (status == OO_OK)
+        status = oo__event_await(engine, engine->spans.origin);
     if (status != OO_OK) {
         oo__event_give(engine, engine->spans.origin);
         engine->spans.origin = NULL;

@@ -72,6 +72,7 @@
   X(simHostAccess,             0,     OPTIONAL, (const void *ptr, size_t bytes, int is_write)) \
   X(simExpectPageable,         0,     OPTIONAL, (const void *ptr)) \
   X(simSubmitsLate,            0,     OPTIONAL, (int *late)) \
+  X(simClock,                  0,     OPTIONAL, (double *seconds)) \
   X(simLabelRange,             0,     OPTIONAL, (const void *ptr, size_t bytes, const char *label)) \
   X(simLabelStream,            0,     OPTIONAL, (OOCUstream stream, const char *label))
 /* clang-format on */

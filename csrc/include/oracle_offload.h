@@ -395,11 +395,37 @@ struct oo_trace_row {
     double start_s, end_s; /* since oo_trace_start, by events on the device */
     uint64_t bytes;
 };
-/* Record a timeline; creates events while it runs. */
+/* Record a timeline, once the copies that are queued have ended (a host wait); creates events while
+ * it runs. */
 enum oo_status oo_trace_start(struct oo_engine *engine);
 /* End it, wait for the device, and hand over the rows (free them with oo_trace_free). */
 enum oo_status oo_trace_stop(struct oo_engine *engine, struct oo_trace_row **rows, size_t *count);
 void oo_trace_free(struct oo_trace_row *rows);
+
+/* What the engine has told the device to do, in the order in which it did: one entry for each. */
+enum oo_deed {
+    OO_DEED_USE = 0,     /* a use begins; `detail` is its oo_kind */
+    OO_DEED_WAIT = 1,    /* a stream is told to wait for the unit's copy, the first one to use it */
+    OO_DEED_COPY_IN = 2, /* a copy to the device; `detail` is where to */
+    OO_DEED_COPY_OUT = 3, /* a copy to the host, of no unit (UINT32_MAX) */
+    OO_DEED_EVICT = 4     /* of a unit; `detail` is the one that comes in its place */
+};
+struct oo_entry {
+    double host_s; /* by the host's clock: on the simulated driver its virtual one */
+    uint64_t bytes;
+    uint64_t detail;
+    uint32_t unit;
+    enum oo_deed deed;
+};
+/* Keep a journal of the latest `entries`, numbered from 0 on, until oo_journal_stop. It costs
+ * memory and a look at the clock for each entry, and no call of the driver. */
+enum oo_status oo_journal_start(struct oo_engine *engine, size_t entries);
+/* Entries from number `from` on, or from the oldest that is kept, or the next one to come: `first`
+ * receives which. Up to `capacity`; `count` receives how many. `now_s` is the clock that the
+ * entries are of. */
+enum oo_status oo_journal_read(struct oo_engine *engine, uint64_t from, struct oo_entry *entries,
+                               size_t capacity, uint64_t *first, size_t *count, double *now_s);
+enum oo_status oo_journal_stop(struct oo_engine *engine);
 
 /* ---- for the simulated driver, and for tests ---- */
 

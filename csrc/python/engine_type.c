@@ -884,6 +884,61 @@ static PyObject *oo__engine_residents(PyObject *object, PyObject *unused) {
     return list;
 }
 
+static const struct oo_parameter oo__journal_start_takes[] = {OO_BYTES("entries")};
+
+static PyObject *oo__engine_journal_start(PyObject *object, PyObject *argument) {
+    PyObject *const arguments[] = {argument};
+    unsigned long long entries;
+    struct oo_engine *engine = OO_ENGINE_WITH(journal_start, 1, &entries);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_journal_start(engine, (size_t)entries));
+    return oo__none_or_raise(object, status);
+}
+
+static const struct oo_parameter oo__journal_read_takes[] = {OO_NUMBER("first")};
+
+static PyObject *oo__engine_journal_read(PyObject *object, PyObject *argument) {
+    PyObject *const arguments[] = {argument};
+    unsigned long long from;
+    struct oo_engine *engine = OO_ENGINE_WITH(journal_read, 1, &from);
+    if (!engine)
+        return NULL;
+    enum { ENTRIES = 4096 }; /* of one call */
+    struct oo_entry *entries = PyMem_Malloc(ENTRIES * sizeof *entries);
+    if (!entries)
+        return PyErr_NoMemory();
+    uint64_t first = 0;
+    size_t count = 0;
+    double now_s = 0;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_journal_read(engine, from, entries, ENTRIES, &first, &count, &now_s));
+    PyObject *list = status == OO_OK ? PyList_New(0) : oo__raise_for(object, status);
+    for (size_t i = 0; list && i < count; i++) {
+        const struct oo_entry *entry = &entries[i];
+        const long long unit = entry->unit == UINT32_MAX ? -1 : (long long)entry->unit;
+        PyObject *row =
+            Py_BuildValue("(iLdKK)", (int)entry->deed, unit, entry->host_s,
+                          (unsigned long long)entry->bytes, (unsigned long long)entry->detail);
+        if (!row || PyList_Append(list, row) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    PyMem_Free(entries);
+    return list ? Py_BuildValue("(KdN)", (unsigned long long)first, now_s, list) : NULL;
+}
+
+static PyObject *oo__engine_journal_stop(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_journal_stop(engine));
+    return oo__none_or_raise(object, status);
+}
+
 static const struct oo_parameter oo__visits_takes[] = {OO_ID("model")};
 
 static PyObject *oo__engine_visits(PyObject *object, PyObject *argument) {
@@ -1047,6 +1102,12 @@ static PyMethodDef oo__engine_methods[] = {
      "set_verify($self, on, /)\n--\n\nHash whole masters."},
     {"stats", (PyCFunction)(void (*)(void))oo__engine_stats, METH_VARARGS | METH_KEYWORDS,
      "stats($self, model=-1)\n--\n\nOne snapshot of the counters."},
+    {"journal_start", oo__engine_journal_start, METH_O,
+     "journal_start($self, entries, /)\n--\n\nKeep a journal of the latest entries."},
+    {"journal_read", oo__engine_journal_read, METH_O,
+     "journal_read($self, first, /)\n--\n\nEntries of the journal from this number on."},
+    {"journal_stop", oo__engine_journal_stop, METH_NOARGS,
+     "journal_stop($self, /)\n--\n\nEnd the journal."},
     {"trace_start", oo__engine_trace_start, METH_NOARGS,
      "trace_start($self, /)\n--\n\nRecord a timeline."},
     {"trace_stop", oo__engine_trace_stop, METH_NOARGS,

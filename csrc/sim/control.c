@@ -410,6 +410,13 @@ double simNow(void) {
     return now_s;
 }
 
+OOCUresult simClock(double *seconds) {
+    if (!seconds)
+        return OOCU_ERROR_INVALID_VALUE;
+    *seconds = simNow();
+    return OOCU_SUCCESS;
+}
+
 OOCUresult simAdvance(double seconds) {
     if (!(seconds >= 0) || isinf(seconds))
         return OOCU_ERROR_INVALID_VALUE;

@@ -143,6 +143,8 @@ SIM_API OOCUresult simGetLive(struct sim_live *out);
 
 /* The host's virtual clock, in seconds since start; advanced by waits, queries and simAdvance. */
 SIM_API double simNow(void);
+/* The same, for the driver table. */
+SIM_API OOCUresult simClock(double *seconds);
 SIM_API OOCUresult simAdvance(double seconds);
 /* Virtual time at which everything queued on all streams so far will have ended; executes it, and
  * moves the host's clock there. Not a synchronisation: the host knows no more than before. */

@@ -15,7 +15,7 @@
     X(simAdopt) X(simDrop) X(simLaunch) X(simHostAccess) X(simExpectPageable) X(simSubmitsLate) X(simPreset) X(simGetDevice) \
     X(simSetDevice) X(simSetDeviceCount) X(simSetSchedule) X(simSwitch) \
     X(simRefuseRegistration) X(simLockQuota) X(simFault) X(simFaultClear) X(simHold) X(simPatience) \
-    X(simCallCount) X(simGetStats) X(simGetLive) X(simNow) X(simAdvance) X(simFinish) \
+    X(simCallCount) X(simGetStats) X(simGetLive) X(simNow) X(simClock) X(simAdvance) X(simFinish) \
     X(simReportCount) X(simReport) X(simReportsClear) X(simLabelRange) X(simLabelStream) \
     X(simTraceCount) X(simTraceRow) X(simTraceClear) X(simScheduleText) X(simReset)
 /* clang-format on */

@@ -147,6 +147,47 @@ static void test_a_timeline_begins_on_the_upload_stream(void) {
     world_close(&w, "origin");
 }
 
+/* Where copies are queued, the timeline begins once they have ended, and not before its call has
+ * returned: the rows' times are since then. */
+static void test_a_timeline_begins_when_its_call_returns(void) {
+    struct world w;
+    struct oo_trace_row *rows;
+    size_t count;
+    world_open(&w, 60000, -1);
+    const uintptr_t idle = new_stream(&w);
+    need(use_on(&w, 0, OO_FORWARD, -1, 0, idle), "its copy is under way");
+    const uint64_t waits = stats_of(&w).host_waits;
+    need(oo_trace_start(w.engine), "trace");
+    CHECK(stats_of(&w).host_waits == waits + 1, "not counted");
+    const double zero_s = sim.simNow();
+    kernel(idle, NULL, 0, 0, 1e-3);
+    const struct oo_use timed = begin_use(&w, idle, 2e-3);
+    end_use(&w, &timed, idle);
+    need(oo_trace_stop(w.engine, &rows, &count), "trace");
+    int found = 0;
+    for (size_t i = 0; i < count; i++) {
+        CHECK(rows[i].start_s >= 0, "a row before the origin: %.9f", rows[i].start_s);
+        if (rows[i].kind == OO_TRACE_COMPUTE && rows[i].unit == w.unit[0]) {
+            found++;
+            CHECK(fabs(zero_s + rows[i].end_s - sim.simNow()) < 1e-9, "ends at %.9f, not %.9f",
+                  zero_s + rows[i].end_s, sim.simNow());
+        }
+    }
+    CHECK(found == 1, "%d rows", found);
+    oo_trace_free(rows);
+    need(use_on(&w, 5, OO_FORWARD, -1, 0, idle), "a copy is under way again");
+    sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    CHECK(oo_trace_start(w.engine) == OO_E_DRIVER && !w.engine->spans.tracing &&
+              !w.engine->spans.origin,
+          "started, although its beginning is unknown");
+    sim.simFaultClear();
+    need(oo_trace_start(w.engine), "start again");
+    need(oo_trace_stop(w.engine, &rows, &count), "stop");
+    oo_trace_free(rows);
+    end_stream(&w, idle);
+    world_close(&w, "begin of a timeline");
+}
+
 /* A driver that says "not ready" of an event it has waited for: the timeline is not cut short. */
 static void test_a_timeline_that_cannot_be_read_is_an_error(void) {
     struct world w;
@@ -186,6 +227,7 @@ static const struct check_case cases[] = {
     CASE(test_each_stream_has_its_own_row_of_a_unit_in_the_timeline),
     CASE(test_a_timeline_that_fails_can_be_repeated),
     CASE(test_a_timeline_begins_on_the_upload_stream),
+    CASE(test_a_timeline_begins_when_its_call_returns),
     CASE(test_a_timeline_that_cannot_be_read_is_an_error),
     CASE(test_a_hit_records_no_event_without_a_timeline),
 };
