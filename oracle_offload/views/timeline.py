@@ -1,14 +1,19 @@
-"""A picture of one training step: compute, copies and stalls over time, as one SVG file.
+"""A picture of one training step: compute, copies and stalls over time, and the arena, as one SVG.
 
-Input are the engine's trace rows (`Engine.trace_stop`); the picture needs no script and no font of
-its own, and shows in any browser or notebook.
+Input are rows as the engine's trace has them (`Engine.trace_stop`), best with the name of the layer
+(`Recording`). The picture needs no script and no font of its own, and shows in any browser or
+notebook; a box tells its layer and times to whoever points at it.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..sizes import format_size
 
 _LANES = (
     ("compute", "managed layers", "#4c78a8"),
@@ -16,20 +21,97 @@ _LANES = (
     ("h2d", "copies to the device", "#54a24b"),
     ("d2h", "copies to the host", "#b279a2"),
 )
-_WIDTH, _LEFT, _RIGHT, _TOP = 1000, 150, 36, 56
-_STALL_FLOOR_S = 10e-6  # shorter waits are two events in a row, as the engine's own counter has it
-_LANE, _GAP = 34, 10
+_LEGEND = {
+    "compute": "a managed layer computes (between: other operators, or nothing to do)",
+    "stall": "the device waits for a copy",
+    "h2d": "weights travel to the device",
+    "d2h": "gradients travel to the host",
+}
+_ARENA_COLOURS = ("#4c78a8", "#9ecae9", "#f58518", "#ffbf79", "#54a24b", "#88d27a", "#b79a20")
+_WIDTH, _LEFT, _RIGHT, _TOP = 1000, 170, 30, 84
+STALL_FLOOR_S = 10e-6  # shorter waits are two events in a row, as the engine's own counter has it
+_LANE, _GAP, _BLOCKS, _ARENA = 34, 10, 18, 180
+_DETAIL_BOXES = 80  # uses of layers that one detail shows: each is then wide enough to tell apart
+_MOST_DETAILS = 24
+
+Row = Mapping[str, Any]
 
 
-def timeline_svg(rows: Sequence[Mapping[str, Any]], title: str, *, max_boxes: int = 4000) -> str:
+class Stay(NamedTuple):
+    """A unit's time in the arena: what it is, where it lay, and from when to when."""
+
+    layer: str
+    address: int
+    nbytes: int
+    begin_s: float
+    end_s: float
+
+
+def block_of(layer: str) -> str:
+    """Return the block that a layer belongs to: its name up to the first number in it, or all.
+
+    ``"transformer_blocks.3.attn.to_q"`` is of ``"transformer_blocks.3"``.
+    """
+    match = re.match(r"(?:[^.,]*\.)*?\d+(?=\.|,|$)", layer)
+    return match[0] if match else layer
+
+
+def what_to_look_at(rows: Sequence[Row]) -> str:
+    """Return one sentence on where the time between the first row and the last went."""
+    rows = _without_short_waits(rows)
+    if not rows:
+        return "Nothing was timed."
+    begin, end = _extent(rows)
+    span = end - begin
+
+    def busy(kind: str) -> float:
+        return sum(b - a for a, b in _union((r["start_s"], r["end_s"]) for r in _of(rows, kind)))
+
+    stall, compute, link = busy("stall"), busy("compute"), busy("h2d")
+    link_share = f"copies keep the link busy for {_percent(link, span)} of the time"
+    if stall > 0.02 * span:
+        waited: dict[str, float] = {}
+        for row in _of(rows, "stall"):
+            name = str(row.get("layer") or f"unit {row['unit']}")
+            waited[name] = waited.get(name, 0.0) + row["end_s"] - row["start_s"]
+        worst = max(waited, key=lambda name: waited[name])
+        return (
+            f"Look at the red: for {_time(stall)} of {_time(span)} the device waits for copies, "
+            f"longest for {worst} ({_time(waited[worst])}); {link_share}."
+        )
+    if compute < 0.5 * span:
+        return (
+            "Look at the gaps between the blue: managed layers compute for "
+            f"{_percent(compute, span)} of {_time(span)}, hardly anything waits for copies, and "
+            f"{link_share}; the rest are other operators, or the host had queued nothing."
+        )
+    return (
+        f"Look at the blue: managed layers compute for {_percent(compute, span)} of {_time(span)}, "
+        f"and copies hide behind them; {link_share}."
+    )
+
+
+def timeline_svg(
+    rows: Sequence[Row],
+    title: str,
+    *,
+    stays: Sequence[Stay] = (),
+    window: tuple[float, float] | None = None,
+    max_boxes: int = 4000,
+) -> str:
     """Draw trace rows.
 
     Parameters
     ----------
     rows : sequence of mappings
-        ``kind`` ("compute", "h2d", "d2h" or "stall"), ``unit``, ``start_s``, ``end_s``, ``bytes``.
+        ``kind`` ("compute", "h2d", "d2h" or "stall"), ``unit``, ``start_s``, ``end_s``, ``bytes``;
+        and ``layer``, where names are known.
     title : str
         Shown above; say there whether times are simulated.
+    stays : sequence of Stay
+        What lay in the arena; drawn below, where there is any.
+    window : tuple of float, optional
+        Begin and end of what is drawn, in the time of the rows; all of them by default.
     max_boxes : int
         Neighbouring boxes of a lane are merged until no more than this many are left in it.
 
@@ -38,69 +120,257 @@ def timeline_svg(rows: Sequence[Mapping[str, Any]], title: str, *, max_boxes: in
     str
         The SVG document.
     """
-    rows = [
-        row
-        for row in rows
-        if row["kind"] != "stall" or row["end_s"] - row["start_s"] > _STALL_FLOOR_S
-    ]
-    begin = min((row["start_s"] for row in rows), default=0.0)
-    end = max((row["end_s"] for row in rows), default=0.0)
+    rows = _without_short_waits(rows)
+    begin, end = window or _extent(rows)
     span = max(end - begin, 1e-12)
     scale = (_WIDTH - _LEFT - _RIGHT) / span
+    blocks = _blocks(rows, begin, end)
+    rows = [row for row in rows if row["end_s"] >= begin and row["start_s"] <= end]
+    stays = [stay for stay in stays if stay.end_s > begin and stay.begin_s < end]
     used = {row["kind"] for row in rows} | {"stall"}  # a step without stalls is worth showing
     lanes = [lane for lane in _LANES if lane[0] in used]
-    height = _TOP + len(lanes) * (_LANE + _GAP) + 34
+    top = _TOP + (_BLOCKS if blocks else 0)
+    below = top + len(lanes) * (_LANE + _GAP)
+    floor = below + (_ARENA + _GAP if stays else 0)
+    height = floor + 24 + 18 * len(lanes) + 18 * bool(stays) + 12
+
+    def x(second: float) -> float:
+        return _LEFT + (min(max(second, begin), end) - begin) * scale
+
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
         f'width="{_WIDTH}" height="{height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="{_LEFT}" y="24" font-size="15">{html.escape(title)}</text>',
+        f'<text x="8" y="24" font-size="15">{html.escape(title)}</text>',
     ]
+    for number, line in enumerate(_wrapped(what_to_look_at(rows), 140)):
+        parts.append(f'<text x="8" y="{46 + 16 * number}">{html.escape(line)}</text>')
+    parts += _block_marks(blocks, x, floor)
     for index, (kind, label, colour) in enumerate(lanes):
-        y = _TOP + index * (_LANE + _GAP)
-        mine = sorted(
-            (row for row in rows if row["kind"] == kind), key=lambda row: float(row["start_s"])
-        )
-        busy = sum(row["end_s"] - row["start_s"] for row in mine)
-        moved = sum(row["bytes"] for row in mine)
-        note = f"{busy * 1e3:.2f} ms" + (
-            f", {moved / 1e6:.1f} MB" if kind in ("h2d", "d2h") else ""
-        )
-        parts.append(f'<text x="8" y="{y + 15}">{label}</text>')
-        parts.append(f'<text x="8" y="{y + 30}" fill="#666">{note}</text>')
-        parts.append(
-            f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_LANE}" '
-            'fill="#f2f2f2"/>'
-        )
-        boxes = _merged(
-            [(row["start_s"] - begin, row["end_s"] - begin) for row in mine], span, max_boxes
-        )
-        for first, last in boxes:
-            parts.append(
-                f'<rect x="{_LEFT + first * scale:.2f}" y="{y}" '
-                f'width="{max((last - first) * scale, 0.3):.2f}" height="{_LANE}" fill="{colour}"/>'
-            )
-    base = height - 30
+        y = top + index * (_LANE + _GAP)
+        parts += _lane(_of(rows, kind), kind, label, colour, y, x, span, max_boxes)
+    if stays:
+        parts += _arena(stays, below, x, max_boxes)
     for tick in range(6):
-        x = _LEFT + tick / 5 * (_WIDTH - _LEFT - _RIGHT)
-        parts.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{base}" stroke="#bbb"/>')
+        second = begin + span * tick / 5
+        at = x(second)
+        parts.append(f'<line x1="{at:.1f}" y1="{top}" x2="{at:.1f}" y2="{floor}" stroke="#bbb"/>')
         parts.append(
-            f'<text x="{x:.1f}" y="{base + 16}" text-anchor="middle">'
-            f"{span * tick / 5 * 1e3:.2f} ms</text>"
+            f'<text x="{at:.1f}" y="{floor + 14}" text-anchor="middle">'
+            f"{_tick(second - (0.0 if window else begin), end - (0.0 if window else begin))}</text>"
+        )
+    y = floor + 36
+    for kind, _, colour in lanes:
+        parts += _legend(y, colour, _LEGEND[kind])
+        y += 18
+    if stays:
+        parts += _legend(
+            y, _ARENA_COLOURS[0], "weights in the arena, one colour for each block: height is bytes"
         )
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _merged(boxes: list[tuple[float, float]], span: float, limit: int) -> list[tuple[float, float]]:
-    """Join boxes closer than a gap that nobody could see, doubling it until few enough are left."""
+def details(rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """Return the windows that a step is cut into, so that its layers can be told apart in each."""
+    begin, end = _extent(rows)
+    uses = len(_of(rows, "compute"))
+    count = min(_MOST_DETAILS, math.ceil(uses / _DETAIL_BOXES))
+    if count < 2:
+        return []
+    cut = (end - begin) / count
+    return [(begin + i * cut, begin + (i + 1) * cut) for i in range(count)]
+
+
+# ---- parts of the picture ----
+
+
+def _lane(
+    rows: Sequence[Row],
+    kind: str,
+    label: str,
+    colour: str,
+    y: int,
+    x: Any,
+    span: float,
+    max_boxes: int,
+) -> list[str]:
+    busy = sum(b - a for a, b in _union((row["start_s"], row["end_s"]) for row in rows))
+    note = _time(busy)
+    if kind in ("h2d", "d2h") and rows:
+        moved = sum(row["bytes"] for row in rows)
+        note += f", {format_size(moved)}"
+        if busy > 0:
+            note += f", {moved / busy / 1e9:.1f} GB/s"
+    parts = [
+        f'<text x="8" y="{y + 15}">{label}</text>',
+        f'<text x="8" y="{y + 30}" fill="#666" font-size="10.5">{note}</text>',
+        f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_LANE}" '
+        'fill="#f2f2f2"/>',
+    ]
+    ordered = sorted(rows, key=lambda row: float(row["start_s"]))
+    for first, last, told in _merged(ordered, span, max_boxes):
+        left, right = x(first), x(last)
+        parts.append(
+            f'<rect x="{left:.2f}" y="{y}" width="{max(right - left, 0.3):.2f}" '
+            f'height="{_LANE}" fill="{colour}"><title>{html.escape(told)}</title></rect>'
+        )
+    return parts
+
+
+def _blocks(rows: Sequence[Row], begin: float, end: float) -> list[tuple[str, float]]:
+    """Return the blocks in the order in which they compute, and when each begins, or the picture.
+
+    None where all layers are of one.
+    """
+    begun: list[tuple[str, float]] = []
+    for row in sorted(_of(rows, "compute"), key=lambda row: float(row["start_s"])):
+        name = block_of(str(row.get("layer") or ""))
+        if name and (not begun or begun[-1][0] != name):
+            begun.append((name, row["start_s"]))
+    if len(begun) < 2:
+        return []
+    before = [(name, begin) for name, second in begun if second < begin][-1:]
+    return before + [(name, second) for name, second in begun if begin <= second <= end]
+
+
+def _block_marks(blocks: Sequence[tuple[str, float]], x: Any, floor: int) -> list[str]:
+    """Draw where each block begins, and its name where there is room for it."""
+    parts = []
+    free = float(_LEFT)
+    for name, second in blocks:
+        at = x(second)
+        told = f"<title>{html.escape(name)}</title>"
+        parts.append(
+            f'<line x1="{at:.2f}" y1="{_TOP + 4}" x2="{at:.2f}" y2="{floor}" stroke="#888" '
+            f'stroke-width="0.5" stroke-dasharray="2 2">{told}</line>'
+        )
+        short = name.rsplit(".", 2)[-2][:9] + "." + name.rsplit(".", 1)[-1] if "." in name else name
+        room = 6.2 * len(short) + 6
+        if at >= free and at + room <= _WIDTH:
+            parts.append(
+                f'<text x="{at:.2f}" y="{_TOP + 12}" font-size="10" fill="#555">'
+                f"{html.escape(short)}{told}</text>"
+            )
+            free = at + room
+    return parts
+
+
+def _arena(stays: Sequence[Stay], y: int, x: Any, max_boxes: int) -> list[str]:
+    """Draw what lies in the arena: time to the right, addresses downwards, gaps between closed."""
+    ranges = _union((stay.address, stay.address + stay.nbytes) for stay in stays)
+    total = sum(last - first for first, last in ranges)
+
+    def down(address: int) -> float:
+        before = sum(min(last, address) - first for first, last in ranges if first < address)
+        return y + _ARENA * before / total
+
+    names = list(dict.fromkeys(block_of(stay.layer) for stay in stays))
+    colour = {name: _ARENA_COLOURS[i % len(_ARENA_COLOURS)] for i, name in enumerate(names)}
+    parts = [
+        f'<text x="8" y="{y + 15}">arena</text>',
+        f'<text x="8" y="{y + 30}" fill="#666" font-size="10.5">{format_size(int(total))}</text>',
+        f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_ARENA}" '
+        'fill="#f2f2f2"/>',
+    ]
+    largest = sorted(stays, key=lambda stay: (stay.begin_s - stay.end_s) * stay.nbytes)[:max_boxes]
+    for stay in sorted(largest, key=lambda stay: (stay.begin_s, stay.address)):
+        left, right = x(stay.begin_s), x(stay.end_s)
+        upper, lower = down(stay.address), down(stay.address + stay.nbytes)
+        told = f"{stay.layer}, {format_size(stay.nbytes)}"
+        parts.append(
+            f'<rect x="{left:.2f}" y="{upper:.2f}" width="{max(right - left, 0.3):.2f}" '
+            f'height="{max(lower - upper, 0.3):.2f}" fill="{colour[block_of(stay.layer)]}" '
+            f'stroke="white" stroke-width="0.3"><title>{html.escape(told)}</title></rect>'
+        )
+    return parts
+
+
+def _legend(y: int, colour: str, text: str) -> list[str]:
+    return [
+        f'<rect x="{_LEFT}" y="{y - 10}" width="12" height="12" fill="{colour}"/>',
+        f'<text x="{_LEFT + 20}" y="{y}">{text}</text>',
+    ]
+
+
+# ---- rows and times ----
+
+
+def _without_short_waits(rows: Iterable[Row]) -> list[Row]:
+    return [
+        row
+        for row in rows
+        if row["kind"] != "stall" or row["end_s"] - row["start_s"] > STALL_FLOOR_S
+    ]
+
+
+def _of(rows: Iterable[Row], kind: str) -> list[Row]:
+    return [row for row in rows if row["kind"] == kind]
+
+
+def _extent(rows: Iterable[Row]) -> tuple[float, float]:
+    rows = list(rows)
+    begin = min((row["start_s"] for row in rows), default=0.0)
+    return begin, max((row["end_s"] for row in rows), default=begin)
+
+
+def _union(pairs: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the same without overlaps, in order."""
+    joined: list[tuple[float, float]] = []
+    for first, last in sorted(pairs):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(last, joined[-1][1])
+        else:
+            joined.append((first, last))
+    return joined
+
+
+def _merged(rows: Sequence[Row], span: float, limit: int) -> list[tuple[float, float, str]]:
+    """Join boxes closer than a gap that nobody could see, doubling it until few enough are left.
+
+    As long as there are few enough, each row keeps a box of its own.
+    """
+    boxes = [(float(row["start_s"]), float(row["end_s"]), 1, _told(row)) for row in rows]
     gap = span / 20000
-    while True:
-        joined: list[tuple[float, float]] = []
-        for first, last in boxes:
+    while len(boxes) > limit:
+        joined: list[tuple[float, float, int, str]] = []
+        for first, last, count, told in boxes:
             if joined and first - joined[-1][1] <= gap:
-                joined[-1] = joined[-1][0], max(last, joined[-1][1])
+                count += joined[-1][2]
+                end = max(last, joined[-1][1])
+                joined[-1] = joined[-1][0], end, count, f"{count} together"
             else:
-                joined.append((first, last))
-        if len(joined) <= limit:
-            return joined
+                joined.append((first, last, count, told))
+        boxes = joined
         gap *= 2
+    return [(first, last, told) for first, last, _, told in boxes]
+
+
+def _told(row: Row) -> str:
+    what = str(row.get("layer") or (f"unit {row['unit']}" if row["unit"] >= 0 else row["kind"]))
+    size = f", {format_size(row['bytes'])}" if row["kind"] in ("h2d", "d2h") else ""
+    use = f", {row['use']}" if row.get("use") else ""
+    return f"{what}{use}, {_time(row['end_s'] - row['start_s'])}{size}"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return (
+        f"{seconds * 1e3:.2f} ms" if seconds >= 1e-4 or not seconds else f"{seconds * 1e6:.1f} us"
+    )
+
+
+def _tick(second: float, longest: float) -> str:
+    if longest >= 10:
+        return f"{second:.2f} s"
+    return f"{second * 1e3:.2f} ms" if longest >= 1e-3 else f"{second * 1e6:.1f} us"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f}%" if whole > 0 else "0%"
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    from textwrap import wrap
+
+    return wrap(text, width)

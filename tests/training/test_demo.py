@@ -89,4 +89,4 @@ def test_a_timeline_merges_what_nobody_could_see():
     ]
     text = timeline_svg(rows, "many", max_boxes=500)
     assert text.count("<rect") < 520
-    assert "0.2 MB" in text
+    assert "195.31 KiB" in text
