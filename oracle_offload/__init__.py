@@ -23,6 +23,8 @@ _PUBLIC = {
     "NoRoomError": "errors",
     "OffloadError": "errors",
     "OomReport": "explain",
+    "Recorder": "recorder",
+    "Recording": "views.recording",
     "StaleWeightsError": "errors",
     "attach": "manager",
     "build_info": "build_record",
@@ -32,6 +34,8 @@ _PUBLIC = {
     "is_oom": "explain",
     "memory_summary": "views.summary",
     "read_metrics": "metrics",
+    "read_recording": "views.recording",
+    "record": "recorder",
 }
 
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
@@ -53,6 +57,10 @@ if TYPE_CHECKING:
     from .metrics import MetricsFile as MetricsFile
     from .metrics import MetricsRun as MetricsRun
     from .metrics import read_metrics as read_metrics
+    from .recorder import Recorder as Recorder
+    from .recorder import record as record
+    from .views.recording import Recording as Recording
+    from .views.recording import read_recording as read_recording
     from .views.summary import MemoryReport as MemoryReport
     from .views.summary import memory_summary as memory_summary
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import masters
+from . import engines, masters
 from ._core import HostBuffer
 from .arena import Arena
 from .autocast import StandIns
@@ -340,6 +340,8 @@ class Attachment:
             if self.is_attached:
                 if self.order is not None:
                     self.order.keep(self)
+                for observer in engines.observers:
+                    observer.leaving(self.state)
                 self.state.engine.remove_model(self.model)
                 self.is_attached = False
             self._let_go_of_layers()

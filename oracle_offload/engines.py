@@ -11,7 +11,7 @@ import bisect
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +65,40 @@ class Listener(Protocol):
 
     def forget_views(self) -> None:
         """Segments of the arena go back: let go of all views into it."""
+
+
+class Observer(Protocol):
+    """Who wants to hear of every device, from now on; see `observers`."""
+
+    def opened(self, state: DeviceState) -> None:
+        """An engine was opened."""
+
+    def ended_step(self, state: DeviceState, counters: Mapping[str, Any]) -> None:
+        """A training step has ended; `counters` are the engine's. Its device's lock is held."""
+
+    def leaving(self, state: DeviceState) -> None:
+        """A model is about to be forgotten. Its device's lock is held."""
+
+    def closing(self, state: DeviceState) -> None:
+        """An engine is about to be closed."""
+
+
+observers: tuple[Observer, ...] = ()  # replaced, never changed; the registry's lock protects it
+
+
+def observe(observer: Observer) -> list[DeviceState]:
+    """Let `observer` hear; return the devices that have an engine already."""
+    global observers
+    with _registry_lock:
+        observers = (*observers, observer)
+        return open_states()
+
+
+def ignore(observer: Observer) -> None:
+    """Undo `observe`."""
+    global observers
+    with _registry_lock:
+        observers = tuple(other for other in observers if other is not observer)
 
 
 class DeviceState:
@@ -195,6 +229,8 @@ def open_state(device: torch.device) -> DeviceState:
             _registry[str(device)] = state
             _opened_in = state.pid
             _install_hooks()
+            for observer in observers:
+                observer.opened(state)
         state.check_process()
         return state
 
@@ -240,6 +276,8 @@ def close_if_unused(state: DeviceState) -> None:
     with _registry_lock:
         if state.listeners or state.openings or _registry.get(str(state.device)) is not state:
             return
+        for observer in observers:
+            observer.closing(state)
         _close_engine(state.engine)
         del _registry[str(state.device)]
         if not _registry:
@@ -285,4 +323,7 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             for listener in state.listeners:
                 listener.after_step()
             if state.listeners:
-                state.pace.end_step(state.engine.stats())
+                counters = state.engine.stats()
+                if state.pace.end_step(counters):
+                    for observer in observers:
+                        observer.ended_step(state, counters)

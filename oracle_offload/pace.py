@@ -97,20 +97,25 @@ class Pace:
             self._next_sample += SAMPLED_ONE_IN
         self.next_look = self._next_sample
 
-    def end_step(self, counters: Mapping[str, Any]) -> None:
+    def end_step(self, counters: Mapping[str, Any]) -> bool:
         """An optimizer has stepped; a second one, after which nothing was used, ends no step.
 
         Parameters
         ----------
         counters : mapping
             The engine's, of all models.
+
+        Returns
+        -------
+        bool
+            Whether it ends a step.
         """
         last = self._marks[-1] if self._marks else None
         if last is not None and last["units"] != counters["units"]:
             self._marks.clear()
             self.ended = 0
         elif last is not None and last["acquires"] == counters["acquires"]:
-            return
+            return False
         self.ended += 1
         self.steps += 1
         self._ended_s = self._now_s()
@@ -127,6 +132,7 @@ class Pace:
                 "batch_s": self._batch_s,
             }
         )
+        return True
 
     def window(self) -> Window | None:
         """Return the last steps after the warm-up; None where there are none yet."""

@@ -294,6 +294,21 @@ NOTES: dict[str, dict[str, str]] = {
         "a timeline cannot be recorded": "The driver is too old for it.",
         "a timeline is being recorded already": "One at a time on a device: end the first.",
         "no timeline is being recorded": "Begin one first.",
+        "a journal is being kept already": "One at a time for each engine: end the recording.",
+        "no journal is being kept": "Its recording has ended, or has failed.",
+        "a journal of 0 entries": "Keep at least one.",
+        "no memory for a journal": "Keep fewer: `record(max_events=...)`.",
+    },
+    "Recordings": {
+        "max_events=": "How many events are kept of each device.",
+        "timed_every=": "How many whole steps come between two that are timed; 0 times none.",
+        "a recording is under way already": "One at a time in a process.",
+        "begins with": "The file is no recording, or one of another version: write it anew, with "
+        "this one, as `.jsonl`.",
+        "no part of a recording": "The line was changed, or is another file's; without it the rest "
+        "can be read.",
+        "not JSON": "The line is broken: a disk that was full, or a process that was killed.",
+        "use 'html', 'chrome'": "Name a format, or give the file one of these suffixes.",
     },
     "Numbers": {
         "is no number": "`Meter.read` and `MetricsFile.log` take numbers, and None for unknown.",

@@ -1,0 +1,572 @@
+"""`record`: what the engine did and when, step by step and phase by phase, while a block runs.
+
+The engine keeps a journal of what it tells the device to do: a ring of entries, at the cost of a
+look at the clock for each. Now and then a whole step is timed by events on the device as well; that
+costs driver calls, so such a step is labelled, and left out of averages.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from . import engines
+from .attachment import attachments_on
+from .engines import DeviceState, Layout
+from .errors import OffloadError
+from .pace import WARM_UP_STEPS
+from .views.recording import SCHEMA, Recording
+
+logger = logging.getLogger("oracle_offload")
+
+# Counters that tell how things are, not how often something happened: they do not grow by a step.
+AS_THEY_ARE = frozenset(
+    {
+        "managed_bytes",
+        "locked_bytes",
+        "pageable_bytes",
+        "ring_bytes",
+        "arena_bytes",
+        "resident_bytes",
+        "peak_resident_bytes",
+        "largest_unit_bytes",
+        "learned_block_bytes",
+        "units",
+        "resident_units",
+    }
+)
+_DEEDS = ("compute", "wait", "copy_to_device", "copy_to_host", "eviction")  # enum oo_deed
+_TRACED = {"compute": "compute", "stall": "wait", "h2d": "copy_to_device", "d2h": "copy_to_host"}
+_MOST_ROWS = 10_000  # steps and phases of one device
+_MOST_TIMED = 4  # timed steps of one device; each has a row for every use
+_LATEST = (1 << 64) - 1  # no entry has this number: the journal answers which comes next
+
+
+def growth(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return by how much counters have grown, and how those are that do not grow."""
+    return {key: now[key] if key in AS_THEY_ARE else now[key] - before[key] for key in now}
+
+
+@dataclass
+class _Timed:
+    """A step that was timed on the device: its rows, and the recording's time of their zero."""
+
+    step: int
+    zero_s: float
+    rows: list[Any]
+
+
+@dataclass
+class _Part:
+    """What is recorded of one device; its lock protects it, where its engine is open."""
+
+    state: DeviceState
+    name: str  # of the device
+    begin_s: float  # by the clock of the journal
+    counters: Mapping[str, Any]
+    begun: Mapping[str, Any]  # the counters when the phase began
+    entries: deque[tuple[int, Any]]  # (number, entry) of those that were read
+    next_entry: int = 0
+    dropped: int = 0
+    names: dict[int, tuple[str, str]] = field(default_factory=dict)  # unit -> model, layers
+    layout: int = -1
+    last_s: float | None = None  # when the step before ended
+    fresh: bool = True  # the next step to end is the first, or the first since the phase changed
+    steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_ROWS))
+    phases: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_ROWS))
+    n_steps: int = 0
+    n_phases: int = 0
+    timing_since: float | None = None  # while the step under way is timed
+    timed: deque[_Timed] = field(default_factory=lambda: deque(maxlen=_MOST_TIMED))
+    n_timed: int = 0
+    next_timed: int = 0  # how many whole steps, without a label, come before the next timed one
+    allocated: int | None = None  # when the phase began
+    closed: bool = False
+
+
+class _Phase:
+    """A phase as a ``with`` block; see `Recorder.phase`."""
+
+    def __init__(self, recorder: Recorder, before: str) -> None:
+        self._recorder = recorder
+        self._before = before
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *details: object) -> None:
+        self._recorder.phase(self._before)
+
+
+class Recorder:
+    """A recording while it is made; see `record`.
+
+    Parameters
+    ----------
+    path, max_events, timed_every
+        See `record`.
+
+    Attributes
+    ----------
+    lines : list of str
+        One for each change of phase, the latest 10,000.
+    on_step : list of callable
+        Each is called with the row of a step after it has ended, in the thread that stepped.
+    """
+
+    def __init__(self, path: Any = None, *, max_events: int, timed_every: int) -> None:
+        if max_events < 1:
+            raise ValueError(f"max_events={max_events} must be at least 1")
+        if timed_every < 0:
+            raise ValueError(f"timed_every={timed_every} must be 0 (never) or more")
+        self._path = path
+        self._max_events = max_events
+        self._timed_every = timed_every
+        self._parts: tuple[_Part, ...] = ()
+        self._phase = "training"
+        self._errors: list[dict[str, Any]] = []
+        self._lines: deque[str] = deque(maxlen=_MOST_ROWS)
+        self._running = False
+        self.on_step: list[Callable[[Mapping[str, Any]], object]] = []
+
+    @property
+    def lines(self) -> list[str]:
+        """One line for each change of phase."""
+        return list(self._lines)
+
+    # ---- from its start to its end ----
+
+    def start(self) -> Recorder:
+        """Begin to record.
+
+        Raises
+        ------
+        OffloadError
+            Another recording is under way in this process.
+        """
+        global _current
+        with _current_lock:
+            if _current is not None:
+                raise OffloadError(
+                    "a recording is under way already: end it first (recorder.stop(), or leave "
+                    "its with block); there is one journal for each engine"
+                )
+            _current = self
+        self._running = True
+        for state in engines.observe(self):
+            with state.lock:
+                self.opened(state)
+        return self
+
+    def stop(self) -> None:
+        """End the recording; what was recorded stays. Stopping again does nothing."""
+        global _current
+        if not self._running:
+            return
+        self._running = False
+        engines.ignore(self)
+        for part in self._parts:
+            with part.state.lock:
+                self._end_part(part)
+        with _current_lock:
+            _current = None
+
+    def __enter__(self) -> Recorder:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._errors.append(
+                {"event": "error", "what": f"{kind.__name__}: {error}", "phase": self._phase}
+            )
+        self.stop()
+        if self._path is None:
+            return
+        try:
+            self.export(self._path)
+        except Exception:
+            if kind is None:
+                raise
+            logger.exception("the recording could not be written to %s", self._path)
+
+    # ---- phases ----
+
+    def phase(self, name: str) -> _Phase:
+        """Say what is being done from now on: ``"training"``, as at first, ``"sampling"``, ...
+
+        One line tells the change, in `lines` and in the log: what torch has allocated (on the
+        simulated device: what is not free), how much it has grown since the phase before began,
+        torch's peak, and how many copies that phase made, in MB of 10^6 bytes.
+
+        Returns
+        -------
+        context manager
+            ``with recorder.phase("sampling"):`` goes back to the phase before at its end.
+        """
+        before, self._phase = self._phase, str(name)
+        rows = []
+        for part in self._parts:
+            with part.state.lock:
+                if not part.closed:
+                    rows.append(self._end_phase(part, before))
+        line = _phase_line(before, self._phase, rows)
+        self._lines.append(line)
+        logger.info("%s", line)
+        return _Phase(self, before)
+
+    def _end_phase(self, part: _Part, before: str) -> dict[str, Any]:
+        counters = part.state.engine.stats()
+        grown = growth(counters, part.begun)
+        allocated, peak = _allocated_and_peak(part.state)
+        entry, now_s = _mark(part)
+        row = {
+            "event": "phase",
+            "t_s": now_s - part.begin_s,
+            "step": part.n_steps,
+            "phase": self._phase,
+            "device": str(part.state.device),
+            "name": self._phase,
+            "before": before,
+            "allocated_bytes": allocated,
+            "delta_bytes": _less(allocated, part.allocated),
+            "peak_bytes": peak,
+            "copies": grown["h2d_copies"] + grown["d2h_copies"],
+            "counters": grown,
+            "entry": entry,
+        }
+        part.phases.append(row)
+        part.n_phases += 1
+        part.begun, part.allocated, part.fresh = counters, allocated, True
+        return row
+
+    # ---- what engines tell: see `engines.Observer` ----
+
+    def opened(self, state: DeviceState) -> None:
+        """Begin the journal of a device."""
+        try:
+            state.engine.journal_start(self._max_events)
+            begin_s = state.engine.journal_read(_LATEST)[1]
+            counters, name = state.engine.stats(), state.engine.device_name
+        except Exception as error:
+            self._note(state, error)
+            return
+        part = _Part(state, name, begin_s, counters, counters, deque(maxlen=self._max_events))
+        part.allocated = _allocated_and_peak(state)[0]
+        self._parts = (*self._parts, part)
+        self._learn_names(part)
+
+    def ended_step(self, state: DeviceState, counters: Mapping[str, Any]) -> None:
+        """Put a step down, and decide whether the next one is timed."""
+        part = self._part_of(state)
+        if part is None:
+            return
+        try:
+            row = self._end_step(part, counters)
+        except Exception as error:
+            self._note(state, error)
+            return
+        for told in list(self.on_step):
+            told(row)
+
+    def leaving(self, state: DeviceState) -> None:
+        """Read the journal while the names of its units are known."""
+        part = self._part_of(state)
+        if part is not None:
+            self._learn_names(part)
+
+    def closing(self, state: DeviceState) -> None:
+        """An engine is about to be closed: take its journal along."""
+        part = self._part_of(state)
+        if part is not None:
+            self._end_part(part)
+
+    def _part_of(self, state: DeviceState) -> _Part | None:
+        for part in self._parts:
+            if part.state is state and not part.closed:
+                return part
+        return None
+
+    def _note(self, state: DeviceState, error: Exception) -> None:
+        """A recording that fails must not fail the training."""
+        logger.warning("recording %s: %s", state.device, error)
+        what = f"recording {state.device} failed: {type(error).__name__}: {error}"
+        self._errors.append({"event": "error", "what": what, "phase": self._phase})
+
+    # ---- one device ----
+
+    def _learn_names(self, part: _Part) -> None:
+        part.layout = Layout.version
+        for held in attachments_on(part.state):
+            layers: dict[int, list[str]] = {}
+            for layer in list(held.layers):
+                layers.setdefault(layer.unit, []).append(layer.name)
+            for unit, names in layers.items():
+                part.names[unit] = held.name, ", ".join(names)
+
+    def _end_step(self, part: _Part, counters: Mapping[str, Any]) -> dict[str, Any]:
+        state = part.state
+        if part.layout != Layout.version:
+            self._learn_names(part)
+        timed = part.timing_since is not None
+        if timed:
+            self._end_timing(part)
+        entry, now_s = _mark(part)
+        allocated, peak = state.kind.allocated_and_peak()
+        label = "resume" if part.fresh else ""
+        if state.pace.ended <= WARM_UP_STEPS:
+            label = "warm-up"
+        row = {
+            "event": "step",
+            "t_s": now_s - part.begin_s,
+            "step": part.n_steps,
+            "phase": self._phase,
+            "device": str(state.device),
+            "label": label,
+            "timed": timed,
+            "seconds": None if part.last_s is None else now_s - part.last_s,
+            "counters": growth(counters, part.counters),
+            "allocated_bytes": allocated,
+            "peak_bytes": peak,
+            "entry": entry,
+        }
+        part.steps.append(row)
+        part.n_steps += 1
+        part.counters = counters
+        part.fresh = (
+            timed  # the host has waited for the device, and the next step begins without it
+        )
+        if not label and not timed:
+            part.next_timed -= 1
+        if state.pace.ended >= WARM_UP_STEPS and part.next_timed <= 0 and self._timed_every:
+            self._begin_timing(part)
+        if timed or part.timing_since is not None:  # what the recorder waited for is in no step
+            part.counters = state.engine.stats()
+        part.last_s = _mark(part)[1]
+        return {key: value for key, value in row.items() if key != "entry"}
+
+    def _begin_timing(self, part: _Part) -> None:
+        try:
+            part.state.engine.trace_start()
+        except OffloadError:  # somebody else records a timeline; an old driver has none
+            part.next_timed = self._timed_every
+            return
+        part.timing_since = _mark(part)[1] - part.begin_s
+
+    def _end_timing(self, part: _Part) -> None:
+        zero_s, part.timing_since = part.timing_since, None
+        part.next_timed = self._timed_every
+        assert zero_s is not None
+        rows = list(part.state.engine.trace_stop())
+        if rows:
+            part.timed.append(_Timed(part.n_steps, zero_s, rows))
+            part.n_timed += 1
+
+    def _read_journal(self, part: _Part) -> None:
+        """Take what was written since the last time, as far as it is there still."""
+        while True:
+            first, _, entries = part.state.engine.journal_read(part.next_entry)
+            if not entries:
+                return
+            part.dropped += first - part.next_entry
+            part.next_entry = first + len(entries)
+            part.dropped += max(0, len(part.entries) + len(entries) - self._max_events)
+            part.entries.extend(enumerate(entries, first))
+
+    def _end_part(self, part: _Part) -> None:
+        if part.closed:
+            return
+        part.closed = True
+        try:
+            if part.timing_since is not None:
+                self._end_timing(part)
+            self._learn_names(part)
+            self._read_journal(part)
+            part.state.engine.journal_stop()
+        except Exception as error:
+            self._note(part.state, error)
+
+    # ---- what came of it ----
+
+    def recording(self) -> Recording:
+        """Return what was recorded so far, as plain data."""
+        events: list[dict[str, Any]] = []
+        devices = []
+        for part in self._parts:
+            with part.state.lock:
+                if not part.closed:
+                    try:
+                        self._learn_names(part)
+                        self._read_journal(part)
+                    except Exception as error:
+                        self._note(part.state, error)
+                events += _events_of(part)
+                devices.append(
+                    {
+                        "device": str(part.state.device),
+                        "name": part.name,
+                        "simulated": part.state.simulated,
+                        "dropped_events": part.dropped,
+                        "dropped_steps": part.n_steps - len(part.steps),
+                        "dropped_phases": part.n_phases - len(part.phases),
+                        "dropped_timed_steps": part.n_timed - len(part.timed),
+                    }
+                )
+        end_s = max((event["t_s"] for event in events), default=0.0)
+        steps = max((part.n_steps for part in self._parts), default=0)
+        events += [{**error, "t_s": end_s, "step": steps} for error in self._errors]
+        events.sort(key=lambda event: float(event["t_s"]))
+        header = {
+            "schema": SCHEMA,
+            "devices": devices,
+            "dropped": sum(part.dropped for part in self._parts),
+            "max_events": self._max_events,
+            "timed_every": self._timed_every,
+        }
+        return Recording(header, events)
+
+    def export(self, path: Any, format: str | None = None) -> None:
+        """Write what was recorded so far; see `Recording.export`."""
+        self.recording().export(path, format)
+
+
+def _allocated_and_peak(state: DeviceState) -> tuple[int | None, int | None]:
+    """Return what torch has allocated (where it does not count: what is not free), and its peak."""
+    allocated, peak = state.kind.allocated_and_peak()
+    if allocated is None:
+        try:
+            free, total = state.engine.mem_info()
+        except OffloadError:
+            return None, None
+        return total - free, None
+    return allocated, peak
+
+
+def _mark(part: _Part) -> tuple[int, float]:
+    """Return the number of the entry that comes next, and the journal's clock."""
+    number, now_s, _ = part.state.engine.journal_read(_LATEST)
+    return number, now_s
+
+
+def _less(now: int | None, before: int | None) -> int | None:
+    return None if now is None or before is None else now - before
+
+
+def _phase_line(before: str, after: str, rows: list[dict[str, Any]]) -> str:
+    def total(key: str) -> int | None:
+        values = [row[key] for row in rows]
+        return None if None in values or not values else sum(values)
+
+    copies = sum(row["copies"] for row in rows)
+    delta = total("delta_bytes")
+    grown = "unknown" if delta is None else f"{delta / 1e6:+.0f} MB"
+    return (
+        f"Phase transition: {before} -> {after} | VRAM: {_mb(total('allocated_bytes'))} | "
+        f"Copies: {copies} | Delta: {grown} | Peak: {_mb(total('peak_bytes'))}"
+    )
+
+
+def _mb(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else f"{nbytes / 1e6:.0f} MB"
+
+
+def _events_of(part: _Part) -> list[dict[str, Any]]:
+    """Return the events of one device, those of timed steps with the device's times."""
+    device = str(part.state.device)
+    ends = [(row["entry"], row["step"]) for row in part.steps]
+    changes = [(row["entry"], row["before"]) for row in part.phases]
+    last_phase = part.phases[-1]["phase"] if part.phases else None
+    times = {timed.step: _times_of(timed) for timed in part.timed}
+    events: list[dict[str, Any]] = []
+    arriving: dict[int, list[dict[str, Any]]] = {}  # evictions by the unit that comes in its place
+    step_at = phase_at = 0
+    for number, (deed, unit, host_s, nbytes, detail) in part.entries:
+        while step_at < len(ends) and number >= ends[step_at][0]:
+            step_at += 1
+        while phase_at < len(changes) and number >= changes[phase_at][0]:
+            phase_at += 1
+        kind = _DEEDS[deed]
+        step = ends[step_at][1] if step_at < len(ends) else part.n_steps
+        model, layer = part.names.get(unit, ("", ""))
+        known = times.get(step, {}).get((kind, unit))
+        start_s, end_s = known.popleft() if known else (None, None)
+        event = {
+            "event": kind,
+            "t_s": host_s - part.begin_s,
+            "step": step,
+            "phase": changes[phase_at][1] if phase_at < len(changes) else last_phase or "training",
+            "device": device,
+            "model": model,
+            "layer": layer,
+            "unit": unit,
+            "bytes": nbytes,
+            "start_s": start_s,
+            "end_s": end_s,
+            "seconds": None if start_s is None or end_s is None else end_s - start_s,
+        }
+        if kind == "copy_to_device":
+            event["address"] = detail
+            for eviction in arriving.pop(unit, ()):  # its bytes are overwritten from then on
+                eviction |= {"start_s": start_s, "end_s": start_s}
+                eviction["seconds"] = None if start_s is None else 0.0
+        elif kind == "eviction":
+            event["by_unit"] = detail
+            arriving.setdefault(detail, []).append(event)
+        elif kind == "compute":
+            event["kind"] = ("forward", "recompute", "backward")[detail]
+        events.append(event)
+    rows = [*part.steps, *part.phases]
+    return events + [{k: v for k, v in row.items() if k != "entry"} for row in rows]
+
+
+def _times_of(timed: _Timed) -> dict[tuple[str, int], deque[tuple[float, float]]]:
+    """Return start and end of each row of a timed step, by kind and unit, in order."""
+    times: dict[tuple[str, int], deque[tuple[float, float]]] = {}
+    for row in sorted(timed.rows, key=lambda row: float(row["start_s"])):
+        pair = timed.zero_s + row["start_s"], timed.zero_s + row["end_s"]
+        times.setdefault((_TRACED[row["kind"]], row["unit"]), deque()).append(pair)
+    return times
+
+
+_current: Recorder | None = None
+_current_lock = threading.Lock()  # protects _current; nothing is taken under it
+
+
+def record(path: Any = None, *, max_events: int = 100_000, timed_every: int = 128) -> Recorder:
+    """Record what engines do, for a ``with`` block or from ``start()`` to ``stop()``.
+
+    Parameters
+    ----------
+    path : path-like, optional
+        Where the recording is written at the end of the block, also when an exception ends it; the
+        format is that of its suffix, see `Recording.export`.
+    max_events : int
+        Most events that are kept of each device; of more, the latest are kept, and the others are
+        counted. One takes 40 bytes while it lies in the engine.
+    timed_every : int
+        One step in so many is timed by events on the device: the first whole step after the
+        warm-up, and so on; 0 for none.
+
+    Returns
+    -------
+    Recorder
+
+    Raises
+    ------
+    ValueError
+        An argument that makes no sense.
+
+    Notes
+    -----
+    ``docs/recording.md`` says what is recorded, what that costs, and what the files hold.
+    """
+    return Recorder(path, max_events=max_events, timed_every=timed_every)

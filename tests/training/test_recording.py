@@ -1,0 +1,435 @@
+"""A recording agrees with the engine's counters and the simulator's clock, and calls no driver."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from equality import attached
+from torch import nn
+
+import oracle_offload
+from oracle_offload import recorder as recorders
+from oracle_offload import simulator
+
+ROOT = Path(__file__).resolve().parents[2]
+WARM_UP = 2
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def net(depth=8, width=64):
+    torch.manual_seed(depth)
+    return nn.Sequential(*(Block(width) for _ in range(depth))).requires_grad_(False)
+
+
+class Training:
+    """Steps of a managed model with one trained tensor before it."""
+
+    def __init__(self, model):
+        self.model = model
+        self.prefix = nn.Parameter(torch.ones(4, 64))
+        self.optimizer = torch.optim.SGD([self.prefix], lr=0.1)
+
+    def step(self, times=1):
+        for _ in range(times):
+            self.model(self.prefix).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            simulator.finish()
+
+
+@pytest.fixture
+def training(sim):
+    sim.slow_link(1.0)
+    model = net()
+    with attached(model, offload_percent=0.6) as manager:
+        run = Training(model)
+        run.manager = manager
+        run.engine = manager.state.engine
+        yield run
+
+
+def test_weights_train_to_the_same_bits_with_a_recording():
+    resident = Training(net())
+    resident.step(7)
+    model = net()
+    with attached(model, offload_percent=0.6) as manager:
+        managed = Training(model)
+        assert len(manager.attachment.layers) == 16
+        with oracle_offload.record(timed_every=2):
+            managed.step(7)
+    assert torch.equal(managed.prefix, resident.prefix)
+
+
+@pytest.mark.parametrize("timed_every", [0, 1, 3])
+def test_every_number_of_a_recording_is_a_counter_or_a_sum_of_them(training, timed_every):
+    before = training.engine.stats()
+    with oracle_offload.record(timed_every=timed_every) as recorder:
+        training.step(9)
+        after = training.engine.stats()
+        recording = recorder.recording()
+    steps = recording.steps()
+    grown = recorders.growth(after, before)
+    assert len(steps) == 9 and recording.header["dropped"] == 0
+
+    def count(kind):
+        return len(recording.of(kind))
+
+    assert count("compute") == grown["acquires"] > 0
+    assert count("wait") == grown["waits"] > 0
+    assert count("copy_to_device") == grown["late"] + grown["prefetches"] == grown["h2d_copies"]
+    assert count("eviction") == grown["evictions"] > 0
+    assert sum(e["bytes"] for e in recording.of("copy_to_device")) == grown["h2d_bytes"]
+    # What grows between two steps is counted in one of them: all but what came after the last.
+    for name in ("acquires", "h2d_bytes", "evictions", "late", "host_waits"):
+        if name == "host_waits" and timed_every:
+            continue  # the recorder waits itself, in no step
+        assert sum(step["counters"][name] for step in steps) == grown[name], name
+    for step in steps:
+        mine = [e for e in recording.events if e["step"] == step["step"]]
+        assert sum(e["event"] == "compute" for e in mine) == step["counters"]["acquires"]
+        assert sum(e["event"] == "eviction" for e in mine) == step["counters"]["evictions"]
+    (mean,) = recording.averages().values()
+    whole = [s for s in steps if not s["label"] and not s["timed"] and s["seconds"] is not None]
+    assert mean["steps"] == len(whole)
+    if whole:
+        assert mean["seconds"] == sum(s["seconds"] for s in whole) / len(whole)
+        expected = sum(s["counters"]["h2d_bytes"] for s in whole) / len(whole)
+        assert mean["counters"]["h2d_bytes"] == expected
+    stalled = recording.stalled_layers()
+    assert sum(seconds for *_, seconds in stalled) == pytest.approx(
+        sum(e["seconds"] for e in recording.of("wait") if (e["seconds"] or 0) > 10e-6)
+    )
+
+
+def test_counters_that_do_not_grow_are_those_that_the_header_says_so_of():
+    text = (ROOT / "csrc/include/oracle_offload.h").read_text()
+    rows = re.findall(r"^    (?:COUNT|SECONDS)\((\w+), (\w+)\)", text, re.M)
+    assert len(rows) > 30
+    as_they_are = {name for name, of in rows if of == "NOW"} | {"peak_resident_bytes"}
+    assert as_they_are == recorders.AS_THEY_ARE
+
+
+def test_warm_up_resumed_and_timed_steps_are_labelled_and_in_no_average(training):
+    with oracle_offload.record(timed_every=3) as recorder:
+        training.step(6)
+        with recorder.phase("sampling"):
+            training.model(training.prefix.detach())
+        training.step(3)
+    steps = recorder.recording().steps()
+    assert [(s["label"], s["timed"]) for s in steps] == [
+        ("warm-up", False),
+        ("warm-up", False),
+        ("", True),  # the first whole step
+        ("resume", False),  # the host has waited for the timed one
+        ("", False),
+        ("", False),
+        ("resume", False),  # part of it was another phase's
+        ("", False),
+        ("", True),  # three whole steps came between
+    ]
+    assert [s["seconds"] is None for s in steps] == [True] + [False] * 8
+    (mean,) = recorder.recording().averages().values()
+    assert mean["steps"] == 3
+    with oracle_offload.record(timed_every=0) as late:
+        training.step(2)
+    assert [s["label"] for s in late.recording().steps()] == ["resume", ""]
+
+
+def copies_of(rows):
+    return sorted((row.start_s, row.end_s, row.bytes) for row in rows if row.kind == "h2d")
+
+
+def test_times_of_a_timed_step_are_the_simulators(training):
+    zero_s = simulator.now()
+    with simulator.trace() as rows, oracle_offload.record(timed_every=1) as recorder:
+        training.step(7)
+    recording = recorder.recording()
+    timed = [e for e in recording.of("copy_to_device") if e["start_s"] is not None]
+    steps = {e["step"] for e in timed}
+    assert steps == {2, 5} and {step for _, step in recording.timed_steps()} == steps
+    theirs = {(row.device_ptr, round(row.start_s, 8)): row for row in rows}
+    # A float of milliseconds has 24 bits.
+    for event in timed:
+        near = [
+            row
+            for (address, _), row in theirs.items()
+            if address == event["address"]
+            and abs(row.start_s - zero_s - event["start_s"]) < 1e-7
+            and abs(row.end_s - zero_s - event["end_s"]) < 1e-7
+        ]
+        assert len(near) == 1 and near[0].bytes == event["bytes"]
+    uses = [e for e in recording.of("compute") if e["step"] == 2]
+    assert all(e["end_s"] >= e["start_s"] for e in uses) and len(uses) > 16
+    whole = recording.steps()[2]
+    for event in uses:  # between the ends of the steps, by the same clock
+        assert recording.steps()[1]["t_s"] - 1e-7 <= event["start_s"]
+        assert event["end_s"] <= whole["t_s"] + 1e-7
+    evicted = [e for e in recording.of("eviction") if e["step"] == 2 and e["start_s"] is not None]
+    assert evicted
+    for event in evicted:  # bytes are there until what displaces them is copied over them
+        assert any(
+            e["unit"] == event["by_unit"] and e["start_s"] == event["start_s"] for e in timed
+        )
+
+
+def test_kinds_and_names_of_what_is_recorded(training):
+    with oracle_offload.record() as recorder:
+        training.step(2)
+    uses = recorder.recording().of("compute")
+    assert {e["kind"] for e in uses} == {"forward", "backward"}
+    assert {e["layer"] for e in uses} == {f"{i}.{n}" for i in range(8) for n in ("up", "down")}
+    assert {e["model"] for e in uses} == {"Sequential"}
+    assert {e["phase"] for e in uses} == {"training"}
+
+
+def test_a_recording_makes_no_driver_call_but_in_timed_steps():
+    def calls(**arguments):
+        model = net()
+        with attached(model, offload_percent=0.6):
+            run = Training(model)
+            recorder = oracle_offload.record(**arguments)
+            with recorder if arguments else contextlib.nullcontext():
+                before = simulator.call_count()
+                run.step(20)
+                made = simulator.call_count() - before
+            assert len(recorder.recording().of("compute")) == (20 * 32 if arguments else 0)
+            return made
+
+    off = calls()
+    assert calls(timed_every=0) == off == calls()
+    assert calls(timed_every=5) > off
+
+
+def test_phases_are_told_in_a_line_each(training, caplog):
+    caplog.set_level(logging.INFO, logger="oracle_offload")
+    with oracle_offload.record() as recorder:
+        training.step(3)
+        before = training.engine.stats()
+        recorder.phase("sampling")
+        training.model(training.prefix.detach())
+        recorder.phase("training")
+        after = training.engine.stats()
+        training.step()
+    copied = after["h2d_copies"] - before["h2d_copies"]
+    first, second = recorder.lines
+    assert re.fullmatch(
+        r"Phase transition: training -> sampling \| VRAM: \d+ MB \| Copies: \d+ \| "
+        r"Delta: [+-]\d+ MB \| Peak: unknown",
+        first,
+    )
+    assert f"sampling -> training | VRAM: 0 MB | Copies: {copied} |" in second and copied > 0
+    assert [r.getMessage() for r in caplog.records if "Phase" in r.getMessage()] == [first, second]
+    recording = recorder.recording()
+    rows = recording.of("phase")
+    assert [(r["before"], r["name"]) for r in rows] == [
+        ("training", "sampling"),
+        ("sampling", "training"),
+    ]
+    assert rows[1]["copies"] == copied
+    assert sum(e["phase"] == "sampling" for e in recording.of("compute")) == 16
+    assert {e["step"] for e in recording.of("compute") if e["phase"] == "sampling"} == {3}
+
+
+def test_an_exception_passes_and_what_was_recorded_is_written(training, tmp_path):
+    with (
+        pytest.raises(ZeroDivisionError),
+        oracle_offload.record(tmp_path / "run.jsonl") as recorder,
+    ):
+        training.step(2)
+        training.model(training.prefix)
+        raise ZeroDivisionError("half a step")
+    read = oracle_offload.read_recording(tmp_path / "run.jsonl")
+    assert read.events == json.loads(json.dumps(recorder.recording().events))
+    (error,) = read.of("error")
+    assert error["what"] == "ZeroDivisionError: half a step" and error["step"] == 2
+    assert sum(e["step"] == 2 for e in read.of("compute")) == 16
+    assert list(tmp_path.iterdir()) == [tmp_path / "run.jsonl"]
+    training.step()  # and the engine goes on
+
+
+def test_a_file_that_cannot_be_written_hides_no_exception(training, tmp_path):
+    nowhere = tmp_path / "missing" / "run.html"
+    with pytest.raises(ZeroDivisionError), oracle_offload.record(nowhere):
+        raise ZeroDivisionError
+    with pytest.raises(FileNotFoundError), oracle_offload.record(nowhere):
+        training.step()
+
+
+def test_one_recording_at_a_time_and_again_after_it(training):
+    with oracle_offload.record():
+        with pytest.raises(oracle_offload.OffloadError, match="under way already"):
+            oracle_offload.record().start()
+        training.step()
+    recorder = oracle_offload.record().start()
+    training.step()
+    recorder.stop()
+    recorder.stop()
+    assert len(recorder.recording().steps()) == 1
+
+
+def test_models_that_come_and_go_are_recorded():
+    with oracle_offload.record(timed_every=1) as recorder:
+        for depth in (2, 3):
+            model = net(depth)
+            with attached(model, offload_percent=1.0):
+                Training(model).step(2)
+    recording = recorder.recording()
+    layers = {e["layer"] for e in recording.of("compute")}
+    assert layers == {f"{i}.{n}" for i in range(3) for n in ("up", "down")}
+    assert len(recording.header["devices"]) == 2  # an engine each
+    assert recording.devices() == ["cpu"]
+    assert not recording.of("error")
+
+
+def test_memory_is_bounded_and_what_was_dropped_is_counted(training, monkeypatch):
+    monkeypatch.setattr(recorders, "_MOST_ROWS", 3)
+    before = training.engine.stats()
+    with oracle_offload.record(max_events=50, timed_every=1) as recorder:
+        training.step(12)
+        kept = [len(recorder.recording().of("compute")) for _ in range(2)]
+        training.step(8)
+        grown = recorders.growth(training.engine.stats(), before)
+    recording = recorder.recording()
+    (device,) = recording.header["devices"]
+    done = ("compute", "wait", "copy_to_device", "eviction")
+    events = [e for e in recording.events if e["event"] in done]
+    assert len(events) == 50 and kept[0] == kept[1]
+    made = grown["acquires"] + grown["waits"] + grown["h2d_copies"] + grown["evictions"]
+    assert device["dropped_events"] == recording.header["dropped"] == made - 50
+    assert len(recording.steps()) == 3 and device["dropped_steps"] == 17
+    assert recording.steps()[-1]["step"] == 19
+    assert device["dropped_timed_steps"] == 2  # of six, four are kept
+    assert "dropped" in str(recording)
+
+
+def test_a_recording_that_fails_leaves_the_training_alone(training, caplog):
+    with oracle_offload.record() as recorder:
+        training.step()
+        training.engine.journal_stop()  # as if something had gone wrong with it
+        training.step()
+    assert "no journal is being kept" in caplog.text
+    assert any("no journal" in error["what"] for error in recorder.recording().of("error"))
+
+
+def test_a_timeline_that_another_records_is_left_to_it(training):
+    training.step(3)
+    training.engine.trace_start()
+    with oracle_offload.record(timed_every=1) as recorder:
+        training.step(2)
+        assert training.engine.trace_stop()
+    assert not any(s["timed"] for s in recorder.recording().steps())
+
+
+def test_who_wants_each_step_gets_its_row(training):
+    rows = []
+    with oracle_offload.record() as recorder:
+        recorder.on_step.append(rows.append)
+        training.step(3)
+    assert rows == recorder.recording().steps()
+
+
+@pytest.mark.parametrize("arguments", [{"max_events": 0}, {"timed_every": -1}])
+def test_arguments_that_make_no_sense_are_refused(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        oracle_offload.record(**arguments)
+
+
+# ---- files ----
+
+
+@pytest.fixture
+def recording(training):
+    with oracle_offload.record(timed_every=2) as recorder:
+        training.step(6)
+        recorder.phase("evaluation")
+        training.model(training.prefix.detach())
+    return recorder.recording()
+
+
+def test_chromes_trace_is_valid_and_monotonic_and_by_the_same_clock(recording):
+    document = json.loads(recording.to_chrome())
+    rows = document["traceEvents"]
+    assert document["otherData"]["schema"] == "oracle_offload/recording/1"
+    names = {}
+    last = 0.0
+    ends = {}
+    for row in rows:
+        assert {"ph", "pid", "tid", "ts", "name", "args"} <= row.keys()
+        assert isinstance(row["pid"], int) and isinstance(row["tid"], int)
+        if row["ph"] == "M":
+            assert not ends, "names come first"
+            names[row["name"], row["pid"], row["tid"]] = row["args"]["name"]
+            continue
+        assert row["ts"] >= last
+        last = row["ts"]
+        if row["ph"] == "i":
+            assert row["s"] == "t"
+            continue
+        assert row["ph"] == "X" and row["dur"] >= 0
+        nested = ends.setdefault((row["pid"], row["tid"]), [])
+        while nested and nested[-1] <= row["ts"]:
+            nested.pop()
+        assert not nested or row["ts"] + row["dur"] <= nested[-1], "slices of a track overlap"
+        nested.append(row["ts"] + row["dur"])
+    for pid, tid in ends:
+        assert ("thread_name", pid, tid) in names and ("process_name", pid, 0) in names
+    assert {names["thread_name", *track] for track in ends} == {
+        "host",
+        "managed layers",
+        "stalls",
+        "copies to the device",
+    }
+    slices = sorted((r["ts"], r["dur"]) for r in rows if r["ph"] == "X" and r["cat"] == "compute")
+    timed = [e for e in recording.of("compute") if e["start_s"] is not None]
+    assert slices == sorted((e["start_s"] * 1e6, (e["end_s"] - e["start_s"]) * 1e6) for e in timed)
+    drawn = [r for r in rows if r["ph"] != "M"]
+    assert len(drawn) == len(recording.events)
+
+
+def test_a_csv_has_a_row_for_each_event_and_a_column_for_each_counter(recording):
+    rows = list(csv.DictReader(io.StringIO(recording.to_csv())))
+    assert [row["event"] for row in rows] == [event["event"] for event in recording.events]
+    steps = [row for row in rows if row["event"] == "step"]
+    assert [int(row["h2d_bytes"]) for row in steps] == [
+        step["counters"]["h2d_bytes"] for step in recording.steps()
+    ]
+    assert float(rows[0]["t_s"]) == recording.events[0]["t_s"]
+
+
+def test_what_is_written_is_read_again(recording, tmp_path):
+    recording.export(tmp_path / "run.jsonl")
+    read = oracle_offload.read_recording(tmp_path / "run.jsonl")
+    assert read.header == recording.header and read.events == recording.events
+    assert str(read) == str(recording) and read.to_html() == recording.to_html()
+    for name in ("run.html", "run.json", "run.csv"):
+        recording.export(tmp_path / name)
+    assert (tmp_path / "run.html").read_text().startswith("<!DOCTYPE html>")
+    assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    recording.export(tmp_path / "named.txt", format="csv")
+    assert (tmp_path / "named.txt").read_text() == recording.to_csv()
+
+
+def test_the_page_needs_nothing_from_elsewhere(recording):
+    page = recording.to_html()
+    for word in ("<script", "src=", "<link", "@import", "url(", "<iframe", "onclick"):
+        assert word not in page
+    # The one address names the language of the pictures; nothing is fetched from there.
+    assert set(re.findall(r"https?://[^\"<> ]*", page)) == {"http://www.w3.org/2000/svg"}
+    assert page.count("<svg") >= 2 and "layers that stalled most" in page
+    assert "training -&gt; evaluation" in page
