@@ -71,7 +71,9 @@ class _Group:
 
     def __init__(self, original: Any) -> None:
         self._original = weakref.ref(original)
-        self._names = {id(part): name for name, part in original.module.named_modules()}
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary(
+            {part: name for name, part in original.module.named_modules()}
+        )
         self._chosen: set[str] = set()  # by name: what is quantised meanwhile may be replaced
         self._waiting: list[weakref.ref[nn.Module]] = []
         self._manager: manager.MemoryManager | None = None
@@ -82,7 +84,7 @@ class _Group:
         weakref.finalize(original, self._end).atexit = False
 
     def _attach_first(self, module: nn.Module, args: Any) -> None:
-        if module._modules and id(module) in self._names:
+        if module._modules and module in self._names:
             self.attach()
 
     def add(self, module: nn.Module) -> None:
@@ -97,7 +99,7 @@ class _Group:
             self._wrappers.append((wrapper, wrapper.org_forward))
             wrapper.org_forward = type(module).forward.__get__(module)
         self._waiting.append(weakref.ref(module))
-        self._chosen.add(self._names[id(module)])
+        self._chosen.add(self._names[module])
 
     def let_go_soon(self, layer: Any) -> None:
         """Another class or weight was put into a waiting layer: it is an ordinary one again."""

@@ -682,6 +682,22 @@ assert torch.equal(other[1](x), want) and len(open_states()) == 1
 del other, want
 import gc; gc.collect()
 assert not open_states()
+# A part that is gone while layers wait: another module at its address is none of the model's.
+parts = [torch.nn.Sequential(torch.nn.Linear(64, 64)) for _ in range(50)]
+held = torch.nn.Sequential(torch.nn.Linear(64, 64), *parts)
+MemoryManager.attach(held, torch.device("cpu"))
+gone = {id(part) for part in parts}
+del parts, held[1:]
+gc.collect()
+strangers = [torch.nn.Sequential(torch.nn.Identity()) for _ in range(1000)]
+strangers = [part for part in strangers if id(part) in gone]
+assert strangers
+for part in strangers:
+    part(x)
+assert not open_states(), "a stranger's call attached the model"
+held(x)
+assert len(open_states()) == 1
+MemoryManager.detach(held)
 print("done")
 """
 )
