@@ -18,6 +18,7 @@ from typing import Any, cast
 from torch import nn
 
 from .layers import kinds
+from .layers.inherited import every_code
 from .layers.swap import ENTRY_METHODS
 
 _USUAL = frozenset({"weight", "bias"})
@@ -162,11 +163,7 @@ def _chain(functions: list[Any]) -> Iterator[Any]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names(constant)
-    return names
+    return {name for part in every_code(code) for name in part.co_names}
 
 
 _CONDITIONAL = {  # the fields of a statement or expression that may not be reached

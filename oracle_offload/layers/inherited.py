@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dis
 import functools
+import types
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, ClassVar, cast
 
@@ -19,6 +21,14 @@ from .swap import HANDLE
 
 _HARMLESS = frozenset({"dtype", "shape", "ndim", "requires_grad"})
 _TENSORS = frozenset({"weight", "bias"})
+
+
+def every_code(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a function's code, and that of the functions and comprehensions written in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from every_code(constant)
 
 
 @functools.cache
@@ -34,11 +44,17 @@ def asks_super(module_class: Any, base: Any) -> bool:
         code = getattr(forward, "__code__", None)
         if code is None or not {"super", "forward"} <= set(code.co_names):
             return False
-        steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
-        for step, after in pairwise(steps):
-            if step.argval in _TENSORS and after.argval not in _HARMLESS:
-                return False
+        if any(_reads_tensors(part) for part in every_code(code)):
+            return False
     return True
+
+
+def _reads_tensors(code: types.CodeType) -> bool:
+    """Whether code reads more of weight and bias than the host can answer as well."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
+    return any(
+        step.argval in _TENSORS and after.argval not in _HARMLESS for step, after in pairwise(steps)
+    )
 
 
 @functools.cache

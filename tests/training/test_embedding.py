@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
+import oracle_offload.selection
 from oracle_offload import OffloadError, simulator
 from oracle_offload.layers.any import AnyLayer
 from oracle_offload.layers.embedding import EmbeddingLayer
@@ -418,7 +419,15 @@ class AsksTheDevice(nn.Embedding):
         return super().forward(input.to(self.weight.device))
 
 
-@pytest.mark.parametrize("make", [Reads, ReadsToo, AsksTheDevice])
+class ReadsInside(nn.Embedding):
+    """In a function that is written inside its forward."""
+
+    def forward(self, input):
+        rows = super().forward(input)
+        return sum((self.weight[i] for i in range(2)), rows)
+
+
+@pytest.mark.parametrize("make", [Reads, ReadsToo, AsksTheDevice, ReadsInside])
 def test_a_forward_that_reads_the_weight_has_it_lent(device, make, monkeypatch):
     monkeypatch.setattr(oracle_offload.selection, "SMALL_BYTES", 0)
     monkeypatch.setattr(oracle_offload.selection, "SMALL_TOGETHER", (0, 0))
