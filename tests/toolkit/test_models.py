@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 
+import beside
 import pytest
 import torch
 from equality import assert_same
@@ -88,6 +89,17 @@ def test_a_lora_on_a_half_quantised_model():
         return train(model, [network], width=256), saved(network)
 
     compare(run)
+
+
+def test_the_same_with_the_torchao_that_it_pins():
+    """All of the above with "quantised" in their names, over nested tensors."""
+    code = (
+        "import sys, pytest, torchao\n"
+        "assert torchao.__version__ == '0.10.0', torchao.__version__\n"
+        "sys.exit(pytest.main(['-q', '-k', 'quantised', '-p', 'no:cacheprovider', sys.argv[1]]))"
+    )
+    printed = beside.run("-c", code, __file__)
+    assert f"{2 * len(QTYPES) + 1} passed" in printed, printed
 
 
 def test_expert_banks_that_stream_themselves():
