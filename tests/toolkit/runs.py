@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import io
 import os
 import sys
@@ -36,14 +37,17 @@ def transformer(blocks=2, width=64):
 
 
 def network_on(model, kind="lora", **options):
-    """Its network of adapters on a model, applied as the trainer does."""
+    """Its network of adapters on a model, applied as the trainer does; "locon" is LyCORIS'."""
     from toolkit.config_modules import NetworkConfig
     from toolkit.lora_special import LoRASpecialNetwork
+    from toolkit.lycoris_special import LycorisSpecialNetwork
 
     config = NetworkConfig(type=kind, linear=4, linear_alpha=4, transformer_only=True, **options)
     LoRASpecialNetwork.LORA_PREFIX_UNET = "lora_transformer"
+    LycorisSpecialNetwork.UNET_TARGET_REPLACE_MODULE = [type(model).__name__]
+    network_class = LycorisSpecialNetwork if kind == "locon" else LoRASpecialNetwork
     with contextlib.redirect_stdout(io.StringIO()):
-        network = LoRASpecialNetwork(
+        network = network_class(
             text_encoder=None,
             unet=model,
             lora_dim=config.linear,
@@ -66,11 +70,17 @@ def network_on(model, kind="lora", **options):
     return network
 
 
+def prepared(network):
+    """Return a network's groups of parameters for an optimizer; LyCORIS' takes fewer rates."""
+    rates = inspect.signature(network.prepare_optimizer_params).parameters
+    return network.prepare_optimizer_params(**dict.fromkeys(rates, 1e-3))
+
+
 def train(model, networks, steps=3, width=64, optimizer="adamw"):
     """Train as SDTrainer does: forward, backward, sync, clip, step; return the losses."""
     from toolkit.optimizer import get_optimizer
 
-    groups = [group for n in networks for group in n.prepare_optimizer_params(1e-3, 1e-3, 1e-3)]
+    groups = [group for network in networks for group in prepared(network)]
     trained = [p for group in groups for p in group["params"]]
     with contextlib.redirect_stdout(io.StringIO()):
         optimizer = get_optimizer(groups, optimizer, learning_rate=1e-3, optimizer_params={})

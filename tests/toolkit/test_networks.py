@@ -17,7 +17,7 @@ def assert_every_lora_b_moved(state):
 
 
 @pytest.mark.parametrize("when", ["before attach", "after attach"])
-@pytest.mark.parametrize("kind", ["lora", "lokr", "dora"])
+@pytest.mark.parametrize("kind", ["lora", "lokr", "dora", "locon"])
 def test_networks(kind, when):
     def run(offloaded):
         if when == "before attach":
@@ -36,7 +36,7 @@ def test_networks(kind, when):
         return losses, saved(network), plain, with_it
 
     *_, state, _, _ = compare(run)
-    if kind == "lora":
+    if kind in ("lora", "locon"):
         assert_every_lora_b_moved(state)
 
 
