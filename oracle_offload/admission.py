@@ -85,7 +85,7 @@ def take_over_calls(layers: Sequence[Leaf]) -> None:
             layer.attachment.redirect(wrapper, module)
 
 
-def take_anew(structure: Structure, root: nn.Module, called: nn.Module | None) -> bool:
+def take_anew(structure: Structure, root: nn.Module, called: Sequence[nn.Module]) -> bool:
     """Manage what stands where layers were let go, as `attach` would: it was quantised, say.
 
     What cannot be managed, for want of memory too, is left as it is.
@@ -96,17 +96,18 @@ def take_anew(structure: Structure, root: nn.Module, called: nn.Module | None) -
         Of the attached model.
     root : nn.Module
         The model.
-    called : nn.Module, optional
-        Left as it is, because its call has begun.
+    called : sequence of nn.Module
+        Left as they are, because their calls have begun.
 
     Returns
     -------
     bool
-        Whether `called` is one to take later.
+        Whether one of `called` is to be taken later.
     """
     attachment = structure.attachment
     chosen = choose_again(root, attachment.lost)
-    fresh = [leaf for leaf in chosen if leaf.module is not called]
+    begun = {id(module) for module in called}
+    fresh = [leaf for leaf in chosen if id(leaf.module) not in begun]
     if not fresh:
         return bool(chosen)
     units = group_units(fresh)

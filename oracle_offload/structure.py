@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import weakref
 from typing import Any, Protocol
 
@@ -58,6 +60,9 @@ class Structure:
         self._module = weakref.ref(module)
         self._parts = frozenset(id(part) for part in module.modules())
         self._lock = Lock("structure")
+        # By thread: the part that it called last, whose forward may run still. A thread writes its
+        # own row, without the lock.
+        self._called: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self.attachment = attachment
         self.device = attachment.state.device
         self.changed = False
@@ -109,10 +114,13 @@ class Structure:
         Parameters
         ----------
         called : nn.Module, optional
-            One whose call has begun, with the forward that it has now: it stays what it is.
+            One whose call has begun, with the forward that it has now: it stays what it is, until
+            this thread calls another part.
         """
         if not self.changed:
             return
+        if called is not None:  # before it may have to wait for another thread, which leaves it be
+            self._called[threading.get_ident()] = called
         with self._lock:
             module = self._module()
             if module is not None and self.changed:
@@ -121,7 +129,7 @@ class Structure:
                     attachment.let_go_if_lost(layer)
                 for wrapper, layer in list(find_wrappers(module)):
                     wrap(wrapper, layer)
-                is_due = admission.take_anew(self, module, called)
+                is_due = admission.take_anew(self, module, self._calls_begun())
                 if not is_due:  # else it is taken before its next call, as a rule
                     attachment.warn_of_lost()
                 move_residents(module.modules(), self.device, attachment.pieces)
@@ -131,6 +139,12 @@ class Structure:
                     listener.structure_settled()
                 self.changed = is_due
                 attachment.pieces.give_back()
+
+    def _calls_begun(self) -> list[nn.Module]:
+        """Return the parts that some thread may be computing in, with the forward it found."""
+        for thread in self._called.keys() - sys._current_frames().keys():  # in no code of Python
+            self._called.pop(thread, None)
+        return list(self._called.values())
 
     def _look_for_direct_uses(self, module: nn.Module) -> None:
         """Put layers on trial whose weight a module that came since may use directly."""

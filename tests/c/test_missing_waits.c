@@ -224,6 +224,7 @@ static void pageable_masters_rewritten_under_a_copy(struct world *w, unsigned mi
     attach(w, 60000);
     absent = missing;
     touch(w, 0, w->stream);
+    feeds_end(w); /* what is copied ahead is still being read */
     CHECK(sim.simHostAccess(oo_host_address(w->host), w->total, 1) == 0, "refused");
     detach(w);
     sim.simLockQuota(UINT64_MAX);

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import threading
+import time
 import weakref
 
 import pytest
@@ -18,6 +20,7 @@ from oracle_offload import admission, masters, simulator
 from oracle_offload.layers.linear import LinearLayer
 from oracle_offload.layers.quantised import QuantisedLayer
 from oracle_offload.layers.swap import HANDLE
+from oracle_offload.witness import Witness
 
 WIDTH = 256  # each layer is a unit of its own
 
@@ -120,6 +123,53 @@ def test_a_layer_that_is_called_first_of_all_is_taken_at_the_next_call(caplog):
         assert_same(managed[1](x), resident[1](x))
         assert count_acquires() == before + 1
     assert "not managed any more" not in caplog.text
+
+
+@pytest.mark.parametrize("where", ["waiting", "inside"])
+def test_a_layer_that_another_thread_computes_in_is_taken_later(where):
+    """Its forward, which was looked up already, would find host masters."""
+    managed, resident = resident_pair(chain())
+    x = torch.randn(2, WIDTH)
+    entered, leave, found = threading.Event(), threading.Event(), []
+
+    def compute():
+        with torch.no_grad(), Witness():
+            found.append(managed[1](x))
+            found.append(managed[0](x))  # from here on it is in no replaced layer
+            entered.set()
+            assert leave.wait(60)
+
+    def pause(*_):
+        if threading.current_thread() is other:
+            entered.set()
+            assert leave.wait(60)
+
+    with attached(managed) as manager, torch.no_grad():
+        structure = manager.structure
+        other = threading.Thread(target=compute)
+        for model in (managed, resident):
+            to_ostris(model[1])
+        if where == "inside":
+            managed[1].register_forward_pre_hook(pause)
+            other.start()
+            assert entered.wait(60)
+            assert_same(managed(x), resident(x))
+        else:
+            with structure._lock:
+                other.start()
+                while managed[1] not in structure._called.values():
+                    time.sleep(1e-3)
+                assert_same(managed(x), resident(x))
+        assert kinds(manager) == [LinearLayer] * 3
+        if where == "inside":  # one that has ended computes nowhere
+            leave.set()
+            other.join(60)
+        assert entered.wait(60)
+        assert_same(found, [resident[1](x), resident[0](x)])
+        assert_same(managed(x), resident(x))
+        assert kinds(manager) == [LinearLayer, QuantisedLayer, LinearLayer, LinearLayer]
+        leave.set()
+        other.join(60)
 
 
 def test_what_comes_later_leaves_the_rings_as_they_are():
