@@ -94,22 +94,21 @@ void oo_arena_clear(struct oo_arena *arena) {
 /* ---- search ---- */
 
 /* The smallest window that ends at `last`, or first == NULL. */
-static struct oo_window oo__window_ending_at(struct oo_block *last, size_t bytes,
-                                             uint64_t later_than, oo_next_use next_use,
-                                             const void *context, size_t *evicted) {
+static struct oo_window oo__window_ending_at(const struct oo_search *search, struct oo_block *last,
+                                             size_t *evicted) {
     struct oo_window window = {NULL, last, 0, OO_ANYWHERE, OO_NEVER};
     *evicted = 0;
     for (struct oo_block *block = last; block; block = block->previous) {
         if (block->unit != OO_NO_UNIT) {
-            const uint64_t use = next_use(context, block->unit);
-            if (use <= later_than)
+            const uint64_t use = search->next_use(search->context, block->unit);
+            if (use <= search->later_than)
                 return window;
             if (use < window.soonest)
                 window.soonest = use;
             *evicted += block->bytes;
         }
         window.bytes += block->bytes;
-        if (window.bytes >= bytes) {
+        if (window.bytes >= search->bytes) {
             window.first = block;
             return window;
         }
@@ -136,28 +135,31 @@ int oo_arena_find_free(struct oo_arena *arena, size_t bytes, struct oo_window *w
     return 0;
 }
 
-int oo_arena_find(const struct oo_arena *arena, size_t bytes, uint64_t later_than,
-                  oo_next_use next_use, const void *context, struct oo_window *window) {
-    size_t least_evicted = SIZE_MAX;
-    window->first = NULL;
-    for (const struct oo_segment *segment = arena->segments; segment; segment = segment->next) {
-        if (segment->bytes < bytes)
-            continue;
-        for (struct oo_block *last = segment->first; last; last = last->next) {
-            size_t evicted;
-            const struct oo_window found =
-                oo__window_ending_at(last, bytes, later_than, next_use, context, &evicted);
-            if (!found.first)
-                continue;
-            const int later = !window->first || found.soonest > window->soonest;
-            const int fewer = evicted < least_evicted || (evicted == least_evicted && later);
-            if (later_than ? fewer : later) {
-                *window = found;
-                least_evicted = evicted;
-            }
-        }
+void oo_search_begin(struct oo_search *search) {
+    search->evicted = SIZE_MAX;
+    search->window->first = NULL;
+}
+
+void oo_search_at(struct oo_search *search, struct oo_block *last) {
+    size_t evicted;
+    const struct oo_window found = oo__window_ending_at(search, last, &evicted);
+    if (!found.first)
+        return;
+    const int later = !search->window->first || found.soonest > search->window->soonest;
+    const int fewer = evicted < search->evicted || (evicted == search->evicted && later);
+    if (search->later_than ? fewer : later) {
+        *search->window = found;
+        search->evicted = evicted;
     }
-    return window->first != NULL;
+}
+
+int oo_arena_find(const struct oo_arena *arena, struct oo_search *search) {
+    oo_search_begin(search);
+    for (const struct oo_segment *segment = arena->segments; segment; segment = segment->next)
+        if (segment->bytes >= search->bytes)
+            for (struct oo_block *last = segment->first; last; last = last->next)
+                oo_search_at(search, last);
+    return search->window->first != NULL;
 }
 
 size_t oo_arena_fit(const struct oo_arena *arena, size_t position, size_t bytes) {
@@ -237,6 +239,8 @@ struct oo_block *oo_arena_take(struct oo_arena *arena, const struct oo_window *w
         struct oo_block *next = old->next;
         if (old->unit != OO_NO_UNIT)
             arena->used_bytes -= old->bytes;
+        if (block->segment->near == old)
+            block->segment->near = block;
         if (old != block)
             oo__block_recycle(arena, old);
         old = next;
@@ -253,7 +257,6 @@ struct oo_block *oo_arena_take(struct oo_arena *arena, const struct oo_window *w
     if (block->bytes > bytes)
         high = oo__block_split(arena, block, bytes);
     block->unit = unit; /* before merging: a block without a unit is free */
-    block->segment->near = block;
     block->placed = ++arena->placements;
     arena->used_bytes += bytes;
     if (low)

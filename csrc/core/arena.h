@@ -58,12 +58,24 @@ enum oo_status oo_arena_add(struct oo_arena *arena, uintptr_t base, size_t bytes
 void oo_arena_remove(struct oo_arena *arena, struct oo_segment *segment);
 void oo_arena_clear(struct oo_arena *arena);
 
-/* Find a window for `bytes`, all of whose occupants are next used later than `later_than`. Such
+/* The search for a window, all of whose occupants are next used later than `later_than`. Such
  * occupants are all fair to evict: the window with the fewest bytes of them is taken, which keeps
  * units of different sizes from wasting the arena. With `later_than` 0 (a unit is needed at once,
- * so nothing is known to be fair) it is the window needed last. Returns 0 when there is none. */
-int oo_arena_find(const struct oo_arena *arena, size_t bytes, uint64_t later_than,
-                  oo_next_use next_use, const void *context, struct oo_window *window);
+ * so nothing is known to be fair) it is the window needed last. */
+struct oo_search {
+    size_t bytes;
+    uint64_t later_than;
+    oo_next_use next_use;
+    const void *context;
+    size_t evicted;           /* by the best so far */
+    struct oo_window *window; /* the best so far; first == NULL: none */
+};
+
+void oo_search_begin(struct oo_search *search);
+/* Look at the smallest window that ends with this block. */
+void oo_search_at(struct oo_search *search, struct oo_block *last);
+/* Look everywhere. Returns 0 when there is none. */
+int oo_arena_find(const struct oo_arena *arena, struct oo_search *search);
 /* Find a free window. */
 int oo_arena_find_free(struct oo_arena *arena, size_t bytes, struct oo_window *window);
 /* Positions count through all segments. The first one from `position` on, around the end, where

@@ -2,6 +2,7 @@
 #include "plan.h"
 
 #include "../base/status.h"
+#include "furthest.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -12,6 +13,7 @@ enum { OO_TRACE_BITS = 16, OO_TRACE = 1 << OO_TRACE_BITS, OO_TRACE_MASK = OO_TRA
 _Static_assert(2 * OO_MAX_EXPECTED <= OO_TRACE, "what is expected is remembered twice");
 enum { OO_CANDIDATES = 32, OO_CONTEXT = 256 }; /* bounds of one search for a match */
 enum { OO_LOOKAHEAD = 16 };                    /* uses of a unit looked at to find one far off */
+enum { OO_FEW = 400 };                         /* units in the arena that are all looked at */
 #define OO_NOWHERE UINT64_MAX                  /* an index into the trace that is none */
 
 struct oo_trace_entry {
@@ -50,7 +52,9 @@ struct oo_plan {
     uint64_t now;                 /* visits so far; the current one is now - 1 */
     uint64_t match; /* an earlier visit after which the future is expected to repeat */
     struct oo_ahead ahead;
-    uint64_t longest_block; /* in visits: shorter ones need no counting */
+    struct oo_furthest furthest; /* what is in the arena, by the visits that are predicted */
+    int furthest_holds;          /* they still are */
+    uint64_t longest_block;      /* in visits: shorter ones need no counting */
     size_t block_bytes;
     uint64_t marks;  /* walks over the trace so far */
     uint32_t *homes; /* the units that have one, in order */
@@ -84,6 +88,7 @@ void oo_plan_destroy(struct oo_plan *plan) {
     free(plan->ahead.queue);
     free(plan->units);
     free(plan->homes);
+    oo_furthest_free(&plan->furthest);
     free(plan);
 }
 
@@ -99,10 +104,10 @@ enum oo_status oo_plan_unit_add(struct oo_plan *plan, size_t bytes, uint32_t *un
         plan->units = units ? units : plan->units;
         uint32_t *homes = realloc(plan->homes, capacity * sizeof *homes);
         plan->homes = homes ? homes : plan->homes;
-        if (!units || !homes)
+        if (!units || !homes || !oo_furthest_reserve(&plan->furthest, capacity))
             return oo__fail(OO_E_MEMORY, "no memory for %u units", capacity);
         plan->capacity = capacity;
-        plan->allocations += 2;
+        plan->allocations += 4;
     }
     if (!oo_arena_reserve(&plan->arena))
         return oo__fail(OO_E_MEMORY, "no memory for a unit's place in the arena");
@@ -259,6 +264,22 @@ static void oo__learn_order(struct oo_plan *plan) {
         (void)oo__home(plan, oo__visit_at(plan, i)->unit);
 }
 
+/* ---- what is needed last ---- */
+
+/* The number of the unit's next visit, where prediction is under way. */
+static uint64_t oo__next_visit(const struct oo_plan *plan, uint32_t unit) {
+    const uint64_t next = oo_plan_next_use(plan, unit);
+    return next == OO_NEVER ? OO_NEVER : plan->match + next;
+}
+
+static void oo__furthest_learn(struct oo_plan *plan) {
+    oo_furthest_clear(&plan->furthest);
+    for (uint32_t unit = 0; unit < plan->n_units; unit++)
+        if (plan->units[unit].block)
+            oo_furthest_put(&plan->furthest, unit, oo__next_visit(plan, unit));
+    plan->furthest_holds = 1;
+}
+
 /* The visit at the match has been made: it is no longer ahead. */
 static void oo__ahead_pass(struct oo_plan *plan) {
     struct oo_ahead *ahead = &plan->ahead;
@@ -284,9 +305,12 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
         oo__same_visit(plan, plan->match + 1, plan->now - 1)) {
         plan->match++;
         oo__ahead_pass(plan);
+        if (plan->furthest_holds && plan->units[unit].block) /* the others' visits stay */
+            oo_furthest_put(&plan->furthest, unit, oo__next_visit(plan, unit));
     } else {
         plan->match = oo__find_match(plan);
         oo__ahead_reset(plan);
+        plan->furthest_holds = 0;
     }
     if (kind == OO_BACKWARD)
         oo__learn_block(plan);
@@ -352,10 +376,37 @@ static uint64_t oo__next_use_after(const struct oo_plan *plan, uint32_t unit, ui
     return use;
 }
 
-static int oo__find(const struct oo_plan *plan, uint32_t unit, uint64_t later_than,
+static int oo__find(struct oo_plan *plan, uint32_t unit, uint64_t later_than,
                     struct oo_window *window) {
-    return oo_arena_find(&plan->arena, plan->units[unit].bytes, later_than, oo__evictable_next_use,
-                         plan, window);
+    struct oo_search search = {.bytes = plan->units[unit].bytes,
+                               .later_than = later_than,
+                               .next_use = oo__evictable_next_use,
+                               .context = plan,
+                               .window = window};
+    if (later_than == 0 || !oo__remembered(plan, plan->match))
+        return oo_arena_find(&plan->arena, &search);
+    if (oo_arena_find_free(&plan->arena, search.bytes, window))
+        return 1;
+    if (!plan->furthest_holds)
+        oo__furthest_learn(plan);
+    struct oo_furthest_walk walk;
+    oo_furthest_begin(&plan->furthest, &walk);
+    oo_search_begin(&search);
+    const struct oo_far *far = oo_furthest_next(&plan->furthest, &walk);
+    for (; far && far->use - plan->match > later_than;
+         far = oo_furthest_next(&plan->furthest, &walk)) {
+        if (plan->furthest.count <= OO_FEW)
+            return oo_arena_find(&plan->arena, &search);
+        struct oo_block *block = plan->units[far->unit].block;
+        oo_search_at(&search, block);
+        if (block->next && block->next->unit == OO_NO_UNIT)
+            oo_search_at(&search, block->next);
+    }
+    /* Of more than OO_FURTHEST_STEPS units, a few were not looked at: they matter if all that was
+     * found wastes some of the arena. */
+    if (!far && walk.n_open && (!window->first || search.evicted > search.bytes))
+        return oo_arena_find(&plan->arena, &search);
+    return window->first != NULL;
 }
 
 /* Whether the unit's home is free for it. FREE: all units that lie there are needed later than the
@@ -468,12 +519,16 @@ int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *w
 struct oo_block *oo_plan_take(struct oo_plan *plan, uint32_t unit, const struct oo_window *window) {
     /* Taking recycles the occupants' blocks: part them from their units first. */
     for (struct oo_block *block = window->first;; block = block->next) {
-        if (block->unit != OO_NO_UNIT)
+        if (block->unit != OO_NO_UNIT) {
             plan->units[block->unit].block = NULL;
+            oo_furthest_remove(&plan->furthest, block->unit);
+        }
         if (block == window->last)
             break;
     }
     plan->units[unit].block = oo_arena_take(&plan->arena, window, plan->units[unit].bytes, unit);
+    if (plan->furthest_holds)
+        oo_furthest_put(&plan->furthest, unit, oo__next_visit(plan, unit));
     return plan->units[unit].block;
 }
 
@@ -483,5 +538,6 @@ void oo_plan_drop(struct oo_plan *plan, uint32_t unit) {
         return;
     oo_arena_free(&plan->arena, block);
     plan->units[unit].block = NULL;
+    oo_furthest_remove(&plan->furthest, unit);
     oo__ahead_reset(plan);
 }
