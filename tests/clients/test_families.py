@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import peft
 import pytest
 import torch
 from equality import (
+    Recorder,
     assert_models_agree,
     assert_same,
     attached,
@@ -52,6 +55,7 @@ def step_of(family, how):
     def step(model):
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
             y, x = family.call(model)
+        assert_nothing_is_held(model)
         weights = torch.linspace(-1, 1, y.numel()).view(y.shape)
         (y.float() * weights).sum().backward()
         return [y.detach(), x.grad]
@@ -68,6 +72,49 @@ def assert_outputs_agree(managed, resident, step):
     torch.testing.assert_close(found[1], expected[1], rtol=0.1, atol=0.1)
     for one, other in zip(managed.parameters(), resident.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=0.1, atol=0.1)
+
+
+def assert_nothing_is_held(model):
+    manager = model.__dict__.get("_memory_manager")
+    if manager is not None:
+        assert sum(pins for *_, pins in manager.state.engine.residents()) == 0
+
+
+class Counting(Recorder):
+    """Counts the units that are in use at once."""
+
+    most = 0
+
+    def acquire(self, *arguments):
+        answer = super().acquire(*arguments)
+        held = [unit for unit, *_, pins in self.residents() if pins]
+        self.most = max(self.most, len(held))
+        return answer
+
+
+def most_at_once(manager):
+    """Return how many units the arena's floor counts: a layer's, and what stays lent above it."""
+    lenders = {layer.name: layer.unit for layer in manager.layers if layer.lends_to_code}
+    return max(
+        len({layer.unit, *(unit for name, unit in lenders.items() if is_below(layer.name, name))})
+        for layer in manager.layers
+    )
+
+
+def is_below(name, above):
+    return not above or name == above or name.startswith(f"{above}.")
+
+
+@contextlib.contextmanager
+def counted(manager):
+    """Assert that no more units are in use at once than the arena's floor counts."""
+    state, stated = manager.state, most_at_once(manager)
+    state.engine = counting = Counting(state.engine)
+    try:
+        yield
+    finally:
+        state.engine = counting._engine
+    assert 0 < counting.most <= stated, (counting.most, stated)
 
 
 def assert_all_is_managed(manager):
@@ -91,9 +138,10 @@ def test_a_whole_model_has_the_residents_bits(name, what, how):
     with attached(managed) as manager:
         assert_all_is_managed(manager)
         step = step_of(family, how)
-        if family.repeats and (what, how) == ("trainable", "autocast"):
-            assert_outputs_agree(managed, resident, step)
-        else:
-            assert_models_agree(managed, resident, step, steps=1)
-        assert sum(pins for *_, pins in manager.state.engine.residents()) == 0
+        with counted(manager):
+            if family.repeats and (what, how) == ("trainable", "autocast"):
+                assert_outputs_agree(managed, resident, step)
+            else:
+                assert_models_agree(managed, resident, step, steps=1)
+        assert_nothing_is_held(managed)
         assert_all_is_managed(manager)
