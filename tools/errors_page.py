@@ -207,6 +207,10 @@ NOTES: dict[str, dict[str, str]] = {
             "`vmap`, `grad`, `jvp` and the like call the layer with tensors that are none. "
             "Leave it resident, or detach."
         ),
+        "max_norm of managed layer": (
+            "An embedding with `max_norm` writes its table as it looks up rows. Set it before "
+            "attach, or name the layer in `ignore_modules`."
+        ),
         "forward-mode differentiation": "Dual numbers are not supported. Leave the layer resident.",
         "a forked child": (
             "A DataLoader worker or another fork used the model. Use it in the parent alone, "

@@ -7,7 +7,6 @@ weight. Where the table is not locked it travels as a whole, through the arena i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,7 +19,7 @@ from ..exemption import exempt
 from ..geometry import tensor_bytes
 from .inherited import WithInherited
 from .leaf import Tensors
-from .loan import Needs, node_of
+from .loan import Cast, Compute, Needs, node_of
 
 if TYPE_CHECKING:
     from ..structure import Structure
@@ -62,14 +61,7 @@ class EmbeddingLayer(WithInherited):
 
     # ---- the table ----
 
-    def lend(
-        self,
-        kind: int,
-        task: int,
-        seconds: float,
-        dtype: torch.dtype | None,
-        compute: Callable[[Tensors], Any],
-    ) -> Any:
+    def lend(self, kind: int, task: int, seconds: float, dtype: Cast, compute: Compute) -> Any:
         """Return ``compute`` of the table as it lies on the host, or, unlocked, in a slot."""
         state = self.state
         stream = state.stream()
@@ -114,6 +106,12 @@ class EmbeddingLayer(WithInherited):
     def base_call(self, module: Any, x: Tensor, tensors: Any) -> Tensor:
         """``F.embedding`` with the given table."""
         (table,) = tensors
+        if module.max_norm is not None:
+            raise OffloadError(
+                f"max_norm of managed layer '{self.name}' was set after attach; it writes the "
+                "table in forward, which lies on the host. Set it before attach: the layer stays "
+                "resident then."
+            )
         return F.embedding(
             x, table, module.padding_idx, None, 2.0, module.scale_grad_by_freq, module.sparse
         )

@@ -33,20 +33,15 @@ from .leaf import Leaf, Masters, Tensors, version_of
 _functorch_active = torch._C._are_functorch_transforms_active
 _graph_task = torch._C._current_graph_task_id
 
+Cast = torch.dtype | None  # what autocast computes in; None where it is off
+Compute = Callable[[Tensors], Any]  # queues all work that uses a slot's tensors, keeps none
 Needs = tuple[bool, ...]  # whether the input's gradient is wanted, and that of each named tensor
 
 
 class Borrower(Leaf):
     """A leaf that something computes with, for as long as it has a slot."""
 
-    def lend(
-        self,
-        kind: int,
-        task: int,
-        seconds: float,
-        dtype: torch.dtype | None,
-        compute: Callable[[Tensors], Any],
-    ) -> Any:
+    def lend(self, kind: int, task: int, seconds: float, dtype: Cast, compute: Compute) -> Any:
         """Return ``compute(tensors)`` of the tensors as they lie in a slot.
 
         The whole life of a loan: what takes also gives back, whatever happens in between. Torch's

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,7 +30,7 @@ from ..errors import OffloadError
 from ..exemption import exempt
 from ..sizes import format_size
 from .leaf import Leaf, Masters, Tensors
-from .loan import Layer
+from .loan import Cast, Compute, Layer
 from .swap import HANDLE, swap_out, watch_reads
 
 if TYPE_CHECKING:
@@ -55,14 +55,7 @@ class OnDevice(Layer):
         self.masters = Masters(type(self), self.parameters)
         return True
 
-    def lend(
-        self,
-        kind: int,
-        task: int,
-        seconds: float,
-        dtype: torch.dtype | None,
-        compute: Callable[[Tensors], Any],
-    ) -> Any:
+    def lend(self, kind: int, task: int, seconds: float, dtype: Cast, compute: Compute) -> Any:
         """Return ``compute(tensors)`` of the Parameters' tensors: nothing is taken."""
         with torch.no_grad():
             tensors = tuple([None if t is None else t.detach() for t in self.masters.tensors])

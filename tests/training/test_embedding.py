@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-import oracle_offload.selection
-from oracle_offload import OffloadError, simulator
+from oracle_offload import OffloadError, selection, simulator
 from oracle_offload.layers.any import AnyLayer
 from oracle_offload.layers.embedding import EmbeddingLayer
 from oracle_offload.layers.inherited import answering_class
@@ -429,8 +428,8 @@ class ReadsInside(nn.Embedding):
 
 @pytest.mark.parametrize("make", [Reads, ReadsToo, AsksTheDevice, ReadsInside])
 def test_a_forward_that_reads_the_weight_has_it_lent(device, make, monkeypatch):
-    monkeypatch.setattr(oracle_offload.selection, "SMALL_BYTES", 0)
-    monkeypatch.setattr(oracle_offload.selection, "SMALL_TOGETHER", (0, 0))
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
     torch.manual_seed(0)
     managed, resident = resident_pair(Net(make))
     with attached(managed, device) as manager:
@@ -467,8 +466,8 @@ def test_a_copy_is_an_ordinary_module():
 
 
 def test_max_norm_stays_and_a_bag_is_lent(device, monkeypatch):
-    monkeypatch.setattr(oracle_offload.selection, "SMALL_BYTES", 0)
-    monkeypatch.setattr(oracle_offload.selection, "SMALL_TOGETHER", (0, 0))
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
 
     class Bags(nn.Module):
         def __init__(self):
@@ -490,6 +489,20 @@ def test_max_norm_stays_and_a_bag_is_lent(device, monkeypatch):
         assert set(manager.resident.values()) == {"max_norm writes its weight in forward"}
         (bag,) = (layer for layer in manager.layers if layer.name == "tokens")
         assert isinstance(bag, AnyLayer)
+        assert_models_agree(managed, resident, make_step(device), device=device)
+
+
+def test_max_norm_that_is_set_after_attach_is_refused_by_name(device):
+    managed, resident = resident_pair(Net())
+    with attached(managed, device):
+        managed.tokens.max_norm = 1.0
+        for context in (torch.enable_grad, torch.no_grad):
+            with (
+                context(),
+                pytest.raises(OffloadError, match="max_norm of managed layer 'tokens' was set"),
+            ):
+                managed(ids_of().to(device), torch.zeros(WIDTH).to(device))
+        managed.tokens.max_norm = None
         assert_models_agree(managed, resident, make_step(device), device=device)
 
 
