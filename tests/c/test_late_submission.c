@@ -52,6 +52,36 @@ static void late_copies_begin_at_once(void) {
     world_close(&w, "late copy");
 }
 
+/* What marks the end of a copy is handed over with it, or the copy would seem to last until
+ * somebody calls again. */
+static void copy_threads_measure_their_copies_alone(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    struct oo_trace_row *rows;
+    size_t count, copies = 0;
+    late(1);
+    sim.simRefuseRegistration(1);
+    world_open(&w, 400000, -1);
+    need(oo_trace_start(w.engine), "start");
+    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    need(oo_engine_launch(w.engine, w.member[0], w.stream, 1e-6), "launch");
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    feeds_end(&w);
+    sim.simAdvance(1);
+    need(oo_trace_stop(w.engine, &rows, &count), "stop");
+    for (size_t i = 0; i < count; i++) {
+        if (rows[i].kind != OO_TRACE_H2D)
+            continue;
+        copies++;
+        CHECK(rows[i].end_s - rows[i].start_s < 0.5, "%.6f s", rows[i].end_s - rows[i].start_s);
+    }
+    CHECK(copies > 1, "%zu copies", copies);
+    oo_trace_free(rows);
+    world_close(&w, "measured");
+    sim.simRefuseRegistration(0);
+}
+
 /* Locked or through the rings, on every schedule: right bytes, no deadlock. */
 static void every_step_ends(void) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
@@ -79,6 +109,7 @@ static void every_step_ends(void) {
 static const struct check_case cases[] = {
     CASE(copies_ahead_begin_at_once),
     CASE(late_copies_begin_at_once),
+    CASE(copy_threads_measure_their_copies_alone),
     CASE(every_step_ends),
 };
 
