@@ -48,12 +48,15 @@ enum oo_status oo_journal_read(struct oo_engine *engine, uint64_t from, struct o
     const uint64_t oldest = journal->written - kept;
     *first = from < oldest ? oldest : from < journal->written ? from : journal->written;
     *now_s = oo__host_clock_s(engine);
-    if (!journal->entries)
+    if (!journal->entries) {
         status = oo__fail(OO_E_STATE, "no journal is being kept");
+        goto done;
+    }
     while (*count < room && *first + *count < journal->written) {
         entries[*count] = journal->entries[(*first + *count) % journal->capacity];
         ++*count;
     }
+done:
     oo__leave(engine);
     return status;
 }
