@@ -33,6 +33,7 @@ _PUBLIC = {
     "explained_oom": "explain",
     "is_oom": "explain",
     "memory_summary": "views.summary",
+    "phase": "recorder",
     "read_metrics": "metrics",
     "read_recording": "views.recording",
     "record": "recorder",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from .metrics import MetricsRun as MetricsRun
     from .metrics import read_metrics as read_metrics
     from .recorder import Recorder as Recorder
+    from .recorder import phase as phase
     from .recorder import record as record
     from .views.recording import Recording as Recording
     from .views.recording import read_recording as read_recording

@@ -21,6 +21,7 @@ from . import _core, devices, simulator, step_scalars
 from .errors import OffloadError
 from .locks import Lock
 from .pace import Pace
+from .phases import FIRST, Phases
 from .simulated_time import SimulatedTime
 
 logger = logging.getLogger("oracle_offload")
@@ -30,6 +31,7 @@ _opened_in: int | None = None  # the process that opened what is in it
 _registry_lock = Lock("registry")  # protects _registry, _orphans and the creation of engines
 _orphans: list[_core.Engine] = []  # could not be set up, nor closed yet: a fault lasts
 _hooks_installed = False
+_phase = FIRST
 
 
 class Layout:
@@ -121,6 +123,7 @@ class DeviceState:
             self.simulated = self.engine.simulated
             self.stream = self.kind.stream_of(self.engine)
             self.pace = Pace(self.kind.now_s)
+            self.phases = Phases(_phase, self.engine.stats())
             self.time = SimulatedTime(simulator.get_device(0) if self.simulated else None)
             self.engine.set_verify(os.environ.get("ORACLE_OFFLOAD_VERIFY", "0") not in ("", "0"))
         except BaseException:
@@ -288,6 +291,21 @@ def open_states() -> list[DeviceState]:
     """Return the devices that have an engine in this process."""
     with _registry_lock:
         return [state for state in _registry.values() if state.pid == os.getpid()]
+
+
+def phase_now() -> str:
+    """Return the phase that the run is in."""
+    return _phase
+
+
+def begin_phase(name: str) -> None:
+    """Begin a phase on every device, and on those to come."""
+    global _phase
+    _phase = name
+    for state in open_states():
+        with state.lock:
+            if state.listeners:  # while somebody listens, nobody closes the engine
+                state.phases.begin(name, state.engine.stats())
 
 
 def parent_process() -> int | None:

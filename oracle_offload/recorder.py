@@ -20,36 +20,16 @@ from .attachment import attachments_on
 from .engines import DeviceState, Layout
 from .errors import OffloadError
 from .pace import WARM_UP_STEPS
+from .phases import growth
 from .views.recording import SCHEMA, Recording
 
 logger = logging.getLogger("oracle_offload")
 
-# Counters that tell how things are, not how often something happened: they do not grow by a step.
-AS_THEY_ARE = frozenset(
-    {
-        "managed_bytes",
-        "locked_bytes",
-        "pageable_bytes",
-        "ring_bytes",
-        "arena_bytes",
-        "resident_bytes",
-        "peak_resident_bytes",
-        "largest_unit_bytes",
-        "learned_block_bytes",
-        "units",
-        "resident_units",
-    }
-)
 _DEEDS = ("compute", "wait", "copy_to_device", "copy_to_host", "eviction")  # enum oo_deed
 _TRACED = {"compute": "compute", "stall": "wait", "h2d": "copy_to_device", "d2h": "copy_to_host"}
 _MOST_ROWS = 10_000  # steps and phases of one device
 _MOST_TIMED = 4  # timed steps of one device; each has a row for every use
 _LATEST = (1 << 64) - 1  # no entry has this number: the journal answers which comes next
-
-
-def growth(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return by how much counters have grown, and how those are that do not grow."""
-    return {key: now[key] if key in AS_THEY_ARE else now[key] - before[key] for key in now}
 
 
 @dataclass
@@ -67,6 +47,7 @@ class _Part:
 
     state: DeviceState
     name: str  # of the device
+    phase: str  # that it is in
     begin_s: float  # by the clock of the journal
     counters: Mapping[str, Any]
     begun: Mapping[str, Any]  # the counters when the phase began
@@ -90,17 +71,16 @@ class _Part:
 
 
 class _Phase:
-    """A phase as a ``with`` block; see `Recorder.phase`."""
+    """A phase as a ``with`` block; see `phase`."""
 
-    def __init__(self, recorder: Recorder, before: str) -> None:
-        self._recorder = recorder
+    def __init__(self, before: str) -> None:
         self._before = before
 
     def __enter__(self) -> None:
         return
 
     def __exit__(self, *details: object) -> None:
-        self._recorder.phase(self._before)
+        phase(self._before)
 
 
 class Recorder:
@@ -128,7 +108,7 @@ class Recorder:
         self._max_events = max_events
         self._timed_every = timed_every
         self._parts: tuple[_Part, ...] = ()
-        self._phase = "training"
+        self._phase = engines.phase_now()
         self._errors: list[dict[str, Any]] = []
         self._lines: deque[str] = deque(maxlen=_MOST_ROWS)
         self._running = False
@@ -158,6 +138,7 @@ class Recorder:
                 )
             _current = self
         self._running = True
+        self._phase = engines.phase_now()
         for state in engines.observe(self):
             with state.lock:
                 self.opened(state)
@@ -202,7 +183,7 @@ class Recorder:
     # ---- phases ----
 
     def phase(self, name: str) -> _Phase:
-        """Say what is being done from now on: ``"training"``, as at first, ``"sampling"``, ...
+        """Say what is being done from now on, as `oracle_offload.phase` does.
 
         One line tells the change, in `lines` and in the log: what torch has allocated (on the
         simulated device: what is not free), how much it has grown since the phase before began,
@@ -214,6 +195,7 @@ class Recorder:
             ``with recorder.phase("sampling"):`` goes back to the phase before at its end.
         """
         before, self._phase = self._phase, str(name)
+        engines.begin_phase(self._phase)
         rows = []
         for part in self._parts:
             with part.state.lock:
@@ -222,7 +204,7 @@ class Recorder:
         line = _phase_line(before, self._phase, rows)
         self._lines.append(line)
         logger.info("%s", line)
-        return _Phase(self, before)
+        return _Phase(before)
 
     def _end_phase(self, part: _Part, before: str) -> dict[str, Any]:
         counters = part.state.engine.stats()
@@ -247,6 +229,7 @@ class Recorder:
         part.phases.append(row)
         part.n_phases += 1
         part.begun, part.allocated, part.fresh = counters, allocated, True
+        part.phase = self._phase
         return row
 
     # ---- what engines tell: see `engines.Observer` ----
@@ -260,7 +243,9 @@ class Recorder:
         except Exception as error:
             self._note(state, error)
             return
-        part = _Part(state, name, begin_s, counters, counters, deque(maxlen=self._max_events))
+        part = _Part(
+            state, name, self._phase, begin_s, counters, counters, deque(maxlen=self._max_events)
+        )
         part.allocated = _allocated_and_peak(state)[0]
         self._parts = (*self._parts, part)
         self._learn_names(part)
@@ -484,7 +469,6 @@ def _events_of(part: _Part) -> list[dict[str, Any]]:
     device = str(part.state.device)
     ends = [(row["entry"], row["step"]) for row in part.steps]
     changes = [(row["entry"], row["before"]) for row in part.phases]
-    last_phase = part.phases[-1]["phase"] if part.phases else None
     times = {timed.step: _times_of(timed) for timed in part.timed}
     events: list[dict[str, Any]] = []
     arriving: dict[int, list[dict[str, Any]]] = {}  # evictions by the unit that comes in its place
@@ -503,7 +487,7 @@ def _events_of(part: _Part) -> list[dict[str, Any]]:
             "event": kind,
             "t_s": host_s - part.begin_s,
             "step": step,
-            "phase": changes[phase_at][1] if phase_at < len(changes) else last_phase or "training",
+            "phase": changes[phase_at][1] if phase_at < len(changes) else part.phase,
             "device": device,
             "model": model,
             "layer": layer,
@@ -539,6 +523,31 @@ def _times_of(timed: _Timed) -> dict[tuple[str, int], deque[tuple[float, float]]
 
 _current: Recorder | None = None
 _current_lock = threading.Lock()  # protects _current; nothing is taken under it
+
+
+def phase(name: str) -> _Phase:
+    """Say what is being done from now on, with or without a recording.
+
+    `memory_summary` then tells what was counted in each phase, and a recording that is under way
+    what is told by `Recorder.phase`.
+
+    Parameters
+    ----------
+    name : str
+        ``"training"`` at first; ``"sampling"``, ``"evaluation"``, or whatever it is.
+
+    Returns
+    -------
+    context manager
+        ``with oracle_offload.phase("sampling"):`` goes back to the phase before at its end.
+    """
+    with _current_lock:
+        current = _current
+    if current is not None:
+        return current.phase(name)
+    before = engines.phase_now()
+    engines.begin_phase(str(name))
+    return _Phase(before)
 
 
 def record(path: Any = None, *, max_events: int = 100_000, timed_every: int = 128) -> Recorder:

@@ -27,7 +27,7 @@ GROUPS = (
     ),
     ("Numbers while it trains", "Meter MetricsFile read_metrics MetricsRun"),
     ("Loggers", "integrations.tensorboard integrations.wandb integrations.postfix"),
-    ("Recording", "record Recorder Recording read_recording"),
+    ("Recording", "record Recorder phase Recording read_recording"),
     ("Errors", "OffloadError DriverError NoRoomError StaleWeightsError"),
     (
         "Out of memory",

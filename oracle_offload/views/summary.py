@@ -28,7 +28,7 @@ from .bars import html_bar, text_bar
 from .memory import Memory, device_memory, host_memory, show_size
 from .page import fragment, page
 from .schema import schema
-from .terminal import Text
+from .terminal import Text, printable
 from .verdict import Load, Verdict, judge
 
 if TYPE_CHECKING:
@@ -100,6 +100,28 @@ class ModelUsage:
 
 
 @dataclass(frozen=True)
+class PhaseUsage:
+    """What one device's engine counted in one phase, of all models; see `ModelUsage`."""
+
+    name: str
+    acquires: int
+    hits: int
+    late: int
+    stale: int
+    evictions: int
+    waits: int
+    timed_waits: int
+    stalls: int
+    stall_s: float
+    h2d_bytes: int
+    h2d_copies: int
+    h2d_gbps: float | None
+    d2h_bytes: int
+    d2h_copies: int
+    d2h_gbps: float | None
+
+
+@dataclass(frozen=True)
 class DeviceUsage:
     """One device and the models attached to it.
 
@@ -128,6 +150,7 @@ class DeviceUsage:
     recoveries: int
     allocations: int
     models: list[ModelUsage] = field(default_factory=list)
+    phases: list[PhaseUsage] = field(default_factory=list)
     verdict: Verdict | None = None
 
 
@@ -206,6 +229,8 @@ class MemoryReport:
                 units = f"{model.layers} layers in {model.units} units"
                 rows = _model_rows(model, self.abbreviated)
                 body.append(_html_table([(model.name, units), *rows]))
+            for phase in _told_phases(device, self.abbreviated):
+                body.append(_html_table(_phase_rows(phase)))
         if self.optimizer_bytes:
             body.append(_html_table(_optimizer_rows(self)))
         if self.devices and not self.abbreviated:
@@ -370,7 +395,24 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
         recoveries=stats["recoveries"],
         allocations=stats["allocations"],
         models=[_model_usage(state, attachment) for attachment in attachments],
+        phases=[_phase_usage(*phase) for phase in state.phases.counted(stats).items()],
         verdict=_verdict(state, stats),
+    )
+
+
+def _phase_usage(name: str, grown: Mapping[str, Any]) -> PhaseUsage:
+    stalls, stall_s = stalls_of(grown)
+    alike = (
+        "acquires hits late stale evictions waits timed_waits h2d_bytes h2d_copies d2h_bytes "
+        "d2h_copies"
+    )
+    return PhaseUsage(
+        name=name,
+        stalls=round(stalls),
+        stall_s=stall_s,
+        h2d_gbps=_rate(grown["h2d_timed_bytes"], grown["h2d_seconds"]),
+        d2h_gbps=_rate(grown["d2h_timed_bytes"], grown["d2h_seconds"]),
+        **{key: grown[key] for key in alike.split()},
     )
 
 
@@ -470,6 +512,8 @@ def _table(device: DeviceUsage, report: MemoryReport) -> str:
     for model in device.models:
         lines += [thin, _row(model.name, f"{model.layers} layers in {model.units} units")]
         lines += [_row(*row) for row in _model_rows(model, report.abbreviated)]
+    for phase in _told_phases(device, report.abbreviated):
+        lines += [thin, *(_row(*row) for row in _phase_rows(phase))]
     if report.optimizer_bytes:
         lines += [thin, *(_row(*row) for row in _optimizer_rows(report))]
     if not report.abbreviated:
@@ -555,9 +599,6 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
     rows.append(("  X_min, least bytes a step can need", format_size(model.x_min_bytes)))
     if abbreviated:
         return rows
-    hits = f"{model.hits} of {model.acquires}"
-    if model.acquires:
-        hits += f" ({100 * model.hits / model.acquires:.1f}%)"
     return [
         *rows,
         ("  to the device, in all", _traffic(model.h2d_bytes, model.h2d_copies, model.h2d_gbps)),
@@ -567,7 +608,7 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
             else []
         ),
         ("  to the host, in all", _traffic(model.d2h_bytes, model.d2h_copies, model.d2h_gbps)),
-        ("  hits", hits),
+        ("  hits", _hits(model)),
         ("  prefetched / late / stale", f"{model.prefetches} / {model.late} / {model.stale}"),
         ("  stalls", stalls_text(model.stalls, model.stall_s, model.timed_waits, model.waits)),
         *(
@@ -576,6 +617,27 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
             else []
         ),
     ]
+
+
+def _told_phases(device: DeviceUsage, abbreviated: bool) -> list[PhaseUsage]:
+    """Return the phases, where there is more than the whole that the models tell already."""
+    return [] if abbreviated or len(device.phases) < 2 else device.phases
+
+
+def _phase_rows(phase: PhaseUsage) -> list[tuple[str, str]]:
+    return [
+        (f"phase {printable(phase.name)[:32]}", "all models"),
+        ("  to the device", _traffic(phase.h2d_bytes, phase.h2d_copies, phase.h2d_gbps)),
+        ("  to the host", _traffic(phase.d2h_bytes, phase.d2h_copies, phase.d2h_gbps)),
+        ("  hits", _hits(phase)),
+        ("  late / stale / evicted", f"{phase.late} / {phase.stale} / {phase.evictions}"),
+        ("  stalls", stalls_text(phase.stalls, phase.stall_s, phase.timed_waits, phase.waits)),
+    ]
+
+
+def _hits(usage: ModelUsage | PhaseUsage) -> str:
+    share = f" ({100 * usage.hits / usage.acquires:.1f}%)" if usage.acquires else ""
+    return f"{usage.hits} of {usage.acquires}{share}"
 
 
 def _traffic(nbytes: int, copies: int, rate: float | None) -> str:

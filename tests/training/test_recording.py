@@ -16,8 +16,8 @@ from equality import attached
 from torch import nn
 
 import oracle_offload
+from oracle_offload import phases, simulator
 from oracle_offload import recorder as recorders
-from oracle_offload import simulator
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 2
@@ -84,7 +84,7 @@ def test_every_number_of_a_recording_is_a_counter_or_a_sum_of_them(training, tim
         after = training.engine.stats()
         recording = recorder.recording()
     steps = recording.steps()
-    grown = recorders.growth(after, before)
+    grown = phases.growth(after, before)
     assert len(steps) == 9 and recording.header["dropped"] == 0
 
     def count(kind):
@@ -122,7 +122,7 @@ def test_counters_that_do_not_grow_are_those_that_the_header_says_so_of():
     rows = re.findall(r"^    (?:COUNT|SECONDS)\((\w+), (\w+)\)", text, re.M)
     assert len(rows) > 30
     as_they_are = {name for name, of in rows if of == "NOW"} | {"peak_resident_bytes"}
-    assert as_they_are == recorders.AS_THEY_ARE
+    assert as_they_are == phases.AS_THEY_ARE
 
 
 def test_warm_up_resumed_and_timed_steps_are_labelled_and_in_no_average(training):
@@ -246,6 +246,23 @@ def test_phases_are_told_in_a_line_each(training, caplog):
     assert {e["step"] for e in recording.of("compute") if e["phase"] == "sampling"} == {3}
 
 
+def test_phases_are_told_without_a_recording_and_to_the_one_under_way(training):
+    with oracle_offload.phase("sampling"):
+        training.model(training.prefix.detach())
+        with oracle_offload.record() as recorder:
+            training.model(training.prefix.detach())
+            oracle_offload.phase("evaluation")
+            training.model(training.prefix.detach())
+    recorder = recorder.recording()
+    assert [e["phase"] for e in recorder.of("compute")] == ["sampling"] * 16 + ["evaluation"] * 16
+    (device,) = oracle_offload.memory_summary().devices
+    assert {p.name: p.acquires for p in device.phases} == {
+        "training": 0,
+        "sampling": 32,
+        "evaluation": 16,
+    }
+
+
 def test_an_exception_passes_and_what_was_recorded_is_written(training, tmp_path):
     with (
         pytest.raises(ZeroDivisionError),
@@ -304,7 +321,7 @@ def test_memory_is_bounded_and_what_was_dropped_is_counted(training, monkeypatch
         training.step(12)
         kept = [len(recorder.recording().of("compute")) for _ in range(2)]
         training.step(8)
-        grown = recorders.growth(training.engine.stats(), before)
+        grown = phases.growth(training.engine.stats(), before)
     recording = recorder.recording()
     (device,) = recording.header["devices"]
     done = ("compute", "wait", "copy_to_device", "eviction")
@@ -357,8 +374,8 @@ def test_arguments_that_make_no_sense_are_refused(arguments):
 def recording(training):
     with oracle_offload.record(timed_every=2) as recorder:
         training.step(6)
-        recorder.phase("evaluation")
-        training.model(training.prefix.detach())
+        with recorder.phase("evaluation"):
+            training.model(training.prefix.detach())
     return recorder.recording()
 
 

@@ -94,6 +94,61 @@ def test_each_figure_is_a_counter_or_arithmetic_of_counters(seed):
         assert json.loads(report.to_json()) == report.to_dict()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_what_the_phases_count_adds_up_to_what_the_engine_counts(seed):
+    draw = torch.Generator().manual_seed(seed)
+    model = Net(8)
+    with attached(model, offload_percent=0.8) as manager:
+        engine = manager.state.engine
+        marks, names = [engine.stats()], []
+        for _ in range(6):
+            name = ("training", "sampling", "evaluation")[int(torch.randint(3, (), generator=draw))]
+            with oracle_offload.phase(name):
+                marks.append(engine.stats())
+                names.append("training")
+                if name == "training":
+                    train(model, 2)
+                else:
+                    model(torch.randn(3, 64))
+                    simulator.finish()
+                marks.append(engine.stats())
+                names.append(name)
+        (device,) = oracle_offload.memory_summary().devices
+        now = engine.stats()
+        names.append("training")
+        marks.append(now)
+        assert {phase.name for phase in device.phases} == set(names)
+        told = (
+            "acquires hits late stale evictions waits timed_waits h2d_bytes h2d_copies d2h_bytes "
+            "d2h_copies"
+        )
+        for phase in device.phases:
+            for name in told.split():
+                expected = sum(
+                    after[name] - before[name]
+                    for label, before, after in zip(names, marks, marks[1:], strict=False)
+                    if label == phase.name
+                )
+                assert getattr(phase, name) == expected, (phase.name, name)
+        for name in told.split():  # all of what was counted before the model came, too
+            assert sum(getattr(phase, name) for phase in device.phases) == now[name]
+        text = str(oracle_offload.memory_summary())
+        for phase in device.phases:
+            shown = f"{phase.hits} of {phase.acquires} ({100 * phase.hits / phase.acquires:.1f}%)"
+            assert f"| phase {phase.name} " in text and shown in text
+            assert shown in oracle_offload.memory_summary()._repr_html_()
+        assert "phase" not in str(oracle_offload.memory_summary(abbreviated=True))
+
+
+def test_one_phase_alone_is_told_in_the_dictionary_and_not_in_the_table():
+    model = Net(2)
+    with attached(model):
+        train(model)
+        report = oracle_offload.memory_summary()
+    assert [phase.name for phase in report.devices[0].phases] == ["training"]
+    assert "| phase" not in str(report)
+
+
 def test_without_a_model_it_shows_the_host():
     report = oracle_offload.memory_summary()
     (host,) = report.memory

@@ -1,0 +1,58 @@
+"""What an engine counted in each phase of a run: training, sampling, evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+FIRST = "training"  # until somebody says otherwise
+# Counters that tell how things are, not how often something happened: they do not grow.
+AS_THEY_ARE = frozenset(
+    {
+        "managed_bytes",
+        "locked_bytes",
+        "pageable_bytes",
+        "ring_bytes",
+        "arena_bytes",
+        "resident_bytes",
+        "peak_resident_bytes",
+        "largest_unit_bytes",
+        "learned_block_bytes",
+        "units",
+        "resident_units",
+    }
+)
+
+
+def growth(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return by how much counters have grown, and how those are that do not grow."""
+    return {key: now[key] if key in AS_THEY_ARE else now[key] - before[key] for key in now}
+
+
+class Phases:
+    """The phases of one device, and what was counted in each.
+
+    Parameters
+    ----------
+    name : str
+        The phase that it is in.
+    counters : mapping
+        The engine's, of all models, now.
+    """
+
+    def __init__(self, name: str, counters: Mapping[str, Any]) -> None:
+        self._name = name
+        self._begun = dict(counters)
+        self._sums: dict[str, dict[str, Any]] = {}
+
+    def begin(self, name: str, counters: Mapping[str, Any]) -> None:
+        """Another phase begins, or the same goes on."""
+        self._sums = self.counted(counters)
+        self._name, self._begun = name, dict(counters)
+
+    def counted(self, counters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return by how much the counters grew in each phase, by name, up to `counters`."""
+        grown = growth(counters, self._begun)
+        before = self._sums.get(self._name, dict.fromkeys(grown, 0))
+        sums = {key: before[key] + grown[key] for key in grown if key not in AS_THEY_ARE}
+        return {**self._sums, self._name: sums}
