@@ -16,6 +16,8 @@ from equality import Recorder, assert_models_agree, assert_same, attached, resid
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from oracle_offload import selection
+
 REGISTER = {
     "forward pre": nn.Module.register_forward_pre_hook,
     "forward": nn.Module.register_forward_hook,
@@ -65,9 +67,34 @@ def pair(reentrant: bool | None) -> tuple[nn.Module, nn.Module]:
     return resident_pair(Net(reentrant))
 
 
-def micro_step(model: nn.Module, cast: bool = False) -> list[Tensor]:
+class Stack(nn.Module):
+    """Matrices in one Parameter, of which a view is used, and a child inside of the loan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(torch.randn(3, 8, 8) / 3)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        stacked = torch.einsum("bth,eoh->bto", x, self.matrices.transpose(1, 2))
+        return torch.tanh(self.inner(stacked)) * self.matrices[0, 0]
+
+
+class Lending(Net):
+    """The same, with modules whose own forward computes with what it is lent; its norms are."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__(reentrant)
+        for block in self.blocks:
+            block.body = nn.Sequential(Stack(), nn.LayerNorm(8))
+        self.blocks[0].requires_grad_(False)
+
+
+def micro_step(
+    model: nn.Module, device: torch.device | None = None, cast: bool = False
+) -> list[Tensor]:
     # Where it computes: the norms stay there, the embedding is managed.
-    ids = torch.randint(0, 11, (2, 16)).to(model.blocks[0].norm.weight.device)
+    ids = torch.randint(0, 11, (2, 16)).to(device or model.blocks[0].norm.weight.device)
     context = torch.autocast(ids.device.type, torch.bfloat16) if cast else contextlib.nullcontext()
     with context:
         y = model(ids)
@@ -146,6 +173,33 @@ def boundaries(model: nn.Module, kind: str, step: Any) -> int:
     every = {module for module in model.modules() if not isinstance(module, nn.ModuleList)}
     assert counting.seen == every, "a module without a boundary"
     return counting.runs
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+@pytest.mark.parametrize("kind", REGISTER)
+def test_an_exception_at_any_boundary_ends_what_is_lent(device, kind, reentrant, monkeypatch):
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Lending(reentrant))
+    resident.to(device)
+
+    def step(model: nn.Module) -> list[Tensor]:
+        return micro_step(model, torch.device(device))
+
+    with attached(managed, device, offload_percent=1.0) as manager, ledger_of(manager) as ledger:
+        assert manager.resident == {}
+        assert sum(layer.lends_to_code for layer in manager.layers) == 6
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        count = boundaries(managed, kind, step)
+        for at in range(1, count + 1):
+            where = f"{kind} hook {at} of {count}"
+            error = RuntimeError(f"raised by user code in {where}")
+            with Raising(managed, kind, at, error), pytest.raises(RuntimeError, match="raised by"):
+                step(managed)
+            error.__traceback__ = None  # which keeps the frames, and what they compute with
+            check_nothing_held(ledger, where)
+        assert_models_agree(managed, resident, step, steps=1, device=device)
 
 
 STEPS = {"a step": micro_step, "two micro-steps under autocast": two_micro_steps}
