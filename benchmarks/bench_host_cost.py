@@ -137,7 +137,6 @@ def lent_call(device: str = "cpu") -> list[dict[str, Any]]:
     import torch
 
     import oracle_offload
-    from oracle_offload import selection
 
     class Bare(torch.nn.Module):
         def __init__(self) -> None:
@@ -149,35 +148,22 @@ def lent_call(device: str = "cpu") -> list[dict[str, Any]]:
 
     torch.set_num_threads(1)
     x = torch.randn(1, FEATURES, device=device, requires_grad=True)
-    ones = torch.ones(1, FEATURES, device=device)
     plain = torch.nn.Sequential(*(Bare() for _ in range(LAYERS))).requires_grad_(False)
     lent = torch.nn.Sequential(*(Bare() for _ in range(LAYERS))).requires_grad_(False)
-    with (
-        mock.patch.object(selection, "SMALL_BYTES", 0),
-        mock.patch.object(selection, "SMALL_TOGETHER", (0, 0)),
-    ):
+    with nothing_is_small():
         manager = oracle_offload.attach(lent, device, offload_percent=0.0)
     assert len(manager.layers) == LAYERS
-    kinds: dict[str, Callable[[], object]] = {"plain": lambda: plain(x), "lent": lambda: lent(x)}
-    rows = []
-    for what, calls in (
-        ("forward", kinds),
-        (
-            "forward_backward",
-            {
-                "plain": lambda: torch.autograd.grad(plain(x), x, ones),
-                "lent": lambda: torch.autograd.grad(lent(x), x, ones),
-            },
-        ),
-    ):
-        found = {name: seconds / LAYERS for name, seconds in seconds_per_call(calls).items()}
-        rows.append(
-            {
-                "name": f"lent_module_{what}",
-                **{f"{name}_s": value for name, value in found.items()},
-                "cost_of_lending_s": found["lent"] - found["plain"],
-            }
-        )
+
+    def allocations() -> int:
+        count: int = manager.state.engine.stats()["allocations"]
+        return count
+
+    for _ in range(2):
+        torch.autograd.grad(lent(x), x, torch.ones_like(x))
+    before = allocations()
+    rows = rows_of("lent_module", {"plain": plain, "lent": lent}, x, LAYERS)
+    rows[-1]["allocations_count"] = allocations() - before
+    assert not rows[-1]["allocations_count"], "a steady step allocates"
     manager.detach(lent)
     return rows
 
