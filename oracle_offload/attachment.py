@@ -418,6 +418,9 @@ class Attachment:
             error,
             exc_info=None if isinstance(error, OffloadError) else error,
         )
+        if self.is_attached:  # at exit, copy threads must not outlive what they copy to
+            with contextlib.suppress(OffloadError):
+                self.state.engine.refresh(self.model)
         self._let_go_of_layers()
         self._is_left = True
         self.state.join(self)

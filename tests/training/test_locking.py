@@ -144,6 +144,34 @@ def test_where_all_fits_with_room_to_spare_all_is_locked_and_no_ring_is_left(wal
         assert stats["pageable_bytes"] == stats["ring_bytes"] == 0
 
 
+class Keeps(nn.Module):
+    """Keeps what it is lent, so that its model cannot be closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(512, 512), requires_grad=False)
+
+    def forward(self, x):
+        self.__dict__["kept"] = self.table
+        return x @ self.table
+
+
+def test_an_end_that_is_refused_stops_what_is_copied():
+    """At the exit of the interpreter, say: copy threads would outlive the arena."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)), Keeps()).requires_grad_(False)
+    with torch.no_grad():
+        manager = oracle_offload.attach(model, "cpu", lock="never", offload_percent=0.0)
+        engine, attachment = manager.state.engine, manager.attachment
+        model[-1](torch.ones(2, 512))
+        model[0](torch.ones(2, 512))
+    assert len(engine.residents()) > 2, "nothing was copied ahead"
+    manager.finalizer()  # what exit, and the end of the model, call
+    assert attachment.is_attached and [pins for *_, pins in engine.residents()] == [1]
+    del model[-1].__dict__["kept"]
+    attachment.close_if_left()
+    assert not attachment.is_attached
+
+
 def test_nothing_is_locked_that_must_never_be_but_a_ring():
     stats = assert_trains_alike(2**40, 16 * MIB, lock="never")
     assert stats["pageable_bytes"] == 16 * MIB
