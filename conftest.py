@@ -13,6 +13,8 @@ import pytest
 # Read when CUDA starts: without it cuBLAS may sum in another order each time, and strict
 # determinism refuses to work.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Tests leave nothing in the user's folder; those of the heartbeat ask for one elsewhere.
+os.environ["ORACLE_OFFLOAD_HEARTBEAT"] = "0"
 
 
 @functools.cache

@@ -84,5 +84,19 @@ def __getattr__(name: str) -> object:
     return value
 
 
+def load_ipython_extension(ipython: object) -> None:
+    """Make ``%load_ext oracle_offload`` bring the magics; see docs/notebook.md."""
+    from .notebook import load
+
+    load(ipython)
+
+
+def unload_ipython_extension(ipython: object) -> None:
+    """Undo `load_ipython_extension`."""
+    from .notebook import unload
+
+    unload(ipython)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC})

@@ -26,6 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_doctor(commands)
     _add_explain(commands)
+    _add_watch(commands)
     _add_aitoolkit(commands)
     return parser
 
@@ -94,6 +95,21 @@ def run_explain(args: argparse.Namespace) -> int:
     from .explain.command import run
 
     return run(args, EXIT_OK, EXIT_ERROR, EXIT_CHECK_FAILED)
+
+
+def _add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from .commands.watch import add_arguments
+
+    watch = commands.add_parser("watch", help="show what a running training does now")
+    add_arguments(watch)
+    watch.set_defaults(run=run_watch)
+
+
+def run_watch(args: argparse.Namespace) -> int:
+    """Show a running training until it ends, or once."""
+    from .commands.watch import run
+
+    return run(args, EXIT_OK, EXIT_ERROR)
 
 
 def _add_aitoolkit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

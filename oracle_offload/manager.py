@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from . import _core, admission, masters, selection
+from . import _core, admission, heartbeat, masters, selection
 from .attachment import Attachment, close_leftovers
 from .devices import parse_device
 from .engines import DeviceState, open_state, opened
@@ -343,6 +343,7 @@ def attach(
     if order is not None:
         attachment.order = order
         order.tell(attachment)
+    heartbeat.start()
     return manager
 
 

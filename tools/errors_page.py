@@ -316,6 +316,7 @@ NOTES: dict[str, dict[str, str]] = {
     },
     "Numbers": {
         "is no number": "`Meter.read` and `MetricsFile.log` take numbers, and None for unknown.",
+        "is no heartbeat of this version": "It was written by another version of the package.",
         "which is not installed here": "Install the library, or use another sink or callback.",
         "not a number:": "Of a tensor of several elements give its mean, or one of them.",
     },

@@ -122,6 +122,7 @@ PACKAGES = (
     "oracle_offload.doctor",
     "oracle_offload.aitoolkit",
     "oracle_offload.integrations",
+    "oracle_offload.commands",
 )
 
 

@@ -23,6 +23,7 @@ FOLDERS = {
     "oracle_offload/host": "the host as the system shows it",
     "oracle_offload/aitoolkit": "the drop-in for AI-Toolkit; could be deleted whole",
     "oracle_offload/integrations": "numbers to loggers and from trainers; could be deleted whole",
+    "oracle_offload/commands": "commands that read what a training writes",
     "oracle_offload/explain": "out-of-memory errors explained; could be deleted whole",
     "oracle_offload/doctor": "the machine examined; could be deleted whole",
     "csrc/python": "the extension module `oracle_offload._core`",

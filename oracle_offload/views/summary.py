@@ -396,7 +396,7 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
         allocations=stats["allocations"],
         models=[_model_usage(state, attachment) for attachment in attachments],
         phases=[_phase_usage(*phase) for phase in state.phases.counted(stats).items()],
-        verdict=_verdict(state, stats),
+        verdict=verdict_on(state, stats),
     )
 
 
@@ -423,7 +423,7 @@ def _free_and_total(state: DeviceState) -> tuple[int, int] | tuple[None, None]:
         return None, None
 
 
-def _verdict(state: DeviceState, stats: Mapping[str, Any]) -> Verdict:
+def verdict_on(state: DeviceState, stats: Mapping[str, Any]) -> Verdict:
     """Judge the steps of a device, which all of its models take part in."""
     loads = [
         Load(held.weight_bytes, held.arena.capacity_bytes, held.traffic.step_h2d_bytes or 0)

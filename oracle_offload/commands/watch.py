@@ -1,0 +1,84 @@
+"""The command `watch`: a running training, by its heartbeat file, in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from ..doctor.sensors import Sensors
+from ..views.live import Live, folder, heartbeats, read
+from ..views.terminal import FileError, columns, naming, put, show, wants_color
+
+EVERY_S = 1.0
+_HOME, _CLEAR_BELOW = "\x1b[H", "\x1b[J"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `watch` takes."""
+    parser.add_argument("pid", nargs="?", type=int, help="the process; by default the latest")
+    parser.add_argument("--once", action="store_true", help="show one look and end")
+    parser.add_argument("--json", action="store_true", help="print JSON, one line per look")
+
+
+def run(args: argparse.Namespace, shown: int, error: int) -> int:
+    """Run the command; return one of the two exit codes given."""
+    try:
+        path = _chosen(args.pid)
+        # Off a terminal there is nothing to draw over: one look, or a line of JSON per look.
+        on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        once = args.once or not (on_terminal or args.json)
+        sensors: dict[str, Sensors] = {}
+        while True:
+            try:
+                with naming("read", str(path)):
+                    live = _with_card(read(path), sensors)
+            except FileError:
+                if once or path.exists():
+                    raise
+                print(f"the training has ended ({path.name} is gone)", file=sys.stderr)
+                return shown
+            _show(live, args.json, on_terminal and not once)
+            if once:
+                return shown
+            time.sleep(EVERY_S)
+    except FileError as problem:
+        print(problem, file=sys.stderr)
+        return error
+
+
+def _chosen(pid: int | None) -> Path:
+    if pid is not None:
+        return folder() / f"heartbeat-{pid}.json"
+    for path in heartbeats():
+        return path
+    raise FileError(
+        f"no training has a heartbeat in {folder()}: it begins with the first optimizer step "
+        "after attach(), where ORACLE_OFFLOAD_HEARTBEAT is not 0"
+    )
+
+
+def _with_card(live: Live, sensors: dict[str, Sensors]) -> Live:
+    """Ask the card here, which costs the training nothing."""
+    for device in live.document["devices"]:
+        uuid = device["uuid"]
+        if uuid is not None:
+            if uuid not in sensors:
+                sensors[uuid] = Sensors(uuid)
+            return Live(live.document, sensors[uuid].read())
+    return live
+
+
+def _show(live: Live, as_json: bool, over: bool) -> None:
+    with naming("write", "standard output"):
+        if as_json:
+            put(sys.stdout, live.to_json())
+            sys.stdout.flush()
+        elif over:
+            text = live.to_text(width=columns(sys.stdout), color=wants_color(sys.stdout))
+            put(sys.stdout, f"{_HOME}{_CLEAR_BELOW}{text}")
+            sys.stdout.flush()
+        else:
+            show(sys.stdout, lambda width, color: live.to_text(width=width, color=color))

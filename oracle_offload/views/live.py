@@ -1,0 +1,222 @@
+"""What a training does now, as a watcher sees it: bars, step time, rates, stalls, the card.
+
+The document that it shows is written by `oracle_offload.heartbeat`, in this process or in another;
+nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..doctor.gpus import CLOCK_REASONS
+from .bars import html_bar, text_bar
+from .memory import show_size
+from .page import fragment, page
+from .schema import schema
+from .terminal import WIDEST, Text, printable
+
+SCHEMA = schema("heartbeat", 1)
+STALE_S = 10.0  # a step that takes longer is worth a word
+
+
+def folder() -> Path:
+    """Return where this user's files lie: ``ORACLE_OFFLOAD_CACHE_DIR``, or the system's place."""
+    named = os.environ.get("ORACLE_OFFLOAD_CACHE_DIR")
+    if named:
+        return Path(named)
+    from platformdirs import user_cache_path
+
+    return user_cache_path("oracle_offload", appauthor=False)
+
+
+def heartbeats() -> list[Path]:
+    """Return the heartbeat files that are there, the newest first."""
+    found = []
+    for path in folder().glob("heartbeat-*.json"):
+        try:
+            found.append((path.stat().st_mtime, path))
+        except OSError:  # it has just been taken away
+            continue
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def read(path: Path) -> Live:
+    """Return what a heartbeat file says.
+
+    Raises
+    ------
+    OSError
+        It cannot be read.
+    ValueError
+        It is no heartbeat.
+    """
+    document = json.loads(path.read_bytes())
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        raise ValueError(f"{path} is no heartbeat of this version ({SCHEMA})")
+    return Live(document)
+
+
+def is_alive(pid: int) -> bool | None:
+    """Whether a process of this machine has that number; None where the system does not tell."""
+    if os.name != "posix":  # os.kill would end it there
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+class Live:
+    """One look at a training.
+
+    Parameters
+    ----------
+    document : mapping
+        As `heartbeat.pulse` returns it.
+    sensors : mapping, optional
+        Numbers of the card, that the watcher has asked it for itself.
+    """
+
+    def __init__(
+        self, document: Mapping[str, Any], sensors: Mapping[str, Any] | None = None
+    ) -> None:
+        self.document = document
+        self.numbers: dict[str, Any] = {**document["numbers"], **(sensors or {})}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document, with the card's numbers."""
+        return {**self.document, "numbers": self.numbers}
+
+    def to_json(self) -> str:
+        """Return `to_dict` as one line of JSON."""
+        return json.dumps(self.to_dict()) + "\n"
+
+    def _notes(self) -> list[str]:
+        pid, age = self.document["pid"], time.time() - self.document["time_s"]
+        if pid != os.getpid() and is_alive(pid) is False:
+            return [f"process {pid} has ended without taking leave, {age:.0f} s after this"]
+        if age > STALE_S:
+            return [f"no step of process {pid} has ended for {age:.0f} s"]
+        return []
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return label and text of each figure; what is unknown says so."""
+        value = self.numbers.get
+        steps = ", ".join(str(device["steps"]) for device in self.document["devices"])
+        rows = [
+            ("steps so far", steps or "none"),
+            ("time per step", _seconds(value("step_s"))),
+            ("to the device", _copies(value("h2d_bytes"), value("h2d_gbps"))),
+            ("to the host", _copies(value("d2h_bytes"), value("d2h_gbps"))),
+            ("stalls", _stalls(value("stalls"), value("stall_s"), value("interval_s"))),
+            ("hits", _hits(value("hits"), value("acquires"))),
+        ]
+        if "power_w" in self.numbers:
+            rows += [
+                ("power", _unit(value("power_w"), "W")),
+                ("temperature", _unit(value("temperature_c"), "degrees C")),
+                (
+                    "clocks, SM and memory",
+                    f"{_unit(value('sm_clock_mhz'), 'MHz')}, "
+                    f"{_unit(value('memory_clock_mhz'), 'MHz')}, held back by: "
+                    f"{_reasons(value('clock_reasons'))}",
+                ),
+                ("link", _link(value("link_generation"), value("link_width"))),
+            ]
+        return rows
+
+    def _bars(self) -> list[Mapping[str, Any]]:
+        return [*(device["memory"] for device in self.document["devices"]), self.document["host"]]
+
+    def _sentences(self) -> list[str]:
+        said = [device["sentence"] for device in self.document["devices"]]
+        return said or ["no model is attached"]
+
+    def to_text(self, *, width: int = WIDEST, color: bool = False) -> str:
+        """Return the view for a terminal, at most `width` (60 to 100) columns wide."""
+        text = Text(width, color=color)
+        text.block(f"process {self.document['pid']}", style="bold")
+        for sentence in self._sentences():
+            text.block(printable(sentence))
+        for note in self._notes():
+            text.block(note, style="yellow")
+        for memory in self._bars():
+            text.line()
+            text.line(f"{printable(memory['title'])}: {show_size(memory['total_bytes'])}")
+            for line in text_bar(list(memory["parts"].items()), text.width, show_size):
+                text.line(line)
+        text.line()
+        for label, shown in self.rows():
+            text.block(shown, f"  {label:<24}", " " * 26)
+        return str(text)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        body = [f'<p class="oo-verdict">{html.escape(text)}</p>' for text in self._sentences()]
+        body += [f'<p class="oo-warn">{html.escape(text)}</p>' for text in self._notes()]
+        for memory in self._bars():
+            title = html.escape(str(memory["title"]))
+            body.append(f"<h3>{title}: {show_size(memory['total_bytes'])}</h3>")
+            body += html_bar(list(memory["parts"].items()), show_size)
+        cells = (
+            f"<tr><td>{html.escape(a)}</td><td>{html.escape(b)}</td></tr>" for a, b in self.rows()
+        )
+        body.append(f"<table>{''.join(cells)}</table>")
+        return fragment("live", body)
+
+    def to_html(self) -> str:
+        """Return the view as one self-contained page without scripts."""
+        return page("oracle_offload", self._repr_html_())
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def _copies(nbytes: int | None, gbps: float | None) -> str:
+    rate = "" if gbps is None else f", {gbps:.1f} GB/s"
+    return f"{show_size(nbytes)} since the last look{rate}" if nbytes is not None else "unknown"
+
+
+def _stalls(stalls: float | None, stall_s: float | None, interval_s: float | None) -> str:
+    if stalls is None or stall_s is None:
+        return "unknown"
+    share = f", {100 * stall_s / interval_s:.0f}% of the time" if interval_s else ""
+    return f"{stalls:.0f}, {_seconds(stall_s)}{share}"
+
+
+def _hits(hits: int | None, acquires: int | None) -> str:
+    if hits is None or acquires is None:
+        return "unknown"
+    return f"{hits} of {acquires}" + (f" ({100 * hits / acquires:.1f}%)" if acquires else "")
+
+
+def _unit(value: float | None, unit: str) -> str:
+    return "unknown" if value is None else f"{value:.0f} {unit}"
+
+
+def _reasons(bits: int | None) -> str:
+    if bits is None:
+        return "unknown"
+    return ", ".join(words for bit, words in CLOCK_REASONS.items() if bits & bit) or "nothing"
+
+
+def _link(generation: int | None, width: int | None) -> str:
+    if generation is None or width is None:
+        return "unknown"
+    return f"PCI Express {generation}.0 x{width}"

@@ -1,0 +1,342 @@
+"""The heartbeat: written once a second and whole, gone with its process, shown as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from equality import attached
+from torch import nn
+
+from oracle_offload import heartbeat, simulator
+from oracle_offload.heartbeat import Heartbeat
+from oracle_offload.meter import Meter
+from oracle_offload.views import live
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def net(depth=5):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(depth)))
+
+
+def train(model, steps=1):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.randn(3, 64)).sum().backward()
+        simulator.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture
+def heart(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path / "new"))
+    return Heartbeat()
+
+
+def test_every_figure_is_a_counter_or_what_the_report_says():
+    model = net()
+    with attached(model, "cpu") as manager:
+        meter = Meter()
+        meter.read()
+        train(model, 4)
+        found = heartbeat.pulse(meter)
+        stats = manager.state.engine.stats()
+        (device,) = found["devices"]
+        assert found["numbers"]["h2d_bytes"] == stats["h2d_bytes"] > 0
+        assert device["steps"] == found["numbers"]["steps"] == 4
+        (usage,) = manager.memory_summary().devices
+        assert device["sentence"] == usage.verdict.sentence("cpu")
+        parts = device["memory"]["parts"]
+        assert parts["arena"] == stats["arena_bytes"]
+        assert sum(filter(None, parts.values())) == device["memory"]["total_bytes"]
+        assert not {"weights", "gradients", "activations"} & parts.keys(), "they are not told apart"
+        assert found["host"]["parts"]["page-locked"] == stats["locked_bytes"] > 0
+        assert json.loads(json.dumps(found)) == found
+    assert heartbeat.pulse(meter)["devices"] == []
+
+
+def test_it_is_written_at_most_once_a_second(heart, monkeypatch):
+    now, writes = [50.0], []
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(heart, "write", lambda: writes.append(now[0]))
+    heart._due = 50.0
+    for later in (0.0, 0.5, 0.49, 0.02, 0.99, 0.01, 5.0, 0.0):
+        now[0] += later
+        heart.after_step()
+    assert writes == [50.0, pytest.approx(51.01), pytest.approx(52.01), pytest.approx(57.01)]
+
+
+def test_the_file_is_replaced_whole_and_this_user_s_alone(heart):
+    model = net()
+    with attached(model, "cpu"):
+        train(model, 2)
+        heart.write()
+        first = heart.path.stat()
+        assert first.st_mode & 0o777 == 0o600
+        train(model)
+        heart.write()
+        assert heart.path.stat().st_ino != first.st_ino
+        assert [path.name for path in heart.path.parent.iterdir()] == [
+            f"heartbeat-{os.getpid()}.json"
+        ]
+        shown = live.read(heart.path)
+        assert shown.document["devices"][0]["steps"] == 3
+        assert live.heartbeats() == [heart.path]
+    heart.remove()
+    assert live.heartbeats() == []
+    heart.remove()
+
+
+def test_a_fork_neither_writes_nor_removes_its_parent_s(heart, monkeypatch):
+    heart.write()
+    monkeypatch.setattr(heart, "_pid", os.getpid() + 1)
+    heart.remove()
+    monkeypatch.setattr(heart, "write", lambda: pytest.fail("it wrote"))
+    heart.after_step()
+    assert heart.path.exists()
+
+
+def test_what_fails_is_said_once_and_ends_it_without_an_error(heart, caplog):
+    heart.path.parent.write_text("a file where the folder should be")
+    with caplog.at_level("INFO", "oracle_offload"):
+        heart.after_step()
+        heart.after_step()
+    said = [record for record in caplog.records if "no heartbeat" in record.message]
+    assert len(said) == 1
+    assert heart._due == float("inf")
+
+
+def test_it_may_be_switched_off(monkeypatch):
+    monkeypatch.setattr(heartbeat, "_running", None)
+    monkeypatch.setenv("ORACLE_OFFLOAD_HEARTBEAT", "0")
+    assert heartbeat.start() is None and heartbeat._running is None
+    heartbeat._after_step()  # by the hook of another attach
+
+
+TRAINING = """
+import sys, time, torch, oracle_offload
+from torch import nn
+model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(5)))
+manager = oracle_offload.attach(model, "cpu")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.randn(3, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("trained", flush=True)
+sys.stdin.readline()
+"""
+
+
+def watch(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "oracle_offload", "watch", *arguments],
+        env={**os.environ, "ORACLE_OFFLOAD_CACHE_DIR": str(folder)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("ends", ["in order", "killed"])
+def test_a_training_is_watched_from_another_process(tmp_path, ends):
+    environment = {**os.environ, "ORACLE_OFFLOAD_CACHE_DIR": str(tmp_path)}
+    training = subprocess.Popen(
+        [sys.executable, "-c", TRAINING],
+        env={**environment, "ORACLE_OFFLOAD_HEARTBEAT": "1"},
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert training.stdout.readline() == "trained\n"
+        done = watch(tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"process {training.pid}\ncpu: what bounds a step is unknown")
+        assert "\x1b" not in done.stdout and max(map(len, done.stdout.splitlines())) <= 100
+        document = json.loads(watch(tmp_path, str(training.pid), "--once", "--json").stdout)
+        assert document["pid"] == training.pid
+        if ends == "killed":
+            training.kill()
+        training.communicate("\n", timeout=60)
+    finally:
+        training.kill()
+        training.wait(timeout=60)
+    done = watch(tmp_path, str(training.pid))
+    if ends == "killed":
+        assert f"process {training.pid} has ended without taking leave" in done.stdout
+    else:
+        assert done.returncode == 1 and f"heartbeat-{training.pid}.json" in done.stderr
+        assert watch(tmp_path).stderr.startswith("no training has a heartbeat in ")
+
+
+# ---- what is shown ----
+
+
+def document(**changes):
+    numbers = dict(
+        step_s=0.5,
+        h2d_bytes=3 << 30,
+        h2d_gbps=24.96,
+        d2h_bytes=0,
+        d2h_gbps=None,
+        stalls=3.0,
+        stall_s=0.25,
+        interval_s=1.0,
+        hits=9,
+        acquires=10,
+    )
+    device = dict(
+        device="cuda:0",
+        uuid="GPU-1",
+        steps=7,
+        sentence="cuda:0 is link-bound",
+        memory={"title": "cuda:0", "total_bytes": 4 << 30, "parts": {"arena": 4 << 30}},
+    )
+    host = {"title": "host memory", "total_bytes": None, "parts": {"free": None}}
+    return {
+        "schema": live.SCHEMA,
+        "pid": os.getpid(),
+        "time_s": time.time(),
+        "numbers": numbers,
+        "devices": [device],
+        "host": host,
+        **changes,
+    }
+
+
+CARD = dict(
+    power_w=312.5,
+    temperature_c=71,
+    sm_clock_mhz=2520,
+    memory_clock_mhz=10501,
+    clock_reasons=0x44,
+    link_generation=4,
+    link_width=8,
+)
+
+
+def test_the_view_says_each_figure_in_the_units_of_people():
+    text = str(live.Live(document(), CARD))
+    assert text.splitlines()[1] == "cuda:0 is link-bound"
+    rows = dict(live.Live(document(), CARD).rows())
+    assert rows == {
+        "steps so far": "7",
+        "time per step": "500.00 ms",
+        "to the device": "3.00 GiB since the last look, 25.0 GB/s",
+        "to the host": "0 B since the last look",
+        "stalls": "3, 250.00 ms, 25% of the time",
+        "hits": "9 of 10 (90.0%)",
+        "power": "312 W",
+        "temperature": "71 degrees C",
+        "clocks, SM and memory": (
+            "2520 MHz, 10501 MHz, held back by: power limit, hardware thermal slowdown"
+        ),
+        "link": "PCI Express 4.0 x8",
+    }
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert all(shown.split(",")[0] in text for shown in rows.values())
+
+
+def test_what_is_unknown_says_so():
+    unknown = dict.fromkeys(document()["numbers"])
+    view = live.Live(document(numbers=unknown), dict.fromkeys(CARD))
+    rows = dict(view.rows())
+    assert {label for label, text in rows.items() if "unknown" in text} == rows.keys() - {
+        "steps so far"
+    }
+    assert "0" not in "".join(text for label, text in rows.items() if label != "steps so far")
+    assert dict(live.Live(document(devices=[])).rows())["steps so far"] == "none"
+    assert "no model is attached" in str(live.Live(document(devices=[])))
+    assert dict(live.Live(document(), {**CARD, "clock_reasons": 0}).rows())[
+        "clocks, SM and memory"
+    ].endswith("held back by: nothing")
+
+
+def test_a_training_that_stands_still_is_named():
+    note = f"no step of process {os.getpid()} has ended for 60 s"
+    assert note in str(live.Live(document(time_s=time.time() - 60)))
+    assert "no step" not in str(live.Live(document(time_s=time.time() - 9)))
+    assert note in live.Live(document(time_s=time.time() - 60))._repr_html_()
+
+
+def test_text_of_others_cannot_steer_the_terminal():
+    odd = document()
+    odd["devices"][0]["sentence"] = "\x1b[2Jgone"
+    odd["devices"][0]["memory"]["title"] = "a\x1b]0;title\x07b"
+    assert "\x1b" not in str(live.Live(odd))
+    odd["devices"][0]["sentence"] = "<script>"
+    assert "<script>" not in live.Live(odd).to_html()
+
+
+def test_colour_is_asked_for():
+    view = live.Live(document(time_s=0.0))
+    assert "\x1b[33m" in view.to_text(color=True) and "\x1b" not in view.to_text()
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    path = tmp_path / "heartbeat-1.json"
+    for text in ("{}", "[]", '{"schema": "oracle_offload/heartbeat/99"}', "half"):
+        path.write_text(text)
+        with pytest.raises(ValueError):
+            live.read(path)
+    path.write_text(live.Live(document()).to_json())
+    assert live.read(path).to_dict()["devices"][0]["steps"] == 7
+
+
+def test_without_a_named_folder_it_is_the_user_s(monkeypatch):
+    monkeypatch.delenv("ORACLE_OFFLOAD_CACHE_DIR", raising=False)
+    assert live.folder().name == "oracle_offload" and live.folder().is_absolute()
+
+
+def test_watching_needs_no_torch():
+    code = "import sys, oracle_offload.commands.watch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_on_a_terminal_the_view_is_drawn_over_until_the_training_ends(
+    tmp_path, monkeypatch, capsys
+):
+    from oracle_offload.commands import watch as command
+
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    path = tmp_path / "heartbeat-5.json"
+    path.write_text(live.Live(document()).to_json())
+    looks = []
+
+    def sleep(seconds):
+        looks.append(seconds)
+        if len(looks) == 3:
+            path.unlink()
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    asked = []
+
+    class Card:
+        def __init__(self, uuid):
+            asked.append(uuid)
+
+        def read(self):
+            return CARD
+
+    monkeypatch.setattr(command, "Sensors", Card)
+    arguments = SimpleNamespace(pid=None, once=False, json=False)
+    assert command.run(arguments, 0, 1) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("\x1b[H\x1b[J") == 3 and looks == [1.0] * 3
+    assert "the training has ended" in captured.err
+    assert asked == ["GPU-1"] and "312 W" in captured.out
