@@ -27,6 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_explain(commands)
     _add_watch(commands)
+    _add_report(commands)
     _add_aitoolkit(commands)
     return parser
 
@@ -108,6 +109,21 @@ def _add_watch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run_watch(args: argparse.Namespace) -> int:
     """Show a running training until it ends, or once."""
     from .commands.watch import run
+
+    return run(args, EXIT_OK, EXIT_ERROR)
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from .commands.report import add_arguments
+
+    report = commands.add_parser("report", help="show what a run has left, or compare two")
+    add_arguments(report)
+    report.set_defaults(run=run_report)
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Show a recording, a metrics file or a log; or compare two."""
+    from .commands.report import run
 
     return run(args, EXIT_OK, EXIT_ERROR)
 

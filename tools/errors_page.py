@@ -316,6 +316,9 @@ NOTES: dict[str, dict[str, str]] = {
     },
     "Numbers": {
         "is no number": "`Meter.read` and `MetricsFile.log` take numbers, and None for unknown.",
+        "which this command does not show": (
+            "`report` shows metrics files, recordings as `.jsonl`, and logs."
+        ),
         "is no heartbeat of this version": "It was written by another version of the package.",
         "which is not installed here": "Install the library, or use another sink or callback.",
         "not a number:": "Of a tensor of several elements give its mean, or one of them.",

@@ -1,0 +1,89 @@
+"""The command `report`: a recording, a metrics file or a log as a page; or two before and after."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from ..views.terminal import FileError, naming, put, show
+
+if TYPE_CHECKING:
+    from ..explain import OomReport
+    from ..views.run_report import Comparison, RunReport
+
+_MOST_FIRST_LINE = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `report` takes."""
+    parser.add_argument("file", metavar="FILE", help="a recording, a metrics file, or a log")
+    parser.add_argument("after", metavar="AFTER", nargs="?", help="another, to compare with")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", metavar="PAGE", help="write the page to PAGE as well")
+
+
+def run(args: argparse.Namespace, shown: int, error: int) -> int:
+    """Run the command; return one of the two exit codes given."""
+    try:
+        report = _read(args.file) if args.after is None else _compared(args.file, args.after)
+        if args.html:
+            with naming("write", args.html), open(args.html, "w", encoding="utf-8") as page:
+                page.write(report.to_html())
+        with naming("write", "standard output"):
+            if args.json:
+                put(sys.stdout, report.to_json().rstrip("\n") + "\n")
+                sys.stdout.flush()
+            else:
+                show(sys.stdout, lambda width, color: report.to_text(width=width, color=color))
+        return shown
+    except FileError as problem:
+        print(problem, file=sys.stderr)
+        return error
+
+
+def _compared(before: str, after: str) -> Comparison:
+    from ..views.run_report import Comparison, RunReport
+
+    reports = [_read(before), _read(after)]
+    for path, report in zip((before, after), reports, strict=True):
+        if not isinstance(report, RunReport):
+            raise FileError(f"{path} is neither a recording nor a metrics file: nothing to compare")
+    first, second = reports
+    assert isinstance(first, RunReport) and isinstance(second, RunReport)
+    return Comparison(first, second)
+
+
+def _read(path: str) -> RunReport | OomReport:
+    """Return the report of a file, by what stands in its first line."""
+    from ..metrics import SCHEMA as METRICS
+    from ..metrics import read_metrics
+    from ..views.recording import SCHEMA as RECORDING
+    from ..views.recording import read_recording
+    from ..views.run_report import of_metrics, of_recording
+
+    with naming("read", path):
+        with open(path, "rb") as file:
+            first = file.readline(_MOST_FIRST_LINE)
+        found = _schema(first)
+        if found == RECORDING:
+            return of_recording(path, read_recording(path))
+        if found == METRICS:
+            return of_metrics(path, read_metrics(path))
+        if found is not None:
+            raise ValueError(f"it is of {found}, which this command does not show")
+        from ..explain.pipeline import explain
+        from ..explain.reading import read_excerpt
+
+        with open(path, "rb") as log:
+            return explain(read_excerpt(log).text, None, None)
+
+
+def _schema(line: bytes) -> str | None:
+    try:
+        document = json.loads(line)
+    except ValueError:
+        return None
+    found = document.get("schema") if isinstance(document, dict) else None
+    return found if isinstance(found, str) else None
