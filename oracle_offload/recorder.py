@@ -199,8 +199,12 @@ class Recorder:
         rows = []
         for part in self._parts:
             with part.state.lock:
-                if not part.closed:
+                if part.closed:
+                    continue
+                try:
                     rows.append(self._end_phase(part, before))
+                except Exception as error:
+                    self._note(part.state, error)
         line = _phase_line(before, self._phase, rows)
         self._lines.append(line)
         logger.info("%s", line)

@@ -340,6 +340,9 @@ def test_a_recording_that_fails_leaves_the_training_alone(training, caplog):
         training.step()
         training.engine.journal_stop()  # as if something had gone wrong with it
         training.step()
+        recorder.phase("sampling")
+        recorder.phase("training")
+    assert recorder.lines[0].startswith("Phase transition: training -> sampling | VRAM: unknown")
     assert "no journal is being kept" in caplog.text
     assert any("no journal" in error["what"] for error in recorder.recording().of("error"))
 
