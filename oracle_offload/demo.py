@@ -213,7 +213,7 @@ def run_demo(
     from . import manager as managers
     from .devices import parse_device
     from .views.summary import memory_summary
-    from .views.timeline import timeline_svg
+    from .views.timeline import details, timeline_svg
 
     place = parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_cuda = place.type == "cuda"
@@ -252,7 +252,7 @@ def run_demo(
                 if last and runner is managed:
                     # Before the trace ends, which waits for the device.
                     report = memory_summary(place, model=model, optimizer=managed.optimizer)
-                    trace = list(engine.trace_stop())
+                    trace = _named(engine.trace_stop(), manager.attachment.layers)
                 runner.losses.append(float(loss))
                 if seconds is not None:
                     runner.seconds.append(seconds)
@@ -267,6 +267,11 @@ def run_demo(
     label = "simulated times" if manager.state.simulated else "measured by events"
     title = f"one training step, {offload:.0%} offloaded, {engine.device_name} ({label})"
     target.write_text(timeline_svg(trace, title), encoding="utf-8")
+    windows = details(trace)
+    if windows:  # the whole of a step has too many uses to tell them apart
+        window = windows[len(windows) // 4]
+        part = timeline_svg(trace, f"part of {title}", window=window)
+        target.with_name(f"{target.stem}-part.svg").write_text(part, encoding="utf-8")
     result = DemoResult(
         device=str(place),
         device_name=engine.device_name,
@@ -322,6 +327,14 @@ def _timer(manager: Any) -> Callable[[Runner, int], tuple[Any, float]]:
         return loss, simulator.finish() - begin
 
     return simulated if manager.state.simulated else measured
+
+
+def _named(rows: Any, layers: Any) -> list[dict[str, Any]]:
+    """Return a timeline's rows with the names of the layers that travel in each unit."""
+    names: dict[int, list[str]] = {}
+    for layer in layers:
+        names.setdefault(layer.unit, []).append(layer.name)
+    return [{**row, "layer": ", ".join(names.get(row["unit"], ()))} for row in rows]
 
 
 def _quiet_libraries() -> None:

@@ -40,6 +40,11 @@ def test_demo_trains_alike_and_draws_its_step(tmp_path, capsys, monkeypatch):
     assert not open_states(), "the demonstration detaches"
     drawn = xml.etree.ElementTree.parse(svg).getroot()
     assert "simulated" in "".join(drawn.itertext())
+    assert "transformer_blocks.0" in "".join(drawn.itertext()), "layers have their names"
+    part = xml.etree.ElementTree.parse(svg.with_name("step-part.svg")).getroot()
+    boxes = [box.attrib for box in part.iter("{http://www.w3.org/2000/svg}rect")]
+    uses = [float(box["x"]) for box in boxes if box["fill"] == "#4c78a8" and box["height"] == "34"]
+    assert 40 < len({round(x) for x in uses}) == len(uses), "each use can be told apart"
 
 
 def tensor_bytes(model):
