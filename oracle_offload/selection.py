@@ -299,10 +299,14 @@ def _is_below(name: str, parent: str) -> bool:
 
 
 def _keep_small(root: nn.Module, lent: list[_Lent], resident: dict[str, str]) -> None:
-    """Take from `lent` what is small, as long as all that is small is little together."""
+    """Take from `lent` what is small, as long as all that is small is little together.
+
+    Parameters alone: what an object of a kernel's holds would stay where it lies, on the host, too.
+    """
     model = {id(p): tensor_bytes(p) for p in root.parameters() if p.layout is torch.strided}
     most = min(max(_SMALL_SHARE * sum(model.values()), SMALL_TOGETHER[0]), SMALL_TOGETHER[1])
-    small = {id(row.tensor): row for row in lent if tensor_bytes(row.tensor) < SMALL_BYTES}
+    parameters = [row for row in lent if type(row.tensor) is nn.Parameter]
+    small = {id(row.tensor): row for row in parameters if tensor_bytes(row.tensor) < SMALL_BYTES}
     kept, together = set(), 0
     for key, row in sorted(small.items(), key=lambda item: tensor_bytes(item[1].tensor)):
         together += tensor_bytes(row.tensor)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torchao.quantization.quantize_.workflows.int4 import int4_tensor
 from transformers.integrations import finegrained_fp8, mxfp4, nvfp4
 
+FP8_LINEAR = finegrained_fp8.fp8_linear  # the real one
 _library: Any = []  # of torch's operators: registered once, for good
 
 
@@ -34,7 +35,7 @@ def fp8_linear(
     block_size=None,
     bias=None,
     activation_scale=None,
-    deepgemm=True,
+    allow_deepgemm=True,
 ):
     if weight.dtype is torch.int8:  # two to a byte, a scale for 32 of a row; not FP4's values
         weight, block_size = halves_of(weight), (1, 32)

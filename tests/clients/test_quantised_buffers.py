@@ -5,19 +5,21 @@ The kernels here are those of `stand_in_kernels`.
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 from equality import assert_models_agree, attached
 from quantised import FORMATS, MODES, model_of, quantised_layers, step_of, through, torchao
-from stand_in_kernels import TRITON_KERNELS, stand_ins  # noqa: F401 - a fixture
+from stand_in_kernels import FP8_LINEAR, TRITON_KERNELS, stand_ins  # noqa: F401 - a fixture
 from torch import nn
 from torch.nn import functional as F
 from torchao import quantization as ao
 from transformers.integrations import finegrained_fp8, mxfp4, nvfp4
 from transformers.models.gpt_oss import modeling_gpt_oss
 
+from oracle_offload import selection
 from oracle_offload.layers.flatten import Copy, plain_tensors
 from oracle_offload.layers.formats import held_tensors
 
@@ -127,6 +129,14 @@ def pair_of(make):
     return models
 
 
+def test_the_stand_in_takes_what_the_kernel_takes():
+    names = [
+        [*inspect.signature(function).parameters]
+        for function in (finegrained_fp8.fp8_linear, FP8_LINEAR)
+    ]
+    assert finegrained_fp8.fp8_linear is not FP8_LINEAR and names[0] == names[1]
+
+
 def test_a_copy_takes_a_tensor_that_came_after_attach_as_it_is():
     layer = Int8Linear()
     replaced = {id(tensor): tensor.clone() for tensor in plain_tensors(layer)[0].values()}
@@ -222,6 +232,39 @@ def test_mxfp4_experts_are_lent_what_the_objects_of_their_kernel_hold(mode, noth
         assert all(now[path] is tensor for path, tensor in held.items())
     for found, expected in zip(step_of(x, mode)(managed), step_of(x, mode)(resident), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_what_a_kernels_objects_hold_is_lent_though_it_is_small_and_said_why_where_it_is_not():
+    model = Mxfp4()
+    held = held_tensors(model.mlp.experts)
+    chosen = selection.choose(model)
+    (leaf,) = chosen.leaves
+    assert leaf.name == "mlp.experts" and set(leaf.kind.names) == set(held)
+    last = held["down_proj.storage.data"]
+    chosen = selection.choose(model, [last])
+    (leaf,) = chosen.leaves
+    assert set(leaf.kind.names) == set(held) - {"down_proj.storage.data"}
+    why = chosen.parameters["mlp.experts.down_proj.storage.data"]
+    assert why == "'down_proj.storage.data' is named in ignore_modules"
+    model.mlp.experts.down_proj.storage.data = last[:, ::2]
+    chosen = selection.choose(model)
+    assert "has gaps" in chosen.parameters["mlp.experts.down_proj.storage.data"]
+
+
+def test_weights_that_two_blocks_share_lie_on_the_host_once(nothing_is_small):
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(Mxfp4() for _ in range(2))
+        blocks[1].mlp.experts.down_proj.storage = blocks[0].mlp.experts.down_proj.storage
+        models.append(blocks)
+    managed, resident = models
+    with attached(managed) as manager:
+        first, second = (layer for layer in manager.layers if layer.name.endswith("experts"))
+        path = "down_proj.storage.data"
+        assert first.masters.addresses[path] == second.masters.addresses[path]
+        x = torch.randn(2, 5, WIDTH)
+        assert_models_agree(managed, resident, lambda model: [through(model, x)])
 
 
 def test_of_objects_that_hold_no_plain_tensor_nothing_is_lent():
