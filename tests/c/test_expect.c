@@ -82,8 +82,11 @@ static void test_what_cannot_be_expected_is_refused(void) {
     CHECK(oo_engine_expect(w.engine, many, 0) == OO_E_ARGUMENT, "none");
     many[1].kind = (enum oo_kind)3;
     CHECK(oo_engine_expect(w.engine, many, 2) == OO_E_ARGUMENT, "another kind");
-    many[1] = (struct oo_visit){UNITS, OO_FORWARD};
-    CHECK(oo_engine_expect(w.engine, many, 2) == OO_E_ARGUMENT, "no such unit");
+    static const uint32_t strangers[] = {UNITS, UINT32_MAX};
+    for (int i = 0; i < 2; i++) {
+        many[1] = (struct oo_visit){strangers[i], OO_FORWARD};
+        CHECK(oo_engine_expect(w.engine, many, 2) == OO_E_ARGUMENT, "no such unit");
+    }
     CHECK(visits_of(&w, NULL, 0) == 0, "a part of what was refused is expected");
     need(oo_member_remove(w.engine, w.member[3]), "remove");
     many[1] = (struct oo_visit){w.unit[3], OO_FORWARD};

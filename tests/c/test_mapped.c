@@ -225,6 +225,28 @@ static void test_an_end_that_cannot_be_marked(void) {
     world_close(&w, "not marked");
 }
 
+/* The stream that is waited for is the one that reads: the masters may be written afterwards. */
+static void test_masters_of_an_end_that_was_not_marked_are_the_hosts_after_a_wait(void) {
+    static const char *const calls[] = {"cuEventRecord", "cuEventCreate"};
+    for (int i = 0; i < 2; i++) {
+        struct world w;
+        world_open(&w, 60000, -1);
+        const uintptr_t stream = new_stream(&w);
+        map(&w, 3, stream);
+        struct oo_event **spare = &w.engine->spans.free_events[OO_ORDERS], *const events = *spare;
+        *spare = NULL;
+        sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 1);
+        need(oo_engine_unmap(w.engine, w.member[3], stream), calls[i]);
+        sim.simFaultClear();
+        *spare = events;
+        CHECK(w.engine->reads.count == 1 && w.engine->reads.last[0].lost, "%s: marked", calls[i]);
+        need(oo_engine_hold(w.engine), "hold");
+        CHECK(sim.simHostAccess(w.master[3], w.bytes[3], 1) == 0, "refused");
+        end_stream(&w, stream);
+        world_close(&w, calls[i]);
+    }
+}
+
 /* The end is taken on a dead engine, and nothing is waited for there. */
 static void test_a_lost_context_ends_it(void) {
     struct world w;
@@ -286,6 +308,7 @@ static const struct check_case cases[] = {
     CASE(test_more_streams_than_entries),
     CASE(test_more_streams_while_waiting_fails),
     CASE(test_an_end_that_cannot_be_marked),
+    CASE(test_masters_of_an_end_that_was_not_marked_are_the_hosts_after_a_wait),
     CASE(test_a_lost_context_ends_it),
     CASE(test_a_mapped_unit_that_is_to_leave_leaves_at_the_end),
     CASE(test_a_steady_state_creates_nothing),
