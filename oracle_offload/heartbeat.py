@@ -153,7 +153,11 @@ def start() -> Heartbeat | None:
     if os.environ.get("ORACLE_OFFLOAD_HEARTBEAT", "1") == "0":
         return None
     if _running is None:
-        _running = Heartbeat()
+        try:
+            _running = Heartbeat()
+        except Exception as error:  # no folder of the user's, or no platformdirs: no attach fails
+            logger.info("there is no heartbeat of this process: %s", error)
+            return None
         torch_optimizer.register_optimizer_step_post_hook(_after_step)
         atexit.register(_running.remove)
     return _running

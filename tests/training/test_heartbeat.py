@@ -122,6 +122,16 @@ def test_it_may_be_switched_off(monkeypatch):
     heartbeat._after_step()  # by the hook of another attach
 
 
+def test_where_it_finds_no_folder_models_are_attached_all_the_same(monkeypatch, caplog):
+    monkeypatch.setattr(heartbeat, "_running", None)
+    monkeypatch.setenv("ORACLE_OFFLOAD_HEARTBEAT", "1")
+    monkeypatch.delenv("ORACLE_OFFLOAD_CACHE_DIR", raising=False)
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    with caplog.at_level("INFO", "oracle_offload"), attached(net(), "cpu") as manager:
+        assert manager.layers and heartbeat._running is None
+    assert any("no heartbeat" in record.message for record in caplog.records)
+
+
 TRAINING = """
 import sys, time, torch, oracle_offload
 from torch import nn
