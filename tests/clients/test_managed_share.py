@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import diffusers
 import pytest
 import torch
+import transformers
 
 from oracle_offload import selection
 
@@ -11,15 +13,11 @@ LEAST = 0.99
 
 
 def transformers_model(kind, auto="AutoModelForCausalLM", **sizes):
-    transformers = pytest.importorskip("transformers")
     config = transformers.CONFIG_MAPPING[kind](**sizes)
     return getattr(transformers, auto).from_config(config)
 
 
 def diffusers_model(name, **sizes):
-    diffusers = pytest.importorskip("diffusers")
-    if not hasattr(diffusers, name):
-        pytest.skip(f"this diffusers has no {name}")
     return getattr(diffusers, name)(**sizes)
 
 
