@@ -394,6 +394,26 @@ def test_adapters_that_mend_a_layer_are_attached_with_it(device):
     assert_same(model(x), expected)
 
 
+def test_an_adapter_may_begin_to_mend_a_layer_after_attach(device):
+    """It lies on the device as any module; attached by itself it streams, too."""
+    torch.manual_seed(0)
+    model = mlp()
+    x = torch.randn(2, 64)
+    manager = attach(model, device, at_least=3)
+    plain = model(x.to(device)).cpu()
+    lora = LoRA(model[0], mends=True).apply_to().requires_grad_(False).to(device)
+    before = count_acquires()
+    mended = model(x.to(device))
+    assert count_acquires() - before == 3 and h2d_bytes() > 0
+    assert manager.adapters is None and not torch.equal(mended.cpu(), plain)
+    attach(lora.to("cpu"), device, at_least=2)
+    assert_same(model(x.to(device)), mended)
+    MemoryManager.detach(model)
+    assert hasattr(lora.lora_up, "_layer_memory_manager")  # what was attached by itself stays so
+    MemoryManager.detach(lora)
+    assert_same(model(x), mended)
+
+
 def test_an_adapter_that_is_gone_or_whose_layer_is_ignored_is_not_attached():
     model = mlp()
     kept = LoRA(model[0], mends=True)

@@ -7,6 +7,7 @@ a tensor where the device has to be pretended.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from typing import ClassVar
@@ -18,6 +19,7 @@ from torch import nn
 from torch.amp import grad_scaler
 
 from oracle_offload import OffloadError, step_scalars
+from oracle_offload.aitoolkit import MemoryManager
 from oracle_offload.engines import open_states
 
 SCALE = 1024.0
@@ -66,7 +68,15 @@ def train(model, make, device, overflows=(), clip=False, unscale=False, accumula
     return scales
 
 
-def assert_trains_alike(device, make, between=None, **how):
+@contextlib.contextmanager
+def attached_by_the_drop_in(model, device, offload_percent):
+    """As AI-Toolkit attaches and detaches."""
+    MemoryManager.attach(model, torch.device(device), offload_percent)
+    yield
+    MemoryManager.detach(model)
+
+
+def assert_trains_alike(device, make, between=None, attached=attached, **how):
     """Compare with the resident model's training, whose optimizer is the host's, too."""
     managed = build(between)
     before = copy.deepcopy(managed)
@@ -109,6 +119,12 @@ def test_unscaled_gradients_are_clipped(device, overflows):
 
 def test_accumulated_gradients_are_scaled_once(device):
     assert_trains_alike(device, OPTIMIZERS["fused"], accumulate=3)
+
+
+@pytest.mark.parametrize("overflows", [(), (1, 3, 4)], ids=["", "overflows"])
+def test_gradients_are_scaled_through_the_drop_in(device, overflows):
+    for make in OPTIMIZERS.values():
+        assert_trains_alike(device, make, None, attached_by_the_drop_in, overflows=overflows)
 
 
 @pytest.mark.parametrize("where", [0, 1, 2], ids=["first on the host", "on the device", "last"])
