@@ -6,11 +6,11 @@ Each is a folder as its loader expects it, with random weights that are always t
 from __future__ import annotations
 
 import torch
-from tokenizers import pre_tokenizers
+from tokenizers import pre_tokenizers, processors
 
 SPECIALS = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
-    "<|image_pad|>", "<think>", "</think>",
+    "<|image_pad|>", "<think>", "</think>", "[IMG]", "[IMG_BREAK]", "[IMG_END]",
 ]  # fmt: skip
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCABULARY = 272  # of every text encoder here, a little more than the tokenizer has
@@ -24,13 +24,14 @@ TEMPLATE = (
 
 
 def _tokenizer(folder):
-    """One token for each byte."""
+    """Save and return a tokenizer with one token for each byte."""
     from transformers import Qwen2Tokenizer
 
     vocabulary = {token: number for number, token in enumerate(LETTERS + SPECIALS)}
     made = Qwen2Tokenizer(vocab=vocabulary, merges=[], extra_special_tokens=SPECIALS)
     made.chat_template = TEMPLATE
     made.save_pretrained(folder)
+    return made
 
 
 def _t5_tokenizer(folder):
@@ -40,6 +41,20 @@ def _t5_tokenizer(folder):
     letters = [(letter, -float(number)) for number, letter in enumerate(LETTERS)]
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -1.0), *letters]
     T5Tokenizer(vocab=vocabulary, extra_ids=0).save_pretrained(folder)
+
+
+def _gemma_tokenizer(folder):
+    """One token for each letter, after one for the beginning."""
+    from transformers import GemmaTokenizer
+
+    begin = "<bos>"
+    first = ["<pad>", "<eos>", begin, "<unk>", "\u2581"]
+    vocabulary = {token: number for number, token in enumerate([*first, *LETTERS])}
+    made = GemmaTokenizer(vocab=vocabulary, merges=[])
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, vocabulary[begin])]
+    )
+    made.save_pretrained(folder)
 
 
 def _randomised(model):
@@ -149,29 +164,117 @@ def wan22(root):
     _wan_transformer(root / "transformer_2")
 
 
-def flux2_klein(root):
-    """FLUX.2 klein; the sizes that its classes have built in are those of `klein_sizes` here."""
+def _flux2(root, file, kind):
     from extensions_built_in.diffusion_models.flux2.src.autoencoder import AutoEncoder
     from extensions_built_in.diffusion_models.flux2.src.model import Flux2
     from safetensors.torch import save_file
 
+    transformer, vae = flux2_sizes(kind)
+    for name, model in ((file, Flux2(transformer)), ("ae", AutoEncoder(vae))):
+        state = _randomised(model).to(torch.bfloat16).state_dict()
+        save_file(state, root / f"{name}.safetensors")
+
+
+def flux2_klein(root):
+    """FLUX.2 klein; the sizes that its classes have built in are those of `flux2_sizes` here."""
     _tokenizer(root / "text_encoder")
     _qwen3(root / "text_encoder", width=32, layers=28)  # it takes what the 27th gives
-    transformer, vae = klein_sizes()
-    for file, model in (
-        ("flux-2-klein-base-4b.safetensors", Flux2(transformer)),
-        ("ae.safetensors", AutoEncoder(vae)),
-    ):
-        save_file(_randomised(model).to(torch.bfloat16).state_dict(), root / file)
+    _flux2(root, "flux-2-klein-base-4b", "Klein4BParams")
 
 
-def klein_sizes():
-    """Return small sizes of FLUX.2 klein's transformer and autoencoder."""
+def flux2_dev(root):
+    """FLUX.2 dev; likewise."""
+    from transformers import (
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+        PixtralImageProcessor,
+        PixtralProcessor,
+    )
+
+    folder = root / "text_encoder"
+    made = _tokenizer(folder)
+    PixtralProcessor(
+        image_processor=PixtralImageProcessor(), tokenizer=made, chat_template=TEMPLATE
+    ).save_pretrained(folder)
+    text = {
+        "model_type": "mistral", "vocab_size": VOCABULARY, "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 31, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    vision = {
+        "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64, "patch_size": 16,
+    }  # fmt: skip
+    config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=264)
+    _save(Mistral3ForConditionalGeneration(config), folder)
+    _flux2(root, "flux2-dev", "Flux2Params")
+
+
+def flux2_sizes(kind):
+    """Return small sizes of a FLUX.2's transformer, by its own class, and of the autoencoder."""
+    from extensions_built_in.diffusion_models.flux2.src import model
     from extensions_built_in.diffusion_models.flux2.src.autoencoder import AutoEncoderParams
-    from extensions_built_in.diffusion_models.flux2.src.model import Klein4BParams
 
-    transformer = Klein4BParams(
+    transformer = getattr(model, kind)(
         context_in_dim=96, hidden_size=128, num_heads=4, depth=1, depth_single_blocks=2,
         axes_dim=[8, 8, 8, 8],
     )  # fmt: skip
     return transformer, AutoEncoderParams(ch=32, ch_mult=[1, 1, 1, 1], num_res_blocks=1)
+
+
+def ltx2(root):
+    """LTX-2, which makes pictures and sound."""
+    from diffusers import (
+        AutoencoderKLLTX2Audio,
+        AutoencoderKLLTX2Video,
+        LTX2VideoTransformer3DModel,
+    )
+    from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+    from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    _gemma_tokenizer(root / "tokenizer")
+    text = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 32, "patch_size": 16,
+    }  # fmt: skip
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    _save(Gemma3ForConditionalGeneration(config), root / "text_encoder")
+    transformer = LTX2VideoTransformer3DModel(
+        in_channels=16, out_channels=16, num_attention_heads=4, attention_head_dim=32,
+        cross_attention_dim=128, audio_in_channels=4, audio_out_channels=4,
+        audio_num_attention_heads=4, audio_attention_head_dim=16, audio_cross_attention_dim=64,
+        num_layers=2, caption_channels=32,
+    )  # fmt: skip
+    _save(transformer, root / "transformer")
+    connectors = LTX2TextConnectors(
+        caption_channels=32, text_proj_in_factor=3,
+        video_connector_num_attention_heads=4, video_connector_attention_head_dim=8,
+        video_connector_num_layers=1, video_connector_num_learnable_registers=None,
+        audio_connector_num_attention_heads=4, audio_connector_attention_head_dim=8,
+        audio_connector_num_layers=1, audio_connector_num_learnable_registers=None,
+    )  # fmt: skip
+    _save(connectors, root / "connectors")
+    vae = AutoencoderKLLTX2Video(
+        latent_channels=16, block_out_channels=(8,), decoder_block_out_channels=(8,),
+        layers_per_block=(1,), decoder_layers_per_block=(1, 1), spatio_temporal_scaling=(True,),
+        decoder_spatio_temporal_scaling=(True,), decoder_inject_noise=(False, False),
+        downsample_type=("spatial",), upsample_type=("spatial",), upsample_residual=(False,),
+        upsample_factor=(1,), encoder_causal=True, decoder_causal=False,
+    )  # fmt: skip
+    _save(vae, root / "vae")
+    audio = AutoencoderKLLTX2Audio(
+        base_channels=4, ch_mult=(1,), num_res_blocks=1, resolution=32, latent_channels=2,
+        mel_bins=8,
+    )  # fmt: skip
+    _save(audio, root / "audio_vae")
+    vocoder = LTX2Vocoder(
+        in_channels=16, hidden_channels=16, upsample_kernel_sizes=[4, 4], upsample_factors=[2, 2],
+        resnet_kernel_sizes=[3], resnet_dilations=[[1, 3, 5]], output_sampling_rate=16000,
+    )  # fmt: skip
+    _save(vocoder, root / "vocoder")

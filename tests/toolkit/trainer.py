@@ -131,8 +131,12 @@ class Attached:
                 self.managed[type(model).__name__] = kinds
 
 
-def run(config):
-    """Run a job as its command does; return the losses, the previews, the LoRAs, and `Attached`."""
+def run(config, before_step=None):
+    """Run a job as its command does; return the losses, the previews, the LoRAs, and `Attached`.
+
+    Each step draws the same random numbers in every run, also in one that resumes. The trainer's
+    process is given to `before_step`.
+    """
     from extensions_built_in.sd_trainer.SDTrainer import SDTrainer
     from jobs import ExtensionJob as _  # noqa: F401
     from toolkit.job import get_job
@@ -148,6 +152,9 @@ def run(config):
     train = SDTrainer.hook_train_loop
 
     def noting(self, batch):
+        torch.manual_seed(self.step_num)
+        if before_step is not None:
+            before_step(self)
         found = train(self, batch)
         losses.append(float(found["loss"]))
         return found
@@ -157,6 +164,8 @@ def run(config):
         # The other extensions, which the job would load all, want libraries of their own.
         mock.patch.object(ExtensionJob, "get_all_extensions_process_dict", kinds),
         mock.patch.object(SDTrainer, "hook_train_loop", noting),
+        # What it calls after an out-of-memory error; alone of its calls this one wants CUDA.
+        mock.patch.object(torch.cuda, "ipc_collect", lambda: None),
         attached.watching(),
     ):
         job = get_job(config)
