@@ -160,7 +160,7 @@ for cycle in range(10):
     before = simulator.stats().h2d_bytes
     found += [step(model, optimizer, n) for n in range(3 * cycle, 3 * cycle + 3)]
     assert simulator.stats().h2d_bytes - before >= 3 << 20
-    assert seconds[-2] <= 1.05 * steady, (cycle, seconds[-3:], steady)
+    assert max(seconds[-2:]) <= 1.05 * steady, (cycle, seconds[-3:], steady)
     torch.save({{"lora": model.lora.state_dict(), "optimizer": optimizer.state_dict()}}, path)
     MemoryManager.free(model)
 assert found == expected, (found, expected)
