@@ -28,7 +28,8 @@ What is not a mutant, by rule:
   function gives back what it took and returns the failure.
 - A swap with a declaration that is initialised from plain names and numbers alone, or arithmetic of
   them: a call that is given no address of a local changes none, and the call's statement cannot
-  mention what is declared after it.
+  mention what is declared after it. Nor with one that takes the address of an entry of the engine's
+  tables: only oo_*_add moves those, and no mutant is of such a call.
 - A swap of what only tells the simulator of a host access with a statement that is no such call:
   the detector judges it by what was queued and waited for, which the other does not change. A swap
   with a statement that names bytes for its reports: names are read when a report is written.
@@ -60,7 +61,7 @@ GUARDED_HOST = re.compile(r"host->bytes|alive")
 CALL = re.compile(
     r"OO_(?:DRIVE|GIVE_BACK)\(engine, (\w+)|engine->driver\.(\w+)\("
     r"|(?<!status )\b(oo__(?:synchronize|order_after_uses|order_after_copy|mark_use|"
-    r"event_await|await_first_read|await_reads|mark_read|span_begin|span_end|"
+    r"event_await|await_first_read|await_reads|await_copies|mark_read|span_begin|span_end|"
     r"finish_download|refuse_capture|host_access|adopt|disown|"
     r"launch|declare_kernel|declare_access|slot_wait|feed_await|feed_stop|feed_forget|feeds_await))\("
 )
@@ -79,6 +80,7 @@ EVENT_LIST = re.compile(
 )
 PLAIN = re.compile(r"(?:const )?(?:struct |enum )?\w+ \*?\w+ = (?:\{[\w, ]+\}|\w+);")
 ARITHMETIC = re.compile(r"const \w+ \w+ =[\w\s+\-*/%<?:]+;")
+ADDRESS = re.compile(r"(?:const )?struct \w+ \*{1,2}\w+ = &[\w>\-.]+(?:\[[\w>\-.]+\])?;")
 COMMUTING = {
     "cuStreamCreateWithPriority",
     "oo__events_reserve",
@@ -88,6 +90,8 @@ COMMUTING = {
     "cuStreamDestroy",
     "oo__kernels_free",
     "oo__synchronize",
+    "oo__await_reads",
+    "oo__await_copies",
 }
 CALLED = re.compile(r"OO_(?:DRIVE|GIVE_BACK)\(engine, (\w+)|driver\.(\w+)\(|\b(oo_\w+)\(")
 JUMP = re.compile(r"(?:return|goto|break|continue)\b")
@@ -216,7 +220,11 @@ def may_swap(call: str, other: str) -> bool:
         gives = "oo__event_give" in other
         if not (gives and LEAVES.search(call)):
             return False
-    if PLAIN.fullmatch(other) or (ARITHMETIC.fullmatch(other) and "&" not in call):
+    if (
+        PLAIN.fullmatch(other)
+        or ADDRESS.fullmatch(other)
+        or (ARITHMETIC.fullmatch(other) and "&" not in call)
+    ):
         return False
     if "oo__host_access" in call and not CALL.search(other):
         return False

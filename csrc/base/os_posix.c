@@ -209,7 +209,7 @@ struct oo_binding *oo__thread_bind(const char *sys, int node) {
     char path[512], list[4096];
     cpu_set_t there;
     snprintf(path, sizeof path, "%s/devices/system/node/node%d/cpulist", sys, node);
-    if (node < 0 || !oo__read_line(path, list, sizeof list))
+    if (!oo__read_line(path, list, sizeof list)) /* no such node, and none is -1 */
         return NULL;
     struct oo_binding *binding = malloc(sizeof *binding);
     if (!binding)
@@ -217,7 +217,7 @@ struct oo_binding *oo__thread_bind(const char *sys, int node) {
     oo__read_processors(list, &there);
     if (sched_getaffinity(0, sizeof binding->before, &binding->before) == 0) {
         CPU_AND(&there, &there, &binding->before);
-        if (CPU_COUNT(&there) && sched_setaffinity(0, sizeof there, &there) == 0)
+        if (sched_setaffinity(0, sizeof there, &there) == 0) /* not to no processor */
             return binding;
     }
     free(binding);

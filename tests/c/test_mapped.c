@@ -247,7 +247,14 @@ static void test_masters_of_an_end_that_was_not_marked_are_the_hosts_after_a_wai
     }
 }
 
-/* The end is taken on a dead engine, and nothing is waited for there. */
+static int recorded;
+static OOCUresult OOCUDAAPI counted_record(OOCUevent event, OOCUstream stream) {
+    (void)event, (void)stream;
+    recorded++;
+    return OOCU_ERROR_ILLEGAL_ADDRESS;
+}
+
+/* The end is taken on a dead engine: nothing is recorded there, or waited for. */
 static void test_a_lost_context_ends_it(void) {
     struct world w;
     uintptr_t address = 0;
@@ -257,7 +264,9 @@ static void test_a_lost_context_ends_it(void) {
     map(&w, 3, w.stream);
     sim.simFault("cuStreamIsCapturing", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
     CHECK(map_for(&w, 5, w.stream, 0, &address) != OO_OK, "alive");
+    w.engine->driver.cuEventRecord = counted_record;
     need(oo_engine_unmap(w.engine, w.member[3], w.stream), "unmap");
+    CHECK(recorded == 0, "a call into a lost context");
     CHECK(oo_plan_pins(w.engine->plan, w.unit[3]) == 0, "still in use");
     need(world_remove(&w), "remove");
     need(oo_engine_unlock(w.engine, w.host), "unlock");
