@@ -3,6 +3,7 @@
 #define WIN32_LEAN_AND_MEAN
 #include "os.h"
 
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -121,18 +122,35 @@ size_t oo__processors(void) {
     return info.dwNumberOfProcessors;
 }
 
-/* Which node a PCI device is nearest to is told by the device manager alone: not asked. */
+/* Which node a PCI device is nearest to is told by the device manager alone: the driver is asked.
+ */
 int oo__numa_node(const char *sys, const char *pci_id) {
     (void)sys, (void)pci_id;
     return -1;
 }
 
+struct oo_binding {
+    GROUP_AFFINITY before;
+};
+
 struct oo_binding *oo__thread_bind(const char *sys, int node) {
-    (void)sys, (void)node;
+    GROUP_AFFINITY there = {0};
+    (void)sys;
+    if (node < 0 || node > USHRT_MAX || !GetNumaNodeProcessorMaskEx((USHORT)node, &there) ||
+        !there.Mask)
+        return NULL;
+    struct oo_binding *binding = malloc(sizeof *binding);
+    if (binding && SetThreadGroupAffinity(GetCurrentThread(), &there, &binding->before))
+        return binding;
+    free(binding);
     return NULL;
 }
 
-void oo__thread_unbind(struct oo_binding *binding) { (void)binding; }
+void oo__thread_unbind(struct oo_binding *binding) {
+    if (binding)
+        (void)SetThreadGroupAffinity(GetCurrentThread(), &binding->before, NULL);
+    free(binding);
+}
 
 int oo__driver_submits_late(void) { return 1; } /* cards in TCC mode do not: device.c asks */
 

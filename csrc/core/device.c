@@ -1,4 +1,6 @@
 /* device.c - an engine from its creation to its end, and what it says of its device. */
+#include "device.h"
+
 #include "../base/os.h"
 #include "call.h"
 #include "feed.h"
@@ -44,6 +46,14 @@ static void oo__ask_submission(struct oo_engine *engine) {
         engine->driver.cuDeviceGetAttribute(&tcc, OOCU_DEVICE_ATTRIBUTE_TCC_DRIVER,
                                             engine->device) == OOCU_SUCCESS)
         engine->submits_late = !tcc;
+}
+
+int oo__nearest_node(const struct oo_engine *engine) {
+    int node = engine->driver.simulated ? -1 : oo__numa_node(engine->sys, engine->pci_id);
+    if (node < 0)
+        (void)engine->driver.cuDeviceGetAttribute(&node, OOCU_DEVICE_ATTRIBUTE_HOST_NUMA_ID,
+                                                  engine->device);
+    return node;
 }
 
 /* On a dead engine only host records are freed: a lost context has taken the rest with it. */
@@ -97,8 +107,7 @@ enum oo_status oo_engine_create(const char *library, int device, struct oo_engin
     OO_TRY(oo_driver_load(&engine->driver, library));
     OO_TRY(oo__open_device(engine, device));
     oo__ask_submission(engine);
-    if (!engine->driver.simulated)
-        engine->numa_node = oo__numa_node(engine->sys, engine->pci_id);
+    engine->numa_node = oo__nearest_node(engine);
     OO_TRY(oo__enter(engine, 0));
     int least = 0, greatest = 0;
     status = OO_DRIVE(engine, cuCtxGetStreamPriorityRange, &least, &greatest);

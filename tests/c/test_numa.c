@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #endif
 
+#include "device.h"
 #include "world.h"
 
 #if defined(__linux__)
@@ -169,11 +170,41 @@ static void masters_are_filled_where_the_device_is(void) {
     remove_all_files();
 }
 
+static int told;
+static OOCUresult OOCUDAAPI telling(int *value, int attribute, OOCUdevice device) {
+    (void)device;
+    if (attribute != OOCU_DEVICE_ATTRIBUTE_HOST_NUMA_ID || told < -1)
+        return OOCU_ERROR_INVALID_VALUE;
+    *value = told;
+    return OOCU_SUCCESS;
+}
+
+/* The driver is asked where the system does not say. */
+static void the_driver_may_know_the_node(void) {
+    struct world w;
+    make_system();
+    write_file("bus/pci/devices/0000:ab:00.0/numa_node", "1\n");
+    world_open(&w, 60000, -1);
+    w.engine->sys = sys;
+    w.engine->driver.cuDeviceGetAttribute = telling;
+    for (told = -2; told < 3; told++)
+        CHECK(oo__nearest_node(w.engine) == (told < 0 ? -1 : told), "%d, told %d",
+              oo__nearest_node(w.engine), told);
+    w.engine->driver.simulated = 0;
+    strcpy(w.engine->pci_id, "0000:AB:00.0");
+    CHECK(oo__nearest_node(w.engine) == 1, "the system says 1");
+    strcpy(w.engine->pci_id, "0000:AC:00.0");
+    CHECK(oo__nearest_node(w.engine) == told, "the system says nothing");
+    w.engine->driver.simulated = 1;
+    world_close(&w, "node");
+    remove_all_files();
+}
+
 #else
 
 static void nowhere_is_a_node_told(void) {
     CHECK(oo__numa_node(OO_SYS, "0000:01:00.0") == -1, "told");
-    CHECK(oo__thread_bind(OO_SYS, 0) == NULL, "bound");
+    CHECK(oo__thread_bind(OO_SYS, -1) == NULL, "bound");
     oo__thread_unbind(NULL);
 }
 
@@ -185,6 +216,7 @@ static const struct check_case cases[] = {
     CASE(a_thread_is_bound_as_far_as_it_may_run_there),
     CASE(copy_threads_run_where_the_device_is),
     CASE(masters_are_filled_where_the_device_is),
+    CASE(the_driver_may_know_the_node),
 #else
     CASE(nowhere_is_a_node_told),
 #endif
