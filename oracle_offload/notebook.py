@@ -148,6 +148,7 @@ class Watcher:
 class Magic(Magics):  # type: ignore[misc,unused-ignore]
     """The magics, and the watcher that runs."""
 
+    shell: Any  # the notebook's, wherever a magic runs
     watcher: Watcher | None = None
 
     @magic_arguments()
