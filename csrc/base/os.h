@@ -39,8 +39,8 @@ struct oo_thread *oo__thread_start(void (*run)(void *), void *argument); /* NULL
 void oo__thread_join(struct oo_thread *thread);
 size_t oo__processors(void);
 
-/* The NUMA node that a PCI device is nearest to; -1 where the system does not say: on Windows never.
- * `sys` is OO_SYS, but for tests. */
+/* The NUMA node that a PCI device is nearest to; -1 where the system does not say: on Windows
+ * never. `sys` is OO_SYS, but for tests. */
 #define OO_SYS "/sys"
 int oo__numa_node(const char *sys, const char *pci_id);
 /* Run the calling thread on the node's processors alone, as far as it may run there at all, until
