@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ def take_over_calls(layers: Sequence[Leaf]) -> None:
             layer.attachment.redirect(wrapper, module)
 
 
-def take_anew(structure: Structure, root: nn.Module, called: Sequence[nn.Module]) -> bool:
+def take_anew(structure: Structure, root: nn.Module, called: Iterable[nn.Module | None]) -> bool:
     """Manage what stands where layers were let go, as `attach` would: it was quantised, say.
 
     What cannot be managed, for want of memory too, is left as it is.
@@ -96,7 +96,7 @@ def take_anew(structure: Structure, root: nn.Module, called: Sequence[nn.Module]
         Of the attached model.
     root : nn.Module
         The model.
-    called : sequence of nn.Module
+    called : iterable of nn.Module or None
         Left as they are, because their calls have begun.
 
     Returns

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from .residents import move_residents
 _attached: weakref.WeakSet[Structure] = weakref.WeakSet()
 _registration_hooks: list[Any] = []
 _settle_hooks: list[Any] = []
+_CALL = nn.Module._call_impl.__code__
 
 
 class Listener(Protocol):
@@ -60,9 +62,6 @@ class Structure:
         self._module = weakref.ref(module)
         self._parts = frozenset(id(part) for part in module.modules())
         self._lock = Lock("structure")
-        # By thread: the part that it called last, whose forward may run still. A thread writes its
-        # own row, without the lock.
-        self._called: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self.attachment = attachment
         self.device = attachment.state.device
         self.changed = False
@@ -114,13 +113,11 @@ class Structure:
         Parameters
         ----------
         called : nn.Module, optional
-            One whose call has begun, with the forward that it has now: it stays what it is, until
-            this thread calls another part.
+            One whose call has begun, with the forward that it has now: it stays what it is, as
+            those do whose calls the frames of all threads show. Compiled code has no such frames.
         """
         if not self.changed:
             return
-        if called is not None:  # before it may have to wait for another thread, which leaves it be
-            self._called[threading.get_ident()] = called
         with self._lock:
             module = self._module()
             if module is not None and self.changed:
@@ -129,7 +126,7 @@ class Structure:
                     attachment.let_go_if_lost(layer)
                 for wrapper, layer in list(find_wrappers(module)):
                     wrap(wrapper, layer)
-                is_due = admission.take_anew(self, module, self._calls_begun())
+                is_due = admission.take_anew(self, module, [*_calls_begun(), called])
                 if not is_due:  # else it is taken before its next call, as a rule
                     attachment.warn_of_lost()
                 move_residents(module.modules(), self.device, attachment.pieces)
@@ -140,12 +137,6 @@ class Structure:
                 self.changed = is_due
                 attachment.pieces.give_back()
 
-    def _calls_begun(self) -> list[nn.Module]:
-        """Return the parts that some thread may be computing in, with the forward it found."""
-        for thread in self._called.keys() - sys._current_frames().keys():  # in no code of Python
-            self._called.pop(thread, None)
-        return list(self._called.values())
-
     def _look_for_direct_uses(self, module: nn.Module) -> None:
         """Put layers on trial whose weight a module that came since may use directly."""
         found = used_directly(module.modules())
@@ -153,6 +144,16 @@ class Structure:
             leaf = layer.module()
             if leaf is not None and id(leaf) in found and layer.may_be_tried:
                 put_on_trial(leaf, found[id(leaf)].sites)
+
+
+def _calls_begun() -> Iterator[nn.Module]:
+    """Yield the modules that threads are calling: their forwards may have been looked up."""
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            if at.f_code is _CALL:
+                yield at.f_locals["self"]
+            at = at.f_back
 
 
 def _module_added(parent: nn.Module, name: str, child: Any) -> None:
