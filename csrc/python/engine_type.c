@@ -636,22 +636,21 @@ static PyObject *oo__engine_release(PyObject *object, PyObject *const *arguments
     struct oo_engine *engine = OO_ENGINE_WITH(release, count, v);
     if (!engine)
         return NULL;
-    struct oo_fetched fetched, rest = {.count = 0};
+    struct oo_fetched fetched;
     enum oo_status status =
         oo_engine_release(engine, v[0], (uintptr_t)v[1], OO_NONBLOCKING, &fetched);
     if (status == OO_WOULD_BLOCK)
         OO_BLOCKING(status, oo_engine_release(engine, v[0], (uintptr_t)v[1], 0, &fetched));
-    else if (status == OO_OK && fetched.more && fetched.count < OO_MAX_FETCHED) {
-        OO_BLOCKING(status, oo_engine_prefetch(engine, &rest));
+    else if (status == OO_OK && fetched.more && fetched.count == 0) {
+        /* Else the caller stamps what was copied before other threads run, and the rest is copied
+         * by the next release. */
+        OO_BLOCKING(status, oo_engine_prefetch(engine, &fetched));
         if (status != OO_E_DEAD) /* a copy ahead that fails is given up */
             status = OO_OK;
     }
     if (status != OO_OK)
         return oo__raise_for(object, status);
-    uint32_t units[2 * OO_MAX_FETCHED];
-    memcpy(units, fetched.units, fetched.count * sizeof units[0]);
-    memcpy(units + fetched.count, rest.units, rest.count * sizeof units[0]);
-    return oo__units_tuple(units, fetched.count + rest.count);
+    return oo__units_tuple(fetched.units, fetched.count);
 }
 
 static const struct oo_parameter oo__stamp_takes[] = {OO_ID("member"), OO_NUMBER("stamp")};

@@ -178,16 +178,18 @@ static void a_wait_that_was_not_queued_tells_nothing(void) {
 
 static void a_gradient_that_has_not_arrived_tells_nothing(void) {
     static char gradient[512], target[512];
-    struct world w;
-    open_one_by_one(&w);
-    touch(&w, 3, OO_FORWARD, w.stream);
-    sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
-    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
-    CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream) ==
-              OO_E_DRIVER,
-          "no error");
-    CHECK(hold_and_write(&w, 0) == 1, "not waited for");
-    world_close(&w, "not arrived");
+    for (unsigned nth = 1; nth <= 2; nth++) { /* of the ring's piece, and of the gradient */
+        struct world w;
+        open_one_by_one(&w);
+        touch(&w, 3, OO_FORWARD, w.stream);
+        sim.simFault("cuEventSynchronize", nth, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+        CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient,
+                                 w.stream) == OO_E_DRIVER,
+              "%u: no error", nth);
+        CHECK(hold_and_write(&w, 0) == 1, "%u: not waited for", nth);
+        world_close(&w, "not arrived");
+    }
 }
 
 /* A copy that failed half-way reads masters as well. */

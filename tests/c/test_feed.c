@@ -227,6 +227,26 @@ static void a_release_that_must_not_wait_drives_out_nothing_that_is_fed(void) {
     end(&w, "release");
 }
 
+/* What is known to have arrived is not under way: no call that may wait is needed. */
+static void a_release_drives_out_what_has_arrived(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    begin(&w, 100000);
+    for (unsigned i = 0; i < 4 * UNITS + 4; i++)
+        need(use(&w, i % UNITS, OO_FORWARD), "use");
+    need(acquire(w.engine, w.member[12], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    feeds_end(&w);
+    oo__mutex_lock(w.engine->mutex);
+    oo__feeds_count(w.engine);
+    oo__mutex_unlock(w.engine->mutex);
+    const uint64_t evictions = stats_of(&w).evictions;
+    need(oo_engine_release(w.engine, held.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
+    CHECK(fetched.count > 0 && stats_of(&w).evictions > evictions, "%u copied, %llu driven out",
+          fetched.count, (unsigned long long)(stats_of(&w).evictions - evictions));
+    end(&w, "arrived");
+}
+
 /* ---- who waits for them ---- */
 
 struct call {
@@ -799,6 +819,7 @@ static const struct check_case cases[] = {
     CASE(the_time_of_copying_is_counted_once),
     CASE(an_acquire_that_must_not_wait_is_refused_while_anything_is_fed),
     CASE(a_release_that_must_not_wait_drives_out_nothing_that_is_fed),
+    CASE(a_release_drives_out_what_has_arrived),
     CASE(a_unit_is_used_once_its_copy_is_queued),
     CASE(what_is_waited_for_is_copied_first),
     CASE(the_time_of_what_was_overtaken_is_counted),
