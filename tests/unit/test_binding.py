@@ -102,6 +102,8 @@ ARGUMENTS: dict[str, dict[str, tuple[int, int] | None]] = {
     "stats": {"model": (-1, 2**32 - 2)},
     "visits": {"model": ID},
     "expect": {"visits": None},
+    "journal_start": {"entries": BYTES},
+    "journal_read": {"first": NUMBER},
 }
 INTEGERS = [(call, name) for call, given in ARGUMENTS.items() for name in given if given[name]]
 
@@ -135,6 +137,8 @@ def arguments_of(life: Life, call: str) -> dict[str, Any]:
         "ticket": 0,
         "nanoseconds": 10,
         "on": False,
+        "entries": 8,
+        "first": 0,
     }
     return {name: known[name] for name in ARGUMENTS[call]}
 
