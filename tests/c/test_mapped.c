@@ -251,10 +251,25 @@ static int recorded;
 static OOCUresult OOCUDAAPI counted_record(OOCUevent event, OOCUstream stream) {
     (void)event, (void)stream;
     recorded++;
-    return OOCU_ERROR_ILLEGAL_ADDRESS;
+    return OOCU_SUCCESS;
 }
 
-/* The end is taken on a dead engine: nothing is recorded there, or waited for. */
+/* Without the context there is nothing to record with: the end is lost, and waited for later. */
+static void test_an_end_without_the_context(void) {
+    struct world w;
+    world_open(&w, 60000, -1);
+    map(&w, 3, w.stream);
+    OOCUresult(OOCUDAAPI *const real)(OOCUevent, OOCUstream) = w.engine->driver.cuEventRecord;
+    w.engine->driver.cuEventRecord = counted_record;
+    sim.simFault("cuCtxPushCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
+    need(oo_engine_unmap(w.engine, w.member[3], w.stream), "unmap");
+    w.engine->driver.cuEventRecord = real;
+    CHECK(recorded == 0 && w.engine->reads.last[0].lost, "recorded without a context");
+    need(oo_engine_hold(w.engine), "hold");
+    world_close(&w, "no context");
+}
+
+/* The end is taken on a dead engine, and nothing is waited for there. */
 static void test_a_lost_context_ends_it(void) {
     struct world w;
     uintptr_t address = 0;
@@ -264,9 +279,7 @@ static void test_a_lost_context_ends_it(void) {
     map(&w, 3, w.stream);
     sim.simFault("cuStreamIsCapturing", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
     CHECK(map_for(&w, 5, w.stream, 0, &address) != OO_OK, "alive");
-    w.engine->driver.cuEventRecord = counted_record;
     need(oo_engine_unmap(w.engine, w.member[3], w.stream), "unmap");
-    CHECK(recorded == 0, "a call into a lost context");
     CHECK(oo_plan_pins(w.engine->plan, w.unit[3]) == 0, "still in use");
     need(world_remove(&w), "remove");
     need(oo_engine_unlock(w.engine, w.host), "unlock");
@@ -318,6 +331,7 @@ static const struct check_case cases[] = {
     CASE(test_more_streams_while_waiting_fails),
     CASE(test_an_end_that_cannot_be_marked),
     CASE(test_masters_of_an_end_that_was_not_marked_are_the_hosts_after_a_wait),
+    CASE(test_an_end_without_the_context),
     CASE(test_a_lost_context_ends_it),
     CASE(test_a_mapped_unit_that_is_to_leave_leaves_at_the_end),
     CASE(test_a_steady_state_creates_nothing),
