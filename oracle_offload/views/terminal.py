@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO
+from typing import IO, Any
 
 # What a terminal obeys: CSI (colours, cursor) and OSC (title, links), with their 8-bit forms.
 _SEQUENCE = re.compile(
@@ -21,6 +22,7 @@ _SEQUENCE = re.compile(
 
 
 WIDEST, NARROWEST = 100, 60
+_VIRTUAL_TERMINAL = 0x4  # ENABLE_VIRTUAL_TERMINAL_PROCESSING
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
 
 
@@ -54,12 +56,37 @@ def naming(verb: str, name: str) -> Iterator[None]:
 
 def wants_color(stream: IO[str]) -> bool:
     """Return whether to colour what is written to `stream`: a terminal, and no NO_COLOR."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    return not os.environ.get("NO_COLOR") and obeys(stream)
+
+
+def obeys(stream: IO[str]) -> bool:
+    """Return whether a stream is a terminal that obeys control sequences."""
+    if os.environ.get("TERM") == "dumb":
         return False
     try:
-        return stream.isatty()
+        is_terminal = stream.isatty()
     except (AttributeError, ValueError):
         return False
+    if is_terminal and sys.platform == "win32":
+        import ctypes
+        import msvcrt
+
+        try:
+            console = msvcrt.get_osfhandle(stream.fileno())
+        except (AttributeError, OSError, ValueError):  # no console: a notebook, an editor
+            return True
+        return _obeys_from_now_on(console, ctypes.windll.kernel32)
+    return is_terminal
+
+
+def _obeys_from_now_on(console: int, kernel32: Any) -> bool:
+    """Have a console of Windows obey sequences; False for one that cannot."""
+    import ctypes
+
+    handle, mode = ctypes.c_void_p(console), ctypes.c_uint32()
+    if not kernel32.GetConsoleMode(handle, ctypes.byref(mode)):
+        return False
+    return bool(kernel32.SetConsoleMode(handle, mode.value | _VIRTUAL_TERMINAL))
 
 
 def put(stream: IO[str], text: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from oracle_offload.views.terminal import FileError, naming, printable, put, wants_color
+from oracle_offload.views import terminal
+from oracle_offload.views.terminal import FileError, naming, obeys, printable, put, wants_color
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,33 @@ def test_colour_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     assert wants_color(Screen()) is False
+    assert obeys(Screen()) is True, "a view may be drawn over without colours"
+    monkeypatch.setenv("TERM", "dumb")
+    assert obeys(Screen()) is False
+
+
+class Console:
+    """What Windows answers of one console."""
+
+    def __init__(self, *, answers: bool = True, accepts: bool = True) -> None:
+        self.answers, self.accepts, self.set = answers, accepts, list[tuple[object, int]]()
+
+    def GetConsoleMode(self, handle: Any, mode: Any) -> int:
+        mode._obj.value = 0x3
+        return self.answers
+
+    def SetConsoleMode(self, handle: Any, mode: int) -> int:
+        self.set.append((handle.value, mode))
+        return self.accepts
+
+
+def test_a_console_of_windows_is_told_to_obey() -> None:
+    console = Console()
+    assert terminal._obeys_from_now_on(1 << 40, console) is True
+    assert console.set == [(1 << 40, 0x7)]
+    assert terminal._obeys_from_now_on(4, Console(accepts=False)) is False
+    silent = Console(answers=False)
+    assert terminal._obeys_from_now_on(4, silent) is False and silent.set == []
 
 
 def test_what_an_encoding_cannot_hold_becomes_a_question_mark() -> None:
