@@ -1,7 +1,8 @@
 """The heartbeat of a training: a small file that `oracle-offload watch` reads from outside.
 
 Once a second, at the end of an optimizer step, it is written anew in the place of what was there; a
-process that ends in order takes its file away, one that is killed leaves what it said last.
+process that ends in order takes its file away, one that is killed leaves what it said last, and a
+training that begins later removes it.
 `ORACLE_OFFLOAD_HEARTBEAT=0` keeps a process without one.
 """
 
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import json
 import logging
 import os
+import re
 import time
 from dataclasses import asdict
 from typing import Any
@@ -20,14 +23,18 @@ from torch.optim import optimizer as torch_optimizer
 
 from .engines import DeviceState, open_states
 from .errors import OffloadError
+from .host.processes import is_alive, machine
 from .meter import Meter, uuid_of
-from .views.live import SCHEMA, folder
+from .views.live import SCHEMA, folder, path_of
 from .views.memory import device_memory, host_memory
 from .views.summary import verdict_on
 
 logger = logging.getLogger("oracle_offload")
 
 EVERY_S = 1.0
+AGAIN_S = 30.0  # after a write that failed twice
+_DAY_S = 24 * 3600.0
+_LONG_S = 30 * _DAY_S  # no training is without a step so long
 _UNTOLD = ("weights", "gradients", "optimizer state", "activations")
 
 
@@ -48,6 +55,7 @@ def pulse(meter: Meter, **known: Any) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "pid": os.getpid(),
+        "machine": machine(),
         "time_s": time.time(),
         "numbers": numbers,
         "devices": devices,
@@ -101,22 +109,41 @@ class Heartbeat:
     """
 
     def __init__(self) -> None:
-        self.path = folder() / f"heartbeat-{os.getpid()}.json"
         self._pid = os.getpid()
+        self.path = path_of(self._pid)
         self._meter = Meter()
         self._due = time.monotonic()
+        self._failed = 0  # writes in a row
+        self._said = False
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether it is this process's, not that of the process it was forked from."""
+        return os.getpid() == self._pid
 
     def after_step(self, *_: Any) -> None:
-        """Write, if it is time; what fails is logged once, and ends it."""
+        """Write, if it is time; what fails is logged once, and tried again later."""
         now = time.monotonic()
-        if now < self._due or os.getpid() != self._pid:
+        if now < self._due or not self.is_mine:
             return
         self._due = now + EVERY_S
         try:
             self.write()
         except Exception as error:  # no training fails for it
-            logger.info("there is no heartbeat of this process: %s", error)
-            self._due = float("inf")
+            self._note_failure(error)
+        else:
+            self._failed = 0
+
+    def _note_failure(self, error: Exception) -> None:
+        if not self._said:
+            logger.info("the heartbeat of this process could not be written: %s", error)
+            self._said = True
+        self._failed += 1
+        # On Windows a watcher that just reads the file keeps it from being replaced, so one failure
+        # says nothing. After two the file goes: a watcher would take it for a standstill.
+        if self._failed > 1:
+            self.remove()
+            self._due += AGAIN_S - EVERY_S
 
     def write(self) -> None:
         """Write the file in the place of what was there, at once or not at all.
@@ -129,40 +156,72 @@ class Heartbeat:
         text = json.dumps(pulse(self._meter)).encode("ascii")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_suffix(".new")
-        # Who trains what is nobody else's matter.
-        file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.write(file, text)
-        finally:
-            os.close(file)
-        os.replace(beside, self.path)
+            # Who trains what is nobody else's matter.
+            file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                written = os.write(file, text)
+            finally:
+                os.close(file)
+            if written != len(text):  # on a disk that is almost full
+                raise OSError(errno.ENOSPC, f"only {written} of {len(text)} bytes were written")
+            os.replace(beside, self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
+            raise
 
     def remove(self) -> None:
         """Take the file away, as the process that wrote it ends."""
-        if os.getpid() == self._pid:
+        if self.is_mine:
             with contextlib.suppress(OSError):
                 self.path.unlink(missing_ok=True)
 
 
 _running: Heartbeat | None = None
+_is_hooked = False
 
 
 def start() -> Heartbeat | None:
     """Begin the heartbeat of this process, if it has none and may have one."""
-    global _running
+    global _running, _is_hooked
     if os.environ.get("ORACLE_OFFLOAD_HEARTBEAT", "1") == "0":
         return None
-    if _running is None:
+    if _running is None or not _running.is_mine:
         try:
             _running = Heartbeat()
+            prune()
         except Exception as error:  # no folder of the user's, or no platformdirs: no attach fails
             logger.info("there is no heartbeat of this process: %s", error)
             return None
+    if not _is_hooked:  # a fork has its parent's hooks
         torch_optimizer.register_optimizer_step_post_hook(_after_step)
-        atexit.register(_running.remove)
+        atexit.register(_at_exit)
+        _is_hooked = True
     return _running
 
 
 def _after_step(*details: Any) -> None:
     if _running is not None:
         _running.after_step()
+
+
+def _at_exit() -> None:
+    if _running is not None:
+        _running.remove()
+
+
+def prune() -> None:
+    """Remove what killed processes have left.
+
+    Of this machine that is what is older than a day and whose process is gone. Of another machine,
+    or of an earlier boot, nobody here can ask: what is a month old goes. A process that lives all
+    the same writes its file anew at its next step.
+    """
+    for path in folder().glob("heartbeat-*"):
+        with contextlib.suppress(OSError):  # it is gone, or another's
+            age = time.time() - path.stat().st_mtime
+            named = re.fullmatch(f"heartbeat-{re.escape(machine())}-([0-9]+)", path.stem)
+            is_gone = named is not None and is_alive(int(named[1])) is False
+            if age > (_DAY_S if is_gone else _LONG_S):
+                path.unlink()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
 
 from ..doctor.sensors import Sensors
-from ..views.live import Live, folder, heartbeats, read
-from ..views.terminal import FileError, columns, naming, put, show, wants_color
+from ..views.live import Live, folder, heartbeats, path_of, read
+from ..views.terminal import FileError, columns, naming, obeys, put, show, wants_color
 
 EVERY_S = 1.0
 _HOME, _CLEAR_BELOW = "\x1b[H", "\x1b[J"
@@ -28,18 +27,29 @@ def run(args: argparse.Namespace, shown: int, error: int) -> int:
     try:
         path = _chosen(args.pid)
         # Off a terminal there is nothing to draw over: one look, or a line of JSON per look.
-        on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        on_terminal = obeys(sys.stdout)
         once = args.once or not (on_terminal or args.json)
         sensors: dict[str, Sensors] = {}
+        refused = False
         while True:
             try:
                 with naming("read", str(path)):
                     live = _with_card(read(path), sensors)
-            except FileError:
+            except FileError as problem:
+                # Windows refuses to open a file while it is replaced.
+                if isinstance(problem.__cause__, PermissionError) and not refused:
+                    refused = True
+                    time.sleep(EVERY_S)
+                    continue
                 if once or path.exists():
                     raise
-                print(f"the training has ended ({path.name} is gone)", file=sys.stderr)
+                print(
+                    "the training has ended, or cannot write its heartbeat any more "
+                    f"({path.name} is gone)",
+                    file=sys.stderr,
+                )
                 return shown
+            refused = False
             _show(live, args.json, on_terminal and not once)
             if once:
                 return shown
@@ -51,7 +61,11 @@ def run(args: argparse.Namespace, shown: int, error: int) -> int:
 
 def _chosen(pid: int | None) -> Path:
     if pid is not None:
-        return folder() / f"heartbeat-{pid}.json"
+        own = path_of(pid)
+        if own.exists():
+            return own
+        elsewhere = (path for path in heartbeats() if path.stem.endswith(f"-{pid}"))
+        return next(elsewhere, own)
     for path in heartbeats():
         return path
     raise FileError(

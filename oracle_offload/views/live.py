@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from ..doctor.gpus import CLOCK_REASONS
+from ..host.processes import is_alive, machine
 from .bars import html_bar, text_bar
 from .memory import show_size
 from .page import fragment, page
 from .schema import schema
 from .terminal import WIDEST, Text, printable
 
-SCHEMA = schema("heartbeat", 1)
+SCHEMA = schema("heartbeat", 2)
 STALE_S = 10.0  # a step that takes longer is worth a word
 
 
@@ -33,6 +34,14 @@ def folder() -> Path:
     from platformdirs import user_cache_path
 
     return user_cache_path("oracle_offload", appauthor=False)
+
+
+def path_of(pid: int) -> Path:
+    """Return where the heartbeat of a process of this machine lies.
+
+    Machines and containers may share the folder, and use the same process ids.
+    """
+    return folder() / f"heartbeat-{machine()}-{pid}.json"
 
 
 def heartbeats() -> list[Path]:
@@ -62,19 +71,6 @@ def read(path: Path) -> Live:
     return Live(document)
 
 
-def is_alive(pid: int) -> bool | None:
-    """Whether a process of this machine has that number; None where the system does not tell."""
-    if os.name != "posix":  # os.kill would end it there
-        return None
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 class Live:
     """One look at a training.
 
@@ -102,7 +98,8 @@ class Live:
 
     def _notes(self) -> list[str]:
         pid, age = self.document["pid"], time.time() - self.document["time_s"]
-        if pid != os.getpid() and is_alive(pid) is False:
+        is_here = self.document["machine"] == machine()
+        if is_here and pid != os.getpid() and is_alive(pid) is False:
             return [f"process {pid} has ended without taking leave, {age:.0f} s after this"]
         if age > STALE_S:
             return [f"no step of process {pid} has ended for {age:.0f} s"]
@@ -141,10 +138,14 @@ class Live:
         said = [device["sentence"] for device in self.document["devices"]]
         return said or ["no model is attached"]
 
+    def _heading(self) -> str:
+        pid, on = self.document["pid"], self.document["machine"]
+        return f"process {pid}" if on == machine() else f"process {pid} on {printable(on)}"
+
     def to_text(self, *, width: int = WIDEST, color: bool = False) -> str:
         """Return the view for a terminal, at most `width` (60 to 100) columns wide."""
         text = Text(width, color=color)
-        text.block(f"process {self.document['pid']}", style="bold")
+        text.block(self._heading(), style="bold")
         for sentence in self._sentences():
             text.block(printable(sentence))
         for note in self._notes():
