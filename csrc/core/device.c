@@ -48,12 +48,15 @@ static void oo__ask_submission(struct oo_engine *engine) {
         engine->submits_late = !tcc;
 }
 
-int oo__nearest_node(const struct oo_engine *engine) {
-    int node = engine->driver.simulated ? -1 : oo__numa_node(engine->sys, engine->pci_id);
-    if (node < 0)
-        (void)engine->driver.cuDeviceGetAttribute(&node, OOCU_DEVICE_ATTRIBUTE_HOST_NUMA_ID,
-                                                  engine->device);
-    return node;
+enum oo_status oo__ask_node(struct oo_engine *engine) {
+    if (!engine->driver.simulated)
+        engine->numa_node = oo__numa_node(engine->sys, engine->pci_id);
+    if (engine->numa_node >= 0)
+        return OO_OK;
+    const OOCUresult result = engine->driver.cuDeviceGetAttribute(
+        &engine->numa_node, OOCU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, engine->device);
+    /* An older driver does not know what it is asked here. */
+    return oo_driver_is_sticky(result) ? oo__check(engine, "cuDeviceGetAttribute", result) : OO_OK;
 }
 
 /* On a dead engine only host records are freed: a lost context has taken the rest with it. */
@@ -107,7 +110,7 @@ enum oo_status oo_engine_create(const char *library, int device, struct oo_engin
     OO_TRY(oo_driver_load(&engine->driver, library));
     OO_TRY(oo__open_device(engine, device));
     oo__ask_submission(engine);
-    engine->numa_node = oo__nearest_node(engine);
+    OO_TRY(oo__ask_node(engine));
     OO_TRY(oo__enter(engine, 0));
     int least = 0, greatest = 0;
     status = OO_DRIVE(engine, cuCtxGetStreamPriorityRange, &least, &greatest);

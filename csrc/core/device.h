@@ -4,8 +4,8 @@
 
 #include "state.h"
 
-/* The NUMA node of the host that the device is nearest to: as the system says, or else as the
- * driver does (CUDA >= 12.2). -1: neither does. */
-int oo__nearest_node(const struct oo_engine *engine);
+/* Find out engine->numa_node, the host's node that the device is nearest to: as the system says, or
+ * else as the driver does (CUDA >= 12.2). -1: neither does. Fails where the context is lost. */
+enum oo_status oo__ask_node(struct oo_engine *engine);
 
 #endif
