@@ -181,15 +181,17 @@ def test_a_short_write_leaves_the_file_that_was_there(heart, monkeypatch):
 
 def test_machines_that_share_the_folder_have_a_file_each(heart, monkeypatch):
     heart.write()
-    there = heart.path.with_name(f"heartbeat-other-0a-{os.getpid()}.json")
-    told = json.loads(heart.path.read_bytes())
-    there.write_text(json.dumps({**told, "machine": "other-0a", "time_s": time.time() - 60}))
+    pid = os.getpid() + 1
+    there = heart.path.with_name(f"heartbeat-other-0a-{pid}.json")
+    told = {**json.loads(heart.path.read_bytes()), "pid": pid, "time_s": time.time() - 60}
+    there.write_text(json.dumps({**told, "machine": "other-0a"}))
     assert {heart.path, there} == set(live.heartbeats())
     asked = []
     monkeypatch.setattr(live, "is_alive", lambda pid: asked.append(pid) or False)
     text = str(live.read(there))
-    assert text.startswith(f"process {os.getpid()} on other-0a\n")
+    assert text.startswith(f"process {pid} on other-0a\n")
     assert "without taking leave" not in text and "no step of process" in text and asked == []
+    assert "without taking leave" in str(live.Live(told)) and asked == [pid]
     assert str(live.read(heart.path)).startswith(f"process {os.getpid()}\n")
 
 

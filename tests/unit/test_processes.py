@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,13 +40,11 @@ def test_another_user_s_process_is_alive(monkeypatch: pytest.MonkeyPatch) -> Non
         assert (pid, signal) == (7, 0)
         raise PermissionError
 
-    monkeypatch.setattr(processes.os, "kill", kill)
+    monkeypatch.setattr(os, "kill", kill)
     assert is_alive(7) is True
 
 
 def test_the_machine_is_named_after_its_host() -> None:
-    import socket
-
     name = machine()
     assert re.fullmatch("[A-Za-z0-9._]{1,64}-[0-9a-f]{8}", name)
     assert name.startswith(socket.gethostname()[:3])
@@ -76,9 +75,9 @@ def test_hosts_boots_and_namespaces_have_names_of_their_own(
             assert path == "/proc/sys/kernel/random/boot_id"
             return Reading(found)
 
-        monkeypatch.setattr(processes.socket, "gethostname", lambda host=host: host)
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
         monkeypatch.setattr(processes, "read_text", text)
-        monkeypatch.setattr(processes.os, "readlink", readlink)
+        monkeypatch.setattr(os, "readlink", readlink)
         machine.cache_clear()
         name = machine()
         assert name == machine() and re.fullmatch("a_[bc]-[0-9a-f]{8}", name)
