@@ -96,7 +96,7 @@ class Meter:
         reading = None if state is None else _Reading.of(state)
         numbers |= _grown(self._last, reading)
         self._last = reading
-        numbers |= _held_by_torch(state)
+        numbers |= _held_by_torch(self._shown(state))
         now = None if reading is None else reading.counters
         numbers |= {name: None if now is None else now[of] for name, of in _NOW.items()}
         self._ask_slowly(state)
@@ -104,6 +104,26 @@ class Meter:
         if self._wants_sensors:
             numbers |= self._energy(numbers["steps"])
         return numbers
+
+    def reset_peak(self) -> None:
+        """Begin torch's peak of the device anew, where `read` shows one.
+
+        While no model is attached and no device is named, that is the peak of each card: which one
+        the next reading is of is not known yet.
+        """
+        if not torch.cuda.is_initialized():
+            return
+        state = self._state()
+        devices = [self._shown(state)]
+        if state is None and self._device is None:
+            devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+
+    def _shown(self, state: DeviceState | None) -> torch.device:
+        """Return the device whose memory is shown."""
+        return torch.device(self._device or "cuda") if state is None else state.device
 
     def _state(self) -> DeviceState | None:
         for state in open_states():
@@ -179,9 +199,8 @@ def _gbps(nbytes: int, seconds: float) -> float | None:
     return nbytes / seconds / 1e9 if seconds > 0 else None
 
 
-def _held_by_torch(state: DeviceState | None) -> Numbers:
+def _held_by_torch(device: torch.device) -> Numbers:
     numbers: Numbers = dict.fromkeys(["allocated_bytes", "reserved_bytes", "peak_bytes"])
-    device = torch.device("cuda") if state is None else state.device
     if device.type == "cuda" and torch.cuda.is_initialized():
         numbers["allocated_bytes"] = torch.cuda.memory_allocated(device)
         numbers["reserved_bytes"] = torch.cuda.memory_reserved(device)

@@ -187,3 +187,54 @@ def test_a_card_is_named_as_the_driver_names_it(monkeypatch):
 def test_a_loss_that_autograd_records_is_taken_without_a_warning(recwarn):
     assert Meter().read(loss=torch.ones(1, requires_grad=True) * 2)["loss"] == 2.0
     assert not recwarn.list
+
+
+class Cards:
+    """What torch answers of two cards; which of them were asked, and begun anew."""
+
+    def __init__(self, monkeypatch):
+        self.reset, self.asked = [], []
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self._begin)
+        for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
+            monkeypatch.setattr(torch.cuda, name, self._answer)
+
+    def _begin(self, device):
+        if torch.device(device).type != "cuda":
+            raise ValueError(f"Expected a cuda device, but got: {device}")
+        self.reset.append(str(device))
+
+    def _answer(self, device):
+        self.asked.append(str(device))
+        return 7
+
+
+def test_the_peak_begins_anew_on_the_device_that_is_shown(monkeypatch):
+    cards = Cards(monkeypatch)
+    read = Meter()
+    read.reset_peak()
+    assert cards.reset == ["cuda:0", "cuda:1"], "which one the next reading is of is unknown"
+    named = Meter()
+    named._device = "cuda:1"
+    named.reset_peak()
+    assert cards.reset[2:] == ["cuda:1"]
+    assert named.read()["peak_bytes"] == 7 and set(cards.asked) == {"cuda:1"}
+    monkeypatch.setattr(read, "_state", lambda: SimpleNamespace(device=torch.device("cuda", 1)))
+    read.reset_peak()
+    assert cards.reset[3:] == ["cuda:1"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    read.reset_peak()
+    assert len(cards.reset) == 4
+
+
+def test_the_simulated_device_has_no_peak_of_a_card(monkeypatch):
+    cards = Cards(monkeypatch)
+    read = Meter("cpu")
+    read.reset_peak()
+    assert read.read()["peak_bytes"] is None, "not that of the current card"
+    with attached(net(), "cpu"):
+        for read in (Meter("cpu"), Meter()):
+            read.reset_peak()
+            assert read.read()["peak_bytes"] is None
+    assert cards.reset == cards.asked == []
