@@ -10,12 +10,13 @@ renewed while later cells train. An out-of-memory error is explained under its c
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import html
+import inspect
 import threading
 from typing import Any
 
-import torch
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
@@ -161,7 +162,8 @@ class Magic(Magics):  # type: ignore[misc,unused-ignore]
         """Show memory and traffic of attached models: now, or of the cell that it heads.
 
         `%oo_mem` shows `oracle_offload.memory_summary()`. `%%oo_mem` runs the cell and shows what
-        it took and moved; for torch's peak it resets the peak statistics of the CUDA device.
+        it took and moved; for torch's peak it resets the peak statistics of that CUDA device, or
+        of all while no model is attached.
         """
         wanted = parse_argstring(self.oo_mem, line)
         if cell is None:
@@ -176,8 +178,7 @@ class Magic(Magics):  # type: ignore[misc,unused-ignore]
         if wanted.model is not None:
             raise UsageError("%%oo_mem counts what all models of a device do: name a --device")
         meter = Meter(wanted.device)
-        if torch.cuda.is_initialized():
-            torch.cuda.reset_peak_memory_stats(wanted.device)
+        meter.reset_peak()
         before = meter.read()
         try:
             self._run(cell)
@@ -193,16 +194,39 @@ class Magic(Magics):  # type: ignore[misc,unused-ignore]
         return found
 
     def _run(self, cell: str) -> None:
-        """Run a cell as the notebook does, so that an error ends this one, with one traceback."""
+        """Run a cell as the notebook does, so that an error ends this one, with one traceback.
+
+        `shell.run_cell` would show the error itself, and the outer cell would show it again.
+        """
         shell = self.shell
-        tree = shell.transform_ast(shell.compile.ast_parse(shell.transform_cell(cell)))
+        text = "\n" + shell.transform_cell(cell)  # its lines have the numbers of the notebook's
+        name = shell.compile.cache(text, shell.displayhook.prompt_count)
+        tree = shell.transform_ast(shell.compile.ast_parse(text, name))
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, "<%%oo_mem>", "exec"), shell.user_global_ns, shell.user_ns)
+        self._evaluate(tree, name, "exec")
         if last is not None:
-            code = compile(ast.Expression(last.value), "<%%oo_mem>", "eval")
-            value = eval(code, shell.user_global_ns, shell.user_ns)
+            value = self._evaluate(ast.Expression(last.value), name, "eval")
             if value is not None and not cell.rstrip().endswith(";"):
                 shell.displayhook(value)
+
+    def _evaluate(self, tree: ast.Module | ast.Expression, name: str, mode: str) -> Any:
+        shell = self.shell
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if shell.autoawait else 0
+        with shell.compile.extra_flags(flags):
+            # The shell's compiler: this module's __future__ imports are not the cell's.
+            code = shell.compile(tree, name, mode)
+        value = eval(code, shell.user_global_ns, shell.user_ns)
+        if not code.co_flags & inspect.CO_COROUTINE:
+            return value
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return shell.loop_runner(value)
+        value.close()
+        raise UsageError(
+            "%%oo_mem cannot await: the notebook's own event loop is waiting for this cell. Await "
+            "in a cell without %%oo_mem, and show %oo_mem before and after."
+        )
 
     @magic_arguments()
     @argument("what", nargs="?", choices=["start", "stop"], default="start", help="begin, or end")

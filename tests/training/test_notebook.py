@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 from torch import nn
 
 import oracle_offload
 from oracle_offload import simulator
-
-pytest.importorskip("IPython")
-
-from IPython.core.interactiveshell import InteractiveShell
-from IPython.utils.capture import capture_output
 
 TRAIN = """
 model(torch.randn(3, 64)).sum().backward()
@@ -113,6 +111,57 @@ def test_the_cell_keeps_its_variables_and_ends_with_its_error(attached):
     assert captured.stdout == ""
     captured, error = run(attached, "%%oo_mem model\nkept")
     assert "name a --device" in captured.stderr + str(error)
+
+
+def test_the_cell_s_code_is_what_it_is_without_the_magic(attached):
+    cell = (
+        "%%oo_mem\nimport inspect\n"
+        "def double(x: float) -> float:\n    return 2 * x\n"
+        "kinds = double.__annotations__\nsource = inspect.getsource(double)\n"
+        "line = double.__code__.co_firstlineno"
+    )
+    captured, error = run(attached, cell)
+    assert error is None, captured.stdout
+    assert attached.user_ns["kinds"] == {"x": float, "return": float}
+    assert attached.user_ns["source"] == "def double(x: float) -> float:\n    return 2 * x\n"
+    assert attached.user_ns["line"] == 3, "the magic is on the first"
+    run(attached, "%%oo_mem\nfrom __future__ import annotations")
+    run(attached, "%%oo_mem\ndef later(x: unheard): pass\nkinds = later.__annotations__")
+    assert attached.user_ns["kinds"] == {"x": "unheard"}, "as from any cell"
+
+
+def test_the_traceback_shows_the_cell_s_line(attached):
+    captured, _ = run(attached, "%%oo_mem\nnone = 0\nmany = 1 / none")
+    assert "line 3" in captured.stdout and "many = 1 / none" in captured.stdout
+
+
+def test_a_cell_may_await_where_no_loop_runs(attached):
+    captured, error = run(
+        attached, "%%oo_mem\nimport asyncio\nawait asyncio.sleep(0)\nawait asyncio.sleep(0, 41)"
+    )
+    assert error is None, captured.stdout
+    assert "41" in captured.stdout
+    assert any("steps" in data["text/plain"] for data in reports(captured))
+
+
+def test_a_named_device_without_a_card_s_peak_is_no_error(attached, monkeypatch):
+    def reset(device=None):
+        raise ValueError(f"Expected a cuda device, but got: {device}")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    captured, error = run(attached, "%%oo_mem -d cpu\nran = True")
+    assert error is None, captured.stdout
+    assert attached.user_ns["ran"] and figures(reports(captured)[0])["steps"] == "0"
+
+
+def test_a_cell_that_cannot_await_says_so(attached):
+    async def notebook():
+        return run(attached, "%%oo_mem\nimport asyncio\nawait asyncio.sleep(0)")
+
+    captured, error = asyncio.run(notebook())
+    assert "cannot await" in captured.stderr + str(error)
+    assert "SyntaxError" not in captured.stdout and "never awaited" not in captured.stderr
 
 
 def test_a_cell_that_attaches_says_what_cannot_be_told(shell):

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("ipykernel")
-nbformat = pytest.importorskip("nbformat")
 
-import notebook  # noqa: E402
+import nbformat
+import notebook
 
 ROOT = Path(__file__).parents[2]
 
