@@ -21,7 +21,7 @@ from .engines import DeviceState, Layout
 from .errors import OffloadError
 from .pace import WARM_UP_STEPS
 from .phases import growth
-from .views.recording import SCHEMA, Recording
+from .views.recording import SCHEMA, Recording, format_of
 
 logger = logging.getLogger("oracle_offload")
 
@@ -104,6 +104,8 @@ class Recorder:
             raise ValueError(f"max_events={max_events} must be at least 1")
         if timed_every < 0:
             raise ValueError(f"timed_every={timed_every} must be 0 (never) or more")
+        if path is not None:
+            format_of(path)  # before hours of training, not after
         self._path = path
         self._max_events = max_events
         self._timed_every = timed_every
@@ -576,7 +578,7 @@ def record(path: Any = None, *, max_events: int = 100_000, timed_every: int = 12
     Raises
     ------
     ValueError
-        An argument that makes no sense.
+        An argument that makes no sense; a `path` whose suffix tells no format.
 
     Notes
     -----

@@ -346,22 +346,27 @@ class Recording:
             The file cannot be written.
         """
         target = Path(path)
-        kind = format or _SUFFIXES.get(target.suffix.lower())
         writers = {
             "html": self.to_html,
             "chrome": self.to_chrome,
             "csv": self.to_csv,
             "jsonl": self.to_jsonl,
         }
-        if kind not in writers:
-            raise ValueError(
-                f"{os.fspath(path)!r} with format={format!r}: use 'html', 'chrome', 'csv' or "
-                "'jsonl', or a file that ends in .html, .json, .csv or .jsonl"
-            )
-        text = writers[kind]()
+        text = writers[format_of(path, format)]()
         part = target.with_name(target.name + ".part")
         part.write_text(text, encoding="utf-8", newline="\n")
         part.replace(target)
+
+
+def format_of(path: Any, format: str | None = None) -> str:
+    """Return the format that a recording is written in; see `Recording.export`."""
+    kind = format or _SUFFIXES.get(Path(path).suffix.lower())
+    if kind is None or kind not in _SUFFIXES.values():
+        raise ValueError(
+            f"{os.fspath(path)!r} with format={format!r}: use 'html', 'chrome', 'csv' or "
+            "'jsonl', or a file that ends in .html, .json, .csv or .jsonl"
+        )
+    return kind
 
 
 def read_recording(path: Any) -> Recording:

@@ -364,6 +364,11 @@ def test_who_wants_each_step_gets_its_row(training):
     assert rows == recorder.recording().steps()
 
 
+def test_a_path_that_tells_no_format_is_refused_at_once():
+    with pytest.raises(ValueError, match=r"'run\.txt' with format=None: use 'html'"):
+        oracle_offload.record("run.txt")
+
+
 @pytest.mark.parametrize("arguments", [{"max_events": 0}, {"timed_every": -1}])
 def test_arguments_that_make_no_sense_are_refused(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
