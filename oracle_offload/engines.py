@@ -82,7 +82,7 @@ class Observer(Protocol):
         """A model is about to be forgotten. Its device's lock is held."""
 
     def closing(self, state: DeviceState) -> None:
-        """An engine is about to be closed."""
+        """An engine is about to be closed. Its device's lock is held."""
 
 
 observers: tuple[Observer, ...] = ()  # replaced, never changed; the registry's lock protects it
@@ -276,7 +276,7 @@ def _close_engine(engine: _core.Engine) -> None:
 def close_if_unused(state: DeviceState) -> None:
     """Close the engine once it holds nothing of any model."""
     global _opened_in
-    with _registry_lock:
+    with state.lock, _registry_lock:
         if state.listeners or state.openings or _registry.get(str(state.device)) is not state:
             return
         for observer in observers:

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +19,7 @@ from . import engines
 from .attachment import attachments_on
 from .engines import DeviceState, Layout
 from .errors import OffloadError
+from .locks import Lock
 from .pace import WARM_UP_STEPS
 from .phases import growth
 from .views.recording import SCHEMA, Recording, format_of
@@ -33,9 +34,19 @@ _LATEST = (1 << 64) - 1  # no entry has this number: the journal answers which c
 
 
 @dataclass
+class _Opening:
+    """An engine of a device, from its opening to its closing: it numbers units and entries anew."""
+
+    number: int
+    begin_s: float  # when the recording began, by the clock of this engine's journal
+    names: dict[int, tuple[str, str]] = field(default_factory=dict)  # unit -> model, layers
+
+
+@dataclass
 class _Timed:
     """A step that was timed on the device: its rows, and the recording's time of their zero."""
 
+    opening: int
     step: int
     zero_s: float
     rows: list[Any]
@@ -43,19 +54,28 @@ class _Timed:
 
 @dataclass
 class _Part:
-    """What is recorded of one device; its lock protects it, where its engine is open."""
+    """What is recorded of one device, over all engines that it had.
 
-    state: DeviceState
+    The lock of the engine's device protects it. Once the engine is closed it is not changed any
+    more: a copy goes on with the next engine, see `Recorder.opened`.
+    """
+
+    device: str
+    simulated: bool
     name: str  # of the device
+    lock: Lock
+    state: DeviceState | None  # until its engine is closed, or the recording ends
+    opening: _Opening
     phase: str  # that it is in
-    begin_s: float  # by the clock of the journal
-    counters: Mapping[str, Any]
-    begun: Mapping[str, Any]  # the counters when the phase began
-    entries: deque[tuple[int, Any]]  # (number, entry) of those that were read
+    counters: Mapping[str, Any]  # when the step began
+    begun: Mapping[str, Any]  # when the phase began
+    entries: deque[tuple[int, _Opening, Any]]  # (number, engine, entry) of those that were read
+    step_growth: Mapping[str, Any] = field(default_factory=dict)  # up to the engine's end
+    phase_growth: Mapping[str, Any] = field(default_factory=dict)
     next_entry: int = 0
     dropped: int = 0
-    names: dict[int, tuple[str, str]] = field(default_factory=dict)  # unit -> model, layers
     layout: int = -1
+    now_s: float = 0.0  # the recording's time, when it was looked at last
     last_s: float | None = None  # when the step before ended
     fresh: bool = True  # the next step to end is the first, or the first since the phase changed
     steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_ROWS))
@@ -67,7 +87,6 @@ class _Part:
     n_timed: int = 0
     next_timed: int = 0  # how many whole steps, without a label, come before the next timed one
     allocated: int | None = None  # when the phase began
-    closed: bool = False
 
 
 class _Phase:
@@ -109,9 +128,11 @@ class Recorder:
         self._path = path
         self._max_events = max_events
         self._timed_every = timed_every
-        self._parts: tuple[_Part, ...] = ()
+        self._parts: dict[str, _Part] = {}  # by device; replaced, never changed
         self._phase = engines.phase_now()
-        self._errors: list[dict[str, Any]] = []
+        self._errors: deque[dict[str, Any]] = deque(maxlen=_MOST_ROWS)
+        self._n_errors = 0
+        self._logged: set[object] = set()  # devices whose failure was logged
         self._lines: deque[str] = deque(maxlen=_MOST_ROWS)
         self._running = False
         self.on_step: list[Callable[[Mapping[str, Any]], object]] = []
@@ -153,8 +174,8 @@ class Recorder:
             return
         self._running = False
         engines.ignore(self)
-        for part in self._parts:
-            with part.state.lock:
+        for part in self._parts.values():
+            with part.lock:
                 self._end_part(part)
         with _current_lock:
             _current = None
@@ -169,9 +190,7 @@ class Recorder:
         traceback: TracebackType | None,
     ) -> None:
         if kind is not None:
-            self._errors.append(
-                {"event": "error", "what": f"{kind.__name__}: {error}", "phase": self._phase}
-            )
+            self._put_error(f"{kind.__name__}: {error}")
         self.stop()
         if self._path is None:
             return
@@ -199,38 +218,37 @@ class Recorder:
         before, self._phase = self._phase, str(name)
         engines.begin_phase(self._phase)
         rows = []
-        for part in self._parts:
-            with part.state.lock:
-                if part.closed:
-                    continue
+        for part in self._parts.values():
+            with part.lock:
+                if part.state is None:
+                    continue  # its next engine is told
                 try:
-                    rows.append(self._end_phase(part, before))
+                    rows.append(self._end_phase(part, part.state))
                 except Exception as error:
-                    self._note(part.state, error)
+                    self._note(part.device, error)
         line = _phase_line(before, self._phase, rows)
         self._lines.append(line)
         logger.info("%s", line)
         return _Phase(before)
 
-    def _end_phase(self, part: _Part, before: str) -> dict[str, Any]:
-        counters = part.state.engine.stats()
+    def _end_phase(self, part: _Part, state: DeviceState) -> dict[str, Any]:
+        counters = state.engine.stats()
         grown = growth(counters, part.begun)
-        allocated, peak = _allocated_and_peak(part.state)
-        entry, now_s = _mark(part)
+        allocated, peak = _allocated_and_peak(state)
         row = {
             "event": "phase",
-            "t_s": now_s - part.begin_s,
+            "t_s": _look(part, state),
             "step": part.n_steps,
             "phase": self._phase,
-            "device": str(part.state.device),
+            "device": part.device,
             "name": self._phase,
-            "before": before,
+            "before": part.phase,
             "allocated_bytes": allocated,
             "delta_bytes": _less(allocated, part.allocated),
             "peak_bytes": peak,
             "copies": grown["h2d_copies"] + grown["d2h_copies"],
             "counters": grown,
-            "entry": entry,
+            "entry": _next_entry(part, state),
         }
         part.phases.append(row)
         part.n_phases += 1
@@ -241,20 +259,57 @@ class Recorder:
     # ---- what engines tell: see `engines.Observer` ----
 
     def opened(self, state: DeviceState) -> None:
-        """Begin the journal of a device."""
+        """Begin the journal of a device, or go on with it: steps and time are those before."""
+        device = str(state.device)
+        before = self._parts.get(device)
         try:
             state.engine.journal_start(self._max_events)
-            begin_s = state.engine.journal_read(_LATEST)[1]
+            now_s = state.engine.journal_read(_LATEST)[1]
             counters, name = state.engine.stats(), state.engine.device_name
+            if before is None:
+                part = _Part(
+                    device,
+                    state.simulated,
+                    name,
+                    state.lock,
+                    state,
+                    _Opening(0, now_s),
+                    self._phase,
+                    counters,
+                    counters,
+                    deque(maxlen=self._max_events),
+                    allocated=_allocated_and_peak(state)[0],
+                )
+            else:
+                part = self._go_on(before, state, now_s, counters)
+                if part.phase != self._phase:
+                    self._end_phase(part, state)
         except Exception as error:
-            self._note(state, error)
+            self._note(device, error)
             return
-        part = _Part(
-            state, name, self._phase, begin_s, counters, counters, deque(maxlen=self._max_events)
+        self._parts = {**self._parts, device: part}
+        self._learn_names(part, state)
+
+    def _go_on(
+        self, before: _Part, state: DeviceState, now_s: float, counters: Mapping[str, Any]
+    ) -> _Part:
+        """Return a copy of what was recorded of a device, for its next engine."""
+        # The simulator's clock may have started anew: no time has passed then.
+        begin_s = min(before.opening.begin_s, now_s - before.now_s)
+        return replace(
+            before,
+            lock=state.lock,
+            state=state,
+            opening=_Opening(before.opening.number + 1, begin_s),
+            counters=_less_growth(counters, before.step_growth),
+            begun=_less_growth(counters, before.phase_growth),
+            entries=before.entries.copy(),
+            next_entry=0,
+            steps=before.steps.copy(),
+            phases=before.phases.copy(),
+            timed=before.timed.copy(),
+            next_timed=0,
         )
-        part.allocated = _allocated_and_peak(state)[0]
-        self._parts = (*self._parts, part)
-        self._learn_names(part)
 
     def ended_step(self, state: DeviceState, counters: Mapping[str, Any]) -> None:
         """Put a step down, and decide whether the next one is timed."""
@@ -262,9 +317,9 @@ class Recorder:
         if part is None:
             return
         try:
-            row = self._end_step(part, counters)
+            row = self._end_step(part, state, counters)
         except Exception as error:
-            self._note(state, error)
+            self._note(part.device, error)
             return
         for told in list(self.on_step):
             told(row)
@@ -273,7 +328,7 @@ class Recorder:
         """Read the journal while the names of its units are known."""
         part = self._part_of(state)
         if part is not None:
-            self._learn_names(part)
+            self._learn_names(part, state)
 
     def closing(self, state: DeviceState) -> None:
         """An engine is about to be closed: take its journal along."""
@@ -282,53 +337,57 @@ class Recorder:
             self._end_part(part)
 
     def _part_of(self, state: DeviceState) -> _Part | None:
-        for part in self._parts:
-            if part.state is state and not part.closed:
-                return part
-        return None
+        part = self._parts.get(str(state.device))
+        return part if part is not None and part.state is state else None
 
-    def _note(self, state: DeviceState, error: Exception) -> None:
-        """A recording that fails must not fail the training."""
-        logger.warning("recording %s: %s", state.device, error)
-        what = f"recording {state.device} failed: {type(error).__name__}: {error}"
+    def _note(self, device: str, error: Exception) -> None:
+        """A recording that fails must not fail the training, nor fill its log."""
+        if device not in self._logged:
+            self._logged.add(device)
+            logger.warning("recording %s: %s", device, error)
+        self._put_error(f"recording {device} failed: {type(error).__name__}: {error}")
+
+    def _put_error(self, what: str) -> None:
         self._errors.append({"event": "error", "what": what, "phase": self._phase})
+        self._n_errors += 1
 
     # ---- one device ----
 
-    def _learn_names(self, part: _Part) -> None:
+    def _learn_names(self, part: _Part, state: DeviceState) -> None:
         part.layout = Layout.version
-        for held in attachments_on(part.state):
+        for held in attachments_on(state):
             layers: dict[int, list[str]] = {}
             for layer in list(held.layers):
                 layers.setdefault(layer.unit, []).append(layer.name)
             for unit, names in layers.items():
-                part.names[unit] = held.name, ", ".join(names)
+                part.opening.names[unit] = held.name, ", ".join(names)
 
-    def _end_step(self, part: _Part, counters: Mapping[str, Any]) -> dict[str, Any]:
-        state = part.state
+    def _end_step(
+        self, part: _Part, state: DeviceState, counters: Mapping[str, Any]
+    ) -> dict[str, Any]:
         if part.layout != Layout.version:
-            self._learn_names(part)
+            self._learn_names(part, state)
         timed = part.timing_since is not None
         if timed:
-            self._end_timing(part)
-        entry, now_s = _mark(part)
+            self._end_timing(part, state)
+        now_s = _look(part, state)
         allocated, peak = state.kind.allocated_and_peak()
         label = "resume" if part.fresh else ""
         if state.pace.ended <= WARM_UP_STEPS:
             label = "warm-up"
         row = {
             "event": "step",
-            "t_s": now_s - part.begin_s,
+            "t_s": now_s,
             "step": part.n_steps,
             "phase": self._phase,
-            "device": str(state.device),
+            "device": part.device,
             "label": label,
             "timed": timed,
             "seconds": None if part.last_s is None else now_s - part.last_s,
             "counters": growth(counters, part.counters),
             "allocated_bytes": allocated,
             "peak_bytes": peak,
-            "entry": entry,
+            "entry": _next_entry(part, state),
         }
         part.steps.append(row)
         part.n_steps += 1
@@ -339,73 +398,82 @@ class Recorder:
         if not label and not timed:
             part.next_timed -= 1
         if state.pace.ended >= WARM_UP_STEPS and part.next_timed <= 0 and self._timed_every:
-            self._begin_timing(part)
+            self._begin_timing(part, state)
         if timed or part.timing_since is not None:  # what the recorder waited for is in no step
             part.counters = state.engine.stats()
-        part.last_s = _mark(part)[1]
+        part.last_s = _look(part, state)
         return {key: value for key, value in row.items() if key != "entry"}
 
-    def _begin_timing(self, part: _Part) -> None:
+    def _begin_timing(self, part: _Part, state: DeviceState) -> None:
         try:
-            part.state.engine.trace_start()
+            state.engine.trace_start()
         except OffloadError:  # somebody else records a timeline; an old driver has none
             part.next_timed = self._timed_every
             return
-        part.timing_since = _mark(part)[1] - part.begin_s
+        part.timing_since = _look(part, state)
 
-    def _end_timing(self, part: _Part) -> None:
+    def _end_timing(self, part: _Part, state: DeviceState) -> None:
         zero_s, part.timing_since = part.timing_since, None
         part.next_timed = self._timed_every
         assert zero_s is not None
-        rows = list(part.state.engine.trace_stop())
+        rows = list(state.engine.trace_stop())
         if rows:
-            part.timed.append(_Timed(part.n_steps, zero_s, rows))
+            part.timed.append(_Timed(part.opening.number, part.n_steps, zero_s, rows))
             part.n_timed += 1
 
-    def _read_journal(self, part: _Part) -> None:
+    def _read_journal(self, part: _Part, state: DeviceState) -> None:
         """Take what was written since the last time, as far as it is there still."""
         while True:
-            first, _, entries = part.state.engine.journal_read(part.next_entry)
+            first, _, entries = state.engine.journal_read(part.next_entry)
             if not entries:
                 return
             part.dropped += first - part.next_entry
             part.next_entry = first + len(entries)
             part.dropped += max(0, len(part.entries) + len(entries) - self._max_events)
-            part.entries.extend(enumerate(entries, first))
+            for number, entry in enumerate(entries, first):
+                part.entries.append((number, part.opening, entry))
 
     def _end_part(self, part: _Part) -> None:
-        if part.closed:
+        """An engine is closed, or the recording ends: take from it what is still there."""
+        state, part.state = part.state, None  # a closed engine and its tensors are not kept
+        if state is None:
             return
-        part.closed = True
         try:
+            self._learn_names(part, state)
+            self._read_journal(part, state)
+            counters = state.engine.stats()  # before the recorder waits
+            part.step_growth = growth(counters, part.counters)
+            part.phase_growth = growth(counters, part.begun)
             if part.timing_since is not None:
-                self._end_timing(part)
-            self._learn_names(part)
-            self._read_journal(part)
-            part.state.engine.journal_stop()
+                self._end_timing(part, state)
+            _look(part, state)
+            state.engine.journal_stop()
         except Exception as error:
-            self._note(part.state, error)
+            self._note(part.device, error)
 
     # ---- what came of it ----
 
     def recording(self) -> Recording:
         """Return what was recorded so far, as plain data."""
         events: list[dict[str, Any]] = []
-        devices = []
-        for part in self._parts:
-            with part.state.lock:
-                if not part.closed:
+        devices: list[dict[str, Any]] = []
+        steps = 0
+        for part in self._parts.values():
+            with part.lock:
+                if part.state is not None:
                     try:
-                        self._learn_names(part)
-                        self._read_journal(part)
+                        self._learn_names(part, part.state)
+                        self._read_journal(part, part.state)
                     except Exception as error:
-                        self._note(part.state, error)
+                        self._note(part.device, error)
                 events += _events_of(part)
+                steps = max(steps, part.n_steps)
                 devices.append(
                     {
-                        "device": str(part.state.device),
+                        "device": part.device,
                         "name": part.name,
-                        "simulated": part.state.simulated,
+                        "simulated": part.simulated,
+                        "engines": part.opening.number + 1,
                         "dropped_events": part.dropped,
                         "dropped_steps": part.n_steps - len(part.steps),
                         "dropped_phases": part.n_phases - len(part.phases),
@@ -413,13 +481,13 @@ class Recorder:
                     }
                 )
         end_s = max((event["t_s"] for event in events), default=0.0)
-        steps = max((part.n_steps for part in self._parts), default=0)
-        events += [{**error, "t_s": end_s, "step": steps} for error in self._errors]
+        events += [{**error, "t_s": end_s, "step": steps} for error in list(self._errors)]
         events.sort(key=lambda event: float(event["t_s"]))
         header = {
             "schema": SCHEMA,
             "devices": devices,
-            "dropped": sum(part.dropped for part in self._parts),
+            "dropped": sum(device["dropped_events"] for device in devices),
+            "dropped_errors": self._n_errors - len(self._errors),
             "max_events": self._max_events,
             "timed_every": self._timed_every,
         }
@@ -442,10 +510,20 @@ def _allocated_and_peak(state: DeviceState) -> tuple[int | None, int | None]:
     return allocated, peak
 
 
-def _mark(part: _Part) -> tuple[int, float]:
-    """Return the number of the entry that comes next, and the journal's clock."""
-    number, now_s, _ = part.state.engine.journal_read(_LATEST)
-    return number, now_s
+def _look(part: _Part, state: DeviceState) -> float:
+    """Return the recording's time."""
+    part.now_s = float(state.engine.journal_read(_LATEST)[1]) - part.opening.begin_s
+    return part.now_s
+
+
+def _next_entry(part: _Part, state: DeviceState) -> tuple[int, int]:
+    """Return engine and number of the entry that comes next."""
+    return part.opening.number, state.engine.journal_read(_LATEST)[0]
+
+
+def _less_growth(counters: Mapping[str, Any], grown: Mapping[str, Any]) -> dict[str, Any]:
+    """Return counters since which `grown` came: what an engine counted that is closed."""
+    return {key: counters[key] - grown.get(key, 0) for key in counters}
 
 
 def _less(now: int | None, before: int | None) -> int | None:
@@ -472,31 +550,33 @@ def _mb(nbytes: int | None) -> str:
 
 def _events_of(part: _Part) -> list[dict[str, Any]]:
     """Return the events of one device, those of timed steps with the device's times."""
-    device = str(part.state.device)
     ends = [(row["entry"], row["step"]) for row in part.steps]
     changes = [(row["entry"], row["before"]) for row in part.phases]
-    times = {timed.step: _times_of(timed) for timed in part.timed}
+    times = {(timed.opening, timed.step): _times_of(timed) for timed in part.timed}
     events: list[dict[str, Any]] = []
-    arriving: dict[int, list[dict[str, Any]]] = {}  # evictions by the unit that comes in its place
+    # evictions by the unit that comes in its place
+    arriving: dict[tuple[int, int], list[dict[str, Any]]] = {}
     step_at = phase_at = 0
-    for number, (deed, unit, host_s, nbytes, detail) in part.entries:
+    for at, opening, (deed, unit, host_s, nbytes, detail) in part.entries:
+        number = opening.number, at
         while step_at < len(ends) and number >= ends[step_at][0]:
             step_at += 1
         while phase_at < len(changes) and number >= changes[phase_at][0]:
             phase_at += 1
         kind = _DEEDS[deed]
         step = ends[step_at][1] if step_at < len(ends) else part.n_steps
-        model, layer = part.names.get(unit, ("", ""))
-        known = times.get(step, {}).get((kind, unit))
+        model, layer = opening.names.get(unit, ("", ""))
+        known = times.get((opening.number, step), {}).get((kind, unit))
         start_s, end_s = known.popleft() if known else (None, None)
         event = {
             "event": kind,
-            "t_s": host_s - part.begin_s,
+            "t_s": host_s - opening.begin_s,
             "step": step,
             "phase": changes[phase_at][1] if phase_at < len(changes) else part.phase,
-            "device": device,
+            "device": part.device,
             "model": model,
             "layer": layer,
+            "engine": opening.number,
             "unit": unit,
             "bytes": nbytes,
             "start_s": start_s,
@@ -505,12 +585,14 @@ def _events_of(part: _Part) -> list[dict[str, Any]]:
         }
         if kind == "copy_to_device":
             event["address"] = detail
-            for eviction in arriving.pop(unit, ()):  # its bytes are overwritten from then on
+            for eviction in arriving.pop(
+                (opening.number, unit), ()
+            ):  # its bytes are overwritten from then on
                 eviction |= {"start_s": start_s, "end_s": start_s}
                 eviction["seconds"] = None if start_s is None else 0.0
         elif kind == "eviction":
             event["by_unit"] = detail
-            arriving.setdefault(detail, []).append(event)
+            arriving.setdefault((opening.number, detail), []).append(event)
         elif kind == "compute":
             event["kind"] = ("forward", "recompute", "backward")[detail]
         events.append(event)

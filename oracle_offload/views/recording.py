@@ -133,6 +133,8 @@ class Recording:
                 lines.append(
                     f"{device['device']}: dropped, as there was no room: {', '.join(lost)}"
                 )
+        if self.header.get("dropped_errors"):
+            lines.append(f"dropped, as there was no room: {self.header['dropped_errors']} errors")
         return lines or ["no model was attached while this was recorded"]
 
     def __str__(self) -> str:
@@ -234,6 +236,8 @@ class Recording:
         stays: list[Stay] = []
         for event in self.events:
             if event.get("device") != device or event["step"] > number:
+                continue
+            if event.get("engine") != rows[0].get("engine"):  # its arena has gone with it
                 continue
             when = begin if event.get("start_s") is None else event["start_s"]
             if event["event"] == "eviction" and event["unit"] in there:

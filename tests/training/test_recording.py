@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import gc
 import io
+import itertools
 import json
 import logging
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,8 +19,9 @@ from equality import attached
 from torch import nn
 
 import oracle_offload
-from oracle_offload import phases, simulator
+from oracle_offload import engines, phases, simulator
 from oracle_offload import recorder as recorders
+from oracle_offload.views.recording import Recording
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 2
@@ -51,6 +55,12 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
             simulator.finish()
+
+
+@pytest.fixture(autouse=True)
+def first_phase():
+    yield
+    oracle_offload.phase(phases.FIRST)
 
 
 @pytest.fixture
@@ -300,18 +310,91 @@ def test_one_recording_at_a_time_and_again_after_it(training):
     assert len(recorder.recording().steps()) == 1
 
 
-def test_models_that_come_and_go_are_recorded():
+def come_and_go(depths, steps, between=lambda: None):
+    """Attach, step and detach models of these depths, one after another."""
+    for depth in depths:
+        model = net(depth)
+        with attached(model, offload_percent=1.0) as manager:
+            assert len(manager.attachment.layers) == 2 * depth
+            Training(model).step(steps)
+        between()
+
+
+def layers_of(depth):
+    return {f"{i}.{n}" for i in range(depth) for n in ("up", "down")}
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_models_that_come_and_go_are_recorded(sim, anew):
+    """Also where the simulator's clock starts anew between them."""
+    sim.slow_link(1.0)
+    depths = (4, 3, 2)
+    took = []  # seconds of each model, by the simulator's clock
+
+    def between():
+        took.append(simulator.now() - (0.0 if anew else sum(took)))
+        if anew:
+            simulator.reset()
+
     with oracle_offload.record(timed_every=1) as recorder:
-        for depth in (2, 3):
-            model = net(depth)
-            with attached(model, offload_percent=1.0):
-                Training(model).step(2)
+        come_and_go(depths, 6, between)
     recording = recorder.recording()
-    layers = {e["layer"] for e in recording.of("compute")}
-    assert layers == {f"{i}.{n}" for i in range(3) for n in ("up", "down")}
-    assert len(recording.header["devices"]) == 2  # an engine each
-    assert recording.devices() == ["cpu"]
+    steps = recording.steps()
+    assert [s["step"] for s in steps] == list(range(18))
+    times = [s["t_s"] for s in steps]
+    ends = [pytest.approx(end, abs=1e-5) for end in itertools.accumulate(took)]
+    assert times == sorted(times) and times[5::6] == ends
+    assert steps[0]["seconds"] is None
+    for before, step in itertools.pairwise(steps):  # but for what the recorder waits for
+        assert 0 <= step["seconds"] <= step["t_s"] - before["t_s"] + 1e-12
+    assert [s["step"] for s in steps if s["label"] == "warm-up"] == [0, 1, 6, 7, 12, 13]
+    assert [s["step"] for s in steps if s["timed"]] == [2, 5, 8, 11, 14, 17]
+    assert recording.timed_steps() == [("cpu", n) for n in (8, 11, 14, 17)]  # of six, four are kept
+    for number, depth in enumerate(depths):
+        mine = [e for e in recording.of("compute") if e["engine"] == number]
+        assert len(mine) == 6 * 4 * depth and {e["layer"] for e in mine} == layers_of(depth)
+        assert {e["step"] for e in mine} == set(range(6 * number, 6 * number + 6))
+        for event in mine:
+            ended = [s["t_s"] for s in steps if s["step"] in (event["step"] - 1, event["step"])]
+            begin, end = (0.0, *ended)[-2:]
+            assert begin <= event["t_s"] <= end
+            if event["start_s"] is not None:
+                assert begin - 1e-7 <= event["start_s"] < event["end_s"] <= end + 1e-7
+    for title, picture in recording.pictures():
+        number = int(title.split()[1]) // 6
+        drawn = set(re.findall(r"\d\.(?:up|down)", picture))
+        assert drawn == layers_of(depths[number]), title  # nothing of an engine that is closed
+    (device,) = recording.header["devices"]
+    assert device["engines"] == 3 and device["dropped_timed_steps"] == 2
     assert not recording.of("error")
+
+
+def test_a_step_and_a_phase_go_on_over_a_detach(sim):
+    sim.slow_link(1.0)
+    model = net()
+    run = Training(model)
+    with oracle_offload.record(timed_every=0) as recorder:
+        with attached(model, offload_percent=0.6):
+            run.model(run.prefix).square().mean().backward()
+        recorder.phase("sampling")
+        recorder.phase("training")  # on this device nothing was sampled
+        with attached(model, offload_percent=0.6):
+            run.step(2)
+        recorder.phase("sampling")
+        with attached(model, offload_percent=0.6):
+            run.step()
+    recording = recorder.recording()
+    copies = recording.of("copy_to_device")
+    assert {e["engine"] for e in copies if e["step"] == 0} == {0, 1}
+    for step in recording.steps():
+        mine = [e for e in copies if e["step"] == step["step"]]
+        assert step["counters"]["h2d_bytes"] == sum(e["bytes"] for e in mine) > 0
+    (phase,) = recording.of("phase")  # told by the device's next engine
+    assert (phase["before"], phase["name"], phase["step"]) == ("training", "sampling", 2)
+    assert phase["copies"] == sum(e["engine"] < 2 for e in copies)
+    assert {e["phase"] for e in copies if e["engine"] < 2} == {"training"}
+    assert {e["phase"] for e in copies if e["engine"] == 2} == {"sampling"}
+    assert len(recorder.lines) == 3
 
 
 def test_memory_is_bounded_and_what_was_dropped_is_counted(training, monkeypatch):
@@ -333,6 +416,44 @@ def test_memory_is_bounded_and_what_was_dropped_is_counted(training, monkeypatch
     assert recording.steps()[-1]["step"] == 19
     assert device["dropped_timed_steps"] == 2  # of six, four are kept
     assert "dropped" in str(recording)
+
+
+def test_memory_of_a_device_is_bounded_over_all_its_engines(monkeypatch):
+    monkeypatch.setattr(recorders, "_MOST_ROWS", 3)
+    states = []
+    depths = (2, 1, 1, 1, 1, 1)
+    with oracle_offload.record(max_events=50, timed_every=1) as recorder:
+        for depth in depths:
+            come_and_go([depth], 4, lambda: states.extend(engines.open_states()))
+            with attached(net(depth)) as manager:
+                states.append(weakref.ref(manager.state))
+                recorder.phase(f"after {len(states)}")
+            del manager
+        gc.collect()
+        assert [state() for state in states] == [None] * 6  # nor what torch holds for them
+    recording = recorder.recording()
+    assert recording.header["dropped"] > 0
+    (device,) = recording.header["devices"]
+    done = ("compute", "wait", "copy_to_device", "copy_to_host", "eviction")
+    assert sum(e["event"] in done for e in recording.events) == 50
+    assert [s["step"] for s in recording.steps()] == [21, 22, 23]
+    assert (device["dropped_steps"], device["dropped_phases"]) == (21, 3)
+    assert len(recording.timed_steps()) <= 4 and device["dropped_timed_steps"] == 2
+
+
+def test_a_recording_that_fails_each_step_fills_neither_memory_nor_log(
+    training, monkeypatch, caplog
+):
+    monkeypatch.setattr(recorders, "_MOST_ROWS", 3)
+    with oracle_offload.record() as recorder:
+        training.engine.journal_stop()  # as if something had gone wrong with it
+        training.step(10)
+        recorder.phase("sampling")
+    assert caplog.text.count("no journal is being kept") == 1
+    recording = recorder.recording()
+    assert len(recording.of("error")) == 3
+    assert recording.header["dropped_errors"] == 9  # ten steps, a phase, the end
+    assert "dropped, as there was no room: 9 errors" in str(recording)
 
 
 def test_a_recording_that_fails_leaves_the_training_alone(training, caplog):
@@ -362,6 +483,19 @@ def test_who_wants_each_step_gets_its_row(training):
         recorder.on_step.append(rows.append)
         training.step(3)
     assert rows == recorder.recording().steps()
+
+
+def test_an_engine_ends_under_the_lock_of_its_device(monkeypatch):
+    """Also that of an attach that fails: what is recorded is read by other threads."""
+    held = []
+    with oracle_offload.record() as recorder:
+        closing = recorder.closing
+        monkeypatch.setattr(
+            recorder, "closing", lambda state: (held.append(state.lock.is_held()), closing(state))
+        )
+        with engines.opened(torch.device("cpu")):
+            pass
+    assert held == [True]
 
 
 def test_a_path_that_tells_no_format_is_refused_at_once():
@@ -425,6 +559,17 @@ def test_chromes_trace_is_valid_and_monotonic_and_by_the_same_clock(recording):
     assert slices == sorted((e["start_s"] * 1e6, (e["end_s"] - e["start_s"]) * 1e6) for e in timed)
     drawn = [r for r in rows if r["ph"] != "M"]
     assert len(drawn) == len(recording.events)
+
+
+def test_the_arena_of_an_engine_that_is_closed_is_not_drawn(recording):
+    copy = recording.of("copy_to_device")[0]
+    old = {**copy, "unit": 99, "layer": "of old", "end_s": None, "start_s": None}
+    drawn = []
+    for engine in (copy["engine"], copy["engine"] - 1):
+        events = [{**old, "engine": engine}, *recording.events]
+        pictures = Recording(recording.header, events).pictures()
+        drawn.append("of old" in "".join(picture for _, picture in pictures))
+    assert drawn == [True, False]
 
 
 def test_a_csv_has_a_row_for_each_event_and_a_column_for_each_counter(recording):
