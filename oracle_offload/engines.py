@@ -75,8 +75,13 @@ class Observer(Protocol):
     def opened(self, state: DeviceState) -> None:
         """An engine was opened."""
 
-    def ended_step(self, state: DeviceState, counters: Mapping[str, Any]) -> None:
-        """A training step has ended; `counters` are the engine's. Its device's lock is held."""
+    def ended_step(
+        self, state: DeviceState, counters: Mapping[str, Any]
+    ) -> Callable[[], object] | None:
+        """A training step has ended; `counters` are the engine's. Its device's lock is held.
+
+        What is returned is called once every device goes on, without a lock.
+        """
 
     def leaving(self, state: DeviceState) -> None:
         """A model is about to be forgotten. Its device's lock is held."""
@@ -334,6 +339,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    afterwards: list[Callable[[], object] | None] = []
     for state in open_states():
         with state.lock:
             if state.listeners:
@@ -343,5 +349,7 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             if state.listeners:
                 counters = state.engine.stats()
                 if state.pace.end_step(counters):
-                    for observer in observers:
-                        observer.ended_step(state, counters)
+                    afterwards += [o.ended_step(state, counters) for o in observers]
+    for call in afterwards:
+        if call is not None:
+            call()

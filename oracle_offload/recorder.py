@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -115,7 +116,9 @@ class Recorder:
     lines : list of str
         One for each change of phase, the latest 10,000.
     on_step : list of callable
-        Each is called with the row of a step after it has ended, in the thread that stepped.
+        Each is called with the row of a step after it has ended, in the thread that stepped, once
+        every device goes on and no lock is held: it may change the phase, or detach. One that
+        raises fails no training: its first exception is logged, and is in the recording.
     """
 
     def __init__(self, path: Any = None, *, max_events: int, timed_every: int) -> None:
@@ -132,7 +135,7 @@ class Recorder:
         self._phase = engines.phase_now()
         self._errors: deque[dict[str, Any]] = deque(maxlen=_MOST_ROWS)
         self._n_errors = 0
-        self._logged: set[object] = set()  # devices whose failure was logged
+        self._logged: set[object] = set()  # devices and callbacks whose failure was logged
         self._lines: deque[str] = deque(maxlen=_MOST_ROWS)
         self._running = False
         self.on_step: list[Callable[[Mapping[str, Any]], object]] = []
@@ -311,18 +314,29 @@ class Recorder:
             next_timed=0,
         )
 
-    def ended_step(self, state: DeviceState, counters: Mapping[str, Any]) -> None:
+    def ended_step(
+        self, state: DeviceState, counters: Mapping[str, Any]
+    ) -> Callable[[], object] | None:
         """Put a step down, and decide whether the next one is timed."""
         part = self._part_of(state)
         if part is None:
-            return
+            return None
         try:
             row = self._end_step(part, state, counters)
         except Exception as error:
             self._note(part.device, error)
-            return
+            return None
+        return partial(self._tell, row) if self.on_step else None
+
+    def _tell(self, row: Mapping[str, Any]) -> None:
         for told in list(self.on_step):
-            told(row)
+            try:
+                told(row)
+            except Exception as error:
+                if id(told) not in self._logged:
+                    self._logged.add(id(told))
+                    logger.exception("on_step callback %r failed; the training goes on", told)
+                    self._put_error(f"on_step callback {told!r}: {type(error).__name__}: {error}")
 
     def leaving(self, state: DeviceState) -> None:
         """Read the journal while the names of its units are known."""

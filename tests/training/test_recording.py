@@ -485,6 +485,52 @@ def test_who_wants_each_step_gets_its_row(training):
     assert rows == recorder.recording().steps()
 
 
+def test_who_wants_each_step_may_raise_and_change_the_phase_and_detach(training, caplog):
+    rows = []
+
+    def broken(row):
+        raise ZeroDivisionError(f"step {row['step']}")
+
+    def told(row):
+        assert not any(state.lock.is_held() for state in engines.open_states())
+        rows.append(row["step"])
+        recorder.phase(f"after {row['step']}")
+        if row["step"] == 2:
+            training.manager.detach()
+
+    with oracle_offload.record() as recorder:
+        recorder.on_step += [broken, told]
+        training.step(3)
+    assert rows == [0, 1, 2] and not training.model.__dict__.get("_memory_manager")
+    assert caplog.text.count("the training goes on") == 1 and "step 0" in caplog.text
+    (error,) = recorder.recording().of("error")
+    assert "broken" in error["what"] and "ZeroDivisionError: step 0" in error["what"]
+    assert [p["name"] for p in recorder.recording().of("phase")] == [f"after {n}" for n in range(3)]
+
+
+def test_who_wants_each_step_is_told_once_every_device_goes_on(training):
+    """A second device, whose engine was held for the step, too."""
+    order = []
+
+    class Listener:
+        def before_step(self):
+            return True
+
+        def after_step(self):  # its engine has been resumed
+            order.append("goes on")
+
+    listener = Listener()
+    with oracle_offload.record() as recorder:
+        recorder.on_step.append(lambda row: order.append(row["device"]))
+        with engines.opened(torch.device("cpu", 0)) as other:
+            assert other is not training.manager.state
+            other.join(listener)
+            training.step(2)
+            other.leave(listener)
+    # What is no model uses no weights: of it the first step alone is one.
+    assert order == ["goes on", "cpu", "cpu:0", "goes on", "cpu"]
+
+
 def test_an_engine_ends_under_the_lock_of_its_device(monkeypatch):
     """Also that of an attach that fails: what is recorded is read by other threads."""
     held = []
