@@ -2,7 +2,7 @@
 
 Each line is one write to a file that is open for appending, so a process that is killed loses at
 most the line it was writing; what came before is in the system's hands. A line that was torn is
-passed over by `read_metrics`, and the next run begins a line of its own.
+passed over by `read_metrics`, and what is written next begins a line of its own.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ class MetricsFile:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
         self._file = os.open(self.path, flags, 0o644)
         try:
-            torn = not _ends_whole(self._file)
-            started = {"schema": SCHEMA, "started_s": time.time(), "pid": os.getpid()}
-            self._write(started, before="\n" if torn else "")
+            self._torn = not _ends_whole(self._file)
+            self._write({"schema": SCHEMA, "started_s": time.time(), "pid": os.getpid()})
         except BaseException:
             self.close()
             raise
@@ -108,12 +107,15 @@ class MetricsFile:
         """
         self._write({"time_s": time.time(), **numbers})
 
-    def _write(self, record: Mapping[str, Any], before: str = "") -> None:
+    def _write(self, record: Mapping[str, Any]) -> None:
         finite = {name: _spelled(value) for name, value in record.items()}
+        before = "\n" if self._torn else ""  # else this line would be lost with the torn one
         line = f"{before}{json.dumps(finite, allow_nan=False)}\n".encode("ascii")
+        self._torn = True  # until all of it is written
         written = os.write(self._file, line)
         if written < len(line):  # a full disk; the next write says so, if it still is
-            os.write(self._file, line[written:])
+            written += os.write(self._file, line[written:])
+        self._torn = written < len(line)
 
     def close(self) -> None:
         """Close the file; closing twice does nothing."""

@@ -135,6 +135,38 @@ def test_a_write_that_was_cut_short_is_finished(
     assert len(sizes) == 2 and sizes[1] == sizes[0] - 5
 
 
+@pytest.mark.parametrize("raises", [True, False], ids=["raised", "cut short"])
+def test_a_line_that_a_full_disk_tore_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises: bool
+) -> None:
+    real, path = os.write, tmp_path / "metrics.jsonl"
+    calls: list[int] = []
+
+    def full(file: int, data: bytes) -> int:
+        calls.append(len(data))
+        if len(calls) == 1:
+            return real(file, data[:20])
+        if raises:
+            raise OSError(28, "no space left")
+        return real(file, data[:1])
+
+    with MetricsFile(path) as metrics:
+        metrics.log(0)
+        monkeypatch.setattr(os, "write", full)
+        if raises:
+            with pytest.raises(OSError, match="no space"):
+                metrics.log(1)
+        else:
+            metrics.log(1)
+        monkeypatch.undo()
+        for step in (2, 3):
+            metrics.log(step)
+    assert len(calls) == 2
+    (run,) = read_metrics(path)
+    assert [record["step"] for record in run.records] == [0, 2, 3]
+    assert path.read_bytes().count(b"\n") == 5, "only the torn line was ended"
+
+
 def test_a_header_that_fails_leaves_no_file_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
