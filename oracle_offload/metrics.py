@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .explain.history import read_history
+from .explain.history import records_in
 from .views.schema import schema
 
 if TYPE_CHECKING:
@@ -176,13 +176,14 @@ def read_metrics(path: str | os.PathLike[str]) -> list[MetricsRun]:
         The file cannot be read.
     """
     runs: list[MetricsRun] = []
-    for record in read_history(path):
-        if record.get("schema") == SCHEMA:
-            runs.append(MetricsRun(record.get("started_s"), record.get("pid")))
-            continue
-        if not runs:
-            runs.append(MetricsRun())
-        runs[-1].records.append({name: _read(value) for name, value in record.items()})
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
+        for record in records_in(file):
+            if record.get("schema") == SCHEMA:
+                runs.append(MetricsRun(record.get("started_s"), record.get("pid")))
+                continue
+            if not runs:
+                runs.append(MetricsRun())
+            runs[-1].records.append({name: _read(value) for name, value in record.items()})
     return runs
 
 

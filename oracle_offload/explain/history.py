@@ -11,7 +11,7 @@ pixels: whatever makes one batch larger than another). The last line is the step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from os import PathLike, fspath
 from typing import Any, NamedTuple
@@ -51,19 +51,22 @@ def read_history(source: str | PathLike[str] | Iterable[Record]) -> list[dict[st
     """
     if not isinstance(source, (str, PathLike)):
         return [dict(record) for record in source if isinstance(record, Mapping)][-MOST_RECORDS:]
-    import json
-
     with open(fspath(source), "rb") as file:
         text = read_excerpt(file).text
-    records: list[dict[str, Any]] = []
-    for line in text.split("\n"):
+    return list(records_in(text.split("\n")))[-MOST_RECORDS:]
+
+
+def records_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects among `lines`, one a line; other lines are passed over."""
+    import json
+
+    for line in lines:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
-            records.append(record)
-    return records[-MOST_RECORDS:]
+            yield record
 
 
 def records_in_log(text: str) -> list[dict[str, Any]]:

@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from oracle_offload.explain.history import MOST_RECORDS
+from oracle_offload.explain.reading import HEAD_BYTES, TAIL_BYTES
 from oracle_offload.metrics import SCHEMA, MetricsFile, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +81,19 @@ def test_lines_of_others_are_kept_in_a_run_without_a_beginning(tmp_path: Path) -
     assert run.records == [{"step": 7, "loss": 1.0}]
     path.write_bytes(b"")
     assert read_metrics(path) == []
+
+
+def test_all_of_a_long_file_is_read(tmp_path: Path) -> None:
+    """Longer than the beginning and end that a log is read of, and more lines than it keeps."""
+    path, filling, count = tmp_path / "metrics.jsonl", "x" * 320, MOST_RECORDS + 1000
+    with MetricsFile(path):
+        pass
+    with path.open("a") as file:
+        file.writelines(f'{{"step": {step}, "filling": "{filling}"}}\n' for step in range(count))
+    assert path.stat().st_size > HEAD_BYTES + TAIL_BYTES
+    (run,) = read_metrics(path)
+    assert run.pid == os.getpid()
+    assert [record["step"] for record in run.records] == list(range(count))
 
 
 def test_a_loss_that_is_no_number_stays_readable_json(tmp_path: Path) -> None:
