@@ -136,10 +136,16 @@ class Meter:
             return
         self._slow = {"host_available_bytes": available_bytes()}
         if self._wants_sensors:
-            if self._sensors is None:
-                self._sensors = Sensors(uuid_of(state.device if state is not None else None))
-            self._slow |= self._sensors.read()
+            self._slow |= self._sensors_of(state).read()
         self._ask_at = time.monotonic() + _ASK_AGAIN_S
+
+    def _sensors_of(self, state: DeviceState | None) -> Sensors:
+        """Return those of the card of `state`; while no model is attached, those asked before."""
+        uuid = uuid_of(state.device if state is not None else None)
+        if self._sensors is None or uuid not in (None, self._sensors.uuid):
+            self._sensors = Sensors(uuid)
+            self._energy_j = None  # from one card's figure to another's is no energy
+        return self._sensors
 
     def _energy(self, steps: int | float | None) -> Numbers:
         """Ask for the one figure that adds up: of it every interval has its part."""

@@ -48,6 +48,8 @@ class Sensors:
 
     Attributes
     ----------
+    uuid : str or None
+        The card.
     why : str
         Why nothing is answered; empty where something is.
     missing : dict of str to str
@@ -55,6 +57,7 @@ class Sensors:
     """
 
     def __init__(self, uuid: str | None) -> None:
+        self.uuid = uuid
         self._nvml: Any = None
         self._card: Any = None
         self.why = ""

@@ -168,6 +168,37 @@ def test_energy_is_of_the_interval_and_of_each_step_in_it(monkeypatch):
         assert read.read()["energy_j"] is None
 
 
+def test_sensors_are_those_of_the_card_that_a_model_is_attached_to(monkeypatch):
+    cards, now, uuid = {}, [100.0], [None]
+
+    class Numbered(Card):
+        def __init__(self, uuid):
+            super().__init__(uuid)
+            self.joules = 1000.0 * len(cards)
+            cards[uuid] = self
+
+        def read(self):
+            return {"power_w": None if self.uuid is None else 100.0 * len(self.uuid)}
+
+    monkeypatch.setattr(meter, "Sensors", Numbered)
+    monkeypatch.setattr(meter, "uuid_of", lambda device: None if device is None else uuid[0])
+    monkeypatch.setattr(meter, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    read = Meter(sensors=True)
+
+    def later():
+        now[0] += 2.0
+        numbers = read.read()
+        return numbers["power_w"], numbers["energy_j"]
+
+    assert later() == (None, None), "no model is attached"
+    for uuid[0], watts in (("A", 100.0), ("BB", 200.0)):
+        with attached(net(), "cpu"):
+            assert later() == (watts, None), "another card's joules are not subtracted"
+            assert later() == (watts, 60.0)
+        assert later() == (watts, 60.0), "the card is there without a model"
+    assert list(cards) == [None, "A", "BB"], "each was opened once"
+
+
 def test_sensors_are_asked_only_where_they_are_wanted_and_known_only_of_cards(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "power_w" not in Meter().read()

@@ -84,6 +84,7 @@ def test_where_nothing_answers_the_reason_is_kept(
 def test_without_nvidia_ml_py_all_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     sensors = Sensors("GPU-first")
+    assert sensors.uuid == "GPU-first"
     assert sensors.why == "nvidia-ml-py is not installed (pip install nvidia-ml-py)"
     assert sensors.read() == dict.fromkeys(SENSORS) and sensors.energy_j() is None
 
