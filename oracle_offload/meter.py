@@ -91,7 +91,7 @@ class Meter:
         TypeError, ValueError
             Something known is no number.
         """
-        numbers: Numbers = {name: _number(name, value) for name, value in known.items()}
+        numbers: Numbers = {name: number_of(name, value) for name, value in known.items()}
         state = self._state()
         reading = None if state is None else _Reading.of(state)
         numbers |= _grown(self._last, reading)
@@ -222,7 +222,8 @@ def uuid_of(device: torch.device | None) -> str | None:
     return None if uuid is None else f"GPU-{uuid}"
 
 
-def _number(name: str, value: Any) -> int | float | None:
+def number_of(name: str, value: Any) -> int | float | None:
+    """Return a number, or the only element of a tensor, or None; raise TypeError for the rest."""
     if value is None or type(value) in (int, float):
         return value  # type: ignore[no-any-return]
     if isinstance(value, str):

@@ -13,7 +13,8 @@ class AccelerateTracker(GeneralTracker):  # type: ignore[misc,unused-ignore]
     """Hands what ``accelerator.log`` is given, with the numbers beside, to sinks.
 
     ``Accelerator(log_with=[AccelerateTracker(metrics.append)])``; accelerate takes a tracker only
-    once ``accelerator.init_trackers(name)`` has been called. Text among the values is left out.
+    once ``accelerator.init_trackers(name)`` has been called. Values that are
+    neither numbers nor tensors of one element are left out.
 
     Parameters
     ----------
@@ -37,5 +38,4 @@ class AccelerateTracker(GeneralTracker):  # type: ignore[misc,unused-ignore]
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Read the numbers and hand them on with `values`."""
-        numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
-        self._feed(step, **numbers)
+        self._feed(step, **values)

@@ -5,10 +5,11 @@ A sink is whatever can be called with the numbers; `MetricsFile.append` is one t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..meter import Meter, Numbers
+from ..meter import Meter, Numbers, number_of
 from ..sizes import format_size
 
 Sink = Callable[[Numbers], object]
@@ -42,12 +43,22 @@ class Feed:
         """Let the next numbers be of what happens from now on."""
         self._meter.read()
 
-    def __call__(self, step: int | None, **more: Any) -> Numbers:
-        """Read, and pass on; ``step`` is left out where it is None."""
-        numbers = self._meter.read(**({} if step is None else {"step": step}), **more)
+    def __call__(self, step: int | None, /, **more: Any) -> Numbers:
+        """Read, and pass on with what of `more` is a number; a `step` stands for one in `more`."""
+        known = _numbers_among(more if step is None else {**more, "step": step})
+        numbers = self._meter.read(**known)
         for sink in self.sinks:
             sink(numbers)
         return numbers
+
+
+def _numbers_among(values: Mapping[str, Any]) -> Numbers:
+    """Return what `Meter.read` takes of that which a trainer logs: it also logs text and tables."""
+    numbers: Numbers = {}
+    for name, value in values.items():
+        with contextlib.suppress(TypeError):
+            numbers[name] = number_of(name, value)
+    return numbers
 
 
 def tensorboard(writer: Any, prefix: str = "oracle_offload/") -> Sink:

@@ -40,5 +40,4 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc,unused
     ) -> None:
         """The Trainer logs: a step, or at the end the whole training, which is no step."""
         if logs and "loss" in logs:
-            numbers = {name: value for name, value in logs.items() if not isinstance(value, str)}
-            self._feed(state.global_step, **numbers)
+            self._feed(state.global_step, **logs)

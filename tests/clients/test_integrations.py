@@ -8,9 +8,11 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning
 import models
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -125,6 +127,45 @@ def test_accelerate_hands_over_what_is_logged(tmp_path, model):
     check(seen[1:], [1, 2, 3, 4, 5])
     assert [numbers["loss"] for numbers in seen] == shown and "note" not in seen[0]
     assert tracker.tracker == (seen.append,)
+
+
+def test_of_what_is_logged_the_numbers_are_handed_over(model):
+    seen = []
+    AcceleratorState._reset_state(True)
+    try:
+        accelerator = Accelerator(cpu=True, log_with=[integrations.AccelerateTracker(seen.append)])
+        accelerator.init_trackers("run")
+        ordinary = {"train_loss": 1.0, "epoch": 0, "step": 5}
+        accelerator.log(ordinary, step=5)
+        accelerator.log(ordinary, step=6)
+        accelerator.log(ordinary)
+        accelerator.log(
+            {
+                "loss": torch.tensor([2.5]),
+                "rate": np.float32(0.5),
+                "nothing": None,
+                "text": "3",
+                "losses": {"a": 1.0},
+                "histogram": torch.zeros(2),
+            }
+        )
+    finally:
+        AcceleratorState._reset_state(True)
+    measured = oracle_offload.Meter().read().keys()
+    for numbers, step in zip(seen[:3], (5, 6, 5), strict=True):
+        assert numbers.items() >= {"train_loss": 1.0, "epoch": 0, "step": step}.items()
+        assert numbers.keys() - measured == ordinary.keys()
+    logged = {name: value for name, value in seen[3].items() if name not in measured}
+    assert logged == {"loss": 2.5, "rate": 0.5, "nothing": None}
+
+
+def test_what_the_trainer_logs_besides_numbers_is_left_out(model):
+    seen = []
+    callback = integrations.TrainerCallback(seen.append)
+    state = SimpleNamespace(global_step=3)
+    callback.on_log(None, state, None, logs={"loss": 1.0, "step": 9, "by_set": {"a": 1.0}})
+    (numbers,) = seen
+    assert (numbers["loss"], numbers["step"]) == (1.0, 3) and "by_set" not in numbers
 
 
 # ---- sinks ----
