@@ -38,6 +38,8 @@ class LightningCallback(lightning.Callback):  # type: ignore[misc,unused-ignore]
             return
         self._seen = trainer.global_step
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if pl_module.automatic_optimization and loss is not None:
+            loss = loss * trainer.accumulate_grad_batches  # by which Lightning has divided it
         numbers = self._feed(self._seen, loss=loss)
         for logger in trainer.loggers:
             logger.log_metrics(known(numbers, "oracle_offload/"), step=self._seen)

@@ -84,7 +84,7 @@ def test_steps_that_the_trainer_does_not_log_have_no_loss(tmp_path, model):
     assert [numbers.get("loss") is not None for numbers in seen] == [False, True, False]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_lightning_hands_over_each_step_and_its_loggers_get_it(tmp_path, model, accumulate):
     seen = []
     logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
@@ -93,14 +93,46 @@ def test_lightning_hands_over_each_step_and_its_loggers_get_it(tmp_path, model, 
     options = dict(accumulate_grad_batches=accumulate, callbacks=[callback], logger=logger)
     lightning_trainer(tmp_path, enable_checkpointing=False, **options).fit(module, rows())
     check(seen, [1, 2, 3])
-    last = module.losses[accumulate - 1 :: accumulate]
-    if accumulate == 1:  # else Lightning shows each batch's loss divided by their number
-        assert [numbers["loss"] for numbers in seen] == [float(loss) for loss in last]
+    epoch = len(rows())  # its end ends a step of fewer batches
+    last = [
+        float(loss)
+        for number, loss in enumerate(module.losses)
+        if (number % epoch + 1) % accumulate == 0 or (number + 1) % epoch == 0
+    ]
+    assert [numbers["loss"] for numbers in seen] == last
     logger.save()
     header, *lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
     column = header.split(",").index("oracle_offload/h2d_bytes")
     logged = [int(float(line.split(",")[column])) for line in lines]
     assert logged == [numbers["h2d_bytes"] for numbers in seen]
+
+
+class ByHand(Module):
+    """Steps of its own, whose losses Lightning does not divide, whatever the Trainer says."""
+
+    automatic_optimization = False
+
+    def on_train_start(self):
+        self.trainer.accumulate_grad_batches = 4  # refused if it were given to the Trainer
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+        return loss if len(self.losses) < 3 else None
+
+
+def test_the_loss_of_steps_by_hand_is_what_they_return(tmp_path, model):
+    seen = []
+    module = ByHand(Managed(), model)
+    options = dict(
+        enable_checkpointing=False, callbacks=[integrations.LightningCallback(seen.append)]
+    )
+    lightning_trainer(tmp_path, **options).fit(module, rows())
+    check(seen, [1, 2, 3])
+    returned = [float(loss) for loss in module.losses[:2]]
+    assert [numbers["loss"] for numbers in seen] == [*returned, None]
 
 
 def test_accelerate_hands_over_what_is_logged(tmp_path, model):
