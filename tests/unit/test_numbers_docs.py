@@ -47,7 +47,8 @@ def fresh_state(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @contextlib.contextmanager
 def language_model() -> Iterator[Any]:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     sizes = dict(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, use_cache=False)
     config = transformers.LlamaConfig(**sizes, **heads)
@@ -81,7 +82,8 @@ def test_the_trainer_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_lightning_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lightning = pytest.importorskip("lightning")
+    import lightning
+
     monkeypatch.chdir(tmp_path)
 
     class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
@@ -102,7 +104,6 @@ def test_lightning_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_accelerate_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)
     loader = torch.utils.data.DataLoader(rows(), batch_size=2)
     with language_model() as model:
