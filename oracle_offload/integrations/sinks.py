@@ -6,11 +6,14 @@ A sink is whatever can be called with the numbers; `MetricsFile.append` is one t
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..meter import Meter, Numbers, number_of
 from ..sizes import format_size
+
+logger = logging.getLogger("oracle_offload")
 
 Sink = Callable[[Numbers], object]
 
@@ -30,7 +33,7 @@ class Feed:
     Parameters
     ----------
     *sinks : callable
-        Each is called with the numbers.
+        Each is called with the numbers. What one raises is logged the first time.
     device, sensors
         As for `Meter`.
     """
@@ -38,6 +41,7 @@ class Feed:
     def __init__(self, *sinks: Sink, device: Any = None, sensors: bool = False) -> None:
         self._meter = Meter(device, sensors=sensors)
         self.sinks = sinks
+        self._failed: set[int] = set()
 
     def restart(self) -> None:
         """Let the next numbers be of what happens from now on."""
@@ -47,8 +51,13 @@ class Feed:
         """Read, and pass on with what of `more` is a number; a `step` stands for one in `more`."""
         known = _numbers_among(more if step is None else {**more, "step": step})
         numbers = self._meter.read(**known)
-        for sink in self.sinks:
-            sink(numbers)
+        for place, sink in enumerate(self.sinks):
+            try:
+                sink(numbers)
+            except Exception as error:  # a full disk ends no training
+                if place not in self._failed:
+                    logger.warning("%r lost the numbers of a step: %r", sink, error)
+                self._failed.add(place)
         return numbers
 
 

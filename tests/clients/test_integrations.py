@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import os
 import struct
 import subprocess
 import sys
@@ -198,6 +199,41 @@ def test_what_the_trainer_logs_besides_numbers_is_left_out(model):
     callback.on_log(None, state, None, logs={"loss": 1.0, "step": 9, "by_set": {"a": 1.0}})
     (numbers,) = seen
     assert (numbers["loss"], numbers["step"]) == (1.0, 3) and "by_set" not in numbers
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
+def test_a_sink_that_fails_is_logged_once_and_ends_no_training(tmp_path, model, caplog):
+    seen, calls = [], []
+
+    def broken(numbers):
+        calls.append(numbers["step"])
+        raise RuntimeError("no connection")
+
+    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        full = os.open("/dev/full", os.O_WRONLY)
+        try:
+            os.dup2(full, metrics._file)  # the disk is full from now on
+        finally:
+            os.close(full)
+        with pytest.raises(OSError, match="No space left"):
+            metrics.log(0)
+        callback = integrations.LightningCallback(metrics.append, broken, seen.append)
+        run = lightning_trainer(tmp_path, enable_checkpointing=False, callbacks=[callback])
+        with caplog.at_level("WARNING", "oracle_offload"):
+            run.fit(Module(Managed(), model), rows())
+    check(seen, [1, 2, 3])
+    assert calls == [1, 2, 3], "it may work again"
+    first, second = (r.getMessage() for r in caplog.records if r.name == "oracle_offload")
+    assert "MetricsFile.append" in first and "No space left on device" in first
+    assert "broken" in second and "RuntimeError('no connection')" in second
+
+
+def test_an_interrupt_in_a_sink_passes():
+    def interrupted(numbers):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        integrations.sinks.Feed(interrupted)(1)
 
 
 # ---- sinks ----
