@@ -207,16 +207,21 @@ static unsigned open_residents(struct world *w) {
     return count;
 }
 
+/* Sampling has gone round for a while, and member 12 is in use; all that was fed has ended. */
+static void begin_in_use(struct world *w, struct oo_use *held) {
+    begin(w, 100000);
+    for (unsigned i = 0; i < 4 * UNITS + 4; i++)
+        need(use(w, i % UNITS, OO_FORWARD), "use");
+    need(acquire(w->engine, w->member[12], w->stream, 0, OO_FORWARD, -1, 0, held), "acquire");
+    feeds_end(w);
+}
+
 /* Copies ahead over what may be under way are left to a call that may wait. */
 static void a_release_that_must_not_wait_drives_out_nothing_that_is_fed(void) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
-    begin(&w, 100000);
-    for (unsigned i = 0; i < 4 * UNITS + 4; i++)
-        need(use(&w, i % UNITS, OO_FORWARD), "use");
-    need(acquire(w.engine, w.member[12], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-    feeds_end(&w);
+    begin_in_use(&w, &held);
     const unsigned before = open_residents(&w);
     need(oo_engine_release(w.engine, held.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
     const unsigned after = open_residents(&w);
@@ -232,11 +237,7 @@ static void a_release_drives_out_what_has_arrived(void) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
-    begin(&w, 100000);
-    for (unsigned i = 0; i < 4 * UNITS + 4; i++)
-        need(use(&w, i % UNITS, OO_FORWARD), "use");
-    need(acquire(w.engine, w.member[12], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-    feeds_end(&w);
+    begin_in_use(&w, &held);
     oo__mutex_lock(w.engine->mutex);
     oo__feeds_count(w.engine);
     oo__mutex_unlock(w.engine->mutex);
