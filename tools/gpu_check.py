@@ -629,6 +629,13 @@ def measure(check: Check, wanted: Part) -> None:
         check.put(name, state=state, why=why)
 
 
+def measure_all(check: Check, parts: Sequence[Part]) -> None:
+    """Measure one part after the other; simulated times do not depend on what else runs."""
+    with ThreadPoolExecutor(2 if check.device.simulated else 1) as pool:
+        for job in [pool.submit(measure, check, wanted) for wanted in parts]:
+            job.result()
+
+
 def conformance(check: Check) -> None:
     """Run the conformance program on the driver under test; its lines go to conformance.txt."""
     with part(check, CONFORMANCE.name, CONFORMANCE.limit_s) as limit_s:
@@ -827,8 +834,7 @@ def run(arguments: argparse.Namespace, check: Check) -> None:
         return
     with initialised_device(check):
         test_file(check, FIRST_TESTS)
-        for wanted in MEASUREMENTS:
-            measure(check, wanted)
+        measure_all(check, MEASUREMENTS)
         # The tests prove, and time nothing: they share the card, a few at a time.
         with ThreadPoolExecutor(max(2, min(4, (os.cpu_count() or 1) // 4))) as pool:
             jobs = [pool.submit(test_file, check, wanted) for wanted in TESTS[:2]]
@@ -837,8 +843,7 @@ def run(arguments: argparse.Namespace, check: Check) -> None:
             for job in jobs:
                 job.result()
         summarise_tests(check)
-        for wanted in LATER:
-            measure(check, wanted)
+        measure_all(check, LATER)
 
 
 def finish(check: Check, why: str) -> int:
