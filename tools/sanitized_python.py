@@ -29,7 +29,8 @@ FOLDER = ROOT / "build" / "sanitized"
 FOLDERS = ("benchmarks", "csrc", "docs", "oracle_offload", "tests", "tools")
 PATTERNS = ("*.py", "*.toml", "*.md", "*.in", "LICENSE", "Makefile")
 SANITIZERS = ("address", "undefined")
-# They import torch, or run a compiler, pip or a child with torch: minutes, and none of our C code.
+# They import torch, or run a compiler, pip, a notebook or a child with torch: minutes, and none of
+# our C code.
 WITHOUT = (
     "test_allocator",
     "test_api_docs",
@@ -42,6 +43,8 @@ WITHOUT = (
     "test_explain_docs",
     "test_explain_real",
     "test_gpu_tools",
+    "test_notebook_docs",
+    "test_numbers_docs",
     "test_package",
     "test_summary_table",
     "test_with_other_libraries",
