@@ -251,7 +251,9 @@ def life(fault: Fault) -> None:
     check_ordinary(run, WEIGHTS[STEPS])
     counted = sum(stats[name] for name in RARE)
     noticed = errors or log.texts or counted
-    harmless = fault.call in (None, *MEASURES) or (fault.call, fault.code) == NOT_READY_YET
+    # The device's node only says where threads run best: an older driver does not know it.
+    harmless = fault.call in (None, "cuDeviceGetAttribute", *MEASURES)
+    harmless |= (fault.call, fault.code) == NOT_READY_YET
     assert noticed or not struck or harmless, "nobody noticed"
     assert fault.nth or not noticed, (errors, log.texts)
     if fault.call == "cuMemHostRegister":
