@@ -56,7 +56,9 @@ enum oo_status oo__ask_node(struct oo_engine *engine) {
     const OOCUresult result = engine->driver.cuDeviceGetAttribute(
         &engine->numa_node, OOCU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, engine->device);
     /* An older driver does not know what it is asked here. */
-    return oo_driver_is_sticky(result) ? oo__check(engine, "cuDeviceGetAttribute", result) : OO_OK;
+    if (result == OOCU_ERROR_INVALID_VALUE || result == OOCU_ERROR_NOT_SUPPORTED)
+        return OO_OK;
+    return oo__check(engine, "cuDeviceGetAttribute", result);
 }
 
 /* On a dead engine only host records are freed: a lost context has taken the rest with it. */

@@ -171,10 +171,11 @@ static void masters_are_filled_where_the_device_is(void) {
 }
 
 static int told;
+static OOCUresult refusal = OOCU_ERROR_INVALID_VALUE;
 static OOCUresult OOCUDAAPI telling(int *value, int attribute, OOCUdevice device) {
     (void)device;
     if (attribute != OOCU_DEVICE_ATTRIBUTE_HOST_NUMA_ID || told < -1)
-        return OOCU_ERROR_INVALID_VALUE;
+        return refusal;
     *value = told;
     return OOCU_SUCCESS;
 }
@@ -183,6 +184,22 @@ static int node_of(struct world *w) {
     w->engine->numa_node = -1;
     need(oo__ask_node(w->engine), "ask");
     return w->engine->numa_node;
+}
+
+/* An older driver does not know the question; whatever else fails is told. */
+static void a_driver_that_does_not_know_the_node_is_no_failure(void) {
+    struct world w;
+    world_open(&w, 60000, -1);
+    w.engine->driver.cuDeviceGetAttribute = telling;
+    told = -2;
+    refusal = OOCU_ERROR_NOT_SUPPORTED;
+    CHECK(node_of(&w) == -1, "not supported");
+    refusal = OOCU_ERROR_INVALID_VALUE;
+    CHECK(node_of(&w) == -1, "not known");
+    refusal = OOCU_ERROR_UNKNOWN;
+    CHECK(oo__ask_node(w.engine) == OO_E_DRIVER, "a failure");
+    refusal = OOCU_ERROR_INVALID_VALUE;
+    world_close(&w, "node");
 }
 
 /* The driver is asked where the system does not say. */
@@ -222,6 +239,7 @@ static const struct check_case cases[] = {
     CASE(copy_threads_run_where_the_device_is),
     CASE(masters_are_filled_where_the_device_is),
     CASE(the_driver_may_know_the_node),
+    CASE(a_driver_that_does_not_know_the_node_is_no_failure),
 #else
     CASE(nowhere_is_a_node_told),
 #endif
