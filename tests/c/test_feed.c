@@ -301,18 +301,20 @@ static struct oo_feed *first_in_queue(struct world *w) {
 
 static enum oo_status use_the_last(struct world *w) { return use(w, UNITS - 1, OO_FORWARD); }
 
-/* What a caller waits for goes before what is copied ahead. */
-static void what_is_waited_for_is_copied_first(void) {
+/* What a caller waits for goes before what is copied ahead: it becomes the first in the queue. How
+ * soon it is copied then is up to the system, which may keep a copy thread from running with the
+ * piece that it has taken; while a timeline is made, one copies at a time, and it is the next. */
+static void wait_for_the_last(int alone) {
     struct world w;
     begin(&w, 400000);
+    if (alone)
+        need(oo_trace_start(w.engine), "timeline");
     shut_behind_the_first(&w);
     const struct oo_feed *ahead = first_in_queue(&w);
     struct call call = {&w, use_the_last, OO_OK, 0};
     struct oo_thread *thread = oo__thread_start(make_call, &call);
     for (int i = 0; i < 5000 && first_in_queue(&w) == ahead; i++)
         nap(1e-3);
-    /* Read while nobody may take it. Which copy is queued first is up to the system then: a copy
-     * thread may be kept from running with the piece that it has taken. */
     const struct oo_feed *first = first_in_queue(&w);
     CHECK(first != ahead && first == w.engine->units[w.unit[UNITS - 1]].feed, "not the first");
     const unsigned held = waiting;
@@ -328,8 +330,14 @@ static void what_is_waited_for_is_copied_first(void) {
         for (unsigned k = 0; k < n_log && rows[i].unit == w.unit[UNITS - 1]; k++)
             if (log_of[k] == rows[i].address)
                 place = k;
-    CHECK(place > 0 && held < n_log - 2, "copied as number %u of %u", place, n_log);
+    CHECK(place > 0 && (!alone || place <= 1 + held), "copied as number %u of %u", place, n_log);
+    CHECK(held < n_log - 2, "all were under way");
     end(&w, "urgent");
+}
+
+static void what_is_waited_for_is_copied_first(void) { wait_for_the_last(0); }
+static void what_is_waited_for_is_copied_next_if_one_copies_at_a_time(void) {
+    wait_for_the_last(1);
 }
 
 /* A copy that is measured begins when those before it have ended, and none begins beside it. */
@@ -412,7 +420,7 @@ static void the_time_of_a_fed_copy_is_its_own(void) {
 /* Where a feed overtakes one that has begun, the time of that one is counted all the same. */
 static void the_time_of_what_was_overtaken_is_counted(void) {
     struct world w;
-    begin(&w, 400000); /* a unit of a single piece would be whole when it stops */
+    begin(&w, 400000);
     need(oo_engine_reserve_rings(w.engine, OO_RING_PIECES * oo__page_bytes()), "many pieces");
     const uint64_t began = oo__nanoseconds();
     shut_behind_the_first(&w);
@@ -823,6 +831,7 @@ static const struct check_case cases[] = {
     CASE(a_release_drives_out_what_has_arrived),
     CASE(a_unit_is_used_once_its_copy_is_queued),
     CASE(what_is_waited_for_is_copied_first),
+    CASE(what_is_waited_for_is_copied_next_if_one_copies_at_a_time),
     CASE(the_time_of_what_was_overtaken_is_counted),
     CASE(a_timeline_has_the_copies_that_were_under_way_at_its_end),
     CASE(a_timeline_begins_when_nothing_is_under_way),
