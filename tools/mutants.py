@@ -29,7 +29,8 @@ What is not a mutant, by rule:
 - A swap with a declaration that is initialised from plain names and numbers alone, or arithmetic of
   them: a call that is given no address of a local changes none, and the call's statement cannot
   mention what is declared after it. Nor with one that takes the address of an entry of the engine's
-  tables: only oo_*_add moves those, and no mutant is of such a call.
+  tables and that the call's statement does not use: only oo_*_add moves those, and no mutant is of
+  such a call.
 - A swap of what only tells the simulator of a host access with a statement that is no such call:
   the detector judges it by what was queued and waited for, which the other does not change. A swap
   with a statement that names bytes for its reports: names are read when a report is written.
@@ -80,7 +81,7 @@ EVENT_LIST = re.compile(
 )
 PLAIN = re.compile(r"(?:const )?(?:struct |enum )?\w+ \*?\w+ = (?:\{[\w, ]+\}|\w+);")
 ARITHMETIC = re.compile(r"const \w+ \w+ =[\w\s+\-*/%<?:]+;")
-ADDRESS = re.compile(r"(?:const )?struct \w+ \*{1,2}\w+ = &[\w>\-.]+(?:\[[\w>\-.]+\])?;")
+ADDRESS = re.compile(r"(?:const )?struct \w+ \*{1,2}(\w+) = &[\w>\-.]+(?:\[[\w>\-.]+\])?;")
 COMMUTING = {
     "cuStreamCreateWithPriority",
     "oo__events_reserve",
@@ -220,11 +221,10 @@ def may_swap(call: str, other: str) -> bool:
         gives = "oo__event_give" in other
         if not (gives and LEAVES.search(call)):
             return False
-    if (
-        PLAIN.fullmatch(other)
-        or ADDRESS.fullmatch(other)
-        or (ARITHMETIC.fullmatch(other) and "&" not in call)
-    ):
+    if PLAIN.fullmatch(other) or (ARITHMETIC.fullmatch(other) and "&" not in call):
+        return False
+    address = ADDRESS.fullmatch(other)
+    if address and not re.search(rf"\b{address.group(1)}\b", call):
         return False
     if "oo__host_access" in call and not CALL.search(other):
         return False
