@@ -280,6 +280,9 @@ class Engine:
     def residents(self) -> list[tuple[int, int, int, int]]:
         """[(unit, address, nbytes, pins)] of the arena, by address."""
 
+    def unit_waits(self) -> dict[int, tuple[int, int, float]]:
+        """{unit: (timed waits, stalls among them, seconds of those)}."""
+
     def visits(self, model: int, /) -> list[tuple[int, int]]:
         """[(unit, kind)] of the latest uses of the model's units, oldest first."""
 

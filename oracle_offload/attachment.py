@@ -106,6 +106,13 @@ class Attachment:
         """Bytes that the managed weights take on the device, where each is aligned."""
         return sum(unit_bytes(layer.tensors()) for layer in list(self.layers))
 
+    def unit_layers(self) -> dict[int, str]:
+        """Return the names of the layers that travel in each unit, by unit."""
+        names: dict[int, list[str]] = {}
+        for layer in list(self.layers):
+            names.setdefault(layer.unit, []).append(layer.name)
+        return {unit: ", ".join(layers) for unit, layers in names.items()}
+
     def x_min_bytes(self) -> int:
         """Least bytes a step can move to the device: 2 max(0, W - C), docs/how-it-works.md.
 

@@ -128,7 +128,7 @@ class DeviceState:
             self.simulated = self.engine.simulated
             self.stream = self.kind.stream_of(self.engine)
             self.pace = Pace(self.kind.now_s)
-            self.phases = Phases(_phase, self.engine.stats())
+            self.phases = Phases(_phase, self.engine.stats(), self.engine.unit_waits())
             self.time = SimulatedTime(simulator.get_device(0) if self.simulated else None)
             self.engine.set_verify(os.environ.get("ORACLE_OFFLOAD_VERIFY", "0") not in ("", "0"))
         except BaseException:
@@ -310,7 +310,7 @@ def begin_phase(name: str) -> None:
     for state in open_states():
         with state.lock:
             if state.listeners:  # while somebody listens, nobody closes the engine
-                state.phases.begin(name, state.engine.stats())
+                state.phases.begin(name, state.engine.stats(), state.engine.unit_waits())
 
 
 def parent_process() -> int | None:

@@ -370,11 +370,8 @@ class Recorder:
     def _learn_names(self, part: _Part, state: DeviceState) -> None:
         part.layout = Layout.version
         for held in attachments_on(state):
-            layers: dict[int, list[str]] = {}
-            for layer in list(held.layers):
-                layers.setdefault(layer.unit, []).append(layer.name)
-            for unit, names in layers.items():
-                part.opening.names[unit] = held.name, ", ".join(names)
+            for unit, names in held.unit_layers().items():
+                part.opening.names[unit] = held.name, names
 
     def _end_step(
         self, part: _Part, state: DeviceState, counters: Mapping[str, Any]

@@ -200,6 +200,9 @@ struct oo_unit {
     uint64_t copy;     /* the last one that reads its masters where they lie: see oo_copies */
     uint32_t n_kept;   /* of its uses: those that oo_engine_end ends */
     uint32_t n_mapped; /* likewise, oo_engine_unmap */
+    /* Of waits for its copies, as in struct oo_stats: */
+    uint64_t timed_waits, stalls;
+    double stall_seconds;
 };
 
 /* The last reads of masters where they lie, one entry for each stream. */

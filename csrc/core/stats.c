@@ -85,3 +85,22 @@ enum oo_status oo_engine_residents(struct oo_engine *engine, struct oo_resident 
     oo__leave(engine);
     return OO_OK;
 }
+
+enum oo_status oo_engine_unit_waits(struct oo_engine *engine, struct oo_unit_waits *rows,
+                                    size_t capacity, size_t *count) {
+    enum oo_status status = oo__enter(engine, OO__EVEN_DEAD);
+    if (status != OO_OK)
+        return status;
+    *count = 0;
+    for (uint32_t i = 0; i < engine->n_units; i++) {
+        const struct oo_unit *unit = &engine->units[i];
+        if (unit->removed || !unit->timed_waits)
+            continue;
+        if (*count < capacity)
+            rows[*count] =
+                (struct oo_unit_waits){i, unit->timed_waits, unit->stalls, unit->stall_seconds};
+        ++*count;
+    }
+    oo__leave(engine);
+    return OO_OK;
+}

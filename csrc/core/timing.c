@@ -132,9 +132,12 @@ static int oo__harvest_one(struct oo_engine *engine) {
             break;
         case OO_TRACE_STALL:
             stats->timed_waits++;
+            engine->units[span->unit].timed_waits++;
             if (seconds > oo__stall_floor_s) {
                 stats->stalls++;
                 stats->stall_seconds += seconds;
+                engine->units[span->unit].stalls++;
+                engine->units[span->unit].stall_seconds += seconds;
             }
             break;
         case OO_TRACE_COMPUTE:

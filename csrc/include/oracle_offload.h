@@ -449,6 +449,16 @@ struct oo_resident {
 enum oo_status oo_engine_residents(struct oo_engine *engine, struct oo_resident *rows,
                                    size_t capacity, size_t *count);
 
+struct oo_unit_waits {
+    uint32_t unit;
+    uint64_t timed_waits, stalls; /* as in struct oo_stats, for this unit alone */
+    double stall_seconds;
+};
+/* The units for whose copies waits were timed, by number: up to `capacity` rows; `count` receives
+ * how many there are. */
+enum oo_status oo_engine_unit_waits(struct oo_engine *engine, struct oo_unit_waits *rows,
+                                    size_t capacity, size_t *count);
+
 #ifdef __cplusplus
 }
 #endif

@@ -853,23 +853,29 @@ static PyObject *oo__engine_trace_stop(PyObject *object, PyObject *unused) {
     return list;
 }
 
+/* Have `call` (engine, rows, capacity, &count) fill `rows`, which is as long as there are rows.
+ * Twice at most in the common case: once to learn how many there are. */
+#define OO_ALL_ROWS(status, call, engine, rows, count)                                             \
+    do {                                                                                           \
+        const size_t capacity = count;                                                             \
+        PyMem_Free(rows);                                                                          \
+        (rows) = PyMem_Malloc((capacity + 1) * sizeof *(rows));                                    \
+        if (!(rows))                                                                               \
+            return PyErr_NoMemory();                                                               \
+        OO_BLOCKING(status, call(engine, rows, capacity, &(count)));                               \
+        if ((status) != OO_OK || (count) <= capacity)                                              \
+            break;                                                                                 \
+    } while (1)
+
 static PyObject *oo__engine_residents(PyObject *object, PyObject *unused) {
     (void)unused;
     struct oo_engine *engine = oo__engine_of(object);
     if (!engine)
         return NULL;
-    size_t capacity = 0, count = 0;
+    size_t count = 0;
     struct oo_resident *rows = NULL;
     enum oo_status status;
-    /* Twice at most in the common case: once to learn the size. */
-    do {
-        capacity = count;
-        PyMem_Free(rows);
-        rows = PyMem_Malloc((capacity + 1) * sizeof *rows);
-        if (!rows)
-            return PyErr_NoMemory();
-        OO_BLOCKING(status, oo_engine_residents(engine, rows, capacity, &count));
-    } while (status == OO_OK && count > capacity);
+    OO_ALL_ROWS(status, oo_engine_residents, engine, rows, count);
     PyObject *list = status == OO_OK ? PyList_New(0) : oo__raise_for(object, status);
     for (size_t i = 0; list && i < count; i++) {
         PyObject *row =
@@ -881,6 +887,29 @@ static PyObject *oo__engine_residents(PyObject *object, PyObject *unused) {
     }
     PyMem_Free(rows);
     return list;
+}
+
+static PyObject *oo__engine_unit_waits(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        return NULL;
+    size_t count = 0;
+    struct oo_unit_waits *rows = NULL;
+    enum oo_status status;
+    OO_ALL_ROWS(status, oo_engine_unit_waits, engine, rows, count);
+    PyObject *table = status == OO_OK ? PyDict_New() : oo__raise_for(object, status);
+    for (size_t i = 0; table && i < count; i++) {
+        PyObject *unit = PyLong_FromUnsignedLong(rows[i].unit);
+        PyObject *row = Py_BuildValue("(KKd)", (unsigned long long)rows[i].timed_waits,
+                                      (unsigned long long)rows[i].stalls, rows[i].stall_seconds);
+        if (!unit || !row || PyDict_SetItem(table, unit, row) < 0)
+            Py_CLEAR(table);
+        Py_XDECREF(unit);
+        Py_XDECREF(row);
+    }
+    PyMem_Free(rows);
+    return table;
 }
 
 static const struct oo_parameter oo__journal_start_takes[] = {OO_BYTES("entries")};
@@ -1113,6 +1142,8 @@ static PyMethodDef oo__engine_methods[] = {
      "trace_stop($self, /)\n--\n\nThe timeline's rows."},
     {"residents", oo__engine_residents, METH_NOARGS,
      "residents($self, /)\n--\n\nThe arena's contents."},
+    {"unit_waits", oo__engine_unit_waits, METH_NOARGS,
+     "unit_waits($self, /)\n--\n\nThe timed waits for each unit."},
     {"visits", oo__engine_visits, METH_O,
      "visits($self, model, /)\n--\n\nThe latest uses of the model's units."},
     {"expect", oo__engine_expect, METH_O,

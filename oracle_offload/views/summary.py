@@ -33,25 +33,64 @@ from .verdict import Load, Verdict, judge
 
 if TYPE_CHECKING:
     from ..engines import DeviceState
+    from ..phases import Waits
 
 SCHEMA = schema("memory-summary", 1)
 _WIDTH = 80
+_MOST_STALLED = 3  # layers that the text names; `to_dict` has all
 _LEGEND = (
     "late: not in the arena when asked for; stale: in it, but changed on the host",
     "GB/s and stalls: by a sample of the copies and of the waits for them",
+    "below stalls: the layers that stalled longest, as measured in that sample",
 )
 
 
 @dataclass(frozen=True)
-class ModelUsage:
-    """One attached model. Sizes in bytes, times in seconds, rates in 10^9 bytes per second.
+class StalledLayer:
+    """Layers that travel together, how many waits for them were timed, and the stalls of those."""
+
+    layers: str
+    timed_waits: int
+    stalls: int
+    stall_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What was used, moved and waited for. Sizes in bytes, rates in 10^9 bytes per second.
 
     A layer asks for its unit with an acquire. It is a hit when the unit is in the arena or on its
     way; late when its copy begins only then; stale when it is there, but its master has changed
     since. A stall is a wait of the compute stream for a copy, longer than 10 microseconds.
 
     Times are measured of a sample, one copy and one wait in 16, and of all while a timeline is
-    recorded: `stalls` and `stall_s` are what `timed_waits` of all `waits` tell, in proportion.
+    recorded: `stalls` and `stall_s` (seconds) are what `timed_waits` of all `waits` tell, in
+    proportion. `stalled` are the layers with a stall among the timed waits, longest in all first,
+    as measured.
+    """
+
+    name: str
+    acquires: int
+    hits: int
+    late: int
+    stale: int
+    evictions: int
+    waits: int
+    timed_waits: int
+    stalls: int
+    stall_s: float
+    stalled: list[StalledLayer] = field(default_factory=list)
+    h2d_bytes: int
+    h2d_copies: int
+    h2d_gbps: float | None
+    d2h_bytes: int
+    d2h_copies: int
+    d2h_gbps: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelUsage(Usage):
+    """One attached model, and what was counted of it; see `Usage`.
 
     `kept_bytes` is the part of `resident_bytes` for which ``ram_budget`` had no room on the host.
 
@@ -61,7 +100,6 @@ class ModelUsage:
     `x_min_bytes` is the least that a step can move to the device, docs/how-it-works.md.
     """
 
-    name: str
     layers: int
     resident_parameters: int
     resident_bytes: int
@@ -77,48 +115,16 @@ class ModelUsage:
     capacity_bytes: int
     units: int
     units_in_arena: int
-    acquires: int
-    hits: int
-    late: int
-    stale: int
     prefetches: int
-    evictions: int
-    waits: int
-    timed_waits: int
-    stalls: int
-    stall_s: float
-    h2d_bytes: int
-    h2d_copies: int
-    h2d_gbps: float | None
-    d2h_bytes: int
-    d2h_copies: int
-    d2h_gbps: float | None
     steps: int
     step_h2d_bytes: int | None
     step_d2h_bytes: int | None
     x_min_bytes: int
 
 
-@dataclass(frozen=True)
-class PhaseUsage:
-    """What one device's engine counted in one phase, of all models; see `ModelUsage`."""
-
-    name: str
-    acquires: int
-    hits: int
-    late: int
-    stale: int
-    evictions: int
-    waits: int
-    timed_waits: int
-    stalls: int
-    stall_s: float
-    h2d_bytes: int
-    h2d_copies: int
-    h2d_gbps: float | None
-    d2h_bytes: int
-    d2h_copies: int
-    d2h_gbps: float | None
+@dataclass(frozen=True, kw_only=True)
+class PhaseUsage(Usage):
+    """What one device's engine counted in one phase, of all models; see `Usage`."""
 
 
 @dataclass(frozen=True)
@@ -373,7 +379,9 @@ def _manages(attachment: Attachment, model: nn.Module) -> bool:
 
 
 def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUsage:
-    stats = state.engine.stats()
+    stats, waits = state.engine.stats(), state.engine.unit_waits()
+    waited = state.phases.waited(waits)
+    layers = {u: names for held in attachments_on(state) for u, names in held.unit_layers().items()}
     free, total = _free_and_total(state)
     return DeviceUsage(
         device=str(state.device),
@@ -394,26 +402,36 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
         host_waits=stats["host_waits"],
         recoveries=stats["recoveries"],
         allocations=stats["allocations"],
-        models=[_model_usage(state, attachment) for attachment in attachments],
-        phases=[_phase_usage(*phase) for phase in state.phases.counted(stats).items()],
+        models=[_model_usage(state, attachment, waits) for attachment in attachments],
+        phases=[
+            PhaseUsage(name=name, **_counted(grown, _stalled(waited[name], layers)))
+            for name, grown in state.phases.counted(stats).items()
+        ],
         verdict=verdict_on(state, stats),
     )
 
 
-def _phase_usage(name: str, grown: Mapping[str, Any]) -> PhaseUsage:
+def _counted(grown: Mapping[str, Any], stalled: list[StalledLayer]) -> dict[str, Any]:
+    """Return the fields of `Usage`, without its name, as the engine counted them."""
     stalls, stall_s = stalls_of(grown)
     alike = (
         "acquires hits late stale evictions waits timed_waits h2d_bytes h2d_copies d2h_bytes "
         "d2h_copies"
     )
-    return PhaseUsage(
-        name=name,
-        stalls=round(stalls),
-        stall_s=stall_s,
-        h2d_gbps=_rate(grown["h2d_timed_bytes"], grown["h2d_seconds"]),
-        d2h_gbps=_rate(grown["d2h_timed_bytes"], grown["d2h_seconds"]),
+    return {
+        "stalls": round(stalls),
+        "stall_s": stall_s,
+        "stalled": stalled,
+        "h2d_gbps": _rate(grown["h2d_timed_bytes"], grown["h2d_seconds"]),
+        "d2h_gbps": _rate(grown["d2h_timed_bytes"], grown["d2h_seconds"]),
         **{key: grown[key] for key in alike.split()},
-    )
+    }
+
+
+def _stalled(waits: Waits, layers: Mapping[int, str]) -> list[StalledLayer]:
+    """Return the layers that stalled, longest in all first."""
+    rows = [StalledLayer(layers[u], *waits[u]) for u in waits if u in layers and waits[u][1]]
+    return sorted(rows, key=lambda row: (-row.stall_s, row.layers))
 
 
 def _free_and_total(state: DeviceState) -> tuple[int, int] | tuple[None, None]:
@@ -441,15 +459,15 @@ def verdict_on(state: DeviceState, stats: Mapping[str, Any]) -> Verdict:
     )
 
 
-def _model_usage(state: DeviceState, attachment: Attachment) -> ModelUsage:
+def _model_usage(state: DeviceState, attachment: Attachment, waits: Waits) -> ModelUsage:
     stats = state.engine.stats(attachment.model)
-    stalls, stall_s = stalls_of(stats)
     traffic = attachment.traffic
     module = attachment.module()
     residents = {} if module is None else list_residents(module, attachment.reasons)
     left = 0 if module is None else resident_bytes(module)
     return ModelUsage(
         name=attachment.name,
+        **_counted(stats, _stalled(waits, attachment.unit_layers())),
         layers=len(attachment.layers),
         resident_parameters=len(residents),
         resident_bytes=left,
@@ -465,22 +483,7 @@ def _model_usage(state: DeviceState, attachment: Attachment) -> ModelUsage:
         capacity_bytes=attachment.arena.capacity_bytes,
         units=stats["units"],
         units_in_arena=stats["resident_units"],
-        acquires=stats["acquires"],
-        hits=stats["hits"],
-        late=stats["late"],
-        stale=stats["stale"],
         prefetches=stats["prefetches"],
-        evictions=stats["evictions"],
-        waits=stats["waits"],
-        timed_waits=stats["timed_waits"],
-        stalls=round(stalls),
-        stall_s=stall_s,
-        h2d_bytes=stats["h2d_bytes"],
-        h2d_copies=stats["h2d_copies"],
-        h2d_gbps=_rate(stats["h2d_timed_bytes"], stats["h2d_seconds"]),
-        d2h_bytes=stats["d2h_bytes"],
-        d2h_copies=stats["d2h_copies"],
-        d2h_gbps=_rate(stats["d2h_timed_bytes"], stats["d2h_seconds"]),
         steps=traffic.steps,
         step_h2d_bytes=traffic.step_h2d_bytes,
         step_d2h_bytes=traffic.step_d2h_bytes,
@@ -610,7 +613,7 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
         ("  to the host, in all", _traffic(model.d2h_bytes, model.d2h_copies, model.d2h_gbps)),
         ("  hits", _hits(model)),
         ("  prefetched / late / stale", f"{model.prefetches} / {model.late} / {model.stale}"),
-        ("  stalls", stalls_text(model.stalls, model.stall_s, model.timed_waits, model.waits)),
+        *_stall_rows(model),
         *(
             [("  forward again in backward", f"{again}, {model.flops_again / 1e12:.3f} TFLOP")]
             if (again := model.runs_again)
@@ -631,11 +634,35 @@ def _phase_rows(phase: PhaseUsage) -> list[tuple[str, str]]:
         ("  to the host", _traffic(phase.d2h_bytes, phase.d2h_copies, phase.d2h_gbps)),
         ("  hits", _hits(phase)),
         ("  late / stale / evicted", f"{phase.late} / {phase.stale} / {phase.evictions}"),
-        ("  stalls", stalls_text(phase.stalls, phase.stall_s, phase.timed_waits, phase.waits)),
+        *_stall_rows(phase),
     ]
 
 
-def _hits(usage: ModelUsage | PhaseUsage) -> str:
+def _stall_rows(usage: Usage) -> list[tuple[str, str]]:
+    """Return the stalls, and below them the layers that stalled most."""
+    told = stalls_text(usage.stalls, usage.stall_s, usage.timed_waits, usage.waits)
+    return [
+        ("  stalls", told),
+        *(
+            (f"    {_short(row.layers)}", _stalls_of_waits(row))
+            for row in usage.stalled[:_MOST_STALLED]
+        ),
+    ]
+
+
+def _stalls_of_waits(row: StalledLayer) -> str:
+    return f"{row.stall_s * 1e3:.2f} ms, {row.stalls} of {row.timed_waits} timed waits"
+
+
+def _short(layers: str) -> str:
+    """Return the names of layers where there is room for 34 characters: the first, by its end."""
+    first, *others = printable(layers).split(", ")
+    more = f" +{len(others)}" if others else ""
+    room = 34 - len(more)
+    return (first if len(first) <= room else f"...{first[3 - room :]}") + more
+
+
+def _hits(usage: Usage) -> str:
     share = f" ({100 * usage.hits / usage.acquires:.1f}%)" if usage.acquires else ""
     return f"{usage.hits} of {usage.acquires}{share}"
 

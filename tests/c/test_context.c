@@ -183,6 +183,7 @@ static void test_each_call_needs_the_context(void) {
     struct oo_use held;
     struct oo_fetched fetched;
     struct oo_resident row;
+    struct oo_unit_waits waits;
     struct oo_trace_row *rows;
     struct oo_stats stats;
     const uint32_t one = 1;
@@ -227,6 +228,7 @@ static void test_each_call_needs_the_context(void) {
     FAILS(oo_trace_stop(w.engine, &rows, &count));
     FAILS(oo_engine_stats(w.engine, OO_ALL_MODELS, &stats));
     FAILS(oo_engine_residents(w.engine, &row, 1, &count));
+    FAILS(oo_engine_unit_waits(w.engine, &waits, 1, &count));
     FAILS(oo_engine_destroy(w.engine));
 #undef FAILS
     sim.simFault(NULL, 1, OOCU_ERROR_UNKNOWN, 1);

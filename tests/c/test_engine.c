@@ -594,7 +594,8 @@ static void check_dead(struct world *w, const struct oo_use *held, const char *w
     CHECK(code == OOCU_ERROR_LAUNCH_FAILED && strstr(first, call) && call[0], "%s: %s", where,
           first);
     CHECK(oo_engine_stats(e, OO_ALL_MODELS, &stats) == OO_OK &&
-              oo_engine_residents(e, NULL, 0, &count) == OO_OK,
+              oo_engine_residents(e, NULL, 0, &count) == OO_OK &&
+              oo_engine_unit_waits(e, NULL, 0, &count) == OO_OK,
           "%s: nothing can be asked", where);
     CHECK(!held || oo_engine_release(e, held->ticket, w->stream, 0, &fetched) == OO_OK,
           "%s: a use that cannot end", where);

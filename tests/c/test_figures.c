@@ -159,13 +159,54 @@ static void test_a_stall_is_what_the_stream_waits_for_its_copy(void) {
     sim.simFinish(&end_s);
     need(oo_engine_stats(w.engine, model, &stats), "stats");
     CHECK(stats.stalls == 1 && end_s > origin, "%llu stalls", (unsigned long long)stats.stalls);
+    struct oo_unit_waits waited[2];
+    need(oo_engine_unit_waits(w.engine, waited, 2, &count), "waits");
+    CHECK(count == 1 && waited[0].unit == unit && waited[0].timed_waits == 1 &&
+              waited[0].stalls == 1 && fabs(waited[0].stall_seconds - (copy - 100e-6)) < 1e-9,
+          "%zu units, %.9f s", count, waited[0].stall_seconds);
     need(oo_lease_remove(w.engine, lease), "remove");
     need(oo_model_remove(w.engine, model), "remove");
+    need(oo_engine_unit_waits(w.engine, waited, 2, &count), "waits");
+    CHECK(count == 0, "waits for a unit that is gone");
     oo_host_destroy(host);
     free(arena);
     CHECK(oo_trace_stop(w.engine, &rows, &count) == OO_E_STATE, "no timeline");
     end_stream(&w, stream);
     world_close(&w, "stall");
+}
+
+/* Each wait is counted for one unit; one that was short is a wait and no stall. */
+static void test_the_waits_of_the_units_add_up(void) {
+    struct world w;
+    struct oo_trace_row *trace;
+    struct oo_unit_waits rows[UNITS + 1];
+    size_t count, few;
+    world_open(&w, 60000, -1);
+    need(oo_trace_start(w.engine), "trace"); /* all waits are timed */
+    for (int i = 0; i < 3; i++)
+        need(step(&w), "step");
+    need(oo_trace_stop(w.engine, &trace, &count), "trace");
+    need(oo_engine_unit_waits(w.engine, rows, UNITS + 1, &count), "waits");
+    const struct oo_stats stats = stats_of(&w);
+    uint64_t waits = 0, stalls = 0;
+    double seconds = 0;
+    for (size_t i = 0; i < count; i++) {
+        CHECK(i == 0 || rows[i].unit > rows[i - 1].unit, "row %zu", i);
+        CHECK(rows[i].timed_waits > 0 && rows[i].stalls <= rows[i].timed_waits, "row %zu", i);
+        waits += rows[i].timed_waits;
+        stalls += rows[i].stalls;
+        seconds += rows[i].stall_seconds;
+    }
+    CHECK(count > 1 && waits == stats.timed_waits && waits == stats.waits && stalls == stats.stalls,
+          "%zu units, %llu waits, %llu stalls", count, (unsigned long long)waits,
+          (unsigned long long)stalls);
+    CHECK(fabs(seconds - stats.stall_seconds) < 1e-12, "%.9f s", seconds);
+    memset(rows, 0x55, sizeof rows);
+    need(oo_engine_unit_waits(w.engine, rows, 1, &few), "waits");
+    CHECK(few == count && rows[0].unit < UNITS && rows[1].unit == 0x55555555u,
+          "more rows than there is room for");
+    oo_trace_free(trace);
+    world_close(&w, "waits of units");
 }
 
 /* Many spans pending at once: what does not fit is not measured, and nothing is overwritten. */
@@ -201,6 +242,7 @@ static const struct check_case cases[] = {
     CASE(test_residents_by_address),
     CASE(test_figures_of_two_models),
     CASE(test_a_stall_is_what_the_stream_waits_for_its_copy),
+    CASE(test_the_waits_of_the_units_add_up),
     CASE(test_a_host_far_ahead_measures_a_part),
 };
 

@@ -140,6 +140,47 @@ def test_what_the_phases_count_adds_up_to_what_the_engine_counts(seed):
         assert "phase" not in str(oracle_offload.memory_summary(abbreviated=True))
 
 
+def test_each_stall_is_told_of_the_layer_that_waited():
+    model, other = Net(6, 256), Net(3, 256)
+    with (
+        simulator.device("rtx4090", link_gbps=0.05),
+        attached(model, offload_percent=0.8) as one,
+        attached(other, offload_percent=0.8),
+    ):
+        engine = one.state.engine
+        engine.trace_start()  # every wait is timed
+        train(model, 2)
+        with oracle_offload.phase("sampling"):
+            for net in (model, other):
+                net(torch.randn(3, 256))
+                simulator.finish()
+        train(other, 1)
+        engine.trace_stop()
+        report = oracle_offload.memory_summary()
+        waits, stats = engine.unit_waits(), engine.stats()
+    (device,) = report.devices
+    seen = {}
+    names = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for usage in device.models:
+        assert usage.stalls == sum(row.stalls for row in usage.stalled) > 0
+        assert usage.stall_s == pytest.approx(sum(row.stall_s for row in usage.stalled))
+        seconds = [row.stall_s for row in usage.stalled]
+        assert seconds == sorted(seconds, reverse=True)
+        assert {row.layers for row in usage.stalled} <= names
+        for row in usage.stalled[:3]:
+            told = f"{row.stall_s * 1e3:.2f} ms, {row.stalls} of {row.timed_waits} timed waits"
+            assert told in str(report) and told in report.to_html()
+    for phase in device.phases:
+        for row in phase.stalled:
+            timed, stalls, stall_s = seen.get(row.layers, (0, 0, 0.0))
+            seen[row.layers] = timed + row.timed_waits, stalls + row.stalls, stall_s + row.stall_s
+    assert sum(count for _, count, _ in waits.values()) == stats["stalls"]
+    assert sum(count for _, count, _ in seen.values()) == stats["stalls"]
+    assert sum(s for _, _, s in seen.values()) == pytest.approx(stats["stall_seconds"])
+    sampling = next(phase for phase in device.phases if phase.name == "sampling")
+    assert 0 < sum(row.timed_waits for row in sampling.stalled) <= sampling.timed_waits
+
+
 def test_one_phase_alone_is_told_in_the_dictionary_and_not_in_the_table():
     model = Net(2)
     with attached(model):

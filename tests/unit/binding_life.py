@@ -283,6 +283,7 @@ def fail_once() -> None:
         ("stats", ()),
         ("stamp", ([],)),
         ("residents", ()),
+        ("unit_waits", ()),
         ("trace_stop", ()),
         ("lock", (life.buffer,)),
     ):

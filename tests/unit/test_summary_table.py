@@ -15,6 +15,7 @@ from oracle_offload.views.summary import (  # noqa: E402
     DeviceUsage,
     MemoryReport,
     ModelUsage,
+    StalledLayer,
     _optimizer_bytes,
     _rate,
 )
@@ -139,6 +140,33 @@ def test_the_whole_table() -> None:
     assert repr(report) == str(report)
     two = str(MemoryReport([DEVICE, replace(DEVICE, device="cuda:0")]))
     assert two.count("memory summary, cpu") == two.count("memory summary, cuda:0") == 1
+
+
+def test_the_layers_that_stalled_longest_stand_below_the_stalls() -> None:
+    long = "text_encoder.transformer.h.31.attention.query"
+    stalled = [
+        StalledLayer("blocks.3.to_q, blocks.3.to_k, blocks.3.to_v", 8, 6, 0.012),
+        StalledLayer(long, 4, 2, 0.0025),
+        StalledLayer("blocks.4", 3, 1, 0.001),
+        StalledLayer("blocks.5", 3, 1, 0.0005),
+    ]
+    report = MemoryReport([replace(DEVICE, models=[replace(MODEL, stalled=stalled)])])
+    found = rows(report)
+    at = found.index(COUNTED[-1])
+    assert found[at + 1 : at + 5] == [
+        ("blocks.3.to_q +2", "12.00 ms, 6 of 8 timed waits"),
+        ("..." + long[-31:], "2.50 ms, 2 of 4 timed waits"),
+        ("blocks.4", "1.00 ms, 1 of 3 timed waits"),
+        THIN,
+    ]
+    told = report.to_dict()["devices"][0]["models"][0]["stalled"]
+    assert [row["layers"] for row in told] == [row.layers for row in stalled]
+    assert told[0] == {
+        "layers": "blocks.3.to_q, blocks.3.to_k, blocks.3.to_v",
+        "timed_waits": 8,
+        "stalls": 6,
+        "stall_s": 0.012,
+    }
 
 
 def test_the_short_table_leaves_the_counters_out() -> None:
