@@ -15,6 +15,9 @@ __version__ = "0.1.0"
 # Public name -> the module that defines it. One line per name: this table is the public API.
 _PUBLIC = {
     "DriverError": "errors",
+    "FirstStepProof": "survive.proof",
+    "Idle": "survive.idle",
+    "IdleAlarm": "survive.idle",
     "MemoryManager": "manager",
     "MemoryReport": "views.summary",
     "Meter": "meter",
@@ -31,6 +34,7 @@ _PUBLIC = {
     "configure_allocator": "doctor.allocator",
     "explain_oom": "explain",
     "explained_oom": "explain",
+    "first_step_proof": "survive.proof",
     "is_oom": "explain",
     "memory_summary": "views.summary",
     "phase": "recorder",
@@ -61,6 +65,10 @@ if TYPE_CHECKING:
     from .recorder import Recorder as Recorder
     from .recorder import phase as phase
     from .recorder import record as record
+    from .survive.idle import Idle as Idle
+    from .survive.idle import IdleAlarm as IdleAlarm
+    from .survive.proof import FirstStepProof as FirstStepProof
+    from .survive.proof import first_step_proof as first_step_proof
     from .views.recording import Recording as Recording
     from .views.recording import read_recording as read_recording
     from .views.summary import MemoryReport as MemoryReport

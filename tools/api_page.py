@@ -28,6 +28,7 @@ GROUPS = (
     ("Numbers while it trains", "Meter MetricsFile read_metrics MetricsRun"),
     ("Loggers", "integrations.tensorboard integrations.wandb integrations.postfix"),
     ("Recording", "record Recorder phase Recording read_recording"),
+    ("Training that does nothing", "IdleAlarm Idle first_step_proof FirstStepProof"),
     ("Errors", "OffloadError DriverError NoRoomError StaleWeightsError"),
     (
         "Out of memory",

@@ -314,6 +314,36 @@ NOTES: dict[str, dict[str, str]] = {
         "not JSON": "The line is broken: a disk that was full, or a process that was killed.",
         "use 'html', 'chrome'": "Name a format, or give the file one of these suffixes.",
     },
+    "Keeping a training alive": {
+        "is not a number of steps; use 1 or more": "Give a whole number of steps above zero.",
+        "has no trainable parameter to watch": (
+            "Nothing has `requires_grad` yet: add the adapter first, then make the alarm."
+        ),
+        "a proof needs a managed model": "Attach the model first; see `attach`.",
+        "the model has no module of this name": (
+            "The name is not one of `dict(model.named_modules())`."
+        ),
+        "is managed; name a block that has one": (
+            "What lies in that block stays on the device, so there is nothing to prove."
+        ),
+        "was not called in the step that was to be proved": (
+            "The forward inside the `with` block took another way. Name a block that it calls."
+        ),
+        "returned no tensor to compare": (
+            "The block returned an object whose tensors cannot be found. Name one that returns a "
+            "tensor, or a tuple or dictionary of them."
+        ),
+        "does not compute the resident block's bits": (
+            "On a GPU first make kernels repeat themselves, as the message says. A difference "
+            "that stays is a bug of this library: report it with the block's class."
+        ),
+        "give those that it was taken of": (
+            "The generators given now are not those that the state was taken of."
+        ),
+        "resume where as many are visible": (
+            "Each card has a generator of its own; see `CUDA_VISIBLE_DEVICES`."
+        ),
+    },
     "Numbers": {
         "is no number": "`Meter.read` and `MetricsFile.log` take numbers, and None for unknown.",
         "which this command does not show": (

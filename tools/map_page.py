@@ -20,6 +20,7 @@ FOLDERS = {
     "oracle_offload": "the package; training needs only this folder, `layers` and `host`",
     "oracle_offload/layers": "the managed layers",
     "oracle_offload/views": "what people see",
+    "oracle_offload/survive": "what keeps a training alive and honest; could be deleted whole",
     "oracle_offload/host": "the host as the system shows it",
     "oracle_offload/aitoolkit": "the drop-in for AI-Toolkit; could be deleted whole",
     "oracle_offload/integrations": "numbers to loggers and from trainers; could be deleted whole",

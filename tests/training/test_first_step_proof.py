@@ -1,0 +1,154 @@
+"""The first-step proof: one block, managed against resident, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from equality import assert_same, attached, gradients
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import oracle_offload
+from oracle_offload import OffloadError, first_step_proof
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
+        self.outer = nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x, scale=None):
+        x = x + self.norm(self.drop(self.outer(self.inner(x).relu())))
+        return (x, x * scale) if scale is not None else (x, x)
+
+
+class Net(nn.Module):
+    def __init__(self, kind=None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.kind = kind
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.kind is None:
+                x, _ = block(x, scale=2.0)
+            else:
+                x, _ = checkpoint(block, x, use_reentrant=self.kind == "reentrant")
+        return x
+
+
+def step(model, device, autocast=False):
+    torch.manual_seed(3)
+    x = torch.randn(5, WIDTH).to(device).requires_grad_()
+    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("kind", [None, "reentrant", "plain"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_first_block_is_proved_and_training_is_not_disturbed(kind, frozen, device):
+    torch.manual_seed(0)
+    model = Net(kind)
+    if frozen:
+        model.blocks.requires_grad_(False)
+    resident = copy.deepcopy(model).to(device)
+    with attached(model, device):
+        autocast = kind == "plain"
+        with first_step_proof(model) as proof:
+            loss = step(model, device, autocast)
+        after = torch.get_rng_state()
+        assert proof.equal and proof.block == "blocks.0" and proof.layers >= 2
+        # Two results, the input; and of two layers and a norm the weights and biases.
+        assert proof.compared == 3 + (0 if frozen else 6) and proof.differing == []
+        assert_same(loss, step(resident, device, autocast))
+        assert torch.equal(after, torch.get_rng_state())
+        assert_same(gradients(model), gradients(resident))
+        assert_same(dict(model.named_buffers()), dict(resident.named_buffers()))
+        assert_same(step(model, device), step(resident, device))
+
+
+def test_a_block_that_computes_other_bits_is_refused(device, monkeypatch):
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    with attached(model, device) as manager:
+        layer = manager.layers[0]
+        honest = type(layer).__call__
+
+        def off_by_a_bit(self, x):
+            return torch.nextafter(honest(self, x), torch.tensor(torch.inf, device=x.device))
+
+        monkeypatch.setattr(type(layer), "__call__", off_by_a_bit)
+        with (
+            pytest.raises(OffloadError, match=r"'0' does not compute .* bits: result 0 differ \(1"),
+            first_step_proof(model) as proof,
+        ):
+            model(torch.ones(2, WIDTH, device=device)).sum().backward()
+        assert not proof.equal and proof.compared == 4
+        monkeypatch.undo()
+
+
+def test_a_block_can_be_named_and_what_cannot_be_proved_is_refused(device):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.ReLU()), nn.Linear(WIDTH, 1))
+    with (
+        pytest.raises(OffloadError, match="Sequential is not attached"),
+        first_step_proof(model),
+    ):
+        pass
+    with attached(model, device):
+        with (
+            pytest.raises(ValueError, match=r"block='x': the model has no"),
+            first_step_proof(model, "x"),
+        ):
+            pass
+        with (
+            pytest.raises(OffloadError, match="no layer in '1' is managed"),
+            first_step_proof(model, "1"),
+        ):
+            pass
+        with pytest.raises(OffloadError, match="'0' was not called"), first_step_proof(model):
+            pass
+        with first_step_proof(model, "2") as proof:
+            model(torch.ones(1, WIDTH, device=device)).sum().backward()
+        assert proof.equal and proof.block == "2"
+        assert not any(module._forward_pre_hooks for module in model[2].modules())
+
+
+def test_a_model_without_a_list_is_one_block_and_needs_tensors_to_compare(device):
+    class Single(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.mute = False
+
+        def forward(self, x):
+            y = self.layer(x)
+            return {} if self.mute else {"y": y}
+
+    model = Single()
+    with attached(model, device):
+        with first_step_proof(model) as proof:
+            model(torch.ones(1, WIDTH, device=device))["y"].sum().backward()
+        assert proof.equal and proof.block == ""
+        model.mute = True
+        with (
+            pytest.raises(OffloadError, match="'' returned no tensor to compare"),
+            first_step_proof(model),
+        ):
+            model(torch.ones(1, WIDTH, device=device))
+
+
+def test_an_error_of_the_step_passes_and_takes_the_hook_along(device):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    with attached(model, device):
+        with pytest.raises(KeyError), first_step_proof(model):
+            raise KeyError
+        assert not model[0]._forward_pre_hooks
+    assert oracle_offload.FirstStepProof("x").equal is False

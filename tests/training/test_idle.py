@@ -1,0 +1,358 @@
+"""The alarm of training that does nothing: what is idle is named, with the likeliest cause."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+
+import pytest
+import torch
+from equality import assert_same, attached
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from oracle_offload import IdleAlarm
+
+WIDTH = 16
+
+
+class LoRA(nn.Module):
+    """A frozen layer with an adapter, as peft names its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.lora_A = nn.ParameterDict({"default": torch.randn(2, WIDTH)})
+        self.lora_B = nn.ParameterDict({"default": torch.zeros(WIDTH, 2)})
+
+    def forward(self, x):
+        a, b = self.lora_A["default"], self.lora_B["default"]
+        return self.base(x) + x @ a.T @ b.T
+
+
+class Net(nn.Module):
+    """Two adapted layers, and switches for what can go wrong between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = LoRA(), LoRA()
+        self.fault = None
+
+    def forward(self, x):
+        if self.fault == "no_grad":
+            with torch.no_grad():
+                x = self.first(x)
+        elif self.fault == "reentrant":
+            x = checkpoint(self.first, x, use_reentrant=True)
+        else:
+            x = self.first(x)
+        if self.fault == "detach":
+            x = x.detach()
+        if self.fault == "skip":
+            return x
+        return self.second(x * 0) if self.fault == "times zero" else self.second(x)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return Net()
+
+
+def trainable(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def train(model, alarm, optimizer, steps, scaler=None, factor=1.0):
+    found = []
+    device = next(p for p in trainable(model)).device
+    for _ in range(steps):
+        loss = model(torch.randn(3, WIDTH, device=device)).square().mean() * factor
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        found += alarm.step()
+        optimizer.zero_grad()
+    return found
+
+
+def adam(model, rate=1e-3):
+    return torch.optim.Adam(trainable(model), lr=rate)
+
+
+def test_a_run_whose_parameters_move_has_no_alarm_and_the_same_bits(device):
+    model = net()
+    alone = copy.deepcopy(model).to(device)
+    with attached(model, device):
+        alarm = IdleAlarm(model, steps=3)
+        torch.manual_seed(1)
+        assert train(model, alarm, adam(model), 9) == []
+        assert alarm.idle == {}
+        alarm.close()
+        torch.manual_seed(1)
+        other = IdleAlarm(alone, steps=100)
+        train(alone, other, adam(alone), 9)
+        other.close()
+        assert_same(
+            {name: p for name, p in model.named_parameters() if p.requires_grad},
+            {name: p for name, p in alone.named_parameters() if p.requires_grad},
+        )
+
+
+def test_a_lora_that_never_moves_is_named_at_the_step_that_was_asked_for(device, caplog):
+    model = net()
+    with torch.no_grad():
+        model.first.lora_A["default"].zero_()
+    with attached(model, device):
+        alarm = IdleAlarm(model, steps=4)
+        optimizer = adam(model)
+        assert train(model, alarm, optimizer, 3) == []
+        with caplog.at_level(logging.WARNING):
+            found = train(model, alarm, optimizer, 1)
+        alarm.close()
+    assert [idle.name for idle in found] == ["first.lora_A.default", "first.lora_B.default"]
+    assert all(idle.gradient == "zero" and idle.steps == 4 for idle in found)
+    assert "it and its lora_B are both zero" in found[0].cause
+    assert "it and its lora_A are both zero" in found[1].cause
+    assert "initialise one of the two at random" in found[0].fix
+    assert str(found[0]).startswith("first.lora_A.default has not changed for 4 steps: its gr")
+    lines = [each.getMessage() for each in caplog.records if "not changed" in each.getMessage()]
+    assert len(lines) == 2 and lines[0].startswith("first.lora_A.default: not changed for 4 steps")
+    assert set(alarm.idle) == {"first.lora_A.default", "first.lora_B.default"}
+
+
+FORWARDS = {
+    "no_grad": "'first' ran only with gradients switched off",
+    "reentrant": "'first' ran only with gradients switched off",
+    "detach": "what 'first' returned does not reach the loss",
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("fault", FORWARDS)
+def test_a_first_half_without_gradient_is_told_by_its_forward(fault, device):
+    model = net()
+    model.fault = fault
+    with attached(model, device):
+        alarm = IdleAlarm(model, steps=3)
+        found = train(model, alarm, adam(model), 3)
+        alarm.close()
+    assert {idle.name for idle in found} == {"first.lora_A.default", "first.lora_B.default"}
+    for idle in found:
+        assert idle.gradient == "none" and FORWARDS[fault] in idle.cause
+    assert not any(module._forward_hooks for module in model.first.modules())
+
+
+def test_a_module_that_does_not_run_is_told():
+    model = net()
+    model.fault = "skip"
+    found = train(model, alarm := IdleAlarm(model, steps=2), adam(model), 2)
+    alarm.close()
+    assert {idle.name for idle in found} == {"second.lora_A.default", "second.lora_B.default"}
+    assert "'second' did not run" in found[0].cause
+
+
+def test_a_result_that_does_not_depend_on_the_parameter_is_told():
+    model = net()
+    model.second.forward = lambda x: x * 2
+    found = train(model, alarm := IdleAlarm(model, steps=2), adam(model), 2)
+    alarm.close()
+    # The input requires a gradient, so the result does: it is the loss that lacks the parameter.
+    assert "what 'second' returned does not reach the loss" in found[0].cause
+    model.first.forward = lambda x: x * 2
+    alarm = IdleAlarm(model, steps=2)
+    loss = [model(torch.ones(1, WIDTH)).sum() for _ in range(2) if not alarm.step()]
+    assert not loss[0].requires_grad
+    assert "what 'first' returned did not depend on it" in alarm.idle["first.lora_A.default"].cause
+    alarm.close()
+
+
+def test_in_one_step_there_is_nothing_to_suspect_with():
+    model = net()
+    alarm = IdleAlarm(model, steps=1)
+    (found, *_) = alarm.step()
+    assert found.cause == "it has had no gradient" and found.steps == 1
+    alarm.close()
+
+
+def test_a_gradient_of_zero_by_a_factor_is_told():
+    model = net()
+    model.fault = "times zero"
+    found = train(model, alarm := IdleAlarm(model, steps=2), adam(model), 2)
+    alarm.close()
+    zero = {idle.name: idle for idle in found if idle.name.startswith("first")}
+    assert zero["first.lora_B.default"].gradient == "zero"
+    assert "multiplied by zero" in zero["first.lora_B.default"].cause
+
+
+def test_an_optimizer_of_other_parameters_is_told():
+    model = net()
+    optimizer = adam(model)
+    name = "default"
+    for layer in (model.first, model.second):  # as a loader that assigns does
+        layer.lora_A[name] = nn.Parameter(layer.lora_A[name].detach().clone())
+    alarm = IdleAlarm(model, steps=2)
+    found = train(model, alarm, optimizer, 2)
+    assert {idle.name for idle in found} == {"first.lora_A.default", "second.lora_A.default"}
+    assert "no optimizer that stepped holds it, and 2 parameters" in found[0].cause
+    alarm.close()
+    partial = torch.optim.SGD([model.first.lora_B[name]], lr=0.1)
+    found = train(model, alarm := IdleAlarm(model, steps=2), partial, 2)
+    alarm.close()
+    assert {idle.cause for idle in found} == {"no optimizer that stepped holds it"}
+
+
+def test_an_optimizer_that_does_not_step_is_told_from_a_scaler_that_skips(device):
+    model = net()
+    with attached(model, device):
+        idle = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        alarm = IdleAlarm(model, steps=2)
+        for _ in range(2):
+            model(torch.randn(2, WIDTH, device=device)).sum().backward()
+            alarm.step()
+        alarm.close()
+        assert {each.cause for each in alarm.idle.values()} == {"no optimizer stepped"}
+        del idle
+
+
+def test_steps_that_a_scaler_skipped_are_told():
+    model = net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    alarm = IdleAlarm(model, steps=2, scaler=scaler)
+    found = train(model, alarm, adam(model), 2, scaler, factor=float("inf"))
+    alarm.close()
+    assert found and all("the scaler skipped every step" in idle.cause for idle in found)
+    assert "fell from 1.04858e+06 to 262144" in found[0].cause
+    assert found[0].gradient == "not finite"
+
+
+def test_a_learning_rate_of_zero_and_steps_too_small_for_the_dtype_are_told():
+    model = net()
+    found = train(model, alarm := IdleAlarm(model, steps=2), adam(model, 0.0), 2)
+    alarm.close()
+    assert "the learning rate of its group is 0" in {idle.cause for idle in found}
+    model = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(100.0)
+    alarm = IdleAlarm(model, steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for _ in range(2):
+        model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        alarm.step()
+    alarm.close()
+    idle = alarm.idle["weight"]
+    assert idle.gradient == "nonzero" and "smaller than bfloat16 can tell" in idle.cause
+
+
+def test_gradients_that_are_not_finite_without_a_scaler_are_told():
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(float("nan"))
+        model.bias.fill_(float("nan"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alarm = IdleAlarm(model, steps=1)
+    model(torch.ones(1, 2)).square().sum().backward()
+    optimizer.step()
+    alarm.step()
+    alarm.close()
+    assert "its gradient is not finite" in alarm.idle["weight"].cause
+
+
+def test_what_was_frozen_since_is_told_and_what_moves_again_is_taken_off():
+    model = net()
+    alarm = IdleAlarm(model, steps=2)
+    optimizer = adam(model)
+    parameter = model.first.lora_A["default"].requires_grad_(False)
+    (found,) = train(model, alarm, optimizer, 2)
+    assert found.name == "first.lora_A.default" and "frozen since" in found.cause
+    assert train(model, alarm, optimizer, 2) == []  # once
+    assert alarm.idle["first.lora_A.default"].steps == 4
+    parameter.requires_grad_(True)
+    train(model, alarm, optimizer, 2)
+    assert alarm.idle == {}
+    alarm.close()
+
+
+def test_a_change_is_seen_wherever_it_is_and_whoever_makes_it():
+    for shape in [(3,), (), (100, 90), (9000,), (7, 30, 40), (0,)]:
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            model = nn.Module()
+            model.weight = nn.Parameter(torch.ones(shape, dtype=dtype))
+            alarm = IdleAlarm(model, steps=1)
+            assert len(alarm.step()) == 1
+            if model.weight.numel():
+                model.weight.data.view(-1)[-1] += 1 / 64
+                alarm.step()
+                assert alarm.idle == {}, (shape, dtype)
+                # Two values that change places: no sum over all of them would tell.
+                model.weight.data.view(-1)[[0, -1]] = model.weight.data.view(-1)[[-1, 0]].clone()
+                alarm.step()
+                assert bool(alarm.idle) == (model.weight.numel() < 2), (shape, dtype)
+            alarm.close()
+
+
+def test_a_parameter_that_is_ignored_or_comes_later():
+    model = net()
+    alarm = IdleAlarm(model, steps=1, ignore=["lora_B", "second"])
+    assert [idle.name for idle in alarm.step()] == ["first.lora_A.default"]
+    model.later = nn.Parameter(torch.ones(2))
+    assert alarm.step() == []
+    assert [idle.name for idle in alarm.step()] == ["later"]
+    alarm.close()
+
+
+def test_findings_go_to_a_callback_in_the_place_of_the_log(caplog):
+    model = nn.Linear(2, 2)
+    seen = []
+    alarm = IdleAlarm(model, steps=1, on_alarm=seen.append)
+    with caplog.at_level(logging.WARNING):
+        found = alarm.step()
+    assert seen == [found] and not caplog.records
+
+    def stop(found):
+        raise RuntimeError("idle")
+
+    alarm.close()
+    alarm = IdleAlarm(model, steps=1, on_alarm=stop)
+    with pytest.raises(RuntimeError, match="idle"):
+        alarm.step()
+    alarm.close()
+
+
+def test_many_of_one_cause_are_one_line(caplog):
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+    alarm = IdleAlarm(model, steps=1)
+    with caplog.at_level(logging.WARNING):
+        assert len(alarm.step()) == 8
+    alarm.close()
+    (record,) = caplog.records
+    assert "0.weight, 0.bias, 1.weight, 1.bias and 4 more: not changed" in record.getMessage()
+
+
+def test_an_alarm_that_nobody_holds_is_gone():
+    from torch.optim import optimizer as torch_optimizer
+
+    gc.collect()
+    hooks = torch_optimizer._global_optimizer_pre_hooks
+    before = len(hooks)
+    alarm = IdleAlarm(nn.Linear(2, 2))
+    assert len(hooks) == before + 1 and alarm.steps == 20
+    del alarm
+    gc.collect()
+    assert len(hooks) == before
+
+
+@pytest.mark.parametrize("steps", [0, -1, True, 1.5])
+def test_a_number_of_steps_that_is_none_is_refused(steps):
+    with pytest.raises(ValueError, match=f"steps={steps!r} is not a number of steps"):
+        IdleAlarm(nn.Linear(2, 2), steps=steps)
+
+
+def test_a_model_with_nothing_to_train_is_refused():
+    with pytest.raises(ValueError, match="Linear has no trainable parameter to watch"):
+        IdleAlarm(nn.Linear(2, 2).requires_grad_(False))

@@ -1,0 +1,33 @@
+"""The code of the pages on keeping a training alive, run as it stands on the simulated device."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from equality import attached
+from torch import nn
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(page: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, flags=re.M | re.S)
+
+
+@pytest.mark.parametrize("page", ["training-that-does-nothing.md"])
+def test_the_code_of_the_page_runs(page, device, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    with attached(model, device):
+        batch = torch.randn(4, 8, device=device)
+        names = {"model": model, "batch": batch, "loader": [batch] * 3}
+        for block in blocks(page):
+            exec(compile(block.replace('"cuda"', f'"{device}"'), page, "exec"), names)
+    assert blocks(page)
+    assert f"(docs/{page})" in (ROOT / "README.md").read_text("utf-8")
