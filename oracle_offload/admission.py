@@ -13,7 +13,8 @@ from .geometry import unit_bytes
 from .layers.leaf import Leaf
 from .layers.swap import swap_in
 from .layers.trial import Trial
-from .selection import Chosen, choose_again, group_units, least_bytes, wrapper_of
+from .layers.wrappers import wrapper_of
+from .selection import Chosen, choose_again, group_units, least_bytes
 from .views.progress import DelayedBar
 
 if TYPE_CHECKING:

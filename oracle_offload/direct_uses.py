@@ -18,7 +18,7 @@ from typing import Any, cast
 from torch import nn
 
 from .layers import kinds
-from .layers.inherited import every_code
+from .layers.bytecode import names_in
 from .layers.swap import ENTRY_METHODS
 
 _USUAL = frozenset({"weight", "bias"})
@@ -131,7 +131,7 @@ def direct_uses(cls: Any, keys: frozenset[str] = _USUAL) -> tuple[Use, ...]:
             if isinstance(function, types.FunctionType):
                 methods.setdefault(name, []).append(function)
     functions = itertools.chain.from_iterable(methods.values())
-    if not any(keys & _names(function.__code__) for function in functions):
+    if not any(keys & names_in(function.__code__) for function in functions):
         return ()
     reached = {name: True for name in ENTRY_METHODS if name in methods}
     readers: dict[str, list[_Reader]] = {}
@@ -158,12 +158,8 @@ def _chain(functions: list[Any]) -> Iterator[Any]:
     """Yield a method and those that it overrides, as far as each asks for ``super()``."""
     for function in functions:
         yield function
-        if "super" not in _names(function.__code__):
+        if "super" not in names_in(function.__code__):
             return
-
-
-def _names(code: types.CodeType) -> set[str]:
-    return {name for part in every_code(code) for name in part.co_names}
 
 
 _CONDITIONAL = {  # the fields of a statement or expression that may not be reached
@@ -191,7 +187,7 @@ class _Reader:
         self.uses: list[tuple[tuple[str, ...], str, bool, tuple[str, int]]] = []
         self.calls: dict[str, bool] = {}
         code = function.__code__
-        names = _names(code)
+        names = names_in(code)
         self.calls = dict.fromkeys(names, False)
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))

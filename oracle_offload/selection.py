@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
-import types
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from .layers.formats import held_tensors
 from .layers.kinds import layer_type
 from .layers.leaf import Leaf, unfit_tensor
 from .layers.swap import HANDLE, has_own_forward, is_managed
+from .layers.wrappers import reader_of, wrapper_of
 from .operators import tensors_in
 from .sizes import KIB, MIB, format_size
 
@@ -213,17 +213,21 @@ class _Lenders:
         self._names = {id(module): name for name, module in modules.items()}
 
     def takes_from(self, module: nn.Module) -> bool:
-        """Whether a parent computes with the tensors of `module` instead of calling it."""
+        """Whether other code computes with the tensors of `module` instead of calling it."""
         used = self._used.get(id(module))
-        return (used is not None and used.certain) or self._attention_over(module) is not None
+        if used is not None and used.certain:
+            return True
+        return self._attention_over(module) is not None or reader_of(module) is not None
 
     def why_not(self, module: nn.Module) -> str:
         """Say what computes with the tensors of a layer that can be lent to nobody else."""
         used = self._used.get(id(module))
         if used is not None:
             return f"{next(iter(used.sites.values()))} uses its weight without calling it"
-        attention = self._attention_over(module)
-        return "" if attention is None else _part_of(attention)
+        if (attention := self._attention_over(module)) is not None:
+            return _part_of(attention)
+        reader = reader_of(module)
+        return "" if reader is None else _read_by(reader)
 
     def _attention_over(self, module: nn.Module) -> str | None:
         """Return the ``nn.MultiheadAttention`` that `module` is part of, by name."""
@@ -265,6 +269,8 @@ class _Lenders:
         where = "" if used is None else next(iter(used.sites.values()))
         why = f"{type(module).__name__} has no operator of its own here"
         lender: str = name
+        if (reader := reader_of(module)) is not None:
+            why = _read_by(reader)
         if used is not None and used.certain:
             why = f"{where} uses its weight without calling it"
             users = [self._names[user] for user in used.users]
@@ -285,9 +291,13 @@ class _Lenders:
         found = self._modules[lender]
         if isinstance(found, torch.jit.ScriptModule):
             return "", f"{lender or 'the model'} is compiled TorchScript", ""
-        if "forward" in found.__dict__ and not has_own_forward(found):
+        if "forward" in found.__dict__ and not has_own_forward(found) and not reader_of(found):
             return "", f"the forward of {lender or 'the model'} was replaced", ""
         return lender, "", why
+
+
+def _read_by(reader: Any) -> str:
+    return f"{type(reader).__name__} uses its weight without calling it"
 
 
 def _part_of(attention: str) -> str:
@@ -325,7 +335,12 @@ def _lending_leaves(lent: list[_Lent], modules: dict[str, nn.Module]) -> list[Ch
         start = len(row.lender) + 1 if row.lender else 0
         by_lender.setdefault(row.lender, []).append(row.name[start:])
     return [
-        Chosen(lender, modules[lender], any_kind(tuple(names)), _block_of(lender, modules))
+        Chosen(
+            lender,
+            modules[lender],
+            any_kind(tuple(names), around_call=reader_of(modules[lender]) is not None),
+            _block_of(lender, modules),
+        )
         for lender, names in by_lender.items()
     ]
 
@@ -477,23 +492,6 @@ def _unfit_tensor(key: str, tensor: Any, plain: type[Tensor], ignored_tensors: s
     if id(tensor) in ignored_tensors:
         return f"'{key}' is named in ignore_modules"
     return ""
-
-
-def wrapper_of(module: nn.Module) -> Any | None:
-    """Return the object at the end of a chain of LoRA-style wrappers around ``module.forward``.
-
-    Such a wrapper sets ``module.forward`` to its own method and keeps what was there in
-    ``org_forward``. The object returned is the one whose ``org_forward`` is the module's own.
-    """
-    forward = module.__dict__.get("forward")
-    for _ in range(16):
-        owner = getattr(forward, "__self__", None)
-        if owner is None or owner is module:
-            return None
-        forward = getattr(owner, "org_forward", None)
-        if isinstance(forward, types.MethodType) and forward.__self__ is module:
-            return owner
-    return None
 
 
 def _drop_shared(

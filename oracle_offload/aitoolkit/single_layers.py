@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from .. import manager, selection
 from ..layers.kinds import layer_type
 from ..layers.swap import HANDLE, is_managed, swap_in, swap_out
+from ..layers.wrappers import wrapper_of
 from .memory_manager import mark, mark_layer, unmark
 
 # AI-Toolkit's table of streams by device. There is none here to forget: engines are shared, and
@@ -93,7 +94,7 @@ class _Group:
             for parameter in module._parameters.values():
                 if parameter is not None and type(parameter) is nn.Parameter:
                     parameter.data = parameter.data.to("cpu")
-        wrapper = selection.wrapper_of(module)
+        wrapper = wrapper_of(module)
         swap_in(module, _Waiting(self, module))  # type: ignore[arg-type]
         if wrapper is not None:
             self._wrappers.append((wrapper, wrapper.org_forward))

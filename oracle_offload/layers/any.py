@@ -344,10 +344,10 @@ class AnyLayer(Borrower):
 
 
 @functools.cache
-def any_kind(names: tuple[str, ...]) -> type[AnyLayer]:
-    """Return the kind of leaf that lends the tensors of these names."""
-    names_of = {"names": names, "required": names, "backward_reads": names}
-    return type("AnyLayer", (AnyLayer,), {"__doc__": AnyLayer.__doc__, **names_of})
+def any_kind(names: tuple[str, ...], around_call: bool = False) -> type[AnyLayer]:
+    """Return the kind of leaf that lends the tensors of these names; see `Leaf.around_call`."""
+    own = {"names": names, "required": names, "backward_reads": names, "around_call": around_call}
+    return type("AnyLayer", (AnyLayer,), {"__doc__": AnyLayer.__doc__, **own})
 
 
 def wrap(module: nn.Module, layer: AnyLayer) -> None:

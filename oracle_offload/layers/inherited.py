@@ -9,26 +9,18 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from .bytecode import every_code
 from .loan import Layer
 from .swap import HANDLE
 
 _HARMLESS = frozenset({"dtype", "shape", "ndim", "requires_grad"})
 _TENSORS = frozenset({"weight", "bias"})
-
-
-def every_code(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a function's code, and that of the functions and comprehensions written in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from every_code(constant)
 
 
 @functools.cache

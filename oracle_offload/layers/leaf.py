@@ -19,6 +19,7 @@ from ..engines import Layout
 from ..errors import OffloadError
 from ..geometry import is_dense, tensor_bytes
 from .swap import is_managed
+from .wrappers import reader_of
 
 if TYPE_CHECKING:
     from ..engines import DeviceState
@@ -138,6 +139,7 @@ class Leaf:
     required: tuple[str, ...]  # without which it computes nothing
     backward_reads: tuple[str, ...]  # those whose values a derivative asks for
     lends_to_code: ClassVar[bool] = False  # the module's own forward computes: see `layers.any`
+    around_call: ClassVar[bool] = False  # to what stands in ``module.forward``, whatever that is
     needs_place: ClassVar[bool] = True  # in the arena; else it is read where it lies, if locked
     has_buffers: ClassVar[bool] = False  # the module may have some, which are none of its tensors
     floating: ClassVar[bool] = True  # so are its plain Parameters, all of them
@@ -283,6 +285,8 @@ class Leaf:
             return "it was deleted"
         if not is_managed(module):
             return f"its class was replaced after attach, by {type(module).__name__}"
+        if not self.lends_to_code and (reader := reader_of(module)) is not None:
+            return f"{type(reader).__name__} uses its weight without calling it"
         for name in self.required:
             now = self.parameters.get(name)
             if now is None:

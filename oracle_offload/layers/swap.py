@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..exemption import exempt
 from .flatten import is_wrapper
+from .wrappers import reader_of
 
 if TYPE_CHECKING:
     from .leaf import Leaf
@@ -64,8 +65,11 @@ def _class_for(leaf: Leaf, base: Any, on_trial: bool) -> Any:
 
 
 @functools.cache
-def lending_class(base: Any) -> Any:
-    """Return the subclass of `base` in whose forward its leaf lends; one per base, same name."""
+def lending_class(base: Any, around_call: bool = False) -> Any:
+    """Return the subclass of `base` in whose forward its leaf lends; one per base, same name.
+
+    `around_call`: for as long as a call takes, whatever stands in ``module.forward``.
+    """
 
     def lending(inner: Callable[..., Any]) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,6 +81,8 @@ def lending_class(base: Any) -> Any:
         functools.update_wrapper(method, inner, assigned=("__doc__", "__name__"), updated=())
         return torch.compiler.disable(method)
 
+    if around_call:
+        return _derive(base, {"__call__": lending(base.__call__)})
     # A parent may call another method of that kind: ``experts.forward_routed(...)``.
     forwards = (name for name in dir(base) if name.startswith("forward"))
     methods = {name: getattr(base, name, None) for name in {*ENTRY_METHODS, *forwards}}
@@ -105,7 +111,11 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
     def __setattr__(self: Any, name: str, value: Any) -> None:
         base.__setattr__(self, name, value)
         leaf: Leaf | None = self.__dict__.get(HANDLE)
-        if leaf is not None and (name == "__class__" or name in _watched(leaf, self)):
+        if leaf is not None and (
+            name == "__class__"
+            or name in _watched(leaf, self)
+            or (name == "forward" and reader_of(self) is not None)
+        ):
             leaf.attachment.let_go_soon(leaf)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
@@ -151,7 +161,7 @@ def swap_in(module: nn.Module, leaf: Leaf) -> None:
     module.__dict__[HANDLE] = leaf
     base = cast("Any", type(module))
     module.__class__ = (
-        lending_class(base)
+        lending_class(base, leaf.around_call)
         if leaf.lends_to_code
         else _class_for(leaf, base, leaf.trial is not None)
     )

@@ -40,6 +40,42 @@ def test_networks(kind, when):
         assert_every_lora_b_moved(state)
 
 
+@pytest.mark.parametrize("when", ["before attach", "after attach"])
+@pytest.mark.parametrize("kind", ["LohaModule", "LokrModule"])
+def test_lycoris_modules_that_compute_with_the_weight(kind, when):
+    """They never call the layer: its weight is lent to them."""
+    from lycoris import kohya
+
+    module_class = getattr(kohya, kind)
+
+    def run(offloaded):
+        model = transformer(2, 256)
+        layers = [layer for block in model.blocks for layer in (block.q, block.k)]
+        if when == "after attach":
+            offloaded.attach(model, 12)
+        adapters = [module_class(f"{i}", layer, 1.0, 4, 4) for i, layer in enumerate(layers)]
+        for adapter in adapters:
+            torch.nn.init.ones_(adapter.scalar)
+            adapter.apply_to()
+        if when == "before attach":
+            offloaded.attach(model, 12)
+        trained = [p for adapter in adapters for p in adapter.parameters()]
+        optimizer = torch.optim.AdamW(trained, lr=1e-3)
+        found = []
+        for _ in range(3):
+            loss = model(inputs(256)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        if offloaded.on:
+            kinds = [type(layer).__name__ for layer in model._memory_manager.layers]
+            assert kinds.count("AnyLayer") == 4 and len(kinds) == 12, kinds
+        return found, [p.detach().clone() for p in trained]
+
+    compare(run)
+
+
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_a_network_that_is_offloaded_itself(kind):
     def run(offloaded):

@@ -12,7 +12,8 @@ from torch.nn.utils import parametrizations
 
 from oracle_offload import OffloadError
 from oracle_offload.layers.linear import LinearLayer
-from oracle_offload.selection import Chosen, group_units, listed, select, wrapper_of
+from oracle_offload.layers.wrappers import wrapper_of
+from oracle_offload.selection import Chosen, group_units, listed, select
 
 KIB, MIB = 1 << 10, 1 << 20
 
