@@ -8,7 +8,7 @@ import torch
 
 from .engines import DeviceState, Segment
 from .errors import OffloadError
-from .geometry import aligned
+from .geometry import aligned, aligned_down
 from .sizes import format_size
 
 logger = logging.getLogger("oracle_offload")
@@ -18,7 +18,8 @@ class Arena:
     """The segments of one model, in ordinary torch allocations.
 
     It begins with one and grows by further ones beside it, so that it never holds more than it
-    lends. There are few of them, because no unit spans two.
+    lends. There are few of them, because no unit spans two. What a budget that adapts adds is one
+    segment more, which goes back when another size is due.
 
     Parameters
     ----------
@@ -31,6 +32,8 @@ class Arena:
         Size of what is lent.
     floor_bytes : int
         The part of it that must be there: two of the largest units, or one checkpointed block.
+    most_bytes : int
+        The most that its model can use.
     may_grow : bool
         Whether it may grow to the blocks that are learned.
     """
@@ -39,34 +42,67 @@ class Arena:
         self._state = state
         self.capacity_bytes = 0
         self.floor_bytes = 0
+        self.most_bytes = 0
         self.may_grow = False
         self._lease: int | None = None
         self._lent: list[Segment] = []
+        self._added_lease: int | None = None  # of the segment that `resize` lends
+        self._added: list[Segment] = []
         self._worth_trying_bytes = 0  # what must be free before it tries to grow again
 
     @property
     def segments(self) -> list[Segment]:
         """The device memory lent to the engine."""
         with self._state.lock:
-            return list(self._lent)
+            return [*self._lent, *self._added]
 
     def lend(self, nbytes: int) -> None:
         """Lend `nbytes` more of device memory, in one segment."""
         with self._state.lock:
-            engine = self._state.engine
             if self._lease is None:
-                self._lease = engine.add_lease()
-            segment = Segment(nbytes, self._state.device)
-            # Findable first: other threads are answered with it as soon as the engine has it.
-            self._state.exchange_segments([], [segment])
-            self._lent.append(segment)
-            try:
-                engine.add_segment(self._lease, segment.address, nbytes, self._state.stream())
-            except BaseException:
-                self._lent.remove(segment)
-                self._state.exchange_segments([segment], [])
-                raise
-            self.capacity_bytes += nbytes
+                self._lease = self._state.engine.add_lease()
+            self._lend(nbytes, self._lease, self._lent)
+
+    def _lend(self, nbytes: int, lease: int, lent: list[Segment]) -> None:
+        segment = Segment(nbytes, self._state.device)
+        # Findable first: other threads are answered with it as soon as the engine has it.
+        self._state.exchange_segments([], [segment])
+        lent.append(segment)
+        try:
+            self._state.engine.add_segment(lease, segment.address, nbytes, self._state.stream())
+        except BaseException:
+            lent.remove(segment)
+            self._state.exchange_segments([segment], [])
+            raise
+        self.capacity_bytes += nbytes
+
+    def resize(self, nbytes: int) -> None:
+        """Hold `nbytes` in all, or less where the device has less room; what is lent stays lent.
+
+        The added segment is replaced by one of another size, and what was in it has to be copied
+        again. Nothing is lent beyond what is free of the device or in torch's cache.
+
+        Raises
+        ------
+        OffloadError
+            The segment is in use; the arena is as it was.
+        """
+        with self._state.lock:
+            if self._added_lease is None:
+                self._added_lease = self._state.engine.add_lease()
+            else:
+                self._give_back(self._added_lease, self._added)
+                self._added_lease, self._added = self._state.engine.add_lease(), []
+            self.capacity_bytes = sum(segment.nbytes for segment in self._lent)
+            self._state.kind.release_cached()  # only a segment of its very size could be reused
+            added = min(nbytes - self.capacity_bytes, aligned_down(self._state.free_bytes()))
+            if added > 0:
+                self._lend(added, self._added_lease, self._added)
+
+    def _give_back(self, lease: int, lent: list[Segment]) -> None:
+        # The memory stays alive until the engine has let go of it.
+        self._state.engine.remove_lease(lease)
+        self._state.exchange_segments(lent, [])
 
     def grow(self, block_bytes: int, largest_unit: int, most_bytes: int) -> None:
         """Grow by what a checkpointed block, which the engine has learned, needs beyond the floor.
@@ -74,6 +110,9 @@ class Arena:
         The difference holds two of the largest units at least: a smaller segment would be of no use
         to most units. Where the device has no room, it is tried again once that much more is free.
         """
+        if self._added and block_bytes <= self.capacity_bytes:
+            self.floor_bytes = max(self.floor_bytes, block_bytes)
+            return
         needed = min(block_bytes - self.floor_bytes, most_bytes - self.capacity_bytes)
         if needed <= 0:
             return
@@ -110,10 +149,9 @@ class Arena:
     def take_back(self) -> None:
         """Take everything back; what fails is there still."""
         with self._state.lock:
-            if self._lease is None:
-                return
-            # The memory stays alive until the engine has let go of it.
-            self._state.engine.remove_lease(self._lease)
-            self._lease = None
-            lent, self._lent = self._lent, []
-            self._state.exchange_segments(lent, [])
+            if self._added_lease is not None:
+                self._give_back(self._added_lease, self._added)
+                self._added_lease, self._added = None, []
+            if self._lease is not None:
+                self._give_back(self._lease, self._lent)
+                self._lease, self._lent = None, []

@@ -9,13 +9,15 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import engines, masters
+from . import _core, engines, masters
 from ._core import HostBuffer
 from .arena import Arena
 from .autocast import StandIns
+from .budget import Budget, Change, Reading
 from .engines import DeviceState, Layout, close_if_unused, locked_if_free
 from .errors import DriverError, OffloadError
 from .geometry import tensor_bytes, unit_bytes
@@ -51,6 +53,8 @@ class Attachment:
         Those that are on the device for good; see `oracle_offload.layers.trial`.
     reasons : dict of str to str
         Why a layer, by name, is not managed.
+    budget : Budget or None
+        How the arena follows what the steps leave of the device, where it does.
     kept_bytes : int
         Of the units that stayed on the device when the model was attached, because `ram_budget`
         had no room for their masters.
@@ -70,6 +74,9 @@ class Attachment:
         self.leaving: list[Leaf] = []
         self.reasons: dict[str, str] = {}
         self.kept_bytes = 0
+        self.budget: Budget | None = None
+        self._budget_acquires = 0  # of the engine, when the budget saw a step last
+        self._budget_segments: object = None  # of the device, as it left them
         self.order: OrderFile | None = None
         self.lost: dict[str, weakref.ref[nn.Module]] = {}
         self._maybe_lost: list[Leaf] = []
@@ -131,14 +138,92 @@ class Attachment:
             with contextlib.suppress(OffloadError):  # else later
                 self.close()
             return
-        if not self.is_attached or not self.arena.may_grow:
-            return
-        stats = self.state.engine.stats(self.model)
+        if self.is_attached and self.arena.may_grow:
+            self._grow_to_block(self.state.engine.stats(self.model))
+
+    def _grow_to_block(self, stats: _core.Stats) -> None:
         block = stats["learned_block_bytes"]
         if block > self.arena.floor_bytes:
-            # What needs no place there is no unit of the arena's.
-            largest = min(stats["largest_unit_bytes"], self.arena.floor_bytes // 2)
-            self.arena.grow(block, largest, self.managed_bytes)
+            self.arena.grow(block, self._largest_unit(stats), self.managed_bytes)
+
+    def _largest_unit(self, stats: _core.Stats) -> int:
+        # What needs no place there is no unit of the arena's.
+        return min(stats["largest_unit_bytes"], self.arena.floor_bytes // 2)
+
+    def look_ahead_units(self) -> int:
+        """Return how many of the largest units lie in the arena beside the one in use."""
+        largest = self._largest_unit(self.state.engine.stats(self.model))
+        return max(0, self.arena.capacity_bytes // max(1, largest) - 1)
+
+    def _follow_budget(self, budget: Budget, stats: _core.Stats) -> None:
+        """Let the arena follow what this step has left of the device."""
+        if stats["acquires"] == self._budget_acquires:
+            return  # another optimizer of the same step
+        self._budget_acquires = stats["acquires"]
+        self._grow_to_block(stats)
+        if self.state.segments is not self._budget_segments:
+            if self._budget_segments is not None:
+                budget.begin_anew()
+                self.state.kind.begin_peak()
+                self._budget_segments = self.state.segments
+                return
+            self._budget_segments = self.state.segments
+        arena = self.arena
+        growing = [
+            held
+            for held in attachments_on(self.state)
+            if held.budget is not None and held.arena.capacity_bytes < held.arena.most_bytes
+        ]
+        change = budget.after_step(
+            self._reading(),
+            arena.capacity_bytes,
+            arena.floor_bytes,
+            max(arena.most_bytes, arena.floor_bytes),
+            2 * self._largest_unit(stats),
+            max(1, len(growing)),
+        )
+        if budget.window == 1:
+            self.state.kind.begin_peak()
+        if change is not None:
+            self._resize(budget, change)
+
+    def _reading(self) -> Reading:
+        free, total = self.state.engine.mem_info()
+        counted = self.state.kind.counted()
+        if (
+            counted is None
+        ):  # of all tensors on the device those are known that the package put there
+            held = attachments_on(self.state)
+            arenas = sum(attachment.arena.capacity_bytes for attachment in held)
+            kept = sum(attachment.kept_bytes for attachment in held)
+            cached = self.state.kind.cached_bytes()
+            return Reading(total, free, arenas + cached, arenas + kept, 0)
+        return Reading(total, free, *counted)
+
+    def _resize(self, budget: Budget, change: Change) -> None:
+        before = self.arena.capacity_bytes
+        try:
+            self.arena.resize(change.bytes)
+        except (OffloadError, MemoryError, torch.OutOfMemoryError) as error:
+            logger.info(
+                "%s: the arena should be %s: %s", self.name, format_size(change.bytes), error
+            )
+        after = self.arena.capacity_bytes
+        self._budget_segments = self.state.segments
+        self.state.kind.begin_peak()
+        budget.changed(change, after)
+        if after == before:
+            return
+        logger.info(
+            "%s: the arena is %s now, it was %s: %s; look-ahead is %d units",
+            self.name,
+            format_size(after),
+            format_size(before),
+            change.why,
+            self.look_ahead_units(),
+        )
+        for observer in engines.observers:
+            observer.resized(self.state, self.name, before, after, change.why)
 
     def before_step(self) -> bool:
         """Tell the engine which units are trained now: many a model is frozen after attach.
@@ -169,6 +254,8 @@ class Attachment:
             return
         stats = self.state.engine.stats(self.model)
         self.traffic.end_step(stats["h2d_bytes"] + self.traffic.rows_bytes, stats["d2h_bytes"])
+        if self.budget is not None:
+            self._follow_budget(self.budget, stats)
         self.pieces.give_back()
         if self._replaced_outside:  # for a whole step: not for a while
             self._warn_of_replaced()

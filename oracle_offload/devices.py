@@ -12,13 +12,34 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _core, simulator
 from .errors import OffloadError
+
+
+class Counted(NamedTuple):
+    """What torch's allocator has counted on one device.
+
+    Attributes
+    ----------
+    reserved_bytes : int
+        It holds, the cache included.
+    peak_bytes : int
+        It has given out at most at once.
+    failures : int
+        How often it had to empty its cache for an allocation, or found no room at all.
+    limit_bytes : int or None
+        It may reserve at most, where somebody has set that.
+    """
+
+    reserved_bytes: int
+    peak_bytes: int
+    failures: int
+    limit_bytes: int | None
 
 
 class Device(abc.ABC):
@@ -72,6 +93,14 @@ class Device(abc.ABC):
         The peak is torch's own, since the process began or somebody last reset it.
         """
         return None, None
+
+    def counted(self) -> Counted | None:
+        """Return what torch's allocator has counted; None where torch counts nothing."""
+        return None
+
+    def begin_peak(self) -> None:
+        """Begin torch's peak anew, where it counts one."""
+        return
 
     def now_s(self) -> float:
         """Return the host's clock, in seconds since no matter when."""
@@ -194,6 +223,27 @@ class Cuda(Device):
         if counted is None:
             return 0, 0
         return counted["all"]["current"], counted["all"]["peak"]
+
+    def counted(self) -> Counted | None:
+        """Return what torch's allocator has counted."""
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        limit = None
+        if hasattr(torch.cuda, "get_per_process_memory_fraction"):  # torch 2.8
+            share = torch.cuda.get_per_process_memory_fraction(self.device)
+            if share < 1:
+                limit = int(share * torch.cuda.get_device_properties(self.device).total_memory)
+        if "allocated_bytes" not in stats:  # before the first allocation
+            return Counted(0, 0, 0, limit)
+        return Counted(
+            stats["reserved_bytes"]["all"]["current"],
+            stats["allocated_bytes"]["all"]["peak"],
+            stats["num_ooms"] + stats["num_alloc_retries"],
+            limit,
+        )
+
+    def begin_peak(self) -> None:
+        """Begin torch's peak anew."""
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def is_idle(self, stream: int) -> bool:
         """Whether all that was queued on `stream` has ended; False while a graph is captured."""

@@ -83,6 +83,9 @@ class Observer(Protocol):
         What is returned is called once every device goes on, without a lock.
         """
 
+    def resized(self, state: DeviceState, model: str, before: int, after: int, why: str) -> None:
+        """The arena of a model has another size, in bytes. Its device's lock is held."""
+
     def leaving(self, state: DeviceState) -> None:
         """A model is about to be forgotten. Its device's lock is held."""
 

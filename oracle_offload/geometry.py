@@ -17,6 +17,11 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def aligned_down(nbytes: int) -> int:
+    """Return `nbytes` rounded down to the alignment of tensors."""
+    return nbytes // ALIGNMENT * ALIGNMENT
+
+
 def tensor_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()

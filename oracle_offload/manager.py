@@ -12,6 +12,7 @@ from torch import nn
 
 from . import _core, admission, heartbeat, masters, selection
 from .attachment import Attachment, close_leftovers
+from .budget import Budget
 from .devices import parse_device
 from .engines import DeviceState, open_state, opened
 from .errors import OffloadError
@@ -240,7 +241,7 @@ def attach(
         rest and a floor of two of the largest units (later: one checkpointed block).
     vram_budget : int, float, str, optional
         What weights may take on the device, in bytes (``"8GiB"``, a fraction of its memory,
-        ``"auto"`` for 90% of what is free or in torch's cache); replaces what follows from
+        ``"auto"`` for what the steps leave, see docs/auto-budget.md); replaces what follows from
         `offload_percent`. No more is taken than the model can use.
     ram_budget : int, float, str, optional
         Most host memory for weights: bytes (``"20GiB"``, a fraction of the machine's memory),
@@ -304,7 +305,8 @@ def attach(
             attachment.reasons = {**chosen.parameters, **chosen.resident, **kept.reasons()}
             attachment.kept_bytes = kept.bytes
             attachment.arena.floor_bytes = floor
-            attachment.arena.may_grow = vram_budget is None
+            attachment.arena.most_bytes = sum(sizes) + floor
+            attachment.arena.may_grow = vram_budget in (None, "auto")
             structure = Structure(module, attachment)
             manager = MemoryManager(structure)
             capacity = 0
@@ -319,7 +321,10 @@ def attach(
             if moved:  # the arena takes the place that the weights have left
                 state.kind.release_cached()
             if vram_budget == "auto":
-                capacity = _capacity(state, units, sizes, floor, offload_percent, vram_budget, kept)
+                _capacity(state, units, sizes, floor, offload_percent, vram_budget, kept)
+                capacity = floor  # the steps tell how much more there is
+                counted = state.kind.counted()
+                attachment.budget = Budget(0 if counted is None else counted.failures)
             attachment.arena.lend(capacity)
             layers = admission.add_units(structure, units)
             kept.move_to(where)

@@ -81,11 +81,13 @@ class _Part:
     fresh: bool = True  # the next step to end is the first, or the first since the phase changed
     steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_ROWS))
     phases: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_ROWS))
+    arenas: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_ROWS))
     n_steps: int = 0
     n_phases: int = 0
     timing_since: float | None = None  # while the step under way is timed
     timed: deque[_Timed] = field(default_factory=lambda: deque(maxlen=_MOST_TIMED))
     n_timed: int = 0
+    n_arenas: int = 0
     next_timed: int = 0  # how many whole steps, without a label, come before the next timed one
     allocated: int | None = None  # when the phase began
 
@@ -311,6 +313,7 @@ class Recorder:
             steps=before.steps.copy(),
             phases=before.phases.copy(),
             timed=before.timed.copy(),
+            arenas=before.arenas.copy(),
             next_timed=0,
         )
 
@@ -337,6 +340,31 @@ class Recorder:
                     self._logged.add(id(told))
                     logger.exception("on_step callback %r failed; the training goes on", told)
                     self._put_error(f"on_step callback {told!r}: {type(error).__name__}: {error}")
+
+    def resized(self, state: DeviceState, model: str, before: int, after: int, why: str) -> None:
+        """Put down that the arena of a model has another size."""
+        part = self._part_of(state)
+        if part is None:
+            return
+        try:
+            now_s = _look(part, state)
+        except Exception as error:
+            self._note(part.device, error)
+            return
+        part.arenas.append(
+            {
+                "event": "arena",
+                "t_s": now_s,
+                "step": part.n_steps,
+                "phase": self._phase,
+                "device": part.device,
+                "model": model,
+                "before_bytes": before,
+                "capacity_bytes": after,
+                "what": why,
+            }
+        )
+        part.n_arenas += 1
 
     def leaving(self, state: DeviceState) -> None:
         """Read the journal while the names of its units are known."""
@@ -489,6 +517,7 @@ class Recorder:
                         "dropped_steps": part.n_steps - len(part.steps),
                         "dropped_phases": part.n_phases - len(part.phases),
                         "dropped_timed_steps": part.n_timed - len(part.timed),
+                        "dropped_arenas": part.n_arenas - len(part.arenas),
                     }
                 )
         end_s = max((event["t_s"] for event in events), default=0.0)
@@ -608,6 +637,7 @@ def _events_of(part: _Part) -> list[dict[str, Any]]:
             event["kind"] = ("forward", "recompute", "backward")[detail]
         events.append(event)
     rows = [*part.steps, *part.phases]
+    events += part.arenas
     return events + [{k: v for k, v in row.items() if k != "entry"} for row in rows]
 
 

@@ -126,7 +126,7 @@ class Recording:
         for device in self.header["devices"]:
             lost = [
                 f"{device[f'dropped_{what}']} {what.replace('_', ' ')}"
-                for what in ("events", "steps", "phases", "timed_steps")
+                for what in ("events", "steps", "phases", "timed_steps", "arenas")
                 if device.get(f"dropped_{what}")
             ]
             if lost:
@@ -195,6 +195,19 @@ class Recording:
             ]
             title = "steps" if len(steps) <= _MOST_SHOWN else f"the last {_MOST_SHOWN} steps"
             tables.append((title, _headed("step|phase|label|time|to the device|late|peak", rows)))
+        arenas = self.of("arena")
+        if arenas:
+            rows = [
+                (
+                    str(arena["step"]),
+                    arena["model"],
+                    format_size(arena["before_bytes"]),
+                    format_size(arena["capacity_bytes"]),
+                    arena["what"],
+                )
+                for arena in arenas[-_MOST_SHOWN:]
+            ]
+            tables.append(("sizes of arenas", _headed("step|model|before|after|because", rows)))
         errors = self.of("error")
         if errors:
             tables.append(("errors", [(str(error["what"]),) for error in errors]))

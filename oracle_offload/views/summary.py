@@ -98,6 +98,10 @@ class ModelUsage(Usage):
     them, `h2d_bytes` the copies alone.
 
     `x_min_bytes` is the least that a step can move to the device, docs/how-it-works.md.
+
+    `budget_changes` is how often ``vram_budget="auto"`` has changed the arena, the last time
+    because of `budget_reason`; None where the budget is another. `look_ahead_units` of the largest
+    units find room in the arena beside the one in use.
     """
 
     layers: int
@@ -120,6 +124,9 @@ class ModelUsage(Usage):
     step_h2d_bytes: int | None
     step_d2h_bytes: int | None
     x_min_bytes: int
+    look_ahead_units: int
+    budget_changes: int | None
+    budget_reason: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -488,6 +495,13 @@ def _model_usage(state: DeviceState, attachment: Attachment, waits: Waits) -> Mo
         step_h2d_bytes=traffic.step_h2d_bytes,
         step_d2h_bytes=traffic.step_d2h_bytes,
         x_min_bytes=attachment.x_min_bytes(),
+        look_ahead_units=attachment.look_ahead_units(),
+        budget_changes=None if attachment.budget is None else attachment.budget.changes,
+        budget_reason=(
+            None
+            if attachment.budget is None or attachment.budget.last is None
+            else attachment.budget.last.why
+        ),
     )
 
 
@@ -586,6 +600,13 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
             f"{format_size(model.in_arena_bytes)} of {format_size(model.capacity_bytes)}",
         ),
     ]
+    if model.budget_changes is not None:
+        times = "once" if model.budget_changes == 1 else f"{model.budget_changes} times"
+        rows.append(
+            ("    auto budget, changed", f"{times}; looks {model.look_ahead_units} units ahead")
+        )
+        if model.budget_reason is not None:
+            rows.append(("    the last time because", model.budget_reason))
     if model.kept_bytes:
         rows.insert(2, ("    of them kept, to spare host memory", format_size(model.kept_bytes)))
     if model.computed_bytes:

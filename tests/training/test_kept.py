@@ -204,8 +204,11 @@ def test_vram_budget_counts_them_as_fixed(sim):
     device.memory_bytes = 10 * unit
     simulator.set_device(0, device)
     with attached(model, "cpu", vram_budget="auto", ram_budget=6 * unit) as manager:
-        capacity = manager.attachment.arena.capacity_bytes
-        assert 0.9 * 4 * unit - 256 <= capacity <= 0.9 * 4 * unit
+        assert manager.attachment.arena.capacity_bytes == manager.attachment.arena.floor_bytes
+    device.memory_bytes = 8 * unit
+    simulator.set_device(0, device)
+    with pytest.raises(OffloadError, match="vram_budget='auto' is "):
+        oracle_offload.attach(model, "cpu", vram_budget="auto", ram_budget=6 * unit)
 
 
 def test_tied_weights_stay_together():

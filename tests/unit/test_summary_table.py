@@ -58,6 +58,9 @@ MODEL = ModelUsage(
     step_h2d_bytes=150 * MIB,
     step_d2h_bytes=15 * MIB,
     x_min_bytes=100 * MIB,
+    look_ahead_units=4,
+    budget_changes=None,
+    budget_reason=None,
 )
 DEVICE = DeviceUsage(
     device="cpu",
@@ -243,3 +246,15 @@ def test_stalls_are_told_by_a_sample() -> None:
     assert stalls_of({**counters, "timed_waits": 0}) == (0.0, 0.0)
     assert stalls_text(80, 4.0, 40, 640) == "80, 4000.00 ms, by 40 of 640 waits"
     assert stalls_text(5, 0.25, 40, 40) == "5, 250.00 ms"
+
+
+def test_a_budget_that_adapts_says_how_often_and_why():
+
+    def shown(**changes):
+        return str(MemoryReport([replace(DEVICE, models=[replace(MODEL, **changes)])]))
+
+    assert "budget" not in shown()
+    told = shown(budget_changes=1, budget_reason="a step left room")
+    assert "|     auto budget, changed               | once; looks 4 units ahead" in told
+    assert "|     the last time because              | a step left room" in told
+    assert "0 times; looks" in shown(budget_changes=0)
