@@ -32,6 +32,7 @@ _PUBLIC = {
     "attach": "manager",
     "build_info": "build_record",
     "configure_allocator": "doctor.allocator",
+    "empty_weights": "disk.empty",
     "explain_oom": "explain",
     "explained_oom": "explain",
     "first_step_proof": "survive.proof",
@@ -47,6 +48,7 @@ __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from .build_record import build_info as build_info
+    from .disk.empty import empty_weights as empty_weights
     from .doctor.allocator import configure_allocator as configure_allocator
     from .errors import DriverError as DriverError
     from .errors import NoRoomError as NoRoomError

@@ -18,29 +18,38 @@ from .selection import Chosen, choose_again, group_units, least_bytes
 from .views.progress import DelayedBar
 
 if TYPE_CHECKING:
+    from .disk.loading import Loading
     from .structure import Structure
 
 logger = logging.getLogger("oracle_offload")
 
 
 def build_masters(
-    pieces: masters.Pieces, units: Sequence[Sequence[Chosen]], moved: list[masters.Moved]
+    pieces: masters.Pieces,
+    units: Sequence[Sequence[Chosen]],
+    moved: list[masters.Moved],
+    loading: Loading | None = None,
 ) -> None:
-    """Move the weights into masters, and add to `moved` those that have left a device."""
+    """Move the weights into masters, and add to `moved` those that have left a device.
+
+    With `loading`, their values come from its files.
+    """
     aliases: dict[int, list[Tensor]] = {}
     for leaf in (leaf for unit in units for leaf in unit):
         leaf.kind.prepare(leaf.module)
         aliases.update(leaf.kind.aliases(leaf.module))
     tensors = [[t for leaf in unit for t in leaf.tensors()] for unit in units]
-    with DelayedBar(sum(map(unit_bytes, tensors)), "oracle_offload: attach") as bar:
-        for units_of_piece in masters.split_pieces(tensors):
+    total = sum(map(unit_bytes, tensors))
+    piece_bytes = None if loading is None else loading.piece_bytes
+    with DelayedBar(total, "oracle_offload: attach") as bar:
+        for units_of_piece in masters.split_pieces(tensors, piece_bytes):
             of_piece = [tensor for unit in units_of_piece for tensor in unit]
             moved += [
                 (tensor, tensor.device, aliases.get(id(tensor), []))
                 for tensor in of_piece
                 if tensor.device.type != "cpu"
             ]
-            piece = masters.Piece(units_of_piece, bar.update, pieces.node)
+            piece = masters.Piece(units_of_piece, bar.update, pieces.node, loading)
             for tensor in of_piece:
                 masters.share_memory(tensor, aliases.get(id(tensor), ()))
             masters.trim_heap()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import weakref
@@ -14,6 +15,7 @@ from . import _core, admission, heartbeat, masters, selection
 from .attachment import Attachment, close_leftovers
 from .budget import Budget
 from .devices import parse_device
+from .disk.loading import Loading
 from .engines import DeviceState, open_state, opened
 from .errors import OffloadError
 from .first_forward import FirstForward, watch_first_forward
@@ -222,6 +224,7 @@ def attach(
     lock: int | float | str = "auto",
     ignore_modules: Iterable[Any] = (),
     order_file: str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
 ) -> MemoryManager:
     """Keep the weights of `module` in page-locked host memory and stream them while it computes.
 
@@ -232,7 +235,7 @@ def attach(
     Parameters
     ----------
     module : nn.Module
-        The model, on any device, with loaded weights.
+        The model, on any device, with loaded weights; on the meta device with `weights`.
     device : torch.device or str
         Where it computes: ``"cuda"`` (the default), ``"cuda:1"``, or ``"cpu"`` for the simulated
         device.
@@ -271,7 +274,8 @@ def attach(
         An argument that makes no sense; the message has its value.
     OffloadError
         A model that cannot be attached (attached already, meta parameters, nothing to manage), no
-        such device, or a budget too small for the largest units.
+        such device, or a budget too small for the largest units; `weights` that are damaged or not
+        this model's.
     torch.OutOfMemoryError
         The arena does not fit the device.
     MemoryError
@@ -292,46 +296,53 @@ def attach(
     refuse_weight_movers(module)
     lock_limit = _lock_limit(lock)
     order = None if order_file is None else OrderFile(order_file)
-    chosen = selection.select(module, ignore_modules)
-    units, kept = keep(group_units(chosen.leaves), ram_budget, offload_percent)
-    all_locked = lock_limit == float("inf")
-    sizes = [place_bytes(unit, all_locked) for unit in units]
-    floor = least_bytes(units, all_locked)
-    close_leftovers(open_state(where))
-    with opened(where) as state:
-        attachment = Attachment(module, state, lock_limit)
-        moved: list[masters.Moved] = []
-        try:
-            attachment.reasons = {**chosen.parameters, **chosen.resident, **kept.reasons()}
-            attachment.kept_bytes = kept.bytes
-            attachment.arena.floor_bytes = floor
-            attachment.arena.most_bytes = sum(sizes) + floor
-            attachment.arena.may_grow = vram_budget in (None, "auto")
-            structure = Structure(module, attachment)
-            manager = MemoryManager(structure)
-            capacity = 0
-            if vram_budget != "auto":  # what cannot be is refused before anything moves
-                capacity = _capacity(state, units, sizes, floor, offload_percent, vram_budget, kept)
-            managed = sum(
-                unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units
-            )
-            attachment.pieces.budget.reserve_rings(managed)
-            admission.build_masters(attachment.pieces, units, moved)
-            attachment.pieces.budget.leave_headroom(attachment.pieces.in_order())
-            if moved:  # the arena takes the place that the weights have left
-                state.kind.release_cached()
-            if vram_budget == "auto":
-                _capacity(state, units, sizes, floor, offload_percent, vram_budget, kept)
-                capacity = floor  # the steps tell how much more there is
-                counted = state.kind.counted()
-                attachment.budget = Budget(0 if counted is None else counted.failures)
-            attachment.arena.lend(capacity)
-            layers = admission.add_units(structure, units)
-            kept.move_to(where)
-        except BaseException:
-            attachment.close_quietly()
-            masters.move_back(moved, state.kind.set_data)
-            raise
+    with contextlib.nullcontext() if weights is None else Loading(module, weights) as loading:
+        chosen = selection.select(module, ignore_modules)
+        units, kept = keep(group_units(chosen.leaves), ram_budget, offload_percent)
+        all_locked = lock_limit == float("inf")
+        sizes = [place_bytes(unit, all_locked) for unit in units]
+        floor = least_bytes(units, all_locked)
+        close_leftovers(open_state(where))
+        with opened(where) as state:
+            attachment = Attachment(module, state, lock_limit)
+            moved: list[masters.Moved] = []
+            try:
+                attachment.reasons = {**chosen.parameters, **chosen.resident, **kept.reasons()}
+                attachment.kept_bytes = kept.bytes
+                attachment.arena.floor_bytes = floor
+                attachment.arena.most_bytes = sum(sizes) + floor
+                attachment.arena.may_grow = vram_budget in (None, "auto")
+                structure = Structure(module, attachment)
+                manager = MemoryManager(structure)
+                capacity = 0
+                if vram_budget != "auto":  # what cannot be is refused before anything moves
+                    capacity = _capacity(
+                        state, units, sizes, floor, offload_percent, vram_budget, kept
+                    )
+                managed = sum(
+                    unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units
+                )
+                attachment.pieces.budget.reserve_rings(managed)
+                admission.build_masters(attachment.pieces, units, moved, loading)
+                attachment.pieces.budget.leave_headroom(attachment.pieces.in_order())
+                if moved:  # the arena takes the place that the weights have left
+                    state.kind.release_cached()
+                if vram_budget == "auto":
+                    _capacity(state, units, sizes, floor, offload_percent, vram_budget, kept)
+                    capacity = floor  # the steps tell how much more there is
+                    counted = state.kind.counted()
+                    attachment.budget = Budget(0 if counted is None else counted.failures)
+                attachment.arena.lend(capacity)
+                layers = admission.add_units(structure, units)
+                if loading is not None:
+                    loading.read_rest(state.kind, where)
+                kept.move_to(where)
+                if loading is not None:
+                    logger.info("%s: read %s", attachment.name, loading.done())
+            except BaseException:
+                attachment.close_quietly()
+                masters.move_back(moved, state.kind.set_data)
+                raise
     admission.take_over_calls(layers)
     for outer, inner in list(find_wrappers(module)):
         wrap(outer, inner)

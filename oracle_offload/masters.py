@@ -15,6 +15,7 @@ import ctypes
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +78,18 @@ def lay_out(units: Sequence[Sequence[Tensor]]) -> tuple[list[int], list[int]]:
     return offsets, [*cuts, offset]
 
 
+class Files(Protocol):
+    """Where tensors that have no values yet have them from."""
+
+    def have(self, tensor: Tensor) -> bool:
+        """Whether `read` is to be asked for its values."""
+
+    def read(
+        self, tensors: Sequence[tuple[Tensor, Tensor]], on_bytes: Callable[[int], object]
+    ) -> None:
+        """Fill the second of each pair with the values of the first."""
+
+
 class Piece:
     """One buffer of masters: known to the engine and given back as a whole.
 
@@ -89,6 +102,8 @@ class Piece:
         Told how many bytes each tensor had, for a progress bar.
     node : int, optional
         NUMA node that the memory shall lie on, as far as threads may run there; -1 for any.
+    files : Files, optional
+        Where the values of those tensors come from that have none yet.
 
     Attributes
     ----------
@@ -107,6 +122,7 @@ class Piece:
         units: Sequence[Sequence[Tensor]],
         on_bytes: Callable[[int], object] | None = None,
         node: int = -1,
+        files: Files | None = None,
     ) -> None:
         offsets, self.cuts = lay_out(units)
         self.buffer = HostBuffer(self.cuts[-1], node)
@@ -114,12 +130,20 @@ class Piece:
         self.uses = 0
         self.locked_bytes = 0
         self.is_known = False
+        on_bytes = on_bytes or (lambda nbytes: None)
+        to_read: list[tuple[Tensor, Tensor]] = []
         for unit, offset in zip(units, offsets, strict=True):
             for tensor in unit:
-                move_into(tensor, self.buffer, offset)
-                offset += aligned(tensor_bytes(tensor))
-                if on_bytes is not None:
+                if files is not None and files.have(tensor):
+                    to_read.append((tensor, master_at(self.buffer, offset, tensor)))
+                else:
+                    move_into(tensor, self.buffer, offset)
                     on_bytes(tensor_bytes(tensor))
+                offset += aligned(tensor_bytes(tensor))
+        if files is not None and to_read:
+            files.read(to_read, on_bytes)
+            for tensor, master in to_read:
+                point_at(tensor, master)
         self._storages = [
             StorageWeakRef(tensor.untyped_storage()) for unit in units for tensor in unit
         ]
@@ -129,25 +153,36 @@ class Piece:
         return self.uses == 0 and all(storage.expired() for storage in self._storages)
 
 
+def master_at(buffer: HostBuffer, offset: int, tensor: Tensor) -> Tensor:
+    """Return a tensor at `offset` of `buffer` with the shape, dtype and dense strides of another.
+
+    It is no view, so that saving or sharing it sees one storage and no base.
+    """
+    stride = tensor.stride() if is_dense(tensor) else contiguous_stride(tensor.shape)
+    with torch.inference_mode(False), torch.no_grad():
+        flat = torch.frombuffer(buffer, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(flat.untyped_storage(), 0, tensor.shape, stride)
+
+
+def point_at(tensor: Tensor, master: Tensor) -> None:
+    """Re-point ``tensor.data`` to `master`; a gradient comes to the host with it."""
+    with torch.inference_mode(False), torch.no_grad():
+        tensor.data = master
+        if tensor.grad is not None and tensor.grad.device.type != "cpu":
+            tensor.grad = tensor.grad.to("cpu")
+
+
 def move_into(tensor: Tensor, buffer: HostBuffer, offset: int) -> None:
     """Re-point ``tensor.data`` to `offset` of `buffer`; values and dense strides stay."""
     source = tensor.detach()
-    nbytes = tensor_bytes(source)
-    dense = is_dense(source)
-    with torch.inference_mode(False), torch.no_grad():
-        flat = torch.frombuffer(buffer, dtype=source.dtype, count=source.numel(), offset=offset)
-        stride = source.stride() if dense else contiguous_stride(source.shape)
-        master = torch.as_strided(flat, source.shape, stride)
-        if dense and source.device.type == "cpu":
-            buffer.fill(offset, source.data_ptr(), nbytes)
-        else:
+    master = master_at(buffer, offset, source)
+    if is_dense(source) and source.device.type == "cpu":
+        buffer.fill(offset, source.data_ptr(), tensor_bytes(source))
+    else:
+        with torch.inference_mode(False), torch.no_grad():
             master.copy_(source)
-        # A tensor that is not a view, so that saving or sharing it sees one storage and no base.
-        tensor.data = torch.empty(0, dtype=source.dtype).set_(
-            flat.untyped_storage(), 0, source.shape, stride
-        )
-        if tensor.grad is not None and tensor.grad.device.type != "cpu":
-            tensor.grad = tensor.grad.to("cpu")
+    point_at(tensor, master)
 
 
 def share_memory(master: Tensor, others: Iterable[Tensor]) -> None:

@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "api.md"
 # Title, and names: those of the package itself, and what the pages tell users to import.
 GROUPS = (
     ("Training", "attach MemoryManager memory_summary MemoryReport build_info"),
+    ("Weights from files", "empty_weights"),
     (
         "AI-Toolkit",
         "aitoolkit.install aitoolkit.uninstall aitoolkit.MemoryManager "

@@ -107,6 +107,59 @@ NOTES: dict[str, dict[str, str]] = {
             "device. Detach, and attach again with a larger `vram_budget`."
         ),
     },
+    "Weights from files": {
+        "has no safetensors file (": (
+            "The folder is not that of one model: name the subfolder, or the file itself."
+        ),
+        "snapshots and none is 'main'": (
+            "A model's folder in the hub's cache without `refs/main`: name one of its `snapshots`."
+        ),
+        "is an index that names no tensors": "The index of the shards is empty: download it again.",
+        "which is no file beside it": (
+            "An index may name files of its own folder alone; another path could be anything."
+        ),
+        "there is no such file or folder": "`weights` is a path on this machine, no name of a hub.",
+        "other formats can run code when they are read": (
+            "Convert the weights once, with `safetensors.torch.save_file`."
+        ),
+        "has several: …": "`weights` takes the path of one of them.",
+        "it has … bytes": "An index is a small file; the message that this becomes has its name.",
+        "cannot be read: …": "The system's own words follow.",
+        "is a damaged index": "The index of the shards is no JSON, or not in this form.",
+        "while it was read: it was changed or cut off": (
+            "Another program writes the file. Nothing was kept: attach again when it is whole."
+        ),
+        "but it is not.": "Index and shards are not of one checkpoint: download all of them again.",
+        "is in two of its files": "The shards are of several checkpoints: download them again.",
+        "which is too short for a safetensors file": "A download or a copy did not end.",
+        "promise a header of": (
+            "The file is something else under this name (a Git LFS pointer, a web page), or a part "
+            "of a safetensors file."
+        ),
+        "it names no tensors": "A damaged or forged file; nothing of it is used.",
+        "it has a name twice": "As above; the message that this becomes has the file's name.",
+        "has no proper shape or place": "A damaged or forged file; nothing of it is used.",
+        "which is not known here": "The file is of a newer form of safetensors, or damaged.",
+        "but its place has": "A damaged or forged file; nothing of it is used.",
+        "its tensors end at byte": "A download or a copy did not end, or two files were mixed up.",
+        "which is no JSON": "A damaged or forged file; nothing of it is used.",
+        "overlap others or leave a gap": "A damaged or forged file; nothing of it is used.",
+        "does not fit": (
+            "Names of the file and of the model's `state_dict` differ: another model, another "
+            "version of the library, or a prefix. Nothing is guessed."
+        ),
+        "and no file has what": (
+            "Under `torch.device('meta')` buffers and tables lose their values. Inside "
+            "`oracle_offload.empty_weights()` the class computes them."
+        ),
+        "because something else holds it": (
+            "A weak reference or a hook keeps a Parameter. Attach before whatever does that."
+        ),
+        "but the model's has": "The file is of a model of another size.",
+        "only floating-point weights are converted": (
+            "The file's weights are quantised, the model's are not, or the other way round."
+        ),
+    },
     "Sizes": {
         "is not a finite number of bytes": "A computed size came out as infinite or no number.",
         "is not a size; use bytes": 'Write bytes, `"8GiB"`, `"8GB"` or a share such as 0.5.',

@@ -19,6 +19,7 @@ BEGIN, END = "<!-- map: python tools/map_page.py -->\n", "<!-- end of the map --
 FOLDERS = {
     "oracle_offload": "the package; training needs only this folder, `layers` and `host`",
     "oracle_offload/layers": "the managed layers",
+    "oracle_offload/disk": "weights from files into masters",
     "oracle_offload/views": "what people see",
     "oracle_offload/survive": "what keeps a training alive and honest; could be deleted whole",
     "oracle_offload/host": "the host as the system shows it",

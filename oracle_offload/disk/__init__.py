@@ -1,0 +1,1 @@
+"""Weights from files straight into masters, and back."""

@@ -1,0 +1,183 @@
+"""The files that hold a model's weights: one safetensors file, or several with an index."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import OffloadError
+from .header import MOST_HEADER_BYTES, Stored, read_header
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+_NAMES = ("model", "diffusion_pytorch_model")  # as transformers and diffusers call them
+
+
+class WeightFile:
+    """One open safetensors file.
+
+    Attributes
+    ----------
+    path : str
+        For messages.
+    tensors : dict of str to Stored
+        What is in it, by name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        try:
+            self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
+        except OSError as error:
+            raise OffloadError(f"'{path}' cannot be read: {error.strerror}.") from error
+        try:
+            self.tensors = read_header(self._file, self.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill `view` with the bytes from `offset` on; may be called by several threads at once."""
+        while view:
+            if hasattr(os, "preadv"):
+                count = os.preadv(self._file.fileno(), [view], offset)
+            else:  # Windows, where a file that is open cannot be replaced by another
+                with open(self.path, "rb", buffering=0) as own:
+                    own.seek(offset)
+                    count = own.readinto(view)
+            if not count:
+                raise OffloadError(
+                    f"'{self.path}' ended at byte {offset} while it was read: it was changed or "
+                    "cut off meanwhile."
+                )
+            view, offset = view[count:], offset + count
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Checkpoint:
+    """The weights that a path names, their files open.
+
+    Parameters
+    ----------
+    path : str or path
+        A safetensors file, the index of a sharded one, or a folder with either: of
+        `save_pretrained`, a snapshot in the hub's cache, or a model's folder there.
+
+    Attributes
+    ----------
+    tensors : dict
+        By name: the file and what it holds there.
+
+    Raises
+    ------
+    OffloadError
+        There is no such file, it is damaged, or the folder does not say which one is meant.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = str(path)
+        self.tensors: dict[str, tuple[WeightFile, Stored]] = {}
+        self._files: list[WeightFile] = []
+        try:
+            self._open(find_weights(Path(path)))
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path) -> None:
+        wanted = read_index(path) if path.name.endswith(".json") else {}
+        for name in sorted(set(wanted.values())) or [path.name]:
+            file = WeightFile(path.parent / name)
+            self._files.append(file)
+            for key, stored in file.tensors.items():
+                if key in self.tensors:
+                    raise OffloadError(
+                        f"'{path}': '{key}' is in two of its files, '{self.tensors[key][0].path}' "
+                        f"and '{file.path}'."
+                    )
+                self.tensors[key] = file, stored
+        for key, name in wanted.items():
+            if key not in self.tensors or self.tensors[key][0].path != str(path.parent / name):
+                raise OffloadError(f"'{path}': it says that '{key}' is in '{name}', but it is not.")
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files:
+            file.close()
+
+
+def find_weights(path: Path) -> Path:
+    """Return the safetensors file or index that `path` means."""
+    if not path.is_dir():
+        if not path.exists():
+            raise OffloadError(f"weights='{path}': there is no such file or folder.")
+        if not path.name.endswith((SUFFIX, INDEX_SUFFIX)):
+            raise OffloadError(
+                f"weights='{path}' is no safetensors file (*{SUFFIX}) and no index of some "
+                f"(*{INDEX_SUFFIX}); other formats can run code when they are read."
+            )
+        return path
+    folder = _snapshot(path)
+    names = sorted(entry.name for entry in folder.iterdir())
+    preferred = [f"{name}{suffix}" for name in _NAMES for suffix in (INDEX_SUFFIX, SUFFIX)]
+    for candidates in (
+        [name for name in preferred if name in names],
+        [name for name in names if name.endswith(INDEX_SUFFIX)],
+        [name for name in names if name.endswith(SUFFIX)],
+    ):
+        if len(candidates) == 1:
+            return folder / candidates[0]
+        if candidates:
+            raise OffloadError(
+                f"weights='{folder}' has several: {', '.join(candidates)}; name the one that is "
+                "meant."
+            )
+    raise OffloadError(
+        f"weights='{folder}' has no safetensors file (*{SUFFIX}); a pipeline's weights lie in its "
+        "subfolders, 'transformer' for example."
+    )
+
+
+def _snapshot(folder: Path) -> Path:
+    """Return the snapshot of a model's folder in the hub's cache; any other folder itself."""
+    snapshots = folder / "snapshots"
+    if not snapshots.is_dir():
+        return folder
+    main = folder / "refs" / "main"
+    if main.is_file():
+        return snapshots / _plain_name(main.read_text().strip(), str(main))
+    found = list(snapshots.iterdir())
+    if len(found) != 1:
+        raise OffloadError(
+            f"weights='{folder}' has {len(found)} snapshots and none is 'main'; name one of them."
+        )
+    return found[0]
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return the file of each tensor, as the index of a sharded checkpoint has it."""
+    try:
+        if path.stat().st_size > MOST_HEADER_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
+        found: Any = json.loads(path.read_bytes().decode())
+        wanted = found["weight_map"]
+        rows = {str(key): _plain_name(name, str(path)) for key, name in wanted.items()}
+    except OSError as error:
+        raise OffloadError(f"'{path}' cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise OffloadError(f"'{path}' is a damaged index: {error}.") from error
+    if not rows:
+        raise OffloadError(f"'{path}' is an index that names no tensors.")
+    return rows
+
+
+def _plain_name(name: Any, path: str) -> str:
+    """Return `name` if it names something in the same folder, whatever the system."""
+    if not isinstance(name, str) or not name or name in (".", "..") or set(name) & set("/\\:\0"):
+        raise OffloadError(f"'{path}' names {name!r}, which is no file beside it.")
+    return name

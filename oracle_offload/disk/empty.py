@@ -1,0 +1,42 @@
+"""Models without weights: Parameters on the meta device, everything else computed as usual."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def empty_weights() -> Iterator[None]:
+    """Let the Parameters of modules made inside lie on the meta device, where they take no memory.
+
+    Everything else is computed as the classes do: buffers, tables, plain attributes. With
+    ``torch.device("meta")`` these would be lost, and no file has them. For `attach` with
+    ``weights=``. Only modules that this thread makes are affected.
+    """
+    thread = threading.get_ident()
+    original = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and threading.get_ident() == thread and type(param) is nn.Parameter:
+            _drop_values(param)
+        original(self, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _drop_values(parameter: nn.Parameter) -> None:
+    """Make `parameter` one without values; it is the same object, so that tied ones stay tied."""
+    if not parameter.is_meta:
+        there = parameter.detach().to("meta")
+        empty = nn.Parameter(there, requires_grad=parameter.requires_grad)
+        empty.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, empty)

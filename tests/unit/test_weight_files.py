@@ -1,0 +1,290 @@
+"""Files of weights are hostile input: what is damaged is refused by name, nothing else happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors import SafetensorError, safe_open  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+from oracle_offload.disk.checkpoint import Checkpoint, find_weights  # noqa: E402
+from oracle_offload.disk.header import (  # noqa: E402
+    ITEM_BYTES,
+    MOST_HEADER_BYTES,
+    read_header,
+    write_header,
+)
+from oracle_offload.disk.source import DTYPES  # noqa: E402
+from oracle_offload.errors import OffloadError  # noqa: E402
+
+
+def write(path, table, data=b"", length=None):
+    text = table if isinstance(table, bytes) else json.dumps(table).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return path
+
+
+def read(path):
+    with open(path, "rb") as file:
+        return read_header(file, str(path))
+
+
+def row(dtype="F32", shape=(2,), begin=0, end=8):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+DAMAGED = {
+    "empty": (None, b"", 0, "0 bytes, which is too short"),
+    "header beyond the end": ({"a": row()}, b"", 10_000, "promise a header of 10000 bytes"),
+    "header of 2^63": ({"a": row()}, b"", 1 << 63, "promise a header"),
+    "no JSON": (b"{]", b"", None, "which is no JSON"),
+    "no UTF-8": (b'{"\xff": 1}', b"", None, "which is no JSON"),
+    "too deep": (b"[" * 100_000, b"", None, "which is no JSON"),
+    "a number too long": (b'{"a":' + b"9" * 10_000 + b"}", b"", None, "which is no JSON"),
+    "a list": (b"[]", b"", None, "it names no tensors"),
+    "a name twice": (b'{"a": 1, "a": 2}', b"", None, "it has a name twice"),
+    "no row": ({"a": 3}, b"", None, "'a' has no proper shape or place"),
+    "no shape": ({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, b"", None, "no proper shape"),
+    "a negative size": ({"a": row(shape=(-2,))}, bytes(8), None, "no proper shape"),
+    "a true size": ({"a": row(shape=(True, 2))}, bytes(8), None, "no proper shape"),
+    "a size in words": ({"a": row(shape=("2",))}, bytes(8), None, "no proper shape"),
+    "one offset": ({"a": {**row(), "data_offsets": [0]}}, bytes(8), None, "no proper shape"),
+    "a negative offset": ({"a": row(begin=-8, end=0)}, bytes(8), None, "no proper shape"),
+    "an unknown dtype": ({"a": row(dtype="F4")}, bytes(8), None, "dtype 'F4', which is not known"),
+    "a dtype that is a list": ({"a": row(dtype=[])}, bytes(8), None, "which is not known"),
+    "too few bytes": ({"a": row(end=4)}, bytes(4), None, "takes 8 bytes, but its place has 4"),
+    "a shape of 2^80": ({"a": row(shape=(2**40, 2**40))}, bytes(8), None, "but its place has 8"),
+    "an overlap": ({"a": row(), "b": row(begin=4, end=12)}, bytes(12), None, "overlap others"),
+    "a gap": ({"a": row(), "b": row(begin=12, end=20)}, bytes(20), None, "leave a gap"),
+    "cut off": ({"a": row()}, bytes(7), None, "is cut off: its tensors end at byte"),
+    "bytes behind": ({"a": row()}, bytes(9), None, "bytes that belong to no tensor"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_header_is_refused_by_name(tmp_path, case):
+    table, data, length, message = DAMAGED[case]
+    path = tmp_path / "damaged.safetensors"
+    if table is None:
+        path.write_bytes(data)
+    else:
+        write(path, table, data, length)
+    with pytest.raises(OffloadError, match=r"damaged\.safetensors") as raised:
+        read(path)
+    assert message in str(raised.value)
+    with pytest.raises((SafetensorError, OSError, ValueError)):  # so does the library itself
+        safe_open(path, framework="pt").keys()
+
+
+def test_a_header_is_not_read_beyond_what_the_format_allows(tmp_path):
+    path = tmp_path / "large.safetensors"
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", MOST_HEADER_BYTES + 1))
+        file.truncate(MOST_HEADER_BYTES + 100)  # no bytes on the disk
+    with pytest.raises(OffloadError, match="promise a header of 100000001 bytes"):
+        read(path)
+    with open(path, "r+b") as file:  # the most that is allowed is read, and is no JSON
+        file.write(struct.pack("<Q", 1000))
+    with pytest.raises(OffloadError, match="no JSON"):
+        read(path)
+
+
+def test_what_the_library_writes_is_read(tmp_path):
+    path = tmp_path / "good.safetensors"
+    tensors = {
+        name: torch.zeros(3, 2, dtype=dtype)
+        for name, dtype in DTYPES.items()
+        if name != "F8_E8M0"  # which its writer does not know in every version
+    }
+    save_file({**tensors, "scalar": torch.ones(()), "none": torch.zeros(0, 4)}, path, {"a": "b"})
+    found = read(path)
+    assert found.keys() == {*tensors, "scalar", "none"}
+    for name in tensors:
+        assert (found[name].dtype, found[name].shape) == (name, (3, 2))
+        assert found[name].nbytes == 6 * ITEM_BYTES[name] == 6 * DTYPES[name].itemsize
+    assert found["scalar"].shape == () and found["scalar"].nbytes == 4
+    data = path.read_bytes()
+    begin = found["scalar"].begin
+    assert struct.unpack("<f", data[begin : begin + 4]) == (1.0,)
+
+
+def test_what_is_written_the_library_reads(tmp_path):
+    path = tmp_path / "own.safetensors"
+    first = write_header({"a": ("BF16", (3,)), "b": ("F32", (2, 2)), "c": ("U8", ())})
+    assert len(first) % 8 == 0
+    path.write_bytes(first + bytes(6 + 16 + 1))
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert {name: file.get_slice(name).get_shape() for name in file.keys()} == {  # noqa: SIM118
+            "a": [3],
+            "b": [2, 2],
+            "c": [],
+        }
+    assert {name: stored.begin - len(first) for name, stored in read(path).items()} == {
+        "a": 0,
+        "b": 6,
+        "c": 22,
+    }
+
+
+def test_no_damage_does_anything_but_raise_or_leave_what_is_in_bounds(tmp_path):
+    path = tmp_path / "fuzz.safetensors"
+    save_file({"a": torch.zeros(4), "b": torch.zeros(2, 3, dtype=torch.bfloat16)}, path)
+    good = path.read_bytes()
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    chance = random.Random(seed)
+    accepted = 0
+    for _ in range(1500):
+        data = bytearray(good)
+        for _ in range(chance.randint(1, 3)):
+            kind = chance.randrange(3)
+            at = chance.randrange(len(data))
+            if kind == 0:
+                data[at] = chance.randrange(256)
+            elif kind == 1:
+                del data[at:]
+            else:
+                data[at:at] = bytes([chance.choice(b'0123456789[]{},:"-')])
+            data = data or bytearray(1)
+        path.write_bytes(data)
+        try:
+            found = read(path)
+        except OffloadError as error:
+            assert str(path) in str(error)
+            continue
+        accepted += 1
+        for stored in found.values():
+            assert 0 <= stored.begin <= stored.begin + stored.nbytes <= len(data)
+    assert accepted < 1500
+
+
+# ---- which files are meant ----
+
+
+def sharded(folder, index="model.safetensors.index.json", **changes):
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({"a": torch.zeros(4)}, folder / "one.safetensors")
+    save_file({"b": torch.ones(4)}, folder / "two.safetensors")
+    weights = {"a": "one.safetensors", "b": "two.safetensors", **changes}
+    (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    return folder / index
+
+
+def names(path):
+    checkpoint = Checkpoint(path)
+    try:
+        return sorted(checkpoint.tensors)
+    finally:
+        checkpoint.close()
+
+
+def test_a_folder_says_which_file_is_meant(tmp_path):
+    index = sharded(tmp_path / "sharded")
+    assert names(index) == names(tmp_path / "sharded") == ["a", "b"]
+    named = sharded(tmp_path / "other", "some.safetensors.index.json")
+    assert find_weights(tmp_path / "other") == named
+    save_file({"c": torch.zeros(4)}, tmp_path / "other" / "diffusion_pytorch_model.safetensors")
+    assert names(str(tmp_path / "other")) == ["c"]
+    (tmp_path / "single").mkdir()
+    save_file({"d": torch.zeros(4)}, tmp_path / "single" / "own.safetensors")
+    assert names(tmp_path / "single") == ["d"]
+
+
+def test_a_folder_of_the_hub_cache_means_its_snapshot(tmp_path):
+    folder = tmp_path / "models--someone--something"
+    sharded(folder / "snapshots" / "abc")
+    assert names(folder) == ["a", "b"]
+    (folder / "snapshots" / "def").mkdir()
+    with pytest.raises(OffloadError, match="2 snapshots and none is 'main'"):
+        names(folder)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc\n")
+    assert names(folder) == ["a", "b"]
+    (folder / "refs" / "main").write_text("../../elsewhere")
+    with pytest.raises(OffloadError, match="which is no file beside it"):
+        names(folder)
+
+
+def test_what_does_not_say_which_file_is_meant_is_refused(tmp_path):
+    with pytest.raises(OffloadError, match="there is no such file"):
+        names(tmp_path / "nothing.safetensors")
+    with pytest.raises(OffloadError, match=r"no safetensors file .* lie in its subfolders"):
+        names(tmp_path)
+    pickled = tmp_path / "pytorch_model.bin"
+    pickled.write_bytes(b"")
+    with pytest.raises(OffloadError, match="other formats can run code"):
+        names(pickled)
+    for name in ("model", "diffusion_pytorch_model"):
+        save_file({"a": torch.zeros(4)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(OffloadError, match=r"has several: model\.safetensors, diff"):
+        names(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "x.safetensors")
+    (tmp_path / "diffusion_pytorch_model.safetensors").rename(tmp_path / "y.safetensors")
+    with pytest.raises(OffloadError, match=r"has several: x\.safetensors, y\.safe"):
+        names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"c": "one.safetensors"}, "says that 'c' is in 'one.safetensors', but it is not"),
+        ({"a": "two.safetensors"}, "says that 'a' is in 'two.safetensors', but it is not"),
+        ({"c": "three.safetensors"}, "three.safetensors' cannot be read: No such file"),
+        ({"c": "../one.safetensors"}, "names '../one.safetensors', which is no file beside it"),
+        ({"c": "/etc/passwd"}, "no file beside it"),
+        ({"c": "C:\\a.safetensors"}, "no file beside it"),
+        ({"c": ".."}, "no file beside it"),
+        ({"c": ""}, "no file beside it"),
+        ({"c": "a\0b"}, "no file beside it"),
+        ({"c": 7}, "names 7, which is no file beside it"),
+    ],
+)
+def test_an_index_names_files_beside_it_that_hold_what_it_says(tmp_path, changes, message):
+    path = sharded(tmp_path, **changes)
+    with pytest.raises(OffloadError, match=message.replace("\\", "\\\\")):
+        names(path)
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"weight_map": 3}', b"\xff", b"[" * 100_000])
+def test_a_damaged_index_is_refused(tmp_path, text):
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_bytes(text)
+    with pytest.raises(OffloadError, match="is a damaged index"):
+        names(path)
+
+
+def test_an_index_of_nothing_and_one_too_large_are_refused(tmp_path):
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text('{"weight_map": {}}')
+    with pytest.raises(OffloadError, match="an index that names no tensors"):
+        names(path)
+    with open(path, "r+b") as file:
+        file.truncate(MOST_HEADER_BYTES + 1)
+    with pytest.raises(OffloadError, match="damaged index: it has 100000001 bytes"):
+        names(path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    path = sharded(tmp_path)
+    save_file({"b": torch.ones(4), "a": torch.ones(4)}, tmp_path / "two.safetensors")
+    with pytest.raises(OffloadError, match="'a' is in two of its files"):
+        names(path)
+
+
+def test_every_file_is_closed_when_one_is_damaged(tmp_path):
+    path = sharded(tmp_path)
+    (tmp_path / "two.safetensors").write_bytes(b"")
+    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    with pytest.raises(OffloadError, match=r"two\.safetensors' has 0 bytes"):
+        names(path)
+    if before:
+        assert len(os.listdir("/proc/self/fd")) == before
