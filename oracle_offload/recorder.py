@@ -13,16 +13,18 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from . import engines
+from . import engines, snapshot
 from .attachment import attachments_on
 from .engines import DeviceState, Layout
 from .errors import OffloadError
 from .locks import Lock
 from .pace import WARM_UP_STEPS
 from .phases import growth
+from .snapshot_file import held as holders_of
 from .views.recording import SCHEMA, Recording, format_of
 
 logger = logging.getLogger("oracle_offload")
@@ -30,6 +32,7 @@ logger = logging.getLogger("oracle_offload")
 _DEEDS = ("compute", "wait", "copy_to_device", "copy_to_host", "eviction")  # enum oo_deed
 _TRACED = {"compute": "compute", "stall": "wait", "h2d": "copy_to_device", "d2h": "copy_to_host"}
 _MOST_ROWS = 10_000  # steps and phases of one device
+_MOST_SNAPSHOTS = 4  # of the memory that ran out
 _MOST_TIMED = 4  # timed steps of one device; each has a row for every use
 _LATEST = (1 << 64) - 1  # no entry has this number: the journal answers which comes next
 
@@ -110,7 +113,7 @@ class Recorder:
 
     Parameters
     ----------
-    path, max_events, timed_every
+    path, max_events, timed_every, lines_of_allocations
         See `record`.
 
     Attributes
@@ -123,7 +126,9 @@ class Recorder:
         raises fails no training: its first exception is logged, and is in the recording.
     """
 
-    def __init__(self, path: Any = None, *, max_events: int, timed_every: int) -> None:
+    def __init__(
+        self, path: Any = None, *, max_events: int, timed_every: int, lines_of_allocations: bool
+    ) -> None:
         if max_events < 1:
             raise ValueError(f"max_events={max_events} must be at least 1")
         if timed_every < 0:
@@ -133,6 +138,9 @@ class Recorder:
         self._path = path
         self._max_events = max_events
         self._timed_every = timed_every
+        self._wants_lines = lines_of_allocations
+        self._notes_lines = False  # torch does, because this recorder told it to
+        self._memory: deque[dict[str, Any]] = deque(maxlen=_MOST_SNAPSHOTS)
         self._parts: dict[str, _Part] = {}  # by device; replaced, never changed
         self._phase = engines.phase_now()
         self._errors: deque[dict[str, Any]] = deque(maxlen=_MOST_ROWS)
@@ -179,6 +187,10 @@ class Recorder:
             return
         self._running = False
         engines.ignore(self)
+        snapshot.ignore(self._ran_out)
+        if self._notes_lines:
+            snapshot.note_lines(None)
+            self._notes_lines = False
         for part in self._parts.values():
             with part.lock:
                 self._end_part(part)
@@ -294,6 +306,11 @@ class Recorder:
             return
         self._parts = {**self._parts, device: part}
         self._learn_names(part, state)
+        if state.device.type == "cuda":
+            try:
+                self._listen()
+            except Exception as error:  # an allocator that tells nothing
+                self._note(device, error)
 
     def _go_on(
         self, before: _Part, state: DeviceState, now_s: float, counters: Mapping[str, Any]
@@ -392,6 +409,41 @@ class Recorder:
     def _put_error(self, what: str) -> None:
         self._errors.append({"event": "error", "what": what, "phase": self._phase})
         self._n_errors += 1
+
+    # ---- when memory runs out ----
+
+    def _listen(self) -> None:
+        """Hear of a GPU whose memory runs out."""
+        snapshot.listen(self._ran_out)
+        if self._wants_lines and not self._notes_lines:
+            snapshot.note_lines(self._max_events)
+            self._notes_lines = True
+
+    def _ran_out(self, device: str, asked: int, free: int) -> None:
+        """Take torch's memory snapshot: write it, and put down who held the bytes."""
+        part = self._parts.get(device)
+        if part is None or part.state is None:
+            return
+        try:
+            taken = snapshot.take(part.state, asked, free)
+            file = None
+            if self._path is not None:
+                path = Path(self._path)
+                file = path.with_name(f"{path.stem}.snapshot.pickle")
+                snapshot.write(taken, file)
+            self._memory.append(
+                {
+                    "event": "memory",
+                    "t_s": _now(part, part.state),
+                    "step": part.n_steps,
+                    "phase": self._phase,
+                    **holders_of(taken),
+                    "device": device,
+                    "file": None if file is None else str(file),
+                }
+            )
+        except Exception as error:
+            self._note(device, error)
 
     # ---- one device ----
 
@@ -520,6 +572,7 @@ class Recorder:
                         "dropped_arenas": part.n_arenas - len(part.arenas),
                     }
                 )
+        events += list(self._memory)
         end_s = max((event["t_s"] for event in events), default=0.0)
         events += [{**error, "t_s": end_s, "step": steps} for error in list(self._errors)]
         events.sort(key=lambda event: float(event["t_s"]))
@@ -551,9 +604,13 @@ def _allocated_and_peak(state: DeviceState) -> tuple[int | None, int | None]:
 
 
 def _look(part: _Part, state: DeviceState) -> float:
-    """Return the recording's time."""
-    part.now_s = float(state.engine.journal_read(_LATEST)[1]) - part.opening.begin_s
+    """Return the recording's time, and put it down as the latest."""
+    part.now_s = _now(part, state)
     return part.now_s
+
+
+def _now(part: _Part, state: DeviceState) -> float:
+    return float(state.engine.journal_read(_LATEST)[1]) - part.opening.begin_s
 
 
 def _next_entry(part: _Part, state: DeviceState) -> tuple[int, int]:
@@ -679,7 +736,13 @@ def phase(name: str) -> _Phase:
     return _Phase(before)
 
 
-def record(path: Any = None, *, max_events: int = 100_000, timed_every: int = 128) -> Recorder:
+def record(
+    path: Any = None,
+    *,
+    max_events: int = 100_000,
+    timed_every: int = 128,
+    lines_of_allocations: bool = False,
+) -> Recorder:
     """Record what engines do, for a ``with`` block or from ``start()`` to ``stop()``.
 
     Parameters
@@ -693,6 +756,10 @@ def record(path: Any = None, *, max_events: int = 100_000, timed_every: int = 12
     timed_every : int
         One step in so many is timed by events on the device: the first whole step after the
         warm-up, and so on; 0 for none.
+    lines_of_allocations : bool
+        Also have torch note, as long as the recording lasts, which line of Python makes each
+        allocation on a GPU. Where memory runs out, the recording then tells what the model and the
+        engine do not know by line; each allocation costs the host some microseconds.
 
     Returns
     -------
@@ -707,4 +774,9 @@ def record(path: Any = None, *, max_events: int = 100_000, timed_every: int = 12
     -----
     ``docs/recording.md`` says what is recorded, what that costs, and what the files hold.
     """
-    return Recorder(path, max_events=max_events, timed_every=timed_every)
+    return Recorder(
+        path,
+        max_events=max_events,
+        timed_every=timed_every,
+        lines_of_allocations=lines_of_allocations,
+    )

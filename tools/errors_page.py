@@ -400,7 +400,21 @@ NOTES: dict[str, dict[str, str]] = {
     "Numbers": {
         "is no number": "`Meter.read` and `MetricsFile.log` take numbers, and None for unknown.",
         "which this command does not show": (
-            "`report` shows metrics files, recordings as `.jsonl`, and logs."
+            "`report` shows metrics files, recordings as `.jsonl`, memory snapshots, and logs."
+        ),
+        "a memory snapshot holds plain data alone": (
+            "The file would run code, or was written by something else than torch: do not load it "
+            "with `pickle` either."
+        ),
+        "objects outside the file": "The file was not written by torch's memory snapshot.",
+        "no segments": "Name what `torch.cuda.memory._dump_snapshot` or a recording wrote.",
+        "is not read": "Have fewer events noted: `record(max_events=...)`.",
+        "not in torch's format": (
+            "The file is broken, or of a version of torch whose format is not known here."
+        ),
+        "the memory snapshot has more than": "Have fewer events noted: `record(max_events=...)`.",
+        "no memory snapshot that can be read": (
+            "The file is broken: a disk that was full, or a process that was killed."
         ),
         "is no heartbeat of this version": "It was written by another version of the package.",
         "which is not installed here": "Install the library, or use another sink or callback.",

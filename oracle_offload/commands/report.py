@@ -1,4 +1,4 @@
-"""The command `report`: a recording, a metrics file or a log as a page; or two before and after."""
+"""The command `report`: what a run has left, as a page; or two, before and after."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from ..views.terminal import FileError, naming, put, show
 if TYPE_CHECKING:
     from ..explain import OomReport
     from ..views.run_report import Comparison, RunReport
+    from ..views.snapshot import SnapshotReport
 
 _MOST_FIRST_LINE = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `report` takes."""
-    parser.add_argument("file", metavar="FILE", help="a recording, a metrics file, or a log")
+    parser.add_argument(
+        "file", metavar="FILE", help="a recording, a metrics file, a memory snapshot, or a log"
+    )
     parser.add_argument("after", metavar="AFTER", nargs="?", help="another, to compare with")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="PAGE", help="write the page to PAGE as well")
@@ -55,17 +58,21 @@ def _compared(before: str, after: str) -> Comparison:
     return Comparison(first, second)
 
 
-def _read(path: str) -> RunReport | OomReport:
-    """Return the report of a file, by what stands in its first line."""
+def _read(path: str) -> RunReport | OomReport | SnapshotReport:
+    """Return the report of a file, by its first byte or by what stands in its first line."""
     from ..metrics import SCHEMA as METRICS
     from ..metrics import read_metrics
+    from ..snapshot_file import FIRST_BYTE, held, read_snapshot
     from ..views.recording import SCHEMA as RECORDING
     from ..views.recording import read_recording
     from ..views.run_report import of_metrics, of_recording
+    from ..views.snapshot import SnapshotReport
 
     with naming("read", path):
         with open(path, "rb") as file:
             first = file.readline(_MOST_FIRST_LINE)
+        if first.startswith(FIRST_BYTE):
+            return SnapshotReport(path, held(read_snapshot(path)))
         found = _schema(first)
         if found == RECORDING:
             return of_recording(path, read_recording(path))

@@ -17,6 +17,8 @@ from typing import Any
 from ..sizes import format_size
 from .page import fragment, page
 from .schema import schema
+from .snapshot import sentences as memory_sentences
+from .snapshot import tables as holders
 from .terminal import Text
 from .timeline import STALL_FLOOR_S, Stay, details, timeline_svg
 
@@ -133,6 +135,10 @@ class Recording:
                 lines.append(
                     f"{device['device']}: dropped, as there was no room: {', '.join(lost)}"
                 )
+        for event in self.of("memory"):
+            lines += memory_sentences(event)
+            if event["file"]:
+                lines.append(f"Torch's memory snapshot of that is in {event['file']}.")
         if self.header.get("dropped_errors"):
             lines.append(f"dropped, as there was no room: {self.header['dropped_errors']} errors")
         return lines or ["no model was attached while this was recorded"]
@@ -179,6 +185,8 @@ class Recording:
             tables.append(
                 ("changes of phase", _headed("phase|allocated|peak|copies|to the device", rows))
             )
+        for event in self.of("memory"):
+            tables += [(title, _headed("|bytes|blocks", rows)) for title, rows in holders(event)]
         steps = self.steps()
         if steps:
             rows = [
@@ -369,10 +377,20 @@ class Recording:
             "csv": self.to_csv,
             "jsonl": self.to_jsonl,
         }
-        text = writers[format_of(path, format)]()
-        part = target.with_name(target.name + ".part")
-        part.write_text(text, encoding="utf-8", newline="\n")
-        part.replace(target)
+        write_whole(target, writers[format_of(path, format)]().encode())
+
+
+def write_whole(target: Path, data: bytes) -> None:
+    """Write a file in the place of what is there, at once and whole.
+
+    Raises
+    ------
+    OSError
+        It cannot be written.
+    """
+    part = target.with_name(target.name + ".part")
+    part.write_bytes(data)
+    part.replace(target)
 
 
 def format_of(path: Any, format: str | None = None) -> str:

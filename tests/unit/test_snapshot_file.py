@@ -1,0 +1,304 @@
+"""Torch's memory snapshot: read without torch, safely, and summed up by who held the bytes.
+
+The snapshots are made here in the format that ``torch.cuda.memory._snapshot`` documents and
+``torch/cuda/_memory_viz.py`` reads, because no GPU is needed for these tests.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oracle_offload import snapshot_file
+from oracle_offload.cli import main
+from oracle_offload.snapshot_file import KEY, held, read_snapshot
+from oracle_offload.views.snapshot import SnapshotReport
+
+MIB = 1 << 20
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = {"filename": "/home/me/train.py", "line": 31, "name": "forward"}
+LINEAR = {"filename": "/env/torch/nn/functional.py", "line": 9, "name": "linear"}
+ADAM = {"filename": "/env/torch/optim/adamw.py", "line": 122, "name": "_init_group"}
+STEP = {"filename": "/home/me/train.py", "line": 40, "name": "main"}
+BACKWARD = {"filename": "/env/torch/autograd/__init__.py", "line": 260, "name": "backward"}
+NATIVE = {"filename": "??", "line": 0, "name": "c10::Malloc"}
+
+
+def block(address: int, size: Any, state: str = "active_allocated", **more: Any) -> dict[str, Any]:
+    found = {"address": address, "size": size, "requested_size": size, "state": state}
+    return {**found, "frames": [], **more}
+
+
+def segment(*blocks: dict[str, Any], **more: Any) -> dict[str, Any]:
+    size = sum(b["size"] for b in blocks)
+    active = sum(b["size"] for b in blocks if b["state"] != "inactive")
+    found = {
+        "device": 0,
+        "address": blocks[0].get("address", 0x1000),
+        "total_size": size,
+        "allocated_size": active,
+        "active_size": active,
+        "requested_size": active,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": list(blocks),
+    }
+    return {**found, **more}
+
+
+def event(action: str, address: int = 0, size: int = 0, **more: Any) -> dict[str, Any]:
+    return {"action": action, "addr": address, "size": size, "stream": 0, "time_us": 1, **more}
+
+
+def snapshot(*segments: dict[str, Any], **more: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "segments": list(segments),
+        "device_traces": [],
+        "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": ""},
+        "external_annotations": [],
+    }
+    return {**found, **more}
+
+
+FULL = snapshot(
+    segment(block(0, 100 * MIB)),
+    segment(
+        block(1 << 40, 40 * MIB, frames=[NATIVE, LINEAR, TRAIN, STEP]),
+        block((1 << 40) + 40 * MIB, 8 * MIB, "inactive"),
+        block((1 << 40) + 48 * MIB, 20 * MIB, "active_awaiting_free", frames=[LINEAR, TRAIN]),
+        block((1 << 40) + 68 * MIB, 30 * MIB, frames=[ADAM, STEP]),
+        block((1 << 40) + 98 * MIB, 2 * MIB, frames=[BACKWARD, STEP]),
+        block((1 << 40) + 100 * MIB, 6 * MIB, "inactive"),
+    ),
+    segment(
+        block(1 << 41, 4 * MIB),
+        block((1 << 41) + 4 * MIB, 9 * MIB, "inactive"),
+        segment_pool_id=(0, 7),
+    ),
+    segment(block(1 << 42, 999 * MIB), device=1),
+    **{
+        KEY: {
+            "schema": snapshot_file.SCHEMA,
+            "device": 0,
+            "asked_bytes": 12 * MIB,
+            "free_bytes": 3 * MIB,
+            "named": [[256, 90 * MIB, "arena", "oracle_offload"]],
+            "arena": [["Net: blocks.0.up", 60 * MIB], ["Net: blocks.0.down", 30 * MIB]],
+        }
+    },
+)
+
+
+def dumped(tmp_path: Path, what: Any, protocol: int = 4) -> Path:
+    path = tmp_path / "run.snapshot.pickle"
+    path.write_bytes(pickle.dumps(what, protocol=protocol))
+    return path
+
+
+def test_each_byte_is_someone_s_and_the_sums_are_torch_s(tmp_path: Path) -> None:
+    found = held(read_snapshot(dumped(tmp_path, FULL)))
+    rows = [
+        (row["kind"], row["who"], row["bytes"] // MIB, row["blocks"]) for row in found["holders"]
+    ]
+    assert rows == [
+        ("arena", "oracle_offload", 100, 1),
+        ("tensors", "train.py:31 in forward", 60, 2),
+        ("optimizer state", "train.py:40 in main", 30, 1),
+        ("private pool", "unknown: no line was recorded", 4, 1),
+        ("in backward", "train.py:40 in main", 2, 1),
+    ]
+    assert found["device"] == "cuda:0"
+    assert found["held_bytes"] == sum(row["bytes"] for row in found["holders"]) == 196 * MIB
+    active = sum(s["active_size"] for s in FULL["segments"] if s["device"] == 0)
+    assert found["held_bytes"] == active
+    assert (found["cached_bytes"], found["largest_cached_bytes"]) == (14 * MIB, 8 * MIB)
+    assert found["reserved_bytes"] == 196 * MIB + 14 * MIB + 9 * MIB
+    assert (found["asked_bytes"], found["free_bytes"]) == (12 * MIB, 3 * MIB)
+    assert found["peak_bytes"] is None, "without a history nobody knows"
+    assert [row["who"] for row in found["arena"]] == ["Net: blocks.0.up", "Net: blocks.0.down"]
+
+
+def test_the_command_shows_it_as_text_json_and_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, html = dumped(tmp_path, FULL), tmp_path / "page.html"
+    assert main(["report", str(path), "--html", str(html)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("cuda:0 ran out of memory: 12.00 MiB were asked for, 3.00 MiB were free")
+    assert "14.00 MiB were cached, in pieces of at most 8.00 MiB: enough, but too small." in text
+    assert "arena: oracle_offload" in text and "Net: blocks.0.down" in text
+    assert max(map(len, text.splitlines())) <= 100 and "\x1b" not in text
+    page = html.read_text("utf-8")
+    assert "<script" not in page and "train.py:31 in forward" in page and "60.00 MiB" in page
+    assert main(["report", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == "oracle_offload/memory-holders/1"
+    assert found["holders"] == held(FULL)["holders"]
+    assert main(["report", str(path), str(path)]) == 1
+    assert "nothing to compare" in capsys.readouterr().err
+
+
+def test_many_holders_end_in_a_sum(tmp_path: Path) -> None:
+    blocks = [
+        block(i * MIB, (40 - i) * MIB, frames=[{**TRAIN, "line": i, "name": "f" * 120}])
+        for i in range(30)
+    ]
+    text = SnapshotReport("x", held(snapshot(segment(*blocks)))).to_text()
+    (more,) = [line.split() for line in text.splitlines() if " more " in line]
+    assert more == ["10", "more", f"{sum(40 - i for i in range(20, 30))}.00", "MiB", "10"]
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.startswith("On cuda:0 tensors held 765.00 MiB.")
+
+
+def test_the_peak_is_found_by_undoing_what_came_after_it() -> None:
+    old = {**TRAIN, "line": 7, "name": "loss"}
+    trace = [
+        event("segment_alloc", 0, 20 * MIB),
+        event("alloc", 0, 10 * MIB, frames=[TRAIN]),
+        event("alloc", 10 * MIB, 30 * MIB, frames=[old]),
+        event("free_requested", 10 * MIB, 30 * MIB, frames=[old]),
+        event("free_completed", 10 * MIB, 30 * MIB, frames=[old]),
+        event("alloc", 10 * MIB, 5 * MIB, frames=[TRAIN]),
+        event("oom", 0, 64 * MIB, device_free=2 * MIB),
+    ]
+    end = segment(block(0, 10 * MIB, frames=[TRAIN]), block(10 * MIB, 5 * MIB, frames=[TRAIN]))
+    found = held(snapshot(end, device_traces=[trace]))
+    assert found["peak_bytes"] == 40 * MIB and found["held_bytes"] == 15 * MIB
+    assert [(row["who"], row["bytes"] // MIB) for row in found["holders_at_peak"]] == [
+        ("train.py:7 in loss", 30),
+        ("train.py:31 in forward", 10),
+    ]
+    assert (found["asked_bytes"], found["free_bytes"]) == (64 * MIB, 2 * MIB)
+    assert (
+        "At the peak, earlier, tensors had asked for 40.00 MiB."
+        in SnapshotReport("x", found).to_text()
+    )
+    plain = held(snapshot(end, device_traces=[trace[:2]]))
+    assert plain["peak_bytes"] == 15 * MIB and plain["holders_at_peak"] == []
+
+
+def test_the_device_is_the_one_that_ran_out_else_the_one_with_most() -> None:
+    both = [segment(block(0, 5 * MIB)), segment(block(0, 9 * MIB), device=1)]
+    assert held(snapshot(*both))["device"] == "cuda:1"
+    traces = [[event("oom", 0, MIB, device_free=0)], []]
+    assert held(snapshot(*both, device_traces=traces))["device"] == "cuda:0"
+    assert held(snapshot())["held_bytes"] == 0
+
+
+def test_snapshots_of_torch_2_0_have_a_history_and_no_addresses() -> None:
+    old = {
+        "address": 4096,
+        "total_size": 3 * MIB,
+        "stream": 0,
+        "segment_type": "large",
+        "blocks": [
+            {
+                "size": 2 * MIB,
+                "state": "active_allocated",
+                "history": [{"addr": 4096, "real_size": 2 * MIB - 5, "frames": [LINEAR, TRAIN]}],
+            },
+            {"size": MIB, "state": "inactive"},
+        ],
+    }
+    found = held(snapshot(old))
+    assert found["holders"] == [
+        {"kind": "tensors", "who": "train.py:31 in forward", "bytes": 2 * MIB, "blocks": 1}
+    ]
+    assert found["cached_bytes"] == MIB
+
+
+class Runs:
+    """What a pickle that runs something holds."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_nothing_that_a_file_holds_is_run(
+    tmp_path: Path, protocol: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark = tmp_path / "mark"
+    path = dumped(tmp_path, {"segments": [Runs(mark)]}, protocol)
+    with pytest.raises(ValueError, match=r"mkdir; a memory snapshot holds plain data alone"):
+        read_snapshot(path)
+    assert main(["report", str(path)]) == 1
+    assert "cannot read" in capsys.readouterr().err and not mark.exists()
+    pickle.loads(path.read_bytes())
+    assert mark.exists(), "the file would have done it"
+
+
+def test_other_classes_and_persistent_objects_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"datetime\.date"):
+        read_snapshot(dumped(tmp_path, {"segments": [datetime.date(2026, 1, 1)]}))
+    path = tmp_path / "persistent.pickle"
+    path.write_bytes(b"\x80\x04\x8c\x01aQ.")
+    with pytest.raises(ValueError, match="objects outside the file"):
+        read_snapshot(path)
+
+
+def test_broken_files_are_named_and_never_more_than_that(tmp_path: Path) -> None:
+    whole = pickle.dumps(FULL, protocol=4)
+    path = tmp_path / "broken.pickle"
+    for length in range(2, len(whole) - 1, 97):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="no memory snapshot"):
+            read_snapshot(path)
+    for other in ([], {}, {"segments": 5}, "text"):
+        with pytest.raises(ValueError, match="no segments"):
+            read_snapshot(dumped(tmp_path, other))
+    for odd in (
+        snapshot({"total_size": 1}),
+        snapshot({**segment(block(0, 1)), "blocks": [block(0, "many")]}),
+        snapshot(device_traces=[[{}]]),
+        snapshot(**{KEY: {"named": [[1]]}}),
+    ):
+        with pytest.raises(ValueError):
+            held(odd)
+
+
+def test_a_small_file_of_shared_lists_does_not_take_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_file, "MOST_ROWS", 10_000)
+    blocks = [block(i, 1) for i in range(200)]
+    shared = {**segment(*blocks[:1]), "blocks": blocks}
+    assert held(snapshot(*[shared] * 49))["held_bytes"] == 49 * 200
+    path = dumped(tmp_path, snapshot(*[shared] * 51))
+    assert path.stat().st_size < 40_000
+    with pytest.raises(ValueError, match="more than 10000 rows"):
+        held(read_snapshot(path))
+    monkeypatch.setattr(snapshot_file, "MOST_BYTES", 1 << 10)
+    with pytest.raises(ValueError, match="is not read"):
+        read_snapshot(path)
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    path = dumped(tmp_path, FULL)
+    code = (
+        "import sys; sys.modules['torch'] = None; from oracle_offload.cli import main; "
+        f"sys.exit(main(['report', {str(path)!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0 and "arena: oracle_offload" in done.stdout, done.stderr
