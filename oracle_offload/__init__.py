@@ -26,6 +26,7 @@ _PUBLIC = {
     "NoRoomError": "errors",
     "OffloadError": "errors",
     "OomReport": "explain",
+    "Plan": "planning",
     "Recorder": "recorder",
     "Recording": "views.recording",
     "StaleWeightsError": "errors",
@@ -39,6 +40,7 @@ _PUBLIC = {
     "is_oom": "explain",
     "memory_summary": "views.summary",
     "phase": "recorder",
+    "plan": "planning",
     "read_metrics": "metrics",
     "read_recording": "views.recording",
     "record": "recorder",
@@ -64,6 +66,8 @@ if TYPE_CHECKING:
     from .metrics import MetricsFile as MetricsFile
     from .metrics import MetricsRun as MetricsRun
     from .metrics import read_metrics as read_metrics
+    from .planning import Plan as Plan
+    from .planning import plan as plan
     from .recorder import Recorder as Recorder
     from .recorder import phase as phase
     from .recorder import record as record

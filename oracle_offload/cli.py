@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"oracle_offload {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
+    _add_plan(commands)
     _add_doctor(commands)
     _add_explain(commands)
     _add_watch(commands)
@@ -43,6 +44,21 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def run_demo(args: argparse.Namespace) -> int:
     """Train offloaded and resident side by side; exit with 3 when the bits differ."""
     from .demo import run
+
+    return run(args, EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_CHECK_FAILED)
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from .commands.plan import add_arguments
+
+    plan = commands.add_parser("plan", help="will it fit, and how fast, before loading")
+    add_arguments(plan)
+    plan.set_defaults(run=run_plan)
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Plan a training; exit with 3 when it does not fit."""
+    from .commands.plan import run
 
     return run(args, EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_CHECK_FAILED)
 

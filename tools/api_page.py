@@ -21,6 +21,7 @@ PAGE = ROOT / "docs" / "api.md"
 GROUPS = (
     ("Training", "attach MemoryManager memory_summary MemoryReport build_info"),
     ("Weights from files", "empty_weights"),
+    ("Before it is loaded", "plan Plan"),
     (
         "AI-Toolkit",
         "aitoolkit.install aitoolkit.uninstall aitoolkit.MemoryManager "

@@ -160,6 +160,54 @@ NOTES: dict[str, dict[str, str]] = {
             "The file's weights are quantised, the model's are not, or the other way round."
         ),
     },
+    "Planning": {
+        "is not known; there are …, and the sizes": (
+            "`card` names one of the presets of docs/plan.md; of another give `vram` and the rates."
+        ),
+        "a rate is a number above zero": (
+            "`link_gbps`, `memory_gbps` and `tflops` are rates, `launch_s` seconds."
+        ),
+        "alone fill the host": (
+            "A full training keeps gradients and optimizer state beside the weights: more `ram`, a "
+            'lighter `optimizer`, or `train="lora"`.'
+        ),
+        "its state is not known": "Name one whose state has the same shape.",
+        "is neither 'lora' nor 'full'": 'QLoRA is `train="lora"` with `quantise="nf4"`.',
+        "=… is not known; there are …": "The message lists what is.",
+        "is outside [0, 1)": "`margin` is a share of the card: 0.08 leaves 8% to CUDA.",
+        "is not a whole number above zero": "`rank` and `batch` count.",
+        "is no file, no folder and no number of parameters": (
+            "Check the path; a number of parameters has K, M, B or T behind it."
+        ),
+        "is neither a safetensors file, an index": "Give the folder that it lies in.",
+        "plan() takes an nn.Module": (
+            "Give the model, its class with `config=`, a path, or a number of parameters."
+        ),
+        "there is nothing to plan": "Give the part of the pipeline that has weights.",
+        "a number of parameters is above zero": 'It is a number, like `12e9` or `"12B"`.',
+        "give the class: plan(Class, config=...)": (
+            "The config is of a class of nobody installed here; import it, and give it."
+        ),
+        "nothing is downloaded": "`hf download` fetches a config or a whole model.",
+        "is a repository of the hub cache without any snapshot": "Fetch it again.",
+        "it is no index of safetensors files": (
+            "An index is `*.safetensors.index.json`, as the libraries write it beside shards."
+        ),
+        "named by the index, but not there": "Fetch the missing files, or give the config alone.",
+        "holds no JSON object": "The file is cut off, or no config.",
+        "cannot be made of this config": (
+            "The class refused it, in the words behind the colon: another class, or a config of "
+            "another release of its library."
+        ),
+        "is a config of …, which": "Install that library, or give the class.",
+        "holds neither config.json nor safetensors files": (
+            "Give the folder that they lie in, of a pipeline the folder of the transformer."
+        ),
+        "quantised weights are not trained": "Train a LoRA beside them.",
+        "the layers that can have a LoRA are called": (
+            "`targets` are names of layers or their ends, as in peft's `target_modules`."
+        ),
+    },
     "Sizes": {
         "is not a finite number of bytes": "A computed size came out as infinite or no number.",
         "is not a size; use bytes": 'Write bytes, `"8GiB"`, `"8GB"` or a share such as 0.5.',

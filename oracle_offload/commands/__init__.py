@@ -1,1 +1,1 @@
-"""Commands that read what a training has left, or writes: one file each; none imports torch."""
+"""The commands of the command line, one file each; none imports torch before it runs."""

@@ -1,0 +1,66 @@
+"""The command `plan`: will a training fit a card and a host, before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ..views.terminal import FileError, naming, put, show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `plan` takes; docs/plan.md explains each."""
+    parser.add_argument(
+        "model", help="a folder, config.json, safetensors file or index, owner/name or 12B"
+    )
+    parser.add_argument("--train", choices=("lora", "full"), default="lora")
+    parser.add_argument("--rank", type=int, default=16, help="of the LoRA (16)")
+    parser.add_argument("--targets", nargs="+", default="all-linear", help="layers with a LoRA")
+    parser.add_argument("--optimizer", default="adamw", help="adamw, adamw8bit, adafactor, sgd ...")
+    parser.add_argument("--dtype", help="of the weights: bf16, fp16, fp32, fp8")
+    parser.add_argument("--adapter-dtype", default="fp32", help="of the LoRA (fp32)")
+    parser.add_argument("--master-dtype", help="of a second copy of trained weights")
+    parser.add_argument("--quantise", help="frozen weights: int8, fp8, qfloat8, nf4")
+    parser.add_argument("--no-checkpointing", dest="checkpointing", action="store_false")
+    parser.add_argument("--batch", type=int, default=1, help="samples in a micro-batch (1)")
+    parser.add_argument("--card", help="by name or GB: 8, 12, 16, 24, 32, 48, 80 (24)")
+    parser.add_argument("--vram", help="its memory, where that is another: 20GiB")
+    parser.add_argument("--ram", help="the host's memory: 32GB, 64GB, 128GB (this machine's)")
+    parser.add_argument("--link-gbps", type=float, help="measured: 1e9 bytes/s to the device")
+    parser.add_argument("--memory-gbps", type=float, help="measured: 1e9 bytes/s on the device")
+    parser.add_argument("--tflops", type=float, help="measured: 1e12 operations a second, bf16")
+    parser.add_argument("--launch-s", type=float, help="measured: seconds of a kernel launch")
+    parser.add_argument("--offload-percent", type=float, help="what attach is to be told, 0 to 1")
+    parser.add_argument("--margin", type=float, default=0.08, help="share left to CUDA (0.08)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", metavar="PAGE", help="write the page to PAGE as well")
+
+
+def run(args: argparse.Namespace, fits: int, error: int, usage: int, does_not_fit: int) -> int:
+    """Run the command; return one of the exit codes given."""
+    from ..errors import OffloadError
+    from ..planning import plan
+
+    options = vars(args).copy()
+    for name in ("model", "run", "json", "html"):
+        options.pop(name)
+    try:
+        with naming("read", args.model):
+            try:
+                found = plan(args.model, **options)
+            except ValueError as problem:
+                print(f"plan: {problem}", file=sys.stderr)
+                return usage
+        if args.html:
+            with naming("write", args.html), open(args.html, "w", encoding="utf-8") as page:
+                page.write(found.to_html())
+        with naming("write", "standard output"):
+            if args.json:
+                put(sys.stdout, found.to_json())
+                sys.stdout.flush()
+            else:
+                show(sys.stdout, lambda width, color: found.to_text(width=width, color=color))
+    except (FileError, OffloadError) as problem:
+        print(problem, file=sys.stderr)
+        return error
+    return fits if found.fits else does_not_fit

@@ -1,0 +1,206 @@
+"""Where the bytes of a training would lie, and whether device and host have room for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .._core import ALIGNMENT
+from ..errors import OffloadError
+from ..geometry import aligned
+from .storage import Storage
+
+RESIDENT, STREAMED, NOWHERE = "fits resident", "fits streamed", "does not fit"
+_HOST_SHARE = 0.9  # of its memory: the system and the loader need the rest, as ram_budget="auto"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Where the bytes lie.
+
+    Attributes
+    ----------
+    verdict : str
+        `RESIDENT`, `STREAMED` or `NOWHERE`.
+    storage : Storage
+        As it is laid out: what stays on the device for good is in none of its units.
+    device, host : dict of str to int
+        Bytes by what they are; what is unknown is missing.
+    device_room, host_room : int
+        What a training may take.
+    arena_bytes : int
+        0 where nothing streams.
+    ram_budget : int or None
+        The argument of `attach` that keeps the host within its room; None where it is not needed.
+    missing_device, missing_host : int
+        Bytes without which it does not fit.
+    why : str
+        What stands in the way; empty where nothing does.
+    """
+
+    verdict: str
+    storage: Storage
+    device: dict[str, int]
+    host: dict[str, int]
+    device_room: int
+    host_room: int
+    arena_bytes: int = 0
+    ram_budget: int | None = None
+    missing_device: int = 0
+    missing_host: int = 0
+    why: str = ""
+
+    @property
+    def device_bytes(self) -> int:
+        """What is known to lie on the device."""
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """What lies on the host, page-locked where it travels."""
+        return sum(self.host.values())
+
+    @property
+    def least_device_bytes(self) -> int:
+        """What has to lie on the device: an arena may shrink to its floor."""
+        return self.device_bytes - max(0, self.arena_bytes - self.storage.floor_bytes)
+
+    @property
+    def x_min_bytes(self) -> int:
+        """Least bytes that a step moves to the device."""
+        return self.storage.x_min_bytes(self.arena_bytes) if self.verdict == STREAMED else 0
+
+    @property
+    def offload_percent(self) -> float:
+        """The share of the weights that has no room on the device, as `attach` takes it."""
+        managed = self.storage.travelling_bytes + self.storage.kept_bytes
+        if not managed:
+            return 0.0
+        cached = self.arena_bytes - self.storage.floor_bytes + self.storage.kept_bytes
+        return min(1.0, max(0.0, 1.0 - cached / managed))
+
+
+@dataclass(frozen=True)
+class Room:
+    """What there is.
+
+    Attributes
+    ----------
+    device_bytes, host_bytes : int
+        Memory of the card, and of the machine.
+    margin : float
+        Share of the card that is left to CUDA, to rounding and to what nobody foresees.
+    offload_percent : float or None
+        What `attach` shall be told; None leaves it to the plan.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    margin: float
+    offload_percent: float | None = None
+
+    @property
+    def device(self) -> int:
+        """Bytes of the card that a training may take."""
+        return int(self.device_bytes * (1 - self.margin))
+
+    @property
+    def host(self) -> int:
+        """Bytes of the host that a training may take."""
+        return int(self.host_bytes * _HOST_SHARE)
+
+
+def fit(storage: Storage, activations: int | None, room: Room) -> Fit:
+    """Return where the bytes would lie: on the device if they fit, else streamed if that fits.
+
+    Parameters
+    ----------
+    storage : Storage
+    activations : int or None
+        Most bytes of what forward leaves for backward, with all that is temporary; None unknown.
+    room : Room
+    """
+    more = {} if activations is None else {"activations": activations}
+    device = {row.name: row.bytes for row in storage.rows} | more
+    resident = sum(device.values()) <= room.device
+    if resident and room.offload_percent is None:
+        return Fit(RESIDENT, storage, device, {}, room.device, room.host)
+    if not storage.units:
+        return _counted(storage, device, room)
+    return _streamed(storage, more, room)
+
+
+def _counted(storage: Storage, device: dict[str, int], room: Room) -> Fit:
+    """Return the fit of totals: where there are no units, nothing is known of an arena's floor."""
+    host, weights = storage.host_rows, storage.host_rows.get("weights", 0)
+    device = {name: size for name, size in device.items() if size != host.get(name)}
+    left, arena = room.device - sum(device.values()), 0
+    if weights and room.offload_percent is not None:
+        arena = int((1 - room.offload_percent) * weights)
+    elif weights:
+        arena = max(0, min(left, weights))
+    missing = max(0, arena - left)
+    short, budget = max(0, sum(host.values()) - room.host), None
+    if 0 < short <= min(arena, weights):  # weights that stay on the device need no master
+        host = host | {"weights": weights - short}
+        device, arena, budget = device | {"weights": short}, arena - short, weights - short
+        storage = replace(
+            storage, weight_bytes=budget, sizes=[budget], host_rows=host, kept_bytes=short
+        )
+        short = 0
+    return Fit(
+        NOWHERE if missing or short or not host else STREAMED,
+        storage,
+        device | {"arena": arena},
+        host,
+        room.device,
+        room.host,
+        arena,
+        budget,
+        missing,
+        short,
+        storage.why_not,
+    )
+
+
+def _streamed(storage: Storage, more: dict[str, int], room: Room) -> Fit:
+    on_host = sum(storage.host_rows.values()) + storage.host_padding_bytes
+    budget, short, why = None, 0, ""
+    if on_host > room.host:
+        weights = storage.host_rows["weights"] + storage.host_padding_bytes
+        budget = room.host - (on_host - weights)
+        try:
+            if budget <= 0:
+                raise OffloadError("gradients and optimizer state alone fill the host")
+            storage = storage.keeping(budget)
+        except OffloadError as error:
+            budget, short, why = None, on_host - room.host, f"the host: {error}"
+    host = storage.host_rows | {"padding": storage.host_padding_bytes}
+    device = {
+        row.name: row.bytes - storage.host_rows.get(row.name, 0) for row in storage.rows
+    } | more
+    fixed, floor = sum(device.values()), storage.floor_bytes
+    if room.offload_percent is not None:
+        managed = storage.travelling_bytes + storage.kept_bytes
+        weights = aligned(int((1.0 - room.offload_percent) * managed))
+        arena = max(weights - storage.kept_bytes, 0) + floor
+    elif more:
+        left = min(room.device - fixed, storage.travelling_bytes + floor)
+        arena = max(left // ALIGNMENT * ALIGNMENT, floor)
+    else:
+        arena = floor  # the rest is left to activations, which are unknown
+    missing = max(0, fixed + arena - room.device)
+    if missing and not why:
+        why = f"the device: {'what is not streamed' if fixed > room.device else 'the arena'}"
+    return Fit(
+        NOWHERE if missing or short else STREAMED,
+        storage,
+        {name: size for name, size in (device | {"arena": arena}).items() if size},
+        {name: size for name, size in host.items() if size},
+        room.device,
+        room.host,
+        arena,
+        budget,
+        missing,
+        short,
+        why,
+    )

@@ -1,0 +1,63 @@
+"""A configuration to paste: Python for this library, YAML for AI-Toolkit."""
+
+from __future__ import annotations
+
+from .fit import RESIDENT, Fit
+from .storage import Recipe
+
+# AI-Toolkit's names of what is kept in the same bytes.
+_QTYPES = {"int8": "int8", "fp8": "float8", "qfloat8": "qfloat8"}
+
+
+def python(fit: Fit, recipe: Recipe, switch: str) -> str:
+    """Return lines of Python that train `model` as planned; `switch` turns checkpointing on."""
+    lines = [f"model.{switch}()"] if switch else []
+    if fit.verdict == RESIDENT:
+        return "\n".join([*lines, 'model.to("cuda")', ""])
+    arguments = [f"vram_budget={fit.arena_bytes + fit.storage.kept_bytes}"]
+    if fit.ram_budget is not None:
+        arguments.append(f"ram_budget={fit.ram_budget}")
+    lines.append("import oracle_offload")
+    lines.append("")
+    if recipe.train == "lora":
+        lines.append("model.requires_grad_(False)")
+    lines.append(f'manager = oracle_offload.attach(model, "cuda", {", ".join(arguments)})')
+    if recipe.train == "lora":
+        lines.append(f"# then the LoRA of rank {recipe.rank}, for example with peft")
+    return "\n".join([*lines, ""])
+
+
+def yaml(fit: Fit, recipe: Recipe, checkpointing: bool, batch: int) -> str:
+    """Return the part of an AI-Toolkit job that this plan decides, under its own keys."""
+    percent = f"{fit.offload_percent:.2f}"
+    streams = fit.verdict != RESIDENT
+    lines = []
+    if recipe.train == "lora":
+        lines += [
+            "network:",
+            "  type: lora",
+            f"  linear: {recipe.rank}",
+            f"  linear_alpha: {recipe.rank}",
+        ]
+    lines += [
+        "train:",
+        f"  batch_size: {batch}",
+        f"  gradient_checkpointing: {_said(checkpointing)}",
+        f"  optimizer: {recipe.optimizer.name}",
+        "  dtype: bf16",
+        "model:",
+        f"  quantize: {_said(recipe.quantise is not None)}",
+    ]
+    if recipe.quantise is not None:
+        kept = _QTYPES.get(recipe.quantise)
+        lines.append(
+            f"  qtype: {kept}" if kept else f"  qtype: uint4  # it has no {recipe.quantise}"
+        )
+    lines.append(f"  layer_offloading: {_said(streams)}")
+    if streams:
+        lines.append(f"  layer_offloading_transformer_percent: {percent}")
+    return "\n".join([*lines, ""])
+
+
+def _said(value: bool) -> str:
+    return "true" if value else "false"

@@ -1,0 +1,270 @@
+"""`plan`: what a training would keep, where it would lie, and what else could be done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..host import memory
+from ..sizes import format_size, parse_size
+from . import report
+from .cards import Card, card_of
+from .fit import NOWHERE, RESIDENT, Fit, Room, fit
+from .ladder import Rung, Shard, ladder, shards
+from .optimizers import optimizer_of
+from .source import DTYPES, Source, source_of
+from .storage import QUANTISED, Recipe, Storage, storage_of
+
+
+@dataclass(frozen=True)
+class Question:
+    """What `plan` was asked, with every default filled in."""
+
+    source: Source
+    recipe: Recipe
+    card: Card
+    room: Room
+    batch: int
+    checkpointing: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer of `plan`; ``str()`` is text, a notebook shows a page.
+
+    Attributes
+    ----------
+    question : Question
+        What was asked, with every default filled in.
+    storage : Storage
+        Persistent bytes, and the units that `attach` would make.
+    fit : Fit
+        Where they would lie.
+    alternatives : list of Rung
+        What else could be done, cheapest first.
+    shards : list of Shard
+        The shares of one of several cards under ZeRO, which is absent here.
+    assumptions : tuple of str
+        What was taken for granted.
+    """
+
+    question: Question
+    storage: Storage
+    fit: Fit
+    alternatives: list[Rung]
+    shards: list[Shard]
+    assumptions: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether what is known fits."""
+        return self.fit.verdict != NOWHERE
+
+    @property
+    def verdict(self) -> str:
+        """``"fits resident"``, ``"fits streamed"`` or ``"does not fit"``."""
+        return self.fit.verdict
+
+    def sentence(self) -> str:
+        """Return the verdict as one sentence."""
+        fit, room, name = self.fit, self.question.room, self.question.source.name
+        card = f"{self.question.card.name} ({format_size(room.device_bytes, digits=0)})"
+        host = f"{format_size(room.host_bytes, digits=0)} of RAM"
+        if fit.verdict == NOWHERE:
+            short = ((fit.missing_device, "device memory"), (fit.missing_host, "host memory"))
+            missing = [f"{format_size(size)} of {where}" for size, where in short if size]
+            said = f"{' and '.join(missing)} missing" if missing else fit.why
+            return f"{name}: does not fit {card} with {host}: {said}."
+        free = f"{format_size(fit.device_room - fit.device_bytes)} of the device stay free"
+        if "activations" not in fit.device:
+            free += " for activations, which are unknown"
+        if fit.verdict == RESIDENT:
+            return f"{name}: fits resident on {card}, oracle_offload is not needed; {free}."
+        return (
+            f"{name}: fits streamed on {card} with {host}: an arena of "
+            f"{format_size(fit.arena_bytes)}, {format_size(fit.host_bytes)} on the host, at least "
+            f"{format_size(fit.x_min_bytes)} to the device in a step; {free}."
+        )
+
+    def anatomy(self) -> list[tuple[str, int, float]]:
+        """Return each kind of persistent bytes: its name, bytes, and bytes a parameter."""
+        count = self.storage.parameters
+        return [(row.name, row.bytes, row.bytes / count) for row in self.storage.rows]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data with a ``"schema"``; sizes in bytes."""
+        return report.as_dict(self)
+
+    def to_json(self) -> str:
+        """Return `to_dict` as JSON."""
+        return report.as_json(self)
+
+    def to_text(self, *, width: int = 100, color: bool = False) -> str:
+        """Return the plan for a terminal."""
+        return report.as_text(self, width, color)
+
+    def to_html(self) -> str:
+        """Return one self-contained page without scripts."""
+        return report.as_page(self)
+
+    def _repr_html_(self) -> str:
+        return report.as_fragment(self)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+def plan(
+    model: Any,
+    *,
+    config: Any = None,
+    train: str = "lora",
+    rank: int = 16,
+    targets: str | Iterable[str] = "all-linear",
+    optimizer: Any = "adamw",
+    dtype: str | torch.dtype | None = None,
+    adapter_dtype: str | torch.dtype = "fp32",
+    master_dtype: str | torch.dtype | None = None,
+    quantise: str | None = None,
+    checkpointing: bool = True,
+    batch: int = 1,
+    card: str | int | None = None,
+    vram: int | float | str | None = None,
+    ram: int | float | str | None = None,
+    link_gbps: float | None = None,
+    memory_gbps: float | None = None,
+    tflops: float | None = None,
+    launch_s: float | None = None,
+    offload_percent: float | None = None,
+    margin: float = 0.08,
+) -> Plan:
+    """Say whether a training fits a card and a host, before anything is loaded.
+
+    Parameters
+    ----------
+    model : nn.Module, type, str, path or int
+        A module (on the meta device, or any other: it is not touched); a class, with `config`; a
+        folder of diffusers or transformers, a ``config.json``, a safetensors file or index, of
+        which only headers are read; the name of a repository in the local hub cache
+        (``"owner/name"``; nothing is downloaded); or a number of parameters, ``"12B"``.
+    config : mapping, path or config object, optional
+        Of a class: what its constructor takes, or its library's config.
+    train : {"lora", "full"}
+        What is trained.
+    rank : int
+        Of the LoRA.
+    targets : str or iterable of str
+        Layers that get a LoRA: names or their ends, as in peft, or ``"all-linear"``.
+    optimizer : str or type
+        ``"adamw"``, ``"adamw8bit"``, ``"adafactor"``, ``"sgd"`` and others, or the class.
+    dtype : str or torch.dtype, optional
+        Of the weights: ``"bf16"``, ``"fp16"``, ``"fp32"``, ``"fp8"``; by default what the module
+        or the files have, else bf16.
+    adapter_dtype : str or torch.dtype
+        Of the LoRA's matrices; peft makes them in float32.
+    master_dtype : str or torch.dtype, optional
+        With ``train="full"``: a second copy of narrower weights, which has the gradients and is
+        stepped (``"fp32"``, mixed precision: 18 bytes a parameter with AdamW).
+    quantise : {"int8", "fp8", "qfloat8", "nf4"}, optional
+        Frozen Linear weights as torchao, optimum-quanto or bitsandbytes keep them.
+    checkpointing : bool
+        Whether blocks are computed again in backward.
+    batch : int
+        Samples in a micro-batch.
+    card : str or int, optional
+        A card by name (``"RTX 4090"``) or by size in GB (8, 12, 16, 24, 32, 48, 80); by default 24.
+    vram : int, float or str, optional
+        The card's memory, where that is another.
+    ram : int, float or str, optional
+        The host's memory (``"64GB"``); by default this machine's.
+    link_gbps, memory_gbps, tflops, launch_s : float, optional
+        Rates that were measured: 1e9 bytes/s to the device and within it, 1e12 operations a second
+        in bf16, seconds of a launch.
+    offload_percent : float, optional
+        What `attach` is to be told; by default all that activations leave free is arena.
+    margin : float
+        Share of the card that is left to CUDA, rounding and what nobody foresees.
+
+    Returns
+    -------
+    Plan
+        ``print()`` shows it.
+
+    Raises
+    ------
+    ValueError
+        An argument that makes no sense; the message has its value.
+    OffloadError
+        A file or a class that does not hold what it should.
+    """
+    if train not in ("lora", "full"):
+        raise ValueError(f"train={train!r} is neither 'lora' nor 'full'")
+    if quantise is not None and quantise not in QUANTISED:
+        raise ValueError(f"quantise={quantise!r} is not known; there are {', '.join(QUANTISED)}")
+    for name, value in (("rank", rank), ("batch", batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} is not a whole number above zero")
+    if not 0 <= margin < 1:
+        raise ValueError(f"margin={margin!r} is outside [0, 1)")
+    if offload_percent is not None and not 0 <= offload_percent <= 1:
+        raise ValueError(f"offload_percent={offload_percent!r} is outside [0, 1]")
+    recipe = Recipe(
+        train,
+        rank,
+        (targets,) if isinstance(targets, str) else tuple(targets),
+        _dtype(adapter_dtype, "adapter_dtype"),
+        None if master_dtype is None else _dtype(master_dtype, "master_dtype"),
+        quantise,
+        optimizer_of(optimizer),
+    )
+    source = source_of(model, config, None if dtype is None else _dtype(dtype, "dtype"))
+    chosen = card_of(
+        card,
+        vram=vram,
+        link_gbps=link_gbps,
+        memory_gbps=memory_gbps,
+        tflops=tflops,
+        launch_s=launch_s,
+    )
+    host = memory.total_bytes() if ram is None else _ram(ram)
+    room = Room(chosen.memory_bytes, host, margin, offload_percent)
+    return answer(Question(source, recipe, chosen, room, batch, checkpointing))
+
+
+def answer(question: Question) -> Plan:
+    """Return the plan of a question."""
+    storage = storage_of(question.source, question.recipe)
+    found = fit(storage, None, question.room)
+    rungs = ladder(question.source, question.recipe, question.room, None, found)
+    storage = storage_of(question.source, question.recipe)  # the ladder marked the module anew
+    return Plan(question, storage, found, rungs, shards(storage), _assumptions(question, found))
+
+
+def _assumptions(question: Question, found: Fit) -> tuple[str, ...]:
+    card, said = question.card, list(question.source.notes)
+    named = [name for name in ("link_gbps", "tflops", "memory_gbps") if name not in card.measured]
+    if named:
+        said.append(f"{card.name}: {', '.join(named)} are its maker's or reported, not measured")
+    said.append(
+        f"{100 * question.room.margin:.0f}% of the device are left to CUDA and to rounding, a "
+        "tenth of the host to the system"
+    )
+    if "activations" not in found.device:
+        said.append("activations are unknown, and counted nowhere")
+    return tuple(said)
+
+
+def _ram(ram: int | float | str) -> int:
+    return parse_size(ram, total=memory.total_bytes(), name="ram")
+
+
+def _dtype(value: str | torch.dtype, name: str) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        return value
+    found = DTYPES.get(str(value).lower())
+    if found is None:
+        raise ValueError(f"{name}={value!r} is not known; there are {', '.join(DTYPES)}")
+    return found

@@ -1,0 +1,225 @@
+"""A plan as text, JSON and HTML."""
+
+from __future__ import annotations
+
+import html
+import json
+from typing import TYPE_CHECKING, Any
+
+from ..sizes import format_size
+from ..views.bars import Part, html_bar, text_bar
+from ..views.page import fragment, page
+from ..views.schema import schema
+from ..views.terminal import Text, printable
+from . import paste
+from .fit import NOWHERE, RESIDENT
+from .ladder import ABSENT
+from .source import switch_of
+
+if TYPE_CHECKING:
+    from .ladder import Rung
+    from .planner import Plan
+
+SCHEMA = schema("plan", 1)
+_STYLES = {RESIDENT: "green", NOWHERE: "red"}
+_MARK = "changes the result of training"
+# What of a bar each kind of bytes is drawn as.
+_DRAWN = {
+    "weights": "weights",
+    "buffers": "weights",
+    "adapters": "weights",
+    "master copies": "optimizer state",
+    "optimizer state": "optimizer state",
+    "gradients": "gradients",
+    "activations": "activations",
+    "arena": "arena",
+}
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """Return the plan as plain data with a ``"schema"``; sizes in bytes."""
+    question, fit, storage = plan.question, plan.fit, plan.storage
+    return {
+        "schema": SCHEMA,
+        "model": question.source.name,
+        "parameters": storage.parameters,
+        "trained": storage.trained,
+        "verdict": plan.verdict,
+        "fits": plan.fits,
+        "why": fit.why,
+        "persistent_bytes": {row.name: row.bytes for row in storage.rows},
+        "device_bytes": fit.device,
+        "host_bytes": fit.host,
+        "device_room_bytes": fit.device_room,
+        "host_room_bytes": fit.host_room,
+        "missing_device_bytes": fit.missing_device,
+        "missing_host_bytes": fit.missing_host,
+        "units": len(storage.units),
+        "floor_bytes": storage.floor_bytes,
+        "arena_bytes": fit.arena_bytes,
+        "managed_bytes": storage.managed_bytes,
+        "x_min_bytes": fit.x_min_bytes,
+        "offload_percent": fit.offload_percent,
+        "ram_budget_bytes": fit.ram_budget,
+        "card": question.card.name,
+        "alternatives": [vars(rung) for rung in plan.alternatives],
+        "sharded": [vars(shard) for shard in plan.shards],
+        "absent": [dict(zip(("what", "gives", "who"), row, strict=True)) for row in ABSENT],
+        "python": _python(plan),
+        "aitoolkit": _yaml(plan),
+        "assumptions": list(plan.assumptions),
+    }
+
+
+def as_json(plan: Plan) -> str:
+    """Return `as_dict` as JSON."""
+    return json.dumps(as_dict(plan), indent=2) + "\n"
+
+
+def _python(plan: Plan) -> str:
+    question = plan.question
+    if plan.verdict == NOWHERE:
+        return ""
+    switch = switch_of(question.source.module) if question.checkpointing else ""
+    return paste.python(plan.fit, question.recipe, switch)
+
+
+def _yaml(plan: Plan) -> str:
+    question = plan.question
+    if plan.verdict == NOWHERE:
+        return ""
+    return paste.yaml(plan.fit, question.recipe, question.checkpointing, question.batch)
+
+
+def _bars(plan: Plan) -> list[tuple[str, list[Part]]]:
+    """Return the bars of device and host: what lies there, and what stays free."""
+    fit, bars = plan.fit, []
+    for name, rows, room in (
+        ("device", fit.device, fit.device_room),
+        ("host", fit.host, fit.host_room),
+    ):
+        if name == "host" and not rows:
+            continue
+        drawn: dict[str, int | None] = {}
+        for what, size in rows.items():
+            kind = _DRAWN.get(what, "weights")
+            drawn[kind] = (drawn.get(kind) or 0) + size
+        if name == "device" and "activations" not in rows:
+            drawn["activations"] = None
+        parts: list[Part] = list(drawn.items())
+        parts.append(("free", max(0, room - sum(rows.values()))))
+        bars.append((f"{name}: {format_size(room)} for the training", parts))
+    return bars
+
+
+def _anatomy(plan: Plan) -> list[tuple[str, str, str, str, str]]:
+    """Return each kind of persistent bytes: sum, bytes a parameter, and how much lies where."""
+    rows = []
+    for name, size, share in plan.anatomy():
+        device = plan.fit.device.get(name, 0)
+        host = plan.fit.host.get(name, 0)
+        if name == "weights" and plan.fit.arena_bytes and not host:
+            device = size
+        rows.append(
+            (name, format_size(size), f"{share:.2f}", format_size(device), format_size(host))
+        )
+    total, count = plan.storage.bytes, plan.storage.parameters
+    rows.append(("together", format_size(total), f"{total / count:.2f}", "", ""))
+    return rows
+
+
+_HEAD = ("persistent", "bytes", "a parameter", "on the device", "on the host")
+
+
+def as_text(plan: Plan, width: int, color: bool) -> str:
+    """Return the plan for a terminal."""
+    text = Text(width, color=color)
+    text.block(printable(plan.sentence()), style=_STYLES.get(plan.verdict, "yellow"))
+    text.line()
+    for title, parts in _bars(plan):
+        text.line(title)
+        for line in text_bar(parts, text.width, _size):
+            text.line(line)
+    text.line()
+    for name, size, share, device, host in (_HEAD, *_anatomy(plan)):
+        text.line(f"  {name:<18}{size:>12}{share:>13}{device:>15}{host:>13}".rstrip())
+    if plan.alternatives:
+        text.line()
+        text.line("Alternatives, cheapest first; and what each would change")
+        for rung in plan.alternatives:
+            mark = f" [{_MARK}]" if rung.changes_result else ""
+            text.block(
+                f"{rung.name}: {_saved(rung)}, then {rung.verdict}; {rung.cost}{mark} "
+                f"({rung.option})",
+                "  ",
+                "      ",
+            )
+    text.line()
+    text.line("Not in this library")
+    for what, gives, who in ABSENT:
+        text.block(f"{what}: {gives} ({who})", "  ", "      ")
+    stages: dict[int, list[str]] = {}
+    for shard in plan.shards:
+        stages.setdefault(shard.stage, []).append(f"{format_size(shard.bytes)} of {shard.cards}")
+    for stage, sizes in stages.items():
+        text.block(f"ZeRO-{stage}, on one card: {', '.join(sizes)}", "      ", "      ")
+    for title, code in (("Python", _python(plan)), ("AI-Toolkit", _yaml(plan))):
+        if code:
+            text.line()
+            text.line(title)
+            for line in code.splitlines():
+                text.line(f"    {line}".rstrip())
+    text.line()
+    for said in plan.assumptions:
+        text.block(printable(said), "assumed: ", "         ")
+    return str(text)
+
+
+def as_fragment(plan: Plan) -> str:
+    """Return the plan as a notebook shows it."""
+    body = [f"<h2>{html.escape(plan.sentence())}</h2>"]
+    for title, parts in _bars(plan):
+        body += [f"<p>{html.escape(title)}</p>", *html_bar(parts, _size)]
+    cells = "".join(
+        "<tr><td>" + '</td><td class="n">'.join(map(html.escape, row)) + "</td></tr>"
+        for row in _anatomy(plan)
+    )
+    head = "".join(f"<th>{name}</th>" for name in _HEAD)
+    body.append(f"<table><tr>{head}</tr>{cells}</table>")
+    if plan.alternatives:
+        body.append("<h3>Alternatives, cheapest first</h3>\n<ol>")
+        for rung in plan.alternatives:
+            mark = f' <span class="mark">{_MARK}</span>' if rung.changes_result else ""
+            body.append(
+                f"<li>{html.escape(rung.name)}: {_saved(rung)}, then {rung.verdict}; "
+                f"{html.escape(rung.cost)}{mark}</li>"
+            )
+        body.append("</ol>")
+    body.append("<h3>Not in this library</h3>\n<ul>")
+    body += [f"<li>{html.escape(f'{what}: {gives} ({who})')}</li>" for what, gives, who in ABSENT]
+    body.append("</ul>")
+    for title, code in (("Python", _python(plan)), ("AI-Toolkit", _yaml(plan))):
+        if code:
+            body += [f"<h3>{title}</h3>", f"<pre>{html.escape(code)}</pre>"]
+    body.append("<h3>Assumed</h3>\n<ul>")
+    body += [f"<li>{html.escape(said)}</li>" for said in plan.assumptions]
+    body.append("</ul>")
+    return fragment("plan", body)
+
+
+def as_page(plan: Plan) -> str:
+    """Return one self-contained page without scripts."""
+    return page(f"plan of {plan.question.source.name}", as_fragment(plan))
+
+
+def _size(size: int | None) -> str:
+    return "unknown" if size is None else format_size(size)
+
+
+def _saved(rung: Rung) -> str:
+    said = [
+        f"{'saves' if size > 0 else 'costs'} {format_size(abs(size))} of {where}"
+        for size, where in ((rung.saves_device, "the device"), (rung.saves_host, "the host"))
+        if size
+    ]
+    return " and ".join(said)

@@ -1,0 +1,421 @@
+"""The model that is planned for, on the meta device: from a class, a config, files or a count.
+
+Only headers of weight files are read, and nothing ever asks a network.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..disk.header import read_header
+from ..disk.source import DTYPES as STORED_DTYPES
+from ..errors import OffloadError
+from ..selection import listed
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+_COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMBT])\s*", re.IGNORECASE)
+_PARTS = ("transformer", "unet")  # of a pipeline: what is trained
+_INDEX = ".safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to be planned for.
+
+    Attributes
+    ----------
+    name : str
+        Of its class, or of the file it comes from.
+    module : nn.Module or None
+        On the meta device; None where nothing but a number of parameters is known.
+    parameters : int
+        How many there are.
+    notes : tuple of str
+        What was taken for granted.
+    runs : bool
+        Whether the module's forward is the model's own, so that it can be measured.
+    """
+
+    name: str
+    module: nn.Module | None
+    parameters: int
+    notes: tuple[str, ...] = ()
+    runs: bool = True
+
+
+def source_of(model: Any, config: Any = None, dtype: torch.dtype | None = None) -> Source:
+    """Return the model that `plan` was given.
+
+    Parameters
+    ----------
+    model : nn.Module, type, path, str or int
+        See `oracle_offload.plan`.
+    config : mapping, path or config object, optional
+        Of a class.
+    dtype : torch.dtype, optional
+        Of floating-point weights; by default what the module or the files have, or bfloat16.
+
+    Raises
+    ------
+    ValueError
+        Nothing that a model could be made of.
+    OffloadError
+        A file or class that does not hold what it should.
+    """
+    if isinstance(model, nn.Module):
+        return _of_module(on_meta(model), type(model).__name__, dtype, own_dtype=True)
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        dtype = dtype or torch.bfloat16
+        return _of_module(_build(model, _config_dict(config), dtype), model.__name__, dtype)
+    count = _count_of(model)
+    if count is not None:
+        note = "only the number of parameters is known: units, floor and activations are not"
+        return Source(f"{count / 1e9:g} B parameters", None, count, (note,), runs=False)
+    if not isinstance(model, str | os.PathLike):
+        raise ValueError(
+            f"plan() takes an nn.Module, a class with config=, a path or a number of parameters, "
+            f"not {type(model).__name__}"
+        )
+    return _of_path(_found(model), dtype)
+
+
+def on_meta(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose tensors hold no memory; the module stays as it is."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        empty = tensor.detach().to("meta") if not tensor.is_meta else tensor.detach()
+        if isinstance(tensor, nn.Parameter):
+            memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        else:
+            memo[id(tensor)] = empty
+    return copy.deepcopy(module, memo)
+
+
+def _of_module(
+    module: nn.Module,
+    name: str,
+    dtype: torch.dtype | None,
+    notes: Iterable[str] = (),
+    *,
+    own_dtype: bool = False,
+    runs: bool = True,
+) -> Source:
+    if dtype is not None or not own_dtype:
+        cast(module, dtype or torch.bfloat16)
+    count = sum(parameter.numel() for parameter in module.parameters())
+    if not count:
+        raise ValueError(f"{name} has no parameters: there is nothing to plan")
+    return Source(name, module, count, tuple(notes), runs)
+
+
+def switch_of(module: nn.Module | None) -> str:
+    """Return the method by which a class turns checkpointing on; empty where it has none."""
+    names = ("gradient_checkpointing_enable", "enable_gradient_checkpointing")
+    return next((name for name in names if hasattr(module, name)), "")
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast floating-point tensors, but for what the class keeps in float32 as its loader does."""
+    kept = _kept_in_float32(module, dtype)
+    for name, child in module.named_modules():
+        for key, tensor in [*child._parameters.items(), *child._buffers.items()]:
+            if tensor is None or not tensor.is_floating_point() or tensor.element_size() < 2:
+                continue
+            if key in child._non_persistent_buffers_set:
+                continue  # a loader leaves alone what its files do not hold
+            full = f"{name}.{key}".lstrip(".").split(".")
+            wanted = torch.float32 if kept & set(full) else dtype
+            if tensor.dtype is not wanted:
+                tensor.data = tensor.data.to(wanted)
+
+
+def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> set[str]:
+    if dtype not in (torch.float16, torch.bfloat16):
+        return set()
+    strict = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    of_transformers = any(k.__module__.startswith("transformers.") for k in type(module).__mro__)
+    return strict | (kept if dtype is torch.float16 or not of_transformers else set())
+
+
+def _count_of(model: Any) -> int | None:
+    if isinstance(model, int | float) and not isinstance(model, bool):
+        count = int(model)
+    elif isinstance(model, str) and (match := _COUNT.fullmatch(model)):
+        count = int(float(match[1]) * 1000 ** ("KMBT".index(match[2].upper()) + 1))
+    else:
+        return None
+    if count <= 0:
+        raise ValueError(f"model={model!r}: a number of parameters is above zero")
+    return count
+
+
+# ---- classes and configs ----
+
+
+def _config_dict(config: Any) -> Any:
+    if isinstance(config, str | os.PathLike):
+        path = Path(config)
+        return _json(path / "config.json" if path.is_dir() else path)
+    return {} if config is None else config
+
+
+def _build(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return a module of this class on the meta device, as its loader makes it."""
+    values = config
+    config_class = getattr(kind, "config_class", None)
+    if isinstance(config, Mapping):
+        values = dict(config)
+        if config_class is not None:
+            values = config_class.from_dict(values)
+    make: Any = kind
+    default = torch.get_default_dtype()
+    try:
+        if dtype.itemsize > 1:
+            torch.set_default_dtype(dtype)
+        with torch.device("meta"):
+            if config_class is not None:
+                built = make(values)
+            elif hasattr(kind, "from_config") and isinstance(values, Mapping):
+                built = make.from_config(values)
+            elif isinstance(values, Mapping):
+                built = make(**values)
+            else:
+                built = make(values)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise OffloadError(f"{kind.__name__} cannot be made of this config: {error}") from error
+    finally:
+        torch.set_default_dtype(default)
+    return on_meta(built)  # some classes make tensors of their own on the CPU
+
+
+def _class_of(config: Mapping[str, Any], path: Path) -> type[nn.Module]:
+    """Return the class that a config file is of."""
+    if name := config.get("_class_name"):
+        library, names = "diffusers", [name]
+    elif names := config.get("architectures") or []:
+        library = "transformers"
+    else:
+        raise OffloadError(
+            f"{path} names no class ('_class_name' of diffusers, 'architectures' of transformers);"
+            " give the class: plan(Class, config=...)"
+        )
+    module: Any
+    try:
+        if library == "diffusers":
+            import diffusers as module
+        else:
+            import transformers as module
+    except ImportError as error:
+        raise OffloadError(f"{path} is a config of {library}, which is not installed") from error
+    found = getattr(module, str(names[0]), None)
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise OffloadError(
+            f"{path} is of class {names[0]!r}, which {library} {module.__version__} does not have;"
+            " give the class: plan(Class, config=...)"
+        )
+    return found
+
+
+# ---- files ----
+
+
+def _found(model: str | os.PathLike[str]) -> Path:
+    """Return the path that is meant: a file, a folder, or a repository in the local hub cache."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return _snapshot(path)
+    if isinstance(model, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        cached = hub_cache() / f"models--{model.replace('/', '--')}"
+        if cached.is_dir():
+            return _snapshot(cached)
+        raise ValueError(
+            f"{model!r} is neither a path nor in the local hub cache {hub_cache()}; nothing is "
+            "downloaded: fetch its config first, or give the folder it lies in"
+        )
+    raise ValueError(f"{str(model)!r} is no file, no folder and no number of parameters like '12B'")
+
+
+def hub_cache() -> Path:
+    """Return the folder that the hub's libraries keep repositories in."""
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+
+
+def _snapshot(path: Path) -> Path:
+    """Return the snapshot of a repository of the hub cache that was fetched last; else `path`."""
+    snapshots = path / "snapshots"
+    if not snapshots.is_dir():
+        return path
+    main = path / "refs" / "main"
+    if main.is_file():
+        named = snapshots / main.read_text(encoding="utf-8").strip()
+        if named.is_dir():
+            return named
+    found = sorted(snapshots.iterdir(), key=lambda folder: folder.stat().st_mtime)
+    if not found:
+        raise OffloadError(f"{path} is a repository of the hub cache without any snapshot")
+    return found[-1]
+
+
+def _of_path(path: Path, dtype: torch.dtype | None) -> Source:
+    if path.is_dir():
+        for part in _PARTS:
+            if (path / "model_index.json").is_file() and (path / part / "config.json").is_file():
+                path = path / part
+        config, files = path / "config.json", weight_files(path)
+        if config.is_file():
+            return _of_config(config, files, dtype)
+        if not files:
+            raise OffloadError(f"{path} holds neither config.json nor safetensors files")
+        return _of_headers(path.name, files, dtype)
+    if path.name.endswith(_INDEX):
+        return _beside(path, _indexed(path), dtype)
+    if path.suffix == ".safetensors":
+        return _beside(path, [path], dtype)
+    if path.suffix == ".json":
+        return _of_config(path, [], dtype)
+    raise ValueError(f"{path} is neither a safetensors file, an index, a config nor a folder")
+
+
+def _beside(path: Path, files: list[Path], dtype: torch.dtype | None) -> Source:
+    """Return the model of files; the config beside them, where there is one, tells its class."""
+    config = path.with_name("config.json")
+    if config.is_file():
+        return _of_config(config, files, dtype)
+    return _of_headers(path.name, files, dtype)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder; where it has an index, those that this names."""
+    for index in sorted(folder.glob(f"*{_INDEX}")):
+        return _indexed(index)
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _indexed(index: Path) -> list[Path]:
+    names = _json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise OffloadError(f"{index} has no 'weight_map': it is no index of safetensors files")
+    return [index.with_name(str(name)) for name in sorted(set(names.values()))]
+
+
+def _of_config(path: Path, files: list[Path], dtype: torch.dtype | None) -> Source:
+    config = _json(path)
+    kind = _class_of(config, path)
+    notes = []
+    present = [file for file in files if file.is_file()]
+    if dtype is None and present:
+        stored = Counter[torch.dtype]()
+        for file in present:
+            for kept, shape in read_tensors(file).values():
+                stored[kept] += math.prod(shape) if kept.is_floating_point else 0
+        ((dtype, _),) = stored.most_common(1)
+        notes.append(f"weights are {_short(dtype)}, as their files have them")
+    elif dtype is None:
+        said = config.get("dtype") or config.get("torch_dtype")
+        dtype = DTYPES.get(str(said), torch.bfloat16)
+        notes.append(f"weights are taken for {_short(dtype)}; dtype= says otherwise")
+    return _of_module(_build(kind, config, dtype), kind.__name__, dtype, notes)
+
+
+def read_tensors(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape of each tensor of a safetensors file, of which the header is read."""
+    with open(path, "rb") as file:
+        stored = read_header(file, str(path))
+    return {name: (STORED_DTYPES[row.dtype], row.shape) for name, row in stored.items()}
+
+
+class _Stored(nn.Module):
+    """A module of which nothing is known but its tensors."""
+
+    def forward(self) -> None:
+        """Nothing is known of it."""
+
+
+def _of_headers(name: str, files: list[Path], dtype: torch.dtype | None) -> Source:
+    """Return modules as the names of tensors have them: what the tensors are for is guessed."""
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise OffloadError(f"{listed(missing)}: named by the index, but not there")
+    tensors = {key: row for file in files for key, row in read_tensors(file).items()}
+    owners: dict[str, dict[str, torch.Tensor]] = {}
+    for full, (kept, shape) in tensors.items():
+        owner, _, key = full.rpartition(".")
+        owners.setdefault(owner, {})[key] = torch.empty(shape, dtype=kept, device="meta")
+    root = _Stored()
+    for path, own in sorted(owners.items()):
+        _place(root, path, own)
+    note = "no config.json tells the classes: matrices are taken for Linear layers"
+    return _of_module(root, name, dtype, [note], own_dtype=True, runs=False)
+
+
+def _place(root: nn.Module, path: str, own: dict[str, torch.Tensor]) -> None:
+    steps = path.split(".") if path else []
+    parent: nn.Module = root
+    for number, step in enumerate(steps[:-1]):
+        if step not in parent._modules:
+            # What has numbers below it is a list of blocks.
+            numbered = steps[number + 1].isdigit()
+            parent.add_module(step, nn.ModuleDict() if numbered else _Stored())
+        child = parent._modules[step]
+        assert child is not None
+        parent = child
+    module = _leaf(steps[-1] if steps else "", own)
+    if steps and steps[-1] in parent._modules:
+        module = parent._modules[steps[-1]] or module
+    elif steps:
+        parent.add_module(steps[-1], module)
+    else:
+        module = root
+    for key, tensor in own.items():
+        module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
+
+
+def _leaf(name: str, own: dict[str, torch.Tensor]) -> nn.Module:
+    weight = own.get("weight")
+    if weight is None or set(own) - {"weight", "bias"} or not weight.is_floating_point():
+        return _Stored()
+    shape = weight.shape
+    if weight.dim() == 2 and "emb" in name and "bias" not in own:
+        return nn.Embedding(shape[0], shape[1], device="meta")
+    if weight.dim() == 2:
+        return nn.Linear(shape[1], shape[0], "bias" in own, device="meta")
+    if weight.dim() == 4:
+        size = (int(shape[2]), int(shape[3]))
+        return nn.Conv2d(shape[1], shape[0], size, bias="bias" in own, device="meta")
+    return _Stored()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OffloadError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise OffloadError(f"{path} holds no JSON object")
+    return found
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
