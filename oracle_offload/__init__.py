@@ -14,6 +14,8 @@ __version__ = "0.1.0"
 
 # Public name -> the module that defines it. One line per name: this table is the public API.
 _PUBLIC = {
+    "AdaptiveBatch": "survive.adaptive_batch",
+    "BatchResult": "survive.batch_size",
     "DriverError": "errors",
     "FirstStepProof": "survive.proof",
     "Idle": "survive.idle",
@@ -33,10 +35,13 @@ _PUBLIC = {
     "attach": "manager",
     "build_info": "build_record",
     "configure_allocator": "doctor.allocator",
+    "emergency_minimal_operations": "survive.attempts",
     "empty_weights": "disk.empty",
     "explain_oom": "explain",
     "explained_oom": "explain",
+    "find_batch_size": "survive.batch_size",
     "first_step_proof": "survive.proof",
+    "get_detailed_memory_info": "survive.memory",
     "is_oom": "explain",
     "memory_summary": "views.summary",
     "phase": "recorder",
@@ -44,6 +49,7 @@ _PUBLIC = {
     "read_metrics": "metrics",
     "read_recording": "views.recording",
     "record": "recorder",
+    "set_memory_fraction": "survive.memory",
 }
 
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
@@ -71,8 +77,14 @@ if TYPE_CHECKING:
     from .recorder import Recorder as Recorder
     from .recorder import phase as phase
     from .recorder import record as record
+    from .survive.adaptive_batch import AdaptiveBatch as AdaptiveBatch
+    from .survive.attempts import emergency_minimal_operations as emergency_minimal_operations
+    from .survive.batch_size import BatchResult as BatchResult
+    from .survive.batch_size import find_batch_size as find_batch_size
     from .survive.idle import Idle as Idle
     from .survive.idle import IdleAlarm as IdleAlarm
+    from .survive.memory import get_detailed_memory_info as get_detailed_memory_info
+    from .survive.memory import set_memory_fraction as set_memory_fraction
     from .survive.proof import FirstStepProof as FirstStepProof
     from .survive.proof import first_step_proof as first_step_proof
     from .views.recording import Recording as Recording

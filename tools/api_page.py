@@ -30,6 +30,11 @@ GROUPS = (
     ("Numbers while it trains", "Meter MetricsFile read_metrics MetricsRun"),
     ("Loggers", "integrations.tensorboard integrations.wandb integrations.postfix"),
     ("Recording", "record Recorder phase Recording read_recording"),
+    (
+        "Batches that fit",
+        "find_batch_size BatchResult AdaptiveBatch emergency_minimal_operations "
+        "get_detailed_memory_info set_memory_fraction",
+    ),
     ("Training that does nothing", "IdleAlarm Idle first_step_proof FirstStepProof"),
     ("Errors", "OffloadError DriverError NoRoomError StaleWeightsError"),
     (

@@ -416,6 +416,25 @@ NOTES: dict[str, dict[str, str]] = {
         "use 'html', 'chrome'": "Name a format, or give the file one of these suffixes.",
     },
     "Keeping a training alive": {
+        "is not a whole number above zero": "Sizes, steps and floors are counted from 1.",
+        "cannot be split; give tensors": (
+            "`AdaptiveBatch` divides the first dimension of every tensor of the batch; all have to "
+            "have the same one. Hand over what is no sample in another way, such as a closure."
+        ),
+        "the batch weighs": "`weight_of` counted nothing: every label is masked.",
+        "is not above zero": "Ask for a number of bytes above zero.",
+        "use a factor in (0, 1], minus >= 0": "A law of shrinking makes sizes smaller, not larger.",
+        "makes nothing smaller": "A law of shrinking needs a factor below 1, or `minus`.",
+        "is outside [minimum": "The first size lies between the smallest and the largest.",
+        "is not in [0, 1)": "`margin` is a share of the free memory: 0.05 is 5%.",
+        "nothing refuses memory there": (
+            "Only a card refuses memory. A host gives it until the system ends the process, so the "
+            "search must be told where to stop."
+        ),
+        "is not in (0, 1]": "A cap is a share of the card's memory: 0.75 is 75%.",
+        "has no cap on its memory": (
+            "There is no CUDA card by that name here. A host's memory is capped by a control group."
+        ),
         "is not a number of steps; use 1 or more": "Give a whole number of steps above zero.",
         "has no trainable parameter to watch": (
             "Nothing has `requires_grad` yet: add the adapter first, then make the alarm."

@@ -1,0 +1,103 @@
+"""A file replaced whole or not at all, through a kill, a full disk and a loss of power."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable
+from typing import Any
+
+
+class Sink:
+    """What a writer writes to: every call reaches the system at once, and what failed stays known.
+
+    Libraries in C may hide an error of `write` behind one of their own.
+
+    Attributes
+    ----------
+    failure : OSError or None
+        The first.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`.
+
+        Raises
+        ------
+        OSError
+            The system refused it, or a part of it.
+        """
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        try:
+            while rest:
+                written = os.write(self._file, rest)
+                if not written:
+                    raise OSError(errno.ENOSPC, f"{len(rest)} of {size} bytes were not written")
+                rest = rest[written:]
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        return size
+
+    def flush(self) -> None:
+        """Do nothing: nothing is held back."""
+
+
+def replace_file(path: str | os.PathLike[str], write: Callable[[Sink], object]) -> None:
+    """Let `write` write a file that takes the place of what is at `path`.
+
+    It is written beside it, brought to the disk, and renamed; then the rename is brought to the
+    disk. Whatever ends the process or the machine, the path has the old file or the new one.
+
+    Parameters
+    ----------
+    path : str or path
+        The file; its folder exists.
+    write : callable
+        Takes a `Sink`.
+
+    Raises
+    ------
+    OSError
+        The system refused it: the old file is as it was, and nothing is left beside it.
+    """
+    path = os.fspath(path)
+    beside = f"{path}.{os.getpid()}.new"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
+    try:
+        file = os.open(beside, flags, 0o644)
+        try:
+            sink = Sink(file)
+            try:
+                write(sink)
+            except Exception:
+                if sink.failure is not None:
+                    raise sink.failure from None
+                raise
+            # Before the rename: else the new name could stand for bytes that never arrived.
+            os.fsync(file)
+        finally:
+            os.close(file)
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise
+    sync_folder(os.path.dirname(path) or ".")
+
+
+def sync_folder(path: str) -> None:
+    """Bring to the disk which names a folder has; Windows does so by itself."""
+    if os.name == "nt":
+        return
+    folder = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,92 @@
+"""Batch sizes that fitted, and that did not, kept from one run to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..host.replace import replace_file
+from ..views.live import folder
+from ..views.schema import schema
+
+logger = logging.getLogger("oracle_offload")
+
+SCHEMA = schema("sizes", 1)
+_MOST_BYTES = 1 << 20
+_MOST_SIZES = 1000  # the oldest go
+
+
+class Known(NamedTuple):
+    """The largest size that fitted and the smallest that did not; None where there is none."""
+
+    good: int | None = None
+    bad: int | None = None
+
+
+def key_of(model: nn.Module, device: torch.device, room: int | None, more: str) -> str:
+    """Return what a size depends on, as a hash: model, device, torch, and what the caller names.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Names, shapes, dtypes of its parameters, and which are trained; no value of a weight.
+    device : torch.device
+        Its name and memory.
+    room : int or None
+        Bytes of the arena, where the model is attached.
+    more : str
+        Whatever else the caller's steps differ in: the resolution, the length.
+    """
+    parameters = [
+        [name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()
+    ]
+    card: list[Any] = [device.type]
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        card = [properties.name, properties.total_memory]
+    text = json.dumps([type(model).__name__, parameters, card, room, torch.__version__, more])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def recall(key: str) -> Known:
+    """Return what is known of a key; nothing where the file is missing or damaged."""
+    row = _read().get(key)
+    if not isinstance(row, dict):
+        return Known()
+    good, bad = row.get("good"), row.get("bad")
+    if not (_is_size(good) and _is_size(bad)) or (good and bad and good >= bad):
+        return Known()
+    return Known(good, bad)
+
+
+def remember(key: str, known: Known, model: str) -> None:
+    """Keep it; what the system refuses is logged, because no training fails for a file."""
+    sizes = _read()
+    sizes.pop(key, None)
+    sizes[key] = {"good": known.good, "bad": known.bad, "model": model, "torch": torch.__version__}
+    newest = dict(list(sizes.items())[-_MOST_SIZES:])
+    text = json.dumps({"schema": SCHEMA, "sizes": newest}).encode()
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        replace_file(folder() / "sizes.json", lambda sink: sink.write(text))
+    except Exception as error:
+        logger.info("the batch size could not be remembered: %s", error)
+
+
+def _is_size(value: Any) -> bool:
+    return value is None or (type(value) is int and value > 0)
+
+
+def _read() -> dict[str, Any]:
+    with contextlib.suppress(Exception):  # there is none yet, or none of ours
+        with open(folder() / "sizes.json", "rb") as file:
+            found = json.loads(file.read(_MOST_BYTES))
+        if found.get("schema") == SCHEMA and isinstance(found["sizes"], dict):
+            return dict(found["sizes"])
+    return {}

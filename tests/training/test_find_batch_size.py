@@ -1,0 +1,405 @@
+"""`find_batch_size`: the largest size is found, and no attempt leaves a trace."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import random
+
+import pytest
+import torch
+from equality import assert_same, attached
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from oracle_offload import NoRoomError, find_batch_size
+from oracle_offload.survive import batch_size, known_sizes
+
+WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
+    return tmp_path / "sizes.json"
+
+
+@pytest.fixture(autouse=True)
+def quick_collections():
+    """Recovery collects garbage: let it pass over what was there before the test."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Data:
+    """Batches that know their position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.generator = torch.Generator().manual_seed(5)
+
+    def next(self, size):
+        self.position += size
+        return torch.randn(size, WIDTH, generator=self.generator)
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Run:
+    """A training in progress: everything that a step can change."""
+
+    def __init__(self, device="cpu", seed=0, scaled=False):
+        torch.manual_seed(seed)
+        self.device = device
+        self.model = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, 1)
+        )
+        self.limit = None
+        self.scaled = scaled
+
+    def begin(self):
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if self.scaled else None
+        self.data = Data()
+        return self
+
+    def step(self, size):
+        self.forward(size)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def forward(self, size):
+        random.random()
+        x = self.data.next(size).to(self.device)
+        if size > (self.limit or size):
+            raise torch.OutOfMemoryError(f"{size} samples are too many")
+        loss = self.model(x).square().mean()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def find(self, **options):
+        return find_batch_size(
+            self.step,
+            self.model,
+            optimizer=self.optimizer,
+            scaler=self.scaler,
+            parts=[self.scheduler, self.data],
+            generators=[self.data.generator],
+            **{"start": 2, "maximum": 32, "remember": False, **options},
+        )
+
+    def state(self):
+        return copy.deepcopy(
+            {
+                "model": {k: v.cpu() for k, v in self.model.state_dict().items()},
+                "gradients": [
+                    None if p.grad is None else p.grad.cpu() for p in self.model.parameters()
+                ],
+                "optimizer": {
+                    i: {k: v.cpu() for k, v in s.items()}
+                    for i, s in self.optimizer.state_dict()["state"].items()
+                },
+                "random": torch.get_rng_state(),
+                "generator": self.data.generator.get_state(),
+            }
+        ), copy.deepcopy(
+            [
+                self.optimizer.state_dict()["param_groups"],
+                self.scheduler.state_dict(),
+                self.data.state_dict(),
+                random.getstate(),
+                None if self.scaler is None else self.scaler.state_dict(),
+                None if self.scaler is None else dict(self.scaler._per_optimizer_states),
+            ]
+        )
+
+
+def assert_untouched(run, before):
+    tensors, plain = run.state()
+    assert_same(tensors, before[0])
+    assert plain == before[1]
+
+
+def identities(run):
+    held = [*run.model.parameters(), *run.model.buffers()]
+    held += [t for s in run.optimizer.state.values() for t in s.values()]
+    return [(id(t), t.data_ptr()) for t in held]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_no_attempt_leaves_a_trace_and_training_goes_on_with_the_same_bits(fresh, scaled, device):
+    run, other = Run(device, scaled=scaled), Run(device, scaled=scaled)
+    if device != "cpu" and scaled:
+        pytest.skip("the scaler of this test is the host's")
+    with attached(run.model, device), attached(other.model, device):
+        for each in (run, other):
+            each.begin()
+            torch.manual_seed(1)
+            random.seed(1)
+            for _ in range(0 if fresh else 3):
+                each.step(4)
+            each.limit = 11
+            if not fresh:
+                each.forward(3)  # gradients that are being accumulated
+        gradients = [p.grad for p in run.model.parameters()]
+        before, held = run.state(), identities(run)
+        result = run.find()
+        assert int(result) == 11 and result.too_large == 12 and result.stepped
+        assert result.notes == () and list(range(20))[result] == 11
+        assert [size for size, _ in result.attempts] == [2, 4, 8, 16, 12, 10, 11]
+        assert_untouched(run, before)
+        assert identities(run) == held
+        assert all(p.grad is g for p, g in zip(run.model.parameters(), gradients, strict=True))
+        for each in (run, other):
+            torch.set_rng_state(before[0]["random"])
+            each.step(4)
+            each.step(5)
+        assert_same(run.state()[0], other.state()[0])
+
+
+class FailAt(TorchDispatchMode):
+    """Memory runs out at one operator of the attempts, counted from the first."""
+
+    def __init__(self, number=None):
+        super().__init__()
+        self.number, self.count, self.armed = number, 0, False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if self.armed:
+            self.count += 1
+            if self.count == self.number:
+                raise torch.OutOfMemoryError(f"planted at operator {self.count}")
+        return function(*args, **(kwargs or {}))
+
+
+def test_running_out_of_memory_at_any_operator_leaves_no_trace():
+    run = Run()
+    run.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, 1))
+    with attached(run.model, "cpu") as manager:
+        run.begin()
+        run.step(4)
+        run.forward(3)
+        run.optimizer.zero_grad()
+        before, honest = run.state(), run.step
+
+        def find(number):
+            mode = FailAt(number)
+
+            def step(size):
+                mode.armed = True
+                try:
+                    honest(size)
+                finally:
+                    mode.armed = False
+
+            run.step = step
+            acquires = manager.state.engine.stats()["acquires"]
+            with mode:
+                result = run.find(maximum=2, steps=1)
+            assert manager.state.engine.stats()["acquires"] > acquires
+            assert_untouched(run, before)
+            return mode.count, result
+
+        operators, result = find(None)
+        assert result.attempts == ((2, True),) and operators > 30
+        for number in range(1, operators + 1):
+            _, result = find(number)
+            assert result.attempts == ((2, False), (1, True)), number
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 8, 9, 31, 32])
+@pytest.mark.parametrize("start", [1, 5, 32])
+def test_the_largest_size_is_found_from_wherever_the_search_begins(limit, start):
+    tried = []
+
+    def step(size):
+        tried.append(size)
+        if size > limit:
+            raise torch.OutOfMemoryError("too many")
+
+    result = find_batch_size(
+        step, nn.Linear(1, 1), start=start, maximum=32, steps=1, remember=False
+    )
+    assert int(result) == limit
+    assert result.too_large == (limit + 1 if limit < 32 else None)
+    assert len(tried) <= 12 and len(set(tried)) == len(tried)
+    assert result.attempts == tuple((size, size <= limit) for size in tried)
+
+
+def test_the_second_step_counts_too():
+    steps = []
+
+    def step(size):
+        steps.append(size)
+        if len(steps) % 2 == 0 and size > 2:
+            raise MemoryError
+
+    assert int(find_batch_size(step, nn.Linear(1, 1), maximum=4, remember=False)) == 2
+    assert steps == [1, 1, 2, 2, 4, 4, 3, 3]
+
+
+def test_what_does_not_even_fit_at_the_floor_is_refused_and_untouched():
+    run = Run().begin()
+    run.limit = 3
+    before = run.state()
+    with pytest.raises(NoRoomError, match="not even a batch of 4 fits: 4 samples") as caught:
+        run.find(minimum=4, start=8)
+    assert isinstance(caught.value, torch.OutOfMemoryError)
+    assert_untouched(run, before)
+
+
+def test_another_error_passes_and_leaves_everything_as_it_was():
+    run = Run().begin()
+    before, honest = run.state(), run.step
+
+    def step(size):
+        honest(size)
+        raise KeyError("a bug")
+
+    run.step = step
+    with pytest.raises(KeyError):
+        run.find()
+    assert_untouched(run, before)
+
+
+def test_nothing_of_a_failed_attempt_is_alive_in_the_next():
+    alive = []
+
+    class Activation:
+        def __init__(self) -> None:
+            alive.append(self)
+
+        def __del__(self) -> None:
+            alive_now[0] -= 1
+
+    alive_now = [0]
+    alive.clear()
+
+    def step(size):
+        assert alive_now[0] == 0, "the frames of the failed attempt hold their tensors"
+        held = [Activation() for _ in range(size)]
+        alive_now[0] += size
+        alive.clear()
+        if size > 2:
+            raise torch.OutOfMemoryError(f"{len(held)}")
+
+    assert int(find_batch_size(step, nn.Linear(1, 1), maximum=9, remember=False)) == 2
+
+
+def test_where_the_host_cannot_keep_the_state_optimizers_do_not_step(monkeypatch):
+    run = Run().begin()
+    run.step(4)
+    before = run.state()
+    steps, honest = [], run.optimizer.step
+    run.optimizer.step = lambda: steps.append(honest())
+    monkeypatch.setattr(batch_size, "available_bytes", lambda: 1000)
+    run.limit = 5
+    result = run.find(steps=1)
+    assert int(result) == 5 and not result.stepped and steps == []
+    assert "the host can spare 1000 B: optimizers did not step" in result.notes[0]
+    assert_untouched(run, before)
+    run.step(2)
+    assert len(steps) == 1  # the step of one's own is there again
+    monkeypatch.setattr(batch_size, "available_bytes", lambda: None)
+    assert run.find(steps=1).stepped
+
+
+def test_the_state_fits_up_to_the_byte(monkeypatch):
+    run = Run().begin()
+    nbytes = 4 * sum(p.numel() for p in run.model.parameters())
+    for room, stepped in ((nbytes * 10 // 8, True), (nbytes * 10 // 8 - 2, False)):
+        monkeypatch.setattr(batch_size, "available_bytes", lambda room=room: room)
+        assert run.find(maximum=2).stepped is stepped
+
+
+def test_sizes_are_remembered_and_used_and_kept_apart(cache):
+    run = Run().begin()
+    run.limit = 11
+    assert len(run.find(remember=True).attempts) == 7
+    again = run.find(remember=True)
+    assert int(again) == 11 and again.too_large == 12 and again.attempts == ((11, True),)
+    run.limit = 6  # another program has come
+    worse = run.find(remember=True)
+    assert int(worse) == 6 and worse.too_large == 7
+    assert run.find(remember=True).attempts == ((6, True),)
+    assert len(run.find(remember=True, key="other").attempts) > 3
+    run.model[0].requires_grad_(False)
+    assert len(run.find(remember=True).attempts) > 3
+    document = json.loads(cache.read_text())
+    assert document["schema"] == "oracle_offload/sizes/1" and len(document["sizes"]) == 3
+    assert {row["model"] for row in document["sizes"].values()} == {"Sequential"}
+    assert run.find(remember=True, maximum=4).attempts == ((4, True),)
+
+
+def test_what_never_fitted_is_remembered_too(cache):
+    run = Run().begin()
+    run.limit = 3
+    with pytest.raises(NoRoomError):
+        run.find(minimum=8, start=16, remember=True)
+    result = run.find(start=16, remember=True)
+    assert result.attempts[0] == (7, False) and int(result) == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"schema": "other/1"}', '{"schema": "oracle_offload/sizes/1", "sizes": []}'],
+)
+def test_a_damaged_file_is_as_good_as_none_and_written_anew(text, cache):
+    cache.write_text(text)
+    assert known_sizes.recall("x") == (None, None)
+    known_sizes.remember("x", known_sizes.Known(3, 4), "Model")
+    assert known_sizes.recall("x") == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"), [(4, 4), (5, 2), ("3", None), (True, None), (0, 3), (-1, 2)]
+)
+def test_sizes_that_cannot_be_are_passed_over(good, bad, cache):
+    row = {"good": good, "bad": bad}
+    cache.write_text(json.dumps({"schema": known_sizes.SCHEMA, "sizes": {"x": row, "y": 3}}))
+    assert known_sizes.recall("x") == known_sizes.recall("y") == (None, None)
+
+
+def test_the_oldest_sizes_go_and_a_folder_that_cannot_be_is_no_error(monkeypatch, cache):
+    monkeypatch.setattr(known_sizes, "_MOST_SIZES", 2)
+    for key in "abac":
+        known_sizes.remember(key, known_sizes.Known(1, 2), "Model")
+    assert list(json.loads(cache.read_text())["sizes"]) == ["a", "c"]
+    cache.unlink()
+    cache.parent.joinpath("file").write_text("")
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(cache.parent / "file"))
+    known_sizes.remember("x", known_sizes.Known(1, 2), "Model")
+    assert known_sizes.recall("x") == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start": 0}, "start=0 is not a whole number"),
+        ({"start": 1, "minimum": 2}, r"start=1 is outside \[minimum=2"),
+        ({"start": 9, "maximum": 8}, r"start=9 is outside .*maximum=8\]"),
+        ({"minimum": 1.5}, "minimum=1.5 is not a whole"),
+        ({"steps": True}, "steps=True is not a whole"),
+        ({"margin": 1.0}, r"margin=1.0 is not in \[0, 1\)"),
+        ({"margin": -0.1}, "margin=-0.1 is not"),
+        ({"margin": "x"}, "margin='x' is not"),
+        ({"maximum": None}, "find_batch_size on 'cpu' needs maximum="),
+        ({"maximum": None, "device": "cpu"}, "needs maximum="),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(options, message):
+    run = Run().begin()
+    with pytest.raises(ValueError, match=message):
+        run.find(**options)
