@@ -7,8 +7,8 @@ import types
 import beside
 import pytest
 import torch
-from equality import assert_same
-from runs import CPU, compare, inputs, network_on, saved, train, transformer
+from equality import assert_same, copied_bytes
+from runs import CPU, compare, inputs, load, network_on, saved, train, transformer
 from toolkit.memory_management import MemoryManager
 from torch import nn
 
@@ -36,6 +36,35 @@ def test_unload_text_encoder():
     assert {p.device.type for e in encoders for p in e.parameters()} == {"meta"}
     assert_same(model(x), expected)  # the other model is as it was
     MemoryManager.detach(model)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_its_own_benchmark(share, monkeypatch):
+    """All of it, in small: a LoRA over bfloat16 and float8 layers, with checkpointing and without.
+
+    What it measures of CUDA is nothing here.
+    """
+    benchmark = load("test_memory_manager")
+    small = {"D_MODEL": 64, "N_HEADS": 4, "N_LAYERS": 2, "D_FF": 128, "SEQ": 8, "LORA_RANK": 4}
+    for name, value in {**small, "DEVICE": CPU, "WARMUP": 1, "ITERS": 2}.items():
+        monkeypatch.setattr(benchmark, name, value)
+    for name in ("synchronize", "reset_peak_memory_stats", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    attached, moved = [], []
+    detach = MemoryManager.detach
+
+    def detached(model):
+        attached.append(len(model._memory_manager.layers))
+        moved.append(copied_bytes()[0])
+        detach(model)
+
+    monkeypatch.setattr(MemoryManager, "detach", detached)
+    before, results = copied_bytes()[0], []
+    for label, quantized, offloaded, checkpointing in benchmark.RUNS:
+        benchmark.benchmark(results, label, quantized, offloaded and share, checkpointing)
+    assert [result["ok"] for result in results] == [True] * len(benchmark.RUNS) == [True] * 8
+    assert attached == [round(12 * share)] * 4
+    assert all(later > earlier for earlier, later in zip([before, *moved], moved, strict=False))
 
 
 QTYPES = ["float8", "int8", "uint4", "convrot8", "qfloat8"]
