@@ -48,11 +48,12 @@ print(MemoryManager.__module__)
 
 @pytest.fixture
 def fresh(toolkit, tmp_path):
-    """A fresh checkout, as far as its memory management goes."""
+    """A fresh checkout, as far as its memory management goes; the drop-in may be installed in it."""
     copied = tmp_path / "ai-toolkit"
     (copied / "toolkit").mkdir(parents=True)
     shutil.copy(toolkit / "toolkit" / "__init__.py", copied / "toolkit")
     shutil.copytree(toolkit / checkout.FOLDER, copied / checkout.FOLDER)
+    checkout.uninstall(copied, print)
     return copied
 
 
