@@ -75,6 +75,9 @@ class Observer(Protocol):
     def opened(self, state: DeviceState) -> None:
         """An engine was opened."""
 
+    def begins_step(self, state: DeviceState) -> None:
+        """An optimizer is about to step. Its device's lock is held."""
+
     def ended_step(
         self, state: DeviceState, counters: Mapping[str, Any]
     ) -> Callable[[], object] | None:
@@ -339,6 +342,9 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             trained = [listener.before_step() for listener in state.listeners]
             if any(trained):
                 state.engine.hold()
+            if state.listeners:
+                for observer in observers:
+                    observer.begins_step(state)
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:

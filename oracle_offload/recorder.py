@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -85,12 +86,16 @@ class _Part:
     steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_ROWS))
     phases: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_ROWS))
     arenas: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_ROWS))
+    batches: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_ROWS))
+    stepping: dict[str, Any] | None = None  # the optimizer, since this row, or it has ended
+    steps_before: int = 0  # that ended on the device before the recording began
     n_steps: int = 0
     n_phases: int = 0
     timing_since: float | None = None  # while the step under way is timed
     timed: deque[_Timed] = field(default_factory=lambda: deque(maxlen=_MOST_TIMED))
     n_timed: int = 0
     n_arenas: int = 0
+    n_batches: int = 0
     next_timed: int = 0  # how many whole steps, without a label, come before the next timed one
     allocated: int | None = None  # when the phase began
 
@@ -296,6 +301,7 @@ class Recorder:
                     counters,
                     deque(maxlen=self._max_events),
                     allocated=_allocated_and_peak(state)[0],
+                    steps_before=state.pace.steps,
                 )
             else:
                 part = self._go_on(before, state, now_s, counters)
@@ -331,8 +337,17 @@ class Recorder:
             phases=before.phases.copy(),
             timed=before.timed.copy(),
             arenas=before.arenas.copy(),
+            batches=before.batches.copy(),
+            stepping=None,
             next_timed=0,
         )
+
+    def begins_step(self, state: DeviceState) -> None:
+        """Put down that an optimizer steps, for as long as it has not ended."""
+        part = self._part_of(state)
+        if part is not None:
+            with suppress(Exception):  # the end of the step, or of the recording, tells of it
+                part.stepping = self._row("optimizer", part, state)
 
     def ended_step(
         self, state: DeviceState, counters: Mapping[str, Any]
@@ -410,6 +425,30 @@ class Recorder:
         self._errors.append({"event": "error", "what": what, "phase": self._phase})
         self._n_errors += 1
 
+    def batch(self, length: int) -> None:
+        """Say how long the batch is that begins: tokens, frames, pixels.
+
+        Where memory runs out, `explain` then tells whether it was longer than all before it.
+        """
+        for part in self._parts.values():
+            with part.lock:
+                if part.state is not None:
+                    try:
+                        row = self._row("batch", part, part.state)
+                        part.batches.append({**row, "length": int(length)})
+                        part.n_batches += 1
+                    except Exception as error:
+                        self._note(part.device, error)
+
+    def _row(self, event: str, part: _Part, state: DeviceState) -> dict[str, Any]:
+        return {
+            "event": event,
+            "t_s": _now(part, state),
+            "step": part.n_steps,
+            "phase": self._phase,
+            "device": part.device,
+        }
+
     # ---- when memory runs out ----
 
     def _listen(self) -> None:
@@ -431,17 +470,8 @@ class Recorder:
                 path = Path(self._path)
                 file = path.with_name(f"{path.stem}.snapshot.pickle")
                 snapshot.write(taken, file)
-            self._memory.append(
-                {
-                    "event": "memory",
-                    "t_s": _now(part, part.state),
-                    "step": part.n_steps,
-                    "phase": self._phase,
-                    **holders_of(taken),
-                    "device": device,
-                    "file": None if file is None else str(file),
-                }
-            )
+            row = {**holders_of(taken), **self._row("memory", part, part.state)}
+            self._memory.append({**row, "file": None if file is None else str(file)})
         except Exception as error:
             self._note(device, error)
 
@@ -481,6 +511,7 @@ class Recorder:
             "entry": _next_entry(part, state),
         }
         part.steps.append(row)
+        part.stepping = None
         part.n_steps += 1
         part.counters = counters
         part.fresh = (
@@ -565,11 +596,13 @@ class Recorder:
                         "name": part.name,
                         "simulated": part.simulated,
                         "engines": part.opening.number + 1,
+                        "steps_before": part.steps_before,
                         "dropped_events": part.dropped,
                         "dropped_steps": part.n_steps - len(part.steps),
                         "dropped_phases": part.n_phases - len(part.phases),
                         "dropped_timed_steps": part.n_timed - len(part.timed),
                         "dropped_arenas": part.n_arenas - len(part.arenas),
+                        "dropped_batches": part.n_batches - len(part.batches),
                     }
                 )
         events += list(self._memory)
@@ -694,7 +727,7 @@ def _events_of(part: _Part) -> list[dict[str, Any]]:
             event["kind"] = ("forward", "recompute", "backward")[detail]
         events.append(event)
     rows = [*part.steps, *part.phases]
-    events += part.arenas
+    events += [*part.arenas, *part.batches, *([part.stepping] if part.stepping else ())]
     return events + [{k: v for k, v in row.items() if k != "entry"} for row in rows]
 
 

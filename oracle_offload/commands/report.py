@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..views.terminal import FileError, naming, put, show
@@ -60,6 +61,8 @@ def _compared(before: str, after: str) -> Comparison:
 
 def _read(path: str) -> RunReport | OomReport | SnapshotReport:
     """Return the report of a file, by its first byte or by what stands in its first line."""
+    from ..explain.pipeline import explain
+    from ..explain.reading import read_excerpt
     from ..metrics import SCHEMA as METRICS
     from ..metrics import read_metrics
     from ..snapshot_file import FIRST_BYTE, held, read_snapshot
@@ -75,14 +78,14 @@ def _read(path: str) -> RunReport | OomReport | SnapshotReport:
             return SnapshotReport(path, held(read_snapshot(path)))
         found = _schema(first)
         if found == RECORDING:
-            return of_recording(path, read_recording(path))
+            recording = read_recording(path)
+            errors = "\n".join(str(error["what"]) for error in recording.of("error"))
+            why = explain(errors, recording, None)
+            return replace(of_recording(path, recording), explained=why if why.found else None)
         if found == METRICS:
             return of_metrics(path, read_metrics(path))
         if found is not None:
             raise ValueError(f"it is of {found}, which this command does not show")
-        from ..explain.pipeline import explain
-        from ..explain.reading import read_excerpt
-
         with open(path, "rb") as log:
             return explain(read_excerpt(log).text, None, None)
 

@@ -11,12 +11,13 @@ pixels: whatever makes one batch larger than another). The last line is the step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from os import PathLike, fspath
 from typing import Any, NamedTuple
 
 from ..sizes import MIB
+from ..views.recording import SCHEMA as RECORDING
 from .facts import compiled
 from .reading import read_excerpt
 
@@ -49,11 +50,17 @@ def read_history(source: str | PathLike[str] | Iterable[Record]) -> list[dict[st
     OSError
         The file cannot be read.
     """
-    if not isinstance(source, (str, PathLike)):
-        return [dict(record) for record in source if isinstance(record, Mapping)][-MOST_RECORDS:]
-    with open(fspath(source), "rb") as file:
-        text = read_excerpt(file).text
-    return list(records_in(text.split("\n")))[-MOST_RECORDS:]
+    if isinstance(source, (str, PathLike)):
+        with open(fspath(source), "rb") as file:
+            records = list(records_in(read_excerpt(file).text.split("\n")))
+    else:
+        records = [dict(record) for record in source if isinstance(record, Mapping)]
+    return records if is_recording(records) else records[-MOST_RECORDS:]
+
+
+def is_recording(rows: Sequence[Record]) -> bool:
+    """Return whether rows begin with the header of a recording."""
+    return bool(rows) and rows[0].get("schema") == RECORDING
 
 
 def records_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -118,11 +125,12 @@ def signs(records: list[dict[str, Any]], *, confidence: str = "high") -> list[Si
     found: list[Sign] = []
     if not records:
         return found
-    for key, peak in (("allocated_bytes", False), ("peak_bytes", True)):
-        leak = _leak(_numbers(records, key), peak=peak)
-        if leak is not None:
-            found.append(leak)
-            break
+    allocated = _numbers(records, "allocated_bytes")
+    # Torch's peak never falls; it says something only where nobody knows what was in use.
+    peak = len(allocated) < WARM_UP + LEAK_POINTS
+    leak = _leak(_numbers(records, "peak_bytes") if peak else allocated, peak=peak)
+    if leak is not None:
+        found.append(leak)
     lengths = _numbers(records, "length")
     if len(lengths) >= 4 and lengths[-1] > LONGER * max(lengths[:-1]):
         why = f"the last batch has length {lengths[-1]}, the longest before it {max(lengths[:-1])}"

@@ -8,9 +8,10 @@ from typing import Any
 
 from .cause import rank
 from .fixes import plan
-from .history import Sign, read_history, signs
+from .history import Sign, is_recording, read_history, records_in, signs
 from .parse import find
 from .reading import decode
+from .recorded import errors_in, history_of, pieces_in
 from .report import OomReport
 from .templates import NAMED
 
@@ -32,7 +33,8 @@ def explain_oom(
     error : exception, str or bytes
         The exception, its message, or a whole log (of any length; one pass is made over it).
     history : path or iterable of mappings, optional
-        What the steps before the error held: a JSONL file, see `oracle_offload.explain.history`.
+        What the steps before the error held: a JSONL file, see `oracle_offload.explain.history`,
+        or one that a recording was exported to.
     env : mapping, optional
         The environment the error happened in. Default: this process's own for an exception,
         nothing for a text, which may come from elsewhere.
@@ -71,6 +73,10 @@ def explain(
         Where in the text to begin: what stands before it was explained already, and stays context.
     """
     text = _text(error)
+    recorded = errors_in(text)
+    if recorded is not None:  # the recording of what failed, in the place of its log
+        history = history or list(records_in(text.split("\n")))
+        text = recorded
     if env is None:
         env = os.environ if isinstance(error, BaseException) else {}
     findings = [finding for finding in find(text) if finding.position >= since]
@@ -81,7 +87,9 @@ def explain(
     shown: list[Sign] = []
     if history is not None:
         try:
-            shown = signs(read_history(history))
+            rows = read_history(history)
+            shown = signs(history_of(rows)) if is_recording(rows) else signs(rows)
+            shown = [*pieces_in(rows), *shown]
         except OSError:
             shown = []
     causes = rank(finding, text, shown, expandable=expandable)

@@ -10,7 +10,7 @@ import html
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,11 @@ class Recording:
     def __init__(self, header: Mapping[str, Any], events: Sequence[Event]) -> None:
         self.header = dict(header)
         self.events = list(events)
+
+    def __iter__(self) -> Iterator[Event]:
+        """Yield the header and every event, as the lines of a JSONL file."""
+        yield self.header
+        yield from self.events
 
     def of(self, kind: str) -> list[Event]:
         """Return the events of one kind."""
@@ -128,7 +133,7 @@ class Recording:
         for device in self.header["devices"]:
             lost = [
                 f"{device[f'dropped_{what}']} {what.replace('_', ' ')}"
-                for what in ("events", "steps", "phases", "timed_steps", "arenas")
+                for what in ("events", "steps", "phases", "timed_steps", "arenas", "batches")
                 if device.get(f"dropped_{what}")
             ]
             if lost:
@@ -294,8 +299,7 @@ class Recording:
 
     def to_jsonl(self) -> str:
         """Return the header and every event, one JSON object a line, for `read_recording`."""
-        rows = [self.header, *self.events]
-        return "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+        return "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in self)
 
     def to_csv(self) -> str:
         """Return every event as a row of one table; counters stand in columns of their own."""

@@ -10,7 +10,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ..metrics import MetricsRun
 from ..sizes import format_size
@@ -41,6 +41,19 @@ _SHOWN = (
 )
 
 
+class Explained(Protocol):
+    """What `RunReport` shows of an `explain.OomReport`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+
+    def to_text(self, *, width: int, color: bool) -> str:
+        """Return it for a terminal."""
+
+    def to_html(self, *, page: bool) -> str:
+        """Return it as a page, or as a fragment."""
+
+
 @dataclass(frozen=True)
 class RunReport:
     """The figures of one file, and its pictures.
@@ -57,6 +70,8 @@ class RunReport:
         What is drawn: label to (step, number).
     body : str
         HTML that belongs to it besides.
+    explained : Explained or None
+        Of a recording in which memory ran out, why.
     """
 
     name: str
@@ -64,10 +79,18 @@ class RunReport:
     figures: Figures
     series: Mapping[str, Sequence[tuple[int, float]]]
     body: str = ""
+    explained: Explained | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data with a ``"schema"``."""
-        return {"schema": SCHEMA, "file": self.name, "kind": self.kind, "figures": self.figures}
+        why = None if self.explained is None else self.explained.to_dict()
+        return {
+            "schema": SCHEMA,
+            "file": self.name,
+            "kind": self.kind,
+            "figures": self.figures,
+            "out_of_memory": why,
+        }
 
     def to_json(self) -> str:
         """Return `to_dict` as JSON."""
@@ -79,7 +102,9 @@ class RunReport:
         text.block(f"{printable(self.name)}: {self.kind}", style="bold")
         for key, label, how in _SHOWN:
             text.line(f"  {label:<28}{show(self.figures[key], how)}")
-        return str(text)
+        if self.explained is None:
+            return str(text)
+        return f"{text}\n{self.explained.to_text(width=width, color=color)}"
 
     def to_html(self) -> str:
         """Return one self-contained page without scripts: the table and the pictures."""
@@ -89,7 +114,8 @@ class RunReport:
         )
         body = [f"<h2>{html.escape(self.name)}</h2>", f"<table>{rows}</table>"]
         body += [f"<h3>{label}</h3>\n{line_svg(label, s)}" for label, s in self.series.items() if s]
-        return page(self.name, fragment("report", body) + self.body)
+        why = "" if self.explained is None else self.explained.to_html(page=False)
+        return page(self.name, fragment("report", body) + why + self.body)
 
 
 @dataclass(frozen=True)
