@@ -29,6 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_watch(commands)
     _add_report(commands)
+    _add_train_lora(commands)
     _add_aitoolkit(commands)
     return parser
 
@@ -142,6 +143,26 @@ def run_report(args: argparse.Namespace) -> int:
     from .commands.report import run
 
     return run(args, EXIT_OK, EXIT_ERROR)
+
+
+def _add_train_lora(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from .commands.train_lora import DESCRIPTION, add_arguments
+
+    train_lora = commands.add_parser(
+        "train-lora",
+        help="train a LoRA on a local folder of data",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(train_lora)
+    train_lora.set_defaults(run=run_train_lora)
+
+
+def run_train_lora(args: argparse.Namespace) -> int:
+    """Train an adapter; exit with 2 where the settings make no sense."""
+    from .commands.train_lora import run
+
+    return run(args, EXIT_OK, EXIT_ERROR, EXIT_USAGE)
 
 
 def _add_aitoolkit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

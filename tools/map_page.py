@@ -23,6 +23,7 @@ FOLDERS = {
     "oracle_offload/views": "what people see",
     "oracle_offload/survive": "what keeps a training alive and honest; could be deleted whole",
     "oracle_offload/recipes": "wrappers over what torch has; could be deleted whole",
+    "oracle_offload/trainer": "an example trainer of LoRAs; could be deleted whole",
     "oracle_offload/host": "the host as the system shows it",
     "oracle_offload/aitoolkit": "the drop-in for AI-Toolkit; could be deleted whole",
     "oracle_offload/integrations": "numbers to loggers and from trainers; could be deleted whole",

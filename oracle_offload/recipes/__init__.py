@@ -2,3 +2,6 @@
 
 Each file stands alone; ``docs/recipes.md`` shows them, `oracle_offload.trainer` uses them.
 """
+
+# Here, where no torch is needed to name them; `optimizers` makes them.
+OPTIMIZERS = ("adamw", "adamw8bit", "paged-adamw8bit", "paged-adamw", "adafactor")

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import OPTIMIZERS
+
 logger = logging.getLogger("oracle_offload")
 
-NAMES = ("adamw", "adamw8bit", "paged-adamw8bit", "paged-adamw", "adafactor")
 _BITSANDBYTES = {
     "adamw8bit": "AdamW8bit",
     "paged-adamw8bit": "PagedAdamW8bit",
@@ -30,7 +31,7 @@ class Made:
     optimizer : torch.optim.Optimizer
         It.
     name : str
-        Which of `NAMES` it is.
+        Which of `oracle_offload.recipes.OPTIMIZERS` it is.
     why : str
         Why it is not the one that was asked for; empty where it is.
     """
@@ -50,7 +51,7 @@ def make_optimizer(
     Parameters
     ----------
     name : str
-        One of `NAMES`. Those with "8bit" or "paged" are bitsandbytes'.
+        One of `oracle_offload.recipes.OPTIMIZERS`. Those with "8bit" or "paged" are bitsandbytes'.
     parameters : iterable of Tensor
         What it trains.
     lr, weight_decay : float
@@ -66,8 +67,8 @@ def make_optimizer(
         return Made(torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay), name)
     if name == "adafactor":
         return Made(torch.optim.Adafactor(trained, lr=lr, weight_decay=weight_decay), name)
-    if name not in NAMES:
-        raise ValueError(f"optimizer={name!r}: there are {', '.join(NAMES)}")
+    if name not in OPTIMIZERS:
+        raise ValueError(f"optimizer={name!r}: there are {', '.join(OPTIMIZERS)}")
     try:
         module: Any = importlib.import_module("bitsandbytes.optim")
         make: Callable[..., torch.optim.Optimizer] = getattr(module, _BITSANDBYTES[name])

@@ -11,9 +11,9 @@ import torch
 from equality import assert_same, attached, resident_pair
 from torch import nn
 
-from oracle_offload.recipes import optimizers
+from oracle_offload.recipes import OPTIMIZERS, optimizers
 from oracle_offload.recipes.checkpointing import set_checkpointing
-from oracle_offload.recipes.optimizers import NAMES, make_optimizer, state_bytes
+from oracle_offload.recipes.optimizers import make_optimizer, state_bytes
 
 
 def plain(name, parameters):
@@ -28,7 +28,7 @@ def plain(name, parameters):
     return kind(parameters, lr=1e-2, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_by_name_is_the_librarys_own(name, caplog):
     """Where this machine cannot run it, AdamW, and it is said."""
     torch.manual_seed(0)

@@ -1,0 +1,41 @@
+"""The command `train-lora`: an example trainer for a model whose weights do not fit the GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from ..trainer.settings import SettingsError, add_arguments, settings_of
+
+__all__ = ["DESCRIPTION", "add_arguments", "run"]
+
+DESCRIPTION = """\
+Train a LoRA for a language model of transformers, or for the UNet of a diffusers pipeline, while
+the weights stay in page-locked RAM and stream to the GPU.
+
+  oracle-offload train-lora --model ./llama --dataset-file texts.jsonl --steps 200 --output run
+  oracle-offload train-lora --config run.yaml
+  oracle-offload train-lora --config run.yaml --steps 400 --resume
+
+The output folder gets the adapters (as peft and diffusers read them), state.pt to resume from,
+metrics.jsonl (oracle-offload report shows it), previews and result.json."""
+
+
+def run(args: argparse.Namespace, trained: int, error: int, usage: int) -> int:
+    """Run the command; return one of the three exit codes given."""
+    try:
+        settings = settings_of(args)
+    except (SettingsError, OSError) as problem:
+        print(f"train-lora: {problem}", file=sys.stderr)
+        return usage
+    from ..errors import OffloadError
+    from ..trainer.training import train
+
+    try:
+        result = train(settings, lambda line: print(line, file=sys.stderr, flush=True))
+    except (SettingsError, OffloadError, ModuleNotFoundError, OSError) as problem:
+        print(f"train-lora: {problem}", file=sys.stderr)
+        return usage if isinstance(problem, SettingsError) else error
+    print(json.dumps(result, indent=2))
+    return trained

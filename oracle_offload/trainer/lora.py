@@ -1,0 +1,75 @@
+"""Adapters: into a model, and to a file that peft and diffusers read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .settings import Settings, SettingsError
+
+
+def inject(model: nn.Module, settings: Settings, by_default: Sequence[str]) -> Any:
+    """Freeze `model`, put adapters beside its layers, and return peft's configuration of them.
+
+    The adapters are float32, whatever the weights are, and begin as the seed decides.
+
+    Raises
+    ------
+    SettingsError
+        No layer has such a name.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    ends = [end.strip() for end in settings.target_modules.split(",") if end.strip()]
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and (name in by_default if not ends else _ends_with(name, ends))
+    ]
+    if not names:
+        raise SettingsError(
+            f"target_modules={settings.target_modules!r}: no linear layer has such a name"
+        )
+    alpha: Any = settings.alpha  # peft divides it by the rank: it need not be whole
+    config = LoraConfig(r=settings.rank, lora_alpha=alpha, target_modules=names)
+    torch.manual_seed(settings.seed)
+    model.requires_grad_(False)
+    inject_adapter_in_model(config, model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return config
+
+
+def _ends_with(name: str, ends: Sequence[str]) -> bool:
+    return any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies on the host of what is trained."""
+    return {name: p.detach().cpu().clone() for name, p in trained(model).items()}
+
+
+def restore(model: nn.Module, saved: dict[str, Tensor]) -> None:
+    """Write back what `values` returned.
+
+    Raises
+    ------
+    SettingsError
+        It is of another model.
+    """
+    parameters = trained(model)
+    if parameters.keys() != saved.keys():
+        raise SettingsError("the checkpoint is of another model: its adapters have other names")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])

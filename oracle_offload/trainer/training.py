@@ -1,0 +1,244 @@
+"""The loop: it ties the recipes together, over a managed model or a resident one."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import IdleAlarm, MetricsFile, attach, phase
+from ..devices import parse_device
+from ..recipes.accumulation import backward_weighted, evaluate
+from ..recipes.attention import AttentionBackends
+from ..recipes.checkpointing import set_checkpointing
+from ..recipes.lengths import LengthBuckets
+from ..recipes.mixed_precision import MixedPrecision
+from ..recipes.optimizers import make_optimizer, state_bytes
+from . import checkpoint, lora
+from .settings import Settings
+from .tasks import Piece, Task, load_task
+
+SCHEMA = "oracle_offload/train-lora/1"
+_IDLE_STEPS = 20
+
+
+def train(settings: Settings, say: Callable[[str], object]) -> dict[str, Any]:
+    """Train, and return what came of it; it is in ``result.json`` of the output folder, too.
+
+    Parameters
+    ----------
+    settings : Settings
+        What to do.
+    say : callable
+        Told what a user should see, line by line.
+
+    Raises
+    ------
+    SettingsError
+        The model or the data does not fit the settings.
+    """
+    device = parse_device(settings.device)
+    folder = Path(settings.output)
+    (folder / "previews").mkdir(parents=True, exist_ok=True)
+    state = checkpoint.load(folder, settings) if settings.resume else None
+    task = load_task(settings)
+    for note in task.notes:
+        say(f"note: {note}")
+    if state is not None:
+        lora.restore(task.model, state["adapter"])
+    checkpointed = settings.gradient_checkpointing and set_checkpointing(task.model)
+    if settings.gradient_checkpointing and not checkpointed:
+        say("note: the model has no gradient checkpointing")
+    manager = None
+    if settings.resident:
+        task.model.to(device)
+    else:
+        manager = attach(
+            task.model,
+            device,
+            offload_percent=settings.offload_percent,
+            vram_budget=settings.vram_budget or None,
+            ram_budget=settings.ram_budget or None,
+            order_file=folder,
+        )
+        say(f"attached: {manager!r}")
+    try:
+        result = _Loop(settings, task, device, state, say).run()
+        if manager is not None:
+            counters = manager.state.engine.stats()
+            result |= {
+                "managed_layers": len(manager.layers),
+                "managed_bytes": manager.attachment.weight_bytes,
+                "arena_bytes": manager.attachment.arena.capacity_bytes,
+                "h2d_bytes": counters["h2d_bytes"],
+                "d2h_bytes": counters["d2h_bytes"],
+            }
+    finally:
+        if manager is not None:
+            manager.detach()
+    result["gradient_checkpointing"] = checkpointed
+    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+class _Loop:
+    def __init__(
+        self,
+        settings: Settings,
+        task: Task,
+        device: torch.device,
+        state: dict[str, Any] | None,
+        say: Callable[[str], object],
+    ) -> None:
+        self._settings, self._task, self._device, self._say = settings, task, device, say
+        self._folder = Path(settings.output)
+        self._parameters = list(lora.trained(task.model).values())
+        self._made = make_optimizer(
+            settings.optimizer_name, self._parameters, settings.learning_rate
+        )
+        if self._made.why:
+            say(f"note: {self._made.why}")
+        self._amp = MixedPrecision(device, settings.amp)
+        self._step = 0
+        if state is not None:
+            self._step = int(state["step"])
+            self._made.optimizer.load_state_dict(state["optimizer"])
+            self._amp.load_state_dict(state["scaler"])
+            say(f"resumed after step {self._step}")
+        self._buckets = LengthBuckets(
+            task.lengths, settings.batch_size, settings.seed, settings.bucket_pool
+        )
+        self._attention = AttentionBackends()
+        self._eval_loss: float | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Train until the steps or the time are over."""
+        settings = self._settings
+        begin, begun_at = time.monotonic(), self._step
+        losses: list[float] = []
+        alarm = IdleAlarm(self._task.model, steps=_IDLE_STEPS, scaler=self._amp.scaler)
+        with MetricsFile(settings.log_path, device=self._device) as metrics:
+            while self._step < settings.steps:
+                if time.monotonic() - begin >= settings.duration_s:
+                    self._say(f"the time is over: {settings.duration}")
+                    break
+                loss, terms = self._one_step()
+                alarm.step()
+                losses.append(loss)
+                due = settings.eval_every and self._step % settings.eval_every == 0
+                known: dict[str, Any] = {"lr": settings.learning_rate, "length": terms}
+                if settings.eval_file and (due or self._step == settings.steps):
+                    known["eval_loss"] = self._eval_loss = self._evaluate()
+                metrics.log(self._step, loss=loss, **known)
+                self._tell(loss, known)
+                if settings.preview_every and self._step % settings.preview_every == 0:
+                    self._preview()
+                if settings.save_every and self._step % settings.save_every == 0:
+                    self._save()
+        self._save()
+        seconds = time.monotonic() - begin
+        done = self._step - begun_at
+        return {
+            "schema": SCHEMA,
+            "steps": self._step,
+            "steps_now": done,
+            "seconds_per_step": seconds / done if done else None,
+            "loss_first": losses[0] if losses else None,
+            "loss_last": losses[-1] if losses else None,
+            "eval_loss": self._eval_loss,
+            "adapter": str(self._task.save(self._folder)),
+            "optimizer": self._made.name,
+            "optimizer_note": self._made.why,
+            "optimizer_bytes": state_bytes(self._made.optimizer),
+            "amp": None if self._amp.dtype is None else str(self._amp.dtype).removeprefix("torch."),
+            "skipped_steps": self._amp.skipped,
+            "attention": str(self._attention),
+            "padding": self._buckets.padding(),
+            "idle": sorted(alarm.idle),
+            "notes": self._task.notes,
+        }
+
+    def _one_step(self) -> tuple[float, int]:
+        """Train one step; the loss and the terms that it is the mean of."""
+        # Every step begins with a seed of its own: a resumed run needs no generator's state.
+        torch.manual_seed(self._settings.seed * 1_000_003 + self._step)
+        pieces = [
+            piece
+            for indices in self._indices()
+            for piece in self._task.pieces(indices, self._device, False)
+        ]
+        loss = backward_weighted(pieces, self._loss, lambda piece: piece.terms, self._amp.backward)
+        norm = self._settings.max_grad_norm or None
+        self._amp.step(self._made.optimizer, self._parameters, norm)
+        self._made.optimizer.zero_grad(set_to_none=True)
+        self._step += 1
+        return loss, sum(piece.terms for piece in pieces)
+
+    def _indices(self) -> Iterator[list[int]]:
+        """Yield the batches of the step: which they are follows from its number alone."""
+        many = self._settings.gradient_accumulation_steps
+        per_epoch = len(self._buckets)
+        for number in range(self._step * many, (self._step + 1) * many):
+            epoch, at = divmod(number, per_epoch)
+            yield self._buckets.batches(epoch)[at]
+
+    def _loss(self, piece: Piece) -> torch.Tensor:
+        with self._amp.autocast():
+            if self._attention.counts:
+                return piece.loss_sum()
+            with self._attention:
+                loss = piece.loss_sum()
+        if not self._attention.counts:
+            self._attention.counts["not called"] = 0
+        return loss
+
+    def _evaluate(self) -> float:
+        torch.manual_seed(self._settings.seed)
+        size = self._settings.batch_size
+        count = len(self._task.eval_lengths)
+        pieces = [
+            piece
+            for begin in range(0, count, size)
+            for piece in self._task.pieces(
+                range(begin, min(begin + size, count)), self._device, True
+            )
+        ]
+
+        def compute(piece: Piece) -> tuple[torch.Tensor, int, None]:
+            with self._amp.autocast():
+                return piece.loss_sum(), piece.terms, None
+
+        with phase("evaluation"):
+            return evaluate(self._task.model, pieces, compute).loss
+
+    def _preview(self) -> None:
+        model = self._task.model
+        model.eval()
+        try:
+            with phase("sampling"), torch.no_grad(), self._amp.autocast():
+                path = self._task.preview(self._folder / "previews", self._step, self._device)
+        finally:
+            model.train()
+        self._say(f"preview: {path}")
+
+    def _save(self) -> None:
+        state = {
+            "step": self._step,
+            "adapter": lora.values(self._task.model),
+            "optimizer": self._made.optimizer.state_dict(),
+            "scaler": self._amp.state_dict(),
+        }
+        checkpoint.save(self._folder, state, self._settings)
+
+    def _tell(self, loss: float, known: dict[str, Any]) -> None:
+        line = f"step {self._step}/{self._settings.steps}  loss {loss:.4f}"
+        if "eval_loss" in known:
+            line += f"  eval loss {known['eval_loss']:.4f}"
+        self._say(line)
+        if self._amp.hint:
+            self._say(f"note: {self._amp.hint}")
+            self._amp.hint = ""

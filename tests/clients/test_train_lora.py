@@ -1,0 +1,377 @@
+"""`oracle-offload train-lora`, end to end on tiny random models of both libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import oracle_offload
+from oracle_offload import cli
+from oracle_offload.recipes import mixed_precision
+from oracle_offload.trainer import checkpoint
+from oracle_offload.trainer import language as language_module
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [f"the number {n} " * (n % 4 + 1) for n in range(8)]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """The folder of a language model without a tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return file
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A folder of images, one of them with a caption."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("pictures")
+    for number in range(3):
+        Image.new("RGB", (40, 32), (80 * number, 30, 200)).save(folder / f"{number}.png")
+    (folder / "1.txt").write_text("green")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stable_diffusion(tmp_path_factory):
+    """The folder of a pipeline with a VAE, a text encoder and a UNet with attention."""
+    from diffusers import (
+        AutoencoderKL,
+        DDIMScheduler,
+        StableDiffusionPipeline,
+        UNet2DConditionModel,
+    )
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    folder = tmp_path_factory.mktemp("pipeline")
+    words = folder / "words"
+    words.mkdir()
+    letters = [chr(code) for code in range(97, 123)]
+    vocabulary = ["<|startoftext|>", "<|endoftext|>", *letters, *[f"{a}</w>" for a in letters]]
+    (words / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(vocabulary)}))
+    (words / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = CLIPTokenizer(str(words / "vocab.json"), str(words / "merges.txt"))
+    torch.manual_seed(0)
+    encoder = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=32,
+            intermediate_size=37,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            max_position_embeddings=16,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+    )
+    unet = UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(64, 128),
+        layers_per_block=1,
+        in_channels=4,
+        out_channels=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=32,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    )
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=4,
+    )
+    scheduler = DDIMScheduler(num_train_timesteps=20, clip_sample=False)
+    pipeline = StableDiffusionPipeline(
+        vae, encoder, tokenizer, unet, scheduler, None, None, requires_safety_checker=False
+    )
+    pipeline.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def run(capsys, folder, *flags, code=0):
+    """Run the command in this process; return its result and what it said."""
+    told = [str(flag) for flag in flags]
+    assert cli.main(["train-lora", "--device", "cpu", "--output", str(folder), *told]) == code
+    said = capsys.readouterr()
+    return (json.loads(said.out) if code == 0 else None), said.err
+
+
+def adapters(result):
+    return load_file(result["adapter"])
+
+
+def assert_same_adapters(one, other):
+    one, other = adapters(one), adapters(other)
+    assert one.keys() == other.keys() and one
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+    assert any(value.abs().max() > 0 for name, value in one.items() if "lora_B" in name)
+
+
+def losses(folder):
+    runs = oracle_offload.read_metrics(folder / "metrics.jsonl")
+    return [pair for run in runs for pair in run.series("loss")]
+
+
+# ---- language ----
+
+LANGUAGE = (
+    "--batch-size", 2, "--gradient-accumulation-steps", 2, "--learning-rate", 1e-2, "--rank", 4,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("--no-amp", "--no-gradient-checkpointing", "--optimizer", "adafactor"),
+        ("--chunk-size", 16, "--use-8bit-optimizer", "--vram-budget", "auto"),
+    ],
+    ids=["default", "plain", "chunks"],
+)
+def test_a_language_model_learns_the_same_managed_and_resident(
+    capsys, tmp_path, llama, texts, more
+):
+    flags = ["--model", llama, "--dataset-file", texts, "--steps", 3, *LANGUAGE, *more]
+    managed, _ = run(capsys, tmp_path / "managed", *flags)
+    resident, _ = run(capsys, tmp_path / "resident", *flags, "--resident")
+    assert_same_adapters(managed, resident)
+    assert losses(tmp_path / "managed") == losses(tmp_path / "resident")
+    assert len(losses(tmp_path / "managed")) == 3
+    assert managed["managed_layers"] >= 14 and managed["h2d_bytes"] > managed["managed_bytes"] > 0
+    assert "managed_layers" not in resident
+    assert managed["steps"] == managed["steps_now"] == 3 and managed["idle"] == []
+    assert managed["gradient_checkpointing"] is ("--no-gradient-checkpointing" not in more)
+    assert managed["amp"] == (None if "--no-amp" in more else "bfloat16")
+    assert managed["optimizer"] in ("adamw", "adafactor", "adamw8bit")
+    assert managed["optimizer_bytes"] > 0 and "scaled_dot_product" in managed["attention"]
+    assert json.loads((tmp_path / "managed" / "result.json").read_text()) == managed
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["bfloat16", "float16"])
+def test_a_resumed_run_is_the_uninterrupted_one(capsys, tmp_path, llama, texts, monkeypatch, half):
+    if half:
+        monkeypatch.setattr(mixed_precision, "best_dtype", lambda device: torch.float16)
+    flags = ["--model", llama, "--dataset-file", texts, *LANGUAGE, "--save-every", 1]
+    whole, _ = run(capsys, tmp_path / "whole", *flags, "--steps", 4)
+    assert whole["amp"] == ("float16" if half else "bfloat16")
+    part, _ = run(capsys, tmp_path / "parts", *flags, "--steps", 2)
+    assert part["steps"] == 2
+    halfway = adapters(part)
+    rest, said = run(capsys, tmp_path / "parts", *flags, "--steps", 4, "--resume")
+    assert "resumed after step 2" in said and rest["steps_now"] == 2
+    assert rest["managed_layers"] > 0 and rest["h2d_bytes"] > 0
+    assert_same_adapters(rest, whole)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert any(not torch.equal(value, halfway[name]) for name, value in adapters(rest).items())
+
+
+def test_a_save_that_fails_leaves_the_state_before(capsys, tmp_path, llama, texts, monkeypatch):
+    flags = ["--model", llama, "--dataset-file", texts, *LANGUAGE, "--steps", 1]
+    run(capsys, tmp_path, *flags)
+    before = (tmp_path / "state.pt").read_bytes()
+
+    def full(descriptor):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    _, said = run(capsys, tmp_path, *flags[:-1], 2, "--resume", code=1)
+    assert "No space left on device" in said
+    assert (tmp_path / "state.pt").read_bytes() == before
+
+
+def test_what_cannot_be_resumed_is_refused(capsys, tmp_path, llama, texts):
+    flags = ["--model", llama, "--dataset-file", texts, "--steps", 1, "--resume"]
+    _, said = run(capsys, tmp_path, *flags, code=2)
+    assert "there is nothing to resume: " in said
+    run(capsys, tmp_path, *flags[:-1])
+    _, said = run(capsys, tmp_path, *flags, "--rank", 2, "--seed", 3, code=2)
+    assert "of another training: seed was 0, is 3; rank was 8, is 2" in said
+    torch.save({"schema": "another"}, tmp_path / "state.pt")
+    _, said = run(capsys, tmp_path, *flags, code=2)
+    assert "is of another, not of oracle_offload/train-lora-state/1" in said
+
+
+def test_evaluation_previews_and_the_adapters_for_peft(capsys, tmp_path, llama, texts):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    result, said = run(
+        capsys, tmp_path, "--model", llama, "--dataset-file", texts, "--eval-file", texts,
+        "--steps", 2, "--eval-every", 1, "--preview-every", 2, "--preview-prompt", "the",
+        "--preview-length", 4, "--no-amp", "--batch-size", 8, "--target-modules", "q_proj,v_proj",
+    )  # fmt: skip
+    assert said.count("eval loss") == 2
+    (preview,) = (tmp_path / "previews").iterdir()
+    assert preview.name == "step-000002.txt" and preview.read_text("utf-8").startswith("the")
+    assert len(adapters(result)) == 2 * 2 * 2
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), tmp_path)
+    total = terms = 0.0
+    for text in TEXTS:
+        ids = torch.tensor([list(text.encode())])
+        total += model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+        terms += ids.shape[1] - 1
+    assert total / terms == pytest.approx(result["eval_loss"], rel=1e-5)
+    runs = oracle_offload.read_metrics(tmp_path / "metrics.jsonl")
+    assert runs[0].series("eval_loss")[-1] == (2, result["eval_loss"])
+    assert {"late", "h2d_bytes"} & set(runs[0].records[0]) and runs[0].records[0]["length"] > 0
+
+
+def test_it_says_what_changes_the_training(capsys, tmp_path, llama, texts, monkeypatch):
+    flags = ["--model", llama, "--dataset-file", texts, "--steps", 1]
+    result, said = run(capsys, tmp_path, *flags, "--chunk-size", 8, "--window-size", 4)
+    assert "note: context truncated: " in said and "each byte is a token" in said
+    assert any("truncated" in note for note in result["notes"])
+    clock = iter(range(0, 1000, 7))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
+    result, said = run(
+        capsys, tmp_path / "short", "--model", llama, "--dataset-file", texts,
+        "--steps", 1000, "--duration", "60s",
+    )  # fmt: skip
+    assert "the time is over: 60s" in said and 0 < result["steps"] < 20
+
+
+def test_models_and_data_that_do_not_fit_are_refused(
+    capsys, tmp_path, llama, texts, stable_diffusion, pictures, monkeypatch
+):
+    wrong = ["--dataset-file", texts, "--steps", 1]
+    _, said = run(capsys, tmp_path, "--model", tmp_path, *wrong, code=2)
+    assert "is neither the folder of a transformers model" in said
+    _, said = run(capsys, tmp_path, "--model", "no/such-model", *wrong, code=2)
+    assert "nor in the local hub cache" in said
+    _, said = run(capsys, tmp_path, "--model", "no such model", *wrong, code=2)
+    assert "nor in the local hub cache" in said
+    _, said = run(capsys, tmp_path, "--model", llama, *wrong, "--target-modules", "x_proj", code=2)
+    assert "no linear layer has such a name" in said
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"text": "a"}\n')
+    _, said = run(capsys, tmp_path, "--model", llama, "--dataset-file", empty, code=2)
+    assert "no text has two tokens" in said
+    diffusion = ["--model", stable_diffusion, "--dataset-file", pictures]
+    _, said = run(capsys, tmp_path, *diffusion, "--chunk-size", 4, code=2)
+    assert "chunk_size=4 is for texts, not for images" in said
+    _, said = run(capsys, tmp_path, *diffusion, "--resolution", 31, code=2)
+    assert "resolution=31 is no multiple of 2" in said
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "a.png").write_text("no image")
+    _, said = run(capsys, tmp_path, *diffusion[:2], "--dataset-file", broken, code=2)
+    assert "a.png cannot be read" in said
+
+
+def test_a_model_of_few_tokens_needs_its_tokenizer(capsys, tmp_path, texts):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    flags = ["--model", tmp_path / "model", "--dataset-file", texts]
+    _, said = run(capsys, tmp_path, *flags, code=2)
+    assert "100 tokens are too few for bytes" in said
+    assert language_module.Bytes().decode([104, 105, 999, 255]) == "hi\ufffd"
+
+
+# ---- images ----
+
+
+def test_a_diffusion_model_learns_the_same_managed_and_resident(
+    capsys, tmp_path, stable_diffusion, pictures
+):
+    from diffusers import StableDiffusionPipeline
+
+    flags = [
+        "--model", stable_diffusion, "--dataset-file", pictures, "--steps", 3, "--batch-size", 2,
+        "--eval-file", pictures, "--learning-rate", 1e-2, "--preview-every", 3,
+        "--preview-prompt", "green", "--preview-length", 2,
+    ]  # fmt: skip
+    managed, _ = run(capsys, tmp_path / "managed", *flags)
+    resident, _ = run(capsys, tmp_path / "resident", *flags, "--resident")
+    assert_same_adapters(managed, resident)
+    assert losses(tmp_path / "managed") == losses(tmp_path / "resident")
+    assert managed["eval_loss"] == resident["eval_loss"]
+    assert managed["managed_layers"] > 20 and managed["h2d_bytes"] > managed["managed_bytes"]
+    previews = [
+        tmp_path / kind / "previews" / "step-000003.png" for kind in ("managed", "resident")
+    ]
+    assert previews[0].read_bytes() == previews[1].read_bytes()
+    pipeline = StableDiffusionPipeline.from_pretrained(stable_diffusion)
+    before = {name for name, _ in pipeline.unet.named_parameters()}
+    pipeline.load_lora_weights(tmp_path / "managed")
+    loaded = {n: p for n, p in pipeline.unet.named_parameters() if n not in before and "lora" in n}
+    expected = adapters(managed)
+    assert len(loaded) == len(expected)
+    for name, parameter in loaded.items():
+        key = "unet." + name.replace(".default_0.", ".")
+        assert torch.equal(parameter, expected[key]), name
+
+
+def test_plain_ddpm_learns_without_captions(capsys, tmp_path, pictures):
+    from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+
+    unet = UNet2DModel(
+        sample_size=8, in_channels=3, out_channels=3, block_out_channels=(64, 64),
+        layers_per_block=1, norm_num_groups=8, attention_head_dim=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    scheduler = DDPMScheduler(num_train_timesteps=10, prediction_type="v_prediction")
+    DDPMPipeline(unet, scheduler).save_pretrained(tmp_path / "model")
+    result, _ = run(
+        capsys, tmp_path / "run", "--model", tmp_path / "model", "--dataset-file", pictures,
+        "--steps", 2, "--preview-every", 2, "--preview-prompt", "-", "--preview-length", 2,
+    )  # fmt: skip
+    assert result["managed_layers"] > 5 and result["h2d_bytes"] > 0
+    assert (tmp_path / "run" / "previews" / "step-000002.png").exists()
+
+
+# ---- the command itself ----
+
+
+def test_the_command_by_a_file_and_its_metrics(tmp_path, llama, texts):
+    config = tmp_path / "run.yaml"
+    lines = (f"model: {llama}", f"dataset-file: {texts}", "steps: 2", "device: cpu")
+    config.write_text("\n".join([*lines, f"output: {tmp_path / 'run'}"]))
+    command = [sys.executable, "-m", "oracle_offload"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "train-lora", "--config", str(config)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["managed_layers"] > 0 and result["h2d_bytes"] > 0
+    assert "step 2/2  loss " in done.stderr and "attached: MemoryManager(" in done.stderr
+    assert cli.main(["report", str(tmp_path / "run" / "metrics.jsonl")]) == 0

@@ -1,0 +1,178 @@
+"""Settings of `train-lora`: flags, YAML, and what makes no sense; and the samples of its data."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("yaml")
+
+from oracle_offload import cli
+from oracle_offload.trainer.data import Sample, read_samples
+from oracle_offload.trainer.settings import Settings, SettingsError, add_arguments, settings_of
+
+LEAST = ["--model", "m", "--dataset-file", "d"]
+
+
+def parsed(*flags, least=True):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return settings_of(parser.parse_args([*(LEAST if least else []), *flags]))
+
+
+def test_every_setting_is_a_flag_and_help_tells_all(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train-lora", "--help"])
+    told = capsys.readouterr().out
+    for one in dataclasses.fields(Settings):
+        assert f"--{one.name.replace('_', '-')}" in told
+        if isinstance(one.default, bool):
+            assert f"--no-{one.name.replace('_', '-')}" in told
+    assert "steps between checkpoints; 0: only at the end" in " ".join(told.split())
+    assert "(default: 0.0001)" in told and "(default: yes)" in told and "(default: no)" in told
+
+
+def test_the_defaults_and_what_follows_from_them():
+    settings = parsed()
+    assert settings == Settings(model="m", dataset_file="d")
+    assert settings.duration_s == math.inf
+    assert str(settings.log_path) == "lora-run/metrics.jsonl"
+    assert str(parsed("--log-file", "a/b.jsonl").log_path) == "a/b.jsonl"
+    assert settings.optimizer_name == "adamw"
+    assert parsed("--use-8bit-optimizer").optimizer_name == "adamw8bit"
+    assert parsed("--no-amp", "--no-gradient-checkpointing").amp is False
+    assert [parsed("--duration", text).duration_s for text in ("90s", "30m", "2h", "7")] == [
+        90, 1800, 7200, 7,
+    ]  # fmt: skip
+
+
+def test_a_flag_wins_over_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: other\ndataset-file: there\nsteps: 7\nlearning_rate: 1e-3\namp: false\n"
+    )
+    settings = parsed("--config", str(file), "--steps", "9", least=False)
+    assert settings == Settings(
+        model="other", dataset_file="there", steps=9, learning_rate=1e-3, amp=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("stepps: 7", "'stepps' is no setting; --help lists them"),
+        ("steps: many", "steps: 'many' is no int"),
+        ("amp: 1", "amp: 1 is neither true nor false"),
+        ("- steps", "holds no settings"),
+        ("a: [", "is no YAML"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(tmp_path, text, told):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=told):
+        parsed("--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--model", ""], "--model is missing"),
+        (["--dataset-file", ""], "--dataset-file is missing"),
+        (["--steps", "0"], "steps=0 must be at least 1"),
+        (["--rank", "0"], "rank=0 must be at least 1"),
+        (["--batch-size", "-1"], "batch_size=-1 must be at least 1"),
+        (["--gradient-accumulation-steps", "0"], "gradient_accumulation_steps=0 must"),
+        (["--max-length", "1"], "max_length=1 must be at least 2"),
+        (["--save-every", "-1"], "save_every=-1 must be at least 0"),
+        (["--eval-every", "-1"], "eval_every=-1 must be at least 0"),
+        (["--preview-every", "-1"], "preview_every=-1 must be at least 0"),
+        (["--preview-length", "0"], "preview_length=0 must be at least 1"),
+        (["--bucket-pool", "-1"], "bucket_pool=-1 must be at least 0"),
+        (["--chunk-size", "-1"], "chunk_size=-1 must be at least 0"),
+        (["--window-size", "-2"], "window_size=-2 must be at least -1"),
+        (["--resolution", "-1"], "resolution=-1 must be at least 0"),
+        (["--learning-rate", "0"], "learning_rate=0.0 must be above 0"),
+        (["--alpha", "-1"], "alpha=-1.0 must be above 0"),
+        (["--optimizer", "sgd"], "optimizer='sgd': there are adamw, "),
+        (["--optimizer", "adafactor", "--use-8bit-optimizer"], "name two optimizers"),
+        (["--window-size", "4"], "window_size=4 needs a chunk_size"),
+        (["--preview-every", "4"], "preview_every needs a preview_prompt"),
+        (["--duration", "soon"], "duration='soon' is no time"),
+        (["--duration=-1s"], "duration='-1s' is no time"),
+        (["--duration", "s"], "duration='s' is no time"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused(flags, told):
+    with pytest.raises(SettingsError, match=told):
+        parsed(*flags)
+
+
+def test_it_is_one_line_and_exit_code_2(capsys):
+    assert cli.main(["train-lora", *LEAST, "--steps", "0"]) == cli.EXIT_USAGE
+    assert capsys.readouterr().err == "train-lora: steps=0 must be at least 1\n"
+    assert cli.main(["train-lora", "--config", "/nowhere/at/all"]) == cli.EXIT_USAGE
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_the_file_of_the_page_is_one(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "train-lora.md").read_text("utf-8")
+    text = page.split("```yaml\n")[1].split("```")[0]
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    settings = parsed("--config", str(file), least=False)
+    assert settings.gradient_accumulation_steps == 4 and settings.vram_budget == "auto"
+
+
+def test_what_a_resumed_training_must_share():
+    deciding = Settings().deciding()
+    assert {"model", "seed", "rank", "batch_size", "optimizer", "amp", "chunk_size"} <= set(
+        deciding
+    )
+    assert not {"steps", "output", "device", "vram_budget", "gradient_checkpointing"} & set(
+        deciding
+    )
+
+
+def test_samples_of_lines_and_of_folders(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "one", "image": "a.png"}\n\n{"text": "two", "image": "b/c.png"}\n')
+    assert read_samples(str(file), False) == [Sample("one"), Sample("two")]
+    assert read_samples(str(file), True) == [
+        Sample("one", tmp_path / "a.png"),
+        Sample("two", tmp_path / "b" / "c.png"),
+    ]
+    for name, text in (("b.txt", "B"), ("a.png", ""), ("b.JPG", ""), ("c.txt", "C")):
+        (tmp_path / name).write_text(text)
+    assert read_samples(str(tmp_path), False) == [Sample("B"), Sample("C")]
+    assert read_samples(str(tmp_path), True) == [
+        Sample("", tmp_path / "a.png"),
+        Sample("B", tmp_path / "b.JPG"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "images", "told"),
+    [
+        ("{", False, "line 1: not JSON"),
+        ('{"text": "a"}\n[1]', False, 'line 2: it is not like {"text"'),
+        ('{"text": 1}', False, 'line 1: it is not like {"text"'),
+        ('{"text": "a"}', True, 'line 1: it is not like {"image"'),
+        ("\n", False, r"holds no texts \(.txt\)"),
+        ("\n", True, r"holds no images \(.png"),
+    ],
+)
+def test_data_that_is_none_is_refused(tmp_path, text, images, told):
+    file = tmp_path / "data.jsonl"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=told):
+        read_samples(str(file), images)
+
+
+def test_data_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(SettingsError, match="is neither a folder nor a file"):
+        read_samples(str(tmp_path / "nothing"), False)
