@@ -19,8 +19,9 @@ from ..recipes.lengths import LengthBuckets
 from ..recipes.mixed_precision import MixedPrecision
 from ..recipes.optimizers import make_optimizer, state_bytes
 from . import checkpoint, lora
+from .load import load_task
 from .settings import Settings
-from .tasks import Piece, Task, load_task
+from .tasks import Piece, Task
 
 SCHEMA = "oracle_offload/train-lora/1"
 _IDLE_STEPS = 20
