@@ -32,6 +32,7 @@ _PUBLIC = {
     "Recorder": "recorder",
     "Recording": "views.recording",
     "StaleWeightsError": "errors",
+    "accumulate": "micro_batches.accumulate",
     "attach": "manager",
     "build_info": "build_record",
     "configure_allocator": "doctor.allocator",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from .metrics import MetricsFile as MetricsFile
     from .metrics import MetricsRun as MetricsRun
     from .metrics import read_metrics as read_metrics
+    from .micro_batches.accumulate import accumulate as accumulate
     from .planning import Plan as Plan
     from .planning import plan as plan
     from .recorder import Recorder as Recorder

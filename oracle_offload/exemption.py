@@ -16,12 +16,23 @@ _STEP_FILE = torch_optimizer.Optimizer.profile_hook_step.__code__.co_filename  #
 @contextmanager
 def exempt() -> Iterator[None]:
     """Let operators of this thread touch masters: what an optimizer step may do."""
-    depth = getattr(_exempt, "depth", 0)
-    _exempt.depth = depth + 1
+    before = depth()
+    set_depth(before + 1)
     try:
         yield
     finally:
-        _exempt.depth = depth
+        set_depth(before)
+
+
+def depth() -> int:
+    """Return how many `exempt` blocks this thread is in."""
+    found: int = getattr(_exempt, "depth", 0)
+    return found
+
+
+def set_depth(value: int) -> None:
+    """Say so: another micro-batch goes on in this thread."""
+    _exempt.depth = value
 
 
 def is_exempt() -> bool:
@@ -29,7 +40,7 @@ def is_exempt() -> bool:
 
     An optimizer step is told by its frame: torch's hooks do not say when a step has failed.
     """
-    if getattr(_exempt, "depth", 0):
+    if depth():
         return True
     frame = sys._getframe(1)
     while frame.f_back is not None:

@@ -43,6 +43,16 @@ def _untraced_alone(function: _Function) -> _Function:
     return cast("_Function", torch.compiler.disable(function, recursive=False))
 
 
+def is_watched() -> bool:
+    """Whether this thread is inside a forward that is watched."""
+    return getattr(_thread, "watched", False)
+
+
+def set_watched(watched: bool) -> None:
+    """Say so: such a forward begins or ends, or another micro-batch goes on in this thread."""
+    _thread.watched = watched
+
+
 class FirstForward:
     """Watches the forwards of one attached model until one of them has ended well.
 
@@ -135,7 +145,7 @@ class FirstForward:
     def watch(self, module: nn.Module, inputs: Any) -> tuple[Watch | None, int | None]:
         """Return the watch that a forward is due, if any, and what `has_passed` is told of it."""
         root = self._structure.module
-        if root is None or getattr(_thread, "inside", False):
+        if root is None or is_watched():
             return None, None
         self._structure.settle()
         if _graph_task() == -1:  # no checkpoint recomputes
@@ -231,12 +241,12 @@ class _Entry:
         watch, code = self._first_forward.watch(module, (args, kwargs))
         if watch is None:
             return call(*args, **kwargs)
-        _thread.inside = True
+        set_watched(True)
         try:
             with watch, self._first_forward.direct_uses(watch):
                 result = call(*args, **kwargs)
         finally:
-            _thread.inside = False
+            set_watched(False)
         self._first_forward.has_passed(code)
         return result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, Protocol
 
@@ -26,6 +26,8 @@ _attached: weakref.WeakSet[Structure] = weakref.WeakSet()
 _registration_hooks: list[Any] = []
 _settle_hooks: list[Any] = []
 _CALL = nn.Module._call_impl.__code__
+# Each yields the innermost frames of calls that have been set aside: no thread is in them now.
+frames_aside: list[Callable[[], Iterable[FrameType]]] = []
 
 
 class Listener(Protocol):
@@ -147,8 +149,9 @@ class Structure:
 
 
 def _calls_begun() -> Iterator[nn.Module]:
-    """Yield the modules that threads are calling: their forwards may have been looked up."""
-    for frame in sys._current_frames().values():
+    """Yield the modules that are being called: their forwards may have been looked up."""
+    aside = (frame for frames in list(frames_aside) for frame in frames())
+    for frame in (*sys._current_frames().values(), *aside):
         at: FrameType | None = frame
         while at is not None:
             if at.f_code is _CALL:

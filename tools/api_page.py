@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 PAGE = ROOT / "docs" / "api.md"
 # Title, and names: those of the package itself, and what the pages tell users to import.
 GROUPS = (
-    ("Training", "attach MemoryManager memory_summary MemoryReport build_info"),
+    ("Training", "attach accumulate MemoryManager memory_summary MemoryReport build_info"),
     ("Weights from files", "empty_weights"),
     ("Before it is loaded", "plan Plan"),
     (

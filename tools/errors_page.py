@@ -495,6 +495,56 @@ NOTES: dict[str, dict[str, str]] = {
         "must be a multiple of 64": "The demo's transformer has heads of 64.",
         "steps=\u2026 must be": "Ask for one step or more.",
     },
+    "Micro-batches": {
+        "did not call backward; return the loss": (
+            "`accumulate` needs one loss of each micro-batch: returned, or handed over by "
+            "`loss.backward()`."
+        ),
+        "call it where a step of training begins": (
+            "`accumulate` runs forward and backward itself; it is no part of either."
+        ),
+        "the step called backward twice": (
+            "All micro-batches have one backward together, so each has one loss."
+        ),
+        "a backward over all micro-batches cannot take": (
+            "What one loss asks of backward, all would get. Without `accumulate`, in the plain "
+            "loop, it can be asked for."
+        ),
+        "accumulate is already under way in this process": (
+            "While it runs it stands where torch begins a backward. Call it from one thread, and "
+            "not from a step."
+        ),
+        "the step calls backward inside a context that it has entered": (
+            "End the `with` block before `loss.backward()`, as PyTorch advises for autocast."
+        ),
+        "random numbers were drawn in backward": (
+            "`torch.utils.checkpoint` keeps the generator's state as long as nobody passes "
+            "`preserve_rng_state=False`."
+        ),
+        "runs micro-batches in greenlets": (
+            "greenlet is an optional dependency: it lets a forward stop between two blocks."
+        ),
+        "the forward writes to buffer": (
+            "State that one micro-batch leaves to the next (running statistics, power iterations) "
+            "depends on the order of their forwards."
+        ),
+        "its statistics depend on the order of the micro-batches": (
+            "Freeze its statistics with `eval()`, use a norm without them, or leave interleaving."
+        ),
+        "its gradients would be summed in another order": (
+            "A weight that is tied, or used by several calls of the model in one step; or, under "
+            "autocast, a float32 weight whose cast several blocks share. Sums of floating point "
+            "numbers depend on their order."
+        ),
+        "has a gradient before accumulate begins": (
+            "Gradients of an earlier step, or of another `accumulate` in the same one: give all "
+            "micro-batches of a step to one call."
+        ),
+        "has a gradient hook, which would see the sum": (
+            "`Tensor.register_hook` on a weight; hooks on the accumulated gradient "
+            "(`register_post_accumulate_grad_hook`) are called once, with the sum."
+        ),
+    },
 }
 INSIDE = "From inside"
 INSIDE_SAYS = (

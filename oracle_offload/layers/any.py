@@ -219,6 +219,18 @@ class AnyLayer(Borrower):
             state.begin_forward()
         return result
 
+    def pause(self) -> dict[str, Tensor]:
+        """Put the masters back while another micro-batch computes in this thread; see `go_on`."""
+        lent = {name: tensor for name, (tensor, _) in self.parameters.lent.items()}
+        self.parameters.restore()
+        self._turn.__exit__()
+        return lent
+
+    def go_on(self, lent: Mapping[str, Tensor]) -> None:
+        """Let what `pause` returned stand in the masters' places again."""
+        self._turn.__enter__()
+        self.parameters.put(lent)
+
     def _refuse_writes(self, lent: dict[str, Tensor], versions: list[int]) -> None:
         state = self.state
         state.engine.refresh(self.attachment.model)

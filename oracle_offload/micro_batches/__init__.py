@@ -1,0 +1,1 @@
+"""One fetch of each block for several micro-batches."""

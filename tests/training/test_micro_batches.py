@@ -1,0 +1,705 @@
+"""`accumulate`: one fetch of each block for several micro-batches, with the bits of a loop."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import random
+import subprocess
+import sys
+
+import numpy
+import pytest
+import torch
+from equality import assert_models_agree, assert_same, attached, gradients, resident_pair
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import oracle_offload
+from oracle_offload import OffloadError, accumulate
+from oracle_offload.engines import open_states
+from oracle_offload.witness import Witness
+
+pytest.importorskip("greenlet")
+MICRO_BATCHES = 4
+CHECKPOINTS = [None, True, False]  # none, reentrant, non-reentrant
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.lora_a = nn.Linear(WIDTH, 4, bias=False)
+        self.lora_b = nn.Linear(4, WIDTH, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        y = self.dropout(self.down(torch.tanh(self.up(x))))
+        return x + y + self.lora_b(self.lora_a(x))
+
+
+class Net(nn.Module):
+    def __init__(self, reentrant=None, full=False, dropout=0.0, blocks=5):
+        super().__init__()
+        self.reentrant = reentrant
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(full or "lora" in name or "stem" in name)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = (
+                block(x)
+                if self.reentrant is None
+                else checkpoint(block, x, use_reentrant=self.reentrant)
+            )
+        return x
+
+    def adapters(self):
+        return [part for name, part in self.named_modules() if "lora" in name]
+
+
+def net(*, full=False, **options):
+    torch.manual_seed(0)
+    return Net(full=full, **options)
+
+
+@contextlib.contextmanager
+def streamed(model, device, **options):
+    """Attach with an arena of little more than one block."""
+    resident = [] if any(p.requires_grad for p in model.blocks[0].up.parameters()) else None
+    ignored = model.adapters() if resident is None else []
+    with attached(model, device, offload_percent=1.0, ignore_modules=ignored, **options) as manager:
+        yield manager
+
+
+def inputs(device, count=MICRO_BATCHES):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, WIDTH, generator=generator).to(device) for _ in range(count)]
+
+
+def loss_of(model, x, autocast=False):
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+        y = model(x)
+    return y.float().square().mean()
+
+
+def is_managed_model(model):
+    return "_memory_manager" in model.__dict__
+
+
+def is_equal_to_reference(model, device, step, **options):
+    """Compare `accumulate` over a managed model with one stream after the other, resident."""
+    managed, resident = resident_pair(model)
+
+    def both(model):
+        return accumulate(
+            lambda x: step(model, x), inputs(device), interleave=is_managed_model(model)
+        )
+
+    with streamed(managed, device, **options):
+        assert_models_agree(managed, resident, both, steps=3, device=device)
+
+
+def h2d_bytes():
+    return sum(state.engine.stats()["h2d_bytes"] for state in open_states())
+
+
+# ---- bits and bytes ----
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
+@pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["nockpt", "reentrant", "nonreentrant"])
+def test_gradients_have_the_bits_of_the_plain_loop(device, reentrant, full, autocast):
+    managed, resident = resident_pair(net(reentrant=reentrant, full=full))
+
+    def step(model):
+        if is_managed_model(model):
+            return accumulate(lambda x: loss_of(model, x, autocast), inputs(device))
+        losses = []
+        for x in inputs(device):
+            loss = loss_of(model, x, autocast)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    with streamed(managed, device):
+        assert_models_agree(managed, resident, step, device=device)
+
+
+@pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["nockpt", "reentrant", "nonreentrant"])
+def test_a_block_is_fetched_once_for_all_micro_batches(device, reentrant):
+    model = net(reentrant=reentrant)
+    moved = {}
+    with streamed(model, device):
+        for interleave in (False, True):
+            for _ in range(4):  # the order is learned by the third
+                before = h2d_bytes()
+                model.zero_grad()
+                accumulate(lambda x: loss_of(model, x), inputs(device), interleave=interleave)
+                moved[interleave] = h2d_bytes() - before
+    assert moved[True] <= 0.26 * moved[False]
+
+
+@pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["nockpt", "reentrant", "nonreentrant"])
+def test_each_micro_batch_draws_from_its_own_generators(device, reentrant):
+    def step(model, x):
+        noise = torch.randn(3, WIDTH) + random.random() + float(numpy.random.rand())
+        return loss_of(model, x + noise.to(x.device), autocast=True)
+
+    is_equal_to_reference(net(reentrant=reentrant, dropout=0.3), device, step)
+
+
+def test_generators_are_seeded_in_order_and_the_ambient_ones_go_on_alike(device):
+    model, drawn, after = net(), {}, {}
+    with streamed(model, device):
+        for interleave in (True, False):
+            torch.manual_seed(5)
+            random.seed(5)
+            numpy.random.seed(5)
+            model.zero_grad()
+
+            def step(x, drawn=drawn, interleave=interleave):
+                drawn.setdefault(interleave, {})[x.data_ptr()] = torch.rand(()).item()
+                return loss_of(model, x)
+
+            batches = inputs(device)
+            accumulate(step, batches, interleave=interleave)
+            drawn[interleave] = [drawn[interleave][x.data_ptr()] for x in batches]
+            after[interleave] = torch.rand(()).item(), random.random(), numpy.random.rand()
+    torch.manual_seed(5)
+    seeds = torch.randint(2**62, (MICRO_BATCHES,)).tolist()
+    expected = [torch.manual_seed(seed) and torch.rand(()).item() for seed in seeds]
+    assert drawn == {True: expected, False: expected}
+    assert after[True] == after[False]
+
+
+def test_a_step_may_call_backward_itself_and_goes_on_after_that_of_all(device):
+    model, ended = net(), []
+
+    def step(model, x):
+        loss = loss_of(model, x)
+        loss.backward()
+        if is_managed_model(model):
+            ended.append((x[0, 0].item(), model.blocks[0].lora_b.weight.grad is not None))
+            return None
+        return loss
+
+    is_equal_to_reference(model, device, step)
+    assert ended[:MICRO_BATCHES] == [(x[0, 0].item(), True) for x in inputs(device)]
+
+
+def test_a_gradient_scaler_scales_every_loss():
+    def step(model, x):
+        scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+        loss = loss_of(model, x)
+        scaler.scale(loss).backward()
+        return loss
+
+    is_equal_to_reference(net(), "cpu", step)
+    model, _ = resident_pair(net())
+    with streamed(model, "cpu"):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        before = model.blocks[3].lora_b.weight.detach().clone()
+        losses = accumulate(lambda x: scaler.scale(loss_of(model, x)), inputs("cpu"))
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**10 and losses[0] > losses[0] / 2**10
+        assert not torch.equal(model.blocks[3].lora_b.weight, before)
+
+
+def test_one_micro_batch_and_weights_that_all_have_room_run_one_after_another(device):
+    model, calls = net(), []
+
+    def step(x):
+        calls.append("begun")
+        loss_of(model, x).backward()
+        calls.append("ended")
+
+    with streamed(model, device):
+        accumulate(step, inputs(device, 1))
+    with attached(model, device, offload_percent=0.0, ignore_modules=model.adapters()):
+        model.zero_grad()
+        accumulate(step, inputs(device))
+    assert calls == ["begun", "ended"] * (1 + MICRO_BATCHES)
+    assert accumulate(step, []) == []
+
+
+def test_without_a_managed_model_it_is_the_loop():
+    model = net()
+    losses = accumulate(lambda x: loss_of(model, x), inputs("cpu"))
+    found = gradients(model)
+    assert len(losses) == MICRO_BATCHES and not any(loss.requires_grad for loss in losses)
+    model.zero_grad()
+    for x in inputs("cpu"):
+        loss_of(model, x).backward()
+    assert_same(found, gradients(model))
+
+
+def test_several_models_take_turns_together(device):
+    torch.manual_seed(0)
+    pair = nn.ModuleList([net(), net(reentrant=False)])
+    managed, resident = resident_pair(pair)
+
+    def both(models):
+        return accumulate(
+            lambda x: loss_of(models[1], models[0](x)),
+            inputs(device),
+            interleave=is_managed_model(models[0]),
+        )
+
+    with streamed(managed[0], device), streamed(managed[1], device):
+        managed.__dict__["_memory_manager"] = None
+        assert_models_agree(managed, resident, both, steps=3, device=device)
+        moved = {}
+        for interleave in (False, True):
+            for _ in range(4):
+                managed.zero_grad()
+                before = h2d_bytes()
+                accumulate(
+                    lambda x: loss_of(managed[1], managed[0](x)),
+                    inputs(device),
+                    interleave=interleave,
+                )
+                moved[interleave] = h2d_bytes() - before
+    assert moved[True] <= 0.3 * moved[False]
+
+
+# ---- what is each micro-batch's own ----
+
+
+def test_contexts_that_a_step_enters_are_its_own(device):
+    """A mode, saved-tensor hooks, autocast, no_grad: none is seen by another micro-batch."""
+    seen = {}
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __init__(self, index):
+            super().__init__()
+            self.index = index
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.setdefault(self.index, []).append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def step(model, x):
+        index = int(x[0, 0].item() * 1e6)
+        packed = []
+
+        def pack(tensor):
+            packed.append(index)
+            return tensor
+
+        even = index % 2 == 0
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
+            stack.enter_context(torch.set_grad_enabled(True))
+            if even:
+                stack.enter_context(Mode((index, is_managed_model(model))))
+            stack.enter_context(torch.autocast(x.device.type, torch.bfloat16, enabled=even))
+            y = model(x)
+            assert torch.is_autocast_enabled(x.device.type) is even
+        with torch.no_grad():
+            model(x)
+            assert not torch.is_grad_enabled()
+        assert set(packed) == {index}
+        return y.float().square().mean()
+
+    is_equal_to_reference(net(reentrant=False), device, step)
+    for (index, is_managed), operators in seen.items():
+        other = seen[index, not is_managed]
+        assert operators.count("aten.tanh.default") == other.count("aten.tanh.default") > 0
+
+
+def test_context_variables_and_attention_kernels_are_its_own():
+    import contextvars
+
+    variable = contextvars.ContextVar("variable", default=None)
+    variable.set("ambient")
+    model, found = net(), []
+
+    def step(x):
+        assert variable.get() == "ambient" and torch.backends.cuda.flash_sdp_enabled()
+        variable.set(x)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            loss = loss_of(model, x)
+            found.append(variable.get() is x and not torch.backends.cuda.flash_sdp_enabled())
+        found.append(torch.backends.cuda.flash_sdp_enabled())
+        return loss
+
+    with streamed(model, "cpu"):
+        accumulate(step, inputs("cpu"))
+    assert found == [True, True] * MICRO_BATCHES and variable.get() == "ambient"
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_phases_are_its_own():
+    model = net()
+
+    def step(x):
+        with oracle_offload.phase("sampling"), torch.no_grad():
+            model(x)
+        assert oracle_offload.engines.phase_now() == "training"
+        return loss_of(model, x)
+
+    with streamed(model, "cpu"):
+        accumulate(step, inputs("cpu"))
+        assert oracle_offload.engines.phase_now() == "training"
+
+
+class Rooted(Net):
+    """A model whose own Parameter is lent to all of its forward."""
+
+    def __init__(self, full):
+        super().__init__(full=full)
+        self.table = nn.Parameter(torch.randn(600, WIDTH), requires_grad=full)
+
+    def forward(self, x):
+        x = x + self.table[:3]
+        x = super().forward(x)
+        return x * self.table[3:6]
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["frozen", "trained"])
+def test_weights_lent_to_a_forward_come_and_go_with_its_micro_batch(device, full):
+    torch.manual_seed(0)
+    model = Rooted(full)
+    managed, resident = resident_pair(model)
+
+    def both(model):
+        interleave = is_managed_model(model)
+        return accumulate(lambda x: loss_of(model, x), inputs(device), interleave=interleave)
+
+    with attached(managed, device, offload_percent=1.0) as manager:
+        assert "table" not in {row.name for row in manager.resident}
+        assert_models_agree(managed, resident, both, device=device)
+        assert managed.table.device.type == "cpu"
+
+
+# ---- what cannot have the loop's bits is refused ----
+
+
+def refused(match, model, step, device="cpu", **options):
+    before = gradients(model)
+    with streamed(model, device), pytest.raises(OffloadError, match=match):
+        accumulate(lambda x: step(model, x), inputs(device), **options)
+    assert_same(gradients(model), before)
+
+
+def test_a_gradient_that_is_there_already_is_refused():
+    model = net()
+    model.blocks[2].lora_a.weight.grad = torch.ones(4, WIDTH)
+    match = r"parameter 'blocks.2.lora_a.weight' has a gradient before .* optimizer.zero_grad\(\)"
+    refused(match, model, loss_of)
+    refused(match, model, loss_of, interleave=False)
+
+
+def test_a_gradient_that_is_there_already_is_refused_inside_a_reentrant_checkpoint():
+    model = net(reentrant=True)
+    model.blocks[2].lora_a.weight.grad = torch.ones(4, WIDTH)
+    refused(r"'blocks.2.lora_a.weight' has a gradient before", model, loss_of)
+
+
+@pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["nockpt", "reentrant", "nonreentrant"])
+def test_a_trained_weight_that_several_blocks_share_is_refused(reentrant):
+    model = net(reentrant=reentrant)
+    model.blocks[4].lora_a = model.blocks[1].lora_a
+    refused(r"lora_a.weight' is used several times", model, loss_of)
+
+
+def test_batch_norm_that_trains_is_refused():
+    model = net()
+    model.blocks[1].dropout = nn.BatchNorm1d(WIDTH)
+    refused(r"'blocks.1.dropout' \(BatchNorm1d\) trains", model, loss_of)
+    model.blocks[1].dropout.eval()
+    with streamed(model, "cpu"):
+        accumulate(lambda x: loss_of(model, x), inputs("cpu"))
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["written", "replaced"])
+def test_a_buffer_that_forwards_write_is_refused(replaced):
+    model = net()
+    model.register_buffer("calls", torch.zeros(()))
+
+    def step(model, x):
+        if replaced:
+            model.calls = model.calls + 1
+        else:
+            model.calls += 1
+        return loss_of(model, x)
+
+    refused("writes to buffer 'calls'", model, step)
+    model.calls = torch.zeros(())
+    with streamed(model, "cpu"):
+        accumulate(lambda x: step(model, x), inputs("cpu"), interleave=False)
+    assert model.calls == MICRO_BATCHES
+
+
+def test_random_numbers_in_backward_are_refused():
+    class Careless(Net):
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            return x
+
+    model = net(dropout=0.5)
+    model.__class__ = Careless
+    refused("random numbers were drawn in backward", model, loss_of)
+
+
+def test_a_gradient_hook_on_a_weight_is_refused():
+    model = net()
+    model.stem.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    refused(r"'stem.weight' has a gradient hook", model, loss_of)
+
+
+def test_a_cast_that_autocast_would_keep_over_several_blocks_is_refused():
+    model = net(full=True)
+    x = inputs("cpu")[0].requires_grad_()
+
+    class Twice(Net):
+        def forward(self, x):
+            return super().forward(x) + self.blocks[4](x)
+
+    model.__class__ = Twice
+    with streamed(model, "cpu"), pytest.raises(OffloadError, match=r"several times"):
+        accumulate(lambda x: loss_of(model, x, autocast=True), [x, x.detach()])
+
+
+def test_what_a_step_must_not_do_is_said():
+    def twice(model, x):
+        loss = loss_of(model, x)
+        (loss / 2).backward(retain_graph=False)
+        (loss / 2).backward()
+
+    refused("called backward twice", net(), twice)
+    refused("called backward twice", net(), twice, interleave=False)
+    refused(
+        "retain_graph, create_graph or inputs",
+        net(),
+        lambda model, x: loss_of(model, x).backward(retain_graph=True),
+    )
+    refused("the step returned NoneType and did not call backward", net(), lambda model, x: None)
+    refused(
+        "the step returned a tensor without a gradient",
+        net(),
+        lambda model, x: loss_of(model, x).detach(),
+    )
+
+    def inside(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss_of(model, x).backward()
+
+    refused("calls backward inside a context that it has entered", net(), inside)
+    model = net()
+    with torch.inference_mode(), pytest.raises(OffloadError, match="in inference mode"):
+        accumulate(lambda x: loss_of(model, x), inputs("cpu"))
+
+    def nested(model, x):
+        accumulate(lambda x: loss_of(model, x), inputs("cpu"))
+
+    refused("already under way in this process", net(), nested)
+
+
+def test_greenlet_that_is_missing_is_named(monkeypatch):
+    model = net()
+    found = builtins.__import__
+
+    def without(name, *rest):
+        if name == "greenlet":
+            raise ModuleNotFoundError("No module named 'greenlet'", name="greenlet")
+        return found(name, *rest)
+
+    with streamed(model, "cpu"):
+        monkeypatch.setattr(builtins, "__import__", without)
+        with pytest.raises(ModuleNotFoundError, match=r"oracle_offload\[micro-batches\]"):
+            accumulate(lambda x: loss_of(model, x), inputs("cpu"))
+        assert len(accumulate(lambda x: loss_of(model, x), inputs("cpu"), interleave=False)) == 4
+
+
+def test_importing_the_package_imports_no_greenlet():
+    code = "import oracle_offload, sys; assert 'greenlet' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- errors ----
+
+
+class Fails(BaseException):
+    """What a trainer may be ended by: no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "reentrant"),
+    [
+        ("forward", KeyboardInterrupt, None),
+        ("forward", ValueError, True),
+        ("forward", Fails, False),
+        ("backward", ValueError, None),
+        ("backward", ValueError, True),
+        ("backward", KeyboardInterrupt, False),
+        ("after", KeyboardInterrupt, None),
+        ("unwinding", ValueError, None),
+    ],
+)
+def test_an_error_unwinds_every_micro_batch_in_its_own_state(device, where, error, reentrant):
+    managed, resident = resident_pair(net(reentrant=reentrant, dropout=0.2))
+    resident.to(device)
+    unwound = []
+    failing = 2
+
+    class FailingGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise error("planned")
+
+    def step(x):
+        index = [x[0, 0].item() == other[0, 0].item() for other in batches].index(True)
+        dtype = torch.bfloat16 if index % 2 else torch.float16
+        try:
+            with torch.autocast(x.device.type, dtype):
+                y = managed.stem(x)
+                for number, block in enumerate(managed.blocks):
+                    if where in ("forward", "unwinding") and (index, number) == (failing, 4):
+                        raise error("planned")
+                    if where == "backward" and (index, number) == (failing, 3):
+                        y = FailingGradient.apply(y)
+                    y = (
+                        block(y)
+                        if reentrant is None
+                        else checkpoint(block, y, use_reentrant=reentrant)
+                    )
+            loss = y.float().square().mean()
+            loss.backward()
+            if where == "after" and index == failing:
+                raise error("planned")
+        finally:
+            unwound.append(index)
+            assert torch.get_autocast_dtype(x.device.type) == ambient
+            assert not torch.is_autocast_enabled(x.device.type)
+            assert torch.autograd.graph is not None and torch.is_grad_enabled()
+            if where == "unwinding" and index == 0:
+                raise ArithmeticError("while it was ended")
+
+    def plain(model):
+        torch.manual_seed(3)
+        for x in batches:
+            loss_of(model, x).backward()
+        return gradients(model)
+
+    batches = inputs(device)
+    ambient = torch.get_autocast_dtype(torch.device(device).type)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    with streamed(managed, device):
+        for _ in range(2):
+            unwound.clear()
+            torch.manual_seed(4)
+            with pytest.raises(error, match="planned"):
+                accumulate(step, batches)
+            assert sorted(unwound) == list(range(MICRO_BATCHES))
+            assert all(gradient is None for gradient in gradients(managed).values())
+            assert torch.is_grad_enabled() and hooks(True) is None
+            assert not torch.is_autocast_enabled(torch.device(device).type)
+        assert_same(plain(managed), plain(resident))
+        for model in (managed, resident):
+            model.zero_grad()
+        torch.manual_seed(4)
+        accumulate(lambda x: loss_of(managed, x), batches)
+        torch.manual_seed(4)
+        accumulate(lambda x: loss_of(resident, x), batches, interleave=False)
+        assert_same(gradients(managed), gradients(resident))
+
+
+def test_an_error_one_by_one_leaves_no_gradient():
+    model, calls = net(), []
+
+    def step(model, x):
+        calls.append(x)
+        if len(calls) == 3:
+            raise ValueError("planned")
+        return loss_of(model, x)
+
+    with streamed(model, "cpu"), pytest.raises(ValueError, match="planned"):
+        accumulate(lambda x: step(model, x), inputs("cpu"), interleave=False)
+    assert all(gradient is None for gradient in gradients(model).values())
+    with streamed(model, "cpu"):
+        assert len(accumulate(lambda x: loss_of(model, x), inputs("cpu"))) == MICRO_BATCHES
+
+
+def test_a_step_that_goes_on_after_it_was_ended_is_ended_again():
+    model = net()
+    goes_on = []
+
+    def step(x):
+        if x[0, 0] == batches[2][0, 0]:
+            model.stem(x)
+            raise ValueError("planned")
+        try:
+            loss = loss_of(model, x)
+        except BaseException:
+            goes_on.append(x)
+            loss = loss_of(model, x)
+        loss.backward()
+        goes_on.append("never")
+
+    batches = inputs("cpu")
+    with streamed(model, "cpu"), pytest.raises(ValueError, match="planned"):
+        accumulate(step, batches)
+    assert len(goes_on) == 3 and all(isinstance(one, torch.Tensor) for one in goes_on)
+
+
+# ---- what else runs at the same time ----
+
+
+def test_a_change_of_the_model_sees_the_calls_that_are_set_aside(device):
+    """A module whose call is set aside keeps the class that its forward was looked up in."""
+    from oracle_offload.structure import _calls_begun
+
+    model, seen = net(), []
+
+    def step(x):
+        loss = loss_of(model, x)
+        seen.append(sum(module is model for module in _calls_begun()))
+        return loss
+
+    with streamed(model, device):
+        accumulate(step, inputs(device))
+    assert seen == [MICRO_BATCHES - 1 - index for index in range(MICRO_BATCHES)]
+
+
+def test_other_threads_are_left_alone():
+    import threading
+
+    model, other = net(), net()
+    found = []
+
+    def step(x):
+        loss = loss_of(model, x)
+        if not found:
+            thread = threading.Thread(target=lambda: loss_of(other, x.detach()).backward())
+            thread.start()
+            thread.join()
+            found.append(other.stem.weight.grad is not None)
+        return loss
+
+    with streamed(model, "cpu"):
+        accumulate(step, inputs("cpu"))
+    assert found == [True]
+
+
+def test_what_torch_calls_is_its_own_again():
+    model = net()
+    before = torch.autograd.backward, torch.autograd.Function.__dict__["apply"]
+    with streamed(model, "cpu"), Witness():
+        accumulate(lambda x: loss_of(model, x), inputs("cpu"))
+        assert not any(part._forward_hooks for part in model.modules())
+    assert (torch.autograd.backward, torch.autograd.Function.__dict__["apply"]) == before
+    assert oracle_offload.structure.frames_aside == []
