@@ -50,7 +50,8 @@ struct oo_plan {
     uint32_t n_units, capacity;
     struct oo_trace_entry *trace; /* ring: visit i at i & OO_TRACE_MASK */
     uint64_t now;                 /* visits so far; the current one is now - 1 */
-    uint64_t match; /* an earlier visit after which the future is expected to repeat */
+    uint64_t match;     /* an earlier visit after which the future is expected to repeat */
+    uint64_t confirmed; /* for so many visits it has */
     struct oo_ahead ahead;
     struct oo_furthest furthest; /* what is in the arena, by the visits that are predicted */
     int furthest_holds;          /* they still are */
@@ -154,29 +155,52 @@ static int oo__same_visit(const struct oo_plan *plan, uint64_t a, uint64_t b) {
            oo__visit_at(plan, a)->kind == oo__visit_at(plan, b)->kind;
 }
 
+/* How many visits before a and b are equal, with a and b. */
+static uint64_t oo__equal_past(const struct oo_plan *plan, uint64_t a, uint64_t b) {
+    uint64_t length = 1;
+    while (length < OO_CONTEXT && length <= a && oo__remembered(plan, a - length) &&
+           oo__same_visit(plan, a - length, b - length))
+        length++;
+    return length;
+}
+
+/* How many visits after a and b are equal; a is the earlier one. */
+static uint64_t oo__equal_future(const struct oo_plan *plan, uint64_t a, uint64_t b) {
+    uint64_t length = 0;
+    while (b + length + 1 < plan->now && oo__same_visit(plan, a + length + 1, b + length + 1))
+        length++;
+    return length;
+}
+
 /* Among earlier visits like the current one, the one preceded by the longest equal past; of equals
- * the latest, so that the period is the shortest that explains what was seen. */
+ * the latest, so that the period is the shortest that explains what was seen. But where what
+ * followed the two before it was the same for longer, as in training that was interrupted by
+ * samples, the latest is the exception, and the one before it the rule. */
 static uint64_t oo__find_match(const struct oo_plan *plan) {
     const uint64_t current = plan->now - 1;
-    uint64_t best = OO_NOWHERE;
+    uint64_t best[3] = {OO_NOWHERE, OO_NOWHERE, OO_NOWHERE}; /* the latest first */
     uint64_t best_length = 0;
+    int n_best = 0;
     uint64_t candidate = oo__visit_at(plan, current)->previous;
     for (int tried = 0; tried < OO_CANDIDATES && oo__remembered(plan, candidate);
          candidate = oo__visit_at(plan, candidate)->previous) {
         if (!oo__same_visit(plan, candidate, current))
             continue;
         tried++;
-        uint64_t length = 1;
-        while (length < OO_CONTEXT && length <= candidate &&
-               oo__remembered(plan, candidate - length) &&
-               oo__same_visit(plan, candidate - length, current - length))
-            length++;
-        if (length > best_length) {
-            best_length = length;
-            best = candidate;
-        }
+        const uint64_t length = oo__equal_past(plan, candidate, current);
+        if (length > best_length)
+            n_best = 0;
+        if (length < best_length || n_best == 3)
+            continue;
+        best_length = length;
+        best[n_best++] = candidate;
     }
-    return best;
+    if (n_best < 3 || best_length == 1) /* few, or nothing before them is alike */
+        return best[0];
+    const uint64_t repeated = oo__equal_future(plan, best[1], best[0]);
+    const int is_exception =
+        best[0] + repeated + 1 < plan->now && oo__equal_future(plan, best[2], best[1]) > repeated;
+    return best[is_exception];
 }
 
 /* The unit of visit `index`, if the walk that began with `marks++` had not met it before. */
@@ -300,22 +324,29 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
     if (previous != OO_NOWHERE && oo__remembered(plan, previous))
         plan->trace[previous & OO_TRACE_MASK].next = plan->now;
     plan->units[unit].last = plan->now++;
-    /* The prediction held if the visit after the match is this one. */
-    if (oo__remembered(plan, plan->match) && plan->match + 1 < plan->now - 1 &&
-        oo__same_visit(plan, plan->match + 1, plan->now - 1)) {
-        plan->match++;
+    /* The prediction held if the visit after the match is this one. Until it has done so for a
+     * whole period, each turn may tell of a better match. */
+    const uint64_t expected = plan->match + 1;
+    const int repeats = oo__remembered(plan, plan->match) && expected < plan->now - 1 &&
+                        oo__same_visit(plan, expected, plan->now - 1);
+    const int turned = plan->now > 1 && (kind == OO_FORWARD) !=
+                                            (oo__visit_at(plan, plan->now - 2)->kind == OO_FORWARD);
+    plan->match = repeats && !(turned && plan->confirmed < plan->now - 1 - expected)
+                      ? expected
+                      : oo__find_match(plan);
+    if (repeats && plan->match == expected) {
+        plan->confirmed++;
         oo__ahead_pass(plan);
         if (plan->furthest_holds && plan->units[unit].block) /* the others' visits stay */
             oo_furthest_put(&plan->furthest, unit, oo__next_visit(plan, unit));
     } else {
-        plan->match = oo__find_match(plan);
+        plan->confirmed = 0;
         oo__ahead_reset(plan);
         plan->furthest_holds = 0;
     }
     if (kind == OO_BACKWARD)
         oo__learn_block(plan);
-    if (kind != OO_FORWARD && plan->now > 1 &&
-        oo__visit_at(plan, plan->now - 2)->kind == OO_FORWARD)
+    if (turned && kind != OO_FORWARD)
         oo__learn_order(plan);
 }
 

@@ -299,6 +299,52 @@ static void test_sampling_does_not_degenerate_to_loading_everything(void) {
     oo_plan_destroy(plan);
 }
 
+/* The latest training step was followed by samples, and those before it by training: the second
+ * step after the samples has all its bytes back, and so has every later one. */
+static void test_training_goes_on_after_samples(void) {
+    static struct model m;
+    for (int percent = 30; percent <= 70; percent += 20) {
+        flux(&m, 3072, 1);
+        const size_t capacity = aligned(m.total / 100 * (size_t)percent);
+        struct oo_plan *plan = plan_of(&m, capacity);
+        for (int preview = 0; preview < 3; preview++) {
+            for (int step = 0; step < 4; step++) {
+                const struct outcome o = run(plan, &m, m.step, m.n_visits);
+                printf("%d%%, %d. preview, step %d: %.3f X_min\n", percent, preview, step,
+                       (double)o.bytes / (double)x_min(&m, capacity));
+                CHECK(step == 0 || (o.bytes * 100 <= x_min(&m, capacity) * 105 && o.late == 0),
+                      "%d%%, preview %d, step %d: %zu bytes, bound %zu; %u late", percent, preview,
+                      step, o.bytes, x_min(&m, capacity), o.late);
+            }
+            for (int sweep = 0; sweep < 4 + 2 * preview; sweep++)
+                run(plan, &m, m.step, m.n);
+        }
+        oo_plan_destroy(plan);
+    }
+}
+
+/* Two kinds of step take turns, of which one leaves units out: each is known once both were met. */
+static void test_steps_that_take_turns_keep_their_own_order(void) {
+    static struct model m;
+    static struct visit other[MAX_VISITS];
+    unsigned n = 0;
+    flux(&m, 3072, 1);
+    for (unsigned i = 0; i < m.n_visits; i++)
+        if (m.step[i].unit % 3 != 1)
+            other[n++] = m.step[i];
+    const size_t capacity = aligned(m.total / 2);
+    struct oo_plan *plan = plan_of(&m, capacity);
+    for (int round = 0; round < 8; round++) {
+        const struct outcome whole = run(plan, &m, m.step, m.n_visits),
+                             less = run(plan, &m, other, n);
+        printf("round %d: %u and %u late\n", round, whole.late, less.late);
+        if (round >= 3)
+            CHECK(whole.late == 0 && less.late == 0, "round %d: %u and %u late", round, whole.late,
+                  less.late);
+    }
+    oo_plan_destroy(plan);
+}
+
 /* Of so many units, those needed last are looked at, and not all. */
 static void test_thousands_of_units_move_as_few_bytes(void) {
     static struct model m;
@@ -575,6 +621,8 @@ static const struct check_case cases[] = {
     CASE(test_a_difference_is_nearly_as_good_as_one_segment),
     CASE(test_homes_close_up_when_units_are_removed),
     CASE(test_sampling_does_not_degenerate_to_loading_everything),
+    CASE(test_training_goes_on_after_samples),
+    CASE(test_steps_that_take_turns_keep_their_own_order),
     CASE(test_thousands_of_units_move_as_few_bytes),
     CASE(test_a_skipped_or_repeated_unit_costs_little),
     CASE(test_a_pinned_unit_is_never_evicted),
