@@ -1,6 +1,6 @@
-"""Fuzz the plan and the engine over the simulated driver; exit 3 when an input fails.
+"""Fuzz the plan, the codec, and the engine over the simulated driver; exit 3 when an input fails.
 
-    python tools/fuzz.py --seconds 30                            # both targets
+    python tools/fuzz.py --seconds 30                            # all targets
     python tools/fuzz.py --target engine --seconds 600
     python tools/fuzz.py --target engine build/fuzz/crash-1234   # that input again
     python tools/fuzz.py --compiler gcc --seed 7         # the targets' own main: inputs from a seed
@@ -28,7 +28,7 @@ import c_build
 from c_build import ROOT, Build, BuildError
 
 FOLDER = ROOT / "build" / "fuzz"
-TARGETS = ("plan", "engine")
+TARGETS = ("plan", "engine", "codec")
 HANG_S = 60
 EXIT_OK, EXIT_CANNOT_RUN, EXIT_FOUND = 0, 1, 3
 
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Build and run; 0 when nothing was found."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=30.0, help="per target")
-    parser.add_argument("--target", choices=TARGETS, help="default: both")
+    parser.add_argument("--target", choices=TARGETS, help="default: all")
     parser.add_argument("--seed", type=int, default=0, help="0: libFuzzer draws one, plain takes 1")
     parser.add_argument(
         "--compiler", choices=["auto", "clang", "gcc"], default="auto", help="gcc: no libFuzzer"

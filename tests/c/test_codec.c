@@ -1,0 +1,565 @@
+/* Coded weights: every implementation gives back the bits, and writes the bytes of the plain one;
+ * what is corrupt is an error or the same bits. */
+#include "check.h"
+#include "codec_block.h"
+
+#include <math.h>
+#include <stdint.h>
+
+enum { MOST = 9 * OO_CODEC_BLOCK + 77 };
+
+static const char *const names[] = {"portable", "avx2", "avx512"};
+static const enum oo_codec_kind kinds[] = {OO_CODEC_BF16, OO_CODEC_FP8, OO_CODEC_INT8};
+
+/* ---- weights ---- */
+
+static uint64_t seed;
+
+static uint64_t draw(void) { /* splitmix64 */
+    uint64_t z = seed += 0x9E3779B97F4A7C15u;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+}
+
+static double uniform(void) { return ((double)(draw() >> 11) + 0.5) * 0x1p-53; }
+static double gaussian(void) {
+    return sqrt(-2 * log(uniform())) * cos(6.283185307179586 * uniform());
+}
+
+static uint16_t bf16(double value) {
+    const float single = (float)value;
+    uint32_t bits;
+    memcpy(&bits, &single, sizeof bits);
+    return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+/* Cut a bf16 to e4m3 of the same exponent range as far as it goes: a sign, 4 bits, 3 bits. */
+static uint8_t fp8(uint16_t weight) {
+    const int exponent = (weight >> 7 & 255) - 127 + 13;
+    const int kept = exponent < 0 ? 0 : exponent > 15 ? 15 : exponent;
+    return (uint8_t)(weight >> 8 & 0x80) | (uint8_t)(kept << 3) | (uint8_t)(weight >> 4 & 7);
+}
+
+enum what { GAUSSIAN, ROWS, STUDENT, RANDOM, ZEROS, HALF_ZEROS, SPECIALS, RARE, BURSTS, N_WHAT };
+
+static uint16_t word(enum what what, size_t i) {
+    static double scale;
+    if (i % 512 == 0)
+        scale = 0.02 * (what == ROWS ? exp(0.3 * gaussian()) : 1);
+    double chi = 0;
+    for (int k = 0; k < 3 && what == STUDENT; k++) {
+        const double g = gaussian();
+        chi += g * g;
+    }
+    const uint16_t weight = bf16(scale * gaussian() / (what == STUDENT ? sqrt(chi / 3) : 1));
+    const uint64_t drawn = draw();
+    switch (what) {
+    case RANDOM:
+        return (uint16_t)drawn;
+    case ZEROS:
+        return 0;
+    case HALF_ZEROS:
+        return drawn & 1 ? 0 : weight;
+    case SPECIALS: { /* infinities, NaNs with payloads, denormals, both zeros */
+        static const uint16_t special[] = {0x7F80, 0xFF80, 0x7FC1, 0xFFFF,
+                                           0x0001, 0x807F, 0x8000, 0};
+        return drawn % 8 ? weight : special[drawn / 8 % 8];
+    }
+    case RARE: /* about as many of no tier as a block may have before it is raw */
+        return drawn % 17 ? weight : (uint16_t)(drawn >> 8);
+    case BURSTS: /* all of one lane in no tier */
+        return i % 4096 / 8 % 32 == 7 ? (uint16_t)drawn : weight;
+    case GAUSSIAN:
+    case ROWS:
+    case STUDENT:
+    case N_WHAT:
+        break;
+    }
+    return weight;
+}
+
+static void fill(enum oo_codec_kind kind, enum what what, size_t count, void *weights) {
+    for (size_t i = 0; i < count; i++) {
+        const uint16_t drawn = word(what, i);
+        if (kind == OO_CODEC_BF16)
+            ((uint16_t *)weights)[i] = drawn;
+        else if (what == RANDOM)
+            ((uint8_t *)weights)[i] = (uint8_t)drawn;
+        else if (kind == OO_CODEC_FP8)
+            ((uint8_t *)weights)[i] = fp8(drawn);
+        else
+            ((uint8_t *)weights)[i] = (uint8_t)(int)(drawn ? 12 * gaussian() : 0);
+    }
+}
+
+struct chunk {
+    char *weights, *coded, *decoded;
+    size_t bytes, coded_bytes; /* of the weights, of the chunk */
+};
+
+static struct chunk make(enum oo_codec_kind kind, size_t count) {
+    const size_t bytes = count * oo_codec_weight_bytes(kind);
+    struct chunk chunk = {malloc(bytes), malloc(oo_codec_room(kind, count)), malloc(bytes), bytes,
+                          0};
+    memset(chunk.coded, 0xA5, oo_codec_room(kind, count));
+    return chunk;
+}
+
+static void drop(const struct chunk *chunk) {
+    free(chunk->weights);
+    free(chunk->coded);
+    free(chunk->decoded);
+}
+
+static void need(enum oo_status status, const char *what) {
+    CHECK(status == OO_OK, "%s: %s", what, oo_error_message());
+}
+
+/* Encode and decode with every implementation; leaves the plain one's chunk. */
+static void round_trip(enum oo_codec_kind kind, size_t count, struct chunk *chunk) {
+    size_t bytes;
+    char *other = malloc(oo_codec_room(kind, count));
+    need(oo_codec_encode(oo_codec_named("portable"), kind, chunk->weights, count, chunk->coded,
+                         &chunk->coded_bytes),
+         "encode");
+    CHECK(chunk->coded_bytes <= chunk->bytes + 64, "%zu bytes of %zu", chunk->coded_bytes,
+          chunk->bytes);
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        const struct oo_codec *codec = oo_codec_named(names[i]);
+        if (!codec)
+            continue;
+        need(oo_codec_encode(codec, kind, chunk->weights, count, other, &bytes), names[i]);
+        CHECK(bytes == chunk->coded_bytes && !memcmp(other, chunk->coded, bytes),
+              "%s writes other bytes than the plain one: %zu, %zu", names[i], bytes,
+              chunk->coded_bytes);
+        for (int verify = 0; verify < 2; verify++) {
+            memset(chunk->decoded, 0x5A, chunk->bytes);
+            need(oo_codec_decode(codec, chunk->coded, chunk->coded_bytes, verify, kind,
+                                 chunk->decoded, count),
+                 names[i]);
+            CHECK(!memcmp(chunk->decoded, chunk->weights, chunk->bytes), "%s: other bits",
+                  names[i]);
+        }
+    }
+    free(other);
+}
+
+static struct oo_codec_header header_of(const struct chunk *chunk) {
+    struct oo_codec_header header;
+    need(oo_codec_read(chunk->coded, chunk->coded_bytes, &header), "read");
+    return header;
+}
+
+/* ---- cases ---- */
+
+static void every_implementation_gives_back_the_bits(void) {
+    static const size_t counts[] = {1, 2, 31, 1023, 1024, 1025, 3000, 8192, MOST};
+    seed = 1;
+    for (size_t k = 0; k < 3; k++)
+        for (int what = 0; what < N_WHAT; what++)
+            for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+                struct chunk chunk = make(kinds[k], counts[i]);
+                fill(kinds[k], what, counts[i], chunk.weights);
+                round_trip(kinds[k], counts[i], &chunk);
+                drop(&chunk);
+            }
+}
+
+static void each_byte_of_either_half_is_a_symbol(void) {
+    struct chunk chunk = make(OO_CODEC_BF16, 65536);
+    for (size_t i = 0; i < 65536; i++)
+        ((uint16_t *)(void *)chunk.weights)[i] = (uint16_t)(i * 40503); /* each once, mixed */
+    round_trip(OO_CODEC_BF16, 65536, &chunk);
+    drop(&chunk);
+}
+
+/* Shares of the weights' bytes; the goal for locked memory is 0.69, and 0.70 for Student's. */
+static void trained_weights_become_smaller(void) {
+    enum { COUNT = 1 << 18 };
+    static const struct {
+        enum oo_codec_kind kind;
+        enum what what;
+        double most;
+    } rows[] = {
+        {OO_CODEC_BF16, GAUSSIAN, 0.675}, {OO_CODEC_BF16, ROWS, 0.682},
+        {OO_CODEC_BF16, STUDENT, 0.690},  {OO_CODEC_BF16, HALF_ZEROS, 0.67},
+        {OO_CODEC_FP8, GAUSSIAN, 0.87},   {OO_CODEC_INT8, GAUSSIAN, 0.75},
+    };
+    seed = 2;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        struct chunk chunk = make(rows[i].kind, COUNT);
+        fill(rows[i].kind, rows[i].what, COUNT, chunk.weights);
+        round_trip(rows[i].kind, COUNT, &chunk);
+        CHECK((double)chunk.coded_bytes <= rows[i].most * (double)chunk.bytes, "row %zu: %.4f", i,
+              (double)chunk.coded_bytes / (double)chunk.bytes);
+        CHECK(header_of(&chunk).mode == OO_CODEC_TIERS, "row %zu", i);
+        drop(&chunk);
+    }
+}
+
+static void what_has_no_pattern_stays_as_it_is(void) {
+    seed = 3;
+    for (size_t k = 0; k < 3; k++) {
+        struct chunk chunk = make(kinds[k], MOST);
+        fill(kinds[k], RANDOM, MOST, chunk.weights);
+        round_trip(kinds[k], MOST, &chunk);
+        CHECK(header_of(&chunk).mode == OO_CODEC_RAW && chunk.coded_bytes == chunk.bytes + 64,
+              "%zu bytes of %zu", chunk.coded_bytes, chunk.bytes);
+        drop(&chunk);
+    }
+}
+
+/* One block in a chunk that has no pattern costs its own bytes, not the chunk's. */
+static void a_block_without_a_pattern_is_raw_alone(void) {
+    seed = 4;
+    for (size_t k = 0; k < 3; k++) {
+        struct chunk chunk = make(kinds[k], 8 * OO_CODEC_BLOCK), plain = make(kinds[k], 8192);
+        const size_t block = OO_CODEC_BLOCK * oo_codec_weight_bytes(kinds[k]);
+        fill(kinds[k], GAUSSIAN, 8192, plain.weights);
+        memcpy(chunk.weights, plain.weights, chunk.bytes);
+        fill(kinds[k], RANDOM, OO_CODEC_BLOCK, chunk.weights + 3 * block);
+        round_trip(kinds[k], 8192, &chunk);
+        round_trip(kinds[k], 8192, &plain);
+        CHECK(header_of(&chunk).mode == OO_CODEC_TIERS, "mode %u", header_of(&chunk).mode);
+        CHECK(chunk.coded_bytes > plain.coded_bytes &&
+                  chunk.coded_bytes < plain.coded_bytes + block,
+              "%zu and %zu bytes", chunk.coded_bytes, plain.coded_bytes);
+        drop(&chunk);
+        drop(&plain);
+    }
+}
+
+static void a_chunk_of_one_value_is_its_header(void) {
+    for (size_t k = 0; k < 3; k++) {
+        struct chunk chunk = make(kinds[k], MOST);
+        memset(chunk.weights, 0x3E, chunk.bytes);
+        round_trip(kinds[k], MOST, &chunk);
+        CHECK(chunk.coded_bytes == 64 && header_of(&chunk).mode == OO_CODEC_CONST, "%zu bytes",
+              chunk.coded_bytes);
+        chunk.weights[chunk.bytes - 1] ^= 1;
+        round_trip(kinds[k], MOST, &chunk);
+        CHECK(header_of(&chunk).mode == OO_CODEC_TIERS, "mode %u", header_of(&chunk).mode);
+        drop(&chunk);
+    }
+}
+
+static void what_no_chunk_can_hold_is_refused(void) {
+    struct chunk chunk = make(OO_CODEC_BF16, 8);
+    size_t bytes;
+    const struct oo_codec *codec = oo_codec_best();
+    memset(chunk.weights, 0, chunk.bytes);
+    CHECK(oo_codec_encode(codec, OO_CODEC_BF16, chunk.weights, 0, chunk.coded, &bytes) ==
+              OO_E_ARGUMENT,
+          "no weights");
+    CHECK(oo_codec_encode(codec, OO_CODEC_BF16, chunk.weights, OO_CODEC_CHUNK + 1, chunk.coded,
+                          &bytes) == OO_E_ARGUMENT,
+          "too many");
+    CHECK(oo_codec_encode(codec, 0, chunk.weights, 8, chunk.coded, &bytes) == OO_E_ARGUMENT,
+          "kind");
+    CHECK(oo_codec_encode(codec, 4, chunk.weights, 8, chunk.coded, &bytes) == OO_E_ARGUMENT,
+          "kind");
+    need(oo_codec_encode(codec, OO_CODEC_BF16, chunk.weights, 8, chunk.coded, &bytes), "encode");
+    CHECK(oo_codec_decode(codec, chunk.coded, bytes, 0, OO_CODEC_BF16, chunk.decoded, 7) ==
+              OO_E_ARGUMENT,
+          "another count");
+    CHECK(oo_codec_decode(codec, chunk.coded, bytes, 0, OO_CODEC_INT8, chunk.decoded, 8) ==
+              OO_E_ARGUMENT,
+          "another kind");
+    CHECK(!oo_codec_named("none") && !strcmp(oo_codec_name(oo_codec_named("portable")), "portable"),
+          "names");
+    CHECK(oo_codec_named(oo_codec_name(codec)) == codec, "the best has a name");
+    drop(&chunk);
+}
+
+/* ---- what is corrupt ---- */
+
+/* Decode what was changed. Nothing may say that it is right, and be wrong, when it is verified. */
+static void verify_changed(const struct chunk *chunk, enum oo_codec_kind kind, size_t count,
+                           const char *changed, const char *what, size_t at) {
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        const struct oo_codec *codec = oo_codec_named(names[i]);
+        if (codec && oo_codec_decode(codec, changed, chunk->coded_bytes, 1, kind, chunk->decoded,
+                                     count) != OO_E_ARGUMENT)
+            CHECK(memcmp(chunk->decoded, chunk->weights, chunk->bytes) == 0,
+                  "%s %zu: wrong weights, and nobody says so (%s)", what, at, names[i]);
+    }
+}
+
+/* The same without a checksum, in exactly as many bytes as there are, so that sanitizers see reads
+ * and writes outside. */
+static void trust_changed(const struct chunk *chunk, enum oo_codec_kind kind, size_t count,
+                          const char *changed) {
+    char *exact = malloc(chunk->coded_bytes), *out = malloc(chunk->bytes);
+    memcpy(exact, changed, chunk->coded_bytes);
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (oo_codec_named(names[i]))
+            (void)oo_codec_decode(oo_codec_named(names[i]), exact, chunk->coded_bytes, 0, kind, out,
+                                  count);
+    free(exact);
+    free(out);
+}
+
+static void flip(char *bytes, size_t bit) {
+    ((uint8_t *)bytes)[bit / 8] ^= (uint8_t)(1u << bit % 8);
+}
+
+/* Chunks of each mode; their blocks have symbols of each tier, and of none. */
+static void each_bit_of_a_chunk_is_watched(void) {
+    static const enum what modes[] = {RARE, RANDOM, ZEROS};
+    const size_t count = 8 * OO_CODEC_BLOCK;
+    seed = 5;
+    for (size_t k = 0; k < 3; k++)
+        for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
+            struct chunk chunk = make(kinds[k], count);
+            fill(kinds[k], modes[i], count, chunk.weights);
+            round_trip(kinds[k], count, &chunk);
+            for (size_t bit = 0; bit < 8 * chunk.coded_bytes; bit++) {
+                flip(chunk.coded, bit);
+                verify_changed(&chunk, kinds[k], count, chunk.coded, "bit", bit);
+                if (bit < 8 * 96 || bit % 397 == 0) /* header and index, and some of each part */
+                    trust_changed(&chunk, kinds[k], count, chunk.coded);
+                flip(chunk.coded, bit);
+            }
+            drop(&chunk);
+        }
+}
+
+/* 300 places of a full chunk; with ORACLE_OFFLOAD_TEST_FAULT_STRIDE=all, 10,000. */
+static void flips_in_a_full_chunk_are_noticed(void) {
+    const char *stride = getenv("ORACLE_OFFLOAD_TEST_FAULT_STRIDE");
+    const int turns = stride && strcmp(stride, "all") == 0 ? 10000 : 300;
+    const struct oo_codec *codec = oo_codec_best();
+    struct chunk chunk = make(OO_CODEC_BF16, OO_CODEC_CHUNK);
+    seed = 12;
+    fill(OO_CODEC_BF16, GAUSSIAN, OO_CODEC_CHUNK, chunk.weights);
+    need(oo_codec_encode(codec, OO_CODEC_BF16, chunk.weights, OO_CODEC_CHUNK, chunk.coded,
+                         &chunk.coded_bytes),
+         "encode");
+    for (int turn = 0; turn < turns; turn++) {
+        const size_t bit = draw() % (8 * chunk.coded_bytes);
+        flip(chunk.coded, bit);
+        if (oo_codec_decode(codec, chunk.coded, chunk.coded_bytes, 1, OO_CODEC_BF16, chunk.decoded,
+                            OO_CODEC_CHUNK) != OO_E_ARGUMENT)
+            CHECK(memcmp(chunk.decoded, chunk.weights, chunk.bytes) == 0, "bit %zu", bit);
+        flip(chunk.coded, bit);
+    }
+    need(oo_codec_decode(codec, chunk.coded, chunk.coded_bytes, 1, OO_CODEC_BF16, chunk.decoded,
+                         OO_CODEC_CHUNK),
+         "unchanged");
+    drop(&chunk);
+}
+
+/* Whatever an index, a header and planes say. */
+static void noise_in_a_chunk_stays_inside(void) {
+    seed = 6;
+    for (size_t k = 0; k < 3; k++) {
+        const size_t count = 3 * OO_CODEC_BLOCK;
+        struct chunk chunk = make(kinds[k], count);
+        fill(kinds[k], RARE, count, chunk.weights);
+        round_trip(kinds[k], count, &chunk);
+        char *changed = malloc(chunk.coded_bytes);
+        for (size_t turn = 0; turn < 600; turn++) {
+            memcpy(changed, chunk.coded, chunk.coded_bytes);
+            const size_t begin = draw() % 3 ? draw() % 96 : draw() % chunk.coded_bytes;
+            const size_t length = 1 + draw() % (turn % 2 ? 8 : 400);
+            for (size_t i = begin; i < begin + length && i < chunk.coded_bytes; i++)
+                changed[i] = (char)draw();
+            verify_changed(&chunk, kinds[k], count, changed, "noise", turn);
+            trust_changed(&chunk, kinds[k], count, changed);
+        }
+        free(changed);
+        drop(&chunk);
+    }
+}
+
+static void a_chunk_that_is_cut_off_is_refused(void) {
+    struct chunk chunk = make(OO_CODEC_BF16, 3000);
+    seed = 7;
+    fill(OO_CODEC_BF16, GAUSSIAN, 3000, chunk.weights);
+    round_trip(OO_CODEC_BF16, 3000, &chunk);
+    for (size_t bytes = 0; bytes < chunk.coded_bytes; bytes += 1 + bytes / 9) {
+        char *part = malloc(bytes ? bytes : 1);
+        memcpy(part, chunk.coded, bytes);
+        CHECK(oo_codec_decode(oo_codec_best(), part, bytes, 0, OO_CODEC_BF16, chunk.decoded,
+                              3000) == OO_E_ARGUMENT,
+              "%zu bytes of it", bytes);
+        free(part);
+    }
+    CHECK(oo_codec_decode(oo_codec_best(), chunk.coded, chunk.coded_bytes + 1, 0, OO_CODEC_BF16,
+                          chunk.decoded, 3000) == OO_E_ARGUMENT,
+          "a byte more");
+    drop(&chunk);
+}
+
+/* ---- what is checked without a checksum ---- */
+
+static void the_message_is(const char *begin, enum oo_status status, const char *what, size_t at) {
+    CHECK(status == OO_E_ARGUMENT && !strncmp(oo_error_message(), begin, strlen(begin)),
+          "%s %zu: %d, %s", what, at, (int)status, oo_error_message());
+}
+
+static enum oo_status decode(const struct chunk *chunk, enum oo_codec_kind kind, size_t count) {
+    return oo_codec_decode(oo_codec_best(), chunk->coded, chunk->coded_bytes, 0, kind,
+                           chunk->decoded, count);
+}
+
+static struct chunk eight_blocks(enum oo_codec_kind kind) {
+    struct chunk chunk = make(kind, 8192);
+    fill(kind, GAUSSIAN, 8192, chunk.weights);
+    round_trip(kind, 8192, &chunk);
+    return chunk;
+}
+
+static void headers_that_no_encoder_writes_are_refused(void) {
+    static const struct {
+        size_t at;
+        uint32_t value;
+        size_t bytes;
+        const char *message;
+    } rows[] = {
+        {0, 0x31434F4E, 4, "a chunk begins with"},
+        {7, 2, 1, "a chunk begins with"},
+        {4, 0, 1, "no encoder writes kind 0"},
+        {4, 4, 1, "no encoder writes kind 4"},
+        {5, 0, 1, "no encoder writes kind 3, mode 0"},
+        {5, 4, 1, "no encoder writes kind 3, mode 4"},
+        {6, 1, 1, "no encoder writes kind 3, mode 2, 1"},
+        {6, 6, 1, "no encoder writes kind 3, mode 2, 6"},
+        {8, 0, 4, "no encoder writes"},
+        {8, OO_CODEC_CHUNK + 1, 4, "no encoder writes"},
+        {12, 1, 4, "a chunk of "},
+    };
+    seed = 8;
+    struct chunk chunk = eight_blocks(OO_CODEC_INT8), words = eight_blocks(OO_CODEC_BF16);
+    char *whole = malloc(chunk.coded_bytes);
+    memcpy(whole, chunk.coded, chunk.coded_bytes);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        memcpy(chunk.coded + rows[i].at, &rows[i].value, rows[i].bytes);
+        the_message_is(rows[i].message, decode(&chunk, OO_CODEC_INT8, 8192), "header", i);
+        memcpy(chunk.coded, whole, OO_CODEC_HEADER);
+    }
+    words.coded[6] = 7;
+    the_message_is("no encoder writes kind 1, mode 2, 7", decode(&words, OO_CODEC_BF16, 8192),
+                   "low bits", 7);
+    free(whole);
+    drop(&chunk);
+    drop(&words);
+}
+
+static void an_index_that_leads_astray_is_refused(void) {
+    seed = 9;
+    struct chunk chunk = eight_blocks(OO_CODEC_BF16);
+    uint32_t index[9], changed[9];
+    memcpy(index, chunk.coded + OO_CODEC_HEADER, sizeof index);
+    static const struct {
+        size_t entry;
+        int64_t value; /* negative: behind the one before it */
+        const char *message;
+    } rows[] = {
+        {0, 1, "corrupt: the first block's tail begins at word 1"},
+        {3, 0, "corrupt: the tail of block 2 goes from"},
+        {8, -193, "corrupt: the tail of block 7 goes from"},
+        {8, -192, "corrupt: the tail of block 7 goes from"}, /* not too long, but behind the end */
+        {8, -1, "corrupt: block 7 has a tail of 1 words"},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        memcpy(changed, index, sizeof changed);
+        changed[rows[i].entry] = rows[i].value < 0
+                                     ? index[rows[i].entry - 1] + (uint32_t)-rows[i].value
+                                     : (uint32_t)rows[i].value;
+        memcpy(chunk.coded + OO_CODEC_HEADER, changed, sizeof changed);
+        the_message_is(rows[i].message, decode(&chunk, OO_CODEC_BF16, 8192), "index", i);
+    }
+    index[2] |= UINT32_C(1) << 31;
+    memcpy(chunk.coded + OO_CODEC_HEADER, index, sizeof index);
+    the_message_is("corrupt: block 2 has a tail of", decode(&chunk, OO_CODEC_BF16, 8192), "raw", 2);
+    index[2] &= ~(UINT32_C(1) << 31);
+    index[8] -= 1; /* as long as the last block may be, and shorter than the chunk */
+    memcpy(chunk.coded + OO_CODEC_HEADER, index, sizeof index);
+    CHECK(decode(&chunk, OO_CODEC_BF16, 8192) == OO_E_ARGUMENT, "a tail that ends early");
+    drop(&chunk);
+}
+
+/* Only the checksum tells; it is asked for. */
+static void a_flipped_low_bit_shows_when_it_is_verified(void) {
+    seed = 10;
+    struct chunk chunk = eight_blocks(OO_CODEC_BF16);
+    chunk.coded[OO_CODEC_HEADER + 9 * 4] ^= 1; /* the first weight's */
+    need(decode(&chunk, OO_CODEC_BF16, 8192), "not verified");
+    CHECK(chunk.decoded[1] == (chunk.weights[1] ^ (char)0x80), "the sign of the first weight");
+    the_message_is("corrupt: a chunk's checksum is not",
+                   oo_codec_decode(oo_codec_best(), chunk.coded, chunk.coded_bytes, 1,
+                                   OO_CODEC_BF16, chunk.decoded, 8192),
+                   "verified", 0);
+    drop(&chunk);
+}
+
+/* What one lane may have to put right one by one is bounded: beyond that the block is raw. */
+static void a_block_with_many_symbols_of_no_tier_is_raw(void) {
+    for (int n = 64; n <= 65; n++) {
+        struct chunk chunk = make(OO_CODEC_BF16, 8192);
+        uint16_t *weights = (uint16_t *)(void *)chunk.weights;
+        for (size_t i = 0; i < 8192; i++) /* thirteen exponents, as often as each other */
+            weights[i] = (uint16_t)((100 + i % 13) << 7);
+        for (int i = 0; i < n; i++)
+            weights[2048 + 15 * i] = 0x4480;
+        round_trip(OO_CODEC_BF16, 8192, &chunk);
+        uint32_t index[9];
+        memcpy(index, chunk.coded + OO_CODEC_HEADER, sizeof index);
+        CHECK(index[2] >> 31 == (n > 64), "%d of them: index %08x", n, index[2]);
+        CHECK(index[1] >> 31 == 0 && index[3] >> 31 == 0, "and no other");
+        drop(&chunk);
+    }
+}
+
+static int decodes_nothing(const uint32_t *planes, const uint32_t *tail, unsigned words,
+                           const uint8_t *palette, uint8_t *symbols) {
+    (void)planes;
+    (void)tail;
+    (void)words;
+    (void)palette;
+    (void)symbols;
+    return 0;
+}
+
+static int decodes_wrongly(const uint32_t *planes, const uint32_t *tail, unsigned words,
+                           const uint8_t *palette, uint8_t *symbols) {
+    const int right = oo__codec_portable.decode(planes, tail, words, palette, symbols);
+    symbols[1023] ^= 1;
+    return right;
+}
+
+static void what_does_not_decode_again_is_never_kept(void) {
+    seed = 11;
+    struct chunk chunk = eight_blocks(OO_CODEC_BF16);
+    struct oo_codec broken = oo__codec_portable;
+    for (int turn = 0; turn < 2; turn++) {
+        broken.decode = turn ? decodes_wrongly : decodes_nothing;
+        CHECK(oo_codec_encode(&broken, OO_CODEC_BF16, chunk.weights, 8192, chunk.coded,
+                              &chunk.coded_bytes) == OO_E_STATE,
+              "turn %d", turn);
+    }
+    drop(&chunk);
+}
+
+static const struct check_case cases[] = {
+    CASE(every_implementation_gives_back_the_bits),
+    CASE(each_byte_of_either_half_is_a_symbol),
+    CASE(trained_weights_become_smaller),
+    CASE(what_has_no_pattern_stays_as_it_is),
+    CASE(a_block_without_a_pattern_is_raw_alone),
+    CASE(a_chunk_of_one_value_is_its_header),
+    CASE(what_no_chunk_can_hold_is_refused),
+    CASE(each_bit_of_a_chunk_is_watched),
+    CASE(flips_in_a_full_chunk_are_noticed),
+    CASE(noise_in_a_chunk_stays_inside),
+    CASE(a_chunk_that_is_cut_off_is_refused),
+    CASE(headers_that_no_encoder_writes_are_refused),
+    CASE(an_index_that_leads_astray_is_refused),
+    CASE(a_flipped_low_bit_shows_when_it_is_verified),
+    CASE(a_block_with_many_symbols_of_no_tier_is_raw),
+    CASE(what_does_not_decode_again_is_never_kept),
+};
+
+int main(int argc, char **argv) { return check_main(argc, argv, cases, CHECK_COUNT(cases), NULL); }
