@@ -42,6 +42,7 @@ _PUBLIC = {
     "explained_oom": "explain",
     "find_batch_size": "survive.batch_size",
     "first_step_proof": "survive.proof",
+    "from_pretrained": "disk.pretrained",
     "get_detailed_memory_info": "survive.memory",
     "is_oom": "explain",
     "memory_summary": "views.summary",
@@ -58,6 +59,7 @@ __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
 if TYPE_CHECKING:
     from .build_record import build_info as build_info
     from .disk.empty import empty_weights as empty_weights
+    from .disk.pretrained import from_pretrained as from_pretrained
     from .doctor.allocator import configure_allocator as configure_allocator
     from .errors import DriverError as DriverError
     from .errors import NoRoomError as NoRoomError

@@ -51,8 +51,9 @@ def split_pieces(
     size = 0
     placed: set[int] = set()
     for unit in units:
-        fresh = [tensor for tensor in unit if id(tensor) not in placed]
-        placed.update(id(tensor) for tensor in fresh)
+        distinct = {id(tensor): tensor for tensor in unit}
+        fresh = [tensor for key, tensor in distinct.items() if key not in placed]
+        placed.update(distinct)
         nbytes = unit_bytes(fresh)
         if piece and size + nbytes > piece_bytes:
             yield piece

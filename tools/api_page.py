@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "api.md"
 # Title, and names: those of the package itself, and what the pages tell users to import.
 GROUPS = (
     ("Training", "attach accumulate MemoryManager memory_summary MemoryReport build_info"),
-    ("Weights from files", "empty_weights"),
+    ("Weights from files", "from_pretrained empty_weights"),
     ("Before it is loaded", "plan Plan"),
     (
         "AI-Toolkit",

@@ -156,6 +156,15 @@ NOTES: dict[str, dict[str, str]] = {
             "A weak reference or a hook keeps a Parameter. Attach before whatever does that."
         ),
         "but the model's has": "The file is of a model of another size.",
+        "which cannot be done while they are read": (
+            "A rule of transformers that is more than a question of places. The message says how "
+            "the file is converted once."
+        ),
+        "is no model's class of transformers": "`from_pretrained` knows these two libraries.",
+        "its library makes other layers for it": (
+            "The configuration asks for quantisation, by which the library exchanges layers."
+        ),
+        "not rows of one tensor": "Becomes the message above, with the names.",
         "only floating-point weights are converted": (
             "The file's weights are quantised, the model's are not, or the other way round."
         ),

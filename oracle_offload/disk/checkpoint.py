@@ -122,7 +122,7 @@ def find_weights(path: Path) -> Path:
                 f"(*{INDEX_SUFFIX}); other formats can run code when they are read."
             )
         return path
-    folder = _snapshot(path)
+    folder = snapshot(path)
     names = sorted(entry.name for entry in folder.iterdir())
     preferred = [f"{name}{suffix}" for name in _NAMES for suffix in (INDEX_SUFFIX, SUFFIX)]
     for candidates in (
@@ -143,7 +143,7 @@ def find_weights(path: Path) -> Path:
     )
 
 
-def _snapshot(folder: Path) -> Path:
+def snapshot(folder: Path) -> Path:
     """Return the snapshot of a model's folder in the hub's cache; any other folder itself."""
     snapshots = folder / "snapshots"
     if not snapshots.is_dir():

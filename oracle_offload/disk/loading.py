@@ -23,8 +23,9 @@ from ..geometry import contiguous_stride, is_dense, tensor_bytes
 from ..selection import listed
 from ..sizes import GIB, MIB
 from .checkpoint import Checkpoint
+from .conversion import find_sources, ignored_patterns
 from .reading import Part, Reader
-from .source import Source, plain_sources
+from .source import Source
 
 if TYPE_CHECKING:
     from ..devices import Device
@@ -59,7 +60,7 @@ class Loading:
         self._read_bytes, self._began = 0, time.monotonic()
         self._checkpoint = Checkpoint(weights)
         try:
-            self._to_come = _match(module, plain_sources(self._checkpoint), str(weights))
+            self._to_come = _match(module, find_sources(module, self._checkpoint), str(weights))
         except BaseException:
             self._checkpoint.close()
             raise
@@ -186,7 +187,7 @@ def _match(
     missing = [
         same[0] for key, same in names.items() if key not in found and expected[same[0]].is_meta
     ]
-    ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored = ignored_patterns(module)
     unexpected = [
         name
         for name in sources

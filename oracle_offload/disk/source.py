@@ -47,8 +47,9 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Source:
-    """What fills one tensor of a model."""
+    """What fills one tensor of a model, which has this shape."""
 
+    shape: tuple[int, ...]
     fragments: tuple[Fragment, ...]
 
     @property
@@ -58,12 +59,14 @@ class Source:
 
     def check(self, tensor: Tensor, path: str) -> None:
         """Refuse a file whose shapes or kinds of numbers are not those of `tensor`."""
+        fits = self.shape == tuple(tensor.shape)
         for fragment in self.fragments:
-            expected, stored = fragment.part_of(tensor), fragment.stored
-            if tuple(expected.shape) != stored.shape:
+            stored = fragment.stored
+            if not fits or tuple(fragment.part_of(tensor).shape) != stored.shape:
                 raise OffloadError(
-                    f"'{path}': '{fragment.name}' has shape {stored.shape}, but the model's has "
-                    f"{tuple(expected.shape)}."
+                    f"'{path}': '{fragment.name}' has shape {stored.shape}"
+                    + (f", of {len(self.fragments)} in all" if len(self.fragments) > 1 else "")
+                    + f", but the model's has {tuple(tensor.shape)}."
                 )
             dtype = DTYPES.get(stored.dtype)
             if dtype is not tensor.dtype and not (
@@ -91,6 +94,6 @@ def whole(tensor: Tensor) -> Tensor:
 def plain_sources(checkpoint: Checkpoint) -> dict[str, Source]:
     """Return the sources of a checkpoint whose names are the model's."""
     return {
-        name: Source((Fragment(name, file, stored, whole),))
+        name: Source(stored.shape, (Fragment(name, file, stored, whole),))
         for name, (file, stored) in checkpoint.tensors.items()
     }

@@ -47,6 +47,8 @@ def test_a_tensor_of_two_units_is_placed_once_and_counts_once():
     (piece,) = split_pieces([[shared], [shared, other], [other]], 4 * STEP)
     ((first,), (second,)) = piece
     assert first is shared and second is other
+    (piece,) = split_pieces([[shared, other, shared]], 4 * STEP)
+    assert [[id(t) for t in unit] for unit in piece] == [[id(shared), id(other)]]
 
 
 def test_pieces_are_of_a_gibibyte():

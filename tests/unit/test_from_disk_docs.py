@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries are imported
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 
+import models  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 import oracle_offload  # noqa: E402
@@ -20,10 +26,10 @@ PAGE = (Path(__file__).parents[2] / "docs" / "from-disk.md").read_text("utf-8")
 def block(containing: str) -> str:
     found = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.M | re.S)
     (only,) = (code for code in found if containing in code)
-    return only.replace('"cuda"', '"cpu"')
+    return str(only).replace('"cuda"', '"cpu"')
 
 
-class Model(torch.nn.Sequential):
+class Model(torch.nn.Sequential):  # type: ignore[name-defined,misc]
     def __init__(self) -> None:
         super().__init__(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
 
@@ -40,3 +46,33 @@ def test_a_model_without_values(tmp_path: Path) -> None:
     assert torch.equal(manager.module(x), model(x))
     manager.detach()
     assert not open_states()
+
+
+@pytest.mark.parametrize(
+    ("line", "make", "subfolder"),
+    [
+        ("LlamaForCausalLM", models.llama, ""),
+        ("FluxTransformer2DModel", models.flux, "transformer"),
+    ],
+)
+def test_one_line_each(tmp_path: Path, line: str, make: object, subfolder: str) -> None:
+    resident = make().bfloat16()  # type: ignore[operator]
+    resident.save_pretrained(tmp_path / subfolder)
+    assert type(resident).__name__ == line
+    pipeline = SimpleNamespace()
+    names = {
+        "oracle_offload": oracle_offload,
+        "torch": torch,
+        "folder": tmp_path,
+        "pipeline": pipeline,
+        line: type(resident),
+    }
+    exec(compile(block(line), "docs/from-disk.md", "exec"), names)
+    model = names.get("model") or pipeline.transformer
+    assert model._memory_manager.layers
+    found = dict(model.named_parameters())
+    assert all(torch.equal(found[name], p) for name, p in resident.named_parameters())
+    model._memory_manager.detach()
+    vars(pipeline).clear()
+    names.clear()
+    del found, model

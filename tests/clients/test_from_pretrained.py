@@ -1,0 +1,438 @@
+"""`from_pretrained`: to the last bit what the library's own gives, attached; nothing is guessed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+
+import models
+import pytest
+import torch
+from equality import assert_models_agree, assert_same
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import oracle_offload
+from oracle_offload.engines import open_states
+from oracle_offload.errors import OffloadError
+
+
+def t5():
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(
+        T5Config(vocab_size=100, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    )
+
+
+def clip():
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    sizes = dict(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    return CLIPTextModelWithProjection(
+        CLIPTextConfig(**sizes, num_attention_heads=4, max_position_embeddings=16)
+    )
+
+
+def gpt_oss():
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    sizes = dict(vocab_size=100, hidden_size=64, intermediate_size=32, num_hidden_layers=2)
+    return GptOssForCausalLM(
+        GptOssConfig(
+            **sizes,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            use_cache=False,
+        )
+    )
+
+
+def pixart():
+    from diffusers import PixArtTransformer2DModel
+
+    return PixArtTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        cross_attention_dim=16,
+        caption_channels=16,
+        sample_size=8,
+        use_additional_conditions=False,
+    )
+
+
+def qwen_image():
+    from diffusers import QwenImageTransformer2DModel
+
+    return QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        axes_dims_rope=(8, 4, 4),
+    )
+
+
+def wan():
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=2,
+        rope_max_seq_len=32,
+    )
+
+
+BUILDS = {
+    "llama": models.llama,
+    "llama-tied": lambda: models.llama(tie_word_embeddings=True),
+    "mixtral": models.mixtral,
+    "qwen2-moe": models.qwen2_moe,
+    "gpt-oss": gpt_oss,
+    "t5": t5,
+    "clip": clip,
+    "flux": models.flux,
+    "unet": models.unet,
+    "autoencoder": models.autoencoder,
+    "pixart": pixart,
+    "qwen-image": qwen_image,
+    "wan": wan,
+}
+
+
+def saved(name, folder, dtype=torch.float32):
+    """Return the class of a small model, written to `folder` in shards."""
+    torch.manual_seed(0)
+    model = BUILDS[name]().to(dtype)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return type(model)
+
+
+def plain_attributes(model):
+    return {
+        f"{name}.{key}": value
+        for name, inner in model.named_modules()
+        for key, value in vars(inner).items()
+        if isinstance(value, torch.Tensor) and key != "freqs_cis"
+    }
+
+
+def assert_same_model(found, expected):
+    assert type(found).__name__ == type(expected).__name__
+    assert found.training == expected.training
+    names = [name for name, _ in expected.named_parameters(remove_duplicate=False)]
+    assert [name for name, _ in found.named_parameters(remove_duplicate=False)] == names
+    for kind in ("named_parameters", "named_buffers"):
+        assert_same(dict(getattr(found, kind)()), dict(getattr(expected, kind)()), kind)
+    ours, theirs = plain_attributes(found), plain_attributes(expected)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
+    if hasattr(found.config, "to_dict"):
+        drop = {"_name_or_path", "transformers_version", "dtype"}
+        ours, theirs = found.config.to_dict(), expected.config.to_dict()
+        assert {k: v for k, v in ours.items() if k not in drop} == {
+            k: v for k, v in theirs.items() if k not in drop
+        }
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_the_model_is_the_librarys_own(tmp_path, name):
+    kind = saved(name, tmp_path)
+    expected = kind.from_pretrained(tmp_path)
+    model = oracle_offload.from_pretrained(kind, tmp_path, "cpu")
+    assert model._memory_manager.layers
+    assert_same_model(model, expected)
+    model._memory_manager.detach()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("mixtral", torch.bfloat16),
+        ("t5", torch.bfloat16),
+        ("t5", torch.float16),  # a part stays in float32
+        ("pixart", torch.bfloat16),
+        ("wan", torch.float16),
+    ],
+    ids=str,
+)
+def test_the_dtype_that_is_asked_for_is_the_librarys(tmp_path, name, dtype):
+    kind = saved(name, tmp_path)
+    expected = kind.from_pretrained(tmp_path, dtype=dtype)
+    model = oracle_offload.from_pretrained(kind, tmp_path, "cpu", dtype=dtype)
+    assert_same_model(model, expected)
+    model._memory_manager.detach()
+
+
+def test_the_dtype_of_the_configuration_is_taken(tmp_path):
+    kind = saved("llama", tmp_path, torch.bfloat16)
+    model = oracle_offload.from_pretrained(kind, tmp_path, "cpu")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert_same_model(model, kind.from_pretrained(tmp_path))
+    model._memory_manager.detach()
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("mixtral", models.language_step), ("flux", models.flux_step)],
+    ids=["mixtral", "flux"],
+)
+def test_it_trains_as_the_librarys_own(tmp_path, name, step):
+    kind = saved(name, tmp_path)
+    # A copy, because tensors in a mapped file are not aligned, which changes bits of some kernels.
+    resident = copy.deepcopy(kind.from_pretrained(tmp_path))
+    model = oracle_offload.from_pretrained(kind, tmp_path, "cpu", offload_percent=0.9)
+    assert_models_agree(model, resident, step, steps=1)
+    model._memory_manager.detach()
+
+
+def test_auto_classes_and_the_settings_of_generation(tmp_path):
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    saved("llama", tmp_path)
+    GenerationConfig(max_new_tokens=7, temperature=0.3, do_sample=True).save_pretrained(tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = oracle_offload.from_pretrained(AutoModelForCausalLM, tmp_path, "cpu")
+    assert_same_model(model, expected)
+    assert model.generation_config.max_new_tokens == 7
+    model._memory_manager.detach()
+
+
+def test_a_part_of_a_pipeline_and_the_hub_cache(tmp_path):
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    kind = saved("flux", snapshot / "transformer")
+    expected = kind.from_pretrained(snapshot, subfolder="transformer")
+    model = oracle_offload.from_pretrained(
+        kind, tmp_path / "models--a--b", "cpu", subfolder="transformer", ram_budget="offloaded"
+    )
+    assert_same_model(model, expected)
+    model._memory_manager.detach()
+
+
+# ---- the library's own conversion of names ----
+
+
+def test_experts_of_a_file_are_one_by_one_and_are_read_into_their_stack(tmp_path, monkeypatch):
+    from oracle_offload.disk import source
+
+    kind = saved("mixtral", tmp_path)
+    names = {
+        name
+        for path in tmp_path.glob("*.safetensors")
+        for name in load_file(path)
+        if "experts" in name
+    }
+    assert len(names) == 2 * 4 * 3  # layers, experts, matrices
+    strides = []
+    original = source.Source.parts
+
+    def parts(self, reader, target):
+        if len(self.fragments) > 1:
+            strides.extend(f.part_of(target).is_contiguous() for f in self.fragments)
+        return original(self, reader, target)
+
+    monkeypatch.setattr(source.Source, "parts", parts)
+    model = oracle_offload.from_pretrained(kind, tmp_path, "cpu")
+    assert len(strides) == len(names) and all(strides)  # so bytes are read where they stay
+    model._memory_manager.detach()
+
+
+def change(folder, edit):
+    """Let `edit` change all tensors of a checkpoint, which is one file then."""
+    state = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        state.update(load_file(path))
+        path.unlink()
+    for path in folder.glob("*.index.json"):
+        path.unlink()
+    edit(state)
+    save_file({name: t.contiguous() for name, t in state.items()}, folder / "model.safetensors")
+
+
+def without(pattern):
+    def edit(state):
+        for name in [name for name in state if re.search(pattern, name)]:
+            del state[name]
+
+    return edit
+
+
+def other_shape(pattern):
+    def edit(state):
+        for name in [name for name in state if re.search(pattern, name)]:
+            state[name] = state[name][:-1]
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (without(r"experts\.3\.w1"), "has shape .* of 7 in all, but the model's has"),
+        (without(r"experts\.3\."), "of 6 in all, but the model's has"),
+        (
+            without(r"layers\.0.*experts"),
+            "it lacks: 'model.layers.0.mlp.experts.gate_up_proj', 'mo",
+        ),
+        (
+            other_shape(r"experts\.2\.w2"),
+            "'model.layers.0.block_sparse_moe.experts.2.w2.weight' has",
+        ),
+        (other_shape(r"experts\.0\.w2"), "has shape"),
+    ],
+    ids=["a matrix", "an expert", "a layer", "a shape", "the first shape"],
+)
+def test_experts_that_lack_something_are_refused(tmp_path, edit, message):
+    kind = saved("mixtral", tmp_path)
+    change(tmp_path, edit)
+    with pytest.raises(OffloadError, match=message):
+        oracle_offload.from_pretrained(kind, tmp_path, "cpu")
+    assert not open_states()
+
+
+def rule(module, entries):
+    """Let transformers know one more rule for this kind of model."""
+    from transformers import conversion_mapping as mapping
+
+    original = mapping.get_model_conversion_mapping
+    return lambda model, *rest, **more: entries + original(model, *rest, **more)
+
+
+@pytest.mark.parametrize("what", ["chunk", "transpose", "check", "concatenate", "rename"])
+def test_every_rule_does_what_the_library_does(tmp_path, monkeypatch, what):
+    """Against `from_pretrained` with the same rule, on a file that is written for it."""
+    from transformers import conversion_mapping, core_model_loading
+    from transformers import modeling_utils as utils
+
+    load = core_model_loading
+    rules = {
+        "chunk": load.WeightConverter(
+            ["self_attn.kv_proj.weight"],
+            ["self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+            [load.Chunk(dim=0)],
+        ),
+        "transpose": load.WeightConverter(
+            "mlp.turned.weight", "mlp.down_proj.weight", [load.Transpose(0, 1)]
+        ),
+        "check": load.WeightConverter(
+            "mlp.turned.weight", "mlp.down_proj.weight", [load.Transpose(0, 1, check_dims=True)]
+        ),
+        "concatenate": load.WeightConverter(
+            ["mlp.left.weight", "mlp.right.weight"],
+            "mlp.down_proj.weight",
+            [load.Concatenate(dim=1)],
+        ),
+        "rename": load.WeightRenaming("mlp.old.weight", "mlp.down_proj.weight"),
+    }
+
+    def edit(state):
+        for name in list(state):
+            if what == "chunk" and name.endswith("k_proj.weight"):
+                other = name.replace("k_proj", "v_proj")
+                both = torch.cat([state.pop(name), state.pop(other)])
+                state[name.replace("k_proj", "kv_proj")] = both
+            elif name.endswith("down_proj.weight") and what != "chunk":
+                stem, weight = name.removesuffix("down_proj.weight"), state.pop(name)
+                if what == "concatenate":
+                    state[f"{stem}left.weight"] = weight[:, :50]
+                    state[f"{stem}right.weight"] = weight[:, 50:]
+                elif what == "rename":
+                    state[f"{stem}old.weight"] = weight
+                else:
+                    turned = what == "transpose" or "layers.1" in name
+                    state[f"{stem}turned.weight"] = weight.T if turned else weight
+
+    kind = saved("llama", tmp_path)
+    plain = kind.from_pretrained(tmp_path)
+    change(tmp_path, edit)
+    asked = rule(kind, [rules[what]])
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", asked)
+    monkeypatch.setattr(utils, "get_model_conversion_mapping", asked, raising=False)
+    expected = kind.from_pretrained(tmp_path)
+    assert_same_model(expected, plain)
+    model = oracle_offload.from_pretrained(kind, tmp_path, "cpu")
+    assert_same_model(model, expected)
+    model._memory_manager.detach()
+
+
+def test_a_rule_that_is_not_known_is_refused_by_name(tmp_path, monkeypatch):
+    from transformers import conversion_mapping, core_model_loading
+
+    class Unheard(core_model_loading.Transpose):
+        pass
+
+    kind = saved("llama", tmp_path)
+    rules = [
+        core_model_loading.WeightConverter(
+            "mlp.down_proj.weight", "mlp.down_proj.weight", [Unheard(0, 1)]
+        )
+    ]
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", rule(kind, rules))
+    with pytest.raises(OffloadError, match=r"makes 'model\.layers\.0\.mlp\.down_proj.* by Unheard"):
+        oracle_offload.from_pretrained(kind, tmp_path, "cpu")
+    assert not open_states()
+
+
+def test_names_that_the_library_ignores_are_ignored(tmp_path):
+    kind = saved("llama", tmp_path)
+    change(tmp_path, lambda state: state.update({"model.rotary_emb.inv_freq": torch.zeros(8)}))
+    oracle_offload.from_pretrained(kind, tmp_path, "cpu")._memory_manager.detach()
+    change(tmp_path, lambda state: state.update({"model.position_ids": torch.zeros(8)}))
+    with pytest.raises(OffloadError, match=r"the model has no: 'model\.position_ids'"):
+        oracle_offload.from_pretrained(kind, tmp_path, "cpu")
+    kind = saved("clip", tmp_path / "clip")
+    name = "text_model.embeddings.position_ids"
+    change(tmp_path / "clip", lambda state: state.update({name: torch.zeros(1, 16)}))
+    oracle_offload.from_pretrained(kind, tmp_path / "clip", "cpu")._memory_manager.detach()
+
+
+def test_deprecated_names_of_diffusers_are_converted(tmp_path):
+    kind = saved("autoencoder", tmp_path)
+
+    def edit(state):
+        for now, then in (("to_q", "query"), ("to_k", "key"), ("to_v", "value")):
+            for name in [name for name in state if f".{now}." in name]:
+                state[name.replace(now, then)] = state.pop(name)
+        for name in [name for name in state if ".to_out.0." in name]:
+            state[name.replace("to_out.0", "proj_attn")] = state.pop(name)
+
+    change(tmp_path, edit)
+    (tmp_path / "model.safetensors").rename(tmp_path / "diffusion_pytorch_model.safetensors")
+    expected = kind.from_pretrained(tmp_path)
+    model = oracle_offload.from_pretrained(kind, tmp_path, "cpu")
+    assert_same_model(model, expected)
+    model._memory_manager.detach()
+
+
+# ---- what is refused ----
+
+
+def test_another_class_is_refused(tmp_path):
+    with pytest.raises(OffloadError, match="is no model's class of transformers or diffusers"):
+        oracle_offload.from_pretrained(nn.Linear, tmp_path, "cpu")
+
+
+@pytest.mark.parametrize("name", ["llama", "flux"])
+def test_a_checkpoint_that_is_quantised_is_refused(tmp_path, name):
+    kind = saved(name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(OffloadError, match=r"is quantised \(fp8\)"):
+        oracle_offload.from_pretrained(kind, tmp_path, "cpu")
