@@ -51,8 +51,10 @@ def network_on(model, kind="lora", **options):
             text_encoder=None,
             unet=model,
             lora_dim=config.linear,
+            conv_lora_dim=config.conv,
             multiplier=1.0,
             alpha=config.linear_alpha,
+            conv_alpha=config.conv_alpha,
             train_unet=True,
             train_text_encoder=False,
             network_config=config,
@@ -60,6 +62,7 @@ def network_on(model, kind="lora", **options):
             transformer_only=config.transformer_only,
             is_transformer=True,
             target_lin_modules=[type(model).__name__],
+            target_conv_modules=[type(model).__name__],
             full_train_in_out=False,
         )
         network.apply_to(None, model, apply_text_encoder=False, apply_unet=True)

@@ -48,7 +48,7 @@ print(MemoryManager.__module__)
 
 @pytest.fixture
 def fresh(toolkit, tmp_path):
-    """A fresh checkout, as far as its memory management goes; the drop-in may be installed in it."""
+    """A fresh checkout, as far as its memory management goes, though ours may be installed."""
     copied = tmp_path / "ai-toolkit"
     (copied / "toolkit").mkdir(parents=True)
     shutil.copy(toolkit / "toolkit" / "__init__.py", copied / "toolkit")
@@ -116,6 +116,39 @@ def test_install_in_the_process(fresh):
 def test_our_manager_modules_alone_under_its_manager(fresh):
     shutil.copy(ROOT / "oracle_offload/aitoolkit/manager_modules.py", fresh / checkout.FOLDER)
     assert use(fresh) == "toolkit.memory_management.manager"
+
+
+def test_our_manager_modules_alone_manage_every_kind_that_it_hands_over(fresh):
+    shutil.copy(ROOT / "oracle_offload/aitoolkit/manager_modules.py", fresh / checkout.FOLDER)
+    code = f"""
+import sys
+sys.path[1:1] = [{str(HERE.parent / "training")!r}]
+import torch
+from ostris import to_ostris
+from oracle_offload import simulator
+from oracle_offload.engines import open_states
+from toolkit.memory_management import MemoryManager
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+).requires_grad_(False)
+to_ostris(model[2])
+x = torch.randn(2, 4, 64, 64, requires_grad=True)
+expected = model(x)
+(gradient,) = torch.autograd.grad(expected.sum(), x)
+MemoryManager.attach(model, torch.device("cpu"))
+found = model(x)
+assert torch.equal(found, expected)
+assert torch.equal(torch.autograd.grad(found.sum(), x)[0], gradient)
+(held,) = [held for state in open_states() for held in state.listeners]
+kinds = [type(layer).__name__ for layer in held.layers]
+assert kinds == ["Conv2dLayer", "LinearLayer", "QuantisedLayer"], kinds
+assert simulator.stats().h2d_bytes >= held.weight_bytes
+MemoryManager.detach(model)
+assert not open_states() and torch.equal(model(x), expected)
+print(MemoryManager.__module__)
+"""
+    assert use(fresh, code) == "toolkit.memory_management.manager"
 
 
 def test_our_manager_alone_is_refused(fresh):

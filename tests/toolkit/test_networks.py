@@ -7,8 +7,10 @@ import copy
 import pytest
 import torch
 from equality import assert_same
-from runs import CPU, adapted, compare, inputs, network_on, saved, train, transformer
+from runs import CPU, adapted, compare, inputs, network_on, prepared, saved, train, transformer
 from toolkit.memory_management import MemoryManager
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 def assert_every_lora_b_moved(state):
@@ -72,6 +74,70 @@ def test_lycoris_modules_that_compute_with_the_weight(kind, when):
             kinds = [type(layer).__name__ for layer in model._memory_manager.layers]
             assert kinds.count("AnyLayer") == 4 and len(kinds) == 12, kinds
         return found, [p.detach().clone() for p in trained]
+
+    compare(run)
+
+
+class Pictures(nn.Module):
+    """Convolutions and a Linear, which are checkpointed together."""
+
+    gradient_checkpointing = True
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(4, 32, 3, padding=1),
+            nn.Conv2d(32, 32, 3, padding=1),
+            nn.Conv2d(32, 4, 1),
+            nn.Linear(64, 64),
+        ).requires_grad_(False)
+
+    def forward(self, x):
+        return checkpoint(self.layers, x[:, None].expand(-1, 4, -1, -1), use_reentrant=False)
+
+
+@pytest.mark.parametrize("when", ["before attach", "after attach"])
+@pytest.mark.parametrize("kind", ["lora", "lokr"])
+def test_networks_on_convolutions(kind, when):
+    """Its LoKr computes a convolution's weight from the layer's, which it brings along itself."""
+
+    def run(offloaded):
+        model = Pictures()
+        networks = []
+        for is_network in (False, True) if when == "after attach" else (True, False):
+            if is_network:
+                networks.append(network_on(model, kind, conv=4, conv_alpha=4))
+            else:
+                offloaded.attach(model, 4)
+        assert len(networks[0].get_all_modules()) == 4
+        return train(model, networks), saved(networks[0])
+
+    *_, state = compare(run)
+    if kind == "lora":
+        assert_every_lora_b_moved(state)
+
+
+def test_a_moving_average_of_an_offloaded_network():
+    """Its average copies the parameters, stands in their place for a preview, and goes again."""
+    from toolkit.ema import ExponentialMovingAverage
+
+    def run(offloaded):
+        model, network = adapted(offloaded)
+        offloaded.attach(network, 24)
+        trained = [p for group in prepared(network) for p in group["params"]]
+        average = ExponentialMovingAverage(trained, decay=0.9)
+        found = []
+        for _ in range(2):
+            found += train(model, [network], steps=2)
+            average.update()
+        average.eval()
+        with torch.no_grad():
+            found.append(model(inputs()))
+        average.train()
+        with torch.no_grad():
+            found.append(model(inputs()))
+        assert not torch.equal(found[-1], found[-2])
+        return found, average.shadow_params, saved(network)
 
     compare(run)
 

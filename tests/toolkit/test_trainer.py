@@ -209,6 +209,27 @@ def test_training_over_an_accuracy_recovery_adapter(model):
 
 
 @pytest.mark.parametrize("model", ["Z-Image"], indirect=True)
+def test_training_an_offloaded_network_with_accumulation_and_an_average(model):
+    """The network's weights, gradients and optimizer are on the host; its average is saved."""
+    results = []
+    for offloading in (False, True):
+        losses, _, saved, attached = train(
+            model,
+            offloading,
+            network={"layer_offloading": offloading},
+            train={
+                "disable_sampling": True,
+                "gradient_accumulation": 2,
+                "ema_config": {"use_ema": True, "ema_decay": 0.9},
+            },
+        )
+        results.append((losses, saved))
+    assert len(results[0][0]) == 4 and results[0][0] == results[1][0]
+    assert_same(results[1][1], results[0][1])
+    assert len(attached.managed["LoRASpecialNetwork"]) >= 30
+
+
+@pytest.mark.parametrize("model", ["Z-Image"], indirect=True)
 def test_one_setting_switches_previews_off(model):
     """And with them all forwards that are not training's."""
     calls = []
