@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "AdaptiveBatch": "survive.adaptive_batch",
     "BatchResult": "survive.batch_size",
+    "Checkpoint": "survive.checkpoint",
     "DriverError": "errors",
     "FirstStepProof": "survive.proof",
     "Idle": "survive.idle",
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from .survive.attempts import emergency_minimal_operations as emergency_minimal_operations
     from .survive.batch_size import BatchResult as BatchResult
     from .survive.batch_size import find_batch_size as find_batch_size
+    from .survive.checkpoint import Checkpoint as Checkpoint
     from .survive.idle import Idle as Idle
     from .survive.idle import IdleAlarm as IdleAlarm
     from .survive.memory import get_detailed_memory_info as get_detailed_memory_info

@@ -35,6 +35,7 @@ GROUPS = (
         "find_batch_size BatchResult AdaptiveBatch emergency_minimal_operations "
         "get_detailed_memory_info set_memory_fraction",
     ),
+    ("Resuming", "Checkpoint"),
     ("Training that does nothing", "IdleAlarm Idle first_step_proof FirstStepProof"),
     ("Errors", "OffloadError DriverError NoRoomError StaleWeightsError"),
     (

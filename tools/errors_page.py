@@ -444,6 +444,19 @@ NOTES: dict[str, dict[str, str]] = {
         "has no cap on its memory": (
             "There is no CUDA card by that name here. A host's memory is capped by a control group."
         ),
+        "has no state_dict and load_state_dict": (
+            "Name parts that have both; keep numbers of your own in an object that has."
+        ),
+        "holds no checkpoint": "The file is none of torch's, or was damaged after it was written.",
+        "is no checkpoint of": "Something else has this name, or another version wrote it.",
+        "is of another training": (
+            "The model, what of it is trained, or the parts differ from those that were saved. "
+            "Make them the same way, or start with another path."
+        ),
+        "which cannot be loaded without running code": (
+            "The message names the place. Save numbers and tensors, and make the object of them in "
+            "`load_state_dict`."
+        ),
         "is not a number of steps; use 1 or more": "Give a whole number of steps above zero.",
         "has no trainable parameter to watch": (
             "Nothing has `requires_grad` yet: add the adapter first, then make the alarm."

@@ -10,9 +10,10 @@ from typing import Any
 
 
 class Sink:
-    """What a writer writes to: every call reaches the system at once, and what failed stays known.
+    """What a writer writes to: every call reaches the system at once, none raises.
 
-    Libraries in C may hide an error of `write` behind one of their own.
+    A library in C may end the process for an exception that comes out of `write`. So what failed
+    first is kept, what comes after it is dropped, and `replace_file` raises it.
 
     Attributes
     ----------
@@ -25,24 +26,17 @@ class Sink:
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write all of `data`.
-
-        Raises
-        ------
-        OSError
-            The system refused it, or a part of it.
-        """
+        """Write all of `data`."""
         rest = memoryview(data).cast("B")
         size = len(rest)
         try:
-            while rest:
+            while rest and self.failure is None:
                 written = os.write(self._file, rest)
                 if not written:
                     raise OSError(errno.ENOSPC, f"{len(rest)} of {size} bytes were not written")
                 rest = rest[written:]
         except OSError as error:
-            self.failure = self.failure or error
-            raise
+            self.failure = error
         return size
 
     def flush(self) -> None:
@@ -74,12 +68,9 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Sink], object]) 
         file = os.open(beside, flags, 0o644)
         try:
             sink = Sink(file)
-            try:
-                write(sink)
-            except Exception:
-                if sink.failure is not None:
-                    raise sink.failure from None
-                raise
+            write(sink)
+            if sink.failure is not None:
+                raise sink.failure
             # Before the rename: else the new name could stand for bytes that never arrived.
             os.fsync(file)
         finally:

@@ -1,0 +1,285 @@
+"""Checkpoints: whole or not at all; what resumes has the bits of what was never killed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_kills import Data, make, train
+from equality import assert_same, attached
+from torch import nn
+
+from oracle_offload import Checkpoint, OffloadError
+from oracle_offload.host.replace import replace_file
+
+HERE = Path(__file__).parent
+
+
+def run(what, folder):
+    command = [sys.executable, str(HERE / "checkpoint_kills.py"), what, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_whenever_a_save_is_killed_the_old_or_the_new_one_is_there(tmp_path):
+    found = run("kills", tmp_path)
+    assert found["old"] + found["new"] >= 100
+    assert found["old"] > 50 and found["new"] >= 4  # before the rename, and after it
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_ten_kills_and_resumes_end_as_if_there_had_been_none(tmp_path):
+    assert run("cycles", tmp_path) == {"killed": 10, "same": True}
+
+
+class Disk:
+    """What a disk could hold after each call, if the power failed then.
+
+    Bytes that were not brought to it may be lost, all of them or the last ones; a name that was
+    not may be the old or the new one.
+    """
+
+    def __init__(self, monkeypatch, path):
+        self.path, self.files, self.names = str(path), {}, {str(path): b"old"}
+        self.open_files, self.after, self.fail_at, self.count = {}, [], None, 0
+        honest = {name: getattr(os, name) for name in ("open", "write", "fsync", "replace")}
+
+        def note(name):
+            def call(*args):
+                self.count += 1
+                if self.count == self.fail_at:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                result = honest[name](*args)
+                getattr(self, name)(result, *args)
+                self.after.append((name, self.possible()))
+                return result
+
+            return call
+
+        for name in honest:
+            monkeypatch.setattr(os, name, note(name))
+        path.write_bytes(b"old")
+        self.pending = None
+
+    def open(self, file, path, *_):
+        self.open_files[file] = str(path)
+        if not os.path.isdir(path):
+            self.files[str(path)] = [b"", b""]  # written, and brought to the disk
+
+    def write(self, size, file, data):
+        self.files[self.open_files[file]][0] += bytes(data[:size])
+
+    def fsync(self, _, file):
+        path = self.open_files[file]
+        if path in self.files:
+            self.files[path][1] = self.files[path][0]
+        elif self.pending is not None:
+            self.names[self.path] = self.pending
+            self.pending = None
+
+    def replace(self, _, source, target):
+        assert target == self.path
+        self.pending = self.files[source]
+
+    def possible(self):
+        found = []
+        for each in [self.names[self.path], *([self.pending] if self.pending else [])]:
+            found += [each] if isinstance(each, bytes) else [each[1], each[0]]
+        return found
+
+
+def test_whenever_the_power_fails_the_old_or_the_new_file_is_there(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    with monkeypatch.context() as patched:
+        disk = Disk(patched, path)
+        replace_file(path, lambda sink: [sink.write(b"ne"), sink.write(b"w")])
+    assert [name for name, _ in disk.after] == [
+        *("open", "write", "write", "fsync", "replace", "open", "fsync")
+    ]
+    for name, possible in disk.after:
+        assert set(possible) <= {b"old", b"new"}, name
+    assert disk.after[-1][1] == [b"new", b"new"]
+    assert path.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("leave_out", ["file", "folder"])
+def test_a_rename_without_one_of_its_syncs_would_be_noticed(leave_out, tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    with monkeypatch.context() as patched:
+        disk = Disk(patched, path)
+        honest = os.fsync
+
+        def lossy(file):
+            if os.path.isdir(disk.open_files[file]) != (leave_out == "folder"):
+                honest(file)
+
+        patched.setattr(os, "fsync", lossy)
+        replace_file(path, lambda sink: sink.write(b"new"))
+    states = [set(possible) for _, possible in disk.after]
+    if leave_out == "file":
+        assert any(not each <= {b"old", b"new"} for each in states)
+    else:
+        assert states[-1] == {b"old", b"new"}  # the new one is not certain at the end
+
+
+def test_a_full_disk_at_any_write_leaves_the_old_checkpoint_and_nothing_beside_it(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "run.pt"
+    _, _, _, data, checkpoint = make(path)
+    checkpoint.save(1)
+    old, number, failures = path.read_bytes(), 0, 0
+    data.position = 7
+    honest = os.write
+    while True:
+        number += 1
+        count = 0
+
+        def write(file, rest, number=number):
+            nonlocal count
+            count += 1
+            if count == number + 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            if count == number:  # the last bytes that find room
+                return honest(file, rest[: len(rest) // 2])
+            return honest(file, rest)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", write)
+            try:
+                checkpoint.save(2)
+                break
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+        failures += 1
+        assert path.read_bytes() == old and os.listdir(tmp_path) == ["run.pt"]
+        assert checkpoint.saved == 1
+    assert failures > 40 and make(path)[-1].load() == 2
+
+
+def test_a_system_that_writes_nothing_or_renames_nothing_is_an_error(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda file, data: 0)
+        with pytest.raises(OSError, match="3 of 3 bytes were not written"):
+            replace_file(path, lambda sink: sink.write(b"new"))
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, lambda *args: (_ for _ in ()).throw(OSError(5, "planted")))
+            with pytest.raises(OSError, match="planted"):
+                replace_file(path, lambda sink: sink.write(b"new"))
+        assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
+    with pytest.raises(KeyError):
+        replace_file(path, lambda sink: {}["x"])
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_managed_training_resumes_with_its_own_bits_and_memory(device, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+    model[3].requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    with attached(model, device) as manager:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        checkpoint = Checkpoint(
+            tmp_path / "run.pt", model, optimizer=optimizer, generators=[generator], every=2
+        )
+        assert checkpoint.load() is None and checkpoint.saved is None
+
+        def steps():
+            for _ in range(2):
+                x = torch.randn(4, 8, generator=generator).to(device)
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return {k: v.cpu().clone() for k, v in model.state_dict().items()}
+
+        steps()
+        assert not checkpoint.after_step(1) and checkpoint.after_step(2)
+        held = [(id(t), t.data_ptr()) for t in (*model.parameters(), *model.buffers())]
+        expected = steps()
+        assert checkpoint.load() == 2
+        assert [(id(t), t.data_ptr()) for t in (*model.parameters(), *model.buffers())] == held
+        assert_same(steps(), expected)
+        assert manager.state.engine.stats()["acquires"] > 0
+        saved = torch.load(tmp_path / "run.pt", weights_only=True)
+        assert "3.weight" not in saved["model"] and "1.running_mean" in saved["model"]
+        assert saved["reason"] == "periodic"
+        assert all(tensor.device.type == "cpu" for tensor in saved["model"].values())
+        whole = Checkpoint(tmp_path / "whole.pt", model, frozen=True)
+        whole.save(1, "by hand")
+        assert "3.weight" in torch.load(tmp_path / "whole.pt", weights_only=True)["model"]
+
+
+def test_only_what_a_tensor_shows_is_written(tmp_path):
+    class Part:
+        def state_dict(self):
+            return {"row": torch.zeros(1000, 1000)[3], "pair": (1, 2)}
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    part = Part()
+    checkpoint = Checkpoint(tmp_path / "x.pt", nn.Linear(1, 1), part=part)
+    checkpoint.save(1)
+    assert os.path.getsize(checkpoint.path) < 100_000
+    checkpoint.load()
+    assert part.state["row"].shape == (1000,) and part.state["pair"] == [1, 2]
+
+
+def test_what_is_no_checkpoint_of_this_training_is_refused_and_changes_nothing(tmp_path):
+    path = tmp_path / "x.pt"
+    model = nn.Linear(2, 2)
+    checkpoint = Checkpoint(path, model, data=Data())
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+
+    def refuse(other, match):
+        other.save(3)
+        with pytest.raises(OffloadError, match=match):
+            checkpoint.load()
+        assert_same(dict(model.state_dict()), before)
+
+    refuse(Checkpoint(path, nn.Linear(2, 3), data=Data()), r"'weight' is \(3, 2\) .* \(2, 2\)")
+    refuse(Checkpoint(path, nn.Linear(2, 2).double(), data=Data()), "float64 there")
+    refuse(Checkpoint(path, nn.Bilinear(2, 2, 2, bias=False), data=Data()), r"there \['bias'\]")
+    refuse(Checkpoint(path, nn.Linear(2, 2)), r"parts missing there \['data'\]")
+    refuse(Checkpoint(path, nn.Linear(2, 2), data=Data(), more=Data()), r"here \['more'\]")
+    torch.save({"schema": "other"}, path)
+    with pytest.raises(OffloadError, match="is no checkpoint of oracle_offload/checkpoint/1"):
+        checkpoint.load()
+    path.write_bytes(b"text")
+    with pytest.raises(OffloadError, match="holds no checkpoint: "):
+        checkpoint.load()
+
+
+def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
+    class Part:
+        def state_dict(self):
+            return {"list": [1, {"deep": object()}]}
+
+        def load_state_dict(self, state):
+            pass
+
+    checkpoint = Checkpoint(tmp_path / "x.pt", nn.Linear(1, 1), odd=Part())
+    with pytest.raises(TypeError, match=r"\['odd'\]\['list'\]\[1\]\['deep'\] is a object, which"):
+        checkpoint.save(1)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(TypeError, match="odd=int has no state_dict"):
+        Checkpoint(tmp_path / "x.pt", nn.Linear(1, 1), odd=3)
+    with pytest.raises(ValueError, match="every=0 is not a whole number"):
+        Checkpoint(tmp_path / "x.pt", nn.Linear(1, 1), every=0)
+
+
+def test_the_training_of_the_kills_is_deterministic(tmp_path):
+    one, _ = train(tmp_path / "a.pt", False)
+    other, _ = train(tmp_path / "b.pt", False)
+    assert_same(dict(one.state_dict()), dict(other.state_dict()))
