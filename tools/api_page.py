@@ -19,7 +19,8 @@ sys.path.insert(0, str(ROOT))
 PAGE = ROOT / "docs" / "api.md"
 # Title, and names: those of the package itself, and what the pages tell users to import.
 GROUPS = (
-    ("Training", "attach accumulate MemoryManager memory_summary MemoryReport build_info"),
+    ("Training", "attach MemoryManager memory_summary MemoryReport build_info"),
+    ("Micro-batches", "accumulate integrations.accumulate_in"),
     ("Weights from files", "from_pretrained empty_weights"),
     ("Before it is loaded", "plan Plan"),
     (

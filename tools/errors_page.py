@@ -536,7 +536,7 @@ NOTES: dict[str, dict[str, str]] = {
             "While it runs it stands where torch begins a backward. Call it from one thread, and "
             "not from a step."
         ),
-        "the step calls backward inside a context that it has entered": (
+        "the steps call backward in different contexts": (
             "End the `with` block before `loss.backward()`, as PyTorch advises for autocast."
         ),
         "random numbers were drawn in backward": (

@@ -13,13 +13,14 @@ _NAMES = {
     "AccelerateTracker": "accelerate",
     "LightningCallback": "lightning",
     "TrainerCallback": "transformers",
+    "accumulate_in": "transformers",
     "postfix": "sinks",
     "tensorboard": "sinks",
     "wandb": "sinks",
 }
 
 __all__ = ["AccelerateTracker", "LightningCallback", "TrainerCallback", "postfix", "tensorboard"]
-__all__ += ["wandb"]
+__all__ += ["accumulate_in", "wandb"]
 
 if TYPE_CHECKING:
     from .accelerate import AccelerateTracker as AccelerateTracker
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .sinks import tensorboard as tensorboard
     from .sinks import wandb as wandb
     from .transformers import TrainerCallback as TrainerCallback
+    from .transformers import accumulate_in as accumulate_in
 
 
 def __getattr__(name: str) -> object:

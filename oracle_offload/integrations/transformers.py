@@ -1,4 +1,4 @@
-"""The numbers of every step of a `transformers.Trainer`."""
+"""The numbers of every step of a `transformers.Trainer`, and its micro-batches with one fetch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import transformers
 
+from ..micro_batches.accumulate import accumulate
 from .sinks import Feed, Sink
 
 
@@ -41,3 +42,53 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc,unused
         """The Trainer logs: a step, or at the end the whole training, which is no step."""
         if logs and "loss" in logs:
             self._feed(state.global_step, **logs)
+
+
+class _Together:
+    """Stands before a Trainer's micro-batches: the first one's turn runs all of a step.
+
+    Parameters
+    ----------
+    trainer : transformers.Trainer
+        That asks for the micro-batches of a step at once, and then for each one's loss.
+    """
+
+    def __init__(self, trainer: transformers.Trainer) -> None:
+        self._get, self._step = trainer.get_batch_samples, trainer.training_step
+        self._batches: list[Any] = []
+        self._losses: list[Any] = []
+
+    def get_batch_samples(self, *arguments: Any, **named: Any) -> Any:
+        """Return the micro-batches of a step, and keep in mind which they are."""
+        found = self._get(*arguments, **named)
+        self._batches, self._losses = list(found[0]), []
+        return found
+
+    def training_step(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+        """Return the loss of one micro-batch; the first of a step computes those of all."""
+        if self._batches and inputs is self._batches[0] and not self._losses:
+            self._losses = accumulate(
+                lambda batch: self._step(model, batch, *rest, **named), self._batches
+            )
+        if not self._losses:
+            return self._step(model, inputs, *rest, **named)
+        self._batches.pop(0)
+        return self._losses.pop(0)
+
+
+def accumulate_in(trainer: transformers.Trainer) -> transformers.Trainer:
+    """Let a Trainer's `gradient_accumulation_steps` fetch each block once; return the Trainer.
+
+    `Trainer.training_step`, its own or a subclass's, runs in `oracle_offload.accumulate`; see there
+    for what is refused. Random numbers are those of `accumulate`, so with dropout the losses are
+    not those of a Trainer without this.
+
+    Parameters
+    ----------
+    trainer : transformers.Trainer
+        Its model may be attached before or after.
+    """
+    together = _Together(trainer)
+    trainer.get_batch_samples = together.get_batch_samples
+    trainer.training_step = together.training_step
+    return trainer

@@ -407,14 +407,14 @@ class _Accumulation:
         carried.check()
 
     def _joint_backward(self, ambient: ThreadState) -> None:
-        called = [m.state for m in self.micro_batches if m.state is not None]
-        if called and any(not _is_same_but_generators(state, ambient) for state in called):
+        states = [ambient if m.state is None else m.state for m in self.micro_batches]
+        if any(_context_of(state) != _context_of(states[0]) for state in states):
             raise OffloadError(
-                "the step calls backward inside a context that it has entered (autocast, a mode, "
-                "saved-tensor hooks): the backward of all micro-batches is in none of them. Call "
-                "backward after the context has ended, or pass interleave=False."
+                "the steps call backward in different contexts (autocast, modes, saved-tensor "
+                "hooks): the backward of all micro-batches has one. Call backward after the "
+                "context has ended, or pass interleave=False."
             )
-        self._states.restore(ambient)
+        self._states.restore(states[0]._replace(generators=ambient.generators))
         before = self._states.generators.now()
         self._backward_of(self.micro_batches)
         if not _are_equal(before, self._states.generators.now()):
@@ -501,8 +501,11 @@ def _checked_loss(result: Any) -> Tensor:
     )
 
 
-def _is_same_but_generators(one: ThreadState, other: ThreadState) -> bool:
-    return one._replace(generators=None) == other._replace(generators=None)
+def _context_of(state: ThreadState) -> Any:
+    """Return what decides how a backward computes: of modes and hooks, that they are there."""
+    pairs, refused = state.hooks
+    kinds = [list(map(type, modes)) for modes in state.modes[:2]]
+    return len(pairs), refused, kinds, state.autocast, state.switches, state.streams
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -193,6 +193,17 @@ def test_a_step_may_call_backward_itself_and_goes_on_after_that_of_all(device):
     assert ended[:MICRO_BATCHES] == [(x[0, 0].item(), True) for x in inputs(device)]
 
 
+@pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["nockpt", "reentrant", "nonreentrant"])
+def test_backward_may_be_called_inside_a_context_that_each_step_enters(device, reentrant):
+    def step(model, x):
+        with torch.autocast(x.device.type, torch.bfloat16), Witness(strict=False):
+            loss = model(x).float().square().mean()
+            loss.backward()
+        return loss
+
+    is_equal_to_reference(net(reentrant=reentrant, full=True), device, step)
+
+
 def test_a_gradient_scaler_scales_every_loss():
     def step(model, x):
         scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
@@ -491,10 +502,11 @@ def test_what_a_step_must_not_do_is_said():
     )
 
     def inside(model, x):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(x[0, 0] > 0)):
             loss_of(model, x).backward()
 
-    refused("calls backward inside a context that it has entered", net(), inside)
+    assert len({bool(x[0, 0] > 0) for x in inputs("cpu")}) == 2
+    refused("call backward in different contexts", net(), inside)
     model = net()
     with torch.inference_mode(), pytest.raises(OffloadError, match="in inference mode"):
         accumulate(lambda x: loss_of(model, x), inputs("cpu"))
