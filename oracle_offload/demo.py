@@ -252,7 +252,9 @@ def run_demo(
                 if last and runner is managed:
                     # Before the trace ends, which waits for the device.
                     report = memory_summary(place, model=model, optimizer=managed.optimizer)
-                    trace = _named(engine.trace_stop(), manager.attachment.layers)
+                    names = manager.attachment.unit_layers()
+                    rows = engine.trace_stop()
+                    trace = [{**row, "layer": names.get(row["unit"], "")} for row in rows]
                 runner.losses.append(float(loss))
                 if seconds is not None:
                     runner.seconds.append(seconds)
@@ -327,14 +329,6 @@ def _timer(manager: Any) -> Callable[[Runner, int], tuple[Any, float]]:
         return loss, simulator.finish() - begin
 
     return simulated if manager.state.simulated else measured
-
-
-def _named(rows: Any, layers: Any) -> list[dict[str, Any]]:
-    """Return a timeline's rows with the names of the layers that travel in each unit."""
-    names: dict[int, list[str]] = {}
-    for layer in layers:
-        names.setdefault(layer.unit, []).append(layer.name)
-    return [{**row, "layer": ", ".join(names.get(row["unit"], ()))} for row in rows]
 
 
 def _quiet_libraries() -> None:

@@ -1,79 +1,110 @@
-"""Take the pictures of docs/images: the report as a page, and under the traceback of a notebook.
+"""Take the pictures of docs/images that a browser takes: pages, notebooks, a terminal, timelines.
 
     python tools/screenshots.py [docs/images]
 
-Needs Chromium (on Debian: `apt-get install chromium`; elsewhere name it in $BROWSER), and in this
-Python what tools/requirements-screenshots.txt lists. The notebook is really executed; its error is
-one of the CPU allocator, so no GPU is needed.
+Needs in this Python what tools/requirements-screenshots.txt lists; the browser is Chromium, as
+QtWebEngine's wheel holds it. It runs no script and reaches no network. What the pictures show is
+really executed, on the simulated device; the error in the notebook is one of the CPU allocator, so
+no GPU is needed.
 """
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WIDTH = 1000
 CASE = "cuda-2.8-ranks-share-card"
 TIMEOUT_S = 120
+SETTLE_MS = 100
 
 CELLS = (
     "%load_ext oracle_offload.explain",
     "import torch\n\nweights = torch.empty(1 << 45)",
     "from oracle_offload import explain_oom\n\nexplain_oom(open('train.log').read())",
 )
-MEASURE = (
-    "<script>document.documentElement.dataset.height ="
-    " Math.ceil(document.body.getBoundingClientRect().bottom)</script>"
+TERMINAL = (
+    "<!DOCTYPE html><body style='margin:0;background:#16191d'><pre style='margin:0;padding:16px;"
+    'color:#e4e8ec;font:13px/1.35 "DejaVu Sans Mono",monospace\'>{}</pre></body>'
 )
 
 
-def browser() -> str:
-    """Return the browser to use, or end with what to install."""
-    for name in filter(None, (os.environ.get("BROWSER"), *NAMES)):
-        path = shutil.which(name)
-        if path is not None:
-            return path
-    raise SystemExit("no Chromium found: `apt-get install chromium`, or its path in $BROWSER")
+class Browser:
+    """Chromium without a window, a network, or scripts."""
 
-
-def chromium(*arguments: str) -> str:
-    """Run the browser without a window and without a network; return what it prints."""
-    with tempfile.TemporaryDirectory() as profile:
-        command = [
-            browser(), "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-            "--force-color-profile=srgb", "--host-resolver-rules=MAP * ~NOTFOUND",
-            f"--user-data-dir={profile}", *arguments,
-        ]  # fmt: skip
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    def __init__(self) -> None:
+        os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
+        flags = "--no-sandbox --disable-gpu --force-color-profile=srgb"
+        os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = (
+            f"{flags} --host-resolver-rules='MAP * ~NOTFOUND'"
         )
-    if done.returncode != 0:
-        raise SystemExit(f"{command[0]} ended with {done.returncode}: {done.stderr[-2000:]}")
-    return done.stdout
+        try:
+            self._core, self._gui, widgets, engine, settings = map(
+                import_module,
+                (
+                    "PyQt6.QtCore",
+                    "PyQt6.QtGui",
+                    "PyQt6.QtWidgets",
+                    "PyQt6.QtWebEngineWidgets",
+                    "PyQt6.QtWebEngineCore",
+                ),
+            )
+        except ImportError as error:
+            raise SystemExit(
+                f"{error}: pip install -r tools/requirements-screenshots.txt"
+            ) from error
+        self._application = widgets.QApplication(["screenshots"])
+        self._view = engine.QWebEngineView()
+        attributes = settings.QWebEngineSettings.WebAttribute
+        for attribute in (attributes.JavascriptEnabled, attributes.ShowScrollBars):
+            self._view.settings().setAttribute(attribute, False)
+        self._view.show()
 
+    def shoot(self, page: str, picture: Path) -> None:
+        """Write a picture of a page, as high as the page is."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "page.html"
+            file.write_text(page, encoding="utf-8")
+            self._view.resize(WIDTH, 100)
+            loop = self._core.QEventLoop()
+            self._view.loadFinished.connect(loop.quit)
+            self._core.QTimer.singleShot(TIMEOUT_S * 1000, loop.quit)
+            self._view.load(self._core.QUrl.fromLocalFile(str(file)))
+            loop.exec()
+            self._view.loadFinished.disconnect(loop.quit)
+            for _ in range(20):  # its size is told a moment later
+                self._wait()
+            height = int(self._view.page().contentsSize().height())
+            if height < 50:
+                raise SystemExit(f"{picture.name} was not drawn: it is {height} high")
+            self._view.resize(WIDTH, height)
+            for _ in range(20):
+                self._wait()
+        image = self._view.grab().toImage()
+        formats, flags = self._gui.QImage.Format, self._core.Qt.ImageConversionFlag
+        image = image.convertToFormat(formats.Format_RGB32)
+        pixels = memoryview(image.constBits().asarray(image.sizeInBytes())).cast("B").cast("I")
+        palette = [colour for colour, _ in Counter(pixels).most_common(256)]  # a third of the size
+        image = image.convertToFormat(
+            formats.Format_Indexed8, palette, flags.ThresholdDither | flags.AvoidDither
+        )
+        if not image.save(str(picture)):
+            raise SystemExit(f"{picture} could not be written")
+        print(f"{picture}: {WIDTH} x {height}, {picture.stat().st_size / 1024:.0f} KiB")
 
-def shoot(html: str, picture: Path) -> None:
-    """Write a picture of a page, as high as the page is."""
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "page.html"
-        page.write_text(html.replace("</body>", MEASURE + "</body>"), encoding="utf-8")
-        dom = chromium(f"--window-size={WIDTH},200", "--dump-dom", page.as_uri())
-        measured = re.search(r'data-height="(\d+)"', dom)
-        if measured is None:
-            raise SystemExit(f"the height of {picture.name} could not be measured")
-        height = int(measured[1]) + 24
-        page.write_text(html, encoding="utf-8")
-        chromium(f"--window-size={WIDTH},{height}", f"--screenshot={picture}", page.as_uri())
-    print(f"{picture}: {WIDTH} x {height}, {picture.stat().st_size / 1024:.0f} KiB")
+    def _wait(self) -> None:
+        loop = self._core.QEventLoop()
+        self._core.QTimer.singleShot(SETTLE_MS, loop.quit)
+        loop.exec()
 
 
 def message() -> str:
@@ -86,8 +117,8 @@ def message() -> str:
 def notebook() -> str:
     """Execute a notebook whose second cell runs out of memory; return it as HTML."""
     try:
-        nbclient, nbconvert, nbformat = map(import_module, ("nbclient", "nbconvert", "nbformat"))
-        import_module("ipykernel")
+        nbclient, nbformat = map(import_module, ("nbclient", "nbformat"))
+        import_module("ipykernel"), import_module("nbconvert")
     except ImportError as error:
         raise SystemExit(f"{error}: pip install -r tools/requirements-screenshots.txt") from error
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
@@ -102,21 +133,90 @@ def notebook() -> str:
     shown = [output.output_type for cell in book.cells for output in cell.outputs]
     if shown != ["error", "display_data", "execute_result"]:
         raise SystemExit(f"the notebook shows {shown}, not an error and two reports")
-    exporter = nbconvert.HTMLExporter(template_name="lab")
+    return as_html(book)
+
+
+def as_html(book: Any) -> str:
+    """Return a notebook as a page."""
+    exporter = import_module("nbconvert").HTMLExporter(template_name="lab")
     # The page is a picture's source: nothing in it needs what these would load.
     exporter.require_js_url = exporter.mathjax_url = exporter.jquery_url = ""
     return str(exporter.from_notebook_node(book)[0])
 
 
+def example() -> str:
+    """Return the notebook of docs/ as it was executed last."""
+    book = import_module("nbformat").read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    return as_html(book)
+
+
+def terminal() -> str:
+    """Return what `oracle-offload watch` shows of a training, as a page that looks like one."""
+    from summary_page import trained
+
+    from oracle_offload import Meter
+    from oracle_offload.heartbeat import pulse
+    from oracle_offload.views.live import Live
+
+    meter, pulses = Meter(), []
+    with trained("link", lambda: pulses.append(pulse(meter))):
+        document = pulses[-1]
+    shown = Live(document).to_text(color=True).replace(str(os.getpid()), "4711", 1)
+    text = html.escape(f"$ oracle-offload watch\n{shown}")
+    text = re.sub(r"\x1b\[1m(.*?)\x1b\[0m", r"<b>\1</b>", text)
+    return TERMINAL.format(re.sub(r"\x1b\[\d*m", "", text))
+
+
+def summary() -> str:
+    """Return the page of `memory_summary` of a training."""
+    from dataclasses import replace
+
+    from summary_page import trained
+
+    with trained("link") as manager:
+        report = manager.memory_summary()
+    return replace(report, memory=report.memory[:1]).to_html()
+
+
+def timeline(name: str) -> str:
+    """Return the timeline of a training of known bound, without the words that tell it."""
+    from summary_page import trained
+
+    import oracle_offload
+
+    with oracle_offload.record(timed_every=4) as recorder, trained(name):
+        pass
+    (_, picture), *_ = recorder.recording().pictures()
+    return unlabelled(picture)
+
+
+def unlabelled(picture: str) -> str:
+    """Return a timeline without its title and its sentence."""
+    return re.sub(r'<text x="8" y="(?:24|46|62)"[^>]*>.*?</text>\n', "", picture)
+
+
 def main(arguments: list[str]) -> int:
-    """Write both pictures into a folder."""
-    folder = Path(arguments[0]) if arguments else ROOT / "docs" / "images"
+    """Write the pictures into a folder."""
+    folder = (Path(arguments[0]) if arguments else ROOT / "docs" / "images").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(ROOT))
     from oracle_offload.explain import explain_oom
 
-    shoot(explain_oom(message()).to_html(), folder.resolve() / "explain-page.png")
-    shoot(notebook(), folder.resolve() / "explain-notebook.png")
+    browser = Browser()
+    pages = {
+        "explain-page": explain_oom(message()).to_html(),
+        "explain-notebook": notebook(),
+        "summary-page": summary(),
+        "notebook": example(),
+        "watch-terminal": terminal(),
+        "flux-timeline": (ROOT / "docs/images/demo-timeline.svg").read_text("utf-8"),
+        # In an order that tells nothing: docs/recording.md has what a reader made of them.
+        "timeline-a": timeline("host"),
+        "timeline-b": timeline("link"),
+        "timeline-c": timeline("compute"),
+    }
+    for name, page in pages.items():
+        browser.shoot(page, folder / f"{name}.png")
     return 0
 
 

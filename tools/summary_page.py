@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "summary.md"
@@ -22,8 +25,9 @@ WIDTH, BATCH, DEPTH, STEPS = 512, 16, 24, 12
 DEVICES = {"link": (0.5, 0.0), "compute": (25.0, 0.0), "host": (25.0, 2e-3)}
 
 
-def example(name: str) -> str:
-    """Return what `memory_summary` says of the training `name`."""
+@contextmanager
+def trained(name: str, after_step: Callable[[], object] = lambda: None) -> Iterator[Any]:
+    """Yield the manager of the training `name` after its steps."""
     import torch
     from torch import nn
 
@@ -56,8 +60,15 @@ def example(name: str) -> str:
             (model(x).square().mean() + beside.sum()).backward()
             simulator.finish()  # as loss.item() waits for a GPU
             optimizer.step()
-        report = manager.memory_summary(abbreviated=True)
+            after_step()
+        yield manager
         manager.detach()
+
+
+def example(name: str) -> str:
+    """Return what `memory_summary` says of the training `name`."""
+    with trained(name) as manager:
+        report = manager.memory_summary(abbreviated=True)
     text = str(replace(report, memory=report.memory[:1]))
     return text + "\n" if name == "link" else text.split("\n\n")[0] + "\n"
 

@@ -14,7 +14,7 @@ STYLE = """
 .oo h3{font-size:1rem;margin:1rem 0 .3rem}
 .oo p{margin:.2rem 0}
 .oo li{margin:.3rem 0}
-.oo table{border-collapse:collapse}
+.oo table{border-collapse:collapse;margin:.3rem 0}
 .oo table tr :is(td,th){text-align:left!important;vertical-align:top;padding:.1rem .9rem .1rem 0}
 .oo table tr td.n{text-align:right!important;font-variant-numeric:tabular-nums}
 .oo .q{font:12px/1.4 ui-monospace,monospace;opacity:.75;overflow-wrap:anywhere}

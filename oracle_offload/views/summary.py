@@ -584,8 +584,16 @@ def _optimizer_rows(report: MemoryReport) -> list[tuple[str, str]]:
 
 
 def _html_table(rows: Sequence[tuple[str, str]]) -> str:
-    cells = (f"<tr><td>{html.escape(a)}</td><td>{html.escape(b)}</td></tr>" for a, b in rows)
+    cells = (
+        f"<tr><td>{_indented(html.escape(a))}</td><td>{html.escape(b)}</td></tr>" for a, b in rows
+    )
     return f"<table>{''.join(cells)}</table>"
+
+
+def _indented(text: str) -> str:
+    """Return HTML that begins as far to the right as the text."""
+    bare = text.lstrip(" ")
+    return "&nbsp;" * 2 * (len(text) - len(bare)) + bare
 
 
 def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:

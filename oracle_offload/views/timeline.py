@@ -156,7 +156,7 @@ def timeline_svg(
         at = x(second)
         parts.append(f'<line x1="{at:.1f}" y1="{top}" x2="{at:.1f}" y2="{floor}" stroke="#bbb"/>')
         parts.append(
-            f'<text x="{at:.1f}" y="{floor + 14}" text-anchor="middle">'
+            f'<text x="{at:.1f}" y="{floor + 14}" text-anchor="{"end" if tick == 5 else "middle"}">'
             f"{_tick(second - (0.0 if window else begin), end - (0.0 if window else begin))}</text>"
         )
     y = floor + 36
@@ -244,7 +244,8 @@ def _block_marks(blocks: Sequence[tuple[str, float]], x: Any, floor: int) -> lis
             f'<line x1="{at:.2f}" y1="{_TOP + 4}" x2="{at:.2f}" y2="{floor}" stroke="#888" '
             f'stroke-width="0.5" stroke-dasharray="2 2">{told}</line>'
         )
-        short = name.rsplit(".", 2)[-2][:9] + "." + name.rsplit(".", 1)[-1] if "." in name else name
+        first = name.split(",")[0]  # of layers that travel together
+        short = ".".join(part[:9] for part in first.rsplit(".", 2)[-2:]) if "." in first else first
         room = 6.2 * len(short) + 6
         if at >= free and at + room <= _WIDTH:
             parts.append(
