@@ -17,6 +17,8 @@ _PUBLIC = {
     "AdaptiveBatch": "survive.adaptive_batch",
     "BatchResult": "survive.batch_size",
     "Checkpoint": "survive.checkpoint",
+    "Cleanup": "survive.memory",
+    "CopyCounter": "survive.copies",
     "DriverError": "errors",
     "FirstStepProof": "survive.proof",
     "Idle": "survive.idle",
@@ -30,12 +32,17 @@ _PUBLIC = {
     "OffloadError": "errors",
     "OomReport": "explain",
     "Plan": "planning",
+    "PressureMonitor": "survive.pressure",
     "Recorder": "recorder",
     "Recording": "views.recording",
     "StaleWeightsError": "errors",
+    "ThermalPause": "survive.thermal",
+    "VramManager": "survive.vram_manager",
+    "WorkerBudget": "survive.workers",
     "accumulate": "micro_batches.accumulate",
     "attach": "manager",
     "build_info": "build_record",
+    "cleanup": "survive.memory",
     "configure_allocator": "doctor.allocator",
     "emergency_minimal_operations": "survive.attempts",
     "empty_weights": "disk.empty",
@@ -53,6 +60,8 @@ _PUBLIC = {
     "read_recording": "views.recording",
     "record": "recorder",
     "set_memory_fraction": "survive.memory",
+    "track_copies": "survive.copies",
+    "worker_budgets": "survive.workers",
 }
 
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
@@ -87,12 +96,21 @@ if TYPE_CHECKING:
     from .survive.batch_size import BatchResult as BatchResult
     from .survive.batch_size import find_batch_size as find_batch_size
     from .survive.checkpoint import Checkpoint as Checkpoint
+    from .survive.copies import CopyCounter as CopyCounter
+    from .survive.copies import track_copies as track_copies
     from .survive.idle import Idle as Idle
     from .survive.idle import IdleAlarm as IdleAlarm
+    from .survive.memory import Cleanup as Cleanup
+    from .survive.memory import cleanup as cleanup
     from .survive.memory import get_detailed_memory_info as get_detailed_memory_info
     from .survive.memory import set_memory_fraction as set_memory_fraction
+    from .survive.pressure import PressureMonitor as PressureMonitor
     from .survive.proof import FirstStepProof as FirstStepProof
     from .survive.proof import first_step_proof as first_step_proof
+    from .survive.thermal import ThermalPause as ThermalPause
+    from .survive.vram_manager import VramManager as VramManager
+    from .survive.workers import WorkerBudget as WorkerBudget
+    from .survive.workers import worker_budgets as worker_budgets
     from .views.recording import Recording as Recording
     from .views.recording import read_recording as read_recording
     from .views.summary import MemoryReport as MemoryReport

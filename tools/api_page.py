@@ -36,7 +36,11 @@ GROUPS = (
         "find_batch_size BatchResult AdaptiveBatch emergency_minimal_operations "
         "get_detailed_memory_info set_memory_fraction",
     ),
-    ("Resuming", "Checkpoint"),
+    (
+        "Guards",
+        "Checkpoint PressureMonitor cleanup Cleanup track_copies CopyCounter ThermalPause "
+        "VramManager worker_budgets WorkerBudget",
+    ),
     ("Training that does nothing", "IdleAlarm Idle first_step_proof FirstStepProof"),
     ("Errors", "OffloadError DriverError NoRoomError StaleWeightsError"),
     (

@@ -435,7 +435,7 @@ NOTES: dict[str, dict[str, str]] = {
         "use a factor in (0, 1], minus >= 0": "A law of shrinking makes sizes smaller, not larger.",
         "makes nothing smaller": "A law of shrinking needs a factor below 1, or `minus`.",
         "is outside [minimum": "The first size lies between the smallest and the largest.",
-        "is not in [0, 1)": "`margin` is a share of the free memory: 0.05 is 5%.",
+        "is not in [0, 1)": "Margins and hysteresis are shares of a memory: 0.05 is 5%.",
         "nothing refuses memory there": (
             "Only a card refuses memory. A host gives it until the system ends the process, so the "
             "search must be told where to stop."
@@ -456,6 +456,17 @@ NOTES: dict[str, dict[str, str]] = {
         "which cannot be loaded without running code": (
             "The message names the place. Save numbers and tensors, and make the object of them in "
             "`load_state_dict`."
+        ),
+        "to warn at is above": "A warning comes before what is critical: exchange the two.",
+        "has a __deepcopy__ already": (
+            "The class, or a counter before this one, copies the model itself."
+        ),
+        "training has to resume below the limit": (
+            "`resume_c` lies below `limit_c`, and a pause lasts some time at most."
+        ),
+        "Take fewer workers, or give each less": (
+            "All workers together, with what the driver takes for each, have to fit what the card "
+            "has left after the margin."
         ),
         "is not a number of steps; use 1 or more": "Give a whole number of steps above zero.",
         "has no trainable parameter to watch": (

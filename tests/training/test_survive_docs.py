@@ -18,7 +18,9 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", text, flags=re.M | re.S)
 
 
-@pytest.mark.parametrize("page", ["training-that-does-nothing.md", "batch-size.md", "resume.md"])
+@pytest.mark.parametrize(
+    "page", ["training-that-does-nothing.md", "batch-size.md", "resume.md", "guards.md"]
+)
 def test_the_code_of_the_page_runs(page, device, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path / "cache"))
