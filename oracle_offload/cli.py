@@ -30,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_watch(commands)
     _add_report(commands)
     _add_train_lora(commands)
+    _add_bench(commands)
     _add_aitoolkit(commands)
     return parser
 
@@ -163,6 +164,26 @@ def run_train_lora(args: argparse.Namespace) -> int:
     from .commands.train_lora import run
 
     return run(args, EXIT_OK, EXIT_ERROR, EXIT_USAGE)
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from .commands.bench import DESCRIPTION, add_arguments
+
+    bench = commands.add_parser(
+        "bench",
+        help="what each option of a training saves and costs",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(bench)
+    bench.set_defaults(run=run_bench)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Train with each option on and off; exit with 3 when bits differ that must not."""
+    from .commands.bench import run
+
+    return run(args, EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_CHECK_FAILED)
 
 
 def _add_aitoolkit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import IdleAlarm, MetricsFile, attach, phase
-from ..devices import parse_device
+from ..devices import KINDS, parse_device
 from ..recipes.accumulation import backward_weighted, evaluate
 from ..recipes.attention import AttentionBackends
 from ..recipes.checkpointing import set_checkpointing
@@ -25,6 +27,7 @@ from .tasks import Piece, Task
 
 SCHEMA = "oracle_offload/train-lora/1"
 _IDLE_STEPS = 20
+_WARM_UP_STEPS = 2  # in which the engine learns the order
 
 
 def train(settings: Settings, say: Callable[[str], object]) -> dict[str, Any]:
@@ -81,9 +84,20 @@ def train(settings: Settings, say: Callable[[str], object]) -> dict[str, Any]:
     finally:
         if manager is not None:
             manager.detach()
-    result["gradient_checkpointing"] = checkpointed
+    result |= {"gradient_checkpointing": checkpointed, "host_peak_bytes": _host_peak()}
+    result["device_peak_bytes"] = KINDS[device.type](device).allocated_and_peak()[1]
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
+
+
+def _host_peak() -> int | None:
+    """Return the most that this process had in memory; None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class _Loop:
@@ -121,14 +135,17 @@ class _Loop:
         settings = self._settings
         begin, begun_at = time.monotonic(), self._step
         losses: list[float] = []
+        seconds: list[float] = []
         alarm = IdleAlarm(self._task.model, steps=_IDLE_STEPS, scaler=self._amp.scaler)
         with MetricsFile(settings.log_path, device=self._device) as metrics:
             while self._step < settings.steps:
                 if time.monotonic() - begin >= settings.duration_s:
                     self._say(f"the time is over: {settings.duration}")
                     break
+                before = time.monotonic()
                 loss, terms = self._one_step()
                 alarm.step()
+                seconds.append(time.monotonic() - before)
                 losses.append(loss)
                 due = settings.eval_every and self._step % settings.eval_every == 0
                 known: dict[str, Any] = {"lr": settings.learning_rate, "length": terms}
@@ -141,13 +158,12 @@ class _Loop:
                 if settings.save_every and self._step % settings.save_every == 0:
                     self._save()
         self._save()
-        seconds = time.monotonic() - begin
-        done = self._step - begun_at
+        counted = seconds[_WARM_UP_STEPS:] or seconds
         return {
             "schema": SCHEMA,
             "steps": self._step,
-            "steps_now": done,
-            "seconds_per_step": seconds / done if done else None,
+            "steps_now": self._step - begun_at,
+            "seconds_per_step": statistics.median(counted) if counted else None,
             "loss_first": losses[0] if losses else None,
             "loss_last": losses[-1] if losses else None,
             "eval_loss": self._eval_loss,

@@ -1,0 +1,112 @@
+"""`oracle-offload bench --matrix`: real trainings; here in this process, so that it is quick."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+from oracle_offload import cli
+from oracle_offload.trainer import matrix
+from oracle_offload.trainer.matrix import CELLS, Cell, Row, run_matrix, to_json, to_text
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Run what would be a process here; the list has the flags of each."""
+    started = []
+
+    def run(command, **options):
+        assert command[1:4] == ["-m", "oracle_offload", "train-lora"]
+        started.append(command[4:])
+        said, problem = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(problem):
+            code = cli.main(command[3:])
+        return subprocess.CompletedProcess(command, code, said.getvalue(), problem.getvalue())
+
+    monkeypatch.setattr(matrix.subprocess, "run", run)
+    return started
+
+
+def test_rows_are_of_real_trainings(in_this_process, tmp_path, capsys, monkeypatch):
+    named = {cell.name: cell for cell in CELLS}
+    wrong = Cell("refused", ("--rank", "0"), True)
+    other = Cell("other", ("--learning-rate", "1"), True)
+    cells = (named["resident"], named["managed"], wrong, named["Adafactor"], other)
+    monkeypatch.setattr(matrix.run_matrix, "__defaults__", (cells,))
+    page = tmp_path / "rows.json"
+    code = cli.main(["bench", "--matrix", "--device", "cpu", "--steps", "2", "--json", str(page)])
+    assert code == cli.EXIT_CHECK_FAILED, "the row named other has other bits, and must not"
+    assert [flags[-3:-2] for flags in in_this_process] == [
+        ["--resident"], ["cpu"], ["0"], ["adafactor"], ["1"],
+    ]  # fmt: skip
+    said = capsys.readouterr()
+    assert "2/5: managed\n" in said.err
+    assert "refused failed: train-lora: rank=0 must be at least 1\n" in said.out
+    assert "other has other bits than resident, and must not\n" in said.out
+    assert said.out.endswith("The device is simulated: seconds are those of this processor.\n")
+    document = json.loads(page.read_text("utf-8"))
+    assert document["schema"] == "oracle_offload/bench-matrix/1"
+    resident, managed, refused, adafactor, _ = document["rows"]
+    assert resident["h2d_bytes_per_step"] is None and managed["h2d_bytes_per_step"] > 0
+    assert resident["same_bits"] and managed["same_bits"] and not adafactor["same_bits"]
+    assert managed["loss"] == resident["loss"] > 0
+    assert adafactor["optimizer_bytes"] < managed["optimizer_bytes"] / 4
+    assert managed["seconds_per_step"] > 0 and managed["host_peak_bytes"] > 1 << 26
+    assert refused["loss"] is None and refused["same_bits"] is None
+
+
+def test_where_nothing_or_resident_alone_could_be_trained_it_is_an_error(
+    in_this_process, tmp_path, monkeypatch
+):
+    flags = ["bench", "--matrix", "--model", str(tmp_path), "--dataset-file", str(tmp_path)]
+    monkeypatch.setattr(matrix.run_matrix, "__defaults__", (CELLS[:2],))
+    assert cli.main([*flags, "--device", "cpu", "--", "--max-length", "64"]) == cli.EXIT_ERROR
+    assert in_this_process[0][:8] == [
+        "--model", str(tmp_path), "--dataset-file", str(tmp_path), "--steps", "8", "--device", "cpu",
+    ]  # fmt: skip
+    assert in_this_process[0][8:10] == ["--max-length", "64"]
+
+
+def test_a_model_without_data_is_refused(capsys):
+    assert cli.main(["bench", "--matrix", "--model", "m"]) == cli.EXIT_USAGE
+    assert "--model and --dataset-file go together" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["bench"])
+
+
+def test_the_table_and_what_it_says_of_rows():
+    row = Row("managed", True, "", "no 8 bits", 0.5, 3 << 20, None, 2.0**21, 1024, 1.25, True)
+    told = to_text([row, replace(row, same_bits=False, note=""), Row("none", True, "no room")])
+    head, first, second, third, *rest = told.splitlines()
+    assert head.split() == "step device peak host peak link, a step optimizer loss bits".split()
+    assert first == second.replace("other", "same")
+    assert first.split() == "managed 0.500 s 3.00 MiB - 2.00 MiB 1.00 KiB 1.2500 same".split()
+    assert third.split() == ["none", *"-------"]
+    assert rest == [
+        "none failed: no room",
+        "managed: no 8 bits",
+        "managed has other bits than resident, and must not",
+    ]
+    assert not Row("free", False, same_bits=False).is_wrong
+    assert json.loads(to_json([row]))["rows"][0]["name"] == "managed"
+
+
+def test_a_process_that_says_nothing_failed_by_its_code(monkeypatch, tmp_path):
+    def killed(command, **options):
+        return subprocess.CompletedProcess(command, -9, "", "")
+
+    monkeypatch.setattr(matrix.subprocess, "run", killed)
+    (row,) = run_matrix([], tmp_path, str, CELLS[:1])
+    assert row.failed == "it ended with -9"
+
+
+@pytest.mark.slow
+def test_the_whole_matrix_in_processes_of_its_own(capsys):
+    """`python -m pytest -m slow tests/clients/test_matrix.py` runs it, in minutes."""
+    assert cli.main(["bench", "--matrix", "--device", "cpu", "--steps", "2"]) == cli.EXIT_OK
+    assert capsys.readouterr().out.count(" same\n") == 5
