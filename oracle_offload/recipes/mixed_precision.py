@@ -35,7 +35,7 @@ class MixedPrecision:
     dtype : torch.dtype or None
         What autocast computes in; None where it is off.
     scaler : torch.amp.GradScaler or None
-        With float16 alone.
+        With float16 alone; what a resumed training needs is in its ``state_dict``.
     skipped : int
         Steps that were left out because a gradient was not finite.
     hint : str
@@ -104,12 +104,3 @@ class MixedPrecision:
                 "rate."
             )
         return False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed training needs."""
-        return {} if self.scaler is None else self.scaler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state)

@@ -57,19 +57,3 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 def values(model: nn.Module) -> dict[str, Tensor]:
     """Return copies on the host of what is trained."""
     return {name: p.detach().cpu().clone() for name, p in trained(model).items()}
-
-
-def restore(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Write back what `values` returned.
-
-    Raises
-    ------
-    SettingsError
-        It is of another model.
-    """
-    parameters = trained(model)
-    if parameters.keys() != saved.keys():
-        raise SettingsError("the checkpoint is of another model: its adapters have other names")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(saved[name])

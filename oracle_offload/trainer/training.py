@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .. import IdleAlarm, MetricsFile, attach, phase
+from .. import Checkpoint, IdleAlarm, MetricsFile, attach, phase
 from ..devices import KINDS, parse_device
 from ..recipes.accumulation import backward_weighted, evaluate
 from ..recipes.attention import AttentionBackends
@@ -20,7 +20,7 @@ from ..recipes.checkpointing import set_checkpointing
 from ..recipes.lengths import LengthBuckets
 from ..recipes.mixed_precision import MixedPrecision
 from ..recipes.optimizers import make_optimizer, state_bytes
-from . import checkpoint, lora
+from . import lora, resuming
 from .load import load_task
 from .settings import Settings
 from .tasks import Piece, Task
@@ -48,12 +48,13 @@ def train(settings: Settings, say: Callable[[str], object]) -> dict[str, Any]:
     device = parse_device(settings.device)
     folder = Path(settings.output)
     (folder / "previews").mkdir(parents=True, exist_ok=True)
-    state = checkpoint.load(folder, settings) if settings.resume else None
+    if settings.resume:
+        resuming.refuse_another(folder, settings)
+    else:
+        resuming.note_settings(folder, settings)
     task = load_task(settings)
     for note in task.notes:
         say(f"note: {note}")
-    if state is not None:
-        lora.restore(task.model, state["adapter"])
     checkpointed = settings.gradient_checkpointing and set_checkpointing(task.model)
     if settings.gradient_checkpointing and not checkpointed:
         say("note: the model has no gradient checkpointing")
@@ -71,7 +72,7 @@ def train(settings: Settings, say: Callable[[str], object]) -> dict[str, Any]:
         )
         say(f"attached: {manager!r}")
     try:
-        result = _Loop(settings, task, device, state, say).run()
+        result = _Loop(settings, task, device, say).run()
         if manager is not None:
             counters = manager.state.engine.stats()
             result |= {
@@ -106,7 +107,6 @@ class _Loop:
         settings: Settings,
         task: Task,
         device: torch.device,
-        state: dict[str, Any] | None,
         say: Callable[[str], object],
     ) -> None:
         self._settings, self._task, self._device, self._say = settings, task, device, say
@@ -118,11 +118,16 @@ class _Loop:
         if self._made.why:
             say(f"note: {self._made.why}")
         self._amp = MixedPrecision(device, settings.amp)
+        self._checkpoint = Checkpoint(
+            self._folder / resuming.STATE,
+            task.model,
+            optimizer=self._made.optimizer,
+            scaler=self._amp.scaler,
+            every=settings.save_every or settings.steps,
+        )
         self._step = 0
-        if state is not None:
-            self._step = int(state["step"])
-            self._made.optimizer.load_state_dict(state["optimizer"])
-            self._amp.load_state_dict(state["scaler"])
+        if settings.resume:
+            self._step = self._checkpoint.load() or 0
             say(f"resumed after step {self._step}")
         self._buckets = LengthBuckets(
             task.lengths, settings.batch_size, settings.seed, settings.bucket_pool
@@ -155,9 +160,9 @@ class _Loop:
                 self._tell(loss, known)
                 if settings.preview_every and self._step % settings.preview_every == 0:
                     self._preview()
-                if settings.save_every and self._step % settings.save_every == 0:
-                    self._save()
-        self._save()
+                self._checkpoint.after_step(self._step)
+        if self._checkpoint.saved != self._step:
+            self._checkpoint.save(self._step, "the end")
         counted = seconds[_WARM_UP_STEPS:] or seconds
         return {
             "schema": SCHEMA,
@@ -241,15 +246,6 @@ class _Loop:
         finally:
             model.train()
         self._say(f"preview: {path}")
-
-    def _save(self) -> None:
-        state = {
-            "step": self._step,
-            "adapter": lora.values(self._task.model),
-            "optimizer": self._made.optimizer.state_dict(),
-            "scaler": self._amp.state_dict(),
-        }
-        checkpoint.save(self._folder, state, self._settings)
 
     def _tell(self, loss: float, known: dict[str, Any]) -> None:
         line = f"step {self._step}/{self._settings.steps}  loss {loss:.4f}"

@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 
 import oracle_offload
 from oracle_offload import cli
+from oracle_offload.host import replace
 from oracle_offload.recipes import mixed_precision
-from oracle_offload.trainer import checkpoint
 from oracle_offload.trainer import language as language_module
+from oracle_offload.trainer import resuming
+from oracle_offload.trainer.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"the number {n} " * (n % 4 + 1) for n in range(8)]
@@ -205,7 +207,7 @@ def test_a_save_that_fails_leaves_the_state_before(capsys, tmp_path, llama, text
     def full(descriptor):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    monkeypatch.setattr(replace.os, "fsync", full)
     _, said = run(capsys, tmp_path, *flags[:-1], 2, "--resume", code=1)
     assert "No space left on device" in said
     assert (tmp_path / "state.pt").read_bytes() == before
@@ -218,9 +220,13 @@ def test_what_cannot_be_resumed_is_refused(capsys, tmp_path, llama, texts):
     run(capsys, tmp_path, *flags[:-1])
     _, said = run(capsys, tmp_path, *flags, "--rank", 2, "--seed", 3, code=2)
     assert "of another training: seed was 0, is 3; rank was 8, is 2" in said
-    torch.save({"schema": "another"}, tmp_path / "state.pt")
+    (tmp_path / "settings.json").write_text('{"schema": "another"}')
     _, said = run(capsys, tmp_path, *flags, code=2)
-    assert "is of another, not of oracle_offload/train-lora-state/1" in said
+    assert "is of another, not of oracle_offload/train-lora-settings/1" in said
+    (tmp_path / "state.pt").write_text("no state")
+    resuming.note_settings(tmp_path, Settings(model=str(llama), dataset_file=str(texts)))
+    _, said = run(capsys, tmp_path, *flags, code=1)
+    assert "holds no checkpoint" in said
 
 
 def test_evaluation_previews_and_the_adapters_for_peft(capsys, tmp_path, llama, texts):

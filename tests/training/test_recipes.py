@@ -106,14 +106,9 @@ def test_a_step_without_finite_gradients_is_left_out_and_told_after_the_fourth()
         assert ("float16 cannot hold" in amp.hint) is (number >= 4)
         optimizer.zero_grad()
     assert_same(dict(model.state_dict()), dict(before))
-    other = MixedPrecision("cpu", dtype=torch.float16)
-    other.load_state_dict(amp.state_dict())
-    assert other.scaler.get_scale() == amp.scaler.get_scale() < 65536
+    assert amp.scaler.get_scale() == 65536 / 2**5
     amp.backward(model(torch.ones(1, 4)).sum())
     assert amp.step(optimizer)
-    plain = MixedPrecision("cpu")
-    plain.load_state_dict(plain.state_dict())
-    assert plain.state_dict() == {}
 
 
 def test_the_dtype_is_bfloat16_where_the_device_has_it(monkeypatch):

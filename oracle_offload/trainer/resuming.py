@@ -1,0 +1,43 @@
+"""Whether a training may go on from what its folder has: only with the settings that decide it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ..host.replace import replace_file
+from ..views.schema import schema
+from .settings import Settings, SettingsError
+
+SCHEMA = schema("train-lora-settings", 1)
+STATE, _SETTINGS = "state.pt", "settings.json"
+
+
+def note_settings(folder: Path, settings: Settings) -> None:
+    """Write down, beside the checkpoint to come, what whoever resumes from it must share."""
+    document = {"schema": SCHEMA, **settings.deciding()}
+    text = json.dumps(document, indent=2) + "\n"
+    replace_file(folder / _SETTINGS, lambda sink: sink.write(text.encode("ascii")))
+
+
+def refuse_another(folder: Path, settings: Settings) -> None:
+    """Raise where there is no checkpoint, or one of other settings.
+
+    Raises
+    ------
+    SettingsError
+        Which ones.
+    """
+    for path in (folder / STATE, folder / _SETTINGS):
+        if not path.exists():
+            raise SettingsError(f"there is nothing to resume: {path} does not exist")
+    then = json.loads((folder / _SETTINGS).read_text("ascii"))
+    if then.get("schema") != SCHEMA:
+        raise SettingsError(f"{folder / _SETTINGS} is of {then.get('schema')}, not of {SCHEMA}")
+    other = [
+        f"{name} was {then.get(name)!r}, is {value!r}"
+        for name, value in settings.deciding().items()
+        if value != then.get(name)
+    ]
+    if other:
+        raise SettingsError(f"{folder} is of another training: {'; '.join(other)}")
