@@ -27,8 +27,6 @@ def wrapper_of(module: nn.Module) -> Any | None:
     forward = module.__dict__.get("forward")
     for _ in range(_MOST):
         owner = getattr(forward, "__self__", None)
-        if owner is None or owner is module:
-            return None
         forward = getattr(owner, "org_forward", None)
         if isinstance(forward, types.MethodType) and forward.__self__ is module:
             return owner
@@ -39,14 +37,14 @@ def reader_of(module: nn.Module) -> Any | None:
     """Return the object in the chain that computes with the weight of `module` itself, if any."""
     forward = module.__dict__.get("forward")
     for _ in range(_MOST):
-        owner = getattr(forward, "__self__", None)
-        if not isinstance(forward, types.MethodType) or owner is module:
+        if not isinstance(forward, types.MethodType):
             return None
-        kept = getattr(owner, "org_module", None)
+        owner = forward.__self__
         names = _names_reached(cast("Any", type(owner)), forward.__func__.__name__)
         if "org_forward" not in names:
+            kept = getattr(owner, "org_module", None)
             is_ours = isinstance(kept, list | tuple) and any(part is module for part in kept)
-            return owner if is_ours and {"org_module", "weight"} <= names else None
+            return owner if is_ours and "weight" in names else None
         forward = getattr(owner, "org_forward", None)
     return None
 
@@ -61,10 +59,11 @@ def _names_reached(cls: type, method: str) -> frozenset[str]:
         name = waiting.pop()
         done.add(name)
         for base in cls.__mro__:
-            if base is nn.Module:
-                break
             function = inspect.unwrap(cast("Any", vars(base).get(name)))
             if isinstance(function, types.FunctionType):
-                found |= names_in(function.__code__)
+                names = names_in(function.__code__)
+                found |= names
+                if "super" not in names:
+                    break
         waiting = [name for name in found if name not in done]
     return frozenset(found)

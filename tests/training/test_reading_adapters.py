@@ -168,6 +168,20 @@ def test_small_layers_under_such_adapters_are_named():
         oracle_offload.attach(model, "cpu")
 
 
+class Constant(Product):
+    """Computes with nothing of the layer's."""
+
+    def forward(self, x):
+        return x @ (self.a @ self.b).t()
+
+
+class Scaled(Product):
+    """Has its base compute."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
 def test_who_reads_a_layer():
     layer, other = nn.Linear(8, 8), nn.Linear(8, 8)
     assert reader_of(layer) is None
@@ -186,3 +200,7 @@ def test_who_reads_a_layer():
     second.org_module = other  # not as these adapters have it
     other.forward = second.forward
     assert reader_of(other) is None
+    Constant(other).apply_to()
+    assert reader_of(other) is None
+    third = Scaled(other).apply_to()
+    assert reader_of(other) is third
