@@ -59,6 +59,7 @@ _PUBLIC = {
     "read_metrics": "metrics",
     "read_recording": "views.recording",
     "record": "recorder",
+    "save_weights": "disk.saving",
     "set_memory_fraction": "survive.memory",
     "track_copies": "survive.copies",
     "worker_budgets": "survive.workers",
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from .build_record import build_info as build_info
     from .disk.empty import empty_weights as empty_weights
     from .disk.pretrained import from_pretrained as from_pretrained
+    from .disk.saving import save_weights as save_weights
     from .doctor.allocator import configure_allocator as configure_allocator
     from .errors import DriverError as DriverError
     from .errors import NoRoomError as NoRoomError

@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "api.md"
 GROUPS = (
     ("Training", "attach MemoryManager memory_summary MemoryReport build_info"),
     ("Micro-batches", "accumulate integrations.accumulate_in"),
-    ("Weights from files", "from_pretrained empty_weights"),
+    ("Weights from files", "from_pretrained empty_weights save_weights"),
     ("Before it is loaded", "plan Plan"),
     (
         "AI-Toolkit",

@@ -156,6 +156,10 @@ NOTES: dict[str, dict[str, str]] = {
             "A weak reference or a hook keeps a Parameter. Attach before whatever does that."
         ),
         "but the model's has": "The file is of a model of another size.",
+        "which a safetensors file cannot hold": (
+            "`save_weights` writes plain tensors: what torchao or quanto made of them is theirs."
+        ),
+        "without values to save": "The model was never loaded.",
         "which cannot be done while they are read": (
             "A rule of transformers that is more than a question of places. The message says how "
             "the file is converted once."

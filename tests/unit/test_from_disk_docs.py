@@ -15,7 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries are imported
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 
 import models  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 import oracle_offload  # noqa: E402
 from oracle_offload.engines import open_states  # noqa: E402
@@ -44,6 +44,11 @@ def test_a_model_without_values(tmp_path: Path) -> None:
     assert len(manager.layers) == 2
     x = torch.randn(3, 64)
     assert torch.equal(manager.module(x), model(x))
+    names["folder"], names["model"] = tmp_path / "saved", manager.module
+    exec(compile(block("save_weights"), "docs/from-disk.md", "exec"), names)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(saved[name], t) for name, t in model.state_dict().items())
     manager.detach()
     assert not open_states()
 
