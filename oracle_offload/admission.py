@@ -39,10 +39,12 @@ def build_masters(
         leaf.kind.prepare(leaf.module)
         aliases.update(leaf.kind.aliases(leaf.module))
     tensors = [[t for leaf in unit for t in leaf.tensors()] for unit in units]
-    total = sum(map(unit_bytes, tensors))
-    piece_bytes = None if loading is None else loading.piece_bytes
+    of_files = None if loading is None else loading.bytes_of
+    total = sum(
+        unit_bytes(unit) if of_files is None else sum(map(of_files, unit)) for unit in tensors
+    )
     with DelayedBar(total, "oracle_offload: attach") as bar:
-        for units_of_piece in masters.split_pieces(tensors, piece_bytes):
+        for units_of_piece in masters.split_pieces(tensors):
             of_piece = [tensor for unit in units_of_piece for tensor in unit]
             moved += [
                 (tensor, tensor.device, aliases.get(id(tensor), []))

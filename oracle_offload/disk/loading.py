@@ -49,8 +49,6 @@ class Loading:
         The files are damaged, or do not fit the model; the model is as it was.
     """
 
-    piece_bytes: int | None = None  # of masters that are filled at once
-
     def __init__(self, module: nn.Module, weights: str | os.PathLike[str]) -> None:
         self._module = module
         self._reader = Reader()
@@ -102,10 +100,10 @@ class Loading:
         """Whether the values of `tensor` are still to come."""
         return id(tensor) in self._to_come
 
-    def file_bytes(self, tensor: Tensor) -> int:
-        """Return the bytes that are read for `tensor`; 0 where none are."""
+    def bytes_of(self, tensor: Tensor) -> int:
+        """Return the bytes that are read for `tensor`, or else copied."""
         _, source = self._to_come.get(id(tensor), (None, None))
-        return 0 if source is None else source.nbytes
+        return tensor_bytes(tensor) if source is None else source.nbytes
 
     def read(
         self, tensors: Sequence[tuple[Tensor, Tensor]], on_bytes: Callable[[int], object]
