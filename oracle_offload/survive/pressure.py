@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..devices import parse_device
 from ..engines import open_states
 from ..errors import OffloadError
 from ..sizes import format_size, parse_size
@@ -146,6 +147,7 @@ class PressureMonitor:
                 )
         self._every = whole_number("every", every)
         self._asked = device
+        self._name = None if device is None else _name_of(device)
         self._root = root
         self._calls = {WARN: on_warn, CRITICAL: on_critical}
         self._checkpoint = checkpoint
@@ -232,12 +234,19 @@ class PressureMonitor:
 
     def _device_memory(self) -> tuple[int | None, int | None]:
         for state in open_states():  # a simulated device has no card
-            if state.listeners and self._asked in (None, str(state.device)):
+            if state.listeners and self._name in (None, str(state.device)):
                 try:
                     return state.free_bytes(), state.engine.mem_info()[1]
                 except OffloadError:  # closed meanwhile, or ended by an error
                     break
         return device_free_and_total(self._asked)
+
+
+def _name_of(device: Any) -> str:
+    try:
+        return str(parse_device(device))
+    except OffloadError:  # there is no such card, so there is nothing to know of it
+        return str(device)
 
 
 def _used(free: int | None, total: int | None) -> int | None:
