@@ -38,7 +38,7 @@ _LONG_S = 30 * _DAY_S  # no training is without a step so long
 _UNTOLD = ("weights", "gradients", "optimizer state", "activations")
 
 
-def pulse(meter: Meter, **known: Any) -> dict[str, Any]:
+def pulse(meter: Meter, /, **known: Any) -> dict[str, Any]:
     """Return what a watcher is shown now, as plain data; see `oracle_offload.views.live`.
 
     Parameters

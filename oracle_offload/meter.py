@@ -70,7 +70,7 @@ class Meter:
         self._energy_j: float | None = None
         self._ask_at = 0.0
 
-    def read(self, **known: Any) -> Numbers:
+    def read(self, /, **known: Any) -> Numbers:
         """Return the numbers now.
 
         Parameters

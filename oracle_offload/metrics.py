@@ -69,7 +69,7 @@ class MetricsFile:
             self.close()
             raise
 
-    def log(self, step: int, loss: Any = None, **known: Any) -> Numbers:
+    def log(self, /, step: int, loss: Any = None, **known: Any) -> Numbers:
         """Append a line: the numbers of `Meter.read` since the last one.
 
         Parameters

@@ -147,6 +147,8 @@ class Recorder:
         self._notes_lines = False  # torch does, because this recorder told it to
         self._memory: deque[dict[str, Any]] = deque(maxlen=_MOST_SNAPSHOTS)
         self._parts: dict[str, _Part] = {}  # by device; replaced, never changed
+        # Of two threads that begin devices at once each puts its own there.
+        self._parts_lock = threading.Lock()  # nothing is taken under it
         self._phase = engines.phase_now()
         self._errors: deque[dict[str, Any]] = deque(maxlen=_MOST_ROWS)
         self._n_errors = 0
@@ -182,7 +184,8 @@ class Recorder:
         self._phase = engines.phase_now()
         for state in engines.observe(self):
             with state.lock:
-                self.opened(state)
+                if state in engines.open_states():  # another thread may have closed it since
+                    self.opened(state)
         return self
 
     def stop(self) -> None:
@@ -310,7 +313,8 @@ class Recorder:
         except Exception as error:
             self._note(device, error)
             return
-        self._parts = {**self._parts, device: part}
+        with self._parts_lock:
+            self._parts = {**self._parts, device: part}
         self._learn_names(part, state)
         if state.device.type == "cuda":
             try:

@@ -10,7 +10,9 @@ import torch
 from equality import attached
 from torch import nn
 
+import oracle_offload
 from oracle_offload import OffloadError, meter, simulator
+from oracle_offload.heartbeat import pulse
 from oracle_offload.meter import Meter
 
 GROWING = "h2d_bytes d2h_bytes acquires hits late stale evictions host_waits".split()
@@ -124,6 +126,14 @@ def test_tensors_of_one_element_are_numbers_and_other_things_are_refused():
     for odd in ("1.5", torch.zeros(2), [1.0], object()):
         with pytest.raises(TypeError, match="loss"):
             read.read(loss=odd)
+
+
+@pytest.mark.parametrize("name", ["self", "meter", "step", "loss"])
+def test_a_number_may_have_any_name(tmp_path, name):
+    assert Meter().read(**{name: 0.5})[name] == 0.5
+    assert pulse(Meter(), **{name: 0.5})["numbers"][name] == 0.5
+    with oracle_offload.MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        assert metrics.log(**{"step": 1, name: 2})[name] == 2
 
 
 def test_what_is_slow_is_asked_once_a_second(monkeypatch):
