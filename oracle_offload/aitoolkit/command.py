@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 
+from ..views.schema import schema
 from ..views.terminal import FileError, naming, printable
 from . import checkout
+
+SCHEMA = schema("aitoolkit-status", 1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         action = actions.add_parser(name, help=text)
         action.add_argument("path", metavar="PATH", help="the checkout: the folder of run.py")
+        if name == "status":
+            action.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace, ok: int, error: int, check_failed: int) -> int:
@@ -30,7 +36,7 @@ def run(args: argparse.Namespace, ok: int, error: int, check_failed: int) -> int
             sys.stdout.buffer.flush()
             return ok
         if args.action == "status":
-            return _status(args.path, ok, check_failed)
+            return _status(args.path, args.json, ok, check_failed)
         action = checkout.install if args.action == "install" else checkout.uninstall
         with naming("change", args.path):
             changed = action(args.path, _tell)
@@ -44,12 +50,20 @@ def run(args: argparse.Namespace, ok: int, error: int, check_failed: int) -> int
         return error
 
 
-def _status(path: str, ok: int, check_failed: int) -> int:
-    for file in reversed(checkout.read(path)):
-        kept = f"; original kept as {file.backup.name}" if file.backup.exists() else ""
-        _tell(f"{file.path}: {file.describe()}{kept}")
+def _status(path: str, as_json: bool, ok: int, check_failed: int) -> int:
+    files = [
+        (file, file.backup.name if file.backup.exists() else None)
+        for file in reversed(checkout.read(path))
+    ]
     found = checkout.status(path)
-    print(f"oracle_offload is {found}." if found != "unknown" else "This version is not known.")
+    if as_json:
+        rows = [{"path": str(f.path), "is": f.describe(), "original": kept} for f, kept in files]
+        print(json.dumps({"schema": SCHEMA, "status": found, "files": rows}, indent=2))
+    else:
+        for file, kept in files:
+            told = f"; original kept as {kept}" if kept else ""
+            _tell(f"{file.path}: {file.describe()}{told}")
+        print(f"oracle_offload is {found}." if found != "unknown" else "This version is not known.")
     return ok if found in ("installed", "not installed") else check_failed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -102,6 +103,23 @@ def test_status_tells_the_four_states(toolkit: Path, capsys: pytest.CaptureFixtu
     (folder / "manager.py").write_bytes(b"print()\n")
     code, out, _ = run(capsys, "status", toolkit)
     assert code == 3 and "not known" in out and "SHA-256" in out
+
+
+def test_status_is_told_as_json_too(toolkit: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = [(0, "not installed", None), (0, "installed", ".before-oracle-offload")]
+    for exit_code, found, original in expected:
+        code, out, _ = run(capsys, "status", toolkit, "--json")
+        document = json.loads(out)
+        assert (code, document["status"]) == (exit_code, found)
+        assert document["schema"] == "oracle_offload/aitoolkit-status/1"
+        names = [Path(file["path"]).name for file in document["files"]]
+        assert sorted(names) == sorted(checkout.NAMES)
+        for name, file in zip(names, document["files"], strict=True):
+            assert file["original"] == (original and name + original) and file["is"]
+        run(capsys, "install", toolkit)
+    (toolkit / checkout.FOLDER / "manager.py").write_bytes(b"print()\n")
+    code, out, _ = run(capsys, "status", toolkit, "--json")
+    assert (code, json.loads(out)["status"]) == (3, "unknown")
 
 
 def test_an_unknown_version_is_refused_and_nothing_changes(
