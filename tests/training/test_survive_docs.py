@@ -19,7 +19,14 @@ def blocks(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page", ["training-that-does-nothing.md", "batch-size.md", "resume.md", "guards.md"]
+    "page",
+    [
+        "training-that-does-nothing.md",
+        "batch-size.md",
+        "resume.md",
+        "guards.md",
+        "two-models.md",
+    ],
 )
 def test_the_code_of_the_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
