@@ -46,6 +46,7 @@ WITHOUT = (
     "test_notebook_docs",
     "test_numbers_docs",
     "test_package",
+    "test_simulated_grid",
     "test_summary_table",
     "test_with_other_libraries",
 )

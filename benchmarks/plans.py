@@ -1,0 +1,395 @@
+"""What other plans would take, in virtual time: policies of other programs, and the best known.
+
+Each gets the visits of a step or sweep, over and over, and says what the last one took. A copy
+begins once the link is idle and the bytes it overwrites have been used; a visit begins once its
+unit has arrived. The arena is divisible here: no plan loses bytes to holes in it, but for rings of
+slots, each as large as the largest item.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from model_traces import BACKWARD, RECOMPUTE, Trace, Visit
+
+COPY_LATENCY_S = 2.5e-6
+ROUNDS = 6
+NEVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds and bytes of a step or sweep."""
+
+    seconds: float
+    nbytes: float
+
+
+def interval_bound_s(
+    unit_bytes: Sequence[int], visits: Sequence[Visit], capacity: float, link_bps: float
+) -> float:
+    """Return seconds that no plan can beat.
+
+    Between the begin of one visit and that of a later one, all their units but what the arena
+    held at first have to be copied, and all their kernels have to run. A step takes the longest
+    chain of such intervals.
+    """
+    import numpy as np
+
+    n = len(visits)
+    distinct = np.zeros(n)  # bytes of the units used in visits i to j, by i
+    begun = np.zeros(n)  # seconds of kernels before visit i
+    earliest = np.zeros(n + 1)  # when visit i can begin
+    last: dict[int, int] = {}
+    seconds = 0.0
+    for j, visit in enumerate(visits):
+        before = last.get(visit.unit, -1)
+        distinct[before + 1 : j + 1] += unit_bytes[visit.unit]
+        last[visit.unit] = j
+        begun[j] = seconds
+        copied = (distinct[: j + 1] - capacity) / link_bps
+        computed = seconds - begun[: j + 1]
+        begins = float((earliest[: j + 1] + np.maximum(copied, computed)).max())
+        seconds += visit.seconds
+        earliest[j + 1] = begins + visit.seconds
+    return float(earliest[n])
+
+
+# ---- rings of slots, with or without residents ----
+
+
+def _ring(
+    items: Sequence[tuple[int, float]],
+    nbytes: Sequence[float],
+    residents: set[int],
+    slots: int,
+    link_bps: float,
+    *,
+    reuse: bool = True,
+) -> Outcome:
+    """Stream what is not resident through `slots` slots, in order of use.
+
+    `items` are stays: (item, seconds), one after the other. A slot is filled again once the stay
+    that used it last has ended; what still lies in a slot needs no copy, with `reuse`.
+    """
+    streamed = [item for item, _ in items if item not in residents]
+    ends: deque[float] = deque()  # of the stays that hold slots, oldest first
+    held: deque[int] = deque()
+    gpu = link = begin = moved = 0.0
+    arrivals: dict[int, float] = {}
+    following = 0  # stay of a streamed item that is fetched next
+
+    def fetch(number: int) -> float:
+        nonlocal link, moved
+        item = streamed[number % len(streamed)]
+        if reuse and item in held:
+            held.remove(item)
+            held.append(item)
+            return link
+        free = 0.0
+        if len(held) == slots:
+            held.popleft()
+            free = ends.popleft() if ends else 0.0
+        held.append(item)
+        link = max(link, free) + nbytes[item] / link_bps + COPY_LATENCY_S
+        moved += nbytes[item]
+        return link
+
+    done = 0  # stays of streamed items that have ended
+    for _ in range(ROUNDS):
+        begin, moved = gpu, 0.0
+        for item, seconds in items:
+            if item in residents:
+                gpu += seconds
+                continue
+            while following <= done or following - done < slots:
+                arrivals[following] = fetch(following)
+                following += 1
+            gpu = max(gpu, arrivals.pop(done)) + seconds
+            ends.append(gpu)
+            done += 1
+            if len(ends) > slots:
+                ends.popleft()
+    return Outcome(gpu - begin, moved)
+
+
+def _stays(visits: Iterable[Visit], item_of: Callable[[int], int]) -> list[tuple[int, float]]:
+    """Return visits as stays; those of one item that follow each other share one."""
+    stays: list[tuple[int, float]] = []
+    for visit in visits:
+        item = item_of(visit.unit)
+        if stays and stays[-1][0] == item:
+            stays[-1] = item, stays[-1][1] + visit.seconds
+        else:
+            stays.append((item, visit.seconds))
+    return stays
+
+
+def _spread(nbytes: Sequence[float], room: float) -> set[int]:
+    """Return items that fit into `room`, spread evenly over the order."""
+    share = min(1.0, max(0.0, room) / sum(nbytes))
+    chosen, owed, held = set(), 0.0, 0.0
+    for item, size in enumerate(nbytes):
+        owed += size * share
+        if owed >= size / 2 and held + size <= room:
+            chosen.add(item)
+            owed -= size
+            held += size
+    return chosen
+
+
+def _first(nbytes: Sequence[float], room: float) -> set[int]:
+    ends = itertools.accumulate(nbytes)
+    return {item for item, end in enumerate(ends) if end <= room}
+
+
+RIVALS = (
+    "2-slot ring",
+    "4-slot ring, three fetches",
+    "spread residents + ring",
+    "first N + ring",
+    "h2d-only swap",
+)
+
+
+def rivals(
+    trace: Trace, visits: Sequence[Visit], capacity: float, link_bps: float
+) -> dict[str, Outcome]:
+    """Return what the policies of other programs take, those whose slots the arena holds."""
+    blocks = [float(sum(trace.unit_bytes[unit] for unit in block)) for block in trace.blocks]
+    block_of = {unit: number for number, block in enumerate(trace.blocks) for unit in block}
+    leaves = [float(size) for size in trace.unit_bytes]
+    by_block = _stays(visits, block_of.__getitem__)
+    by_leaf = [(visit.unit, visit.seconds) for visit in visits]
+    slot, leaf_slot = max(blocks), max(leaves)
+
+    outcomes: dict[str, Outcome] = {}
+    if 2 * slot <= capacity:
+        for name, residents in (
+            ("2-slot ring", set()),
+            ("first N + ring", _first(blocks, capacity - 2 * slot)),
+            ("h2d-only swap", _spread(blocks, capacity - 2 * slot)),
+        ):
+            outcomes[name] = _ring(by_block, blocks, residents, 2, link_bps)
+    if 4 * leaf_slot <= capacity:
+        residents = _spread(leaves, capacity - 4 * leaf_slot)
+        outcomes["4-slot ring, three fetches"] = _ring(
+            by_leaf, leaves, residents, 4, link_bps, reuse=False
+        )
+        outcomes["spread residents + ring"] = _ring(by_leaf, leaves, residents, 4, link_bps)
+    return outcomes
+
+
+# ---- the best plan known ----
+
+
+def _next_uses(units: Sequence[int]) -> list[int]:
+    following, latest = [NEVER] * len(units), dict[int, int]()
+    for number in range(len(units) - 1, -1, -1):
+        following[number] = latest.get(units[number], NEVER)
+        latest[units[number]] = number
+    return following
+
+
+def belady(
+    unit_bytes: Sequence[int],
+    visits: Sequence[Visit],
+    capacity: float,
+    link_bps: float,
+    lead_bytes: float,
+) -> Outcome:
+    """Fetch in order of use, evict what is needed last, knowing all that comes.
+
+    Further ahead than `lead_bytes` only what is needed later than all that is used until then is
+    evicted, which no fetch has to bring back.
+    """
+    n = len(visits)
+    units = [visit.unit for visit in visits] * (ROUNDS + 2)
+    following = _next_uses(units)
+    arrival: dict[int, float] = {}
+    used = dict.fromkeys(range(len(unit_bytes)), 0.0)
+    furthest: list[tuple[int, int]] = []  # (minus the next use, unit)
+    next_use: dict[int, int] = {}
+    free = capacity
+    gpu = link = begin = moved = 0.0
+    ahead: deque[tuple[int, int]] = deque()  # visits that need no fetch: falling maxima
+    ahead_bytes, end = 0.0, 0
+
+    def place(unit: int, later_than: int, pinned: int) -> float | None:
+        """Make room by what is needed later; return when it is free."""
+        nonlocal free
+        victims, kept, found = [], [], free
+        while found < unit_bytes[unit] and furthest:
+            minus, victim = heapq.heappop(furthest)
+            if next_use.get(victim) != -minus:
+                continue  # an entry of an earlier use
+            if victim == pinned:
+                kept.append((minus, victim))
+                continue
+            if -minus <= later_than:
+                kept.append((minus, victim))
+                break
+            victims.append((minus, victim))
+            found += unit_bytes[victim]
+        for entry in kept:
+            heapq.heappush(furthest, entry)
+        if found < unit_bytes[unit]:
+            for entry in victims:
+                heapq.heappush(furthest, entry)
+            return None
+        for _, victim in victims:
+            del next_use[victim]
+        free = found - unit_bytes[unit]
+        return max((used[victim] for _, victim in victims), default=0.0)
+
+    def copy(unit: int, begins: float, use: int) -> None:
+        nonlocal link, moved
+        link = begins + unit_bytes[unit] / link_bps + COPY_LATENCY_S
+        arrival[unit] = link
+        moved += unit_bytes[unit]
+        next_use[unit] = use
+        heapq.heappush(furthest, (-use, unit))
+
+    for i in range(ROUNDS * n):
+        if i % n == 0:
+            begin, moved = gpu, 0.0
+        unit = units[i]
+        if unit not in next_use:
+            freed = place(unit, i, -1)
+            if freed is None:
+                raise ValueError(f"the arena of {capacity:.0f} bytes holds too few units")
+            copy(unit, max(link, freed), i)
+            end, ahead_bytes = i, 0.0
+            ahead.clear()
+        gpu = max(gpu, arrival[unit]) + visits[i % n].seconds
+        used[unit] = gpu
+        next_use[unit] = following[i]
+        heapq.heappush(furthest, (-following[i], unit))
+        if end <= i:
+            end, ahead_bytes = i + 1, 0.0
+            ahead.clear()
+        else:
+            ahead_bytes -= unit_bytes[unit]
+            if ahead and ahead[0][0] == i:
+                ahead.popleft()
+        while True:
+            while end < i + n and units[end] in next_use:
+                while ahead and ahead[-1][1] <= following[end]:
+                    ahead.pop()
+                ahead.append((end, following[end]))
+                ahead_bytes += unit_bytes[units[end]]
+                end += 1
+            if end >= i + n:
+                break
+            later_than = end
+            if ahead_bytes > lead_bytes and ahead:
+                later_than = max(end, ahead[0][1] - 1)
+            freed = place(units[end], later_than, -1)
+            if freed is None:
+                break
+            copy(units[end], max(link, freed), end)
+    return Outcome(gpu - begin, moved)
+
+
+def best_known(
+    trace: Trace, visits: Sequence[Visit], capacity: float, link_bps: float
+) -> list[Outcome]:
+    """Return what plans with full knowledge take: Belady with leads, residents with rings."""
+    leaves = [float(size) for size in trace.unit_bytes]
+    largest = max(leaves)
+    plans = [
+        belady(trace.unit_bytes, visits, capacity, link_bps, lead)
+        for lead in (0.0, largest, 2 * largest, 4 * largest, capacity / 16, capacity / 4, NEVER)
+    ]
+    if all(visit.kind not in (RECOMPUTE, BACKWARD) for visit in visits):
+        stays = [(visit.unit, visit.seconds) for visit in visits]
+        for slots in range(1, 13):
+            room = capacity - slots * largest
+            if room > 0:
+                plans.append(_ring(stays, leaves, _spread(leaves, room), slots, link_bps))
+    return plans
+
+
+# ---- small cases: all plans there are ----
+
+
+def search(
+    unit_bytes: Sequence[int],
+    visits: Sequence[Visit],
+    capacity: int,
+    link_bps: float,
+    *,
+    every_choice: bool = False,
+) -> float:
+    """Return the fewest seconds in which any plan makes these visits once, from an empty arena.
+
+    Before each visit any number of units may be fetched. The planner's choice is only when: what
+    is absent and used next comes in, for what is used last. With `every_choice` it is also which
+    comes in and which go, in all ways: much more work.
+    """
+    units = [visit.unit for visit in visits]
+    n = len(units)
+    uses = [[i for i in range(n) if units[i] == unit] for unit in range(len(unit_bytes))]
+
+    def next_use(unit: int, now: int) -> int:
+        return next((use for use in uses[unit] if use >= now), NEVER)
+
+    best = NEVER * 1.0
+    seen: dict[tuple[int, frozenset[int]], list[tuple[float, ...]]] = {}
+
+    def choices(now: int, cached: frozenset[int]) -> Iterable[tuple[int, tuple[int, ...]]]:
+        absent = [u for u in range(len(unit_bytes)) if u not in cached]
+        absent = sorted(
+            (u for u in absent if next_use(u, now) < NEVER), key=lambda u: next_use(u, now)
+        )
+        room = capacity - sum(unit_bytes[u] for u in cached)
+        far = sorted(cached, key=lambda u: -next_use(u, now))
+        for unit in absent if every_choice else absent[:1]:
+            needed = unit_bytes[unit] - room
+            for count in range(len(far) + 1):
+                ways = itertools.combinations(far, count) if every_choice else [tuple(far[:count])]
+                for gone in ways:
+                    if sum(unit_bytes[u] for u in gone) >= needed:
+                        yield unit, gone
+                if not every_choice and sum(unit_bytes[u] for u in far[:count]) >= needed:
+                    break
+
+    def go(
+        now: int, cached: frozenset[int], arrival: dict[int, float], used: dict[int, float],
+        gpu: float, link: float,
+    ) -> None:  # fmt: skip
+        nonlocal best
+        if gpu >= best:
+            return
+        if now == n:
+            best = gpu
+            return
+        state = (gpu, link, *(max(arrival[u], used.get(u, 0.0)) for u in sorted(cached)))
+        known = seen.setdefault((now, cached), [])
+        if any(all(a <= b for a, b in zip(old, state, strict=True)) for old in known):
+            return
+        known.append(state)
+        unit = units[now]
+        if unit in cached:
+            end = max(gpu, arrival[unit]) + visits[now].seconds
+            go(now + 1, cached, arrival, {**used, unit: end}, end, link)
+        for fetched, gone in choices(now, cached):
+            if any(next_use(victim, now) <= next_use(fetched, now) for victim in gone):
+                continue  # it would have to come back first
+            begins = max([link, *(max(used.get(u, 0.0), arrival[u]) for u in gone)])
+            arrives = begins + unit_bytes[fetched] / link_bps
+            go(
+                now,
+                (cached - set(gone)) | {fetched},
+                {**arrival, fetched: arrives},
+                used,
+                gpu,
+                arrives,
+            )
+
+    go(0, frozenset(), {}, {}, 0.0, 0.0)
+    return best

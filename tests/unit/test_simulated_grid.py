@@ -1,0 +1,199 @@
+"""benchmarks/simulated.py: its yardsticks against all plans of small cases, and 40 cells."""
+
+import itertools
+import json
+import random
+
+import plans
+import pytest
+import simulated
+from model_traces import BACKWARD, FORWARD, MODELS, RECOMPUTE, Trace, Visit, trace_of
+
+
+def small_case(seed):
+    """A few visits of a few units of one size, an arena and a link."""
+    drawn = random.Random(seed)
+    n = drawn.randint(3, 5)
+    visits = [
+        Visit(drawn.randrange(n), FORWARD, drawn.choice((0.5, 1.0, 2.0)))
+        for _ in range(drawn.randint(5, 8))
+    ]
+    return [1] * n, visits, drawn.randint(2, 3), 1 / drawn.choice((0.5, 1.0, 2.0))
+
+
+def test_the_planner_is_as_fast_as_any_plan():
+    waits = 0
+    for seed in range(300):
+        case = small_case(seed)
+        fastest = plans.search(*case, every_choice=True)
+        assert plans.search(*case) == pytest.approx(fastest), f"seed {seed}"
+        waits += fastest > sum(visit.seconds for visit in case[1]) + case[0][0] / case[3]
+    assert waits > 100, "nearly no case waits for its link"
+
+
+def test_no_plan_is_faster_than_the_bound():
+    met = 0
+    for seed in range(300):
+        unit_bytes, visits, capacity, link = small_case(seed)
+        # From an empty arena: before the first visit nothing is there.
+        bound = plans.interval_bound_s(unit_bytes, visits, capacity, link)
+        fastest = plans.search(unit_bytes, visits, capacity, link, every_choice=True)
+        assert bound <= fastest + 1e-9, f"seed {seed}"
+        met += bound > sum(visit.seconds for visit in visits)
+    assert met > 20, "the bound is never more than the kernels"
+
+
+def zigzag(n, seconds, nbytes=1 << 20):
+    trace = Trace([nbytes] * n, blocks=[[unit] for unit in range(n)])
+    trace.sample = [Visit(unit, FORWARD, seconds) for unit in range(n)]
+    trace.train = trace.sample + [Visit(unit, BACKWARD, seconds) for unit in reversed(range(n))]
+    return trace
+
+
+@pytest.mark.parametrize("lead", [0, 1 << 20, plans.NEVER])
+def test_the_best_plan_of_a_zigzag_moves_what_does_not_fit(lead):
+    trace, link = zigzag(20, 1e-3), 1e9
+    outcome = plans.belady(trace.unit_bytes, trace.train, 8 << 20, link, lead)
+    assert outcome.nbytes == 2 * 12 << 20
+    kernels = sum(visit.seconds for visit in trace.train)
+    assert outcome.seconds == pytest.approx(kernels, rel=0.2)
+
+
+def test_an_arena_without_room_for_a_unit_is_an_error():
+    trace = zigzag(3, 1e-3)
+    with pytest.raises(ValueError, match="the arena of 1024 bytes"):
+        plans.belady(trace.unit_bytes, trace.train, 1024, 1e9, 0)
+
+
+def test_rivals_move_what_their_policy_says():
+    """20 blocks of one leaf, 8 MiB: what a ring of slots holds at a turn is there already."""
+    trace = zigzag(20, 1e-3)
+    outcomes = plans.rivals(trace, trace.train, 8 << 20, 1e9)
+    moved = {name: outcome.nbytes / (1 << 20) for name, outcome in outcomes.items()}
+    assert moved["2-slot ring"] == 2 * (20 - 2)
+    assert moved["4-slot ring, three fetches"] == 2 * (20 - 4)
+    assert moved["spread residents + ring"] == 2 * (20 - 4 - 4)
+    assert moved["first N + ring"] == 2 * (20 - 6 - 2)
+    assert moved["h2d-only swap"] == 2 * (20 - 6 - 2)
+
+
+def test_a_policy_whose_slots_do_not_fit_has_no_figure():
+    trace = zigzag(20, 1e-3)
+    assert not plans.rivals(trace, trace.train, (2 << 20) - 1, 1e9)
+    assert set(plans.rivals(trace, trace.train, 4 << 20, 1e9)) == set(plans.RIVALS)
+
+
+def test_a_ring_that_fetches_thrice_does():
+    trace = zigzag(20, 1e-3)
+    recomputes = [Visit(unit, RECOMPUTE, 1e-3) for unit in reversed(range(20))]
+    visits = trace.sample + [
+        visit for pair in zip(recomputes, trace.train[20:], strict=True) for visit in pair
+    ]
+    outcomes = plans.rivals(trace, visits, 4 << 20, 1e9)
+    assert outcomes["4-slot ring, three fetches"].nbytes == 3 * 20 << 20
+    assert outcomes["2-slot ring"].nbytes == 2 * 18 << 20
+
+
+@pytest.mark.parametrize(
+    ("model", "gigabytes"),
+    [
+        ("flux1", 23.7),
+        ("flux2", 62.8),
+        ("qwen-image", 40.8),
+        ("wan-14b", 28.1),
+        ("ltx2", 37),
+        ("sdxl", 5),
+        ("llama-70b", 136.9),
+        ("qwen3-30b", 59.8),
+    ],
+)
+def test_models_weigh_what_they_weigh(model, gigabytes):
+    size = MODELS[model][1][0]
+    trace = trace_of(model, size, simulated.CARDS["4090"], "bf16")
+    assert trace.total_bytes / 1e9 == pytest.approx(gigabytes, rel=0.05)
+    kinds = [visit.kind for visit in trace.train]
+    n = len(trace.unit_bytes)
+    assert kinds.count(FORWARD) == kinds.count(RECOMPUTE) == kinds.count(BACKWARD) == n
+    assert [visit.unit for visit in trace.sample] == list(range(n))
+
+
+def test_the_grid_has_all_that_is_promised():
+    cells = list(simulated.grid())
+    assert len(cells) == len(set(cells)) == 8 * 3 * 4 * 2 * 5 * 2
+    chosen = simulated.ci_cells()
+    assert len(set(chosen)) == 40 and set(chosen) <= set(cells)
+    for part, names in enumerate((MODELS, None, simulated.CARDS, simulated.DTYPES,
+                                  simulated.ARENAS, simulated.PHASES)):  # fmt: skip
+        assert names is None or {cell[part] for cell in chosen} == set(names)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return simulated.run(simulated.ci_cells(), None, 2)
+
+
+def test_no_cell_beats_the_bound_or_the_least_bytes(rows):
+    shown = simulated.measured(rows)
+    assert len(shown) >= 30
+    for row in shown:
+        assert row["time_over_bound_ratio"] >= 0.999, row
+        assert row["best_s"] >= row["bound_s"] * 0.999, row
+        assert row["bytes_over_least_ratio"] >= 0.999, row
+
+
+def test_training_moves_hardly_more_than_the_best_plan(rows):
+    """Where a single unit does not count, and recompute and backward can share a stay."""
+    of = [
+        row
+        for row in simulated.measured(rows)
+        if row["cell"][5] == "train"
+        and row["missing_units_ratio"] >= 40
+        and row["arena_blocks_ratio"] >= 2
+    ]
+    assert len(of) >= 8
+    for row in of:
+        assert row["bytes_over_best_ratio"] <= simulated.BYTES_GOAL, simulated.name_of(row)
+
+
+def test_the_page_says_what_a_run_says(rows):
+    """Virtual time is the same everywhere: the page is of this plan, worst cells first."""
+    written = simulated.PAGE.read_text(encoding="utf-8")
+    assert written == simulated.page(rows, len(rows)), (
+        "run: python benchmarks/simulated.py --cells ci --page"
+    )
+    worst = written.split("worst cells, and why")[1].split("## All cells")[0]
+    assert worst.count("\n| ") == 2 + simulated.WORST
+    assert simulated.PLOT.read_text(encoding="utf-8") == simulated.plot(simulated.measured(rows))
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path, rows, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    kept = [row for row in rows if "step_s" not in row][:1] + rows[:2]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept) + '{"cell": ["torn')
+    cells = [tuple(row["cell"]) for row in kept]
+    monkeypatch.setattr(simulated, "measure", lambda cell: pytest.fail(f"{cell} again"))
+    again = simulated.run(cells, path, 1)
+    assert [tuple(row["cell"]) for row in again] == cells
+
+
+def test_why_tells_what_is_over_the_bound():
+    row = {"cell": ["flux1", 512, "4090", "bf16", "50", "train"], "bound_s": 1.0, "kernels_s": 0.5}
+    link = simulated.CARDS["4090"].link_bps
+    said = [
+        simulated.why({**row, "step_s": step, "h2d_bytes": moved * link, "least_bytes": link})
+        for step, moved in ((1.005, 1.0), (1.1, 1.1), (1.2, 1.0))
+    ]
+    assert said[0] == "at the bound"
+    assert said[1] == "the link never rests: 100% of what is over are bytes that came twice"
+    assert said[2] == "the link rests for 0.200 of 1.200 s"
+    bound_by_kernels = {**row, "kernels_s": 1.2, "step_s": 1.2, "h2d_bytes": 1.0, "least_bytes": 1}
+    assert simulated.why(bound_by_kernels) == "bound by kernels"
+
+
+def test_a_wait_of_the_engine_is_seen(rows):
+    """The rows are the engine's: another engine's bytes and seconds are not those of the best."""
+    shown = simulated.measured(rows)
+    differences = [row["step_s"] != row["best_s"] for row in shown]
+    assert all(differences)
+    pairs = itertools.pairwise(shown)
+    assert all(a["time_over_bound_ratio"] >= b["time_over_bound_ratio"] for a, b in pairs)
