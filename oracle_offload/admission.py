@@ -44,7 +44,8 @@ def build_masters(
         unit_bytes(unit) if of_files is None else sum(map(of_files, unit)) for unit in tensors
     )
     with DelayedBar(total, "oracle_offload: attach") as bar:
-        for units_of_piece in masters.split_pieces(tensors):
+        piece_bytes = None if loading is None else loading.piece_bytes
+        for units_of_piece in masters.split_pieces(tensors, piece_bytes):
             of_piece = [tensor for unit in units_of_piece for tensor in unit]
             moved += [
                 (tensor, tensor.device, aliases.get(id(tensor), []))

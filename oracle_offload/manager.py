@@ -16,6 +16,7 @@ from .attachment import Attachment, close_leftovers
 from .budget import Budget
 from .devices import parse_device
 from .disk.loading import Loading
+from .disk.quantising import Quantize
 from .engines import DeviceState, open_state, opened
 from .errors import OffloadError
 from .first_forward import FirstForward, watch_first_forward
@@ -225,6 +226,7 @@ def attach(
     ignore_modules: Iterable[Any] = (),
     order_file: str | os.PathLike[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
+    quantize: Quantize | None = None,
 ) -> MemoryManager:
     """Keep the weights of `module` in page-locked host memory and stream them while it computes.
 
@@ -296,7 +298,10 @@ def attach(
     refuse_weight_movers(module)
     lock_limit = _lock_limit(lock)
     order = None if order_file is None else OrderFile(order_file)
-    with contextlib.nullcontext() if weights is None else Loading(module, weights) as loading:
+    if quantize is not None and weights is None:
+        raise ValueError("quantize= is for weights that are read; quantise what is there already")
+    reading = None if weights is None else Loading(module, weights, quantize)
+    with reading or contextlib.nullcontext() as loading:
         chosen = selection.select(module, ignore_modules)
         units, kept = keep(group_units(chosen.leaves), ram_budget, offload_percent)
         all_locked = lock_limit == float("inf")

@@ -156,6 +156,10 @@ NOTES: dict[str, dict[str, str]] = {
             "A weak reference or a hook keeps a Parameter. Attach before whatever does that."
         ),
         "but the model's has": "The file is of a model of another size.",
+        "quantise what is there already": (
+            "Without `weights` the model has its values: call the library's function on it, then "
+            "attach."
+        ),
         "which a safetensors file cannot hold": (
             "`save_weights` writes plain tensors: what torchao or quanto made of them is theirs."
         ),

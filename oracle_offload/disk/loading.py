@@ -20,16 +20,20 @@ from torch import Tensor, nn
 
 from ..errors import OffloadError
 from ..geometry import contiguous_stride, is_dense, tensor_bytes
+from ..masters import trim_heap
 from ..selection import listed
 from ..sizes import GIB, MIB
+from ..views.progress import DelayedBar
 from .checkpoint import Checkpoint
 from .conversion import find_sources, ignored_patterns
+from .quantising import Quantiser, Quantize, plain_tensors_of
 from .reading import Part, Reader
 from .source import Source
 
 if TYPE_CHECKING:
     from ..devices import Device
 
+_QUANTISED_PIECE_BYTES = 64 * MIB
 _BATCH_BYTES = 64 * MIB  # of tensors that stay resident, on the host at once
 
 
@@ -42,6 +46,8 @@ class Loading:
         With Parameters on the meta device.
     weights : str or path
         See `Checkpoint`.
+    quantize : callable, optional
+        See `Quantiser`.
 
     Raises
     ------
@@ -49,8 +55,16 @@ class Loading:
         The files are damaged, or do not fit the model; the model is as it was.
     """
 
-    def __init__(self, module: nn.Module, weights: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        weights: str | os.PathLike[str],
+        quantize: Quantize | None = None,
+    ) -> None:
         self._module = module
+        self._quantiser = None if quantize is None else Quantiser(module, quantize)
+        # What was quantised lies in ordinary memory: at most one piece of it is there twice.
+        self.piece_bytes = None if quantize is None else _QUANTISED_PIECE_BYTES
         self._reader = Reader()
         self._swapped: list[tuple[Tensor, Tensor]] = []
         self._to_come: dict[int, tuple[Tensor, Source]] = {}  # by `id` of the tensor
@@ -67,6 +81,8 @@ class Loading:
         try:
             for tensor, _ in self._to_come.values():
                 self._swap(tensor, _without_memory(tensor))
+            if self._quantiser is not None:
+                self._quantise(self._quantiser)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -80,6 +96,8 @@ class Loading:
     ) -> None:
         self._reader.close()
         self._checkpoint.close()
+        if self._quantiser is not None and not self._is_done:
+            self._quantiser.undo()
         while self._swapped and not self._is_done:
             torch.utils.swap_tensors(*self._swapped.pop())
 
@@ -93,6 +111,24 @@ class Loading:
                 f"say ({error}); attach right after the model was made."
             ) from error
         self._swapped.append((tensor, other))
+
+    def _quantise(self, quantiser: Quantiser) -> None:
+        """Read the modules one by one and let each be quantised before the next is read."""
+        total = sum(source.nbytes for _, source in self._to_come.values())
+        read = 0
+        with DelayedBar(total, "oracle_offload: quantise") as bar:
+            for name, inner in quantiser.modules():
+                batch = [(t, _on_host(t)) for t in plain_tensors_of(inner) if self.have(t)]
+                read += sum(self.bytes_of(tensor) for tensor, _ in batch)
+                self.read(batch, bar.update)
+                while batch:
+                    tensor, there = batch.pop()
+                    tensor.data = there
+                    del tensor, there
+                quantiser.quantise(name, inner)
+                if read >= _BATCH_BYTES:
+                    read = 0
+                    trim_heap()
 
     # ---- what attach asks for: see `masters.Files` ----
 
@@ -117,9 +153,7 @@ class Loading:
         """Read everything that is no master, and bring Parameters to `device`."""
         batch: list[tuple[Tensor, Tensor]] = []
         for tensor, _ in list(self._to_come.values()):
-            with torch.inference_mode(False):
-                there = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            batch.append((tensor, there))
+            batch.append((tensor, _on_host(tensor)))
             if sum(tensor_bytes(there) for _, there in batch) >= _BATCH_BYTES:
                 self._read_resident(batch, kind, device)
         self._read_resident(batch, kind, device)
@@ -147,6 +181,12 @@ class Loading:
     def _parts(self, tensors: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Part]:
         for tensor, target in tensors:
             yield from self._to_come[id(tensor)][1].parts(self._reader, target.detach())
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return ordinary memory for the values of `tensor`."""
+    with torch.inference_mode(False):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "from-disk.md").read_text("utf-8")
 
 def block(containing: str) -> str:
     found = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.M | re.S)
-    (only,) = (code for code in found if containing in code)
+    only = next(code for code in found if containing in code)
     return str(only).replace('"cuda"', '"cpu"')
 
 
@@ -81,3 +81,16 @@ def test_one_line_each(tmp_path: Path, line: str, make: object, subfolder: str) 
     vars(pipeline).clear()
     names.clear()
     del found, model
+
+
+def test_quantised_on_the_way(tmp_path: Path) -> None:
+    torchao = pytest.importorskip("torchao")
+    pytest.importorskip("torchao.quantization")
+
+    save_file(Model().bfloat16().state_dict(), tmp_path / "model.safetensors")
+    names = {"torchao": torchao, "oracle_offload": oracle_offload, "folder": tmp_path}
+    names["Model"] = Model
+    exec(compile(block("int8"), "docs/from-disk.md", "exec"), names)
+    layers = names["manager"].layers
+    assert [layer.format.name for layer in layers] == ["torchao", "torchao"]
+    names["manager"].detach()
