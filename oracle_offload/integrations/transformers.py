@@ -89,6 +89,6 @@ def accumulate_in(trainer: transformers.Trainer) -> transformers.Trainer:
         Its model may be attached before or after.
     """
     together = _Together(trainer)
-    trainer.get_batch_samples = together.get_batch_samples
-    trainer.training_step = together.training_step
+    trainer.get_batch_samples = together.get_batch_samples  # type: ignore[method-assign, unused-ignore]
+    trainer.training_step = together.training_step  # type: ignore[method-assign, unused-ignore]
     return trainer
