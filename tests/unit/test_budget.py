@@ -227,3 +227,42 @@ def test_no_reading_asks_for_more_than_the_device_has():
         assert floor <= change.bytes and change.bytes % 256 == 0, seed
         if change.bytes > capacity:
             assert change.bytes - capacity <= free + reserved - peak, seed
+
+
+def failed_once():
+    """A budget after a failure, on its floor; then eight calm steps are due."""
+    budget = Budget()
+    assert budget.after_step(failing(1), FLOOR, FLOOR, MOST, GRAIN) is None
+    return budget
+
+
+def failing(times):
+    return Reading(100 << 20, 60 << 20, 40 << 20, 30 << 20, times)
+
+
+def calm_steps(budget, count, times):
+    for _ in range(count):
+        assert budget.after_step(failing(times), FLOOR, FLOOR, MOST, GRAIN) is None
+
+
+def test_calm_begins_anew_after_every_failure_and_every_lack_of_room():
+    budget = failed_once()
+    calm_steps(budget, 5, 1)
+    calm_steps(budget, 16, 2)
+    assert budget.after_step(failing(2), FLOOR, FLOOR, MOST, GRAIN).bytes > FLOOR
+    budget = failed_once()
+    calm_steps(budget, 7, 1)
+    full = Reading(30 << 20, 0, 30 << 20, 30 << 20, 1)
+    assert budget.after_step(full, FLOOR, FLOOR, MOST, GRAIN) is None, "it is on its floor"
+    calm_steps(budget, 7, 1)
+    assert budget.after_step(failing(1), FLOOR, FLOOR, MOST, GRAIN).bytes > FLOOR
+
+
+@pytest.mark.parametrize(("sharing", "most"), [(1, MOST), (3, MOST), (1, 40 << 20)])
+def test_after_a_failure_half_of_a_share_is_taken(sharing, most):
+    """Also where all that the model can use would fit."""
+    budget = failed_once()
+    calm_steps(budget, 7, 1)
+    grown = budget.after_step(failing(1), FLOOR, FLOOR, most, GRAIN, sharing)
+    room = min((95 << 20) - (29 << 20), most)
+    assert grown.bytes == FLOOR + (room - FLOOR) // (2 * sharing) // 256 * 256
