@@ -302,3 +302,43 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0 and "arena: oracle_offload" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("address", "size", "is_named"),
+    [
+        (64, 36, False),  # ends where the named bytes begin
+        (64, 37, True),
+        (100, 50, True),
+        (120, 10, True),
+        (149, 10, True),
+        (150, 10, False),  # begins where they end
+    ],
+)
+def test_a_block_is_named_by_the_bytes_that_lie_in_it(
+    address: int, size: int, is_named: bool
+) -> None:
+    ours = {KEY: {"named": [[0, 8, "weights", "a"], [100, 50, "arena", "b"], [900, 8, "x", "c"]]}}
+    (row,) = held(snapshot(segment(block(address, size)), **ours))["holders"]
+    assert (row["kind"] == "arena") is is_named
+    assert is_named or row["who"].startswith("unknown")
+
+
+def test_a_block_without_an_address_follows_the_one_before_it() -> None:
+    blocks: list[dict[str, Any]] = [
+        {"size": 16, "state": "active_allocated"},
+        {"size": 8, "state": "active_allocated"},
+    ]
+    old = {"address": 64, "total_size": 24, "blocks": blocks}
+    rows = held(snapshot(old, **{KEY: {"named": [[80, 8, "weights", "Net"]]}}))["holders"]
+    assert [(row["kind"], row["bytes"]) for row in rows] == [("tensors", 16), ("weights", 8)]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("backward", "in backward"), ("grad", "tensors")])
+def test_only_a_backward_of_autograd_is_one(name: str, kind: str) -> None:
+    for frame, expected in (
+        ({**BACKWARD, "name": name}, kind),
+        ({**LINEAR, "name": name}, "tensors"),
+    ):
+        (row,) = held(snapshot(segment(block(0, 8, frames=[frame, STEP]))))["holders"]
+        assert row["kind"] == expected
