@@ -167,6 +167,7 @@ def offloaded(
     import training
 
     import oracle_offload
+    from oracle_offload.replay import predict
 
     begin = time.perf_counter()
     manager = oracle_offload.attach(
@@ -194,7 +195,7 @@ def offloaded(
         detach_s = time.perf_counter() - begin
     training.clean(device)
     meter, units = recorded
-    return {**row, "detach_s": detach_s, **replay.predict(meter, units, segments)}, recorded
+    return {**row, "detach_s": detach_s, **predict(meter.events, units, segments)}, recorded
 
 
 def pictures(runner: Any, device: str, manager: Any) -> None:

@@ -196,6 +196,14 @@ NOTES: dict[str, dict[str, str]] = {
         "is no file, no folder and no number of parameters": (
             "Check the path; a number of parameters has K, M, B or T behind it."
         ),
+        "no result of the model depends on what is trained": (
+            "The plan says so under what it assumed; `targets` name layers that forward uses."
+        ),
+        "is not NAME=SIZExSIZE": "For example `hidden_states=4096x64,timestep=:int64`.",
+        "the replay of a step failed": (
+            "The message ends in the last words of the process that replays; `measure=False` plans "
+            "without it."
+        ),
         "is neither a safetensors file, an index": "Give the folder that it lies in.",
         "plan() takes an nn.Module": (
             "Give the model, its class with `config=`, a path, or a number of parameters."

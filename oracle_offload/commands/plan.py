@@ -23,6 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantise", help="frozen weights: int8, fp8, qfloat8, nf4")
     parser.add_argument("--no-checkpointing", dest="checkpointing", action="store_false")
     parser.add_argument("--batch", type=int, default=1, help="samples in a micro-batch (1)")
+    parser.add_argument(
+        "--sample", metavar="SAMPLE", help="tokens, HEIGHTxWIDTH in pixels, or NAME=AxB:dtype,..."
+    )
+    parser.add_argument(
+        "--no-measure", dest="measure", action="store_false", help="leave activations and time out"
+    )
     parser.add_argument("--card", help="by name or GB: 8, 12, 16, 24, 32, 48, 80 (24)")
     parser.add_argument("--vram", help="its memory, where that is another: 20GiB")
     parser.add_argument("--ram", help="the host's memory: 32GB, 64GB, 128GB (this machine's)")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from .fit import RESIDENT, Fit, Room, fit
+from .fit import RESIDENT, Fit, fit
 from .optimizers import OPTIMIZERS
-from .source import Source
+from .question import Question
 from .storage import Recipe, Storage, storage_of
 
 # What this library does not have, what it would give, and who has it.
@@ -66,13 +68,36 @@ class Shard:
 
 
 def ladder(
-    source: Source, recipe: Recipe, room: Room, activations: int | None, found: Fit
+    question: Question,
+    activations: int | None,
+    found: Fit,
+    remeasured: Callable[..., int | None],
 ) -> list[Rung]:
-    """Return the alternatives to `found`, in order of what they cost."""
+    """Return the alternatives to `found`, in order of what they cost.
+
+    Parameters
+    ----------
+    question : Question
+        What was asked.
+    activations : int or None
+        Of that.
+    found : Fit
+        The answer.
+    remeasured : callable
+        Returns the activations of the question with some fields changed.
+    """
+    source, recipe, room = question.source, question.recipe, question.room
     rungs: list[Rung] = []
 
-    def add(name: str, cost: str, option: str, changes_result: bool, changed: Recipe) -> None:
-        other = fit(storage_of(source, changed), activations, room)
+    def add(
+        name: str,
+        cost: str,
+        option: str,
+        changes_result: bool,
+        changed: Recipe,
+        live: int | None = activations,
+    ) -> None:
+        other = fit(storage_of(source, changed), live, room)
         saves_device = found.least_device_bytes - other.least_device_bytes
         saves_host = found.host_bytes - other.host_bytes
         if saves_device or saves_host:
@@ -83,42 +108,50 @@ def ladder(
 
     if found.verdict == RESIDENT:
         return rungs
+    known = activations is not None
+    if known and not question.checkpointing:
+        live = remeasured(checkpointing=True)
+        cost = "each block is computed once more, about a third of a step"
+        add("checkpointing", cost, "checkpointing=True", False, recipe, live)
+    if known and question.batch > 1:
+        live = remeasured(batch=1)
+        cost = f"{question.batch} micro-batches for each step, each of which moves the weights"
+        add("batch 1 and accumulation", cost, "batch=1", False, recipe, live)
     lighter = OPTIMIZERS.get(recipe.optimizer.lighter)
     while lighter is not None:
-        add(
-            f"optimizer {lighter.name}",
-            "its state is coarser",
-            f"optimizer={lighter.name!r}",
-            True,
-            replace(recipe, optimizer=lighter),
-        )
+        option = f"optimizer={lighter.name!r}"
+        changed = replace(recipe, optimizer=lighter)
+        add(f"optimizer {lighter.name}", "its state is coarser", option, True, changed)
         lighter = OPTIMIZERS.get(lighter.lighter)
     if recipe.train == "lora" and recipe.quantise is None:
         for quantise in ("int8", "nf4"):
-            add(
-                f"frozen weights in {quantise}",
-                "the base model is rounded",
-                f"quantise={quantise!r}",
-                True,
-                replace(recipe, quantise=quantise),
-            )
+            option = f"quantise={quantise!r}"
+            changed = replace(recipe, quantise=quantise)
+            name = f"frozen weights in {quantise}"
+            add(name, "the base model is rounded", option, True, changed)
     if recipe.train == "lora" and recipe.rank > 4:
-        add(
-            "half the rank",
-            "the LoRA can say less",
-            f"rank={recipe.rank // 2}",
-            True,
-            replace(recipe, rank=recipe.rank // 2),
-        )
+        half = recipe.rank // 2
+        cost = "the LoRA can say less"
+        add("half the rank", cost, f"rank={half}", True, replace(recipe, rank=half))
     if recipe.train == "full":
-        add(
-            "a LoRA in place of all weights",
-            "another training: a correction of low rank",
-            "train='lora'",
-            True,
-            replace(recipe, train="lora", master_dtype=None),
-        )
+        cost = "another training: a correction of low rank"
+        changed = replace(recipe, train="lora", master_dtype=None)
+        add("a LoRA in place of all weights", cost, "train='lora'", True, changed)
+    smaller = _half(question.sample)
+    if known and smaller is not None:
+        live = remeasured(sample=smaller)
+        cost = "another training: it sees less at once"
+        add("a shorter or smaller sample", cost, f"sample={smaller!r}", True, recipe, live)
     return rungs
+
+
+def _half(sample: Any) -> Any:
+    """Return a sample of half the length; None where it is not known which size that is."""
+    if isinstance(sample, int) and sample > 1:
+        return sample // 2
+    if isinstance(sample, tuple):
+        return tuple(size // 2 for size in sample)
+    return None
 
 
 def shards(storage: Storage, cards: tuple[int, ...] = (2, 4, 8)) -> list[Shard]:

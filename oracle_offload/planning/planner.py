@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,24 +11,17 @@ import torch
 from ..host import memory
 from ..sizes import format_size, parse_size
 from . import report
-from .cards import Card, card_of
+from .cards import card_of
 from .fit import NOWHERE, RESIDENT, Fit, Room, fit
 from .ladder import Rung, Shard, ladder, shards
+from .measure import Step
+from .measure import measure as run_step
 from .optimizers import optimizer_of
-from .source import DTYPES, Source, source_of
+from .question import Question
+from .sample import parse_sample
+from .source import DTYPES, source_of
+from .speed import Speed, speed_of
 from .storage import QUANTISED, Recipe, Storage, storage_of
-
-
-@dataclass(frozen=True)
-class Question:
-    """What `plan` was asked, with every default filled in."""
-
-    source: Source
-    recipe: Recipe
-    card: Card
-    room: Room
-    batch: int
-    checkpointing: bool
 
 
 @dataclass(frozen=True)
@@ -43,6 +36,10 @@ class Plan:
         Persistent bytes, and the units that `attach` would make.
     fit : Fit
         Where they would lie.
+    step : Step
+        What a step takes: its activations, and the work of its operators.
+    speed : Speed
+        How long it takes.
     alternatives : list of Rung
         What else could be done, cheapest first.
     shards : list of Shard
@@ -54,6 +51,8 @@ class Plan:
     question: Question
     storage: Storage
     fit: Fit
+    step: Step
+    speed: Speed
     alternatives: list[Rung]
     shards: list[Shard]
     assumptions: tuple[str, ...]
@@ -94,6 +93,26 @@ class Plan:
         count = self.storage.parameters
         return [(row.name, row.bytes, row.bytes / count) for row in self.storage.rows]
 
+    def on(
+        self,
+        card: str | int | None = None,
+        *,
+        vram: int | float | str | None = None,
+        ram: int | float | str | None = None,
+        offload_percent: float | None = None,
+        **rates: float | None,
+    ) -> Plan:
+        """Return the plan of the same training elsewhere; the step is not measured again.
+
+        Parameters
+        ----------
+        card, vram, ram, offload_percent, **rates
+            As in `plan`; what is not given is as there by default, not as it was here.
+        """
+        chosen = card_of(card, vram=vram, **rates)
+        room = Room(chosen.memory_bytes, _ram(ram), self.question.room.margin, offload_percent)
+        return answer(replace(self.question, card=chosen, room=room), self.step)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data with a ``"schema"``; sizes in bytes."""
         return report.as_dict(self)
@@ -131,6 +150,8 @@ def plan(
     quantise: str | None = None,
     checkpointing: bool = True,
     batch: int = 1,
+    sample: Any = None,
+    measure: bool = True,
     card: str | int | None = None,
     vram: int | float | str | None = None,
     ram: int | float | str | None = None,
@@ -174,6 +195,12 @@ def plan(
         Whether blocks are computed again in backward.
     batch : int
         Samples in a micro-batch.
+    sample : int, tuple of int, mapping, str, optional
+        What one sample is: tokens; height and width in pixels; a mapping from the arguments of
+        forward to shapes without the batch, ``(4096, 64)`` or ``((77,), "int64")``; or text, as the
+        command takes it. By default what is usual for the kind of model.
+    measure : bool
+        Whether to run a step without memory, for activations and time; it takes seconds.
     card : str or int, optional
         A card by name (``"RTX 4090"``) or by size in GB (8, 12, 16, 24, 32, 48, 80); by default 24.
     vram : int, float or str, optional
@@ -211,6 +238,8 @@ def plan(
         raise ValueError(f"margin={margin!r} is outside [0, 1)")
     if offload_percent is not None and not 0 <= offload_percent <= 1:
         raise ValueError(f"offload_percent={offload_percent!r} is outside [0, 1]")
+    if isinstance(sample, str):
+        sample = parse_sample(sample)
     recipe = Recipe(
         train,
         rank,
@@ -229,21 +258,54 @@ def plan(
         tflops=tflops,
         launch_s=launch_s,
     )
-    host = memory.total_bytes() if ram is None else _ram(ram)
-    room = Room(chosen.memory_bytes, host, margin, offload_percent)
-    return answer(Question(source, recipe, chosen, room, batch, checkpointing))
+    room = Room(chosen.memory_bytes, _ram(ram), margin, offload_percent)
+    question = Question(
+        source, recipe, chosen, room, batch, checkpointing, sample, measure and source.runs
+    )
+    return answer(question)
 
 
-def answer(question: Question) -> Plan:
-    """Return the plan of a question."""
+def answer(question: Question, step: Step | None = None) -> Plan:
+    """Return the plan of a question, whose step may have been measured already."""
     storage = storage_of(question.source, question.recipe)
-    found = fit(storage, None, question.room)
-    rungs = ladder(question.source, question.recipe, question.room, None, found)
+    step = _step(question, storage) if step is None else step
+    found = fit(storage, step.activations, question.room)
+
+    def activations(**changes: Any) -> int | None:
+        changed = replace(question, **changes)
+        return _step(changed, storage_of(changed.source, changed.recipe)).activations
+
+    rungs = ladder(question, step.activations, found, activations)
     storage = storage_of(question.source, question.recipe)  # the ladder marked the module anew
-    return Plan(question, storage, found, rungs, shards(storage), _assumptions(question, found))
+    return Plan(
+        question,
+        storage,
+        found,
+        step,
+        speed_of(step, found, question.card),
+        rungs,
+        shards(storage),
+        _assumptions(question, found, step),
+    )
 
 
-def _assumptions(question: Question, found: Fit) -> tuple[str, ...]:
+def _step(question: Question, storage: Storage) -> Step:
+    if question.source.module is None or not question.source.runs:
+        return Step(why="no forward is known")
+    if not question.measured:
+        return Step(why="it was not measured")
+    return run_step(
+        question.source.module,
+        [leaf for unit in storage.units for leaf in unit],
+        storage.adapters,
+        question.recipe.adapter_dtype,
+        question.checkpointing,
+        question.sample,
+        question.batch,
+    )
+
+
+def _assumptions(question: Question, found: Fit, step: Step) -> tuple[str, ...]:
     card, said = question.card, list(question.source.notes)
     named = [name for name in ("link_gbps", "tflops", "memory_gbps") if name not in card.measured]
     if named:
@@ -252,12 +314,16 @@ def _assumptions(question: Question, found: Fit) -> tuple[str, ...]:
         f"{100 * question.room.margin:.0f}% of the device are left to CUDA and to rounding, a "
         "tenth of the host to the system"
     )
-    if "activations" not in found.device:
-        said.append("activations are unknown, and counted nowhere")
+    if step.activations is None:
+        said.append(f"activations are unknown and counted nowhere: {step.why}")
+    elif step.note:
+        said.append(step.note)
     return tuple(said)
 
 
-def _ram(ram: int | float | str) -> int:
+def _ram(ram: int | float | str | None) -> int:
+    if ram is None:
+        return memory.total_bytes()
     return parse_size(ram, total=memory.total_bytes(), name="ram")
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..sizes import format_size
 from ..views.bars import Part, html_bar, text_bar
 from ..views.page import fragment, page
+from ..views.run_report import show
 from ..views.schema import schema
 from ..views.terminal import Text, printable
 from . import paste
@@ -60,6 +61,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "managed_bytes": storage.managed_bytes,
         "x_min_bytes": fit.x_min_bytes,
         "offload_percent": fit.offload_percent,
+        "activations_bytes": plan.step.activations,
+        "step": vars(plan.speed),
         "ram_budget_bytes": fit.ram_budget,
         "card": question.card.name,
         "alternatives": [vars(rung) for rung in plan.alternatives],
@@ -135,6 +138,7 @@ def as_text(plan: Plan, width: int, color: bool) -> str:
     """Return the plan for a terminal."""
     text = Text(width, color=color)
     text.block(printable(plan.sentence()), style=_STYLES.get(plan.verdict, "yellow"))
+    text.block(speed(plan))
     text.line()
     for title, parts in _bars(plan):
         text.line(title)
@@ -178,6 +182,7 @@ def as_text(plan: Plan, width: int, color: bool) -> str:
 def as_fragment(plan: Plan) -> str:
     """Return the plan as a notebook shows it."""
     body = [f"<h2>{html.escape(plan.sentence())}</h2>"]
+    body.append(f"<p>{html.escape(speed(plan))}</p>")
     for title, parts in _bars(plan):
         body += [f"<p>{html.escape(title)}</p>", *html_bar(parts, _size)]
     cells = "".join(
@@ -210,6 +215,21 @@ def as_fragment(plan: Plan) -> str:
 def as_page(plan: Plan) -> str:
     """Return one self-contained page without scripts."""
     return page(f"plan of {plan.question.source.name}", as_fragment(plan))
+
+
+def speed(plan: Plan) -> str:
+    """Return how long a step takes, as a sentence."""
+    found = plan.speed
+    if found.low_s is None or found.high_s is None or found.bound_s is None:
+        return f"How long a step takes is unknown: {found.why}."
+    said = f"A step takes {show(found.low_s, 'time')} to {show(found.high_s, 'time')}"
+    if plan.verdict == RESIDENT:
+        return f"{said}, all of it computing."
+    return (
+        f"{said}, {found.bottleneck}-bound: computing takes {show(found.compute_s, 'time')}, "
+        f"copying {format_size(found.h2d_bytes)} {show(found.link_s, 'time')}; no step with this "
+        f"arena takes less than {show(found.bound_s, 'time')}."
+    )
 
 
 def _size(size: int | None) -> str:

@@ -11,14 +11,15 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..disk.empty import empty_weights
 from ..disk.header import read_header
 from ..disk.source import DTYPES as STORED_DTYPES
 from ..errors import OffloadError
@@ -101,13 +102,17 @@ def source_of(model: Any, config: Any = None, dtype: torch.dtype | None = None) 
 
 def on_meta(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose tensors hold no memory; the module stays as it is."""
+    return copy_with(module, lambda tensor: tensor.detach().to("meta"))
+
+
+def copy_with(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a copy of a module with what `make` returns in the place of each of its tensors."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        empty = tensor.detach().to("meta") if not tensor.is_meta else tensor.detach()
+        made = make(tensor)
         if isinstance(tensor, nn.Parameter):
-            memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-        else:
-            memo[id(tensor)] = empty
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = made
     return copy.deepcopy(module, memo)
 
 
@@ -193,7 +198,7 @@ def _build(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> nn.Module:
     try:
         if dtype.itemsize > 1:
             torch.set_default_dtype(dtype)
-        with torch.device("meta"):
+        with empty_weights():
             if config_class is not None:
                 built = make(values)
             elif hasattr(kind, "from_config") and isinstance(values, Mapping):
@@ -206,7 +211,7 @@ def _build(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> nn.Module:
         raise OffloadError(f"{kind.__name__} cannot be made of this config: {error}") from error
     finally:
         torch.set_default_dtype(default)
-    return on_meta(built)  # some classes make tensors of their own on the CPU
+    return on_meta(built)  # its buffers, too
 
 
 def _class_of(config: Mapping[str, Any], path: Path) -> type[nn.Module]:
@@ -359,7 +364,7 @@ def _of_headers(name: str, files: list[Path], dtype: torch.dtype | None) -> Sour
     if missing:
         raise OffloadError(f"{listed(missing)}: named by the index, but not there")
     tensors = {key: row for file in files for key, row in read_tensors(file).items()}
-    owners: dict[str, dict[str, torch.Tensor]] = {}
+    owners: dict[str, dict[str, Tensor]] = {}
     for full, (kept, shape) in tensors.items():
         owner, _, key = full.rpartition(".")
         owners.setdefault(owner, {})[key] = torch.empty(shape, dtype=kept, device="meta")
@@ -370,7 +375,7 @@ def _of_headers(name: str, files: list[Path], dtype: torch.dtype | None) -> Sour
     return _of_module(root, name, dtype, [note], own_dtype=True, runs=False)
 
 
-def _place(root: nn.Module, path: str, own: dict[str, torch.Tensor]) -> None:
+def _place(root: nn.Module, path: str, own: dict[str, Tensor]) -> None:
     steps = path.split(".") if path else []
     parent: nn.Module = root
     for number, step in enumerate(steps[:-1]):
@@ -392,7 +397,7 @@ def _place(root: nn.Module, path: str, own: dict[str, torch.Tensor]) -> None:
         module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
 
 
-def _leaf(name: str, own: dict[str, torch.Tensor]) -> nn.Module:
+def _leaf(name: str, own: dict[str, Tensor]) -> nn.Module:
     weight = own.get("weight")
     if weight is None or set(own) - {"weight", "bias"} or not weight.is_floating_point():
         return _Stored()

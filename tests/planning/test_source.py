@@ -27,7 +27,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(model: Any, **options: Any) -> dict[str, Any]:
-    return oracle_offload.plan(model, card=24, ram="64GB", **options).to_dict()
+    return oracle_offload.plan(model, card=24, ram="64GB", measure=False, **options).to_dict()
 
 
 def header_alone(folder: Path) -> None:

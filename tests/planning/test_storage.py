@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import oracle_offload
+
+plan = functools.partial(oracle_offload.plan, measure=False)
 
 
 def storages(tensors: Iterable[Tensor]) -> int:
@@ -60,7 +63,7 @@ def test_persistent_bytes_are_those_of_the_storages(name: str, tmp_path: Path) -
     """Of a full training with AdamW: weights, buffers, gradients and the optimizer's state."""
     model = loaded(name, tmp_path).train()
     kind, config = architectures.class_and_config(name)
-    found = oracle_offload.plan(kind, config=config, train="full", card=24, ram="64GB").to_dict()
+    found = plan(kind, config=config, train="full", card=24, ram="64GB").to_dict()
     own = found["persistent_bytes"]
     assert own["weights"] == storages(model.parameters())
     assert own.get("buffers", 0) == storages(model.buffers())
@@ -72,7 +75,7 @@ def test_persistent_bytes_are_those_of_the_storages(name: str, tmp_path: Path) -
     assert own["optimizer state"] == storages(tensors_of(optimizer.state))
     assert found["parameters"] == found["trained"] == sum(p.numel() for p in model.parameters())
     # From the files alone, of which only headers are read, the same.
-    again = oracle_offload.plan(tmp_path, dtype="bf16", train="full", card=24, ram="64GB")
+    again = plan(tmp_path, dtype="bf16", train="full", card=24, ram="64GB")
     assert again.to_dict()["persistent_bytes"] == own
 
 
@@ -111,7 +114,7 @@ def test_the_state_of_an_optimizer_is_that_of_its_library(name: str, dtype: torc
         optimizer.step()
         expected = storages(tensors_of(optimizer.state))
     model = nn.ParameterList(parameters)
-    found = oracle_offload.plan(model, train="full", optimizer=name, card=24, ram="64GB")
+    found = plan(model, train="full", optimizer=name, card=24, ram="64GB")
     assert found.to_dict()["persistent_bytes"].get("optimizer state", 0) == expected
 
 
@@ -119,8 +122,8 @@ def test_an_optimizer_that_is_not_known_is_refused_by_name() -> None:
     with pytest.raises(
         ValueError, match="optimizer='lbfgs': its state is not known; there are adamw"
     ):
-        oracle_offload.plan("4B", optimizer="lbfgs")
-    by_class = oracle_offload.plan("4B", optimizer=torch.optim.SGD, train="full", ram="64GB")
+        plan("4B", optimizer="lbfgs")
+    by_class = plan("4B", optimizer=torch.optim.SGD, train="full", ram="64GB")
     assert "optimizer state" not in by_class.to_dict()["persistent_bytes"]
 
 
@@ -149,7 +152,7 @@ def test_a_lora_is_as_large_as_the_one_of_peft(name: str) -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW(trained)
     optimizer.step()
-    found = oracle_offload.plan(kind, config=config, rank=5, targets=targets, card=24, ram="64GB")
+    found = plan(kind, config=config, rank=5, targets=targets, card=24, ram="64GB")
     own = found.to_dict()["persistent_bytes"]
     assert own["adapters"] == own["gradients"] == storages(trained)
     assert own["optimizer state"] == storages(tensors_of(optimizer.state))
@@ -159,7 +162,7 @@ def test_a_lora_is_as_large_as_the_one_of_peft(name: str) -> None:
 def test_a_lora_for_layers_that_are_not_there_is_refused_with_those_that_are() -> None:
     kind, config = architectures.class_and_config("flux")
     with pytest.raises(ValueError, match=r"targets=q_proj: no layer of that name; .*'to_q'"):
-        oracle_offload.plan(kind, config=config, targets="q_proj", ram="64GB")
+        plan(kind, config=config, targets="q_proj", ram="64GB")
 
 
 def net() -> nn.Sequential:
@@ -201,9 +204,7 @@ def quantised(how: str) -> nn.Module:
 @pytest.mark.parametrize("how", ["int8", "fp8", "qfloat8", "nf4"])
 def test_quantised_weights_are_as_their_library_keeps_them(how: str, sim: Any) -> None:
     model = quantised(how)
-    found = oracle_offload.plan(
-        net(), quantise=how, targets=("0", "2"), card=24, ram="64GB", offload_percent=1.0
-    )
+    found = plan(net(), quantise=how, targets=("0", "2"), card=24, ram="64GB", offload_percent=1.0)
     manager = oracle_offload.attach(model, "cpu")
     try:
         stats = manager.state.engine.stats(manager.attachment.model)
@@ -226,7 +227,7 @@ def test_units_floor_and_x_min_are_those_of_an_attach(
 ) -> None:
     model = loaded(name, tmp_path).requires_grad_(False)
     kind, config = architectures.class_and_config(name)
-    found = oracle_offload.plan(kind, config=config, offload_percent=percent, card=24, ram="64GB")
+    found = plan(kind, config=config, offload_percent=percent, card=24, ram="64GB")
     manager = oracle_offload.attach(model, "cpu", offload_percent=percent)
     try:
         stats = manager.state.engine.stats(manager.attachment.model)
@@ -244,7 +245,7 @@ def test_units_floor_and_x_min_are_those_of_an_attach(
 
 def test_a_host_with_little_memory_keeps_what_attach_keeps(sim: Any) -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12))).requires_grad_(False)
-    found = oracle_offload.plan(model, rank=1, vram="3MiB", ram="2MiB", margin=0, card=24)
+    found = plan(model, rank=1, vram="3MiB", ram="2MiB", margin=0, card=24)
     assert found.verdict == "fits streamed" and found.fit.ram_budget is not None
     manager = oracle_offload.attach(
         model,
@@ -263,7 +264,7 @@ def test_a_host_with_little_memory_keeps_what_attach_keeps(sim: Any) -> None:
 def test_master_copies_are_of_narrower_weights_alone() -> None:
     model = nn.Sequential(nn.Linear(16, 16).bfloat16(), nn.Linear(16, 16))
     one = 16 * 16 + 16
-    found = oracle_offload.plan(model, train="full", master_dtype="fp32", card=24, ram="64GB")
+    found = plan(model, train="full", master_dtype="fp32", card=24, ram="64GB")
     own = found.to_dict()["persistent_bytes"]
     assert own["master copies"] == 4 * one and own["gradients"] == 2 * 4 * one
     assert own["optimizer state"] == 2 * 2 * 4 * one + 4 * 4
@@ -273,7 +274,7 @@ def test_master_copies_are_of_narrower_weights_alone() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_shares_of_zero_are_those_of_the_paper(stage: int, cards: int) -> None:
     """arXiv 1910.02054: 2 + 2 + 12 bytes a parameter; here gradients are in float32."""
-    found = oracle_offload.plan("4B", train="full", master_dtype="fp32", card=80, ram="64GB")
+    found = plan("4B", train="full", master_dtype="fp32", card=80, ram="64GB")
     kept = {1: 2 + 4 + 12 / cards, 2: 2 + 16 / cards, 3: 18 / cards}[stage]
     (shard,) = [s for s in found.shards if (s.stage, s.cards) == (stage, cards)]
     assert abs(shard.bytes - 4e9 * kept) <= 8

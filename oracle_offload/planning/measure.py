@@ -1,0 +1,325 @@
+"""A step of a model without memory: what its activations take, and what it asks of an engine.
+
+The step runs under torch's FakeTensorMode: shapes and dtypes are computed, nothing else. Each
+operator's work is noted, and each use of a managed leaf, as the engine would be asked for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._core import BACKWARD, FORWARD, RECOMPUTE
+from ..geometry import tensor_bytes
+from ..layers.linear import LinearLayer, input_gradient, linear
+from ..operators import operator_of, tensors_in
+from ..selection import Chosen
+from ..simulated_time import SimulatedTime
+from .sample import UnknownSample, inputs
+from .source import copy_with, switch_of
+from .storage import Pair
+
+_graph_task = torch._C._current_graph_task_id
+
+# An operator: floating-point operations, bytes it reads and writes, dtype of its result; the last
+# says whether it reads them over the link.
+Work = tuple[float, int, torch.dtype, bool]
+
+
+@dataclass
+class Step:
+    """What a step takes.
+
+    Attributes
+    ----------
+    activations : int or None
+        Most bytes that live at once beside what the training keeps; None where that is unknown.
+    events : list
+        ``("work", [Work, ...])``, ``("acquire", leaf, kind, ticket)``, ``("release", ticket)``.
+    numbers : dict of str to int
+        The leaves of the events, by name.
+    why : str
+        Why nothing is known; empty where something is.
+    note : str
+        What was taken for granted.
+    """
+
+    activations: int | None = None
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=dict)
+    why: str = ""
+    note: str = ""
+
+    def replayed(self, time: SimulatedTime) -> list[tuple[Any, ...]]:
+        """Return the events as `oracle_offload.replay` takes them, at the rates of `time`."""
+        found: list[tuple[Any, ...]] = []
+        for event in self.events:
+            if event[0] == "work":
+                found.append(("launch", seconds_of(event[1], time)))
+            elif event[0] == "acquire":
+                _, leaf, kind, ticket = event
+                found.append(("acquire", leaf, kind, -1 if kind == FORWARD else 0, ticket))
+            else:
+                found.append(event)
+        return found
+
+    def phases(self, time: SimulatedTime) -> tuple[float, float]:
+        """Return the seconds that forward and backward compute at the rates of `time`."""
+        turn = next(
+            (n for n, e in enumerate(self.events) if e[0] == "acquire" and e[2] != FORWARD),
+            len(self.events),
+        )
+        forward, backward = (
+            sum(seconds_of(event[1], time) for event in part if event[0] == "work")
+            for part in (self.events[:turn], self.events[turn:])
+        )
+        return forward, backward
+
+
+def seconds_of(work: Sequence[Work], time: SimulatedTime) -> float:
+    """Return what operators take one after the other."""
+    return sum(
+        time.link_seconds(moved) if mapped else time.operator_seconds(flops, moved, dtype)
+        for flops, moved, dtype, mapped in work
+    )
+
+
+def measure(
+    module: nn.Module,
+    leaves: Sequence[Chosen],
+    adapters: dict[str, Pair],
+    adapter_dtype: torch.dtype,
+    checkpointing: bool,
+    sample: Any,
+    batch: int,
+) -> Step:
+    """Return what a step of `module` takes, forward and backward.
+
+    Parameters
+    ----------
+    module : nn.Module
+        On the meta device, marked as trained or frozen.
+    leaves : sequence of Chosen
+        The managed ones of `module`, numbered by their place.
+    adapters : dict
+        See `Storage.adapters`.
+    adapter_dtype : torch.dtype
+    checkpointing : bool
+        Whether the model's own switch is turned on.
+    sample, batch
+        See `oracle_offload.planning.sample.inputs`.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # what a class keeps in plain attributes
+    with fake:
+        model = copy_with(module, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))
+        model.train()
+        try:
+            arguments, note = inputs(model, sample, batch)
+        except UnknownSample as error:
+            return Step(why=str(error))
+        switch = switch_of(model)
+        if checkpointing and switch:
+            getattr(model, switch)()
+        elif checkpointing:
+            note = f"{note}, no checkpointing, for which the class has no switch".lstrip(", ")
+        config: Any = getattr(model, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+        ask = getattr(model, "enable_input_require_grads", None)
+        if ask is not None and adapters and switch and checkpointing:
+            ask()  # as peft does
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        tracer = _Tracer(model, leaves)
+        for leaf in leaves:
+            frozen: Any = model.get_submodule(leaf.name)
+            if leaf.kind is LinearLayer and not frozen.weight.requires_grad:
+                frozen.forward = partial(_FrozenLinear.apply, frozen)
+        tracer.keep(_add_adapters(model, adapters, adapter_dtype))
+        try:
+            with tracer:
+                tracer.count(arguments)
+                _loss(model(**arguments)).backward()
+        except (
+            Exception
+        ) as error:  # whatever a model's own code does with values that are not there
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            return Step(why=f"its forward or backward cannot be run without values: {said[0]}")
+    tracer.flush()
+    numbers = {leaf.name: number for number, leaf in enumerate(leaves)}
+    return Step(tracer.peak, tracer.events, numbers, note=note)
+
+
+def _loss(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if loss is not None:
+        found: Tensor = loss
+        return found
+    if isinstance(output, Tensor):
+        tensors = [output]
+    else:
+        tensors = list(tensors_in(list(output.values() if hasattr(output, "values") else output)))
+    wanted = [t for t in tensors if t.requires_grad and t.is_floating_point()]
+    if not wanted:
+        raise ValueError("no result of the model depends on what is trained")
+    return torch.stack([tensor.float().square().mean() for tensor in wanted]).sum()
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """A managed Linear, which saves nothing: a checkpoint need not compute the last one again."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Any, x: Tensor) -> Tensor:
+        ctx.layer, ctx.shape, ctx.stride = layer, x.shape, x.stride()
+        return linear(x, layer.weight, layer.bias, False)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, input_gradient(grad, (ctx.layer.weight,), ctx.shape, ctx.stride)
+
+
+def _add_adapters(
+    model: nn.Module, adapters: dict[str, Pair], dtype: torch.dtype
+) -> list[nn.Parameter]:
+    """Let each layer add what a LoRA of peft adds; return what is trained."""
+    added: list[nn.Parameter] = []
+    for name, (down, up) in adapters.items():
+        layer = model.get_submodule(name)
+        a = nn.Parameter(torch.empty(down, dtype=dtype))
+        b = nn.Parameter(torch.empty(up, dtype=dtype))
+        layer.register_forward_hook(partial(_adapted, a, b))
+        a.grad, b.grad = torch.zeros_like(a), torch.zeros_like(b)
+        added += [a, b]
+    return added
+
+
+def _adapted(a: Tensor, b: Tensor, layer: Any, args: tuple[Any, ...], result: Tensor) -> Tensor:
+    x = args[0].to(a.dtype)
+    if a.dim() == 2:
+        low = nn.functional.linear(nn.functional.linear(x, a), b)
+    else:
+        convolve = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[a.dim() - 3]
+        low = convolve(convolve(x, a, None, layer.stride, layer.padding, layer.dilation), b)
+    return (result + low * 1.0).to(result.dtype)
+
+
+class _Tracer(TorchDispatchMode):
+    """Notes each operator's work, what lives meanwhile, and which managed leaves it computes with.
+
+    Attributes
+    ----------
+    peak : int
+        Most bytes of tensors that were made under it and lived at once.
+    events : list
+        See `Step`.
+    """
+
+    def __init__(self, model: nn.Module, leaves: Sequence[Chosen]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[tuple[Any, ...]] = []
+        self.peak = self._live = 0
+        self._work: list[Work] = []
+        self._leaf_at: dict[int, int] = {}  # by the storage of its tensors
+        self._mapped: set[int] = set()
+        self._lent: list[int] = []  # the leaves whose forward is under way
+        self._tickets = 0
+        self._known: Any = weakref.WeakKeyDictionary()  # storages that are counted, or kept anyway
+        self.keep([*model.parameters(), *model.buffers()])
+        for number, leaf in enumerate(leaves):
+            module = model.get_submodule(leaf.name)
+            for tensor in leaf.kind.named_tensors(module).values():
+                self._leaf_at[tensor.untyped_storage()._cdata] = number
+            if not leaf.kind.needs_place:
+                self._mapped.add(number)
+                continue
+            tickets: list[int] = []
+            module.register_forward_pre_hook(partial(self._begin, number, tickets))
+            module.register_forward_hook(partial(self._end, tickets), always_call=True)
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Leave out what the training keeps from step to step, with its gradients."""
+        for tensor in tensors:
+            self._known[tensor.untyped_storage()] = 0
+            if tensor.grad is not None:
+                self._known[tensor.grad.untyped_storage()] = 0
+
+    def _begin(self, leaf: int, tickets: list[int], module: Any, args: Any) -> None:
+        tickets.append(self._acquire(leaf, FORWARD if _graph_task() < 0 else RECOMPUTE))
+        self._lent.append(leaf)
+
+    def _end(self, tickets: list[int], module: Any, args: Any, result: Any) -> None:
+        self._lent.pop()
+        self._release(tickets.pop())
+
+    def _acquire(self, leaf: int, kind: int) -> int:
+        self.flush()
+        self._tickets += 1
+        self.events.append(("acquire", leaf, kind, self._tickets))
+        return self._tickets
+
+    def _release(self, ticket: int) -> None:
+        self.flush()
+        self.events.append(("release", ticket))
+
+    def flush(self) -> None:
+        """Note the work since the last event."""
+        if self._work:
+            self.events.append(("work", self._work))
+            self._work = []
+
+    def count(self, values: Any) -> None:
+        """Count the memory of tensors that are not counted yet, until it is given back."""
+        found = list(values.values()) if isinstance(values, dict) else values
+        for tensor in tensors_in(found):
+            storage = tensor.untyped_storage()
+            if storage in self._known:
+                continue
+            nbytes = storage.nbytes()
+            self._known[storage] = nbytes
+            self._live += nbytes
+            weakref.finalize(storage, self._forget, nbytes).atexit = False
+        self.peak = max(self.peak, self._live)
+
+    def _forget(self, nbytes: int) -> None:
+        self._live -= nbytes
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operator = operator_of(func)
+        result = func(*args, **kwargs)
+        self.count([result])
+        if not operator.touches_bytes or getattr(func, "namespace", "") == "prim":
+            return result  # a question, not a kernel
+        moved, used = 0, -1
+        for tensor, _ in operator.tensors(args, kwargs):
+            leaf = self._leaf_at.get(tensor.untyped_storage()._cdata, -1)
+            if leaf in self._mapped:
+                continue  # a table, of which only rows are read
+            moved += tensor_bytes(tensor)
+            if leaf >= 0 and leaf not in self._lent:
+                used = leaf
+        outputs = list(tensors_in(result))
+        moved += sum(map(tensor_bytes, outputs))
+        formula = operator.flops
+        flops = 0 if formula is None else formula(*args, **kwargs, out_val=result)
+        dtype = outputs[0].dtype if outputs else torch.float32
+        mapped = any(
+            self._leaf_at.get(t.untyped_storage()._cdata, -1) in self._mapped
+            for t, _ in operator.tensors(args, kwargs)
+        )
+        ticket = self._acquire(used, BACKWARD) if used >= 0 else None
+        self._work.append((float(flops), moved, dtype, mapped))
+        if ticket is not None:
+            self._release(ticket)
+        return result

@@ -1,0 +1,120 @@
+"""How fast a planned step would be: the engine's own choices, replayed in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..geometry import tensor_bytes
+from ..replay import predict_elsewhere
+from ..simulated_time import SimulatedTime
+from ..simulator import Device
+from .cards import Card
+from .fit import NOWHERE, RESIDENT, Fit
+from .measure import Step
+
+_COPY_LATENCY_S = 2.5e-6  # as the simulator's presets have it: assumed
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of a step: forward and backward, without the optimizer's.
+
+    Attributes
+    ----------
+    low_s, step_s, high_s : float or None
+        At the fastest rates that are likely, in the middle, and at the slowest; None unknown.
+    bound_s : float or None
+        No step of this arena can be shorter, in the middle: docs/plan.md has the formula.
+    compute_s, link_s : float
+        What the kernels take, and what the copies to the device take, in the middle.
+    h2d_bytes : float
+        That travel in a step.
+    bottleneck : str
+        ``"compute"``, ``"link"``, or ``"unknown"``.
+    why : str
+        Why nothing is known.
+    """
+
+    low_s: float | None = None
+    step_s: float | None = None
+    high_s: float | None = None
+    bound_s: float | None = None
+    compute_s: float = 0.0
+    link_s: float = 0.0
+    h2d_bytes: float = 0.0
+    bottleneck: str = "unknown"
+    why: str = ""
+
+
+def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
+    """Return the seconds of a step that lies as `fit` has it, on `card`."""
+    if step.why:
+        return Speed(why=step.why)
+    if fit.verdict == NOWHERE:
+        return Speed(why="it does not fit")
+    if fit.verdict != RESIDENT and fit.storage.recipe.train == "full":
+        why = "weights on the host are stepped there, and how long that takes is not modelled"
+        return Speed(why=why)
+    times = [_time(card, share) for share in (0.0, 0.5, 1.0)]
+    forward_s, backward_s = step.phases(times[1])
+    if fit.verdict == RESIDENT:
+        slow, middle, fast = (sum(step.phases(time)) for time in times)
+        return Speed(fast, middle, slow, middle, middle, bottleneck="compute")
+    answers = predict_elsewhere([_question(step, fit, card, share) for share in (0.0, 0.5, 1.0)])
+    slow, middle, fast = (answer["predicted_step_s"] for answer in answers)
+    moved = answers[1]["predicted_h2d_bytes"]
+    rate = 1e9 * card.rates(0.5)["link_gbps"]
+    sweep_s = fit.x_min_bytes / 2 / rate
+    bound_s = max(forward_s, sweep_s) + max(backward_s, sweep_s)
+    compute_s = forward_s + backward_s
+    return Speed(
+        fast,
+        middle,
+        slow,
+        bound_s,
+        compute_s,
+        moved / rate,
+        moved,
+        "compute" if compute_s >= 0.9 * middle else "link",
+    )
+
+
+def _device(card: Card, share: float) -> Device:
+    rates = card.rates(share)
+    return Device(
+        name=card.name,
+        link_gbps=rates["link_gbps"],
+        copy_latency_s=_COPY_LATENCY_S,
+        memory_bytes=float(1 << 40),  # whether it fits is the plan's matter
+        tflops=rates["tflops"],
+        memory_gbps=rates["memory_gbps"],
+        launch_s=rates["launch_s"],
+    )
+
+
+def _time(card: Card, share: float) -> SimulatedTime:
+    return SimulatedTime(_device(card, share))
+
+
+def _question(step: Step, fit: Fit, card: Card, share: float) -> dict[str, Any]:
+    """Return what `oracle_offload.replay` is asked."""
+    numbers = step.numbers
+    units = [
+        [(numbers[leaf.name], [tensor_bytes(t) for t in leaf.tensors()]) for leaf in unit]
+        for unit in fit.storage.units
+        if unit[0].kind.needs_place
+    ]
+    there = {number for unit in units for number, _ in unit}
+    events, dropped = [], set()
+    for event in step.replayed(_time(card, share)):
+        if event[0] == "acquire" and event[1] not in there:
+            dropped.add(event[4])
+        elif event[0] != "release" or event[1] not in dropped:
+            events.append(event)
+    return {
+        "device": vars(_device(card, share)),
+        "events": events,
+        "units": units,
+        "segments": [fit.arena_bytes],
+    }

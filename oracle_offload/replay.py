@@ -1,0 +1,185 @@
+"""A training step replayed on a simulated device, in virtual time, by the engine itself.
+
+The replay has the true sizes and takes no memory for them: its copies move no byte. `python -m
+oracle_offload.replay` reads questions from its standard input, one JSON object a line, and answers
+each with a line: a process of its own, because the simulator's state is one per process.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import _core, simulator
+from .errors import OffloadError
+
+PIECE_BYTES = 2**30
+# A unit: each member's number, and the bytes of each of its tensors.
+Unit = Sequence[tuple[int, Sequence[int]]]
+# ("launch", seconds), ("acquire", member, kind, graph task or -1, ticket) or ("release", ticket).
+Event = Sequence[Any]
+
+
+def predict(
+    events: Sequence[Event], units: Sequence[Unit], segments: Sequence[int], rounds: int = 3
+) -> dict[str, Any]:
+    """Replay on a simulated device with an arena of `segments` (bytes of each).
+
+    Returns
+    -------
+    dict
+        ``predicted_step_s``, ``predicted_h2d_bytes``, ``predicted_stall_s`` of the last round, and
+        ``predicted_kernels_s``, of all launches.
+    """
+    simulator.poison(False)
+    simulator.copy_nothing(True)
+    simulator.detect_races(False)
+    engine = _core.Engine(str(simulator.library_path()), 0)
+    arena = [_Reserved(nbytes) for nbytes in segments]
+    masters: list[_core.HostBuffer] = []
+    lease, model = engine.add_lease(), engine.add_model()
+    try:
+        stream = engine.compute_stream
+        for piece in arena:
+            engine.add_segment(lease, piece.address, piece.nbytes, stream)
+        members, inside = _add_units(engine, model, units, masters)
+        begin = simulator.finish()
+        before = engine.stats(model)
+        for number in range(rounds):
+            if number == rounds - 1:
+                engine.trace_start()  # with a timeline every wait is timed
+            begin, before = simulator.finish(), engine.stats(model)
+            _play(engine, events, members, inside, stream, number)
+        end, after = simulator.finish(), engine.stats(model)
+        engine.trace_stop()
+    finally:
+        simulator.finish()
+        engine.remove_lease(lease)
+        engine.remove_model(model)
+        for buffer in masters:
+            engine.unlock(buffer)
+        engine.close()
+        simulator.poison(True)
+        simulator.copy_nothing(False)
+        simulator.detect_races(True)
+    return {
+        "predicted_step_s": end - begin,
+        "predicted_kernels_s": sum(event[1] for event in events if event[0] == "launch"),
+        "predicted_h2d_bytes": after["h2d_bytes"] - before["h2d_bytes"],
+        "predicted_stall_s": after["stall_seconds"] - before["stall_seconds"],
+    }
+
+
+class _Reserved:
+    """Addresses of `nbytes` that nothing touches, more than the machine has memory if need be."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        if sys.platform == "win32":
+            self._held: Any = _core.HostBuffer(nbytes)
+            self.address: int = self._held.address
+            return
+        import ctypes
+
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self._held = mmap.mmap(-1, nbytes, flags=flags)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._held))
+
+
+def _add_units(
+    engine: Any, model: int, units: Sequence[Unit], masters: list[_core.HostBuffer]
+) -> tuple[dict[int, int], dict[int, list[int]]]:
+    def aligned(nbytes: int) -> int:
+        return -(-nbytes // _core.ALIGNMENT) * _core.ALIGNMENT
+
+    members: dict[int, int] = {}
+    inside: dict[int, list[int]] = {}
+    offset = 0
+    for unit in units:
+        needed = sum(aligned(nbytes) for _, tensors in unit for nbytes in tensors)
+        if not masters or offset + needed > masters[-1].nbytes:
+            masters.append(_core.HostBuffer(max(PIECE_BYTES, needed)))
+            engine.lock(masters[-1])
+            offset = 0
+        extents: list[list[tuple[int, int]]] = []
+        for _, tensors in unit:
+            extents.append([])
+            for nbytes in tensors:
+                extents[-1].append((masters[-1].address + offset, nbytes))
+                offset += aligned(nbytes)
+        number, added = engine.add_unit(model, extents, False)
+        inside[number] = [member for member, _ in added]
+        for (recorded, _), (member, _) in zip(unit, added, strict=True):
+            members[recorded] = member
+    return members, inside
+
+
+def _play(
+    engine: Any,
+    events: Sequence[Event],
+    members: dict[int, int],
+    inside: dict[int, list[int]],
+    stream: int,
+    number: int,
+) -> None:
+    tickets: dict[int, int] = {}
+
+    def stamp(fetched: Any) -> None:
+        engine.stamp([(member, 0) for unit in fetched or () for member in inside[unit]])
+
+    for event in events:
+        if event[0] == "launch":
+            simulator.launch(stream, (), (), event[1])
+        elif event[0] == "acquire":
+            _, member, kind, task, ticket = event
+            # A graph task of its own in each round.
+            task = task if task == -1 else task + number * 1_000_000
+            answer = engine.acquire(members[member], stream, 0, kind, task, 0.0)
+            tickets[ticket] = answer[0]
+            stamp(answer[2])
+        else:
+            stamp(engine.release(tickets.pop(event[1]), stream))
+
+
+def predict_elsewhere(questions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Answer each question by a replay in a process of its own.
+
+    Parameters
+    ----------
+    questions : sequence of dict
+        ``"device"``, the fields of a `simulator.Device`, and what `predict` takes.
+
+    Raises
+    ------
+    OffloadError
+        The process failed; the message has its last line.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", f"{__package__}.replay"],
+        input="".join(f"{json.dumps(question)}\n" for question in questions),
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        check=False,
+    )
+    if done.returncode:
+        (said,) = done.stderr.strip().splitlines()[-1:] or ["nothing"]
+        raise OffloadError(f"the replay of a step failed with code {done.returncode}: {said}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def main() -> None:
+    """Answer what stands in the standard input."""
+    for line in sys.stdin:
+        question = json.loads(line)
+        simulator.set_device(0, simulator.Device(**question.pop("device")))
+        print(json.dumps(predict(**question)))
+
+
+if __name__ == "__main__":
+    main()

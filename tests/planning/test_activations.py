@@ -1,0 +1,128 @@
+"""Activations of a step without memory, beside the peak of torch's CPU allocator in a real one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import architectures
+import pytest
+import torch
+from torch import nn
+
+import oracle_offload
+from oracle_offload.planning.sample import inputs, parse_sample
+
+SAMPLES: dict[str, Any] = {"flux": (128, 128), "llama": 48, "sd3": (128, 128), "unet": (128, 128)}
+
+
+def peak_of(run: Any) -> int:
+    """Most bytes that torch's CPU allocator gave out at once while `run` ran."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        run()
+    now = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointed", "plain"])
+@pytest.mark.parametrize("name", SAMPLES)
+def test_activations_are_within_seven_percent_of_a_measured_peak(
+    name: str, checkpointing: bool
+) -> None:
+    kind, config = architectures.class_and_config(name)
+    found = oracle_offload.plan(
+        kind,
+        config=config,
+        dtype="fp32",
+        train="full",
+        optimizer="sgd",
+        sample=SAMPLES[name],
+        batch=2,
+        checkpointing=checkpointing,
+        card=24,
+        ram="64GB",
+    )
+    model = architectures.real(name).train()
+    if name == "llama":
+        model.config.use_cache = False
+    if checkpointing:
+        getattr(model, found.to_dict()["python"].splitlines()[0].split(".")[1][:-2])()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        output = model(**inputs(model, SAMPLES[name], 2)[0])
+        loss = output.loss if name == "llama" else output.sample.float().square().mean()
+        loss.backward()
+
+    step()  # what is made once is there
+    error = found.step.activations / peak_of(step) - 1
+    print(f"{name}, checkpointing={checkpointing}: {100 * error:+.2f}%")
+    assert abs(error) <= 0.07
+
+
+class Asks(nn.Module):
+    """A model whose code reads a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        return y if y.sum().item() > 0 else -y
+
+
+def test_what_cannot_be_run_without_values_is_unknown_and_never_zero() -> None:
+    found = oracle_offload.plan(Asks(), sample={"x": (4, 8)}, rank=1, card=24, ram="64GB")
+    said = found.to_dict()
+    assert said["activations_bytes"] is None and "activations" not in said["device_bytes"]
+    assert said["step"]["step_s"] is None and "without values" in said["step"]["why"]
+    assert "How long a step takes is unknown" in str(found)
+    assert "which are unknown" in found.sentence()
+    unknown = oracle_offload.plan(Asks(), rank=1, card=24, ram="64GB")
+    assert "give sample= as a mapping" in unknown.step.why
+    left_out = oracle_offload.plan(Asks(), rank=1, card=24, ram="64GB", measure=False)
+    assert left_out.step.why == "it was not measured"
+
+
+def test_the_activations_of_a_chain_are_those_that_backward_needs() -> None:
+    """Two trained layers: input, the result between them, and what backward makes of these."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    options = dict(train="full", optimizer="sgd", card=24, ram="64GB", sample={"input": (32, 64)})
+    one = oracle_offload.plan(model, batch=1, **options).step.activations
+    two = oracle_offload.plan(model, batch=2, **options).step.activations
+    assert one is not None and two is not None
+    rows = 32 * 64 * 4
+    assert two - one >= 3 * rows  # input, hidden, result
+    assert 3 * rows <= one <= 8 * rows + 2 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "means"),
+    [
+        ("2048", 2048),
+        ("1024x768", (1024, 768)),
+        ("x=4x8", {"x": (4, 8)}),
+        ("x=4x8:fp32,t=:int64", {"x": ((4, 8), "fp32"), "t": ((), "int64")}),
+    ],
+)
+def test_a_sample_as_the_command_takes_it(text: str, means: Any) -> None:
+    assert parse_sample(text) == means
+
+
+@pytest.mark.parametrize("text", ["", "x", "x=4y8", "x=4:int3", "1x2x3"])
+def test_a_sample_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="sample="):
+        parse_sample(text)
+
+
+def test_shapes_are_without_the_batch_and_have_the_models_dtype() -> None:
+    model = nn.Linear(8, 8).bfloat16()
+    made, _ = inputs(model, {"input": (4, 8), "ids": ((7,), "int64"), "t": torch.zeros(3)}, 5)
+    assert made["input"].shape == (5, 4, 8) and made["input"].dtype is torch.bfloat16
+    assert made["ids"].shape == (5, 7) and made["ids"].dtype is torch.int64
+    assert made["t"].shape == (3,) and made["t"].dtype is torch.float32

@@ -1,0 +1,137 @@
+"""The time of a planned step, beside the engine's own step in virtual time."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import architectures
+import pytest
+import torch
+
+import oracle_offload
+from oracle_offload import simulator
+from oracle_offload.witness import Witness
+
+# Rates that no preset has: link GB/s, device memory GB/s, TFLOP/s, seconds of a launch. From one
+# that the link holds up by far to one that computes all the time.
+RATES = (
+    (0.05, 40.0, 0.02, 2e-6),
+    (0.08, 15.0, 0.01, 9e-6),
+    (0.2, 60.0, 0.03, 4e-6),
+    (0.4, 25.0, 0.008, 12e-6),
+    (1.3, 90.0, 0.05, 3e-6),
+)
+NAMES = ("flux", "llama")
+SHARES = (1.0, 0.8, 0.5, 0.2)  # of the weights that have no room
+CELLS = list(itertools.product(NAMES, SHARES, RATES))
+SAMPLES: dict[str, Any] = {"flux": (128, 128), "llama": 48}
+
+
+def test_there_are_forty_cells_beside_the_presets() -> None:
+    assert len(CELLS) == 40
+    for name in simulator.PRESETS:
+        known = simulator.preset(name)
+        for link, memory, tflops, launch in RATES:
+            assert link != known.link_gbps and launch != known.launch_s
+            assert (memory, tflops) != (known.memory_gbps, known.tflops)
+
+
+def sized(name: str) -> tuple[Any, Any]:
+    """A model that is wide enough for its weights to count."""
+    kind, config = architectures.class_and_config(name)
+    if name == "flux":
+        wider = dict(attention_head_dim=32, num_attention_heads=4, axes_dims_rope=(8, 12, 12))
+        return kind, {**config, **wider, "num_layers": 2, "num_single_layers": 3}
+    config.update(dict(hidden_size=192, intermediate_size=384, num_hidden_layers=5))
+    return kind, config
+
+
+def trained(name: str) -> Any:
+    """The model with a LoRA, checkpointed, as the plan has it."""
+    from peft import LoraConfig, get_peft_model
+
+    kind, config = sized(name)
+    torch.manual_seed(0)
+    model = kind.from_config(config) if isinstance(config, dict) else kind(config)
+    model = model.to(torch.bfloat16).requires_grad_(False).train()
+    if name == "flux":
+        model.enable_gradient_checkpointing()
+        model.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_v"]))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        return model
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable()
+    return get_peft_model(model, LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
+
+
+def arguments(name: str, model: Any) -> dict[str, Any]:
+    from oracle_offload.planning.sample import inputs
+
+    base = model if name == "flux" else model.get_base_model()
+    return inputs(base, SAMPLES[name], 1)[0]
+
+
+@functools.cache
+def planned(name: str) -> oracle_offload.Plan:
+    """A plan, whose step is measured once."""
+    kind, config = sized(name)
+    targets = ["to_q", "to_v"] if name == "flux" else ["q_proj", "v_proj"]
+    return oracle_offload.plan(
+        kind, config=config, rank=4, targets=targets, sample=SAMPLES[name], card=24, ram="64GB"
+    )
+
+
+def measured(name: str, budget: int) -> tuple[float, int]:
+    """Seconds of the third step, in virtual time, and what moved to the device in it."""
+    model = trained(name)
+    batch = arguments(name, model)
+    manager = oracle_offload.attach(model, "cpu", vram_budget=budget)
+    engine, number = manager.state.engine, manager.attachment.model
+    seconds, moved = 0.0, 0
+    try:
+        for _ in range(3):
+            begin, before = simulator.finish(), engine.stats(number)["h2d_bytes"]
+            with Witness(strict=False, clock=True):
+                output = model(**batch)
+                loss = output.loss if name == "llama" else output.sample.float().square().mean()
+                loss.backward()
+            seconds, moved = simulator.finish() - begin, engine.stats(number)["h2d_bytes"] - before
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        assert len(manager.layers) > 20 and moved > 0
+        return seconds, moved
+    finally:
+        manager.detach()
+
+
+def compare(name: str, share: float, rates: tuple[float, ...]) -> None:
+    given = dict(zip(("link_gbps", "memory_gbps", "tflops", "launch_s"), rates, strict=True))
+    found = planned(name).on(24, ram="64GB", offload_percent=share, **given)
+    with simulator.device("rtx4090", **given):
+        seconds, moved = measured(name, found.fit.arena_bytes)
+    speed = found.speed
+    assert speed.step_s == pytest.approx(seconds, rel=0.03)
+    assert speed.h2d_bytes == pytest.approx(moved, rel=0.03)
+    assert speed.low_s is not None and speed.high_s is not None and speed.bound_s is not None
+    assert speed.low_s <= seconds <= speed.high_s
+    assert speed.high_s - speed.low_s <= 0.25 * speed.step_s
+    assert speed.bound_s <= 1.03 * seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "share", "rates"), CELLS)
+def test_a_step_is_within_three_percent_of_the_engines(
+    name: str, share: float, rates: tuple[float, ...], sim: Any
+) -> None:
+    compare(name, share, rates)
+
+
+@pytest.mark.parametrize("cell", [("flux", 0, 0), ("llama", 1, 1), ("llama", 2, 2), ("flux", 3, 4)])
+def test_one_cell_of_each_share(cell: tuple[str, int, int], sim: Any) -> None:
+    name, share, rates = cell
+    compare(name, SHARES[share], RATES[rates])
