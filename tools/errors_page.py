@@ -480,10 +480,6 @@ NOTES: dict[str, dict[str, str]] = {
         "training has to resume below the limit": (
             "`resume_c` lies below `limit_c`, and a pause lasts some time at most."
         ),
-        "Take fewer workers, or give each less": (
-            "All workers together, with what the driver takes for each, have to fit what the card "
-            "has left after the margin."
-        ),
         "is not a number of steps; use 1 or more": "Give a whole number of steps above zero.",
         "has no trainable parameter to watch": (
             "Nothing has `requires_grad` yet: add the adapter first, then make the alarm."
@@ -593,6 +589,23 @@ NOTES: dict[str, dict[str, str]] = {
             "`Tensor.register_hook` on a weight; hooks on the accumulated gradient "
             "(`register_post_accumulate_grad_hook`) are called once, with the sum."
         ),
+    },
+    "Recipes": {
+        "batches add up to": (
+            "The function that weighs a batch returns how much there is to learn from it, tokens "
+            "that count for example; for all batches of this step it returned 0."
+        ),
+        "to_host_every=": "Outputs go to the host after so many batches: a whole number from 1 on.",
+        "there is nothing to evaluate": (
+            "No batch came, or each returned a count of 0: look at the data, or at its masks."
+        ),
+        "batch_size=": "How many samples a batch has: a whole number from 1 on.",
+        "there are no samples to put into batches": "The list of lengths is empty.",
+        "chunk_size=": "How many tokens are computed at once: a whole number from 1 on.",
+        "window_size=": (
+            "How many tokens before a chunk it still sees; 0 lets each chunk stand alone."
+        ),
+        "optimizer=…: there are": "Take one of the names that the message lists.",
     },
 }
 INSIDE = "From inside"
