@@ -9,7 +9,6 @@ overwritten.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import _core
+from .host.replace import replace_file
 from .views.schema import schema
 
 if TYPE_CHECKING:
@@ -199,15 +199,8 @@ def write(path: str, fingerprint: str, uses: Sequence[Use]) -> None:
         "digest": _digest(fingerprint, codes),
         "uses": codes,
     }
-    beside = f"{path}.{os.getpid()}.new"
-    try:
-        with open(beside, "w", encoding="ascii") as file:
-            json.dump(document, file)
-        os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        raise
+    text = json.dumps(document).encode("ascii")
+    replace_file(path, lambda sink: sink.write(text))
 
 
 def is_ours(path: str) -> bool:

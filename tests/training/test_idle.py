@@ -356,3 +356,13 @@ def test_a_number_of_steps_that_is_none_is_refused(steps):
 def test_a_model_with_nothing_to_train_is_refused():
     with pytest.raises(ValueError, match="Linear has no trainable parameter to watch"):
         IdleAlarm(nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_closed_in_the_middle_it_leaves_no_hook_behind():
+    model = net()
+    model.fault = "skip"
+    alarm = IdleAlarm(model, steps=9)
+    train(model, alarm, adam(model), 1)
+    assert model.second._forward_hooks
+    alarm.close()
+    assert not model.second._forward_hooks
