@@ -139,6 +139,7 @@ def test_a_phase_is_one_line_with_what_it_added_and_its_peak(host):
     assert monitor.phase("train") == ("phase 'load' -> 'train': host +195.31 KiB, peak 585.94 KiB")
     host.use(200)
     assert monitor.phase("x") == "phase 'train' -> 'x': host -97.66 KiB, peak 292.97 KiB"
+    assert monitor.phase("y") == "phase 'x' -> 'y': host +0 B, peak 195.31 KiB"
 
 
 def test_a_simulated_device_is_read_from_its_engine(device):
