@@ -18,6 +18,7 @@ from equality import assert_same, attached
 from torch import nn
 
 from oracle_offload import (
+    Cleanup,
     CopyCounter,
     NoRoomError,
     PressureMonitor,
@@ -333,7 +334,7 @@ def test_the_manager_s_words_and_defaults(host, monkeypatch):
     for _ in range(35):
         manager.record_model_copy(nn.Linear(1, 1))
     for _ in range(5):
-        manager.force_cleanup()
+        assert isinstance(manager.force_cleanup(), Cleanup)
     assert manager.status_string() == "VRAM: 8192 MB | Copies: 35 | Cleanups: 5"
     for used, level in ((10 * GB, "warn"), (14 * GB, "critical"), (14 * GB, "critical")):
         device_of(monitor, monkeypatch, used)
