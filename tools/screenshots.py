@@ -173,8 +173,10 @@ def summary() -> str:
 
     from summary_page import trained
 
+    from oracle_offload.views.summary import MemoryReport
+
     with trained("link") as manager:
-        report = manager.memory_summary()
+        report: MemoryReport = manager.memory_summary()
     return replace(report, memory=report.memory[:1]).to_html()
 
 
