@@ -69,9 +69,12 @@ def save_weights(
     single, index = target / f"{name}{SUFFIX}", target / f"{name}{INDEX_SUFFIX}"
     shards = list(_shards(tensors, most))
     before = set(read_index(index).values()) if index.is_file() else set()
+    # An index may name any file: only weights are taken for what was saved here before.
+    old = [file for file in sorted(before | {single.name}) if file.endswith(SUFFIX)]
     if len(shards) == 1:
         _write(single, tensors)
-        left = {*before, index.name} if before else set()
+        # The index goes first: without it the new file alone is read.
+        left = [index.name, *(file for file in old if file != single.name)] if before else []
     else:
         # Names that the index of now does not have: until it is replaced, it stays true.
         token = f"-{time.time_ns():x}" if before else ""
@@ -85,10 +88,10 @@ def save_weights(
         total = sum(map(tensor_bytes, tensors.values()))
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2)
         replace_file(index, lambda sink: sink.write(text.encode()))
-        left = {*before, single.name}
-    for old in left:
+        left = old
+    for file in left:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(target / old)
+            os.unlink(target / file)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

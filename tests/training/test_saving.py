@@ -106,6 +106,19 @@ def test_forms_replace_each_other(tmp_path):
             pass
 
 
+@pytest.mark.parametrize("shard_bytes", ["1GB", 20_000])
+def test_what_an_index_names_goes_only_if_it_is_old_weights(tmp_path, shard_bytes):
+    """It may name the very file that was just written, or one that holds no weights."""
+    names = {"a": "model.safetensors", "b": "old.safetensors", "c": "config.json"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    for name in names.values():
+        (tmp_path / name).write_text("{}")
+    oracle_offload.save_weights(Model(), tmp_path, shard_bytes=shard_bytes)
+    assert_same(read(tmp_path), state_of(Model()))
+    assert (tmp_path / "config.json").read_text() == "{}"
+    assert not (tmp_path / "old.safetensors").exists()
+
+
 class Killed(BaseException):
     pass
 
