@@ -18,6 +18,9 @@ from lint import call, tool
 
 PLAIN = (c_build.ENGINE, "simulator", "tests", "fuzz")
 
+# gcc's headers of a processor's instructions are made of its own builtins, which clang-tidy lacks.
+INSTRUCTIONS = "csrc/core/codec_x86.c"
+
 
 def tidy(clang_tidy: str, source: str, flags: list[str]) -> str:
     """Return what clang-tidy finds in one file, or an empty string."""
@@ -50,10 +53,12 @@ def clang_tidy_passes() -> bool:
     """Run clang-tidy over every C source, several at a time; whether it found nothing."""
     clang_tidy = tool("clang-tidy")
     compiler = compiler_includes()
+    left_out = () if c_build.is_clang(c_build.c_compiler()) else (INSTRUCTIONS,)
     jobs = [
         (source, [*c_build.preprocessor_flags(component), *compiler])
         for component in (*PLAIN, "binding")
         for source in c_build.sources(component)
+        if source not in left_out
     ]
     # The largest first: the last one to end decides how long it takes.
     jobs.sort(key=lambda job: (ROOT / job[0]).stat().st_size, reverse=True)
