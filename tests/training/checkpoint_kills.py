@@ -1,6 +1,6 @@
-"""Trainings and saves that are killed, in forked processes: `python checkpoint_kills.py WHAT DIR`.
+"""Trainings and saves that are killed, in forked processes.
 
-Prints one line of JSON. A program of its own, because a process forks well only before anything
+`python checkpoint_kills.py WHAT DIR [KILLS]` prints one line of JSON. A program of its own, because a process forks well only before anything
 has started threads in it.
 """
 
@@ -150,11 +150,12 @@ def kills(folder):
     return {"old": found[1], "new": found[2]}
 
 
-def cycles(folder):
-    """Kill a managed training ten times, and compare its end with one that nobody killed."""
+def cycles(folder, kills="10"):
+    """Kill a managed training so many times, and compare its end with one that nobody killed."""
     kill_at = [
-        (step, ("forward", "backward")[step % 2]) for step in (2, 3, 5, 8, 9, 12, 14, 17, 19, 23)
+        (step, ("forward", "backward")[step % 2]) for step in (5, 8, 2, 3, 9, 12, 14, 17, 19, 23)
     ]
+    kill_at = sorted(kill_at[: int(kills)])
     killed = sum(forked(lambda at=at: train(folder / "run.pt", True, at)) for at in kill_at)
     model, optimizer = train(folder / "run.pt", True)
     other, its = train(folder / "other.pt", True)
@@ -169,4 +170,5 @@ def cycles(folder):
 
 
 if __name__ == "__main__":
-    print(json.dumps({"kills": kills, "cycles": cycles}[sys.argv[1]](Path(sys.argv[2]))))
+    what, folder, *more = sys.argv[1:]
+    print(json.dumps({"kills": kills, "cycles": cycles}[what](Path(folder), *more)))
