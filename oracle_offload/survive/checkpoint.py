@@ -171,6 +171,8 @@ class Checkpoint:
                 tensor.copy_(document["model"][name])
         for name, part in self._parts.items():
             part.load_state_dict(document["parts"][name])
+            if isinstance(part, torch.optim.Optimizer):
+                _undo_rounding(part, document["parts"][name])
         RandomState(self._generators).load_state_dict(document["random"])
         self.saved = int(document["step"])
         return self.saved
@@ -222,8 +224,20 @@ def _on_host(value: Any) -> Any:
     return value
 
 
+def _undo_rounding(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Give states the dtypes that they had: torch loads them in those of their parameters."""
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in zip(indices, held, strict=True):
+        state = optimizer.state.get(parameter, {})
+        for key, value in saved["state"].get(index, {}).items():
+            loaded = state.get(key)
+            if isinstance(value, Tensor) and isinstance(loaded, Tensor):
+                state[key] = loaded if loaded.dtype == value.dtype else value.to(loaded.device)
+
+
 def _refuse_code(value: Any, where: str) -> None:
-    if isinstance(value, Tensor) or type(value) in _PLAIN:
+    if type(value) in (*_PLAIN, Tensor, *torch.serialization.get_safe_globals()):
         return
     if type(value) is dict:
         for key, each in value.items():

@@ -222,6 +222,44 @@ def test_a_managed_training_resumes_with_its_own_bits_and_memory(device, tmp_pat
         assert "3.weight" in torch.load(tmp_path / "whole.pt", weights_only=True)["model"]
 
 
+class Float32States(torch.optim.Optimizer):
+    """Keeps float32 states of bfloat16 parameters, as transformers' Adafactor does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                mean = state.setdefault("mean", torch.zeros(parameter.shape))
+                parameter.sub_(mean.lerp_(parameter.grad.float(), 0.1), alpha=0.1)
+
+
+def test_states_that_are_finer_than_their_parameters_are_not_rounded(tmp_path):
+    torch.manual_seed(0)
+    model = nn.ParameterList([torch.randn(64), torch.randn(8), torch.randn(64)]).bfloat16()
+    optimizer = Float32States(model.parameters())
+    checkpoint = Checkpoint(tmp_path / "x.pt", model, optimizer=optimizer)
+
+    def step():
+        sum((p.float() ** 3).sum() for p in (model[0], model[2])).backward()  # one has no state
+        optimizer.step()
+        optimizer.zero_grad()
+        return [
+            tensor.clone()
+            for parameter in (model[0], model[2])
+            for tensor in (parameter.detach(), optimizer.state[parameter]["mean"])
+        ]
+
+    step()
+    checkpoint.save(1)
+    expected = step()
+    assert checkpoint.load() == 1 and model[1] not in optimizer.state
+    assert_same(step(), expected)
+
+
 def test_only_what_a_tensor_shows_is_written(tmp_path):
     class Part:
         def state_dict(self):
@@ -263,6 +301,10 @@ def test_what_is_no_checkpoint_of_this_training_is_refused_and_changes_nothing(t
         checkpoint.load()
 
 
+class OtherTensor(torch.Tensor):
+    """A subclass whose author has not told torch that it may be loaded."""
+
+
 def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
     class Part:
         def state_dict(self):
@@ -275,6 +317,15 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
     with pytest.raises(TypeError, match=r"\['odd'\]\['list'\]\[1\]\['deep'\] is a object, which"):
         checkpoint.save(1)
     assert os.listdir(tmp_path) == []
+    odd = Part()
+    odd.state_dict = lambda: {"rows": torch.ones(2).as_subclass(OtherTensor)}
+    checkpoint = Checkpoint(tmp_path / "x.pt", nn.Linear(1, 1), odd=odd)
+    with pytest.raises(TypeError, match=r"\['odd'\]\['rows'\] is a OtherTensor, which"):
+        checkpoint.save(1)
+    assert os.listdir(tmp_path) == []
+    with torch.serialization.safe_globals([OtherTensor]):
+        checkpoint.save(1)
+        assert checkpoint.load() == 1
     with pytest.raises(TypeError, match="odd=int has no state_dict"):
         Checkpoint(tmp_path / "x.pt", nn.Linear(1, 1), odd=3)
     with pytest.raises(ValueError, match="every=0 is not a whole number"):
