@@ -1,7 +1,7 @@
 """Trainings and saves that are killed, in forked processes.
 
-`python checkpoint_kills.py WHAT DIR [KILLS]` prints one line of JSON. A program of its own, because a process forks well only before anything
-has started threads in it.
+`python checkpoint_kills.py WHAT DIR [KILLS]` prints one line of JSON. A program of its own, because
+a process forks well only before anything has started threads in it.
 """
 
 from __future__ import annotations
