@@ -581,6 +581,10 @@ NOTES: dict[str, dict[str, str]] = {
             "autocast, a float32 weight whose cast several blocks share. Sums of floating point "
             "numbers depend on their order."
         ),
+        "the steps share a tensor that": (
+            "A tensor that needs gradients was computed once, before `accumulate`, and each step "
+            "uses it: a cast of a weight, say. Backward would go through it once, with the sum."
+        ),
         "has a gradient before accumulate begins": (
             "Gradients of an earlier step, or of another `accumulate` in the same one: give all "
             "micro-batches of a step to one call."

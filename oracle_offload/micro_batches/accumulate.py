@@ -132,6 +132,10 @@ class _MicroBatch:
     def has_ended(self) -> bool:
         return self.greenlet is not None and self.greenlet.dead
 
+    def is_divisible(self) -> bool:
+        """Whether another may go on now: inference mode cannot be left and entered again."""
+        return not self.wholes and not torch.is_inference_mode_enabled()
+
     def hand_over(
         self,
         tensors: Any,
@@ -270,7 +274,7 @@ class _Accumulation:
         micro_batch = self._here()
         if micro_batch is not None:
             micro_batch.wholes -= 1
-            if micro_batch.is_due and not micro_batch.wholes and not failed:
+            if micro_batch.is_due and micro_batch.is_divisible() and not failed:
                 self._make_room(micro_batch)
 
     def _called_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -302,10 +306,10 @@ class _Accumulation:
         micro_batch = self._here()
         if micro_batch is None:
             return
-        if micro_batch.wholes:
-            micro_batch.is_due = True
-        else:
+        if micro_batch.is_divisible():
             self._make_room(micro_batch)
+        else:
+            micro_batch.is_due = True
 
     def _make_room(self, micro_batch: _MicroBatch) -> None:
         """Let the next micro-batch go on; return when it is this one's turn again."""
@@ -473,18 +477,18 @@ class _CarriedState:
                     )
         self._before = self._now()
 
-    def _now(self) -> dict[str, tuple[int, int]]:
+    def _now(self) -> dict[tuple[int, str], tuple[int, int]]:
         return {
-            name: (id(buffer), 0 if buffer.is_inference() else buffer._version)
-            for model in self._models
+            (index, name): (id(buffer), 0 if buffer.is_inference() else buffer._version)
+            for index, model in enumerate(self._models)
             for name, buffer in model.named_buffers()
         }
 
     def check(self) -> None:
         """Raise `OffloadError` where a forward has written to a buffer."""
         now = self._now()
-        for name, before in self._before.items():
-            if now.get(name) != before:
+        for (index, name), before in self._before.items():
+            if now.get((index, name)) != before:
                 raise OffloadError(
                     f"the forward writes to buffer '{name}': what one micro-batch leaves there "
                     "reaches the next in another order. Pass interleave=False."

@@ -27,12 +27,14 @@ class Graph:
         By the node that accumulates into a leaf: the nodes that hand it gradients.
     functions : list of int
         The `id` of each node that is a function written in Python: it may run a backward itself.
+    nodes : set
+        All nodes but those that accumulate into leaves.
     """
 
     def __init__(self, roots: Sequence[Tensor]) -> None:
         self.edges: dict[Any, list[Any]] = {}
         self.functions: list[int] = []
-        seen = {root.grad_fn for root in roots if root.grad_fn is not None}
+        self.nodes = seen = {root.grad_fn for root in roots if root.grad_fn is not None}
         waiting: list[Any] = list(seen)
         while waiting:
             node = waiting.pop()
@@ -60,6 +62,7 @@ class Leaves:
     def __init__(self, name_of: Callable[[Tensor], str]) -> None:
         self._name_of = name_of
         self._leaves: dict[int, Tensor] = {}
+        self._outer: set[int] = set()  # leaves that the joint backward itself goes to
         self._last: dict[int, int] = {}  # by leaf: the micro-batch that reached it last
 
     def note(self, graph: Graph) -> None:
@@ -93,7 +96,16 @@ class Leaves:
             The graph of each micro-batch, in their order.
         """
         lowest: dict[Any, int] = {}
+        seen: set[Any] = set()
         for graph in of_each:
+            for common in seen & graph.nodes:
+                raise OffloadError(
+                    f"the steps share a tensor that {common.name()} gives gradients to: they would "
+                    "be summed there, before it. Compute the tensor in each step, or pass "
+                    "interleave=False."
+                )
+            seen |= graph.nodes
+            self._outer.update(id(node.variable) for node in graph.edges)
             for node, sources in graph.edges.items():
                 casts = sum(source.name() in _CASTS for source in sources)
                 shared = sum(node in other.edges for other in of_each) > 1
@@ -129,7 +141,7 @@ class Leaves:
                 continue
             self._note(leaf)
             if micro_batch is not None:
-                if self._last.get(id(leaf), -1) >= micro_batch:
+                if id(leaf) in self._outer or self._last.get(id(leaf), -1) >= micro_batch:
                     self._refuse_order(leaf)
                 self._last[id(leaf)] = micro_batch
 

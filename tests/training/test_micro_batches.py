@@ -348,6 +348,19 @@ def test_context_variables_and_attention_kernels_are_its_own():
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
+def test_inference_mode_inside_a_step_is_not_divided(device):
+    """Its guards end in the order in which they began, or the thread stays in it."""
+
+    def step(model, x):
+        with torch.inference_mode():
+            y = model(x)
+        assert not torch.is_inference_mode_enabled()
+        return loss_of(model, x + y.clone())
+
+    is_equal_to_reference(net(), device, step)
+    assert not torch.is_inference_mode_enabled()
+
+
 def test_phases_are_its_own():
     model = net()
 
@@ -422,6 +435,32 @@ def test_a_trained_weight_that_several_blocks_share_is_refused(reentrant):
     refused(r"lora_a.weight' is used several times", model, loss_of)
 
 
+def test_a_trained_weight_used_inside_and_outside_of_reentrant_checkpoints_is_refused():
+    class Both(Net):
+        def forward(self, x):
+            first = self.blocks[3]
+            return super().forward(x) + first.lora_b(first.lora_a(x))
+
+    model = net(reentrant=True)
+    model.__class__ = Both
+    refused(r"'blocks.3.lora_b.weight' is used several times", model, loss_of)
+
+
+def test_a_tensor_computed_before_the_steps_is_refused():
+    model = net()
+    extra = nn.Parameter(torch.randn(WIDTH))
+    shared = extra.to(torch.bfloat16)
+
+    def step(model, x):
+        return (model(x) + shared).square().mean()
+
+    refused("the steps share a tensor that ToCopyBackward0 gives gradients to", model, step)
+    assert extra.grad is None
+    with streamed(model, "cpu"):
+        accumulate(lambda x: step(model, x), inputs("cpu"), interleave=False)
+    assert extra.grad is not None
+
+
 def test_batch_norm_that_trains_is_refused():
     model = net()
     model.blocks[1].dropout = nn.BatchNorm1d(WIDTH)
@@ -448,6 +487,22 @@ def test_a_buffer_that_forwards_write_is_refused(replaced):
     with streamed(model, "cpu"):
         accumulate(lambda x: step(model, x), inputs("cpu"), interleave=False)
     assert model.calls == MICRO_BATCHES
+
+
+def test_a_buffer_is_found_though_another_model_has_one_of_its_name():
+    models = [net(), net()]
+    for model in models:
+        model.register_buffer("calls", torch.zeros(()))
+
+    def step(x):
+        models[0].calls += 1
+        return sum(loss_of(model, x) for model in models)
+
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            stack.enter_context(streamed(model, "cpu"))
+        stack.enter_context(pytest.raises(OffloadError, match="writes to buffer 'calls'"))
+        accumulate(step, inputs("cpu"))
 
 
 def test_random_numbers_in_backward_are_refused():
