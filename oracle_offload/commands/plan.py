@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from ..views.terminal import FileError, naming, put, show
+
+if TYPE_CHECKING:
+    from ..planning import Plan
+    from ..planning.verify import Verification
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--launch-s", type=float, help="measured: seconds of a kernel launch")
     parser.add_argument("--offload-percent", type=float, help="what attach is to be told, 0 to 1")
     parser.add_argument("--margin", type=float, default=0.08, help="share left to CUDA (0.08)")
+    parser.add_argument(
+        "--verify", metavar="RECORDING", help="show the plan beside a recording, run.jsonl"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="PAGE", help="write the page to PAGE as well")
 
@@ -48,7 +56,7 @@ def run(args: argparse.Namespace, fits: int, error: int, usage: int, does_not_fi
     from ..planning import plan
 
     options = vars(args).copy()
-    for name in ("model", "run", "json", "html"):
+    for name in ("model", "run", "verify", "json", "html"):
         options.pop(name)
     try:
         with naming("read", args.model):
@@ -57,15 +65,19 @@ def run(args: argparse.Namespace, fits: int, error: int, usage: int, does_not_fi
             except ValueError as problem:
                 print(f"plan: {problem}", file=sys.stderr)
                 return usage
+        shown: Plan | Verification = found
+        if args.verify is not None:
+            with naming("read", args.verify):
+                shown = found.verify(args.verify)
         if args.html:
             with naming("write", args.html), open(args.html, "w", encoding="utf-8") as page:
-                page.write(found.to_html())
+                page.write(shown.to_html())
         with naming("write", "standard output"):
             if args.json:
-                put(sys.stdout, found.to_json())
+                put(sys.stdout, shown.to_json())
                 sys.stdout.flush()
             else:
-                show(sys.stdout, lambda width, color: found.to_text(width=width, color=color))
+                show(sys.stdout, lambda width, color: shown.to_text(width=width, color=color))
     except (FileError, OffloadError) as problem:
         print(problem, file=sys.stderr)
         return error

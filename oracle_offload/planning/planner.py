@@ -10,7 +10,8 @@ import torch
 
 from ..host import memory
 from ..sizes import format_size, parse_size
-from . import report
+from ..views.recording import Recording, read_recording
+from . import report, verify
 from .cards import card_of
 from .fit import NOWHERE, RESIDENT, Fit, Room, fit
 from .ladder import Rung, Shard, ladder, shards
@@ -112,6 +113,30 @@ class Plan:
         chosen = card_of(card, vram=vram, **rates)
         room = Room(chosen.memory_bytes, _ram(ram), self.question.room.margin, offload_percent)
         return answer(replace(self.question, card=chosen, room=room), self.step)
+
+    def verify(self, recording: Any) -> verify.Verification:
+        """Return what was measured beside what was planned, row by row.
+
+        Parameters
+        ----------
+        recording : Recording or path-like
+            Of the planned training: what `oracle_offload.record` made, or the JSONL file of it.
+
+        Returns
+        -------
+        Verification
+            ``print()`` shows it; a row that cannot be compared says why.
+
+        Raises
+        ------
+        ValueError
+            The file is no recording.
+        OSError
+            The file cannot be read.
+        """
+        if not isinstance(recording, Recording):
+            recording = read_recording(recording)
+        return verify.verify(self, recording)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data with a ``"schema"``; sizes in bytes."""

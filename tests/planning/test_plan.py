@@ -285,6 +285,17 @@ def test_the_command_exits_with_3_where_it_does_not_fit(
     assert page.read_text("utf-8").startswith("<!DOCTYPE html>")
 
 
+def train() -> None:
+    """Train five steps on the simulated device."""
+    model = net(4, 16)
+    manager = oracle_offload.attach(model, "cpu")
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(5):
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+    manager.detach()
+
+
 def commands() -> list[str]:
     blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE, flags=re.M | re.S)
     return [line for block in blocks for line in block.splitlines() if line.startswith("oracle-")]
@@ -296,23 +307,31 @@ def test_the_commands_of_the_page(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    sim: Any,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     torch.manual_seed(0)
     architectures.real("flux").save_pretrained(tmp_path / "FLUX.1-dev" / "transformer")
     (tmp_path / "FLUX.1-dev" / "model_index.json").write_text("{}")
+    if "--verify" in command:
+        with oracle_offload.record("run.jsonl"):
+            train()
     words = command.split("#")[0].split()
     assert words[0] == "oracle-offload"
     assert cli.main(words[1:]) in (0, 3)
     assert capsys.readouterr().out
 
 
-def test_the_code_of_the_page() -> None:
-    names: dict[str, Any] = {}
+def test_the_code_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sim: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"train": train}
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.M | re.S):
         exec(compile(block, "docs/plan.md", "exec"), names)
     assert names["found"].fits
+    assert "recorded on Simulated" in capsys.readouterr().out
 
 
 def test_the_page_is_linked_from_the_readme() -> None:

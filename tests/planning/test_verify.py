@@ -1,0 +1,263 @@
+"""Plans beside recordings of the trainings that they plan, made on the simulated device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import architectures
+import pytest
+import torch
+from torch import nn
+
+import oracle_offload
+from oracle_offload import cli, simulator
+from oracle_offload.planning.verify import Row
+from oracle_offload.witness import Witness
+
+RATES = dict(link_gbps=0.02, memory_gbps=25.0, tflops=0.008, launch_s=12e-6)
+STREAMED = (
+    "units",
+    "managed weights",
+    "masters on the host",
+    "arena",
+    "to the device, a step",
+    "to the host, a step",
+)
+
+
+def recorded(model: nn.Module, step: Any, budget: int, steps: int = 6) -> oracle_offload.Recording:
+    """Train in virtual time, at `RATES`, with everything that is managed streamed; record it."""
+    with simulator.device("rtx4090", **RATES):
+        manager = oracle_offload.attach(model, "cpu", vram_budget=budget)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.01)
+        try:
+            assert len(manager.layers) > 7
+            with oracle_offload.record() as recorder:
+                for _ in range(steps):
+                    with Witness(strict=False, clock=True):
+                        step().backward()
+                    simulator.finish()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return recorder.recording()
+        finally:
+            manager.detach()
+
+
+def llama() -> tuple[Any, Any]:
+    """A Llama whose weights count beside the floor of an arena."""
+    kind, config = architectures.class_and_config("llama")
+    config.update(dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4))
+    return kind, config
+
+
+def planned_lora() -> oracle_offload.Plan:
+    kind, config = llama()
+    return oracle_offload.plan(
+        kind,
+        config=config,
+        rank=4,
+        targets=["q_proj", "v_proj"],
+        optimizer="sgd",
+        sample=16,
+        ram="64GB",
+        offload_percent=1.0,
+        **RATES,
+    )
+
+
+@pytest.fixture(scope="module")
+def lora() -> tuple[oracle_offload.Plan, oracle_offload.Recording]:
+    """A plan of a LoRA, and a recording of that training."""
+    from peft import LoraConfig, get_peft_model
+
+    found = planned_lora()
+    kind, config = llama()
+    torch.manual_seed(0)
+    model = kind(config).to(torch.bfloat16).requires_grad_(False).train()
+    model.config.use_cache = False
+    model.gradient_checkpointing_enable()
+    trained = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    ids = torch.zeros(1, 16, dtype=torch.int64)
+
+    def step() -> Any:
+        return trained(input_ids=ids, labels=ids).loss
+
+    return found, recorded(trained, step, found.fit.arena_bytes)
+
+
+def by_name(found: Any) -> dict[str, Row]:
+    return {row.name: row for row in found.rows}
+
+
+def test_a_lora_is_as_it_was_planned(lora: Any) -> None:
+    found, recording = lora
+    rows = by_name(found.verify(recording))
+    for name in STREAMED:
+        assert rows[name].difference == 0 and rows[name].said == "equal", name
+    assert rows["to the device, a step"].planned >= found.fit.x_min_bytes > 0
+    time = rows["time of a step"]
+    assert time.planned == (found.speed.low_s, found.speed.high_s)
+    assert time.difference == 0 and time.said == "in the interval"
+    assert time.measured == pytest.approx(found.speed.step_s, rel=0.03)
+
+
+def test_what_cannot_be_compared_says_why_by_name(lora: Any) -> None:
+    found, recording = lora
+    verified = found.verify(recording)
+    text = str(verified)
+    rows = by_name(verified)
+    for name in ("kept on the device", "most on the device", "activations"):
+        assert rows[name].difference is None and rows[name].measured is None
+        assert rows[name].why_not == "torch counts no memory on cpu"
+    assert rows["activations"].planned == found.step.activations
+    apart = [row.name for row in found.storage.rows if row.name != "weights"]
+    assert apart == ["buffers", "adapters", "gradients"]
+    for name in apart:
+        assert "no recording tells it apart" in rows[name].said
+    listed = text.partition("Not compared\n")[2]
+    assert [line.split(" (")[0].strip() for line in listed.splitlines() if " (planned" in line] == [
+        "kept on the device",
+        "most on the device",
+        "activations",
+        *apart,
+    ]
+
+
+def changed(recording: oracle_offload.Recording, **fields: Any) -> oracle_offload.Recording:
+    """The recording, with other fields in each of its steps."""
+    events = [
+        {**event, **fields} if event["event"] == "step" else event for event in recording.events
+    ]
+    return type(recording)(recording.header, events)
+
+
+def test_another_arena_is_no_measure_of_this_plan(lora: Any) -> None:
+    found, recording = lora
+    counters = {**recording.steps()[-1]["counters"], "arena_bytes": found.fit.arena_bytes - 512}
+    rows = by_name(found.verify(changed(recording, counters=counters)))
+    assert rows["arena"].difference == -512 and rows["arena"].said.startswith("-")
+    for name in ("to the device, a step", "to the host, a step", "time of a step"):
+        assert rows[name].measured is not None and rows[name].difference is None
+        assert "the plan is for another" in rows[name].why_not
+
+
+def test_masters_that_were_not_locked_count_and_rings_do_not(lora: Any) -> None:
+    found, recording = lora
+    counters = dict(recording.steps()[-1]["counters"])
+    half = counters["locked_bytes"] // 2
+    counters |= {"locked_bytes": half + 4096, "pageable_bytes": half, "ring_bytes": 4096}
+    rows = by_name(found.verify(changed(recording, counters=counters)))
+    assert rows["masters on the host"].said == "equal"
+
+
+def test_a_time_beyond_the_interval(lora: Any) -> None:
+    found, recording = lora
+    low, high = found.speed.low_s, found.speed.high_s
+    longer = by_name(found.verify(changed(recording, seconds=1.5 * high)))["time of a step"]
+    assert longer.difference == pytest.approx(0.5 * high)
+    assert longer.said == "+50.0% beyond the interval"
+    shorter = by_name(found.verify(changed(recording, seconds=0.5 * low)))["time of a step"]
+    assert shorter.difference == pytest.approx(-0.5 * low)
+    assert shorter.said == "-50.0% beyond the interval"
+
+
+def test_a_full_training_sends_its_gradients_to_the_host(sim: Any) -> None:
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    found = oracle_offload.plan(
+        net, train="full", optimizer="sgd", card=24, ram="64GB", offload_percent=1.0, measure=False
+    )
+    recording = recorded(net, lambda: net(torch.ones(2, 64)).sum(), found.fit.arena_bytes)
+    rows = by_name(found.verify(recording))
+    sent = rows["to the host, a step"]
+    assert sent.measured == sum(p.nbytes for p in net.parameters()) and sent.difference == 0
+    assert rows["to the device, a step"].measured > 0
+    assert rows["to the device, a step"].why_not == "it was not measured"
+    assert rows["time of a step"].why_not == "it was not measured"
+
+
+def test_what_is_missing_in_a_recording_is_named(lora: Any, sim: Any) -> None:
+    found, recording = lora
+    short = type(recording)(
+        recording.header, [event for event in recording.events if event["step"] < 4]
+    )
+    rows = by_name(found.verify(short))
+    assert rows["units"].said == "equal"
+    assert "five steps or more" in rows["time of a step"].said
+    assert "five steps or more" in rows["to the device, a step"].said
+    with oracle_offload.record() as nothing:
+        pass
+    verified = found.verify(nothing.recording())
+    assert "recorded on no device" in verified.sentence()
+    assert all(row.difference is None and row.why_not for row in verified.rows)
+    resident = oracle_offload.plan("1M", card=24, ram="64GB").verify(recording)
+    assert "nothing streams" in by_name(resident)["units"].said
+    total = oracle_offload.plan("32B", card=24, ram="128GB").verify(recording)
+    assert by_name(total)["arena"].why_not == "only a number of parameters is known"
+
+
+def test_sums_of_several_models_are_compared_with_none(lora: Any) -> None:
+    found, recording = lora
+    events = [dict(event) for event in recording.events]
+    next(e for e in events if e["event"] == "compute" and e["model"])["model"] = "another"
+    rows = by_name(found.verify(type(recording)(recording.header, events)))
+    assert "sums of 2 models: PeftModel, another" in rows["units"].why_not
+
+
+def test_the_memory_of_a_gpu_is_compared(lora: Any) -> None:
+    """The rows as a GPU has them: torch's allocated bytes and its peak."""
+    found, recording = lora
+    stays, live = found.fit.device_bytes - found.step.activations, 1.1 * found.step.activations
+    on_gpu = changed(recording, allocated_bytes=stays, peak_bytes=stays)
+    dict.update(on_gpu.steps()[3], peak_bytes=stays + live)
+    rows = by_name(found.verify(on_gpu))
+    assert rows["kept on the device"].said == "equal"
+    assert rows["activations"].said == "+10.0%"
+    assert rows["most on the device"].measured == stays + live
+    kind, config = architectures.class_and_config("llama")
+    blind = oracle_offload.plan(kind, config=config, card=24, ram="64GB", measure=False)
+    rows = by_name(blind.verify(on_gpu))
+    for name in ("activations", "most on the device"):
+        assert rows[name].why_not == "activations are unknown: it was not measured"
+
+
+def test_a_figure_where_nothing_was_planned() -> None:
+    assert Row("to the host", "size", 0, 5.0).said == "nothing was planned"
+    assert Row("units", "count", 4, 3).said == "-25.0%"
+
+
+def test_the_command_shows_a_recording_beside_the_plan(
+    lora: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, recording = lora
+    recording.export(tmp_path / "run.jsonl")
+    kind, config = llama()
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config.to_dict(), "architectures": [kind.__name__]})
+    )
+    command = ["plan", str(tmp_path / "config.json"), "--rank", "4", "--targets", "q_proj"]
+    command += ["v_proj", "--optimizer", "sgd", "--sample", "16", "--offload-percent", "1.0"]
+    command += ["--ram", "64GB", "--dtype", "bf16"]
+    for name, rate in RATES.items():
+        command += [f"--{name.replace('_', '-')}", str(rate)]
+    page = tmp_path / "page.html"
+    run = ["--verify", str(tmp_path / "run.jsonl")]
+    assert cli.main([*command, *run, "--html", str(page)]) == 0
+    text = capsys.readouterr().out
+    verified = found.verify(tmp_path / "run.jsonl")
+    assert text.splitlines()[1:] == verified.to_text().splitlines()[1:]
+    assert cli.main([*command, *run, "--no-measure", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["schema"] == "oracle_offload/plan-verified/1"
+    assert said["rows"][:4] == json.loads(verified.to_json())["rows"][:4]
+    shown = page.read_text("utf-8")
+    assert shown.startswith("<!DOCTYPE html>") and "in the interval" in shown
+    assert max(map(len, verified.to_text().splitlines())) <= 100
+    (tmp_path / "other.jsonl").write_text("{}")
+    for name, says in (("gone.jsonl", "ENOENT"), ("other.jsonl", "no part of a recording")):
+        assert cli.main(["plan", "1M", "--verify", str(tmp_path / name)]) == 1
+        said = capsys.readouterr()
+        assert says in said.err and name in said.err and not said.out
