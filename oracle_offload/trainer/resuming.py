@@ -14,7 +14,19 @@ STATE, _SETTINGS = "state.pt", "settings.json"
 
 
 def note_settings(folder: Path, settings: Settings) -> None:
-    """Write down, beside the checkpoint to come, what whoever resumes from it must share."""
+    """Write down, beside the checkpoint to come, what whoever resumes from it must share.
+
+    Raises
+    ------
+    SettingsError
+        A checkpoint is there already: it would be taken for one of these settings, and written over
+        by the first save.
+    """
+    if (folder / STATE).exists():
+        raise SettingsError(
+            f"{folder} has the checkpoint of a training: go on with it (--resume), name another "
+            f"--output, or delete {STATE} there"
+        )
     document = {"schema": SCHEMA, **settings.deciding()}
     text = json.dumps(document, indent=2) + "\n"
     replace_file(folder / _SETTINGS, lambda sink: sink.write(text.encode("ascii")))

@@ -223,10 +223,21 @@ def test_what_cannot_be_resumed_is_refused(capsys, tmp_path, llama, texts):
     (tmp_path / "settings.json").write_text('{"schema": "another"}')
     _, said = run(capsys, tmp_path, *flags, code=2)
     assert "is of another, not of oracle_offload/train-lora-settings/1" in said
-    (tmp_path / "state.pt").write_text("no state")
+    (tmp_path / "state.pt").unlink()
     resuming.note_settings(tmp_path, Settings(model=str(llama), dataset_file=str(texts)))
+    (tmp_path / "state.pt").write_text("no state")
     _, said = run(capsys, tmp_path, *flags, code=1)
     assert "holds no checkpoint" in said
+
+
+def test_a_new_training_leaves_the_checkpoint_of_another_alone(capsys, tmp_path, llama, texts):
+    """Killed before its first save, it would be resumed from there."""
+    flags = ["--model", llama, "--dataset-file", texts, "--steps", 1]
+    run(capsys, tmp_path, *flags)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+    _, said = run(capsys, tmp_path, *flags, "--seed", 1, code=2)
+    assert "has the checkpoint of a training: go on with it (--resume)" in said
+    assert {file: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before
 
 
 def test_evaluation_previews_and_the_adapters_for_peft(capsys, tmp_path, llama, texts):
