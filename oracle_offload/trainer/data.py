@@ -50,18 +50,26 @@ def read_samples(path: str, images: bool) -> list[Sample]:
 def _of_folder(folder: Path, images: bool) -> list[Sample]:
     files = sorted(folder.iterdir())
     if not images:
-        return [Sample(file.read_text("utf-8")) for file in files if file.suffix == ".txt"]
+        return [Sample(_read(file)) for file in files if file.suffix == ".txt"]
     samples = []
     for file in files:
         if file.suffix.lower() in IMAGES:
             caption = file.with_suffix(".txt")
-            samples.append(Sample(caption.read_text("utf-8") if caption.exists() else "", file))
+            samples.append(Sample(_read(caption) if caption.exists() else "", file))
     return samples
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("utf-8-sig")  # editors on Windows write a mark of the encoding
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{file} is not UTF-8: {error}; save it as UTF-8") from error
 
 
 def _of_lines(file: Path, images: bool) -> list[Sample]:
     samples = []
-    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+    # Not splitlines: it would also end a line at U+2028, which a JSON text may have in it.
+    for number, line in enumerate(_read(file).split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -239,4 +239,9 @@ def _read(path: str, known: Mapping[str, type]) -> dict[str, Any]:
             told[name] = kind(value)
         except (TypeError, ValueError) as error:
             raise SettingsError(f"{path}: {key}: {value!r} is no {kind.__name__}") from error
+        # Neither cut off (steps: 1.5) nor spelled out (vram-budget: null, preview-prompt: no).
+        if kind is not bool and (
+            type(value) not in (str, int, float) or (kind is int and type(value) is float)
+        ):
+            raise SettingsError(f"{path}: {key}: {value!r} is no {kind.__name__}")
     return told

@@ -59,6 +59,9 @@ def test_a_flag_wins_over_the_file(tmp_path):
     assert settings == Settings(
         model="other", dataset_file="there", steps=9, learning_rate=1e-3, amp=False
     )
+    file.write_text("alpha: 4\nvram_budget: 0.5\nduration: 60\n")
+    settings = parsed("--config", str(file))
+    assert (settings.alpha, settings.vram_budget, settings.duration_s) == (4.0, "0.5", 60)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,11 @@ def test_a_flag_wins_over_the_file(tmp_path):
     [
         ("stepps: 7", "'stepps' is no setting; --help lists them"),
         ("steps: many", "steps: 'many' is no int"),
+        ("steps: 1.5", "steps: 1.5 is no int"),
+        ("steps: true", "steps: True is no int"),
+        ("vram-budget: null", "vram-budget: None is no str"),
+        ("preview-prompt: [a]", r"preview-prompt: \['a'\] is no str"),
+        ("learning-rate: false", "learning-rate: False is no float"),
         ("amp: 1", "amp: 1 is neither true nor false"),
         ("- steps", "holds no settings"),
         ("a: [", "is no YAML"),
@@ -171,6 +179,15 @@ def test_data_that_is_none_is_refused(tmp_path, text, images, told):
     file.write_text(text)
     with pytest.raises(SettingsError, match=told):
         read_samples(str(file), images)
+
+
+def test_a_line_ends_where_json_says_and_a_mark_of_the_encoding_is_no_text(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes('\ufeff{"text": "a\u2028b\x85c"}\r\n{"text": "d"}\r\n'.encode())
+    assert read_samples(str(file), False) == [Sample("a\u2028b\x85c"), Sample("d")]
+    file.write_bytes('{"text": "caf\xe9"}'.encode("latin-1"))
+    with pytest.raises(SettingsError, match=r"data\.jsonl is not UTF-8: .*; save it as UTF-8"):
+        read_samples(str(file), False)
 
 
 def test_data_that_is_not_there_is_refused(tmp_path):
