@@ -81,11 +81,22 @@ class MixedPrecision:
         parameters: Iterable[Tensor] = (),
         max_norm: float | None = None,
     ) -> bool:
-        """Clip the gradients if asked to, and step; return whether the optimizer stepped."""
+        """Clip the gradients if asked to, and step; return whether the optimizer stepped.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer
+            It.
+        parameters : iterable of Tensor
+            Whose gradients are clipped together; by default the optimizer's.
+        max_norm : float, optional
+            Their norm at most.
+        """
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
         if max_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, max_norm)
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(list(parameters) or held, max_norm)
         if self.scaler is None:
             optimizer.step()
             return True

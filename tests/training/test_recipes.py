@@ -93,6 +93,18 @@ def test_without_a_norm_nothing_is_clipped(pair):
     assert_same(dict(managed.named_parameters()), dict(resident.named_parameters()))
 
 
+def test_a_norm_without_parameters_is_that_of_the_optimizers(pair):
+    one, other = pair
+    for model in pair:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 128)).square().sum().backward()
+        named = {"parameters": model.parameters()} if model is one else {}
+        MixedPrecision("cpu", False).step(optimizer, max_norm=0.01, **named)
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        torch.testing.assert_close(norm, torch.tensor(0.01), rtol=1e-3, atol=0.0)
+    assert_same(dict(one.named_parameters()), dict(other.named_parameters()))
+
+
 def test_a_step_without_finite_gradients_is_left_out_and_told_after_the_fourth():
     model = nn.Linear(4, 4)
     before = copy.deepcopy(model.state_dict())
