@@ -40,6 +40,7 @@ class LengthBuckets:
         self._seed = seed
         self._pool = pool
         self._epoch = 0
+        self._made: tuple[int, list[list[int]]] | None = None  # of which epoch, and its batches
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch is iterated over from now on."""
@@ -47,6 +48,11 @@ class LengthBuckets:
 
     def batches(self, epoch: int) -> list[list[int]]:
         """Return the batches of an epoch: always the same for the same number."""
+        if self._made is None or self._made[0] != epoch:  # a trainer asks in every step
+            self._made = epoch, self._make(epoch)
+        return list(self._made[1])
+
+    def _make(self, epoch: int) -> list[list[int]]:
         draw = random.Random(f"{self._seed} {epoch}")
         order = list(range(len(self._lengths)))
         draw.shuffle(order)
@@ -66,7 +72,8 @@ class LengthBuckets:
         return iter(self.batches(self._epoch))
 
     def __len__(self) -> int:
-        return len(self.batches(self._epoch))
+        pools, rest = divmod(len(self._lengths), self._batch_size * max(1, self._pool))
+        return pools * max(1, self._pool) + -(-rest // self._batch_size)
 
     def padding(self, epoch: int = 0) -> float:
         """Return which share of what the batches compute with is padding."""

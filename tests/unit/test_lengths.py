@@ -17,6 +17,9 @@ def test_every_sample_is_there_once(pool):
     batches = list(buckets)
     assert sorted(index for batch in batches for index in batch) == list(range(203))
     assert len(batches) == len(buckets) == 26
+    for size in (1, 7, 203, 500):
+        buckets = LengthBuckets(LENGTHS, size, pool=pool)
+        assert len(buckets) == len(list(buckets))
     assert all(1 <= len(batch) <= 8 for batch in batches)
 
 
@@ -35,6 +38,18 @@ def test_the_order_is_that_of_seed_and_epoch():
     assert list(buckets) == buckets.batches(1)
     means = [sum(LENGTHS[index] for index in batch) / len(batch) for batch in first]
     assert means != sorted(means), "the batches are not shuffled"
+
+
+def test_an_epoch_is_put_together_once(monkeypatch):
+    buckets, made = LengthBuckets(LENGTHS, 8), []
+    make = buckets._make
+    monkeypatch.setattr(buckets, "_make", lambda epoch: made.append(epoch) or make(epoch))
+    first = buckets.batches(0)
+    expected = list(first)
+    first.reverse()
+    assert buckets.batches(0) == expected, "what a caller does to its list is its own"
+    assert buckets.batches(1) != expected == buckets.batches(0)
+    assert made == [0, 1, 0]
 
 
 def test_what_makes_no_sense_is_refused():
