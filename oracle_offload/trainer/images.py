@@ -16,6 +16,7 @@ from .settings import Settings, SettingsError
 from .tasks import Piece
 
 _GUIDANCE = 5.0
+_LEARNED = ("epsilon", "v_prediction")
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
 
@@ -39,6 +40,12 @@ class Images:
             raise SettingsError(
                 f"model={settings.model!r} is a {type(self._pipeline).__name__}: this trainer "
                 "knows pipelines of a UNet with at most one text encoder"
+            )
+        learned = self._pipeline.scheduler.config.get("prediction_type", "epsilon")
+        if learned not in _LEARNED:
+            raise SettingsError(
+                f"model={settings.model!r} predicts {learned!r}: this trainer knows "
+                f"{' and '.join(_LEARNED)}"
             )
         if settings.chunk_size:
             raise SettingsError(f"chunk_size={settings.chunk_size} is for texts, not for images")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -300,6 +301,12 @@ def test_models_and_data_that_do_not_fit_are_refused(
     assert "chunk_size=4 is for texts, not for images" in said
     _, said = run(capsys, tmp_path, *diffusion, "--resolution", 31, code=2)
     assert "resolution=31 is no multiple of 2" in said
+    other = tmp_path / "other"
+    shutil.copytree(stable_diffusion, other)
+    scheduler = other / "scheduler" / "scheduler_config.json"
+    scheduler.write_text(scheduler.read_text().replace('"epsilon"', '"sample"'))
+    _, said = run(capsys, tmp_path, "--model", other, "--dataset-file", pictures, code=2)
+    assert "predicts 'sample': this trainer knows epsilon and v_prediction" in said
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "a.png").write_text("no image")
