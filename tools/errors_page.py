@@ -114,6 +114,10 @@ NOTES: dict[str, dict[str, str]] = {
         "snapshots and none is 'main'": (
             "A model's folder in the hub's cache without `refs/main`: name one of its `snapshots`."
         ),
+        "has no snapshot '": (
+            "The folder of the hub's cache is incomplete: download it again, or name one of its "
+            "`snapshots`."
+        ),
         "is an index that names no tensors": "The index of the shards is empty: download it again.",
         "which is no file beside it": (
             "An index may name files of its own folder alone; another path could be anything."
@@ -123,7 +127,12 @@ NOTES: dict[str, dict[str, str]] = {
             "Convert the weights once, with `safetensors.torch.save_file`."
         ),
         "has several: …": "`weights` takes the path of one of them.",
-        "it has … bytes": "An index is a small file; the message that this becomes has its name.",
+        "it has … bytes": (
+            "An index or a config is a small file; the message that this becomes has its name."
+        ),
+        "it has no 'weight_map'": (
+            "An index is `*.safetensors.index.json`, as the libraries write it beside shards."
+        ),
         "cannot be read: …": "The system's own words follow.",
         "is a damaged index": "The index of the shards is no JSON, or not in this form.",
         "while it was read: it was changed or cut off": (
@@ -139,6 +148,7 @@ NOTES: dict[str, dict[str, str]] = {
         "it names no tensors": "A damaged or forged file; nothing of it is used.",
         "it has a name twice": "As above; the message that this becomes has the file's name.",
         "has no proper shape or place": "A damaged or forged file; nothing of it is used.",
+        "has a damaged header: '…' has shape": "A damaged or forged file; nothing of it is used.",
         "which is not known here": "The file is of a newer form of safetensors, or damaged.",
         "but its place has": "A damaged or forged file; nothing of it is used.",
         "its tensors end at byte": "A download or a copy did not end, or two files were mixed up.",
@@ -214,10 +224,12 @@ NOTES: dict[str, dict[str, str]] = {
             "The config is of a class of nobody installed here; import it, and give it."
         ),
         "nothing is downloaded": "`hf download` fetches a config or a whole model.",
-        "is a repository of the hub cache without any snapshot": "Fetch it again.",
-        "it is no index of safetensors files": (
-            "An index is `*.safetensors.index.json`, as the libraries write it beside shards."
+        "is of a model that is quantised already": (
+            "What its layers keep is known to its library alone. Give the folder of the model "
+            "before it was quantised, and the form with `quantise=`."
         ),
+        "is no name of a tensor in any model": "A damaged or forged file.",
+        "which torch … does not have": "A newer torch has that dtype.",
         "named by the index, but not there": "Fetch the missing files, or give the config alone.",
         "holds no JSON object": "The file is cut off, or no config.",
         "cannot be made of this config": (

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from ..views.terminal import FileError, naming, put, show
+from ..views.terminal import FileError, naming, printable, put, show
 
 if TYPE_CHECKING:
     from ..planning import Plan
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, fits: int, error: int, usage: int, does_not_fi
             try:
                 found = plan(args.model, **options)
             except ValueError as problem:
-                print(f"plan: {problem}", file=sys.stderr)
+                print(f"plan: {printable(str(problem))}", file=sys.stderr)
                 return usage
         shown: Plan | Verification = found
         if args.verify is not None:
@@ -79,6 +79,6 @@ def run(args: argparse.Namespace, fits: int, error: int, usage: int, does_not_fi
             else:
                 show(sys.stdout, lambda width, color: shown.to_text(width=width, color=color))
     except (FileError, OffloadError) as problem:
-        print(problem, file=sys.stderr)
+        print(printable(str(problem)), file=sys.stderr)
         return error
     return fits if found.fits else does_not_fit

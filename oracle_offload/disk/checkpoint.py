@@ -13,6 +13,7 @@ from .header import MOST_HEADER_BYTES, Stored, read_header
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _NAMES = ("model", "diffusion_pytorch_model")  # as transformers and diffusers call them
+_MOST_NAME_BYTES = 1000  # of a snapshot
 
 
 class WeightFile:
@@ -150,11 +151,18 @@ def snapshot(folder: Path) -> Path:
         return folder
     main = folder / "refs" / "main"
     if main.is_file():
-        return snapshots / _plain_name(main.read_text().strip(), str(main))
+        with open(main, "rb") as file:
+            name = file.read(_MOST_NAME_BYTES).decode(errors="replace").strip()
+        named = snapshots / _plain_name(name, str(main))
+        if not os.path.isdir(named):  # Path.is_dir raises for a name too long
+            raise OffloadError(
+                f"'{folder}' has no snapshot '{name}', which '{main}' names; download it again."
+            )
+        return named
     found = list(snapshots.iterdir())
     if len(found) != 1:
         raise OffloadError(
-            f"weights='{folder}' has {len(found)} snapshots and none is 'main'; name one of them."
+            f"'{folder}' has {len(found)} snapshots and none is 'main'; name one of them."
         )
     return found[0]
 
@@ -162,18 +170,35 @@ def snapshot(folder: Path) -> Path:
 def read_index(path: Path) -> dict[str, str]:
     """Return the file of each tensor, as the index of a sharded checkpoint has it."""
     try:
-        if path.stat().st_size > MOST_HEADER_BYTES:
-            raise ValueError(f"it has {path.stat().st_size} bytes")
-        found: Any = json.loads(path.read_bytes().decode())
+        found = read_json(path)
+        if "weight_map" not in found:
+            raise ValueError("it has no 'weight_map'")
         wanted = found["weight_map"]
         rows = {str(key): _plain_name(name, str(path)) for key, name in wanted.items()}
     except OSError as error:
         raise OffloadError(f"'{path}' cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise OffloadError(f"'{path}' is a damaged index: {error}.") from error
     if not rows:
         raise OffloadError(f"'{path}' is an index that names no tensors.")
     return rows
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds, which anyone may have written.
+
+    Raises
+    ------
+    ValueError
+        It is no JSON, or larger than any header.
+    """
+    size = path.stat().st_size
+    if size > MOST_HEADER_BYTES:
+        raise ValueError(f"it has {size} bytes")
+    try:
+        return json.loads(path.read_bytes().decode())
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
 
 
 def _plain_name(name: Any, path: str) -> str:

@@ -19,6 +19,8 @@ from ..errors import OffloadError
 
 LENGTH_BYTES = 8
 MOST_HEADER_BYTES = 100_000_000  # as the safetensors library allows
+_MOST_DIMENSIONS = 64  # as torch's operators take
+_MOST_ELEMENTS = 2**62  # as torch counts
 METADATA = "__metadata__"
 ITEM_BYTES = {
     "BOOL": 1,
@@ -124,7 +126,12 @@ def _stored(name: str, row: Any, start: int, path: str) -> Stored:
     shape: Any
     offsets: Any
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
+    if not (
+        _are_sizes(shape)
+        and _are_sizes(offsets)
+        and len(offsets) == 2
+        and len(shape) <= _MOST_DIMENSIONS  # the product of a million takes hours
+    ):
         raise OffloadError(f"'{path}' has a damaged header: '{name}' has no proper shape or place")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise OffloadError(
@@ -138,6 +145,8 @@ def _stored(name: str, row: Any, start: int, path: str) -> Stored:
             f"'{path}' has a damaged header: '{name}' of {dtype} and shape {tuple(shape)} takes "
             f"{nbytes} bytes, but its place has {end - begin}."
         )
+    if math.prod(size or 1 for size in shape) > _MOST_ELEMENTS:  # beside a 0 nothing bounds them
+        raise OffloadError(f"'{path}' has a damaged header: '{name}' has shape {tuple(shape)}")
     return Stored(dtype, tuple(shape), start + begin, nbytes)
 
 

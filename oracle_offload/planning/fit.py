@@ -98,6 +98,12 @@ class Room:
     margin: float
     offload_percent: float | None = None
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.margin < 1:
+            raise ValueError(f"margin={self.margin!r} is outside [0, 1)")
+        if self.offload_percent is not None and not 0 <= self.offload_percent <= 1:
+            raise ValueError(f"offload_percent={self.offload_percent!r} is outside [0, 1]")
+
     @property
     def device(self) -> int:
         """Bytes of the card that a training may take."""

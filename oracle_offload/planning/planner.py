@@ -259,10 +259,6 @@ def plan(
     for name, value in (("rank", rank), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} is not a whole number above zero")
-    if not 0 <= margin < 1:
-        raise ValueError(f"margin={margin!r} is outside [0, 1)")
-    if offload_percent is not None and not 0 <= offload_percent <= 1:
-        raise ValueError(f"offload_percent={offload_percent!r} is outside [0, 1]")
     if isinstance(sample, str):
         sample = parse_sample(sample)
     recipe = Recipe(

@@ -6,7 +6,6 @@ Only headers of weight files are read, and nothing ever asks a network.
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
 import re
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..disk.checkpoint import INDEX_SUFFIX, SUFFIX, find_weights, read_index, read_json, snapshot
 from ..disk.empty import empty_weights
 from ..disk.header import read_header
 from ..disk.source import DTYPES as STORED_DTYPES
@@ -36,7 +36,7 @@ DTYPES = {
 }
 _COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMBT])\s*", re.IGNORECASE)
 _PARTS = ("transformer", "unet")  # of a pipeline: what is trained
-_INDEX = ".safetensors.index.json"
+_DEEPEST = 100  # a name of a tensor, in modules
 
 
 @dataclass(frozen=True)
@@ -165,14 +165,14 @@ def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> set[str]:
 
 def _count_of(model: Any) -> int | None:
     if isinstance(model, int | float) and not isinstance(model, bool):
-        count = int(model)
+        count = float(model)
     elif isinstance(model, str) and (match := _COUNT.fullmatch(model)):
-        count = int(float(match[1]) * 1000 ** ("KMBT".index(match[2].upper()) + 1))
+        count = float(match[1]) * 1000 ** ("KMBT".index(match[2].upper()) + 1)
     else:
         return None
-    if count <= 0:
-        raise ValueError(f"model={model!r}: a number of parameters is above zero")
-    return count
+    if not 1 <= count < 1e18:
+        raise ValueError(f"model={model!r}: a number of parameters is above zero, and below 1e18")
+    return int(count)
 
 
 # ---- classes and configs ----
@@ -189,13 +189,13 @@ def _build(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> nn.Module:
     """Return a module of this class on the meta device, as its loader makes it."""
     values = config
     config_class = getattr(kind, "config_class", None)
-    if isinstance(config, Mapping):
-        values = dict(config)
-        if config_class is not None:
-            values = config_class.from_dict(values)
     make: Any = kind
     default = torch.get_default_dtype()
     try:
+        if isinstance(config, Mapping):
+            values = dict(config)
+            if config_class is not None:
+                values = config_class.from_dict(values)
         if dtype.itemsize > 1:
             torch.set_default_dtype(dtype)
         with empty_weights():
@@ -207,8 +207,9 @@ def _build(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> nn.Module:
                 built = make(**values)
             else:
                 built = make(values)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise OffloadError(f"{kind.__name__} cannot be made of this config: {error}") from error
+    except Exception as error:  # whatever a class's own code does with a config of anyone's
+        said = str(error) or type(error).__name__
+        raise OffloadError(f"{kind.__name__} cannot be made of this config: {said}") from error
     finally:
         torch.set_default_dtype(default)
     return on_meta(built)  # its buffers, too
@@ -220,7 +221,7 @@ def _class_of(config: Mapping[str, Any], path: Path) -> type[nn.Module]:
         library, names = "diffusers", [name]
     elif names := config.get("architectures") or []:
         library = "transformers"
-    else:
+    if not (isinstance(names, list) and names and isinstance(names[0], str)):
         raise OffloadError(
             f"{path} names no class ('_class_name' of diffusers, 'architectures' of transformers);"
             " give the class: plan(Class, config=...)"
@@ -233,7 +234,7 @@ def _class_of(config: Mapping[str, Any], path: Path) -> type[nn.Module]:
             import transformers as module
     except ImportError as error:
         raise OffloadError(f"{path} is a config of {library}, which is not installed") from error
-    found = getattr(module, str(names[0]), None)
+    found = getattr(module, names[0], None)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise OffloadError(
             f"{path} is of class {names[0]!r}, which {library} {module.__version__} does not have;"
@@ -249,11 +250,11 @@ def _found(model: str | os.PathLike[str]) -> Path:
     """Return the path that is meant: a file, a folder, or a repository in the local hub cache."""
     path = Path(model).expanduser()
     if path.exists():
-        return _snapshot(path)
+        return snapshot(path)
     if isinstance(model, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         cached = hub_cache() / f"models--{model.replace('/', '--')}"
         if cached.is_dir():
-            return _snapshot(cached)
+            return snapshot(cached)
         raise ValueError(
             f"{model!r} is neither a path nor in the local hub cache {hub_cache()}; nothing is "
             "downloaded: fetch its config first, or give the folder it lies in"
@@ -267,34 +268,18 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
 
 
-def _snapshot(path: Path) -> Path:
-    """Return the snapshot of a repository of the hub cache that was fetched last; else `path`."""
-    snapshots = path / "snapshots"
-    if not snapshots.is_dir():
-        return path
-    main = path / "refs" / "main"
-    if main.is_file():
-        named = snapshots / main.read_text(encoding="utf-8").strip()
-        if named.is_dir():
-            return named
-    found = sorted(snapshots.iterdir(), key=lambda folder: folder.stat().st_mtime)
-    if not found:
-        raise OffloadError(f"{path} is a repository of the hub cache without any snapshot")
-    return found[-1]
-
-
 def _of_path(path: Path, dtype: torch.dtype | None) -> Source:
     if path.is_dir():
         for part in _PARTS:
             if (path / "model_index.json").is_file() and (path / part / "config.json").is_file():
                 path = path / part
-        config, files = path / "config.json", weight_files(path)
+        config, files = path / "config.json", _weight_files(path)
         if config.is_file():
             return _of_config(config, files, dtype)
         if not files:
             raise OffloadError(f"{path} holds neither config.json nor safetensors files")
         return _of_headers(path.name, files, dtype)
-    if path.name.endswith(_INDEX):
+    if path.name.endswith(INDEX_SUFFIX):
         return _beside(path, _indexed(path), dtype)
     if path.suffix == ".safetensors":
         return _beside(path, [path], dtype)
@@ -311,30 +296,33 @@ def _beside(path: Path, files: list[Path], dtype: torch.dtype | None) -> Source:
     return _of_headers(path.name, files, dtype)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder; where it has an index, those that this names."""
-    for index in sorted(folder.glob(f"*{_INDEX}")):
-        return _indexed(index)
-    return sorted(folder.glob("*.safetensors"))
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that a folder means, which may have none."""
+    if not any(entry.name.endswith((SUFFIX, INDEX_SUFFIX)) for entry in folder.iterdir()):
+        return []
+    found = find_weights(folder)
+    return _indexed(found) if found.name.endswith(INDEX_SUFFIX) else [found]
 
 
 def _indexed(index: Path) -> list[Path]:
-    names = _json(index).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise OffloadError(f"{index} has no 'weight_map': it is no index of safetensors files")
-    return [index.with_name(str(name)) for name in sorted(set(names.values()))]
+    return [index.with_name(name) for name in sorted(set(read_index(index).values()))]
 
 
 def _of_config(path: Path, files: list[Path], dtype: torch.dtype | None) -> Source:
     config = _json(path)
     kind = _class_of(config, path)
+    if config.get("quantization_config"):
+        raise OffloadError(
+            f"{path} is of a model that is quantised already: its library makes other layers for "
+            "it; plan the model that it was made of, with quantise="
+        )
     notes = []
-    present = [file for file in files if file.is_file()]
-    if dtype is None and present:
-        stored = Counter[torch.dtype]()
-        for file in present:
-            for kept, shape in read_tensors(file).values():
-                stored[kept] += math.prod(shape) if kept.is_floating_point else 0
+    stored = Counter[torch.dtype]()
+    for file in files if dtype is None else []:
+        for kept, shape in _read_tensors(file).values() if file.is_file() else ():
+            if kept.is_floating_point:
+                stored[kept] += math.prod(shape)
+    if stored:
         ((dtype, _),) = stored.most_common(1)
         notes.append(f"weights are {_short(dtype)}, as their files have them")
     elif dtype is None:
@@ -344,10 +332,15 @@ def _of_config(path: Path, files: list[Path], dtype: torch.dtype | None) -> Sour
     return _of_module(_build(kind, config, dtype), kind.__name__, dtype, notes)
 
 
-def read_tensors(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _read_tensors(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of each tensor of a safetensors file, of which the header is read."""
     with open(path, "rb") as file:
         stored = read_header(file, str(path))
+    for name, row in stored.items():
+        if row.dtype not in STORED_DTYPES:
+            raise OffloadError(
+                f"{path}: '{name}' is {row.dtype}, which torch {torch.__version__} does not have"
+            )
     return {name: (STORED_DTYPES[row.dtype], row.shape) for name, row in stored.items()}
 
 
@@ -363,10 +356,12 @@ def _of_headers(name: str, files: list[Path], dtype: torch.dtype | None) -> Sour
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise OffloadError(f"{listed(missing)}: named by the index, but not there")
-    tensors = {key: row for file in files for key, row in read_tensors(file).items()}
+    tensors = {key: row for file in files for key, row in _read_tensors(file).items()}
     owners: dict[str, dict[str, Tensor]] = {}
     for full, (kept, shape) in tensors.items():
         owner, _, key = full.rpartition(".")
+        if owner.count(".") >= _DEEPEST:
+            raise OffloadError(f"{name}: '{full[:100]}...' is no name of a tensor in any model")
         owners.setdefault(owner, {})[key] = torch.empty(shape, dtype=kept, device="meta")
     root = _Stored()
     for path, own in sorted(owners.items()):
@@ -376,13 +371,14 @@ def _of_headers(name: str, files: list[Path], dtype: torch.dtype | None) -> Sour
 
 
 def _place(root: nn.Module, path: str, own: dict[str, Tensor]) -> None:
+    # Anything may be a name in a file, so nothing is asked that a module's own methods refuse.
     steps = path.split(".") if path else []
     parent: nn.Module = root
     for number, step in enumerate(steps[:-1]):
         if step not in parent._modules:
             # What has numbers below it is a list of blocks.
             numbered = steps[number + 1].isdigit()
-            parent.add_module(step, nn.ModuleDict() if numbered else _Stored())
+            parent._modules[step] = nn.ModuleDict() if numbered else _Stored()
         child = parent._modules[step]
         assert child is not None
         parent = child
@@ -390,7 +386,7 @@ def _place(root: nn.Module, path: str, own: dict[str, Tensor]) -> None:
     if steps and steps[-1] in parent._modules:
         module = parent._modules[steps[-1]] or module
     elif steps:
-        parent.add_module(steps[-1], module)
+        parent._modules[steps[-1]] = module
     else:
         module = root
     for key, tensor in own.items():
@@ -414,7 +410,7 @@ def _leaf(name: str, own: dict[str, Tensor]) -> nn.Module:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except ValueError as error:
         raise OffloadError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):

@@ -108,6 +108,13 @@ def test_streamed_to_the_byte() -> None:
     assert none.fit.missing_host > 0 and "ram_budget" in none.fit.why
 
 
+def test_a_share_elsewhere_is_a_share() -> None:
+    found = oracle_offload.plan("32B", card=24, ram="64GB")
+    for wrong in (91, -0.1, float("nan")):
+        with pytest.raises(ValueError, match="offload_percent="):
+            found.on(24, ram="64GB", offload_percent=wrong)
+
+
 def test_the_margin_is_left_alone() -> None:
     need = device_need(net(), rank=1)
     options = dict(rank=1, ram="1GiB", margin=0.5)

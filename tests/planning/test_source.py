@@ -110,6 +110,42 @@ def test_headers_without_a_config_give_the_units_of_their_layers(tmp_path: Path,
     assert any("matrices are taken for Linear" in said for said in found.assumptions)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["forward.weight", "float.0.weight", "type.bias"],
+        ["blocks.items.weight", "blocks.0.weight"],
+        ["a", "a.weight"],
+        ["a..b.weight", ".", ".."],
+    ],
+)
+def test_a_file_may_call_its_tensors_anything(names: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "net.safetensors"
+    save_file({"up.weight": torch.zeros(8, 8)} | {n: torch.zeros(4, 4) for n in names}, path)
+    found = plan(path, rank=1, targets="up")
+    assert found["parameters"] == 64 + 16 * len(names)
+    assert found["persistent_bytes"]["weights"] == 4 * found["parameters"]
+
+
+def test_a_name_deeper_than_any_model_is_refused(tmp_path: Path) -> None:
+    save_file({"a." * 5000 + "weight": torch.zeros(4, 4)}, tmp_path / "net.safetensors")
+    with pytest.raises(oracle_offload.OffloadError, match="is no name of a tensor in any model"):
+        plan(tmp_path / "net.safetensors")
+
+
+def test_the_dtype_is_that_of_the_file_that_would_be_loaded(tmp_path: Path) -> None:
+    model = architectures.real("llama")
+    model.save_pretrained(tmp_path)
+    plain = plan(tmp_path)
+    model.to(torch.float16).save_pretrained(tmp_path / "half", variant="fp16")
+    (half,) = (tmp_path / "half").glob("*.safetensors")
+    half.rename(tmp_path / half.name)
+    assert plan(tmp_path) == plain
+    whole = {name: t.to(torch.int8) for name, t in model.state_dict().items()}
+    save_file(whole, tmp_path / "model.safetensors")  # no floating-point values to go by
+    assert "weights are taken for" in "".join(plan(tmp_path)["assumptions"])
+
+
 def test_a_module_is_left_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
     before = {name: (p.data_ptr(), p.requires_grad) for name, p in model.named_parameters()}
@@ -139,6 +175,8 @@ def test_a_number_of_parameters(text: Any, count: float) -> None:
         ("nothing", "'nothing' is no file, no folder and no number of parameters"),
         (None, "not NoneType"),
         (0, "a number of parameters is above zero"),
+        ("9" * 400 + "T", "a number of parameters is above zero, and below 1e18"),
+        (float("inf"), "a number of parameters is above zero, and below 1e18"),
         (True, "not bool"),
         (nn.ReLU(), "ReLU has no parameters"),
     ],
@@ -154,13 +192,26 @@ def test_what_is_no_model_is_said(model: Any, says: str) -> None:
         ("config.json", "{}", "names no class"),
         ("config.json", "[]", "holds no JSON object"),
         ("config.json", "{", "is not JSON"),
+        ("config.json", "[" * 100_000, "is not JSON"),
+        ("config.json", '{"architectures": 5}', "names no class"),
+        ("config.json", '{"_class_name": 5}', "names no class"),
+        (
+            "config.json",
+            '{"architectures": ["LlamaForCausalLM"], "quantization_config": {"bits": 4}}',
+            "is of a model that is quantised already",
+        ),
         (
             "config.json",
             '{"architectures": ["NoSuch"]}',
             "is of class 'NoSuch', which transformers",
         ),
         ("m.safetensors", "short", "too short for a safetensors file"),
-        ("m.safetensors.index.json", "{}", "has no 'weight_map'"),
+        ("m.safetensors.index.json", "{}", "it has no 'weight_map'"),
+        (
+            "m.safetensors.index.json",
+            '{"weight_map": {"a": "../a.safetensors"}}',
+            "names '../a.safetensors', which is no file beside it",
+        ),
         ("other.txt", "", "is neither a safetensors file"),
     ],
 )
@@ -178,5 +229,11 @@ def test_an_empty_folder_and_a_config_that_its_class_refuses(tmp_path: Path) -> 
         plan(tmp_path)
     with pytest.raises(oracle_offload.OffloadError, match="Linear cannot be made of this config"):
         plan(nn.Linear, config={"in_features": 3})
+    for wrong in ({"num_attention_heads": 0}, {"hidden_size": "x"}, {"hidden_size": -8}):
+        (tmp_path / "config.json").write_text(
+            json.dumps({"architectures": ["LlamaForCausalLM"], **wrong})
+        )
+        with pytest.raises(oracle_offload.OffloadError, match="cannot be made of this config: "):
+            plan(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"in_features": 3, "out_features": 5}))
     assert plan(nn.Linear, config=tmp_path, rank=1, targets="")["parameters"] == 20

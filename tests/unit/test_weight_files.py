@@ -97,6 +97,25 @@ def test_a_header_is_not_read_beyond_what_the_format_allows(tmp_path):
         read(path)
 
 
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((1,) * 65, "no proper shape"),
+        ((2**61,) * 65, "no proper shape"),
+        ((0, 2**70), "has shape \\(0, "),
+        ((0, 2**32, 2**31), "has shape \\(0, "),
+    ],
+)
+def test_a_shape_that_no_tensor_has_is_refused(tmp_path, shape, message):
+    path = tmp_path / "shape.safetensors"
+    nbytes = 0 if 0 in shape else 4
+    write(path, {"a": row(shape=shape, end=nbytes)}, bytes(nbytes))
+    with pytest.raises(OffloadError, match=message):
+        read(path)
+    write(path, {"a": row(shape=(0, 2**31, 2**31), end=0)}, b"")
+    assert read(path)["a"].nbytes == 0
+
+
 def test_what_the_library_writes_is_read(tmp_path):
     path = tmp_path / "good.safetensors"
     tensors = {
@@ -212,6 +231,13 @@ def test_a_folder_of_the_hub_cache_means_its_snapshot(tmp_path):
     (folder / "refs" / "main").write_text("../../elsewhere")
     with pytest.raises(OffloadError, match="which is no file beside it"):
         names(folder)
+    (folder / "refs" / "main").write_text("ghi")
+    with pytest.raises(OffloadError, match="has no snapshot 'ghi', which '"):
+        names(folder)
+    (folder / "refs" / "main").write_bytes(b"\xff" * 100_000)
+    with pytest.raises(OffloadError, match="has no snapshot") as raised:
+        names(folder)
+    assert len(str(raised.value)) < 5000
 
 
 def test_what_does_not_say_which_file_is_meant_is_refused(tmp_path):
