@@ -93,7 +93,7 @@ def held(snapshot: Mapping[str, Any]) -> dict[str, Any]:
     """
     try:
         return _held(snapshot)
-    except (AttributeError, KeyError, IndexError, TypeError) as error:
+    except (AttributeError, KeyError, IndexError, OverflowError, TypeError) as error:
         raise ValueError(f"the memory snapshot is not in torch's format: {error!r}") from error
 
 
@@ -112,8 +112,8 @@ def _held(snapshot: Mapping[str, Any]) -> dict[str, Any]:
     peak, at_peak = _peak(active, trace)
     return {
         "device": f"cuda:{device}",
-        "asked_bytes": ours.get("asked_bytes", failed.get("size")),
-        "free_bytes": ours.get("free_bytes", failed.get("device_free")),
+        "asked_bytes": _size(ours.get("asked_bytes", failed.get("size"))),
+        "free_bytes": _size(ours.get("free_bytes", failed.get("device_free"))),
         "reserved_bytes": sum(int(segment["total_size"]) for segment in segments),
         "held_bytes": sum(block.nbytes for block in active),
         "cached_bytes": sum(cached),
@@ -121,8 +121,19 @@ def _held(snapshot: Mapping[str, Any]) -> dict[str, Any]:
         "peak_bytes": peak,
         "holders": _holders([(block, block.nbytes) for block in active], named),
         "holders_at_peak": _holders([(b, b.requested) for b in at_peak], named),
-        "arena": [{"who": str(who), "bytes": int(size)} for who, size in ours.get("arena", ())],
+        "arena": [{"who": _text(who), "bytes": int(size)} for who, size in ours.get("arena", ())],
     }
+
+
+def _size(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def _text(value: Any) -> str:
+    """Return text, and nothing else: a small file's shared lists are endless as text."""
+    if not isinstance(value, str):
+        raise TypeError(f"text was expected, not {type(value).__name__}")
+    return value
 
 
 class _Count:
@@ -211,7 +222,7 @@ class _Named:
     """Addresses whose holders are known: (address, bytes, kind, who)."""
 
     def __init__(self, rows: Sequence[Sequence[Any]]) -> None:
-        self._rows = sorted((int(a), int(n), str(kind), str(who)) for a, n, kind, who in rows)
+        self._rows = sorted((int(a), int(n), _text(kind), _text(who)) for a, n, kind, who in rows)
         self._starts = [row[0] for row in self._rows]
 
     def of(self, block: Block) -> tuple[str, str] | None:
@@ -241,24 +252,24 @@ def _holders(sizes: Sequence[tuple[Block, int]], named: _Named) -> list[dict[str
 
 def _by_frames(block: Block) -> tuple[str, str]:
     """Return what allocated a block, and the line of the user's code that led there."""
-    python = [frame for frame in block.frames if str(frame["filename"]).endswith(".py")]
+    python = [frame for frame in block.frames if _text(frame["filename"]).endswith(".py")]
     if not python:
         return ("private pool" if block.private else "tensors"), "unknown: no line was recorded"
     names = [_slashed(frame) for frame in python]
     kind = "tensors"
     if any("/torch/optim/" in name for name in names):
         kind = "optimizer state"
-    elif any("/torch/autograd/" in name and "backward" in str(frame["name"])
+    elif any("/torch/autograd/" in name and "backward" in _text(frame["name"])
              for name, frame in zip(names, python, strict=True)):  # fmt: skip
         kind = "in backward"
     own = [f for f, name in zip(python, names, strict=True) if not _is_library(name)]
     frame = (own or python)[0]
-    line = f"{_slashed(frame).rsplit('/', 1)[-1]}:{frame['line']} in {frame['name']}"
+    line = f"{_slashed(frame).rsplit('/', 1)[-1]}:{int(frame['line'])} in {_text(frame['name'])}"
     return kind, line
 
 
 def _slashed(frame: Mapping[str, Any]) -> str:
-    return str(frame["filename"]).replace("\\", "/")
+    return _text(frame["filename"]).replace("\\", "/")
 
 
 def _is_library(name: str) -> bool:

@@ -266,6 +266,13 @@ def test_broken_files_are_named_and_never_more_than_that(tmp_path: Path) -> None
         snapshot({**segment(block(0, 1)), "blocks": [block(0, "many")]}),
         snapshot(device_traces=[[{}]]),
         snapshot(**{KEY: {"named": [[1]]}}),
+        snapshot(**{KEY: {"named": [[0, 8, "weights", ["a"]]]}}),
+        snapshot(**{KEY: {"arena": [[["a"], 8]]}}),
+        snapshot(**{KEY: {"asked_bytes": ["a"]}}),
+        snapshot(segment(block(0, 8, frames=[{**TRAIN, "name": ["a"]}]))),
+        snapshot(segment(block(0, 8, frames=[{**TRAIN, "line": ["a"]}]))),
+        snapshot(segment(block(0, 8, frames=[{**TRAIN, "filename": ["a"]}]))),
+        snapshot(segment(block(0, float("inf")))),
     ):
         with pytest.raises(ValueError):
             held(odd)
