@@ -597,6 +597,10 @@ NOTES: dict[str, dict[str, str]] = {
             "A tensor that needs gradients was computed once, before `accumulate`, and each step "
             "uses it: a cast of a weight, say. Backward would go through it once, with the sum."
         ),
+        "accumulate_in was given a Trainer of": (
+            "DistributedDataParallel shares gradients in the backward of a step's last "
+            "micro-batch, and here the first one has the backward of all."
+        ),
         "has a gradient before accumulate begins": (
             "Gradients of an earlier step, or of another `accumulate` in the same one: give all "
             "micro-batches of a step to one call."

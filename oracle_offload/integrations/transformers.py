@@ -6,6 +6,7 @@ from typing import Any
 
 import transformers
 
+from ..errors import OffloadError
 from ..micro_batches.accumulate import accumulate
 from .sinks import Feed, Sink
 
@@ -87,7 +88,20 @@ def accumulate_in(trainer: transformers.Trainer) -> transformers.Trainer:
     ----------
     trainer : transformers.Trainer
         Its model may be attached before or after.
+
+    Raises
+    ------
+    OffloadError
+        The Trainer runs in several processes: it asks for a step's first losses without their
+        gradients being shared.
     """
+    processes = trainer.accelerator.num_processes
+    if processes > 1:
+        raise OffloadError(
+            f"accumulate_in was given a Trainer of {processes} processes, which shares no "
+            "gradients in the first micro-batch of a step, and that one would compute all; leave "
+            "it out."
+        )
     together = _Together(trainer)
     trainer.get_batch_samples = together.get_batch_samples  # type: ignore[method-assign, unused-ignore]
     trainer.training_step = together.training_step  # type: ignore[method-assign, unused-ignore]

@@ -12,6 +12,7 @@ from test_trainer import CHECKPOINTING, REENTRANT, losses, trainer
 from transformers import TrainerCallback
 
 import oracle_offload
+from oracle_offload import OffloadError
 from oracle_offload.engines import open_states
 from oracle_offload.integrations import accumulate_in
 
@@ -75,6 +76,13 @@ def test_a_step_that_is_asked_for_outside_of_the_loop_is_the_trainers_own(tmp_pa
     ids = torch.randint(0, 100, (2, 9))
     loss = run.training_step(model, {"input_ids": ids, "labels": ids})
     assert loss.ndim == 0 and model.lm_head.weight.grad is not None
+
+
+def test_a_trainer_of_several_processes_is_refused(tmp_path):
+    run = trainer(Side("resident"), models.llama(), tmp_path)
+    run.accelerator.state.num_processes = 2
+    with pytest.raises(OffloadError, match="a Trainer of 2 processes, which shares no gradients"):
+        accumulate_in(run)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
