@@ -101,14 +101,14 @@ def _compile(folder: Path, result: Kernels) -> bytes:
     fatbin = folder / "all_kernels.fatbin"
     command = [nvcc, "-fatbin", "-std=c++17", "-O3", "--threads=0", *gencode]
     # A build in place runs this each time: compile only what changed.
-    text = "".join(path.read_text() for path in files)
+    text = "".join(path.read_text() for path in [*sorted(FOLDER.glob("*.h")), *files])
     key = hashlib.sha256(f"{version}{command}{text}".encode()).hexdigest()
     made = folder / "all_kernels.key"
     if not (fatbin.is_file() and made.is_file() and made.read_text() == key):
         _run([*command, "-o", str(fatbin), str(unit)])
         made.write_text(key)
     result.architectures = [f"sm_{a}" for a in wanted] + [f"compute_{ptx}"]
-    pattern = re.compile(r'extern "C" __global__ void (\w+)\(')
+    pattern = re.compile(r"^OO_KERNEL (\w+)\(", re.MULTILINE)
     result.names = sorted(name for path in files for name in pattern.findall(path.read_text()))
     return fatbin.read_bytes()
 

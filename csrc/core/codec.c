@@ -45,10 +45,15 @@ size_t oo_codec_weight_bytes(enum oo_codec_kind kind) { return oo__width(kind); 
 
 static size_t oo__blocks(size_t count) { return (count + OO_CODEC_BLOCK - 1) / OO_CODEC_BLOCK; }
 
+/* The index, filled up so that the fixed places begin on 16 bytes: the device reads them in words
+ * side by side. */
+static size_t oo__index_bytes(size_t count) {
+    return (sizeof(uint32_t) * (oo__blocks(count) + 1) + 15) / 16 * 16;
+}
+
 size_t oo_codec_room(enum oo_codec_kind kind, size_t count) {
-    const size_t blocks = oo__blocks(count);
-    return OO_CODEC_HEADER + sizeof(uint32_t) * (blocks + 1) +
-           blocks * OO_CODEC_BLOCK * oo_codec_weight_bytes(kind);
+    return OO_CODEC_HEADER + oo__index_bytes(count) +
+           oo__blocks(count) * OO_CODEC_BLOCK * oo_codec_weight_bytes(kind);
 }
 
 /* The fixed place of a block, in bytes. */
@@ -63,11 +68,11 @@ static unsigned oo__raw_words(const struct oo_codec_header *header) {
 }
 
 static size_t oo__payload(const struct oo_codec_header *header) {
-    const size_t blocks = oo__blocks(header->count);
     if (header->mode == OO_CODEC_RAW)
         return header->count * oo__width(header->kind);
     if (header->mode == OO_CODEC_TIERS)
-        return sizeof(uint32_t) * (blocks + 1 + header->tail_words) + blocks * oo__fixed(header);
+        return oo__index_bytes(header->count) + oo__blocks(header->count) * oo__fixed(header) +
+               sizeof(uint32_t) * header->tail_words;
     return 0;
 }
 
@@ -217,7 +222,7 @@ struct oo_parts {
 static struct oo_parts oo__parts(const struct oo_codec_header *header) {
     const size_t blocks = oo__blocks(header->count);
     struct oo_parts parts = {.index = OO_CODEC_HEADER};
-    parts.fixed = parts.index + sizeof(uint32_t) * (blocks + 1);
+    parts.fixed = parts.index + oo__index_bytes(header->count);
     parts.tails = parts.fixed + blocks * oo__fixed(header);
     return parts;
 }
@@ -271,6 +276,8 @@ static enum oo_status oo__encode_tiers(const struct oo_codec *codec, struct oo_c
                             "this machine's memory or processor is faulty",
                             i, (size_t)header->count);
     }
+    memset(out + parts.index + sizeof at * blocks, 0,
+           parts.fixed - parts.index - sizeof at * blocks);
     memcpy(out + parts.index + sizeof at * blocks, &at, sizeof at);
     header->tail_words = at;
     *pays = oo__payload(header) < bytes - bytes / 32;

@@ -12,7 +12,7 @@
  *
  *     header          64 bytes: struct oo_codec_header
  *     index           u32 for each block and one more: where its tail begins, in words; bit 31 says
- *                     that the block is raw
+ *                     that the block is raw; then zeros up to a multiple of 16 bytes
  *     fixed places    for each block, `fixed` bytes: the low bits, then planes P0[32], P1[32]
  *     tails           u32 words, the blocks' one after the other
  *

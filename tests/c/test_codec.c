@@ -2,96 +2,14 @@
  * what is corrupt is an error or the same bits. */
 #include "check.h"
 #include "codec_block.h"
+#include "weights.h"
 
-#include <math.h>
 #include <stdint.h>
 
 enum { MOST = 9 * OO_CODEC_BLOCK + 77 };
 
 static const char *const names[] = {"portable", "avx2", "avx512"};
 static const enum oo_codec_kind kinds[] = {OO_CODEC_BF16, OO_CODEC_FP8, OO_CODEC_INT8};
-
-/* ---- weights ---- */
-
-static uint64_t seed;
-
-static uint64_t draw(void) { /* splitmix64 */
-    uint64_t z = seed += 0x9E3779B97F4A7C15u;
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-    return z ^ z >> 31;
-}
-
-static double uniform(void) { return ((double)(draw() >> 11) + 0.5) * 0x1p-53; }
-static double gaussian(void) {
-    return sqrt(-2 * log(uniform())) * cos(6.283185307179586 * uniform());
-}
-
-static uint16_t bf16(double value) {
-    const float single = (float)value;
-    uint32_t bits;
-    memcpy(&bits, &single, sizeof bits);
-    return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
-/* Cut a bf16 to e4m3 of the same exponent range as far as it goes: a sign, 4 bits, 3 bits. */
-static uint8_t fp8(uint16_t weight) {
-    const int exponent = (weight >> 7 & 255) - 127 + 13;
-    const int kept = exponent < 0 ? 0 : exponent > 15 ? 15 : exponent;
-    return (uint8_t)(weight >> 8 & 0x80) | (uint8_t)(kept << 3) | (uint8_t)(weight >> 4 & 7);
-}
-
-enum what { GAUSSIAN, ROWS, STUDENT, RANDOM, ZEROS, HALF_ZEROS, SPECIALS, RARE, BURSTS, N_WHAT };
-
-static uint16_t word(enum what what, size_t i) {
-    static double scale;
-    if (i % 512 == 0)
-        scale = 0.02 * (what == ROWS ? exp(0.3 * gaussian()) : 1);
-    double chi = 0;
-    for (int k = 0; k < 3 && what == STUDENT; k++) {
-        const double g = gaussian();
-        chi += g * g;
-    }
-    const uint16_t weight = bf16(scale * gaussian() / (what == STUDENT ? sqrt(chi / 3) : 1));
-    const uint64_t drawn = draw();
-    switch (what) {
-    case RANDOM:
-        return (uint16_t)drawn;
-    case ZEROS:
-        return 0;
-    case HALF_ZEROS:
-        return drawn & 1 ? 0 : weight;
-    case SPECIALS: { /* infinities, NaNs with payloads, denormals, both zeros */
-        static const uint16_t special[] = {0x7F80, 0xFF80, 0x7FC1, 0xFFFF,
-                                           0x0001, 0x807F, 0x8000, 0};
-        return drawn % 8 ? weight : special[drawn / 8 % 8];
-    }
-    case RARE: /* about as many of no tier as a block may have before it is raw */
-        return drawn % 17 ? weight : (uint16_t)(drawn >> 8);
-    case BURSTS: /* all of one lane in no tier */
-        return i % 4096 / 8 % 32 == 7 ? (uint16_t)drawn : weight;
-    case GAUSSIAN:
-    case ROWS:
-    case STUDENT:
-    case N_WHAT:
-        break;
-    }
-    return weight;
-}
-
-static void fill(enum oo_codec_kind kind, enum what what, size_t count, void *weights) {
-    for (size_t i = 0; i < count; i++) {
-        const uint16_t drawn = word(what, i);
-        if (kind == OO_CODEC_BF16)
-            ((uint16_t *)weights)[i] = drawn;
-        else if (what == RANDOM)
-            ((uint8_t *)weights)[i] = (uint8_t)drawn;
-        else if (kind == OO_CODEC_FP8)
-            ((uint8_t *)weights)[i] = fp8(drawn);
-        else
-            ((uint8_t *)weights)[i] = (uint8_t)(int)(drawn ? 12 * gaussian() : 0);
-    }
-}
 
 struct chunk {
     char *weights, *coded, *decoded;
@@ -485,7 +403,8 @@ static void an_index_that_leads_astray_is_refused(void) {
 static void a_flipped_low_bit_shows_when_it_is_verified(void) {
     seed = 10;
     struct chunk chunk = eight_blocks(OO_CODEC_BF16);
-    chunk.coded[OO_CODEC_HEADER + 9 * 4] ^= 1; /* the first weight's */
+    chunk.coded[OO_CODEC_HEADER + 12 * 4] ^=
+        1; /* the first weight's, behind nine entries filled up */
     need(decode(&chunk, OO_CODEC_BF16, 8192), "not verified");
     CHECK(chunk.decoded[1] == (chunk.weights[1] ^ (char)0x80), "the sign of the first weight");
     the_message_is("corrupt: a chunk's checksum is not",
