@@ -5,14 +5,18 @@ A library that is missing fails its tests: these say that the project works with
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
+import subprocess
 
 import pytest
 import torch
 from sides import CORE  # which puts the helpers of tests/training on the path
 
-from oracle_offload import selection
+from oracle_offload import cli, selection
+from oracle_offload.trainer import matrix
 
 _spec = importlib.util.spec_from_file_location("core_conftest", CORE / "conftest.py")
 _core = importlib.util.module_from_spec(_spec)
@@ -42,3 +46,20 @@ def as_it_was():
     torch._dynamo.reset()
     os.environ.clear()
     os.environ.update(environment)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Run what `bench --matrix` would run in a process here; the list has the flags of each."""
+    started = []
+
+    def run(command, **options):
+        assert command[1:4] == ["-m", "oracle_offload", "train-lora"]
+        started.append(command[4:])
+        said, problem = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(problem):
+            code = cli.main(command[3:])
+        return subprocess.CompletedProcess(command, code, said.getvalue(), problem.getvalue())
+
+    monkeypatch.setattr(matrix.subprocess, "run", run)
+    return started

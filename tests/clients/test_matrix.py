@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import subprocess
 from dataclasses import replace
@@ -13,23 +11,6 @@ import pytest
 from oracle_offload import cli
 from oracle_offload.trainer import matrix
 from oracle_offload.trainer.matrix import CELLS, Cell, Row, run_matrix, to_json, to_text
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Run what would be a process here; the list has the flags of each."""
-    started = []
-
-    def run(command, **options):
-        assert command[1:4] == ["-m", "oracle_offload", "train-lora"]
-        started.append(command[4:])
-        said, problem = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(problem):
-            code = cli.main(command[3:])
-        return subprocess.CompletedProcess(command, code, said.getvalue(), problem.getvalue())
-
-    monkeypatch.setattr(matrix.subprocess, "run", run)
-    return started
 
 
 def test_rows_are_of_real_trainings(in_this_process, tmp_path, capsys, monkeypatch):
