@@ -73,15 +73,25 @@ class Step:
 
     def phases(self, time: SimulatedTime) -> tuple[float, float]:
         """Return the seconds that forward and backward compute at the rates of `time`."""
+        forward, backward = (
+            sum(seconds_of(event[1], time) for event in part if event[0] == "work")
+            for part in self._halves()
+        )
+        return forward, backward
+
+    def used(self) -> tuple[set[int], set[int]]:
+        """Return the leaves that forward and backward compute with."""
+        forward, backward = (
+            {event[1] for event in part if event[0] == "acquire"} for part in self._halves()
+        )
+        return forward, backward
+
+    def _halves(self) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
         turn = next(
             (n for n, e in enumerate(self.events) if e[0] == "acquire" and e[2] != FORWARD),
             len(self.events),
         )
-        forward, backward = (
-            sum(seconds_of(event[1], time) for event in part if event[0] == "work")
-            for part in (self.events[:turn], self.events[turn:])
-        )
-        return forward, backward
+        return self.events[:turn], self.events[turn:]
 
 
 def seconds_of(work: Sequence[Work], time: SimulatedTime) -> float:

@@ -65,8 +65,10 @@ def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
     slow, middle, fast = (answer["predicted_step_s"] for answer in answers)
     moved = answers[1]["predicted_h2d_bytes"]
     rate = 1e9 * card.rates(0.5)["link_gbps"]
-    sweep_s = fit.x_min_bytes / 2 / rate
-    bound_s = max(forward_s, sweep_s) + max(backward_s, sweep_s)
+    forward_copies_s, backward_copies_s = (
+        max(0, _bytes_of(leaves, step, fit) - fit.arena_bytes) / rate for leaves in step.used()
+    )
+    bound_s = max(forward_s, forward_copies_s) + max(backward_s, backward_copies_s)
     compute_s = forward_s + backward_s
     return Speed(
         fast,
@@ -77,6 +79,17 @@ def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
         moved / rate,
         moved,
         "compute" if compute_s >= 0.9 * middle else "link",
+    )
+
+
+def _bytes_of(leaves: set[int], step: Step, fit: Fit) -> int:
+    """Return what of these leaves travels."""
+    return sum(
+        tensor_bytes(tensor)
+        for unit in fit.storage.units
+        for leaf in unit
+        if leaf.kind.needs_place and step.numbers[leaf.name] in leaves
+        for tensor in leaf.tensors()
     )
 
 

@@ -38,6 +38,31 @@ def test_there_are_forty_cells_beside_the_presets() -> None:
             assert (memory, tflops) != (known.memory_gbps, known.tflops)
 
 
+def test_the_bound_is_of_the_weights_that_each_half_computes_with() -> None:
+    """Backward ends at the first LoRA; the weight of its layer is not used again either."""
+    layers = [torch.nn.Linear(256, 256, bias=False) for _ in range(12)]
+    model = torch.nn.Sequential(*layers)
+    found = {
+        target: oracle_offload.plan(
+            model,
+            sample={"input": (4, 256)},
+            rank=1,
+            targets=target,
+            card=24,
+            ram="64GB",
+            offload_percent=1.0,
+            link_gbps=0.5,
+        )
+        for target in ("11", "0")
+    }
+    copied = {target: one.speed.bound_s * 0.5e9 for target, one in found.items()}
+    nbytes, arena = 4 * 256 * 256, found["0"].fit.arena_bytes
+    assert copied["11"] == pytest.approx(12 * nbytes - arena, rel=0.02)
+    assert copied["0"] == pytest.approx((12 + 11) * nbytes - 2 * arena, rel=0.02)
+    for one in found.values():
+        assert one.speed.bound_s <= one.speed.step_s
+
+
 def sized(name: str) -> tuple[Any, Any]:
     """A model that is wide enough for its weights to count."""
     kind, config = architectures.class_and_config(name)
