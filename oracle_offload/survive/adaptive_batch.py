@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -195,7 +195,7 @@ def samples_of(batch: Any) -> int:
 def _tensors(batch: Any) -> list[Tensor]:
     if isinstance(batch, Tensor):
         return [batch]
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return _tensors(list(batch.values()))
     return [t for each in batch for t in _tensors(each)] if isinstance(batch, list | tuple) else []
 
@@ -203,8 +203,11 @@ def _tensors(batch: Any) -> list[Tensor]:
 def _part(batch: Any, begin: int, size: int) -> Any:
     if isinstance(batch, Tensor):
         return batch[begin : begin + size] if batch.ndim else batch
-    if isinstance(batch, dict):
-        return {key: _part(each, begin, size) for key, each in batch.items()}
+    if isinstance(batch, Mapping):
+        parts = {key: _part(each, begin, size) for key, each in batch.items()}
+        made: Any = dict if isinstance(batch, dict) else type(batch)  # a BatchEncoding stays one
+        return made(parts)
     if isinstance(batch, list | tuple):
-        return type(batch)([_part(each, begin, size) for each in batch])
+        found = [_part(each, begin, size) for each in batch]
+        return type(batch)(*found) if hasattr(batch, "_fields") else type(batch)(found)
     return batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import UserDict, namedtuple
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from oracle_offload.survive.adaptive_batch import as_parts, samples_of
 from oracle_offload.survive.attempts import MINUS_16, Shrink
 
 WIDTH = 8
+Pair = namedtuple("Pair", "rows more")
 PAIRS = Shrink(factor=0.5, floor=2)  # batch norm refuses to train on one sample
 
 
@@ -255,6 +257,9 @@ def test_batches_are_divided_whatever_they_are_made_of():
     assert isinstance(two, tuple) and isinstance(two[1], list)
     assert two[1][1] == {"y": scalar, "z": "text"}
     assert samples_of({"a": x, "b": [x]}) == 5
+    (one, two) = as_parts(UserDict(x=x, y=Pair(x * 2, 7)), 3)  # what tokenizers answer is one
+    assert isinstance(two, UserDict) and two["x"].tolist() == [3, 4] and two["y"].more == 7
+    assert one["y"].rows.tolist() == [0, 2, 4] and isinstance(one["y"], Pair)
     for bad in ({}, [scalar], "text", (x, x[:2])):
         with pytest.raises(ValueError, match="cannot be split; give tensors"):
             samples_of(bad)
