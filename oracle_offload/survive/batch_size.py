@@ -20,7 +20,7 @@ from .adaptive_batch import whole_number
 from .attempts import attempt
 from .keeping import TrainingState
 from .known_sizes import Known
-from .memory import card, device_free_and_total, memory_fraction
+from .memory import card, device_free_and_total, fraction_of, memory_fraction
 
 logger = logging.getLogger("oracle_offload")
 
@@ -239,12 +239,13 @@ def _fits(
 
 
 def _leaving_free(device: torch.device, margin: float) -> contextlib.AbstractContextManager[None]:
-    """Cap torch's memory so that a share of what is free now stays free."""
+    """Cap torch's memory so that a share of what is free now stays free; no cap is lifted."""
     free, total = device_free_and_total(device)
-    if free is None or total is None or not margin:
+    found = card(device)
+    if found is None or free is None or total is None or not margin:
         return contextlib.nullcontext()
-    ours = torch.cuda.memory_allocated(card(device))
-    return memory_fraction(max(1e-6, min(1.0, (ours + free * (1 - margin)) / total)), device)
+    share = (torch.cuda.memory_allocated(found) + free * (1 - margin)) / total
+    return memory_fraction(max(1e-6, min(fraction_of(found), share)), found)
 
 
 @contextlib.contextmanager

@@ -140,12 +140,17 @@ def set_memory_fraction(fraction: float, device: Any = None) -> float:
             f"device={str(device or 'cuda')!r} has no cap on its memory: only torch's allocator "
             "of a CUDA card does; on the host use a control group (systemd-run -p MemoryMax=)"
         )
-    # Older torch does not say; nothing but this function sets it as a rule.
-    ask = getattr(torch.cuda, "get_per_process_memory_fraction", lambda it: _caps.get(it, 1.0))
-    before = ask(found)
+    before = fraction_of(found)
     _caps[found] = float(fraction)
     torch.cuda.set_per_process_memory_fraction(float(fraction), found)
-    return float(before)
+    return before
+
+
+def fraction_of(found: torch.device) -> float:
+    """Return the share of a card's memory that torch may take now."""
+    # Older torch does not say; nothing but `set_memory_fraction` sets it as a rule.
+    ask = getattr(torch.cuda, "get_per_process_memory_fraction", lambda it: _caps.get(it, 1.0))
+    return float(ask(found))
 
 
 @contextlib.contextmanager

@@ -250,6 +250,28 @@ def test_the_second_step_counts_too():
     assert steps == [1, 1, 2, 2, 4, 4, 3, 3]
 
 
+@pytest.mark.parametrize(("before", "within"), [(1.0, 0.45), (0.25, 0.25)])
+def test_the_margin_lifts_no_cap(before, within, monkeypatch):
+    """Of a card of which others hold half: torch may take nine tenths of the rest, or its cap."""
+    share, seen = [before], []
+    for name, answer in {
+        "is_available": lambda: True,
+        "mem_get_info": lambda card: (500, 1000),
+        "memory_reserved": lambda card: 0,
+        "memory_allocated": lambda card: 0,
+        "synchronize": lambda card: None,
+        "get_per_process_memory_fraction": lambda card: share[0],
+        "set_per_process_memory_fraction": lambda value, card: share.__setitem__(0, value),
+        "get_device_properties": lambda card: type("Card", (), {"name": "", "total_memory": 1000}),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer, raising=False)
+    find_batch_size(
+        lambda size: seen.append(share[0]), nn.Linear(1, 1), maximum=1, steps=1, margin=0.1,
+        device="cuda:0", remember=False,
+    )  # fmt: skip
+    assert seen == [pytest.approx(within)] and share == [before]
+
+
 def test_what_does_not_even_fit_at_the_floor_is_refused_and_untouched():
     run = Run().begin()
     run.limit = 3
