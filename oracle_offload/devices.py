@@ -102,6 +102,10 @@ class Device(abc.ABC):
         """Begin torch's peak anew, where it counts one."""
         return
 
+    def peak_bytes(self) -> int | None:
+        """Return the most that torch has allocated there, `begin_peak` or not; None if unknown."""
+        return None
+
     def now_s(self) -> float:
         """Return the host's clock, in seconds since no matter when."""
         return time.perf_counter()
@@ -171,6 +175,7 @@ class Cuda(Device):
     """A GPU, by the system's CUDA driver or the one that ``ORACLE_OFFLOAD_DRIVER`` names."""
 
     dlpack_type = 2
+    _peaks: ClassVar[dict[torch.device, int]] = {}  # until `begin_peak` was called last
 
     @staticmethod
     def find(device: torch.device) -> torch.device:
@@ -224,7 +229,7 @@ class Cuda(Device):
             return 0, 0
         return counted["all"]["current"], counted["all"]["peak"]
 
-    def counted(self) -> Counted | None:
+    def counted(self) -> Counted:
         """Return what torch's allocator has counted."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         limit = None
@@ -243,7 +248,12 @@ class Cuda(Device):
 
     def begin_peak(self) -> None:
         """Begin torch's peak anew."""
+        self._peaks[self.device] = self.peak_bytes()
         torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_bytes(self) -> int:
+        """Return the most that torch has allocated there, `begin_peak` or not."""
+        return max(self.counted().peak_bytes, self._peaks.get(self.device, 0))
 
     def is_idle(self, stream: int) -> bool:
         """Whether all that was queued on `stream` has ended; False while a graph is captured."""

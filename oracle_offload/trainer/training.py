@@ -86,7 +86,7 @@ def train(settings: Settings, say: Callable[[str], object]) -> dict[str, Any]:
         if manager is not None:
             manager.detach()
     result |= {"gradient_checkpointing": checkpointed, "host_peak_bytes": _host_peak()}
-    result["device_peak_bytes"] = KINDS[device.type](device).allocated_and_peak()[1]
+    result["device_peak_bytes"] = KINDS[device.type](device).peak_bytes()
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
 

@@ -355,8 +355,16 @@ def test_what_torch_counts_on_a_card(monkeypatch):
     assert card.counted() == (700, 600, 5, None)
     share[0] = 0.75
     assert card.counted() == (700, 600, 5, 750)
+    monkeypatch.setattr(devices.Cuda, "_peaks", {})
     card.begin_peak()
     assert begun == [torch.device("cuda", 0)]
+    told["allocated_bytes"]["all"]["peak"] = 400  # it has begun anew
+    other = devices.Cuda(torch.device("cuda", 0))
+    assert other.counted().peak_bytes == 400 and other.peak_bytes() == 600
+    card.begin_peak()
+    assert other.peak_bytes() == 600
+    told["allocated_bytes"]["all"]["peak"] = 900
+    assert other.peak_bytes() == 900
     told.clear()
     assert card.counted() == (0, 0, 0, 750)
     monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
