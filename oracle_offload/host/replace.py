@@ -8,22 +8,25 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+_NO_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # of file systems that sync files alone
+
 
 class Sink:
     """What a writer writes to: every call reaches the system at once, none raises.
 
-    A library in C may end the process for an exception that comes out of `write`. So what failed
-    first is kept, what comes after it is dropped, and `replace_file` raises it.
+    A library in C may end the process for an exception that comes out of `write`, or raise another
+    one. So what failed first is kept, Ctrl-C too, what comes after it is dropped, and
+    `replace_file` raises it.
 
     Attributes
     ----------
-    failure : OSError or None
+    failure : BaseException or None
         The first.
     """
 
     def __init__(self, file: int) -> None:
         self._file = file
-        self.failure: OSError | None = None
+        self.failure: BaseException | None = None
 
     def write(self, data: Any) -> int:
         """Write all of `data`."""
@@ -35,7 +38,7 @@ class Sink:
                 if not written:
                     raise OSError(errno.ENOSPC, f"{len(rest)} of {size} bytes were not written")
                 rest = rest[written:]
-        except OSError as error:
+        except BaseException as error:
             self.failure = error
         return size
 
@@ -59,7 +62,8 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Sink], object]) 
     Raises
     ------
     OSError
-        The system refused it: the old file is as it was, and nothing is left beside it.
+        The system refused it: the old file is as it was, and nothing is left beside it. Where it
+        could not bring the rename to the disk, the new file is there already.
     """
     path = os.fspath(path)
     beside = f"{path}.{os.getpid()}.new"
@@ -87,8 +91,14 @@ def sync_folder(path: str) -> None:
     """Bring to the disk which names a folder has; Windows does so by itself."""
     if os.name == "nt":
         return
-    folder = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        folder = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    except PermissionError:  # one may write there, and not read which names it has
+        return
     try:
         os.fsync(folder)
+    except OSError as error:
+        if error.errno not in _NO_FOLDERS:
+            raise
     finally:
         os.close(folder)

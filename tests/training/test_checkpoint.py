@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -183,6 +184,53 @@ def test_a_system_that_writes_nothing_or_renames_nothing_is_an_error(tmp_path, m
     with pytest.raises(KeyError):
         replace_file(path, lambda sink: {}["x"])
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_system_that_syncs_no_folders_will_do_and_another_error_is_one(
+    tmp_path, monkeypatch
+):
+    path, honest = tmp_path / "file", {name: getattr(os, name) for name in ("fsync", "open")}
+    refused = [errno.EINVAL]
+
+    def fsync(file):
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(refused[0], "planted")
+        honest["fsync"](file)
+
+    def closed(name, *more):
+        if name == str(tmp_path):
+            raise PermissionError(errno.EACCES, "planted")
+        return honest["open"](name, *more)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    replace_file(path, lambda sink: sink.write(b"one"))
+    assert path.read_bytes() == b"one"
+    refused[0] = errno.EIO
+    with pytest.raises(OSError, match="planted"):
+        replace_file(path, lambda sink: sink.write(b"two"))
+    assert path.read_bytes() == b"two" and os.listdir(tmp_path) == ["file"]
+    monkeypatch.setattr(os, "open", closed)
+    replace_file(path, lambda sink: sink.write(b"three"))
+    assert path.read_bytes() == b"three"
+
+
+def test_an_interrupt_in_a_save_is_one_and_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    checkpoint = make(tmp_path / "run.pt")[-1]
+    checkpoint.save(1)
+    old, honest, count = (tmp_path / "run.pt").read_bytes(), os.write, 0
+
+    def write(file, data):
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise KeyboardInterrupt
+        return honest(file, data)
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(2)
+    assert (tmp_path / "run.pt").read_bytes() == old and os.listdir(tmp_path) == ["run.pt"]
+    assert checkpoint.saved == 1
 
 
 def test_a_managed_training_resumes_with_its_own_bits_and_memory(device, tmp_path):
