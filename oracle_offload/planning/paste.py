@@ -9,12 +9,18 @@ from .storage import Recipe
 _QTYPES = {"int8": "int8", "fp8": "float8", "qfloat8": "qfloat8"}
 
 
-def python(fit: Fit, recipe: Recipe, switch: str) -> str:
-    """Return lines of Python that train `model` as planned; `switch` turns checkpointing on."""
+def python(fit: Fit, recipe: Recipe, switch: str, *, follows_steps: bool) -> str:
+    """Return lines of Python that train `model` as planned; `switch` turns checkpointing on.
+
+    With `follows_steps` the arena is what the steps leave of the device.
+    """
     lines = [f"model.{switch}()"] if switch else []
+    if recipe.quantise is not None:
+        lines = [f"# first quantise the frozen Linear weights: {recipe.quantise}", *lines]
     if fit.verdict == RESIDENT:
         return "\n".join([*lines, 'model.to("cuda")', ""])
-    arguments = [f"vram_budget={fit.arena_bytes + fit.storage.kept_bytes}"]
+    budget = '"auto"' if follows_steps else str(fit.arena_bytes + fit.storage.kept_bytes)
+    arguments = [f"vram_budget={budget}"]
     if fit.ram_budget is not None:
         arguments.append(f"ram_budget={fit.ram_budget}")
     lines.append("import oracle_offload")

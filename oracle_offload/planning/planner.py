@@ -13,7 +13,7 @@ from ..sizes import format_size, parse_size
 from ..views.recording import Recording, read_recording
 from . import report, verify
 from .cards import card_of
-from .fit import NOWHERE, RESIDENT, Fit, Room, fit
+from .fit import NOWHERE, RESIDENT, STREAMED, Fit, Room, fit
 from .ladder import Rung, Shard, ladder, shards
 from .measure import Step
 from .measure import measure as run_step
@@ -68,6 +68,12 @@ class Plan:
         """``"fits resident"``, ``"fits streamed"`` or ``"does not fit"``."""
         return self.fit.verdict
 
+    @property
+    def shares_arena(self) -> bool:
+        """Whether the arena is all that the device has left, and activations are unknown."""
+        is_counted = self.fit.verdict == STREAMED and not self.storage.units
+        return is_counted and self.question.room.offload_percent is None
+
     def sentence(self) -> str:
         """Return the verdict as one sentence."""
         fit, room, name = self.fit, self.question.room, self.question.source.name
@@ -79,7 +85,9 @@ class Plan:
             said = f"{' and '.join(missing)} missing" if missing else fit.why
             return f"{name}: does not fit {card} with {host}: {said}."
         free = f"{format_size(fit.device_room - fit.device_bytes)} of the device stay free"
-        if "activations" not in fit.device:
+        if self.shares_arena:
+            free = "what activations take, which is unknown, comes off the arena"
+        elif "activations" not in fit.device:
             free += " for activations, which are unknown"
         if fit.verdict == RESIDENT:
             return f"{name}: fits resident on {card}, oracle_offload is not needed; {free}."
@@ -336,6 +344,8 @@ def _assumptions(question: Question, found: Fit, step: Step) -> tuple[str, ...]:
         f"{100 * question.room.margin:.0f}% of the device are left to CUDA and to rounding, a "
         "tenth of the host to the system"
     )
+    if question.source.module is None and question.recipe.train == "lora":
+        said.append("the LoRA, its gradients and its state are unknown and counted nowhere")
     if step.activations is None:
         said.append(f"activations are unknown and counted nowhere: {step.why}")
     elif step.note:

@@ -84,7 +84,7 @@ def _python(plan: Plan) -> str:
     if plan.verdict == NOWHERE:
         return ""
     switch = switch_of(question.source.module) if question.checkpointing else ""
-    return paste.python(plan.fit, question.recipe, switch)
+    return paste.python(plan.fit, question.recipe, switch, follows_steps=plan.shares_arena)
 
 
 def _yaml(plan: Plan) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import OffloadError
 from ..geometry import tensor_bytes
 from ..replay import predict_elsewhere
 from ..simulated_time import SimulatedTime
@@ -61,7 +62,11 @@ def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
     if fit.verdict == RESIDENT:
         slow, middle, fast = (sum(step.phases(time)) for time in times)
         return Speed(fast, middle, slow, middle, middle, bottleneck="compute")
-    answers = predict_elsewhere([_question(step, fit, card, share) for share in (0.0, 0.5, 1.0)])
+    questions = [_question(step, fit, card, share) for share in (0.0, 0.5, 1.0)]
+    try:
+        answers = predict_elsewhere(questions)
+    except OffloadError as error:  # for want of memory, say: whether it fits is known all the same
+        return Speed(why=str(error))
     slow, middle, fast = (answer["predicted_step_s"] for answer in answers)
     moved = answers[1]["predicted_h2d_bytes"]
     rate = 1e9 * card.rates(0.5)["link_gbps"]

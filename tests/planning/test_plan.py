@@ -70,6 +70,17 @@ def test_32_billion_parameters_at_91_percent_fit_24_and_128_gb() -> None:
     assert less.verdict == "does not fit"
 
 
+def test_what_a_number_of_parameters_leaves_unknown_is_said() -> None:
+    found = oracle_offload.plan("32B", card=24, ram="128GB")
+    assert found.verdict == "fits streamed" and "comes off the arena" in found.sentence()
+    assert 'vram_budget="auto"' in found.to_dict()["python"]
+    assert any(said.startswith("the LoRA, its gradients") for said in found.assumptions)
+    told = found.on(24, ram="128GB", offload_percent=0.91)
+    assert "comes off" not in told.sentence() and "vram_budget=57" in str(told)
+    full = oracle_offload.plan("1B", train="full", card=8, ram="128GB")
+    assert not any("the LoRA" in said for said in full.assumptions)
+
+
 def test_what_is_absent_here_is_named_with_who_has_it() -> None:
     text = str(oracle_offload.plan("32B", card=24, ram="128GB"))
     for word in ("NVMe", "ZeRO-Infinity", "ZeRO-Offload", "CPUOffloadOptimizer", "FSDP2", "ZeRO-3"):
@@ -237,6 +248,8 @@ def test_what_is_planned_can_be_pasted(sim: Any) -> None:
         assert len(manager.layers) == 8
     finally:
         manager.detach()
+    packed = oracle_offload.plan(net(), vram="1MiB", ram="1GiB", rank=1, quantise="int8")
+    assert "first quantise the frozen Linear weights: int8" in str(packed)
     resident = oracle_offload.plan(net(), card=24, ram="1GiB", rank=1).to_dict()["python"]
     assert resident.strip() == 'model.to("cuda")'
 

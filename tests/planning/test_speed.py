@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shutil
+import sys
 from typing import Any
 
 import architectures
@@ -61,6 +63,15 @@ def test_the_bound_is_of_the_weights_that_each_half_computes_with() -> None:
     assert copied["0"] == pytest.approx((12 + 11) * nbytes - 2 * arena, rel=0.02)
     for one in found.values():
         assert one.speed.bound_s <= one.speed.step_s
+
+
+def test_a_replay_that_fails_leaves_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256))
+    options = dict(rank=1, card=24, ram="64GB", offload_percent=1.0, sample={"input": (4, 256)})
+    found = oracle_offload.plan(model, **options)
+    assert found.verdict == "fits streamed"
+    assert found.speed.step_s is None and "failed with code 1: nothing" in str(found)
 
 
 def sized(name: str) -> tuple[Any, Any]:
