@@ -17,8 +17,8 @@ from typing import Any
 
 from . import _core, simulator
 from .errors import OffloadError
+from .geometry import aligned
 
-PIECE_BYTES = 2**30
 # A unit: each member's number, and the bytes of each of its tensors.
 Unit = Sequence[tuple[int, Sequence[int]]]
 # ("launch", seconds), ("acquire", member, kind, graph task or -1, ticket) or ("release", ticket).
@@ -41,10 +41,13 @@ def predict(
     simulator.detect_races(False)
     engine = _core.Engine(str(simulator.library_path()), 0)
     arena = [_Reserved(nbytes) for nbytes in segments]
-    masters: list[_core.HostBuffer] = []
+    # All units have the same masters: nobody looks at what is copied.
+    largest = max((sum(aligned(n) for _, ts in unit for n in ts) for unit in units), default=1)
+    masters = _core.HostBuffer(largest)
     lease, model = engine.add_lease(), engine.add_model()
     try:
         stream = engine.compute_stream
+        engine.lock(masters)
         for piece in arena:
             engine.add_segment(lease, piece.address, piece.nbytes, stream)
         members, inside = _add_units(engine, model, units, masters)
@@ -61,8 +64,7 @@ def predict(
         simulator.finish()
         engine.remove_lease(lease)
         engine.remove_model(model)
-        for buffer in masters:
-            engine.unlock(buffer)
+        engine.unlock(masters)
         engine.close()
         simulator.poison(True)
         simulator.copy_nothing(False)
@@ -92,26 +94,18 @@ class _Reserved:
 
 
 def _add_units(
-    engine: Any, model: int, units: Sequence[Unit], masters: list[_core.HostBuffer]
+    engine: Any, model: int, units: Sequence[Unit], masters: _core.HostBuffer
 ) -> tuple[dict[int, int], dict[int, list[int]]]:
-    def aligned(nbytes: int) -> int:
-        return -(-nbytes // _core.ALIGNMENT) * _core.ALIGNMENT
-
     members: dict[int, int] = {}
     inside: dict[int, list[int]] = {}
-    offset = 0
     for unit in units:
-        needed = sum(aligned(nbytes) for _, tensors in unit for nbytes in tensors)
-        if not masters or offset + needed > masters[-1].nbytes:
-            masters.append(_core.HostBuffer(max(PIECE_BYTES, needed)))
-            engine.lock(masters[-1])
-            offset = 0
         extents: list[list[tuple[int, int]]] = []
+        address = masters.address
         for _, tensors in unit:
             extents.append([])
             for nbytes in tensors:
-                extents[-1].append((masters[-1].address + offset, nbytes))
-                offset += aligned(nbytes)
+                extents[-1].append((address, nbytes))
+                address += aligned(nbytes)
         number, added = engine.add_unit(model, extents, False)
         inside[number] = [member for member, _ in added]
         for (recorded, _), (member, _) in zip(unit, added, strict=True):
