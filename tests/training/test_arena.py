@@ -277,11 +277,25 @@ def test_what_torch_holds_for_nobody_counts_as_free(sim, monkeypatch):
     shape = sim.get_device(0)
     shape.memory_bytes = 6 << 20
     sim.set_device(0, shape)
-    layers = [nn.Linear(512, 512, bias=False) for _ in range(16)]
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(16)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for cached in (0, 512 << 10):
-        monkeypatch.setattr(devices.Simulated, "cached_bytes", lambda self, cached=cached: cached)
-        with attached(nn.Sequential(*layers), vram_budget="auto") as manager:
-            assert manager.state.free_bytes() + (2 << 20) == (6 << 20) + cached
+        with (
+            attached(model, vram_budget="auto") as manager,
+            contextlib.ExitStack() as held,
+            monkeypatch.context() as patched,
+        ):
+            free, _ = manager.state.engine.mem_info()
+            if cached:
+                held.enter_context(taken(sim, manager, free - cached))
+            patched.setattr(devices.Simulated, "cached_bytes", lambda kind, n=cached: n)
+            patched.setattr(
+                devices.Simulated, "release_cached", lambda kind, held=held: held.close()
+            )
+            assert manager.state.free_bytes() == free == (4 << 20)
+            model(torch.ones(1, 512)).sum().backward()
+            optimizer.step()
+            assert manager.attachment.arena.capacity_bytes == int(0.95 * (6 << 20)) // 256 * 256
 
 
 @contextlib.contextmanager
