@@ -137,14 +137,16 @@ class Generators:
     Parameters
     ----------
     devices : sequence of torch.device
-        Those that models are attached to.
+        Those that models are attached to; parts of a model may lie on other GPUs.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
+        found = {device for device in devices if device.type != "cpu"}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found |= {torch.device("cuda", index) for index in range(torch.cuda.device_count())}
         self._modules = [
             (module, device)
-            for device in devices
-            if device.type != "cpu"
+            for device in found
             for module in [torch.get_device_module(device)]
             if hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
         ]

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import oracle_offload
 from oracle_offload import OffloadError, accumulate
 from oracle_offload.engines import open_states
+from oracle_offload.micro_batches.thread_state import Generators
 from oracle_offload.witness import Witness
 
 pytest.importorskip("greenlet")
@@ -176,6 +177,23 @@ def test_generators_are_seeded_in_order_and_the_ambient_ones_go_on_alike(device)
     expected = [torch.manual_seed(seed) and torch.rand(()).item() for seed in seeds]
     assert drawn == {True: expected, False: expected}
     assert after[True] == after[False]
+
+
+def test_generators_of_gpus_without_a_managed_model_are_each_micro_batchs_own(monkeypatch):
+    """Parts of a model that are not managed may draw on another GPU; here there is none."""
+    cards = [torch.Generator(), torch.Generator()]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda card: cards[card.index].get_state())
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, card: cards[card.index].set_state(state)
+    )
+    generators = Generators([torch.device("cpu"), torch.device("cuda", 1)])
+    before = generators.now()
+    drawn = [torch.rand(3, generator=card) for card in cards]
+    generators.restore(before)
+    assert_same([torch.rand(3, generator=card) for card in cards], drawn)
 
 
 def test_a_step_may_call_backward_itself_and_goes_on_after_that_of_all(device):
