@@ -111,8 +111,9 @@ def find_batch_size(
     key : str
         What else the sizes depend on, to be remembered apart: ``"1024x1024"``.
     remember : bool
-        Begin with what an earlier run found for this model, device, torch and key; keep what is
-        found.
+        Begin with what an earlier run found for this model, device, torch and key, with the same
+        optimizers and checkpointing; keep what is found. What was too large then is tried again
+        where more of the card is free now.
 
     Raises
     ------
@@ -157,9 +158,11 @@ def find_batch_size(
         logger.warning("find_batch_size: %s", notes[0])
     manager = model.__dict__.get(ATTRIBUTE)
     arena = None if manager is None else manager.attachment.arena.capacity_bytes
-    name = known_sizes.key_of(model, where, arena, key)
+    kinds = [type(each).__name__ for each in optimizers]
+    name = known_sizes.key_of(model, where, arena, (key, margin, steps, kinds, stepped))
+    free, _ = device_free_and_total(where)
     search = _Search(minimum, maximum)
-    known = known_sizes.recall(name) if remember else Known()
+    known = known_sizes.recall(name).within(free) if remember else Known()
     state.keep(values=stepped)
     try:
         with contextlib.nullcontext() if stepped else _without_steps(optimizers):
@@ -170,7 +173,8 @@ def find_batch_size(
     finally:
         state.end()
     if remember:
-        known_sizes.remember(name, Known(search.good, search.bad), type(model).__name__)
+        found = Known(search.good, search.bad, free)
+        known_sizes.remember(name, found, type(model).__name__)
     if search.good is None:
         raise no_room_error(f"not even a batch of {minimum} fits: {why}")
     return BatchResult(search.good, search.bad, tuple(search.tried), stepped, tuple(notes))

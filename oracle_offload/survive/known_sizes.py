@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ logger = logging.getLogger("oracle_offload")
 SCHEMA = schema("sizes", 1)
 _MOST_BYTES = 1 << 20
 _MOST_SIZES = 1000  # the oldest go
+_MORE = 1.01  # times as much memory is not more
+_CHECKPOINTED = "gradient_checkpointing"  # of modules of transformers and diffusers
 
 
 class Known(NamedTuple):
@@ -27,21 +30,29 @@ class Known(NamedTuple):
 
     good: int | None = None
     bad: int | None = None
+    free: int | None = None  # bytes of the device in which they were found
+
+    def within(self, free: int | None) -> Known:
+        """Return what of it still holds: with more memory free, the size that fitted."""
+        if free is None or (self.free is not None and free <= self.free * _MORE):
+            return self
+        return Known(self.good)
 
 
-def key_of(model: nn.Module, device: torch.device, room: int | None, more: str) -> str:
+def key_of(model: nn.Module, device: torch.device, room: int | None, more: Sequence[object]) -> str:
     """Return what a size depends on, as a hash: model, device, torch, and what the caller names.
 
     Parameters
     ----------
     model : nn.Module
-        Names, shapes, dtypes of its parameters, and which are trained; no value of a weight.
+        Names, shapes, dtypes of its parameters, which are trained, and which modules checkpoint; no
+        value of a weight.
     device : torch.device
         Its name and memory.
     room : int or None
         Bytes of the arena, where the model is attached.
-    more : str
-        Whatever else the caller's steps differ in: the resolution, the length.
+    more : sequence
+        Whatever else the caller's steps differ in: the optimizer, the resolution, the length.
     """
     parameters = [
         [name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()
@@ -50,7 +61,11 @@ def key_of(model: nn.Module, device: torch.device, room: int | None, more: str) 
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         card = [properties.name, properties.total_memory]
-    text = json.dumps([type(model).__name__, parameters, card, room, torch.__version__, more])
+    checkpointed = [
+        name for name, module in model.named_modules() if getattr(module, _CHECKPOINTED, False)
+    ]
+    known = [type(model).__name__, parameters, checkpointed, card, room, torch.__version__, *more]
+    text = json.dumps(known)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -59,17 +74,18 @@ def recall(key: str) -> Known:
     row = _read().get(key)
     if not isinstance(row, dict):
         return Known()
-    good, bad = row.get("good"), row.get("bad")
-    if not (_is_size(good) and _is_size(bad)) or (good and bad and good >= bad):
+    known = Known(row.get("good"), row.get("bad"), row.get("free"))
+    good, bad, _ = known
+    if not all(map(_is_size, known)) or (good and bad and good >= bad):
         return Known()
-    return Known(good, bad)
+    return known
 
 
 def remember(key: str, known: Known, model: str) -> None:
     """Keep it; what the system refuses is logged, because no training fails for a file."""
     sizes = _read()
     sizes.pop(key, None)
-    sizes[key] = {"good": known.good, "bad": known.bad, "model": model, "torch": torch.__version__}
+    sizes[key] = known._asdict() | {"model": model, "torch": torch.__version__}
     newest = dict(list(sizes.items())[-_MOST_SIZES:])
     text = json.dumps({"schema": SCHEMA, "sizes": newest}).encode()
     try:

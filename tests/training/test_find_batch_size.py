@@ -365,6 +365,26 @@ def test_sizes_are_remembered_and_used_and_kept_apart(cache):
     assert run.find(remember=True, maximum=4).attempts == ((4, True),)
 
 
+def test_what_was_too_large_is_tried_again_where_it_may_fit_now(cache, monkeypatch):
+    run = Run().begin()
+    run.limit = 11
+    free = [1000]
+    monkeypatch.setattr(batch_size, "device_free_and_total", lambda device: (free[0], 2000))
+    assert int(run.find(remember=True)) == 11
+    run.limit = 20  # another program has gone
+    for free[0] in (1010, 900, 905):
+        assert int(run.find(remember=True)) == 11, "no more is free than before"
+    free[0] = 1500
+    assert int(run.find(remember=True)) == 20
+    run.model[0].gradient_checkpointing = True
+    run.limit = 30
+    assert int(run.find(remember=True)) == 30
+    run.limit = 32
+    assert int(run.find(remember=True, margin=0.0)) == 32
+    run.optimizer = torch.optim.SGD(run.model.parameters())
+    assert len(run.find(remember=True).attempts) > 1
+
+
 def test_what_never_fitted_is_remembered_too(cache):
     run = Run().begin()
     run.limit = 3
@@ -380,9 +400,9 @@ def test_what_never_fitted_is_remembered_too(cache):
 )
 def test_a_damaged_file_is_as_good_as_none_and_written_anew(text, cache):
     cache.write_text(text)
-    assert known_sizes.recall("x") == (None, None)
+    assert known_sizes.recall("x") == (None, None, None)
     known_sizes.remember("x", known_sizes.Known(3, 4), "Model")
-    assert known_sizes.recall("x") == (3, 4)
+    assert known_sizes.recall("x") == (3, 4, None)
 
 
 @pytest.mark.parametrize(
@@ -391,7 +411,7 @@ def test_a_damaged_file_is_as_good_as_none_and_written_anew(text, cache):
 def test_sizes_that_cannot_be_are_passed_over(good, bad, cache):
     row = {"good": good, "bad": bad}
     cache.write_text(json.dumps({"schema": known_sizes.SCHEMA, "sizes": {"x": row, "y": 3}}))
-    assert known_sizes.recall("x") == known_sizes.recall("y") == (None, None)
+    assert known_sizes.recall("x") == known_sizes.recall("y") == (None, None, None)
 
 
 def test_the_oldest_sizes_go_and_a_folder_that_cannot_be_is_no_error(monkeypatch, cache):
@@ -403,7 +423,7 @@ def test_the_oldest_sizes_go_and_a_folder_that_cannot_be_is_no_error(monkeypatch
     cache.parent.joinpath("file").write_text("")
     monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(cache.parent / "file"))
     known_sizes.remember("x", known_sizes.Known(1, 2), "Model")
-    assert known_sizes.recall("x") == (None, None)
+    assert known_sizes.recall("x") == (None, None, None)
 
 
 @pytest.mark.parametrize(
