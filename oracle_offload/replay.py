@@ -17,7 +17,6 @@ from typing import Any
 
 from . import _core, simulator
 from .errors import OffloadError
-from .geometry import aligned
 
 # A unit: each member's number, and the bytes of each of its tensors.
 Unit = Sequence[tuple[int, Sequence[int]]]
@@ -42,7 +41,7 @@ def predict(
     engine = _core.Engine(str(simulator.library_path()), 0)
     arena = [_Reserved(nbytes) for nbytes in segments]
     # All units have the same masters: nobody looks at what is copied.
-    largest = max((sum(aligned(n) for _, ts in unit for n in ts) for unit in units), default=1)
+    largest = max((sum(_aligned(n) for _, ts in unit for n in ts) for unit in units), default=1)
     masters = _core.HostBuffer(largest)
     lease, model = engine.add_lease(), engine.add_model()
     try:
@@ -93,6 +92,10 @@ class _Reserved:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._held))
 
 
+def _aligned(nbytes: int) -> int:  # that of `geometry` would import torch into each replay
+    return -(-nbytes // _core.ALIGNMENT) * _core.ALIGNMENT
+
+
 def _add_units(
     engine: Any, model: int, units: Sequence[Unit], masters: _core.HostBuffer
 ) -> tuple[dict[int, int], dict[int, list[int]]]:
@@ -105,7 +108,7 @@ def _add_units(
             extents.append([])
             for nbytes in tensors:
                 extents[-1].append((address, nbytes))
-                address += aligned(nbytes)
+                address += _aligned(nbytes)
         number, added = engine.add_unit(model, extents, False)
         inside[number] = [member for member, _ in added]
         for (recorded, _), (member, _) in zip(unit, added, strict=True):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import shutil
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import architectures
@@ -171,3 +173,11 @@ def test_a_step_is_within_three_percent_of_the_engines(
 def test_one_cell_of_each_share(cell: tuple[str, int, int], sim: Any) -> None:
     name, share, rates = cell
     compare(name, SHARES[share], RATES[rates])
+
+
+def test_a_replay_imports_no_torch() -> None:
+    """It would take longer than the replay."""
+    code = "import sys, oracle_offload.replay as r; r.main(); sys.exit('torch' in sys.modules)"
+    root = Path(oracle_offload.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], input=b"", cwd=root, check=False)
+    assert done.returncode == 0
