@@ -159,6 +159,10 @@ class AnyLayer(Borrower):
         """Whether device tensors stand in the places of the masters now."""
         return bool(self.parameters.lent)
 
+    def is_lending_here(self) -> bool:
+        """Whether they stand there for a call of this thread."""
+        return self._turn.is_held() and self.is_lending()
+
     # ---- a forward ----
 
     def lend_to(self, call: Callable[[], Any]) -> Any:

@@ -324,7 +324,7 @@ class _Accumulation:
     def _set_aside(self, micro_batch: _MicroBatch) -> None:
         """Go back to whoever lets the micro-batches take turns; return when it goes on."""
         lending = [layer for grains in self._grains for layer in grains.lending]
-        paused = [(layer, layer.pause()) for layer in reversed(lending) if layer.is_lending()]
+        paused = [(layer, layer.pause()) for layer in reversed(lending) if layer.is_lending_here()]
         micro_batch.state = self._states.now()
         self._current = None
         try:

@@ -7,6 +7,7 @@ import contextlib
 import random
 import subprocess
 import sys
+import threading
 
 import numpy
 import pytest
@@ -761,8 +762,6 @@ def test_a_change_of_the_model_sees_the_calls_that_are_set_aside(device):
 
 
 def test_other_threads_are_left_alone():
-    import threading
-
     model, other = net(), net()
     found = []
 
@@ -778,6 +777,35 @@ def test_other_threads_are_left_alone():
     with streamed(model, "cpu"):
         accumulate(step, inputs("cpu"))
     assert found == [True]
+
+
+def test_weights_lent_to_another_thread_stay_there():
+    model, other = net(), Rooted(full=False)
+    inside, goes_on, found = threading.Event(), threading.Event(), []
+    x = inputs("cpu")[0]
+    with torch.no_grad():
+        expected = other(x)
+
+    def wait(*_):
+        inside.set()
+        goes_on.wait(60)
+
+    def compute():
+        with torch.no_grad():
+            found.append(other(x))
+
+    thread = threading.Thread(target=compute)
+    with streamed(model, "cpu"), attached(other, "cpu", offload_percent=1.0):
+        other.blocks[2].register_forward_pre_hook(wait)
+        thread.start()
+        try:
+            assert inside.wait(60)
+            assert other._memory_manager.layers[0].is_lending()
+            accumulate(lambda x: loss_of(model, x), inputs("cpu"))
+        finally:
+            goes_on.set()
+            thread.join()
+    assert_same(found[0], expected)
 
 
 def test_what_torch_calls_is_its_own_again():
