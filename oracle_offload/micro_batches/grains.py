@@ -23,7 +23,7 @@ class Grains(NamedTuple):
     """Where micro-batches take turns in one model."""
 
     modules: list[nn.Module]  # after the forward of each, the next micro-batch goes on
-    lending: list[AnyLayer]  # those whose forward such a module is part of
+    lending: list[AnyLayer]  # those whose forward such a module is part of, the outer ones first
 
 
 def grains_of(attachment: Attachment) -> Grains:
@@ -37,11 +37,11 @@ def grains_of(attachment: Attachment) -> Grains:
     if model is not None and attachment.managed_bytes > capacity:
         nbytes: dict[int, int] = {}
         _add_up(model, attachment, nbytes)
-        for child in _children(model):
-            _collect(child, nbytes, capacity * _SHARE, found)
         layer = model.__dict__.get(HANDLE)
         if isinstance(layer, AnyLayer):
             found.lending.append(layer)
+        for child in _children(model):
+            _collect(child, nbytes, capacity * _SHARE, found)
     return found
 
 

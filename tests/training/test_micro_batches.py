@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import oracle_offload
 from oracle_offload import OffloadError, accumulate
 from oracle_offload.engines import open_states
+from oracle_offload.micro_batches.grains import grains_of
 from oracle_offload.micro_batches.thread_state import Generators
 from oracle_offload.witness import Witness
 
@@ -421,6 +422,25 @@ def test_weights_lent_to_a_forward_come_and_go_with_its_micro_batch(device, full
         assert "table" not in {row.name for row in manager.resident}
         assert_models_agree(managed, resident, both, device=device)
         assert managed.table.device.type == "cpu"
+
+
+def test_turns_are_taken_again_from_the_outside_in():
+    """As a call takes them, or two threads wait for each other."""
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Rooted(full=False)
+            self.inner.blocks.extend(Block(0.0).requires_grad_(False) for _ in range(20))
+            self.table = nn.Parameter(torch.randn(600, WIDTH), requires_grad=False)
+
+        def forward(self, x):
+            return self.inner(x + self.table[:3])
+
+    torch.manual_seed(0)
+    with attached(Outer(), "cpu", offload_percent=1.0) as manager:
+        lending = grains_of(manager.attachment).lending
+        assert [layer.name for layer in lending] == ["", "inner"]
 
 
 # ---- what cannot have the loop's bits is refused ----
