@@ -469,13 +469,13 @@ class Recorder:
             return
         try:
             taken = snapshot.take(part.state, asked, free)
-            file = None
+            row = {**holders_of(taken), **self._row("memory", part, part.state), "file": None}
+            self._memory.append(row)
             if self._path is not None:
                 path = Path(self._path)
                 file = path.with_name(f"{path.stem}.snapshot.pickle")
                 snapshot.write(taken, file)
-            row = {**holders_of(taken), **self._row("memory", part, part.state)}
-            self._memory.append({**row, "file": None if file is None else str(file)})
+                row["file"] = str(file)
         except Exception as error:
             self._note(device, error)
 

@@ -113,6 +113,17 @@ def test_without_a_path_nothing_is_written_and_a_failure_fails_no_training(run, 
     assert ["format" in error["what"] for error in recorder.recording().of("error")] == [True]
 
 
+def test_who_held_the_bytes_is_told_though_the_file_cannot_be_written(run, tmp_path):
+    (tmp_path / "run.snapshot.pickle").mkdir()
+    with oracle_offload.record(tmp_path / "run.jsonl") as recorder:
+        recorder._ran_out("cpu", 6 * MIB, MIB)
+    recording = oracle_offload.read_recording(tmp_path / "run.jsonl")
+    (event,) = recording.of("memory")
+    assert event["file"] is None and event["holders"]
+    (error,) = recording.of("error")
+    assert "run.snapshot.pickle" in error["what"]
+
+
 def test_torch_is_asked_once_and_tells_who_listens_now(monkeypatch):
     put = []
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", put.append, raising=False)
