@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,18 +20,26 @@ def empty_weights() -> Iterator[None]:
     ``weights=``. Only modules that this thread makes are affected.
     """
     thread = threading.get_ident()
-    original = nn.Module.register_parameter
+    before: Any = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and threading.get_ident() == thread and type(param) is nn.Parameter:
+        is_here = not own.is_over and threading.get_ident() == thread
+        if is_here and type(param) is nn.Parameter:
             _drop_values(param)
-        original(self, name, param)
+        before(self, name, param)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    own: Any = register
+    own.is_over, own.before = False, before
+    nn.Module.register_parameter = own  # type: ignore[method-assign]
     try:
         yield
     finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        own.is_over = True
+        # Another thread's may lie over it: then that one takes both away.
+        current: Any = nn.Module.register_parameter
+        while getattr(current, "is_over", False):
+            current = current.before
+        nn.Module.register_parameter = current  # type: ignore[method-assign]
 
 
 def _drop_values(parameter: nn.Parameter) -> None:

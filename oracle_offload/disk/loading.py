@@ -152,10 +152,13 @@ class Loading:
     def read_rest(self, kind: Device, device: torch.device) -> None:
         """Read everything that is no master, and bring Parameters to `device`."""
         batch: list[tuple[Tensor, Tensor]] = []
+        size = 0
         for tensor, _ in list(self._to_come.values()):
             batch.append((tensor, _on_host(tensor)))
-            if sum(tensor_bytes(there) for _, there in batch) >= _BATCH_BYTES:
+            size += tensor_bytes(tensor)
+            if size >= _BATCH_BYTES:
                 self._read_resident(batch, kind, device)
+                size = 0
         self._read_resident(batch, kind, device)
 
     def _read_resident(

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import models
 import pytest
@@ -563,6 +564,22 @@ def test_empty_weights_is_of_one_thread_and_ends_with_an_error():
         raise Stop
     assert not made[0].weight.is_meta
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_threads_that_leave_empty_weights_in_any_order_leave_nothing_behind(first):
+    original = nn.Module.register_parameter
+    entered = [oracle_offload.empty_weights(), oracle_offload.empty_weights()]
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        threads = [one, other]
+        for thread, within in zip(threads, entered, strict=True):
+            thread.submit(within.__enter__).result()
+        last = 1 - first
+        threads[first].submit(entered[first].__exit__, None, None, None).result()
+        assert not threads[first].submit(nn.Linear, 2, 2).result().weight.is_meta
+        assert threads[last].submit(nn.Linear, 2, 2).result().weight.is_meta
+        threads[last].submit(entered[last].__exit__, None, None, None).result()
+    assert nn.Module.register_parameter is original
 
 
 def test_frozen_and_noted_parameters_stay_so(tmp_path):
