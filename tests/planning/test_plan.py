@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import nn
 import oracle_offload
 from oracle_offload import cli
 from oracle_offload.planning.cards import BY_SIZE, CARDS, card_of
+from oracle_offload.planning.fit import fit
+from oracle_offload.planning.storage import storage_of
 from oracle_offload.sizes import GIB
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +60,9 @@ def test_qlora_of_65_billion_parameters_fits_48_gb() -> None:
     )
     assert 65e9 < found.storage.parameters < 65.5e9
     assert found.verdict == "fits resident"
-    plain = oracle_offload.plan(kind, config=config, rank=64, card=48, ram="64GB", measure=False)
+    recipe = replace(found.question.recipe, quantise=None)
+    room = replace(found.question.room, host_bytes=64 * 10**9)
+    plain = fit(storage_of(found.question.source, recipe), None, room)
     assert plain.verdict == "does not fit"
 
 
