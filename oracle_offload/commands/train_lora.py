@@ -21,6 +21,8 @@ the weights stay in page-locked RAM and stream to the GPU.
 The output folder gets the adapters (as peft and diffusers read them), state.pt to resume from,
 metrics.jsonl (oracle-offload report shows it), previews and result.json."""
 
+_INSTALL = "pip install 'oracle_offload[train]'"
+
 
 def run(args: argparse.Namespace, trained: int, error: int, usage: int) -> int:
     """Run the command; return one of the three exit codes given."""
@@ -29,12 +31,18 @@ def run(args: argparse.Namespace, trained: int, error: int, usage: int) -> int:
     except (SettingsError, OSError) as problem:
         print(f"train-lora: {problem}", file=sys.stderr)
         return usage
+    except ModuleNotFoundError as problem:
+        print(f"train-lora: {problem}; {_INSTALL}", file=sys.stderr)
+        return error
     from ..errors import OffloadError
     from ..trainer.training import train
 
     try:
         result = train(settings, lambda line: print(line, file=sys.stderr, flush=True))
-    except (SettingsError, OffloadError, ModuleNotFoundError, OSError) as problem:
+    except ModuleNotFoundError as problem:
+        print(f"train-lora: {problem}; {_INSTALL}", file=sys.stderr)
+        return error
+    except (SettingsError, OffloadError, OSError) as problem:
         print(f"train-lora: {problem}", file=sys.stderr)
         return usage if isinstance(problem, SettingsError) else error
     print(json.dumps(result, indent=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import sys
@@ -22,7 +23,7 @@ from ..recipes.mixed_precision import MixedPrecision
 from ..recipes.optimizers import make_optimizer, state_bytes
 from . import lora, resuming
 from .load import load_task
-from .settings import Settings
+from .settings import Settings, SettingsError
 from .tasks import Piece, Task
 
 SCHEMA = "oracle_offload/train-lora/1"
@@ -45,7 +46,8 @@ def train(settings: Settings, say: Callable[[str], object]) -> dict[str, Any]:
     SettingsError
         The model or the data does not fit the settings.
     """
-    device = parse_device(settings.device)
+    with _settings_of_ours():
+        device = parse_device(settings.device)
     folder = Path(settings.output)
     (folder / "previews").mkdir(parents=True, exist_ok=True)
     if settings.resume:
@@ -62,14 +64,15 @@ def train(settings: Settings, say: Callable[[str], object]) -> dict[str, Any]:
     if settings.resident:
         task.model.to(device)
     else:
-        manager = attach(
-            task.model,
-            device,
-            offload_percent=settings.offload_percent,
-            vram_budget=settings.vram_budget or None,
-            ram_budget=settings.ram_budget or None,
-            order_file=folder,
-        )
+        with _settings_of_ours():
+            manager = attach(
+                task.model,
+                device,
+                offload_percent=settings.offload_percent,
+                vram_budget=settings.vram_budget or None,
+                ram_budget=settings.ram_budget or None,
+                order_file=folder,
+            )
         say(f"attached: {manager!r}")
     try:
         result = _Loop(settings, task, device, say).run()
@@ -89,6 +92,15 @@ def train(settings: Settings, say: Callable[[str], object]) -> dict[str, Any]:
     result["device_peak_bytes"] = KINDS[device.type](device).peak_bytes()
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
+
+
+@contextlib.contextmanager
+def _settings_of_ours() -> Iterator[None]:
+    """Let an argument that this package refuses be a setting that makes no sense."""
+    try:
+        yield
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _host_peak() -> int | None:

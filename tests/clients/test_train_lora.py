@@ -290,6 +290,14 @@ def test_models_and_data_that_do_not_fit_are_refused(
     assert "nor in the local hub cache" in said
     _, said = run(capsys, tmp_path, "--model", "no such model", *wrong, code=2)
     assert "nor in the local hub cache" in said
+    model = ["--model", llama, *wrong]
+    for flags, told in (
+        (["--vram-budget", "much"], "vram_budget='much' is not a size"),
+        (["--offload-percent", "2"], "offload_percent=2.0 is outside [0, 1]"),
+        (["--device", "nowhere"], "device='nowhere' is not a device"),
+    ):
+        _, said = run(capsys, tmp_path, *model, *flags, code=2)
+        assert said.endswith("\n") and f"train-lora: {told}" in said
     _, said = run(capsys, tmp_path, "--model", llama, *wrong, "--target-modules", "x_proj", code=2)
     assert "no linear layer has such a name" in said
     empty = tmp_path / "empty.jsonl"

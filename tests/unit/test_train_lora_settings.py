@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,22 @@ def test_it_is_one_line_and_exit_code_2(capsys):
     assert capsys.readouterr().err == "train-lora: steps=0 must be at least 1\n"
     assert cli.main(["train-lora", "--config", "/nowhere/at/all"]) == cli.EXIT_USAGE
     assert "No such file" in capsys.readouterr().err
+
+
+def test_a_library_that_is_missing_is_named_with_what_to_install(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("torch")
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 1")
+    for name, flags in (("yaml", ["--config", str(file)]), ("transformers", [])):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, name, None)
+            (tmp_path / "config.json").write_text("{}")
+            wanted = ["--model", str(tmp_path), "--dataset-file", "d", "--output", str(tmp_path)]
+            code = cli.main(["train-lora", *wanted, "--device", "cpu", *flags])
+        assert code == cli.EXIT_ERROR
+        said = capsys.readouterr().err
+        assert said.startswith("train-lora: ") and name in said
+        assert said.endswith("; pip install 'oracle_offload[train]'\n")
 
 
 def test_the_file_of_the_page_is_one(tmp_path):
