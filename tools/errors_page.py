@@ -202,7 +202,7 @@ NOTES: dict[str, dict[str, str]] = {
         "is neither 'lora' nor 'full'": 'QLoRA is `train="lora"` with `quantise="nf4"`.',
         "=… is not known; there are …": "The message lists what is.",
         "is outside [0, 1)": "`margin` is a share of the card: 0.08 leaves 8% to CUDA.",
-        "is not a whole number above zero": "`rank` and `batch` count.",
+        "is not a whole number above zero": "`rank`, `batch` and `micro_batches` count.",
         "is no file, no folder and no number of parameters": (
             "Check the path; a number of parameters has K, M, B or T behind it."
         ),

@@ -29,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-checkpointing", dest="checkpointing", action="store_false")
     parser.add_argument("--batch", type=int, default=1, help="samples in a micro-batch (1)")
     parser.add_argument(
+        "--micro-batches", type=int, default=1, help="of a step, with one fetch for all (1)"
+    )
+    parser.add_argument(
         "--sample", metavar="SAMPLE", help="tokens, HEIGHTxWIDTH in pixels, or NAME=AxB:dtype,..."
     )
     parser.add_argument(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from .._core import ALIGNMENT
 from ..errors import OffloadError
 from ..geometry import aligned
+from .measure import Step
 from .storage import Storage
 
 RESIDENT, STREAMED, NOWHERE = "fits resident", "fits streamed", "does not fit"
@@ -113,6 +114,29 @@ class Room:
     def host(self) -> int:
         """Bytes of the host that a training may take."""
         return int(self.host_bytes * _HOST_SHARE)
+
+
+def fit_step(storage: Storage, step: Step, micro_batches: int, room: Room) -> tuple[Step, Fit]:
+    """Return where the bytes would lie in a step of several micro-batches, and that step.
+
+    `oracle_offload.accumulate` keeps the activations of all of them; where all weights have room on
+    the device it is a loop, and keeps those of one.
+
+    Parameters
+    ----------
+    storage : Storage
+    step : Step
+        As it was measured.
+    micro_batches : int
+    room : Room
+    """
+    step = replace(step, micro_batches=micro_batches, together=False)
+    found = fit(storage, step.activations, room)
+    holds_all = found.verdict == RESIDENT or found.arena_bytes >= found.storage.managed_bytes
+    if micro_batches == 1 or holds_all:
+        return step, found
+    step = replace(step, together=True)
+    return step, fit(storage, step.activations, room)
 
 
 def fit(storage: Storage, activations: int | None, room: Room) -> Fit:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .fit import RESIDENT, Fit, fit
+from .fit import RESIDENT, Fit, fit_step
+from .measure import Step
 from .optimizers import OPTIMIZERS
 from .question import Question
 from .storage import Recipe, Storage, storage_of
@@ -69,9 +70,9 @@ class Shard:
 
 def ladder(
     question: Question,
-    activations: int | None,
+    step: Step,
     found: Fit,
-    remeasured: Callable[..., int | None],
+    remeasured: Callable[..., Step],
 ) -> list[Rung]:
     """Return the alternatives to `found`, in order of what they cost.
 
@@ -79,12 +80,12 @@ def ladder(
     ----------
     question : Question
         What was asked.
-    activations : int or None
+    step : Step
         Of that.
     found : Fit
         The answer.
     remeasured : callable
-        Returns the activations of the question with some fields changed.
+        Returns the step of the question with some fields changed.
     """
     source, recipe, room = question.source, question.recipe, question.room
     rungs: list[Rung] = []
@@ -95,12 +96,13 @@ def ladder(
         option: str,
         changes_result: bool,
         changed: Recipe,
-        live: int | None = activations,
+        other_step: Step = step,
+        micro_batches: int = question.micro_batches,
     ) -> None:
-        other = fit(storage_of(source, changed), live, room)
+        _, other = fit_step(storage_of(source, changed), other_step, micro_batches, room)
         saves_device = found.least_device_bytes - other.least_device_bytes
         saves_host = found.host_bytes - other.host_bytes
-        if saves_device or saves_host:
+        if saves_device > 0 or saves_host > 0:
             verdict = other.verdict
             rungs.append(
                 Rung(name, cost, changes_result, saves_device, saves_host, verdict, option)
@@ -108,15 +110,24 @@ def ladder(
 
     if found.verdict == RESIDENT:
         return rungs
-    known = activations is not None
+    known = step.activations is not None
     if known and not question.checkpointing:
-        live = remeasured(checkpointing=True)
+        again = remeasured(checkpointing=True)
         cost = "each block is computed once more, about a third of a step"
-        add("checkpointing", cost, "checkpointing=True", False, recipe, live)
+        add("checkpointing", cost, "checkpointing=True", False, recipe, again)
+    if step.together:
+        cost = (
+            f"{question.micro_batches} micro-batches for each step, each of which moves the weights"
+        )
+        add("accumulation in a loop", cost, "micro_batches=1", False, recipe, step, 1)
     if known and question.batch > 1:
-        live = remeasured(batch=1)
-        cost = f"{question.batch} micro-batches for each step, each of which moves the weights"
-        add("batch 1 and accumulation", cost, "batch=1", False, recipe, live)
+        one = remeasured(batch=1)
+        number = question.batch * question.micro_batches
+        option = f"batch=1, micro_batches={number}"
+        cost = "smaller kernels; the weights move once for all micro-batches"
+        add("batch 1 and accumulate()", cost, option, False, recipe, one, number)
+        cost = f"{number} micro-batches for each step, each of which moves the weights"
+        add("batch 1 and accumulation", cost, "batch=1", False, recipe, one, 1)
     lighter = OPTIMIZERS.get(recipe.optimizer.lighter)
     while lighter is not None:
         option = f"optimizer={lighter.name!r}"
@@ -139,9 +150,9 @@ def ladder(
         add("a LoRA in place of all weights", cost, "train='lora'", True, changed)
     smaller = _half(question.sample)
     if known and smaller is not None:
-        live = remeasured(sample=smaller)
+        again = remeasured(sample=smaller)
         cost = "another training: it sees less at once"
-        add("a shorter or smaller sample", cost, f"sample={smaller!r}", True, recipe, live)
+        add("a shorter or smaller sample", cost, f"sample={smaller!r}", True, recipe, again)
     return rungs
 
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,27 @@ from .sample import UnknownSample, inputs
 from .source import copy_with, switch_of
 from .storage import Pair
 
+_TICKETS = 1 << 32  # more than a micro-batch has uses
 _graph_task = torch._C._current_graph_task_id
 
 # An operator: floating-point operations, bytes it reads and writes, dtype of its result; the last
 # says whether it reads them over the link.
 Work = tuple[float, int, torch.dtype, bool]
+
+
+class Stage(NamedTuple):
+    """A part of a micro-batch: its forward, or the backward of one checkpointed region.
+
+    Attributes
+    ----------
+    peak : int
+        Most bytes that live at once beside what the training keeps.
+    waiting : int
+        Bytes that a micro-batch keeps while it waits for others to get through the same part.
+    """
+
+    peak: int
+    waiting: int
 
 
 @dataclass
@@ -40,41 +56,94 @@ class Step:
 
     Attributes
     ----------
-    activations : int or None
-        Most bytes that live at once beside what the training keeps; None where that is unknown.
+    stages : list of Stage
+        Of the memory of one micro-batch; none where that is unknown.
     events : list
-        ``("work", [Work, ...])``, ``("acquire", leaf, kind, ticket)``, ``("release", ticket)``.
+        ``("work", [Work, ...])``, ``("acquire", leaf, kind, ticket)``, ``("release", ticket)``, of
+        one micro-batch.
     numbers : dict of str to int
         The leaves of the events, by name.
     why : str
         Why nothing is known; empty where something is.
     note : str
         What was taken for granted.
+    micro_batches : int
+        In a step.
+    together : bool
+        Whether all of them compute a block before any goes on, as in `oracle_offload.accumulate`.
     """
 
-    activations: int | None = None
+    stages: list[Stage] = field(default_factory=list)
     events: list[tuple[Any, ...]] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
     why: str = ""
     note: str = ""
+    micro_batches: int = 1
+    together: bool = False
+
+    @property
+    def activations(self) -> int | None:
+        """Most bytes that live at once beside what the training keeps; None unknown."""
+        waiting = self.micro_batches - 1 if self.together else 0
+        return max((stage.peak + waiting * stage.waiting for stage in self.stages), default=None)
+
+    def _seconds(self, work: Sequence[Work], time: SimulatedTime) -> float:
+        """Return what operators take one after the other."""
+        return sum(
+            time.link_seconds(moved) if mapped else time.operator_seconds(flops, moved, dtype)
+            for flops, moved, dtype, mapped in work
+        )
 
     def replayed(self, time: SimulatedTime) -> list[tuple[Any, ...]]:
-        """Return the events as `oracle_offload.replay` takes them, at the rates of `time`."""
+        """Return the events as `oracle_offload.replay` takes them, at the rates of `time`.
+
+        Of several micro-batches each computes a checkpointed region as a whole; what is in none,
+        all of them compute while its weights are there.
+        """
         found: list[tuple[Any, ...]] = []
-        for event in self.events:
-            if event[0] == "work":
-                found.append(("launch", seconds_of(event[1], time)))
-            elif event[0] == "acquire":
-                _, leaf, kind, ticket = event
-                found.append(("acquire", leaf, kind, -1 if kind == FORWARD else 0, ticket))
-            else:
-                found.append(event)
+        for is_region, events in self._parts():
+            rounds, share = (self.micro_batches, 1) if is_region else (1, self.micro_batches)
+            for number in range(rounds):
+                for event in events:
+                    if event[0] == "work":
+                        found.append(("launch", share * self._seconds(event[1], time)))
+                        continue
+                    ticket = event[-1] + number * _TICKETS
+                    if event[0] == "acquire":
+                        task = -1 if event[2] == FORWARD else 0
+                        found.append(("acquire", event[1], event[2], task, ticket))
+                    else:
+                        found.append(("release", ticket))
         return found
+
+    def _parts(self) -> list[tuple[bool, list[tuple[Any, ...]]]]:
+        """Return the events in parts, each with whether it is (of) a checkpointed region."""
+        regions: dict[int, int] = {}  # of each leaf that is computed again
+        number, last = 0, FORWARD
+        for event in self.events:
+            if event[0] == "acquire":
+                number += event[2] == RECOMPUTE != last
+                last = event[2]
+                if last == RECOMPUTE:
+                    regions[event[1]] = number
+        parts: list[tuple[bool, list[tuple[Any, ...]]]] = []
+        now = -1
+        for event in self.events:
+            if event[0] == "acquire":
+                region = regions.get(event[1], 0)
+                if region != now:
+                    parts.append((region > 0, []))
+                    now = region
+            elif not parts:
+                parts.append((False, []))
+            parts[-1][1].append(event)
+        return parts
 
     def phases(self, time: SimulatedTime) -> tuple[float, float]:
         """Return the seconds that forward and backward compute at the rates of `time`."""
         forward, backward = (
-            sum(seconds_of(event[1], time) for event in part if event[0] == "work")
+            self.micro_batches
+            * sum(self._seconds(event[1], time) for event in part if event[0] == "work")
             for part in self._halves()
         )
         return forward, backward
@@ -92,14 +161,6 @@ class Step:
             len(self.events),
         )
         return self.events[:turn], self.events[turn:]
-
-
-def seconds_of(work: Sequence[Work], time: SimulatedTime) -> float:
-    """Return what operators take one after the other."""
-    return sum(
-        time.link_seconds(moved) if mapped else time.operator_seconds(flops, moved, dtype)
-        for flops, moved, dtype, mapped in work
-    )
 
 
 def measure(
@@ -158,15 +219,18 @@ def measure(
         try:
             with tracer:
                 tracer.count(arguments)
-                _loss(model(**arguments)).backward()
+                loss = _loss(model(**arguments))
+                tracer.end_stage()
+                loss.backward()
         except (
             Exception
         ) as error:  # whatever a model's own code does with values that are not there
             said = str(error).strip().splitlines() or [type(error).__name__]
             return Step(why=f"its forward or backward cannot be run without values: {said[0]}")
     tracer.flush()
+    tracer.end_stage()
     numbers = {leaf.name: number for number, leaf in enumerate(leaves)}
-    return Step(tracer.peak, tracer.events, numbers, note=note)
+    return Step(tracer.stages, tracer.events, numbers, note=note)
 
 
 def _loss(output: Any) -> Tensor:
@@ -227,8 +291,8 @@ class _Tracer(TorchDispatchMode):
 
     Attributes
     ----------
-    peak : int
-        Most bytes of tensors that were made under it and lived at once.
+    stages : list of Stage
+        See `Step`.
     events : list
         See `Step`.
     """
@@ -236,7 +300,10 @@ class _Tracer(TorchDispatchMode):
     def __init__(self, model: nn.Module, leaves: Sequence[Chosen]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[tuple[Any, ...]] = []
-        self.peak = self._live = 0
+        self.stages: list[Stage] = []
+        self._peak = self._live = self._begun = 0
+        self._least = 0  # that lived in this stage
+        self._kind = FORWARD  # of the last use
         self._work: list[Work] = []
         self._leaf_at: dict[int, int] = {}  # by the storage of its tensors
         self._mapped: set[int] = set()
@@ -272,6 +339,9 @@ class _Tracer(TorchDispatchMode):
 
     def _acquire(self, leaf: int, kind: int) -> int:
         self.flush()
+        if kind == RECOMPUTE != self._kind:
+            self.end_stage()
+        self._kind = kind
         self._tickets += 1
         self.events.append(("acquire", leaf, kind, self._tickets))
         return self._tickets
@@ -279,6 +349,15 @@ class _Tracer(TorchDispatchMode):
     def _release(self, ticket: int) -> None:
         self.flush()
         self.events.append(("release", ticket))
+
+    def end_stage(self) -> None:
+        """Another part of the step begins: backward, or a checkpointed region in it."""
+        # Those that are through with forward wait with what it has left, the others begin with it.
+        waiting = self._begun if self.stages else self._live
+        self.stages.append(Stage(self._peak, waiting))
+        # What a region computes before it is computed again is not left by the one before it.
+        self._begun = self._least if len(self.stages) > 1 else self._live
+        self._peak = self._least = self._live
 
     def flush(self) -> None:
         """Note the work since the last event."""
@@ -297,10 +376,11 @@ class _Tracer(TorchDispatchMode):
             self._known[storage] = nbytes
             self._live += nbytes
             weakref.finalize(storage, self._forget, nbytes).atexit = False
-        self.peak = max(self.peak, self._live)
+        self._peak = max(self._peak, self._live)
 
     def _forget(self, nbytes: int) -> None:
         self._live -= nbytes
+        self._least = min(self._least, self._live)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

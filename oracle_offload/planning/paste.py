@@ -9,10 +9,11 @@ from .storage import Recipe
 _QTYPES = {"int8": "int8", "fp8": "float8", "qfloat8": "qfloat8"}
 
 
-def python(fit: Fit, recipe: Recipe, switch: str, *, follows_steps: bool) -> str:
+def python(fit: Fit, recipe: Recipe, switch: str, *, follows_steps: bool, together: int = 1) -> str:
     """Return lines of Python that train `model` as planned; `switch` turns checkpointing on.
 
-    With `follows_steps` the arena is what the steps leave of the device.
+    With `follows_steps` the arena is what the steps leave of the device; so many micro-batches
+    go `together`.
     """
     lines = [f"model.{switch}()"] if switch else []
     if recipe.quantise is not None:
@@ -30,10 +31,13 @@ def python(fit: Fit, recipe: Recipe, switch: str, *, follows_steps: bool) -> str
     lines.append(f'manager = oracle_offload.attach(model, "cuda", {", ".join(arguments)})')
     if recipe.train == "lora":
         lines.append(f"# then the LoRA of rank {recipe.rank}, for example with peft")
+    if together > 1:
+        lines.append(f"# in each step, with its {together} micro-batches:")
+        lines.append("# losses = oracle_offload.accumulate(lambda batch: ..., batches)")
     return "\n".join([*lines, ""])
 
 
-def yaml(fit: Fit, recipe: Recipe, checkpointing: bool, batch: int) -> str:
+def yaml(fit: Fit, recipe: Recipe, checkpointing: bool, batch: int, micro_batches: int = 1) -> str:
     """Return the part of an AI-Toolkit job that this plan decides, under its own keys."""
     percent = f"{fit.offload_percent:.2f}"
     streams = fit.verdict != RESIDENT
@@ -48,6 +52,7 @@ def yaml(fit: Fit, recipe: Recipe, checkpointing: bool, batch: int) -> str:
     lines += [
         "train:",
         f"  batch_size: {batch}",
+        *([f"  gradient_accumulation: {micro_batches}"] if micro_batches > 1 else ()),
         f"  gradient_checkpointing: {_said(checkpointing)}",
         f"  optimizer: {recipe.optimizer.name}",
         "  dtype: bf16",

@@ -13,7 +13,7 @@ from ..sizes import format_size, parse_size
 from ..views.recording import Recording, read_recording
 from . import report, verify
 from .cards import card_of
-from .fit import NOWHERE, RESIDENT, STREAMED, Fit, Room, fit
+from .fit import NOWHERE, RESIDENT, STREAMED, Fit, Room, fit_step
 from .ladder import Rung, Shard, ladder, shards
 from .measure import Step
 from .measure import measure as run_step
@@ -184,6 +184,7 @@ def plan(
     quantise: str | None = None,
     checkpointing: bool = True,
     batch: int = 1,
+    micro_batches: int = 1,
     sample: Any = None,
     measure: bool = True,
     card: str | int | None = None,
@@ -229,6 +230,9 @@ def plan(
         Whether blocks are computed again in backward.
     batch : int
         Samples in a micro-batch.
+    micro_batches : int
+        Of a step, under `oracle_offload.accumulate`: each weight is fetched once for all of them,
+        whose activations live at once (with checkpointing, the inputs of their blocks).
     sample : int, tuple of int, mapping, str, optional
         What one sample is: tokens; height and width in pixels; a mapping from the arguments of
         forward to shapes without the batch, ``(4096, 64)`` or ``((77,), "int64")``; or text, as the
@@ -265,7 +269,11 @@ def plan(
         raise ValueError(f"train={train!r} is neither 'lora' nor 'full'")
     if quantise is not None and quantise not in QUANTISED:
         raise ValueError(f"quantise={quantise!r} is not known; there are {', '.join(QUANTISED)}")
-    for name, value in (("rank", rank), ("batch", batch)):
+    for name, value in (
+        ("rank", rank),
+        ("batch", batch),
+        ("micro_batches", micro_batches),
+    ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} is not a whole number above zero")
     if isinstance(sample, str):
@@ -290,7 +298,15 @@ def plan(
     )
     room = Room(chosen.memory_bytes, _ram(ram), margin, offload_percent)
     question = Question(
-        source, recipe, chosen, room, batch, checkpointing, sample, measure and source.runs
+        source,
+        recipe,
+        chosen,
+        room,
+        batch,
+        checkpointing,
+        sample,
+        measure and source.runs,
+        micro_batches,
     )
     return answer(question)
 
@@ -299,13 +315,13 @@ def answer(question: Question, step: Step | None = None) -> Plan:
     """Return the plan of a question, whose step may have been measured already."""
     storage = storage_of(question.source, question.recipe)
     step = _step(question, storage) if step is None else step
-    found = fit(storage, step.activations, question.room)
+    step, found = fit_step(storage, step, question.micro_batches, question.room)
 
-    def activations(**changes: Any) -> int | None:
+    def measured(**changes: Any) -> Step:
         changed = replace(question, **changes)
-        return _step(changed, storage_of(changed.source, changed.recipe)).activations
+        return _step(changed, storage_of(changed.source, changed.recipe))
 
-    rungs = ladder(question, step.activations, found, activations)
+    rungs = ladder(question, step, found, measured)
     storage = storage_of(question.source, question.recipe)  # the ladder marked the module anew
     return Plan(
         question,

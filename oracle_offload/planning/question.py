@@ -23,3 +23,4 @@ class Question:
     checkpointing: bool
     sample: Any = None
     measured: bool = True
+    micro_batches: int = 1

@@ -84,14 +84,17 @@ def _python(plan: Plan) -> str:
     if plan.verdict == NOWHERE:
         return ""
     switch = switch_of(question.source.module) if question.checkpointing else ""
-    return paste.python(plan.fit, question.recipe, switch, follows_steps=plan.shares_arena)
+    together = plan.step.micro_batches if plan.step.together else 1
+    follows = plan.shares_arena
+    return paste.python(plan.fit, question.recipe, switch, follows_steps=follows, together=together)
 
 
 def _yaml(plan: Plan) -> str:
     question = plan.question
     if plan.verdict == NOWHERE:
         return ""
-    return paste.yaml(plan.fit, question.recipe, question.checkpointing, question.batch)
+    recipe, micro_batches = question.recipe, question.micro_batches
+    return paste.yaml(plan.fit, recipe, question.checkpointing, question.batch, micro_batches)
 
 
 def _bars(plan: Plan) -> list[tuple[str, list[Part]]]:

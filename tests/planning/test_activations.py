@@ -7,24 +7,13 @@ from typing import Any
 import architectures
 import pytest
 import torch
+from peak import peak_of
 from torch import nn
 
 import oracle_offload
 from oracle_offload.planning.sample import inputs, parse_sample
 
 SAMPLES: dict[str, Any] = {"flux": (128, 128), "llama": 48, "sd3": (128, 128), "unet": (128, 128)}
-
-
-def peak_of(run: Any) -> int:
-    """Most bytes that torch's CPU allocator gave out at once while `run` ran."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        run()
-    now = most = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
 
 
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointed", "plain"])

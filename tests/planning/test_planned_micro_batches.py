@@ -1,0 +1,153 @@
+"""Steps of several micro-batches with one fetch: their memory and their time, beside the engine."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import architectures
+import pytest
+import torch
+from peak import peak_of
+from torch import nn
+
+import oracle_offload
+from oracle_offload import cli, simulator
+from oracle_offload.planning.measure import Stage, Step
+from oracle_offload.witness import Witness
+
+NUMBER = 4
+RATES = dict(link_gbps=0.05, memory_gbps=60.0, tflops=0.03, launch_s=4e-6)
+TARGETS = ["q_proj", "v_proj"]
+
+
+def llama() -> tuple[Any, Any]:
+    kind, config = architectures.class_and_config("llama")
+    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=5)
+    config.update(sizes)
+    return kind, config
+
+
+def trained(checkpointing: bool) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    kind, config = llama()
+    torch.manual_seed(0)
+    model = kind(config).to(torch.bfloat16).requires_grad_(False).train()
+    model.config.use_cache = False
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    return get_peft_model(model, LoraConfig(r=4, lora_alpha=4, target_modules=TARGETS))
+
+
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointed", "plain"])
+def test_a_step_is_as_the_engine_and_the_allocator_have_it(checkpointing: bool, sim: Any) -> None:
+    kind, config = llama()
+    options: dict[str, Any] = dict(rank=4, targets=TARGETS, sample=48, batch=2, ram="64GB")
+    found = oracle_offload.plan(
+        kind,
+        config=config,
+        micro_batches=NUMBER,
+        checkpointing=checkpointing,
+        offload_percent=0.5,
+        **options,
+        **RATES,
+    )
+    assert found.step.together and found.fit.x_min_bytes > 0
+    model = trained(checkpointing)
+    ids = torch.zeros(2, 48, dtype=torch.int64)
+
+    def accumulate() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        oracle_offload.accumulate(
+            lambda batch: model(input_ids=batch, labels=batch).loss / NUMBER, [ids] * NUMBER
+        )
+
+    with simulator.device("rtx4090", **RATES):
+        manager = oracle_offload.attach(model, "cpu", vram_budget=found.fit.arena_bytes)
+        engine, number = manager.state.engine, manager.attachment.model
+        try:
+            for _ in range(3):
+                begin, before = simulator.finish(), engine.stats(number)["h2d_bytes"]
+                with Witness(strict=False, clock=True):
+                    accumulate()
+            seconds, moved = simulator.finish() - begin, engine.stats(number)["h2d_bytes"] - before
+            assert len(manager.layers) > 20
+            kept = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+            peak = peak_of(accumulate) - kept  # it makes the gradients anew
+        finally:
+            manager.detach()
+    assert found.speed.step_s == pytest.approx(seconds, rel=0.03)
+    assert found.speed.h2d_bytes == pytest.approx(moved, rel=0.03)
+    error = found.step.activations / peak - 1
+    print(f"{NUMBER} micro-batches, checkpointing={checkpointing}: {100 * error:+.2f}%")
+    assert abs(error) <= 0.07
+
+
+def test_what_waits_counts_once_for_each_micro_batch_that_waits() -> None:
+    step = Step([Stage(50, 30), Stage(90, 30), Stage(100, 20)])
+    assert step.activations == 100 and Step().activations is None
+    assert Step(step.stages, micro_batches=3).activations == 100, "a loop keeps those of one"
+    assert Step(step.stages, micro_batches=2, together=True).activations == 120
+    assert Step(step.stages, micro_batches=3, together=True).activations == 150
+
+
+class Blocks(nn.Module):
+    """Plain blocks, whose activations are what backward needs of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.blocks(x)
+        return y
+
+
+def planned(**options: Any) -> oracle_offload.Plan:
+    given = dict(train="full", optimizer="sgd", sample={"x": (64, 256)}, ram="1GiB", margin=0)
+    return oracle_offload.plan(Blocks(), **{"vram": "4MiB", **given, **options})
+
+
+def test_where_all_weights_have_room_it_is_the_loop() -> None:
+    resident = planned(vram="1GiB", micro_batches=4)
+    assert resident.verdict == "fits resident" and not resident.step.together
+    one = planned(vram="1GiB")
+    assert resident.step.activations == one.step.activations
+    assert resident.speed.step_s == pytest.approx(4 * one.speed.step_s)
+    streamed = planned(micro_batches=4)
+    assert streamed.verdict == "fits streamed" and not streamed.step.together
+    little = planned(vram="2MiB", micro_batches=4)
+    assert little.step.together
+    rows = 64 * 256 * 4
+    more = little.step.activations - planned(vram="2MiB").step.activations
+    assert more >= 3 * 8 * rows, "each waits with what its blocks take"
+    assert little.fit.device["activations"] == little.step.activations
+    assert little.on(vram="1GiB", ram="1GiB").step.activations == one.step.activations
+
+
+def test_the_ladder_weighs_micro_batches_against_the_loop() -> None:
+    found = planned(vram="2MiB", micro_batches=4)
+    rungs = {rung.option: rung for rung in found.alternatives}
+    rung = rungs["micro_batches=1"]
+    one = planned(vram="2MiB")
+    assert rung.saves_device == found.fit.least_device_bytes - one.fit.least_device_bytes > 0
+    assert not rung.changes_result and rung.verdict == one.verdict
+    wide = planned(vram="2MiB", batch=4)
+    rungs = {rung.option: rung for rung in wide.alternatives}
+    assert "batch=1" in rungs
+    assert all(rung.saves_device > 0 or rung.saves_host > 0 for rung in rungs.values())
+
+
+def test_what_is_pasted_says_how_many_go_together(capsys: pytest.CaptureFixture[str]) -> None:
+    said = planned(vram="2MiB", micro_batches=2).to_dict()
+    assert "2 micro-batches" in said["python"] and "oracle_offload.accumulate(" in said["python"]
+    assert "gradient_accumulation: 2\n" in said["aitoolkit"]
+    alone = planned(vram="2MiB").to_dict()
+    assert "accumulat" not in alone["python"] + alone["aitoolkit"]
+    with pytest.raises(ValueError, match=re.escape("micro_batches=0 is not a whole number")):
+        planned(micro_batches=0)
+    command = ["plan", "1B", "--micro-batches", "3", "--card", "24", "--ram", "64GB"]
+    assert cli.main(command) == 0
+    assert "gradient_accumulation: 3" in capsys.readouterr().out
