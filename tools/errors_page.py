@@ -536,6 +536,7 @@ NOTES: dict[str, dict[str, str]] = {
         "not in torch's format": (
             "The file is broken, or of a version of torch whose format is not known here."
         ),
+        "text was expected": "The file was written by something else than torch's memory snapshot.",
         "the memory snapshot has more than": "Have fewer events noted: `record(max_events=...)`.",
         "no memory snapshot that can be read": (
             "The file is broken: a disk that was full, or a process that was killed."
