@@ -218,6 +218,7 @@ NOTES: dict[str, dict[str, str]] = {
         "plan() takes an nn.Module": (
             "Give the model, its class with `config=`, a path, or a number of parameters."
         ),
+        "a shape is like (4096, 64)": "`sample=` maps the arguments of forward to shapes.",
         "there is nothing to plan": "Give the part of the pipeline that has weights.",
         "a number of parameters is above zero": 'It is a number, like `12e9` or `"12B"`.',
         "give the class: plan(Class, config=...)": (

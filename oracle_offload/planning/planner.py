@@ -376,9 +376,7 @@ def _ram(ram: int | float | str | None) -> int:
 
 
 def _dtype(value: str | torch.dtype, name: str) -> torch.dtype:
-    if isinstance(value, torch.dtype):
-        return value
-    found = DTYPES.get(str(value).lower())
-    if found is None:
+    found = value if isinstance(value, torch.dtype) else DTYPES.get(str(value).lower())
+    if found is None or not found.is_floating_point:
         raise ValueError(f"{name}={value!r} is not known; there are {', '.join(DTYPES)}")
     return found

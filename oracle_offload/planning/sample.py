@@ -64,10 +64,18 @@ def inputs(module: nn.Module, sample: Any, batch: int) -> tuple[dict[str, Tensor
     ------
     UnknownSample
         The kind of model is not known, and no shapes were given.
+    ValueError
+        A shape that is none.
     """
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     if isinstance(sample, Mapping):
-        return {name: _of_shape(value, batch, dtype) for name, value in sample.items()}, ""
+        try:
+            return {name: _of_shape(value, batch, dtype) for name, value in sample.items()}, ""
+        except (TypeError, KeyError, RuntimeError) as error:
+            raise ValueError(
+                f"sample={sample!r}: a shape is like (4096, 64), or with a dtype ((77,), 'int64'): "
+                f"{error}"
+            ) from error
     names = set(inspect.signature(module.forward).parameters)
     config: Any = getattr(module, "config", None)
     if "input_ids" in names and (sample is None or isinstance(sample, int)):

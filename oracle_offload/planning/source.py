@@ -108,7 +108,9 @@ def on_meta(module: nn.Module) -> nn.Module:
 def copy_with(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     """Return a copy of a module with what `make` returns in the place of each of its tensors."""
     memo: dict[int, Any] = {}
-    for tensor in [*module.parameters(), *module.buffers()]:
+    kept = (value for inner in module.modules() for value in vars(inner).values())
+    computed = [value for value in kept if isinstance(value, Tensor)]  # torch copies no such one
+    for tensor in [*module.parameters(), *module.buffers(), *computed]:
         made = make(tensor)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)

@@ -109,6 +109,12 @@ def test_a_sample_that_says_nothing_is_refused(text: str) -> None:
         parse_sample(text)
 
 
+@pytest.mark.parametrize("shape", [5, (4, -8), ((4, 8), "foo"), ("a", 8)])
+def test_a_shape_that_is_none_is_refused(shape: Any) -> None:
+    with pytest.raises(ValueError, match="a shape is like"):
+        oracle_offload.plan(nn.Linear(8, 8), sample={"input": shape}, rank=1, ram="64GB")
+
+
 def test_shapes_are_without_the_batch_and_have_the_models_dtype() -> None:
     model = nn.Linear(8, 8).bfloat16()
     made, _ = inputs(model, {"input": (4, 8), "ids": ((7,), "int64"), "t": torch.zeros(3)}, 5)

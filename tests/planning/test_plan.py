@@ -184,6 +184,7 @@ def test_a_measured_rate_replaces_the_makers_within_five_percent() -> None:
         (dict(margin=1.0), "margin=1.0 is outside"),
         (dict(offload_percent=91), "offload_percent=91 is outside"),
         (dict(dtype="bf8"), "dtype='bf8' is not known"),
+        (dict(adapter_dtype=torch.int8), "adapter_dtype=torch.int8 is not known"),
         (dict(ram="much"), "ram='much' is not a size"),
     ],
 )

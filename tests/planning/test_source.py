@@ -156,6 +156,11 @@ def test_a_module_is_left_as_it_is() -> None:
     assert model[0].weight.dtype is torch.float32
 
 
+def test_a_module_that_keeps_what_it_computed_is_planned() -> None:
+    model = torch.nn.utils.weight_norm(nn.Linear(8, 8))  # its weight is no leaf
+    assert plan(model, train="full")["parameters"] == 64 + 8 + 8
+
+
 def test_tied_weights_stay_tied() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model[1].weight = model[0].weight
