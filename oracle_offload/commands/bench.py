@@ -54,13 +54,13 @@ def run(args: argparse.Namespace, shown: int, error: int, usage: int, wrong: int
         for row in run_matrix(flags, folder, lambda line: print(line, file=sys.stderr, flush=True)):
             rows.append(row)
     try:
-        if args.json:
-            with naming("write", args.json):
-                Path(args.json).write_text(to_json(rows), encoding="utf-8")
         with naming("write", "standard output"):
             put(sys.stdout, to_text(rows))
             if args.device == "cpu":
                 put(sys.stdout, "The device is simulated: seconds are those of this processor.\n")
+        if args.json:  # last: a file that cannot be written takes no table along
+            with naming("write", args.json):
+                Path(args.json).write_text(to_json(rows), encoding="utf-8")
     except FileError as problem:
         print(problem, file=sys.stderr)
         return error

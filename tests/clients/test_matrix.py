@@ -51,6 +51,17 @@ def test_where_nothing_or_resident_alone_could_be_trained_it_is_an_error(
     assert in_this_process[0][: 4 + len(more)] == [*flags[2:], *more]
 
 
+def test_a_file_that_cannot_be_written_takes_no_table_along(
+    in_this_process, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(matrix.run_matrix, "__defaults__", (CELLS[:1],))
+    flags = ["--model", str(tmp_path), "--dataset-file", str(tmp_path), "--device", "cpu"]
+    nowhere = tmp_path / "no" / "rows.json"
+    assert cli.main(["bench", "--matrix", *flags, "--json", str(nowhere)]) == cli.EXIT_ERROR
+    said = capsys.readouterr()
+    assert "\nresident failed: train-lora: " in said.out and str(nowhere) in said.err
+
+
 def test_a_model_without_data_is_refused(capsys):
     assert cli.main(["bench", "--matrix", "--model", "m"]) == cli.EXIT_USAGE
     assert "--model and --dataset-file go together" in capsys.readouterr().err
