@@ -5,11 +5,12 @@ autograd sums what reaches one leaf in the order in which it computes it: the ne
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ..errors import OffloadError
@@ -61,7 +62,8 @@ class Leaves:
 
     def __init__(self, name_of: Callable[[Tensor], str]) -> None:
         self._name_of = name_of
-        self._leaves: dict[int, Tensor] = {}
+        # By id, while they live: those that a checkpoint makes for its backward soon do not.
+        self._leaves: dict[int, weakref.ref[Tensor]] = {}
         self._outer: set[int] = set()  # leaves that the joint backward itself goes to
         self._last: dict[int, int] = {}  # by leaf: the micro-batch that reached it last
 
@@ -77,7 +79,8 @@ class Leaves:
             self._note(node.variable)
 
     def _note(self, leaf: Tensor) -> None:
-        if id(leaf) in self._leaves:
+        known = self._leaves.get(id(leaf))
+        if known is not None and known() is leaf:
             return
         if leaf.grad is not None:
             raise OffloadError(
@@ -85,7 +88,9 @@ class Leaves:
                 "to it would be summed in another order. Call optimizer.zero_grad() before "
                 "(set_to_none=True, the default)."
             )
-        self._leaves[id(leaf)] = leaf
+        self._leaves[id(leaf)] = weakref.ref(leaf)
+        self._outer.discard(id(leaf))  # of another, which is gone
+        self._last.pop(id(leaf), None)
 
     def check_order(self, of_each: Sequence[Graph]) -> None:
         """Raise where gradients would be summed in another order than one after the other.
@@ -130,18 +135,16 @@ class Leaves:
         Parameters
         ----------
         graph : Graph
-            That the inner backward goes through. Its leaves are Parameters, and the detached inputs
-            of the checkpoint, which are nobody else's.
+            That the inner backward goes through. Its leaves are what is trained, and the detached
+            inputs of the checkpoint, which are nobody else's.
         micro_batch : int or None
             Whose backward that is; None where they are not interleaved.
         """
         for node in graph.edges:
             leaf = node.variable
-            if not isinstance(leaf, nn.Parameter):
-                continue
             self._note(leaf)
             if micro_batch is not None:
-                if id(leaf) in self._outer or self._last.get(id(leaf), -1) >= micro_batch:
+                if id(leaf) in self._outer or self._last.get(id(leaf), -1) > micro_batch:
                     self._refuse_order(leaf)
                 self._last[id(leaf)] = micro_batch
 
@@ -154,8 +157,10 @@ class Leaves:
 
     def restore(self) -> None:
         """Take away the gradients that have come: there were none before."""
-        for leaf in self._leaves.values():
-            leaf.grad = None
+        for reference in self._leaves.values():
+            leaf = reference()
+            if leaf is not None:
+                leaf.grad = None
 
 
 def no_graph_task() -> bool:

@@ -485,6 +485,47 @@ def test_a_trained_weight_used_inside_and_outside_of_reentrant_checkpoints_is_re
     refused(r"'blocks.3.lora_b.weight' is used several times", model, loss_of)
 
 
+def test_a_trained_tensor_that_is_no_parameter_is_refused_and_restored_alike():
+    class Prompted(Net):
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(lambda x, block=block: block(x) * prompt, x, use_reentrant=True)
+            return x
+
+    prompt = torch.ones(WIDTH, requires_grad=True)
+    model = net()
+    model.__class__ = Prompted
+
+    def trained(model, x):
+        return loss_of(model, x.clone().requires_grad_())
+
+    refused(r"a tensor of shape \[32\] is used several times", model, trained)
+    assert prompt.grad is None
+    prompt.grad = torch.ones(WIDTH)
+    refused(r"a tensor of shape \[32\] has a gradient before", model, trained)
+
+
+def test_a_trained_tensor_that_one_checkpoint_uses_several_times_is_not(device):
+    """The bits of the loop: no other micro-batch comes in between."""
+
+    class Scaled(Net):
+        def forward(self, x):
+            x = x.clone().requires_grad_()
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+
+            def tail(x):
+                for _ in range(2):
+                    x = checkpoint(lambda x: self.stem(x).tanh(), x, use_reentrant=True)
+                return x
+
+            return checkpoint(tail, x, use_reentrant=True)
+
+    model = net()
+    model.__class__ = Scaled
+    is_equal_to_reference(model, device, loss_of)
+
+
 def test_a_tensor_computed_before_the_steps_is_refused():
     model = net()
     extra = nn.Parameter(torch.randn(WIDTH))
