@@ -66,7 +66,8 @@ class Usage:
     Times are measured of a sample, one copy and one wait in 16, and of all while a timeline is
     recorded: `stalls` and `stall_s` (seconds) are what `timed_waits` of all `waits` tell, in
     proportion. `stalled` are the layers with a stall among the timed waits, longest in all first,
-    as measured.
+    as measured. `overlap` is the share of the time of copies to the device, `h2d_bytes` at
+    `h2d_gbps`, that held nothing up; None where no copy was timed.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Usage:
     d2h_bytes: int
     d2h_copies: int
     d2h_gbps: float | None
+    overlap: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,6 +423,8 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
 def _counted(grown: Mapping[str, Any], stalled: list[StalledLayer]) -> dict[str, Any]:
     """Return the fields of `Usage`, without its name, as the engine counted them."""
     stalls, stall_s = stalls_of(grown)
+    rate = _rate(grown["h2d_timed_bytes"], grown["h2d_seconds"])
+    copies_s = grown["h2d_bytes"] / rate / 1e9 if rate else 0.0
     alike = (
         "acquires hits late stale evictions waits timed_waits h2d_bytes h2d_copies d2h_bytes "
         "d2h_copies"
@@ -429,8 +433,9 @@ def _counted(grown: Mapping[str, Any], stalled: list[StalledLayer]) -> dict[str,
         "stalls": round(stalls),
         "stall_s": stall_s,
         "stalled": stalled,
-        "h2d_gbps": _rate(grown["h2d_timed_bytes"], grown["h2d_seconds"]),
+        "h2d_gbps": rate,
         "d2h_gbps": _rate(grown["d2h_timed_bytes"], grown["d2h_seconds"]),
+        "overlap": max(0.0, 1 - stall_s / copies_s) if copies_s else None,
         **{key: grown[key] for key in alike.split()},
     }
 
@@ -670,7 +675,9 @@ def _phase_rows(phase: PhaseUsage) -> list[tuple[str, str]]:
 def _stall_rows(usage: Usage) -> list[tuple[str, str]]:
     """Return the stalls, and below them the layers that stalled most."""
     told = stalls_text(usage.stalls, usage.stall_s, usage.timed_waits, usage.waits)
+    hidden = usage.overlap
     return [
+        *([] if hidden is None else [("  copies' time that held nothing up", f"{hidden:.0%}")]),
         ("  stalls", told),
         *(
             (f"    {_short(row.layers)}", _stalls_of_waits(row))

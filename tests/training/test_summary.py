@@ -80,6 +80,11 @@ def test_each_figure_is_a_counter_or_arithmetic_of_counters(seed):
             if counters["h2d_seconds"]:
                 rate = counters["h2d_timed_bytes"] / counters["h2d_seconds"] / 1e9
             assert usage.h2d_gbps == (None if rate is None else pytest.approx(rate))
+            if rate is None:
+                assert usage.overlap is None
+            else:
+                hidden = 1 - usage.stall_s / (usage.h2d_bytes / rate * 1e-9)
+                assert usage.overlap == pytest.approx(max(0.0, hidden))
             weights = sum(p.numel() * 4 for p in manager.module.parameters())
             assert usage.x_min_bytes == 2 * max(0, weights - usage.capacity_bytes)
         card, host = report.memory

@@ -20,9 +20,10 @@ from oracle_offload.views.memory import (  # noqa: E402
     host_memory,
     show_size,
 )
-from oracle_offload.views.summary import MemoryReport  # noqa: E402
+from oracle_offload.views.summary import MemoryReport, PhaseUsage, StalledLayer  # noqa: E402
 from oracle_offload.views.verdict import Verdict  # noqa: E402
 
+PAGE = Path(__file__).resolve().parents[1] / "data" / "summary" / "page.html"
 GIB = 1 << 30
 CARD = {
     "allocated": 12 * GIB,
@@ -162,6 +163,17 @@ def test_the_text_begins_with_the_verdict_and_the_bars() -> None:
     text = str(report())
     assert text.startswith(GOLDEN)
     assert text.endswith(str(MemoryReport([DEVICE], {"cpu": 7})))
+
+
+def test_the_page_is_the_one_on_file() -> None:
+    stalled = [StalledLayer("blocks.3.<up>", 8, 6, 0.012)]
+    model = replace(MODEL, stalled=stalled)
+    phase = {name: getattr(model, name) for name in PhaseUsage.__dataclass_fields__}
+    phases = [PhaseUsage(**{**phase, "name": name}) for name in ("training", "sampling")]
+    device = replace(DEVICE, verdict=VERDICT, models=[model], phases=phases)
+    page = replace(report(), devices=[device]).to_html()
+    # Made by `PAGE.write_text(page)`: look at it in a browser after a change.
+    assert page == PAGE.read_text("utf-8")
 
 
 def test_the_page_has_all_of_the_text_and_no_script() -> None:

@@ -54,6 +54,7 @@ MODEL = ModelUsage(
     d2h_bytes=30 * MIB,
     d2h_copies=17,
     d2h_gbps=None,
+    overlap=0.941,
     steps=2,
     step_h2d_bytes=150 * MIB,
     step_d2h_bytes=15 * MIB,
@@ -126,6 +127,7 @@ COUNTED = [
     ("to the host, in all", "30.00 MiB in 17 copies"),
     ("hits", "100 of 400 (25.0%)"),
     ("prefetched / late / stale", "300 / 7 / 8"),
+    ("copies' time that held nothing up", "94%"),
     ("stalls", "13, 1.50 ms, by 40 of 640 waits"),
 ]
 RULE, THIN = ("=" * 80, ""), ("-" * 80, "")
@@ -191,10 +193,11 @@ def test_what_is_made_of_weights_and_kept_is_shown_with_the_remedy():
 
 
 def test_what_is_not_known_is_not_shown() -> None:
-    idle = replace(MODEL, step_h2d_bytes=None, acquires=0, hits=0)
+    idle = replace(MODEL, step_h2d_bytes=None, acquires=0, hits=0, overlap=None)
     found = rows(MemoryReport([replace(DEVICE, models=[idle])]))
     assert not [label for label, _ in found if "last step" in label]
     assert ("hits", "0 of 0") in found
+    assert not [label for label, _ in found if "held nothing up" in label]
     assert not [label for label, _ in found if "computed" in label]
     assert "NUMA" not in str(MemoryReport([replace(DEVICE, numa_node=None)]))
     host = rows(MemoryReport([replace(DEVICE, models=[replace(MODEL, computed_bytes=7 * KIB)])]))
