@@ -82,10 +82,10 @@ def test_only_a_terminal_is_told_that_examining_takes_a_while(
 def test_an_interrupted_command_exits_as_shells_expect(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(args: argparse.Namespace) -> int:
+    def interrupt(args: argparse.Namespace, *codes: int) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run_doctor", interrupt)
+    monkeypatch.setattr("oracle_offload.commands.doctor.run", interrupt)
     assert cli.main(["doctor"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
@@ -94,10 +94,11 @@ def test_a_reader_that_has_gone_is_no_error_and_hears_no_more() -> None:
     code = (
         "import sys\n"
         "from oracle_offload import cli\n"
-        "def run(args):\n"
+        "from oracle_offload.commands import doctor\n"
+        "def run(args, *codes):\n"
         "    print('begun', flush=True)\n"
         "    raise BrokenPipeError\n"
-        "cli.run_doctor = run\n"
+        "doctor.run = run\n"
         "code = cli.main(['doctor'])\n"
         "print('into nothing', flush=True)\n"
         "sys.exit(code)\n"
