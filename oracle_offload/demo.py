@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import OffloadError
+from .pace import WARM_UP_STEPS
 from .sizes import format_size
 from .traffic import stalls_of, stalls_text
 from .views.schema import schema
@@ -150,8 +151,11 @@ def check_arguments(
         raise ValueError(f"device={device!r} must be cuda, cuda:N or cpu (simulated)")
     if width < 64 or width % 64:
         raise ValueError(f"width={width} must be a multiple of 64")
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be at least 1")
+    if steps <= WARM_UP_STEPS:
+        raise ValueError(
+            f"steps={steps} must be at least {WARM_UP_STEPS + 1}: the engine learns the order in "
+            "the ones before, and the picture is of a whole step"
+        )
     if not 0 <= offload <= 1:
         hint = f"; did you mean {offload / 100}?" if 1 < offload <= 100 else ""
         raise ValueError(f"offload={offload} is a share, from 0 to 1{hint}")
@@ -182,13 +186,13 @@ def run_demo(
     width : int
         Hidden size, a multiple of 64 (the real one is 3072).
     steps : int
-        Training steps.
+        Training steps, at least 3.
     offload : float
         ``offload_percent`` of attach.
     seed : int
         Of weights and noise.
     svg : str
-        Where the timeline of the last step is written.
+        Where the timeline of a step is written: one in the second half, or the third.
     progress : bool
         Show a progress bar on standard error.
 
@@ -212,8 +216,8 @@ def run_demo(
     _quiet_libraries()
     from . import manager as managers
     from .devices import parse_device
+    from .recorder import record
     from .views.summary import memory_summary
-    from .views.timeline import details, timeline_svg
 
     place = parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_cuda = place.type == "cuda"
@@ -239,22 +243,15 @@ def run_demo(
     managed = Runner(model, place, seed)
     timed = _timer(manager)
     engine = manager.state.engine
-    trace: list[Any] = []
-    with tqdm(range(steps), desc="training", unit="step", disable=not progress) as bar:
+    bar = tqdm(range(steps), desc="training", unit="step", disable=not progress)
+    with record(timed_every=max(1, steps // 2)) as recorder, bar:
         for number in bar:
             for runner in (*residents, managed):
-                last = number == steps - 1
-                if last and runner is managed:
-                    engine.trace_start()
                 # A resident step takes the same simulated time whenever it is measured.
                 timing = runner is managed or not manager.state.simulated or number >= steps - 3
                 loss, seconds = timed(runner, number) if timing else (runner.step(number), None)
-                if last and runner is managed:
-                    # Before the trace ends, which waits for the device.
+                if number == steps - 1 and runner is managed:
                     report = memory_summary(place, model=model, optimizer=managed.optimizer)
-                    names = manager.attachment.unit_layers()
-                    rows = engine.trace_stop()
-                    trace = [{**row, "layer": names.get(row["unit"], "")} for row in rows]
                 runner.losses.append(float(loss))
                 if seconds is not None:
                     runner.seconds.append(seconds)
@@ -266,14 +263,13 @@ def run_demo(
     stalls, stall_s = stalls_of(stats)
     target = Path(svg)
     target.parent.mkdir(parents=True, exist_ok=True)
-    label = "simulated times" if manager.state.simulated else "measured by events"
-    title = f"one training step, {offload:.0%} offloaded, {engine.device_name} ({label})"
-    target.write_text(timeline_svg(trace, title), encoding="utf-8")
-    windows = details(trace)
-    if windows:  # the whole of a step has too many uses to tell them apart
-        window = windows[len(windows) // 4]
-        part = timeline_svg(trace, f"part of {title}", window=window)
-        target.with_name(f"{target.stem}-part.svg").write_text(part, encoding="utf-8")
+    recording = recorder.recording()
+    step = f"step {recording.timed_steps()[-1][1]} "  # the latest has the steadiest arena
+    whole, *parts = (shown for name, shown in recording.pictures() if name.startswith(step))
+    target.write_text(whole, encoding="utf-8")
+    # The whole of a step has too many uses to tell them apart.
+    part = target.with_name(f"{target.stem}-part.svg")
+    part.write_text(parts[len(parts) // 4], encoding="utf-8")
     result = DemoResult(
         device=str(place),
         device_name=engine.device_name,

@@ -552,7 +552,7 @@ NOTES: dict[str, dict[str, str]] = {
         "seed=… must be": "torch takes a seed of 32 bits everywhere.",
         "svg=… is a folder": "Name the file that the timeline is written to.",
         "must be a multiple of 64": "The demo's transformer has heads of 64.",
-        "steps=\u2026 must be": "Ask for one step or more.",
+        "steps=\u2026 must be": "Ask for three steps or more.",
     },
     "Micro-batches": {
         "did not call backward; return the loss": (

@@ -26,6 +26,7 @@ WIDTH = 1000
 CASE = "cuda-2.8-ranks-share-card"
 TIMEOUT_S = 120
 SETTLE_MS = 100
+LEAST = 100  # as high as this is a page that is not laid out yet
 
 CELLS = (
     "%load_ext oracle_offload.explain",
@@ -74,21 +75,19 @@ class Browser:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "page.html"
             file.write_text(page, encoding="utf-8")
-            self._view.resize(WIDTH, 100)
+            self._view.resize(WIDTH, LEAST)
             loop = self._core.QEventLoop()
             self._view.loadFinished.connect(loop.quit)
             self._core.QTimer.singleShot(TIMEOUT_S * 1000, loop.quit)
             self._view.load(self._core.QUrl.fromLocalFile(str(file)))
             loop.exec()
             self._view.loadFinished.disconnect(loop.quit)
-            for _ in range(20):  # its size is told a moment later
-                self._wait()
-            height = int(self._view.page().contentsSize().height())
-            if height < 50:
+            shown, height = LEAST, self._settled_height()
+            while height > shown:  # what arrived after the first frame is told at the next one
+                self._view.resize(WIDTH, height)
+                shown, height = height, self._settled_height()
+            if height <= LEAST:
                 raise SystemExit(f"{picture.name} was not drawn: it is {height} high")
-            self._view.resize(WIDTH, height)
-            for _ in range(20):
-                self._wait()
         image = self._view.grab().toImage()
         formats, flags = self._gui.QImage.Format, self._core.Qt.ImageConversionFlag
         image = image.convertToFormat(formats.Format_RGB32)
@@ -100,6 +99,17 @@ class Browser:
         if not image.save(str(picture)):
             raise SystemExit(f"{picture} could not be written")
         print(f"{picture}: {WIDTH} x {height}, {picture.stat().st_size / 1024:.0f} KiB")
+
+    def _settled_height(self) -> int:
+        """Wait until the page is laid out, and as high as two seconds ago; return how high."""
+        told, same = 0, 0
+        for _ in range(TIMEOUT_S * 1000 // SETTLE_MS):
+            self._wait()
+            height = int(self._view.page().contentsSize().height())
+            told, same = height, same + 1 if height == told else 0
+            if same >= 2000 // SETTLE_MS and height > LEAST:
+                break
+        return told
 
     def _wait(self) -> None:
         loop = self._core.QEventLoop()
@@ -180,21 +190,24 @@ def summary() -> str:
     return replace(report, memory=report.memory[:1]).to_html()
 
 
-def timeline(name: str) -> str:
-    """Return the timeline of a training of known bound, without the words that tell it."""
+def timelines(*names: str) -> list[str]:
+    """Return the timelines of trainings of known bounds, without the words that tell them."""
     from summary_page import trained
 
     import oracle_offload
 
-    with oracle_offload.record(timed_every=4) as recorder, trained(name):
-        pass
-    (_, picture), *_ = recorder.recording().pictures()
-    return unlabelled(picture)
+    recordings = []
+    for name in names:
+        with oracle_offload.record() as recorder, trained(name):
+            recordings.append(recorder.recording())
+    timed = (step for recording in recordings for step in recording.steps() if step["timed"])
+    span_s = max(step["seconds"] for step in timed)
+    return [unlabelled(recording.pictures(span_s)[0][1]) for recording in recordings]
 
 
 def unlabelled(picture: str) -> str:
     """Return a timeline without its title and its sentence."""
-    return re.sub(r'<text x="8" y="(?:24|46|62)"[^>]*>.*?</text>\n', "", picture)
+    return re.sub(r'<text x="8" y="(?:24|46|62|78)"[^>]*>.*?</text>\n', "", picture)
 
 
 def main(arguments: list[str]) -> int:
@@ -205,17 +218,19 @@ def main(arguments: list[str]) -> int:
     from oracle_offload.explain import explain_oom
 
     browser = Browser()
+    flux = [ROOT / "docs/images" / f"demo-timeline{part}.svg" for part in ("", "-part")]
+    # In an order that tells nothing: docs/recording.md has what a reader made of them.
+    step_a, step_b, step_c = timelines("host", "link", "compute")
     pages = {
         "explain-page": explain_oom(message()).to_html(),
         "explain-notebook": notebook(),
         "summary-page": summary(),
         "notebook": example(),
         "watch-terminal": terminal(),
-        "flux-timeline": (ROOT / "docs/images/demo-timeline.svg").read_text("utf-8"),
-        # In an order that tells nothing: docs/recording.md has what a reader made of them.
-        "timeline-a": timeline("host"),
-        "timeline-b": timeline("link"),
-        "timeline-c": timeline("compute"),
+        "flux-timeline": "".join(f"<div>{picture.read_text('utf-8')}</div>" for picture in flux),
+        "timeline-a": step_a,
+        "timeline-b": step_b,
+        "timeline-c": step_c,
     }
     for name, page in pages.items():
         browser.shoot(page, folder / f"{name}.png")

@@ -226,16 +226,19 @@ class Recording:
             tables.append(("errors", [(str(error["what"]),) for error in errors]))
         return tables
 
-    def pictures(self) -> list[tuple[str, str]]:
-        """Return title and SVG of each timed step: the whole of it, then its details in order."""
+    def pictures(self, span_s: float = 0.0) -> list[tuple[str, str]]:
+        """Return title and SVG of each timed step: the whole of it, then its details in order.
+
+        The axis of a whole step has at least `span_s` seconds, so that several steps compare.
+        """
         made = []
+        known = {str(device["device"]): device for device in self.header["devices"]}
         for device, number in self.timed_steps():
             rows = self._timed_rows(device, number)
             stays = self._stays(device, number)
-            simulated = any(d["simulated"] for d in self.header["devices"] if d["device"] == device)
-            clock = "simulated times" if simulated else "measured by events"
-            title = f"step {number} on {device} ({clock})"
-            made.append((title, timeline_svg(rows, title, stays=stays)))
+            clock = "simulated times" if known[device]["simulated"] else "measured by events"
+            title = f"step {number} on {device}, {known[device]['name']} ({clock})"
+            made.append((title, timeline_svg(rows, title, stays=stays, span_s=span_s)))
             windows = details(rows)
             for i, window in enumerate(windows, 1):
                 part = f"{title}, part {i} of {len(windows)}"

@@ -18,18 +18,22 @@ from ..sizes import format_size
 _LANES = (
     ("compute", "managed layers", "#4c78a8"),
     ("stall", "stalls", "#e45756"),
+    ("rest", "neither of the two", "#eeca3b"),
     ("h2d", "copies to the device", "#54a24b"),
     ("d2h", "copies to the host", "#b279a2"),
 )
 _LEGEND = {
-    "compute": "a managed layer computes (between: other operators, or nothing to do)",
+    "compute": "a managed layer computes",
     "stall": "the device waits for a copy",
+    "rest": "other operators compute, or the host has queued nothing",
     "h2d": "weights travel to the device",
     "d2h": "gradients travel to the host",
 }
-_ARENA_COLOURS = ("#4c78a8", "#9ecae9", "#f58518", "#ffbf79", "#54a24b", "#88d27a", "#b79a20")
+# None is like that of a lane.
+_ARENA_COLOURS = ("#72b7b2", "#d8c8a8", "#9d755d", "#c9c5c1", "#f4b6a6", "#7d8a8c", "#c3e3e0")
 _WIDTH, _LEFT, _RIGHT, _TOP = 1000, 170, 30, 84
 STALL_FLOOR_S = 10e-6  # shorter waits are two events in a row, as the engine's own counter has it
+_MOST_TICKS = 9
 _LANE, _GAP, _BLOCKS, _ARENA = 34, 10, 18, 180
 _DETAIL_BOXES = 80  # uses of layers that one detail shows: each is then wide enough to tell apart
 _MOST_DETAILS = 24
@@ -68,22 +72,21 @@ def what_to_look_at(rows: Sequence[Row]) -> str:
         return sum(b - a for a, b in _union((r["start_s"], r["end_s"]) for r in _of(rows, kind)))
 
     stall, compute, link = busy("stall"), busy("compute"), busy("h2d")
+    gaps = _rest(rows)
+    rest = sum(row["end_s"] - row["start_s"] for row in gaps)
     link_share = f"copies keep the link busy for {_percent(link, span)} of the time"
+    if rest > max(stall, 0.25 * span):
+        worst, longest = _worst(gaps)
+        return (
+            f"Look at the yellow: for {_time(rest)} of {_time(span)} no managed layer computes "
+            f"and no copy is waited for, longest {worst} ({_time(longest)}): other operators "
+            f"compute, or the host has queued nothing; {link_share}."
+        )
     if stall > 0.02 * span:
-        waited: dict[str, float] = {}
-        for row in _of(rows, "stall"):
-            name = str(row.get("layer") or f"unit {row['unit']}")
-            waited[name] = waited.get(name, 0.0) + row["end_s"] - row["start_s"]
-        worst = max(waited, key=lambda name: waited[name])
+        worst, longest = _worst(_of(rows, "stall"))
         return (
             f"Look at the red: for {_time(stall)} of {_time(span)} the device waits for copies, "
-            f"longest for {worst} ({_time(waited[worst])}); {link_share}."
-        )
-    if compute < 0.5 * span:
-        return (
-            "Look at the gaps between the blue: managed layers compute for "
-            f"{_percent(compute, span)} of {_time(span)}, hardly anything waits for copies, and "
-            f"{link_share}; the rest are other operators, or the host had queued nothing."
+            f"longest for {worst} ({_time(longest)}); {link_share}."
         )
     return (
         f"Look at the blue: managed layers compute for {_percent(compute, span)} of {_time(span)}, "
@@ -97,6 +100,7 @@ def timeline_svg(
     *,
     stays: Sequence[Stay] = (),
     window: tuple[float, float] | None = None,
+    span_s: float = 0.0,
     max_boxes: int = 4000,
 ) -> str:
     """Draw trace rows.
@@ -112,6 +116,8 @@ def timeline_svg(
         What lay in the arena; drawn below, where there is any.
     window : tuple of float, optional
         Begin and end of what is drawn, in the time of the rows; all of them by default.
+    span_s : float
+        Seconds that the axis has at least, so that pictures of several steps compare.
     max_boxes : int
         Neighbouring boxes of a lane are merged until no more than this many are left in it.
 
@@ -121,13 +127,17 @@ def timeline_svg(
         The SVG document.
     """
     rows = _without_short_waits(rows)
-    begin, end = window or _extent(rows)
+    zero, end = _extent(rows)
+    begin, end = window or (zero, end)
+    sentence = what_to_look_at(_within(rows, begin, end))
+    rows += _rest(rows)
+    end = max(end, begin + span_s)
     span = max(end - begin, 1e-12)
     scale = (_WIDTH - _LEFT - _RIGHT) / span
     blocks = _blocks(rows, begin, end)
-    rows = [row for row in rows if row["end_s"] >= begin and row["start_s"] <= end]
+    rows = _within(rows, begin, end)
     stays = [stay for stay in stays if stay.end_s > begin and stay.begin_s < end]
-    used = {row["kind"] for row in rows} | {"stall"}  # a step without stalls is worth showing
+    used = {row["kind"] for row in rows} | {"stall", "rest"}  # a step without is worth showing
     lanes = [lane for lane in _LANES if lane[0] in used]
     top = _TOP + (_BLOCKS if blocks else 0)
     below = top + len(lanes) * (_LANE + _GAP)
@@ -143,7 +153,7 @@ def timeline_svg(
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         f'<text x="8" y="24" font-size="15">{html.escape(title)}</text>',
     ]
-    for number, line in enumerate(_wrapped(what_to_look_at(rows), 140)):
+    for number, line in enumerate(_wrapped(sentence, 140)):
         parts.append(f'<text x="8" y="{46 + 16 * number}">{html.escape(line)}</text>')
     parts += _block_marks(blocks, x, floor)
     for index, (kind, label, colour) in enumerate(lanes):
@@ -151,14 +161,10 @@ def timeline_svg(
         parts += _lane(_of(rows, kind), kind, label, colour, y, x, span, max_boxes)
     if stays:
         parts += _arena(stays, below, x, max_boxes)
-    for tick in range(6):
-        second = begin + span * tick / 5
-        at = x(second)
+    for second, told in _ticks(begin - zero, end - zero):
+        at = x(second + zero)
         parts.append(f'<line x1="{at:.1f}" y1="{top}" x2="{at:.1f}" y2="{floor}" stroke="#bbb"/>')
-        parts.append(
-            f'<text x="{at:.1f}" y="{floor + 14}" text-anchor="{"end" if tick == 5 else "middle"}">'
-            f"{_tick(second - (0.0 if window else begin), end - (0.0 if window else begin))}</text>"
-        )
+        parts.append(f'<text x="{at:.1f}" y="{floor + 14}" text-anchor="middle">{told}</text>')
     y = floor + 36
     for kind, _, colour in lanes:
         parts += _legend(y, colour, _LEGEND[kind])
@@ -304,6 +310,43 @@ def _without_short_waits(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
+def _rest(rows: Sequence[Row]) -> list[Row]:
+    """Return the time in which no managed layer computes and no copy is waited for, as rows.
+
+    Each is named after the layer that follows it.
+    """
+    done, end = _extent(rows)
+    taken = [row for row in rows if row["kind"] in ("compute", "stall")]
+    gaps: list[Row] = []
+    for row in [*sorted(taken, key=lambda row: float(row["start_s"])), None]:
+        until = end if row is None else row["start_s"]
+        if until - done > STALL_FLOOR_S:
+            place = "at the end" if row is None else f"before {_name(row)}"
+            gaps.append(
+                {"kind": "rest", "unit": -1, "start_s": done, "end_s": until, "layer": place}
+            )
+        done = until if row is None else max(done, row["end_s"])
+    return gaps
+
+
+def _within(rows: Iterable[Row], begin: float, end: float) -> list[Row]:
+    return [row for row in rows if row["end_s"] >= begin and row["start_s"] <= end]
+
+
+def _worst(rows: Iterable[Row]) -> tuple[str, float]:
+    """Return the name with the most seconds, and these; of layers that travel together, one."""
+    sums: dict[str, float] = {}
+    for row in rows:
+        sums[_name(row)] = sums.get(_name(row), 0.0) + row["end_s"] - row["start_s"]
+    worst, seconds = max(sums.items(), key=lambda item: item[1])
+    first, *others = worst.split(", ")
+    return first + (f" +{len(others)}" if others else ""), seconds
+
+
+def _name(row: Row) -> str:
+    return str(row.get("layer") or (f"unit {row['unit']}" if row["unit"] >= 0 else row["kind"]))
+
+
 def _of(rows: Iterable[Row], kind: str) -> list[Row]:
     return [row for row in rows if row["kind"] == kind]
 
@@ -347,10 +390,9 @@ def _merged(rows: Sequence[Row], span: float, limit: int) -> list[tuple[float, f
 
 
 def _told(row: Row) -> str:
-    what = str(row.get("layer") or (f"unit {row['unit']}" if row["unit"] >= 0 else row["kind"]))
     size = f", {format_size(row['bytes'])}" if row["kind"] in ("h2d", "d2h") else ""
     use = f", {row['use']}" if row.get("use") else ""
-    return f"{what}{use}, {_time(row['end_s'] - row['start_s'])}{size}"
+    return f"{_name(row)}{use}, {_time(row['end_s'] - row['start_s'])}{size}"
 
 
 def _time(seconds: float) -> str:
@@ -361,10 +403,15 @@ def _time(seconds: float) -> str:
     )
 
 
-def _tick(second: float, longest: float) -> str:
-    if longest >= 10:
-        return f"{second:.2f} s"
-    return f"{second * 1e3:.2f} ms" if longest >= 1e-3 else f"{second * 1e6:.1f} us"
+def _ticks(begin: float, end: float) -> list[tuple[float, str]]:
+    """Return the round times from `begin` to `end`, and how each is written."""
+    power = 10.0 ** math.floor(math.log10(max(end - begin, 1e-12) / _MOST_TICKS))
+    step = next(
+        power * digit for digit in (1, 2, 5, 10) if power * digit * _MOST_TICKS > end - begin
+    )
+    unit, each = ("s", 1.0) if end >= 10 else ("ms", 1e-3) if end >= 1e-3 else ("us", 1e-6)
+    first, last = math.ceil(begin / step - 1e-6), math.floor(end / step + 1e-6)
+    return [(i * step, f"{round(i * step / each, 6):g} {unit}") for i in range(first, last + 1)]
 
 
 def _percent(part: float, whole: float) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from oracle_offload import cli, demo
 from oracle_offload.engines import open_states
+from oracle_offload.sizes import format_size
 from oracle_offload.views.timeline import timeline_svg
 
 
@@ -45,6 +46,10 @@ def test_demo_trains_alike_and_draws_its_step(tmp_path, capsys, monkeypatch):
     boxes = [box.attrib for box in part.iter("{http://www.w3.org/2000/svg}rect")]
     uses = [float(box["x"]) for box in boxes if box["fill"] == "#4c78a8" and box["height"] == "34"]
     assert 40 < len({round(x) for x in uses}) == len(uses), "each use can be told apart"
+    for picture in (drawn, part):
+        said = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+        assert said[said.index("arena") + 1] == format_size(result["peak_in_arena_bytes"])
+        assert {"managed layers", "neither of the two", "copies to the device"} < set(said)
 
 
 def tensor_bytes(model):

@@ -99,7 +99,7 @@ GOOD = {"device": None, "width": 128, "steps": 20, "offload": 0.91, "seed": 0, "
     "changed",
     [
         {}, {"device": "cpu"}, {"device": "cuda"}, {"device": "cuda:12"}, {"width": 64},
-        {"steps": 1}, {"offload": 0}, {"offload": 1}, {"seed": (1 << 32) - 1},
+        {"steps": 3}, {"offload": 0}, {"offload": 1}, {"seed": (1 << 32) - 1},
     ],
     ids=str,
 )  # fmt: skip
@@ -115,7 +115,8 @@ def test_arguments_that_make_sense(changed):
         ({"width": 32}, "width=32 must be"),
         ({"width": -64}, "width=-64 must be"),
         ({"width": 65}, "width=65 must be"),
-        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"steps": 0}, "steps=0 must be at least 3: the engine learns"),
+        ({"steps": 2}, "steps=2 must be at least 3"),
         ({"offload": 91}, r"offload=91 is a share, from 0 to 1; did you mean 0.91\?$"),
         ({"offload": 100}, r"did you mean 1.0\?$"),
         ({"offload": 101}, "from 0 to 1$"),
