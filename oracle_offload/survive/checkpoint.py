@@ -221,6 +221,8 @@ def _on_host(value: Any) -> Any:
         return {key: _on_host(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_on_host(each) for each in value]
+    if isinstance(value, float):  # numpy's float64 is one: a schedule by numpy makes them of rates
+        return float(value)
     return value
 
 

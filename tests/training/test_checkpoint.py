@@ -308,6 +308,22 @@ def test_states_that_are_finer_than_their_parameters_are_not_rounded(tmp_path):
     assert_same(step(), expected)
 
 
+def test_rates_that_numpy_has_computed_are_numbers(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: numpy.cos(step / 10))
+    checkpoint = Checkpoint(tmp_path / "x.pt", model, optimizer=optimizer, scheduler=scheduler)
+    optimizer.step()
+    scheduler.step()
+    rates = scheduler.get_last_lr()
+    assert type(rates[0]) is not float
+    checkpoint.save(1)
+    optimizer.param_groups[0]["lr"] = 7.0
+    assert checkpoint.load() == 1
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == rates[0]
+
+
 def test_only_what_a_tensor_shows_is_written(tmp_path):
     class Part:
         def state_dict(self):
