@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -42,27 +41,13 @@ class CopyCounter:
         ValueError
             Its class copies itself, or somebody tracks it already.
         """
-        if hasattr(type(model), _HOOK) or _HOOK in model.__dict__:
+        if hasattr(type(model), _HOOK) or model.__dict__.get(_HOOK) is not None:
             raise ValueError(
                 f"{type(model).__name__} has a __deepcopy__ already: its copies cannot be counted; "
                 "call record() where it is copied"
             )
-        model.__dict__[_HOOK] = self._hook_of(weakref.ref(model))
+        model.__dict__[_HOOK] = _Hook(self, model)
         self._tracked[id(model)] = weakref.ref(model)
-
-    def _hook_of(self, tracked: weakref.ref[nn.Module]) -> Callable[[dict[int, Any]], Any]:
-        def copied(memo: dict[int, Any]) -> Any:
-            model = tracked()
-            assert model is not None  # somebody copies it
-            hook = model.__dict__.pop(_HOOK)  # the copy is an ordinary one, without it
-            try:
-                made = copy.deepcopy(model, memo)
-            finally:
-                model.__dict__[_HOOK] = hook
-            self.record(made)
-            return made
-
-        return copied
 
     def record(self, made: nn.Module) -> None:
         """Count a copy that was made in another way."""
@@ -84,6 +69,31 @@ class CopyCounter:
             if model is not None:
                 model.__dict__.pop(_HOOK, None)
         self._tracked = {}
+
+
+class _Hook:
+    """What `copy.deepcopy` calls; of a pickled model there is nothing left to call."""
+
+    def __init__(self, counter: CopyCounter, model: nn.Module) -> None:
+        self._counter, self._model = counter, weakref.ref(model)
+
+    def __call__(self, memo: dict[int, Any]) -> Any:
+        model = self._model()
+        assert model is not None  # somebody copies it
+        hook = model.__dict__.pop(_HOOK)  # the copy is an ordinary one, without it
+        try:
+            made = copy.deepcopy(model, memo)
+        finally:
+            model.__dict__[_HOOK] = hook
+        self._counter.record(made)
+        return made
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """Return None, which `copy.deepcopy` passes over."""
 
 
 def track_copies(model: nn.Module) -> CopyCounter:

@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -238,6 +239,19 @@ def test_deep_copies_of_tracked_models_are_counted_and_are_ordinary_models(caplo
     count = counter.copies
     copy.deepcopy(model)
     assert counter.copies == count and "__deepcopy__" not in model.__dict__
+
+
+def test_a_tracked_model_can_be_pickled_and_is_an_ordinary_one_then():
+    model = nn.Sequential(nn.Linear(4, 4))
+    counter = track_copies(model)
+    other = pickle.loads(pickle.dumps(model))
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    made = copy.deepcopy(other)
+    assert made is not other and counter.copies == 0
+    again = track_copies(other)
+    copy.deepcopy(other)
+    copy.deepcopy(model)
+    assert (counter.copies, again.copies) == (1, 1)
 
 
 def test_a_copy_that_fails_is_not_counted_and_tracking_keeps_no_model_alive():
