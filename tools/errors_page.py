@@ -123,6 +123,7 @@ NOTES: dict[str, dict[str, str]] = {
             "An index may name files of its own folder alone; another path could be anything."
         ),
         "there is no such file or folder": "`weights` is a path on this machine, no name of a hub.",
+        "is no folder; nothing is downloaded": "Give the path; `hf download` fetches a model.",
         "other formats can run code when they are read": (
             "Convert the weights once, with `safetensors.torch.save_file`."
         ),

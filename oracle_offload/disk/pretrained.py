@@ -56,6 +56,8 @@ def from_pretrained(
         Another class, a checkpoint that the library would quantise, or what `attach` raises.
     """
     path = snapshot(Path(folder)) / subfolder
+    if not path.is_dir():  # the libraries would take it for a name of the hub, and ask there
+        raise OffloadError(f"'{path}' is no folder; nothing is downloaded: fetch the model first.")
     library = _library_of(model_class)
     if library == "transformers":
         model, kept = _of_transformers(model_class, path, dtype)

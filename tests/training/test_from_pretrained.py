@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import socket
 
 import models
 import pytest
@@ -212,6 +213,21 @@ def test_auto_classes_and_the_settings_of_generation(tmp_path):
     assert_same_model(model, expected)
     assert model.generation_config.max_new_tokens == 7
     model._memory_manager.detach()
+
+
+def test_a_name_of_the_hub_is_no_folder(tmp_path, monkeypatch):
+    """The libraries would ask a network for it."""
+    from diffusers import FluxTransformer2DModel
+    from transformers import LlamaForCausalLM
+
+    def refuse(*arguments):
+        raise AssertionError("asked a network")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    for kind in (LlamaForCausalLM, FluxTransformer2DModel):
+        with pytest.raises(OffloadError, match="name' is no folder; nothing is downloaded"):
+            oracle_offload.from_pretrained(kind, "owner/name", "cpu")
 
 
 def test_a_part_of_a_pipeline_and_the_hub_cache(tmp_path):
