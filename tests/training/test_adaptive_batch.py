@@ -222,9 +222,7 @@ def test_a_law_a_scaler_and_generators_are_used():
     scaled = copy.deepcopy(gradients(model))
     model.zero_grad()
     other = AdaptiveBatch(model, Losses(model), size=32).backward(whole)
-    assert_same(loss * 4, scaled_loss := loss * 4)
-    assert float(loss) == 4 * float(other) or float(loss) == float(other)
-    assert scaled_loss is not None
+    assert_same(loss, other)  # the scale is in the gradients alone
     for name, gradient in gradients(model).items():
         assert torch.equal(scaled[name], gradient * 4)
 
