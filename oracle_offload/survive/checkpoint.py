@@ -154,6 +154,8 @@ class Checkpoint:
         ------
         OffloadError
             It is no checkpoint of this model and these parts; nothing was changed.
+        ValueError
+            It has other random generators, or of more cards, than there are; nothing was changed.
         """
         try:
             file = open(self.path, "rb")  # noqa: SIM115
@@ -166,6 +168,8 @@ class Checkpoint:
                 raise OffloadError(f"{self.path!r} holds no checkpoint: {error}") from error
         tensors = self._tensors()
         self._refuse_another(document, tensors)
+        generators = RandomState(self._generators)
+        generators.refuse_another(document["random"])
         with torch.no_grad(), exempt():
             for name, tensor in tensors.items():
                 tensor.copy_(document["model"][name])
@@ -173,7 +177,7 @@ class Checkpoint:
             part.load_state_dict(document["parts"][name])
             if isinstance(part, torch.optim.Optimizer):
                 _undo_rounding(part, document["parts"][name])
-        RandomState(self._generators).load_state_dict(document["random"])
+        generators.load_state_dict(document["random"])
         self.saved = int(document["step"])
         return self.saved
 

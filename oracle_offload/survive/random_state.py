@@ -33,8 +33,8 @@ class RandomState:
         """Return the state as it was taken, as tensors, numbers, strings and lists of them."""
         return self._plain
 
-    def load_state_dict(self, plain: dict[str, Any]) -> None:
-        """Set every generator to what `state_dict` has returned, in this process or another.
+    def refuse_another(self, plain: dict[str, Any]) -> None:
+        """Raise where `load_state_dict` would.
 
         Raises
         ------
@@ -52,6 +52,16 @@ class RandomState:
                 f"the state is of {len(plain['cuda'])} cards, and there are {cards}; resume where "
                 "as many are visible"
             )
+
+    def load_state_dict(self, plain: dict[str, Any]) -> None:
+        """Set every generator to what `state_dict` has returned, in this process or another.
+
+        Raises
+        ------
+        ValueError
+            As for `refuse_another`; no generator was changed.
+        """
+        self.refuse_another(plain)
         version, words, gauss = plain["python"]
         random.setstate((version, tuple(words), gauss))
         torch.set_rng_state(plain["torch"])

@@ -357,6 +357,12 @@ def test_what_is_no_checkpoint_of_this_training_is_refused_and_changes_nothing(t
     refuse(Checkpoint(path, nn.Bilinear(2, 2, 2, bias=False), data=Data()), r"there \['bias'\]")
     refuse(Checkpoint(path, nn.Linear(2, 2)), r"parts missing there \['data'\]")
     refuse(Checkpoint(path, nn.Linear(2, 2), data=Data(), more=Data()), r"here \['more'\]")
+    other = torch.nn.Linear(2, 2)
+    Checkpoint(path, other, data=Data(), generators=[torch.Generator()]).save(3)
+    with pytest.raises(ValueError, match="the state has 1 generators, and 0 were given"):
+        checkpoint.load()
+    assert_same(dict(model.state_dict()), before)
+    assert checkpoint.saved is None
     torch.save({"schema": "other"}, path)
     with pytest.raises(OffloadError, match="is no checkpoint of oracle_offload/checkpoint/1"):
         checkpoint.load()
