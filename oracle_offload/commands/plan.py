@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--card", help="by name or GB: 8, 12, 16, 24, 32, 48, 80 (24)")
     parser.add_argument("--vram", help="its memory, where that is another: 20GiB")
-    parser.add_argument("--ram", help="the host's memory: 32GB, 64GB, 128GB (this machine's)")
+    parser.add_argument("--ram", help="the host's memory: 32, 64, 128, or 48GB (this machine's)")
     parser.add_argument("--link-gbps", type=float, help="measured: 1e9 bytes/s to the device")
     parser.add_argument("--memory-gbps", type=float, help="measured: 1e9 bytes/s on the device")
     parser.add_argument("--tflops", type=float, help="measured: 1e12 operations a second, bf16")

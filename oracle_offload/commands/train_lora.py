@@ -35,6 +35,7 @@ def run(args: argparse.Namespace, trained: int, error: int, usage: int) -> int:
         print(f"train-lora: {problem}; {_INSTALL}", file=sys.stderr)
         return error
     from ..errors import OffloadError
+    from ..explain import explain_oom, is_oom
     from ..trainer.training import train
 
     try:
@@ -45,5 +46,11 @@ def run(args: argparse.Namespace, trained: int, error: int, usage: int) -> int:
     except (SettingsError, OffloadError, OSError) as problem:
         print(f"train-lora: {problem}", file=sys.stderr)
         return usage if isinstance(problem, SettingsError) else error
+    except Exception as problem:
+        if not is_oom(problem):
+            raise
+        print(explain_oom(problem), file=sys.stderr)
+        print(f"train-lora: {problem}; --resume goes on behind what was saved", file=sys.stderr)
+        return error
     print(json.dumps(result, indent=2))
     return trained

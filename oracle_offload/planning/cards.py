@@ -93,7 +93,7 @@ BY_SIZE = {
     48: "A40",
     80: "A100 80GB",
 }
-HOSTS_GB = (32, 64, 128)
+HOSTS_GB = (32, 64, 128)  # sold as such, and GiB, as cards are
 
 
 def card_of(

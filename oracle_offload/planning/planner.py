@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ..host import memory
-from ..sizes import format_size, parse_size
+from ..sizes import GIB, format_size, parse_size
 from ..views.recording import Recording, read_recording
 from . import report, verify
-from .cards import card_of
+from .cards import HOSTS_GB, card_of
 from .fit import NOWHERE, RESIDENT, STREAMED, Fit, Room, fit_step
 from .ladder import Rung, Shard, ladder, shards
 from .measure import Step
@@ -244,7 +244,8 @@ def plan(
     vram : int, float or str, optional
         The card's memory, where that is another.
     ram : int, float or str, optional
-        The host's memory (``"64GB"``); by default this machine's.
+        The host's memory: 32, 64 or 128 GiB by that number, or a size (``"48GB"``); by default
+        this machine's.
     link_gbps, memory_gbps, tflops, launch_s : float, optional
         Rates that were measured: 1e9 bytes/s to the device and within it, 1e12 operations a second
         in bf16, seconds of a launch.
@@ -372,6 +373,8 @@ def _assumptions(question: Question, found: Fit, step: Step) -> tuple[str, ...]:
 def _ram(ram: int | float | str | None) -> int:
     if ram is None:
         return memory.total_bytes()
+    if not isinstance(ram, float) and str(ram) in map(str, HOSTS_GB):
+        return int(ram) * GIB
     return parse_size(ram, total=memory.total_bytes(), name="ram")
 
 

@@ -72,6 +72,10 @@ class Row:
         Of the process, its libraries included.
     h2d_bytes_per_step : float or None
         Over the link.
+    h2d_gbps : float or None
+        1e9 bytes/s over the link, while a copy was under way.
+    watts : float or None
+        Of the card, in the mean of the training, by NVML.
     optimizer_bytes : int or None
         Of its states.
     loss : float or None
@@ -88,6 +92,8 @@ class Row:
     device_peak_bytes: int | None = None
     host_peak_bytes: int | None = None
     h2d_bytes_per_step: float | None = None
+    h2d_gbps: float | None = None
+    watts: float | None = None
     optimizer_bytes: int | None = None
     loss: float | None = None
     same_bits: bool | None = None
@@ -143,6 +149,8 @@ def run_matrix(
             device_peak_bytes=result["device_peak_bytes"],
             host_peak_bytes=result["host_peak_bytes"],
             h2d_bytes_per_step=result["h2d_bytes"] / steps if "h2d_bytes" in result else None,
+            h2d_gbps=result.get("h2d_gbps"),
+            watts=result["watts"],
             optimizer_bytes=result["optimizer_bytes"],
             loss=result["loss_last"],
             same_bits=None if expected is None else adapters == expected,
@@ -156,7 +164,7 @@ def to_json(rows: Sequence[Row]) -> str:
 
 def to_text(rows: Sequence[Row]) -> str:
     """Return the rows as a table."""
-    heads = ("", "step", "device peak", "host peak", "link, a step", "optimizer", "loss", "bits")
+    heads = tuple("|step|device peak|host peak|link, a step|GB/s|W|optimizer|loss|bits".split("|"))
     table = [heads, *(_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in table) for column in range(len(heads))]
     lines = [
@@ -182,6 +190,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         size(row.device_peak_bytes),
         size(row.host_peak_bytes),
         size(row.h2d_bytes_per_step),
+        "-" if row.h2d_gbps is None else f"{row.h2d_gbps:.1f}",
+        "-" if row.watts is None else f"{row.watts:.0f}",
         size(row.optimizer_bytes),
         "-" if loss is None else f"{loss:.4f}",
         bits,

@@ -15,6 +15,8 @@ import torch
 
 from .. import Checkpoint, IdleAlarm, MetricsFile, attach, phase
 from ..devices import KINDS, parse_device
+from ..doctor.sensors import Sensors
+from ..meter import uuid_of
 from ..recipes.accumulation import backward_weighted, evaluate
 from ..recipes.attention import AttentionBackends
 from ..recipes.checkpointing import set_checkpointing
@@ -75,15 +77,23 @@ def train(settings: Settings, say: Callable[[str], object]) -> dict[str, Any]:
             )
         say(f"attached: {manager!r}")
     try:
-        result = _Loop(settings, task, device, say).run()
+        loop, sensors = _Loop(settings, task, device, say), Sensors(uuid_of(device))
+        begin_s, begin_j = time.monotonic(), sensors.energy_j()
+        result = loop.run()
+        end_s, end_j = time.monotonic(), sensors.energy_j()
+        result["watts"] = (
+            None if begin_j is None or end_j is None else (end_j - begin_j) / (end_s - begin_s)
+        )
         if manager is not None:
             counters = manager.state.engine.stats()
+            timed_s = counters["h2d_seconds"]
             result |= {
                 "managed_layers": len(manager.layers),
                 "managed_bytes": manager.attachment.weight_bytes,
                 "arena_bytes": manager.attachment.arena.capacity_bytes,
                 "h2d_bytes": counters["h2d_bytes"],
                 "d2h_bytes": counters["d2h_bytes"],
+                "h2d_gbps": counters["h2d_timed_bytes"] / timed_s / 1e9 if timed_s else None,
             }
     finally:
         if manager is not None:

@@ -34,6 +34,7 @@ def test_rows_are_of_real_trainings(in_this_process, tmp_path, capsys, monkeypat
     assert document["schema"] == "oracle_offload/bench-matrix/1"
     resident, managed, refused, adafactor, _ = document["rows"]
     assert resident["h2d_bytes_per_step"] is None and managed["h2d_bytes_per_step"] > 0
+    assert resident["h2d_gbps"] is resident["watts"] is None, "of a resident training nobody knows"
     assert resident["same_bits"] and managed["same_bits"] and not adafactor["same_bits"]
     assert managed["loss"] == resident["loss"] > 0
     assert adafactor["optimizer_bytes"] < managed["optimizer_bytes"] / 4
@@ -70,13 +71,19 @@ def test_a_model_without_data_is_refused(capsys):
 
 
 def test_the_table_and_what_it_says_of_rows():
-    row = Row("managed", True, "", "no 8 bits", 0.5, 3 << 20, None, 2.0**21, 1024, 1.25, True)
+    row = Row(
+        "managed", True, "", "no 8 bits", 0.5, 3 << 20, None, 2.0**21, 12.34, 81.6, 1024, 1.25, True
+    )
     told = to_text([row, replace(row, same_bits=False, note=""), Row("none", True, "no room")])
     head, first, second, third, *rest = told.splitlines()
-    assert head.split() == "step device peak host peak link, a step optimizer loss bits".split()
+    assert (
+        head.split() == "step device peak host peak link, a step GB/s W optimizer loss bits".split()
+    )
     assert first == second.replace("other", "same")
-    assert first.split() == "managed 0.500 s 3.00 MiB - 2.00 MiB 1.00 KiB 1.2500 same".split()
-    assert third.split() == ["none", *"-------"]
+    assert (
+        first.split() == "managed 0.500 s 3.00 MiB - 2.00 MiB 12.3 82 1.00 KiB 1.2500 same".split()
+    )
+    assert third.split() == ["none", *"---------"]
     assert rest == [
         "none failed: no room",
         "managed: no 8 bits",

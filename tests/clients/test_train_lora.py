@@ -7,18 +7,22 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracle_offload
 from oracle_offload import cli
+from oracle_offload.engines import open_states
 from oracle_offload.host import replace
 from oracle_offload.recipes import mixed_precision
 from oracle_offload.trainer import language as language_module
-from oracle_offload.trainer import resuming
+from oracle_offload.trainer import resuming, training
 from oracle_offload.trainer.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -178,6 +182,7 @@ def test_a_language_model_learns_the_same_managed_and_resident(
     assert managed["gradient_checkpointing"] is ("--no-gradient-checkpointing" not in more)
     assert managed["amp"] == (None if "--no-amp" in more else "bfloat16")
     assert managed["optimizer"] in ("adamw", "adafactor", "adamw8bit")
+    assert managed["h2d_gbps"] > 0 and managed["watts"] is None, "a simulated card has no sensors"
     assert managed["optimizer_bytes"] > 0 and "scaled_dot_product" in managed["attention"]
     assert json.loads((tmp_path / "managed" / "result.json").read_text()) == managed
 
@@ -212,6 +217,64 @@ def test_a_save_that_fails_leaves_the_state_before(capsys, tmp_path, llama, text
     _, said = run(capsys, tmp_path, *flags[:-1], 2, "--resume", code=1)
     assert "No space left on device" in said
     assert (tmp_path / "state.pt").read_bytes() == before
+
+
+class RunsOut(TorchDispatchMode):
+    """Memory runs out at one operator."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.count = number, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count == self.number:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30.00 MiB.")
+        return function(*args, **(kwargs or {}))
+
+
+def test_memory_that_runs_out_at_any_operator_leaves_a_training_that_goes_on(
+    capsys, tmp_path, llama, texts, monkeypatch
+):
+    flags = ["--model", llama, "--dataset-file", texts, *LANGUAGE, "--save-every", 1]
+    whole, _ = run(capsys, tmp_path / "whole", *flags, "--steps", 2)
+    run(capsys, tmp_path / "once", *flags, "--steps", 1)
+    one_step = training._Loop._one_step
+
+    def go_on(number):
+        """Resume, and let memory run out in the step; return how many operators it has."""
+        folder, mode = tmp_path / str(number), RunsOut(number)
+        shutil.copytree(tmp_path / "once", folder)
+
+        def step(loop):
+            with mode:
+                return one_step(loop)
+
+        monkeypatch.setattr(training._Loop, "_one_step", step)
+        command = [*flags, "--steps", 2, "--resume"]
+        _, said = run(capsys, folder, *command, code=1 if number else 0)
+        monkeypatch.setattr(training._Loop, "_one_step", one_step)
+        if number:
+            assert "Out of memory on CUDA" in said and "--resume goes on" in said
+            assert not open_states(), "nothing is attached any more"
+            rest, said = run(capsys, folder, *command)
+            assert "resumed after step 1" in said
+            assert_same_adapters(rest, whole)
+        return mode.count
+
+    operators = go_on(0)
+    assert operators > 300
+    for number in range(1, operators, operators // 8):
+        assert go_on(number) == number
+
+
+def test_watts_are_joules_by_seconds(capsys, tmp_path, llama, texts, monkeypatch):
+    joules = iter((100.0, 160.0))
+    sensors = SimpleNamespace(energy_j=lambda: next(joules))
+    monkeypatch.setattr(training, "Sensors", lambda uuid: sensors)
+    begin = time.monotonic()
+    result, _ = run(capsys, tmp_path, "--model", llama, "--dataset-file", texts, "--steps", 1)
+    assert 60 / (time.monotonic() - begin) < result["watts"] < 60 / 1e-3
 
 
 def test_what_cannot_be_resumed_is_refused(capsys, tmp_path, llama, texts):

@@ -155,8 +155,10 @@ def test_every_size_of_card_and_host_has_its_preset() -> None:
         for said in (size, f"{size}GB", f"{size} gb", name, name.lower()):
             assert card_of(said) is CARDS[name]
         assert CARDS[name].memory_bytes == size * GIB
-        for ram in ("32GB", "64GB", "128GB"):
-            assert oracle_offload.plan("1B", card=size, ram=ram).fits
+        for ram in (32, "64", 128):
+            found = oracle_offload.plan("1B", card=size, ram=ram)
+            assert found.fits and found.question.room.host_bytes == int(ram) * GIB
+    assert oracle_offload.plan("1B", ram="64GB").question.room.host_bytes == 64_000_000_000
     with pytest.raises(ValueError, match="card='7' is not known; there are RTX 4060"):
         card_of("7")
 
