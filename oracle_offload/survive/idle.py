@@ -150,12 +150,11 @@ class IdleAlarm:
                 found._before_step(optimizer)
 
         hook = torch_optimizer.register_optimizer_step_pre_hook(before_step)
-        self._finalizer = weakref.finalize(self, hook.remove)
+        self._finalizer = weakref.finalize(self, _end, hook, self._forwards)
 
     def close(self) -> None:
         """Watch no more."""
         self._finalizer()
-        self._end_suspicion()
 
     def step(self) -> list[Idle]:
         """Note that a training step has ended; to be called before its gradients are cleared.
@@ -173,7 +172,7 @@ class IdleAlarm:
             return []
         with exempt():
             found = self._unchanged()
-        self._end_suspicion()
+        _end_all(self._forwards)
         fresh = [idle for idle in found if idle.name not in self.idle]
         self.idle = {idle.name: idle for idle in found}
         self._begin_window()
@@ -230,11 +229,6 @@ class IdleAlarm:
                 owner = owner.rpartition(".")[0]
             if owner not in self._forwards:
                 self._forwards[owner] = _Forward(modules[owner])
-
-    def _end_suspicion(self) -> None:
-        for forward in self._forwards.values():
-            forward.end()
-        self._forwards = {}
 
     # ---- what a window has shown ----
 
@@ -352,6 +346,17 @@ class IdleAlarm:
             "the loss",
             "look for a scale, a mask or a weight behind it that is zero",
         )
+
+
+def _end_all(forwards: dict[str, _Forward]) -> None:
+    for forward in forwards.values():
+        forward.end()
+    forwards.clear()
+
+
+def _end(hook: Any, forwards: dict[str, _Forward]) -> None:
+    hook.remove()
+    _end_all(forwards)
 
 
 def _tensors_in(value: Any) -> Iterable[Tensor]:

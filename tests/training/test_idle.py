@@ -345,6 +345,13 @@ def test_an_alarm_that_nobody_holds_is_gone():
     del alarm
     gc.collect()
     assert len(hooks) == before
+    model = net()
+    alarm = IdleAlarm(model, steps=3)
+    alarm.step()
+    assert model.first._forward_hooks
+    del alarm
+    gc.collect()
+    assert len(hooks) == before and not model.first._forward_hooks
 
 
 @pytest.mark.parametrize("steps", [0, -1, True, 1.5])
