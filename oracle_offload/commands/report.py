@@ -93,7 +93,7 @@ def _read(path: str) -> RunReport | OomReport | SnapshotReport:
 def _schema(line: bytes) -> str | None:
     try:
         document = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     found = document.get("schema") if isinstance(document, dict) else None
     return found if isinstance(found, str) else None

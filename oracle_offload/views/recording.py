@@ -27,6 +27,16 @@ _SUFFIXES = {".html": "html", ".htm": "html", ".json": "chrome", ".csv": "csv", 
 _LANES = {"compute": 1, "wait": 2, "copy_to_device": 3, "copy_to_host": 4}
 _LANE_NAMES = ("host", "managed layers", "stalls", "copies to the device", "copies to the host")
 _KINDS = {"compute": "compute", "wait": "stall", "copy_to_device": "h2d", "copy_to_host": "d2h"}
+# What every report asks of these events; a file may lack it.
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "step": (
+        *("device", "step", "phase", "label", "timed", "seconds"),
+        *("counters", "allocated_bytes", "peak_bytes"),
+    ),
+    "compute": ("device", "model", "step"),
+    "wait": ("layer", "seconds", "step"),
+    "error": ("what",),
+}
 _MOST_SHOWN = 30  # steps, and layers, in a table
 Event = Mapping[str, Any]
 
@@ -432,14 +442,22 @@ def read_recording(path: Any) -> Recording:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{name}, line {number}: not JSON: {error}") from error
             if not isinstance(row, dict) or ("schema" if number == 1 else "event") not in row:
                 raise ValueError(f"{name}, line {number}: no part of a recording")
+            lacks = [key for key in _NEEDED.get(str(row.get("event")), ()) if key not in row]
+            if lacks:
+                raise ValueError(f"{name}, line {number}: {row['event']} without {lacks[0]}")
             rows.append(row)
     if not rows or rows[0]["schema"] != SCHEMA:
         found = rows[0]["schema"] if rows else "nothing"
         raise ValueError(f"{name}: begins with {found}, not with {SCHEMA}")
+    devices = rows[0].get("devices")
+    if not isinstance(devices, list) or not all(
+        isinstance(device, dict) and {"device", "name"} <= device.keys() for device in devices
+    ):
+        raise ValueError(f"{name}, line 1: no part of a recording: it names no devices")
     return Recording(rows[0], rows[1:])
 
 

@@ -651,3 +651,23 @@ def test_the_page_needs_nothing_from_elsewhere(recording):
     assert set(re.findall(r"https?://[^\"<> ]*", page)) == {"http://www.w3.org/2000/svg"}
     assert page.count("<svg") >= 2 and "layers that stalled most" in page
     assert "training -&gt; evaluation" in page
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["[" * 100_000], "line 1: not JSON"),
+        (["HEADER", "[" * 100_000], "line 2: not JSON"),
+        (['{"schema": "oracle_offload/recording/1"}'], "it names no devices"),
+        (['{"schema": "oracle_offload/recording/1", "devices": [5]}'], "it names no devices"),
+        (["HEADER", '{"event": "step"}'], "line 2: step without device"),
+        (["HEADER", '{"event": "error"}'], "line 2: error without what"),
+        (["HEADER", '{"event": [1]}', "5"], "line 3: no part of a recording"),
+    ],
+)
+def test_what_is_no_recording_is_refused_by_its_line(lines, says, tmp_path):
+    header = '{"schema": "oracle_offload/recording/1", "devices": []}'
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(line.replace("HEADER", header) for line in lines))
+    with pytest.raises(ValueError, match=says):
+        oracle_offload.read_recording(path)
