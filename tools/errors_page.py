@@ -451,6 +451,7 @@ NOTES: dict[str, dict[str, str]] = {
         "this one, as `.jsonl`.",
         "no part of a recording": "The line was changed, or is another file's; without it the rest "
         "can be read.",
+        " is damaged: … without": "The line was changed; without it the rest can be read.",
         "not JSON": "The line is broken: a disk that was full, or a process that was killed.",
         "use 'html', 'chrome'": "Name a format, or give the file one of these suffixes.",
     },

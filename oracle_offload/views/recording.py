@@ -448,7 +448,9 @@ def read_recording(path: Any) -> Recording:
                 raise ValueError(f"{name}, line {number}: no part of a recording")
             lacks = [key for key in _NEEDED.get(str(row.get("event")), ()) if key not in row]
             if lacks:
-                raise ValueError(f"{name}, line {number}: {row['event']} without {lacks[0]}")
+                raise ValueError(
+                    f"{name}, line {number} is damaged: {row['event']} without {lacks[0]}"
+                )
             rows.append(row)
     if not rows or rows[0]["schema"] != SCHEMA:
         found = rows[0]["schema"] if rows else "nothing"

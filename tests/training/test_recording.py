@@ -660,8 +660,8 @@ def test_the_page_needs_nothing_from_elsewhere(recording):
         (["HEADER", "[" * 100_000], "line 2: not JSON"),
         (['{"schema": "oracle_offload/recording/1"}'], "it names no devices"),
         (['{"schema": "oracle_offload/recording/1", "devices": [5]}'], "it names no devices"),
-        (["HEADER", '{"event": "step"}'], "line 2: step without device"),
-        (["HEADER", '{"event": "error"}'], "line 2: error without what"),
+        (["HEADER", '{"event": "step"}'], "line 2 is damaged: step without device"),
+        (["HEADER", '{"event": "error"}'], "line 2 is damaged: error without what"),
         (["HEADER", '{"event": [1]}', "5"], "line 3: no part of a recording"),
     ],
 )
