@@ -17,7 +17,6 @@ from os import PathLike, fspath
 from typing import Any, NamedTuple
 
 from ..sizes import MIB
-from ..views.recording import SCHEMA as RECORDING
 from .facts import compiled
 from .reading import read_excerpt
 
@@ -60,7 +59,11 @@ def read_history(source: str | PathLike[str] | Iterable[Record]) -> list[dict[st
 
 def is_recording(rows: Sequence[Record]) -> bool:
     """Return whether rows begin with the header of a recording."""
-    return bool(rows) and rows[0].get("schema") == RECORDING
+    if not rows or "schema" not in rows[0]:
+        return False
+    from ..views.recording import SCHEMA  # with its views, which an error seldom needs
+
+    return bool(rows[0]["schema"] == SCHEMA)
 
 
 def records_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
