@@ -104,6 +104,6 @@ def test_a_process_that_says_nothing_failed_by_its_code(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_the_whole_matrix_in_processes_of_its_own(capsys):
-    """`python -m pytest -m slow tests/clients/test_matrix.py` runs it, in minutes."""
+    """`python -m pytest -m slow tests/clients/test_bench_matrix.py` runs it, in minutes."""
     assert cli.main(["bench", "--matrix", "--device", "cpu", "--steps", "2"]) == cli.EXIT_OK
     assert capsys.readouterr().out.count(" same\n") == 5
