@@ -68,16 +68,20 @@ def save_weights(
     target.mkdir(parents=True, exist_ok=True)
     single, index = target / f"{name}{SUFFIX}", target / f"{name}{INDEX_SUFFIX}"
     shards = list(_shards(tensors, most))
-    before = set(read_index(index).values()) if index.is_file() else set()
+    before: set[str] = set()
+    replaces = index.is_file()
+    if replaces:
+        with contextlib.suppress(OffloadError):  # what is damaged keeps nobody from saving
+            before = set(read_index(index).values())
     # An index may name any file: only weights are taken for what was saved here before.
     old = [file for file in sorted(before | {single.name}) if file.endswith(SUFFIX)]
     if len(shards) == 1:
         _write(single, tensors)
         # The index goes first: without it the new file alone is read.
-        left = [index.name, *(file for file in old if file != single.name)] if before else []
+        left = [index.name, *(file for file in old if file != single.name)] if replaces else []
     else:
         # Names that the index of now does not have: until it is replaced, it stays true.
-        token = f"-{time.time_ns():x}" if before else ""
+        token = f"-{time.time_ns():x}" if replaces else ""
         files = [
             f"{name}-{number:05}-of-{len(shards):05}{token}{SUFFIX}"
             for number in range(1, len(shards) + 1)

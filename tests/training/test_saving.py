@@ -119,6 +119,13 @@ def test_what_an_index_names_goes_only_if_it_is_old_weights(tmp_path, shard_byte
     assert not (tmp_path / "old.safetensors").exists()
 
 
+@pytest.mark.parametrize("shard_bytes", ["1GB", 20_000])
+def test_a_damaged_index_is_replaced(tmp_path, shard_bytes):
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    oracle_offload.save_weights(Model(), tmp_path, shard_bytes=shard_bytes)
+    assert_same(read(tmp_path), state_of(Model()))
+
+
 class Killed(BaseException):
     pass
 
