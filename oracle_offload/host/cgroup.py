@@ -189,7 +189,7 @@ def _read_v1(root: str, mount: _Mount, group: str, hybrid: bool, missing: list[s
     if usage.text is None and limit is not None:
         missing.append(usage.why)
     memsw = parse_count(read_text(root, f"{where}/memory.memsw.limit_in_bytes").text)
-    stat = _table(root, f"{where}/memory.stat")
+    stat = own_stat if where == chain[0] else _table(root, f"{where}/memory.stat")
     return MemoryLimit(
         version="v1",
         hybrid=hybrid,

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterable
 
-from .cgroup import read_memory_limit
+from .cgroup import MemoryLimit, read_memory_limit
 from .files import NO_SIZE, parse_count, read_text
 
 
@@ -38,7 +38,9 @@ def total_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def available_bytes(root: str = "/") -> int | None:
+def available_bytes(
+    root: str = "/", known: tuple[dict[str, int], MemoryLimit] | None = None
+) -> int | None:
     """Return the bytes that this process can still have; None where the system does not tell.
 
     That is what is free, or can be made so without swapping, within the limit on its control group.
@@ -47,10 +49,13 @@ def available_bytes(root: str = "/") -> int | None:
     ----------
     root : str
         The directory that holds `proc` and `sys`: "/" for the live system.
+    known : tuple, optional
+        What `read_meminfo` and `read_memory_limit` answered just now.
     """
     if sys.platform == "win32" and root == "/":
         return int(_windows_status().available)
-    found = (read_meminfo(root).get("MemAvailable"), read_memory_limit(root).headroom_bytes)
+    meminfo, limit = (read_meminfo(root), read_memory_limit(root)) if known is None else known
+    found = (meminfo.get("MemAvailable"), limit.headroom_bytes)
     return min((size for size in found if size is not None), default=None)
 
 

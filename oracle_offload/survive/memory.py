@@ -65,10 +65,13 @@ def host_available_and_total(root: str = "/") -> tuple[int | None, int | None]:
     root : str
         The directory that holds `proc` and `sys`: "/" for the live system.
     """
-    sizes = [read_memory_limit(root).limit_bytes, read_meminfo(root).get("MemTotal")]
+    known = meminfo, limit = read_meminfo(root), read_memory_limit(root)  # read once
+    sizes = [limit.limit_bytes, meminfo.get("MemTotal")]
     if root == "/":
         sizes.append(total_bytes())
-    return available_bytes(root), min((size for size in sizes if size is not None), default=None)
+    return available_bytes(root, known), min(
+        (size for size in sizes if size is not None), default=None
+    )
 
 
 def get_detailed_memory_info(device: Any = None) -> Info:

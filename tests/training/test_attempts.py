@@ -15,6 +15,7 @@ from oracle_offload import (
     get_detailed_memory_info,
     set_memory_fraction,
 )
+from oracle_offload.host import cgroup
 from oracle_offload.survive import memory
 from oracle_offload.survive.attempts import (
     HALVE,
@@ -259,3 +260,11 @@ def test_the_host_s_memory_is_what_its_control_group_allows(tmp_path):
     assert memory.host_available_and_total(str(tmp_path)) == (400000, 512000)
     (tmp_path / "sys/fs/cgroup/job/memory.max").write_text("max\n")
     assert memory.host_available_and_total(str(tmp_path)) == (614400, 1024000)
+
+
+def test_the_limit_of_a_control_group_is_read_once_for_both(monkeypatch):
+    """A monitor asks after each step; reading it is the dear part."""
+    asked, read_text = [], cgroup.read_text
+    monkeypatch.setattr(cgroup, "read_text", lambda *name: asked.append(name) or read_text(*name))
+    memory.host_available_and_total()
+    assert asked and len(asked) == len(set(asked))
