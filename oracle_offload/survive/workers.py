@@ -50,7 +50,8 @@ def worker_budgets(
     nbytes : int, float or str
         What each asks for: bytes, ``"1.5GB"``, or a share of the card.
     capacity : int, float or str
-        Memory of the card that can be had: bytes, or ``"7.67GB"``.
+        All memory of the card, as the driver tells (``torch.cuda.mem_get_info()[1]``), because
+        `share` is of it: bytes, or ``"7.67GB"``. What others hold belongs into `margin`.
     context : int, float or str, optional
         What the driver's context of each process takes besides; none is counted by default.
     margin : float
