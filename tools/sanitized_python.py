@@ -42,12 +42,14 @@ WITHOUT = (
     "test_environment_docs",
     "test_explain_docs",
     "test_explain_real",
+    "test_from_disk_docs",
     "test_gpu_tools",
     "test_notebook_docs",
     "test_numbers_docs",
     "test_package",
     "test_simulated_grid",
     "test_summary_table",
+    "test_task_pages",
     "test_with_other_libraries",
 )
 PARTS = ("leaks", "unit", "torch")
