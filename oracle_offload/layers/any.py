@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from ..structure import Structure
 
 _graph_task = torch._C._current_graph_task_id
-_outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_hooks_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+_autograd: Any = torch._C._autograd
+_top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", None)  # from torch 2.8 on
+_hooks_allowed = _autograd._saved_tensors_hooks_is_enabled
 _from_dlpack = torch._C._from_dlpack
 _PATIENCE_S = 60.0  # that a call waits for another thread's of the same module
 
@@ -442,11 +443,14 @@ class _Notes:
         self._nbytes = slot.numel()
         self._sizes = {size for tensor in layer.masters.present for size in _sizes_made_of(tensor)}
         self._derived: dict[int, int] = {}  # bytes made of the weights, by address
-        self._outer: tuple[Any, Any] | None = _outer_hooks(True)
+        self._stays = False
+        self._outer: tuple[Any, Any] | None = (
+            self._hooks_found() if _top_hooks is None else _top_hooks(True)
+        )
         # Whether what is packed stays what it is, however many such pairs it goes through, and
         # waits for a backward that has not begun.
         outer: Any = None if self._outer is None else getattr(self._outer[0], "__self__", None)
-        self._stays: bool = _graph_task() == -1 and (
+        self._stays = _graph_task() == -1 and (
             self._outer is None or (isinstance(outer, _Notes) and outer._stays)
         )
 
@@ -466,6 +470,27 @@ class _Notes:
         if self._outer is not None:
             return (self._outer[0](tensor),)
         return tensor, None if tensor.is_inference() else tensor._version
+
+    def _hooks_found(self) -> tuple[Any, Any] | None:
+        """Return what packs and unpacks by the pair outside, if any, where torch does not name it.
+
+        A function that saves a tensor has it packed by them; a saved tensor that has been packed
+        takes no hooks of its own.
+        """
+        kept = _kept_by_hooks(torch.empty(0))  # it has to live as long as what its node has saved
+        saved = kept.grad_fn._raw_saved_tensors[0]
+        try:
+            saved.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        except RuntimeError:
+            return self._pack_outside, lambda kept: kept.grad_fn.saved_tensors[0]
+        return None
+
+    def _pack_outside(self, tensor: Tensor) -> Any:
+        _autograd._pop_saved_tensors_default_hooks()  # these: they are the innermost now
+        try:
+            return _kept_by_hooks(tensor)
+        finally:
+            _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def _is_made_of_slot(self, tensor: Any) -> bool:
         """Whether a tensor that is made of others is made of what is lent."""
@@ -497,6 +522,28 @@ class _Notes:
                 f"{version} instead."
             )
         return tensor
+
+
+class _Keeping(Function):
+    """Saves a tensor, and does nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return anchor.clone()
+
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+
+def _kept_by_hooks(tensor: Tensor) -> Any:
+    """Return a result whose node has saved a tensor by the hooks that are the innermost now."""
+    with torch.enable_grad():
+        return _keep(torch.empty(0, requires_grad=True), tensor)
+
+
+_keep: Any = super(Function, _Keeping).apply
 
 
 def _sizes_made_of(tensor: Tensor) -> tuple[int, ...]:

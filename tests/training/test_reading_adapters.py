@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
+from oracle_offload.layers import any as any_module
 from oracle_offload.layers.wrappers import reader_of
 
 WIDTH = 256  # a weight is too large to stay
@@ -111,6 +112,29 @@ def test_applied_before_attach(kinds, reentrant, device):
     assert all(type(layer) is nn.Linear for layer in model.layers)
     x = torch.ones(1, WIDTH)
     assert_same(model.cpu()(x), resident.cpu()(x))
+
+
+@pytest.mark.parametrize("context", [None, "checkpoint", "hooks"])
+def test_with_a_torch_that_does_not_name_its_hooks(monkeypatch, context, device):
+    """As 2.6 and 2.7: what is saved goes on to the pair outside all the same."""
+    monkeypatch.setattr(any_module, "_top_hooks", None)
+    model, resident = resident_pair(Adapted().adapt(LoRA, Product))
+    packed = {id(model): 0, id(resident): 0}
+
+    def step(each):
+        def pack(tensor):
+            packed[id(each)] += 1
+            return tensor.clone()
+
+        if context != "hooks":
+            return step_of(each, None if context is None else False)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor * 1):
+            return step_of(each, None)
+
+    with attached(model, device, ignore_modules=[model.adapters]) as manager:
+        assert kinds_of(manager) == ["AnyLayer"] * 3
+        assert_models_agree(model, resident, step, device=device)
+    assert (min(packed.values()) > 0) is (context == "hooks")
 
 
 @pytest.mark.parametrize("kind", [Product, Kept])
