@@ -605,6 +605,9 @@ NOTES: dict[str, dict[str, str]] = {
             "DistributedDataParallel shares gradients in the backward of a step's last "
             "micro-batch, and here the first one has the backward of all."
         ),
+        "lets micro-batches take turns from torch 2.8 on": (
+            "Earlier versions do not name the saved-tensor hooks that are active."
+        ),
         "has a gradient before accumulate begins": (
             "Gradients of an earlier step, or of another `accumulate` in the same one: give all "
             "micro-batches of a step to one call."

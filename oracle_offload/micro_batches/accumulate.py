@@ -31,7 +31,7 @@ from ..engines import open_states
 from ..errors import OffloadError
 from .grains import Grains, grains_of
 from .leaves import Graph, Leaves, no_graph_task
-from .thread_state import ThreadState, ThreadStates
+from .thread_state import ThreadState, ThreadStates, can_take_turns
 
 if TYPE_CHECKING:
     import greenlet
@@ -374,6 +374,11 @@ class _Accumulation:
 
     def interleaved(self) -> list[Any]:
         """Block by block: the forwards of all, one backward, and what the steps do after it."""
+        if not can_take_turns():
+            raise OffloadError(
+                f"accumulate lets micro-batches take turns from torch 2.8 on, and this is torch "
+                f"{torch.__version__}; pass interleave=False."
+            )
         self._is_interleaved = True
         self._main = _current_greenlet()
         ambient = self._states.now()

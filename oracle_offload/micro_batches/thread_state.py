@@ -20,6 +20,9 @@ from .. import engines, exemption, first_forward
 
 _autograd: Any = torch._C._autograd
 _C: Any = torch._C
+# What torch 2.6 and 2.7 lack: there the saved-tensor hooks cannot be exchanged.
+_top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+_autocast_kinds = getattr(_C, "_autocast_supported_devices", lambda: ("cpu", "cuda"))
 _FLAGS_OF_MODES = tuple(
     name
     for name in (
@@ -46,14 +49,18 @@ class _Hooks:
     """The saved-tensor hooks: pairs of functions, the innermost last, or why there may be none."""
 
     @staticmethod
-    def now() -> tuple[list[Any], str | None]:
+    def now() -> tuple[list[Any], str | None] | None:
+        if _top_hooks is None:
+            return None
         refused = _autograd._saved_tensors_hooks_get_disabled_error_message()
         pairs = _Hooks._pop_all()
         _Hooks.restore((pairs, refused))
         return pairs, refused
 
     @staticmethod
-    def restore(value: tuple[list[Any], str | None]) -> None:
+    def restore(value: tuple[list[Any], str | None] | None) -> None:
+        if value is None:
+            return
         pairs, refused = value
         _Hooks._pop_all()
         for pair in pairs:
@@ -65,7 +72,7 @@ class _Hooks:
     def _pop_all() -> list[Any]:
         _autograd._saved_tensors_hooks_enable()
         pairs: list[Any] = []
-        while (pair := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        while _top_hooks is not None and (pair := _top_hooks(True)) is not None:
             _autograd._pop_saved_tensors_default_hooks()
             pairs.insert(0, pair)
         return pairs
@@ -112,7 +119,7 @@ class _Autocast:
             torch.is_autocast_cache_enabled(),
             *(
                 (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in _C._autocast_supported_devices()
+                for kind in _autocast_kinds()
             ),
         )
 
@@ -179,6 +186,11 @@ class Generators:
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.seed(seed % 2**32)
+
+
+def can_take_turns() -> bool:
+    """Whether this torch lets all that it keeps per thread be exchanged: 2.8 and later do."""
+    return _top_hooks is not None
 
 
 class ThreadState(NamedTuple):

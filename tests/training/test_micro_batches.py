@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import oracle_offload
 from oracle_offload import OffloadError, accumulate
 from oracle_offload.engines import open_states
+from oracle_offload.micro_batches import thread_state
 from oracle_offload.micro_batches.grains import grains_of
 from oracle_offload.micro_batches.thread_state import Generators
 from oracle_offload.witness import Witness
@@ -665,6 +666,14 @@ def test_greenlet_that_is_missing_is_named(monkeypatch):
         monkeypatch.setattr(builtins, "__import__", without)
         with pytest.raises(ModuleNotFoundError, match=r"oracle_offload\[micro-batches\]"):
             accumulate(lambda x: loss_of(model, x), inputs("cpu"))
+        assert len(accumulate(lambda x: loss_of(model, x), inputs("cpu"), interleave=False)) == 4
+
+
+def test_a_torch_that_does_not_name_its_hooks_is_refused(monkeypatch):
+    model = net()
+    monkeypatch.setattr(thread_state, "_top_hooks", None)
+    refused(r"turns from torch 2.8 on, and this is torch .* interleave=False", model, loss_of)
+    with streamed(model, "cpu"):
         assert len(accumulate(lambda x: loss_of(model, x), inputs("cpu"), interleave=False)) == 4
 
 
