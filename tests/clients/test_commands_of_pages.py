@@ -96,9 +96,9 @@ def left(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert cli.main(["train-lora", "--config", "run.yaml"]) == 0
-    for name in ("before", "after"):
+    for name in ("before", "after", "run"):
         (folder / name).mkdir()
-        shutil.copy(folder / "run" / "metrics.jsonl", folder / name)
+        shutil.copy(folder / "longer-run" / "metrics.jsonl", folder / name)
     errors = (ROOT / "tests" / "data" / "oom" / "corpus.jsonl").read_text("utf-8").splitlines()
     log = json.loads(errors[0])["text"]
     (folder / "train.log").write_text(log)
@@ -145,6 +145,8 @@ def test_the_command_runs(command, here, capsys, sim):
         assert done.returncode == 0 and "Out of memory" in done.stdout, done.stderr
         return
     words = arguments(command)
+    if "--config" in words and "--resume" not in words:
+        shutil.rmtree("longer-run")  # the training begins
     if words[0] == "watch":
         with training():
             heart = Heartbeat()
