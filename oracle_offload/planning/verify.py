@@ -220,9 +220,10 @@ def _streamed(
 
 
 def _gradients(plan: Plan) -> int:
-    """Return the bytes of gradients that travel: of the trained weights of all units."""
+    """Return the bytes of gradients that travel: of trained weights, from each micro-batch."""
     tensors = {id(t): t for unit in plan.fit.storage.units for leaf in unit for t in leaf.tensors()}
-    return sum(tensor_bytes(tensor) for tensor in tensors.values() if tensor.requires_grad)
+    nbytes = sum(tensor_bytes(tensor) for tensor in tensors.values() if tensor.requires_grad)
+    return plan.step.micro_batches * nbytes
 
 
 def _allocated(plan: Plan, device: str, steps: list[Any]) -> Iterator[Row]:

@@ -165,15 +165,32 @@ def test_a_time_beyond_the_interval(lora: Any) -> None:
     assert shorter.said == "-50.0% beyond the interval"
 
 
-def test_a_full_training_sends_its_gradients_to_the_host(sim: Any) -> None:
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_full_training_sends_its_gradients_to_the_host(number: int, sim: Any) -> None:
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     found = oracle_offload.plan(
-        net, train="full", optimizer="sgd", card=24, ram="64GB", offload_percent=1.0, measure=False
+        net,
+        train="full",
+        optimizer="sgd",
+        card=24,
+        ram="64GB",
+        offload_percent=1.0,
+        measure=False,
+        micro_batches=number,
     )
-    recording = recorded(net, lambda: net(torch.ones(2, 64)).sum(), found.fit.arena_bytes)
+
+    def step() -> Any:
+        """Leave the backward of the last micro-batch to whoever records."""
+        for _ in range(number - 1):
+            net(torch.ones(2, 64)).sum().backward()
+        return net(torch.ones(2, 64)).sum()
+
+    recording = recorded(net, step, found.fit.arena_bytes)
     rows = by_name(found.verify(recording))
     sent = rows["to the host, a step"]
-    assert sent.measured == sum(p.nbytes for p in net.parameters()) and sent.difference == 0
+    assert (
+        sent.measured == number * sum(p.nbytes for p in net.parameters()) and sent.difference == 0
+    )
     assert rows["to the device, a step"].measured > 0
     assert rows["to the device, a step"].why_not == "it was not measured"
     assert rows["time of a step"].why_not == "it was not measured"
