@@ -351,8 +351,7 @@ def _of(rows: Iterable[Row], kind: str) -> list[Row]:
     return [row for row in rows if row["kind"] == kind]
 
 
-def _extent(rows: Iterable[Row]) -> tuple[float, float]:
-    rows = list(rows)
+def _extent(rows: Sequence[Row]) -> tuple[float, float]:
     begin = min((row["start_s"] for row in rows), default=0.0)
     return begin, max((row["end_s"] for row in rows), default=begin)
 

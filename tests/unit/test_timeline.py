@@ -137,6 +137,8 @@ def test_a_box_tells_its_layer_and_its_figures_to_who_points_at_it() -> None:
     assert "d2h, 1.00 ms, 488.28 KiB" not in told and "unit 1, 1.00 ms, 488.28 KiB" in told
     assert "blocks.0.up, 976.56 KiB" in told and "blocks.0" in told
     assert "before blocks.0.up, 1.00 ms" in told
+    unnamed = [{**row("compute", 0.0, 1.0), "unit": unit} for unit in (0, -1)]
+    assert {"unit 0, 1.00 s", "compute, 1.00 s"} <= set(titles(timeline_svg(unnamed, "")))
 
 
 @pytest.mark.parametrize("name", ["step", "part"])
@@ -163,6 +165,7 @@ def test_a_window_shows_its_part_and_times_since_the_beginning_of_the_step() -> 
     [
         (0.0, 67.1e-3, 7, {0: "0 ms", 6: "60 ms"}),
         (0.0, 12.0, 7, {1: "2 s"}),
+        (0.0, 10.0, 6, {5: "10 s"}),
         (0.0, 9.5e-4, 5, {1: "200 us", 4: "800 us"}),
         (0.0, 1e-3, 6, {1: "0.2 ms"}),
         (0.0, 0.0, 1, {0: "0 us"}),
@@ -290,6 +293,10 @@ def test_a_step_of_many_uses_is_cut_into_windows_without_a_gap() -> None:
     assert all(a[1] == pytest.approx(b[0]) for a, b in pairwise(windows))
     assert details(rows[:80]) == [] and len(details(rows[:81])) == 2
     assert len(details([row("compute", i, i + 0.5) for i in range(5000)])) == 24
+    assert details([row("compute", i, i + 0.5) for i in range(7, 100)]) == [
+        (7, 53.25),
+        (53.25, 99.5),
+    ]
 
 
 def test_one_sentence_says_what_to_look_at() -> None:
