@@ -13,7 +13,9 @@ from torch import nn
 
 import oracle_offload
 from oracle_offload import cli, simulator
+from oracle_offload._core import BACKWARD, FORWARD, RECOMPUTE
 from oracle_offload.planning.measure import Stage, Step
+from oracle_offload.simulated_time import SimulatedTime
 from oracle_offload.witness import Witness
 
 NUMBER = 4
@@ -91,6 +93,33 @@ def test_what_waits_counts_once_for_each_micro_batch_that_waits() -> None:
     assert Step(step.stages, micro_batches=3).activations == 100, "a loop keeps those of one"
     assert Step(step.stages, micro_batches=2, together=True).activations == 120
     assert Step(step.stages, micro_batches=3, together=True).activations == 150
+
+
+def test_a_checkpointed_region_is_computed_as_a_whole_by_one_after_the_other() -> None:
+    """Leaf 0 is in a region, leaf 1 is not; each has one operator forward and one backward."""
+    work = [(1e6, 10, torch.bfloat16, False)]
+    uses = ((0, FORWARD), (1, FORWARD), (1, BACKWARD), (0, RECOMPUTE), (0, BACKWARD))
+    events: list[tuple[Any, ...]] = []
+    for ticket, (leaf, kind) in enumerate(uses):
+        events += [("acquire", leaf, kind, ticket), ("work", work), ("release", ticket)]
+    one = Step(events=events)
+    two = Step(events=events, micro_batches=2, together=True)
+    time = SimulatedTime(simulator.get_device(0))
+    replayed = two.replayed(time)
+    acquired = [event for event in replayed if event[0] == "acquire"]
+    assert [(event[1], event[2]) for event in acquired] == [
+        *[(0, FORWARD)] * 2,
+        (1, FORWARD),
+        (1, BACKWARD),
+        *[(0, RECOMPUTE), (0, BACKWARD)] * 2,
+    ]
+    tickets = [event[-1] for event in acquired]
+    assert len(set(tickets)) == len(tickets)
+    assert tickets == [event[1] for event in replayed if event[0] == "release"]
+    single = next(event[1] for event in one.replayed(time) if event[0] == "launch")
+    shares = [round(event[1] / single) for event in replayed if event[0] == "launch"]
+    assert shares == [1, 1, 2, 2, 1, 1, 1, 1]
+    assert sum(two.phases(time)) == pytest.approx(sum(shares) * single)
 
 
 class Blocks(nn.Module):
