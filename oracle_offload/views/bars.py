@@ -10,6 +10,7 @@ Part = tuple[str, int | None]  # a name of `LOOKS`, and bytes; None is unknown
 LOOKS = {  # the character and the colour of each part
     "tensors": ("#", "#2f6db5"),
     "weights": ("#", "#2f6db5"),
+    "other tensors": ("t", "#3a9188"),
     "gradients": ("g", "#b279a2"),
     "optimizer state": ("o", "#d1913c"),
     "activations": ("a", "#3a9188"),

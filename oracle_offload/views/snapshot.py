@@ -144,10 +144,10 @@ def _parts(held: Mapping[str, Any]) -> list[Part]:
     """Return the bar of what torch reserved, and of what was free beside it."""
     sums: dict[str, int] = {}
     for row in held["holders"]:
-        name = _KINDS.get(row["kind"], "tensors")
+        name = _KINDS.get(row["kind"], "other tensors")
         sums[name] = sums.get(name, 0) + row["bytes"]
     rest = held["reserved_bytes"] - held["held_bytes"] - held["cached_bytes"]
-    order = (*_KINDS.values(), "tensors")
+    order = (*_KINDS.values(), "other tensors")
     parts: list[Part] = [(name, sums[name]) for name in order if name in sums]
     parts.append(("cached", held["cached_bytes"] + max(0, rest)))
     if held["free_bytes"] is not None:

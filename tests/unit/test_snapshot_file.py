@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from oracle_offload.cli import main
 from oracle_offload.snapshot_file import KEY, held, read_snapshot
 from oracle_offload.views.snapshot import SnapshotReport
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = {"filename": "/home/me/train.py", "line": 31, "name": "forward"}
 LINEAR = {"filename": "/env/torch/nn/functional.py", "line": 9, "name": "linear"}
@@ -159,6 +160,71 @@ def test_many_holders_end_in_a_sum(tmp_path: Path) -> None:
     assert more == ["10", "more", f"{sum(40 - i for i in range(20, 30))}.00", "MiB", "10"]
     assert max(map(len, text.splitlines())) <= 100
     assert text.startswith("On cuda:0 tensors held 765.00 MiB.")
+
+
+SHOWN = """\
+cuda:0 ran out of memory: 2.00 GiB were asked for, 1.00 GiB
+were free, tensors held 15.00 GiB.
+3.00 GiB were cached, in pieces of at most 1.00 GiB: enough,
+but too small.
+At the peak, earlier, tensors had asked for 18.00 GiB.
+
+  [AAAAAAAAAAAAAAAAAAAAAA################tt+++++++++++...]
+   A arena 8.00 GiB  # weights 6.00 GiB
+   t other tensors 1.00 GiB  + cached 4.00 GiB
+   . free 1.00 GiB
+
+who held the bytes
+  arena: oracle_offload                    8.00 GiB        1
+  weights: up<1>.that.just.has.its.bit     6.00 GiB        2
+  in backward: a long name of a lin...     1.00 GiB        1
+
+who had asked for the bytes at the peak
+  in backward: loss                       18.00 GiB        3
+
+what lay in the arena
+  Net: blocks.0                            1.00 GiB
+"""
+
+
+def test_the_text_of_a_report() -> None:
+    long = "a long name of a line of Python"
+    found = {
+        "device": "cuda:0",
+        "asked_bytes": 2 * GIB,
+        "free_bytes": GIB,
+        "reserved_bytes": 19 * GIB,
+        "held_bytes": 15 * GIB,
+        "cached_bytes": 3 * GIB,
+        "largest_cached_bytes": GIB,
+        "peak_bytes": 18 * GIB,
+        "holders": [
+            {"kind": "arena", "who": "oracle_offload", "bytes": 8 * GIB, "blocks": 1},
+            {
+                "kind": "weights",
+                "who": "up<1>.that.just.has.its.bit",
+                "bytes": 6 * GIB,
+                "blocks": 2,
+            },
+            {"kind": "in backward", "who": long, "bytes": GIB, "blocks": 1},
+        ],
+        "holders_at_peak": [{"kind": "in backward", "who": "loss", "bytes": 18 * GIB, "blocks": 3}],
+        "arena": [{"who": "Net: blocks.0", "bytes": GIB}],
+    }
+    report = SnapshotReport("x", found)
+    assert report.to_text(width=60) == SHOWN
+    bold, *plain = report.to_text(width=100, color=True).split("\n")
+    assert bold.startswith("\x1b[1mcuda:0 ran out") and "\x1b" not in "".join(plain)
+    page = report.to_html()
+    assert page.count('<p class="oo-verdict">') == 1 and page.count('<p class="oo-why">') == 2
+    assert (
+        '<tr><td>weights: up&lt;1&gt;.that.just.has.its.bit</td><td class="n">6.00 GiB</td>' in page
+    )
+    bar, keys = re.findall(r"background:(#\w+)", page)[:5], page.count('class="key"')
+    assert len(set(bar)) == keys == 5, "each part has a colour of its own"
+    no_room = SnapshotReport("x", {**found, "free_bytes": None, "cached_bytes": 2 * GIB - 1})
+    text = no_room.to_text()
+    assert "free unknown" not in text and "too small" not in text
 
 
 def test_the_peak_is_found_by_undoing_what_came_after_it() -> None:
