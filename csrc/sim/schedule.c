@@ -74,6 +74,8 @@ void sim__op_unref(struct sim_op *op) {
         edge->next_in = spare_edges;
         spare_edges = edge;
     }
+    free(op->decode);
+    op->decode = NULL;
     op->next = spare_ops;
     spare_ops = op;
 }
@@ -206,6 +208,8 @@ static void time_ready(struct sim_op *op) {
 static void move_data(struct sim_op *op) {
     if (is_copy(op) && !sim.switches[SIM_COPY_NOTHING]) {
         memmove(op->dst, op->src, op->bytes);
+    } else if (op->decode) {
+        sim__decode(op->decode);
     } else if (op->kind == OP_MEMSET || (op->kind == OP_KERNEL && op->dst)) {
         unsigned char *at = op->dst;
         for (size_t i = 0; i < op->bytes; i += sizeof op->value)

@@ -94,6 +94,15 @@ struct sim_edge {
     int counted_exec, counted_time;
 };
 
+/* A launch of a kernel of csrc/kernels/decode.cu. */
+struct sim_decode {
+    const unsigned char *chunk;
+    unsigned char *weights;
+    size_t weight_bytes; /* 2 or 1 */
+    uint32_t count, tail_words, low_bits, rotate;
+    unsigned char palette[16];
+};
+
 struct sim_op {
     enum sim_op_kind kind;
     int executed, ended, running; /* running: a host function, on the driver's thread */
@@ -113,7 +122,8 @@ struct sim_op {
     const void *src;
     size_t bytes;
     unsigned int value;
-    OOCUresult fails; /* what it does instead, when it runs */
+    struct sim_decode *decode; /* a kernel that decodes weights; its own */
+    OOCUresult fails;          /* what it does instead, when it runs */
     OOCUhostFn function;
     void *user_data;
 };
@@ -178,6 +188,10 @@ int sim__done(struct sim_op *op);
 /* Execute what is ordered before the tail of `stream`, and nothing else. */
 OOCUresult sim__run_before(struct sim_stream *stream);
 /* Execute all queued operations that touch these bytes. */
+/* Bytes of the chunk, and of the weights. */
+size_t sim__decode_reads(const struct sim_decode *work);
+size_t sim__decode_writes(const struct sim_decode *work);
+void sim__decode(const struct sim_decode *work);
 void sim__run_touching(uintptr_t lo, uintptr_t hi);
 OOCUresult sim__wait_all(int device);
 void sim__discard_all(void);

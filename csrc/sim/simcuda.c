@@ -1131,12 +1131,15 @@ OOCUresult cuEventElapsedTime(float *milliseconds, OOCUevent start_handle, OOCUe
 
 /* ---- modules and kernels ----
  *
- * Of an image only the first bytes are looked at. Two kernels are known by name, in every image:
+ * Of an image only the first bytes are looked at. Some kernels are known by name, in every image:
  * spin(uint64_t nanoseconds) keeps a stream busy; store(uint64_t address, uint32_t value) writes
- * one word, and fails where there is no memory. */
+ * one word, and fails where there is no memory; decode_bf16 and decode_bytes are those of
+ * csrc/kernels/decode.cu, and take what the device's memory needs for the bytes they read and
+ * write, at nine tenths of its speed. */
 
-enum kernel { KERNEL_SPIN, KERNEL_STORE, KERNELS };
-static const char *const kernel_names[KERNELS] = {"spin", "store"};
+enum kernel { KERNEL_SPIN, KERNEL_STORE, KERNEL_DECODE_BF16, KERNEL_DECODE_BYTES, KERNELS };
+static const char *const kernel_names[KERNELS] = {"spin", "store", "decode_bf16", "decode_bytes"};
+static const double decode_memory_share = 0.9; /* of memory_gbps: what plain kernels reach */
 
 struct module {
     int device;
@@ -1244,6 +1247,59 @@ static OOCUresult launch_store(struct sim_stream *stream, uintptr_t address, uns
     return OOCU_SUCCESS;
 }
 
+static int is_on_device(uintptr_t address, size_t bytes) {
+    struct sim_range *range;
+    return sim__place(address, bytes, &range) == PLACE_DEVICE;
+}
+
+static OOCUresult launch_decode(struct sim_stream *stream, size_t weight_bytes, uint64_t threads,
+                                void **parameters) {
+    enum { LANES = 32, BLOCK = 1024, ALIGNMENT = 16 };
+    struct sim_decode *work = calloc(1, sizeof *work);
+    struct sim_op *op;
+    if (!work)
+        return OOCU_ERROR_OUT_OF_MEMORY;
+    memcpy(&work->chunk, parameters[0], sizeof work->chunk);
+    memcpy(&work->weights, parameters[1], sizeof work->weights);
+    memcpy(&work->count, parameters[2], sizeof work->count);
+    memcpy(&work->tail_words, parameters[3], sizeof work->tail_words);
+    memcpy(work->palette, parameters[4], sizeof work->palette);
+    work->weight_bytes = weight_bytes;
+    work->low_bits = 8;
+    if (weight_bytes == 1) {
+        memcpy(&work->low_bits, parameters[5], sizeof work->low_bits);
+        memcpy(&work->rotate, parameters[6], sizeof work->rotate);
+    }
+    OOCUresult result = sim__op_new(stream, OP_KERNEL, &op);
+    if (result != OOCU_SUCCESS) {
+        free(work);
+        return result;
+    }
+    const OOSimRange reads = {(uintptr_t)work->chunk, sim__decode_reads(work)};
+    const OOSimRange writes = {(uintptr_t)work->weights, sim__decode_writes(work)};
+    const struct sim_device *device = &sim.devices[stream->device];
+    op->cost_s = device->launch_s + (double)(reads.bytes + writes.bytes) /
+                                        (decode_memory_share * device->memory_gbps * 1e9);
+    sim.stats.kernels++;
+    /* Too few warps would leave blocks as they were; the others end at once. */
+    if (reads.ptr % ALIGNMENT || writes.ptr % ALIGNMENT || threads / LANES * BLOCK < work->count ||
+        !is_on_device(reads.ptr, reads.bytes) || !is_on_device(writes.ptr, writes.bytes)) {
+        op->fails = OOCU_ERROR_ILLEGAL_ADDRESS; /* when it runs, not now */
+        free(work);
+    } else {
+        op->decode = work;
+        op->src = work->chunk;
+        op->dst = work->weights;
+        op->bytes = reads.bytes > writes.bytes ? reads.bytes : writes.bytes;
+        sim__access(stream->actor, SIM_BY_KERNEL, 0, reads.ptr, reads.ptr + reads.bytes);
+        sim__access(stream->actor, SIM_BY_KERNEL, 1, writes.ptr, writes.ptr + writes.bytes);
+        kernel_uses(stream, &reads);
+        kernel_uses(stream, &writes);
+    }
+    sim__submit(op);
+    return OOCU_SUCCESS;
+}
+
 OOCUresult cuLaunchKernel(OOCUfunction function, unsigned int grid_x, unsigned int grid_y,
                           unsigned int grid_z, unsigned int block_x, unsigned int block_y,
                           unsigned int block_z, unsigned int shared_bytes, OOCUstream handle,
@@ -1265,6 +1321,10 @@ OOCUresult cuLaunchKernel(OOCUfunction function, unsigned int grid_x, unsigned i
     if ((uintptr_t)function == module->functions[KERNEL_SPIN]) {
         const double seconds = sim.devices[stream->device].launch_s + (double)first * 1e-9;
         result = launch(stream, NULL, 0, NULL, 0, seconds);
+    } else if ((uintptr_t)function == module->functions[KERNEL_DECODE_BF16] ||
+               (uintptr_t)function == module->functions[KERNEL_DECODE_BYTES]) {
+        const int words = (uintptr_t)function == module->functions[KERNEL_DECODE_BF16];
+        result = launch_decode(stream, words ? 2 : 1, (uint64_t)grid_x * block_x, parameters);
     } else {
         unsigned int value;
         memcpy(&value, parameters[1], sizeof value);
