@@ -4,7 +4,7 @@
 #include "kernel.h"
 
 enum { LANES = 32, BLOCK_WEIGHTS = 1024, WARPS = 8, HEADER_WORDS = 16 };
-enum { PLANE_WORDS = 2 * LANES, MOST_TAIL_WORDS = 192, MOST_LOW_BITS = 5 };
+enum { PLANE_WORDS = 2 * LANES, MOST_TAIL_WORDS = 192, LEAST_LOW_BITS = 2, MOST_LOW_BITS = 5 };
 
 typedef unsigned int word;
 
@@ -189,12 +189,22 @@ OO_DEVICE int open_block(const word *chunk, word count, word tail_words, word lo
     return 1;
 }
 
-// A word of a block that is stored as it is: first its fixed place, then its tail.
-OO_DEVICE word raw_word(const struct block *block, word fixed_words, word at) {
-    if (at < fixed_words)
-        return block->fixed[at];
-    at -= fixed_words;
-    return at < block->tail.words ? block->tail.begin[at] : 0;
+// A block that is stored as it is: `words` words, first its fixed place, then its tail.
+OO_DEVICE void copy_raw(const struct block *block, word fixed_words, word words, word weight_bytes,
+                        unsigned char *out) {
+    const word bytes = block->left * weight_bytes;
+#pragma unroll 1
+    for (word at = block->lane; at < words; at += LANES) {
+        const word in_tail = at - fixed_words;
+        word four = 0;
+        if (at < fixed_words)
+            four = block->fixed[at];
+        else if (in_tail < block->tail.words)
+            four = block->tail.begin[in_tail];
+#pragma unroll 1
+        for (word k = 4 * at; k < 4 * at + 4 && k < bytes; k++, four >>= 8)
+            out[k] = (unsigned char)four;
+    }
 }
 
 // The places of the lane's weights that are in no tier.
@@ -202,38 +212,50 @@ OO_DEVICE word of_no_tier(const struct codes *codes) {
     return codes->plane[0] & codes->plane[1] & codes->plane[2] & codes->plane[3];
 }
 
+// Eight weights of a lane, from its place 8 s on, side by side: two in a word.
+OO_DEVICE uint4 eight_bf16(const struct block *block, const struct palette *palette, int s) {
+    word two[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const word upper = symbols_of(palette, &block->codes, 2 * s + k / 2);
+        const word low = block->fixed[64 * s + 2 * block->lane + k / 2];
+        const word turned = __byte_perm(low, upper, k & 1 ? 0x7362 : 0x5140);
+        two[k] = (turned >> 1 & 0x7FFF7FFFu) | (turned & 0x00010001u) << 15;
+    }
+    return make_uint4(two[0], two[1], two[2], two[3]);
+}
+
 // bf16. `chunk` and `weights` lie on 16 bytes; `count` and `tail_words` as the header says.
 OO_KERNEL decode_bf16(const word *chunk, unsigned short *weights, word count, word tail_words,
                       struct palette palette) {
-    enum { LOW_WORDS = BLOCK_WEIGHTS / 4, FIXED_WORDS = LOW_WORDS + PLANE_WORDS };
+    enum { LOW_WORDS = BLOCK_WEIGHTS / 4 };
     struct block block;
     if (!open_block(chunk, count, tail_words, LOW_WORDS, &block))
         return;
     weights += block.first;
+    if (block.tail.raw) {
+        copy_raw(&block, LOW_WORDS + PLANE_WORDS, BLOCK_WEIGHTS / 2, 2, (unsigned char *)weights);
+        return;
+    }
+    if (block.left >= BLOCK_WEIGHTS) {
 #pragma unroll
-    for (int s = 0; s < 4; s++) {
-        const word at = 256 * s + 8 * block.lane;
-        word two[4]; // weights, in each
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            if (block.tail.raw) {
-                two[k] = raw_word(&block, FIXED_WORDS, at / 2 + k);
-            } else {
-                const word upper = symbols_of(&palette, &block.codes, 2 * s + k / 2);
-                const word low = block.fixed[at / 4 + k / 2];
-                const word turned = __byte_perm(low, upper, k & 1 ? 0x7362 : 0x5140);
-                two[k] = (turned >> 1 & 0x7FFF7FFFu) | (turned & 0x00010001u) << 15;
+        for (int s = 0; s < 4; s++)
+            *(uint4 *)(weights + 256 * s + 8 * block.lane) = eight_bf16(&block, &palette, s);
+    } else { // the chunk's last
+#pragma unroll 1
+        for (int s = 0; s < 4; s++) {
+            uint4 eight = eight_bf16(&block, &palette, s);
+            word at = 256 * s + 8 * block.lane;
+#pragma unroll 1
+            for (const word end = at + 8; at < end && at < block.left; at++) {
+                weights[at] = (unsigned short)eight.x;
+                eight.x = __funnelshift_r(eight.x, eight.y, 16);
+                eight.y = __funnelshift_r(eight.y, eight.z, 16);
+                eight.z = __funnelshift_r(eight.z, eight.w, 16);
+                eight.w >>= 16;
             }
         }
-        if (at + 8 <= block.left)
-            *(uint4 *)(weights + at) = make_uint4(two[0], two[1], two[2], two[3]);
-#pragma unroll
-        for (int j = 0; j < 7; j++)
-            if (at + 8 > block.left && at + j < block.left)
-                weights[at + j] = (unsigned short)(two[j / 2] >> 16 * (j & 1));
     }
-    if (block.tail.raw)
-        return;
     word from = block.codes.raw_symbol;
     for (word rest = of_no_tier(&block.codes); rest; rest &= rest - 1, from += 8) {
         const word at = place_of(block.lane, __ffs(rest) - 1);
@@ -244,56 +266,72 @@ OO_KERNEL decode_bf16(const word *chunk, unsigned short *weights, word count, wo
     }
 }
 
-// One byte a weight, of which the lowest `low_bits`, at most five, are stored as they are after a
+// What one-byte weights are made of beside their codes.
+struct low_bits {
+    word plane[MOST_LOW_BITS]; // those that are not there are 0
+    word count, rotate;
+};
+
+// Eight weights of a lane, from its place 8 s on, side by side: four in a word.
+OO_DEVICE uint2 eight_bytes(const struct block *block, const struct palette *palette,
+                            const struct low_bits *low, int s) {
+    const word above = (0xFFu << low->count & 0xFFu) * 0x01010101u;
+    word four[2];
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        const int w = 2 * (s & 1) + k, half = 16 * (s >> 1);
+        const word lowest = nibbles(low->plane[0], w, 0) | nibbles(low->plane[1], w, 1) |
+                            nibbles(low->plane[2], w, 2) | nibbles(low->plane[3], w, 3);
+        const word fifth = nibbles(low->plane[4], w, 0);
+        const word upper = symbols_of(palette, &block->codes, 2 * s + k) << low->count & above;
+        const word turned = upper | to_bytes(lowest >> half) | to_bytes(fifth >> half) << 4;
+        const word back = (turned >> 1 & 0x7F7F7F7Fu) | (turned & 0x01010101u) << 7;
+        four[k] = low->rotate ? back : turned;
+    }
+    return make_uint2(four[0], four[1]);
+}
+
+// One byte a weight, of which the lowest `low_bits`, two to five, are stored as they are after a
 // rotation by `rotate`, 0 or 1, to the left. `chunk` and `weights` lie on 16 bytes.
 OO_KERNEL decode_bytes(const word *chunk, unsigned char *weights, word count, word tail_words,
                        struct palette palette, word low_bits, word rotate) {
-    const word low_words = LANES * low_bits;
     struct block block;
-    word low[MOST_LOW_BITS];
-    if (!open_block(chunk, count, tail_words, low_words, &block))
+    struct low_bits low = {{0, 0, 0, 0, 0}, low_bits, rotate};
+    if (!open_block(chunk, count, tail_words, LANES * low_bits, &block))
         return;
     weights += block.first;
+    if (block.tail.raw) {
+        copy_raw(&block, LANES * low_bits + PLANE_WORDS, BLOCK_WEIGHTS / 4, 1, weights);
+        return;
+    }
 #pragma unroll
     for (word k = 0; k < MOST_LOW_BITS; k++)
-        low[k] = k < low_bits ? block.fixed[LANES * k + block.lane] : 0;
-    const word above = (0xFFu << low_bits & 0xFFu) * 0x01010101u;
+        if (k < LEAST_LOW_BITS || k < low_bits)
+            low.plane[k] = block.fixed[LANES * k + block.lane];
+    if (block.left >= BLOCK_WEIGHTS) {
 #pragma unroll
-    for (int s = 0; s < 4; s++) {
-        const word at = 256 * s + 8 * block.lane;
-        word four[2]; // weights, in each
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            const int w = 2 * (s & 1) + k, half = 16 * (s >> 1);
-            const word nibble = nibbles(low[0], w, 0) | nibbles(low[1], w, 1) |
-                                nibbles(low[2], w, 2) | nibbles(low[3], w, 3);
-            const word lowest = to_bytes(nibble >> half) | to_bytes(nibbles(low[4], w, 0) >> half)
-                                                               << 4;
-            if (block.tail.raw) {
-                four[k] = raw_word(&block, low_words + PLANE_WORDS, at / 4 + k);
-            } else {
-                const word upper = symbols_of(&palette, &block.codes, 2 * s + k);
-                const word turned = (upper << low_bits & above) | lowest;
-                four[k] =
-                    rotate ? (turned >> 1 & 0x7F7F7F7Fu) | (turned & 0x01010101u) << 7 : turned;
+        for (int s = 0; s < 4; s++)
+            *(uint2 *)(weights + 256 * s + 8 * block.lane) = eight_bytes(&block, &palette, &low, s);
+    } else { // the chunk's last
+#pragma unroll 1
+        for (int s = 0; s < 4; s++) {
+            uint2 eight = eight_bytes(&block, &palette, &low, s);
+            word at = 256 * s + 8 * block.lane;
+#pragma unroll 1
+            for (const word end = at + 8; at < end && at < block.left; at++) {
+                weights[at] = (unsigned char)eight.x;
+                eight.x = __funnelshift_r(eight.x, eight.y, 8);
+                eight.y >>= 8;
             }
         }
-        if (at + 8 <= block.left)
-            *(uint2 *)(weights + at) = make_uint2(four[0], four[1]);
-#pragma unroll
-        for (int j = 0; j < 7; j++)
-            if (at + 8 > block.left && at + j < block.left)
-                weights[at + j] = (unsigned char)(four[j / 4] >> 8 * (j & 3));
     }
-    if (block.tail.raw)
-        return;
     word from = block.codes.raw_symbol;
     for (word rest = of_no_tier(&block.codes); rest; rest &= rest - 1, from += 8) {
         const word bit = __ffs(rest) - 1, at = place_of(block.lane, bit);
         word turned = bits(&block.tail, from, 8) << low_bits & 255;
 #pragma unroll
         for (int k = 0; k < MOST_LOW_BITS; k++)
-            turned |= (low[k] >> bit & 1) << k;
+            turned |= (low.plane[k] >> bit & 1) << k;
         if (at < block.left)
             weights[at] = (unsigned char)(rotate ? turned >> 1 | turned << 7 : turned);
     }

@@ -61,23 +61,24 @@ def chunk_of(kind, count, seed=0, spread=12):
     return chunk, weights
 
 
-def corrupt(chunk):
+def corrupt(chunk, words):
     """The chunk's bytes with tails of ones, and an index that gives blocks what they have not.
 
-    All codes of the first block and of the last lead into their tail, which is too short for them;
-    the second has none, the third is stored as it is and has none, others end behind the chunk.
+    Most codes of the first block and of the last lead into their tail of `words` words, which is
+    too short for them; the second has none, the third is stored as it is and has none, others end
+    behind the chunk.
     """
     data, blocks = chunk.data.copy(), -(-chunk.count // coded.BLOCK)
     data[data.size - 4 * chunk.tail_words :] = 255
     index = data[coded.HEADER :][: 4 * (blocks + 1)].view(np.uint32)
-    index[1:3] = min(chunk.tail_words, 192)
+    index[1:3] = min(chunk.tail_words, words)
     index[2:4] |= 1 << 31
     index[4:-2] = chunk.tail_words + 1
     index[-2:] = 0, index[1]
     places = data[data.size - 4 * chunk.tail_words - blocks * (128 * chunk.low_bits + 256) :]
     for block in (0, blocks - 1):
         end = (block + 1) * (128 * chunk.low_bits + 256)
-        places[end - 256 : end] = 255  # the planes of the first code
+        places[end - 256 : end] = 0x77  # the planes of the first code
     return data
 
 
@@ -103,10 +104,12 @@ def decoded(kernel):
     """Chunks, what is decoded in their place, and the bytes that this gives: each path is taken."""
     code = program(kernel)
     for kind in (kind for kind, name in KERNELS.items() if name == kernel):
-        for count in (8 * coded.BLOCK, 9 * coded.BLOCK + 77, 5 * coded.BLOCK + 519):
+        for count in (7 * coded.BLOCK, 9 * coded.BLOCK + 77, 5 * coded.BLOCK + 519):
             chunk, weights = chunk_of(kind, count, seed=count)
             yield chunk, None, weights.view(np.uint8)
-        yield chunk, corrupt(chunk), run(code, chunk, corrupt(chunk))[0]
+        for words in (20, 40, 64, 100, 160):
+            data = corrupt(chunk, words)
+            yield chunk, data, run(code, chunk, data, extra_groups=1)[0]
     if kernel == "decode_bytes":
         for spread in (2, 24, 32):
             chunk, weights = chunk_of(coded.INT8, 4 * coded.BLOCK, 1, spread)
@@ -210,7 +213,7 @@ def test_lanes_that_part_meet_again():
 # ---- mutants ----
 
 SWAPS = {
-    "and": "or", "or": "and", "xor": "or", "add": "sub", "sub": "add", "shl": "shr", "shr": "shl",
+    "and": "or", "or": "and", "xor": "and", "add": "sub", "sub": "add", "shl": "shr", "shr": "shl",
     "lt": "le", "le": "lt", "gt": "ge", "ge": "gt", "eq": "ne", "ne": "eq", "up": "idx",
     "idx": "up", "min": "max", "max": "min", "popc": "brev", "brev": "popc",
 }  # fmt: skip
@@ -226,7 +229,9 @@ def mutants(code: ptx.Program) -> Iterator[tuple[str, ptx.Program]]:
                 changed.append(dataclasses.replace(one, parts=parts))
         for i, operand in enumerate(one.operands):
             if i and operand.lstrip("-").isdigit() and one.parts[0] != "shfl":
-                operands = (*one.operands[:i], str(int(operand) + 1), *one.operands[i + 1 :])
+                value = int(operand)
+                value = value & (value - 1) if one.parts[0] == "and" else value + 1
+                operands = (*one.operands[:i], str(value), *one.operands[i + 1 :])
                 changed.append(dataclasses.replace(one, operands=operands))
         if one.parts[0] in ("sub", "selp", "prmt", "shf") and len(one.operands) > 2:
             first, a, b, *rest = one.operands
@@ -245,7 +250,7 @@ def killed_by(code, chunks):
     """Whether a changed kernel gives other bytes than it should, or does what it must not."""
     for chunk, data, expected in chunks:
         try:
-            out, _, _ = run(code, chunk, data, extra_groups=1, most=4_000)
+            out, _, _ = run(code, chunk, data, extra_groups=1, most=10_000)
         except ptx.PtxError:
             return True
         if not np.array_equal(out, expected):
@@ -262,8 +267,8 @@ def survivors(kernel, found):
 
 @pytest.mark.parametrize("kernel", sorted(set(KERNELS.values())))
 def test_a_sample_of_mutants_is_killed(kernel):
-    found = random.Random(1).sample(list(mutants(program(kernel))), 100)
-    assert len(survivors(kernel, found)) <= 5
+    found = random.Random(1).sample(list(mutants(program(kernel))), 60)
+    assert len(survivors(kernel, found)) <= 3
 
 
 @pytest.mark.slow
