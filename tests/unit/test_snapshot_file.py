@@ -188,7 +188,7 @@ what lay in the arena
 
 
 def test_the_text_of_a_report() -> None:
-    long = "a long name of a line of Python"
+    long = "a long name of a line, up"  # two characters more than there is room for
     found = {
         "device": "cuda:0",
         "asked_bytes": 2 * GIB,
@@ -225,6 +225,17 @@ def test_the_text_of_a_report() -> None:
     no_room = SnapshotReport("x", {**found, "free_bytes": None, "cached_bytes": 2 * GIB - 1})
     text = no_room.to_text()
     assert "free unknown" not in text and "too small" not in text
+    for change, told in (
+        ({"cached_bytes": 2 * GIB}, True),
+        ({"largest_cached_bytes": 2 * GIB}, False),
+    ):
+        assert ("too small" in SnapshotReport("x", {**found, **change}).to_text()) is told
+    many = [{"who": f"Net: {i}", "bytes": GIB} for i in range(22)]
+    assert (
+        SnapshotReport("x", {**found, "arena": many})
+        .to_text(width=60)
+        .endswith(f"\n  2 more{'2.00 GiB':>43}\n")
+    )
 
 
 def test_the_peak_is_found_by_undoing_what_came_after_it() -> None:
