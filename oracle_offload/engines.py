@@ -134,7 +134,7 @@ class DeviceState:
             self.simulated = self.engine.simulated
             self.stream = self.kind.stream_of(self.engine)
             self.pace = Pace(self.kind.now_s)
-            self.phases = Phases(_phase, self.engine.stats(), self.engine.unit_waits())
+            self.phases = Phases(_phase, self.counters(), self.engine.unit_waits())
             self.time = SimulatedTime(simulator.get_device(0) if self.simulated else None)
             self.engine.set_verify(os.environ.get("ORACLE_OFFLOAD_VERIFY", "0") not in ("", "0"))
         except BaseException:
@@ -208,6 +208,10 @@ class DeviceState:
         """Undo `join`."""
         with self.lock:
             self.listeners = tuple(other for other in self.listeners if other is not listener)
+
+    def counters(self, stats: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the engine's counters, or `stats` that were asked of it, and "now_s"."""
+        return {**(stats or self.engine.stats()), "now_s": self.kind.now_s()}
 
     def begin_use(self) -> int:
         """Return the stream that a use of weights is about to be queued on, with all before it."""
@@ -316,7 +320,7 @@ def begin_phase(name: str) -> None:
     for state in open_states():
         with state.lock:
             if state.listeners:  # while somebody listens, nobody closes the engine
-                state.phases.begin(name, state.engine.stats(), state.engine.unit_waits())
+                state.phases.begin(name, state.counters(), state.engine.unit_waits())
 
 
 def parent_process() -> int | None:

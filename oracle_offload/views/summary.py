@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -133,7 +134,16 @@ class ModelUsage(Usage):
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseUsage(Usage):
-    """What one device's engine counted in one phase, of all models; see `Usage`."""
+    """What one device's engine counted in one phase, of all models; see `Usage`.
+
+    The phase has taken `seconds` so far, by the clock that steps are measured with. `bound_s` is
+    what it could take at best with the bytes that it moved: the time without the stalls, yet not
+    less than the copies to the device; None where no copy was timed, or where the clock did not
+    wait for the device.
+    """
+
+    seconds: float
+    bound_s: float | None
 
 
 @dataclass(frozen=True)
@@ -413,11 +423,19 @@ def _device_usage(state: DeviceState, attachments: list[Attachment]) -> DeviceUs
         allocations=stats["allocations"],
         models=[_model_usage(state, attachment, waits) for attachment in attachments],
         phases=[
-            PhaseUsage(name=name, **_counted(grown, _stalled(waited[name], layers)))
-            for name, grown in state.phases.counted(stats).items()
+            _phase_usage(name, grown, _stalled(waited[name], layers))
+            for name, grown in state.phases.counted(state.counters(stats)).items()
         ],
         verdict=verdict_on(state, stats),
     )
+
+
+def _phase_usage(name: str, grown: Mapping[str, Any], stalled: list[StalledLayer]) -> PhaseUsage:
+    counted, seconds = _counted(grown, stalled), max(0.0, grown["now_s"])
+    moved, rate = counted["h2d_bytes"], counted["h2d_gbps"]
+    copies_s = moved / rate / 1e9 if rate else math.inf if moved else 0.0
+    bound_s = None if copies_s > seconds else max(seconds - counted["stall_s"], copies_s)
+    return PhaseUsage(name=name, seconds=seconds, bound_s=bound_s, **counted)
 
 
 def _counted(grown: Mapping[str, Any], stalled: list[StalledLayer]) -> dict[str, Any]:
@@ -664,12 +682,20 @@ def _told_phases(device: DeviceUsage, abbreviated: bool) -> list[PhaseUsage]:
 def _phase_rows(phase: PhaseUsage) -> list[tuple[str, str]]:
     return [
         (f"phase {printable(phase.name)[:32]}", "all models"),
+        ("  has taken", _over_bound(phase)),
         ("  to the device", _traffic(phase.h2d_bytes, phase.h2d_copies, phase.h2d_gbps)),
         ("  to the host", _traffic(phase.d2h_bytes, phase.d2h_copies, phase.d2h_gbps)),
         ("  hits", _hits(phase)),
         ("  late / stale / evicted", f"{phase.late} / {phase.stale} / {phase.evictions}"),
         *_stall_rows(phase),
     ]
+
+
+def _over_bound(phase: PhaseUsage) -> str:
+    taken = f"{phase.seconds:.3f} s"
+    if not phase.bound_s:
+        return f"{taken}; at best unknown"
+    return f"{taken}, {phase.seconds / phase.bound_s:.2f} times what its bytes need at best"
 
 
 def _stall_rows(usage: Usage) -> list[tuple[str, str]]:

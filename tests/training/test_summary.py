@@ -104,22 +104,22 @@ def test_what_the_phases_count_adds_up_to_what_the_engine_counts(seed):
     draw = torch.Generator().manual_seed(seed)
     model = Net(8)
     with attached(model, offload_percent=0.8) as manager:
-        engine = manager.state.engine
-        marks, names = [engine.stats()], []
+        counters = manager.state.counters
+        marks, names = [counters()], []
         for _ in range(6):
             name = ("training", "sampling", "evaluation")[int(torch.randint(3, (), generator=draw))]
             with oracle_offload.phase(name):
-                marks.append(engine.stats())
+                marks.append(counters())
                 names.append("training")
                 if name == "training":
                     train(model, 2)
                 else:
                     model(torch.randn(3, 64))
                     simulator.finish()
-                marks.append(engine.stats())
+                marks.append(counters())
                 names.append(name)
         (device,) = oracle_offload.memory_summary().devices
-        now = engine.stats()
+        now = counters()
         names.append("training")
         marks.append(now)
         assert {phase.name for phase in device.phases} == set(names)
@@ -135,12 +135,21 @@ def test_what_the_phases_count_adds_up_to_what_the_engine_counts(seed):
                     if label == phase.name
                 )
                 assert getattr(phase, name) == expected, (phase.name, name)
+            seconds = sum(
+                after["now_s"] - before["now_s"]
+                for label, before, after in zip(names, marks, marks[1:], strict=False)
+                if label == phase.name
+            )
+            assert phase.seconds == pytest.approx(seconds)
+            copies_s = phase.h2d_bytes / phase.h2d_gbps / 1e9
+            assert phase.bound_s == pytest.approx(max(seconds - phase.stall_s, copies_s))
         for name in told.split():  # all of what was counted before the model came, too
             assert sum(getattr(phase, name) for phase in device.phases) == now[name]
         text = str(oracle_offload.memory_summary())
         for phase in device.phases:
             shown = f"{phase.hits} of {phase.acquires} ({100 * phase.hits / phase.acquires:.1f}%)"
             assert f"| phase {phase.name} " in text and shown in text
+            assert f"{phase.seconds / phase.bound_s:.2f} times what its bytes need" in text
             assert shown in oracle_offload.memory_summary()._repr_html_()
         assert "phase" not in str(oracle_offload.memory_summary(abbreviated=True))
 

@@ -20,7 +20,12 @@ from oracle_offload.views.memory import (  # noqa: E402
     host_memory,
     show_size,
 )
-from oracle_offload.views.summary import MemoryReport, PhaseUsage, StalledLayer  # noqa: E402
+from oracle_offload.views.summary import (  # noqa: E402
+    MemoryReport,
+    PhaseUsage,
+    StalledLayer,
+    Usage,
+)
 from oracle_offload.views.verdict import Verdict  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[1] / "data" / "summary" / "page.html"
@@ -168,8 +173,12 @@ def test_the_text_begins_with_the_verdict_and_the_bars() -> None:
 def test_the_page_is_the_one_on_file() -> None:
     stalled = [StalledLayer("blocks.3.<up>", 8, 6, 0.012)]
     model = replace(MODEL, stalled=stalled)
-    phase = {name: getattr(model, name) for name in PhaseUsage.__dataclass_fields__}
-    phases = [PhaseUsage(**{**phase, "name": name}) for name in ("training", "sampling")]
+    alike = {name: getattr(model, name) for name in Usage.__dataclass_fields__ if name != "name"}
+    times = {"training": (1.5, 1.2), "sampling": (0.25, None)}
+    phases = [
+        PhaseUsage(name=name, seconds=seconds, bound_s=bound_s, **alike)
+        for name, (seconds, bound_s) in times.items()
+    ]
     device = replace(DEVICE, verdict=VERDICT, models=[model], phases=phases)
     page = replace(report(), devices=[device]).to_html()
     # Made by `PAGE.write_text(page)`: look at it in a browser after a change.
