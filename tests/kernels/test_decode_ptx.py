@@ -112,7 +112,7 @@ def decoded(kernel):
             yield chunk, data, run(code, chunk, data, extra_groups=1)[0]
     if kernel == "decode_bytes":
         for spread in (2, 24, 32):
-            chunk, weights = chunk_of(coded.INT8, 4 * coded.BLOCK, 1, spread)
+            chunk, weights = chunk_of(coded.INT8, 8 * coded.BLOCK - 300, 1, spread)
             yield chunk, None, weights
 
 
