@@ -373,6 +373,7 @@ def _tensors_in(value: Any) -> Iterable[Tensor]:
 def _mark(parameter: Tensor) -> list[Tensor]:
     """Return what tells whether a value has changed: all its bits, or the sums of their lines."""
     bits = parameter.detach()
+    bits = torch.view_as_real(bits) if bits.is_complex() else bits
     bits = bits.view(_BITS[bits.element_size()])
     if bits.numel() <= _WHOLE:
         return [bits.cpu().clone()]

@@ -280,7 +280,7 @@ def test_what_was_frozen_since_is_told_and_what_moves_again_is_taken_off():
 
 def test_a_change_is_seen_wherever_it_is_and_whoever_makes_it():
     for shape in [(3,), (), (100, 90), (9000,), (7, 30, 40), (0,)]:
-        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex128):
             model = nn.Module()
             model.weight = nn.Parameter(torch.ones(shape, dtype=dtype))
             alarm = IdleAlarm(model, steps=1)
