@@ -43,9 +43,17 @@ def refuse_another(folder: Path, settings: Settings) -> None:
     for path in (folder / STATE, folder / _SETTINGS):
         if not path.exists():
             raise SettingsError(f"there is nothing to resume: {path} does not exist")
-    then = json.loads((folder / _SETTINGS).read_text("ascii"))
-    if then.get("schema") != SCHEMA:
-        raise SettingsError(f"{folder / _SETTINGS} is of {then.get('schema')}, not of {SCHEMA}")
+    try:
+        then = json.loads((folder / _SETTINGS).read_text("ascii"))
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(
+            f"{folder / _SETTINGS} is damaged ({error}): whether the checkpoint beside it is of "
+            "this training cannot be told; name another --output"
+        ) from None
+    if not isinstance(then, dict) or "schema" not in then:
+        raise SettingsError(f"{folder / _SETTINGS} is not of {SCHEMA}")
+    if then["schema"] != SCHEMA:
+        raise SettingsError(f"{folder / _SETTINGS} is of {then['schema']}, not of {SCHEMA}")
     other = [
         f"{name} was {then.get(name)!r}, is {value!r}"
         for name, value in settings.deciding().items()

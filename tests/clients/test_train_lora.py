@@ -287,6 +287,13 @@ def test_what_cannot_be_resumed_is_refused(capsys, tmp_path, llama, texts):
     (tmp_path / "settings.json").write_text('{"schema": "another"}')
     _, said = run(capsys, tmp_path, *flags, code=2)
     assert "is of another, not of oracle_offload/train-lora-settings/1" in said
+    for text in ('{"schema": ', "\xff", "[" * 100_000):
+        (tmp_path / "settings.json").write_text(text)
+        _, said = run(capsys, tmp_path, *flags, code=2)
+        assert "settings.json is damaged (" in said and said.count("\n") == 1
+    (tmp_path / "settings.json").write_text("[]")
+    _, said = run(capsys, tmp_path, *flags, code=2)
+    assert "settings.json is not of oracle_offload/train-lora-settings/1" in said
     (tmp_path / "state.pt").unlink()
     resuming.note_settings(tmp_path, Settings(model=str(llama), dataset_file=str(texts)))
     (tmp_path / "state.pt").write_text("no state")
