@@ -2,6 +2,7 @@
 #ifdef _WIN32 /* has no ucontext.h */
 int main(void) { return 0; }
 #else
+#include "codec_block.h"
 #include "warp.h"
 #include "weights.h"
 
@@ -13,6 +14,12 @@ int main(void) { return 0; }
 #pragma GCC diagnostic ignored "-Wunknown-pragmas" /* unroll */
 #include "../../csrc/kernels/decode.cu"
 #pragma GCC diagnostic pop
+
+/* Device code includes no header of the engine. */
+_Static_assert((int)BLOCK_WEIGHTS == OO_CODEC_BLOCK && (int)LANES == OO_LANES &&
+                   (int)PLANE_WORDS == OO_PLANES && (int)MOST_TAIL_WORDS == OO_TAIL_WORDS &&
+                   4 * HEADER_WORDS == (int)OO_CODEC_HEADER,
+               "the kernel and the codec read one format");
 
 enum { MOST = 9 * OO_CODEC_BLOCK + 77 };
 
