@@ -13,9 +13,11 @@ _SHRINKS_TO_TELL = 4  # in a row
 
 def best_dtype(device: torch.device | str) -> torch.dtype:
     """Return the dtype to compute in: bfloat16 where the device has it, else float16."""
-    if torch.device(device).type == "cuda" and not torch.cuda.is_bf16_supported(False):
-        return torch.float16
-    return torch.bfloat16
+    device = torch.device(device)
+    if device.type != "cuda":
+        return torch.bfloat16
+    with torch.cuda.device(device):  # what is asked next answers for the current device
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float16
 
 
 class MixedPrecision:

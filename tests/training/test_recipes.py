@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -125,9 +126,20 @@ def test_a_step_without_finite_gradients_is_left_out_and_told_after_the_fourth()
 
 def test_the_dtype_is_bfloat16_where_the_device_has_it(monkeypatch):
     assert best_dtype("cpu") is torch.bfloat16
-    for has, expected in ((True, torch.bfloat16), (False, torch.float16)):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated, has=has: has)
-        assert best_dtype("cuda:1") is expected
+    asked = []
+
+    @contextlib.contextmanager
+    def current(device):
+        asked.append(device)
+        yield
+        asked.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda emulated: asked == [torch.device("cuda:1")]
+    )
+    assert best_dtype("cuda:1") is torch.bfloat16
+    assert best_dtype("cuda:0") is torch.float16
 
 
 # ---- accumulation and evaluation ----
