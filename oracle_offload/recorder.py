@@ -458,7 +458,7 @@ class Recorder:
     def _listen(self) -> None:
         """Hear of a GPU whose memory runs out."""
         snapshot.listen(self._ran_out)
-        if self._wants_lines and not self._notes_lines:
+        if self._wants_lines and not self._notes_lines and not snapshot.lines_are_noted():
             snapshot.note_lines(self._max_events)
             self._notes_lines = True
 

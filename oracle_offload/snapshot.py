@@ -58,6 +58,11 @@ def _ran_out(device: int, asked: int, allowed: int, free: int) -> None:
         told(f"cuda:{device}", asked, free)
 
 
+def lines_are_noted() -> bool:
+    """Whether somebody has torch note lines already: what was noted is theirs to end."""
+    return bool(torch._C._cuda_isHistoryEnabled())
+
+
 def note_lines(most: int | None) -> None:
     """Have torch note where in Python each allocation is made, the latest `most`; None: no more."""
     if most is None:

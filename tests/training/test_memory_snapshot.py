@@ -143,9 +143,10 @@ def test_torch_is_asked_once_and_tells_who_listens_now(monkeypatch):
     assert len(heard) == 1
 
 
-@pytest.mark.parametrize("wanted", [False, True])
-def test_lines_are_noted_while_the_recording_wants_them(monkeypatch, wanted):
+@pytest.mark.parametrize(("wanted", "others"), [(False, False), (True, False), (True, True)])
+def test_lines_are_noted_while_the_recording_wants_them(monkeypatch, wanted, others):
     calls = []
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: others, raising=False)
     monkeypatch.setattr(
         torch.cuda.memory, "_record_memory_history", lambda *a, **k: calls.append((a, k))
     )
@@ -155,7 +156,8 @@ def test_lines_are_noted_while_the_recording_wants_them(monkeypatch, wanted):
         recorder._listen()
         assert snapshot._listeners == (recorder._ran_out,)
     on = (("all",), {"context": "alloc", "stacks": "python", "max_entries": 77})
-    assert calls == ([on, ((), {"enabled": None})] if wanted else [])
+    ours = wanted and not others  # what the user began ends when the user says so
+    assert calls == ([on, ((), {"enabled": None})] if ours else [])
     assert snapshot._listeners == ()
 
 
