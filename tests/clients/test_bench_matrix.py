@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -40,6 +41,14 @@ def test_rows_are_of_real_trainings(in_this_process, tmp_path, capsys, monkeypat
     assert adafactor["optimizer_bytes"] < managed["optimizer_bytes"] / 4
     assert managed["seconds_per_step"] > 0 and managed["host_peak_bytes"] > 1 << 26
     assert refused["loss"] is None and refused["same_bits"] is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system's own figure is told")
+def test_the_peak_of_a_process_is_not_that_of_who_started_it():
+    held = bytearray(b"x") * (1 << 30)
+    code = "from oracle_offload.trainer.training import _host_peak; print(_host_peak())"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert 1 << 26 < int(told.stdout) < len(held)
 
 
 def test_where_nothing_or_resident_alone_could_be_trained_it_is_an_error(
