@@ -65,7 +65,8 @@ static void measure(const char *name, size_t arena_bytes, int samples) {
     need(oo_segment_add(engine, lease, (uintptr_t)arena, arena_bytes + OO_ALIGNMENT, 0));
     members = malloc((size_t)units * sizeof *members);
     for (int i = 0; i < units; i++) {
-        const struct oo_tensor tensor = {(char *)oo_host_address(host) + (size_t)i * BYTES, BYTES};
+        const struct oo_tensor tensor = {.host = (char *)oo_host_address(host) + (size_t)i * BYTES,
+                                         .bytes = BYTES};
         const uint32_t one = 1;
         size_t offset;
         need(oo_unit_add(engine, model, &tensor, &one, 1, 0, &unit, &members[i], &offset));

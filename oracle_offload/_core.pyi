@@ -7,15 +7,18 @@ raise `oracle_offload.errors.OffloadError` or its subclasses; running out of are
 argument cannot be raises `ValueError` with the value, what is no integer `TypeError`.
 """
 
-from typing import Final, Self, TypedDict, final, type_check_only
+from typing import Final, Self, TypedDict, TypeVar, final, type_check_only
 
 FORWARD: Final = 0  # a forward outside any graph task
 RECOMPUTE: Final = 1  # a forward inside a graph task: a checkpoint recomputes
 BACKWARD: Final = 2
 ALIGNMENT: Final = 256  # bytes; of every tensor in host and device memory
+STAGING_BYTES: Final = 33554432  # device memory that any coded tensor can pass through
 
 VERSION: Final[str]  # of the engine, as oracle_offload.__version__
 BUILD: Final[str]  # compiler, flags and date of this extension
+
+_Tensor = TypeVar("_Tensor", bound=tuple[int, int] | tuple[int, int, int, int])
 
 @type_check_only
 class Stats(TypedDict):
@@ -166,18 +169,27 @@ class Engine:
     def add_segment(self, lease: int, address: int, nbytes: int, stream: int, /) -> None:
         """Give `nbytes` of device memory to the arena; `stream` is the one it was allocated on."""
 
+    def add_staging(self, lease: int, address: int, nbytes: int, stream: int, /) -> None:
+        """Lend device memory that coded weights pass through, until the lease is removed.
+
+        `STAGING_BYTES` have room for any coded tensor. `OffloadError` where this build has no
+        kernels that decode.
+        """
+
     def add_unit(
-        self, model: int, members: list[list[tuple[int, int]]], trainable: bool, /
+        self, model: int, members: list[list[_Tensor]], trainable: bool, /
     ) -> tuple[int, list[tuple[int, list[int]]]]:
         """One unit of several members (layers), each a list of (host address, nbytes).
 
+        A coded tensor is (host address, nbytes on the device, coded nbytes, kind): 1 bf16, 2 fp8,
+        3 int8. It needs `add_staging`, and cannot be trainable.
         Returns (unit, [(member, [device offset of each tensor in the unit])]).
         """
 
     def set_trainable(self, unit: int, trainable: bool, /) -> None:
         """Whether an optimizer may rewrite the unit's masters (see `hold`)."""
 
-    def move_member(self, member: int, tensors: list[tuple[int, int]], /) -> tuple[int, list[int]]:
+    def move_member(self, member: int, tensors: list[_Tensor], /) -> tuple[int, list[int]]:
         """The member's tensors now live elsewhere (or have another size).
 
         It gets a unit of its own. Memory outside every `HostBuffer` known to the engine is copied

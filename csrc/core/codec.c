@@ -333,9 +333,10 @@ static int oo__low_bits_are_known(const struct oo_codec_header *header) {
     return header->low_bits >= OO_LOW_LEAST && header->low_bits <= OO_LOW_MOST;
 }
 
-enum oo_status oo_codec_read(const void *chunk, size_t bytes, struct oo_codec_header *header) {
-    if (bytes < OO_CODEC_HEADER)
-        return oo__fail(OO_E_ARGUMENT, "%zu bytes are no chunk: its header alone has %d", bytes,
+enum oo_status oo_codec_find(const void *chunk, size_t room, struct oo_codec_header *header,
+                             size_t *bytes) {
+    if (room < OO_CODEC_HEADER)
+        return oo__fail(OO_E_ARGUMENT, "%zu bytes are no chunk: its header alone has %d", room,
                         OO_CODEC_HEADER);
     memcpy(header, chunk, sizeof *header);
     if (header->magic != oo__magic || header->version != OO_VERSION)
@@ -346,10 +347,33 @@ enum oo_status oo_codec_read(const void *chunk, size_t bytes, struct oo_codec_he
         return oo__fail(OO_E_ARGUMENT,
                         "no encoder writes kind %u, mode %u, %u low bits, %u weights", header->kind,
                         header->mode, header->low_bits, (unsigned)header->count);
-    if (bytes != OO_CODEC_HEADER + oo__payload(header))
-        return oo__fail(OO_E_ARGUMENT, "a chunk of %zu bytes whose header says %zu", bytes,
-                        OO_CODEC_HEADER + oo__payload(header));
+    *bytes = OO_CODEC_HEADER + oo__payload(header);
+    if (*bytes > room)
+        return oo__fail(OO_E_ARGUMENT, "a chunk of %zu bytes whose header says %zu", room, *bytes);
     return OO_OK;
+}
+
+enum oo_status oo_codec_read(const void *chunk, size_t bytes, struct oo_codec_header *header) {
+    size_t whole;
+    enum oo_status status = oo_codec_find(chunk, bytes, header, &whole);
+    if (status == OO_OK && whole != bytes)
+        status =
+            oo__fail(OO_E_ARGUMENT, "a chunk of %zu bytes whose header says %zu", bytes, whole);
+    return status;
+}
+
+static enum oo_status oo__check_sum(const struct oo_codec_header *header, const char *chunk,
+                                    size_t bytes) {
+    if (oo__checksum(header, chunk + OO_CODEC_HEADER, bytes - OO_CODEC_HEADER) == header->checksum)
+        return OO_OK;
+    return oo__fail(OO_E_ARGUMENT, "corrupt: a chunk's checksum is not %016llx",
+                    (unsigned long long)header->checksum);
+}
+
+enum oo_status oo_codec_check(const void *chunk, size_t bytes) {
+    struct oo_codec_header header;
+    enum oo_status status = oo_codec_read(chunk, bytes, &header);
+    return status == OO_OK ? oo__check_sum(&header, chunk, bytes) : status;
 }
 
 static enum oo_status oo__decode_tiers(const struct oo_codec *codec,
@@ -399,9 +423,8 @@ enum oo_status oo_codec_decode(const struct oo_codec *codec, const void *chunk, 
     if (header.count != count || header.kind != kind)
         return oo__fail(OO_E_ARGUMENT, "a chunk of %u weights of kind %u, not %zu of kind %d",
                         (unsigned)header.count, header.kind, count, (int)kind);
-    if (verify && oo__checksum(&header, payload, bytes - OO_CODEC_HEADER) != header.checksum)
-        return oo__fail(OO_E_ARGUMENT, "corrupt: a chunk's checksum is not %016llx",
-                        (unsigned long long)header.checksum);
+    if (verify)
+        OO_TRY(oo__check_sum(&header, chunk, bytes));
     const size_t width = oo__width(header.kind);
     if (header.mode == OO_CODEC_RAW) {
         memcpy(weights, payload, count * width);

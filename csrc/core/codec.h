@@ -36,12 +36,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum oo_codec_kind {
-    OO_CODEC_BF16 = 1, /* two bytes, eight bits of exponent */
-    OO_CODEC_FP8 = 2,  /* one byte, the sign first: e4m3, e5m2 */
-    OO_CODEC_INT8 = 3, /* one byte, two's complement */
-};
-
 enum oo_codec_mode {
     OO_CODEC_RAW = 1,   /* the weights as they are, behind the header */
     OO_CODEC_TIERS = 2, /* index, fixed places, tails */
@@ -81,6 +75,11 @@ enum oo_status oo_codec_encode(const struct oo_codec *codec, enum oo_codec_kind 
 
 /* Read a header. OO_E_ARGUMENT, with what is wrong, for anything but a whole chunk of `bytes`. */
 enum oo_status oo_codec_read(const void *chunk, size_t bytes, struct oo_codec_header *header);
+/* Read the header of the chunk that `room` bytes begin with; `bytes` becomes what it takes. */
+enum oo_status oo_codec_find(const void *chunk, size_t room, struct oo_codec_header *header,
+                             size_t *bytes);
+/* Read all of a chunk: OO_E_ARGUMENT unless its checksum is that of its bytes. */
+enum oo_status oo_codec_check(const void *chunk, size_t bytes);
 /* Decode a chunk of exactly `count` weights of that kind. What is corrupt never makes it read or
  * write outside; it is OO_E_ARGUMENT as far as it shows, and with `verify`, which reads all bytes
  * once more, in any case. What `weights` hold after an error is not defined. */

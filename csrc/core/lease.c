@@ -81,6 +81,12 @@ done:
     return status;
 }
 
+enum oo_status oo_staging_add(struct oo_engine *engine, uint32_t lease, uintptr_t address,
+                              size_t bytes, uintptr_t stream) {
+    (void)engine, (void)lease, (void)address, (void)bytes, (void)stream;
+    return oo__fail(OO_E_STATE, "no coded weights yet: not in this version");
+}
+
 /* Empty the segment and order its allocating stream after everything that used it. */
 static enum oo_status oo__segment_empty(struct oo_engine *engine, struct oo_segment *segment) {
     for (struct oo_block *block = segment->first; block;) {

@@ -206,6 +206,8 @@ static enum oo_status oo__check_tensors(const struct oo_tensor *tensors, uint32_
             tensors[i].bytes > UINTPTR_MAX - (uintptr_t)tensors[i].host)
             return oo__fail(OO_E_ARGUMENT, "tensor %u of a member has address %p and %zu bytes", i,
                             tensors[i].host, tensors[i].bytes);
+        if (tensors[i].coded_bytes)
+            return oo__fail(OO_E_STATE, "tensor %u of a member is coded: not in this version", i);
         if (tensors[i].bytes > SIZE_MAX / 4 || offset > SIZE_MAX / 4)
             return oo__fail(OO_E_ARGUMENT,
                             "tensor %u of %zu bytes after %zu: no memory is so large", i,

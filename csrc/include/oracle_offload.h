@@ -169,14 +169,38 @@ enum oo_status oo_lease_remove(struct oo_engine *engine, uint32_t lease);
 enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t lease, uintptr_t address,
                               size_t bytes, uintptr_t stream);
 
+/* Lend device memory, allocated on `stream`, that coded weights pass through on their way into the
+ * arena, until the lease is removed. It is cut into OO_STAGING_PIECES; each must have room for the
+ * largest chunk that comes, which OO_STAGING_BYTES have for any. The kernels that decode are
+ * loaded: OO_E_STATE where this build has none. Units with coded tensors need some such memory, of
+ * any lease. */
+#define OO_STAGING_PIECES 4
+#define OO_STAGING_BYTES  (OO_STAGING_PIECES * ((size_t)8 << 20))
+enum oo_status oo_staging_add(struct oo_engine *engine, uint32_t lease, uintptr_t address,
+                              size_t bytes, uintptr_t stream);
+
 /* ---- models, units, members ---- */
 
 #define OO_ALL_MODELS UINT32_MAX
 
-/* A tensor of a member: where its master is, and its size. */
+/* What coded weights are, once they are decoded. */
+enum oo_codec_kind {
+    OO_CODEC_BF16 = 1, /* two bytes, eight bits of exponent */
+    OO_CODEC_FP8 = 2,  /* one byte, the sign first: e4m3, e5m2 */
+    OO_CODEC_INT8 = 3, /* one byte, two's complement */
+};
+
+/* A tensor of a member: where its master is, and its size on the device.
+ *
+ * The master is the tensor's bytes as they are, or, where `coded_bytes` is not 0, so many bytes of
+ * coded chunks (csrc/core/codec.h), one after the other, each beginning at a multiple of
+ * OO_ALIGNMENT from `host` on, all but the last of a multiple of 1,024 weights. Those travel as
+ * they are and are decoded on the device. No optimizer may rewrite them. */
 struct oo_tensor {
     const void *host;
     size_t bytes;
+    size_t coded_bytes;
+    enum oo_codec_kind coded_kind;
 };
 
 enum oo_status oo_model_add(struct oo_engine *engine, uint32_t *model);

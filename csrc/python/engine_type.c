@@ -278,6 +278,21 @@ static PyObject *oo__engine_add_segment(PyObject *object, PyObject *const *argum
     return oo__none_or_raise(object, status);
 }
 
+static const struct oo_parameter oo__add_staging_takes[] = {
+    OO_ID("lease"), OO_ADDRESS("address"), OO_BYTES("nbytes"), OO_ADDRESS("stream")};
+
+static PyObject *oo__engine_add_staging(PyObject *object, PyObject *const *arguments,
+                                        Py_ssize_t count) {
+    unsigned long long values[4];
+    struct oo_engine *engine = OO_ENGINE_WITH(add_staging, count, values);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_staging_add(engine, (uint32_t)values[0], (uintptr_t)values[1],
+                                       (size_t)values[2], (uintptr_t)values[3]));
+    return oo__none_or_raise(object, status);
+}
+
 /* The numbers of a tuple of two in a list; -1 on error. They must be ints, so that no Python code
  * runs that could change the list. */
 static int oo__pair(PyObject *pair, const char *what, const struct oo_parameter *parameters,
@@ -294,16 +309,34 @@ static int oo__pair(PyObject *pair, const char *what, const struct oo_parameter 
 }
 
 static const struct oo_parameter oo__tensor_takes[] = {OO_ADDRESS("address"), OO_BYTES("nbytes")};
+static const struct oo_parameter oo__coded_takes[] = {OO_BYTES("coded_nbytes"),
+                                                      {"coded_kind", 0, OO_CODEC_INT8}};
 
-/* A list of (address, nbytes) appended to `tensors` from `*n` on; -1 on error. */
-static int oo__append_tensors(PyObject *list, struct oo_tensor *tensors, size_t *n) {
-    for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
-        unsigned long long values[2];
-        if (oo__pair(PyList_GetItem(list, i), "a tensor", oo__tensor_takes, values) < 0)
-            return -1;
-        tensors[*n].host = (const void *)(uintptr_t)values[0];
-        tensors[(*n)++].bytes = (size_t)values[1];
+/* (address, nbytes), or of a coded tensor (address, nbytes, coded_nbytes, coded_kind); -1 on error.
+ */
+static int oo__tensor(PyObject *row, struct oo_tensor *tensor) {
+    unsigned long long values[4] = {0, 0, 0, 0};
+    int result;
+    if (PyTuple_Check(row) && PyTuple_Size(row) == 4) {
+        PyObject *plain = PyTuple_GetSlice(row, 0, 2), *coded = PyTuple_GetSlice(row, 2, 4);
+        result = plain && coded ? oo__pair(plain, "a tensor", oo__tensor_takes, values) : -1;
+        if (result == 0)
+            result = oo__pair(coded, "the end of a coded tensor", oo__coded_takes, values + 2);
+        Py_XDECREF(plain);
+        Py_XDECREF(coded);
+    } else {
+        result = oo__pair(row, "a tensor", oo__tensor_takes, values);
     }
+    *tensor = (struct oo_tensor){(const void *)(uintptr_t)values[0], (size_t)values[1],
+                                 (size_t)values[2], (enum oo_codec_kind)values[3]};
+    return result;
+}
+
+/* A list of them appended to `tensors` from `*n` on; -1 on error. */
+static int oo__append_tensors(PyObject *list, struct oo_tensor *tensors, size_t *n) {
+    for (Py_ssize_t i = 0; i < PyList_Size(list); i++)
+        if (oo__tensor(PyList_GetItem(list, i), &tensors[(*n)++]) < 0)
+            return -1;
     return 0;
 }
 
@@ -1093,6 +1126,9 @@ static PyMethodDef oo__engine_methods[] = {
     {"add_segment", OO_FAST(oo__engine_add_segment),
      "add_segment($self, lease, address, nbytes, stream, /)\n--\n\nLend device memory to the "
      "arena."},
+    {"add_staging", OO_FAST(oo__engine_add_staging),
+     "add_staging($self, lease, address, nbytes, stream, /)\n--\n\nLend device memory that coded "
+     "weights pass through."},
     {"add_unit", oo__engine_add_unit, METH_VARARGS,
      "add_unit($self, model, members, trainable, /)\n--\n\nA new unit."},
     {"move_member", oo__engine_move_member, METH_VARARGS,

@@ -38,7 +38,7 @@ int main(int argc, char **argv) {
     need(oo_segment_add(engine, lease, (uintptr_t)arena, BYTES + OO_ALIGNMENT, stream));
     need(oo_model_add(engine, &model));
     for (int i = 0; i < 2; i++) {
-        const struct oo_tensor tensor = {masters + i * BYTES, BYTES};
+        const struct oo_tensor tensor = {.host = masters + i * BYTES, .bytes = BYTES};
         const uint32_t one = 1;
         need(oo_unit_add(engine, model, &tensor, &one, 1, 0, &unit, &member[i], &offset));
     }

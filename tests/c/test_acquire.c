@@ -20,7 +20,7 @@ static void test_a_nonblocking_call_never_waits(void) {
     uint32_t unit;
     size_t offset;
     char *foreign = malloc(w.bytes[7]);
-    const struct oo_tensor tensor = {foreign, w.bytes[7]};
+    const struct oo_tensor tensor = {.host = foreign, .bytes = w.bytes[7]};
     fill(foreign, w.bytes[7], 5);
     need(oo_member_move(w.engine, w.member[7], &tensor, 1, &unit, &offset), "move");
     CHECK(acquire(w.engine, w.member[7], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &use) ==
@@ -257,7 +257,8 @@ static void test_a_copy_that_nobody_was_told_of_is_not_trusted(void) {
     need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
     char *master = oo_host_address(host);
     fill(master, 2 * BYTES, 5);
-    const struct oo_tensor tensors[2] = {{master, BYTES}, {master + BYTES, BYTES}};
+    const struct oo_tensor tensors[2] = {{.host = master, .bytes = BYTES},
+                                         {.host = master + BYTES, .bytes = BYTES}};
     const uint32_t ones[2] = {1, 1};
     uint32_t unit, members[2];
     size_t offsets[2];

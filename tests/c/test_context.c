@@ -190,7 +190,7 @@ static void test_each_call_needs_the_context(void) {
     world_begin(&w);
     w.stream = new_stream(&w);
     CHECK(world_attach(&w, 60000, -1), "attach");
-    const struct oo_tensor tensor = {w.master[0], w.bytes[0]};
+    const struct oo_tensor tensor = {.host = w.master[0], .bytes = w.bytes[0]};
     char memory[512];
 #define FAILS(call)                                                                                \
     do {                                                                                           \

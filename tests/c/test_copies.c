@@ -216,7 +216,9 @@ static struct oo_host *move_half(struct world *w, int both) {
     need(oo_engine_lock(w->engine, host, 0), "know");
     char *there = oo_host_address(host);
     fill(there, 2 * 4096, 9);
-    const struct oo_tensor tensors[2] = {{both ? there + 4096 : w->master[4], 4096}, {there, 4096}};
+    const struct oo_tensor tensors[2] = {
+        {.host = both ? there + 4096 : w->master[4], .bytes = 4096},
+        {.host = there, .bytes = 4096}};
     need(oo_member_move(w->engine, w->member[4], tensors, 2, &unit, offsets), "move");
     w->unit[4] = unit;
     return host;

@@ -212,7 +212,7 @@ static void test_a_member_moves_out_and_back(void) {
     char *home = w.master[7], *foreign = malloc(w.bytes[7]);
     fill(foreign, w.bytes[7], 77);
     w.master[7] = foreign;
-    tensor = (struct oo_tensor){foreign, w.bytes[7]};
+    tensor = (struct oo_tensor){.host = foreign, .bytes = w.bytes[7]};
     need(oo_member_move(w.engine, w.member[7], &tensor, 1, &unit, &offset), "move");
     need(step(&w), "with foreign memory");
     need(step(&w), "with foreign memory");
@@ -240,7 +240,8 @@ static void test_a_removed_member_takes_its_unit_and_its_memory_with_it(void) {
     need(oo_host_create(4096, &host), "host memory");
     need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
     for (size_t i = 0; i < 2; i++)
-        tensors[i] = (struct oo_tensor){(char *)oo_host_address(host) + i * 1024, 1024};
+        tensors[i] =
+            (struct oo_tensor){.host = (char *)oo_host_address(host) + i * 1024, .bytes = 1024};
     need(oo_model_add(w.engine, &model), "model");
     const uint64_t units = stats_of(&w).units;
     need(oo_unit_add(w.engine, model, tensors, one_each, 2, 0, &unit, members, offsets), "unit");
@@ -292,7 +293,7 @@ static void test_wrong_calls_are_refused_clearly(void) {
     need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
     CHECK(oo_model_remove(w.engine, w.model) == OO_E_STATE, "removed while in use");
     CHECK(oo_lease_remove(w.engine, w.lease) == OO_E_STATE, "what is in use lies in it");
-    const struct oo_tensor moved = {w.master[1], w.bytes[0]};
+    const struct oo_tensor moved = {.host = w.master[1], .bytes = w.bytes[0]};
     CHECK(oo_member_move(w.engine, w.member[0], &moved, 1, &unit, &offset) == OO_E_STATE,
           "moved while in use");
     need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
@@ -311,17 +312,18 @@ static void test_wrong_calls_are_refused_clearly(void) {
     CHECK(oo_segment_add(w.engine, w.lease, 4096, SIZE_MAX, w.stream) == OO_E_ARGUMENT &&
               strstr(oo_error_message(), "beyond memory"),
           "a segment of all memory");
-    const struct oo_tensor wrong[] = {{w.master[0], SIZE_MAX - 8},
-                                      {w.master[0], SIZE_MAX / 2},
-                                      {(const void *)(UINTPTR_MAX - 100), 101}};
+    const struct oo_tensor wrong[] = {{.host = w.master[0], .bytes = SIZE_MAX - 8},
+                                      {.host = w.master[0], .bytes = SIZE_MAX / 2},
+                                      {.host = (const void *)(UINTPTR_MAX - 100), .bytes = 101}};
     for (int i = 0; i < 3; i++)
         CHECK(oo_unit_add(w.engine, w.model, &wrong[i], &one, 1, 0, &unit, &member, &offset) ==
                       OO_E_ARGUMENT &&
                   oo_member_move(w.engine, w.member[0], &wrong[i], 1, &unit, &offset) ==
                       OO_E_ARGUMENT,
               "tensor %d, which no memory holds", i);
-    const struct oo_tensor many[] = {
-        {w.master[0], SIZE_MAX / 4}, {w.master[0], SIZE_MAX / 4}, {w.master[0], SIZE_MAX / 4}};
+    const struct oo_tensor many[] = {{.host = w.master[0], .bytes = SIZE_MAX / 4},
+                                     {.host = w.master[0], .bytes = SIZE_MAX / 4},
+                                     {.host = w.master[0], .bytes = SIZE_MAX / 4}};
     const uint32_t ones[] = {1, 1, 1};
     uint32_t members[3];
     size_t offsets[3];
@@ -341,7 +343,8 @@ static void test_wrong_calls_are_refused_clearly(void) {
     CHECK(oo_host_fill(w.host, 0, (const void *)(UINTPTR_MAX - 2), 4) == OO_E_ARGUMENT,
           "filled from beyond memory");
     need(oo_host_fill(w.host, 0, NULL, 0), "a fill of nothing");
-    const struct oo_tensor empty[] = {{NULL, 0}, {NULL, 8}, {w.master[0], 0}};
+    const struct oo_tensor empty[] = {
+        {.host = NULL, .bytes = 0}, {.host = NULL, .bytes = 8}, {.host = w.master[0], .bytes = 0}};
     for (int i = 0; i < 3; i++)
         CHECK(oo_unit_add(w.engine, w.model, &empty[i], &one, 1, 0, &unit, &member, &offset) ==
                   OO_E_ARGUMENT,
@@ -553,7 +556,7 @@ static void check_dead(struct world *w, const struct oo_use *held, const char *w
     size_t count, offset;
     uint32_t id;
     uintptr_t stream;
-    const struct oo_tensor tensor = {bytes, sizeof bytes};
+    const struct oo_tensor tensor = {.host = bytes, .bytes = sizeof bytes};
     const uint32_t one = 1;
     char first[1024], first_call[64];
     const char *call, *name;

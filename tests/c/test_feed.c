@@ -151,7 +151,7 @@ static struct oo_host *begin_with_two_unlocked(struct world *w, size_t arena_byt
     for (unsigned i = 4; i < 6; i++) {
         w->master[i] = (char *)oo_host_address(host) + (i == 5 ? w->bytes[4] : 0);
         fill(w->master[i], w->bytes[i], i);
-        const struct oo_tensor tensor = {w->master[i], w->bytes[i]};
+        const struct oo_tensor tensor = {.host = w->master[i], .bytes = w->bytes[i]};
         need(oo_member_move(w->engine, w->member[i], &tensor, 1, &w->unit[i], &offset), "move");
     }
     return host;
@@ -799,7 +799,8 @@ static void a_unit_may_be_locked_in_part(void) {
     fill(oo_host_address(host), 4 * page, 3);
     need(oo_engine_lock(w.engine, host, page), "lock");
     const char *base = oo_host_address(host);
-    const struct oo_tensor rows[2] = {{base, page}, {base + page, 3 * page}};
+    const struct oo_tensor rows[2] = {{.host = base, .bytes = page},
+                                      {.host = base + page, .bytes = 3 * page}};
     need(oo_unit_add(w.engine, w.model, rows, &two, 1, 0, &unit, &member, offsets), "unit");
     struct oo_use held;
     struct oo_fetched fetched;

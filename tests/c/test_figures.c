@@ -97,7 +97,7 @@ static void test_a_stall_is_what_the_stream_waits_for_its_copy(void) {
     need(oo_lease_add(w.engine, &lease), "lease");
     need(oo_segment_add(w.engine, lease, (uintptr_t)arena, bytes + OO_ALIGNMENT, stream),
          "segment");
-    const struct oo_tensor tensor = {oo_host_address(host), bytes};
+    const struct oo_tensor tensor = {.host = oo_host_address(host), .bytes = bytes};
     need(oo_unit_add(w.engine, model, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
     sim.simGetDevice(0, &device);
     const double copy = device.copy_latency_s + (double)bytes / (device.link_gbps * 1e9);

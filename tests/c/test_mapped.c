@@ -37,7 +37,7 @@ static void test_nothing_is_copied_and_the_kernel_takes_its_time(void) {
 
 static void test_a_mapped_member_is_in_use(void) {
     struct world w;
-    const struct oo_tensor elsewhere = {&w, 64};
+    const struct oo_tensor elsewhere = {.host = &w, .bytes = 64};
     uint32_t unit;
     size_t offset;
     world_open(&w, 60000, -1);
@@ -122,7 +122,8 @@ static void test_all_tensors_must_be_locked(void) {
     size_t offsets[2];
     uintptr_t address = 1;
     world_open(&w, 60000, -1);
-    const struct oo_tensor tensors[] = {{w.master[3], 256}, {other, sizeof other}};
+    const struct oo_tensor tensors[] = {{.host = w.master[3], .bytes = 256},
+                                        {.host = other, .bytes = sizeof other}};
     need(oo_member_move(w.engine, w.member[3], tensors, 2, &unit, offsets), "move");
     need(map_for(&w, 3, w.stream, 0, &address), "map");
     CHECK(address == 0, "mapped");
@@ -135,7 +136,8 @@ static void test_a_kernel_is_declared_of_each_tensor_but_takes_its_time_once(voi
     size_t offsets[2];
     double end_s;
     world_open(&w, 60000, -1);
-    const struct oo_tensor tensors[] = {{w.master[3], 256}, {w.master[5], 256}};
+    const struct oo_tensor tensors[] = {{.host = w.master[3], .bytes = 256},
+                                        {.host = w.master[5], .bytes = 256}};
     need(oo_member_move(w.engine, w.member[3], tensors, 2, &unit, offsets), "move");
     const uint64_t kernels = moved().kernels;
     map(&w, 3, w.stream);

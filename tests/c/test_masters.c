@@ -66,7 +66,8 @@ static void test_unlocking_waits_for_copies_of_masters_that_moved_away(void) {
     world_open(&w, 60000, -1);
     need(oo_host_create(20000, &host), "host");
     need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
-    const struct oo_tensor there = {oo_host_address(host), 20000}, here = {w.master[0], w.bytes[0]};
+    const struct oo_tensor there = {.host = oo_host_address(host), .bytes = 20000},
+                           here = {.host = w.master[0], .bytes = w.bytes[0]};
     need(oo_unit_add(w.engine, w.model, &there, &one, 1, 0, &unit, &member, &offset), "unit");
     const uintptr_t stream = new_stream(&w);
     kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 2e-3);
@@ -146,7 +147,9 @@ static void test_a_buffer_is_locked_up_to_where_it_was_asked(void) {
               !oo__known_memory(w.engine, base, 6 * page + 1),
           "what ends beyond it does not lie in it");
     /* Two tensors in a row, one on either side of the boundary, travel as two copies. */
-    const struct oo_tensor rows[3] = {{base, page}, {base + page, page}, {base + 2 * page, page}};
+    const struct oo_tensor rows[3] = {{.host = base, .bytes = page},
+                                      {.host = base + page, .bytes = page},
+                                      {.host = base + 2 * page, .bytes = page}};
     need(oo_unit_add(w.engine, w.model, rows, &one, 1, 0, &unit[0], &member[0], offset), "unit");
     need(oo_unit_add(w.engine, w.model, rows + 1, &two, 1, 0, &unit[1], &member[1], offset),
          "unit");

@@ -99,7 +99,8 @@ static uint64_t life_without_memory(uint64_t nth) {
     fill(gradient, sizeof gradient, 1);
     try(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream),
         "download");
-    const struct oo_tensor two[2] = {{w.master[0], w.bytes[0]}, {w.master[1], w.bytes[1]}};
+    const struct oo_tensor two[2] = {{.host = w.master[0], .bytes = w.bytes[0]},
+                                     {.host = w.master[1], .bytes = w.bytes[1]}};
     uint32_t unit = 0;
     size_t offsets[2];
     for (int i = 0; i < 2;

@@ -190,8 +190,8 @@ static void masters_unlocked_under_a_kernel(struct world *w, unsigned missing) {
     attach(w, 60000);
     need(oo_host_create(w->bytes[3], &other), "memory");
     need(oo_engine_lock(w->engine, other, OO_ALL_BYTES), "lock");
-    const struct oo_tensor there = {oo_host_address(other), w->bytes[3]};
-    const struct oo_tensor home = {w->master[3], w->bytes[3]};
+    const struct oo_tensor there = {.host = oo_host_address(other), .bytes = w->bytes[3]};
+    const struct oo_tensor home = {.host = w->master[3], .bytes = w->bytes[3]};
     need(oo_member_move(w->engine, w->member[3], &there, 1, &unit, &offset), "move");
     read_in_place(w, 3);
     need(oo_member_move(w->engine, w->member[3], &home, 1, &unit, &offset), "move");

@@ -12,7 +12,7 @@ static void test_who_is_in_the_way_of_a_detach(void) {
     char *memory = malloc(4096 + OO_ALIGNMENT);
     world_open(&w, 250000, -1);
     need(oo_model_add(w.engine, &guest), "a model whose unit lies in the other's memory");
-    const struct oo_tensor tensor = {w.master[0], w.bytes[0]};
+    const struct oo_tensor tensor = {.host = w.master[0], .bytes = w.bytes[0]};
     need(oo_unit_add(w.engine, guest, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
     need(acquire(w.engine, member, w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     need(oo_lease_add(w.engine, &lease), "memory that no unit lies in");

@@ -299,7 +299,7 @@ static void a_large_unit(const char *where) {
     world_open_on_device(&w, 2 * bytes);
     char *foreign = malloc(bytes);
     for (int round = 0; round < 2; round++) {
-        const struct oo_tensor tensor = {foreign, bytes};
+        const struct oo_tensor tensor = {.host = foreign, .bytes = bytes};
         if (round == 0)
             need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &unit, &member, &offset),
                  where);

@@ -34,7 +34,7 @@ static enum oo_status know(struct reader *r, int lock) {
 
 static void open_reader(struct reader *r, const char *library, int device, struct oo_host *host,
                         int lock) {
-    const struct oo_tensor tensor = {oo_host_address(host), BYTES};
+    const struct oo_tensor tensor = {.host = oo_host_address(host), .bytes = BYTES};
     const uint32_t one = 1;
     size_t offset;
     memset(r, 0, sizeof *r);
@@ -258,7 +258,7 @@ static void test_each_engine_waits_for_its_own_copies(void) {
         for (int i = 0; i < READERS; i++)
             open_reader(&r[i], sim.path, i, host, 1);
         struct reader *slow = &r[first];
-        const struct oo_tensor moved = {oo_host_address(elsewhere), BYTES};
+        const struct oo_tensor moved = {.host = oo_host_address(elsewhere), .bytes = BYTES};
         struct oo_use use;
         struct oo_fetched fetched;
         size_t offset;

@@ -133,7 +133,7 @@ static void test_a_copy_glances_at_what_a_use_has_read(void) {
     /* Other memory, which a glance takes for the same. */
     memcpy(w.master[9], w.master[4], w.bytes[4]); /* as large */
     w.master[9][UNSEEN] ^= 1;
-    const struct oo_tensor tensor = {w.master[9], w.bytes[4]};
+    const struct oo_tensor tensor = {.host = w.master[9], .bytes = w.bytes[4]};
     need(oo_member_move(w.engine, w.member[4], &tensor, 1, &unit, &offset), "move");
     w.master[4] = w.master[9];
     right_after(&w, 4, 3, &stale, 0, "moved");
@@ -170,7 +170,7 @@ static void test_a_change_of_a_few_bytes_is_seen(void) {
     size_t offset;
     const uint32_t one = 1;
     world_open(&w, 250000, -1);
-    const struct oo_tensor tensor = {w.master[4], BYTES};
+    const struct oo_tensor tensor = {.host = w.master[4], .bytes = BYTES};
     need(oo_unit_add(w.engine, w.model, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
     for (unsigned i = 0; i < BYTES; i++) {
         struct oo_use use;

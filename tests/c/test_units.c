@@ -12,12 +12,12 @@ static void test_units_of_several_members_and_tensors(void) {
     char *base = oo_host_address(w.host), *foreign = malloc(700);
     fill(foreign, 700, 3);
     const struct oo_tensor tensors[6] = {
-        {base, 1000},             /* travels with the next one: */
-        {base + 1024, 300},       /* congruent to the device layout */
-        {base + 1024 + 768, 100}, /* a hole: not congruent */
-        {base, 1000},             /* tied to the first */
-        {foreign, 700},           /* unknown to the engine */
-        {base + 8192, 4096},
+        {.host = base, .bytes = 1000},             /* travels with the next one: */
+        {.host = base + 1024, .bytes = 300},       /* congruent to the device layout */
+        {.host = base + 1024 + 768, .bytes = 100}, /* a hole: not congruent */
+        {.host = base, .bytes = 1000},             /* tied to the first */
+        {.host = foreign, .bytes = 700},           /* unknown to the engine */
+        {.host = base + 8192, .bytes = 4096},
     };
     need(oo_unit_add(w.engine, w.model, tensors, n_tensors, 3, 0, &unit, members, offsets), "unit");
     CHECK(w.engine->units[unit].n_parts == 5, "%u parts", w.engine->units[unit].n_parts);
@@ -78,8 +78,9 @@ static void test_what_travels_as_one_copy(void) {
         if (how == 0 && below == above)
             continue; /* no two pages lie side by side here */
         const struct oo_tensor tensors[] = {
-            {how ? foreign : oo_host_address(pages[below]), how ? 100 : 4096},
-            {how ? foreign + OO_ALIGNMENT : oo_host_address(pages[above]), how ? 100 : 4096}};
+            {.host = how ? foreign : oo_host_address(pages[below]), .bytes = how ? 100 : 4096},
+            {.host = how ? foreign + OO_ALIGNMENT : oo_host_address(pages[above]),
+             .bytes = how ? 100 : 4096}};
         need(oo_unit_add(w.engine, w.model, tensors, &two, 1, 0, &unit, &member, offsets), "unit");
         const uint64_t before = stats_of(&w).h2d_copies;
         struct oo_use use;
@@ -109,8 +110,12 @@ static void test_a_member_that_moves_keeps_its_unit_only_alone_and_alike(void) {
     size_t offsets[4];
     world_open(&w, 250000, -1);
     char *bytes = w.master[4]; /* of 20480 bytes at least */
-    const struct oo_tensor pair[] = {{bytes, 512}, {bytes + 512, 512}}, whole = {bytes, 1024};
-    const struct oo_tensor larger = {bytes, 2048}, halves[] = {{bytes + 256, 1024}, {bytes, 1024}};
+    const struct oo_tensor pair[] = {{.host = bytes, .bytes = 512},
+                                     {.host = bytes + 512, .bytes = 512}},
+                           whole = {.host = bytes, .bytes = 1024};
+    const struct oo_tensor larger = {.host = bytes, .bytes = 2048},
+                           halves[] = {{.host = bytes + 256, .bytes = 1024},
+                                       {.host = bytes, .bytes = 1024}};
     const uint32_t ones[] = {1, 1};
     const struct {
         const struct oo_tensor *to;
@@ -150,9 +155,10 @@ static void test_a_move_that_fails_changes_nothing(void) {
     unsigned failed = 0;
     world_open(&w, 400000, -1);
     char *elsewhere = malloc(w.bytes[0] + w.bytes[1]);
-    const struct oo_tensor home[] = {{w.master[0], w.bytes[0]}, {w.master[1], w.bytes[1]}};
-    const struct oo_tensor other[] = {{elsewhere, w.bytes[0]},
-                                      {elsewhere + w.bytes[0], w.bytes[1]}};
+    const struct oo_tensor home[] = {{.host = w.master[0], .bytes = w.bytes[0]},
+                                     {.host = w.master[1], .bytes = w.bytes[1]}};
+    const struct oo_tensor other[] = {{.host = elsewhere, .bytes = w.bytes[0]},
+                                      {.host = elsewhere + w.bytes[0], .bytes = w.bytes[1]}};
     const uint32_t ones[] = {1, 1};
     fill(elsewhere, w.bytes[0] + w.bytes[1], 123);
     need(oo_unit_add(w.engine, w.model, home, ones, 2, 0, &unit, members, offsets), "two members");
@@ -196,7 +202,7 @@ static void test_what_was_removed_is_known_no_more(void) {
     world_open(&w, 60000, -1);
     need(oo_model_add(w.engine, &model), "a model that stays");
     need(world_remove(&w), "remove");
-    const struct oo_tensor tensor = {w.master[0], w.bytes[0]};
+    const struct oo_tensor tensor = {.host = w.master[0], .bytes = w.bytes[0]};
     const uint32_t gone[] = {w.member[0], UINT32_MAX - 1}, one = 1;
     for (int i = 0; i < 2; i++) {
         CHECK(acquire(w.engine, gone[i], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_STATE,
@@ -240,7 +246,8 @@ static void test_members_of_a_refused_unit_are_not_there(void) {
     uint32_t unit, members[2] = {0, 0};
     size_t offsets[2];
     world_open(&w, 60000, -1);
-    const struct oo_tensor tensors[2] = {{w.master[0], w.bytes[0]}, {w.master[1], 0}};
+    const struct oo_tensor tensors[2] = {{.host = w.master[0], .bytes = w.bytes[0]},
+                                         {.host = w.master[1], .bytes = 0}};
     CHECK(oo_unit_add(w.engine, w.model, tensors, one_each, 2, 0, &unit, members, offsets) ==
               OO_E_ARGUMENT,
           "added");

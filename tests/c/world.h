@@ -119,7 +119,7 @@ static inline int world_attach(struct world *w, size_t arena_bytes, int trainabl
                              w->stream));
     char *master = oo_host_address(w->host);
     for (unsigned i = 0; i < UNITS; i++) {
-        const struct oo_tensor tensor = {master, w->bytes[i]};
+        const struct oo_tensor tensor = {.host = master, .bytes = w->bytes[i]};
         const uint32_t one = 1;
         size_t offset;
         w->master[i] = master;

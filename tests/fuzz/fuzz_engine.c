@@ -353,8 +353,8 @@ static enum oo_status add_unit(struct fuzz *f, struct attached *m, struct input 
             const unsigned words =
                 n == 1 && below(in, 4) == 0 ? 3000 : 1000; /* sampled, or whole */
             const size_t bytes = 16 + 4 * (size_t)below(in, words);
-            layer->home[t] = layer->tensors[t] =
-                (struct oo_tensor){unknown ? layer->own + t * MOST_BYTES : *at, bytes};
+            layer->home[t] = layer->tensors[t] = (struct oo_tensor){
+                .host = unknown ? layer->own + t * MOST_BYTES : *at, .bytes = bytes};
             tensors[all++] = layer->tensors[t];
             rewrite_tensor(f, &layer->tensors[t]);
             /* Beside each other as on the device, or not: then they travel as several copies. */
@@ -571,9 +571,10 @@ static void move(struct fuzz *f, struct layer *layer, int home, unsigned words) 
     char *memory = home ? NULL : malloc((size_t)layer->n_tensors * MOST_BYTES);
     cover(layer, 0);
     for (unsigned t = 0; t < layer->n_tensors; t++)
-        to[t] = home ? layer->home[t]
-                     : (struct oo_tensor){memory + t * MOST_BYTES,
-                                          words ? 4 * (size_t)words : layer->home[t].bytes};
+        to[t] = home
+                    ? layer->home[t]
+                    : (struct oo_tensor){.host = memory + t * MOST_BYTES,
+                                         .bytes = words ? 4 * (size_t)words : layer->home[t].bytes};
     for (unsigned t = 0; t < layer->n_tensors; t++)
         rewrite_tensor(f, &to[t]);
     cover(layer, 1);
@@ -801,7 +802,7 @@ static void wrong_call(struct fuzz *f, struct input *in) {
     struct oo_fetched fetched;
     struct oo_stats stats;
     char bytes[16] = {0};
-    const struct oo_tensor nothing = {bytes, 0};
+    const struct oo_tensor nothing = {.host = bytes, .bytes = 0};
     const uint32_t one = 1, none = 0;
     uint32_t id;
     size_t offset;

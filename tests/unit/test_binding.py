@@ -65,6 +65,7 @@ ARGUMENTS: dict[str, dict[str, tuple[int, int] | None]] = {
     "remove_model": {"model": ID},
     "remove_lease": {"lease": ID},
     "add_segment": {"lease": ID, "address": ADDRESS, "nbytes": BYTES, "stream": ADDRESS},
+    "add_staging": {"lease": ID, "address": ADDRESS, "nbytes": BYTES, "stream": ADDRESS},
     "add_unit": {"model": ID, "members": None, "trainable": None},
     "move_member": {"member": ID, "tensors": None},
     "remove_member": {"member": ID},
