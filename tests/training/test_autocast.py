@@ -54,10 +54,30 @@ def conv():
     return nn.Conv2d(8, 8, 3, padding=1)
 
 
+def expect_torch_to_lose_gradients(request, device):
+    """Expect the comparison to fail where the resident model's own gradients are lost.
+
+    torch 2.6 keeps a cast made without grad, and a use with grad gets it: the weight's gradient is
+    lost, of the resident model alone.
+    """
+    weight = torch.ones(4, 4, device=device, requires_grad=True)
+    x = torch.ones(1, 4, device=device)
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        with torch.no_grad():
+            nn.functional.linear(x, weight)
+        keeps_it = nn.functional.linear(x, weight).requires_grad
+    if not keeps_it:
+        request.applymarker(pytest.mark.xfail(reason="this torch loses gradients", strict=True))
+
+
 @pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["nockpt", "reentrant", "nonreentrant"])
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_leaf_is_cast_once_for_managed_and_resident_layers(device, shape, trainable, reentrant):
+def test_a_leaf_is_cast_once_for_managed_and_resident_layers(
+    request, device, shape, trainable, reentrant
+):
+    if trainable and reentrant:
+        expect_torch_to_lose_gradients(request, device)
     torch.manual_seed(0)
     managed, resident = resident_pair(nn.Sequential(Fan(linear, reentrant), Fan(linear, reentrant)))
     train_only(managed, trainable)
@@ -83,8 +103,9 @@ def test_an_image_is_cast_once_for_managed_and_resident_convolutions(device, sha
         assert_models_agree(managed, resident, step, device=device)
 
 
-def test_casts_without_grad_do_not_disturb_those_with_it(device):
+def test_casts_without_grad_do_not_disturb_those_with_it(request, device):
     """A sample drawn in the same region, the cache switched off, saved-tensor hooks forbidden."""
+    expect_torch_to_lose_gradients(request, device)
     torch.manual_seed(0)
     managed, resident = resident_pair(nn.Sequential(Fan(linear, True), nn.Tanh(), linear()))
     kind = torch.device(device).type
