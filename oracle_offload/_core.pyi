@@ -14,6 +14,10 @@ RECOMPUTE: Final = 1  # a forward inside a graph task: a checkpoint recomputes
 BACKWARD: Final = 2
 ALIGNMENT: Final = 256  # bytes; of every tensor in host and device memory
 STAGING_BYTES: Final = 33554432  # device memory that any coded tensor can pass through
+# What coded weights are: two bytes each, or one with the sign first, or one in two's complement.
+BF16: Final = 1
+FP8: Final = 2
+INT8: Final = 3
 
 VERSION: Final[str]  # of the engine, as oracle_offload.__version__
 BUILD: Final[str]  # compiler, flags and date of this extension
@@ -306,3 +310,35 @@ def live() -> dict[str, int]:
 
 def driver_probe(library: str | None = None) -> tuple[int, int]:
     """(driver version, number of devices); `DriverError` or `OffloadError` says why not."""
+
+def coded_room(kind: int, count: int, /) -> int:
+    """How many bytes `encode` needs room for, to encode `count` weights."""
+
+def encode(kind: int, coded: int, nbytes: int, threads: int, weights: int, count: int, /) -> int:
+    """Encode `count` weights at an address to `coded`, where `nbytes` are free.
+
+    Everything is decoded again, and compared. The GIL is released. Returns the bytes written.
+    """
+
+def decode(kind: int, coded: int, nbytes: int, threads: int, weights: int, count: int, /) -> None:
+    """Decode what `encode` has written; `ValueError` where it is damaged. The GIL is released."""
+
+def compare_coded(
+    kind: int, coded: int, nbytes: int, threads: int, weights: int, count: int, /
+) -> None:
+    """Raise `ValueError` unless `coded` holds these very weights. The GIL is released."""
+
+def check_coded(
+    kind: int, coded: int, nbytes: int, threads: int, weights: int, count: int, /
+) -> None:
+    """Raise `ValueError` where a checksum differs; `weights` is not read. The GIL is released."""
+
+def fingerprint(address: int, nbytes: int, /) -> int:
+    """A hash of all bytes. The GIL is released."""
+
+def pages_written(address: int, nbytes: int, /) -> bool | None:
+    """Whether anything was written to a private, copy-on-write mapping of a file.
+
+    By pages: what else lies on the first and the last one counts, too. None where the system does
+    not tell.
+    """

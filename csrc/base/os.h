@@ -14,6 +14,9 @@ void oo__pages_unmap(void *pages, size_t bytes);
 /* Locked pages must not cross a fork: the kernel would copy them eagerly (3.3 s and 1 GiB per GiB,
  * measured). `keep` 0 hides the pages from children, 1 ends that. Returns 0 or -1. */
 int oo__pages_inherit(void *pages, size_t bytes, int keep);
+/* Whether any page of a private, copy-on-write mapping of a file has been written, and so left the
+ * file: 1, 0, or -1 where the system does not tell. */
+int oo__pages_written(const void *memory, size_t bytes);
 size_t oo__page_bytes(void);
 
 /* A flag page that reads 0 in a forked child, so that telling parent from child costs one load. */

@@ -5,6 +5,7 @@
 
 #include <ctype.h>
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
 #include <sched.h>
@@ -48,6 +49,41 @@ int oo__pages_inherit(void *pages, size_t bytes, int keep) {
     return 0;
 #endif
 }
+
+#if defined(__linux__)
+
+/* Of a page's 64 bits in /proc/self/pagemap: from 62 on, in memory or swapped; of a file. */
+enum { OO_PAGE_HELD = 62, OO_PAGE_OF_FILE = 61, OO_PAGES_READ = 2048 };
+
+/* A written page of a private mapping is no file's any more, and never comes back to it. */
+int oo__pages_written(const void *memory, size_t bytes) {
+    const size_t page = oo__page_bytes();
+    size_t at = (uintptr_t)memory / page;
+    const size_t end = ((uintptr_t)memory + bytes + page - 1) / page;
+    const int file = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    uint64_t pages[OO_PAGES_READ];
+    int written = file < 0 ? -1 : 0;
+    while (written == 0 && at < end) {
+        const size_t wanted = end - at < OO_PAGES_READ ? end - at : OO_PAGES_READ;
+        const ssize_t got = pread(file, pages, wanted * sizeof *pages, (off_t)(at * sizeof *pages));
+        if (got < (ssize_t)sizeof *pages)
+            written = -1;
+        for (size_t i = 0; written == 0 && i < (size_t)got / sizeof *pages; i++, at++)
+            written = (pages[i] >> OO_PAGE_HELD) && !(pages[i] >> OO_PAGE_OF_FILE & 1);
+    }
+    if (file >= 0)
+        close(file);
+    return written;
+}
+
+#else
+
+int oo__pages_written(const void *memory, size_t bytes) {
+    (void)memory, (void)bytes;
+    return -1;
+}
+
+#endif
 
 struct oo_fork_guard {
     volatile int *alive; /* on a page that the kernel wipes in children */

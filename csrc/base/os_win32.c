@@ -42,6 +42,12 @@ int oo__pages_inherit(void *pages, size_t bytes, int keep) {
     return 0;
 }
 
+/* Windows tells it of pages that are in memory at the moment alone. */
+int oo__pages_written(const void *memory, size_t bytes) {
+    (void)memory, (void)bytes;
+    return -1;
+}
+
 struct oo_fork_guard {
     int unused;
 };

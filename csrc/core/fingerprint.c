@@ -1,5 +1,6 @@
 /* fingerprint.c - a hash over samples of a master; see fingerprint.h. */
 #include "fingerprint.h"
+#include "oracle_offload.h"
 
 #include <string.h>
 
@@ -50,4 +51,8 @@ uint64_t oo__fingerprint(const void *memory, size_t bytes, enum oo_reading readi
     for (int i = 0; i < OO_LANES; i++)
         hash = oo__mix(hash, lanes.lane[i]);
     return hash;
+}
+
+uint64_t oo_fingerprint(const void *memory, size_t bytes) {
+    return oo__fingerprint(memory, bytes, OO_WHOLE);
 }

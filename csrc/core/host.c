@@ -135,3 +135,5 @@ enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *sou
     }
     return OO_OK;
 }
+
+int oo_pages_written(const void *memory, size_t bytes) { return oo__pages_written(memory, bytes); }

@@ -228,6 +228,29 @@ enum oo_status oo_member_move(struct oo_engine *engine, uint32_t member,
  * that its memory is in use until they have left too. OO_E_STATE while the unit is acquired. */
 enum oo_status oo_member_remove(struct oo_engine *engine, uint32_t member);
 
+/* ---- coded masters: see struct oo_tensor ---- */
+
+/* Bytes that `out` must have room for while `count` weights are encoded. */
+size_t oo_coded_room(enum oo_codec_kind kind, size_t count);
+/* Encode weights in chunks of 4 Mi, by up to `threads` threads; `bytes` becomes what they take.
+ * Each block is decoded again and compared before it counts: OO_E_STATE if it differs (bad
+ * memory). */
+enum oo_status oo_coded_encode(enum oo_codec_kind kind, const void *weights, size_t count,
+                               unsigned threads, void *out, size_t *bytes);
+/* Decode exactly `count` weights, compare them with `weights`, or compare the checksums alone.
+ * Checksums are compared in any case: OO_E_ARGUMENT, with the place, where anything differs. */
+enum oo_status oo_coded_decode(enum oo_codec_kind kind, const void *coded, size_t bytes,
+                               unsigned threads, void *weights, size_t count);
+enum oo_status oo_coded_compare(enum oo_codec_kind kind, const void *coded, size_t bytes,
+                                unsigned threads, const void *weights, size_t count);
+enum oo_status oo_coded_check(enum oo_codec_kind kind, const void *coded, size_t bytes,
+                              unsigned threads, size_t count);
+/* A hash of all bytes. */
+uint64_t oo_fingerprint(const void *memory, size_t bytes);
+/* Whether anything was written to a private, copy-on-write mapping of a file: 1, 0, or -1 where the
+ * system does not tell. */
+int oo_pages_written(const void *memory, size_t bytes);
+
 /* ---- use ---- */
 
 enum oo_kind {

@@ -37,6 +37,7 @@ struct oo_py_buffer {
 
 extern PyType_Spec oo__host_buffer_spec;
 extern PyType_Spec oo__engine_spec;
+extern PyMethodDef oo__coded_functions[]; /* of the module */
 
 /* An integer argument, and what it may be. */
 struct oo_parameter {

@@ -146,6 +146,11 @@ static int oo__execute(PyObject *module) {
         oo__add_type(module, &oo__host_buffer_spec, &state->host_buffer_type) < 0 ||
         oo__add_type(module, &oo__engine_spec, &state->engine_type) < 0)
         return -1;
+    if (PyModule_AddFunctions(module, oo__coded_functions) < 0 ||
+        PyModule_AddIntConstant(module, "BF16", OO_CODEC_BF16) < 0 ||
+        PyModule_AddIntConstant(module, "FP8", OO_CODEC_FP8) < 0 ||
+        PyModule_AddIntConstant(module, "INT8", OO_CODEC_INT8) < 0)
+        return -1;
     if (PyModule_AddStringConstant(module, "VERSION", oo_version()) < 0 ||
         PyModule_AddIntConstant(module, "FORWARD", OO_FORWARD) < 0 ||
         PyModule_AddIntConstant(module, "RECOMPUTE", OO_RECOMPUTE) < 0 ||

@@ -1,0 +1,137 @@
+"""Whole tensors through the codec from Python: the same bits, and damage is told."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from oracle_offload import _core
+
+KINDS = {"bf16": (_core.BF16, 2), "fp8": (_core.FP8, 1), "int8": (_core.INT8, 1)}
+
+
+def drawn(count: int, width: int, seed: int = 1) -> bytearray:
+    """Weights whose upper bytes have a pattern."""
+    source = random.Random(seed)
+    low = source.randbytes(count)
+    high = bytes(source.choices((0x3C, 0xBC, 0x3D, 0xBB, 0x3A), (40, 35, 15, 8, 2), k=count))
+    if width == 1:
+        return bytearray(high)
+    return bytearray(byte for pair in zip(low, high, strict=True) for byte in pair)
+
+
+def address_of(memory: bytearray | mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def encoded(kind: int, weights: bytearray, count: int, threads: int = 2) -> bytearray:
+    room = _core.coded_room(kind, count)
+    coded = bytearray(room)
+    nbytes = _core.encode(kind, address_of(coded), room, threads, address_of(weights), count)
+    return coded[:nbytes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 1025, 300_000])
+def test_weights_come_back_bit_for_bit(kind: str, count: int) -> None:
+    number, width = KINDS[kind]
+    weights = drawn(count, width)
+    coded = encoded(number, weights, count)
+    back = bytearray(len(weights))
+    arguments = (number, address_of(coded), len(coded), 2)
+    _core.decode(*arguments, address_of(back), count)
+    assert back == weights
+    _core.compare_coded(*arguments, address_of(weights), count)
+    _core.check_coded(*arguments, 0, count)
+    if count > 2000:
+        assert len(coded) < 0.8 * len(weights)
+
+
+def test_damage_is_told_with_its_place() -> None:
+    weights = drawn(5000, 2)
+    coded = encoded(_core.BF16, weights, 5000)
+    coded[700] ^= 4
+    back = bytearray(len(weights))
+    arguments = (_core.BF16, address_of(coded), len(coded), 1)
+    for call in (_core.decode, _core.compare_coded, _core.check_coded):
+        with pytest.raises(ValueError, match=rf"checksum .* \(chunk at byte 0 of {len(coded)}\)"):
+            call(*arguments, address_of(back), 5000)
+
+
+def test_other_weights_are_told() -> None:
+    weights = drawn(5000, 2)
+    coded = encoded(_core.BF16, weights, 5000)
+    weights[9999] ^= 1
+    with pytest.raises(ValueError, match="other weights"):
+        _core.compare_coded(_core.BF16, address_of(coded), len(coded), 1, address_of(weights), 5000)
+
+
+def test_too_little_room_is_refused() -> None:
+    weights, coded = drawn(5000, 2), bytearray(9000)
+    with pytest.raises(ValueError, match=r"nbytes is 9000, but 5000 weights may need 10064"):
+        _core.encode(_core.BF16, address_of(coded), 9000, 1, address_of(weights), 5000)
+
+
+@pytest.mark.parametrize("kind", [0, 4])
+def test_unknown_kinds_are_refused(kind: int) -> None:
+    with pytest.raises(ValueError, match=f"kind must be from 1 to 3, not {kind}"):
+        _core.coded_room(kind, 1)
+
+
+def test_other_threads_run_while_weights_are_encoded() -> None:
+    count = 1 << 21
+    weights = drawn(1 << 16, 2) * 32
+    ticks = 0
+    done = threading.Event()
+
+    def encode() -> None:
+        encoded(_core.BF16, weights, count, threads=1)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(100)  # so that only who gives the interpreter up lets others run
+    try:
+        thread.start()
+        while not done.is_set():
+            ticks += 1
+            done.wait(0.0001)
+    finally:
+        sys.setswitchinterval(switch)
+        thread.join()
+    assert ticks > 2
+
+
+def test_a_hash_reads_every_byte() -> None:
+    memory = bytearray(100_003)
+    seen = {_core.fingerprint(address_of(memory), len(memory))}
+    for at in (0, 50_001, 100_002):
+        memory[at] = 1
+        seen.add(_core.fingerprint(address_of(memory), len(memory)))
+    assert len(seen) == 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system tells")
+def test_a_written_page_of_a_private_mapping_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    page, pages = mmap.PAGESIZE, 5000  # more than are asked of the system at once
+    path.write_bytes(bytes(page) * pages)
+    with path.open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    start = address_of(memory)
+    assert _core.pages_written(start, len(memory)) is False  # nothing was read yet
+    assert not any(memory[::page])
+    assert _core.pages_written(start, len(memory)) is False  # reading is not writing
+    for at in (0, 4000, pages - 1):
+        memory[at * page + 17] = 0  # what was there: the page is a copy all the same
+        assert _core.pages_written(start + at * page, page) is True
+        assert _core.pages_written(start + at * page + 17, 1) is True
+        assert _core.pages_written(start, len(memory)) is True
+    assert _core.pages_written(start + page, 3999 * page) is False
+    assert path.read_bytes() == bytes(page) * pages
