@@ -11,7 +11,6 @@ gradients as a loop over them does.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import logging
 import threading
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     import greenlet
 
 _checkpoint_hook: Any = checkpoint._checkpoint_hook
+_CONTEXT = {"__enter__", "__exit__"}
 logger = logging.getLogger("oracle_offload")
 Batch = TypeVar("Batch")
 _running: list[_Accumulation] = []  # one at a time in a process: what torch calls is replaced
@@ -102,10 +102,16 @@ def accumulate(
             "a step of training begins."
         )
     accumulation = _Accumulation(step, list(micro_batches))
-    with accumulation.installed():
-        if interleave and len(accumulation.micro_batches) > 1 and accumulation.streams():
-            return accumulation.interleaved()
-        return accumulation.one_by_one()
+    try:
+        try:
+            accumulation.install()
+            if interleave and len(accumulation.micro_batches) > 1 and accumulation.streams():
+                return accumulation.interleaved()
+            return accumulation.one_by_one()
+        finally:
+            accumulation.uninstall()
+    finally:
+        accumulation.uninstall()  # again: Ctrl-C may have cut the first one short
 
 
 class _Unwound(BaseException):
@@ -175,6 +181,8 @@ class _Accumulation:
         self._states = ThreadStates([state.device for state in open_states()])
         self._leaves = Leaves(self._name_of)
         self._backward = torch.autograd.backward
+        self._apply = Function.__dict__["apply"]
+        self._ended_hook = torch.compiler.disable(self._grain_ended)
         self._current: _MicroBatch | None = None  # that computes now
         self._main: greenlet.greenlet | None = None
         self._is_interleaved = False
@@ -186,6 +194,7 @@ class _Accumulation:
             _MicroBatch(index, batch, seed)
             for index, (batch, seed) in enumerate(zip(batches, seeds, strict=True))
         ]
+        self._ambient = self._states.now()
 
     # ---- what is attached ----
 
@@ -206,13 +215,12 @@ class _Accumulation:
 
     # ---- what torch calls instead ----
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Stand where a backward begins, and around functions of autograd, for a while."""
-        if _running:
-            raise OffloadError("accumulate is already under way in this process; it runs alone.")
+    def install(self) -> None:
+        """Stand where a backward begins, and around functions of autograd, until `uninstall`."""
         _running.append(self)
-        apply = Function.__dict__["apply"]
+        if _running[0] is not self:
+            raise OffloadError("accumulate is already under way in this process; it runs alone.")
+        apply = self._apply
 
         def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
             self._begin_whole()
@@ -232,19 +240,31 @@ class _Accumulation:
             saved_tensors_hooks.__exit__(hooks, kind, *details)
             self._end_whole(failed=kind is not None)
 
-        try:
-            torch.autograd.backward = self._called_backward
-            Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
-            _checkpoint_hook.__enter__ = checkpoint_begins
-            _checkpoint_hook.__exit__ = checkpoint_ends
-            structure.frames_aside.append(self._frames_aside)
-            yield
-        finally:
+        torch.autograd.backward = self._called_backward
+        Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
+        _checkpoint_hook.__enter__ = checkpoint_begins
+        _checkpoint_hook.__exit__ = checkpoint_ends
+        structure.frames_aside.append(self._frames_aside)
+
+    def uninstall(self) -> None:
+        """Undo what `install` did, or the part of it that it came to; done twice it is the same."""
+        if _running[:1] == [self]:
             torch.autograd.backward = self._backward
-            Function.apply = apply  # type: ignore[method-assign]
-            del _checkpoint_hook.__enter__, _checkpoint_hook.__exit__
-            structure.frames_aside.remove(self._frames_aside)
+            Function.apply = self._apply  # type: ignore[method-assign]
+            for name in _CONTEXT & vars(_checkpoint_hook).keys():
+                delattr(_checkpoint_hook, name)
+            if self._frames_aside in structure.frames_aside:
+                structure.frames_aside.remove(self._frames_aside)
+            self._remove_hooks()
+            self._states.restore(self._ambient)
+        if self in _running:
             _running.remove(self)
+
+    def _remove_hooks(self) -> None:
+        """Leave no grain's end to be heard of; a handle may not have been kept in time."""
+        for module in (module for grains in self._grains for module in grains.modules):
+            for key in [k for k, hook in module._forward_hooks.items() if hook is self._ended_hook]:
+                module._forward_hooks.pop(key, None)
 
     def _here(self) -> _MicroBatch | None:
         """Return the micro-batch whose forward runs in this thread now."""
@@ -336,31 +356,31 @@ class _Accumulation:
             for layer, lent in reversed(paused):
                 layer.go_on(lent)
 
-    def _go_on(self, micro_batch: _MicroBatch, ambient: ThreadState) -> None:
+    def _go_on(self, micro_batch: _MicroBatch) -> None:
         """Run a micro-batch until it makes room."""
         if micro_batch.greenlet is None:
-            micro_batch.greenlet = _greenlet(lambda: self._run(micro_batch, ambient))
+            micro_batch.greenlet = _greenlet(lambda: self._run(micro_batch))
         try:
             micro_batch.greenlet.switch()
         finally:
             self._current = None
 
-    def _run(self, micro_batch: _MicroBatch, ambient: ThreadState) -> None:
+    def _run(self, micro_batch: _MicroBatch) -> None:
         self._current = micro_batch
-        self._states.restore(ambient)
+        self._states.restore(self._ambient)
         self._states.generators.seed(micro_batch.seed)
         micro_batch.result = self._step(micro_batch.batch)
         if not micro_batch.roots:
             micro_batch.hand_over(_checked_loss(micro_batch.result))
+            micro_batch.state = self._states.now()  # which its backward is to find
 
     # ---- the two ways ----
 
     def one_by_one(self) -> list[Any]:
         """Forward and backward of each micro-batch before the next begins."""
-        ambient = self._states.now()
         try:
             for micro_batch in self.micro_batches:
-                self._run(micro_batch, ambient)
+                self._run(micro_batch)
                 if not micro_batch.has_called:
                     self._backward_of([micro_batch])
                 self._current = None
@@ -369,7 +389,6 @@ class _Accumulation:
             raise
         finally:
             self._current = None
-            self._states.restore(ambient)
         return [micro_batch.answer() for micro_batch in self.micro_batches]
 
     def interleaved(self) -> list[Any]:
@@ -381,49 +400,41 @@ class _Accumulation:
             )
         self._is_interleaved = True
         self._main = _current_greenlet()
-        ambient = self._states.now()
         try:
-            self._forwards(ambient)
-            self._joint_backward(ambient)
+            self._forwards()
+            self._joint_backward()
             for micro_batch in self.micro_batches:
                 while not micro_batch.has_ended:
-                    self._go_on(micro_batch, ambient)
+                    self._go_on(micro_batch)
         except BaseException:
             self._unwind()
             self._leaves.restore()
             raise
-        finally:
-            self._states.restore(ambient)
         return [micro_batch.answer() for micro_batch in self.micro_batches]
 
-    def _forwards(self, ambient: ThreadState) -> None:
+    def _forwards(self) -> None:
         carried = _CarriedState(self._models())
-        hooks = [
-            module.register_forward_hook(torch.compiler.disable(self._grain_ended))
-            for grains in self._grains
-            for module in grains.modules
-        ]
-        try:
-            waiting = list(reversed(self.micro_batches))
-            while waiting:
-                for micro_batch in list(waiting):
-                    self._go_on(micro_batch, ambient)
-                    if micro_batch.roots:
-                        waiting.remove(micro_batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        for grains in self._grains:
+            for module in grains.modules:
+                module.register_forward_hook(self._ended_hook)
+        waiting = list(reversed(self.micro_batches))
+        while waiting:
+            for micro_batch in list(waiting):
+                self._go_on(micro_batch)
+                if micro_batch.roots:
+                    waiting.remove(micro_batch)
+        self._remove_hooks()
         carried.check()
 
-    def _joint_backward(self, ambient: ThreadState) -> None:
-        states = [ambient if m.state is None else m.state for m in self.micro_batches]
+    def _joint_backward(self) -> None:
+        states = [self._ambient if m.state is None else m.state for m in self.micro_batches]
         if any(_context_of(state) != _context_of(states[0]) for state in states):
             raise OffloadError(
                 "the steps call backward in different contexts (autocast, modes, saved-tensor "
-                "hooks): the backward of all micro-batches has one. Call backward after the "
-                "context has ended, or pass interleave=False."
+                "hooks, flags of precision): the backward of all micro-batches has one. Call "
+                "backward after the context has ended, or pass interleave=False."
             )
-        self._states.restore(states[0]._replace(generators=ambient.generators))
+        self._states.restore(states[0]._replace(generators=self._ambient.generators))
         before = self._states.generators.now()
         self._backward_of(self.micro_batches)
         if not _are_equal(before, self._states.generators.now()):
@@ -514,7 +525,8 @@ def _context_of(state: ThreadState) -> Any:
     """Return what decides how a backward computes: of modes and hooks, that they are there."""
     pairs, refused = state.hooks
     kinds = [list(map(type, modes)) for modes in state.modes[:2]]
-    return len(pairs), refused, kinds, state.autocast, state.switches, state.streams
+    flags = state.autocast, state.switches, state.kernels
+    return len(pairs), refused, kinds, *flags, state.streams
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -17,6 +17,7 @@ from torch.backends import cuda as attention
 from torch.utils import _python_dispatch as dispatch
 
 from .. import engines, exemption, first_forward
+from . import kernel_flags
 
 _autograd: Any = torch._C._autograd
 _C: Any = torch._C
@@ -53,8 +54,11 @@ class _Hooks:
         if _top_hooks is None:
             return None
         refused = _autograd._saved_tensors_hooks_get_disabled_error_message()
-        pairs = _Hooks._pop_all()
-        _Hooks.restore((pairs, refused))
+        pairs: list[Any] = []
+        try:
+            _Hooks._pop_all(pairs)
+        finally:
+            _Hooks.restore((pairs, refused))
         return pairs, refused
 
     @staticmethod
@@ -62,20 +66,19 @@ class _Hooks:
         if value is None:
             return
         pairs, refused = value
-        _Hooks._pop_all()
+        _Hooks._pop_all([])
         for pair in pairs:
             _autograd._push_saved_tensors_default_hooks(*pair)
         if refused is not None:
             _autograd._saved_tensors_hooks_disable(refused)
 
     @staticmethod
-    def _pop_all() -> list[Any]:
+    def _pop_all(pairs: list[Any]) -> None:
+        """Take all off, and note them in `pairs` before."""
         _autograd._saved_tensors_hooks_enable()
-        pairs: list[Any] = []
         while _top_hooks is not None and (pair := _top_hooks(True)) is not None:
-            _autograd._pop_saved_tensors_default_hooks()
             pairs.insert(0, pair)
-        return pairs
+            _autograd._pop_saved_tensors_default_hooks()
 
 
 class _Modes:
@@ -200,6 +203,7 @@ class ThreadState(NamedTuple):
     modes: Any
     autocast: Any
     switches: list[bool]
+    kernels: list[Any]
     default_dtype: torch.dtype
     streams: list[Any]
     cuda_device: int | None
@@ -229,6 +233,7 @@ class ThreadStates:
             modes=_Modes.now(),
             autocast=_Autocast.now(),
             switches=[is_on() for is_on, _ in _SWITCHES],
+            kernels=kernel_flags.now(),
             default_dtype=torch.get_default_dtype(),
             streams=[torch.cuda.current_stream(device) for device in self._cuda],
             cuda_device=torch.cuda.current_device() if self._cuda else None,
@@ -245,6 +250,7 @@ class ThreadStates:
         _Autocast.restore(state.autocast)
         for (_, turn), on in zip(_SWITCHES, state.switches, strict=True):
             turn(on)
+        kernel_flags.restore(state.kernels)
         torch.set_default_dtype(state.default_dtype)
         for stream in state.streams:  # which makes its device the current one
             torch.cuda.set_stream(stream)

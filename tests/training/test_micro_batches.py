@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import collections
 import contextlib
+import functools
 import random
 import subprocess
 import sys
@@ -367,6 +369,122 @@ def test_context_variables_and_attention_kernels_are_its_own():
         accumulate(step, inputs("cpu"))
     assert found == [True, True] * MICRO_BATCHES and variable.get() == "ambient"
     assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def set_precision(value):
+    torch.backends.cuda.matmul.fp32_precision = value
+
+
+FLAGS = {
+    "matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
+    "matmul tf32": (
+        lambda: torch.backends.cuda.matmul.allow_tf32,
+        lambda value: setattr(torch.backends.cuda.matmul, "allow_tf32", value),
+        True,
+    ),
+    "cudnn tf32": (
+        lambda: torch.backends.cudnn.allow_tf32,
+        lambda value: setattr(torch.backends.cudnn, "allow_tf32", value),
+        False,
+    ),
+    "cudnn benchmark": (
+        lambda: torch.backends.cudnn.benchmark,
+        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+        True,
+    ),
+    "cudnn deterministic": (
+        lambda: torch.backends.cudnn.deterministic,
+        lambda value: setattr(torch.backends.cudnn, "deterministic", value),
+        True,
+    ),
+    "reductions": (
+        lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        lambda value: setattr(
+            torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", value
+        ),
+        False,
+    ),
+    "deterministic": (
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+        1,
+    ),
+    "mkldnn": (
+        lambda: torch.backends.mkldnn.enabled,
+        lambda value: setattr(torch.backends.mkldnn, "enabled", value),
+        False,
+    ),
+    "threads": (torch.get_num_threads, torch.set_num_threads, 3),
+    "denormals": (
+        lambda: torch.full((), 1e-40).add(0).item() == 0,
+        torch.set_flush_denormal,
+        True,
+    ),
+    "anomalies": (torch.is_anomaly_enabled, torch.set_anomaly_enabled, True),
+}
+if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+    FLAGS["precision"] = (lambda: torch.backends.cuda.matmul.fp32_precision, set_precision, "tf32")
+    FLAGS["precision of all"] = (
+        lambda: torch.backends.mkldnn.conv.fp32_precision,
+        lambda value: setattr(torch.backends, "fp32_precision", value),
+        "ieee",
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Please use the new API settings")
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_of_the_whole_process_are_each_micro_batchs_own(flag):
+    get, put, other = FLAGS[flag]
+    model, found, in_backward = net(), [], []
+    before = thread_state.kernel_flags.now()
+    ambient = get()
+    assert ambient != other
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            in_backward.append(get())
+            return gradient
+
+    def step(x, several):
+        begins = get()
+        if several or x is batches[2]:
+            put(other)
+        wanted = get()
+        loss = loss_of(model, x)
+        found.append((begins, get() == wanted))
+        if not several:
+            put(ambient)
+        return Seen.apply(loss)
+
+    batches = inputs("cpu")
+    try:
+        with streamed(model, "cpu"):
+            for several in (False, True):
+                for interleave in (True, False):
+                    model.zero_grad()
+                    one = functools.partial(step, several=several)
+                    accumulate(one, batches, interleave=interleave)
+                    assert thread_state.kernel_flags.now() == before, get()
+    finally:
+        thread_state.kernel_flags.restore(before)
+    assert found == [(ambient, True)] * (4 * MICRO_BATCHES)
+    assert in_backward == [ambient] * (2 * MICRO_BATCHES) + [other] * (2 * MICRO_BATCHES)
+
+
+def test_backward_in_the_precision_of_one_micro_batch_is_refused():
+    batches = inputs("cpu")
+
+    def step(model, x):
+        torch.backends.cudnn.allow_tf32 = bool((x != batches[1]).any())
+        return loss_of(model, x)
+
+    refused("different contexts .* flags of precision", net(), step)
+    assert torch.backends.cudnn.allow_tf32
 
 
 def test_inference_mode_inside_a_step_is_not_divided(device):
@@ -772,6 +890,100 @@ def test_an_error_unwinds_every_micro_batch_in_its_own_state(device, where, erro
         torch.manual_seed(4)
         accumulate(lambda x: loss_of(resident, x), batches, interleave=False)
         assert_same(gradients(managed), gradients(resident))
+
+
+def as_torch_has_it(model):
+    """Return what `accumulate` exchanges, and what is kept per thread."""
+    return (
+        torch.autograd.backward,
+        torch.autograd.Function.__dict__["apply"],
+        [name for name in vars(torch.utils.checkpoint._checkpoint_hook) if "__e" in name],
+        list(oracle_offload.structure.frames_aside),
+        [hook for part in model.modules() for hook in part._forward_hooks.values()],
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_default_dtype(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True),
+        torch.backends.cudnn.benchmark,
+    )
+
+
+class Lines:
+    """Sees the lines of `accumulate`'s own files; raises KeyboardInterrupt at one of them.
+
+    Parameters
+    ----------
+    names : tuple of str
+        Of functions; none for all.
+    at : tuple, optional
+        The line, and which of its visits.
+    """
+
+    files = frozenset(
+        (accumulate.__code__.co_filename, thread_state.__file__, thread_state.kernel_flags.__file__)
+    )
+
+    def __init__(self, names, at=None):
+        self.names, self.at = names, at
+        self.visits = collections.Counter()
+
+    def __call__(self, frame, event, argument):
+        code = frame.f_code
+        if code.co_filename not in self.files or (self.names and code.co_name not in self.names):
+            return None
+        if event == "line":
+            line = code.co_filename, frame.f_lineno
+            self.visits[line] += 1
+            if (line, self.visits[line]) == self.at:
+                raise KeyboardInterrupt
+        return self
+
+    def seen(self):
+        """Return each line with its first and its last visit."""
+        return sorted({(line, at) for line, last in self.visits.items() for at in (1, last)})
+
+
+@pytest.mark.parametrize("interleave", [True, False], ids=["together", "one by one"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("accumulate", "install", "uninstall", "_forwards"), id="hooks"),
+        pytest.param((), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_at_any_line_leaves_torch_as_it_was(interleave, names):
+    model = net(blocks=3, reentrant=False)
+    batches = inputs("cpu", 2)
+
+    def step(x):
+        torch.backends.cudnn.benchmark = True
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().mean()
+
+    def run(lines):
+        model.zero_grad()
+        sys.settrace(lines)
+        try:
+            accumulate(step, batches, interleave=interleave)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    with streamed(model, "cpu"):
+        before, lines = as_torch_has_it(model), Lines(names)
+        assert not run(lines)
+        expected = gradients(model)
+        assert len(lines.seen()) >= 30
+        for at in lines.seen():
+            raised = run(Lines(names, at))
+            assert as_torch_has_it(model) == before, at
+            found = gradients(model)
+            if raised and any(gradient is not None for gradient in found.values()):
+                assert_same(found, expected)  # it came after the last one
+        assert not run(Lines(names))
+        assert_same(gradients(model), expected)
 
 
 def test_an_error_one_by_one_leaves_no_gradient():
