@@ -33,6 +33,7 @@ class Stats(TypedDict):
     pageable_bytes: int  # host bytes of units that could not be locked
     ring_bytes: int  # page-locked bytes of the rings that those pass through
     arena_bytes: int  # capacity: bytes of all segments
+    staging_bytes: int  # device bytes that coded weights pass through
     resident_bytes: int  # device bytes of the units in the arena now
     peak_resident_bytes: int
     largest_unit_bytes: int
@@ -43,6 +44,8 @@ class Stats(TypedDict):
     h2d_timed_bytes: int  # bytes of the copies measured
     unlocked_h2d_bytes: int  # of masters that are not page-locked
     unlocked_h2d_seconds: float  # in which copy threads were at them, by the host's clock
+    decodes: int  # chunks of coded masters that a kernel has decoded
+    decoded_bytes: int  # what that made of them; h2d_bytes has them coded
     d2h_bytes: int
     d2h_copies: int
     d2h_seconds: float

@@ -151,10 +151,16 @@ enum oo_status oo__synchronize(struct oo_engine *engine, OOCUstream stream, int 
     return OO_DRIVE(engine, cuStreamSynchronize, stream);
 }
 
+static void oo__flush_stream(struct oo_engine *engine, OOCUstream stream) {
+    const OOCUresult result = engine->driver.cuStreamQuery(stream);
+    if (result != OOCU_ERROR_NOT_READY)
+        (void)oo__note(engine, "cuStreamQuery", result);
+}
+
 void oo__flush(struct oo_engine *engine) {
     if (!engine->submits_late)
         return;
-    const OOCUresult result = engine->driver.cuStreamQuery(engine->h2d);
-    if (result != OOCU_ERROR_NOT_READY)
-        (void)oo__note(engine, "cuStreamQuery", result);
+    oo__flush_stream(engine, engine->h2d);
+    if (engine->decoder.stream)
+        oo__flush_stream(engine, engine->decoder.stream);
 }

@@ -10,6 +10,7 @@
 #include "model.h"
 #include "ring.h"
 #include "simulated.h"
+#include "staging.h"
 #include "timing.h"
 #include "uses.h"
 
@@ -68,6 +69,7 @@ static void oo__close_device(struct oo_engine *engine) {
     oo__ring_free(engine, &engine->down);
     oo__ring_free(engine, &engine->up);
     oo__forget_reads(engine);
+    oo__staging_close(engine);
     oo__spans_free(engine);
     oo__journal_free(engine);
     if (!engine->usable)

@@ -23,10 +23,18 @@
  *           the host waits for the copy threads                         feed.c
  *   H10 copy threads read masters, or write to bytes, that are another's by now
  *           the host waits for the copy threads                         feed.c
+ *   H11 a kernel decodes a chunk before it has come
+ *           the decode stream waits for the chunk's copy                staging.c
+ *   H12 a copy overwrites a piece of staging memory that a kernel still decodes
+ *           the h2d stream waits for the piece's last decode            staging.c
+ *   H13 a copy overwrites bytes that a kernel still decodes into, of a unit that nobody has used
+ *           the h2d stream waits for the decode stream                  staging.c
+ *   H14 `ready`, which follows the last decode, passes copies of what is not coded
+ *           the decode stream waits for the h2d stream                  staging.c
  *
- * Copies among themselves are ordered by being on one stream each way. Free bytes of the arena keep
- * one promise: every use of them is ordered before the tail of the h2d stream (oo__drop,
- * oo__copy_in). */
+ * Copies among themselves are ordered by being on one stream each way, decodes by being on one
+ * stream. Free bytes of the arena keep one promise: every use of them is ordered before the tail of
+ * the h2d stream (oo__drop, oo__copy_in), but for decodes that nobody has waited for (`loose`). */
 #include "../base/os.h"
 #include "call.h"
 #include "copies.h"
@@ -36,6 +44,7 @@
 #include "masters.h"
 #include "model.h"
 #include "simulated.h"
+#include "staging.h"
 #include "timing.h"
 #include "uses.h"
 
@@ -45,11 +54,17 @@ static _Thread_local uint32_t oo__uses_here;
 
 /* ---- copy in ---- */
 
+/* Of a coded master, what it is that others may rewrite: its code. */
+static size_t oo__master_bytes(const struct oo_member_tensor *tensor) {
+    return tensor->coded_bytes ? tensor->coded_bytes : tensor->bytes;
+}
+
 static uint64_t oo__read_masters(const struct oo_member *member, enum oo_reading reading) {
     uint64_t fingerprint = 0;
     for (uint32_t i = 0; i < member->n_tensors; i++)
-        fingerprint = fingerprint * 31 +
-                      oo__fingerprint(member->tensors[i].host, member->tensors[i].bytes, reading);
+        fingerprint =
+            fingerprint * 31 + oo__fingerprint(member->tensors[i].host,
+                                               oo__master_bytes(&member->tensors[i]), reading);
     return fingerprint;
 }
 
@@ -88,32 +103,36 @@ static int oo__masters_changed(const struct oo_engine *engine, struct oo_member 
     return member->fingerprint != before;
 }
 
+/* Queue all of a unit, and the record of its arrival. */
 static enum oo_status oo__copy_parts(struct oo_engine *engine, struct oo_unit *unit,
-                                     uintptr_t address) {
+                                     uintptr_t address, const struct oo_event *ready) {
+    struct oo_stats *stats = &engine->models[unit->model].stats;
+    struct oo_failure failure = {0};
+    struct oo_waits waits = {0};
+    int works = 1;
     oo__note_copy(engine, unit);
-    for (uint32_t i = 0; i < unit->n_parts; i++) {
+    for (uint32_t i = 0; i < unit->n_parts && works; i++) {
         const struct oo_part *part = &unit->parts[i];
-        enum oo_status status = OO_DRIVE(engine, cuMemcpyHtoDAsync, address + part->offset,
-                                         part->host, part->bytes, engine->h2d);
-        if (status != OO_OK)
-            return status;
-        struct oo_stats *stats = &engine->models[unit->model].stats;
-        stats->h2d_bytes += part->bytes;
-        stats->h2d_copies++;
+        works = oo__part_send(engine, part, address + part->offset, &failure, &waits);
+        stats->h2d_bytes += works ? part->bytes : 0;
+        stats->h2d_copies += works && part->bytes;
+        stats->decodes += works && part->header.mode == OO_CODEC_TIERS;
+        stats->decoded_bytes += works ? oo__decoded_bytes(part) : 0;
     }
-    return OO_OK;
+    works = works && oo__arrival_record(engine, ready, unit->decodes, &failure);
+    engine->stats.host_waits += waits.all;
+    engine->stats.recoveries += waits.recoveries;
+    return works ? OO_OK : oo__check(engine, failure.call, failure.result);
 }
 
-/* Queue the copy of a unit that the device reads where it lies, and the record of its arrival. */
+/* Queue the copy of a unit that the device reads where it lies. */
 static enum oo_status oo__copy_locked(struct oo_engine *engine, uint32_t id, uintptr_t address,
                                       const struct oo_event *ready) {
     struct oo_unit *unit = &engine->units[id];
     struct oo_event *begin = NULL;
     enum oo_status status = oo__span_begin(engine, OO_TRACE_H2D, engine->h2d, &begin);
     if (status == OO_OK)
-        status = oo__copy_parts(engine, unit, address);
-    if (status == OO_OK)
-        status = OO_DRIVE(engine, cuEventRecord, ready->handle, engine->h2d);
+        status = oo__copy_parts(engine, unit, address, ready);
     if (status == OO_OK)
         status = oo__span_end(engine, OO_TRACE_H2D, id, unit->host_bytes, engine->h2d, &begin);
     oo__event_give(engine, begin);
@@ -127,13 +146,15 @@ static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
     enum oo_status status = OO_OK;
     struct oo_event *ready = NULL;
     struct oo_unit *unit = &engine->units[id];
+    OO_TRY(oo__coded_check(engine, id));
     OO_TRY(oo__event_take(engine, OO_ORDERS, &ready));
     for (const struct oo_block *block = window->first;; block = block->next) {
         if (block->unit != OO_NO_UNIT)
-            OO_TRY(oo__order_after_uses(engine, &engine->units[block->unit]));
+            OO_TRY(oo__order_after_uses(engine, block->unit));
         if (block == window->last)
             break;
     }
+    OO_TRY(oo__decodes_settle(engine));
     for (const struct oo_block *block = window->first;; block = block->next) {
         if (block->unit != OO_NO_UNIT) {
             const struct oo_unit *gone = &engine->units[block->unit];
@@ -149,11 +170,12 @@ static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
     if (used > engine->stats.peak_resident_bytes)
         engine->stats.peak_resident_bytes = used;
     oo__label(engine, (const void *)address, unit->device_bytes, "unit", id);
-    /* A copy that failed half-way leaves bytes in flight on the h2d stream only, so dropping the
-     * unit keeps the promise of free bytes. */
+    /* A copy that failed half-way leaves bytes in flight on the h2d stream, so dropping the unit
+     * keeps the promise of free bytes; and decodes, which are waited for before the next copy. */
     status = unit->is_fed ? oo__feed_begin(engine, id, address, ready, urgent)
                           : oo__copy_locked(engine, id, address, ready);
     if (status != OO_OK) {
+        engine->decoder.loose |= unit->decodes;
         oo_plan_drop(engine->plan, id);
         goto done;
     }
@@ -434,7 +456,8 @@ enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *
 
 /* ---- release and prefetch ---- */
 
-/* Whether copy threads may be writing to the window: they have to be stopped first. */
+/* Whether copy threads may be writing to the window: they have to be stopped first. (Beside them,
+ * who decodes may wait for a piece of staging memory that one of them has.) */
 static int oo__is_being_fed(const struct oo_engine *engine, const struct oo_window *window) {
     for (const struct oo_block *block = window->first;; block = block->next) {
         const struct oo_feed *feed =
@@ -453,7 +476,8 @@ static void oo__start_copies(struct oo_engine *engine, int flags, struct oo_fetc
     struct oo_window window;
     while (engine->usable && oo_plan_next_fetch(engine->plan, &id, &window)) {
         if (fetched->count == OO_MAX_FETCHED ||
-            ((flags & OO_NONBLOCKING) && oo__is_being_fed(engine, &window))) {
+            ((flags & OO_NONBLOCKING) && (oo__is_being_fed(engine, &window) ||
+                                          (engine->units[id].decodes && oo__feeds_run(engine))))) {
             fetched->more = 1;
             return;
         }
@@ -534,7 +558,7 @@ static int oo__all_locked(const struct oo_engine *engine, const struct oo_member
     for (uint32_t i = 0; i < member->n_tensors; i++) {
         const struct oo_member_tensor *tensor = &member->tensors[i];
         const struct oo_known *memory = oo__known_memory(engine, tensor->host, tensor->bytes);
-        if (!oo__is_locked(memory, tensor->host, tensor->bytes))
+        if (tensor->coded_bytes || !oo__is_locked(memory, tensor->host, tensor->bytes))
             return 0;
     }
     return 1;

@@ -15,6 +15,7 @@
 #include "copies.h"
 #include "ring.h"
 #include "simulated.h"
+#include "staging.h"
 #include "timing.h"
 
 #include <stdlib.h>
@@ -60,6 +61,7 @@ static struct oo_feed *oo__queue_next(const struct oo_feeder *feeder) {
 
 /* What is copied in one go. */
 struct oo_piece {
+    const struct oo_part *part;
     const char *host;
     uintptr_t target;
     size_t bytes;
@@ -68,18 +70,6 @@ struct oo_piece {
     int begins; /* a part of the unit */
     unsigned slot;
 };
-
-/* For the device, while a piece was copied; of those, how many a failure made necessary. */
-struct oo_waits {
-    uint64_t all, recoveries;
-};
-
-/* Whether a driver call of a copy thread succeeded. */
-static int oo__works(struct oo_failure *failure, const char *call, OOCUresult result) {
-    if (result != OOCU_SUCCESS)
-        *failure = (struct oo_failure){call, result};
-    return result == OOCU_SUCCESS;
-}
 
 /* There are no more threads than pieces of the ring, and each takes one at a time. */
 static unsigned oo__take_slot(struct oo_ring *ring) {
@@ -90,15 +80,21 @@ static unsigned oo__take_slot(struct oo_ring *ring) {
     return slot;
 }
 
+/* Whether one thread does all of the part: what decodes it comes after all of its bytes. */
+static int oo__is_whole(const struct oo_part *part) {
+    return part->header.mode == OO_CODEC_TIERS || part->header.mode == OO_CODEC_CONST;
+}
+
 /* The feed's next piece; with the last one it leaves the queue. Under the mutex. */
 static struct oo_piece oo__take_piece(struct oo_engine *engine, struct oo_feed *feed) {
     struct oo_ring *ring = &engine->up;
     const struct oo_part *part = &feed->parts[feed->part];
-    struct oo_piece piece = {.host = part->host + feed->offset,
+    struct oo_piece piece = {.part = part,
+                             .host = part->host + feed->offset,
                              .target = feed->address + part->offset + feed->offset,
                              .bytes = part->bytes - feed->offset,
                              .locked = part->locked,
-                             .staged = !part->locked && ring->base,
+                             .staged = !part->locked && ring->base && !oo__is_whole(part),
                              .begins = feed->offset == 0};
     if (piece.staged) {
         piece.slot = oo__take_slot(ring);
@@ -170,6 +166,50 @@ static int oo__copy_as_it_is(struct oo_engine *engine, const struct oo_piece *pi
                      engine->driver.cuStreamSynchronize(engine->h2d));
 }
 
+/* A step of a chunk's way by the ring. */
+static int oo__copy_step(struct oo_engine *engine, struct oo_piece *step,
+                         struct oo_failure *failure, struct oo_waits *waits) {
+    struct oo_mutex *mutex = engine->feeder.mutex;
+    oo__mutex_lock(mutex);
+    step->slot = oo__take_slot(&engine->up);
+    oo__mutex_unlock(mutex);
+    const int works = oo__copy_staged(engine, step, failure, waits);
+    oo__mutex_lock(mutex);
+    engine->up.taken[step->slot] = 0;
+    oo__mutex_unlock(mutex);
+    return works;
+}
+
+/* A chunk that is not locked: by the ring into staging memory, and from there by a kernel. */
+static int oo__copy_chunk(struct oo_engine *engine, const struct oo_piece *piece,
+                          struct oo_failure *failure, struct oo_waits *waits) {
+    const struct oo_ring *ring = &engine->up;
+    const size_t most = ring->base ? ring->piece_bytes : piece->bytes;
+    struct oo_staging_piece *room = oo__piece_take(engine, piece->part, failure, waits);
+    if (!room)
+        return 0;
+    int works = 1;
+    for (size_t done = 0; works && done < piece->bytes; done += most) {
+        struct oo_piece step = {.host = piece->host + done, .target = room->address + done};
+        step.bytes = piece->bytes - done < most ? piece->bytes - done : most;
+        works = ring->base ? oo__copy_step(engine, &step, failure, waits)
+                           : oo__copy_as_it_is(engine, &step, failure, waits);
+    }
+    works = works && oo__piece_decode(engine, piece->part, piece->target, room, failure);
+    oo__piece_give(engine, room);
+    return works;
+}
+
+static int oo__copy_piece(struct oo_engine *engine, const struct oo_piece *piece,
+                          struct oo_failure *failure, struct oo_waits *waits) {
+    if (oo__is_whole(piece->part) && (piece->locked || !piece->bytes))
+        return oo__part_send(engine, piece->part, piece->target, failure, waits);
+    if (oo__is_whole(piece->part))
+        return oo__copy_chunk(engine, piece, failure, waits);
+    return piece->staged ? oo__copy_staged(engine, piece, failure, waits)
+                         : oo__copy_as_it_is(engine, piece, failure, waits);
+}
+
 /* Feeds overlap, and one may overtake another: what is counted is the time in which any thread
  * copied, with the feed that ends next. */
 static void oo__clock_stop(struct oo_feeder *feeder) {
@@ -182,12 +222,13 @@ static void oo__feed_end(struct oo_engine *engine, struct oo_feed *feed) {
     struct oo_failure *failure = &feed->failure;
     feed->arrives =
         !failure->call && !feed->stopped &&
-        oo__works(failure, "cuEventRecord",
-                  engine->driver.cuEventRecord(feed->ready->handle, engine->h2d)) &&
+        oo__arrival_record(engine, feed->ready, feed->is_decoded, failure) &&
         (!feed->end || oo__works(failure, "cuEventRecord",
                                  engine->driver.cuEventRecord(feed->end->handle, engine->h2d)));
     if (engine->submits_late) /* see oo__flush */
         (void)engine->driver.cuStreamQuery(engine->h2d);
+    if (engine->submits_late && feed->is_decoded)
+        (void)engine->driver.cuStreamQuery(engine->decoder.stream);
     if (oo_driver_is_sticky(failure->result)) {
         if (!feeder->loss.call) /* the first is the cause of the others */
             feeder->loss = *failure;
@@ -229,8 +270,7 @@ static void oo__feed_on(struct oo_engine *engine, struct oo_feed *feed, int *ent
         if (feeder->n_active++ == 0)
             feeder->since = oo__nanoseconds();
         oo__mutex_unlock(feeder->mutex);
-        works = piece.staged ? oo__copy_staged(engine, &piece, &failure, &waits)
-                             : oo__copy_as_it_is(engine, &piece, &failure, &waits);
+        works = oo__copy_piece(engine, &piece, &failure, &waits);
         oo__mutex_lock(feeder->mutex);
         feed->active--;
         if (--feeder->n_active == 0)
@@ -239,9 +279,11 @@ static void oo__feed_on(struct oo_engine *engine, struct oo_feed *feed, int *ent
             engine->up.taken[piece.slot] = 0;
         feed->waits += waits.all;
         feed->recoveries += waits.recoveries;
-        feed->copies += works && piece.begins;
+        feed->copies += works && piece.begins && piece.bytes;
         feed->bytes += works ? piece.bytes : 0;
         feed->unlocked_bytes += works && !piece.locked ? piece.bytes : 0;
+        feed->decodes += works && piece.part->header.mode == OO_CODEC_TIERS;
+        feed->decoded_bytes += works ? oo__decoded_bytes(piece.part) : 0;
     }
     if (!works) {
         if (!feed->failure.call)
@@ -319,6 +361,7 @@ enum oo_status oo__feed_begin(struct oo_engine *engine, uint32_t id, uintptr_t a
                                    .n_parts = unit->n_parts,
                                    .address = address,
                                    .ready = ready,
+                                   .is_decoded = unit->decodes,
                                    .begin = begin,
                                    .end = end,
                                    .running = 1,
@@ -340,6 +383,8 @@ static void oo__feed_count(struct oo_engine *engine, uint32_t id) {
     struct oo_stats *stats = &engine->models[unit->model].stats;
     stats->h2d_bytes += feed->bytes;
     stats->h2d_copies += feed->copies;
+    stats->decodes += feed->decodes;
+    stats->decoded_bytes += feed->decoded_bytes;
     engine->stats.unlocked_h2d_bytes += feed->unlocked_bytes;
     engine->stats.unlocked_h2d_seconds += (double)feed->nanoseconds * 1e-9;
     engine->stats.copy_waits += feed->waits;
@@ -347,7 +392,7 @@ static void oo__feed_count(struct oo_engine *engine, uint32_t id) {
     if (feed->bytes > feed->unlocked_bytes) /* the device has read, or reads, some where they lie */
         oo__note_copy(engine, unit);
     feed->bytes = feed->unlocked_bytes = feed->nanoseconds = 0;
-    feed->copies = feed->waits = feed->recoveries = 0;
+    feed->copies = feed->waits = feed->recoveries = feed->decodes = feed->decoded_bytes = 0;
     if (!feed->arrives) {
         oo__event_give(engine, feed->begin);
         oo__event_give(engine, feed->end);

@@ -2,6 +2,7 @@
 #include "call.h"
 #include "feed.h"
 #include "simulated.h"
+#include "staging.h"
 #include "timing.h"
 #include "uses.h"
 
@@ -37,54 +38,87 @@ done:
     return status;
 }
 
-enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t lease, uintptr_t address,
-                              size_t bytes, uintptr_t stream) {
-    enum oo_status status = oo__enter(engine, 0);
-    if (status != OO_OK)
-        return status;
+/* What of the memory can be used for a lease that is there: whole multiples of OO_ALIGNMENT,
+ * `least` or more. */
+static enum oo_status oo__loan_check(struct oo_engine *engine, uint32_t lease, uintptr_t address,
+                                     size_t bytes, size_t least, uintptr_t *base, size_t *usable) {
+    *base = (address + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
+    if (!*oo__find_lease(engine, lease))
+        return oo__fail_no_lease(lease);
+    if (bytes > SIZE_MAX / 2 || address > UINTPTR_MAX - OO_ALIGNMENT - bytes)
+        return oo__fail(OO_E_ARGUMENT, "device memory of %zu bytes at %#zx ends beyond memory",
+                        bytes, (size_t)address);
+    if (bytes < *base - address + least)
+        return oo__fail(OO_E_ARGUMENT,
+                        "device memory of %zu bytes at %#zx holds less than %zu at an alignment of "
+                        "%zu",
+                        bytes, (size_t)address, least, OO_ALIGNMENT);
+    *usable = (bytes - (*base - address)) / OO_ALIGNMENT * OO_ALIGNMENT;
+    return OO_OK;
+}
+
+/* The device may be told to write to it from now on, by the h2d stream. */
+static enum oo_status oo__loan_begin(struct oo_engine *engine, uintptr_t address, size_t bytes,
+                                     OOCUstream stream) {
+    enum oo_status status;
     int adopted = 0;
     struct oo_event *allocated = NULL;
-    struct oo_segment *segment;
-    const uintptr_t base = (address + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
-    if (!*oo__find_lease(engine, lease)) {
-        status = oo__fail_no_lease(lease);
-        goto done;
-    }
-    if (bytes > SIZE_MAX / 2 || address > UINTPTR_MAX - OO_ALIGNMENT - bytes) {
-        status = oo__fail(OO_E_ARGUMENT, "a segment of %zu bytes at %#zx ends beyond memory", bytes,
-                          (size_t)address);
-        goto done;
-    }
-    if (bytes < base - address + OO_ALIGNMENT) {
-        status =
-            oo__fail(OO_E_ARGUMENT, "a segment of %zu bytes holds nothing at an alignment of %zu",
-                     bytes, OO_ALIGNMENT);
-        goto done;
-    }
-    OO_TRY(oo__refuse_capture(engine, (OOCUstream)stream));
-    OO_TRY(oo__adopt(engine, address, bytes, OOSIM_ADOPT_POISON, (OOCUstream)stream));
+    OO_TRY(oo__refuse_capture(engine, stream));
+    OO_TRY(oo__adopt(engine, address, bytes, OOSIM_ADOPT_POISON, stream));
     adopted = 1;
     /* H3: our first copy must not overtake work that an earlier owner of these bytes still has
      * queued on the allocating stream (the caching allocator hands freed blocks on in stream
      * order). */
     OO_TRY(oo__event_take(engine, OO_ORDERS, &allocated));
-    OO_TRY(OO_DRIVE(engine, cuEventRecord, allocated->handle, (OOCUstream)stream));
+    OO_TRY(OO_DRIVE(engine, cuEventRecord, allocated->handle, stream));
     OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, allocated->handle, 0));
-    const size_t usable = (bytes - (base - address)) / OO_ALIGNMENT * OO_ALIGNMENT;
-    OO_TRY(oo_arena_add(oo_plan_arena(engine->plan), base, usable, lease, stream, &segment));
-    segment->lent = address;
 done:
     oo__event_give(engine, allocated);
     if (status != OO_OK && adopted)
         (void)oo__disown(engine, address);
+    return status;
+}
+
+enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t lease, uintptr_t address,
+                              size_t bytes, uintptr_t stream) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    struct oo_segment *segment;
+    uintptr_t base;
+    size_t usable;
+    OO_TRY(oo__loan_check(engine, lease, address, bytes, OO_ALIGNMENT, &base, &usable));
+    OO_TRY(oo__loan_begin(engine, address, bytes, (OOCUstream)stream));
+    status = oo_arena_add(oo_plan_arena(engine->plan), base, usable, lease, stream, &segment);
+    if (status == OO_OK)
+        segment->lent = address;
+    else
+        (void)oo__disown(engine, address);
+done:
     oo__leave(engine);
     return status;
 }
 
 enum oo_status oo_staging_add(struct oo_engine *engine, uint32_t lease, uintptr_t address,
                               size_t bytes, uintptr_t stream) {
-    (void)engine, (void)lease, (void)address, (void)bytes, (void)stream;
-    return oo__fail(OO_E_STATE, "no coded weights yet: not in this version");
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    struct oo_staging *lent = NULL;
+    uintptr_t base;
+    size_t usable;
+    OO_TRY(oo__loan_check(engine, lease, address, bytes, OO_STAGING_PIECES * OO_ALIGNMENT, &base,
+                          &usable));
+    OO_TRY(oo__staging_create(engine, base, usable, &lent));
+    OO_TRY(oo__loan_begin(engine, address, bytes, (OOCUstream)stream));
+    lent->lease = lease;
+    lent->address = address;
+    oo__staging_put(engine, lent);
+    lent = NULL;
+done:
+    oo__staging_free(engine, lent);
+    oo__leave(engine);
+    return status;
 }
 
 /* Empty the segment and order its allocating stream after everything that used it. */
@@ -146,9 +180,13 @@ enum oo_status oo_lease_remove(struct oo_engine *engine, uint32_t id) {
         for (const struct oo_block *block = segment->first; block; block = block->next)
             if (segment->lease == id && block->unit != OO_NO_UNIT)
                 oo__feed_stop(engine, block->unit);
+    if (oo__staging_bytes(engine))
+        oo__feeds_await(engine); /* pieces of staging memory that goes may be taken */
     if (engine->usable) {
-        /* H4: the memory goes back while copies into it are still queued. */
+        /* H4: the memory goes back while copies into it, or decodes, are still queued. */
         OO_TRY(oo__synchronize(engine, engine->h2d, 0));
+        if (engine->decoder.stream)
+            OO_TRY(oo__synchronize(engine, engine->decoder.stream, 0));
     }
     for (struct oo_segment *segment = arena->segments, *next; segment; segment = next) {
         next = segment->next;
@@ -159,6 +197,7 @@ enum oo_status oo_lease_remove(struct oo_engine *engine, uint32_t id) {
         OO_TRY(oo__check(engine, "simDrop", oo__disown(engine, segment->lent)));
         oo_arena_remove(arena, segment);
     }
+    OO_TRY(oo__staging_remove(engine, id));
     struct oo_lease *lease = *link;
     *link = lease->next;
     free(lease);

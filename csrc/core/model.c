@@ -108,33 +108,131 @@ done:
 
 /* ---- units ---- */
 
+/* ---- parts ---- */
+
+/* What is made of a unit's tensors. With `parts` NULL it is only counted. */
+struct oo_parts_made {
+    struct oo_part *parts;
+    uint32_t count, room;
+};
+
 /* Tensors in a row travel as one copy when the host layout equals the device layout. */
-static void oo__unit_build_parts(struct oo_engine *engine, struct oo_unit *unit) {
-    unit->n_parts = 0;
-    unit->host_bytes = 0;
-    unit->is_fed = 0;
-    for (uint32_t i = 0; i < unit->n_members; i++) {
-        /* The analyzer does not see that a new unit's n_members is the length of its members. */
-        // NOLINTNEXTLINE(clang-analyzer-security.ArrayBound)
-        const struct oo_member *member = &engine->members[unit->members[i]];
-        for (uint32_t j = 0; j < member->n_tensors; j++) {
+static void oo__part_of_plain(const struct oo_engine *engine, const struct oo_member_tensor *tensor,
+                              struct oo_parts_made *made) {
+    const struct oo_known *memory = oo__known_memory(engine, tensor->host, tensor->bytes);
+    const int locked = oo__is_locked(memory, tensor->host, tensor->bytes);
+    struct oo_part *last = made->parts && made->count ? &made->parts[made->count - 1] : NULL;
+    if (last && memory && last->memory == memory && last->locked == locked && !last->header.mode &&
+        tensor->host - last->host == (ptrdiff_t)(tensor->offset - last->offset)) {
+        last->bytes = tensor->offset - last->offset + tensor->bytes;
+        return;
+    }
+    if (made->parts)
+        made->parts[made->count] = (struct oo_part){.host = tensor->host,
+                                                    .bytes = tensor->bytes,
+                                                    .offset = tensor->offset,
+                                                    .memory = memory,
+                                                    .locked = locked};
+    made->count++;
+}
+
+static enum oo_status oo__fail_coded(const struct oo_member_tensor *tensor, size_t at,
+                                     const char *what) {
+    return oo__fail(OO_E_ARGUMENT, "a coded tensor of %zu bytes in %zu, its chunk at %zu: %s",
+                    tensor->bytes, tensor->coded_bytes, at, what);
+}
+
+/* One part for each chunk: what of it travels. */
+static enum oo_status oo__parts_of_coded(const struct oo_engine *engine,
+                                         const struct oo_member_tensor *tensor,
+                                         struct oo_parts_made *made) {
+    const size_t width = oo_codec_weight_bytes(tensor->coded_kind);
+    size_t at = 0, decoded = 0, bytes;
+    while (decoded < tensor->bytes) {
+        struct oo_codec_header header;
+        const char *chunk = tensor->host + at;
+        if (at >= tensor->coded_bytes)
+            return oo__fail_coded(tensor, at, "there are too few");
+        if (made->parts && made->count == made->room)
+            return oo__fail_coded(tensor, at, "has been rewritten meanwhile");
+        if (oo_codec_find(chunk, tensor->coded_bytes - at, &header, &bytes) != OO_OK) {
+            const struct oo_error cause = oo__error_save();
+            return oo__fail_coded(tensor, at, cause.message);
+        }
+        const size_t weights = header.count * width;
+        if (header.kind != tensor->coded_kind)
+            return oo__fail_coded(tensor, at, "is of another kind");
+        if (weights > tensor->bytes - decoded ||
+            (weights < tensor->bytes - decoded && header.count % OO_CODEC_BLOCK))
+            return oo__fail_coded(tensor, at, "has a number of weights that does not fit");
+        const struct oo_known *memory = oo__known_memory(engine, chunk, bytes);
+        const size_t skipped = header.mode == OO_CODEC_TIERS ? 0 : OO_CODEC_HEADER;
+        if (made->parts)
+            made->parts[made->count] =
+                (struct oo_part){.host = chunk + skipped,
+                                 .bytes = bytes - skipped,
+                                 .offset = tensor->offset + decoded,
+                                 .memory = memory,
+                                 .locked = oo__is_locked(memory, chunk, bytes),
+                                 .header = header};
+        made->count++;
+        decoded += weights;
+        at += oo__align(bytes);
+    }
+    if (tensor->coded_bytes > at)
+        return oo__fail_coded(tensor, at, "there are too many");
+    return OO_OK;
+}
+
+static enum oo_status oo__parts_of(const struct oo_engine *engine, const uint32_t *members,
+                                   uint32_t n_members, struct oo_parts_made *made) {
+    enum oo_status status = OO_OK;
+    made->count = 0;
+    for (uint32_t i = 0; i < n_members; i++) {
+        const struct oo_member *member = &engine->members[members[i]];
+        for (uint32_t j = 0; j < member->n_tensors && status == OO_OK; j++) {
             const struct oo_member_tensor *tensor = &member->tensors[j];
-            const struct oo_known *memory = oo__known_memory(engine, tensor->host, tensor->bytes);
-            const int locked = oo__is_locked(memory, tensor->host, tensor->bytes);
-            struct oo_part *last = unit->n_parts ? &unit->parts[unit->n_parts - 1] : NULL;
-            if (last && memory && last->memory == memory && last->locked == locked &&
-                tensor->host - last->host == (ptrdiff_t)(tensor->offset - last->offset)) {
-                last->bytes = tensor->offset - last->offset + tensor->bytes;
-            } else {
-                unit->parts[unit->n_parts++] =
-                    (struct oo_part){tensor->host, tensor->bytes, tensor->offset, memory, locked};
-            }
+            if (tensor->coded_bytes)
+                status = oo__parts_of_coded(engine, tensor, made);
+            else
+                oo__part_of_plain(engine, tensor, made);
         }
     }
+    return status;
+}
+
+static enum oo_status oo__parts_make(const struct oo_engine *engine, const uint32_t *members,
+                                     uint32_t n_members, struct oo_parts_made *made) {
+    *made = (struct oo_parts_made){0};
+    enum oo_status status = oo__parts_of(engine, members, n_members, made);
+    if (status != OO_OK)
+        return status;
+    made->room = made->count;
+    made->parts = malloc(made->room * sizeof *made->parts);
+    if (!made->parts)
+        return oo__fail(OO_E_MEMORY, "no memory for the %u parts of a unit", made->room);
+    status = oo__parts_of(engine, members, n_members, made);
+    if (status != OO_OK) {
+        free(made->parts);
+        made->parts = NULL;
+    }
+    return status;
+}
+
+static void oo__unit_take_parts(struct oo_engine *engine, struct oo_unit *unit,
+                                const struct oo_parts_made *made) {
+    free(unit->parts);
+    unit->parts = made->parts;
+    unit->n_parts = made->count;
+    unit->host_bytes = 0;
+    unit->is_fed = unit->is_coded = unit->decodes = 0;
     for (uint32_t i = 0; i < unit->n_parts; i++) {
-        unit->host_bytes += unit->parts[i].bytes;
-        unit->is_fed |= !unit->parts[i].locked;
-        oo__label(engine, unit->parts[i].host, unit->parts[i].bytes, "masters of unit",
+        const struct oo_part *part = &unit->parts[i];
+        unit->host_bytes += part->bytes;
+        unit->is_fed |= !part->locked;
+        unit->is_coded |= part->header.mode != 0;
+        unit->decodes |= part->header.mode == OO_CODEC_TIERS;
+        oo__label(engine, part->host, part->bytes, "masters of unit",
                   (uint32_t)(unit - engine->units));
     }
 }
@@ -151,13 +249,12 @@ static enum oo_status oo__unit_create(struct oo_engine *engine, uint32_t model,
                                       const uint32_t *members, uint32_t n_members,
                                       size_t device_bytes, int trainable, uint32_t *id) {
     enum oo_status status;
-    uint32_t n_tensors = 0;
-    for (uint32_t i = 0; i < n_members; i++)
-        n_tensors += engine->members[members[i]].n_tensors;
-    struct oo_part *parts = malloc(n_tensors * sizeof *parts);
-    uint32_t *ids = malloc(n_members * sizeof *ids);
-    if (!parts || !ids) {
-        status = oo__fail(OO_E_MEMORY, "no memory for a unit of %u tensors", n_tensors);
+    struct oo_parts_made made = {0};
+    uint32_t *ids = NULL;
+    OO_TRY(oo__parts_make(engine, members, n_members, &made));
+    ids = malloc(n_members * sizeof *ids);
+    if (!ids) {
+        status = oo__fail(OO_E_MEMORY, "no memory for a unit of %u members", n_members);
         goto done;
     }
     void *units = engine->units;
@@ -171,16 +268,15 @@ static enum oo_status oo__unit_create(struct oo_engine *engine, uint32_t model,
     engine->n_units = *id + 1;
     *unit = (struct oo_unit){.model = model, .n_members = n_members, .device_bytes = device_bytes};
     unit->trainable = trainable != 0;
-    unit->parts = parts;
     unit->members = ids;
     memcpy(ids, members, n_members * sizeof *ids);
-    oo__unit_build_parts(engine, unit);
+    oo__unit_take_parts(engine, unit, &made);
     for (uint32_t i = 0; i < n_members; i++)
         engine->members[members[i]].unit = *id;
     oo_plan_allow(engine->plan, *id, oo__may_fetch_ahead(engine, unit));
     return OO_OK;
 done:
-    free(parts);
+    free(made.parts);
     free(ids);
     return status;
 }
@@ -189,16 +285,36 @@ done:
 static size_t oo__member_lay_out(struct oo_member_tensor *to, const struct oo_tensor *from,
                                  uint32_t count, size_t offset, size_t *offsets) {
     for (uint32_t i = 0; i < count; i++) {
-        to[i] = (struct oo_member_tensor){from[i].host, from[i].bytes, offset};
+        to[i] = (struct oo_member_tensor){.host = from[i].host,
+                                          .bytes = from[i].bytes,
+                                          .offset = offset,
+                                          .coded_bytes = from[i].coded_bytes,
+                                          .coded_kind = from[i].coded_kind};
         offsets[i] = offset;
         offset += oo__align(from[i].bytes);
     }
     return offset;
 }
 
+/* Its chunks are looked at when parts are made of them. */
+static enum oo_status oo__check_coded(const struct oo_tensor *tensor, uint32_t i, int trainable) {
+    if (tensor->coded_kind < OO_CODEC_BF16 || tensor->coded_kind > OO_CODEC_INT8 ||
+        tensor->bytes % oo_codec_weight_bytes(tensor->coded_kind) ||
+        tensor->coded_bytes > UINTPTR_MAX / 4 - (uintptr_t)tensor->host / 4)
+        return oo__fail(OO_E_ARGUMENT, "tensor %u of a member: %zu coded bytes of kind %d for %zu",
+                        i, tensor->coded_bytes, (int)tensor->coded_kind, tensor->bytes);
+    if (trainable)
+        return oo__fail(OO_E_ARGUMENT,
+                        "tensor %u of a trainable unit is coded: an optimizer "
+                        "cannot rewrite it; give its weights as they are",
+                        i);
+    return OO_OK;
+}
+
 /* `offset`: what comes before them in the unit. */
 static enum oo_status oo__check_tensors(const struct oo_tensor *tensors, uint32_t count,
-                                        size_t offset) {
+                                        size_t offset, int trainable) {
+    enum oo_status status = OO_OK;
     if (count == 0)
         return oo__fail(OO_E_ARGUMENT, "a member needs at least one tensor");
     for (uint32_t i = 0; i < count; i++) {
@@ -207,14 +323,15 @@ static enum oo_status oo__check_tensors(const struct oo_tensor *tensors, uint32_
             return oo__fail(OO_E_ARGUMENT, "tensor %u of a member has address %p and %zu bytes", i,
                             tensors[i].host, tensors[i].bytes);
         if (tensors[i].coded_bytes)
-            return oo__fail(OO_E_STATE, "tensor %u of a member is coded: not in this version", i);
+            OO_TRY(oo__check_coded(&tensors[i], i, trainable));
         if (tensors[i].bytes > SIZE_MAX / 4 || offset > SIZE_MAX / 4)
             return oo__fail(OO_E_ARGUMENT,
                             "tensor %u of %zu bytes after %zu: no memory is so large", i,
                             tensors[i].bytes, offset);
         offset += oo__align(tensors[i].bytes);
     }
-    return OO_OK;
+done:
+    return status;
 }
 
 enum oo_status oo_unit_add(struct oo_engine *engine, uint32_t model,
@@ -232,7 +349,7 @@ enum oo_status oo_unit_add(struct oo_engine *engine, uint32_t model,
     }
     size_t offset = 0;
     for (uint32_t i = 0; i < n_members; i++) {
-        OO_TRY(oo__check_tensors(tensors, n_tensors[i], offset));
+        OO_TRY(oo__check_tensors(tensors, n_tensors[i], offset, trainable));
         void *all = engine->members;
         OO_TRY(oo__grow(engine, &all, &engine->member_capacity, engine->n_members,
                         sizeof *engine->members));
@@ -305,9 +422,9 @@ enum oo_status oo_member_move(struct oo_engine *engine, uint32_t id,
         status = oo__fail(OO_E_ARGUMENT, "member %u does not exist", id);
         goto done;
     }
-    OO_TRY(oo__check_tensors(tensors, n_tensors, 0));
     struct oo_member *member = &engine->members[id];
     const uint32_t old_id = member->unit;
+    OO_TRY(oo__check_tensors(tensors, n_tensors, 0, engine->units[old_id].trainable));
     if (oo_plan_pins(engine->plan, old_id)) {
         status =
             oo__fail(OO_E_STATE, "the weights were replaced while another call computes with them");
@@ -325,18 +442,23 @@ enum oo_status oo_member_move(struct oo_engine *engine, uint32_t id,
     const uint32_t n_replaced = member->n_tensors;
     member->tensors = laid_out;
     member->n_tensors = n_tensors;
-    if (old->n_members == 1 && old->device_bytes == device_bytes && n_replaced == n_tensors) {
+    const int stays =
+        old->n_members == 1 && old->device_bytes == device_bytes && n_replaced == n_tensors;
+    struct oo_parts_made made;
+    status =
+        stays ? oo__parts_make(engine, &id, 1, &made)
+              : oo__unit_create(engine, old->model, &id, 1, device_bytes, old->trainable, unit_id);
+    if (status != OO_OK) {
+        member->tensors = replaced;
+        member->n_tensors = n_replaced;
+        goto done;
+    }
+    if (stays) {
         /* Alone already, and of the same size: weights swapped to and fro (EMA) stay one unit. */
-        oo__unit_build_parts(engine, old);
+        oo__unit_take_parts(engine, old, &made);
         oo_plan_allow(engine->plan, old_id, oo__may_fetch_ahead(engine, old));
         *unit_id = old_id;
     } else {
-        status = oo__unit_create(engine, old->model, &id, 1, device_bytes, old->trainable, unit_id);
-        if (status != OO_OK) {
-            member->tensors = replaced;
-            member->n_tensors = n_replaced;
-            goto done;
-        }
         oo__unit_left(engine, old_id);
     }
     member->stamp_known = 0;
@@ -359,6 +481,13 @@ enum oo_status oo_unit_set_trainable(struct oo_engine *engine, uint32_t id, int 
         goto done;
     }
     struct oo_unit *unit = &engine->units[id];
+    if (trainable && unit->is_coded) {
+        status = oo__fail(OO_E_ARGUMENT,
+                          "unit %u has coded weights, which an optimizer cannot "
+                          "rewrite: give them as they are (oo_member_move) first",
+                          id);
+        goto done;
+    }
     unit->trainable = trainable != 0;
     oo_plan_allow(engine->plan, id, oo__may_fetch_ahead(engine, unit));
 done:

@@ -6,6 +6,7 @@
 
 #include "../base/status.h"
 #include "../driver/driver.h"
+#include "codec.h"
 #include "host.h"
 #include "oracle_offload.h"
 #include "plan.h"
@@ -86,6 +87,7 @@ struct oo_feed {
     const struct oo_event *ready; /* the unit's */
     struct oo_event *begin, *end; /* NULL where it is not measured */
     int open;                     /* not known to have arrived */
+    int is_decoded;               /* some of its parts are, by a kernel */
     /* Under the feeder's mutex while it runs: */
     struct oo_feed *next; /* in the queue */
     int running, queued;  /* until its last piece has been copied; until that has been taken */
@@ -93,7 +95,7 @@ struct oo_feed {
     uint32_t part, active;
     size_t offset; /* in the part: of the piece that comes next */
     struct oo_failure failure;
-    uint64_t bytes, unlocked_bytes, copies, waits, recoveries;
+    uint64_t bytes, unlocked_bytes, copies, waits, recoveries, decodes, decoded_bytes;
     uint64_t nanoseconds; /* by the host's clock */
     int begun;
 };
@@ -109,6 +111,35 @@ struct oo_feeder {
     /* Under the engine's mutex: */
     struct oo_thread *threads[OO_FEED_THREADS];
     uint32_t n_threads;
+};
+
+/* ---- coded weights on their way: staging.c ---- */
+
+/* Room for one chunk. The feeder's mutex says whose it is: in the row of free ones, or taken. */
+struct oo_staging_piece {
+    uintptr_t address;
+    size_t bytes;
+    struct oo_event *arrived, *decoded; /* the chunk that it holds; the one that it held */
+    uint8_t lost;                       /* the end of that decode could not be recorded */
+    struct oo_staging_piece *next;      /* in the row of free ones */
+};
+
+/* Device memory that chunks pass through, of a lease. */
+struct oo_staging {
+    uint32_t lease;
+    uintptr_t address; /* as it was lent: the pieces begin at the next aligned place */
+    size_t piece_bytes;
+    struct oo_staging_piece pieces[OO_STAGING_PIECES];
+    struct oo_staging *next;
+};
+
+struct oo_decoder {
+    OOCUstream stream; /* NULL until there is staging memory; so are the kernels and `tail` */
+    OOCUfunction decode_bf16, decode_bytes;
+    struct oo_event *tail;
+    int loose; /* decodes into free bytes of the arena may be queued: see oo__decodes_settle */
+    struct oo_staging *lent;             /* under both mutexes */
+    struct oo_staging_piece *free_first; /* under the feeder's: used longest ago */
 };
 
 /* ---- what is managed, and where: masters.c, lease.c, model.c ---- */
@@ -137,7 +168,9 @@ struct oo_known {
 struct oo_member_tensor {
     const char *host;
     size_t bytes;
-    size_t offset; /* in the unit, on the device */
+    size_t offset;      /* in the unit, on the device */
+    size_t coded_bytes; /* of the master, if it is coded; else 0 */
+    enum oo_codec_kind coded_kind;
 };
 
 struct oo_member {
@@ -152,13 +185,15 @@ struct oo_member {
     uint8_t stamp_known, removed;
 };
 
-/* A contiguous host range that travels as one copy. */
+/* A contiguous host range that travels as one copy: masters as they are, or of a coded one what
+ * travels of a chunk. */
 struct oo_part {
     const char *host;
     size_t bytes;
-    size_t offset;
+    size_t offset;                 /* in the unit, on the device */
     const struct oo_known *memory; /* NULL: the engine does not know it */
     int locked;
+    struct oo_codec_header header; /* of the chunk; mode 0: there is none */
 };
 
 /* The last use of a unit's bytes on one stream. */
@@ -185,10 +220,11 @@ struct oo_unit {
     uint32_t n_members, n_parts;
     struct oo_part *parts;
     uint32_t *members;
-    size_t host_bytes, device_bytes;
+    size_t host_bytes, device_bytes; /* what travels, and what that becomes */
     uint8_t trainable, removed, stale;
     uint8_t leaving;               /* to be dropped as soon as nobody computes with it */
     uint8_t is_fed;                /* by the copy threads: not all of its parts are locked */
+    uint8_t is_coded, decodes;     /* some of its parts are chunks; some of those need a kernel */
     struct oo_feed *feed;          /* NULL until the first one */
     struct oo_event *ready;        /* its copy has arrived */
     OOCUstream waited[OO_STREAMS]; /* streams already ordered after `ready` */
@@ -284,6 +320,7 @@ struct oo_engine {
 
     OOCUmodule module; /* the embedded kernels, loaded on first use */
     OOCUfunction spin;
+    struct oo_decoder decoder;
     struct oo_ring up, down;
     struct oo_feeder feeder;
     OOCUdeviceptr unfinished; /* gradient whose download failed and could not be waited for */

@@ -1,6 +1,7 @@
 /* stats.c - one snapshot of what was counted, and of what is in the arena. */
 #include "feed.h"
 #include "ring.h"
+#include "staging.h"
 #include "timing.h"
 
 static void oo__add_model(struct oo_stats *sum, const struct oo_stats *model) {
@@ -57,6 +58,7 @@ enum oo_status oo_engine_stats(struct oo_engine *engine, uint32_t model, struct 
     out->ring_bytes = oo__ring_bytes(&engine->up) + oo__ring_bytes(&engine->down);
     out->locked_bytes += out->ring_bytes;
     out->arena_bytes = oo_plan_arena(engine->plan)->total_bytes;
+    out->staging_bytes = oo__staging_bytes(engine);
     out->learned_block_bytes = oo_plan_block_bytes(engine->plan);
     out->allocations += oo_plan_allocations(engine->plan);
 done:

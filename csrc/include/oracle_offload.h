@@ -382,6 +382,7 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     COUNT(pageable_bytes, NOW)          /* of masters that are not, and pass through a ring */ \
     COUNT(ring_bytes, NOW)              /* of both rings; locked_bytes has them too */ \
     COUNT(arena_bytes, NOW) \
+    COUNT(staging_bytes, NOW)           /* of device memory that coded weights pass through */ \
     COUNT(resident_bytes, NOW)          /* of the units that are in the arena */ \
     COUNT(peak_resident_bytes, ENGINE) \
     COUNT(largest_unit_bytes, NOW) \
@@ -395,6 +396,8 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     COUNT(h2d_timed_bytes, MODEL) \
     COUNT(unlocked_h2d_bytes, ENGINE)   /* of h2d_bytes, those of masters that are not locked */ \
     SECONDS(unlocked_h2d_seconds, ENGINE) /* in which copy threads were at them, by the host's clock */ \
+    COUNT(decodes, MODEL)               /* chunks of coded masters that a kernel has decoded */ \
+    COUNT(decoded_bytes, MODEL)         /* what that made of them; h2d_bytes has them coded */ \
     COUNT(d2h_bytes, ENGINE) \
     COUNT(d2h_copies, ENGINE) \
     SECONDS(d2h_seconds, ENGINE)        /* of d2h_timed_bytes */ \

@@ -127,7 +127,8 @@ static enum oo_status remove_all(struct world *w) {
 /* Whether the call that fails is one that gives something back: it is not repeated, but told. */
 static int gives_back(const struct fault *fault) {
     return !fault->call || strstr(fault->call, "Destroy") || strstr(fault->call, "Release") ||
-           strstr(fault->call, "Pop") || strstr(fault->call, "Free");
+           strstr(fault->call, "Pop") || strstr(fault->call, "Free") ||
+           strstr(fault->call, "Unload");
 }
 
 static enum oo_status take_down_part(struct world *w, int part) {
@@ -164,7 +165,7 @@ static void end_of_life(struct world *w, const struct fault *fault, int leaked) 
     check_no_reports(describe(fault));
     check_nothing_alive(describe(fault));
     CHECK(sim_reset(&sim) == 0, "%s: not reset", describe(fault));
-    free(w->arena);
+    world_free(w);
     if (check_failed > 20) /* what follows would say the same, or suffer from it */
         exit(1);
 }
@@ -174,6 +175,7 @@ static void live(const struct fault *fault) {
     struct world w;
     struct answers answers = {fault, 0, ""};
     memset(&w, 0, sizeof w);
+    w.coded = 1;
     world_sizes(&w);
     strike(fault);
     const uint64_t before = sim.simCallCount(fault->call);
@@ -248,6 +250,7 @@ static void die(const struct fault *fault) {
     struct world w;
     int said = 0; /* the error itself has been returned by a call */
     memset(&w, 0, sizeof w);
+    w.coded = 1;
     world_sizes(&w);
     strike(fault);
     enum oo_status status = oo_engine_create(sim.path, 0, &w.engine);

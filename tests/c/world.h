@@ -7,6 +7,7 @@
 #define WORLD_H
 
 #include "check.h"
+#include "codec.h"
 #include "feed.h"
 #include "oracle_offload.h"
 #include "os.h"
@@ -32,7 +33,16 @@ struct world {
     size_t bytes[UNITS], total, largest;
     uintptr_t stream;
     enum oo_status refused; /* by the call that made world_attach fail */
+    /* Some masters are coded (set before world_attach): those of every unit that no optimizer
+     * rewrites, but every third. */
+    int coded;
+    char *staging, *plain;       /* lent to the engine; what the masters are coded from */
+    size_t coded_bytes[UNITS];   /* of the master; 0 where it is as it is */
+    const char *expected[UNITS]; /* what a kernel shall read; NULL: the master */
 };
+
+/* Weights of a coded master in the world, in each chunk; and what one passes through. */
+enum { WORLD_CHUNK = 4096, WORLD_STAGING = OO_STAGING_PIECES * 8192 + 256 };
 
 static inline void need(enum oo_status status, const char *what) {
     CHECK(status == OO_OK, "%s: %s: %s", what, oo_status_name(status), oo_error_message());
@@ -41,6 +51,31 @@ static inline void need(enum oo_status status, const char *what) {
 static inline void fill(char *master, size_t bytes, unsigned pattern) {
     for (size_t i = 0; i < bytes; i++)
         master[i] = (char)(pattern * 37 + i * 11 + (i >> 8));
+}
+
+/* Weights of one byte that are worth coding. */
+static inline void fill_weights(char *weights, size_t count, unsigned pattern) {
+    uint64_t state = pattern;
+    for (size_t i = 0; i < count; i++) {
+        state = state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+        weights[i] = (char)((state >> 33 & 15) + (state >> 40 & 15) - (state >> 50 & 31));
+    }
+}
+
+/* Code `count` weights in chunks of `chunk`; returns the bytes that they take. */
+static inline size_t encode(enum oo_codec_kind kind, const char *weights, size_t count,
+                            size_t chunk, char *out) {
+    const size_t width = oo_codec_weight_bytes(kind);
+    size_t at = 0;
+    for (size_t i = 0; i < count; i += chunk) {
+        size_t bytes = 0;
+        at = (at + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
+        need(oo_codec_encode(oo_codec_best(), kind, weights + i * width,
+                             count - i < chunk ? count - i : chunk, out + at, &bytes),
+             "encode");
+        at += bytes;
+    }
+    return at;
 }
 
 static inline void world_sizes(struct world *w) {
@@ -95,6 +130,33 @@ static inline void kernel(uintptr_t stream, const void *address, size_t bytes, i
     CHECK(result == 0, "a kernel that cannot be launched: %d", result);
 }
 
+static inline size_t world_host_bytes(const struct world *w) {
+    return w->coded ? 3 * w->total : w->total;
+}
+
+/* The tensor of unit i, whose master begins at `master`; coded ones, and there is room for twice
+ * their bytes. Returns where the next one begins. */
+static inline char *world_master(struct world *w, unsigned i, int coded, char *master,
+                                 struct oo_tensor *tensor) {
+    char *plain = w->plain;
+    for (unsigned before = 0; before < i; before++)
+        plain += w->bytes[before];
+    *tensor = (struct oo_tensor){.host = master, .bytes = w->bytes[i]};
+    w->master[i] = master;
+    w->expected[i] = NULL;
+    w->coded_bytes[i] = 0;
+    if (!coded) {
+        fill(master, w->bytes[i], i);
+        return master + w->bytes[i];
+    }
+    w->expected[i] = plain;
+    fill_weights(plain, w->bytes[i], i);
+    tensor->coded_kind = OO_CODEC_INT8;
+    tensor->coded_bytes = w->coded_bytes[i] =
+        encode(OO_CODEC_INT8, plain, w->bytes[i], WORLD_CHUNK, master);
+    return master + (tensor->coded_bytes + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
+}
+
 /* Everything but the engine; 0 when some call failed (possible only while faults are injected),
  * with its status in w->refused. */
 static inline int world_attach(struct world *w, size_t arena_bytes, int trainable_from) {
@@ -104,7 +166,7 @@ static inline int world_attach(struct world *w, size_t arena_bytes, int trainabl
         if (w->refused != OO_OK)                                                                   \
             return 0;                                                                              \
     } while (0)
-    WORLD_TRY(oo_host_create(w->total, &w->host));
+    WORLD_TRY(oo_host_create(world_host_bytes(w), &w->host));
     const enum oo_status locked = oo_engine_lock(w->engine, w->host, OO_ALL_BYTES);
     WORLD_TRY(locked == OO_E_LOCK_REFUSED ? OO_OK : locked);
     WORLD_TRY(oo_lease_add(w->engine, &w->lease));
@@ -117,24 +179,38 @@ static inline int world_attach(struct world *w, size_t arena_bytes, int trainabl
                                    : malloc(arena_bytes + OO_ALIGNMENT);
     WORLD_TRY(oo_segment_add(w->engine, w->lease, (uintptr_t)w->arena, arena_bytes + OO_ALIGNMENT,
                              w->stream));
+    if (w->coded && !w->staging)
+        w->staging = w->device_arena ? device_memory(w, WORLD_STAGING) : malloc(WORLD_STAGING);
+    if (w->coded)
+        WORLD_TRY(
+            oo_staging_add(w->engine, w->lease, (uintptr_t)w->staging, WORLD_STAGING, w->stream));
     char *master = oo_host_address(w->host);
+    if (w->coded && !w->plain)
+        w->plain = malloc(w->total);
     for (unsigned i = 0; i < UNITS; i++) {
-        const struct oo_tensor tensor = {.host = master, .bytes = w->bytes[i]};
+        struct oo_tensor tensor = {.host = master, .bytes = w->bytes[i]};
         const uint32_t one = 1;
+        const int trainable = trainable_from >= 0 && (int)i >= trainable_from;
         size_t offset;
-        w->master[i] = master;
-        fill(master, w->bytes[i], i);
-        master += w->bytes[i];
-        WORLD_TRY(oo_unit_add(w->engine, w->model, &tensor, &one, 1,
-                              trainable_from >= 0 && (int)i >= trainable_from, &w->unit[i],
+        if (w->coded) {
+            master = world_master(w, i, i % 3 && !trainable, master, &tensor);
+        } else {
+            w->master[i] = master;
+            fill(master, w->bytes[i], i);
+            master += w->bytes[i];
+        }
+        WORLD_TRY(oo_unit_add(w->engine, w->model, &tensor, &one, 1, trainable, &w->unit[i],
                               &w->member[i], &offset));
     }
 #undef WORLD_TRY
     return 1;
 }
 
+static int world_coded; /* what world_begin makes has coded masters */
+
 static inline void world_begin(struct world *w) {
     memset(w, 0, sizeof *w);
+    w->coded = world_coded;
     world_sizes(w);
     need(oo_engine_create(sim.path, 0, &w->engine), "create");
     CHECK(sim.cuDevicePrimaryCtxRetain(&w->context, 0) == 0, "no context");
@@ -211,6 +287,21 @@ static inline enum oo_status world_remove(struct world *w) {
     return oo_model_remove(w->engine, w->model);
 }
 
+/* What was lent. */
+static inline void world_free(struct world *w) {
+    if (w->device_arena) {
+        end_device_memory(w, w->arena);
+        if (w->staging)
+            end_device_memory(w, w->staging);
+        end_stream(w, w->stream);
+    } else {
+        free(w->arena);
+        free(w->staging);
+    }
+    free(w->plain);
+    w->arena = w->staging = w->plain = NULL;
+}
+
 static inline void world_detach(struct world *w) {
     struct sim_live before, after;
     need(world_remove(w), "remove");
@@ -222,12 +313,7 @@ static inline void world_detach(struct world *w) {
           "%llu registrations, %llu before", (unsigned long long)after.registrations,
           (unsigned long long)before.registrations);
     oo_host_destroy(w->host);
-    if (w->device_arena) {
-        end_device_memory(w, w->arena);
-        end_stream(w, w->stream);
-    } else {
-        free(w->arena);
-    }
+    world_free(w);
 }
 
 static inline void world_close(struct world *w, const char *where) {
@@ -272,7 +358,8 @@ static inline enum oo_status use_on(struct world *w, unsigned i, enum oo_kind ki
         return status;
     const enum oo_status launched = oo_engine_launch(w->engine, w->member[i], stream, 20e-6);
     if (launched == OO_OK)
-        CHECK(memcmp((const void *)use.address, w->master[i], w->bytes[i]) == 0,
+        CHECK(memcmp((const void *)use.address, w->expected[i] ? w->expected[i] : w->master[i],
+                     w->bytes[i]) == 0,
               "unit %u has wrong bytes", i);
     status = oo_engine_release(w->engine, use.ticket, stream, 0, &fetched);
     return launched != OO_OK ? launched : status;

@@ -1,0 +1,57 @@
+/* staging.h - coded weights on their way: a piece of staging memory, then a kernel that decodes. */
+#ifndef OO_STAGING_H
+#define OO_STAGING_H
+
+#include "state.h"
+
+/* Host waits of a copy thread for the device; of those, how many a failure made necessary. */
+struct oo_waits {
+    uint64_t all, recoveries;
+};
+
+/* Whether a driver call succeeded; what fails is kept for whoever tells of it. */
+int oo__works(struct oo_failure *failure, const char *call, OOCUresult result);
+
+/* ---- before a copy: under the engine's mutex ---- */
+
+/* Whether the unit's coded masters are what they were, and can pass: OO_E_STATE. */
+enum oo_status oo__coded_check(struct oo_engine *engine, uint32_t unit);
+/* Order what is copied next after decodes that nothing else orders: of copies that failed or that
+ * nobody used. Free bytes of the arena may be written to by those until then. */
+enum oo_status oo__decodes_settle(struct oo_engine *engine);
+
+/* ---- one part: by any thread ---- */
+
+/* Queue the copy of a locked part, or of a part of one weight, and what decodes it. */
+int oo__part_send(struct oo_engine *engine, const struct oo_part *part, uintptr_t target,
+                  struct oo_failure *failure, struct oo_waits *waits);
+/* A piece of staging memory for a coded part, whose bytes may be written over by what is queued on
+ * the h2d stream next. It may wait for other threads to give theirs back. NULL: `failure`. */
+struct oo_staging_piece *oo__piece_take(struct oo_engine *engine, const struct oo_part *part,
+                                        struct oo_failure *failure, struct oo_waits *waits);
+/* The part's bytes are queued: decode them to `target` when they have come. */
+int oo__piece_decode(struct oo_engine *engine, const struct oo_part *part, uintptr_t target,
+                     struct oo_staging_piece *piece, struct oo_failure *failure);
+void oo__piece_give(struct oo_engine *engine, struct oo_staging_piece *piece);
+/* What a kernel makes of the part. */
+size_t oo__decoded_bytes(const struct oo_part *part);
+/* Record `ready` behind everything that is queued for a unit. */
+int oo__arrival_record(struct oo_engine *engine, const struct oo_event *ready, int decodes,
+                       struct oo_failure *failure);
+
+/* ---- the memory ---- */
+
+size_t oo__staging_bytes(const struct oo_engine *engine);
+/* A record of memory that begins at `base`, and all that decodes; pieces may be used once it has
+ * been put. */
+enum oo_status oo__staging_create(struct oo_engine *engine, uintptr_t base, size_t bytes,
+                                  struct oo_staging **lent);
+void oo__staging_put(struct oo_engine *engine, struct oo_staging *lent);
+/* NULL is allowed. */
+void oo__staging_free(struct oo_engine *engine, struct oo_staging *lent);
+/* Take back what came with the lease. No copy or decode is under way. */
+enum oo_status oo__staging_remove(struct oo_engine *engine, uint32_t lease);
+/* The decode stream and its event, on the way out. */
+void oo__staging_close(struct oo_engine *engine);
+
+#endif
