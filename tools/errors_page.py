@@ -578,6 +578,17 @@ NOTES: dict[str, dict[str, str]] = {
         "the steps call backward in different contexts": (
             "End the `with` block before `loss.backward()`, as PyTorch advises for autocast."
         ),
+        "and a checkpoint that computes again has one": (
+            "One backward computes the checkpoints of all micro-batches again, and finds what is "
+            "there then: a network's multiplier, say, is one for all."
+        ),
+        "computes the batches of a step in a loop of its own": (
+            "The setting lets AI-Toolkit's SDTrainer, and trainers that inherit its loop, fetch "
+            "each block once for all batches of `gradient_accumulation`."
+        ),
+        "is set for a training with": (
+            "Its batches could not be computed side by side: see the page on AI-Toolkit."
+        ),
         "random numbers were drawn in backward": (
             "`torch.utils.checkpoint` keeps the generator's state as long as nobody passes "
             "`preserve_rng_state=False`."

@@ -22,6 +22,7 @@ from ..layers.swap import is_managed
 from ..masters import trim_heap
 from .run_folder import find_run_folder
 from .self_streaming import keep_in_place, let_move
+from .together import follow_setting
 
 _DEVICE = "_memory_management_device"  # on a managed module: where it computes
 _MANAGED = "_is_memory_managed"  # on its Parameters
@@ -99,6 +100,7 @@ class MemoryManager(manager.MemoryManager):
         """
         if getattr(module, manager.ATTRIBUTE, None) is not None:
             return
+        follow_setting()
         keep_in_place(module)
         ignored = selection.as_entries(ignore_modules)
         ignored += [part for part in module.modules() if is_managed(part)]

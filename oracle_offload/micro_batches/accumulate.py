@@ -30,7 +30,7 @@ from ..engines import open_states
 from ..errors import OffloadError
 from .grains import Grains, grains_of
 from .leaves import Graph, Leaves, no_graph_task
-from .thread_state import ThreadState, ThreadStates, can_take_turns
+from .thread_state import Owned, ThreadState, ThreadStates, can_take_turns
 
 if TYPE_CHECKING:
     import greenlet
@@ -43,7 +43,11 @@ _running: list[_Accumulation] = []  # one at a time in a process: what torch cal
 
 
 def accumulate(
-    step: Callable[[Batch], Any], micro_batches: Iterable[Batch], *, interleave: bool = True
+    step: Callable[[Batch], Any],
+    micro_batches: Iterable[Batch],
+    *,
+    interleave: bool = True,
+    own: Iterable[object] = (),
 ) -> list[Any]:
     """Run `step` for each micro-batch, and one backward for all: each block is fetched once.
 
@@ -63,6 +67,11 @@ def accumulate(
         False: forward and backward of each micro-batch before the next begins, with the same random
         numbers. It is the reference, and keeps the activations of one micro-batch alone. So it is
         done where every weight has room on the device, and for a single micro-batch.
+    own : iterable of object
+        A trainer, say, or a network of adapters: what a step keeps in their attributes (and in
+        dicts there, unless it is a module) is each micro-batch's own; afterwards they are as the
+        last one leaves them. Where backward begins, a module's must be the same for all, since a
+        checkpoint computes with them again.
 
     Returns
     -------
@@ -101,7 +110,7 @@ def accumulate(
             "accumulate was called inside a backward, or in inference mode; call it where "
             "a step of training begins."
         )
-    accumulation = _Accumulation(step, list(micro_batches))
+    accumulation = _Accumulation(step, list(micro_batches), list(own))
     try:
         try:
             accumulation.install()
@@ -127,6 +136,7 @@ class _MicroBatch:
         self.seed = seed
         self.greenlet: greenlet.greenlet | None = None
         self.state: ThreadState | None = None  # while it is set aside
+        self.left: Owned = []  # as the step ended: the attributes that are its own
         self.wholes = 0  # that it is inside, and which are not divided
         self.is_due = False  # to make room, as soon as it is inside none
         self.roots: tuple[Tensor, ...] = ()  # what it hands over to backward
@@ -174,11 +184,13 @@ class _MicroBatch:
 class _Accumulation:
     """One call of `accumulate`."""
 
-    def __init__(self, step: Callable[[Any], Any], batches: Sequence[Any]) -> None:
+    def __init__(
+        self, step: Callable[[Any], Any], batches: Sequence[Any], own: Sequence[object]
+    ) -> None:
         self._step = step
         self._thread = threading.get_ident()
         self._attachments = [a for state in open_states() for a in attachments_on(state)]
-        self._states = ThreadStates([state.device for state in open_states()])
+        self._states = ThreadStates([state.device for state in open_states()], own)
         self._leaves = Leaves(self._name_of)
         self._backward = torch.autograd.backward
         self._apply = Function.__dict__["apply"]
@@ -373,6 +385,7 @@ class _Accumulation:
         if not micro_batch.roots:
             micro_batch.hand_over(_checked_loss(micro_batch.result))
             micro_batch.state = self._states.now()  # which its backward is to find
+        micro_batch.left = self._states.attributes()
 
     # ---- the two ways ----
 
@@ -389,7 +402,7 @@ class _Accumulation:
             raise
         finally:
             self._current = None
-        return [micro_batch.answer() for micro_batch in self.micro_batches]
+        return self._answers()
 
     def interleaved(self) -> list[Any]:
         """Block by block: the forwards of all, one backward, and what the steps do after it."""
@@ -410,6 +423,11 @@ class _Accumulation:
             self._unwind()
             self._leaves.restore()
             raise
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        if self.micro_batches:
+            self._ambient = self._ambient._replace(owned=self.micro_batches[-1].left)
         return [micro_batch.answer() for micro_batch in self.micro_batches]
 
     def _forwards(self) -> None:
@@ -434,6 +452,7 @@ class _Accumulation:
                 "hooks, flags of precision): the backward of all micro-batches has one. Call "
                 "backward after the context has ended, or pass interleave=False."
             )
+        self._check_attributes([state.owned for state in states])
         self._states.restore(states[0]._replace(generators=self._ambient.generators))
         before = self._states.generators.now()
         self._backward_of(self.micro_batches)
@@ -443,6 +462,21 @@ class _Accumulation:
                 "preserve_rng_state=False?), which cannot be those of each micro-batch. Pass "
                 "interleave=False."
             )
+
+    def _check_attributes(self, of_each: Sequence[Owned]) -> None:
+        """Raise where a checkpoint would compute again with another micro-batch's attributes."""
+        for index, one in enumerate(self._states.own):
+            if not isinstance(one, nn.Module):
+                continue
+            first, *others = (owned[index][1] for owned in of_each)
+            for other in others:
+                for name in first.keys() | other.keys():
+                    if not _are_same(first.get(name), other.get(name)):
+                        raise OffloadError(
+                            f"the steps call backward with different {name!r} of "
+                            f"{type(one).__name__}, and a checkpoint that computes again has one. "
+                            "Make them equal, or pass interleave=False."
+                        )
 
     def _backward_of(self, micro_batches: Sequence[_MicroBatch]) -> None:
         graphs = [Graph(micro_batch.roots) for micro_batch in micro_batches]
@@ -535,6 +569,17 @@ def _are_equal(one: Any, other: Any) -> bool:
         return all(map(_are_equal, one, other))
     same = one == other
     return bool(same if isinstance(same, bool) else same.all())
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Whether two attributes are equal, as far as that can be seen."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple | list) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_are_same, one, other))
+    return isinstance(one, bool | int | float | str | torch.dtype | torch.device) and one == other
 
 
 def _greenlet(run: Callable[[], None]) -> greenlet.greenlet:

@@ -67,6 +67,8 @@ def yaml(fit: Fit, recipe: Recipe, checkpointing: bool, batch: int, micro_batche
     lines.append(f"  layer_offloading: {_said(streams)}")
     if streams:
         lines.append(f"  layer_offloading_transformer_percent: {percent}")
+        if micro_batches > 1:
+            lines.append("  layer_offloading_accumulate: true")
     return "\n".join([*lines, ""])
 
 

@@ -173,6 +173,7 @@ def test_what_is_pasted_says_how_many_go_together(capsys: pytest.CaptureFixture[
     said = planned(vram="2MiB", micro_batches=2).to_dict()
     assert "2 micro-batches" in said["python"] and "oracle_offload.accumulate(" in said["python"]
     assert "gradient_accumulation: 2\n" in said["aitoolkit"]
+    assert "  layer_offloading_accumulate: true\n" in said["aitoolkit"]
     alone = planned(vram="2MiB").to_dict()
     assert "accumulat" not in alone["python"] + alone["aitoolkit"]
     with pytest.raises(ValueError, match=re.escape("micro_batches=0 is not a whole number")):
