@@ -3,6 +3,7 @@
 
 #include "../base/status.h"
 #include "furthest.h"
+#include "round.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -14,12 +15,14 @@ _Static_assert(2 * OO_MAX_EXPECTED <= OO_TRACE, "what is expected is remembered 
 enum { OO_CANDIDATES = 32, OO_CONTEXT = 256 }; /* bounds of one search for a match */
 enum { OO_LOOKAHEAD = 16 };                    /* uses of a unit looked at to find one far off */
 enum { OO_FEW = 400 };                         /* units in the arena that are all looked at */
+enum { OO_MANY_ROUNDS = 8 };                   /* after which samples are no interruption */
 #define OO_NOWHERE UINT64_MAX                  /* an index into the trace that is none */
 
 struct oo_trace_entry {
     uint32_t unit;
     enum oo_kind kind;
     uint64_t previous, next; /* indices of this unit's visits before and after, or OO_NOWHERE */
+    uint64_t forwards;       /* visits up to this one that are forward, without a break */
 };
 
 /* The predicted visits (match, end) that need no fetch: their bytes, and as a queue of falling
@@ -36,12 +39,26 @@ struct oo_ahead {
 struct oo_plan_unit {
     size_t bytes;
     struct oo_block *block;
-    uint64_t last; /* index of its latest visit */
-    uint64_t mark; /* scratch: the walk over the trace that has met it */
-    size_t home;   /* position in the arena */
-    uint32_t rank; /* its place among the homes, from 1; 0: it has none */
+    uint64_t last;  /* index of its latest visit */
+    uint64_t mark;  /* scratch: the walk over the trace that has met it */
+    size_t home;    /* position in the arena */
+    uint32_t rank;  /* its place among the homes, from 1; 0: it has none */
+    uint64_t round; /* the latest one laid with it */
+    size_t place;   /* in that: a position in the arena, OO_IN_RING or OO_ANYWHERE */
+    double seconds; /* of a forward, until the next unit's; 0: not known */
     uint32_t pins;
     uint8_t ahead, removed;
+};
+
+/* Units that are used in turn, over and over: those that stay lie in front, the others stream
+ * through the rest of the arena, one after the other and around it. */
+#define OO_IN_RING (OO_ANYWHERE - 1)
+struct oo_rounds {
+    int on;          /* the visits expected next are such a round */
+    uint64_t number; /* rounds laid so far */
+    uint64_t layout; /* the arena's, when the latest was */
+    size_t ring;     /* where it begins */
+    size_t cursor;   /* where the next unit in it may */
 };
 
 struct oo_plan {
@@ -62,6 +79,9 @@ struct oo_plan {
     uint32_t n_homes;
     uint64_t home_layout; /* the arena's layout that they were given in */
     size_t home_end;      /* where the next one may begin */
+    struct oo_rounds rounds;
+    struct oo_turn *turns; /* scratch */
+    double link_bps;       /* 0: not known */
     uint64_t allocations;
 };
 
@@ -89,6 +109,7 @@ void oo_plan_destroy(struct oo_plan *plan) {
     free(plan->ahead.queue);
     free(plan->units);
     free(plan->homes);
+    free(plan->turns);
     oo_furthest_free(&plan->furthest);
     free(plan);
 }
@@ -105,10 +126,12 @@ enum oo_status oo_plan_unit_add(struct oo_plan *plan, size_t bytes, uint32_t *un
         plan->units = units ? units : plan->units;
         uint32_t *homes = realloc(plan->homes, capacity * sizeof *homes);
         plan->homes = homes ? homes : plan->homes;
-        if (!units || !homes || !oo_furthest_reserve(&plan->furthest, capacity))
+        struct oo_turn *turns = realloc(plan->turns, capacity * sizeof *turns);
+        plan->turns = turns ? turns : plan->turns;
+        if (!units || !homes || !turns || !oo_furthest_reserve(&plan->furthest, capacity))
             return oo__fail(OO_E_MEMORY, "no memory for %u units", capacity);
         plan->capacity = capacity;
-        plan->allocations += 4;
+        plan->allocations += 5;
     }
     if (!oo_arena_reserve(&plan->arena))
         return oo__fail(OO_E_MEMORY, "no memory for a unit's place in the arena");
@@ -288,6 +311,94 @@ static void oo__learn_order(struct oo_plan *plan) {
         (void)oo__home(plan, oo__visit_at(plan, i)->unit);
 }
 
+/* ---- rounds ---- */
+
+/* Seconds of a forward where none were measured: as many a byte as the others take. */
+static void oo__guess_seconds(struct oo_turn *turns, size_t count) {
+    double seconds = 0, bytes = 0;
+    for (size_t i = 0; i < count; i++) {
+        seconds += turns[i].seconds;
+        bytes += turns[i].seconds > 0 ? (double)turns[i].bytes : 0;
+    }
+    for (size_t i = 0; i < count && bytes > 0; i++)
+        if (turns[i].seconds <= 0)
+            turns[i].seconds = (double)turns[i].bytes * seconds / bytes;
+}
+
+/* Give each unit of the round that begins after the match a place. Where the arena holds all of
+ * them, none needs one. */
+static void oo__lay_round(struct oo_plan *plan, uint64_t visits) {
+    struct oo_rounds *rounds = &plan->rounds;
+    size_t count = 0, total = 0, largest = 0, end = 0;
+    plan->marks++;
+    for (uint64_t i = plan->match + 1; i <= plan->match + visits; i++) {
+        const struct oo_plan_unit *unit = oo__first_met(plan, i);
+        if (!unit)
+            continue;
+        plan->turns[count++] = (struct oo_turn){
+            .unit = oo__visit_at(plan, i)->unit, .bytes = unit->bytes, .seconds = unit->seconds};
+        total += unit->bytes;
+        largest = unit->bytes > largest ? unit->bytes : largest;
+    }
+    oo__guess_seconds(plan->turns, count);
+    /* Where a segment ends, what does not fit into it begins in the next one. */
+    size_t lost = 0;
+    for (const struct oo_segment *s = plan->arena.segments; s && s->next; s = s->next)
+        lost += largest;
+    const size_t room = plan->arena.total_bytes > lost ? plan->arena.total_bytes - lost : 0;
+    (void)oo_round_settle(plan->turns, count, room, plan->link_bps);
+    rounds->number++;
+    rounds->layout = plan->arena.layout;
+    for (size_t i = 0; i < count; i++) {
+        const struct oo_turn *turn = &plan->turns[i];
+        struct oo_plan_unit *unit = &plan->units[turn->unit];
+        unit->round = rounds->number;
+        unit->place = OO_IN_RING;
+        if (total <= plan->arena.total_bytes) {
+            unit->place = OO_ANYWHERE;
+        } else if (turn->stays) {
+            unit->place = oo_arena_fit(&plan->arena, end, turn->bytes);
+            end = unit->place + turn->bytes;
+        }
+    }
+    rounds->ring = rounds->cursor = end;
+}
+
+/* Whether the visits that are expected until this unit's next one are a round: forward, as were as
+ * many before. Training's forward is none, as its units are used next in its backward. Between
+ * training steps only many rounds are worth it: the way there, and back to the homes, costs as many
+ * bytes as the arena holds. */
+static void oo__learn_round(struct oo_plan *plan) {
+    struct oo_rounds *rounds = &plan->rounds;
+    const struct oo_trace_entry *current = oo__visit_at(plan, plan->now - 1);
+    rounds->on = 0;
+    if (!oo__remembered(plan, plan->match))
+        return;
+    const uint64_t next = oo__visit_at(plan, plan->match)->next, visits = next - plan->match;
+    const uint64_t before =
+        current->forwards == plan->now ? current->forwards : current->forwards / OO_MANY_ROUNDS;
+    rounds->on = visits < oo__visit_at(plan, next)->forwards && visits < before;
+    const int is_known =
+        plan->units[current->unit].round == rounds->number && rounds->layout == plan->arena.layout;
+    if (rounds->on && !is_known)
+        oo__lay_round(plan, visits);
+}
+
+static int oo__has_place(const struct oo_plan *plan, uint32_t unit) {
+    return plan->rounds.on && plan->units[unit].round == plan->rounds.number &&
+           plan->units[unit].place != OO_ANYWHERE;
+}
+
+/* The position of the unit's place; in the ring, of the place that is next. */
+static size_t oo__place(const struct oo_plan *plan, uint32_t unit) {
+    const struct oo_rounds *rounds = &plan->rounds;
+    const size_t bytes = plan->units[unit].bytes;
+    if (plan->units[unit].place != OO_IN_RING)
+        return plan->units[unit].place;
+    const size_t place = oo_arena_fit(&plan->arena, rounds->cursor, bytes);
+    return place >= rounds->cursor ? place : oo_arena_fit(&plan->arena, rounds->ring, bytes);
+}
+
 /* ---- what is needed last ---- */
 
 /* The number of the unit's next visit, where prediction is under way. */
@@ -317,10 +428,16 @@ static void oo__ahead_pass(struct oo_plan *plan) {
         ahead->head++;
 }
 
+static uint64_t oo__forwards(const struct oo_plan *plan, enum oo_kind kind) {
+    if (kind != OO_FORWARD)
+        return 0;
+    return plan->now ? oo__visit_at(plan, plan->now - 1)->forwards + 1 : 1;
+}
+
 void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
     const uint64_t previous = plan->units[unit].last;
     plan->trace[plan->now & OO_TRACE_MASK] =
-        (struct oo_trace_entry){unit, kind, previous, OO_NOWHERE};
+        (struct oo_trace_entry){unit, kind, previous, OO_NOWHERE, oo__forwards(plan, kind)};
     if (previous != OO_NOWHERE && oo__remembered(plan, previous))
         plan->trace[previous & OO_TRACE_MASK].next = plan->now;
     plan->units[unit].last = plan->now++;
@@ -344,11 +461,19 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
         oo__ahead_reset(plan);
         plan->furthest_holds = 0;
     }
+    oo__learn_round(plan);
     if (kind == OO_BACKWARD)
         oo__learn_block(plan);
     if (turned && kind != OO_FORWARD)
         oo__learn_order(plan);
 }
+
+void oo_plan_took(struct oo_plan *plan, uint32_t unit, double seconds) {
+    double *known = &plan->units[unit].seconds;
+    /* Whatever disturbs a measurement makes it longer. */
+    *known = *known <= 0 || seconds < *known ? seconds : *known + (seconds - *known) / 8;
+}
+void oo_plan_link(struct oo_plan *plan, double link_bps) { plan->link_bps = link_bps; }
 
 uint64_t oo_plan_first_visit(const struct oo_plan *plan) {
     return plan->now < OO_TRACE ? 0 : plan->now - OO_TRACE + 1;
@@ -464,8 +589,25 @@ static enum oo_home_state oo__home_state(struct oo_plan *plan, uint32_t unit, ui
     }
 }
 
+/* Whether all who lie in the unit's place are used later than that, so that none of them has to
+ * come back before it is used. */
+static int oo__place_is_free(struct oo_plan *plan, uint32_t unit, uint64_t distance,
+                             struct oo_window *window) {
+    const size_t place = oo__place(plan, unit);
+    if (!oo_arena_window_at(&plan->arena, place, plan->units[unit].bytes, window))
+        return 0;
+    for (const struct oo_block *block = window->first;; block = block->next) {
+        if (block->unit != OO_NO_UNIT && oo__evictable_next_use(plan, block->unit) <= distance)
+            return 0;
+        if (block == window->last)
+            return 1;
+    }
+}
+
 int oo_plan_place(struct oo_plan *plan, uint32_t unit, struct oo_window *window) {
     oo__ahead_reset(plan); /* what a demand evicts may be needed soon */
+    if (oo__has_place(plan, unit) && oo__place_is_free(plan, unit, 0, window))
+        return 1;
     const uint64_t again = oo_plan_next_use(plan, unit);
     return oo__home_state(plan, unit, 0, again, window) == OO_HOME_FREE ||
            oo__find(plan, unit, 0, window);
@@ -505,6 +647,8 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
         return 0;
     *unit = oo__visit_at(plan, ahead->end)->unit;
     uint64_t distance = ahead->end - plan->match;
+    if (oo__has_place(plan, *unit))
+        return oo__place_is_free(plan, *unit, distance, window);
     const uint64_t again = oo__use_after(plan, ahead->end) - plan->match;
     const int early = ahead->bytes > oo__lead_bytes(plan);
     const enum oo_home_state home = oo__home_state(plan, *unit, distance, again, window);
@@ -557,6 +701,8 @@ struct oo_block *oo_plan_take(struct oo_plan *plan, uint32_t unit, const struct 
         if (block == window->last)
             break;
     }
+    if (oo__has_place(plan, unit) && plan->units[unit].place == OO_IN_RING)
+        plan->rounds.cursor = oo__place(plan, unit) + plan->units[unit].bytes;
     plan->units[unit].block = oo_arena_take(&plan->arena, window, plan->units[unit].bytes, unit);
     if (plan->furthest_holds)
         oo_furthest_put(&plan->furthest, unit, oo__next_visit(plan, unit));

@@ -299,6 +299,66 @@ static void test_sampling_does_not_degenerate_to_loading_everything(void) {
     oo_plan_destroy(plan);
 }
 
+/* Rounds: what stays is spread evenly, the rest streams through a ring of four of the largest
+ * units, fewer where the seconds of a round say so, also in a segment that was added. */
+static void test_samples_stream_through_a_ring(void) {
+    static struct model m;
+    flux(&m, 3072, 1);
+    for (int percent = 30; percent <= 70; percent += 20)
+        for (int known = 0; known < 2; known++) {
+            const size_t capacity = aligned(m.total / 100 * (size_t)percent);
+            struct oo_plan *plan = plan_of(&m, capacity - 4 * m.largest);
+            struct oo_segment *segment;
+            CHECK(oo_arena_add(oo_plan_arena(plan), (uintptr_t)1 << 40, 4 * m.largest, 0, 0,
+                               &segment) == OO_OK,
+                  "segment");
+            for (unsigned unit = 0; known && unit < m.n; unit++)
+                oo_plan_took(plan, unit, (double)m.bytes[unit] / 1e9);
+            oo_plan_link(plan, known ? 3e9 : 0);
+            for (int sweep = 0; sweep < 12; sweep++)
+                run(plan, &m, m.step, m.n);
+            size_t streak = 0, longest = 0, bytes = 0;
+            for (unsigned i = 0; i < m.n; i++) {
+                const struct outcome o = run(plan, &m, m.step + i, 1);
+                bytes += o.bytes;
+                streak = o.bytes ? 0 : streak + m.bytes[i];
+                longest = streak > longest ? streak : longest;
+                CHECK(o.late == 0, "a late copy");
+            }
+            const size_t ring = (known ? 3 : 5) * m.largest; /* one is lost between the segments */
+            printf("%d%% resident, seconds known: %d: %.4f of the bound, at most %.1f units "
+                   "without a copy\n",
+                   percent, known, (double)bytes / (double)(m.total - capacity),
+                   (double)longest / (double)m.largest);
+            CHECK(bytes <= m.total - capacity + ring + 2 * m.largest, "%zu bytes", bytes);
+            CHECK(longest <= 12 * m.largest, "%zu bytes without a copy", longest);
+            oo_plan_destroy(plan);
+        }
+}
+
+/* A few samples between training steps leave the homes alone; of many, each round costs no more
+ * than without training, and training finds back. */
+static void test_many_samples_are_no_interruption(void) {
+    static struct model m;
+    flux(&m, 3072, 1);
+    const size_t capacity = aligned(m.total / 2);
+    struct oo_plan *plan = plan_of(&m, capacity);
+    for (int preview = 0; preview < 2; preview++) {
+        for (int step = 0; step < 6; step++) {
+            const struct outcome o = run(plan, &m, m.step, m.n_visits);
+            printf("preview %d, step %d: %.3f X_min\n", preview, step,
+                   (double)o.bytes / (double)x_min(&m, capacity));
+            CHECK(step < 4 || o.bytes * 100 <= x_min(&m, capacity) * 105, "%zu bytes", o.bytes);
+        }
+        for (int sweep = 0; sweep < 30; sweep++) {
+            const struct outcome o = run(plan, &m, m.step, m.n);
+            CHECK(sweep < 12 || o.bytes <= m.total - capacity + 6 * m.largest,
+                  "sweep %d: %zu bytes", sweep, o.bytes);
+        }
+    }
+    oo_plan_destroy(plan);
+}
+
 /* The latest training step was followed by samples, and those before it by training: the second
  * step after the samples has all its bytes back, and so has every later one. */
 static void test_training_goes_on_after_samples(void) {
@@ -621,6 +681,8 @@ static const struct check_case cases[] = {
     CASE(test_a_difference_is_nearly_as_good_as_one_segment),
     CASE(test_homes_close_up_when_units_are_removed),
     CASE(test_sampling_does_not_degenerate_to_loading_everything),
+    CASE(test_samples_stream_through_a_ring),
+    CASE(test_many_samples_are_no_interruption),
     CASE(test_training_goes_on_after_samples),
     CASE(test_steps_that_take_turns_keep_their_own_order),
     CASE(test_thousands_of_units_move_as_few_bytes),

@@ -292,6 +292,10 @@ static void one_call(struct model *m, struct input *in) {
         fetch(m, below(in, 4));
         break;
     }
+    if (kind == OO_FORWARD && call < 8) {
+        oo_plan_took(m->plan, unit, (double)below(in, 100) / 10);
+        oo_plan_link(m->plan, (double)below(in, 4) * GRAIN);
+    }
     (void)oo_plan_block_bytes(m->plan);
 }
 

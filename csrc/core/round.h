@@ -1,0 +1,27 @@
+/* round.h - units that are used in turn, over and over, as in sampling: who stays in the arena, and
+ * how much of it the others stream through. Pure: numbers in, numbers out. */
+#ifndef OO_ROUND_H
+#define OO_ROUND_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* One unit of a round. */
+struct oo_turn {
+    uint32_t unit;
+    int stays;
+    size_t bytes;
+    double seconds; /* from its begin to the next one's, without waits for copies */
+    /* Scratch: */
+    double arrives;
+    size_t taken;
+};
+
+/* Decide who stays in `room`: turns are in order of use, and those that stay are spread evenly over
+ * their bytes, so that the link has as much to do at any time. What they leave is a ring for the
+ * others. The larger it is, the earlier a copy can begin, and the more bytes are copied: the
+ * seconds tell what is enough. With a `link_bps` of 0 they are not known. Returns the bytes that
+ * stay. */
+size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double link_bps);
+
+#endif

@@ -1,0 +1,137 @@
+/* Who stays through a round, and who streams: against all the choices there are in small rounds. */
+#include "check.h"
+#include "round.h"
+
+#include <stdlib.h>
+
+enum { MOST = 4096, LINK_BPS = 1000 };
+
+static struct oo_turn turns[MOST];
+
+static size_t held_by(size_t count) {
+    size_t held = 0;
+    for (size_t i = 0; i < count; i++)
+        held += turns[i].stays ? turns[i].bytes : 0;
+    return held;
+}
+
+/* Seconds of a settled round with slots of one size, step by step: a copy waits for the copy before
+ * it, and for the use of the unit that had its slot. */
+static double seconds_of(size_t count, unsigned stays, size_t slots) {
+    double used[64] = {0}, gpu = 0, link = 0, begin = 0;
+    size_t streamed = 0; /* uses of streamed units so far */
+    double arrives[64] = {0};
+    size_t fetched = 0, at = 0; /* copies so far, and the turn that comes next for a copy */
+    for (size_t lap = 0; lap < 6; lap++) {
+        begin = gpu;
+        for (size_t i = 0; i < count; i++) {
+            while (fetched < streamed + slots && at < (lap + 1) * count + i) {
+                const struct oo_turn *turn = &turns[at++ % count];
+                if (stays >> (turn - turns) & 1)
+                    continue;
+                const double free = fetched < slots ? 0 : used[(fetched - slots) % 64];
+                link = (link > free ? link : free) + (double)turn->bytes / LINK_BPS;
+                arrives[fetched++ % 64] = link;
+            }
+            const int here = (int)(stays >> i & 1);
+            if (!here && arrives[streamed % 64] > gpu)
+                gpu = arrives[streamed % 64];
+            gpu += turns[i].seconds;
+            if (!here)
+                used[streamed++ % 64] = gpu;
+        }
+    }
+    return gpu - begin;
+}
+
+/* Units of one size, few of them: what is spread evenly over the bytes cannot always suit seconds
+ * that are not. */
+static void test_hardly_any_choice_is_faster(void) {
+    double sum = 0, worst = 1;
+    for (unsigned seed = 1; seed <= 300; seed++) {
+        srand(seed);
+        const size_t count = 4 + (size_t)rand() % 7, bytes = 100;
+        const size_t room = 2 + (size_t)rand() % (count - 3);
+        static const double choices[] = {0.02, 0.05, 0.1, 0.2};
+        for (size_t i = 0; i < count; i++)
+            turns[i] = (struct oo_turn){.bytes = bytes, .seconds = choices[rand() % 4]};
+        double best = 1e9;
+        for (unsigned stays = 0; stays < 1u << count; stays++) {
+            size_t n = 0;
+            for (size_t i = 0; i < count; i++)
+                n += stays >> i & 1;
+            if (n >= room)
+                continue;
+            const double seconds = seconds_of(count, stays, room - n);
+            best = seconds < best ? seconds : best;
+        }
+        const size_t held = oo_round_settle(turns, count, room * bytes, LINK_BPS);
+        unsigned chosen = 0;
+        for (size_t i = 0; i < count; i++)
+            chosen |= (unsigned)turns[i].stays << i;
+        CHECK(held == held_by(count) && held < room * bytes, "seed %u: %zu bytes stay", seed, held);
+        const double seconds = seconds_of(count, chosen, room - held / bytes);
+        worst = seconds / best > worst ? seconds / best : worst;
+        sum += seconds / best;
+        CHECK(seconds <= best * 1.15, "seed %u: %zu units, room for %zu: %.4f s, best %.4f", seed,
+              count, room, seconds, best);
+    }
+    printf("%.4f of the best on average, at worst %.4f\n", sum / 300, worst);
+    CHECK(sum / 300 <= 1.01, "%.4f of the best on average", sum / 300);
+}
+
+static size_t settle_alike(size_t count, size_t bytes, double seconds, size_t room, double bps) {
+    for (size_t i = 0; i < count; i++)
+        turns[i] = (struct oo_turn){.bytes = bytes, .seconds = seconds};
+    return oo_round_settle(turns, count, room, bps);
+}
+
+static void test_the_ring_is_no_larger_than_the_seconds_ask_for(void) {
+    /* A kernel takes as long as three copies: one slot is filled while the kernel of a unit that
+     * stays runs. Where a copy takes as long as three kernels, more slots hide those kernels. */
+    CHECK(settle_alike(100, 100, 0.3, 6000, LINK_BPS) == 5900, "one slot where kernels are slow");
+    const size_t fast = settle_alike(100, 100, 0.03, 6000, LINK_BPS);
+    CHECK(fast < 5900 && fast >= 4800, "%zu bytes stay where the link is slow", fast);
+    CHECK(settle_alike(100, 100, 0.3, 6000, 0) == 5600, "four slots where nothing is known");
+    CHECK(settle_alike(100, 100, 0.3, 300, 0) == 0, "all of a room of three slots is a ring");
+    CHECK(settle_alike(100, 100, 0.3, 300, LINK_BPS) <= 200, "likewise, but for what can stay");
+}
+
+static void test_all_stay_where_there_is_room(void) {
+    CHECK(settle_alike(100, 100, 0.1, 10000, LINK_BPS) == 10000, "it fits exactly");
+    CHECK(settle_alike(100, 100, 0.1, 20000, 0) == 10000, "it fits");
+    CHECK(settle_alike(100, 100, 0.1, 9999, LINK_BPS) < 10000, "it does not fit");
+}
+
+static void test_those_that_stay_are_spread_evenly(void) {
+    for (unsigned seed = 1; seed <= 50; seed++) {
+        size_t total = 0, largest = 0, before = 0, held = 0;
+        srand(seed);
+        for (size_t i = 0; i < MOST; i++) {
+            turns[i] = (struct oo_turn){.bytes = 1 + (size_t)(rand() % 1000), .seconds = 0.1};
+            total += turns[i].bytes;
+            largest = turns[i].bytes > largest ? turns[i].bytes : largest;
+        }
+        const size_t room = total / 10 * (1 + (size_t)rand() % 9);
+        const size_t stays = oo_round_settle(turns, MOST, room, 0);
+        CHECK(stays <= room - 4 * largest && stays + 6 * largest > room, "seed %u: %zu of %zu",
+              seed, stays, room);
+        for (size_t i = 0; i < MOST; i++) {
+            before += turns[i].bytes;
+            held += turns[i].stays ? turns[i].bytes : 0;
+            const double share = (double)before * (double)stays / (double)total;
+            CHECK((double)held > share - 3 * (double)largest &&
+                      (double)held < share + 3 * (double)largest,
+                  "seed %u: of the first %zu bytes %zu stay", seed, before, held);
+        }
+    }
+}
+
+static const struct check_case cases[] = {
+    CASE(test_hardly_any_choice_is_faster),
+    CASE(test_the_ring_is_no_larger_than_the_seconds_ask_for),
+    CASE(test_all_stay_where_there_is_room),
+    CASE(test_those_that_stay_are_spread_evenly),
+};
+
+int main(int argc, char **argv) { return check_main(argc, argv, cases, CHECK_COUNT(cases), NULL); }
