@@ -53,10 +53,12 @@ from c_build import ROOT
 # not run (test_codec compares each of its bytes with those of codec_portable.c).
 LEFT_OUT = re.compile(r"status\.c|driver\.c|\w+_win32\.c|codec_x86\.c")
 STREAMS = ("engine->h2d", "engine->d2h", "engine->compute")
+# Where it is used, the one that decodes as well.
+DECODE = "engine->decoder.stream"
 GUARDED = re.compile(
     r"generation|stamp|sweep|references|pins|capacity|fingerprint|n_uses|n_waited|stale|placed|"
     r"counted|lost|held|n_known|->engines|maker|OO_MAX_FETCHED|OO_SPANS|OO_STREAMS|OO_RING_PIECES|"
-    r"n_threads|n_active|n_running|n_parts"
+    r"n_threads|n_active|n_running|n_parts|decodes|loose|skipped|decoded"
 )
 GUARDED_HOST = re.compile(r"host->bytes|alive")
 
@@ -65,7 +67,8 @@ CALL = re.compile(
     r"|(?<!status )\b(oo__(?:synchronize|order_after_uses|order_after_copy|mark_use|"
     r"event_await|await_first_read|await_reads|await_copies|mark_read|span_begin|span_end|"
     r"finish_download|refuse_capture|host_access|adopt|disown|"
-    r"launch|declare_kernel|declare_access|slot_wait|feed_await|feed_stop|feed_forget|feeds_await))\("
+    r"launch|declare_kernel|declare_access|slot_wait|feed_await|feed_stop|feed_forget|feeds_await|"
+    r"part_send|piece_take|piece_decode|piece_give|arrival_record|decodes_settle|coded_check))\("
 )
 EVENT = re.compile(r"[\w>\-.\[\]]+->handle")
 STREAM = re.compile(r"(?<![\w.>])(?:\w+(?:\[\w+\])?(?:->|\.))*stream\b")
@@ -326,7 +329,7 @@ def dropped(make, source: str, code: str) -> Iterator[Mutant]:  # type: ignore[n
 
 def streams(make, name: str, begin: int, call: str) -> Iterator[Mutant]:  # type: ignore[no-untyped-def]
     """Yield the call with each other stream of the engine."""
-    given = next((stream for stream in STREAMS if stream in call), "")
+    given = next((stream for stream in (*STREAMS, DECODE) if stream in call), "")
     if not given:
         arguments = call.index(name) + len(name)
         found = STREAM.search(call, arguments)

@@ -37,7 +37,8 @@ static size_t oo__largest_piece(const struct oo_engine *engine) {
 
 static enum oo_status oo__part_check(const struct oo_engine *engine, uint32_t id,
                                      const struct oo_part *part) {
-    const char *chunk = part->host - (part->header.mode == OO_CODEC_RAW ? OO_CODEC_HEADER : 0);
+    const size_t skipped = part->header.mode == OO_CODEC_TIERS ? 0 : OO_CODEC_HEADER;
+    const char *chunk = part->host - skipped;
     if (part->header.mode == 0)
         return OO_OK;
     if (memcmp(chunk, &part->header, sizeof part->header) != 0)
@@ -46,10 +47,7 @@ static enum oo_status oo__part_check(const struct oo_engine *engine, uint32_t id
                         "not what it was when the unit was added; coded weights cannot be "
                         "rewritten in place",
                         id, (const void *)chunk);
-    if (engine->verify &&
-        oo_codec_check(chunk, part->bytes + (size_t)(part->host - chunk) +
-                                  (part->header.mode == OO_CODEC_CONST ? OO_CODEC_HEADER : 0)) !=
-            OO_OK)
+    if (engine->verify && oo_codec_check(chunk, part->bytes + skipped) != OO_OK)
         return oo__fail(OO_E_STATE,
                         "a coded master of unit %u is damaged: the checksum of its chunk at %p is "
                         "not that of its bytes; load the weights anew",

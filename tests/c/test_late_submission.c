@@ -38,6 +38,28 @@ static void copies_ahead_begin_at_once(void) {
     }
 }
 
+/* So is the decode that follows a copy. */
+static void decodes_ahead_begin_at_once(void) {
+    for (int locked = 0; locked < 2; locked++) {
+        struct world w;
+        struct oo_use held;
+        struct sim_stats stats;
+        late(1);
+        sim.simRefuseRegistration(!locked);
+        world_coded = 1;
+        world_open(&w, 400000, -1);
+        world_coded = 0;
+        need(acquire(w.engine, w.member[1], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+        sim.simAdvance(1);
+        sim.simGetStats(&stats);
+        CHECK(stats.compute_busy_s > 0, "%d: the decode has not begun", locked);
+        struct oo_fetched fetched;
+        need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+        world_close(&w, "decodes ahead");
+        sim.simRefuseRegistration(0);
+    }
+}
+
 /* A copy that is asked for late is handed over by acquire, before a kernel is launched. */
 static void late_copies_begin_at_once(void) {
     struct world w;
@@ -87,6 +109,7 @@ static void every_step_ends(void) {
         for (int refused = 0; refused < 3; refused++) {
             struct world w;
             char target[5000];
+            world_coded = schedule % 2;
             sim.simSetSchedule(schedule, 3);
             late(1);
             sim.simRefuseRegistration(refused == 1);
@@ -101,12 +124,14 @@ static void every_step_ends(void) {
             CHECK(memcmp(target, gradient, sizeof target) == 0, "wrong bytes");
             end_device_memory(&w, gradient);
             world_close(&w, "late submission");
+            world_coded = 0;
         }
     }
 }
 
 static const struct check_case cases[] = {
     CASE(copies_ahead_begin_at_once),
+    CASE(decodes_ahead_begin_at_once),
     CASE(late_copies_begin_at_once),
     CASE(copies_of_copy_threads_begin_at_once),
     CASE(every_step_ends),

@@ -1,7 +1,7 @@
-/* The race detector is shown each hazard of csrc/core/engine.c (H1 to H8): one wait is taken out of
- * the engine's driver table, and a report must name what is now unordered, on every schedule. With
- * the wait in place the same calls must be silent. Memory is lent to the engine as torch lends it,
- * so this is also what its tests of training rely on. */
+/* The race detector is shown each hazard of csrc/core/engine.c (H1 to H8, H11 to H14): one wait is
+ * taken out of the engine's driver table, and a report must name what is now unordered, on every
+ * schedule. With the wait in place the same calls must be silent. Memory is lent to the engine as
+ * torch lends it, so this is also what its tests of training rely on. */
 #include "world.h"
 
 enum { STREAM_WAITS = 1, EVENT_WAITS = 2, SYNCHRONISES = 4 };
@@ -22,7 +22,9 @@ static OOCUresult OOCUDAAPI query_event(OOCUevent event) {
     return absent & EVENT_WAITS ? OOCU_SUCCESS : real.cuEventQuery(event);
 }
 static OOCUresult OOCUDAAPI synchronise(OOCUstream stream) {
-    return absent & SYNCHRONISES ? OOCU_SUCCESS : real.cuStreamSynchronize(stream);
+    if (absent & SYNCHRONISES && (!absent_of || absent_of == stream))
+        return OOCU_SUCCESS;
+    return real.cuStreamSynchronize(stream);
 }
 
 static void begin(struct world *w) {
@@ -56,7 +58,7 @@ static void detach(struct world *w) {
     (void)world_remove(w); /* unless the test has */
     need(oo_engine_unlock(w->engine, w->host), "unlock");
     oo_host_destroy(w->host);
-    free(w->arena);
+    world_free(w);
 }
 
 /* ---- the hazards: each takes the waits that it shall do without ---- */
@@ -270,6 +272,81 @@ static void download(struct world *w, int locked, unsigned missing) {
 static void a_locked_download(struct world *w, unsigned missing) { download(w, 1, missing); }
 static void a_download_by_the_ring(struct world *w, unsigned missing) { download(w, 0, missing); }
 
+/* ---- coded masters ---- */
+
+static void attach_coded(struct world *w, size_t arena_bytes) {
+    w->coded = 1;
+    attach(w, arena_bytes);
+}
+
+static void a_chunk_decoded_before_it_has_come(struct world *w, unsigned missing) {
+    attach_coded(w, 400000);
+    absent = missing;
+    absent_of = w->engine->decoder.stream;
+    touch(w, 1, w->stream);
+    detach(w);
+}
+
+static void a_piece_overwritten_under_a_decode(struct world *w, unsigned missing) {
+    attach_coded(w, 400000);
+    absent = missing;
+    absent_of = w->engine->h2d;
+    for (unsigned i = 0; i < UNITS; i++)
+        touch(w, i, w->stream);
+    detach(w);
+}
+
+/* Compute until a unit has been decoded ahead that nobody has used. */
+static void decode_ahead(struct world *w) {
+    attach_coded(w, 60000);
+    for (unsigned i = 0; i < 4 * UNITS; i++) {
+        touch(w, i % UNITS, w->stream);
+        for (unsigned k = 0; k < UNITS; k++) {
+            const struct oo_unit *unit = &w->engine->units[w->unit[k]];
+            if (unit->ready && unit->decodes && !unit->n_uses)
+                return;
+        }
+    }
+    CHECK(0, "nothing was decoded ahead");
+}
+
+static void a_slot_overwritten_under_a_decode(struct world *w, unsigned missing) {
+    decode_ahead(w);
+    absent = missing;
+    absent_of = w->engine->h2d;
+    CHECK(!w->engine->decoder.loose, "decodes are loose that somebody has used");
+    need(oo_engine_refresh(w->engine, OO_ALL_MODELS), "refresh");
+    CHECK(w->engine->decoder.loose, "a decode that nobody has used is not");
+    for (unsigned i = 0; i < UNITS; i++)
+        touch(w, i, w->stream);
+    CHECK(!w->engine->decoder.loose, "they are still");
+    detach(w);
+}
+
+static void a_kernel_before_what_is_not_coded_has_come(struct world *w, unsigned missing) {
+    uint32_t unit;
+    size_t offsets[2];
+    attach_coded(w, 400000);
+    const struct oo_tensor both[] = {{.host = w->master[1],
+                                      .bytes = w->bytes[1],
+                                      .coded_bytes = w->coded_bytes[1],
+                                      .coded_kind = OO_CODEC_INT8},
+                                     {.host = w->master[0], .bytes = w->bytes[0]}};
+    need(oo_member_move(w->engine, w->member[1], both, 2, &unit, offsets), "move");
+    absent = missing;
+    absent_of = w->engine->decoder.stream;
+    touch(w, 1, w->stream);
+    detach(w);
+}
+
+static void bytes_given_back_under_a_decode(struct world *w, unsigned missing) {
+    decode_ahead(w);
+    absent = missing;
+    absent_of = w->engine->decoder.stream;
+    need(world_remove(w), "remove");
+    detach(w);
+}
+
 /* ---- all of them, on every schedule ---- */
 
 struct hazard {
@@ -462,6 +539,53 @@ static void h8_the_arrival_of_a_download_by_the_ring(void) {
     missed_on_every_schedule(&hazard);
 }
 
+static void h4_bytes_given_back_under_a_decode(void) {
+    const struct hazard hazard = {
+        "H4, decode", bytes_given_back_under_a_decode,        SYNCHRONISES,
+        "of \"unit ", "write by a kernel, stream \"decode\"", "write by a lender of the memory"};
+    missed_on_every_schedule(&hazard);
+}
+
+static void h11_a_chunk_decoded_before_it_has_come(void) {
+    const struct hazard hazard = {"H11",
+                                  a_chunk_decoded_before_it_has_come,
+                                  STREAM_WAITS,
+                                  "of \"staging memory\"",
+                                  "write by a host-to-device copy, stream \"h2d\"",
+                                  "read by a kernel, stream \"decode\""};
+    missed_on_every_schedule(&hazard);
+}
+
+static void h12_a_piece_overwritten_under_a_decode(void) {
+    const struct hazard hazard = {"H12",
+                                  a_piece_overwritten_under_a_decode,
+                                  STREAM_WAITS,
+                                  "of \"staging memory\"",
+                                  "read by a kernel, stream \"decode\"",
+                                  "write by a host-to-device copy, stream \"h2d\""};
+    missed_on_every_schedule(&hazard);
+}
+
+static void h13_a_slot_overwritten_under_a_decode(void) {
+    const struct hazard hazard = {"H13",
+                                  a_slot_overwritten_under_a_decode,
+                                  STREAM_WAITS,
+                                  "of \"unit ",
+                                  "write by a kernel, stream \"decode\"",
+                                  "write by a host-to-device copy, stream \"h2d\""};
+    missed_on_every_schedule(&hazard);
+}
+
+static void h14_a_kernel_before_what_is_not_coded_has_come(void) {
+    const struct hazard hazard = {"H14",
+                                  a_kernel_before_what_is_not_coded_has_come,
+                                  STREAM_WAITS,
+                                  "of \"unit 24\"",
+                                  "write by a host-to-device copy, stream \"h2d\"",
+                                  "read by a kernel"};
+    missed_on_every_schedule(&hazard);
+}
+
 static const struct check_case cases[] = {
     CASE(h1_a_kernel_before_its_copy_has_arrived),
     CASE(h2_a_copy_over_bytes_still_read),
@@ -480,6 +604,11 @@ static const struct check_case cases[] = {
     CASE(h7_a_ring_given_back_under_a_copy),
     CASE(h8_the_arrival_of_a_locked_download),
     CASE(h8_the_arrival_of_a_download_by_the_ring),
+    CASE(h4_bytes_given_back_under_a_decode),
+    CASE(h11_a_chunk_decoded_before_it_has_come),
+    CASE(h12_a_piece_overwritten_under_a_decode),
+    CASE(h13_a_slot_overwritten_under_a_decode),
+    CASE(h14_a_kernel_before_what_is_not_coded_has_come),
 };
 
 int main(int argc, char **argv) {

@@ -1,0 +1,570 @@
+/* Coded masters: what a kernel reads of them is the weights, bit for bit, whatever their kind, mode
+ * and memory; what crosses the link is their code; what is damaged is told. */
+#define fill draw_weights /* world.h has another one */
+#include "weights.h"
+#undef fill
+#include "world.h"
+
+static const enum oo_codec_kind kinds[] = {OO_CODEC_BF16, OO_CODEC_FP8, OO_CODEC_INT8};
+static const enum what patterns[] = {GAUSSIAN, ZEROS, RANDOM, SPECIALS, RARE, BURSTS, HALF_ZEROS};
+enum { N_KINDS = 3, N_PATTERNS = 7, LAYERS = N_KINDS * N_PATTERNS, TENSORS = 4 };
+enum { COUNT = 5 * 1024 + 76, PLAIN_BYTES = 700, MOST_BYTES = 2 * COUNT };
+
+/* A layer of two coded tensors with one as it is between them, and one behind. */
+struct layer {
+    struct oo_tensor tensors[TENSORS];
+    char plain[TENSORS][MOST_BYTES];
+    size_t offsets[TENSORS];
+    uint32_t unit, member;
+    size_t link_bytes; /* that travel */
+    unsigned decodes;
+};
+
+/* What travels of a coded master, and in how many chunks a kernel decodes. */
+static size_t link_bytes(const struct oo_tensor *tensor, unsigned *decodes) {
+    size_t travels = 0, at = 0, decoded = 0;
+    while (decoded < tensor->bytes) {
+        struct oo_codec_header header;
+        size_t bytes = 0;
+        need(oo_codec_find((const char *)tensor->host + at, tensor->coded_bytes - at, &header,
+                           &bytes),
+             "find");
+        travels += bytes - (header.mode == OO_CODEC_TIERS ? 0 : OO_CODEC_HEADER);
+        *decodes += header.mode == OO_CODEC_TIERS;
+        decoded += header.count * oo_codec_weight_bytes(tensor->coded_kind);
+        at += (bytes + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
+    }
+    return travels;
+}
+
+/* Put the layer's masters at `host`; returns where they end. */
+static char *make_layer(struct layer *layer, unsigned number, size_t chunk, char *host) {
+    const enum oo_codec_kind kind = kinds[number % N_KINDS];
+    layer->link_bytes = layer->decodes = 0;
+    for (int t = 0; t < TENSORS; t++) {
+        struct oo_tensor *tensor = &layer->tensors[t];
+        *tensor = (struct oo_tensor){.host = host, .bytes = PLAIN_BYTES};
+        if (t % 2) {
+            fill(host, PLAIN_BYTES, number + (unsigned)t);
+            memcpy(layer->plain[t], host, PLAIN_BYTES);
+            layer->link_bytes += PLAIN_BYTES;
+            host += (PLAIN_BYTES + 255) / 256 * 256;
+            continue;
+        }
+        draw_weights(kind, patterns[(number / N_KINDS + (t ? 3 : 0)) % N_PATTERNS], COUNT,
+                     layer->plain[t]);
+        tensor->bytes = COUNT * oo_codec_weight_bytes(kind);
+        tensor->coded_kind = kind;
+        tensor->coded_bytes = encode(kind, layer->plain[t], COUNT, chunk, host);
+        layer->link_bytes += link_bytes(tensor, &layer->decodes);
+        host += (tensor->coded_bytes + 255) / 256 * 256;
+    }
+    return host;
+}
+
+struct model {
+    struct oo_engine *engine;
+    struct oo_host *host;
+    char *arena, *staging;
+    uint32_t lease, staging_lease, model;
+    uintptr_t stream;
+    struct layer layers[LAYERS];
+    unsigned n_layers;
+    size_t link_bytes;
+    unsigned decodes;
+};
+
+enum { STAGING = OO_STAGING_PIECES * 12288 + 256 };
+
+static struct model *open_model(unsigned n_layers, size_t chunk, size_t arena_bytes) {
+    struct model *m = calloc(1, sizeof *m);
+    char *end;
+    seed = 5;
+    m->n_layers = n_layers;
+    need(oo_engine_create(sim.path, 0, &m->engine), "create");
+    need(oo_host_create((size_t)LAYERS * 4 * MOST_BYTES, &m->host), "host");
+    end = oo_host_address(m->host);
+    for (unsigned i = 0; i < n_layers; i++)
+        end = make_layer(&m->layers[i], i, chunk, end);
+    const enum oo_status locked = oo_engine_lock(m->engine, m->host, OO_ALL_BYTES);
+    CHECK(locked == OO_OK || locked == OO_E_LOCK_REFUSED, "lock: %s", oo_error_message());
+    need(oo_engine_compute_stream(m->engine, &m->stream), "stream");
+    need(oo_lease_add(m->engine, &m->lease), "lease");
+    need(oo_lease_add(m->engine, &m->staging_lease), "lease");
+    m->arena = malloc(arena_bytes + 256);
+    m->staging = malloc(STAGING);
+    need(oo_segment_add(m->engine, m->lease, (uintptr_t)m->arena, arena_bytes + 256, m->stream),
+         "segment");
+    need(oo_staging_add(m->engine, m->staging_lease, (uintptr_t)m->staging, STAGING, m->stream),
+         "staging");
+    need(oo_model_add(m->engine, &m->model), "model");
+    for (unsigned i = 0; i < n_layers; i++) {
+        struct layer *layer = &m->layers[i];
+        const uint32_t count = TENSORS;
+        need(oo_unit_add(m->engine, m->model, layer->tensors, &count, 1, 0, &layer->unit,
+                         &layer->member, layer->offsets),
+             "unit");
+        m->link_bytes += layer->link_bytes;
+        m->decodes += layer->decodes;
+    }
+    return m;
+}
+
+static void close_model(struct model *m, const char *where) {
+    need(oo_model_remove(m->engine, m->model), where);
+    need(oo_lease_remove(m->engine, m->lease), where);
+    need(oo_lease_remove(m->engine, m->staging_lease), where);
+    need(oo_host_destroy(m->host), where);
+    need(oo_engine_destroy(m->engine), where);
+    check_no_reports(where);
+    check_nothing_alive(where);
+    free(m->arena);
+    free(m->staging);
+    free(m);
+    CHECK(sim_reset(&sim) == 0, "%s: not reset", where);
+}
+
+static enum oo_status use_layer(struct model *m, unsigned i, const char *where) {
+    const struct layer *layer = &m->layers[i];
+    struct oo_use use;
+    struct oo_fetched fetched;
+    enum oo_status status =
+        acquire_launched(m->engine, layer->member, m->stream, 0, OO_FORWARD, -1, 20e-6, 0, &use);
+    if (status != OO_OK)
+        return status;
+    for (int t = 0; t < TENSORS; t++)
+        CHECK(!memcmp((const char *)use.address + layer->offsets[t], layer->plain[t],
+                      layer->tensors[t].bytes),
+              "%s: tensor %d of layer %u", where, t, i);
+    return oo_engine_release(m->engine, use.ticket, m->stream, 0, &fetched);
+}
+
+static struct oo_stats stats_of_model(struct model *m) {
+    struct oo_stats stats = {0};
+    need(oo_engine_stats(m->engine, OO_ALL_MODELS, &stats), "stats");
+    return stats;
+}
+
+/* ---- bits, and bytes on the link ---- */
+
+enum memory { LOCKED, BY_THE_RING, AS_IT_IS, N_MEMORY };
+
+static void set_memory(enum memory memory) {
+    sim.simRefuseRegistration(memory == BY_THE_RING);
+    sim.simLockQuota(memory == AS_IT_IS ? 0 : UINT64_MAX);
+}
+
+static void each_kind_mode_and_memory_gives_its_bits(void) {
+    for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++)
+        for (enum memory memory = LOCKED; memory < N_MEMORY; memory++) {
+            char where[64];
+            snprintf(where, sizeof where, "schedule %d, memory %d", schedule, (int)memory);
+            sim.simSetSchedule(schedule, 3);
+            set_memory(memory);
+            struct model *m = open_model(LAYERS, 1024, 3 * 4 * MOST_BYTES);
+            for (int round = 0; round < 2; round++)
+                for (unsigned i = 0; i < LAYERS; i++)
+                    need(use_layer(m, i, where), where);
+            const struct oo_stats stats = stats_of_model(m);
+            CHECK(stats.evictions > LAYERS && stats.prefetches > 0, "%s: all have room", where);
+            CHECK(stats.decodes > m->decodes && stats.staging_bytes == STAGING - 256,
+                  "%s: %llu of %u decodes", where, (unsigned long long)stats.decodes, m->decodes);
+            CHECK(stats.managed_bytes > stats.largest_unit_bytes && stats.late < 2 * LAYERS,
+                  "%s: nothing is managed", where);
+            CHECK(memory != LOCKED || stats.host_waits == 0, "%s: %llu host waits", where,
+                  (unsigned long long)stats.host_waits);
+            close_model(m, where);
+            set_memory(LOCKED);
+        }
+}
+
+static void what_travels_is_counted_as_it_is_coded(void) {
+    for (enum memory memory = LOCKED; memory < N_MEMORY; memory++) {
+        set_memory(memory);
+        struct model *m = open_model(LAYERS, 2048, (size_t)LAYERS * 4 * MOST_BYTES);
+        struct sim_stats before, after;
+        size_t tensors = 0;
+        sim.simGetStats(&before);
+        for (unsigned i = 0; i < LAYERS; i++)
+            need(use_layer(m, i, "use"), "use");
+        sim.simGetStats(&after);
+        const struct oo_stats stats = stats_of_model(m);
+        for (unsigned i = 0; i < LAYERS; i++)
+            for (int t = 0; t < TENSORS; t++)
+                tensors += m->layers[i].tensors[t].bytes;
+        CHECK(stats.h2d_bytes == m->link_bytes &&
+                  after.h2d_bytes - before.h2d_bytes == stats.h2d_bytes,
+              "memory %d: %llu bytes counted, %llu copied, %zu coded", (int)memory,
+              (unsigned long long)stats.h2d_bytes,
+              (unsigned long long)(after.h2d_bytes - before.h2d_bytes), m->link_bytes);
+        CHECK(stats.decodes == m->decodes && stats.decoded_bytes > stats.decodes * 1024 &&
+                  stats.decoded_bytes < tensors,
+              "memory %d: %llu decodes, %llu bytes", (int)memory, (unsigned long long)stats.decodes,
+              (unsigned long long)stats.decoded_bytes);
+        CHECK(stats.h2d_bytes < tensors * 9 / 10, "coding saves nothing");
+        CHECK(memory == LOCKED ? !stats.unlocked_h2d_bytes && !stats.pageable_bytes
+                               : stats.unlocked_h2d_bytes == m->link_bytes &&
+                                     stats.pageable_bytes == m->link_bytes,
+              "memory %d: %llu bytes are not locked", (int)memory,
+              (unsigned long long)stats.unlocked_h2d_bytes);
+        close_model(m, "counted");
+        set_memory(LOCKED);
+    }
+}
+
+/* Many chunks and few pieces; copies do not wait for the host. */
+static void chunks_take_turns_in_the_staging_memory(void) {
+    struct world w;
+    world_coded = 1;
+    world_open(&w, 400000, -1);
+    world_coded = 0;
+    struct oo_host *host;
+    enum { WEIGHTS = 40 * 1024 + 5 }; /* the last five are as they are */
+    char *plain = malloc(WEIGHTS);
+    fill_weights(plain, WEIGHTS, 3);
+    need(oo_host_create(2 * WEIGHTS, &host), "host");
+    need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+    const struct oo_tensor tensor = {
+        .host = oo_host_address(host),
+        .bytes = WEIGHTS,
+        .coded_bytes = encode(OO_CODEC_INT8, plain, WEIGHTS, 1024, oo_host_address(host)),
+        .coded_kind = OO_CODEC_INT8};
+    size_t offset;
+    need(oo_member_move(w.engine, w.member[1], &tensor, 1, &w.unit[1], &offset), "move");
+    w.expected[1] = plain;
+    w.bytes[1] = WEIGHTS;
+    const uint64_t launches = sim.simCallCount("cuLaunchKernel");
+    const struct oo_stats before = stats_of(&w);
+    need(use(&w, 1, OO_FORWARD), "use");
+    const struct oo_stats after = stats_of(&w);
+    CHECK(sim.simCallCount("cuLaunchKernel") - launches == 40 &&
+              after.decodes - before.decodes == 40,
+          "%llu launches", (unsigned long long)(sim.simCallCount("cuLaunchKernel") - launches));
+    CHECK(after.host_waits == before.host_waits, "the host waits");
+    need(world_remove(&w), "remove");
+    need(oo_host_destroy(host), "destroy");
+    need(oo_host_destroy(w.host), "destroy");
+    world_free(&w);
+    free(plain);
+    need(oo_engine_destroy(w.engine), "engine");
+    release_context("turns");
+    check_no_reports("turns");
+    CHECK(sim_reset(&sim) == 0, "not reset");
+}
+
+/* ---- what is refused ---- */
+
+static void refused(struct model *m, const struct oo_tensor *tensor, int trainable,
+                    const char *says) {
+    const uint32_t one = 1;
+    uint32_t unit, member;
+    size_t offset;
+    const enum oo_status status =
+        oo_unit_add(m->engine, m->model, tensor, &one, 1, trainable, &unit, &member, &offset);
+    CHECK(status == OO_E_ARGUMENT && strstr(oo_error_message(), says), "%s, not %s: %s",
+          oo_status_name(status), says, oo_error_message());
+}
+
+static void what_is_no_coded_master_is_refused(void) {
+    struct model *m = open_model(2, 2048, 4 * MOST_BYTES);
+    const struct oo_tensor good = m->layers[0].tensors[0];
+    struct oo_tensor bad = good;
+    struct oo_codec_header first;
+    size_t bytes;
+    refused(m, &good, 1, "trainable");
+    bad.coded_kind = (enum oo_codec_kind)0;
+    refused(m, &bad, 0, "of kind 0");
+    bad.coded_kind = (enum oo_codec_kind)4;
+    refused(m, &bad, 0, "of kind 4");
+    bad.coded_kind = OO_CODEC_INT8;
+    refused(m, &bad, 0, "is of another kind");
+    bad = good;
+    bad.bytes = good.bytes - 1; /* half a weight */
+    refused(m, &bad, 0, "coded bytes of kind 1");
+    bad.bytes = good.bytes - 2;
+    refused(m, &bad, 0, "a number of weights that does not fit");
+    bad.bytes = good.bytes + 2;
+    refused(m, &bad, 0, "a number of weights that does not fit");
+    bad.bytes = 4096; /* those of the first chunk */
+    refused(m, &bad, 0, "there are too many");
+    bad = good;
+    need(oo_codec_find(good.host, good.coded_bytes, &first, &bytes), "find");
+    bad.coded_bytes = (bytes + 255) / 256 * 256;
+    refused(m, &bad, 0, "there are too few");
+    bad.coded_bytes = good.coded_bytes - 1;
+    refused(m, &bad, 0, "whose header says");
+    bad.coded_bytes = SIZE_MAX;
+    refused(m, &bad, 0, "coded bytes of kind 1");
+    bad = good;
+    bad.host = (const char *)good.host + 256;
+    refused(m, &bad, 0, "a chunk begins with");
+    CHECK(oo_unit_set_trainable(m->engine, m->layers[0].unit, 1) == OO_E_ARGUMENT &&
+              strstr(oo_error_message(), "coded weights"),
+          "trainable: %s", oo_error_message());
+    need(oo_unit_set_trainable(m->engine, m->layers[0].unit, 0), "as it is");
+    need(use_layer(m, 0, "after all of it"), "use");
+    close_model(m, "refused");
+}
+
+static void a_trainable_unit_takes_no_coded_master(void) {
+    struct world w;
+    uint32_t unit;
+    size_t offset;
+    world_coded = 1;
+    world_open(&w, 400000, 20);
+    world_coded = 0;
+    const struct oo_tensor coded = {.host = w.master[1],
+                                    .bytes = w.bytes[1],
+                                    .coded_bytes = w.coded_bytes[1],
+                                    .coded_kind = OO_CODEC_INT8};
+    CHECK(oo_member_move(w.engine, w.member[20], &coded, 1, &unit, &offset) == OO_E_ARGUMENT &&
+              strstr(oo_error_message(), "trainable"),
+          "moved: %s", oo_error_message());
+    need(use(&w, 20, OO_FORWARD), "as before");
+    world_close(&w, "trainable");
+}
+
+static void coded_masters_are_not_read_where_they_lie(void) {
+    struct model *m = open_model(1, 2048, 4 * MOST_BYTES);
+    const struct oo_request request = {.member = m->layers[0].member, .stream = m->stream};
+    uintptr_t address = 1;
+    need(oo_engine_map(m->engine, &request, 0, &address), "map");
+    CHECK(address == 0, "mapped");
+    close_model(m, "mapped");
+}
+
+static void a_build_or_driver_that_cannot_decode_says_so(void) {
+    struct oo_engine *engine;
+    uint32_t lease;
+    uintptr_t stream;
+    char *memory = malloc(STAGING);
+    need(oo_engine_create(sim.path, 0, &engine), "create");
+    need(oo_engine_compute_stream(engine, &stream), "stream");
+    need(oo_lease_add(engine, &lease), "lease");
+    const struct oo_driver whole = engine->driver;
+    engine->driver.cuMemsetD32Async = NULL;
+    CHECK(oo_staging_add(engine, lease, (uintptr_t)memory, STAGING, stream) == OO_E_DRIVER_OLD &&
+              strstr(oo_error_message(), "cuMemsetD32Async"),
+          "no memset: %s", oo_error_message());
+    engine->driver = whole;
+    engine->driver.cuLaunchKernel = NULL;
+    CHECK(oo_staging_add(engine, lease, (uintptr_t)memory, STAGING, stream) == OO_E_STATE &&
+              strstr(oo_error_message(), "no kernels"),
+          "no kernels: %s", oo_error_message());
+    engine->driver = whole;
+    CHECK(oo_staging_add(engine, lease + 1, (uintptr_t)memory, STAGING, stream) == OO_E_ARGUMENT &&
+              strstr(oo_error_message(), "lease"),
+          "no lease: %s", oo_error_message());
+    CHECK(oo_staging_add(engine, lease, (uintptr_t)memory, 1023, stream) == OO_E_ARGUMENT &&
+              strstr(oo_error_message(), "holds less than 1024"),
+          "no room: %s", oo_error_message());
+    need(oo_staging_add(engine, lease, (uintptr_t)memory, STAGING, stream), "staging");
+    int priority = 1, least, greatest, flags = 0;
+    sim.cuCtxPushCurrent_v2(engine->context);
+    sim.cuCtxGetStreamPriorityRange(&least, &greatest);
+    sim.cuStreamGetPriority(engine->decoder.stream, &priority);
+    sim.cuStreamGetFlags(engine->decoder.stream, (unsigned *)&flags);
+    sim.cuCtxPopCurrent_v2(NULL);
+    CHECK(priority == greatest && flags == OOCU_STREAM_NON_BLOCKING, "priority %d", priority);
+    need(oo_lease_remove(engine, lease), "remove");
+    need(oo_engine_destroy(engine), "destroy");
+    check_nothing_alive("cannot decode");
+    free(memory);
+    CHECK(sim_reset(&sim) == 0, "not reset");
+}
+
+/* ---- damage ---- */
+
+/* Any bit of any header, at any use; any bit of a chunk where all is verified. */
+static void damage_is_told_and_never_decoded(void) {
+    struct model *m = open_model(4 * N_KINDS, 2048, (size_t)LAYERS * 4 * MOST_BYTES);
+    uint64_t told = 0;
+    for (unsigned i = 0; i < m->n_layers; i++)
+        for (int verify = 0; verify < 2; verify++) {
+            char *chunk = (char *)(uintptr_t)m->layers[i].tensors[2].host;
+            struct oo_codec_header header;
+            size_t bytes, end = OO_CODEC_HEADER;
+            need(oo_codec_find(chunk, m->layers[i].tensors[2].coded_bytes, &header, &bytes),
+                 "find");
+            if (verify)
+                end = bytes;
+            need(oo_engine_set_verify(m->engine, verify), "verify");
+            for (size_t at = 0; at < end; at += verify ? 97 : 3) {
+                chunk[at] ^= (char)(1 << at % 8);
+                need(oo_engine_refresh(m->engine, OO_ALL_MODELS), "refresh");
+                const enum oo_status status = use_layer(m, i, "damaged");
+                CHECK(status == OO_E_STATE && strstr(oo_error_message(), "damaged"),
+                      "byte %zu of layer %u: %s %s", at, i, oo_status_name(status),
+                      oo_error_message());
+                chunk[at] ^= (char)(1 << at % 8);
+                told++;
+            }
+            need(use_layer(m, i, "mended"), "mended");
+        }
+    CHECK(told > 500, "%llu bits", (unsigned long long)told);
+    close_model(m, "damage");
+}
+
+/* ---- memory that comes and goes ---- */
+
+static void without_room_in_staging_memory_a_unit_does_not_travel(void) {
+    struct model *m = open_model(3, 1 << 20, (size_t)LAYERS * 4 * MOST_BYTES);
+    need(use_layer(m, 0, "with"), "with");
+    need(oo_engine_refresh(m->engine, OO_ALL_MODELS), "refresh");
+    need(oo_lease_remove(m->engine, m->staging_lease), "remove");
+    CHECK(use_layer(m, 0, "without") == OO_E_STATE &&
+              strstr(oo_error_message(), "the largest piece of staging memory has 0"),
+          "without: %s", oo_error_message());
+    need(oo_lease_add(m->engine, &m->staging_lease), "lease");
+    need(oo_staging_add(m->engine, m->staging_lease, (uintptr_t)m->staging, 4096, m->stream),
+         "little");
+    CHECK(use_layer(m, 0, "little") == OO_E_STATE && strstr(oo_error_message(), "has 768"),
+          "little: %s", oo_error_message());
+    char *more = malloc(STAGING);
+    uint32_t lease;
+    need(oo_lease_add(m->engine, &lease), "lease");
+    need(oo_staging_add(m->engine, lease, (uintptr_t)more, STAGING, m->stream), "more");
+    for (unsigned i = 0; i < 3; i++)
+        need(use_layer(m, i, "more"), "more");
+    need(oo_lease_remove(m->engine, lease), "remove"); /* while what it brought may be decoded */
+    free(more);
+    close_model(m, "staging memory");
+}
+
+static void masters_become_coded_and_plain_again(void) {
+    struct world w;
+    uint32_t unit;
+    size_t offset;
+    world_coded = 1;
+    world_open(&w, 60000, -1);
+    world_coded = 0;
+    for (int round = 0; round < 6; round++) {
+        for (unsigned i = 1; i < UNITS; i += 3) {
+            const struct oo_tensor coded = {.host = w.master[i],
+                                            .bytes = w.bytes[i],
+                                            .coded_bytes = w.coded_bytes[i],
+                                            .coded_kind = OO_CODEC_INT8};
+            const struct oo_tensor plain = {.host = w.expected[i], .bytes = w.bytes[i]};
+            need(oo_member_move(w.engine, w.member[i], round % 2 ? &coded : &plain, 1, &unit,
+                                &offset),
+                 "move");
+            CHECK(unit == w.unit[i], "another unit");
+        }
+        const uint64_t decodes = stats_of(&w).decodes;
+        for (unsigned i = 0; i < UNITS; i++)
+            need(use(&w, i, OO_FORWARD), "use");
+        CHECK(stats_of(&w).decodes > decodes, "nothing is decoded");
+    }
+    world_close(&w, "moves");
+}
+
+/* A thread that must not wait does not wait for a piece that a copy thread has. */
+static void a_nonblocking_release_leaves_decodes_beside_feeds_for_later(void) {
+    struct model *m = open_model(LAYERS, 1024, (size_t)LAYERS * 4 * MOST_BYTES);
+    for (int round = 0; round < 2; round++)
+        for (unsigned i = 0; i < LAYERS; i++)
+            need(use_layer(m, i, "learn"), "learn");
+    struct oo_use use;
+    struct oo_fetched fetched;
+    need(acquire(m->engine, m->layers[0].member, m->stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    need(oo_engine_launch(m->engine, m->layers[0].member, m->stream, 1e-6), "launch");
+    need(oo_engine_refresh(m->engine, OO_ALL_MODELS), "refresh"); /* all but the first are gone */
+    m->engine->feeder.n_running++;                                /* as if something were fed */
+    need(oo_engine_release(m->engine, use.ticket, m->stream, OO_NONBLOCKING, &fetched), "release");
+    CHECK(fetched.count == 0 && fetched.more, "%u fetched", fetched.count);
+    m->engine->feeder.n_running--;
+    need(oo_engine_prefetch(m->engine, &fetched), "prefetch");
+    CHECK(fetched.count > 0, "none fetched");
+    close_model(m, "nonblocking");
+}
+
+/* ---- time ---- */
+
+enum { LONG = OO_CODEC_CHUNK, UNITS_TIMED = 8 };
+
+/* The virtual time of a forward over weights of bf16, of which the arena holds three eighths, once
+ * their order is known; `plain` and `master` have room for all of them. */
+static double forward_s(int coded, const char *plain, char *staging) {
+    const size_t bytes = 2 * (size_t)LONG, room = bytes + 4096, arena_bytes = 3 * bytes;
+    struct oo_engine *engine;
+    struct oo_host *host;
+    uint32_t lease, model, unit, members[UNITS_TIMED];
+    uintptr_t stream;
+    double begin_s = 0, end_s = 0;
+    char *arena = malloc(arena_bytes + 256);
+    need(oo_engine_create(sim.path, 0, &engine), "create");
+    need(oo_host_create(UNITS_TIMED * room, &host), "host");
+    need(oo_engine_lock(engine, host, OO_ALL_BYTES), "lock");
+    need(oo_engine_compute_stream(engine, &stream), "stream");
+    need(oo_lease_add(engine, &lease), "lease");
+    need(oo_segment_add(engine, lease, (uintptr_t)arena, arena_bytes + 256, stream), "segment");
+    need(oo_staging_add(engine, lease, (uintptr_t)staging, 4 * room, stream), "staging");
+    need(oo_model_add(engine, &model), "model");
+    for (int i = 0; i < UNITS_TIMED; i++) {
+        char *master = (char *)oo_host_address(host) + (size_t)i * room;
+        struct oo_tensor tensor = {.host = master, .bytes = bytes};
+        const uint32_t one = 1;
+        size_t offset;
+        if (coded) {
+            tensor.coded_kind = OO_CODEC_BF16;
+            tensor.coded_bytes = encode(OO_CODEC_BF16, plain, LONG, LONG, master);
+        } else {
+            memcpy(master, plain, bytes);
+        }
+        need(oo_unit_add(engine, model, &tensor, &one, 1, 0, &unit, &members[i], &offset), "unit");
+    }
+    for (int round = 0; round < 3; round++) {
+        sim.simFinish(&begin_s);
+        for (int i = 0; i < UNITS_TIMED; i++) {
+            struct oo_use use;
+            struct oo_fetched fetched;
+            need(acquire_launched(engine, members[i], stream, 0, OO_FORWARD, -1, 5e-6, 0, &use),
+                 "acquire");
+            CHECK(!memcmp((const void *)use.address, plain, bytes), "wrong weights");
+            need(oo_engine_release(engine, use.ticket, stream, 0, &fetched), "release");
+        }
+        sim.simFinish(&end_s);
+    }
+    need(oo_model_remove(engine, model), "remove");
+    need(oo_lease_remove(engine, lease), "remove");
+    need(oo_host_destroy(host), "destroy");
+    need(oo_engine_destroy(engine), "destroy");
+    check_no_reports("time");
+    free(arena);
+    CHECK(sim_reset(&sim) == 0, "not reset");
+    return end_s - begin_s;
+}
+
+/* Simulated: a decode takes what nine tenths of the memory's speed allow. */
+static void a_step_bound_by_the_link_takes_three_quarters_of_its_time(void) {
+    char *plain = malloc(2 * (size_t)LONG), *staging = malloc(4 * (2 * (size_t)LONG + 4096));
+    seed = 8;
+    draw_weights(OO_CODEC_BF16, GAUSSIAN, LONG, plain);
+    const double plain_s = forward_s(0, plain, staging), coded_s = forward_s(1, plain, staging);
+    printf("simulated: %.1f us as it is, %.1f us coded: %.3f\n", plain_s * 1e6, coded_s * 1e6,
+           coded_s / plain_s);
+    CHECK(coded_s <= 0.75 * plain_s, "%g s, not three quarters of %g s", coded_s, plain_s);
+    CHECK(coded_s >= 0.6 * plain_s, "%g s of %g s: less than the bytes that travel", coded_s,
+          plain_s);
+    free(plain);
+    free(staging);
+}
+
+static const struct check_case cases[] = {
+    CASE(each_kind_mode_and_memory_gives_its_bits),
+    CASE(what_travels_is_counted_as_it_is_coded),
+    CASE(chunks_take_turns_in_the_staging_memory),
+    CASE(what_is_no_coded_master_is_refused),
+    CASE(a_trainable_unit_takes_no_coded_master),
+    CASE(coded_masters_are_not_read_where_they_lie),
+    CASE(a_build_or_driver_that_cannot_decode_says_so),
+    CASE(damage_is_told_and_never_decoded),
+    CASE(without_room_in_staging_memory_a_unit_does_not_travel),
+    CASE(masters_become_coded_and_plain_again),
+    CASE(a_step_bound_by_the_link_takes_three_quarters_of_its_time),
+    CASE(a_nonblocking_release_leaves_decodes_beside_feeds_for_later),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
+}
