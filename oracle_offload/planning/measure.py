@@ -6,8 +6,9 @@ operator's work is noted, and each use of a managed leaf, as the engine would be
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._core import BACKWARD, FORWARD, RECOMPUTE
@@ -63,6 +66,8 @@ class Step:
         one micro-batch.
     numbers : dict of str to int
         The leaves of the events, by name.
+    regions : dict of int to int
+        By leaf: the number of the checkpointed region that computes with it, from one on.
     why : str
         Why nothing is known; empty where something is.
     note : str
@@ -76,6 +81,7 @@ class Step:
     stages: list[Stage] = field(default_factory=list)
     events: list[tuple[Any, ...]] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
+    regions: dict[int, int] = field(default_factory=dict)
     why: str = ""
     note: str = ""
     micro_batches: int = 1
@@ -118,19 +124,11 @@ class Step:
 
     def _parts(self) -> list[tuple[bool, list[tuple[Any, ...]]]]:
         """Return the events in parts, each with whether it is (of) a checkpointed region."""
-        regions: dict[int, int] = {}  # of each leaf that is computed again
-        number, last = 0, FORWARD
-        for event in self.events:
-            if event[0] == "acquire":
-                number += event[2] == RECOMPUTE != last
-                last = event[2]
-                if last == RECOMPUTE:
-                    regions[event[1]] = number
         parts: list[tuple[bool, list[tuple[Any, ...]]]] = []
         now = -1
         for event in self.events:
             if event[0] == "acquire":
-                region = regions.get(event[1], 0)
+                region = self.regions.get(event[1], 0)
                 if region != now:
                     parts.append((region > 0, []))
                     now = region
@@ -217,7 +215,7 @@ def measure(
                 frozen.forward = partial(_FrozenLinear.apply, frozen)
         tracer.keep(_add_adapters(model, adapters, adapter_dtype))
         try:
-            with tracer:
+            with tracer, tracer.noting_regions():
                 tracer.count(arguments)
                 loss = _loss(model(**arguments))
                 tracer.end_stage()
@@ -230,7 +228,7 @@ def measure(
     tracer.flush()
     tracer.end_stage()
     numbers = {leaf.name: number for number, leaf in enumerate(leaves)}
-    return Step(tracer.stages, tracer.events, numbers, note=note)
+    return Step(tracer.stages, tracer.events, numbers, tracer.regions, note=note)
 
 
 def _loss(output: Any) -> Tensor:
@@ -295,12 +293,16 @@ class _Tracer(TorchDispatchMode):
         See `Step`.
     events : list
         See `Step`.
+    regions : dict
+        See `Step`.
     """
 
     def __init__(self, model: nn.Module, leaves: Sequence[Chosen]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[tuple[Any, ...]] = []
         self.stages: list[Stage] = []
+        self.regions: dict[int, int] = {}
+        self._region = self._depth = 0  # the last checkpointed one, and how many it is inside
         self._peak = self._live = self._begun = 0
         self._least = 0  # that lived in this stage
         self._kind = FORWARD  # of the last use
@@ -329,6 +331,39 @@ class _Tracer(TorchDispatchMode):
             if tensor.grad is not None:
                 self._known[tensor.grad.untyped_storage()] = 0
 
+    @contextlib.contextmanager
+    def noting_regions(self) -> Iterator[None]:
+        """Note which leaves checkpointed regions compute with, of either reentrancy."""
+        hooks: Any = checkpoint._checkpoint_hook
+        function: Any = checkpoint.CheckpointFunction
+        forward = function.__dict__["forward"]
+
+        def begin(hook: Any) -> None:
+            saved_tensors_hooks.__enter__(hook)
+            self._begin_region()
+
+        def end(hook: Any, *error: Any) -> None:
+            saved_tensors_hooks.__exit__(hook, *error)
+            self._depth -= 1
+
+        def noted(*args: Any) -> Any:
+            self._begin_region()
+            try:
+                return forward.__func__(*args)
+            finally:
+                self._depth -= 1
+
+        hooks.__enter__, hooks.__exit__, function.forward = begin, end, staticmethod(noted)
+        try:
+            yield
+        finally:
+            del hooks.__enter__, hooks.__exit__
+            function.forward = forward
+
+    def _begin_region(self) -> None:
+        self._region += not self._depth
+        self._depth += 1
+
     def _begin(self, leaf: int, tickets: list[int], module: Any, args: Any) -> None:
         tickets.append(self._acquire(leaf, FORWARD if _graph_task() < 0 else RECOMPUTE))
         self._lent.append(leaf)
@@ -342,6 +377,8 @@ class _Tracer(TorchDispatchMode):
         if kind == RECOMPUTE != self._kind:
             self.end_stage()
         self._kind = kind
+        if self._depth and kind == FORWARD:
+            self.regions[leaf] = self._region
         self._tickets += 1
         self.events.append(("acquire", leaf, kind, self._tickets))
         return self._tickets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import architectures
@@ -15,6 +16,7 @@ import oracle_offload
 from oracle_offload import cli, simulator
 from oracle_offload._core import BACKWARD, FORWARD, RECOMPUTE
 from oracle_offload.planning.measure import Stage, Step
+from oracle_offload.planning.speed import speed_of
 from oracle_offload.simulated_time import SimulatedTime
 from oracle_offload.witness import Witness
 
@@ -87,6 +89,58 @@ def test_a_step_is_as_the_engine_and_the_allocator_have_it(checkpointing: bool, 
     assert abs(error) <= 0.07
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_an_arena_below_one_block_fetches_it_for_each_micro_batch(
+    reentrant: bool, sim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A region is not divided: its last layer too, which a checkpoint need not compute again."""
+    kind, config = llama()
+    enable = kind.gradient_checkpointing_enable
+    how = {"use_reentrant": reentrant}
+    monkeypatch.setattr(
+        kind,
+        "gradient_checkpointing_enable",
+        lambda self: enable(self, gradient_checkpointing_kwargs=how),
+    )
+    found = oracle_offload.plan(
+        kind,
+        config=config,
+        micro_batches=NUMBER,
+        offload_percent=0.9,
+        rank=4,
+        targets=TARGETS,
+        sample=48,
+        batch=2,
+        ram="64GB",
+        **RATES,
+    )
+    block = {name for name in found.step.numbers if ".layers.3." in name}
+    regions = {found.step.regions[found.step.numbers[name]] for name in block}
+    assert len(block) == 7 and len(regions) == 1, "with its last layer"
+    little = replace(found.fit, arena_bytes=200_000)
+    speed = speed_of(found.step, little, found.question.card)
+    model = trained(True)
+    model.enable_input_require_grads()
+    ids = torch.zeros(2, 48, dtype=torch.int64)
+    with simulator.device("rtx4090", **RATES):
+        manager = oracle_offload.attach(model, "cpu", vram_budget=little.arena_bytes)
+        engine, number = manager.state.engine, manager.attachment.model
+        try:
+            for _ in range(3):
+                model.zero_grad()
+                begin, before = simulator.finish(), engine.stats(number)["h2d_bytes"]
+                with Witness(strict=False, clock=True):
+                    oracle_offload.accumulate(
+                        lambda batch: model(input_ids=batch, labels=batch).loss / NUMBER,
+                        [ids] * NUMBER,
+                    )
+            seconds, moved = simulator.finish() - begin, engine.stats(number)["h2d_bytes"] - before
+        finally:
+            manager.detach()
+    assert speed.step_s == pytest.approx(seconds, rel=0.05)
+    assert speed.h2d_bytes == pytest.approx(moved, rel=0.05)
+
+
 def test_what_waits_counts_once_for_each_micro_batch_that_waits() -> None:
     step = Step([Stage(50, 30), Stage(90, 30), Stage(100, 20)])
     assert step.activations == 100 and Step().activations is None
@@ -102,8 +156,8 @@ def test_a_checkpointed_region_is_computed_as_a_whole_by_one_after_the_other() -
     events: list[tuple[Any, ...]] = []
     for ticket, (leaf, kind) in enumerate(uses):
         events += [("acquire", leaf, kind, ticket), ("work", work), ("release", ticket)]
-    one = Step(events=events)
-    two = Step(events=events, micro_batches=2, together=True)
+    one = Step(events=events, regions={0: 1})
+    two = Step(events=events, regions={0: 1}, micro_batches=2, together=True)
     time = SimulatedTime(simulator.get_device(0))
     replayed = two.replayed(time)
     acquired = [event for event in replayed if event[0] == "acquire"]
