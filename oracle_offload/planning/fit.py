@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from .._core import ALIGNMENT
 from ..errors import OffloadError
-from ..geometry import aligned
+from ..geometry import aligned, tensor_bytes
 from .measure import Step
 from .storage import Storage
 
@@ -36,6 +36,9 @@ class Fit:
         Bytes without which it does not fit.
     why : str
         What stands in the way; empty where nothing does.
+    sweep_bytes : tuple of int
+        What travels of the leaves that forward computes with, and of those that backward does; of
+        none where the step is unknown.
     """
 
     verdict: str
@@ -49,6 +52,7 @@ class Fit:
     missing_device: int = 0
     missing_host: int = 0
     why: str = ""
+    sweep_bytes: tuple[int, ...] = ()
 
     @property
     def device_bytes(self) -> int:
@@ -67,8 +71,12 @@ class Fit:
 
     @property
     def x_min_bytes(self) -> int:
-        """Least bytes that a step moves to the device."""
-        return self.storage.x_min_bytes(self.arena_bytes) if self.verdict == STREAMED else 0
+        """Least bytes that a step moves to the device: each sweep what the arena cannot hold."""
+        if self.verdict != STREAMED:
+            return 0
+        if not self.sweep_bytes:
+            return self.storage.x_min_bytes(self.arena_bytes)
+        return sum(max(0, used - self.arena_bytes) for used in self.sweep_bytes)
 
     @property
     def offload_percent(self) -> float:
@@ -133,10 +141,24 @@ def fit_step(storage: Storage, step: Step, micro_batches: int, room: Room) -> tu
     step = replace(step, micro_batches=micro_batches, together=False)
     found = fit(storage, step.activations, room)
     holds_all = found.verdict == RESIDENT or found.arena_bytes >= found.storage.managed_bytes
-    if micro_batches == 1 or holds_all:
+    if micro_batches > 1 and not holds_all:
+        step = replace(step, together=True)
+        found = fit(storage, step.activations, room)
+    if step.why:
         return step, found
-    step = replace(step, together=True)
-    return step, fit(storage, step.activations, room)
+    sweeps = tuple(_bytes_of(leaves, step, found) for leaves in step.used())
+    return step, replace(found, sweep_bytes=sweeps)
+
+
+def _bytes_of(leaves: set[int], step: Step, found: Fit) -> int:
+    """Return what of these leaves travels."""
+    return sum(
+        tensor_bytes(tensor)
+        for unit in found.storage.units
+        for leaf in unit
+        if leaf.kind.needs_place and step.numbers[leaf.name] in leaves
+        for tensor in leaf.tensors()
+    )
 
 
 def fit(storage: Storage, activations: int | None, room: Room) -> Fit:

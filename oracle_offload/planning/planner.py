@@ -94,8 +94,8 @@ class Plan:
         return (
             f"{name}: fits streamed on {card} with {host}: an arena of "
             f"{format_size(fit.arena_bytes)}, {format_size(fit.host_bytes)} on the host, at least "
-            f"{format_size(fit.x_min_bytes)} to the device in a step that uses all of them forward "
-            f"and backward; {free}."
+            f"{format_size(fit.x_min_bytes)} to the device in a step"
+            f"{'' if fit.sweep_bytes else ' that uses all of them forward and backward'}; {free}."
         )
 
     def anatomy(self) -> list[tuple[str, int, float]]:

@@ -71,7 +71,7 @@ def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
     moved = answers[1]["predicted_h2d_bytes"]
     rate = 1e9 * card.rates(0.5)["link_gbps"]
     forward_copies_s, backward_copies_s = (
-        max(0, _bytes_of(leaves, step, fit) - fit.arena_bytes) / rate for leaves in step.used()
+        max(0, used - fit.arena_bytes) / rate for used in fit.sweep_bytes
     )
     bound_s = max(forward_s, forward_copies_s) + max(backward_s, backward_copies_s)
     compute_s = forward_s + backward_s
@@ -84,17 +84,6 @@ def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
         moved / rate,
         moved,
         "compute" if compute_s >= 0.9 * middle else "link",
-    )
-
-
-def _bytes_of(leaves: set[int], step: Step, fit: Fit) -> int:
-    """Return what of these leaves travels."""
-    return sum(
-        tensor_bytes(tensor)
-        for unit in fit.storage.units
-        for leaf in unit
-        if leaf.kind.needs_place and step.numbers[leaf.name] in leaves
-        for tensor in leaf.tensors()
     )
 
 

@@ -42,6 +42,61 @@ def test_there_are_forty_cells_beside_the_presets() -> None:
             assert (memory, tflops) != (known.memory_gbps, known.tflops)
 
 
+class Late(torch.nn.Module):
+    """What is trained comes after three quarters of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(16))
+        self.adapter = torch.nn.Linear(256, 256, bias=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            input = layer(input).tanh()
+            if number == 11:
+                input = input + self.adapter(input)
+        return input
+
+
+def test_the_least_bytes_are_fewer_where_backward_ends_early(sim: Any) -> None:
+    torch.manual_seed(0)
+    layer = 256 * 256 * 4
+    found = oracle_offload.plan(
+        Late(),
+        sample={"input": (4, 256)},
+        rank=1,
+        targets="adapter",
+        card=24,
+        ram="64GB",
+        offload_percent=1.0,
+    )
+    arena = found.fit.arena_bytes
+    # The adapter is a layer of the planned model, and adapted by a LoRA there.
+    assert found.fit.sweep_bytes == (17 * layer, 4 * layer)
+    assert found.fit.x_min_bytes == max(0, 17 * layer - arena) + max(0, 4 * layer - arena)
+    unknown = oracle_offload.plan(
+        Late(), measure=False, card=24, ram="64GB", offload_percent=1.0, targets="adapter"
+    )
+    assert unknown.fit.x_min_bytes == 2 * (17 * layer - arena) > found.fit.x_min_bytes
+    assert "in a step that uses all of them forward" in unknown.sentence()
+    assert "in a step;" in found.sentence()
+
+    model = Late().requires_grad_(False)
+    model.adapter.requires_grad_(True)
+    manager = oracle_offload.attach(model, "cpu", vram_budget=arena, ignore_modules=[model.adapter])
+    try:
+        engine, number = manager.state.engine, manager.attachment.model
+        x = torch.randn(4, 256)
+        for _ in range(4):
+            before = engine.stats(number)["h2d_bytes"]
+            model(x).square().mean().backward()
+            moved = engine.stats(number)["h2d_bytes"] - before
+    finally:
+        manager.detach()
+    least = max(0, 16 * layer - arena) + max(0, 4 * layer - arena)
+    assert least <= moved < 2 * (16 * layer - arena), "the old count was above what moved"
+
+
 def test_the_bound_is_of_the_weights_that_each_half_computes_with() -> None:
     """Backward ends at the first LoRA; the weight of its layer is not used again either."""
     layers = [torch.nn.Linear(256, 256, bias=False) for _ in range(12)]
