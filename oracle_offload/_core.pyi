@@ -46,6 +46,8 @@ class Stats(TypedDict):
     unlocked_h2d_seconds: float  # in which copy threads were at them, by the host's clock
     decodes: int  # chunks of coded masters that a kernel has decoded
     decoded_bytes: int  # what that made of them; h2d_bytes has them coded
+    decode_seconds: float  # of the decodes measured
+    decode_timed_bytes: int  # what those made
     d2h_bytes: int
     d2h_copies: int
     d2h_seconds: float

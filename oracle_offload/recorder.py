@@ -740,7 +740,8 @@ def _times_of(timed: _Timed) -> dict[tuple[str, int], deque[tuple[float, float]]
     times: dict[tuple[str, int], deque[tuple[float, float]]] = {}
     for row in sorted(timed.rows, key=lambda row: float(row["start_s"])):
         pair = timed.zero_s + row["start_s"], timed.zero_s + row["end_s"]
-        times.setdefault((_TRACED[row["kind"]], row["unit"]), deque()).append(pair)
+        if row["kind"] in _TRACED:  # decodes are of no use: those of copies tell of them
+            times.setdefault((_TRACED[row["kind"]], row["unit"]), deque()).append(pair)
     return times
 
 

@@ -103,26 +103,48 @@ static int oo__masters_changed(const struct oo_engine *engine, struct oo_member 
     return member->fingerprint != before;
 }
 
-/* Queue all of a unit, and the record of its arrival. */
-static enum oo_status oo__copy_parts(struct oo_engine *engine, struct oo_unit *unit,
-                                     uintptr_t address, const struct oo_event *ready) {
-    struct oo_stats *stats = &engine->models[unit->model].stats;
+/* Queue a part, and count it. */
+static enum oo_status oo__copy_part(struct oo_engine *engine, uint32_t id,
+                                    const struct oo_part *part, uintptr_t target) {
+    struct oo_stats *stats = &engine->models[engine->units[id].model].stats;
+    struct oo_decode_times times = {NULL, NULL};
     struct oo_failure failure = {0};
-    struct oo_waits waits = {0};
-    int works = 1;
-    oo__note_copy(engine, unit);
-    for (uint32_t i = 0; i < unit->n_parts && works; i++) {
-        const struct oo_part *part = &unit->parts[i];
-        works = oo__part_send(engine, part, address + part->offset, &failure, &waits);
-        stats->h2d_bytes += works ? part->bytes : 0;
-        stats->h2d_copies += works && part->bytes;
-        stats->decodes += works && part->header.mode == OO_CODEC_TIERS;
-        stats->decoded_bytes += works ? oo__decoded_bytes(part) : 0;
+    enum oo_status status;
+    const int decodes = part->header.mode == OO_CODEC_TIERS;
+    if (decodes && oo__is_measured(engine, OO_TRACE_DECODE)) {
+        OO_TRY(oo__event_take(engine, OO_TIMED, &times.begin));
+        OO_TRY(oo__event_take(engine, OO_TIMED, &times.end));
     }
-    works = works && oo__arrival_record(engine, ready, unit->decodes, &failure);
-    engine->stats.host_waits += waits.all;
-    engine->stats.recoveries += waits.recoveries;
-    return works ? OO_OK : oo__check(engine, failure.call, failure.result);
+    if (!oo__part_send(engine, part, target, &times, &failure)) {
+        status = oo__check(engine, failure.call, failure.result);
+        goto done;
+    }
+    stats->h2d_bytes += part->bytes;
+    stats->h2d_copies += part->bytes != 0;
+    stats->decodes += (uint64_t)decodes;
+    stats->decoded_bytes += oo__decoded_bytes(part);
+    if (times.begin)
+        oo__span_add(engine, OO_TRACE_DECODE, id, oo__decoded_bytes(part), times.begin, times.end);
+    return OO_OK;
+done:
+    oo__event_give(engine, times.begin);
+    oo__event_give(engine, times.end);
+    return status;
+}
+
+/* Queue all of a unit, and the record of its arrival. */
+static enum oo_status oo__copy_parts(struct oo_engine *engine, uint32_t id, uintptr_t address,
+                                     const struct oo_event *ready) {
+    struct oo_unit *unit = &engine->units[id];
+    struct oo_failure failure = {0};
+    enum oo_status status = OO_OK;
+    oo__note_copy(engine, unit);
+    for (uint32_t i = 0; i < unit->n_parts; i++)
+        OO_TRY(oo__copy_part(engine, id, &unit->parts[i], address + unit->parts[i].offset));
+    if (!oo__arrival_record(engine, ready, unit->decodes, &failure))
+        status = oo__check(engine, failure.call, failure.result);
+done:
+    return status;
 }
 
 /* Queue the copy of a unit that the device reads where it lies. */
@@ -132,7 +154,7 @@ static enum oo_status oo__copy_locked(struct oo_engine *engine, uint32_t id, uin
     struct oo_event *begin = NULL;
     enum oo_status status = oo__span_begin(engine, OO_TRACE_H2D, engine->h2d, &begin);
     if (status == OO_OK)
-        status = oo__copy_parts(engine, unit, address, ready);
+        status = oo__copy_parts(engine, id, address, ready);
     if (status == OO_OK)
         status = oo__span_end(engine, OO_TRACE_H2D, id, unit->host_bytes, engine->h2d, &begin);
     oo__event_give(engine, begin);

@@ -21,6 +21,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+static const struct oo_decode_times oo__untimed = {NULL, NULL};
 static const double oo__idle_s = 3600; /* whoever waits is woken; a clock needs an end */
 
 /* ---- the queue: under the feeder's mutex ---- */
@@ -69,6 +70,11 @@ struct oo_piece {
     int staged; /* by way of the ring's piece `slot` */
     int begins; /* a part of the unit */
     unsigned slot;
+};
+
+/* For the device, while a piece was copied; of those, how many a failure made necessary. */
+struct oo_waits {
+    uint64_t all, recoveries;
 };
 
 /* There are no more threads than pieces of the ring, and each takes one at a time. */
@@ -185,7 +191,7 @@ static int oo__copy_chunk(struct oo_engine *engine, const struct oo_piece *piece
                           struct oo_failure *failure, struct oo_waits *waits) {
     const struct oo_ring *ring = &engine->up;
     const size_t most = ring->base ? ring->piece_bytes : piece->bytes;
-    struct oo_staging_piece *room = oo__piece_take(engine, piece->part, failure, waits);
+    struct oo_staging_piece *room = oo__piece_take(engine, piece->part, failure);
     if (!room)
         return 0;
     int works = 1;
@@ -195,7 +201,8 @@ static int oo__copy_chunk(struct oo_engine *engine, const struct oo_piece *piece
         works = ring->base ? oo__copy_step(engine, &step, failure, waits)
                            : oo__copy_as_it_is(engine, &step, failure, waits);
     }
-    works = works && oo__piece_decode(engine, piece->part, piece->target, room, failure);
+    works =
+        works && oo__piece_decode(engine, piece->part, piece->target, room, &oo__untimed, failure);
     oo__piece_give(engine, room);
     return works;
 }
@@ -203,7 +210,7 @@ static int oo__copy_chunk(struct oo_engine *engine, const struct oo_piece *piece
 static int oo__copy_piece(struct oo_engine *engine, const struct oo_piece *piece,
                           struct oo_failure *failure, struct oo_waits *waits) {
     if (oo__is_whole(piece->part) && (piece->locked || !piece->bytes))
-        return oo__part_send(engine, piece->part, piece->target, failure, waits);
+        return oo__part_send(engine, piece->part, piece->target, &oo__untimed, failure);
     if (oo__is_whole(piece->part))
         return oo__copy_chunk(engine, piece, failure, waits);
     return piece->staged ? oo__copy_staged(engine, piece, failure, waits)

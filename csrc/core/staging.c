@@ -111,26 +111,21 @@ void oo__piece_give(struct oo_engine *engine, struct oo_staging_piece *piece) {
 }
 
 struct oo_staging_piece *oo__piece_take(struct oo_engine *engine, const struct oo_part *part,
-                                        struct oo_failure *failure, struct oo_waits *waits) {
+                                        struct oo_failure *failure) {
     struct oo_staging_piece *piece;
-    int ended;
     oo__mutex_lock(engine->feeder.mutex);
     /* There is one that is large enough: oo__coded_check has seen it, and it goes only when
      * nothing is fed. */
     while (!(piece = oo__piece_next(&engine->decoder, part->bytes)))
         oo__mutex_wait(engine->feeder.mutex, oo__clock_s() + oo__idle_s);
     oo__mutex_unlock(engine->feeder.mutex);
-    /* H12: a kernel may still decode what the piece held. */
-    if (piece->lost) {
-        waits->all++;
-        waits->recoveries++;
-        ended = oo__works(failure, "cuStreamSynchronize",
-                          engine->driver.cuStreamSynchronize(engine->decoder.stream));
-    } else {
-        ended = oo__works(failure, "cuStreamWaitEvent",
-                          engine->driver.cuStreamWaitEvent(engine->h2d, piece->decoded->handle, 0));
-    }
-    if (ended)
+    /* H12: a kernel may still decode what the piece held. Where its end could not be marked it is
+     * marked now, behind whatever has been queued since. */
+    if ((!piece->lost ||
+         oo__works(failure, "cuEventRecord",
+                   engine->driver.cuEventRecord(piece->decoded->handle, engine->decoder.stream))) &&
+        oo__works(failure, "cuStreamWaitEvent",
+                  engine->driver.cuStreamWaitEvent(engine->h2d, piece->decoded->handle, 0)))
         return piece;
     oo__piece_give(engine, piece);
     return NULL;
@@ -151,8 +146,15 @@ static OOCUresult oo__launch_decode(struct oo_engine *engine, const struct oo_pa
                                          1, 0, decoder->stream, parameters, NULL);
 }
 
+static int oo__time_record(struct oo_engine *engine, const struct oo_event *event,
+                           struct oo_failure *failure) {
+    return !event || oo__works(failure, "cuEventRecord",
+                               engine->driver.cuEventRecord(event->handle, engine->decoder.stream));
+}
+
 int oo__piece_decode(struct oo_engine *engine, const struct oo_part *part, uintptr_t target,
-                     struct oo_staging_piece *piece, struct oo_failure *failure) {
+                     struct oo_staging_piece *piece, const struct oo_decode_times *times,
+                     struct oo_failure *failure) {
     const struct oo_decoder *decoder = &engine->decoder;
     /* H11: the kernel reads what the copy brings. */
     if (!oo__works(failure, "cuEventRecord",
@@ -160,13 +162,15 @@ int oo__piece_decode(struct oo_engine *engine, const struct oo_part *part, uintp
         !oo__works(failure, "cuStreamWaitEvent",
                    engine->driver.cuStreamWaitEvent(decoder->stream, piece->arrived->handle, 0)))
         return 0;
+    if (!oo__time_record(engine, times->begin, failure))
+        return 0;
     piece->lost = 1; /* until the kernel's end is marked */
     if (!oo__works(failure, "cuLaunchKernel", oo__launch_decode(engine, part, target, piece)) ||
         !oo__works(failure, "cuEventRecord",
                    engine->driver.cuEventRecord(piece->decoded->handle, decoder->stream)))
         return 0;
     piece->lost = 0;
-    return 1;
+    return oo__time_record(engine, times->end, failure);
 }
 
 /* One weight, many times; up to three bytes more, which no tensor has. */
@@ -182,13 +186,13 @@ static int oo__part_fill(struct oo_engine *engine, const struct oo_part *part, u
 }
 
 int oo__part_send(struct oo_engine *engine, const struct oo_part *part, uintptr_t target,
-                  struct oo_failure *failure, struct oo_waits *waits) {
+                  const struct oo_decode_times *times, struct oo_failure *failure) {
     struct oo_staging_piece *piece = NULL;
     uintptr_t to = target;
     if (part->header.mode == OO_CODEC_CONST)
         return oo__part_fill(engine, part, target, failure);
     if (part->header.mode == OO_CODEC_TIERS) {
-        piece = oo__piece_take(engine, part, failure, waits);
+        piece = oo__piece_take(engine, part, failure);
         if (!piece)
             return 0;
         to = piece->address;
@@ -197,7 +201,7 @@ int oo__part_send(struct oo_engine *engine, const struct oo_part *part, uintptr_
         oo__works(failure, "cuMemcpyHtoDAsync",
                   engine->driver.cuMemcpyHtoDAsync(to, part->host, part->bytes, engine->h2d));
     if (piece) {
-        works = works && oo__piece_decode(engine, part, target, piece, failure);
+        works = works && oo__piece_decode(engine, part, target, piece, times, failure);
         oo__piece_give(engine, piece);
     }
     return works;

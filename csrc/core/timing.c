@@ -130,6 +130,10 @@ static int oo__harvest_one(struct oo_engine *engine) {
             stats->d2h_seconds += seconds;
             stats->d2h_timed_bytes += span->bytes;
             break;
+        case OO_TRACE_DECODE:
+            stats->decode_seconds += seconds;
+            stats->decode_timed_bytes += span->bytes;
+            break;
         case OO_TRACE_STALL:
             stats->timed_waits++;
             engine->units[span->unit].timed_waits++;

@@ -398,6 +398,8 @@ enum oo_status oo_engine_set_verify(struct oo_engine *engine, int on);
     SECONDS(unlocked_h2d_seconds, ENGINE) /* in which copy threads were at them, by the host's clock */ \
     COUNT(decodes, MODEL)               /* chunks of coded masters that a kernel has decoded */ \
     COUNT(decoded_bytes, MODEL)         /* what that made of them; h2d_bytes has them coded */ \
+    SECONDS(decode_seconds, MODEL)      /* of decode_timed_bytes */ \
+    COUNT(decode_timed_bytes, MODEL) \
     COUNT(d2h_bytes, ENGINE) \
     COUNT(d2h_copies, ENGINE) \
     SECONDS(d2h_seconds, ENGINE)        /* of d2h_timed_bytes */ \
@@ -437,8 +439,14 @@ struct oo_stats {
 /* One consistent snapshot, of one model or of OO_ALL_MODELS. */
 enum oo_status oo_engine_stats(struct oo_engine *engine, uint32_t model, struct oo_stats *out);
 
-enum oo_trace_kind { OO_TRACE_COMPUTE = 0, OO_TRACE_H2D = 1, OO_TRACE_D2H = 2, OO_TRACE_STALL = 3 };
-#define OO_TRACE_KINDS 4
+enum oo_trace_kind {
+    OO_TRACE_COMPUTE = 0,
+    OO_TRACE_H2D = 1,
+    OO_TRACE_D2H = 2,
+    OO_TRACE_STALL = 3,
+    OO_TRACE_DECODE = 4 /* of a chunk whose master is locked; `bytes` are those decoded */
+};
+#define OO_TRACE_KINDS 5
 struct oo_trace_row {
     enum oo_trace_kind kind;
     uint32_t unit;

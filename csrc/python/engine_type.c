@@ -862,7 +862,7 @@ static PyObject *oo__engine_trace_start(PyObject *object, PyObject *unused) {
 
 static PyObject *oo__engine_trace_stop(PyObject *object, PyObject *unused) {
     (void)unused;
-    static const char *const kinds[] = {"compute", "h2d", "d2h", "stall"};
+    static const char *const kinds[] = {"compute", "h2d", "d2h", "stall", "decode"};
     struct oo_engine *engine = oo__engine_of(object);
     struct oo_trace_row *rows = NULL;
     size_t count = 0;

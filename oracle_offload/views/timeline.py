@@ -20,6 +20,7 @@ _LANES = (
     ("stall", "stalls", "#e45756"),
     ("rest", "neither of the two", "#eeca3b"),
     ("h2d", "copies to the device", "#54a24b"),
+    ("decode", "decodes of weights", "#ff9da6"),
     ("d2h", "copies to the host", "#b279a2"),
 )
 _LEGEND = {
@@ -27,6 +28,7 @@ _LEGEND = {
     "stall": "the device waits for a copy",
     "rest": "other operators compute, or the host has queued nothing",
     "h2d": "weights travel to the device",
+    "decode": "coded weights are decoded",
     "d2h": "gradients travel to the host",
 }
 # None is like that of a lane.
@@ -108,8 +110,8 @@ def timeline_svg(
     Parameters
     ----------
     rows : sequence of mappings
-        ``kind`` ("compute", "h2d", "d2h" or "stall"), ``unit``, ``start_s``, ``end_s``, ``bytes``;
-        and ``layer``, where names are known.
+        ``kind`` ("compute", "h2d", "d2h", "stall" or "decode"), ``unit``, ``start_s``, ``end_s``,
+        ``bytes``; and ``layer``, where names are known.
     title : str
         Shown above; say there whether times are simulated.
     stays : sequence of Stay
@@ -202,7 +204,7 @@ def _lane(
 ) -> list[str]:
     busy = sum(b - a for a, b in _union((row["start_s"], row["end_s"]) for row in rows))
     note = _time(busy)
-    if kind in ("h2d", "d2h") and rows:
+    if kind in ("h2d", "d2h", "decode") and rows:
         moved = sum(row["bytes"] for row in rows)
         note += f", {format_size(moved)}"
         if busy > 0:
@@ -389,7 +391,7 @@ def _merged(rows: Sequence[Row], span: float, limit: int) -> list[tuple[float, f
 
 
 def _told(row: Row) -> str:
-    size = f", {format_size(row['bytes'])}" if row["kind"] in ("h2d", "d2h") else ""
+    size = f", {format_size(row['bytes'])}" if row["kind"] in ("h2d", "d2h", "decode") else ""
     use = f", {row['use']}" if row.get("use") else ""
     return f"{_name(row)}{use}, {_time(row['end_s'] - row['start_s'])}{size}"
 

@@ -3,6 +3,7 @@
 #define fill draw_weights /* world.h has another one */
 #include "weights.h"
 #undef fill
+#include "timing.h"
 #include "world.h"
 
 static const enum oo_codec_kind kinds[] = {OO_CODEC_BF16, OO_CODEC_FP8, OO_CODEC_INT8};
@@ -252,6 +253,37 @@ static void chunks_take_turns_in_the_staging_memory(void) {
     CHECK(sim_reset(&sim) == 0, "not reset");
 }
 
+/* The driver has refused to mark the ends of decodes: what comes after them knows all the same. */
+static void a_piece_whose_decode_has_no_mark_is_used_after_it(void) {
+    for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
+        struct world w;
+        struct oo_event *stale[OO_STAGING_PIECES];
+        world_coded = 1;
+        sim.simSetSchedule(schedule, 9);
+        world_open(&w, 400000, -1);
+        world_coded = 0;
+        need(use(&w, 4, OO_FORWARD), "all pieces are used");
+        need(use(&w, 8, OO_FORWARD), "all pieces are used");
+        for (int i = 0; i < OO_STAGING_PIECES; i++) {
+            struct oo_staging_piece *piece = &w.engine->decoder.lent->pieces[i];
+            stale[i] = piece->decoded;
+            oo__mutex_lock(w.engine->mutex);
+            need(oo__event_take(w.engine, OO_ORDERS, &piece->decoded), "event");
+            oo__mutex_unlock(w.engine->mutex);
+            piece->lost = 1;
+        }
+        for (unsigned i = 0; i < UNITS; i++)
+            need(use(&w, i, OO_FORWARD), "use");
+        oo__mutex_lock(w.engine->mutex);
+        for (int i = 0; i < OO_STAGING_PIECES; i++) {
+            CHECK(!w.engine->decoder.lent->pieces[i].lost, "piece %d is lost still", i);
+            oo__event_give(w.engine, stale[i]);
+        }
+        oo__mutex_unlock(w.engine->mutex);
+        world_close(&w, "no mark");
+    }
+}
+
 /* ---- what is refused ---- */
 
 static void refused(struct model *m, const struct oo_tensor *tensor, int trainable,
@@ -480,6 +512,36 @@ static void a_nonblocking_release_leaves_decodes_beside_feeds_for_later(void) {
 
 /* ---- time ---- */
 
+/* Under a timeline each decode of a locked chunk has a row, after its copy has begun. */
+static void each_decode_has_its_row(void) {
+    struct model *m = open_model(LAYERS, 1024, (size_t)LAYERS * 4 * MOST_BYTES);
+    struct oo_trace_row *rows;
+    size_t count;
+    uint64_t decodes = 0, bytes = 0;
+    need(oo_trace_start(m->engine), "start");
+    for (unsigned i = 0; i < LAYERS; i++)
+        need(use_layer(m, i, "use"), "use");
+    need(oo_trace_stop(m->engine, &rows, &count), "stop");
+    double copied_s[LAYERS] = {0};
+    for (size_t i = 0; i < count; i++)
+        if (rows[i].kind == OO_TRACE_H2D)
+            copied_s[rows[i].unit] = rows[i].start_s;
+    for (size_t i = 0; i < count; i++) {
+        if (rows[i].kind != OO_TRACE_DECODE)
+            continue;
+        decodes++;
+        bytes += rows[i].bytes;
+        CHECK(rows[i].start_s > copied_s[rows[i].unit] && rows[i].end_s > rows[i].start_s + 5e-6,
+              "a decode from %.7f to %.7f s", rows[i].start_s, rows[i].end_s);
+    }
+    const struct oo_stats stats = stats_of_model(m);
+    CHECK(decodes == m->decodes && bytes == stats.decoded_bytes &&
+              stats.decode_timed_bytes == bytes && stats.decode_seconds > 5e-6 * (double)decodes,
+          "%llu rows of %u decodes", (unsigned long long)decodes, m->decodes);
+    oo_trace_free(rows);
+    close_model(m, "rows");
+}
+
 enum { LONG = OO_CODEC_CHUNK, UNITS_TIMED = 8 };
 
 /* The virtual time of a forward over weights of bf16, of which the arena holds three eighths, once
@@ -554,6 +616,7 @@ static const struct check_case cases[] = {
     CASE(each_kind_mode_and_memory_gives_its_bits),
     CASE(what_travels_is_counted_as_it_is_coded),
     CASE(chunks_take_turns_in_the_staging_memory),
+    CASE(a_piece_whose_decode_has_no_mark_is_used_after_it),
     CASE(what_is_no_coded_master_is_refused),
     CASE(a_trainable_unit_takes_no_coded_master),
     CASE(coded_masters_are_not_read_where_they_lie),
@@ -561,6 +624,7 @@ static const struct check_case cases[] = {
     CASE(damage_is_told_and_never_decoded),
     CASE(without_room_in_staging_memory_a_unit_does_not_travel),
     CASE(masters_become_coded_and_plain_again),
+    CASE(each_decode_has_its_row),
     CASE(a_step_bound_by_the_link_takes_three_quarters_of_its_time),
     CASE(a_nonblocking_release_leaves_decodes_beside_feeds_for_later),
 };
