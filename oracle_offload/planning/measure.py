@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._core import BACKWARD, FORWARD, RECOMPUTE
 from ..geometry import tensor_bytes
+from ..layers.conv import ConvLayer
 from ..layers.linear import LinearLayer, input_gradient, linear
 from ..operators import operator_of, tensors_in
 from ..selection import Chosen
@@ -211,8 +212,12 @@ def measure(
         tracer = _Tracer(model, leaves)
         for leaf in leaves:
             frozen: Any = model.get_submodule(leaf.name)
-            if leaf.kind is LinearLayer and not frozen.weight.requires_grad:
+            if any(parameter.requires_grad for parameter in frozen.parameters()):
+                continue
+            if leaf.kind is LinearLayer:
                 frozen.forward = partial(_FrozenLinear.apply, frozen)
+            elif issubclass(leaf.kind, ConvLayer) and _pads_itself(frozen):
+                frozen.forward = partial(_FrozenConv.apply, frozen)
         tracer.keep(_add_adapters(model, adapters, adapter_dtype))
         try:
             with tracer, tracer.noting_regions():
@@ -257,6 +262,35 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         return None, input_gradient(grad, (ctx.layer.weight,), ctx.shape, ctx.stride)
+
+
+def _pads_itself(convolution: Any) -> bool:
+    """Whether nothing is padded before the operator, which would be kept or made again."""
+    return convolution.padding_mode == "zeros" and not isinstance(convolution.padding, str)
+
+
+class _FrozenConv(torch.autograd.Function):
+    """A managed convolution, which saves nothing either: backward needs its input's geometry."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Any, x: Tensor) -> Tensor:
+        ctx.layer, ctx.shape, ctx.stride = layer, x.shape, x.stride()
+        result: Tensor = layer._conv_forward(x, layer.weight, layer.bias)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        layer, none = ctx.layer, (0,) * len(ctx.layer.stride)
+        x = torch.empty_strided(ctx.shape, ctx.stride, dtype=grad.dtype, device=grad.device)
+        batched = x.dim() == 2 + len(none)
+        if not batched:
+            x, grad = x[None], grad[None]
+        arguments = layer.stride, layer.padding, layer.dilation, False, none, layer.groups
+        wanted = (True, False, False)
+        gradients = torch.ops.aten.convolution_backward(
+            grad, x, layer.weight, None, *arguments, wanted
+        )
+        return None, gradients[0] if batched else gradients[0][0]
 
 
 def _add_adapters(

@@ -53,6 +53,44 @@ def test_activations_are_within_seven_percent_of_a_measured_peak(
     assert abs(error) <= 0.07
 
 
+class Convolved(nn.Module):
+    """Frozen convolutions around what is trained; `unbatched` takes the batch away."""
+
+    def __init__(self, unbatched: bool, mode: str = "zeros") -> None:
+        super().__init__()
+        self.unbatched = unbatched
+        self.first = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(
+            nn.Conv1d(8, 8, 3, padding=1, padding_mode=mode) for _ in range(6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x[0])[None] if self.unbatched else layer(x)
+        return x
+
+
+@pytest.mark.parametrize("unbatched", [False, True])
+def test_a_frozen_convolution_keeps_nothing(unbatched: bool) -> None:
+    def planned(mode: str) -> int | None:
+        return oracle_offload.plan(
+            Convolved(unbatched, mode),
+            sample={"x": (8, 64)},
+            rank=1,
+            targets="first",
+            card=24,
+            ram="64GB",
+            offload_percent=1.0,
+        ).step.activations
+
+    found, padded = planned("zeros"), planned("circular")
+    rows = 8 * 64 * 4
+    assert found is not None and padded is not None
+    assert found <= 6 * rows + 64 * 64 * 4, "result, gradients, the adapter's"
+    assert padded >= found + 3 * rows, "what is padded before the operator is kept by torch"
+
+
 class Asks(nn.Module):
     """A model whose code reads a value."""
 

@@ -16,6 +16,7 @@ import oracle_offload
 from oracle_offload import cli, simulator
 from oracle_offload._core import BACKWARD, FORWARD, RECOMPUTE
 from oracle_offload.planning.measure import Stage, Step
+from oracle_offload.planning.sample import inputs
 from oracle_offload.planning.speed import speed_of
 from oracle_offload.simulated_time import SimulatedTime
 from oracle_offload.witness import Witness
@@ -87,6 +88,75 @@ def test_a_step_is_as_the_engine_and_the_allocator_have_it(checkpointing: bool, 
     error = found.step.activations / peak - 1
     print(f"{NUMBER} micro-batches, checkpointing={checkpointing}: {100 * error:+.2f}%")
     assert abs(error) <= 0.07
+
+
+SAMPLES: dict[str, Any] = {"flux": (128, 128), "llama": 48, "unet": (128, 128)}
+ADAPTED = {"flux": ["to_q", "to_v"], "llama": TARGETS, "unet": ["to_q", "to_v"]}
+
+
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointed", "plain"])
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_memory_of_micro_batches_is_as_planned(
+    name: str, checkpointing: bool, sim: Any
+) -> None:
+    """All activations of each, or with checkpointing the inputs of blocks and one block."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    kind, config = llama() if name == "llama" else architectures.class_and_config(name)
+    options: dict[str, Any] = dict(
+        config=config,
+        dtype="fp32",
+        rank=4,
+        targets=ADAPTED[name],
+        sample=SAMPLES[name],
+        batch=2,
+        checkpointing=checkpointing,
+        ram="64GB",
+        offload_percent=0.5,
+    )
+    found = oracle_offload.plan(kind, micro_batches=NUMBER, **options)
+    one = oracle_offload.plan(kind, **options).step.activations
+    assert found.step.together and one is not None
+
+    model = kind(config) if name == "llama" else architectures.real(name)
+    model.requires_grad_(False).train()
+    given = inputs(model, SAMPLES[name], 2)[0]
+    if name == "llama":
+        model.config.use_cache = False
+    if checkpointing:
+        getattr(model, found.to_dict()["python"].splitlines()[0].split(".")[1][:-2])()
+        model.enable_input_require_grads() if name == "llama" else None
+    lora = LoraConfig(r=4, lora_alpha=4, target_modules=ADAPTED[name])
+    model = get_peft_model(model, lora) if name == "llama" else model
+    if name != "llama":
+        model.add_adapter(lora)
+
+    def step(_: int) -> torch.Tensor:
+        output = model(**given)
+        loss: torch.Tensor = (
+            output.loss if name == "llama" else output.sample.float().square().mean()
+        )
+        return loss
+
+    def accumulate() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        oracle_offload.accumulate(step, range(NUMBER))
+
+    manager = oracle_offload.attach(model, "cpu", vram_budget=found.fit.arena_bytes)
+    try:
+        assert len(manager.layers) > 10
+        accumulate()
+        kept = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        peak = peak_of(accumulate) - kept
+    finally:
+        manager.detach()
+    error = found.step.activations / peak - 1
+    print(f"{name}, checkpointing={checkpointing}: {100 * error:+.2f}%, {peak / one:.2f} of one's")
+    assert abs(error) <= 0.07
+    least = 1.2 if checkpointing else 0.7 * NUMBER
+    assert least * one < peak < (0.8 if checkpointing else 1.1) * NUMBER * one
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
