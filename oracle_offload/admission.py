@@ -18,6 +18,7 @@ from .selection import Chosen, choose_again, group_units, least_bytes
 from .views.progress import DelayedBar
 
 if TYPE_CHECKING:
+    from .compress.coder import Coder
     from .disk.loading import Loading
     from .structure import Structure
 
@@ -29,10 +30,12 @@ def build_masters(
     units: Sequence[Sequence[Chosen]],
     moved: list[masters.Moved],
     loading: Loading | None = None,
+    coder: Coder | None = None,
 ) -> None:
     """Move the weights into masters, and add to `moved` those that have left a device.
 
-    With `loading`, their values come from its files.
+    With `loading`, their values come from its files. What `coder` wants and makes smaller becomes
+    coded masters.
     """
     aliases: dict[int, list[Tensor]] = {}
     for leaf in (leaf for unit in units for leaf in unit):
@@ -52,7 +55,7 @@ def build_masters(
                 for tensor in of_piece
                 if tensor.device.type != "cpu"
             ]
-            piece = masters.Piece(units_of_piece, bar.update, pieces.node, loading)
+            piece = masters.Piece(units_of_piece, bar.update, pieces.node, loading, coder)
             for tensor in of_piece:
                 masters.share_memory(tensor, aliases.get(id(tensor), ()))
             masters.trim_heap()
@@ -74,7 +77,7 @@ def _add_unit(structure: Structure, unit: Sequence[Chosen]) -> list[Leaf]:
             layers[-1].trial = Trial(leaf.doubtful)
     trainable = any(tensor.requires_grad for leaf in unit for tensor in leaf.tensors())
     number, members = attachment.state.engine.add_unit(
-        attachment.model, [layer.extents() for layer in layers], trainable
+        attachment.model, [layer.told(layer.masters) for layer in layers], trainable
     )
     for layer, (member, offsets) in zip(layers, members, strict=True):
         layer.placed(number, member, offsets)

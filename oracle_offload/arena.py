@@ -48,6 +48,8 @@ class Arena:
         self._lent: list[Segment] = []
         self._added_lease: int | None = None  # of the segment that `resize` lends
         self._added: list[Segment] = []
+        self._staging_lease: int | None = None
+        self._staging: Segment | None = None  # what coded weights pass through
         self._worth_trying_bytes = 0  # what must be free before it tries to grow again
 
     @property
@@ -75,6 +77,20 @@ class Arena:
             self._state.exchange_segments([segment], [])
             raise
         self.capacity_bytes += nbytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory that coded weights pass through, besides the arena."""
+        return 0 if self._staging is None else self._staging.nbytes
+
+    def lend_staging(self, nbytes: int) -> None:
+        """Lend device memory that coded weights pass through on their way into the arena."""
+        engine = self._state.engine
+        with self._state.lock:
+            segment = Segment(nbytes, self._state.device)
+            self._staging_lease = engine.add_lease()
+            engine.add_staging(self._staging_lease, segment.address, nbytes, self._state.stream())
+            self._staging = segment
 
     def resize(self, nbytes: int) -> None:
         """Hold `nbytes` in all, or less where the device has less room; what is lent stays lent.
@@ -155,3 +171,6 @@ class Arena:
             if self._lease is not None:
                 self._give_back(self._lease, self._lent)
                 self._lease, self._lent = None, []
+            if self._staging_lease is not None:
+                self._state.engine.remove_lease(self._staging_lease)
+                self._staging_lease, self._staging = None, None

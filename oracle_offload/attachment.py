@@ -22,7 +22,7 @@ from .engines import DeviceState, Layout, close_if_unused, locked_if_free
 from .errors import DriverError, OffloadError
 from .geometry import tensor_bytes, unit_bytes
 from .gradients import Gradients
-from .layers.leaf import Leaf
+from .layers.leaf import Leaf, is_memory_held_elsewhere
 from .layers.swap import HANDLE, swap_out
 from .sizes import format_size
 from .traffic import Traffic
@@ -93,6 +93,7 @@ class Attachment:
         self._replaced_outside = False  # masters lie in no piece, perhaps only for a while
         self._replaced_warning_shown = False
         self._lost_warning_shown = False
+        self._left_codes_shown = False
         self._is_left = False
         self.model = state.engine.add_model()
         self.is_attached = True
@@ -124,11 +125,24 @@ class Attachment:
         """Least bytes a step can move to the device: 2 max(0, W - C), docs/how-it-works.md.
 
         W counts the weights alone, without tables that are read where they lie: the padding
-        between them need not travel.
+        between them need not travel. Where some are compressed, those travel that get smallest.
         """
-        travels = (layer for layer in list(self.layers) if layer.needs_place)
-        weights = sum(nbytes for layer in travels for _, nbytes in layer.extents())
-        return 2 * max(0, weights - self.arena.capacity_bytes)
+        travels = [layer.link_bytes() for layer in list(self.layers) if layer.needs_place]
+        missing = sum(weights for weights, _ in travels) - self.arena.capacity_bytes
+        least = 0.0
+        for weights, moved in sorted(travels, key=lambda row: row[1] / row[0]):
+            share = min(1.0, max(0, missing) / weights)
+            least += share * moved
+            missing -= weights
+        return 2 * int(least)
+
+    def coded_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the compressed weights: as they are, and on the host."""
+        coded = {one.start: one for layer in list(self.layers) for one in layer.coded}
+        return (
+            sum(one.tensor_bytes for one in coded.values()),
+            sum(one.nbytes for one in coded.values()),
+        )
 
     # ---- what the device tells: see `engines.Listener` ----
 
@@ -235,6 +249,11 @@ class Attachment:
         """
         if not self.is_attached:
             return False
+        trained_now = [
+            layer for layer in list(self.layers) if layer.coded and layer.has_stale_codes()
+        ]
+        if trained_now:
+            self.leave_codes(trained_now)
         trained = {
             layer.unit
             for layer in list(self.layers)
@@ -339,6 +358,39 @@ class Attachment:
                 "manager.refresh().",
                 self.name,
                 format_size(sum(tensor_bytes(tensor) for tensor in outside)),
+            )
+
+    # ---- coded masters that were written ----
+
+    def leave_codes(self, layers: Iterable[Leaf]) -> None:
+        """Make the masters of `layers` as all others are: some were written, or will be trained.
+
+        They move into locked memory, unless something else holds theirs and is to see writes.
+        """
+        with self.state.lock:
+            left = {coded.start: coded for layer in layers for coded in layer.coded}
+            using = [
+                layer for layer in self.layers if left.keys() & {at for at, _ in layer.extents()}
+            ]
+            for coded in left.values():
+                self.pieces.forget_coded(coded)
+            tensors = {id(t): t for t in self._outside(using)}
+            own = [t for t in tensors.values() if not is_memory_held_elsewhere(t, True)]
+            with contextlib.suppress(MemoryError):  # they stay in their mappings, which are theirs
+                for piece in masters.split_pieces([[tensor] for tensor in own]):
+                    self.pieces.add(masters.Piece(piece, node=self.pieces.node))
+            for layer in using:
+                with contextlib.suppress(OffloadError):  # in use: it follows at its next call
+                    layer.follow()
+            self._replaced_outside |= len(own) < len(tensors)
+            self.pieces.give_back()
+        if not self._left_codes_shown:
+            self._left_codes_shown = True
+            logger.warning(
+                "%s: the weight of layer '%s' was written, or is trained, after attach; it is not "
+                "compressed any more and takes its whole size of host memory, and so will others.",
+                self.name,
+                using[0].name,
             )
 
     # ---- layers that were lost ----

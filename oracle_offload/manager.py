@@ -14,6 +14,7 @@ from torch import nn
 from . import _core, admission, heartbeat, masters, selection
 from .attachment import Attachment, close_leftovers
 from .budget import Budget
+from .compress.choice import codable, coder_for, staging_bytes
 from .devices import parse_device
 from .disk.loading import Loading
 from .disk.quantising import Quantize
@@ -43,6 +44,7 @@ logger = logging.getLogger("oracle_offload")
 
 ATTRIBUTE = "_memory_manager"  # on the attached module; AI-Toolkit's name
 _REDUCE = "__reduce_ex__"
+COMPRESS = (None, "lossless", "auto")
 
 
 class _DetachMethod:
@@ -227,6 +229,7 @@ def attach(
     order_file: str | os.PathLike[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
     quantize: Quantize | None = None,
+    compress: str | None = None,
 ) -> MemoryManager:
     """Keep the weights of `module` in page-locked host memory and stream them while it computes.
 
@@ -297,6 +300,8 @@ def attach(
     where = parse_device(device)
     refuse_weight_movers(module)
     lock_limit = _lock_limit(lock)
+    if compress not in COMPRESS:
+        raise ValueError(f"compress={compress!r} is none of {', '.join(map(repr, COMPRESS))}")
     order = None if order_file is None else OrderFile(order_file)
     if quantize is not None and weights is None:
         raise ValueError("quantize= is for weights that are read; quantise what is there already")
@@ -320,24 +325,32 @@ def attach(
                 structure = Structure(module, attachment)
                 manager = MemoryManager(structure)
                 capacity = 0
+                coded = codable(units) if compress else []
+                staging = staging_bytes(coded)
                 if vram_budget != "auto":  # what cannot be is refused before anything moves
                     capacity = _capacity(
-                        state, units, sizes, floor, offload_percent, vram_budget, kept
+                        state, units, sizes, floor, offload_percent, vram_budget, kept, staging
                     )
+                    if compress == "auto" and capacity >= sum(sizes):
+                        coded = []  # nothing has to travel
                 managed = sum(
                     unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units
                 )
                 attachment.pieces.budget.reserve_rings(managed)
-                admission.build_masters(attachment.pieces, units, moved, loading)
+                admission.build_masters(attachment.pieces, units, moved, loading, coder_for(coded))
                 attachment.pieces.budget.leave_headroom(attachment.pieces.in_order())
                 if moved:  # the arena takes the place that the weights have left
                     state.kind.release_cached()
                 if vram_budget == "auto":
-                    _capacity(state, units, sizes, floor, offload_percent, vram_budget, kept)
+                    _capacity(
+                        state, units, sizes, floor, offload_percent, vram_budget, kept, staging
+                    )
                     capacity = floor  # the steps tell how much more there is
                     counted = state.kind.counted()
                     attachment.budget = Budget(0 if counted is None else counted.failures)
                 attachment.arena.lend(capacity)
+                if attachment.pieces.coded:
+                    attachment.arena.lend_staging(staging)
                 layers = admission.add_units(structure, units)
                 if loading is not None:
                     loading.read_rest(state.kind, where)
@@ -410,8 +423,12 @@ def _capacity(
     offload_percent: float,
     vram_budget: int | float | str | None,
     kept: Kept,
+    staging: int,
 ) -> int:
-    """Return the size of the arena: what the weights may take on the device, less those kept."""
+    """Return the size of the arena: what the weights may take on the device.
+
+    Less those kept there for good, and less what coded weights pass through.
+    """
     managed = sum(sizes)
     if vram_budget is None:
         weights = aligned(int((1.0 - offload_percent) * (managed + kept.bytes)))
@@ -419,11 +436,11 @@ def _capacity(
     if vram_budget == "auto":
         # The simulated driver does not know of torch's tensors, wherever they lie.
         to_come = kept.bytes if state.simulated else kept.bytes_to_come(state.device)
-        given = budget = int(0.9 * max(0, state.free_bytes() - to_come))
+        given = budget = int(0.9 * max(0, state.free_bytes() - to_come - staging))
     else:
         _, total = state.engine.mem_info()
         given = parse_size(vram_budget, total=total, name="vram_budget")
-        budget = max(0, given - kept.bytes)
+        budget = max(0, given - kept.bytes - staging)
     # More than the planner can ever use would be memory lost to everything else.
     budget = min(budget, managed + floor)
     budget = budget // _core.ALIGNMENT * _core.ALIGNMENT
@@ -437,6 +454,9 @@ def _capacity(
         if kept.bytes and vram_budget != "auto":
             what += " and what ram_budget keeps on the device"
             needed += kept.bytes
+        if staging and vram_budget != "auto":
+            what += " and what compressed weights pass through"
+            needed += staging
         raise OffloadError(
             f"vram_budget={vram_budget!r} is {format_size(given)}, but {what} "
             f"need {format_size(needed)}; raise the budget to that"

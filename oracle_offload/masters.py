@@ -15,18 +15,23 @@ import ctypes
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._core import HostBuffer
+from .coded import CodedMaster
+from .disk.origin import Origin
 from .engines import DeviceState
 from .errors import OffloadError
 from .geometry import aligned, contiguous_stride, is_dense, tensor_bytes, unit_bytes
 from .locking import LockBudget, whole_pages
 from .sizes import GIB, MIB
+
+if TYPE_CHECKING:
+    from .compress.coder import Coder, Prepared
 
 logger = logging.getLogger("oracle_offload")
 
@@ -65,12 +70,14 @@ def split_pieces(
         yield piece
 
 
-def lay_out(units: Sequence[Sequence[Tensor]]) -> tuple[list[int], list[int]]:
+def lay_out(
+    units: Sequence[Sequence[Tensor]], bytes_of: Callable[[Tensor], int] = tensor_bytes
+) -> tuple[list[int], list[int]]:
     """Return the offset of each unit in a piece, and the cuts, of which the last is its size."""
     offsets, cuts = [], []
     offset = begun = 0
     for unit in units:
-        nbytes = unit_bytes(unit)
+        nbytes = sum(aligned(bytes_of(tensor)) for tensor in unit)
         if offset > begun and offset + nbytes > begun + CUT_BYTES:
             offset = begun = whole_pages(offset)
             cuts.append(offset)
@@ -84,6 +91,12 @@ class Files(Protocol):
 
     def have(self, tensor: Tensor) -> bool:
         """Whether `read` is to be asked for its values."""
+
+    def origin(self, tensor: Tensor) -> Origin | None:
+        """Return where its bytes lie, if they lie in one file as they are."""
+
+    def skip(self, tensor: Tensor) -> None:
+        """Read nothing for it: it lies in the file that has its values."""
 
     def read(
         self, tensors: Sequence[tuple[Tensor, Tensor]], on_bytes: Callable[[int], object]
@@ -105,6 +118,8 @@ class Piece:
         NUMA node that the memory shall lie on, as far as threads may run there; -1 for any.
     files : Files, optional
         Where the values of those tensors come from that have none yet.
+    coder : Coder, optional
+        What codes those tensors that it wants.
 
     Attributes
     ----------
@@ -116,6 +131,8 @@ class Piece:
         The one up to which it is.
     is_known : bool
         Whether the engine knows it, and must forget it before its memory goes.
+    coded : dict of int to CodedMaster
+        Those in it, by the address of the tensor that each is read by.
     """
 
     def __init__(
@@ -124,17 +141,28 @@ class Piece:
         on_bytes: Callable[[int], object] | None = None,
         node: int = -1,
         files: Files | None = None,
+        coder: Coder | None = None,
     ) -> None:
-        offsets, self.cuts = lay_out(units)
+        on_bytes = on_bytes or (lambda nbytes: None)
+        prepared = {} if coder is None else code(units, coder, files, on_bytes)
+        offsets, self.cuts = lay_out(
+            units,
+            lambda t: prepared[id(t)].nbytes if id(t) in prepared else tensor_bytes(t),
+        )
         self.buffer = HostBuffer(self.cuts[-1], node)
         self.start, self.end = self.buffer.address, self.buffer.address + self.buffer.nbytes
         self.uses = 0
         self.locked_bytes = 0
         self.is_known = False
-        on_bytes = on_bytes or (lambda nbytes: None)
+        self.coded: dict[int, CodedMaster] = {}
         to_read: list[tuple[Tensor, Tensor]] = []
         for unit, offset in zip(units, offsets, strict=True):
             for tensor in unit:
+                if id(tensor) in prepared:
+                    found = prepared.pop(id(tensor))
+                    self._take(tensor, found, offset)
+                    offset += aligned(found.nbytes)
+                    continue
                 if files is not None and files.have(tensor):
                     to_read.append((tensor, master_at(self.buffer, offset, tensor)))
                 else:
@@ -149,9 +177,49 @@ class Piece:
             StorageWeakRef(tensor.untyped_storage()) for unit in units for tensor in unit
         ]
 
+    def _take(self, tensor: Tensor, found: Prepared, offset: int) -> None:
+        """Make `tensor` a coded master at `offset`."""
+        self.buffer.fill(offset, found.coded.address, found.nbytes)
+        point_at(tensor, found.readable)
+        coded = CodedMaster(tensor, self.start + offset, found.nbytes, found.kind)
+        self.coded[coded.start] = coded
+
     def is_abandoned(self) -> bool:
         """Whether no layer uses it and no tensor anywhere points into it."""
         return self.uses == 0 and all(storage.expired() for storage in self._storages)
+
+
+def code(
+    units: Sequence[Sequence[Tensor]],
+    coder: Coder,
+    files: Files | None,
+    on_bytes: Callable[[int], object],
+) -> dict[int, Prepared]:
+    """Return those tensors that become coded masters, by `id`.
+
+    What files have and no mapping can show is read first, into memory that goes once it is coded.
+    """
+    wanted: list[tuple[Tensor, Tensor | Origin]] = []
+    to_read: list[tuple[Tensor, Tensor]] = []
+    for tensor in (tensor for unit in units for tensor in unit if coder.wants(tensor)):
+        if files is None or not files.have(tensor):
+            wanted.append((tensor, tensor))
+        elif (origin := files.origin(tensor)) is not None:
+            wanted.append((tensor, origin))
+        else:
+            with torch.inference_mode(False):
+                host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            to_read.append((tensor, host))
+            wanted.append((tensor, host))
+    if files is not None and to_read:
+        files.read(to_read, lambda nbytes: None)
+        for tensor, host in to_read:
+            point_at(tensor, host)
+    prepared = coder.prepare(wanted, on_bytes)
+    for tensor, values in wanted:
+        if files is not None and isinstance(values, Origin) and id(tensor) in prepared:
+            files.skip(tensor)
+    return prepared
 
 
 def master_at(buffer: HostBuffer, offset: int, tensor: Tensor) -> Tensor:
@@ -248,6 +316,7 @@ class Pieces:
         self.budget = LockBudget(state, name, limit)
         self._pieces: dict[int, Piece] = {}  # by address, in the order they were made
         self._starts: list[int] = []  # their addresses, sorted
+        self._coded: dict[int, CodedMaster] = {}  # by the address of the tensor
 
     @property
     def buffers(self) -> list[HostBuffer]:
@@ -269,6 +338,7 @@ class Pieces:
                 with self._state.lock:
                     self._pieces[piece.start] = piece
                     bisect.insort(self._starts, piece.start)
+                    self._coded.update(piece.coded)
 
     def in_order(self) -> list[Piece]:
         """Return the pieces, oldest first."""
@@ -279,9 +349,34 @@ class Pieces:
         """Whether `nbytes` of something else may be locked."""
         return self.budget.allows(nbytes, self.in_order())
 
-    def at(self, address: int) -> Piece | None:
-        """Return the piece that `address` lies in."""
+    def coded_at(self, address: int) -> CodedMaster | None:
+        """Return the coded master of the tensor that lies at `address`."""
+        coded = self._coded.get(address)
+        if coded is not None and coded.is_gone():
+            with self._state.lock:
+                self._coded.pop(address, None)
+            return None
+        return coded
+
+    def forget_coded(self, coded: CodedMaster) -> None:
+        """The tensor is a coded master no more; layers that use it have to follow."""
         with self._state.lock:
+            piece = self.at(coded.start)
+            if piece is not None and self._coded.pop(coded.start, None) is not None:
+                piece.uses -= coded.uses
+                coded.uses = 0
+
+    @property
+    def coded(self) -> list[CodedMaster]:
+        """The coded masters, those too that are current no more."""
+        with self._state.lock:
+            return list(self._coded.values())
+
+    def at(self, address: int) -> Piece | None:
+        """Return the piece that the master of the tensor at `address` lies in."""
+        with self._state.lock:
+            coded = self.coded_at(address)
+            address = address if coded is None else coded.address
             index = bisect.bisect_right(self._starts, address) - 1
             piece = self._pieces[self._starts[index]] if index >= 0 else None
         return piece if piece is not None and address < piece.end else None
@@ -291,9 +386,11 @@ class Pieces:
         with self._state.lock:
             for addresses, change in ((left, -1), (entered, 1)):
                 for address in addresses:
-                    piece = self.at(address)
+                    piece, coded = self.at(address), self.coded_at(address)
                     if piece is not None:
                         piece.uses += change
+                    if coded is not None:
+                        coded.uses += change
 
     def take_out(self, tensors: Iterable[Tensor | None]) -> None:
         """Move plain tensors that lie in a piece into memory of their own."""
@@ -323,5 +420,8 @@ class Pieces:
 
     def _unlock(self, start: int) -> None:
         self.budget.unlock(self._pieces[start])
+        for address, coded in self._pieces[start].coded.items():
+            if self._coded.get(address) is coded:
+                self.forget_coded(coded)
         del self._pieces[start]
         self._starts.remove(start)

@@ -53,6 +53,10 @@ NOTES: dict[str, dict[str, str]] = {
         ),
         "is not a number in [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
         "is outside [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
+        "compress=… is none of": (
+            '`compress` is `None`, `"lossless"` or `"auto"`; [lossless.md](lossless.md) says what '
+            "they do."
+        ),
         "is neither 'auto' nor 'never'": (
             "`lock` says how much of the weights is page-locked: what the system allows, none, or "
             "no more than a size."

@@ -20,6 +20,7 @@ FOLDERS = {
     "oracle_offload": "the package; training needs only this folder, `layers` and `host`",
     "oracle_offload/layers": "the managed layers",
     "oracle_offload/disk": "weights from files into masters",
+    "oracle_offload/compress": "weights in fewer bytes, without loss",
     "oracle_offload/micro_batches": "several micro-batches at once; could be deleted whole",
     "oracle_offload/views": "what people see",
     "oracle_offload/survive": "what keeps a training alive and honest; could be deleted whole",

@@ -8,7 +8,6 @@
 #include "../base/os.h"
 #include "../base/status.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 enum { OO_CODED_THREADS = 16 };
@@ -85,7 +84,8 @@ static void oo__encode_some(void *argument) {
     const size_t width = oo_codec_weight_bytes(job->kind);
     enum oo_status status = OO_OK;
     size_t begin, count, bytes, gap, at;
-    char *aside = malloc(oo_codec_room(job->kind, oo__least(job->chunk, job->count)));
+    const size_t room = oo_codec_room(job->kind, oo__least(job->chunk, job->count));
+    char *aside = oo__pages_map(room); /* of a heap, each thread's would keep as much */
     if (!aside)
         status = oo__fail(OO_E_MEMORY, "no memory to encode a chunk of weights in");
     while (status == OO_OK && (count = oo__take_weights(job, &begin)) != 0) {
@@ -96,7 +96,8 @@ static void oo__encode_some(void *argument) {
         memset(job->coded + gap, 0, at - gap);
         memcpy(job->coded + at, aside, bytes);
     }
-    free(aside);
+    if (aside)
+        oo__pages_unmap(aside, room);
     if (status != OO_OK)
         oo__give_up(job, status);
 }
@@ -153,7 +154,7 @@ static void oo__decode_some(void *argument) {
     const size_t most = oo__least(OO_CODEC_CHUNK, job->count) * oo_codec_weight_bytes(job->kind);
     struct oo_found found = {.count = 1};
     enum oo_status status = OO_OK;
-    char *aside = job->deed == OO_COMPARE ? malloc(most) : NULL;
+    char *aside = job->deed == OO_COMPARE ? oo__pages_map(most) : NULL;
     if (job->deed == OO_COMPARE && !aside)
         status = oo__fail(OO_E_MEMORY, "no memory to decode a chunk of weights in");
     while (status == OO_OK && found.count) {
@@ -165,7 +166,8 @@ static void oo__decode_some(void *argument) {
         if (status == OO_E_ARGUMENT)
             oo__append(" (chunk at byte %zu of %zu)", found.at, job->bytes);
     }
-    free(aside);
+    if (aside)
+        oo__pages_unmap(aside, most);
     if (status != OO_OK)
         oo__give_up(job, status);
 }

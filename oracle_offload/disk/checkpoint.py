@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import OffloadError
 from .header import MOST_HEADER_BYTES, Stored, read_header
+from .origin import identity_of, map_private
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -29,6 +31,7 @@ class WeightFile:
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
+        self._mapping: tuple[mmap.mmap, str] | None = None
         try:
             self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
         except OSError as error:
@@ -55,8 +58,16 @@ class WeightFile:
                 )
             view, offset = view[count:], offset + count
 
+    def mapping(self) -> tuple[mmap.mmap, str]:
+        """Return the whole file, privately mapped, and its identity; see `origin`."""
+        if self._mapping is None:
+            descriptor = self._file.fileno()
+            self._mapping = map_private(descriptor), identity_of(descriptor)
+        return self._mapping
+
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; what is mapped stays."""
+        self._mapping = None
         self._file.close()
 
 

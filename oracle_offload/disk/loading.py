@@ -26,6 +26,7 @@ from ..sizes import GIB, MIB
 from ..views.progress import DelayedBar
 from .checkpoint import Checkpoint
 from .conversion import find_sources, ignored_patterns
+from .origin import Origin
 from .quantising import Quantiser, Quantize, plain_tensors_of
 from .reading import Part, Reader
 from .source import Source
@@ -135,6 +136,15 @@ class Loading:
     def have(self, tensor: Tensor) -> bool:
         """Whether the values of `tensor` are still to come."""
         return id(tensor) in self._to_come
+
+    def origin(self, tensor: Tensor) -> Origin | None:
+        """Return where the bytes of `tensor` lie, if they lie in one file as they are."""
+        _, source = self._to_come[id(tensor)]
+        return source.origin(tensor)
+
+    def skip(self, tensor: Tensor) -> None:
+        """Read nothing for `tensor`: it lies in the file that has its values."""
+        self._to_come.pop(id(tensor))
 
     def bytes_of(self, tensor: Tensor) -> int:
         """Return the bytes that are read for `tensor`, or else copied."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import OffloadError
 from .checkpoint import Checkpoint, WeightFile
 from .header import Stored
+from .origin import Origin
 from .reading import Part, Reader
 
 DTYPES = {
@@ -76,6 +77,21 @@ class Source:
                     f"'{path}': '{fragment.name}' is {stored.dtype}, which does not become "
                     f"{tensor.dtype}; only floating-point weights are converted."
                 )
+
+    def origin(self, tensor: Tensor) -> Origin | None:
+        """Return where the bytes of `tensor` lie, if they lie in one file as they are."""
+        (first, *rest) = self.fragments
+        stored = first.stored
+        if (
+            rest
+            or first.part_of is not whole
+            or DTYPES.get(stored.dtype) is not tensor.dtype
+            or not tensor.is_contiguous()
+            or stored.begin % tensor.element_size()
+        ):
+            return None
+        memory, identity = first.file.mapping()
+        return Origin(memory, identity, stored.begin)
 
     def parts(self, reader: Reader, target: Tensor) -> Iterator[Part]:
         """Yield what fills `target`, a dense host tensor."""

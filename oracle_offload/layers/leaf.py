@@ -22,6 +22,7 @@ from .swap import is_managed
 from .wrappers import reader_of
 
 if TYPE_CHECKING:
+    from ..coded import CodedMaster
     from ..engines import DeviceState
     from ..structure import Structure
     from .trial import Trial
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _MAX_VIEWS = 16  # addresses remembered per leaf; placement repeats in the steady state
 
 Tensors = tuple[Tensor | None, ...]
+Extent = tuple[int, int] | tuple[int, int, int, int]  # see `Engine.add_unit`
 
 
 class Masters:
@@ -145,6 +147,7 @@ class Leaf:
     floating: ClassVar[bool] = True  # so are its plain Parameters, all of them
     may_be_tried: ClassVar[bool] = True  # its tensors can move to the device one by one
     trial: Trial | None = None  # code may read its tensors as values
+    coded: Sequence[CodedMaster] = ()  # what the engine was told of its masters
     on_device = False  # the tensors lie there for good, and so do their gradients
     moving = False  # `follow` is under way, in some thread
     # The address of a master by that of its tensor on the device, once it has moved there.
@@ -236,6 +239,35 @@ class Leaf:
     def extents(self) -> list[tuple[int, int]]:
         """Return ``(host address, bytes)`` of each tensor."""
         return self.masters.extents()
+
+    def told(self, masters: Masters) -> list[Extent]:
+        """Return what the engine is told of `masters`: where they lie, coded where they are.
+
+        Those are in `coded` from then on.
+        """
+        found: list[Extent] = []
+        coded: list[CodedMaster] = []
+        for address, nbytes in masters.extents():
+            known = self.attachment.pieces.coded_at(address)
+            if known is None or known.tensor_bytes != nbytes or known.was_written():
+                found.append((address, nbytes))
+            else:
+                found.append(known.extent)
+                coded.append(known)
+        self.coded = tuple(coded)
+        return found
+
+    def link_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the tensors: as they are, and as they travel."""
+        weights = sum(nbytes for _, nbytes in self.extents())
+        saved = sum(coded.tensor_bytes - coded.nbytes for coded in self.coded)
+        return weights, weights - saved
+
+    def has_stale_codes(self) -> bool:
+        """Whether a tensor is trained, or was written, since its coded master was made."""
+        return any(tensor.requires_grad for tensor in self.masters.present) or any(
+            coded.was_written() for coded in self.coded
+        )
 
     def stamp(self) -> int:
         """Return the masters' `version_of`."""
@@ -337,7 +369,7 @@ class Leaf:
             self.moving = True
             try:
                 with torch.inference_mode(False):
-                    unit, offsets = self.state.engine.move_member(self.member, now.extents())
+                    unit, offsets = self.state.engine.move_member(self.member, self.told(now))
                 self.masters = now
                 self.replaced.update(now.replaced(before))
                 self.placed(unit, self.member, offsets)

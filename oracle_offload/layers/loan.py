@@ -153,6 +153,8 @@ class Borrower(Leaf):
         """
         if self.structure.changed:  # an adapter was added: look at it before computing
             self.structure.settle()
+        if self.coded and _graph_task() == -1 and self.has_stale_codes():
+            self.attachment.leave_codes([self])
         if _functorch_active():
             raise OffloadError(
                 f"torch.func transforms over managed layer '{self.name}' are not supported; leave "

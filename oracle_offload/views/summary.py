@@ -100,6 +100,9 @@ class ModelUsage(Usage):
     `rows_bytes` of tables were read where they lie, by `rows_read` kernels; `step_h2d_bytes` counts
     them, `h2d_bytes` the copies alone.
 
+    `compressed_bytes` of the weights are compressed, into `compressed_host_bytes`; they pass
+    through `staging_bytes` of the device, besides the arena.
+
     `x_min_bytes` is the least that a step can move to the device, docs/how-it-works.md.
 
     `budget_changes` is how often ``vram_budget="auto"`` has changed the arena, the last time
@@ -112,6 +115,9 @@ class ModelUsage(Usage):
     resident_bytes: int
     kept_bytes: int
     managed_bytes: int
+    compressed_bytes: int = 0
+    compressed_host_bytes: int = 0
+    staging_bytes: int = 0
     computed_bytes: int
     runs_again: int
     flops_again: float
@@ -495,6 +501,7 @@ def _model_usage(state: DeviceState, attachment: Attachment, waits: Waits) -> Mo
     module = attachment.module()
     residents = {} if module is None else list_residents(module, attachment.reasons)
     left = 0 if module is None else resident_bytes(module)
+    compressed, on_host = attachment.coded_bytes()
     return ModelUsage(
         name=attachment.name,
         **_counted(stats, _stalled(waits, attachment.unit_layers())),
@@ -503,6 +510,9 @@ def _model_usage(state: DeviceState, attachment: Attachment, waits: Waits) -> Mo
         resident_bytes=left,
         kept_bytes=attachment.kept_bytes,
         managed_bytes=stats["managed_bytes"],
+        compressed_bytes=compressed,
+        compressed_host_bytes=on_host,
+        staging_bytes=attachment.arena.staging_bytes,
         computed_bytes=sum(traffic.computed_bytes.values()),
         runs_again=traffic.runs_again,
         flops_again=traffic.flops_again,
@@ -640,6 +650,15 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
             rows.append(("    the last time because", model.budget_reason))
     if model.kept_bytes:
         rows.insert(2, ("    of them kept, to spare host memory", format_size(model.kept_bytes)))
+    if model.compressed_bytes:
+        share = model.compressed_host_bytes / model.compressed_bytes
+        told = (
+            f"{format_size(model.compressed_bytes)} in {format_size(model.compressed_host_bytes)}"
+        )
+        rows[1:1] = [
+            ("    of them compressed on the host", f"{told}, {100 * share:.1f}%"),
+            ("    which pass on the device through", format_size(model.staging_bytes)),
+        ]
     if model.computed_bytes:
         rows.insert(1, ("  weights computed on the host", format_size(model.computed_bytes)))
     if model.derived_bytes:

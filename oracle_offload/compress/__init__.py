@@ -1,0 +1,1 @@
+"""Weights in fewer bytes, without loss: docs/lossless.md."""

@@ -1,0 +1,210 @@
+"""Weights of a model on their way into coded masters: what attach asks for piece by piece.
+
+A coded master is two things. The engine has the coded weights, in a piece of host memory. Python
+has a Parameter that is read from a file: a private mapping of the checkpoint it came from, or of a
+file in the cache. Reading it brings pages of the file to memory, which the system takes back when
+it likes; writing it copies the page, which `oracle_offload.coded` notices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from .. import _core
+from .._core import HostBuffer
+from ..disk.origin import Origin
+from ..disk.reading import memory
+from ..geometry import contiguous_stride, is_dense, tensor_bytes
+from .store import CODED, RAW, Store
+
+logger = logging.getLogger("oracle_offload")
+
+SMALLEST_BYTES = 1 << 16  # below that, a tensor stays as it is
+LEAST_SAVED = 0.03  # of a tensor's bytes, or it stays as it is
+_TENSORS_AT_ONCE = 2  # so that one is encoded while files of another are written
+
+_KINDS = {
+    torch.bfloat16: _core.BF16,
+    torch.float8_e4m3fn: _core.FP8,
+    torch.float8_e5m2: _core.FP8,
+    torch.float8_e4m3fnuz: _core.FP8,
+    torch.float8_e5m2fnuz: _core.FP8,
+    torch.int8: _core.INT8,
+}
+
+
+def kind_of(tensor: Tensor) -> int | None:
+    """Return how the codec calls a tensor's dtype; None for what it does not know, or is small."""
+    return _KINDS.get(tensor.dtype) if tensor_bytes(tensor) >= SMALLEST_BYTES else None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A tensor that becomes a coded master: its coded weights, and what it is read from."""
+
+    kind: int
+    coded: HostBuffer
+    nbytes: int
+    readable: Tensor
+
+
+class Coder:
+    """Codes the tensors of one model, with the help of what is on disk.
+
+    Parameters
+    ----------
+    store : Store
+        The cache.
+    wanted : collection of int
+        By `id`, the tensors that may be coded.
+    """
+
+    def __init__(self, store: Store, wanted: Collection[int]) -> None:
+        self._store = store
+        self._wanted = wanted
+        self._threads = os.cpu_count() or 1
+        self._failed = False
+
+    def wants(self, tensor: Tensor) -> bool:
+        """Whether it may become a coded master."""
+        return not self._failed and id(tensor) in self._wanted and kind_of(tensor) is not None
+
+    def prepare(
+        self,
+        tensors: Sequence[tuple[Tensor, Tensor | Origin]],
+        on_bytes: Callable[[int], object],
+    ) -> dict[int, Prepared]:
+        """Return those of `tensors` that get smaller, coded, by `id`.
+
+        Parameters
+        ----------
+        tensors : sequence of tuples
+            Each with a dense tensor on any device that has its values, or where they lie.
+        on_bytes : callable
+            Told how many bytes each had that was coded.
+        """
+        with ThreadPoolExecutor(_TENSORS_AT_ONCE, "oracle_offload-code") as pool:
+            found = {}
+            rows = pool.map(lambda row: self._prepare(*row), tensors)
+            for (tensor, _), prepared in zip(tensors, rows, strict=True):
+                if prepared is not None:
+                    found[id(tensor)] = prepared
+                    on_bytes(tensor_bytes(tensor))
+        return found
+
+    def _prepare(self, tensor: Tensor, values: Tensor | Origin) -> Prepared | None:
+        kind = kind_of(tensor)
+        assert kind is not None
+        if self._failed:
+            return None
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                if isinstance(values, Origin):
+                    return self._of_file(kind, tensor, values)
+                return self._of_memory(kind, tensor, on_host(values))
+        except OSError as error:
+            self._failed = True
+            logger.warning(
+                "weights are not compressed from here on, because '%s' cannot be written: %s. "
+                "ORACLE_OFFLOAD_CACHE_DIR names another place.",
+                self._store.folder,
+                error,
+            )
+            return None
+
+    # ---- weights of a checkpoint: known by the file, and read from it ----
+
+    def _of_file(self, kind: int, tensor: Tensor, origin: Origin) -> Prepared | None:
+        readable = tensor_over(
+            torch.frombuffer(
+                origin.memory, dtype=tensor.dtype, count=tensor.numel(), offset=origin.begin
+            ),
+            tensor,
+        )
+        count = tensor.numel()
+        key = f"{origin.identity} {origin.begin} {count} {kind}".encode()
+        name = hashlib.blake2b(key, digest_size=16).hexdigest() + CODED
+        coded = self._store.read(name)
+        if coded is not None:
+            try:
+                _core.check_coded(kind, coded.address, coded.nbytes, self._threads, 0, count)
+                return Prepared(kind, coded, coded.nbytes, readable)
+            except ValueError as error:
+                self._store.drop(name, error)
+        return self._encode(kind, readable, name, lambda: readable)
+
+    # ---- any other weights: known by their bytes, and read from a file of the cache ----
+
+    def _of_memory(self, kind: int, tensor: Tensor, host: Tensor) -> Prepared | None:
+        count, nbytes = host.numel(), tensor_bytes(host)
+        known = f"{kind}-{count:x}-{_core.fingerprint(host.data_ptr(), nbytes):016x}"
+        name = known + CODED
+        coded = self._store.read(name)
+        if coded is not None:
+            try:
+                _core.compare_coded(
+                    kind, coded.address, coded.nbytes, self._threads, host.data_ptr(), count
+                )
+                return Prepared(kind, coded, coded.nbytes, self._readable(known, tensor, host))
+            except ValueError as error:
+                self._store.drop(name, error)
+        return self._encode(kind, host, name, lambda: self._readable(known, tensor, host))
+
+    def _readable(self, known: str, tensor: Tensor, host: Tensor) -> Tensor:
+        """Return a tensor over the file of the cache that has the bytes of `host`."""
+        name = known + RAW
+        path = self._store.find(name, tensor_bytes(host))
+        if path is None or not _same(_mapped(str(path), host), host):
+            if self._store.path(name).exists():
+                self._store.drop(name, "it holds other weights")
+            path = self._store.write(name, memory(host))
+        return tensor_over(_mapped(str(path), host), tensor)
+
+    def _encode(
+        self, kind: int, values: Tensor, name: str, readable: Callable[[], Tensor]
+    ) -> Prepared | None:
+        """Encode the dense host tensor `values` and keep that under `name`, if it gets smaller."""
+        count = values.numel()
+        coded = HostBuffer(_core.coded_room(kind, count))
+        nbytes = _core.encode(
+            kind, coded.address, coded.nbytes, self._threads, values.data_ptr(), count
+        )
+        if nbytes > (1 - LEAST_SAVED) * tensor_bytes(values):
+            return None
+        self._store.write(name, memoryview(coded).cast("B")[:nbytes])
+        return Prepared(kind, coded, nbytes, readable())
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return `tensor` as a dense host tensor, in whatever order its elements lie."""
+    tensor = tensor.detach()
+    return tensor.cpu() if is_dense(tensor) else tensor.cpu().contiguous()
+
+
+def tensor_over(flat: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor over all of a storage, with the shape, dtype and strides of another."""
+    stride = like.stride() if is_dense(like) else contiguous_stride(like.shape)
+    empty = torch.empty(0, dtype=like.dtype)
+    return empty.set_(flat.untyped_storage(), 0, like.shape, stride)
+
+
+def _mapped(path: str, like: Tensor) -> Tensor:
+    """Return the bytes of a file, privately mapped: one storage, which is the file's whole."""
+    storage = cast(
+        torch.UntypedStorage, torch.UntypedStorage.from_file(path, False, tensor_bytes(like))
+    )
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _same(mapped: Tensor, host: Tensor) -> bool:
+    flat = torch.as_strided(host, (host.numel(),), (1,)).view(torch.uint8)
+    return torch.equal(mapped, flat)

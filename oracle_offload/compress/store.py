@@ -1,0 +1,146 @@
+"""Coded weights on disk, from one attach to the next: a folder of files named after their content.
+
+Of a tensor there may be two: the coded weights (``.coded``), and the weights as they are
+(``.raw``), which a Parameter is read from. A file appears as a whole or not at all, and is compared
+with the weights before it is used: what is damaged is thrown away and made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from .._core import HostBuffer
+from ..sizes import GIB, format_size
+from ..views.live import folder
+
+logger = logging.getLogger("oracle_offload")
+
+CODED, RAW = ".coded", ".raw"
+SPARED_BYTES = GIB  # of the disk, for everything else
+
+
+class Store:
+    """The folder.
+
+    Parameters
+    ----------
+    folder : Path
+        Made when the first file is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, name: str) -> Path:
+        """Return where the file of that name is, or would be."""
+        return self.folder / name
+
+    def read(self, name: str) -> HostBuffer | None:
+        """Return the bytes of a file; None where there is none."""
+        try:
+            with open(self.path(name), "rb", buffering=0) as file:
+                nbytes = os.fstat(file.fileno()).st_size
+                if not nbytes:
+                    return None
+                buffer = HostBuffer(nbytes)
+                left = memoryview(buffer).cast("B")
+                while left:
+                    count = file.readinto(left)
+                    if not count:
+                        return None  # it was cut off meanwhile
+                    left = left[count:]
+                self._note_use(name)
+                return buffer
+        except FileNotFoundError:
+            return None
+
+    def _note_use(self, name: str) -> None:
+        with contextlib.suppress(OSError):  # of another user, say
+            os.utime(self.path(name))
+
+    def find(self, name: str, nbytes: int) -> Path | None:
+        """Return where a file of so many bytes is; None where there is none."""
+        with contextlib.suppress(OSError):
+            if self.path(name).stat().st_size == nbytes:
+                self._note_use(name)
+                return self.path(name)
+        return None
+
+    def write(self, name: str, content: memoryview) -> Path:
+        """Write a file, and return where it is.
+
+        Raises
+        ------
+        OSError
+            There is no room, or no right to write there.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.folder).free
+        if free < content.nbytes + SPARED_BYTES:
+            raise OSError(f"the disk has {format_size(free)} left")
+        made = self.path(f".{name}-{secrets.token_hex(6)}")
+        try:
+            descriptor = os.open(made, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _BINARY, 0o600)
+            with open(descriptor, "wb", buffering=0) as file:
+                while content:
+                    content = content[file.write(content) :]
+            os.replace(made, self.path(name))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(made)
+            raise
+        return self.path(name)
+
+    def drop(self, name: str, why: object) -> None:
+        """Throw a damaged file away."""
+        logger.warning("'%s' is damaged (%s); it is made anew.", self.path(name), why)
+        with contextlib.suppress(OSError):  # Windows keeps a file that is open
+            os.unlink(self.path(name))
+
+    def files(self) -> list[tuple[float, int, Path]]:
+        """Return when each file was used last, its bytes, and where it is; the oldest first.
+
+        What was left half written counts, too.
+        """
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for path in self.folder.iterdir():
+                if path.suffix in (CODED, RAW) or path.name.startswith("."):
+                    with contextlib.suppress(OSError):
+                        status = path.stat()
+                        found.append((status.st_mtime, status.st_size, path))
+        return sorted(found)
+
+    def trim(self, most: int) -> int:
+        """Remove files, those that were not used longest, until `most` bytes are left.
+
+        A model that is attached goes on: the system keeps what it reads until it ends.
+
+        Returns
+        -------
+        int
+            The bytes that were removed.
+        """
+        files = self.files()
+        left = sum(size for _, size, _ in files)
+        removed = 0
+        for _, size, path in files:
+            if left - removed <= most:
+                break
+            with contextlib.suppress(OSError):  # Windows keeps a file that is open
+                os.unlink(path)
+                removed += size
+        return removed
+
+
+def user_store() -> Store:
+    """Return the cache of this user."""
+    return Store(folder() / "coded")
+
+
+_BINARY = getattr(os, "O_BINARY", 0)

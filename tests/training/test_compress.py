@@ -1,0 +1,533 @@
+"""Coded masters: the resident model's bits over fewer bytes, and ordinary Parameters to Python."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import sys
+
+import compressed_memory
+import pytest
+import torch
+from equality import assert_models_agree, assert_same, attached, resident_pair
+from safetensors.torch import load_file, save_file
+from test_matrix import Block, make_step
+from torch import nn
+
+import oracle_offload
+from oracle_offload import _core
+from oracle_offload.compress import choice
+from oracle_offload.errors import OffloadError
+
+WIDTH = 256  # 128 KiB in bf16
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "coded"
+
+
+def build(dtype=torch.bfloat16, depth=4, seed=0):
+    torch.manual_seed(seed)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(depth)]
+    return nn.Sequential(*layers).to(dtype).requires_grad_(False)
+
+
+def expected_of(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def coded_layers(manager):
+    return [layer for layer in manager.layers if layer.coded]
+
+
+def lossless(model, device="cpu", **options):
+    return attached(model, device, compress="lossless", **options)
+
+
+def x_of(model, device):
+    return torch.randn(3, WIDTH, device=device, dtype=next(model.parameters()).dtype)
+
+
+# ---- the same bits, over fewer bytes ----
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["nockpt", "reentrant", "not"])
+def test_training_has_the_residents_bits(device, reentrant, autocast):
+    torch.manual_seed(0)
+    model = Block(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), reentrant)
+    model = model.to(torch.bfloat16).requires_grad_(False)
+    managed, resident = resident_pair(model)
+    with lossless(managed, device) as manager:
+        assert len(coded_layers(manager)) == len(manager.layers) == 2
+        for x in (torch.randn(6, WIDTH), torch.randn(3, 2, WIDTH).transpose(0, 1)):
+            step = make_step(x.bfloat16(), device, autocast)
+            assert_models_agree(managed, resident, step, device=device)
+        stats = manager.state.engine.stats()
+        assert stats["decoded_bytes"] > stats["h2d_bytes"] > 0
+        assert len(coded_layers(manager)) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+def test_one_byte_weights_have_the_residents_bits(device, dtype):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            weight = torch.randn(2 * WIDTH, WIDTH) * (10 if dtype is torch.int8 else 0.02)
+            self.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+
+        def forward(self, x):
+            return x @ self.weight.to(x.dtype).t()
+
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(Scaled()))
+    step = make_step(torch.randn(5, WIDTH), device, False)
+    with lossless(managed, device) as manager:
+        assert len(coded_layers(manager)) == 1
+        assert_models_agree(managed, resident, step, device=device)
+
+
+def step_bytes(compress):
+    """Return the bytes on the link of one step where nothing stays, and those of the weights."""
+    model = build(depth=6)
+    with attached(model, "cpu", compress=compress, offload_percent=1.0) as manager:
+        moved = 0
+        for _ in range(3):
+            before = manager.state.engine.stats()["h2d_bytes"]
+            model(x_of(model, "cpu").requires_grad_()).sum().backward()
+            moved = manager.state.engine.stats()["h2d_bytes"] - before
+        return moved, manager.attachment.weight_bytes
+
+
+def test_fewer_bytes_cross_the_link():
+    plain, weights = step_bytes(None)
+    fewer, _ = step_bytes("lossless")
+    assert plain > weights
+    assert fewer < 0.78 * plain  # of uniform weights in small tensors
+
+
+def test_units_of_coded_and_plain_tensors(device):
+    """A bias, and a weight without a pattern, travel as they are beside coded ones."""
+    torch.manual_seed(0)
+    model = build(depth=3)
+    noise = torch.randint(-(2**15), 2**15, (WIDTH, WIDTH), dtype=torch.int16)
+    noise = noise.view(torch.bfloat16)
+    model[1].weight.data = torch.where(noise.float().abs() < 1e30, noise, torch.ones_like(noise))
+    managed, resident = resident_pair(model)
+    with lossless(managed, device) as manager:
+        assert [bool(layer.coded) for layer in manager.layers] == [True, False, True]
+
+        def step(module):
+            leaf = x_of(model, device).requires_grad_()
+            y = module[0](leaf)
+            y.sum().backward()
+            return [y.detach(), leaf.grad]
+
+        assert_models_agree(managed, resident, step, device=device)
+
+
+def test_accumulation_and_samples_in_between(device):
+    managed, resident = resident_pair(build())
+
+    def step(model):
+        leaf = x_of(model, device).requires_grad_()
+        found = []
+        for _ in range(3):
+            y = model(leaf)
+            (y * y).sum().backward()
+            with torch.no_grad():
+                found.append(model(leaf + 1))
+        return [*found, leaf.grad]
+
+    with lossless(managed, device) as manager:
+        assert_models_agree(managed, resident, step, device=device)
+        assert len(coded_layers(manager)) == 4
+
+
+def test_an_exception_in_the_middle_of_a_step(device):
+    managed, resident = resident_pair(build())
+    step = make_step(torch.randn(6, WIDTH).bfloat16(), device, False)
+
+    class Stop(Exception):
+        pass
+
+    def fail(*_):
+        raise Stop
+
+    with lossless(managed, device) as manager:
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        for module in (managed[1], managed[3]):
+            hook = module.register_forward_hook(fail)
+            with pytest.raises(Stop):
+                step(managed)
+            hook.remove()
+        leaf = x_of(managed, device).requires_grad_()
+        y = managed(leaf)
+        leaf.register_hook(fail)
+        with pytest.raises(Stop):
+            y.sum().backward()
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        assert len(coded_layers(manager)) == 4
+
+
+def test_adapters_train_over_coded_weights(device):
+    """LoRA: frozen bases are coded, what is trained is not; its gradients are the resident's."""
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+            self.down, self.up = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, WIDTH, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(Adapted(), Adapted()).bfloat16())
+    step = make_step(torch.randn(6, WIDTH).bfloat16(), device, False)
+    with lossless(managed, device) as manager:
+        assert [layer.name for layer in coded_layers(manager)] == ["0.base", "1.base"]
+        assert_models_agree(managed, resident, step, device=device)
+
+
+# ---- what a coded master is to Python ----
+
+
+def test_reading_finds_what_was_there(tmp_path):
+    model = build()
+    expected, parameters = expected_of(model), dict(model.named_parameters())
+    with lossless(model) as manager:
+        assert dict(model.named_parameters()).keys() == parameters.keys()
+        assert all(model.get_parameter(name) is p for name, p in parameters.items())
+        assert_same(model.state_dict(), expected)
+        torch.save(model.state_dict(), tmp_path / "all.pt")
+        assert_same(torch.load(tmp_path / "all.pt"), expected)
+        one = io.BytesIO()
+        torch.save(model[0].weight, one)
+        assert one.tell() < 2 * model[0].weight.nbytes  # not the file that it lies in
+        save_file(model.state_dict(), tmp_path / "all.safetensors")
+        assert_same(load_file(tmp_path / "all.safetensors"), expected)
+        oracle_offload.save_weights(model, tmp_path / "own.safetensors")
+        assert_same(load_file(tmp_path / "own.safetensors"), expected)
+        assert_same(copy.deepcopy(model).state_dict(), expected)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        average.update_parameters(model)
+        assert_same(average.module.state_dict(), expected)
+        assert len(coded_layers(manager)) == 4
+        manager.detach()
+    assert_same(model.state_dict(), expected)
+    assert all(model.get_parameter(name) is p for name, p in parameters.items())
+
+
+def lora_merge(weight):
+    with torch.no_grad():
+        weight += torch.randn(WIDTH, 4).bfloat16() @ torch.randn(4, WIDTH).bfloat16()
+
+
+def whole_write(weight):
+    weight.data.copy_(torch.randn(WIDTH, WIDTH))
+
+
+def one_number(weight):
+    weight.data.view(-1)[12345] = 3  # which no version counter sees, nor a sample
+
+
+def through_numpy(weight):
+    weight.detach().view(torch.int16).numpy()[7, 9] = 3
+
+
+def new_memory(weight):
+    weight.data = torch.randn(WIDTH, WIDTH).bfloat16()
+
+
+WRITES = [lora_merge, whole_write, one_number, through_numpy, new_memory]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_a_write_is_never_missed(device, write):
+    managed, resident = resident_pair(build())
+    step = make_step(torch.randn(6, WIDTH).bfloat16(), device, False)
+    with lossless(managed, device) as manager:
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        for model in (managed, resident):
+            torch.manual_seed(5)
+            write(model[2].weight)
+        assert_models_agree(managed, resident, step, device=device)
+        assert [bool(layer.coded) for layer in manager.layers] == [True, True, False, True]
+        locked = manager.state.engine.stats()["locked_bytes"]
+        assert locked >= 3 * 0.6 * WIDTH * WIDTH * 2 + WIDTH * WIDTH * 2  # it is locked as it is
+
+
+def test_a_write_through_what_holds_the_memory_still_reaches_the_model(device):
+    managed, resident = resident_pair(build())
+    step = make_step(torch.randn(6, WIDTH).bfloat16(), device, False)
+    with lossless(managed, device):
+        held = managed.state_dict()["1.weight"]
+        for number in range(3):
+            with torch.no_grad():
+                held[number] += 1
+                resident[1].weight[number] += 1
+            assert_models_agree(managed, resident, step, steps=1, device=device)
+
+
+def test_a_loaded_state_dict_takes_the_place(device):
+    managed, resident = resident_pair(build())
+    step = make_step(torch.randn(6, WIDTH).bfloat16(), device, False)
+    for assign in (False, True):
+        state = build(seed=7).state_dict()
+        with lossless(managed, device):
+            managed.load_state_dict(state, assign=assign)
+            resident.load_state_dict(state)
+            assert_models_agree(managed, resident, step, device=device)
+
+
+def test_weights_that_are_swapped_for_a_while_come_back_coded(device):
+    managed, resident = resident_pair(build())
+    step = make_step(torch.randn(6, WIDTH).bfloat16(), device, False)
+    with lossless(managed, device) as manager:
+        other = build(seed=3)[1].weight.data
+        kept = [model[1].weight.data for model in (managed, resident)]
+        for model in (managed, resident):
+            model[1].weight.data = other.clone()
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        assert len(coded_layers(manager)) == 3
+        for model, before in zip((managed, resident), kept, strict=True):
+            model[1].weight.data = before
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        assert len(coded_layers(manager)) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_another_dtype_is_another_weight(device, dtype):
+    managed, resident = resident_pair(build())
+    with lossless(managed, device) as manager:
+        for model in (managed, resident):
+            model.to(dtype)
+        step = make_step(torch.randn(6, WIDTH).to(dtype), device, False)
+        assert_models_agree(managed, resident, step, device=device)
+        assert not coded_layers(manager)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_that_are_trained_after_attach(device, fused):
+    managed, resident = resident_pair(build())
+    step = make_step(torch.randn(6, WIDTH).bfloat16(), device, False)
+    with lossless(managed, device) as manager:
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        optimizers = []
+        for model in (managed, resident):
+            model[1].weight.requires_grad_()
+            optimizers.append(torch.optim.AdamW([model[1].weight], lr=0.01, fused=fused))
+        for _ in range(3):
+            assert_models_agree(managed, resident, step, steps=1, device=device)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert_same(managed[1].weight, resident[1].weight)
+        assert [bool(layer.coded) for layer in manager.layers] == [True, False, True, True]
+
+
+def test_a_warning_says_once_that_weights_grew(caplog):
+    model = build()
+    with lossless(model):
+        for module in model:
+            whole_write(module.weight)
+            model(x_of(model, "cpu"))
+    told = [r.message for r in caplog.records if "not compressed any more" in r.message]
+    assert len(told) == 1 and "layer '0'" in told[0]
+
+
+def test_trained_weights_and_gathered_tables_stay_as_they_are():
+    model = nn.Sequential(nn.Embedding(300, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model = model.bfloat16().requires_grad_(False)
+    model[1].bias.requires_grad_()  # which leaves the device together with its weight
+    with lossless(model) as manager:
+        assert len(manager.layers) == 2 and not coded_layers(manager)
+        assert manager.attachment.arena.staging_bytes == 0
+
+
+# ---- the cache ----
+
+
+def count_encoded(monkeypatch):
+    counted = []
+    encode = _core.encode
+
+    def counting(*arguments):
+        counted.append(arguments)
+        return encode(*arguments)
+
+    monkeypatch.setattr(_core, "encode", counting)
+    return counted
+
+
+def test_a_second_attach_encodes_nothing(monkeypatch, cache):
+    model = build()
+    with lossless(model):
+        pass
+    files = sorted(os.listdir(cache))
+    assert len(files) == 8 and all(os.stat(cache / name).st_mode & 0o077 == 0 for name in files)
+    counted = count_encoded(monkeypatch)
+    for again in (model, build()):
+        with lossless(again) as manager:
+            assert len(coded_layers(manager)) == 4
+            assert_same(again.state_dict(), expected_of(build()))
+    assert not counted
+    assert sorted(os.listdir(cache)) == files
+
+
+@pytest.mark.parametrize("suffix", [".coded", ".raw"])
+@pytest.mark.parametrize("damage", ["bit", "short", "long", "empty"])
+def test_damaged_files_are_made_anew(monkeypatch, caplog, cache, suffix, damage):
+    managed, resident = resident_pair(build())
+    with lossless(managed):
+        pass
+    path = sorted(path for path in cache.iterdir() if path.suffix == suffix)[0]
+    whole = path.read_bytes()
+    broken = {
+        "bit": whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:],
+        "short": whole[:-7],
+        "long": whole + b"x",
+        "empty": b"",
+    }[damage]
+    os.unlink(path)  # what is attached or was, reads the old file
+    path.write_bytes(broken)
+    managed = copy.deepcopy(resident)
+    with lossless(managed) as manager:
+        assert len(coded_layers(manager)) == 4
+        step = make_step(torch.randn(6, WIDTH).bfloat16(), "cpu", False)
+        assert_models_agree(managed, resident, step, steps=1)
+        assert_same(managed.state_dict(), resident.state_dict())
+    assert path.read_bytes() == whole
+    told = [r.message for r in caplog.records if "is damaged" in r.message]
+    assert len(told) == (damage != "empty" or suffix == ".raw")
+
+
+def test_weights_of_a_checkpoint_are_read_from_it(monkeypatch, tmp_path, cache):
+    resident = build()
+    path = tmp_path / "model.safetensors"
+    save_file(resident.state_dict(), path)
+
+    def attach_again():
+        with oracle_offload.empty_weights():
+            model = build().bfloat16()
+        return model, attached(
+            model.requires_grad_(False), "cpu", weights=path, compress="lossless"
+        )
+
+    step = make_step(torch.randn(6, WIDTH).bfloat16(), "cpu", False)
+    counted = count_encoded(monkeypatch)
+    for _ in range(2):
+        model, context = attach_again()
+        with context as manager:
+            assert len(coded_layers(manager)) == 4
+            assert_models_agree(model, copy.deepcopy(resident), step, steps=1)
+            assert_same(model.state_dict(), resident.state_dict())
+        assert len(counted) == 4
+    assert {path.suffix for path in cache.iterdir()} == {".coded"}  # no copy of the checkpoint
+    other = build(seed=9)
+    save_file(other.state_dict(), path)  # another file by the same name
+    model, context = attach_again()
+    with context:
+        assert_same(model.state_dict(), other.state_dict())
+        assert_models_agree(model, other, step, steps=1)
+    assert len(counted) == 8
+
+
+def test_checkpoints_of_another_dtype_are_converted_and_coded(tmp_path):
+    resident = build()
+    path = tmp_path / "model.safetensors"
+    save_file({name: t.float() for name, t in resident.state_dict().items()}, path)
+    with oracle_offload.empty_weights():
+        model = build().bfloat16()
+    model.requires_grad_(False)
+    with attached(model, "cpu", weights=path, compress="lossless") as manager:
+        assert len(coded_layers(manager)) == 4
+        assert_same(model.state_dict(), resident.state_dict())
+        step = make_step(torch.randn(6, WIDTH).bfloat16(), "cpu", False)
+        assert_models_agree(model, resident, step, steps=1)
+
+
+def test_without_a_place_for_the_cache_weights_stay_as_they_are(monkeypatch, caplog, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(blocked))
+    managed, resident = resident_pair(build())
+    with lossless(managed) as manager:
+        assert not coded_layers(manager)
+        step = make_step(torch.randn(6, WIDTH).bfloat16(), "cpu", False)
+        assert_models_agree(managed, resident, step, steps=1)
+    told = [r.message for r in caplog.records if "cannot be written" in r.message]
+    assert len(told) == 1 and "ORACLE_OFFLOAD_CACHE_DIR" in told[0]
+
+
+def test_a_full_disk_leaves_weights_as_they_are(monkeypatch, caplog):
+    usage = type("usage", (), {"free": 1000})
+    monkeypatch.setattr("oracle_offload.compress.store.shutil.disk_usage", lambda path: usage)
+    model = build()
+    with lossless(model) as manager:
+        assert not coded_layers(manager)
+    assert any("has 1000 B left" in r.message for r in caplog.records)
+
+
+# ---- arguments, budgets, memory ----
+
+
+def test_the_summary_tells_both_sizes():
+    model = build()
+    with lossless(model) as manager:
+        weights = sum(module.weight.nbytes for module in model)
+        (usage,) = manager.memory_summary().devices[0].models
+        assert usage.compressed_bytes == weights
+        assert 0.5 * weights < usage.compressed_host_bytes < 0.8 * weights
+        assert usage.staging_bytes == manager.attachment.arena.staging_bytes > 0
+        assert usage.x_min_bytes < 0.8 * 2 * (
+            manager.attachment.weight_bytes - usage.capacity_bytes
+        )
+        text = str(manager.memory_summary())
+        assert "of them compressed on the host" in text and "512.00 KiB in " in text
+    with attached(model, "cpu") as manager:
+        assert "compressed" not in str(manager.memory_summary())
+
+
+@pytest.mark.parametrize("value", ["zip", True, 3, "LOSSLESS"])
+def test_other_values_are_refused(value):
+    with pytest.raises(
+        ValueError, match=rf"compress={value!r} is none of None, 'lossless', 'auto'"
+    ):
+        oracle_offload.attach(build(), "cpu", compress=value)
+
+
+def test_the_staging_memory_is_part_of_the_budget():
+    model = build(depth=8)
+    with lossless(model, vram_budget="2MiB") as manager:
+        arena = manager.attachment.arena
+        assert 0 < arena.staging_bytes <= _core.STAGING_BYTES
+        assert arena.capacity_bytes + arena.staging_bytes <= 2 << 20
+    staging = choice.staging_bytes(list(model.parameters()))
+    with pytest.raises(OffloadError, match="what compressed weights pass through"):
+        lossless(model, vram_budget=staging + 1000).__enter__()
+
+
+def test_auto_compresses_only_where_weights_travel():
+    model = build(depth=8)
+    with attached(model, "cpu", compress="auto", offload_percent=0.0) as manager:
+        assert not coded_layers(manager)
+    with attached(model, "cpu", compress="auto", offload_percent=1.0) as manager:
+        assert coded_layers(manager)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kind", compressed_memory.MOST)
+def test_locked_memory_falls_and_no_copy_stays(kind):
+    """128 MiB of weights, in a process of their own; the slow test has 1 GiB."""
+    compressed_memory.check(kind, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kind", compressed_memory.MOST)
+def test_locked_memory_falls_at_a_gibibyte(kind):
+    compressed_memory.check(kind, 128)
