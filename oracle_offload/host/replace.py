@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
+import time
 from collections.abc import Callable
 from typing import Any
 
+from .processes import is_alive
+
+_ABANDONED_S = 3600.0
 _NO_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # of file systems that sync files alone
 
 
@@ -66,6 +71,7 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Sink], object]) 
         could not bring the rename to the disk, the new file is there already.
     """
     path = os.fspath(path)
+    _remove_left_overs(path)
     beside = f"{path}.{os.getpid()}.new"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
     try:
@@ -85,6 +91,23 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Sink], object]) 
             os.unlink(beside)
         raise
     sync_folder(os.path.dirname(path) or ".")
+
+
+def _remove_left_overs(path: str) -> None:
+    """Delete what killed processes have begun to write beside `path`.
+
+    A process id may be another machine's, where folders are shared: so nothing goes that somebody
+    has written to in the last hour.
+    """
+    folder, name = os.path.split(path)
+    with contextlib.suppress(OSError):  # whoever may not list or delete leaves them there
+        for other in os.listdir(folder or "."):
+            match = re.fullmatch(re.escape(name) + r"\.(\d{1,9})\.new", other)
+            if match is None or is_alive(int(match[1])) is not False:
+                continue
+            found = os.path.join(folder, other)
+            if time.time() - os.stat(found).st_mtime > _ABANDONED_S:
+                os.unlink(found)
 
 
 def sync_folder(path: str) -> None:

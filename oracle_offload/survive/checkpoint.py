@@ -235,11 +235,22 @@ def _undo_rounding(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
     indices = [index for group in saved["param_groups"] for index in group["params"]]
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in zip(indices, held, strict=True):
-        state = optimizer.state.get(parameter, {})
-        for key, value in saved["state"].get(index, {}).items():
-            loaded = state.get(key)
-            if isinstance(value, Tensor) and isinstance(loaded, Tensor):
-                state[key] = loaded if loaded.dtype == value.dtype else value.to(loaded.device)
+        if parameter in optimizer.state:
+            state, before = optimizer.state[parameter], saved["state"].get(index, {})
+            optimizer.state[parameter] = _as_saved(state, before)
+
+
+def _as_saved(loaded: Any, saved: Any) -> Any:
+    """Return what was loaded, at any depth, with the dtypes that were saved."""
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        for key, value in saved.items():
+            if key in loaded:
+                loaded[key] = _as_saved(loaded[key], value)
+    elif type(loaded) in (list, tuple) and type(saved) in (list, tuple):
+        return type(loaded)(map(_as_saved, loaded, saved))
+    return loaded
 
 
 def _refuse_code(value: Any, where: str) -> None:

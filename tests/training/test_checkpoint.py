@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -306,6 +307,41 @@ def test_states_that_are_finer_than_their_parameters_are_not_rounded(tmp_path):
     expected = step()
     assert checkpoint.load() == 1 and model[1] not in optimizer.state
     assert_same(step(), expected)
+
+
+def test_states_inside_states_are_not_rounded_either(tmp_path):
+    """torch rounds what it finds in dicts and lists of a state, too."""
+    parameter = nn.Parameter(torch.randn(8).bfloat16())
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    fine = [torch.randn(8) for _ in range(4)]
+    nested = {"list": [fine[0], {"deep": fine[1]}], "tuple": (fine[2], 3), "alone": fine[3]}
+    optimizer.state[parameter] = {"nested": nested, "count": 7}
+    checkpoint = Checkpoint(tmp_path / "x.pt", nn.ParameterList([parameter]), optimizer=optimizer)
+    checkpoint.save(1)
+    optimizer.state.clear()
+    checkpoint.load()
+    state = optimizer.state[parameter]
+    found = state["nested"]
+    assert state["count"] == 7 and found["tuple"][1] == 3
+    inner = [found["list"][0], found["list"][1]["deep"], found["tuple"][0], found["alone"]]
+    assert all(tensor.dtype is torch.float32 for tensor in inner)
+    assert_same(inner, fine)
+
+
+def test_a_later_save_deletes_what_killed_ones_have_left(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    path, day = tmp_path / "x.pt", time.time() - 86400
+    old = {f"x.pt.{ended.pid}.new": False, f"x.pt.{os.getppid()}.new": True, "x.pt.a.new": True}
+    old |= {f"y.pt.{ended.pid}.new": True, f"x.pt.{ended.pid}.newer": True}
+    for name in old:
+        (tmp_path / name).write_bytes(b"half")
+        os.utime(tmp_path / name, (day, day))
+    replace_file(path, lambda sink: sink.write(b"whole"))
+    assert {name: (tmp_path / name).exists() for name in old} == old
+    (tmp_path / f"x.pt.{ended.pid}.new").write_bytes(b"of another machine, perhaps")
+    replace_file(path, lambda sink: sink.write(b"again"))
+    assert (tmp_path / f"x.pt.{ended.pid}.new").exists() and path.read_bytes() == b"again"
 
 
 def test_rates_that_numpy_has_computed_are_numbers(tmp_path):
