@@ -174,6 +174,8 @@ def find_batch_size(
         state.end()
     if remember:
         found = Known(search.good, search.bad, free)
+        if known.good is not None and search.good == maximum is not None and known.good > maximum:
+            found = known  # nothing larger was tried this time
         known_sizes.remember(name, found, type(model).__name__)
     if search.good is None:
         raise no_room_error(f"not even a batch of {minimum} fits: {why}")

@@ -365,6 +365,20 @@ def test_sizes_are_remembered_and_used_and_kept_apart(cache):
     assert run.find(remember=True, maximum=4).attempts == ((4, True),)
 
 
+def test_a_smaller_maximum_forgets_no_larger_size(cache):
+    def find(maximum):
+        def step(size):
+            if size > 20:
+                raise torch.OutOfMemoryError("CUDA out of memory. planned")
+
+        model = nn.Linear(1, 1)
+        return find_batch_size(step, model, start=2, maximum=maximum, steps=1, remember=True)
+
+    assert int(find(32)) == 20
+    assert find(8).attempts == ((8, True),)
+    assert find(32).attempts == ((20, True),), "as if the smaller had not been asked for"
+
+
 def test_what_was_too_large_is_tried_again_where_it_may_fit_now(cache, monkeypatch):
     run = Run().begin()
     run.limit = 11
