@@ -36,6 +36,7 @@ class Settings:
     dataset_file: str = _option(
         "", "model and data", 'JSONL, one {"text": ...} or {"image": ..., "text": ...} a line; or '
         "a folder of .txt files, or of images with .txt captions beside them", metavar="PATH",
+        decides=True,
     )  # fmt: skip
     eval_file: str = _option(
         "", "model and data", "data of the same kind to evaluate on", metavar="PATH"

@@ -37,6 +37,17 @@ def test_every_setting_is_a_flag_and_help_tells_all(capsys):
     assert "(default: 0.0001)" in told and "(default: yes)" in told and "(default: no)" in told
 
 
+def test_other_data_are_another_training(tmp_path):
+    from oracle_offload.trainer.resuming import STATE, note_settings, refuse_another
+
+    settings = parsed("--steps", "1")
+    note_settings(tmp_path, settings)
+    (tmp_path / STATE).write_bytes(b"")
+    refuse_another(tmp_path, settings)
+    with pytest.raises(SettingsError, match="dataset_file was 'd', is 'other'"):
+        refuse_another(tmp_path, dataclasses.replace(settings, dataset_file="other"))
+
+
 def test_the_defaults_and_what_follows_from_them():
     settings = parsed()
     assert settings == Settings(model="m", dataset_file="d")
