@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..host.replace import replace_file
 from ..sizes import format_size
 from .page import fragment, page
 from .schema import schema
@@ -405,9 +406,7 @@ def write_whole(target: Path, data: bytes) -> None:
     OSError
         It cannot be written.
     """
-    part = target.with_name(target.name + ".part")
-    part.write_bytes(data)
-    part.replace(target)
+    replace_file(target, lambda sink: sink.write(data))
 
 
 def format_of(path: Any, format: str | None = None) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import gc
 import io
 import itertools
 import json
 import logging
+import os
 import re
 import weakref
 from pathlib import Path
@@ -628,6 +630,24 @@ def test_a_csv_has_a_row_for_each_event_and_a_column_for_each_counter(recording)
         step["counters"]["h2d_bytes"] for step in recording.steps()
     ]
     assert float(rows[0]["t_s"]) == recording.events[0]["t_s"]
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(recording, tmp_path, monkeypatch):
+    path = tmp_path / "run.jsonl"
+    path.write_text("old")
+    before = os.write
+
+    def full(file, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        recording.export(path)
+    monkeypatch.setattr(os, "write", before)
+    assert [one.name for one in tmp_path.iterdir()] == ["run.jsonl"]
+    assert path.read_text() == "old"
+    recording.export(path)
+    assert path.read_text() != "old" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_what_is_written_is_read_again(recording, tmp_path):
