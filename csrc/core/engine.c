@@ -421,7 +421,9 @@ again:
     else
         OO_TRY(oo__acquire_late(engine, id, &use->fetched));
     oo__note_stamp(engine, member, request->stamp);
+    OO_TRY(oo__pace_end(engine, stream));
     OO_TRY(oo__order_after_copy(engine, id, stream));
+    OO_TRY(oo__pace_begin(engine, id, stream));
     OO_TRY(oo__row_begin(engine, unit, stream));
     oo_plan_pin(engine->plan, id);
     oo__uses_here++;

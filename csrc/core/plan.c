@@ -16,7 +16,9 @@ enum { OO_CANDIDATES = 32, OO_CONTEXT = 256 }; /* bounds of one search for a mat
 enum { OO_LOOKAHEAD = 16 };                    /* uses of a unit looked at to find one far off */
 enum { OO_FEW = 400 };                         /* units in the arena that are all looked at */
 enum { OO_MANY_ROUNDS = 8 };                   /* after which samples are no interruption */
-#define OO_NOWHERE UINT64_MAX                  /* an index into the trace that is none */
+enum { OO_MEASURED = 4, OO_REMEASURED_ONE_IN = 4093 }; /* forwards of each unit; of all, a prime */
+static const double oo__memory = 15.0 / 16;            /* of copies that were measured */
+#define OO_NOWHERE UINT64_MAX                          /* an index into the trace that is none */
 
 struct oo_trace_entry {
     uint32_t unit;
@@ -39,13 +41,14 @@ struct oo_ahead {
 struct oo_plan_unit {
     size_t bytes;
     struct oo_block *block;
-    uint64_t last;  /* index of its latest visit */
-    uint64_t mark;  /* scratch: the walk over the trace that has met it */
-    size_t home;    /* position in the arena */
-    uint32_t rank;  /* its place among the homes, from 1; 0: it has none */
-    uint64_t round; /* the latest one laid with it */
-    size_t place;   /* in that: a position in the arena, OO_IN_RING or OO_ANYWHERE */
-    double seconds; /* of a forward, until the next unit's; 0: not known */
+    uint64_t last;     /* index of its latest visit */
+    uint64_t mark;     /* scratch: the walk over the trace that has met it */
+    size_t home;       /* position in the arena */
+    uint32_t rank;     /* its place among the homes, from 1; 0: it has none */
+    uint64_t round;    /* the latest one laid with it */
+    size_t place;      /* in that: a position in the arena, OO_IN_RING or OO_ANYWHERE */
+    double seconds;    /* of a forward, until the next visit; 0: not known */
+    uint32_t measured; /* so often */
     uint32_t pins;
     uint8_t ahead, removed;
 };
@@ -80,8 +83,8 @@ struct oo_plan {
     uint64_t home_layout; /* the arena's layout that they were given in */
     size_t home_end;      /* where the next one may begin */
     struct oo_rounds rounds;
-    struct oo_turn *turns; /* scratch */
-    double link_bps;       /* 0: not known */
+    struct oo_turn *turns;         /* scratch */
+    double copied_bytes, copied_s; /* the latest copies */
     uint64_t allocations;
 };
 
@@ -346,7 +349,7 @@ static void oo__lay_round(struct oo_plan *plan, uint64_t visits) {
     for (const struct oo_segment *s = plan->arena.segments; s && s->next; s = s->next)
         lost += largest;
     const size_t room = plan->arena.total_bytes > lost ? plan->arena.total_bytes - lost : 0;
-    (void)oo_round_settle(plan->turns, count, room, plan->link_bps);
+    (void)oo_round_settle(plan->turns, count, room, oo_plan_link_bps(plan));
     rounds->number++;
     rounds->layout = plan->arena.layout;
     for (size_t i = 0; i < count; i++) {
@@ -365,9 +368,9 @@ static void oo__lay_round(struct oo_plan *plan, uint64_t visits) {
 }
 
 /* Whether the visits that are expected until this unit's next one are a round: forward, as were as
- * many before. Training's forward is none, as its units are used next in its backward. Between
- * training steps only many rounds are worth it: the way there, and back to the homes, costs as many
- * bytes as the arena holds. */
+ * many before. Training's forward is none, as its units are used next
+ * in its backward. Between training steps only many rounds are worth it: the way there, and back to
+ * the homes, costs as many bytes as the arena holds. */
 static void oo__learn_round(struct oo_plan *plan) {
     struct oo_rounds *rounds = &plan->rounds;
     const struct oo_trace_entry *current = oo__visit_at(plan, plan->now - 1);
@@ -375,9 +378,12 @@ static void oo__learn_round(struct oo_plan *plan) {
     if (!oo__remembered(plan, plan->match))
         return;
     const uint64_t next = oo__visit_at(plan, plan->match)->next, visits = next - plan->match;
-    const uint64_t before =
-        current->forwards == plan->now ? current->forwards : current->forwards / OO_MANY_ROUNDS;
-    rounds->on = visits < oo__visit_at(plan, next)->forwards && visits < before;
+    /* The second round is measured, where anything is. */
+    const int waits = oo_plan_link_bps(plan) > 0 && plan->units[current->unit].measured == 0;
+    const uint64_t rounds_before =
+        current->forwards < plan->now ? OO_MANY_ROUNDS : 1 + (uint64_t)waits;
+    rounds->on =
+        visits < oo__visit_at(plan, next)->forwards && visits < current->forwards / rounds_before;
     const int is_known =
         plan->units[current->unit].round == rounds->number && rounds->layout == plan->arena.layout;
     if (rounds->on && !is_known)
@@ -472,8 +478,27 @@ void oo_plan_took(struct oo_plan *plan, uint32_t unit, double seconds) {
     double *known = &plan->units[unit].seconds;
     /* Whatever disturbs a measurement makes it longer. */
     *known = *known <= 0 || seconds < *known ? seconds : *known + (seconds - *known) / 8;
+    plan->units[unit].measured++;
 }
-void oo_plan_link(struct oo_plan *plan, double link_bps) { plan->link_bps = link_bps; }
+
+void oo_plan_copied(struct oo_plan *plan, size_t bytes, double seconds) {
+    plan->copied_bytes = plan->copied_bytes * oo__memory + (double)bytes;
+    plan->copied_s = plan->copied_s * oo__memory + seconds;
+}
+
+int oo_plan_wants_seconds(const struct oo_plan *plan) {
+    const struct oo_trace_entry *current = oo__visit_at(plan, plan->now - 1);
+    return current->kind == OO_FORWARD && current->previous != OO_NOWHERE &&
+           (plan->units[current->unit].measured < OO_MEASURED ||
+            plan->now % OO_REMEASURED_ONE_IN == 0);
+}
+
+double oo_plan_seconds(const struct oo_plan *plan, uint32_t unit) {
+    return plan->units[unit].seconds;
+}
+double oo_plan_link_bps(const struct oo_plan *plan) {
+    return plan->copied_s > 0 ? plan->copied_bytes / plan->copied_s : 0;
+}
 
 uint64_t oo_plan_first_visit(const struct oo_plan *plan) {
     return plan->now < OO_TRACE ? 0 : plan->now - OO_TRACE + 1;

@@ -37,11 +37,17 @@ uint32_t oo_plan_pins(const struct oo_plan *plan, uint32_t unit);
 /* A unit is used now. Each of its members' uses is a visit of its own: between them the unit is
  * needed at once again, and must not look as if it were done with. */
 void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind);
-/* What was measured, as it comes: seconds from the begin of the unit's forward to that of the next
- * unit's, without waits for copies; bytes a second of the link. Without both the plan goes by
- * visits alone. */
+/* Whether to measure from here to the next visit: a forward that has been made before, since a
+ * first one pays for more than itself, and few times, then now and then. */
+int oo_plan_wants_seconds(const struct oo_plan *plan);
+/* What was measured, as it comes: seconds from the begin of the unit's forward to the next visit,
+ * without waits for copies; and copies of so many bytes of units, as they lie in the arena. Before
+ * both are known the plan goes by visits alone. */
 void oo_plan_took(struct oo_plan *plan, uint32_t unit, double seconds);
-void oo_plan_link(struct oo_plan *plan, double link_bps);
+void oo_plan_copied(struct oo_plan *plan, size_t bytes, double seconds);
+/* What is known by now; 0: nothing. */
+double oo_plan_seconds(const struct oo_plan *plan, uint32_t unit);
+double oo_plan_link_bps(const struct oo_plan *plan);
 /* The visits that are remembered: numbers from the first one to the one before the end. */
 uint64_t oo_plan_first_visit(const struct oo_plan *plan);
 uint64_t oo_plan_end_of_visits(const struct oo_plan *plan);

@@ -36,7 +36,7 @@ struct oo_span {
 /* One span in so many is measured, unless a timeline is being recorded: each takes three calls. */
 enum { OO_SAMPLED_ONE_IN = 16 };
 /* Spans pending at once. When the host runs further ahead of the device, fewer are measured. */
-enum { OO_SPANS = 64, OO_SPANS_TRACED = 1 << 18 };
+enum { OO_SPANS = 128, OO_SPANS_TRACED = 1 << 18 };
 
 struct oo_spans {
     struct oo_span *pending; /* ring of `capacity`, a power of two */
@@ -241,6 +241,13 @@ struct oo_unit {
     double stall_seconds;
 };
 
+/* From the begin of a forward to the next visit, where that is measured. */
+struct oo_pace {
+    uint32_t unit;
+    OOCUstream stream;
+    struct oo_event *begin; /* NULL: it is not */
+};
+
 /* The last reads of masters where they lie, one entry for each stream. */
 struct oo_reads {
     struct oo_last_use last[OO_USES]; /* beyond OO_STREAMS while the driver refuses to wait */
@@ -325,6 +332,7 @@ struct oo_engine {
     struct oo_feeder feeder;
     OOCUdeviceptr unfinished; /* gradient whose download failed and could not be waited for */
     struct oo_spans spans;
+    struct oo_pace pace;
     struct oo_journal journal;
     struct oo_stats stats; /* the engine's own: what belongs to no model */
 };

@@ -125,6 +125,7 @@ static int oo__harvest_one(struct oo_engine *engine) {
         case OO_TRACE_H2D:
             stats->h2d_seconds += seconds;
             stats->h2d_timed_bytes += span->bytes;
+            oo_plan_copied(engine->plan, engine->units[span->unit].device_bytes, seconds);
             break;
         case OO_TRACE_D2H:
             stats->d2h_seconds += seconds;
@@ -144,7 +145,9 @@ static int oo__harvest_one(struct oo_engine *engine) {
                 engine->units[span->unit].stall_seconds += seconds;
             }
             break;
-        case OO_TRACE_COMPUTE:
+        case OO_TRACE_COMPUTE: /* without a row it was measured for the plan */
+            if (!span->traced)
+                oo_plan_took(engine->plan, span->unit, seconds);
             break;
         }
         if (span->traced)
@@ -185,14 +188,17 @@ static int oo__spans_make_room(struct oo_engine *engine) {
 
 /* Samples are one in so many, and of a step that repeats none is always the one: whatever its
  * length, the multiples of the golden ratio fall on each of its spans as often. */
+static int oo__is_sampled(struct oo_spans *spans, enum oo_trace_kind kind) {
+    return spans->seen[kind]++ * oo__golden < UINT32_MAX / OO_SAMPLED_ONE_IN;
+}
+
 int oo__is_measured(struct oo_engine *engine, enum oo_trace_kind kind) {
     struct oo_spans *spans = &engine->spans;
     if (!engine->driver.cuEventElapsedTime)
         return 0;
     if (spans->tracing)
         return 1;
-    return kind != OO_TRACE_COMPUTE &&
-           spans->seen[kind]++ * oo__golden < UINT32_MAX / OO_SAMPLED_ONE_IN;
+    return kind != OO_TRACE_COMPUTE && oo__is_sampled(spans, kind);
 }
 
 void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t unit, uint64_t bytes,
@@ -241,8 +247,47 @@ enum oo_status oo__span_end(struct oo_engine *engine, enum oo_trace_kind kind, u
     return status;
 }
 
+/* ---- what the plan is told ---- */
+
+void oo__pace_forget(struct oo_engine *engine) {
+    oo__event_give(engine, engine->pace.begin);
+    engine->pace.begin = NULL;
+}
+
+enum oo_status oo__pace_end(struct oo_engine *engine, OOCUstream stream) {
+    struct oo_pace *pace = &engine->pace;
+    struct oo_event *end = NULL;
+    enum oo_status status = OO_OK;
+    /* Under a timeline it would be a row. */
+    if (pace->begin && pace->stream == stream && !engine->spans.tracing)
+        status = oo__timed_record(engine, stream, &end);
+    if (!end)
+        oo__pace_forget(engine);
+    else
+        oo__span_add(engine, OO_TRACE_COMPUTE, pace->unit, 0, pace->begin, end);
+    pace->begin = NULL;
+    return status;
+}
+
+/* Half of the room for spans is for others. What has not ended when it is asked costs a call. */
+static int oo__pace_has_room(struct oo_engine *engine) {
+    struct oo_spans *spans = &engine->spans;
+    if (spans->tail - spans->head >= OO_SPANS / 2 && oo__is_sampled(spans, OO_TRACE_COMPUTE))
+        oo__spans_harvest(engine);
+    return spans->tail - spans->head < OO_SPANS / 2;
+}
+
+enum oo_status oo__pace_begin(struct oo_engine *engine, uint32_t unit, OOCUstream stream) {
+    if (engine->spans.tracing || !engine->driver.cuEventElapsedTime ||
+        !oo_plan_wants_seconds(engine->plan) || !oo__pace_has_room(engine))
+        return OO_OK;
+    engine->pace = (struct oo_pace){unit, stream, NULL};
+    return oo__timed_record(engine, stream, &engine->pace.begin);
+}
+
 void oo__spans_free(struct oo_engine *engine) {
     struct oo_spans *spans = &engine->spans;
+    oo__pace_forget(engine);
     while (spans->head != spans->tail) {
         oo__event_give(engine, oo__span_at(spans, spans->head)->begin);
         oo__event_give(engine, oo__span_at(spans, spans->head)->end);

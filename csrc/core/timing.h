@@ -37,6 +37,15 @@ struct oo_span *oo__span_at(const struct oo_spans *spans, uint64_t index);
 void oo__spans_harvest(struct oo_engine *engine);
 void oo__spans_free(struct oo_engine *engine);
 
+/* ---- what the plan is told ---- */
+
+/* The visit before ends, if it was on this stream: from here on it is a copy that is waited for. */
+enum oo_status oo__pace_end(struct oo_engine *engine, OOCUstream stream);
+/* The current visit's kernels begin. */
+enum oo_status oo__pace_begin(struct oo_engine *engine, uint32_t unit, OOCUstream stream);
+/* The unit is gone, or the device. */
+void oo__pace_forget(struct oo_engine *engine);
+
 /* ---- rows of the timeline, while one is recorded ---- */
 
 /* A use begins on `stream`. When there are more uses at a time than there is room for, some get no

@@ -208,7 +208,8 @@ static void test_a_timeline_that_cannot_be_read_is_an_error(void) {
     world_close(&w, "timeline");
 }
 
-/* A hit whose copy the stream has waited for already: the timeline alone would record more. */
+/* A hit in a backward, whose copy the stream has waited for already: the timeline alone would
+ * record more. */
 static void test_a_hit_records_no_event_without_a_timeline(void) {
     struct world w;
     struct oo_use held;
@@ -216,7 +217,7 @@ static void test_a_hit_records_no_event_without_a_timeline(void) {
     world_open(&w, 400000, -1);
     need(use(&w, 3, OO_FORWARD), "copy");
     const uint64_t records = sim.simCallCount("cuEventRecord");
-    need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &held), "hit");
+    need(acquire(w.engine, w.member[3], w.stream, 0, OO_BACKWARD, 1, 0, &held), "hit");
     CHECK(sim.simCallCount("cuEventRecord") == records, "%llu records",
           (unsigned long long)(sim.simCallCount("cuEventRecord") - records));
     need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");

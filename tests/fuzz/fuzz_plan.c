@@ -294,7 +294,7 @@ static void one_call(struct model *m, struct input *in) {
     }
     if (kind == OO_FORWARD && call < 8) {
         oo_plan_took(m->plan, unit, (double)below(in, 100) / 10);
-        oo_plan_link(m->plan, (double)below(in, 4) * GRAIN);
+        oo_plan_copied(m->plan, below(in, 4) * GRAIN, 0.5);
     }
     (void)oo_plan_block_bytes(m->plan);
 }

@@ -1,0 +1,100 @@
+/* What the plan is told: seconds of forwards, and the speed of the link. */
+#include "timing.h"
+#include "world.h"
+
+#include <math.h>
+
+static double seconds_of(unsigned i) { return (double)(i + 1) * 10e-6; }
+
+static void sweep(struct world *w, enum oo_kind kind, int64_t task) {
+    for (unsigned i = 0; i < UNITS; i++) {
+        struct oo_use use;
+        struct oo_fetched fetched;
+        need(acquire_launched(w->engine, w->member[i], w->stream, 0, kind, task, seconds_of(i), 0,
+                              &use),
+             "acquire");
+        need(oo_engine_release(w->engine, use.ticket, w->stream, 0, &fetched), "release");
+    }
+    double end_s;
+    sim.simFinish(&end_s);
+}
+
+static unsigned known(const struct world *w) {
+    unsigned count = 0;
+    for (unsigned i = 0; i < UNITS; i++) {
+        const double seconds = oo_plan_seconds(w->engine->plan, w->unit[i]);
+        CHECK(seconds <= 0 || fabs(seconds - seconds_of(i)) < 1e-6, "unit %u takes %.9f s", i,
+              seconds);
+        count += seconds > 0;
+    }
+    return count;
+}
+
+/* Waits for copies are left out: most units are streamed here. The first sweep is not measured, as
+ * it pays for more than its kernels. */
+static void test_seconds_of_forwards_are_learned(void) {
+    struct world w;
+    struct sim_device device;
+    world_open(&w, 60000, -1);
+    sim.simGetDevice(0, &device);
+    sweep(&w, OO_FORWARD, -1);
+    oo__spans_harvest(w.engine);
+    CHECK(known(&w) == 0, "%u known after the first sweep", known(&w));
+    for (int i = 0; i < 8; i++)
+        sweep(&w, OO_FORWARD, -1);
+    oo__spans_harvest(w.engine);
+    CHECK(known(&w) == UNITS, "%u of %u known", known(&w), UNITS);
+    const double bps = oo_plan_link_bps(w.engine->plan);
+    CHECK(bps > 0 && bps <= device.link_gbps * 1e9, "%.3g bytes a second", bps);
+    world_close(&w, "forwards");
+}
+
+static void test_a_backward_tells_nothing(void) {
+    struct world w;
+    world_open(&w, 60000, -1);
+    for (int i = 0; i < 4; i++)
+        sweep(&w, OO_BACKWARD, i);
+    oo__spans_harvest(w.engine);
+    CHECK(known(&w) == 0, "%u known", known(&w));
+    world_close(&w, "backwards");
+}
+
+/* What begins on one stream does not end on another, nor under a timeline: it would be a row. */
+static void test_a_measurement_is_given_up_where_it_cannot_end(void) {
+    struct world w;
+    struct oo_trace_row *rows;
+    size_t count;
+    world_open(&w, 400000, -1);
+    for (int i = 0; i < 2; i++)
+        need(use(&w, 3, OO_FORWARD), "use");
+    CHECK(w.engine->pace.begin != NULL, "nothing is measured");
+    need(oo_trace_start(w.engine), "trace");
+    need(use(&w, 4, OO_FORWARD), "use");
+    CHECK(w.engine->pace.begin == NULL, "it goes on under a timeline");
+    need(oo_trace_stop(w.engine, &rows, &count), "trace");
+    for (size_t i = 0; i < count; i++)
+        CHECK(rows[i].kind != OO_TRACE_COMPUTE || rows[i].unit == w.unit[4], "a row of unit %u",
+              rows[i].unit);
+    oo_trace_free(rows);
+    need(use(&w, 3, OO_FORWARD), "use");
+    CHECK(w.engine->pace.begin != NULL, "nothing is measured");
+    const uintptr_t stream = w.stream;
+    w.stream = (uintptr_t)w.engine->d2h;
+    need(use(&w, 4, OO_BACKWARD), "use");
+    w.stream = stream;
+    CHECK(w.engine->pace.begin == NULL, "it goes on, on another stream");
+    oo__spans_harvest(w.engine);
+    CHECK(oo_plan_seconds(w.engine->plan, w.unit[3]) <= 0, "%.9f s",
+          oo_plan_seconds(w.engine->plan, w.unit[3]));
+    world_close(&w, "given up");
+}
+
+static const struct check_case cases[] = {
+    CASE(test_seconds_of_forwards_are_learned),
+    CASE(test_a_backward_tells_nothing),
+    CASE(test_a_measurement_is_given_up_where_it_cannot_end),
+};
+
+int main(int argc, char **argv) {
+    return check_main(argc, argv, cases, CHECK_COUNT(cases), world_prepare);
+}
