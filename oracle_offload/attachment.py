@@ -89,6 +89,8 @@ class Attachment:
         self.traffic = Traffic(self.name)
         self.gradients = Gradients(state, self.pieces.may_lock_beside)
         self.stand_ins = StandIns(self.gradients)
+        with torch.inference_mode(False):
+            self.sequence = torch.zeros(1)  # in compiled code each use of a layer writes it
         self._pid = os.getpid()
         self._replaced_outside = False  # masters lie in no piece, perhaps only for a while
         self._replaced_warning_shown = False

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .layers import trial
-from .layers.swap import HANDLE, is_managed
+from .layers.swap import HANDLE, is_exporting, is_managed, refuse_tracing
 from .locks import Lock
 from .structure import Structure
 from .watch import DirectUses, Watch
@@ -40,7 +40,7 @@ def _untraced(function: _Function) -> _Function:
 
 def _untraced_alone(function: _Function) -> _Function:
     """Let torch.compile run `function` as it is, but compile what it calls."""
-    return cast("_Function", torch.compiler.disable(function, recursive=False))
+    return cast("_Function", torch._dynamo.decorators.skip(function))
 
 
 def is_watched() -> bool:
@@ -161,7 +161,7 @@ class FirstForward:
         return Watch(root, inputs), code
 
     @_untraced
-    def direct_uses(self, watch: Watch) -> AbstractContextManager[object]:
+    def direct_uses(self, watch: Watch, compiling: bool) -> AbstractContextManager[object]:
         """Return what moves weights that a watched forward uses directly, where that is likely.
 
         That is under adapters, and under a trainer's own ``model.forward``. Elsewhere it would do
@@ -171,7 +171,7 @@ class FirstForward:
         root = self._structure.module
         parts = self._modules()
         calls = (part.__dict__.get(_SLOT) for part in parts)
-        if root is None or any(_is_compiled(call) for call in calls) or _compiling():
+        if root is None or compiling or any(_is_compiled(call) for call in calls):
             return contextlib.nullcontext()
         adapted = any("base_layer" in part._modules for part in parts)
         if not adapted and "forward" not in root.__dict__:
@@ -236,6 +236,8 @@ class _Entry:
 
     @_untraced_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_exporting():
+            refuse_tracing("torch.export")
         module = cast("nn.Module", self._module())
         call = self.call or module._call_impl
         watch, code = self._first_forward.watch(module, (args, kwargs))
@@ -243,7 +245,9 @@ class _Entry:
             return call(*args, **kwargs)
         set_watched(True)
         try:
-            with watch, self._first_forward.direct_uses(watch):
+            # Asked here: in `direct_uses`, which torch.compile leaves alone, nothing is compiled.
+            compiling = bool(_compiling())
+            with watch, self._first_forward.direct_uses(watch, compiling):
                 result = call(*args, **kwargs)
         finally:
             set_watched(False)

@@ -12,7 +12,8 @@ A milder one watches the first forward of every attached model, see `oracle_offl
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,15 @@ from .engines import DeviceState, Layout, open_states
 from .errors import OffloadError
 from .exemption import is_exempt
 from .geometry import Spans, memory_of
+from .layers.traced import kernel_of
 from .operators import Operator, operator_of, run_in_mode, tensors_in
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _untraced(function: _Function) -> _Function:
+    """Let torch.compile run `function`, and what it calls, as it is."""
+    return cast("_Function", torch.compiler.disable(function))
 
 
 class Witness(TorchDispatchMode):
@@ -64,6 +73,7 @@ class Witness(TorchDispatchMode):
         self._masters = Spans([])
         self._arena = Spans([])
 
+    @_untraced
     def __enter__(self) -> Witness:
         states = self._map_memory()
         if self.clock:
@@ -96,6 +106,7 @@ class Witness(TorchDispatchMode):
         )
         return states
 
+    @_untraced
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)  # type: ignore[no-untyped-call]
         for state in self._clocked:
@@ -107,6 +118,12 @@ class Witness(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if (kernel := kernel_of(func)) is not None:  # a managed layer: what it runs is looked at
+            super().__enter__()  # type: ignore[no-untyped-call]
+            try:
+                return kernel(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         operator = operator_of(func)
         if not operator.touches_bytes:
             return func(*args, **kwargs)

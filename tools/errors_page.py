@@ -347,6 +347,20 @@ NOTES: dict[str, dict[str, str]] = {
             "`create_graph=True` (gradient penalties, MAML) needs the weights of these layers"
             " a second time. Leave those layers resident."
         ),
+        "cannot trace an attached model": (
+            "These tracers write down what one call computed with; a managed layer has its weights "
+            "for that call alone. Detach, then trace. `torch.compile` works: [compile](compile.md)."
+        ),
+        "compiled code computes with a managed layer": (
+            "The model was detached while compiled code ran, in another thread. Call it again."
+        ),
+        "inside a compiled forward": (
+            "A parametrisation or `functional_call` stands in the place of a Parameter. Leave that "
+            "layer resident, or do not compile it."
+        ),
+        "was replaced through .data between a compiled": (
+            "Something re-pointed a weight between forward and backward. Do it between steps."
+        ),
         "torch.func transforms over": (
             "`vmap`, `grad`, `jvp` and the like call the layer with tensors that are none. "
             "Leave it resident, or detach."

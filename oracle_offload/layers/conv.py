@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..autocast import cast_dtype, cast_input
+from . import traced
 from .inherited import WithInherited
 from .leaf import Tensors
 from .loan import Needs, node_of
+from .swap import untraced
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
@@ -27,6 +29,7 @@ class ConvLayer(WithInherited):
     names = ("weight", "bias")
     required = ("weight",)
     backward_reads = ("weight",)
+    operator = staticmethod(traced.convolution)
     # Of the operator: what padding_mode and 'same' leave to it. Set for each call.
     arguments: tuple[Any, ...] = ()
     stride: tuple[int, ...]
@@ -96,25 +99,58 @@ class ConvLayer(WithInherited):
         """
         self.arguments = self.arguments_of(module)
         self.stride, self.dilation, self.groups = module.stride, module.dilation, module.groups
-        self.pad: list[int] | None = None
-        self.pad_mode = "constant"
+        self.padding, self.pad, self.pad_mode = self.padding_of(module)
+
+    def padding_of(self, module: Any) -> tuple[tuple[int, ...], list[int] | None, str]:
+        """Return the operator's own padding, and what ``F.pad`` takes before it."""
         if module.padding_mode != "zeros":
-            self.pad = list(module._reversed_padding_repeated_twice)
-            self.pad_mode = module.padding_mode
-            self.padding = self.none
-        elif module.padding == "valid":
-            self.padding = self.none
-        elif module.padding == "same":
-            left, extra = [], []
-            for size, step in zip(self.arguments[-1][2:], module.dilation, strict=True):
-                total = step * (size - 1)
-                left.append(total // 2)
-                extra.append(total - 2 * (total // 2))
-            self.padding = tuple(left)
-            if any(extra):
-                self.pad = [side for after in reversed(extra) for side in (0, after)]
-        else:
-            self.padding = module.padding
+            return self.none, list(module._reversed_padding_repeated_twice), module.padding_mode
+        if module.padding == "valid":
+            return self.none, None, "constant"
+        if module.padding != "same":
+            return module.padding, None, "constant"
+        left, extra = [], []
+        sizes = module._parameters["weight"].shape[2:]
+        for size, step in zip(sizes, module.dilation, strict=True):
+            total = step * (size - 1)
+            left.append(total // 2)
+            extra.append(total - 2 * (total // 2))
+        pad = [side for after in reversed(extra) for side in (0, after)] if any(extra) else None
+        return tuple(left), pad, "constant"
+
+    def traced(self, module: Any, x: Tensor) -> Tensor:
+        """Pad and batch where a compiler sees it, then compute by the operator."""
+        if "_conv_forward" in module.__dict__:  # a patch, which pads in its own way
+            return cast("Tensor", untraced(self, x))
+        padding, pad, mode = self.padding_of(module)
+        if x.is_cpu is not self.on_cpu:
+            x = x.to(self.state.device)
+        if pad is not None and mode != "constant":
+            x = F.pad(x, pad, mode=mode)
+        dtype = cast_dtype(self.device_type)
+        if dtype is not None:
+            x = cast_input(x, dtype)
+        batched = x.dim() == self.axes + 2
+        if not batched:
+            x = x.unsqueeze(0)
+        if pad is not None and mode == "constant":
+            x = F.pad(x, pad)
+        arguments = module.stride, padding, module.dilation, module.groups
+        y = self.operate(module, x, dtype, *arguments)
+        return y if batched else y.squeeze(0)
+
+    def look_at_arguments(self) -> None:
+        """Before a use by the operator: see to what the module computes with beside tensors."""
+        module = cast("Any", self.module())
+        if self.arguments != self.arguments_of(module):
+            self.read_arguments(module)
+
+    def restore(self, ctx: Any, x: Tensor | None, shape: torch.Size, stride: Any) -> None:
+        """Put into `ctx` what `record` had kept there."""
+        ctx.geometry = shape, stride
+        ctx.saves_input = x is not None
+        if x is not None:
+            ctx.save_for_backward(x)
 
     def compute(self, x: Tensor, tensors: Any) -> Tensor:
         """``at::convolution`` with the layer's arguments."""

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._core import FORWARD, RECOMPUTE
 from ..errors import NoRoomError, OffloadError
 from ..exemption import exempt
 from ..geometry import tensor_bytes
+from . import traced
 from .inherited import WithInherited
 from .leaf import Tensors
 from .loan import Cast, Compute, Needs, node_of
+from .swap import untraced
 
 if TYPE_CHECKING:
     from ..structure import Structure
 
-_graph_task = torch._C._current_graph_task_id
 _from_dlpack = torch._C._from_dlpack
 _backward = torch.ops.aten.embedding_backward
 
@@ -38,6 +38,7 @@ class EmbeddingLayer(WithInherited):
     required = ("weight",)
     backward_reads = ()
     node = node_of("ManagedEmbedding")
+    operator = staticmethod(traced.embedding)
     needs_place = False
 
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
@@ -120,10 +121,22 @@ class EmbeddingLayer(WithInherited):
         """Look up rows; autocast has no part in that."""
         if torch.is_grad_enabled() and self.masters.present[0].requires_grad:
             return cast("Tensor", self.node(x, self, None, *self.trained(None)))
-        seconds = self.forward_seconds(x) if self.state.simulated else 0.0
-        task = _graph_task()
-        kind = FORWARD if task == -1 else RECOMPUTE
-        return cast("Tensor", self.lend(kind, task, seconds, None, lambda t: self.compute(x, t)))
+        return self.lend_unrecorded(x, None)
+
+    def traced(self, module: Any, x: Tensor) -> Tensor:
+        """Look up rows by the operator; torch.compile traces this."""
+        if module.sparse or module.max_norm is not None:
+            return cast("Tensor", untraced(self, x))
+        if x.is_cpu is not self.on_cpu:
+            x = x.to(self.state.device)
+        return self.operate(module, x, None)
+
+    def restore(self, ctx: Any, x: Tensor | None, shape: torch.Size, stride: Any) -> None:
+        """Put into `ctx` what `record` had kept there."""
+        module: Any = self.module()
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        ctx.save_for_backward(x)
+        ctx.how = module.weight.shape[0], padding, module.scale_grad_by_freq, module.sparse
 
     def compute(self, x: Tensor, tensors: Tensors) -> Tensor:
         """``F.embedding`` where autograd records nothing."""
@@ -131,10 +144,7 @@ class EmbeddingLayer(WithInherited):
 
     def record(self, ctx: Any, x: Tensor, trained: Tensors, tensors: Tensors) -> Tensor:
         """``F.embedding``; the row numbers are kept, and what the gradient is made by."""
-        module: Any = self.module()
-        padding = -1 if module.padding_idx is None else module.padding_idx
-        ctx.save_for_backward(x)
-        ctx.how = module.weight.shape[0], padding, module.scale_grad_by_freq, module.sparse
+        self.restore(ctx, x, x.shape, x.stride())
         return self.compute(x, tensors)
 
     def derivative(self, ctx: Any, grad: Tensor, needs: Needs) -> Tensors:

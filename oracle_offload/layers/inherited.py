@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .bytecode import every_code
-from .loan import Layer
-from .swap import HANDLE
+from .swap import HANDLE, untraced
+from .traced import Traced
 
 _HARMLESS = frozenset({"dtype", "shape", "ndim", "requires_grad"})
 _TENSORS = frozenset({"weight", "bias"})
@@ -57,13 +57,15 @@ def answering_class(base: Any) -> Any:
         layer = self.__dict__.get(HANDLE)
         if layer is None:
             return cast("Tensor", base.forward(self, input))
-        return cast("Tensor", layer(input))
+        if torch.compiler.is_dynamo_compiling():
+            return cast("Tensor", layer.traced(self, input))
+        return cast("Tensor", untraced(layer, input))
 
     functools.update_wrapper(forward, base.forward, assigned=("__doc__",), updated=())
-    return type(base.__name__, (base,), {"forward": torch.compiler.disable(forward)})
+    return type(base.__name__, (base,), {"forward": forward})
 
 
-class WithInherited(Layer):
+class WithInherited(Traced):
     """A kind of modules that may have a forward which asks ``super()``; `x` is what `base` gets."""
 
     base: ClassVar[Any]  # subclass of nn.Module

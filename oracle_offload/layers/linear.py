@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import traced
 from .leaf import Tensors
-from .loan import Layer, Needs, node_of
+from .loan import Needs, node_of
+from .traced import Traced
 
 
-class LinearLayer(Layer):
+class LinearLayer(Traced):
     """A managed ``nn.Linear``; `x` is ``(*, in_features)``."""
 
     base_forward = staticmethod(nn.Linear.forward)
@@ -26,6 +28,7 @@ class LinearLayer(Layer):
     required = ("weight",)
     backward_reads = ("weight",)
     node = node_of("ManagedLinear")
+    operator = staticmethod(traced.linear)
 
     def base_call(self, module: Any, x: Tensor, tensors: Any) -> Tensor:
         """``F.linear`` with the given tensors."""
@@ -48,6 +51,16 @@ class LinearLayer(Layer):
         if trains:
             ctx.save_for_backward(x if folded is None else folded)
         return y
+
+    def restore(self, ctx: Any, x: Tensor | None, shape: torch.Size, stride: Any) -> None:
+        """Put into `ctx` what `record` had kept there."""
+        folded = None
+        if x is not None:
+            if not (x.dim() <= 2 or x.is_contiguous() or _folds(x)):
+                x = x.reshape(-1, shape[-1])
+                folded = x.stride()
+            ctx.save_for_backward(x)
+        ctx.geometry = shape, stride, folded
 
     def derivative(self, ctx: Any, grad: Tensor, needs: Needs) -> Tensors:
         """Return the gradients of input, weight and bias; the input's alone needs the weight."""

@@ -29,9 +29,13 @@ from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
 from ..gradients import note_trainable
 from .leaf import Leaf, Masters, Tensors, version_of
+from .swap import is_exporting, refuse_tracing, untraced
 
 _functorch_active = torch._C._are_functorch_transforms_active
 _graph_task = torch._C._current_graph_task_id
+_tracing_state = torch._C._get_tracing_state
+_dispatch_mode = torch._C._get_dispatch_mode
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 Cast = torch.dtype | None  # what autocast computes in; None where it is off
 Compute = Callable[[Tensors], Any]  # queues all work that uses a slot's tensors, keeps none
@@ -149,8 +153,12 @@ class Borrower(Leaf):
         Raises
         ------
         OffloadError
-            A transform of torch.func is active.
+            A transform of torch.func is active, or something traces the layer.
         """
+        if _tracing_state() is not None:
+            refuse_tracing("torch.jit.trace")
+        if _dispatch_mode(_PROXY) is not None:
+            refuse_tracing("torch.export" if is_exporting() else "make_fx")
         if self.structure.changed:  # an adapter was added: look at it before computing
             self.structure.settle()
         if self.coded and _graph_task() == -1 and self.has_stale_codes():
@@ -219,6 +227,10 @@ class Layer(Borrower, ABC):
         """Return the operations and the bytes of `derivative`, for simulated time."""
 
     # ---- the call ----
+
+    def traced(self, module: Any, x: Tensor) -> Tensor:
+        """Compute in compiled code, of which a layer of this kind is no part."""
+        return cast("Tensor", untraced(self, x))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the layer for `x`."""

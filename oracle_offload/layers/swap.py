@@ -14,11 +14,12 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Container
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import OffloadError
 from ..exemption import exempt
 from .flatten import is_wrapper
 from .wrappers import reader_of
@@ -33,6 +34,24 @@ HANDLE = "_layer_memory_manager"
 _BASE = "_oracle_offload_base"
 
 
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
+def refuse_tracing(tracer: str) -> NoReturn:
+    """Say that `tracer` would keep what a layer has for one call alone."""
+    raise OffloadError(
+        f"{tracer} cannot trace an attached model: each layer has its weights for one call alone. "
+        "Detach the model first, or compile it with torch.compile, which can."
+    )
+
+
+def _call(layer: Any, x: Tensor) -> Any:
+    return layer(x)
+
+
+untraced: Callable[[Any, Tensor], Any] = torch.compiler.disable(_call)  # compute a layer as it is
+
+
 @functools.cache
 def managed_class(base: Any, on_trial: bool, below: Any = None) -> Any:
     """Return the subclass of `base` whose forward borrows its weights; one per base, same name.
@@ -44,7 +63,9 @@ def managed_class(base: Any, on_trial: bool, below: Any = None) -> Any:
         layer = self.__dict__.get(HANDLE)
         if layer is None:
             return cast("Tensor", base.forward(self, input))
-        return cast("Tensor", layer(input))
+        if torch.compiler.is_dynamo_compiling():
+            return cast("Tensor", layer.traced(self, input))
+        return cast("Tensor", untraced(layer, input))
 
     def __getattr__(self: Any, name: str) -> Any:
         leaf: Leaf | None = self.__dict__.get(HANDLE)
@@ -53,7 +74,7 @@ def managed_class(base: Any, on_trial: bool, below: Any = None) -> Any:
         return cast("Any", super(made, self)).__getattr__(name)
 
     functools.update_wrapper(forward, base.forward, assigned=("__doc__",), updated=())
-    members = {} if below else {"forward": torch.compiler.disable(forward)}
+    members: dict[str, Any] = {} if below else {"forward": forward}
     if on_trial:
         members["__getattr__"] = torch.compiler.disable(__getattr__)
     made = _derive(base, members, below)

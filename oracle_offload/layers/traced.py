@@ -1,0 +1,405 @@
+"""What torch.compile sees of a managed layer: one operator, with nothing of the loan in it.
+
+Each kind has two operators, forward and backward. They take the layer's masters for their geometry
+alone, and a `key` that names the layer: one compiled block so serves all blocks. What they run is
+the loan of `oracle_offload.layers.loan`, so the bits are those without a compiler.
+
+A compiler may drop what it believes to be pure. So ``advance`` follows each use, which says that it
+writes a tensor that lives on, `Attachment.sequence`. No operator reads that: a checkpoint's
+recompute of one block would need that of all blocks before it, and all would be computed again
+before the first backward. ``advance`` stands alone, because a checkpoint cannot save one of several
+results of an operator at a block's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from .._core import FORWARD, RECOMPUTE
+from ..autocast import cast_dtype, cast_input
+from ..errors import OffloadError, StaleWeightsError
+from ..gradients import note_trainable
+from .leaf import version_of
+from .loan import Layer, once_differentiable
+from .swap import is_exporting, refuse_tracing
+
+if TYPE_CHECKING:
+    from ..structure import Structure
+
+NAMESPACE = "oracle_offload"
+_library = torch.library.Library(NAMESPACE, "DEF")
+_after_autograd = torch._C._after_autograd_keyset
+_graph_task = torch._C._current_graph_task_id
+_numbers = itertools.count()
+_layers: weakref.WeakValueDictionary[int, Traced] = weakref.WeakValueDictionary()
+_kernels: dict[Any, Callable[..., Any]] = {}  # what an operator runs, for who stands before it
+
+# Both move bytes as they like: no part of a CUDA graph.
+_TAGS = tuple(
+    getattr(torch.Tag, name)
+    for name in ("cudagraph_unsafe", "needs_exact_strides")
+    if hasattr(torch.Tag, name)
+)
+_FORWARD = (
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor key, ScalarType? dtype, bool recorded{}) "
+    "-> Tensor"
+)
+_BACKWARD = (
+    "(Tensor grad, Tensor? x, SymInt[] size, SymInt[] stride, Tensor weight, Tensor? bias, "
+    "Tensor key, ScalarType? dtype, bool[] needs{}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def kernel_of(func: Any) -> Callable[..., Any] | None:
+    """Return what an operator of ours runs; None for any other operator."""
+    return _kernels.get(func)
+
+
+class Traced(Layer):
+    """A layer that is one operator to a compiler, and can be told what its backward needs."""
+
+    operator: ClassVar[Any]  # of those that `_define` made
+
+    def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
+        super().__init__(module, name, structure)
+        number = next(_numbers)
+        _layers[number] = self
+        with torch.inference_mode(False):
+            self.key = torch.tensor(number)
+
+    def traced(self, module: Any, x: Tensor) -> Tensor:
+        """Compute by one operator; torch.compile traces this."""
+        if x.is_cpu is not self.on_cpu:
+            x = x.to(self.state.device)
+        dtype = cast_dtype(self.device_type)
+        if dtype is not None:
+            x = cast_input(x, dtype)
+        return self.operate(module, x, dtype)
+
+    def operate(self, module: Any, x: Tensor, dtype: torch.dtype | None, *arguments: Any) -> Tensor:
+        """Call the operator; `arguments` are what it takes beside tensors."""
+        if is_exporting():
+            refuse_tracing("torch.export")
+        masters = module._parameters
+        weight, bias = masters["weight"], masters.get("bias")
+        y = self.operator(x, weight, bias, self.key, dtype, False, *arguments)
+        advance(self.attachment.sequence, y)
+        return cast("Tensor", y)
+
+    def look_at_arguments(self) -> None:
+        """Before a use by the operator: see to what the module computes with beside tensors."""
+
+    @abstractmethod
+    def restore(self, ctx: Any, x: Tensor | None, shape: torch.Size, stride: Any) -> None:
+        """Put into `ctx` what `record` had kept there.
+
+        Parameters
+        ----------
+        ctx
+            Stands for that of the autograd function.
+        x : Tensor or None
+            The input, where a weight is trained.
+        shape, stride : tuple of int
+            Of the input.
+        """
+
+
+# ---- what the operators run ----
+
+
+class _Kept:
+    """Stands for autograd's ``ctx`` where the compiled graph keeps what backward needs."""
+
+    saved_tensors: tuple[Tensor, ...] = ()
+    loan: Any = None
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Keep them."""
+        self.saved_tensors = tensors
+
+
+@contextlib.contextmanager
+def _above_autograd() -> Iterator[None]:
+    """Call torch as eager code does, so that whoever looks on sees the same operators."""
+    keys = torch._C.DispatchKey
+    with (
+        torch._C._SetExcludeDispatchKeyGuard(keys.AutogradFunctionality, False),
+        torch._C._SetExcludeDispatchKeyGuard(keys.AutogradOther, False),
+    ):
+        yield
+
+
+def _layer_of(key: Tensor) -> Traced:
+    layer = _layers.get(int(key))
+    if layer is None or layer.member < 0:
+        raise OffloadError(
+            "compiled code computes with a managed layer that was detached since; call the "
+            "compiled model again from its first layer on."
+        )
+    return layer
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    key: Tensor,
+    dtype: torch.dtype | None,
+    recorded: bool,
+    *arguments: Any,
+) -> Tensor:
+    layer = _layer_of(key)
+    with _above_autograd():
+        if recorded:
+            with torch.no_grad():
+                return _lend_recorded(layer, x, dtype)
+        if not layer.ready(x):
+            return layer.foreign(x)
+        layer.look_at_arguments()
+        return layer.lend_unrecorded(x, dtype)
+
+
+def _lend_recorded(layer: Traced, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Compute where a graph records the layer; as `loan.Loan` does, which keeps more."""
+    if not layer.ready(x):
+        raise OffloadError(
+            f"managed layer '{layer.name}' has a computed weight (a parametrisation, "
+            "functional_call), or was moved to the device, inside a compiled forward. Leave it "
+            "resident with ignore_modules=[...], or do not compile the model."
+        )
+    state, masters, task = layer.state, layer.masters, _graph_task()
+    layer.look_at_arguments()
+    seconds = layer.forward_seconds(x) if state.simulated else 0.0
+    kind = FORWARD if task == -1 else RECOMPUTE
+    trained = tuple([t if t is not None and t.requires_grad else None for t in masters.tensors])
+    kept = _Kept()
+    y: Tensor = layer.lend(kind, task, seconds, dtype, lambda t: layer.record(kept, x, trained, t))
+    if state.turned and task == -1:
+        state.begin_forward()
+    if task != -1 and any(t is not None for t in trained):
+        note_trainable(state, task)
+    return y
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor | None,
+    size: list[int],
+    stride: list[int],
+    weight: Tensor,
+    bias: Tensor | None,
+    key: Tensor,
+    dtype: torch.dtype | None,
+    needs: list[bool],
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    layer = _layer_of(key)
+    state, masters, task = layer.state, layer.masters, _graph_task()
+    state.turned = True
+    for name, used in (("weight", weight), ("bias", bias)):
+        if name in layer.backward_reads and used is not None:
+            _check_same(layer, name, used)
+    kept = _Kept()
+    kept.loan = layer, dtype, task, masters, version_of(masters.read)
+    layer.restore(kept, x, torch.Size(size), tuple(stride))
+    with _above_autograd(), torch.no_grad():
+        gx, *others = layer.derivative(kept, grad, tuple(needs[: 1 + len(layer.names)]))
+        found = [_to_host(layer, master, g) for master, g in _pairs(layer, others)]
+    if True in needs[1:]:
+        note_trainable(state, task)
+    nothing = grad.new_empty(0)
+    gw, gb = [*found, None][:2]
+    return tuple([nothing if g is None else g for g in (gx, gw, gb)])  # type: ignore[return-value]
+
+
+def _pairs(layer: Traced, gradients: list[Tensor | None]) -> Iterator[tuple[Any, Any]]:
+    return zip(layer.masters.tensors, gradients, strict=False)
+
+
+def _to_host(layer: Traced, master: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient in the dtype of its parameter, where that lies."""
+    if gradient is None:
+        return None
+    gradient = gradient.to(master.dtype)
+    return gradient if layer.on_device else layer.attachment.gradients.to_host(gradient)
+
+
+def _check_same(layer: Traced, name: str, used: Tensor) -> None:
+    """Raise where a master is not where forward saw it; torch itself looks at its version."""
+    now = layer.parameters.get(name)
+    then, address = used.data_ptr(), 0 if now is None else now.data_ptr()
+    if address != then and layer.former.get(address) != then:
+        raise StaleWeightsError(
+            f"the {name} of managed layer '{layer.name}' was replaced through .data between a "
+            "compiled forward and its backward; change weights after backward."
+        )
+
+
+# ---- what a compiler is told of them ----
+
+
+def _on(device: torch.device, tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """Return a tensor of the same geometry on another device, as autocast would cast it."""
+    if tensor is None:
+        return None
+    if dtype is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
+        dtype = tensor.dtype
+    return torch.empty_like(tensor, device=device, dtype=dtype)
+
+
+def _define(
+    name: str, schema: str, compute: Callable[..., Tensor], gradient: Callable[..., Tensor]
+) -> Any:
+    """Define the two operators of a kind; return what calls the first.
+
+    `compute` and `gradient` (of the input) are told apart by geometry alone.
+    """
+
+    def fake_forward(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        key: Tensor,
+        dtype: torch.dtype | None,
+        recorded: bool,
+        *arguments: Any,
+    ) -> Tensor:
+        tensors = [_on(x.device, tensor, dtype) for tensor in (weight, bias)]
+        return compute(x, *tensors, *arguments)
+
+    def fake_backward(
+        grad: Tensor,
+        x: Tensor | None,
+        size: list[int],
+        stride: list[int],
+        weight: Tensor,
+        bias: Tensor | None,
+        key: Tensor,
+        dtype: torch.dtype | None,
+        needs: list[bool],
+        *arguments: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gx = gw = gb = grad.new_empty(0)
+        if needs[0]:
+            like = torch.empty_strided(size, stride, dtype=grad.dtype, device=grad.device)
+            gx = gradient(grad, like, _on(grad.device, weight, dtype), *arguments)
+        if needs[1]:
+            gw = torch.empty_like(weight)
+        if needs[2] and bias is not None:
+            gb = torch.empty_like(bias)
+        return gx, gw, gb
+
+    for suffix, form, kernel, fake in (
+        ("", _FORWARD, _forward, fake_forward),
+        ("_backward", _BACKWARD, _backward, fake_backward),
+    ):
+        operator = name + suffix
+        _library.define(operator + form.format(schema), tags=_TAGS)
+        _library.impl(operator, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{operator}", fake, lib=_library)
+        _kernels[_overload(operator)] = kernel
+    forward = _overload(name)
+    kernel = _autograd(forward, _overload(f"{name}_backward"))
+    _library.impl(name, kernel, "Autograd", with_keyset=True)
+    return forward
+
+
+def _overload(name: str) -> Any:
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _autograd(forward: Any, backward: Any) -> Callable[..., Any]:
+    """Return an Autograd kernel that keeps no weight, and the input where a weight is trained."""
+
+    def run(keyset: Any, recorded: bool, *given: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return forward.redispatch(keyset & _after_autograd, *given[:5], recorded, *given[6:])
+
+    class Managed(Function):
+        @staticmethod
+        def forward(ctx: Any, keyset: Any, *given: Any) -> Any:
+            x, weight = given[:2]
+            ctx.given = given[1:]
+            ctx.geometry = x.shape, x.stride()
+            # A row number is no value to differentiate by, and what backward is made of.
+            ctx.keeps_input = weight.requires_grad or not x.is_floating_point()
+            if ctx.keeps_input:
+                ctx.save_for_backward(x)
+            return run(keyset, True, *given)
+
+        @once_differentiable
+        def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+            weight, bias, key, dtype, _, *arguments = ctx.given
+            x = ctx.saved_tensors[0] if ctx.keeps_input else None
+            needs = list(ctx.needs_input_grad[1:4])
+            found = backward(grad, x, *ctx.geometry, weight, bias, key, dtype, needs, *arguments)
+            gradients = [g if need else None for g, need in zip(found, needs, strict=True)]
+            return None, *gradients, *(None for _ in ctx.given[2:])
+
+    apply: Any = Managed.apply
+
+    def kernel(keyset: Any, *given: Any) -> Any:
+        tensors = (tensor for tensor in given[:3] if tensor is not None)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return apply(keyset, *given)
+        return run(keyset, False, *given)
+
+    return kernel
+
+
+def _advance(sequence: Tensor, after: Tensor) -> None:
+    """Nothing: that it is said to write `sequence` is all it is for."""
+
+
+_library.define("advance(Tensor(a!) sequence, Tensor after) -> ()", tags=_TAGS)
+_library.impl("advance", _advance, "CompositeExplicitAutograd")
+_library.impl("advance", torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_fake(f"{NAMESPACE}::advance", _advance, lib=_library)
+advance = _overload("advance")
+_kernels[advance] = _advance
+
+
+def _linear_gradient(grad: Tensor, like: Tensor, weight: Tensor) -> Tensor:
+    return torch.matmul(grad, weight).reshape(like.shape)
+
+
+def _convolution_gradient(grad: Tensor, like: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
+    stride, padding, dilation, groups = arguments
+    window = stride, padding, dilation, False, [0] * len(stride), groups
+    wanted = [True, False, False]
+    found = torch.ops.aten.convolution_backward(grad, like, weight, None, *window, wanted)
+    return cast("Tensor", found[0])
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    stride, padding, dilation, groups = arguments
+    nothing = [0] * len(stride)
+    return torch.convolution(x, weight, bias, stride, padding, dilation, False, nothing, groups)
+
+
+def _rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.embedding(x, weight)
+
+
+def _no_gradient(grad: Tensor, like: Tensor, weight: Tensor) -> Tensor:
+    raise AssertionError("row numbers have no gradient")
+
+
+linear = _define("linear", "", F.linear, _linear_gradient)
+convolution = _define(
+    "convolution",
+    ", int[] stride, SymInt[] padding, int[] dilation, int groups",
+    _convolution,
+    _convolution_gradient,
+)
+embedding = _define("embedding", "", _rows, _no_gradient)

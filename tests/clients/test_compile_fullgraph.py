@@ -1,0 +1,409 @@
+"""torch.compile with ``fullgraph=True``: a managed layer is one operator of the captured graph."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from equality import RUNS, Recorder, assert_models_agree, assert_same, attached, resident_pair
+from families import FAMILIES
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from oracle_offload import OffloadError
+from oracle_offload.layers import traced
+
+DEPTH = 3
+LAYERS = 6  # of a block
+
+
+class Block(nn.Module):
+    """Attention whose q, k and v may compute in any order, and a layer that nothing comes of."""
+
+    def __init__(self, unused):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        for name in ("q", "k", "v", "out", "unused", "down"):
+            self.add_module(name, nn.Linear(32, 32))
+        self.has_unused = unused
+
+    def forward(self, x):
+        y = self.norm(x)
+        q, k, v = (part(y).unsqueeze(1) for part in (self.q, self.k, self.v))
+        y = self.out(F.scaled_dot_product_attention(q, k, v).squeeze(1))
+        if self.has_unused:
+            self.unused(y)
+        return self.down(x + y.sin())  # nothing after it is saved: a checkpoint ends with it
+
+
+class Model(nn.Module):
+    def __init__(self, checkpointing=False, unused=True):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(unused) for _ in range(DEPTH)])
+        self.head = nn.Linear(32, 8)
+        self.checkpointing = checkpointing
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.head(x)
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Backend:
+    """Compile by a backend of torch; count the operators of ours in what dynamo captured."""
+
+    def __init__(self, name):
+        self.compiler = torch._dynamo.lookup_backend(name)
+        self.graphs, self.ran = 0, []
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        found = [
+            str(n.target) for m in graph.modules() for n in m.graph.nodes if n.op[:4] == "call"
+        ]
+        compiled = self.compiler(graph, inputs)
+
+        def run(*arguments):
+            self.ran.extend(found)
+            return compiled(*arguments)
+
+        return run
+
+    def count(self, *kinds):
+        return sum(call == f"oracle_offload.{kind}.default" for call in self.ran for kind in kinds)
+
+
+def step(model, called=None, shape=(2, 5, 32)):
+    x = torch.randn(shape, requires_grad=True)
+    y = (model if called is None else called)(x)
+    y.square().sum().backward()
+    return [y, x.grad]
+
+
+def compiled(model, how, backend):
+    if how == "torch.compile":
+        return torch.compile(model, backend=backend, fullgraph=True)
+    for block in model.blocks:
+        block.compile(backend=backend, fullgraph=True)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("how", "order", "name", "checkpointing", "frozen"),
+    [
+        ("torch.compile", "attach first", "aot_eager", False, False),
+        ("torch.compile", "attach first", "aot_eager", True, True),
+        ("torch.compile", "compile first", "aot_eager", True, False),
+        ("torch.compile", "compile first", "eager", False, True),
+        ("torch.compile", "attach first", "eager", True, False),
+        ("block.compile", "attach first", "aot_eager", True, True),
+        ("block.compile", "compile first", "eager", True, False),
+        ("block.compile", "compile first", "aot_eager", False, False),
+    ],
+)
+def test_each_managed_layer_is_one_operator(how, order, name, checkpointing, frozen):
+    managed, resident = resident_pair(Model(checkpointing, unused=False))
+    for model in (managed, resident):
+        model.requires_grad_(not frozen)
+    backend, reference = Backend(name), Backend(name)
+    called = None
+    if order == "compile first":
+        called = compiled(managed, how, backend)
+        step(managed, called)  # compiled and run before there is anything to manage
+        managed.zero_grad()
+        assert backend.count("linear") == 0
+    beside = compiled(resident, how, reference)
+    with attached(managed) as manager:
+        assert len(manager.layers) == LAYERS * DEPTH + 1
+        called = compiled(managed, how, backend) if called is None else called
+        backend.ran.clear()
+        state = manager.attachment.state
+        calls = {managed: called, resident: beside}
+        assert_models_agree(managed, resident, lambda m: step(m, calls[m]))
+        layers = (LAYERS - 1) * DEPTH + (how == "torch.compile")
+        again = checkpointing and how == "block.compile"  # its recompute runs the graph again
+        assert backend.count("linear") == RUNS * 2 * layers * (1 + again)
+        assert state.engine.stats()["h2d_bytes"] > 0
+    assert not counters["graph_break"]
+
+
+def uses(model, how, backend, steps=2):
+    """Return the order in which layers took their weights, the bytes that came, and the results."""
+    model = copy.deepcopy(model)
+    torch.manual_seed(1)
+    with attached(model) as manager:
+        state = manager.attachment.state
+        called = model if backend is None else compiled(model, how, backend)
+        results = [step(model, called) for _ in range(steps)]
+        before = state.engine.stats()["h2d_bytes"]
+        state.engine = recorder = Recorder(state.engine)
+        results.append(step(model, called))
+        state.engine = recorder._engine
+        names = {layer.member: layer.name for layer in manager.attachment.layers}
+        brought = state.engine.stats()["h2d_bytes"] - before
+    return [names[member] for member in recorder.acquired], brought, results
+
+
+@pytest.mark.parametrize("name", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_order_and_bytes_are_those_of_eager(name, checkpointing):
+    """A recompute stands directly before its backward, and what nothing comes of is used too."""
+    model = Model(checkpointing, unused=not checkpointing).requires_grad_(False)
+    order, brought, _ = uses(model, "torch.compile", None)
+    found, found_brought, _ = uses(model, "torch.compile", name)
+    assert brought > 0
+    assert found == order
+    assert found_brought == brought
+
+
+def test_an_operator_declared_pure_is_caught(monkeypatch):
+    """What the test above sees: a compiler drops a pure operator whose result nobody uses."""
+    model = Model(unused=True).requires_grad_(False)
+    order, *_ = uses(model, "torch.compile", None)
+    monkeypatch.setattr(traced, "advance", lambda sequence, after: None)
+    found, *_ = uses(model, "torch.compile", "aot_eager")
+    assert found != order
+    assert not any("unused" in name for name in found)
+
+
+def test_saved_activations_are_those_of_eager():
+    """With the checkpoint inside the compiled region: the input of each block."""
+    model = Model(checkpointing=True, unused=False).requires_grad_(False)
+    x = torch.randn(64, 16, 32, requires_grad=True)
+    saved = {}
+
+    def keep(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with attached(model):
+        called = compiled(model, "torch.compile", "aot_eager")
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            called(x)
+        for parameter in model.parameters():
+            saved.pop(parameter.untyped_storage().data_ptr(), None)
+    assert 0 < sum(tensor.nbytes for tensor in saved.values()) <= 1.05 * DEPTH * x.nbytes
+
+
+def test_lengths_and_modes_are_compiled_few_times():
+    managed, resident = resident_pair(Model())
+    backend = Backend("aot_eager")
+    with attached(managed) as manager:
+        called = compiled(managed, "torch.compile", backend)
+        for length in (5, 7, 11, 3):
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad):
+                    x = torch.randn(2, length, 32)
+                    assert torch.equal(called(x), resident(x))
+        with torch.inference_mode():
+            assert torch.equal(called(x), resident(x))
+        assert manager.attachment.state.engine.stats()["h2d_bytes"] > 0
+    assert backend.graphs <= 5  # with and without gradients: of one length, of any; inference
+
+
+def test_one_compiled_block_serves_all():
+    managed = Model().requires_grad_(False)
+    backend = Backend("eager")
+    with attached(managed), torch.no_grad():
+        compiled(managed, "block.compile", backend)
+        for _ in range(3):
+            managed(torch.randn(2, 5, 32))
+    assert backend.graphs == 1
+    assert backend.count("linear") == 3 * DEPTH * LAYERS
+
+
+@pytest.mark.parametrize("name", ["eager", "aot_eager"])
+def test_several_forwards_before_a_backward(name):
+    """Of one graph, and of several that break apart inside one block."""
+
+    class Broken(Model):
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+                torch._dynamo.graph_break()
+                x = x + block.q(block.k(x))
+            return self.head(x)
+
+    def forwards(model):
+        x = torch.randn(2, 5, 32, requires_grad=True)
+        first, second = calls[model](x), calls[model](x + 1)
+        with torch.no_grad():
+            calls[model](x)
+        first.sum().backward()
+        second.square().sum().backward()
+        return [first, second, x.grad]
+
+    managed, resident = resident_pair(Broken(unused=False))
+    with attached(managed):
+        calls = {model: torch.compile(model, backend=name) for model in (managed, resident)}
+        assert_models_agree(managed, resident, forwards)
+
+
+class Mixed(nn.Module):
+    """The other kinds, with every way to pad."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 8, padding_idx=1)
+        self.one = nn.Conv1d(8, 8, 3, padding="same")
+        self.even = nn.Conv1d(8, 8, 4, padding="same", dilation=2)
+        self.two = nn.Conv2d(1, 4, 3, stride=2, padding=1, padding_mode="circular")
+        self.three = nn.Conv3d(4, 4, (1, 2, 2), padding=(0, 1, 1), groups=2)
+        self.head = nn.Linear(8, 4, bias=False)
+
+    def forward(self, rows):
+        x = self.table(rows).transpose(1, 2)
+        x = self.even(self.one(x).relu()).unsqueeze(1)
+        x = self.three(self.two(x).unsqueeze(2)).mean(dim=2)
+        return self.head(x.flatten(1)[:, :8])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", ["eager", "aot_eager"])
+def test_the_other_kinds(name, frozen):
+    managed, resident = resident_pair(Mixed())
+    for model in (managed, resident):
+        model.requires_grad_(not frozen)
+        model.three.requires_grad_(True)
+    backend = Backend(name)
+
+    def mixed_step(model):
+        rows = torch.arange(24).view(2, 12) % 10
+        y = calls[model](rows)
+        y.square().sum().backward()
+        return [y]
+
+    with attached(managed):
+        calls = {
+            managed: torch.compile(managed, backend=backend, fullgraph=True),
+            resident: torch.compile(resident, backend=name, fullgraph=True),
+        }
+        assert_models_agree(managed, resident, mixed_step)
+    counts = [backend.count(kind) for kind in ("linear", "convolution", "embedding")]
+    assert counts == [2 * RUNS * n for n in (1, 4, 1)]
+
+
+@pytest.mark.parametrize("family", ["Flux", "Qwen-Image", "Wan"])
+def test_a_model_of_a_library_is_one_graph(family):
+    made = FAMILIES[family]
+    managed, resident = resident_pair(made.make().requires_grad_(False))
+    backend = Backend("aot_eager")
+    managed.compile(backend=backend, fullgraph=True)
+    torch.manual_seed(1)
+    expected, wanted = made.call(resident)
+    expected.square().sum().backward()
+    with attached(managed) as manager:
+        engine = manager.attachment.state.engine
+        for _ in range(2):
+            backend.ran.clear()
+            before = engine.stats()
+            torch.manual_seed(1)
+            found, x = made.call(managed)
+            found.square().sum().backward()
+            assert_same([found, x.grad], [expected, wanted.grad])
+            assert backend.graphs == 1
+            assert backend.count("linear", "convolution") == len(manager.layers) > 0
+            assert engine.stats()["h2d_bytes"] > before["h2d_bytes"]
+            assert engine.stats()["acquires"] - before["acquires"] > len(manager.layers)
+
+
+@pytest.mark.parametrize("first", ["attach", "adapters"])
+def test_lora(first):
+    peft = pytest.importorskip("peft")
+    plain = Model(unused=False)
+    settings = peft.LoraConfig(r=2, target_modules=["q", "v", "down"], init_lora_weights=False)
+    torch.manual_seed(3)
+    resident = peft.get_peft_model(copy.deepcopy(plain), settings)
+    backend = Backend("aot_eager")
+    managed = copy.deepcopy(plain)
+    torch.manual_seed(3)
+    if first == "adapters":
+        managed = peft.get_peft_model(managed, settings)
+    with attached(managed) as manager:
+        if first == "attach":
+            managed = peft.get_peft_model(managed, settings)
+        calls = {
+            managed: torch.compile(managed, backend=backend, fullgraph=True),
+            resident: torch.compile(resident, backend="aot_eager", fullgraph=True),
+        }
+        for _ in range(2):
+            torch.manual_seed(4)
+            found = step(managed, calls[managed])
+            torch.manual_seed(4)
+            assert_same(found, step(resident, calls[resident]))
+        grads = [
+            {n: p.grad for n, p in m.named_parameters() if "lora" in n} for m in (managed, resident)
+        ]
+        assert_same(*grads)
+        assert all(g is not None for g in grads[0].values())
+        assert manager.attachment.state.engine.stats()["h2d_bytes"] > 0
+    assert backend.count("linear") >= 2 * ((LAYERS - 1) * DEPTH + 1)
+
+
+def test_autocast():
+    managed, resident = resident_pair(Model(unused=False))
+    backend = Backend("aot_eager")
+
+    def autocast_step(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = calls[model](torch.randn(2, 5, 32))
+        y.float().square().sum().backward()
+        return [y]
+
+    with attached(managed):
+        calls = {
+            managed: torch.compile(managed, backend=backend, fullgraph=True),
+            resident: torch.compile(resident, backend="aot_eager", fullgraph=True),
+        }
+        assert_models_agree(managed, resident, autocast_step)
+    assert backend.count("linear") == 2 * RUNS * ((LAYERS - 1) * DEPTH + 1)
+
+
+@pytest.mark.parametrize("write", ["in place", "through .data"])
+def test_a_weight_that_changes_before_backward_is_refused(write):
+    model = Model(unused=False)
+    with attached(model):
+        called = torch.compile(model, backend="aot_eager", fullgraph=True)
+        loss = called(torch.randn(2, 5, 32, requires_grad=True)).sum()
+        weight = model.blocks[1].out.weight
+        if write == "in place":
+            with torch.no_grad():
+                weight.add_(1)
+        else:
+            weight.data = weight.data.clone()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace|replaced through .data"):
+            loss.backward()
+
+
+def test_what_else_traces_is_refused_in_a_sentence():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
+    tracers = {
+        "torch.export": lambda: torch.export.export(model, (x,)),
+        "torch.jit.trace": lambda: torch.jit.trace(model, x),
+        "make_fx": lambda: make_fx(model)(x),
+    }
+    expected = model(x)
+    with attached(model):
+        for name, trace in tracers.items():
+            with pytest.raises(
+                OffloadError, match=f"^{name} cannot trace an attached model.*Detach"
+            ):
+                trace()
+            assert torch.equal(model(x), expected), "a refusal leaves the model usable"
