@@ -11,6 +11,7 @@ import json
 import mmap
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from . import _core, simulator
 from .errors import OffloadError
 
+_MEM_RESERVE, _MEM_RELEASE, _PAGE_NOACCESS = 0x2000, 0x8000, 0x01
 # A unit: each member's number, and the bytes of each of its tensors.
 Unit = Sequence[tuple[int, Sequence[int]]]
 # ("launch", seconds), ("acquire", member, kind, graph task or -1, ticket) or ("release", ticket).
@@ -81,15 +83,38 @@ class _Reserved:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        if sys.platform == "win32":
-            self._held: Any = _core.HostBuffer(nbytes)
-            self.address: int = self._held.address
-            return
         import ctypes
 
+        if sys.platform == "win32":
+            self.address = _reserve_on_windows(self, ctypes.WinDLL("kernel32", use_last_error=True))
+            return
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         self._held = mmap.mmap(-1, nbytes, flags=flags)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._held))
+
+
+def _reserve_on_windows(owner: _Reserved, kernel32: Any) -> int:
+    """Return addresses without memory behind them, until `owner` ends: else the system commits it.
+
+    Raises
+    ------
+    OffloadError
+        The system has no such range.
+    """
+    import ctypes
+
+    kernel32.VirtualAlloc.restype = ctypes.c_void_p
+    kernel32.VirtualAlloc.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint, ctypes.c_uint
+    kernel32.VirtualFree.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+    address: int | None = kernel32.VirtualAlloc(None, owner.nbytes, _MEM_RESERVE, _PAGE_NOACCESS)
+    if address is None:
+        code = ctypes.get_last_error()  # type: ignore[attr-defined,unused-ignore]
+        raise OffloadError(
+            f"the system refused {owner.nbytes} bytes of addresses for a replay (error {code}); "
+            "plan for a smaller arena"
+        )
+    weakref.finalize(owner, kernel32.VirtualFree, address, 0, _MEM_RELEASE)
+    return address
 
 
 def _aligned(nbytes: int) -> int:  # that of `geometry` would import torch into each replay

@@ -205,6 +205,10 @@ NOTES: dict[str, dict[str, str]] = {
         ),
         "its state is not known": "Name one whose state has the same shape.",
         "is neither 'lora' nor 'full'": 'QLoRA is `train="lora"` with `quantise="nf4"`.',
+        "bytes of addresses for a replay": (
+            "A planned step is replayed with an arena of addresses alone, which take no memory; "
+            "only a 32-bit process, or a limit of the system on addresses, runs out of them."
+        ),
         "=… is not known; there are …": "The message lists what is.",
         "is outside [0, 1)": "`margin` is a share of the card: 0.08 leaves 8% to CUDA.",
         "is not a whole number above zero": "`rank`, `batch` and `micro_batches` count.",
