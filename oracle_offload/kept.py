@@ -8,13 +8,13 @@ everything else they are ordinary resident modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from .errors import OffloadError
-from .geometry import memory_of, unit_bytes
+from .geometry import aligned, memory_of, tensor_bytes, unit_bytes
 from .host import memory
 from .residents import move_residents
 from .selection import Chosen
@@ -88,7 +88,10 @@ class Kept:
 
 
 def keep(
-    units: list[Unit], ram_budget: int | float | str | None, offload_percent: float
+    units: list[Unit],
+    ram_budget: int | float | str | None,
+    offload_percent: float,
+    bytes_of: Callable[[Tensor], int] = tensor_bytes,
 ) -> tuple[list[Unit], Kept]:
     """Part the units into those that stream and those that stay on the device.
 
@@ -100,6 +103,8 @@ def keep(
         See `oracle_offload.attach`.
     offload_percent : float
         What "offloaded" refers to.
+    bytes_of : callable
+        What a tensor takes of the host.
 
     Raises
     ------
@@ -111,7 +116,10 @@ def keep(
     if ram_budget is None:
         return units, Kept()
     groups = _tied(units)
-    sizes = [unit_bytes(_distinct([units[number] for number in group])) for group in groups]
+    sizes = [
+        sum(aligned(bytes_of(tensor)) for tensor in _distinct([units[n] for n in group]))
+        for group in groups
+    ]
     if ram_budget == OFFLOADED:
         staying = spread(sizes, int((1.0 - offload_percent) * sum(sizes)))
         if len(staying) == len(sizes):  # something has to stream

@@ -14,7 +14,7 @@ from torch import nn
 from . import _core, admission, heartbeat, masters, selection
 from .attachment import Attachment, close_leftovers
 from .budget import Budget
-from .compress.choice import codable, coder_for, staging_bytes
+from .compress.choice import codable, coder_for, part, staging_bytes
 from .devices import parse_device
 from .disk.loading import Loading
 from .disk.quantising import Quantize
@@ -24,7 +24,7 @@ from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers
 from .geometry import aligned, stored_bytes, unit_bytes
 from .host import memory
-from .kept import Kept, keep
+from .kept import Kept
 from .layers.any import find_wrappers, wrap
 from .layers.formats import unknown_format
 from .layers.leaf import Leaf
@@ -308,7 +308,9 @@ def attach(
     reading = None if weights is None else Loading(module, weights, quantize)
     with reading or contextlib.nullcontext() as loading:
         chosen = selection.select(module, ignore_modules)
-        units, kept = keep(group_units(chosen.leaves), ram_budget, offload_percent)
+        units, kept, ram_is_short = part(
+            group_units(chosen.leaves), ram_budget, offload_percent, compress, loading
+        )
         all_locked = lock_limit == float("inf")
         sizes = [place_bytes(unit, all_locked) for unit in units]
         floor = least_bytes(units, all_locked)
@@ -331,7 +333,7 @@ def attach(
                     capacity = _capacity(
                         state, units, sizes, floor, offload_percent, vram_budget, kept, staging
                     )
-                    if compress == "auto" and capacity >= sum(sizes):
+                    if compress == "auto" and capacity >= sum(sizes) and not ram_is_short:
                         coded = []  # nothing has to travel
                 managed = sum(
                     unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units

@@ -8,16 +8,18 @@ import os
 import sys
 
 import compressed_memory
+import models
 import pytest
 import torch
 from equality import assert_models_agree, assert_same, attached, resident_pair
 from safetensors.torch import load_file, save_file
 from test_matrix import Block, make_step
+from test_models import BUILDS
 from torch import nn
 
 import oracle_offload
 from oracle_offload import _core
-from oracle_offload.compress import choice
+from oracle_offload.compress import choice, coder
 from oracle_offload.errors import OffloadError
 
 WIDTH = 256  # 128 KiB in bf16
@@ -147,30 +149,69 @@ def test_accumulation_and_samples_in_between(device):
         assert len(coded_layers(manager)) == 4
 
 
-def test_an_exception_in_the_middle_of_a_step(device):
+class Stop(Exception):
+    pass
+
+
+def stop(*_):
+    raise Stop
+
+
+def test_an_exception_in_the_middle_of_a_forward(device):
     managed, resident = resident_pair(build())
     step = make_step(torch.randn(6, WIDTH).bfloat16(), device, False)
-
-    class Stop(Exception):
-        pass
-
-    def fail(*_):
-        raise Stop
-
     with lossless(managed, device) as manager:
-        assert_models_agree(managed, resident, step, steps=1, device=device)
         for module in (managed[1], managed[3]):
-            hook = module.register_forward_hook(fail)
+            hook = module.register_forward_hook(stop)
             with pytest.raises(Stop):
                 step(managed)
             hook.remove()
-        leaf = x_of(managed, device).requires_grad_()
-        y = managed(leaf)
-        leaf.register_hook(fail)
+            assert_models_agree(managed, resident, step, steps=1, device=device)
+        assert len(coded_layers(manager)) == 4
+
+
+def test_an_exception_in_the_middle_of_a_backward(device):
+    managed, resident = resident_pair(build())
+    step = make_step(torch.randn(6, WIDTH).bfloat16(), device, False)
+    with lossless(managed, device) as manager:
+        middle = managed[:2](x_of(managed, device).requires_grad_())
+        middle.register_hook(stop)
         with pytest.raises(Stop):
-            y.sum().backward()
+            managed[2:](middle).sum().backward()
         assert_models_agree(managed, resident, step, steps=1, device=device)
         assert len(coded_layers(manager)) == 4
+
+
+@pytest.fixture
+def codes_everything(monkeypatch):
+    """Small weights, too, and those that grow by it."""
+    monkeypatch.setattr(coder, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(coder, "LEAST_SAVED", -100.0)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["nockpt", "ckpt"])
+@pytest.mark.parametrize("name", BUILDS)
+def test_real_models_have_the_residents_bits(device, name, checkpointing, codes_everything):
+    """What is trained are norms; they are small, and stay on the device."""
+    make, step = BUILDS[name]
+    torch.manual_seed(0)
+    model = make().train().bfloat16().requires_grad_(False)
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.dim() == 1 and "norm" in key)
+    managed, resident = resident_pair(model)
+
+    def step_in_bfloat16(model):
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            return step(model)
+
+    with lossless(managed, device, offload_percent=0.9) as manager:
+        if checkpointing:
+            for model in (managed, resident):
+                models.enable_checkpointing(model)
+        assert len(coded_layers(manager)) >= 0.8 * len(manager.layers) > 4
+        assert_models_agree(managed, resident, step_in_bfloat16, device=device)
+        assert manager.state.engine.stats()["decodes"] > 0
+        assert any(parameter.grad is not None for parameter in managed.parameters())
 
 
 def test_adapters_train_over_coded_weights(device):
@@ -509,6 +550,22 @@ def test_the_staging_memory_is_part_of_the_budget():
     staging = choice.staging_bytes(list(model.parameters()))
     with pytest.raises(OffloadError, match="what compressed weights pass through"):
         lossless(model, vram_budget=staging + 1000).__enter__()
+
+
+@pytest.mark.parametrize("compress", ["lossless", "auto"])
+def test_more_weights_find_room_in_a_ram_budget(compress):
+    """What fits it compressed need not stay on the device, and takes no more than it allows."""
+    model = build(depth=12)
+    weights = sum(p.nbytes for p in model.parameters())
+    budget = int(0.8 * weights)
+    with attached(model, "cpu", ram_budget=budget) as manager:
+        assert len(manager.layers) < 12
+    with attached(model, "cpu", ram_budget=budget, compress=compress) as manager:
+        assert len(manager.layers) == len(coded_layers(manager)) == 12
+        stats = manager.state.engine.stats()
+        assert stats["locked_bytes"] + stats["pageable_bytes"] <= budget
+    with attached(model, "cpu", ram_budget=2 * weights, offload_percent=0, compress="auto") as m:
+        assert not coded_layers(m)  # there is room for them as they are, and nothing travels
 
 
 def test_auto_compresses_only_where_weights_travel():
