@@ -5,7 +5,7 @@
  *   H1  a kernel reads a slot before its copy has arrived
  *           the compute stream waits for `ready`                        engine.c
  *   H2  a copy overwrites bytes that a kernel still reads
- *           the h2d stream waits for every last use                     uses.c
+ *           the stream that writes, h2d or decode, waits for every last use  uses.c
  *   H3  a copy overwrites bytes that an earlier owner still uses
  *           the h2d stream waits for the stream that allocated them     lease.c
  *   H4  device memory goes back while copies or kernels use it
@@ -27,14 +27,15 @@
  *           the decode stream waits for the chunk's copy                staging.c
  *   H12 a copy overwrites a piece of staging memory that a kernel still decodes
  *           the h2d stream waits for the piece's last decode            staging.c
- *   H13 a copy overwrites bytes that a kernel still decodes into, of a unit that nobody has used
+ *   H13 a copy overwrites bytes that a kernel still decodes into, of a unit that nobody has used,
+ *       or whose uses the decode stream alone has waited for
  *           the h2d stream waits for the decode stream                  staging.c
  *   H14 `ready`, which follows the last decode, passes copies of what is not coded
  *           the decode stream waits for the h2d stream                  staging.c
  *
  * Copies among themselves are ordered by being on one stream each way, decodes by being on one
  * stream. Free bytes of the arena keep one promise: every use of them is ordered before the tail of
- * the h2d stream (oo__drop, oo__copy_in), but for decodes that nobody has waited for (`loose`). */
+ * the h2d stream (oo__drop, oo__copy_in), or while `loose` before that of the decode stream. */
 #include "../base/os.h"
 #include "call.h"
 #include "copies.h"
@@ -161,6 +162,27 @@ static enum oo_status oo__copy_locked(struct oo_engine *engine, uint32_t id, uin
     return status;
 }
 
+/* Order what will be written for the unit after all uses of the window's bytes. Chunks need no slot
+ * before they are decoded, so that the link goes on while kernels still read what lies there. */
+static enum oo_status oo__clear(struct oo_engine *engine, const struct oo_unit *unit,
+                                const struct oo_window *window) {
+    struct oo_decoder *decoder = &engine->decoder;
+    enum oo_status status = OO_OK;
+    for (const struct oo_block *block = window->first;; block = block->next) {
+        if (block->unit != OO_NO_UNIT)
+            OO_TRY(oo__order_after_uses(engine, block->unit,
+                                        unit->only_decoded ? decoder->stream : engine->h2d));
+        if (block == window->last)
+            break;
+    }
+    if (unit->only_decoded)
+        decoder->loose = 1;
+    else
+        status = oo__decodes_settle(engine);
+done:
+    return status;
+}
+
 /* Bring a unit in over the window's occupants. When it fails the unit is absent, and what was
  * evicted by then stays evicted: that costs a copy and nothing else. */
 static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
@@ -170,13 +192,7 @@ static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
     struct oo_unit *unit = &engine->units[id];
     OO_TRY(oo__coded_check(engine, id));
     OO_TRY(oo__event_take(engine, OO_ORDERS, &ready));
-    for (const struct oo_block *block = window->first;; block = block->next) {
-        if (block->unit != OO_NO_UNIT)
-            OO_TRY(oo__order_after_uses(engine, block->unit));
-        if (block == window->last)
-            break;
-    }
-    OO_TRY(oo__decodes_settle(engine));
+    OO_TRY(oo__clear(engine, unit, window));
     for (const struct oo_block *block = window->first;; block = block->next) {
         if (block->unit != OO_NO_UNIT) {
             const struct oo_unit *gone = &engine->units[block->unit];

@@ -226,12 +226,14 @@ static void oo__unit_take_parts(struct oo_engine *engine, struct oo_unit *unit,
     unit->n_parts = made->count;
     unit->host_bytes = 0;
     unit->is_fed = unit->is_coded = unit->decodes = 0;
+    unit->only_decoded = 1;
     for (uint32_t i = 0; i < unit->n_parts; i++) {
         const struct oo_part *part = &unit->parts[i];
         unit->host_bytes += part->bytes;
         unit->is_fed |= !part->locked;
         unit->is_coded |= part->header.mode != 0;
         unit->decodes |= part->header.mode == OO_CODEC_TIERS;
+        unit->only_decoded &= part->locked && part->header.mode == OO_CODEC_TIERS;
         oo__label(engine, part->host, part->bytes, "masters of unit",
                   (uint32_t)(unit - engine->units));
     }

@@ -73,7 +73,7 @@ enum oo_status oo__decodes_settle(struct oo_engine *engine) {
     enum oo_status status = OO_OK;
     if (!decoder->loose)
         return OO_OK;
-    /* H13: a kernel may still decode into bytes that are free by now. */
+    /* H13: a kernel may still decode into bytes that are free by now, or read what was there. */
     OO_TRY(OO_DRIVE(engine, cuEventRecord, decoder->tail->handle, decoder->stream));
     OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, decoder->tail->handle, 0));
     decoder->loose = 0;

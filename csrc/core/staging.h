@@ -11,8 +11,9 @@ int oo__works(struct oo_failure *failure, const char *call, OOCUresult result);
 
 /* Whether the unit's coded masters are what they were, and can pass: OO_E_STATE. */
 enum oo_status oo__coded_check(struct oo_engine *engine, uint32_t unit);
-/* Order what is copied next after decodes that nothing else orders: of copies that failed or that
- * nobody used. Free bytes of the arena may be written to by those until then. */
+/* Order what is copied next after the decode stream, if there are uses of free bytes that nothing
+ * else orders: decodes of copies that failed or that nobody used, and what that stream waits for.
+ */
 enum oo_status oo__decodes_settle(struct oo_engine *engine);
 
 /* ---- one part: by any thread ---- */

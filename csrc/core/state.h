@@ -137,7 +137,7 @@ struct oo_decoder {
     OOCUstream stream; /* NULL until there is staging memory; so are the kernels and `tail` */
     OOCUfunction decode_bf16, decode_bytes;
     struct oo_event *tail;
-    int loose; /* decodes into free bytes of the arena may be queued: see oo__decodes_settle */
+    int loose; /* uses of free bytes may be ordered before this stream alone: oo__decodes_settle */
     struct oo_staging *lent;             /* under both mutexes */
     struct oo_staging_piece *free_first; /* under the feeder's: used longest ago */
 };
@@ -225,6 +225,7 @@ struct oo_unit {
     uint8_t leaving;               /* to be dropped as soon as nobody computes with it */
     uint8_t is_fed;                /* by the copy threads: not all of its parts are locked */
     uint8_t is_coded, decodes;     /* some of its parts are chunks; some of those need a kernel */
+    uint8_t only_decoded;          /* nothing else writes to its slot, and no part is fed */
     struct oo_feed *feed;          /* NULL until the first one */
     struct oo_event *ready;        /* its copy has arrived */
     OOCUstream waited[OO_STREAMS]; /* streams already ordered after `ready` */

@@ -55,7 +55,7 @@ enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *unit, OOCU
 
 /* H2: nothing may be written over the unit's bytes before each stream that used them has passed its
  * last use. */
-enum oo_status oo__order_after_uses(struct oo_engine *engine, uint32_t id) {
+enum oo_status oo__order_after_uses(struct oo_engine *engine, uint32_t id, OOCUstream writer) {
     const struct oo_unit *unit = &engine->units[id];
     if (unit->decodes && !unit->n_uses) { /* no use comes after its decodes, which may still run */
         oo__feed_stop(engine, id);
@@ -65,7 +65,7 @@ enum oo_status oo__order_after_uses(struct oo_engine *engine, uint32_t id) {
         const struct oo_last_use *use = &unit->uses[i];
         enum oo_status status =
             use->lost ? oo__synchronize(engine, use->stream, 1)
-                      : OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, use->event->handle, 0);
+                      : OO_DRIVE(engine, cuStreamWaitEvent, writer, use->event->handle, 0);
         if (status != OO_OK)
             return status;
     }
@@ -145,7 +145,7 @@ enum oo_status oo__drop(struct oo_engine *engine, uint32_t id) {
     if (!oo_plan_resident(engine->plan, id))
         return OO_OK;
     if (engine->usable) {
-        enum oo_status status = oo__order_after_uses(engine, id);
+        enum oo_status status = oo__order_after_uses(engine, id, engine->h2d);
         if (status != OO_OK)
             return status;
     }

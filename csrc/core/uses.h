@@ -7,9 +7,9 @@
 /* `stream` has queued its last use of the unit so far. A use whose end cannot be marked counts as
  * lost: only a synchronise can tell when it ends, and what overwrites the bytes does that first. */
 enum oo_status oo__mark_use(struct oo_engine *engine, struct oo_unit *unit, OOCUstream stream);
-/* Make the h2d stream wait for every use of the unit's bytes. What decodes into them, if nobody has
- * used them, is waited for by oo__decodes_settle. */
-enum oo_status oo__order_after_uses(struct oo_engine *engine, uint32_t unit);
+/* Make the stream that will write wait for every use of the unit's bytes. What decodes into them,
+ * if nobody has used them, is waited for by oo__decodes_settle. */
+enum oo_status oo__order_after_uses(struct oo_engine *engine, uint32_t unit, OOCUstream writer);
 /* `stream` has queued its last read, so far, of masters where they lie. */
 enum oo_status oo__mark_read(struct oo_engine *engine, OOCUstream stream);
 /* Wait on the host for all such reads. */
