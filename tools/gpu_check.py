@@ -74,10 +74,13 @@ TESTS = tuple(
     )
 )
 CONFORMANCE = Part("conformance", 150)
-LATER = (Part("formats", 60), Part("lock", 60), Part("memory", 80), Part("faults", 100))
+LATER = (
+    *(Part("decode", 40), Part("formats", 60), Part("lock", 60)),
+    *(Part("memory", 80), Part("faults", 100)),
+)
 OBJECTS = (
     *("machine", "build", "link", "step", "calls", "layers", "bits", "tests", "conformance"),
-    *("formats", "lock", "memory", "faults", "power"),
+    *("decode", "formats", "lock", "memory", "faults", "power"),
 )
 
 

@@ -138,7 +138,8 @@ def test_a_file_of_tests_that_was_killed_is_counted_by_what_it_had_printed() -> 
 
 
 PARTS = (
-    *("machine", "link", "lock", "calls", "layers", "step", "bits", "formats", "faults", "memory"),
+    *("machine", "link", "lock", "calls", "layers", "step", "bits", "decode", "formats"),
+    *("faults", "memory"),
     "tests",
 )
 
@@ -154,7 +155,7 @@ def stand_ins(folder: Path, **sources: str) -> Path:
 
 def rehearse(results: Path, *arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
     """Run without tests and conformance, which the whole rehearsal runs."""
-    only = "machine,link,step,calls,layers,bits,formats,lock,memory,faults"
+    only = "machine,link,step,calls,layers,bits,decode,formats,lock,memory,faults"
     done = gpu_check_command(
         *("--results", str(results), "--wheels", str(results / "none")),
         *([] if "--only" in arguments else ["--only", only]),
@@ -363,6 +364,9 @@ def test_the_whole_rehearsal_on_the_simulator(tmp_path: Path) -> None:
             # The same simulator, the same calls: a prediction that differs predicts another thing.
             assert row["predicted_step_s"] == pytest.approx(row["step_s"], rel=0.05)
     assert all(row["equal_losses_count"] == row["steps_count"] for row in report["bits"]["rows"])
+    assert len(report["decode"]["rows"]) == 18
+    assert all(row["equal_count"] == 2 for row in report["decode"]["rows"])
+    assert sum(row["decodes_count"] for row in report["decode"]["rows"]) >= 24
     formats = {row["name"]: row for row in report["formats"]["rows"]}
     assert formats["torchao int8"]["equal_count"] == formats["torchao int8"]["results_count"] == 2
     assert "skipped" in formats["MXFP4"] and "skipped" in formats["torchao int4, tile_packed_to_4d"]
