@@ -116,24 +116,25 @@ static void test_the_latest_are_kept_and_have_their_numbers(void) {
 }
 
 static void test_a_journal_asks_nothing_of_the_driver(void) {
-    struct world w;
     uint64_t calls[2], first;
-    world_open(&w, 60000, -1);
-    for (int i = 0; i < 3; i++)
-        need(step(&w), "learn");
-    for (int on = 0; on < 2; on++) {
-        w.engine->spans.seen[OO_TRACE_H2D] = w.engine->spans.seen[OO_TRACE_STALL] = 0;
+    for (int on = 0; on < 2; on++) { /* two worlds: what is measured differs from step to step */
+        struct world w;
+        world_open(&w, 60000, -1);
+        for (int i = 0; i < 3; i++)
+            need(step(&w), "learn");
         if (on)
             need(oo_journal_start(w.engine, ROOM), "start");
         const uint64_t before = sim.simCallCount(NULL);
         need(step(&w), "step");
         calls[on] = sim.simCallCount(NULL) - before;
+        if (on) {
+            CHECK(read_from(&w, 0, &first) > 3 * UNITS, "nothing was written");
+            need(oo_journal_stop(w.engine), "stop");
+        }
+        world_close(&w, "calls");
     }
-    CHECK(read_from(&w, 0, &first) > 3 * UNITS, "nothing was written");
     CHECK(calls[0] == calls[1], "%llu calls, and %llu with a journal", (unsigned long long)calls[0],
           (unsigned long long)calls[1]);
-    need(oo_journal_stop(w.engine), "stop");
-    world_close(&w, "calls");
 }
 
 static void test_what_failed_is_not_written(void) {
