@@ -437,6 +437,62 @@ static void damage_is_told_and_never_decoded(void) {
     close_model(m, "damage");
 }
 
+/* Noise in what a unit is made of: it is refused, or travels, and nothing is read outside. */
+static void noise_is_refused_or_travels(void) {
+    unsigned refusals = 0, units = 0;
+    struct world w;
+    for (unsigned turn = 0; turn < 600; turn++) {
+        struct oo_host *host;
+        uint32_t unit;
+        size_t offset;
+        enum { WEIGHTS = 5 * 1024 + 9 };
+        const enum oo_codec_kind kind = kinds[turn % N_KINDS];
+        if (turn % 100 == 0) {
+            world_coded = 1;
+            world_open(&w, 400000, -1);
+            world_coded = 0;
+        }
+        seed = 900 + turn;
+        char *plain = malloc(2 * WEIGHTS), *room = malloc(4 * WEIGHTS);
+        draw_weights(kind, patterns[turn % N_PATTERNS], WEIGHTS, plain);
+        const size_t bytes = encode(kind, plain, WEIGHTS, 1024u << turn % 2, room);
+        need(oo_host_create(bytes, &host), "host"); /* its end is the memory's, or a page's */
+        need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
+        char *master = oo_host_address(host);
+        memcpy(master, room, bytes);
+        for (unsigned i = 0; i < 1 + turn % 3; i++)
+            master[draw() % (turn % 4 ? 64 : bytes)] ^= (char)(1 << draw() % 8);
+        const struct oo_tensor tensor = {.host = master,
+                                         .bytes = WEIGHTS * oo_codec_weight_bytes(kind),
+                                         .coded_bytes = bytes,
+                                         .coded_kind = kind};
+        const struct oo_tensor home = {.host = w.expected[1], .bytes = w.bytes[1]};
+        const enum oo_status status =
+            oo_member_move(w.engine, w.member[1], &tensor, 1, &unit, &offset);
+        if (status == OO_OK) {
+            struct oo_use held;
+            struct oo_fetched fetched;
+            const enum oo_status acquired = acquire_launched(w.engine, w.member[1], w.stream, turn,
+                                                             OO_FORWARD, -1, 1e-6, 0, &held);
+            CHECK(acquired == OO_OK, "turn %u: %s", turn, oo_error_message());
+            if (acquired == OO_OK)
+                need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+            units++;
+        } else {
+            CHECK(status == OO_E_ARGUMENT && strstr(oo_error_message(), "coded tensor"),
+                  "turn %u: %s", turn, oo_error_message());
+            refusals++;
+        }
+        need(oo_member_move(w.engine, w.member[1], &home, 1, &unit, &offset), "home");
+        need(oo_host_destroy(host), "destroy");
+        free(plain);
+        free(room);
+        if (turn % 100 == 99)
+            world_close(&w, "noise");
+    }
+    CHECK(refusals > 100 && units > 100, "%u refused, %u travel", refusals, units);
+}
+
 /* ---- memory that comes and goes ---- */
 
 static void without_room_in_staging_memory_a_unit_does_not_travel(void) {
@@ -622,6 +678,7 @@ static const struct check_case cases[] = {
     CASE(coded_masters_are_not_read_where_they_lie),
     CASE(a_build_or_driver_that_cannot_decode_says_so),
     CASE(damage_is_told_and_never_decoded),
+    CASE(noise_is_refused_or_travels),
     CASE(without_room_in_staging_memory_a_unit_does_not_travel),
     CASE(masters_become_coded_and_plain_again),
     CASE(each_decode_has_its_row),
