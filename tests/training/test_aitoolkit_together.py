@@ -103,6 +103,13 @@ class Accelerator:
         loss.backward()
 
 
+class Batch(int):
+    """Knows the network's weight for each of its samples, of which the last batch has one less."""
+
+    def get_network_weight_list(self):
+        return [1.0, 0.5, 1.0, 1.0][self % BATCHES :][:1] * (2 if self % BATCHES == 3 else 3)
+
+
 class Trainer:
     def __init__(self, folder, *, together, **changes):
         model = {"layer_offloading": True, SETTING: together}
@@ -145,9 +152,9 @@ class Trainer:
     def train_single_accumulation(self, batch):
         torch.manual_seed(batch)
         self.prompt = f"batch {batch}"
-        x = torch.randn(3, WIDTH)
-        network = self.network
-        network.multiplier = [self.weights[batch % BATCHES]] * 3
+        network, weights = self.network, [self.weights[batch % BATCHES]] * 3
+        network.multiplier = getattr(batch, "get_network_weight_list", lambda: weights)()
+        x = torch.randn(len(network.multiplier), WIDTH)
         with network:
             network.is_active = False
             with self.timer("prior"), torch.no_grad():
@@ -164,14 +171,15 @@ class Trainer:
         return loss.detach()
 
 
-def train(folder, offload_percent=1.0, steps=3, **options):
+def train(folder, offload_percent=1.0, steps=3, kind=int, **options):
     """Return the trainer, its losses and gradients of each step, and a step's bytes."""
     trainer, found = Trainer(folder, **options), []
     trainer.load(offload_percent)
     try:
         for step in range(steps):
             before = simulator.stats().h2d_bytes
-            losses = trainer.hook_train_loop(list(range(step * BATCHES, (step + 1) * BATCHES)))
+            numbers = range(step * BATCHES, (step + 1) * BATCHES)
+            losses = trainer.hook_train_loop(list(map(kind, numbers)))
             found.append((losses["loss"], trainer.gradients))
             moved = simulator.stats().h2d_bytes - before
         if offload_percent is not None:
@@ -197,6 +205,14 @@ def test_its_loop_has_the_bits_of_its_own_and_the_bytes_of_one_batch(tmp_path, s
         assert not trainer.network.is_active and isinstance(trainer.timer, Timer)
         assert trainer.timer.active == {}
     assert together.logs == plain.logs
+
+
+def test_batches_of_other_weights_or_sizes_come_one_after_the_other(tmp_path, sim):
+    _, expected, _ = train(tmp_path, None, kind=Batch, together=False)
+    _, found, _ = train(tmp_path, kind=Batch, together=True)
+    for (loss, gradients), (other, others) in zip(expected, found, strict=True):
+        assert loss == other
+        assert_same(gradients, others)
 
 
 def test_batches_that_share_the_networks_attributes_would_not_have_them(tmp_path, sim):
