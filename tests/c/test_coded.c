@@ -1,5 +1,5 @@
 /* Whole tensors in coded chunks: any number of threads writes the same bytes and reads the same
- * bits; whatever is changed in them is told, with the place. */
+ * bits; whatever is changed in them is told, with the place. The threads are oo__thread_start's. */
 #include "check.h"
 #include "coded.h"
 #include "weights.h"

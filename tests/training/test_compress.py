@@ -265,7 +265,8 @@ def test_reading_finds_what_was_there(tmp_path):
 
 def lora_merge(weight):
     with torch.no_grad():
-        weight += torch.randn(WIDTH, 4).bfloat16() @ torch.randn(4, WIDTH).bfloat16()
+        merged = torch.randn(WIDTH, 4).bfloat16() @ torch.randn(4, WIDTH).bfloat16()
+        weight += merged.to(weight.device)
 
 
 def whole_write(weight):
@@ -277,11 +278,14 @@ def one_number(weight):
 
 
 def through_numpy(weight):
-    weight.detach().view(torch.int16).numpy()[7, 9] = 3
+    host = weight.detach().cpu()  # the managed one's own memory
+    host.view(torch.int16).numpy()[7, 9] = 3
+    if weight.device.type != "cpu":
+        weight.data.copy_(host)
 
 
 def new_memory(weight):
-    weight.data = torch.randn(WIDTH, WIDTH).bfloat16()
+    weight.data = torch.randn(WIDTH, WIDTH).bfloat16().to(weight.device)
 
 
 WRITES = [lora_merge, whole_write, one_number, through_numpy, new_memory]
@@ -328,11 +332,12 @@ def test_a_loaded_state_dict_takes_the_place(device):
 def test_weights_that_are_swapped_for_a_while_come_back_coded(device):
     managed, resident = resident_pair(build())
     step = make_step(torch.randn(6, WIDTH).bfloat16(), device, False)
+    resident.to(device)
     with lossless(managed, device) as manager:
         other = build(seed=3)[1].weight.data
         kept = [model[1].weight.data for model in (managed, resident)]
         for model in (managed, resident):
-            model[1].weight.data = other.clone()
+            model[1].weight.data = other.clone().to(model[1].weight.device)
         assert_models_agree(managed, resident, step, steps=1, device=device)
         assert len(coded_layers(manager)) == 3
         for model, before in zip((managed, resident), kept, strict=True):

@@ -1,0 +1,59 @@
+"""The codec of whole tensors: GB/s of the host's clock by one thread and by two, best of ten."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+WEIGHTS = 32 << 20  # of bf16: 8 chunks
+ROUNDS = 10
+
+
+def drawn() -> bytearray:
+    """Return Gaussian weights of bf16, the same block of 64 Ki over and over."""
+    import struct
+
+    source = random.Random(1)
+    block = [struct.pack("<f", source.gauss(0, 0.02))[2:] for _ in range(1 << 16)]
+    return bytearray(b"".join(block) * (WEIGHTS >> 16))
+
+
+def best_gbps(work: Callable[[], object]) -> float:
+    """Return the weights' bytes by the seconds of the fastest round."""
+    fastest = float("inf")
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        work()
+        fastest = min(fastest, time.perf_counter() - began)
+    return 2 * WEIGHTS / fastest / 1e9
+
+
+def benchmarks(device: str) -> Iterator[dict[str, Any]]:
+    """Encode, decode, compare and check as attach does."""
+    from oracle_offload import _core
+
+    weights = drawn()
+    room = _core.coded_room(_core.BF16, WEIGHTS)
+    coded, decoded = bytearray(room), bytearray(2 * WEIGHTS)
+    at, there, back = (
+        ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (weights, coded, decoded)
+    )
+    nbytes = _core.encode(_core.BF16, there, room, 2, at, WEIGHTS)
+    yield {
+        "name": "a hash of the weights, one thread",
+        "gbps": best_gbps(lambda: _core.fingerprint(at, 2 * WEIGHTS)),
+    }
+    for threads in (1, 2):
+        front = _core.BF16, there, nbytes, threads
+        works: dict[str, Callable[[], object]] = {
+            "encode": lambda n=threads: _core.encode(_core.BF16, there, room, n, at, WEIGHTS),
+            "decode": lambda f=front: _core.decode(*f, back, WEIGHTS),
+            "compare": lambda f=front: _core.compare_coded(*f, at, WEIGHTS),
+            "check": lambda f=front: _core.check_coded(*f, 0, WEIGHTS),
+        }
+        for name, work in works.items():
+            yield {"name": f"{name}, threads: {threads}", "gbps": best_gbps(work)}
+    assert decoded == weights
