@@ -123,6 +123,19 @@ static void what_is_promised_as_room_is_enough(void) {
           "two chunks");
 }
 
+/* The first chunk is larger than any may be; who has the last one waits for its place in vain. */
+static void a_chunk_that_fails_ends_the_wait_of_the_others(void) {
+    const size_t chunk = OO_CODEC_CHUNK + OO_CODEC_BLOCK, count = chunk + 10;
+    char *weights = calloc(count, 2), *coded = malloc(oo_coded_room(OO_CODEC_BF16, count));
+    size_t bytes;
+    for (int i = 0; i < 300; i++)
+        CHECK(oo__coded_encode(OO_CODEC_BF16, weights, count, chunk, 2, coded, &bytes) ==
+                  OO_E_ARGUMENT,
+              "round %d", i);
+    free(weights);
+    free(coded);
+}
+
 /* Each bit of the first chunk, and of the header of each, one after the other. */
 static void a_changed_bit_is_told_with_its_place(void) {
     const struct coded made = make(OO_CODEC_BF16, 2 * CHUNK + 99, 2);
@@ -193,6 +206,7 @@ static const struct check_case cases[] = {
     CASE(any_number_of_threads_reads_the_same_bits),
     CASE(chunks_begin_where_the_device_may_read_and_zeros_are_between),
     CASE(what_is_promised_as_room_is_enough),
+    CASE(a_chunk_that_fails_ends_the_wait_of_the_others),
     CASE(a_changed_bit_is_told_with_its_place),
     CASE(other_weights_sizes_and_kinds_are_refused),
     CASE(damage_is_never_other_weights),

@@ -346,6 +346,23 @@ def test_weights_that_are_swapped_for_a_while_come_back_coded(device):
         assert len(coded_layers(manager)) == 4
 
 
+def test_weights_that_were_written_while_they_were_away(device):
+    managed, resident = resident_pair(build())
+    step = make_step(torch.randn(6, WIDTH).bfloat16(), device, False)
+    resident.to(device)
+    with lossless(managed, device) as manager:
+        for model in (managed, resident):
+            weight = model[1].weight
+            kept = weight.data
+            weight.data = torch.ones(WIDTH, WIDTH).bfloat16().to(weight.device)
+            if model is managed:
+                model(x_of(model, device))
+            kept[3, 4] = 1.5
+            weight.data = kept
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        assert len(coded_layers(manager)) == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_another_dtype_is_another_weight(device, dtype):
     managed, resident = resident_pair(build())
@@ -373,6 +390,20 @@ def test_weights_that_are_trained_after_attach(device, fused):
                 optimizer.step()
         assert_same(managed[1].weight, resident[1].weight)
         assert [bool(layer.coded) for layer in manager.layers] == [True, False, True, True]
+
+
+def test_weights_that_are_unfrozen_between_backward_and_step(device):
+    managed, resident = resident_pair(build())
+    step = make_step(torch.randn(6, WIDTH).bfloat16(), device, False)
+    with lossless(managed, device) as manager:
+        assert_models_agree(managed, resident, step, steps=1, device=device)
+        for model in (managed, resident):
+            weight = model[1].weight.requires_grad_()
+            weight.grad = torch.ones_like(weight)
+            torch.optim.SGD([weight], lr=0.1).step()
+        assert_same(managed[1].weight, resident[1].weight)
+        assert len(coded_layers(manager)) == 3  # before anything is computed with it
+        assert_models_agree(managed, resident, step, steps=1, device=device)
 
 
 def test_a_warning_says_once_that_weights_grew(caplog):
@@ -480,6 +511,26 @@ def test_weights_of_a_checkpoint_are_read_from_it(monkeypatch, tmp_path, cache):
         assert_same(model.state_dict(), other.state_dict())
         assert_models_agree(model, other, step, steps=1)
     assert len(counted) == 8
+
+
+def test_damaged_codes_of_a_checkpoint_are_made_anew(caplog, tmp_path, cache):
+    resident = build()
+    path = tmp_path / "model.safetensors"
+    save_file(resident.state_dict(), path)
+    step = make_step(torch.randn(6, WIDTH).bfloat16(), "cpu", False)
+    for damaged in (False, True):
+        if damaged:
+            broken = sorted(cache.iterdir())[0]
+            whole = broken.read_bytes()
+            broken.write_bytes(whole[:9000] + bytes([whole[9000] ^ 16]) + whole[9001:])
+        with oracle_offload.empty_weights():
+            model = build().bfloat16()
+        model.requires_grad_(False)
+        with attached(model, "cpu", weights=path, compress="lossless") as manager:
+            assert len(coded_layers(manager)) == 4
+            assert_models_agree(model, resident, step, steps=1)
+    assert broken.read_bytes() == whole
+    assert sum("is damaged" in record.message for record in caplog.records) == 1
 
 
 def test_checkpoints_of_another_dtype_are_converted_and_coded(tmp_path):
