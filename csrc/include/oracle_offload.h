@@ -6,7 +6,8 @@
  *     oo_host_create, _fill     host memory, and the weights in it: the masters
  *     oo_engine_lock            page-lock that memory, so that the device reads it directly
  *     oo_lease_add              device memory for a cache of the weights, the arena,
- *     oo_segment_add            piece by piece
+ *     oo_segment_add            piece by piece;
+ *     oo_staging_add            and some that coded weights pass through
  *     oo_model_add              a model,
  *     oo_unit_add               and what of it travels together
  *     a step, any number of times, for each layer in turn, on any thread:
@@ -29,6 +30,8 @@
  *     arena       the device memory that all units share; what is in it is evicted for what comes
  *     segment     a contiguous piece of the arena; a unit lies in one
  *     lease       the segments that go back together
+ *     coded       of a master: in fewer bytes, without loss; kernels decode it on the device
+ *     staging     device memory that coded weights pass through on their way into the arena
  *     use         the time between an acquire and its release; its ticket names it
  *     mapping     a use of masters where they lie, by kernels that read some of their bytes over
  *                 the link
