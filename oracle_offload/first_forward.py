@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .layers import trial
 from .layers.swap import HANDLE, is_exporting, is_managed, refuse_tracing
@@ -28,7 +29,9 @@ from .watch import DirectUses, Watch
 _SLOT = "_compiled_call_impl"
 _MAX_ENTRIES = 16  # calls of parts of a model that are watched where the model itself is not called
 _graph_task = torch._C._current_graph_task_id
-_compiling = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
+# Where torch lacks this, a frame that begins under a dispatch mode is never compiled any more.
+_COMPILES_UNDER_MODES = hasattr(TorchDispatchMode, "ignore_compile_internals")
 _thread = threading.local()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -142,7 +145,9 @@ class FirstForward:
         )
 
     @_untraced
-    def watch(self, module: nn.Module, inputs: Any) -> tuple[Watch | None, int | None]:
+    def watch(
+        self, module: nn.Module, inputs: Any, compiling: bool
+    ) -> tuple[Watch | None, int | None]:
         """Return the watch that a forward is due, if any, and what `has_passed` is told of it."""
         root = self._structure.module
         if root is None or is_watched():
@@ -158,6 +163,8 @@ class FirstForward:
         code = self._code() if module is root else None
         if not self._armed and (code is None or code in self._watched):
             return None, None
+        if not _COMPILES_UNDER_MODES and (compiling or self._has_compiled_part()):
+            return None, None
         return Watch(root, inputs), code
 
     @_untraced
@@ -170,13 +177,15 @@ class FirstForward:
         """
         root = self._structure.module
         parts = self._modules()
-        calls = (part.__dict__.get(_SLOT) for part in parts)
-        if root is None or compiling or any(_is_compiled(call) for call in calls):
+        if root is None or compiling or self._has_compiled_part():
             return contextlib.nullcontext()
         adapted = any("base_layer" in part._modules for part in parts)
         if not adapted and "forward" not in root.__dict__:
             return contextlib.nullcontext()
         return DirectUses(self._structure.attachment, watch)
+
+    def _has_compiled_part(self) -> bool:
+        return any(_is_compiled(part.__dict__.get(_SLOT)) for part in self._modules())
 
     @_untraced
     def has_passed(self, code: int | None) -> None:
@@ -240,13 +249,16 @@ class _Entry:
             refuse_tracing("torch.export")
         module = cast("nn.Module", self._module())
         call = self.call or module._call_impl
-        watch, code = self._first_forward.watch(module, (args, kwargs))
+        # Asked here: in what torch.compile leaves alone, nothing is compiled. And by setting it:
+        # torch 2.6 hands out its callback without a reference where it is asked for.
+        compiler = _set_eval_frame(None)
+        _set_eval_frame(compiler)
+        compiling = callable(compiler)
+        watch, code = self._first_forward.watch(module, (args, kwargs), compiling)
         if watch is None:
             return call(*args, **kwargs)
         set_watched(True)
         try:
-            # Asked here: in `direct_uses`, which torch.compile leaves alone, nothing is compiled.
-            compiling = bool(_compiling())
             with watch, self._first_forward.direct_uses(watch, compiling):
                 result = call(*args, **kwargs)
         finally:

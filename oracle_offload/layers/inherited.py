@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .bytecode import every_code
-from .swap import HANDLE, untraced
+from .swap import HANDLE, call
 from .traced import Traced
 
 _HARMLESS = frozenset({"dtype", "shape", "ndim", "requires_grad"})
@@ -59,7 +59,7 @@ def answering_class(base: Any) -> Any:
             return cast("Tensor", base.forward(self, input))
         if torch.compiler.is_dynamo_compiling():
             return cast("Tensor", layer.traced(self, input))
-        return cast("Tensor", untraced(layer, input))
+        return cast("Tensor", call(layer, input))
 
     functools.update_wrapper(forward, base.forward, assigned=("__doc__",), updated=())
     return type(base.__name__, (base,), {"forward": forward})

@@ -49,7 +49,17 @@ def _call(layer: Any, x: Tensor) -> Any:
     return layer(x)
 
 
-untraced: Callable[[Any, Tensor], Any] = torch.compiler.disable(_call)  # compute a layer as it is
+untraced: Callable[[Any, Tensor], Any] = torch.compiler.disable(_call)  # a graph breaks there
+_set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def call(layer: Any, x: Tensor) -> Any:
+    """Do what `untraced` does, without the decorator's own bookkeeping: for every eager call."""
+    compiler = _set_compiler(None)
+    try:
+        return layer(x)
+    finally:
+        _set_compiler(compiler)
 
 
 @functools.cache
@@ -65,7 +75,7 @@ def managed_class(base: Any, on_trial: bool, below: Any = None) -> Any:
             return cast("Tensor", base.forward(self, input))
         if torch.compiler.is_dynamo_compiling():
             return cast("Tensor", layer.traced(self, input))
-        return cast("Tensor", untraced(layer, input))
+        return cast("Tensor", call(layer, input))
 
     def __getattr__(self: Any, name: str) -> Any:
         leaf: Leaf | None = self.__dict__.get(HANDLE)

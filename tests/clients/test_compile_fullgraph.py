@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from equality import RUNS, Recorder, assert_models_agree, assert_same, attached, resident_pair
-from families import FAMILIES
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -300,6 +299,8 @@ def test_the_other_kinds(name, frozen):
 
 @pytest.mark.parametrize("family", ["Flux", "Qwen-Image", "Wan"])
 def test_a_model_of_a_library_is_one_graph(family):
+    from families import FAMILIES
+
     made = FAMILIES[family]
     managed, resident = resident_pair(made.make().requires_grad_(False))
     backend = Backend("aot_eager")
