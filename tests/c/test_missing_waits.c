@@ -307,6 +307,19 @@ static void a_decode_over_bytes_still_read(struct world *w, unsigned missing) {
     detach(w);
 }
 
+/* Acquire units that are not coded as far as there is room for them, then release them. */
+static void hold_plain(struct world *w, unsigned from, unsigned end) {
+    struct oo_use uses[UNITS];
+    struct oo_fetched fetched;
+    unsigned held = 0;
+    for (unsigned i = from; i < end; i += 3)
+        held +=
+            acquire(w->engine, w->member[i], w->stream, 0, OO_FORWARD, -1, 0, &uses[held]) == OO_OK;
+    CHECK(held > 0, "nothing has room");
+    while (held)
+        need(oo_engine_release(w->engine, uses[--held].ticket, w->stream, 0, &fetched), "release");
+}
+
 /* Compute until a unit has been decoded ahead that nobody has used. */
 static void decode_ahead(struct world *w) {
     attach_coded(w, 60000);
@@ -328,9 +341,22 @@ static void a_slot_overwritten_under_a_decode(struct world *w, unsigned missing)
     w->engine->decoder.loose = 0;
     need(oo_engine_refresh(w->engine, OO_ALL_MODELS), "refresh");
     CHECK(w->engine->decoder.loose, "a decode that nobody has used is not");
-    for (unsigned i = 0; i < UNITS; i += 3) /* as they are */
-        touch(w, i, w->stream);
+    hold_plain(w, 0, UNITS); /* all over the arena, with nothing copied ahead between them */
     CHECK(!w->engine->decoder.loose, "they are still");
+    detach(w);
+}
+
+/* What the decode stream alone has waited for: a chunk takes a part of what is being read. */
+static void a_rest_overwritten_under_a_kernel(struct world *w, unsigned missing) {
+    struct oo_use use;
+    struct oo_fetched fetched;
+    attach_coded(w, w->bytes[9]);
+    touch(w, 9, w->stream);
+    absent = missing;
+    absent_of = w->engine->h2d;
+    need(acquire(w->engine, w->member[10], w->stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+    hold_plain(w, 15, 16);
+    need(oo_engine_release(w->engine, use.ticket, w->stream, 0, &fetched), "release");
     detach(w);
 }
 
@@ -594,6 +620,14 @@ static void h13_a_slot_overwritten_under_a_decode(void) {
     missed_on_every_schedule(&hazard);
 }
 
+static void h13_a_rest_overwritten_under_a_kernel(void) {
+    const struct hazard hazard = {
+        "H13, rest",        a_rest_overwritten_under_a_kernel,
+        STREAM_WAITS,       "of \"unit 15\"",
+        "read by a kernel", "write by a host-to-device copy, stream \"h2d\""};
+    missed_on_every_schedule(&hazard);
+}
+
 static void h14_a_kernel_before_what_is_not_coded_has_come(void) {
     const struct hazard hazard = {"H14",
                                   a_kernel_before_what_is_not_coded_has_come,
@@ -627,6 +661,7 @@ static const struct check_case cases[] = {
     CASE(h11_a_chunk_decoded_before_it_has_come),
     CASE(h12_a_piece_overwritten_under_a_decode),
     CASE(h13_a_slot_overwritten_under_a_decode),
+    CASE(h13_a_rest_overwritten_under_a_kernel),
     CASE(h14_a_kernel_before_what_is_not_coded_has_come),
 };
 
