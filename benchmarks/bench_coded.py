@@ -31,6 +31,21 @@ def best_gbps(work: Callable[[], object]) -> float:
     return 2 * WEIGHTS / fastest / 1e9
 
 
+def works(
+    nbytes: int, room: int, threads: int, weights: int, coded: int, decoded: int
+) -> dict[str, Callable[[], object]]:
+    """Return what is measured, by name; the last three are addresses."""
+    from oracle_offload import _core
+
+    kind, count = _core.BF16, WEIGHTS
+    return {
+        "encode": lambda: _core.encode(kind, coded, room, threads, weights, count),
+        "decode": lambda: _core.decode(kind, coded, nbytes, threads, decoded, count),
+        "compare": lambda: _core.compare_coded(kind, coded, nbytes, threads, weights, count),
+        "check": lambda: _core.check_coded(kind, coded, nbytes, threads, 0, count),
+    }
+
+
 def benchmarks(device: str) -> Iterator[dict[str, Any]]:
     """Encode, decode, compare and check as attach does."""
     from oracle_offload import _core
@@ -44,16 +59,10 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
     nbytes = _core.encode(_core.BF16, there, room, 2, at, WEIGHTS)
     yield {
         "name": "a hash of the weights, one thread",
-        "gbps": best_gbps(lambda: _core.fingerprint(at, 2 * WEIGHTS)),
+        "hash_gbps": best_gbps(lambda: _core.fingerprint(at, 2 * WEIGHTS)),
     }
     for threads in (1, 2):
-        front = _core.BF16, there, nbytes, threads
-        works: dict[str, Callable[[], object]] = {
-            "encode": lambda n=threads: _core.encode(_core.BF16, there, room, n, at, WEIGHTS),
-            "decode": lambda f=front: _core.decode(*f, back, WEIGHTS),
-            "compare": lambda f=front: _core.compare_coded(*f, at, WEIGHTS),
-            "check": lambda f=front: _core.check_coded(*f, 0, WEIGHTS),
-        }
-        for name, work in works.items():
-            yield {"name": f"{name}, threads: {threads}", "gbps": best_gbps(work)}
+        found = works(nbytes, room, threads, at, there, back)
+        rates = {f"{name}_gbps": best_gbps(work) for name, work in found.items()}
+        yield {"name": f"whole tensors, threads: {threads}", **rates}
     assert decoded == weights

@@ -123,8 +123,8 @@ static void what_is_promised_as_room_is_enough(void) {
           "two chunks");
 }
 
-/* The first chunk is larger than any may be; who has the last one waits for its place in vain. */
-static void a_chunk_that_fails_ends_the_wait_of_the_others(void) {
+/* The first chunk is larger than any may be; nobody waits for its place then. */
+static void a_chunk_that_fails_is_the_failure_of_all(void) {
     const size_t chunk = OO_CODEC_CHUNK + OO_CODEC_BLOCK, count = chunk + 10;
     char *weights = calloc(count, 2), *coded = malloc(oo_coded_room(OO_CODEC_BF16, count));
     size_t bytes;
@@ -206,7 +206,7 @@ static const struct check_case cases[] = {
     CASE(any_number_of_threads_reads_the_same_bits),
     CASE(chunks_begin_where_the_device_may_read_and_zeros_are_between),
     CASE(what_is_promised_as_room_is_enough),
-    CASE(a_chunk_that_fails_ends_the_wait_of_the_others),
+    CASE(a_chunk_that_fails_is_the_failure_of_all),
     CASE(a_changed_bit_is_told_with_its_place),
     CASE(other_weights_sizes_and_kinds_are_refused),
     CASE(damage_is_never_other_weights),
