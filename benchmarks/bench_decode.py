@@ -56,7 +56,7 @@ def draw(kind: str, pattern: str, count: int, generator: Any) -> Any:
     drawn = torch.randn(count, generator=generator) * 0.02
     if pattern == "student 3":
         chi = sum(torch.randn(count, generator=generator) ** 2 for _ in range(3))
-        drawn /= (chi / 3).sqrt()
+        drawn /= torch.sqrt(torch.as_tensor(chi) / 3)
     elif pattern == "half zeros":
         drawn *= torch.rand(count, generator=generator) < 0.5
     elif pattern == "one weight":
