@@ -398,7 +398,7 @@ def _no_gradient(grad: Tensor, like: Tensor, weight: Tensor) -> Tensor:
 linear = _define("linear", "", F.linear, _linear_gradient)
 convolution = _define(
     "convolution",
-    ", int[] stride, SymInt[] padding, int[] dilation, int groups",
+    ", int[] steps, SymInt[] padding, int[] dilation, int groups",
     _convolution,
     _convolution_gradient,
 )

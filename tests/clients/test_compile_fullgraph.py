@@ -297,6 +297,27 @@ def test_the_other_kinds(name, frozen):
     assert counts == [2 * RUNS * n for n in (1, 4, 1)]
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_other_kinds_under_inductor(frozen, monkeypatch):
+    """Which fuses what lies between with other roundings, in a resident model too."""
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    model = Mixed().requires_grad_(not frozen)
+    model.three.requires_grad_(True)
+    rows = torch.arange(24).view(2, 12) % 10
+    wanted = copy.deepcopy(model)
+    expected = wanted(rows)
+    expected.square().sum().backward()
+    with attached(model) as manager:
+        assert len(manager.layers) == 6
+        found = torch.compile(model, fullgraph=True)(rows)
+        found.square().sum().backward()
+        assert manager.attachment.state.engine.stats()["h2d_bytes"] > 0
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        torch.testing.assert_close(one.grad, other.grad)
+
+
 @pytest.mark.parametrize("family", ["Flux", "Qwen-Image", "Wan"])
 def test_a_model_of_a_library_is_one_graph(family):
     from families import FAMILIES
