@@ -60,23 +60,18 @@ static size_t oo__take_weights(struct oo_job *job, size_t *begin) {
     return count;
 }
 
-/* Once all before it have their places, a chunk has its own: at `*at`, behind a gap from `*gap`. 0
- * where one of those failed. */
-static int oo__place(struct oo_job *job, size_t begin, size_t count, size_t bytes, size_t *gap,
-                     size_t *at) {
+/* Once all before it have their places, a chunk has its own: at `*at`, behind a gap from `*gap`. */
+static void oo__place(struct oo_job *job, size_t begin, size_t count, size_t bytes, size_t *gap,
+                      size_t *at) {
     oo__mutex_lock(job->mutex);
-    while (job->placed != begin && job->status == OO_OK)
+    while (job->placed != begin)
         oo__mutex_wait(job->mutex, oo__clock_s() + oo__patience_s);
-    const int placed = job->status == OO_OK;
     *gap = job->end;
     *at = oo__aligned(job->end);
-    if (placed) {
-        job->end = *at + bytes;
-        job->placed += count;
-        oo__mutex_wake(job->mutex);
-    }
+    job->end = *at + bytes;
+    job->placed += count;
+    oo__mutex_wake(job->mutex);
     oo__mutex_unlock(job->mutex);
-    return placed;
 }
 
 static void oo__encode_some(void *argument) {
@@ -89,10 +84,11 @@ static void oo__encode_some(void *argument) {
     if (!aside)
         status = oo__fail(OO_E_MEMORY, "no memory to encode a chunk of weights in");
     while (status == OO_OK && (count = oo__take_weights(job, &begin)) != 0) {
+        bytes = 0;
         status = oo_codec_encode(job->codec, job->kind, job->weights + begin * width, count, aside,
                                  &bytes);
-        if (status != OO_OK || !oo__place(job, begin, count, bytes, &gap, &at))
-            break;
+        /* What failed has its place as well: others wait for theirs behind it. */
+        oo__place(job, begin, count, bytes, &gap, &at);
         memset(job->coded + gap, 0, at - gap);
         memcpy(job->coded + at, aside, bytes);
     }
@@ -111,7 +107,6 @@ struct oo_found {
 
 static enum oo_status oo__take_chunk(struct oo_job *job, struct oo_found *found) {
     struct oo_codec_header header;
-    enum oo_status status = OO_OK;
     *found = (struct oo_found){.at = oo__aligned(job->end), .begin = job->taken};
     if (job->status != OO_OK)
         return OO_OK;
@@ -121,16 +116,17 @@ static enum oo_status oo__take_chunk(struct oo_job *job, struct oo_found *found)
                    : oo__fail(OO_E_ARGUMENT, "corrupt: %zu bytes follow the last chunk",
                               job->bytes - job->end);
     const size_t left = job->bytes - oo__least(found->at, job->bytes);
-    status = oo_codec_find(job->coded + found->at, left, &header, &found->bytes);
-    if (status == OO_OK && header.count > job->count - job->taken)
-        status = oo__fail(OO_E_ARGUMENT, "corrupt: a chunk of %u weights where %zu are left",
-                          (unsigned)header.count, job->count - job->taken);
-    if (status == OO_OK) {
-        found->count = header.count;
-        job->taken += header.count;
-        job->end = found->at + found->bytes;
-    }
-    return status;
+    const enum oo_status status =
+        oo_codec_find(job->coded + found->at, left, &header, &found->bytes);
+    if (status != OO_OK)
+        return status;
+    if (header.count > job->count - job->taken)
+        return oo__fail(OO_E_ARGUMENT, "corrupt: a chunk of %u weights where %zu are left",
+                        (unsigned)header.count, job->count - job->taken);
+    found->count = header.count;
+    job->taken += header.count;
+    job->end = found->at + found->bytes;
+    return OO_OK;
 }
 
 /* `aside`: where weights are decoded to that are only compared. */
@@ -161,7 +157,7 @@ static void oo__decode_some(void *argument) {
         oo__mutex_lock(job->mutex);
         status = oo__take_chunk(job, &found);
         oo__mutex_unlock(job->mutex);
-        if (status == OO_OK && found.count)
+        if (found.count)
             status = oo__decode_chunk(job, &found, aside);
         if (status == OO_E_ARGUMENT)
             oo__append(" (chunk at byte %zu of %zu)", found.at, job->bytes);

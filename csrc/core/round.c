@@ -80,7 +80,7 @@ static size_t oo__enough(struct oo_turn *turns, size_t count, size_t total, size
         least = seconds[slots] < least ? seconds[slots] : least;
     }
     size_t slots = 1;
-    while (slots < OO_MOST_SLOTS && seconds[slots] > least * oo__nearly)
+    while (seconds[slots] > least * oo__nearly) /* one of them is the least */
         slots++;
     return slots;
 }

@@ -128,10 +128,10 @@ static void a_chunk_that_fails_is_the_failure_of_all(void) {
     const size_t chunk = OO_CODEC_CHUNK + OO_CODEC_BLOCK, count = chunk + 10;
     char *weights = calloc(count, 2), *coded = malloc(oo_coded_room(OO_CODEC_BF16, count));
     size_t bytes;
-    for (int i = 0; i < 300; i++)
-        CHECK(oo__coded_encode(OO_CODEC_BF16, weights, count, chunk, 2, coded, &bytes) ==
+    for (unsigned i = 0; i < 300; i++)
+        CHECK(oo__coded_encode(OO_CODEC_BF16, weights, count, chunk, 1 + i % 2, coded, &bytes) ==
                   OO_E_ARGUMENT,
-              "round %d", i);
+              "round %u", i);
     free(weights);
     free(coded);
 }
@@ -167,6 +167,12 @@ static void other_weights_sizes_and_kinds_are_refused(void) {
           "the last weight is another");
     CHECK(strstr(oo_error_message(), "other weights"), "%s", oo_error_message());
     made.weights[COUNT - 1] ^= 1;
+    made.coded[OO_CODEC_HEADER] ^= 1;
+    CHECK(oo_coded_compare(made.kind, made.coded, made.coded_bytes, 1, made.weights, COUNT) !=
+                  OO_OK &&
+              !strstr(oo_error_message(), "other weights"),
+          "damaged: %s", oo_error_message());
+    made.coded[OO_CODEC_HEADER] ^= 1;
     static const struct {
         ptrdiff_t bytes, count;
         const char *why;
