@@ -269,6 +269,13 @@ class Leaf:
             coded.was_written() for coded in self.coded
         )
 
+    def was_coded_written(self, masters: Masters, names: Sequence[str]) -> bool:
+        """Whether a tensor of these names was written, of which the engine still has the codes."""
+        if not self.coded:
+            return False
+        starts = {masters.addresses[name] for name in names if name in masters.addresses}
+        return any(coded.start in starts and coded.was_written() for coded in self.coded)
+
     def stamp(self) -> int:
         """Return the masters' `version_of`."""
         return version_of(self.masters.present)

@@ -129,12 +129,12 @@ class Borrower(Leaf):
                 moved = True
             read.append(tensor)
         version = version_of(read)
-        if moved or version != expected:
-            what = (
-                "was replaced through .data"
-                if version == expected
-                else f"is at version {version}; expected version {expected} instead"
-            )
+        if moved or version != expected or self.was_coded_written(masters, names):
+            if version != expected:
+                what = f"is at version {version}; expected version {expected} instead"
+            else:
+                what = "was replaced" if moved else "was written"
+                what += " through .data"
             raise StaleWeightsError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: the {' or '.join(names)} of managed layer "
@@ -161,7 +161,7 @@ class Borrower(Leaf):
             refuse_tracing("torch.export" if is_exporting() else "make_fx")
         if self.structure.changed:  # an adapter was added: look at it before computing
             self.structure.settle()
-        if self.coded and _graph_task() == -1 and self.has_stale_codes():
+        if self.coded and self.has_stale_codes():  # in a recompute too: that is a forward
             self.attachment.leave_codes([self])
         if _functorch_active():
             raise OffloadError(

@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from test_matrix import Block, make_step
 from test_models import BUILDS
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import _core
 from oracle_offload.compress import choice, coder
-from oracle_offload.errors import OffloadError
+from oracle_offload.errors import OffloadError, StaleWeightsError
 
 WIDTH = 256  # 128 KiB in bf16
 
@@ -304,6 +305,47 @@ def test_a_write_is_never_missed(device, write):
         assert [bool(layer.coded) for layer in manager.layers] == [True, True, False, True]
         locked = manager.state.engine.stats()["locked_bytes"]
         assert locked >= 3 * 0.6 * WIDTH * WIDTH * 2 + WIDTH * WIDTH * 2  # it is locked as it is
+
+
+def test_a_recompute_sees_a_write_since_forward(device):
+    """As the resident model's does, which computes with what it finds."""
+    managed, resident = resident_pair(build())
+    x = torch.randn(3, WIDTH, device=device).bfloat16()
+
+    def step(model):
+        leaf = x.clone().requires_grad_()
+        y = checkpoint(model, leaf, use_reentrant=True)
+        model[1].weight.data.mul_(2)
+        y.float().square().sum().backward()
+        return [y.detach(), leaf.grad]
+
+    resident.to(device)
+    with lossless(managed, device) as manager:
+        for _ in range(2):
+            assert_same(step(managed), step(resident))
+        assert [bool(layer.coded) for layer in manager.layers] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("how", ["layer", "code", "checkpoint"])
+def test_a_backward_refuses_a_write_since_forward(device, how):
+    class Own(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.t()
+
+    model = build()
+    if how == "code":
+        own = Own(WIDTH, WIDTH, bias=False).bfloat16().requires_grad_(False)
+        own.weight.data.copy_(model[1].weight)
+        model[1] = own
+    with lossless(model, device) as manager:
+        assert len(coded_layers(manager)) == 4
+        x = x_of(model, device).requires_grad_()
+        y = checkpoint(model, x, use_reentrant=False) if how == "checkpoint" else model(x)
+        model[1].weight.data.view(-1)[12345] = 3
+        with pytest.raises(StaleWeightsError, match="of managed layer '1' was written through"):
+            y.sum().backward()
+        model(x).sum().backward()  # follows
+        assert len(coded_layers(manager)) == 3
 
 
 def test_a_write_through_what_holds_the_memory_still_reaches_the_model(device):
