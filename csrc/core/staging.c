@@ -63,7 +63,7 @@ static enum oo_status oo__part_check(const struct oo_engine *engine, uint32_t id
 enum oo_status oo__coded_check(struct oo_engine *engine, uint32_t id) {
     const struct oo_unit *unit = &engine->units[id];
     enum oo_status status = OO_OK;
-    for (uint32_t i = 0; i < unit->n_parts && unit->is_coded && status == OO_OK; i++)
+    for (uint32_t i = 0; i < unit->n_parts && status == OO_OK; i++)
         status = oo__part_check(engine, id, &unit->parts[i]);
     return status;
 }
