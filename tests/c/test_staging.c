@@ -1,5 +1,5 @@
 /* Pieces of staging memory: who finds none waits for one; memory that goes takes its own alone;
- * what could not be copied is not decoded. */
+ * what could not be copied is not decoded, and what could not be waited for is waited for later. */
 #include "staging.h"
 #include "world.h"
 
@@ -123,10 +123,33 @@ static void what_could_not_be_copied_is_not_decoded(void) {
     end(&w, "not copied");
 }
 
+/* A wait that the driver has refused is owed still. */
+static void decodes_are_loose_until_they_are_waited_for(void) {
+    static const char *const calls[] = {"cuEventRecord", "cuStreamWaitEvent"};
+    struct world w;
+    begin(&w);
+    oo__mutex_lock(w.engine->mutex);
+    for (int i = 0; i < 2; i++) {
+        w.engine->decoder.loose = 1;
+        sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
+        CHECK(oo__decodes_settle(w.engine) == OO_E_DRIVER, "%s cannot fail", calls[i]);
+        sim.simFaultClear();
+        const uint64_t waits = sim.simCallCount("cuStreamWaitEvent");
+        for (unsigned turn = 0; turn < 2; turn++) {
+            need(oo__decodes_settle(w.engine), "settle");
+            CHECK(sim.simCallCount("cuStreamWaitEvent") == waits + 1, "%s, turn %u", calls[i],
+                  turn);
+        }
+    }
+    oo__mutex_unlock(w.engine->mutex);
+    end(&w, "loose");
+}
+
 static const struct check_case cases[] = {
     CASE(who_finds_no_piece_waits_for_one),
     CASE(memory_that_goes_takes_its_own_pieces),
     CASE(what_could_not_be_copied_is_not_decoded),
+    CASE(decodes_are_loose_until_they_are_waited_for),
 };
 
 int main(int argc, char **argv) {
