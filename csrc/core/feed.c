@@ -190,10 +190,10 @@ static int oo__copy_step(struct oo_engine *engine, struct oo_piece *step,
 static int oo__copy_chunk(struct oo_engine *engine, const struct oo_piece *piece,
                           struct oo_failure *failure, struct oo_waits *waits) {
     const struct oo_ring *ring = &engine->up;
-    const size_t most = ring->base ? ring->piece_bytes : piece->bytes;
     struct oo_staging_piece *room = oo__piece_take(engine, piece->part, failure);
     if (!room)
         return 0;
+    const size_t most = ring->base ? ring->piece_bytes : piece->bytes;
     int works = 1;
     for (size_t done = 0; works && done < piece->bytes; done += most) {
         struct oo_piece step = {.host = piece->host + done, .target = room->address + done};

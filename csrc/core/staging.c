@@ -328,9 +328,9 @@ enum oo_status oo__staging_remove(struct oo_engine *engine, uint32_t lease) {
 }
 
 void oo__staging_close(struct oo_engine *engine) {
-    oo__event_give(engine, engine->decoder.tail);
-    engine->decoder.tail = NULL;
     if (engine->decoder.stream && engine->usable)
         OO_GIVE_BACK(engine, cuStreamDestroy, engine->decoder.stream);
     engine->decoder.stream = NULL;
+    oo__event_give(engine, engine->decoder.tail);
+    engine->decoder.tail = NULL;
 }

@@ -15,6 +15,11 @@ static void end(struct world *w, const char *where) {
     world_close(w, where);
 }
 
+static void nap(double seconds) {
+    for (const double until = oo__clock_s() + seconds; oo__clock_s() < until;)
+        continue;
+}
+
 static struct oo_staging_piece *take(struct world *w, size_t bytes) {
     const struct oo_part part = {.bytes = bytes};
     struct oo_failure failure = {0};
@@ -54,8 +59,7 @@ static void who_finds_no_piece_waits_for_one(void) {
     for (int i = 0; i < OO_STAGING_PIECES; i++) {
         struct taker taker = {&w, bytes, NULL, 0};
         struct oo_thread *thread = oo__thread_start(take_there, &taker);
-        for (const double until = oo__clock_s() + 20e-3; oo__clock_s() < until;)
-            continue;
+        nap(20e-3);
         CHECK(!taker.returned, "it has a piece that another has");
         oo__piece_give(w.engine, pieces[i]);
         oo__thread_join(thread);
@@ -117,10 +121,157 @@ static void what_could_not_be_copied_is_not_decoded(void) {
     sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
     CHECK(use(&w, 1, OO_FORWARD) == OO_E_DRIVER, "no failure");
     CHECK(sim.simCallCount("cuLaunchKernel") == launches, "decoded");
+    const struct oo_staging_piece *pieces[OO_STAGING_PIECES];
+    CHECK(free_pieces(&w, pieces) == OO_STAGING_PIECES, "a piece is taken still");
     sim.simFaultClear();
     need(use(&w, 1, OO_FORWARD), "again");
     CHECK(sim.simCallCount("cuLaunchKernel") > launches, "not decoded");
     end(&w, "not copied");
+}
+
+static void a_piece_that_cannot_be_had_is_free_again(void) {
+    static const char *const calls[] = {"cuEventRecord", "cuStreamWaitEvent"};
+    const struct oo_staging_piece *pieces[OO_STAGING_PIECES];
+    const struct oo_part part = {.bytes = 1};
+    struct world w;
+    begin(&w);
+    for (int i = 0; i < 2; i++) {
+        struct oo_failure failure = {0};
+        w.engine->decoder.free_first->lost = 1;
+        sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
+        CHECK(!oo__piece_take(w.engine, &part, &failure) && !strcmp(failure.call, calls[i]),
+              "%s cannot fail", calls[i]);
+        sim.simFaultClear();
+        CHECK(free_pieces(&w, pieces) == OO_STAGING_PIECES && pieces[OO_STAGING_PIECES - 1]->lost,
+              "%s: it is taken, or not lost", calls[i]);
+    }
+    end(&w, "cannot be had");
+}
+
+/* From the launch on a kernel may read the piece: until the end of that is marked it is lost. */
+static void a_piece_is_lost_where_its_decode_has_no_mark(void) {
+    static const struct oo_decode_times untimed;
+    static const struct {
+        const char *call;
+        int nth, lost;
+    } rows[] = {{"cuEventRecord", 1, 0},
+                {"cuStreamWaitEvent", 1, 0},
+                {"cuLaunchKernel", 1, 1},
+                {"cuEventRecord", 2, 1},
+                {"cuEventRecord", 3, 0}};
+    struct world w;
+    begin(&w);
+    need(use(&w, 1, OO_FORWARD), "use");
+    const struct oo_part *part = &w.engine->units[w.unit[1]].parts[0];
+    const uintptr_t target = oo_block_address(oo_plan_resident(w.engine->plan, w.unit[1]));
+    w.engine->driver.cuStreamSynchronize((OOCUstream)w.stream);
+    w.engine->driver.cuStreamSynchronize(w.engine->decoder.stream);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        struct oo_failure failure = {0};
+        struct oo_staging_piece *piece = take(&w, part->bytes);
+        w.engine->driver.cuMemcpyHtoDAsync(piece->address, part->host, part->bytes, w.engine->h2d);
+        piece->lost = 0;
+        sim.simFault(rows[i].call, (uint64_t)rows[i].nth, OOCU_ERROR_UNKNOWN, 0);
+        const int works =
+            oo__piece_decode(w.engine, part, target + part->offset, piece, &untimed, &failure);
+        sim.simFaultClear();
+        CHECK(works == (i == 4) && (works || !strcmp(failure.call, rows[i].call)), "row %zu", i);
+        CHECK(piece->lost == rows[i].lost, "row %zu: lost %d", i, piece->lost);
+        oo__piece_give(w.engine, piece);
+    }
+    end(&w, "lost");
+}
+
+/* Launches of kernels, which may be held up; and those that decode from a piece that is free. */
+static struct world *watched;
+static __typeof__(((struct oo_driver *)0)->cuLaunchKernel) launch;
+static _Atomic unsigned launched, from_free;
+static _Atomic int shut;
+
+static OOCUresult OOCUDAAPI launch_watched(OOCUfunction kernel, unsigned x, unsigned y, unsigned z,
+                                           unsigned threads_x, unsigned threads_y,
+                                           unsigned threads_z, unsigned shared_bytes,
+                                           OOCUstream stream, void **parameters, void **extra) {
+    const struct oo_staging_piece *pieces[2 * OO_STAGING_PIECES];
+    oo__mutex_lock(watched->engine->feeder.mutex);
+    for (unsigned i = free_pieces(watched, pieces); i-- > 0;)
+        from_free += pieces[i]->address == *(OOCUdeviceptr *)parameters[0];
+    oo__mutex_unlock(watched->engine->feeder.mutex);
+    launched++;
+    while (shut)
+        nap(1e-3);
+    return launch(kernel, x, y, z, threads_x, threads_y, threads_z, shared_bytes, stream,
+                  parameters, extra);
+}
+
+static void watch(struct world *w) {
+    watched = w;
+    launched = from_free = 0;
+    launch = w->engine->driver.cuLaunchKernel;
+    w->engine->driver.cuLaunchKernel = launch_watched;
+}
+
+static void a_piece_is_taken_until_its_decode_is_queued(void) {
+    for (int fed = 0; fed < 2; fed++) {
+        struct world w;
+        sim.simRefuseRegistration((uint64_t)fed);
+        begin(&w);
+        watch(&w);
+        for (unsigned i = 0; i < UNITS; i++)
+            need(use(&w, i, OO_FORWARD), "use");
+        CHECK(launched > 0 && from_free == 0, "fed %d: %u launches, %u from free pieces", fed,
+              (unsigned)launched, (unsigned)from_free);
+        sim.simRefuseRegistration(0);
+        end(&w, "taken");
+    }
+}
+
+struct remover {
+    struct world *w;
+    uint32_t lease;
+    _Atomic int returned;
+};
+
+static void remove_there(void *argument) {
+    struct remover *remover = argument;
+    need(oo_lease_remove(remover->w->engine, remover->lease), "remove");
+    remover->returned = 1;
+}
+
+/* The units that are copied lie in the memory of another lease, which stays. */
+static void memory_does_not_go_while_a_copy_thread_has_a_piece(void) {
+    struct world w;
+    struct oo_use first;
+    struct oo_fetched fetched;
+    struct oo_staging_piece *pieces[OO_STAGING_PIECES];
+    char *more = malloc(WORLD_STAGING);
+    struct remover remover = {&w, 0, 0};
+    sim.simRefuseRegistration(1);
+    begin(&w);
+    watch(&w);
+    need(oo_lease_add(w.engine, &remover.lease), "lease");
+    need(oo_staging_add(w.engine, remover.lease, (uintptr_t)more, WORLD_STAGING, w.stream), "more");
+    for (int i = 0; i < OO_STAGING_PIECES; i++)
+        pieces[i] = take(&w, 1); /* so that copy threads take the others */
+    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
+    need(oo_engine_launch(w.engine, w.member[0], w.stream, 1e-6), "launch");
+    shut = 1;
+    need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
+    for (int i = 0; i < 5000 && !launched; i++)
+        nap(1e-3);
+    CHECK(launched > 0, "nothing is decoded ahead");
+    struct oo_thread *thread = oo__thread_start(remove_there, &remover);
+    nap(30e-3);
+    CHECK(!remover.returned, "it did not wait for the copy threads");
+    shut = 0;
+    oo__thread_join(thread);
+    for (int i = 0; i < OO_STAGING_PIECES; i++)
+        oo__piece_give(w.engine, pieces[i]);
+    for (unsigned i = 0; i < UNITS; i++)
+        need(use(&w, i, OO_FORWARD), "use");
+    sim.simRefuseRegistration(0);
+    end(&w, "a piece that goes");
+    free(more);
 }
 
 /* A wait that the driver has refused is owed still. */
@@ -149,6 +300,10 @@ static const struct check_case cases[] = {
     CASE(who_finds_no_piece_waits_for_one),
     CASE(memory_that_goes_takes_its_own_pieces),
     CASE(what_could_not_be_copied_is_not_decoded),
+    CASE(a_piece_that_cannot_be_had_is_free_again),
+    CASE(a_piece_is_lost_where_its_decode_has_no_mark),
+    CASE(a_piece_is_taken_until_its_decode_is_queued),
+    CASE(memory_does_not_go_while_a_copy_thread_has_a_piece),
     CASE(decodes_are_loose_until_they_are_waited_for),
 };
 
