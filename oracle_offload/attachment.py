@@ -251,16 +251,15 @@ class Attachment:
         """
         if not self.is_attached:
             return False
-        trained_now = [
-            layer for layer in list(self.layers) if layer.coded and layer.has_stale_codes()
-        ]
-        if trained_now:
-            self.leave_codes(trained_now)
-        trained = {
-            layer.unit
+        trained = self._units_with_trained()
+        stale = [
+            layer
             for layer in list(self.layers)
-            if any(tensor.requires_grad for tensor in layer.tensors())
-        }
+            if layer.coded and (layer.unit in trained or layer.has_stale_codes())
+        ]
+        if stale:
+            self.leave_codes(stale)
+            trained = self._units_with_trained()  # a layer that follows may get another unit
         for unit in trained ^ self.trained_units:
             if unit in self.state.stamps:
                 self.state.engine.set_trainable(unit, unit in trained)
@@ -268,6 +267,13 @@ class Attachment:
         if not trained:
             self.gradients.give_back_all()
         return bool(trained)
+
+    def _units_with_trained(self) -> set[int]:
+        return {
+            layer.unit
+            for layer in list(self.layers)
+            if any(tensor.requires_grad for tensor in layer.tensors())
+        }
 
     def after_step(self) -> None:
         """Take the bytes that moved since the last optimizer step, and free what nobody holds."""

@@ -474,6 +474,18 @@ done:
     return status;
 }
 
+/* What members left behind in the unit is read by nobody. */
+static int oo__has_codes(const struct oo_engine *engine, uint32_t id) {
+    const struct oo_unit *unit = &engine->units[id];
+    for (uint32_t i = 0; i < unit->n_members; i++) {
+        const struct oo_member *member = &engine->members[unit->members[i]];
+        for (uint32_t j = 0; member->unit == id && j < member->n_tensors; j++)
+            if (member->tensors[j].coded_bytes)
+                return 1;
+    }
+    return 0;
+}
+
 enum oo_status oo_unit_set_trainable(struct oo_engine *engine, uint32_t id, int trainable) {
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
@@ -483,7 +495,7 @@ enum oo_status oo_unit_set_trainable(struct oo_engine *engine, uint32_t id, int 
         goto done;
     }
     struct oo_unit *unit = &engine->units[id];
-    if (trainable && unit->is_coded) {
+    if (trainable && unit->is_coded && oo__has_codes(engine, id)) {
         status = oo__fail(OO_E_ARGUMENT,
                           "unit %u has coded weights, which an optimizer cannot "
                           "rewrite: give them as they are (oo_member_move) first",

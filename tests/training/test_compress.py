@@ -448,6 +448,28 @@ def test_weights_that_are_unfrozen_between_backward_and_step(device):
         assert_models_agree(managed, resident, step, steps=1, device=device)
 
 
+@pytest.mark.parametrize("key", ["weight", "bias"])
+def test_a_trained_layer_without_codes_takes_them_from_its_neighbours(device, key, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(coder, "SMALLEST_BYTES", 1000)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4), nn.Linear(4, 64))
+    managed, resident = resident_pair(model.bfloat16().requires_grad_(False))
+    step = make_step(torch.randn(3, 64).bfloat16(), device, False)
+    with lossless(managed, device) as manager:
+        assert [layer.name for layer in coded_layers(manager)] == ["0"]
+        assert len({layer.unit for layer in manager.layers}) == 1
+        optimizers = []
+        for model in (managed, resident):
+            parameter = getattr(model[1], key).requires_grad_()
+            optimizers.append(torch.optim.SGD([parameter], lr=0.1))
+        for _ in range(2):
+            assert_models_agree(managed, resident, step, steps=1, device=device)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert_same(getattr(managed[1], key), getattr(resident[1], key))
+        assert not coded_layers(manager)
+
+
 def test_a_warning_says_once_that_weights_grew(caplog):
     model = build()
     with lossless(model):
