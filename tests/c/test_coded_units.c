@@ -330,6 +330,13 @@ static void what_is_no_coded_master_is_refused(void) {
     bad = good;
     bad.host = (const char *)good.host + 256;
     refused(m, &bad, 0, "a chunk begins with");
+    const struct oo_tensor first_is_bad[] = {bad, good};
+    const uint32_t two = 2;
+    uint32_t unit, member;
+    size_t offsets[2];
+    CHECK(oo_unit_add(m->engine, m->model, first_is_bad, &two, 1, 0, &unit, &member, offsets) ==
+              OO_E_ARGUMENT,
+          "the second is good");
     CHECK(oo_unit_set_trainable(m->engine, m->layers[0].unit, 1) == OO_E_ARGUMENT &&
               strstr(oo_error_message(), "coded weights"),
           "trainable: %s", oo_error_message());
@@ -520,6 +527,40 @@ static void without_room_in_staging_memory_a_unit_does_not_travel(void) {
     close_model(m, "staging memory");
 }
 
+/* As far behind in host memory as on the device: what is between is not one copy all the same. */
+static void a_plain_tensor_behind_a_chunk_is_copied_by_itself(void) {
+    enum { WEIGHTS = 1024 };
+    struct model *m = open_model(1, 2048, 4 * MOST_BYTES);
+    struct oo_host *host;
+    need(oo_host_create(OO_CODEC_HEADER + 2 * WEIGHTS, &host), "host");
+    need(oo_engine_lock(m->engine, host, OO_ALL_BYTES), "lock");
+    char *master = oo_host_address(host);
+    const char zeros[WEIGHTS] = {0};
+    struct oo_tensor tensors[2] = {{.host = master, .bytes = WEIGHTS, .coded_kind = OO_CODEC_INT8},
+                                   {.host = master + OO_CODEC_HEADER + WEIGHTS, .bytes = WEIGHTS}};
+    tensors[0].coded_bytes = encode(OO_CODEC_INT8, zeros, WEIGHTS, WEIGHTS, master);
+    fill((char *)(uintptr_t)tensors[1].host, WEIGHTS, 7);
+    const uint32_t two = 2;
+    uint32_t unit, member;
+    size_t offsets[2];
+    need(oo_unit_add(m->engine, m->model, tensors, &two, 1, 0, &unit, &member, offsets), "unit");
+    CHECK(offsets[1] - offsets[0] == WEIGHTS, "they are %zu bytes apart", offsets[1] - offsets[0]);
+    struct oo_use use;
+    struct oo_fetched fetched;
+    const uint64_t before = stats_of_model(m).h2d_bytes;
+    need(acquire_launched(m->engine, member, m->stream, 0, OO_FORWARD, -1, 20e-6, 0, &use), "use");
+    CHECK(!memcmp((const void *)(use.address + offsets[0]), zeros, WEIGHTS) &&
+              !memcmp((const void *)(use.address + offsets[1]), tensors[1].host, WEIGHTS),
+          "other weights");
+    CHECK(stats_of_model(m).h2d_bytes - before == WEIGHTS, "%llu bytes travel",
+          (unsigned long long)(stats_of_model(m).h2d_bytes - before));
+    need(oo_engine_release(m->engine, use.ticket, m->stream, 0, &fetched), "release");
+    need(oo_model_remove(m->engine, m->model), "remove");
+    need(oo_host_destroy(host), "destroy");
+    need(oo_model_add(m->engine, &m->model), "model"); /* for the end */
+    close_model(m, "behind a chunk");
+}
+
 static void masters_become_coded_and_plain_again(void) {
     struct world w;
     uint32_t unit;
@@ -681,6 +722,7 @@ static const struct check_case cases[] = {
     CASE(damage_is_told_and_never_decoded),
     CASE(noise_is_refused_or_travels),
     CASE(without_room_in_staging_memory_a_unit_does_not_travel),
+    CASE(a_plain_tensor_behind_a_chunk_is_copied_by_itself),
     CASE(masters_become_coded_and_plain_again),
     CASE(each_decode_has_its_row),
     CASE(a_step_bound_by_the_link_takes_three_quarters_of_its_time),
