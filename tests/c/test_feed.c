@@ -394,6 +394,30 @@ static void copies_ahead_are_handed_over(void) {
     end(&w, "handed over");
 }
 
+/* And the last decode. */
+static void decodes_ahead_are_handed_over(void) {
+    struct world w;
+    struct sim_stats begun, ended;
+    double end_s;
+    CHECK(sim.simSwitch(SIM_LATE_SUBMISSION, 1) == 0, "no such switch");
+    world_coded = 1;
+    begin(&w, 400000);
+    world_coded = 0;
+    shut_behind_the_first(&w);
+    sim.cuCtxPushCurrent_v2(w.context);
+    (void)real.cuStreamQuery((OOCUstream)w.stream); /* its own kernel is not looked at */
+    sim.cuCtxPopCurrent_v2(NULL);
+    shut = 0;
+    feeds_end(&w);
+    sim.simAdvance(1);
+    sim.simGetStats(&begun);
+    sim.simFinish(&end_s);
+    sim.simGetStats(&ended);
+    CHECK(begun.compute_busy_s > 5e-6 && ended.compute_busy_s == begun.compute_busy_s,
+          "%.9f s of %.9f s", begun.compute_busy_s, ended.compute_busy_s);
+    end(&w, "decodes handed over");
+}
+
 /* What is measured is the time of the copies, not that of what the h2d stream waited for before. */
 static void the_time_of_a_fed_copy_is_its_own(void) {
     struct world w;
@@ -841,6 +865,7 @@ static const struct check_case cases[] = {
     CASE(a_timeline_begins_when_nothing_is_under_way),
     CASE(what_is_measured_is_copied_alone_and_in_its_turn),
     CASE(copies_ahead_are_handed_over),
+    CASE(decodes_ahead_are_handed_over),
     CASE(the_time_of_a_fed_copy_is_its_own),
     CASE(the_memory_goes_back_when_nobody_copies_there),
     CASE(masters_are_the_callers_when_nobody_reads_them),
