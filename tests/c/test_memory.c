@@ -1,11 +1,16 @@
 /* Memory runs out: the n-th allocation of the engine fails, n from the first to the last of a life.
  * A clear error, nothing leaked, and the life goes on. And host memory: filling it, by one thread
- * and by several. */
+ * and by several; which of its pages were written. */
 #if defined(__linux__)
 #define _GNU_SOURCE
 #endif
 #include "timing.h"
 #include "world.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
 
 #if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define CAN_FAIL 1
@@ -191,6 +196,33 @@ static void test_host_memory_is_filled_where_asked(void) {
     oo_host_destroy(NULL);
 }
 
+#if defined(__linux__)
+/* Of a file that is mapped for this process alone; more pages than are looked at in one go. */
+static void test_pages_that_were_written_are_found(void) {
+    enum { PAGES = 2048 + 30 };
+    const size_t page = oo__page_bytes();
+    FILE *file = tmpfile();
+    CHECK(file && ftruncate(fileno(file), (off_t)(PAGES * page)) == 0, "no file");
+    static const size_t written[] = {0, 1, 2047, 2048, PAGES - 1};
+    for (size_t i = 0; i < sizeof written / sizeof *written; i++) {
+        char *memory =
+            mmap(NULL, PAGES * page, PROT_READ | PROT_WRITE, MAP_PRIVATE, fileno(file), 0);
+        CHECK(memory != MAP_FAILED, "no memory");
+        CHECK(oo_pages_written(memory, PAGES * page) == 0, "nothing was read yet");
+        for (size_t at = 0; at < PAGES; at += 7)
+            CHECK(((volatile char *)memory)[at * page] == 0, "page %zu", at);
+        CHECK(oo_pages_written(memory, PAGES * page) == 0, "reading is not writing");
+        memory[written[i] * page] = 1;
+        CHECK(oo_pages_written(memory, PAGES * page) == 1, "page %zu", written[i]);
+        CHECK(oo_pages_written(memory + written[i] * page, 1) == 1, "page %zu alone", written[i]);
+        CHECK(oo_pages_written(memory, written[i] * page) == 0, "pages before page %zu",
+              written[i]);
+        munmap(memory, PAGES * page);
+    }
+    fclose(file);
+}
+#endif
+
 static void test_host_memory_that_cannot_be_had(void) {
     struct oo_host *host;
     CHECK(oo_host_create(0, &host) == OO_E_ARGUMENT && host == NULL, "no bytes");
@@ -201,11 +233,12 @@ static void test_host_memory_that_cannot_be_had(void) {
 }
 
 static const struct check_case cases[] = {
-    CASE(test_host_memory_is_filled_where_asked),
-    CASE(test_host_memory_that_cannot_be_had),
+    CASE(test_host_memory_is_filled_where_asked), CASE(test_host_memory_that_cannot_be_had),
+#if defined(__linux__)
+    CASE(test_pages_that_were_written_are_found),
+#endif
 #if defined(CAN_FAIL)
-    CASE(test_any_allocation_may_fail),
-    CASE(test_no_event_is_created_without_a_record),
+    CASE(test_any_allocation_may_fail),           CASE(test_no_event_is_created_without_a_record),
 #endif
 };
 
