@@ -203,6 +203,10 @@ static void what_travels_is_counted_as_it_is_coded(void) {
               "memory %d: %llu decodes, %llu bytes", (int)memory, (unsigned long long)stats.decodes,
               (unsigned long long)stats.decoded_bytes);
         CHECK(stats.h2d_bytes < tensors * 9 / 10, "coding saves nothing");
+        /* Of decodes a sample is measured, and of nothing else. */
+        const uint64_t seen = m->engine->spans.seen[OO_TRACE_DECODE];
+        CHECK(memory == LOCKED ? seen == m->decodes : seen == 0, "%llu of %u may be measured",
+              (unsigned long long)seen, m->decodes);
         CHECK(memory == LOCKED ? !stats.unlocked_h2d_bytes && !stats.pageable_bytes
                                : stats.unlocked_h2d_bytes == m->link_bytes &&
                                      stats.pageable_bytes == m->link_bytes,

@@ -121,6 +121,7 @@ static void what_could_not_be_copied_is_not_decoded(void) {
     sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
     CHECK(use(&w, 1, OO_FORWARD) == OO_E_DRIVER, "no failure");
     CHECK(sim.simCallCount("cuLaunchKernel") == launches, "decoded");
+    CHECK(stats_of(&w).h2d_bytes == 0 && stats_of(&w).decodes == 0, "counted");
     const struct oo_staging_piece *pieces[OO_STAGING_PIECES];
     CHECK(free_pieces(&w, pieces) == OO_STAGING_PIECES, "a piece is taken still");
     sim.simFaultClear();
