@@ -139,13 +139,15 @@ class ConvLayer(WithInherited):
         y = self.operate(module, x, dtype, *arguments)
         return y if batched else y.squeeze(0)
 
-    def look_at_arguments(self) -> None:
-        """Before a use by the operator: see to what the module computes with beside tensors."""
-        module = cast("Any", self.module())
-        if self.arguments != self.arguments_of(module):
-            self.read_arguments(module)
+    def take_arguments(self, *arguments: Any) -> None:
+        """Before a use by the operator: compute with its arguments, whatever the module's are."""
+        self.arguments = ()  # the next call by the module reads its own again
+        self.stride, self.padding, self.dilation = map(tuple, arguments[:3])
+        self.groups = arguments[3]
 
-    def restore(self, ctx: Any, x: Tensor | None, shape: torch.Size, stride: Any) -> None:
+    def restore(
+        self, ctx: Any, x: Tensor | None, shape: torch.Size, stride: Any, *arguments: Any
+    ) -> None:
         """Put into `ctx` what `record` had kept there."""
         ctx.geometry = shape, stride
         ctx.saves_input = x is not None

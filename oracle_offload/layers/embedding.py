@@ -129,14 +129,15 @@ class EmbeddingLayer(WithInherited):
             return cast("Tensor", untraced(self, x))
         if x.is_cpu is not self.on_cpu:
             x = x.to(self.state.device)
-        return self.operate(module, x, None)
-
-    def restore(self, ctx: Any, x: Tensor | None, shape: torch.Size, stride: Any) -> None:
-        """Put into `ctx` what `record` had kept there."""
-        module: Any = self.module()
         padding = -1 if module.padding_idx is None else module.padding_idx
+        return self.operate(module, x, None, padding, module.scale_grad_by_freq)
+
+    def restore(
+        self, ctx: Any, x: Tensor | None, shape: torch.Size, stride: Any, *arguments: Any
+    ) -> None:
+        """Put into `ctx` what `record` had kept there."""
         ctx.save_for_backward(x)
-        ctx.how = module.weight.shape[0], padding, module.scale_grad_by_freq, module.sparse
+        ctx.how = self.masters.present[0].shape[0], *arguments, False
 
     def compute(self, x: Tensor, tensors: Tensors) -> Tensor:
         """``F.embedding`` where autograd records nothing."""
@@ -144,7 +145,10 @@ class EmbeddingLayer(WithInherited):
 
     def record(self, ctx: Any, x: Tensor, trained: Tensors, tensors: Tensors) -> Tensor:
         """``F.embedding``; the row numbers are kept, and what the gradient is made by."""
-        self.restore(ctx, x, x.shape, x.stride())
+        module: Any = self.module()
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        ctx.save_for_backward(x)
+        ctx.how = module.weight.shape[0], padding, module.scale_grad_by_freq, module.sparse
         return self.compute(x, tensors)
 
     def derivative(self, ctx: Any, grad: Tensor, needs: Needs) -> Tensors:

@@ -52,7 +52,9 @@ class LinearLayer(Traced):
             ctx.save_for_backward(x if folded is None else folded)
         return y
 
-    def restore(self, ctx: Any, x: Tensor | None, shape: torch.Size, stride: Any) -> None:
+    def restore(
+        self, ctx: Any, x: Tensor | None, shape: torch.Size, stride: Any, *arguments: Any
+    ) -> None:
         """Put into `ctx` what `record` had kept there."""
         folded = None
         if x is not None:

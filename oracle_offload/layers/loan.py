@@ -260,25 +260,30 @@ class Layer(Borrower, ABC):
         parameter's place, or somebody moved the parameter to the device by hand.
         """
         module: Any = self.module()
+        with exempt():
+            used = self.bring([getattr(module, name) for name in self.names])
+            return self.base_call(module, x.to(self.state.device), used)
+
+    def bring(self, used: Sequence[Tensor | None]) -> Tensors:
+        """Return tensors that are no masters, on the device; count their bytes."""
         device = self.state.device
         own = dict(self.masters.named())
-        with exempt():
-            used: list[Any] = [getattr(module, name) for name in self.names]
-            self.attachment.traffic.note_computed(
-                self.name,
-                sum(
-                    tensor_bytes(tensor)
-                    for name, tensor in zip(self.names, used, strict=True)
-                    if tensor is not None and tensor.device.type == "cpu"
-                    if name in self.required or tensor is not own.get(name)
-                ),
-            )
-            # What lies on the host is copied, on the simulated device too; but a copy closes gaps.
-            used = [
+        self.attachment.traffic.note_computed(
+            self.name,
+            sum(
+                tensor_bytes(tensor)
+                for name, tensor in zip(self.names, used, strict=True)
+                if tensor is not None and tensor.device.type == "cpu"
+                if name in self.required or tensor is not own.get(name)
+            ),
+        )
+        # What lies on the host is copied, on the simulated device too; but a copy closes gaps.
+        return tuple(
+            [
                 t if t is None else t.to(device, copy=t.device.type == "cpu" and is_dense(t))
                 for t in used
             ]
-            return self.base_call(module, x.to(device), tuple(used))
+        )
 
     def call(self, x: Tensor) -> Tensor:
         """Compute with borrowed tensors, for an input on the device."""

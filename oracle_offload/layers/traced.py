@@ -18,6 +18,7 @@ import itertools
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -28,10 +29,11 @@ from torch.nn import functional as F
 from .._core import FORWARD, RECOMPUTE
 from ..autocast import cast_dtype, cast_input
 from ..errors import OffloadError, StaleWeightsError
+from ..exemption import exempt
 from ..gradients import note_trainable
-from .leaf import version_of
+from .leaf import Tensors, version_of
 from .loan import Layer, once_differentiable
-from .swap import is_exporting, refuse_tracing
+from .swap import is_exporting, refuse_tracing, untraced
 
 if TYPE_CHECKING:
     from ..structure import Structure
@@ -39,10 +41,12 @@ if TYPE_CHECKING:
 NAMESPACE = "oracle_offload"
 _library = torch.library.Library(NAMESPACE, "DEF")
 _after_autograd = torch._C._after_autograd_keyset
+_functorch_active = torch._C._are_functorch_transforms_active
 _graph_task = torch._C._current_graph_task_id
 _numbers = itertools.count()
 _layers: weakref.WeakValueDictionary[int, Traced] = weakref.WeakValueDictionary()
 _kernels: dict[Any, Callable[..., Any]] = {}  # what an operator runs, for who stands before it
+_computes: dict[Any, Callable[..., Tensor]] = {}  # what it computes, with tensors on the device
 
 # Both move bytes as they like: no part of a CUDA graph.
 _TAGS = tuple(
@@ -88,6 +92,8 @@ class Traced(Layer):
 
     def operate(self, module: Any, x: Tensor, dtype: torch.dtype | None, *arguments: Any) -> Tensor:
         """Call the operator; `arguments` are what it takes beside tensors."""
+        if _functorch_active():
+            return cast("Tensor", untraced(self, x))  # which refuses
         if is_exporting():
             refuse_tracing("torch.export")
         masters = module._parameters
@@ -96,11 +102,13 @@ class Traced(Layer):
         advance(self.attachment.sequence, y)
         return cast("Tensor", y)
 
-    def look_at_arguments(self) -> None:
-        """Before a use by the operator: see to what the module computes with beside tensors."""
+    def take_arguments(self, *arguments: Any) -> None:
+        """Before a use by the operator: compute with its arguments, whatever the module's are."""
 
     @abstractmethod
-    def restore(self, ctx: Any, x: Tensor | None, shape: torch.Size, stride: Any) -> None:
+    def restore(
+        self, ctx: Any, x: Tensor | None, shape: torch.Size, stride: Any, *arguments: Any
+    ) -> None:
         """Put into `ctx` what `record` had kept there.
 
         Parameters
@@ -111,6 +119,8 @@ class Traced(Layer):
             The input, where a weight is trained.
         shape, stride : tuple of int
             Of the input.
+        *arguments
+            What the operator takes beside tensors.
         """
 
 
@@ -149,6 +159,18 @@ def _layer_of(key: Tensor) -> Traced:
     return layer
 
 
+def _layer_in_backward(key: Tensor) -> Traced:
+    layer = _layers.get(int(key))
+    if layer is None:
+        raise OffloadError(
+            "a managed layer of compiled code was detached between forward and backward; run "
+            "backward first, then detach."
+        )
+    if layer.member < 0:
+        layer.refuse_detached()
+    return layer
+
+
 def _forward(
     x: Tensor,
     weight: Tensor,
@@ -160,25 +182,63 @@ def _forward(
 ) -> Tensor:
     layer = _layer_of(key)
     with _above_autograd():
+        # A compiler hands over what a weight was before it is written, or what takes its place.
+        given = weight, bias
+        own = layer.ready(x) and all(map(_is_same, repeat(layer), ("weight", "bias"), given))
+        if not own and recorded:
+            raise OffloadError(
+                f"managed layer '{layer.name}' has a computed weight (a parametrisation, "
+                "functional_call, a write in the compiled code), or was moved to the device, "
+                "inside a compiled forward. Leave it resident with ignore_modules=[...], or do "
+                "not compile the model."
+            )
+        if not own:
+            return _compute_foreign(layer, x, given, dtype, arguments)
+        layer.take_arguments(*arguments)
         if recorded:
             with torch.no_grad():
                 return _lend_recorded(layer, x, dtype)
-        if not layer.ready(x):
-            return layer.foreign(x)
-        layer.look_at_arguments()
         return layer.lend_unrecorded(x, dtype)
+
+
+def _is_same(layer: Traced, name: str, used: Tensor | None) -> bool:
+    """Whether what an operator was given is the master that lies there now, all of it."""
+    now = layer.parameters.get(name)
+    if now is None or used is None:
+        return now is used
+    address, then = now.data_ptr(), used.data_ptr()
+    return (
+        (address == then or layer.former.get(address) == then)
+        and now.dtype is used.dtype
+        and now.shape == used.shape
+        and now.stride() == used.stride()
+    )
+
+
+def _compute_foreign(
+    layer: Traced,
+    x: Tensor,
+    given: Tensors,
+    dtype: torch.dtype | None,
+    arguments: tuple[Any, ...],
+) -> Tensor:
+    """Compute with the tensors that the operator was given, brought to the compute device."""
+    with exempt():
+        brought = layer.bring([tensor for tensor, _ in zip(given, layer.names, strict=False)])
+        weight, bias = (*(t if t is None else _as(t, dtype) for t in brought), None)[:2]
+        return _computes[layer.operator](x.to(layer.state.device), weight, bias, *arguments)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Cast as autocast would."""
+    if dtype is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
+        return tensor
+    return tensor.to(dtype)
 
 
 def _lend_recorded(layer: Traced, x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Compute where a graph records the layer; as `loan.Loan` does, which keeps more."""
-    if not layer.ready(x):
-        raise OffloadError(
-            f"managed layer '{layer.name}' has a computed weight (a parametrisation, "
-            "functional_call), or was moved to the device, inside a compiled forward. Leave it "
-            "resident with ignore_modules=[...], or do not compile the model."
-        )
     state, masters, task = layer.state, layer.masters, _graph_task()
-    layer.look_at_arguments()
     seconds = layer.forward_seconds(x) if state.simulated else 0.0
     kind = FORWARD if task == -1 else RECOMPUTE
     trained = tuple([t if t is not None and t.requires_grad else None for t in masters.tensors])
@@ -203,7 +263,7 @@ def _backward(
     needs: list[bool],
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    layer = _layer_of(key)
+    layer = _layer_in_backward(key)
     state, masters, task = layer.state, layer.masters, _graph_task()
     state.turned = True
     for name, used in (("weight", weight), ("bias", bias)):
@@ -211,7 +271,8 @@ def _backward(
             _check_same(layer, name, used)
     kept = _Kept()
     kept.loan = layer, dtype, task, masters, version_of(masters.read)
-    layer.restore(kept, x, torch.Size(size), tuple(stride))
+    layer.take_arguments(*arguments)
+    layer.restore(kept, x, torch.Size(size), tuple(stride), *arguments)
     with _above_autograd(), torch.no_grad():
         gx, *others = layer.derivative(kept, grad, tuple(needs[: 1 + len(layer.names)]))
         found = [_to_host(layer, master, g) for master, g in _pairs(layer, others)]
@@ -235,13 +296,12 @@ def _to_host(layer: Traced, master: Tensor, gradient: Tensor | None) -> Tensor |
 
 
 def _check_same(layer: Traced, name: str, used: Tensor) -> None:
-    """Raise where a master is not where forward saw it; torch itself looks at its version."""
-    now = layer.parameters.get(name)
-    then, address = used.data_ptr(), 0 if now is None else now.data_ptr()
-    if address != then and layer.former.get(address) != then:
+    """Raise where a master is not what forward saw; its version was looked at before."""
+    if not _is_same(layer, name, used):
         raise StaleWeightsError(
-            f"the {name} of managed layer '{layer.name}' was replaced through .data between a "
-            "compiled forward and its backward; change weights after backward."
+            f"the {name} of managed layer '{layer.name}' is not what its compiled forward computed "
+            "with: it was replaced through .data, which is for after backward, or the compiled "
+            "code writes it or computes it (functional_call), which is for forwards without grad."
         )
 
 
@@ -309,7 +369,8 @@ def _define(
         torch.library.register_fake(f"{NAMESPACE}::{operator}", fake, lib=_library)
         _kernels[_overload(operator)] = kernel
     forward = _overload(name)
-    kernel = _autograd(forward, _overload(f"{name}_backward"))
+    _computes[forward] = compute
+    kernel = _autograd(forward, _overload(f"{name}_backward"), name == "convolution")
     _library.impl(name, kernel, "Autograd", with_keyset=True)
     return forward
 
@@ -318,8 +379,11 @@ def _overload(name: str) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _autograd(forward: Any, backward: Any) -> Callable[..., Any]:
-    """Return an Autograd kernel that keeps no weight, and the input where a weight is trained."""
+def _autograd(forward: Any, backward: Any, reads_always: bool) -> Callable[..., Any]:
+    """Return an Autograd kernel that keeps no weight, and the input where a weight is trained.
+
+    `reads_always`: its backward reads the weight for whatever gradient, as torch counts it.
+    """
 
     def run(keyset: Any, recorded: bool, *given: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -329,7 +393,9 @@ def _autograd(forward: Any, backward: Any) -> Callable[..., Any]:
         @staticmethod
         def forward(ctx: Any, keyset: Any, *given: Any) -> Any:
             x, weight = given[:2]
-            ctx.given = given[1:]
+            # Aliases: they stay where the masters are now, and know of writes to them.
+            ctx.given = *(t if t is None else t.detach() for t in given[1:3]), *given[3:]
+            ctx.version = weight._version
             ctx.geometry = x.shape, x.stride()
             # A row number is no value to differentiate by, and what backward is made of.
             ctx.keeps_input = weight.requires_grad or not x.is_floating_point()
@@ -342,6 +408,13 @@ def _autograd(forward: Any, backward: Any) -> Callable[..., Any]:
             weight, bias, key, dtype, _, *arguments = ctx.given
             x = ctx.saved_tensors[0] if ctx.keeps_input else None
             needs = list(ctx.needs_input_grad[1:4])
+            if weight._version != ctx.version and (reads_always or needs[0]):
+                raise StaleWeightsError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    "inplace operation: the weight of a managed layer in compiled code is at "
+                    f"version {weight._version}; expected version {ctx.version} instead. Change "
+                    "weights after backward."
+                )
             found = backward(grad, x, *ctx.geometry, weight, bias, key, dtype, needs, *arguments)
             gradients = [g if need else None for g, need in zip(found, needs, strict=True)]
             return None, *gradients, *(None for _ in ctx.given[2:])
@@ -387,11 +460,11 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
     return torch.convolution(x, weight, bias, stride, padding, dilation, False, nothing, groups)
 
 
-def _rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _rows(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     return F.embedding(x, weight)
 
 
-def _no_gradient(grad: Tensor, like: Tensor, weight: Tensor) -> Tensor:
+def _no_gradient(grad: Tensor, like: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
     raise AssertionError("row numbers have no gradient")
 
 
@@ -402,4 +475,4 @@ convolution = _define(
     _convolution,
     _convolution_gradient,
 )
-embedding = _define("embedding", "", _rows, _no_gradient)
+embedding = _define("embedding", ", int padding_idx, bool scale_grad_by_freq", _rows, _no_gradient)
