@@ -362,8 +362,8 @@ NOTES: dict[str, dict[str, str]] = {
             "A parametrisation or `functional_call` stands in the place of a Parameter. Leave that "
             "layer resident, or do not compile it."
         ),
-        "was replaced through .data between a compiled": (
-            "Something re-pointed a weight between forward and backward. Do it between steps."
+        "is not what its compiled forward computed": (
+            "Re-point weights between steps, and compute or write them outside the compiled code."
         ),
         "torch.func transforms over": (
             "`vmap`, `grad`, `jvp` and the like call the layer with tensors that are none. "
