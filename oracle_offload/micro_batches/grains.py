@@ -57,7 +57,8 @@ def _collect(module: nn.Module, nbytes: dict[int, int], most: float, found: Grai
         return
     parts = [child for child in _children(module) if nbytes[id(child)]]
     is_called = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
-    if is_called and (nbytes[id(module)] <= most or not parts):
+    is_compiled = module._compiled_call_impl is not None  # hooks inside it may not be heard
+    if is_called and (nbytes[id(module)] <= most or not parts or is_compiled):
         found.modules.append(module)
         return
     layer = module.__dict__.get(HANDLE)

@@ -6,12 +6,21 @@ import copy
 
 import pytest
 import torch
-from equality import RUNS, Recorder, assert_models_agree, assert_same, attached, resident_pair
+from equality import (
+    RUNS,
+    Recorder,
+    assert_models_agree,
+    assert_same,
+    attached,
+    gradients,
+    resident_pair,
+)
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import oracle_offload
 from oracle_offload import OffloadError
 from oracle_offload.layers import traced
 
@@ -375,6 +384,26 @@ def test_lora(first):
         assert all(g is not None for g in grads[0].values())
         assert manager.attachment.state.engine.stats()["h2d_bytes"] > 0
     assert backend.count("linear") >= 2 * ((LAYERS - 1) * DEPTH + 1)
+
+
+def test_accumulate_fetches_compiled_blocks_once():
+    """A compiled block is one piece for micro-batches that take turns, whatever its size."""
+    managed, resident = resident_pair(Model(unused=False))
+    batches = [torch.randn(2, 5, 32) for _ in range(3)]
+    for batch in batches:
+        resident(batch).square().mean().backward()
+    with attached(managed) as manager:
+        compiled(managed, "block.compile", "aot_eager")
+        state, brought = manager.attachment.state, []
+        for interleave in (False, False, True, True):  # the second of each has all compiled
+            managed.zero_grad()
+            before = state.engine.stats()["h2d_bytes"]
+            oracle_offload.accumulate(
+                lambda x: managed(x).square().mean(), batches, interleave=interleave
+            )
+            brought.append(state.engine.stats()["h2d_bytes"] - before)
+        assert 0 < brought[3] < 0.5 * brought[1]
+        assert_same(gradients(managed), gradients(resident))
 
 
 def test_autocast():
