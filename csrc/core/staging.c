@@ -216,7 +216,7 @@ size_t oo__decoded_bytes(const struct oo_part *part) {
 
 int oo__arrival_record(struct oo_engine *engine, const struct oo_event *ready, int decodes,
                        struct oo_failure *failure) {
-    const OOCUstream stream = engine->decoder.stream;
+    const struct oo_decoder *decoder = &engine->decoder;
     if (!oo__works(failure, "cuEventRecord",
                    engine->driver.cuEventRecord(ready->handle, engine->h2d)))
         return 0;
@@ -224,8 +224,9 @@ int oo__arrival_record(struct oo_engine *engine, const struct oo_event *ready, i
         return 1;
     /* H14: what is not decoded may come after all that is. */
     return oo__works(failure, "cuStreamWaitEvent",
-                     engine->driver.cuStreamWaitEvent(stream, ready->handle, 0)) &&
-           oo__works(failure, "cuEventRecord", engine->driver.cuEventRecord(ready->handle, stream));
+                     engine->driver.cuStreamWaitEvent(decoder->stream, ready->handle, 0)) &&
+           oo__works(failure, "cuEventRecord",
+                     engine->driver.cuEventRecord(ready->handle, decoder->stream));
 }
 
 /* ---- the memory ---- */
@@ -249,12 +250,12 @@ static enum oo_status oo__decoder_prepare(struct oo_engine *engine) {
     OO_TRY(oo__kernel_load(engine, "decode_bytes", &decoder->decode_bytes));
     if (!decoder->tail)
         OO_TRY(oo__event_take(engine, OO_ORDERS, &decoder->tail));
-    if (decoder->stream)
-        return OO_OK;
-    OO_TRY(OO_DRIVE(engine, cuCtxGetStreamPriorityRange, &least, &greatest));
-    OO_TRY(OO_DRIVE(engine, cuStreamCreateWithPriority, &decoder->stream, OOCU_STREAM_NON_BLOCKING,
-                    greatest));
-    oo__label_stream(engine, decoder->stream, "decode");
+    if (!decoder->stream) {
+        OO_TRY(OO_DRIVE(engine, cuCtxGetStreamPriorityRange, &least, &greatest));
+        OO_TRY(OO_DRIVE(engine, cuStreamCreateWithPriority, &decoder->stream,
+                        OOCU_STREAM_NON_BLOCKING, greatest));
+        oo__label_stream(engine, decoder->stream, "decode");
+    }
 done:
     return status;
 }
