@@ -63,7 +63,11 @@ class CodedMaster:
 
     def is_gone(self) -> bool:
         """Whether nothing holds the tensor's memory any more: another may have its address."""
-        return bool(self._storage.expired())
+        if self._storage.expired():
+            return True
+        # Sharing it with another process moves a storage to other memory.
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return storage is None or storage.data_ptr() != self.start
 
     @property
     def extent(self) -> tuple[int, int, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import weakref
@@ -326,27 +327,33 @@ def attach(
                 attachment.arena.may_grow = vram_budget in (None, "auto")
                 structure = Structure(module, attachment)
                 manager = MemoryManager(structure)
-                capacity = 0
                 coded = codable(units) if compress else []
+                capacity_beside = functools.partial(
+                    _capacity, state, units, sizes, floor, offload_percent, vram_budget, kept
+                )
+                if compress == "auto" and not ram_is_short:
+                    room = (
+                        int(0.9 * state.free_bytes()) - kept.bytes
+                        if vram_budget == "auto"
+                        else capacity_beside(0)
+                    )
+                    if room >= sum(sizes):
+                        coded = []  # nothing has to travel
                 staging = staging_bytes(coded)
                 if vram_budget != "auto":  # what cannot be is refused before anything moves
-                    capacity = _capacity(
-                        state, units, sizes, floor, offload_percent, vram_budget, kept, staging
-                    )
-                    if compress == "auto" and capacity >= sum(sizes) and not ram_is_short:
-                        coded = []  # nothing has to travel
+                    capacity_beside(staging)
                 managed = sum(
                     unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units
                 )
                 attachment.pieces.budget.reserve_rings(managed)
-                admission.build_masters(attachment.pieces, units, moved, loading, coder_for(coded))
+                coder = coder_for(coded, ram_budget if ram_is_short else None)
+                admission.build_masters(attachment.pieces, units, moved, loading, coder)
                 attachment.pieces.budget.leave_headroom(attachment.pieces.in_order())
                 if moved:  # the arena takes the place that the weights have left
                     state.kind.release_cached()
+                staging = staging if attachment.pieces.coded else 0
+                capacity = capacity_beside(staging)
                 if vram_budget == "auto":
-                    _capacity(
-                        state, units, sizes, floor, offload_percent, vram_budget, kept, staging
-                    )
                     capacity = floor  # the steps tell how much more there is
                     counted = state.kind.counted()
                     attachment.budget = Budget(0 if counted is None else counted.failures)

@@ -333,6 +333,9 @@ NOTES: dict[str, dict[str, str]] = {
             "`oracle-offload doctor` shows both."
         ),
         "no memory for": "The host's memory ran out.",
+        "has room for the weights only if they are": (
+            "What a compressed weight is read from lies in the cache, which must be writable."
+        ),
     },
     "Training": {
         "has been modified by an inplace": (

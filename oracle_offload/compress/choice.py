@@ -95,6 +95,10 @@ def staging_bytes(tensors: Sequence[Tensor]) -> int:
     return min(_PIECES * aligned(largest + _HEADER_BYTES), _core.STAGING_BYTES) if largest else 0
 
 
-def coder_for(tensors: Sequence[Tensor]) -> Coder | None:
-    """Return what codes `tensors`; None where there are none."""
-    return Coder(user_store(), {id(tensor) for tensor in tensors}) if tensors else None
+def coder_for(
+    tensors: Sequence[Tensor], ram_budget: int | float | str | None = None
+) -> Coder | None:
+    """Return what codes `tensors`, None where there are none; see `Coder`."""
+    if not tensors:
+        return None
+    return Coder(user_store(), {id(tensor) for tensor in tensors}, ram_budget)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 import os
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .. import _core
 from .._core import HostBuffer
 from ..disk.origin import Origin
 from ..disk.reading import memory
+from ..errors import OffloadError
 from ..geometry import contiguous_stride, is_dense, tensor_bytes
 from .store import CODED, RAW, Store
 
@@ -66,11 +67,16 @@ class Coder:
         The cache.
     wanted : collection of int
         By `id`, the tensors that may be coded.
+    ram_budget : optional
+        The argument of `attach`, where it has no room for the weights as they are.
     """
 
-    def __init__(self, store: Store, wanted: Collection[int]) -> None:
+    def __init__(
+        self, store: Store, wanted: Collection[int], ram_budget: int | float | str | None = None
+    ) -> None:
         self._store = store
         self._wanted = wanted
+        self._ram_budget = ram_budget
         self._threads = os.cpu_count() or 1
         self._failed = False
 
@@ -113,6 +119,13 @@ class Coder:
                 return self._of_memory(kind, tensor, on_host(values))
         except OSError as error:
             self._failed = True
+            if self._ram_budget is not None:
+                raise OffloadError(
+                    f"ram_budget={self._ram_budget!r} has room for the weights only if they are "
+                    f"compressed, but '{self._store.folder}' cannot be written: {error}. Let "
+                    "ORACLE_OFFLOAD_CACHE_DIR name another place, raise the budget, or attach "
+                    "without compress=."
+                ) from error
             logger.warning(
                 "weights are not compressed from here on, because '%s' cannot be written: %s. "
                 "ORACLE_OFFLOAD_CACHE_DIR names another place.",
@@ -124,19 +137,16 @@ class Coder:
     # ---- weights of a checkpoint: known by the file, and read from it ----
 
     def _of_file(self, kind: int, tensor: Tensor, origin: Origin) -> Prepared | None:
-        readable = tensor_over(
-            torch.frombuffer(
-                origin.memory, dtype=tensor.dtype, count=tensor.numel(), offset=origin.begin
-            ),
-            tensor,
-        )
+        readable = tensor_over(origin.memory, origin.begin, tensor)
         count = tensor.numel()
         key = f"{origin.identity} {origin.begin} {count} {kind}".encode()
         name = hashlib.blake2b(key, digest_size=16).hexdigest() + CODED
         coded = self._store.read(name)
         if coded is not None:
             try:
-                _core.check_coded(kind, coded.address, coded.nbytes, self._threads, 0, count)
+                _core.compare_coded(
+                    kind, coded.address, coded.nbytes, self._threads, readable.data_ptr(), count
+                )
                 return Prepared(kind, coded, coded.nbytes, readable)
             except ValueError as error:
                 self._store.drop(name, error)
@@ -161,13 +171,13 @@ class Coder:
 
     def _readable(self, known: str, tensor: Tensor, host: Tensor) -> Tensor:
         """Return a tensor over the file of the cache that has the bytes of `host`."""
-        name = known + RAW
-        path = self._store.find(name, tensor_bytes(host))
-        if path is None or not _same(_mapped(str(path), host), host):
+        name, nbytes = known + RAW, tensor_bytes(host)
+        mapped = self._store.map(name, nbytes)
+        if mapped is None or not _same(mapped, host):
             if self._store.path(name).exists():
                 self._store.drop(name, "it holds other weights")
-            path = self._store.write(name, memory(host))
-        return tensor_over(_mapped(str(path), host), tensor)
+            mapped = self._store.write_mapped(name, memory(host))
+        return tensor_over(mapped, 0, tensor)
 
     def _encode(
         self, kind: int, values: Tensor, name: str, readable: Callable[[], Tensor]
@@ -190,21 +200,17 @@ def on_host(tensor: Tensor) -> Tensor:
     return tensor.cpu() if is_dense(tensor) else tensor.cpu().contiguous()
 
 
-def tensor_over(flat: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor over all of a storage, with the shape, dtype and strides of another."""
+def tensor_over(mapped: mmap.mmap, begin: int, like: Tensor) -> Tensor:
+    """Return a tensor that lies in a mapping, with the shape, dtype and strides of another.
+
+    Its storage is its own bytes, and ordinary memory to torch, which may be moved.
+    """
     stride = like.stride() if is_dense(like) else contiguous_stride(like.shape)
+    flat = torch.frombuffer(mapped, dtype=like.dtype, count=like.numel(), offset=begin)
     empty = torch.empty(0, dtype=like.dtype)
     return empty.set_(flat.untyped_storage(), 0, like.shape, stride)
 
 
-def _mapped(path: str, like: Tensor) -> Tensor:
-    """Return the bytes of a file, privately mapped: one storage, which is the file's whole."""
-    storage = cast(
-        torch.UntypedStorage, torch.UntypedStorage.from_file(path, False, tensor_bytes(like))
-    )
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-def _same(mapped: Tensor, host: Tensor) -> bool:
+def _same(mapped: mmap.mmap, host: Tensor) -> bool:
     flat = torch.as_strided(host, (host.numel(),), (1,)).view(torch.uint8)
-    return torch.equal(mapped, flat)
+    return torch.equal(torch.frombuffer(mapped, dtype=torch.uint8), flat)

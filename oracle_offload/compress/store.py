@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import secrets
 import shutil
 from pathlib import Path
 
 from .._core import HostBuffer
+from ..disk.origin import map_private
 from ..sizes import GIB, format_size
 from ..views.live import folder
 
@@ -63,38 +65,50 @@ class Store:
         with contextlib.suppress(OSError):  # of another user, say
             os.utime(self.path(name))
 
-    def find(self, name: str, nbytes: int) -> Path | None:
-        """Return where a file of so many bytes is; None where there is none."""
-        with contextlib.suppress(OSError):
-            if self.path(name).stat().st_size == nbytes:
+    def map(self, name: str, nbytes: int) -> mmap.mmap | None:
+        """Return a file of so many bytes, privately mapped; None where there is none."""
+        with contextlib.suppress(FileNotFoundError), open(self.path(name), "rb") as file:
+            if os.fstat(file.fileno()).st_size == nbytes:
                 self._note_use(name)
-                return self.path(name)
+                return map_private(file.fileno())
         return None
 
-    def write(self, name: str, content: memoryview) -> Path:
-        """Write a file, and return where it is.
+    def write(self, name: str, content: memoryview) -> None:
+        """Write a file.
 
         Raises
         ------
         OSError
             There is no room, or no right to write there.
         """
+        os.close(self._write(name, content))
+
+    def write_mapped(self, name: str, content: memoryview) -> mmap.mmap:
+        """Write a file and return it mapped: it may be trimmed by then; see `write`."""
+        descriptor = self._write(name, content)
+        try:
+            return map_private(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _write(self, name: str, content: memoryview) -> int:
+        """Write a file and return its open descriptor."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
         if free < content.nbytes + SPARED_BYTES:
             raise OSError(f"the disk has {format_size(free)} left")
         made = self.path(f".{name}-{secrets.token_hex(6)}")
+        descriptor = os.open(made, os.O_CREAT | os.O_EXCL | os.O_RDWR | _BINARY, 0o600)
         try:
-            descriptor = os.open(made, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _BINARY, 0o600)
-            with open(descriptor, "wb", buffering=0) as file:
-                while content:
-                    content = content[file.write(content) :]
+            while content:
+                content = content[os.write(descriptor, content) :]
             os.replace(made, self.path(name))
         except BaseException:
+            os.close(descriptor)
             with contextlib.suppress(OSError):
                 os.unlink(made)
             raise
-        return self.path(name)
+        return descriptor
 
     def drop(self, name: str, why: object) -> None:
         """Throw a damaged file away."""

@@ -36,6 +36,6 @@ def map_private(descriptor: int) -> mmap.mmap:
 
 
 def identity_of(descriptor: int) -> str:
-    """Return what changes when an open file is replaced or written to."""
+    """Return what changes when an open file is replaced or written to, but through a mapping."""
     found = os.fstat(descriptor)
     return f"{found.st_dev}-{found.st_ino}-{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}"

@@ -90,7 +90,10 @@ class Source:
             or stored.begin % tensor.element_size()
         ):
             return None
-        memory, identity = first.file.mapping()
+        try:
+            memory, identity = first.file.mapping()
+        except OSError:  # a file system that maps nothing
+            return None
         return Origin(memory, identity, stored.begin)
 
     def parts(self, reader: Reader, target: Tensor) -> Iterator[Part]:
