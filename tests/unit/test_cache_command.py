@@ -16,7 +16,8 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Store:
     monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
     made = Store(tmp_path / "coded")
     for age, name in enumerate(("new" + CODED, "old" + RAW, "oldest" + CODED)):
-        path = made.write(name, memoryview(bytes(1 << 20)))
+        made.write(name, memoryview(bytes(1 << 20)))
+        path = made.path(name)
         os.utime(path, (1e9 - 1000 * age, 1e9 - 1000 * age))
     (tmp_path / "coded" / "notes.txt").write_text("not ours")
     (tmp_path / "heartbeat-1.json").write_text("{}")
