@@ -565,6 +565,37 @@ static void a_plain_tensor_behind_a_chunk_is_copied_by_itself(void) {
     close_model(m, "behind a chunk");
 }
 
+/* What a kernel need not decode passes no staging memory, however large it is. */
+static void noise_needs_no_room_in_staging_memory(void) {
+    enum { WEIGHTS = 16 * 1024 };
+    struct model *m = open_model(1, 2048, 2 * (size_t)WEIGHTS);
+    struct oo_host *host;
+    char *weights = malloc(WEIGHTS);
+    draw_weights(OO_CODEC_INT8, RANDOM, WEIGHTS, weights);
+    need(oo_host_create(OO_CODEC_HEADER + 2 * WEIGHTS, &host), "host");
+    need(oo_engine_lock(m->engine, host, OO_ALL_BYTES), "lock");
+    struct oo_tensor tensor = {
+        .host = oo_host_address(host), .bytes = WEIGHTS, .coded_kind = OO_CODEC_INT8};
+    tensor.coded_bytes = encode(OO_CODEC_INT8, weights, WEIGHTS, WEIGHTS, oo_host_address(host));
+    CHECK(tensor.coded_bytes == OO_CODEC_HEADER + WEIGHTS, "%zu bytes", tensor.coded_bytes);
+    CHECK(WEIGHTS > m->engine->decoder.lent->piece_bytes, "a piece would hold it");
+    const uint32_t one = 1;
+    uint32_t unit, member;
+    size_t offset;
+    need(oo_unit_add(m->engine, m->model, &tensor, &one, 1, 0, &unit, &member, &offset), "unit");
+    struct oo_use use;
+    struct oo_fetched fetched;
+    need(acquire_launched(m->engine, member, m->stream, 0, OO_FORWARD, -1, 20e-6, 0, &use), "use");
+    CHECK(!memcmp((const void *)use.address, weights, WEIGHTS), "other weights");
+    CHECK(stats_of_model(m).h2d_bytes >= WEIGHTS, "nothing travels");
+    need(oo_engine_release(m->engine, use.ticket, m->stream, 0, &fetched), "release");
+    need(oo_model_remove(m->engine, m->model), "remove");
+    need(oo_host_destroy(host), "destroy");
+    need(oo_model_add(m->engine, &m->model), "model"); /* for the end */
+    close_model(m, "noise");
+    free(weights);
+}
+
 static void masters_become_coded_and_plain_again(void) {
     struct world w;
     uint32_t unit;
@@ -727,6 +758,7 @@ static const struct check_case cases[] = {
     CASE(noise_is_refused_or_travels),
     CASE(without_room_in_staging_memory_a_unit_does_not_travel),
     CASE(a_plain_tensor_behind_a_chunk_is_copied_by_itself),
+    CASE(noise_needs_no_room_in_staging_memory),
     CASE(masters_become_coded_and_plain_again),
     CASE(each_decode_has_its_row),
     CASE(a_step_bound_by_the_link_takes_three_quarters_of_its_time),

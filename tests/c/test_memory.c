@@ -217,7 +217,7 @@ static void test_pages_that_were_written_are_found(void) {
         CHECK(oo_pages_written(memory + written[i] * page, 1) == 1, "page %zu alone", written[i]);
         CHECK(oo_pages_written(memory, written[i] * page) == 0, "pages before page %zu",
               written[i]);
-        munmap(memory, PAGES * page);
+        CHECK(munmap(memory, PAGES * page) == 0, "unmap");
     }
     fclose(file);
 }
