@@ -81,8 +81,10 @@ static void oo__encode_some(void *argument) {
     size_t begin, count, bytes, gap, at;
     const size_t room = oo_codec_room(job->kind, oo__least(job->chunk, job->count));
     char *aside = oo__pages_map(room); /* of a heap, each thread's would keep as much */
-    if (!aside)
-        status = oo__fail(OO_E_MEMORY, "no memory to encode a chunk of weights in");
+    if (!aside) {
+        oo__give_up(job, oo__fail(OO_E_MEMORY, "no memory to encode a chunk of weights in"));
+        return;
+    }
     while (status == OO_OK && (count = oo__take_weights(job, &begin)) != 0) {
         bytes = 0;
         status = oo_codec_encode(job->codec, job->kind, job->weights + begin * width, count, aside,
@@ -92,8 +94,7 @@ static void oo__encode_some(void *argument) {
         memset(job->coded + gap, 0, at - gap);
         memcpy(job->coded + at, aside, bytes);
     }
-    if (aside)
-        oo__pages_unmap(aside, room);
+    oo__pages_unmap(aside, room);
     if (status != OO_OK)
         oo__give_up(job, status);
 }
@@ -129,7 +130,7 @@ static enum oo_status oo__take_chunk(struct oo_job *job, struct oo_found *found)
     return OO_OK;
 }
 
-/* `aside`: where weights are decoded to that are only compared. */
+/* `aside`: where weights are decoded to that are only compared; else NULL. */
 static enum oo_status oo__decode_chunk(const struct oo_job *job, const struct oo_found *found,
                                        char *aside) {
     const size_t width = oo_codec_weight_bytes(job->kind);
@@ -137,10 +138,9 @@ static enum oo_status oo__decode_chunk(const struct oo_job *job, const struct oo
     if (job->deed == OO_CHECK)
         return oo_codec_check(chunk, found->bytes);
     char *weights = job->weights + found->begin * width;
-    const enum oo_status status =
-        oo_codec_decode(job->codec, chunk, found->bytes, 1, job->kind,
-                        job->deed == OO_COMPARE ? aside : weights, found->count);
-    if (status == OO_OK && job->deed == OO_COMPARE && memcmp(aside, weights, found->count * width))
+    const enum oo_status status = oo_codec_decode(job->codec, chunk, found->bytes, 1, job->kind,
+                                                  aside ? aside : weights, found->count);
+    if (status == OO_OK && aside && memcmp(aside, weights, found->count * width))
         return oo__fail(OO_E_ARGUMENT, "it holds other weights");
     return status;
 }

@@ -1,6 +1,7 @@
 /* Pieces of staging memory: who finds none waits for one; memory that goes takes its own alone;
  * what could not be copied is not decoded, and what could not be waited for is waited for later. */
 #include "staging.h"
+#include "uses.h"
 #include "world.h"
 
 static void begin(struct world *w) {
@@ -275,6 +276,36 @@ static void memory_does_not_go_while_a_copy_thread_has_a_piece(void) {
     free(more);
 }
 
+static void use_the_largest(void *argument) { need(use(argument, 9, OO_FORWARD), "use"); }
+
+/* A copy thread queues the decode of a unit that nobody has used, while another unit takes its
+ * place: what is copied there comes after the decode. */
+static void a_unit_that_is_decoded_still_loses_its_place_afterwards(void) {
+    struct world w;
+    struct oo_use first;
+    struct oo_fetched fetched;
+    world_sizes(memset(&w, 0, sizeof w));
+    sim.simRefuseRegistration(1);
+    world_coded = 1;
+    world_open(&w, w.largest, -1);
+    world_coded = 0;
+    watch(&w);
+    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
+    need(oo_engine_launch(w.engine, w.member[0], w.stream, 1e-6), "launch");
+    shut = 1;
+    need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
+    for (int i = 0; i < 5000 && !launched; i++)
+        nap(1e-3);
+    CHECK(launched > 0, "nothing is decoded ahead");
+    struct oo_thread *thread = oo__thread_start(use_the_largest, &w);
+    nap(30e-3);
+    shut = 0;
+    oo__thread_join(thread);
+    CHECK(stats_of(&w).evictions > 0, "it had a place of its own");
+    sim.simRefuseRegistration(0);
+    world_close(&w, "decoded still");
+}
+
 /* A wait that the driver has refused is owed still. */
 static void decodes_are_loose_until_they_are_waited_for(void) {
     static const char *const calls[] = {"cuEventRecord", "cuStreamWaitEvent"};
@@ -297,6 +328,39 @@ static void decodes_are_loose_until_they_are_waited_for(void) {
     end(&w, "loose");
 }
 
+/* What comes after a use comes after what was decoded for it. */
+static void a_use_leaves_no_decode_loose(void) {
+    struct world w;
+    begin(&w);
+    need(use(&w, 1, OO_FORWARD), "use");
+    oo__mutex_lock(w.engine->mutex);
+    need(oo__decodes_settle(w.engine), "settle");
+    need(oo__order_after_uses(w.engine, w.unit[1], w.engine->h2d), "order");
+    CHECK(!w.engine->decoder.loose, "loose");
+    oo__mutex_unlock(w.engine->mutex);
+    end(&w, "no decode loose");
+}
+
+/* What a lost context had is gone with it. */
+static void a_dead_engine_destroys_no_decode_stream(void) {
+    struct world w;
+    begin(&w);
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
+    CHECK(use(&w, 1, OO_FORWARD) == OO_E_DRIVER && !w.engine->usable, "it lives");
+    const uint64_t destroyed = sim.simCallCount("cuStreamDestroy");
+    sim.cuCtxPopCurrent_v2(NULL);
+    need(world_remove(&w), "remove");
+    oo_host_destroy(w.host);
+    oo_engine_destroy(w.engine);
+    CHECK(sim.simCallCount("cuStreamDestroy") == destroyed, "%llu streams",
+          (unsigned long long)(sim.simCallCount("cuStreamDestroy") - destroyed));
+    leave_contexts();
+    release_leaked_contexts();
+    world_free(&w);
+    check_nothing_alive("dead");
+    CHECK(sim_reset(&sim) == 0, "not reset");
+}
+
 static const struct check_case cases[] = {
     CASE(who_finds_no_piece_waits_for_one),
     CASE(memory_that_goes_takes_its_own_pieces),
@@ -305,7 +369,10 @@ static const struct check_case cases[] = {
     CASE(a_piece_is_lost_where_its_decode_has_no_mark),
     CASE(a_piece_is_taken_until_its_decode_is_queued),
     CASE(memory_does_not_go_while_a_copy_thread_has_a_piece),
+    CASE(a_unit_that_is_decoded_still_loses_its_place_afterwards),
     CASE(decodes_are_loose_until_they_are_waited_for),
+    CASE(a_use_leaves_no_decode_loose),
+    CASE(a_dead_engine_destroys_no_decode_stream),
 };
 
 int main(int argc, char **argv) {
