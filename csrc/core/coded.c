@@ -140,7 +140,7 @@ static enum oo_status oo__decode_chunk(const struct oo_job *job, const struct oo
     char *weights = job->weights + found->begin * width;
     const enum oo_status status = oo_codec_decode(job->codec, chunk, found->bytes, 1, job->kind,
                                                   aside ? aside : weights, found->count);
-    if (status == OO_OK && aside && memcmp(aside, weights, found->count * width))
+    if (status == OO_OK && aside && memcmp(aside, weights, found->count * width) != 0)
         return oo__fail(OO_E_ARGUMENT, "it holds other weights");
     return status;
 }

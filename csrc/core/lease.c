@@ -85,8 +85,8 @@ enum oo_status oo_segment_add(struct oo_engine *engine, uint32_t lease, uintptr_
     if (status != OO_OK)
         return status;
     struct oo_segment *segment;
-    uintptr_t base;
-    size_t usable;
+    uintptr_t base = 0; /* the analyzer does not see that oo__loan_check sets both */
+    size_t usable = 0;
     OO_TRY(oo__loan_check(engine, lease, address, bytes, OO_ALIGNMENT, &base, &usable));
     OO_TRY(oo__loan_begin(engine, address, bytes, (OOCUstream)stream));
     status = oo_arena_add(oo_plan_arena(engine->plan), base, usable, lease, stream, &segment);
@@ -105,8 +105,8 @@ enum oo_status oo_staging_add(struct oo_engine *engine, uint32_t lease, uintptr_
     if (status != OO_OK)
         return status;
     struct oo_staging *lent = NULL;
-    uintptr_t base;
-    size_t usable;
+    uintptr_t base = 0; /* the analyzer does not see that oo__loan_check sets both */
+    size_t usable = 0;
     OO_TRY(oo__loan_check(engine, lease, address, bytes, OO_STAGING_PIECES * OO_ALIGNMENT, &base,
                           &usable));
     OO_TRY(oo__staging_create(engine, base, usable, &lent));

@@ -56,6 +56,28 @@ static void test_seconds_of_forwards_are_learned(void) {
     world_close(&w, "forwards");
 }
 
+/* Of two units, one after the other; the second one's copy comes late. */
+static void test_a_wait_for_a_copy_is_nobodys_time(void) {
+    struct world w;
+    double end_s;
+    world_open(&w, 400000, -1);
+    need(use(&w, 4, OO_FORWARD), "use");
+    for (int i = 0; i < 2; i++)
+        need(use(&w, 3, OO_FORWARD), "use");
+    need(oo_engine_refresh(w.engine, w.model), "refresh");
+    kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 1e-3);
+    need(use(&w, 4, OO_FORWARD), "use");
+    need(use(&w, 5, OO_FORWARD), "use");
+    sim.simFinish(&end_s);
+    harvest(&w);
+    CHECK(end_s > 1e-3, "nothing was late");
+    for (unsigned i = 3; i < 5; i++) {
+        const double seconds = oo_plan_seconds(w.engine->plan, w.unit[i]);
+        CHECK(seconds > 15e-6 && seconds < 100e-6, "unit %u takes %.9f s", i, seconds);
+    }
+    world_close(&w, "waits");
+}
+
 static void test_a_backward_tells_nothing(void) {
     struct world w;
     world_open(&w, 60000, -1);
@@ -149,6 +171,7 @@ static void test_spans_are_seldom_asked_whether_they_have_ended(void) {
 
 static const struct check_case cases[] = {
     CASE(test_seconds_of_forwards_are_learned),
+    CASE(test_a_wait_for_a_copy_is_nobodys_time),
     CASE(test_a_backward_tells_nothing),
     CASE(test_spans_are_seldom_asked_whether_they_have_ended),
     CASE(test_a_measurement_is_given_up_where_it_cannot_end),
