@@ -625,22 +625,42 @@ static void masters_become_coded_and_plain_again(void) {
 
 /* A thread that must not wait does not wait for a piece that a copy thread has. */
 static void a_nonblocking_release_leaves_decodes_beside_feeds_for_later(void) {
-    struct model *m = open_model(LAYERS, 1024, (size_t)LAYERS * 4 * MOST_BYTES);
-    for (int round = 0; round < 2; round++)
-        for (unsigned i = 0; i < LAYERS; i++)
-            need(use_layer(m, i, "learn"), "learn");
-    struct oo_use use;
+    for (unsigned fed = 0; fed < 2; fed++) {
+        struct model *m = open_model(LAYERS, 1024, (size_t)LAYERS * 4 * MOST_BYTES);
+        const uint32_t first = m->layers[0].member;
+        for (int round = 0; round < 2; round++)
+            for (unsigned i = 0; i < LAYERS; i++)
+                need(use_layer(m, i, "learn"), "learn");
+        struct oo_use use;
+        struct oo_fetched fetched;
+        need(acquire(m->engine, first, m->stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+        need(oo_engine_launch(m->engine, first, m->stream, 1e-6), "launch");
+        need(oo_engine_refresh(m->engine, OO_ALL_MODELS), "refresh"); /* all but it are gone */
+        m->engine->feeder.n_running += fed;                           /* as if something were fed */
+        need(oo_engine_release(m->engine, use.ticket, m->stream, OO_NONBLOCKING, &fetched),
+             "release");
+        CHECK(fed ? fetched.count == 0 && fetched.more : fetched.count > 0, "%u fed: %u fetched",
+              fed, fetched.count);
+        m->engine->feeder.n_running -= fed;
+        if (fed)
+            need(oo_engine_prefetch(m->engine, &fetched), "prefetch");
+        CHECK(fetched.count > 0, "none fetched");
+        close_model(m, "nonblocking");
+    }
+}
+
+static void a_nonblocking_release_copies_beside_feeds_what_is_not_decoded(void) {
+    struct world w;
+    struct oo_use held;
     struct oo_fetched fetched;
-    need(acquire(m->engine, m->layers[0].member, m->stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
-    need(oo_engine_launch(m->engine, m->layers[0].member, m->stream, 1e-6), "launch");
-    need(oo_engine_refresh(m->engine, OO_ALL_MODELS), "refresh"); /* all but the first are gone */
-    m->engine->feeder.n_running++;                                /* as if something were fed */
-    need(oo_engine_release(m->engine, use.ticket, m->stream, OO_NONBLOCKING, &fetched), "release");
-    CHECK(fetched.count == 0 && fetched.more, "%u fetched", fetched.count);
-    m->engine->feeder.n_running--;
-    need(oo_engine_prefetch(m->engine, &fetched), "prefetch");
+    world_open(&w, 400000, -1);
+    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    need(oo_engine_launch(w.engine, w.member[0], w.stream, 1e-6), "launch");
+    w.engine->feeder.n_running++; /* as if something were fed */
+    need(oo_engine_release(w.engine, held.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
     CHECK(fetched.count > 0, "none fetched");
-    close_model(m, "nonblocking");
+    w.engine->feeder.n_running--;
+    world_close(&w, "beside feeds");
 }
 
 /* ---- time ---- */
@@ -763,6 +783,7 @@ static const struct check_case cases[] = {
     CASE(each_decode_has_its_row),
     CASE(a_step_bound_by_the_link_takes_three_quarters_of_its_time),
     CASE(a_nonblocking_release_leaves_decodes_beside_feeds_for_later),
+    CASE(a_nonblocking_release_copies_beside_feeds_what_is_not_decoded),
 };
 
 int main(int argc, char **argv) {
