@@ -232,10 +232,11 @@ static void oo__feed_end(struct oo_engine *engine, struct oo_feed *feed) {
         oo__arrival_record(engine, feed->ready, feed->is_decoded, failure) &&
         (!feed->end || oo__works(failure, "cuEventRecord",
                                  engine->driver.cuEventRecord(feed->end->handle, engine->h2d)));
-    if (engine->submits_late) /* see oo__flush */
+    if (engine->submits_late) { /* see oo__flush */
         (void)engine->driver.cuStreamQuery(engine->h2d);
-    if (engine->submits_late && feed->is_decoded)
-        (void)engine->driver.cuStreamQuery(engine->decoder.stream);
+        if (feed->is_decoded)
+            (void)engine->driver.cuStreamQuery(engine->decoder.stream);
+    }
     if (oo_driver_is_sticky(failure->result)) {
         if (!feeder->loss.call) /* the first is the cause of the others */
             feeder->loss = *failure;
