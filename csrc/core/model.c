@@ -236,7 +236,7 @@ static void oo__unit_take_parts(struct oo_engine *engine, struct oo_unit *unit,
         unit->is_fed |= !part->locked;
         unit->is_coded |= part->header.mode != 0;
         unit->decodes |= part->header.mode == OO_CODEC_TIERS;
-        unit->only_decoded &= part->locked && part->header.mode == OO_CODEC_TIERS;
+        unit->only_decoded &= part->header.mode == OO_CODEC_TIERS;
         oo__label(engine, part->host, part->bytes, "masters of unit",
                   (uint32_t)(unit - engine->units));
     }
@@ -482,7 +482,9 @@ static int oo__has_codes(const struct oo_engine *engine, uint32_t id) {
     const struct oo_unit *unit = &engine->units[id];
     for (uint32_t i = 0; i < unit->n_members; i++) {
         const struct oo_member *member = &engine->members[unit->members[i]];
-        for (uint32_t j = 0; member->unit == id && j < member->n_tensors; j++)
+        if (member->unit != id)
+            continue;
+        for (uint32_t j = 0; j < member->n_tensors; j++)
             if (member->tensors[j].coded_bytes)
                 return 1;
     }
@@ -498,7 +500,7 @@ enum oo_status oo_unit_set_trainable(struct oo_engine *engine, uint32_t id, int 
         goto done;
     }
     struct oo_unit *unit = &engine->units[id];
-    if (trainable && unit->is_coded && oo__has_codes(engine, id)) {
+    if (trainable && oo__has_codes(engine, id)) {
         status = oo__fail(OO_E_ARGUMENT,
                           "unit %u has coded weights, which an optimizer cannot "
                           "rewrite: give them as they are (oo_member_move) first",

@@ -225,7 +225,7 @@ struct oo_unit {
     uint8_t leaving;               /* to be dropped as soon as nobody computes with it */
     uint8_t is_fed;                /* by the copy threads: not all of its parts are locked */
     uint8_t is_coded, decodes;     /* some of its parts are chunks; some of those need a kernel */
-    uint8_t only_decoded;          /* nothing else writes to its slot, and no part is fed */
+    uint8_t only_decoded;          /* nothing else writes to its slot */
     struct oo_feed *feed;          /* NULL until the first one */
     struct oo_event *ready;        /* its copy has arrived */
     OOCUstream waited[OO_STREAMS]; /* streams already ordered after `ready` */

@@ -349,6 +349,27 @@ static void what_is_no_coded_master_is_refused(void) {
     close_model(m, "refused");
 }
 
+static void a_unit_is_trained_once_its_codes_have_left(void) {
+    struct model *m = open_model(1, 1024, (size_t)4 * MOST_BYTES);
+    const struct layer *layer = &m->layers[0];
+    const struct oo_tensor plain = {.host = layer->plain[1], .bytes = layer->tensors[1].bytes};
+    const struct oo_tensor tensors[] = {layer->tensors[0], plain};
+    const uint32_t one_each[] = {1, 1};
+    uint32_t unit, members[2], left;
+    size_t offsets[2];
+    need(oo_unit_add(m->engine, m->model, tensors, one_each, 2, 0, &unit, members, offsets), "add");
+    CHECK(tensors[0].coded_bytes && oo_unit_set_trainable(m->engine, unit, 1) == OO_E_ARGUMENT,
+          "one member is coded");
+    const struct oo_tensor raw = {.host = layer->plain[0], .bytes = layer->tensors[0].bytes};
+    need(oo_member_move(m->engine, members[0], &raw, 1, &left, offsets), "move");
+    CHECK(left != unit, "it has left");
+    need(oo_unit_set_trainable(m->engine, unit, 1), "what stays is plain");
+    need(oo_member_move(m->engine, members[0], tensors, 1, &left, offsets), "and back");
+    CHECK(oo_unit_set_trainable(m->engine, left, 1) == OO_E_ARGUMENT, "it is coded again");
+    need(oo_unit_set_trainable(m->engine, unit, 1), "what stays is plain still");
+    close_model(m, "trained");
+}
+
 static void a_trainable_unit_takes_no_coded_master(void) {
     struct world w;
     uint32_t unit;
@@ -451,7 +472,7 @@ static void damage_is_told_and_never_decoded(void) {
 /* Noise in what a unit is made of: it is refused, or travels, and nothing is read outside. */
 static void noise_is_refused_or_travels(void) {
     unsigned refusals = 0, units = 0;
-    struct world w;
+    struct world w = {0};
     for (unsigned turn = 0; turn < 600; turn++) {
         struct oo_host *host;
         uint32_t unit;
@@ -771,6 +792,7 @@ static const struct check_case cases[] = {
     CASE(chunks_take_turns_in_the_staging_memory),
     CASE(a_piece_whose_decode_has_no_mark_is_used_after_it),
     CASE(what_is_no_coded_master_is_refused),
+    CASE(a_unit_is_trained_once_its_codes_have_left),
     CASE(a_trainable_unit_takes_no_coded_master),
     CASE(coded_masters_are_not_read_where_they_lie),
     CASE(a_build_or_driver_that_cannot_decode_says_so),

@@ -50,7 +50,7 @@ static void test_seconds_of_forwards_are_learned(void) {
     for (int i = 0; i < 8; i++)
         sweep(&w, OO_FORWARD, -1);
     harvest(&w);
-    CHECK(known(&w) == UNITS, "%u of %u known", known(&w), UNITS);
+    CHECK(known(&w) == UNITS, "%u of %d known", known(&w), (int)UNITS);
     const double bps = oo_plan_link_bps(w.engine->plan);
     CHECK(bps > 0 && bps <= device.link_gbps * 1e9, "%.3g bytes a second", bps);
     world_close(&w, "forwards");
