@@ -18,7 +18,6 @@ enum { OO_FEW = 400 };                         /* units in the arena that are al
 enum { OO_MANY_ROUNDS = 8 };                   /* after which samples are no interruption */
 enum { OO_MEASURED = 4, OO_REMEASURED_ONE_IN = 4093 }; /* forwards of each unit; of all, a prime */
 static const double oo__memory = 15.0 / 16;            /* of copies that were measured */
-static const double oo__about = 1.5;                   /* times as long is about as long */
 #define OO_NOWHERE UINT64_MAX                          /* an index into the trace that is none */
 
 struct oo_trace_entry {
@@ -84,10 +83,8 @@ struct oo_plan {
     uint64_t home_layout; /* the arena's layout that they were given in */
     size_t home_end;      /* where the next one may begin */
     struct oo_rounds rounds;
-    struct oo_turn *turns;             /* scratch */
-    double copied_bytes, copied_s;     /* the latest copies */
-    double measured_bytes, measured_s; /* the units whose forwards were measured */
-    size_t units_bytes;                /* all units that there are */
+    struct oo_turn *turns;         /* scratch */
+    double copied_bytes, copied_s; /* the latest copies */
     uint64_t allocations;
 };
 
@@ -143,17 +140,12 @@ enum oo_status oo_plan_unit_add(struct oo_plan *plan, size_t bytes, uint32_t *un
         return oo__fail(OO_E_MEMORY, "no memory for a unit's place in the arena");
     plan->units[plan->n_units] =
         (struct oo_plan_unit){.bytes = bytes, .last = OO_NOWHERE, .ahead = 1};
-    plan->units_bytes += bytes;
     *unit = plan->n_units++;
     return OO_OK;
 }
 
 void oo_plan_unit_remove(struct oo_plan *plan, uint32_t unit) {
-    struct oo_plan_unit *u = &plan->units[unit];
-    u->removed = 1;
-    plan->units_bytes -= u->bytes;
-    plan->measured_bytes -= u->measured ? (double)u->bytes : 0;
-    plan->measured_s -= u->seconds;
+    plan->units[unit].removed = 1;
     plan->home_layout = OO_NOWHERE; /* its home goes to others */
 }
 
@@ -483,16 +475,10 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
 }
 
 void oo_plan_took(struct oo_plan *plan, uint32_t unit, double seconds) {
-    struct oo_plan_unit *u = &plan->units[unit];
-    const double before_s = u->seconds;
-    if (u->removed)
-        return;
-    if (!u->measured++)
-        plan->measured_bytes += (double)u->bytes;
+    double *known = &plan->units[unit].seconds;
     /* Whatever disturbs a measurement makes it longer. */
-    u->seconds =
-        before_s <= 0 || seconds < before_s ? seconds : before_s + (seconds - before_s) / 8;
-    plan->measured_s += u->seconds - before_s;
+    *known = *known <= 0 || seconds < *known ? seconds : *known + (seconds - *known) / 8;
+    plan->units[unit].measured++;
 }
 
 void oo_plan_copied(struct oo_plan *plan, size_t bytes, double seconds) {
@@ -607,52 +593,25 @@ static int oo__find(struct oo_plan *plan, uint32_t unit, uint64_t later_than,
 /* Whether the unit's home is free for it. FREE: all units that lie there are needed later than the
  * unit is needed `again`, so none of them has to come back during its stay, as in a forward and a
  * backward that mirror each other. FREE_SOON: that will be so once they have been used, which is
- * before the unit is used, `distance` visits from now. LATE: likewise, but that is not worth
- * waiting for. BUSY: one of them is needed while the unit would be there (in sampling, where two
- * units share a home, always). */
-enum oo_home_state { OO_HOME_FREE, OO_HOME_FREE_SOON, OO_HOME_LATE, OO_HOME_BUSY };
-
-/* Whether a forward is about to take less time than the copies of what the arena does not hold:
- * then the link sets the pace, and must not rest. */
-static int oo__link_sets_the_pace(const struct oo_plan *plan) {
-    const double bps = oo_plan_link_bps(plan);
-    if (bps <= 0 || plan->measured_bytes <= 0 || plan->units_bytes <= plan->arena.total_bytes)
-        return 0;
-    const double missing = (double)(plan->units_bytes - plan->arena.total_bytes);
-    const double forward_s = plan->measured_s / plan->measured_bytes * (double)plan->units_bytes;
-    return forward_s < oo__about * missing / bps;
-}
-
-/* Every fetch waits behind the one that waits for its home. Where that is free only shortly before
- * it is needed, the link would rest as long, and the bytes that a place elsewhere may cost take
- * less time. An arena of less than two blocks has no time to wait at all. */
-static int oo__is_worth_waiting(const struct oo_plan *plan, uint64_t until, uint64_t distance) {
-    return !oo__link_sets_the_pace(plan) ||
-           (until * 8 <= distance * 3 && plan->arena.total_bytes >= 2 * plan->block_bytes);
-}
+ * before the unit is used, `distance` visits from now. BUSY: one of them is needed while the unit
+ * would be there (in sampling, where two units share a home, always). */
+enum oo_home_state { OO_HOME_FREE, OO_HOME_FREE_SOON, OO_HOME_BUSY };
 
 static enum oo_home_state oo__home_state(struct oo_plan *plan, uint32_t unit, uint64_t distance,
                                          uint64_t again, struct oo_window *window) {
     enum oo_home_state answer = OO_HOME_FREE;
-    uint64_t until = 0; /* the last of them has been used */
     const size_t home = oo__home(plan, unit);
     if (!oo_arena_window_at(&plan->arena, home, plan->units[unit].bytes, window))
         return OO_HOME_BUSY;
     for (const struct oo_block *block = window->first;; block = block->next) {
-        const uint64_t use =
-            block->unit == OO_NO_UNIT ? OO_NEVER : oo__evictable_next_use(plan, block->unit);
-        if (use <= again) {
+        if (block->unit != OO_NO_UNIT && oo__evictable_next_use(plan, block->unit) <= again) {
             if (oo__next_use_after(plan, block->unit, distance) <= again)
                 return OO_HOME_BUSY;
             answer = OO_HOME_FREE_SOON;
-            until = use > until ? use : until;
         }
         if (block == window->last)
-            break;
+            return answer;
     }
-    if (answer == OO_HOME_FREE_SOON && !oo__is_worth_waiting(plan, until, distance))
-        return OO_HOME_LATE;
-    return answer;
 }
 
 /* Whether all who lie in the unit's place are used later than that, so that none of them has to
@@ -706,19 +665,6 @@ static void oo__ahead_extend(struct oo_plan *plan) {
 /* How far ahead a fetch may be even if waiting would find a better place for it. */
 static size_t oo__lead_bytes(const struct oo_plan *plan) { return plan->arena.total_bytes / 16; }
 
-/* Whether a place that is not the unit's home wastes few bytes: a quarter of the unit's, or, where
- * less than two blocks fit and all is close to its use, as many again. */
-static int oo__is_tight(const struct oo_plan *plan, uint32_t unit, const struct oo_window *window) {
-    const size_t bytes = plan->units[unit].bytes;
-    const int is_small = plan->arena.total_bytes < 2 * plan->block_bytes;
-    size_t evicted = 0;
-    for (const struct oo_block *block = window->first;; block = block->next) {
-        evicted += block->unit == OO_NO_UNIT ? 0 : block->bytes;
-        if (block == window->last)
-            return evicted <= bytes + (is_small ? bytes : bytes / 4);
-    }
-}
-
 static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_window *window) {
     oo__ahead_extend(plan);
     const struct oo_ahead *ahead = &plan->ahead;
@@ -743,8 +689,7 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
         if (latest > distance + 1)
             distance = latest - 1;
     }
-    return oo__find(plan, *unit, distance, window) &&
-           (home != OO_HOME_LATE || oo__is_tight(plan, *unit, window));
+    return oo__find(plan, *unit, distance, window);
 }
 
 /* Before any match: the nearest absent unit in the direction of travel, of which a recompute has

@@ -2,7 +2,6 @@
 #include "check.h"
 #include "plan.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -298,84 +297,6 @@ static void test_sampling_does_not_degenerate_to_loading_everything(void) {
     CHECK(healed.bytes * 100 <= x_min(&m, capacity) * 110 && healed.late <= 1, "%zu bytes, %u late",
           healed.bytes, healed.late);
     oo_plan_destroy(plan);
-}
-
-enum { LINK_BPS = 1000000000 };
-
-struct clocks {
-    double used_s[MAX_UNITS], arrived_s[MAX_UNITS], gpu_s, link_s;
-};
-
-/* A copy begins when the one before it has ended and what lay in its place has been used. */
-static void timed_copy(struct oo_plan *plan, const struct model *m, struct clocks *c, uint32_t unit,
-                       const struct oo_window *window) {
-    for (const struct oo_block *block = window->first;; block = block->next) {
-        if (block->unit != OO_NO_UNIT && c->used_s[block->unit] > c->link_s)
-            c->link_s = c->used_s[block->unit];
-        if (block == window->last)
-            break;
-    }
-    oo_plan_take(plan, unit, window);
-    c->link_s += (double)m->bytes[unit] / LINK_BPS;
-    c->arrived_s[unit] = c->link_s;
-}
-
-/* Seconds of the last of some steps; kernels take as long as copies of `share` of their weights. */
-static double timed_steps(const struct model *m, size_t capacity, double share, int known) {
-    static struct clocks c;
-    struct oo_plan *plan = plan_of(m, capacity);
-    double begin_s = 0;
-    c = (struct clocks){0};
-    for (int step = 0; step < 5; step++) {
-        begin_s = c.gpu_s;
-        for (unsigned i = 0; i < m->n_visits; i++) {
-            const uint32_t unit = m->step[i].unit;
-            const double seconds = share * (double)m->bytes[unit] / LINK_BPS;
-            struct oo_window window;
-            uint32_t fetch;
-            oo_plan_visit(plan, unit, m->step[i].kind);
-            if (!oo_plan_resident(plan, unit) && oo_plan_place(plan, unit, &window))
-                timed_copy(plan, m, &c, unit, &window);
-            c.gpu_s = (c.arrived_s[unit] > c.gpu_s ? c.arrived_s[unit] : c.gpu_s) + seconds;
-            c.used_s[unit] = c.gpu_s;
-            if (known && oo_plan_wants_seconds(plan))
-                oo_plan_took(plan, unit, seconds);
-            while (oo_plan_next_fetch(plan, &fetch, &window)) {
-                timed_copy(plan, m, &c, fetch, &window);
-                if (known)
-                    oo_plan_copied(plan, m->bytes[fetch], (double)m->bytes[fetch] / LINK_BPS);
-            }
-        }
-    }
-    oo_plan_destroy(plan);
-    return c.gpu_s - begin_s;
-}
-
-/* A fetch waits for its home as long as the link has nothing better to do, but where the link sets
- * the pace, not until shortly before its use: that took up to a tenth of the step. Where kernels
- * do, nothing changes. */
-static void test_a_slow_link_does_not_rest(void) {
-    static struct model m;
-    double gained = 0;
-    flux(&m, 3072, 1);
-    for (int percent = 20; percent <= 90; percent += 10) {
-        const size_t capacity = aligned(m.total / 100 * (size_t)percent);
-        const double copies_s = (double)x_min(&m, capacity) / LINK_BPS;
-        const double before_s = timed_steps(&m, capacity, 0.2, 0),
-                     after_s = timed_steps(&m, capacity, 0.2, 1),
-                     slow_s = timed_steps(&m, capacity, 2, 1);
-        printf("%d%% resident: %.3f of the copies' seconds, %.3f without measurements\n", percent,
-               after_s / copies_s, before_s / copies_s);
-        const double forward_s = 0.2 * (double)m.total / LINK_BPS, half_s = copies_s / 2;
-        const double limit_s = (forward_s > half_s ? forward_s : half_s) +
-                               (2 * forward_s > half_s ? 2 * forward_s : half_s);
-        CHECK(after_s <= 1.08 * limit_s, "%d%% resident: %.3f of the bound", percent,
-              after_s / limit_s);
-        gained = before_s / after_s > gained ? before_s / after_s : gained;
-        CHECK(fabs(slow_s - timed_steps(&m, capacity, 2, 0)) < 1e-9,
-              "%d%% resident: other decisions where kernels set the pace", percent);
-    }
-    CHECK(gained >= 1.03, "at most %.3f of the time without measurements", gained);
 }
 
 /* Rounds: what stays is spread evenly, the rest streams through a ring of four of the largest
@@ -761,7 +682,6 @@ static const struct check_case cases[] = {
     CASE(test_a_difference_is_nearly_as_good_as_one_segment),
     CASE(test_homes_close_up_when_units_are_removed),
     CASE(test_sampling_does_not_degenerate_to_loading_everything),
-    CASE(test_a_slow_link_does_not_rest),
     CASE(test_samples_stream_through_a_ring),
     CASE(test_many_samples_are_no_interruption),
     CASE(test_training_goes_on_after_samples),
