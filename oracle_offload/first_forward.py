@@ -185,7 +185,7 @@ class FirstForward:
         return DirectUses(self._structure.attachment, watch)
 
     def _has_compiled_part(self) -> bool:
-        return any(_is_compiled(part.__dict__.get(_SLOT)) for part in self._modules())
+        return any(is_compiled(part) for part in self._modules())
 
     @_untraced
     def has_passed(self, code: int | None) -> None:
@@ -211,7 +211,9 @@ def _code_of(forward: Any) -> int:
     return id(getattr(forward, "__code__", forward))
 
 
-def _is_compiled(call: Any) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile` was called; the first forward of a model is heard in the same way."""
+    call = module.__dict__.get(_SLOT)
     return call.call is not None if isinstance(call, _Entry) else call is not None
 
 

@@ -14,6 +14,7 @@ AS_THEY_ARE = frozenset(
         "pageable_bytes",
         "ring_bytes",
         "arena_bytes",
+        "staging_bytes",
         "resident_bytes",
         "peak_resident_bytes",
         "largest_unit_bytes",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..attachment import Attachment
+from ..first_forward import is_compiled
 from ..layers.any import AnyLayer
 from ..layers.swap import HANDLE
 
@@ -57,8 +58,8 @@ def _collect(module: nn.Module, nbytes: dict[int, int], most: float, found: Grai
         return
     parts = [child for child in _children(module) if nbytes[id(child)]]
     is_called = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
-    is_compiled = module._compiled_call_impl is not None  # hooks inside it may not be heard
-    if is_called and (nbytes[id(module)] <= most or not parts or is_compiled):
+    is_whole = not parts or is_compiled(module)  # hooks inside a compiled one may not be heard
+    if is_called and (nbytes[id(module)] <= most or is_whole):
         found.modules.append(module)
         return
     layer = module.__dict__.get(HANDLE)
