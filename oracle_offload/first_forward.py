@@ -212,7 +212,7 @@ def _code_of(forward: Any) -> int:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `module.compile` was called; the first forward of a model is heard in the same way."""
+    """Whether `module.compile` was called; a first forward is heard in the same way."""
     call = module.__dict__.get(_SLOT)
     return call.call is not None if isinstance(call, _Entry) else call is not None
 
