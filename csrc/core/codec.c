@@ -354,7 +354,7 @@ enum oo_status oo_codec_find(const void *chunk, size_t room, struct oo_codec_hea
 }
 
 enum oo_status oo_codec_read(const void *chunk, size_t bytes, struct oo_codec_header *header) {
-    size_t whole;
+    size_t whole = 0;
     enum oo_status status = oo_codec_find(chunk, bytes, header, &whole);
     if (status == OO_OK && whole != bytes)
         status =
