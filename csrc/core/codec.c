@@ -371,7 +371,7 @@ static enum oo_status oo__check_sum(const struct oo_codec_header *header, const 
 }
 
 enum oo_status oo_codec_check(const void *chunk, size_t bytes) {
-    struct oo_codec_header header;
+    struct oo_codec_header header = {0};
     enum oo_status status = oo_codec_read(chunk, bytes, &header);
     return status == OO_OK ? oo__check_sum(&header, chunk, bytes) : status;
 }

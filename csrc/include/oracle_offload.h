@@ -188,6 +188,7 @@ enum oo_status oo_staging_add(struct oo_engine *engine, uint32_t lease, uintptr_
 
 /* What coded weights are, once they are decoded. */
 enum oo_codec_kind {
+    OO_CODEC_NONE = 0, /* the tensor is not coded */
     OO_CODEC_BF16 = 1, /* two bytes, eight bits of exponent */
     OO_CODEC_FP8 = 2,  /* one byte, the sign first: e4m3, e5m2 */
     OO_CODEC_INT8 = 3, /* one byte, two's complement */

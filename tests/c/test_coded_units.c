@@ -439,6 +439,13 @@ static void a_build_or_driver_that_cannot_decode_says_so(void) {
 
 /* ---- damage ---- */
 
+static void flip(char *bytes, size_t at, unsigned bit) {
+    unsigned char byte;
+    memcpy(&byte, bytes + at, 1);
+    byte ^= 1u << bit;
+    memcpy(bytes + at, &byte, 1);
+}
+
 /* Any bit of any header, at any use; any bit of a chunk where all is verified. */
 static void damage_is_told_and_never_decoded(void) {
     struct model *m = open_model(4 * N_KINDS, 2048, (size_t)LAYERS * 4 * MOST_BYTES);
@@ -454,13 +461,13 @@ static void damage_is_told_and_never_decoded(void) {
                 end = bytes;
             need(oo_engine_set_verify(m->engine, verify), "verify");
             for (size_t at = 0; at < end; at += verify ? 97 : 3) {
-                chunk[at] ^= (char)(1 << at % 8);
+                flip(chunk, at, at % 8);
                 need(oo_engine_refresh(m->engine, OO_ALL_MODELS), "refresh");
                 const enum oo_status status = use_layer(m, i, "damaged");
                 CHECK(status == OO_E_STATE && strstr(oo_error_message(), "damaged"),
                       "byte %zu of layer %u: %s %s", at, i, oo_status_name(status),
                       oo_error_message());
-                chunk[at] ^= (char)(1 << at % 8);
+                flip(chunk, at, at % 8);
                 told++;
             }
             need(use_layer(m, i, "mended"), "mended");
@@ -492,8 +499,10 @@ static void noise_is_refused_or_travels(void) {
         need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
         char *master = oo_host_address(host);
         memcpy(master, room, bytes);
-        for (unsigned i = 0; i < 1 + turn % 3; i++)
-            master[draw() % (turn % 4 ? 64 : bytes)] ^= (char)(1 << draw() % 8);
+        for (unsigned i = 0; i < 1 + turn % 3; i++) {
+            const size_t at = draw() % (turn % 4 ? 64 : bytes);
+            flip(master, at, draw() % 8);
+        }
         const struct oo_tensor tensor = {.host = master,
                                          .bytes = WEIGHTS * oo_codec_weight_bytes(kind),
                                          .coded_bytes = bytes,
