@@ -2,8 +2,6 @@
 #include "timing.h"
 #include "world.h"
 
-#include <math.h>
-
 static double seconds_of(unsigned i) { return (double)(i + 1) * 10e-6; }
 
 static void sweep(struct world *w, enum oo_kind kind, int64_t task) {
@@ -26,12 +24,16 @@ static void harvest(struct world *w) {
     sim.cuCtxPopCurrent_v2(NULL);
 }
 
+/* A sweep's last unit is measured until the next sweep begins: the device has nothing left to do by
+ * then, and the host may ask a few times, each a microsecond, whether a copy has ended. */
 static unsigned known(const struct world *w) {
     unsigned count = 0;
     for (unsigned i = 0; i < UNITS; i++) {
         const double seconds = oo_plan_seconds(w->engine->plan, w->unit[i]);
-        CHECK(seconds <= 0 || fabs(seconds - seconds_of(i)) < 5e-6, "unit %u takes %.9f s", i,
-              seconds);
+        const double asked_s = i + 1 == UNITS ? 5e-6 : 0;
+        CHECK(seconds <= 0 ||
+                  (seconds > seconds_of(i) - 1e-9 && seconds < seconds_of(i) + asked_s + 1e-9),
+              "unit %u takes %.9f s", i, seconds);
         count += seconds > 0;
     }
     return count;
