@@ -72,18 +72,25 @@ class ConvLayer(WithInherited):
                 for t in (x, weight)
             ]
             module._conv_forward(*given, None)
-        if self.pad_mode != "constant":
-            x = F.pad(x, self.pad, mode=self.pad_mode)  # type: ignore[arg-type]
+        x, batched, _ = self.prepared(x, self.pad, self.pad_mode)
+        y = super().call(x)
+        return y if batched else y.squeeze(0)
+
+    def prepared(
+        self, x: Tensor, pad: list[int] | None, mode: str
+    ) -> tuple[Tensor, bool, torch.dtype | None]:
+        """Return the input padded, cast and batched; whether it was batched; autocast's dtype."""
+        if pad is not None and mode != "constant":
+            x = F.pad(x, pad, mode=mode)
         dtype = cast_dtype(self.device_type)
         if dtype is not None:
             x = cast_input(x, dtype)
         batched = x.dim() == self.axes + 2
         if not batched:
             x = x.unsqueeze(0)
-        if self.pad is not None and self.pad_mode == "constant":
-            x = torch.constant_pad_nd(x, self.pad, 0)
-        y = super().call(x)
-        return y if batched else y.squeeze(0)
+        if pad is not None and mode == "constant":
+            x = F.pad(x, pad)
+        return x, batched, dtype
 
     def arguments_of(self, module: Any) -> tuple[Any, ...]:
         """Return what the module computes with beside its tensors; anyone may assign it anew."""
@@ -125,16 +132,7 @@ class ConvLayer(WithInherited):
         padding, pad, mode = self.padding_of(module)
         if x.is_cpu is not self.on_cpu:
             x = x.to(self.state.device)
-        if pad is not None and mode != "constant":
-            x = F.pad(x, pad, mode=mode)
-        dtype = cast_dtype(self.device_type)
-        if dtype is not None:
-            x = cast_input(x, dtype)
-        batched = x.dim() == self.axes + 2
-        if not batched:
-            x = x.unsqueeze(0)
-        if pad is not None and mode == "constant":
-            x = F.pad(x, pad)
+        x, batched, dtype = self.prepared(x, pad, mode)
         arguments = module.stride, padding, module.dilation, module.groups
         y = self.operate(module, x, dtype, *arguments)
         return y if batched else y.squeeze(0)
