@@ -69,7 +69,7 @@ def threaded(paths: Sequence[Path]) -> list[Path]:
 
 def cases(path: Path) -> list[str]:
     """Return the cases of a program, in the order of its table (tests/c/check.h)."""
-    return re.findall(r"^\s+CASE\((\w+)[,)]", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return re.findall(r"(?<!define )\bCASE\((\w+)[,)]", path.read_text(encoding="utf-8"))
 
 
 def engine_tests() -> list[str]:
