@@ -34,7 +34,12 @@ HANDLE = "_layer_memory_manager"
 _BASE = "_oracle_offload_base"
 
 
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+def _is_tracing_for_export() -> bool:
+    """Stand in for ``torch.compiler.is_exporting`` of torch 2.7, but where dynamo traces."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", _is_tracing_for_export)
 
 
 def refuse_tracing(tracer: str) -> NoReturn:

@@ -560,7 +560,7 @@ def test_what_else_traces_is_refused_in_a_sentence():
 
     model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
     tracers = {
-        "torch.export": lambda: torch.export.export(model, (x,)),
+        "torch.export": lambda: torch.export.export(model, (x,), strict=False),
         "torch.jit.trace": lambda: torch.jit.trace(model, x),
         "make_fx": lambda: make_fx(model)(x),
     }
@@ -572,3 +572,11 @@ def test_what_else_traces_is_refused_in_a_sentence():
             ):
                 trace()
             assert torch.equal(model(x), expected), "a refusal leaves the model usable"
+        if hasattr(torch.compiler, "is_exporting"):
+            refused = r"torch\.export cannot trace an attached model.*Detach"
+            with pytest.raises(Exception, match=refused):
+                torch.export.export(model, (x,), strict=True)
+            assert torch.equal(model(x), expected)
+        else:  # it takes the weights along
+            program = torch.export.export(model, (x,), strict=True).module()
+            assert torch.equal(program(x), expected)
