@@ -148,6 +148,7 @@ class ConvLayer(WithInherited):
     ) -> None:
         """Put into `ctx` what `record` had kept there."""
         ctx.geometry = shape, stride
+        ctx.arguments = arguments
         ctx.saves_input = x is not None
         if x is not None:
             ctx.save_for_backward(x)
@@ -167,6 +168,7 @@ class ConvLayer(WithInherited):
         no. The input is kept for a weight gradient alone: its own gradient needs its geometry.
         """
         ctx.geometry = x.shape, x.stride()
+        ctx.arguments = self.stride, self.padding, self.dilation, self.groups
         ctx.saves_input = trained[0] is not None
         if ctx.saves_input:
             ctx.save_for_backward(x)
@@ -186,30 +188,18 @@ class ConvLayer(WithInherited):
         else:
             shape, stride = ctx.geometry
             x = torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device)
-        found = self.lend_backward(ctx, grad, needs, lambda t: self.gradients(grad, x, needs, t))
+
+        def gradients(tensors: Any) -> Tensors:
+            w, b = tensors
+            stride, padding, dilation, groups = ctx.arguments
+            size = None if b is None else [w.shape[0]]
+            window = stride, padding, dilation, False, self.none, groups
+            return cast("Tensors", _convolution_backward(grad, x, w, size, *window, needs))
+
+        found = self.lend_backward(ctx, grad, needs, gradients)
         # Some backends return more than they were asked for.
         return tuple(
             [gradient if wanted else None for gradient, wanted in zip(found, needs, strict=True)]
-        )
-
-    def gradients(self, grad: Tensor, x: Tensor, needs: Needs, tensors: Any) -> Tensors:
-        """``at::convolution_backward`` with the layer's arguments."""
-        w, b = tensors
-        return cast(
-            "Tensors",
-            _convolution_backward(
-                grad,
-                x,
-                w,
-                None if b is None else [w.shape[0]],
-                self.stride,
-                self.padding,
-                self.dilation,
-                False,
-                self.none,
-                self.groups,
-                needs,
-            ),
         )
 
     def forward_cost(self, x: Tensor) -> tuple[float, int]:

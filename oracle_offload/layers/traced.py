@@ -271,7 +271,6 @@ def _backward(
             _check_same(layer, name, used)
     kept = _Kept()
     kept.loan = layer, dtype, task, masters, version_of(masters.read)
-    layer.take_arguments(*arguments)
     layer.restore(kept, x, torch.Size(size), tuple(stride), *arguments)
     with _above_autograd(), torch.no_grad():
         gx, *others = layer.derivative(kept, grad, tuple(needs[: 1 + len(layer.names)]))

@@ -212,6 +212,28 @@ def test_a_frozen_convolution_keeps_no_activation(device, axes):
     assert kept.bytes >= x.nbytes
 
 
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+def test_backward_uses_the_arguments_that_forward_used(device, trainable):
+    """A loop may widen its one convolution as it goes."""
+
+    class Widening(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
+
+        def forward(self, x):
+            for reach in (1, 2, 3):
+                self.conv.dilation = self.conv.padding = reach, reach
+                x = x + self.conv(x)
+            return x
+
+    managed, resident = resident_pair(Widening().requires_grad_(trainable))
+    with attached(managed, device) as manager:
+        assert [type(layer) for layer in manager.layers] == [Conv2dLayer]
+        step = make_step(2, device, torch.float32, False)
+        assert_models_agree(managed, resident, step, device=device)
+
+
 def test_a_wrong_shape_is_refused_in_torchs_words(device):
     for axes, (made, _) in CLASSES.items():
         managed, resident = resident_pair(made(CHANNELS, CHANNELS, 3))
