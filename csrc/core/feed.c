@@ -157,14 +157,11 @@ static int oo__copy_staged(struct oo_engine *engine, const struct oo_piece *piec
 
 static int oo__copy_as_it_is(struct oo_engine *engine, const struct oo_piece *piece,
                              struct oo_failure *failure, struct oo_waits *waits) {
-    if (!piece->locked)
-        oo__expect_pageable(engine, piece->host);
+    oo__expect_pageable(engine, piece->host);
     if (!oo__works(failure, "cuMemcpyHtoDAsync",
                    engine->driver.cuMemcpyHtoDAsync(piece->target, piece->host, piece->bytes,
                                                     engine->h2d)))
         return 0;
-    if (piece->locked)
-        return 1;
     waits->all++;
     /* H7: the driver may or may not have staged pageable bytes, so that nobody may rewrite them
      * before the copy has ended. */
@@ -209,7 +206,7 @@ static int oo__copy_chunk(struct oo_engine *engine, const struct oo_piece *piece
 
 static int oo__copy_piece(struct oo_engine *engine, const struct oo_piece *piece,
                           struct oo_failure *failure, struct oo_waits *waits) {
-    if (oo__is_whole(piece->part) && (piece->locked || !piece->bytes))
+    if (piece->locked || !piece->bytes) /* nothing of it passes through the host's hands */
         return oo__part_send(engine, piece->part, piece->target, &oo__untimed, failure);
     if (oo__is_whole(piece->part))
         return oo__copy_chunk(engine, piece, failure, waits);

@@ -18,30 +18,31 @@ struct layer {
     size_t offsets[TENSORS];
     uint32_t unit, member;
     size_t link_bytes; /* that travel */
-    unsigned decodes;
+    unsigned decodes, copies;
 };
 
-/* What travels of a coded master, and in how many chunks a kernel decodes. */
-static size_t link_bytes(const struct oo_tensor *tensor, unsigned *decodes) {
-    size_t travels = 0, at = 0, decoded = 0;
+/* Count what travels of a coded master, how often, and the chunks that a kernel decodes. */
+static void count_coded(const struct oo_tensor *tensor, struct layer *layer) {
+    size_t at = 0, decoded = 0;
     while (decoded < tensor->bytes) {
         struct oo_codec_header header;
         size_t bytes = 0;
         need(oo_codec_find((const char *)tensor->host + at, tensor->coded_bytes - at, &header,
                            &bytes),
              "find");
-        travels += bytes - (header.mode == OO_CODEC_TIERS ? 0 : OO_CODEC_HEADER);
-        *decodes += header.mode == OO_CODEC_TIERS;
+        const size_t travels = bytes - (header.mode == OO_CODEC_TIERS ? 0 : OO_CODEC_HEADER);
+        layer->link_bytes += travels;
+        layer->copies += travels > 0;
+        layer->decodes += header.mode == OO_CODEC_TIERS;
         decoded += header.count * oo_codec_weight_bytes(tensor->coded_kind);
         at += (bytes + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
     }
-    return travels;
 }
 
 /* Put the layer's masters at `host`; returns where they end. */
 static char *make_layer(struct layer *layer, unsigned number, size_t chunk, char *host) {
     const enum oo_codec_kind kind = kinds[number % N_KINDS];
-    layer->link_bytes = layer->decodes = 0;
+    layer->link_bytes = layer->decodes = layer->copies = 0;
     for (int t = 0; t < TENSORS; t++) {
         struct oo_tensor *tensor = &layer->tensors[t];
         *tensor = (struct oo_tensor){.host = host, .bytes = PLAIN_BYTES};
@@ -49,6 +50,7 @@ static char *make_layer(struct layer *layer, unsigned number, size_t chunk, char
             fill(host, PLAIN_BYTES, number + (unsigned)t);
             memcpy(layer->plain[t], host, PLAIN_BYTES);
             layer->link_bytes += PLAIN_BYTES;
+            layer->copies++;
             host += (PLAIN_BYTES + 255) / 256 * 256;
             continue;
         }
@@ -57,7 +59,7 @@ static char *make_layer(struct layer *layer, unsigned number, size_t chunk, char
         tensor->bytes = COUNT * oo_codec_weight_bytes(kind);
         tensor->coded_kind = kind;
         tensor->coded_bytes = encode(kind, layer->plain[t], COUNT, chunk, host);
-        layer->link_bytes += link_bytes(tensor, &layer->decodes);
+        count_coded(tensor, layer);
         host += (tensor->coded_bytes + 255) / 256 * 256;
     }
     return host;
@@ -72,7 +74,7 @@ struct model {
     struct layer layers[LAYERS];
     unsigned n_layers;
     size_t link_bytes;
-    unsigned decodes;
+    unsigned decodes, copies;
 };
 
 enum { STAGING = OO_STAGING_PIECES * 12288 + 256 };
@@ -107,6 +109,7 @@ static struct model *open_model(unsigned n_layers, size_t chunk, size_t arena_by
              "unit");
         m->link_bytes += layer->link_bytes;
         m->decodes += layer->decodes;
+        m->copies += layer->copies;
     }
     return m;
 }
@@ -198,6 +201,8 @@ static void what_travels_is_counted_as_it_is_coded(void) {
               "memory %d: %llu bytes counted, %llu copied, %zu coded", (int)memory,
               (unsigned long long)stats.h2d_bytes,
               (unsigned long long)(after.h2d_bytes - before.h2d_bytes), m->link_bytes);
+        CHECK(stats.h2d_copies == m->copies, "memory %d: %llu of %u copies", (int)memory,
+              (unsigned long long)stats.h2d_copies, m->copies);
         CHECK(stats.decodes == m->decodes && stats.decoded_bytes > stats.decodes * 1024 &&
                   stats.decoded_bytes < tensors,
               "memory %d: %llu decodes, %llu bytes", (int)memory, (unsigned long long)stats.decodes,
@@ -215,6 +220,44 @@ static void what_travels_is_counted_as_it_is_coded(void) {
         close_model(m, "counted");
         set_memory(LOCKED);
     }
+}
+
+/* A chunk that is larger than a piece of the ring comes in steps; where one fails nothing is
+ * decoded, and the next use is right. */
+static void a_chunk_passes_through_the_ring_in_steps(void) {
+    set_memory(BY_THE_RING);
+    struct model *m = open_model(1, 8192, (size_t)LAYERS * 4 * MOST_BYTES);
+    struct layer *layer = &m->layers[0];
+    const uint32_t one = 1;
+    need(oo_engine_reserve_rings(m->engine, OO_RING_PIECES * oo__page_bytes()), "small rings");
+    need(use_layer(m, 0, "in steps"), "use");
+    CHECK(stats_of_model(m).h2d_bytes == m->link_bytes, "not all has come");
+    for (int t = 1; t < TENSORS; t++) /* nothing but one chunk */
+        layer->tensors[t].bytes = 0;
+    need(oo_unit_add(m->engine, m->model, layer->tensors, &one, 1, 0, &layer->unit, &layer->member,
+                     layer->offsets),
+         "chunk");
+    const struct oo_unit *unit = &m->engine->units[layer->unit];
+    const size_t most = m->engine->up.piece_bytes;
+    CHECK(unit->n_parts == 1 && unit->parts[0].header.mode == OO_CODEC_TIERS &&
+              unit->parts[0].bytes > most,
+          "%u parts, the first of %zu bytes", unit->n_parts, unit->parts[0].bytes);
+    unsigned nth = 0;
+    for (int struck = 1; struck && nth < 10;) {
+        need(oo_engine_refresh(m->engine, OO_ALL_MODELS), "refresh");
+        const struct oo_stats before = stats_of_model(m);
+        sim.simFault("cuMemcpyHtoDAsync", ++nth, OOCU_ERROR_UNKNOWN, 0);
+        const enum oo_status status = use_layer(m, 0, "a step fails");
+        const struct oo_stats after = stats_of_model(m);
+        struck = status == OO_E_DRIVER;
+        CHECK(struck || status == OO_OK, "%s", oo_error_message());
+        CHECK(after.decodes - before.decodes == !struck, "call %u: decoded without all of it", nth);
+        sim.simFaultClear();
+        need(use_layer(m, 0, "after it"), "use");
+    }
+    CHECK(nth - 1 == (unit->parts[0].bytes + most - 1) / most, "%u steps", nth - 1);
+    close_model(m, "in steps");
+    set_memory(LOCKED);
 }
 
 /* Many chunks and few pieces; copies do not wait for the host. */
@@ -798,6 +841,7 @@ static void a_step_bound_by_the_link_takes_three_quarters_of_its_time(void) {
 static const struct check_case cases[] = {
     CASE(each_kind_mode_and_memory_gives_its_bits),
     CASE(what_travels_is_counted_as_it_is_coded),
+    CASE(a_chunk_passes_through_the_ring_in_steps),
     CASE(chunks_take_turns_in_the_staging_memory),
     CASE(a_piece_whose_decode_has_no_mark_is_used_after_it),
     CASE(what_is_no_coded_master_is_refused),

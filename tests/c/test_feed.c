@@ -846,7 +846,9 @@ static void a_unit_may_be_locked_in_part(void) {
               stats.unlocked_h2d_bytes == 3 * page,
           "%llu copies of %llu bytes", (unsigned long long)stats.h2d_copies,
           (unsigned long long)stats.h2d_bytes);
-    CHECK(n_from_locked == 1, "what is locked went through the ring");
+    CHECK(n_from_locked == 1 && stats.copy_waits == 0,
+          "what is locked went through the ring, or was waited for: %llu times",
+          (unsigned long long)stats.copy_waits);
     need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
     need(world_remove(&w), "remove");
     need(oo_engine_unlock(w.engine, host), "unlock");
