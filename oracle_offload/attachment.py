@@ -390,6 +390,8 @@ class Attachment:
             for layer in using:
                 with contextlib.suppress(OffloadError):  # in use: it follows at its next call
                     layer.follow()
+            for coded in left.values():  # what something else holds too
+                coded.own()
             self._replaced_outside |= len(own) < len(tensors)
             self.pieces.give_back()
         if not self._left_codes_shown:
@@ -504,6 +506,17 @@ class Attachment:
             self.arena.take_back()  # refused while another model computes in it
             self.state.leave(self)
             close_if_unused(self.state)
+
+    def own_weights(self) -> None:
+        """Copy what lies in files still to memory, once all else was given back."""
+        left = self.pieces.own()
+        if left:
+            logger.warning(
+                "%s: the host has no memory for %s of its weights, which are read from their files "
+                "as before: do not overwrite these while the model is used.",
+                self.name,
+                format_size(left),
+            )
 
     def _refuse_while_held(self) -> None:
         """Name the layers whose tensors code keeps, which no step to come will give back."""

@@ -23,7 +23,6 @@ from .sizes import format_size, parse_size
 Unit = list[Chosen]
 
 OFFLOADED = "offloaded"
-_SPARED = 0.9  # of what the machine can spare: files are read and written meanwhile
 
 
 class Kept:
@@ -185,7 +184,7 @@ def _limit(units: Sequence[Unit], ram_budget: int | float | str) -> int:
             "ram_budget='auto': the system does not tell how much memory is free; give a size."
         )
     on_host = {tensor.data_ptr(): tensor for tensor in _distinct(units) if tensor.is_cpu}
-    return int(_SPARED * (available + memory.private_bytes(map(memory_of, on_host.values()))))
+    return int(memory.SPARED * (available + memory.private_bytes(map(memory_of, on_host.values()))))
 
 
 def _tied(units: Sequence[Unit]) -> list[list[int]]:

@@ -209,6 +209,7 @@ class MemoryManager:
         module.__dict__.pop(ATTRIBUTE, None)
         module.__dict__.pop(_REDUCE, None)
         self.structure.end()
+        self.attachment.own_weights()
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -369,6 +370,8 @@ def attach(
             except BaseException:
                 attachment.close_quietly()
                 masters.move_back(moved, state.kind.set_data)
+                if loading is None:  # else they have no values again
+                    attachment.own_weights()
                 raise
     admission.take_over_calls(layers)
     for outer, inner in list(find_wrappers(module)):

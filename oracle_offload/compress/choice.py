@@ -73,7 +73,7 @@ def _expected_bytes(tensor: Tensor, files: Files | None) -> int:
             flat = flat.as_strided((flat.numel(),), (1,)) if is_dense(flat) else flat.reshape(-1)
         elif (origin := files.origin(tensor)) is not None:
             flat = torch.frombuffer(
-                origin.memory, dtype=tensor.dtype, count=tensor.numel(), offset=origin.begin
+                origin.memory, dtype=tensor.dtype, count=tensor.numel(), offset=origin.skipped
             )
         else:  # converted while it is read: nothing is known yet
             return tensor_bytes(tensor)

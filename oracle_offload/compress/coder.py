@@ -137,9 +137,9 @@ class Coder:
     # ---- weights of a checkpoint: known by the file, and read from it ----
 
     def _of_file(self, kind: int, tensor: Tensor, origin: Origin) -> Prepared | None:
-        readable = tensor_over(origin.memory, origin.begin, tensor)
+        readable = tensor_over(origin.memory, origin.skipped, tensor)
         count = tensor.numel()
-        key = f"{origin.identity} {origin.begin} {count} {kind}".encode()
+        key = f"{origin.identity} {count} {kind}".encode()
         name = hashlib.blake2b(key, digest_size=16).hexdigest() + CODED
         coded = self._store.read(name)
         if coded is not None:
