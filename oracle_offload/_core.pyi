@@ -347,3 +347,16 @@ def pages_written(address: int, nbytes: int, /) -> bool | None:
     By pages: what else lies on the first and the last one counts, too. None where the system does
     not tell.
     """
+
+def pages_show(address: int, nbytes: int, descriptor: int, begin: int, /) -> None:
+    """Let mapped pages show a file from `begin` on: privately, and copied on write.
+
+    It needs no open file afterwards. `OSError` where that is not possible: on Linux alone it is.
+    """
+
+def pages_own(address: int, nbytes: int, /) -> bool:
+    """Copy the pages of such a mapping, where they are, to memory that is no file's.
+
+    What is written to them meanwhile may be lost. False, and as it was, where there is no memory,
+    or on another system than Linux. The GIL is released.
+    """

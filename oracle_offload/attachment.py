@@ -28,6 +28,7 @@ from .sizes import format_size
 from .traffic import Traffic
 
 if TYPE_CHECKING:
+    from .compress.steps import StepRecord
     from .order import OrderFile
 
 logger = logging.getLogger("oracle_offload")
@@ -60,6 +61,10 @@ class Attachment:
         had no room for their masters.
     order : OrderFile or None
         The file that its order of use is kept in.
+    steps : StepRecord or None
+        Where it is kept what its steps take.
+    compressed_because : str
+        Why ``compress="auto"`` compresses what it does.
     lost : dict of str to weak references
         The layers that were let go, by name: what stands there now may be managed anew.
     is_attached : bool
@@ -78,6 +83,8 @@ class Attachment:
         self._budget_acquires = 0  # of the engine, when the budget saw a step last
         self._budget_segments: object = None  # of the device, as it left them
         self.order: OrderFile | None = None
+        self.steps: StepRecord | None = None
+        self.compressed_because = ""
         self.lost: dict[str, weakref.ref[nn.Module]] = {}
         self._maybe_lost: list[Leaf] = []
         # LoRA-style wrappers of managed layers, and what they called before, by weak references:
@@ -286,8 +293,9 @@ class Attachment:
         self.pieces.give_back()
         if self._replaced_outside:  # for a whole step: not for a while
             self._warn_of_replaced()
-        if self.order is not None:
-            self.order.after_step(self)
+        for kept in (self.order, self.steps):
+            if kept is not None:
+                kept.after_step(self)
 
     def forget_views(self) -> None:
         """Let go of views into the arena: they keep their segment's memory alive."""
@@ -390,6 +398,8 @@ class Attachment:
             for layer in using:
                 with contextlib.suppress(OffloadError):  # in use: it follows at its next call
                     layer.follow()
+            for coded in left.values():  # what something else holds too
+                coded.own()
             self._replaced_outside |= len(own) < len(tensors)
             self.pieces.give_back()
         if not self._left_codes_shown:
@@ -492,8 +502,9 @@ class Attachment:
         with self.state.lock:  # two threads may close what is left
             self._refuse_while_held()
             if self.is_attached:
-                if self.order is not None:
-                    self.order.keep(self)
+                for kept in (self.order, self.steps):
+                    if kept is not None:
+                        kept.keep(self)
                 for observer in engines.observers:
                     observer.leaving(self.state)
                 self.state.engine.remove_model(self.model)
@@ -504,6 +515,17 @@ class Attachment:
             self.arena.take_back()  # refused while another model computes in it
             self.state.leave(self)
             close_if_unused(self.state)
+
+    def own_weights(self) -> None:
+        """Copy what lies in files still to memory, once all else was given back."""
+        left = self.pieces.own()
+        if left:
+            logger.warning(
+                "%s: the host has no memory for %s of its weights, which are read from their files "
+                "as before: do not overwrite these while the model is used.",
+                self.name,
+                format_size(left),
+            )
 
     def _refuse_while_held(self) -> None:
         """Name the layers whose tensors code keeps, which no step to come will give back."""

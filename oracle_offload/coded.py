@@ -2,7 +2,8 @@
 
 The tensor lies in a private mapping. A write to it, by whatever means, copies pages of the mapping,
 which the system knows of; from then on it is no copy of what the engine has, and becomes a master
-as all others are.
+as all others are. What is coded no more is copied from the file to memory in its place, because
+who cuts a file off ends every process that reads it there.
 """
 
 from __future__ import annotations
@@ -63,11 +64,25 @@ class CodedMaster:
 
     def is_gone(self) -> bool:
         """Whether nothing holds the tensor's memory any more: another may have its address."""
+        return self._mapped_storage() is None
+
+    def _mapped_storage(self) -> torch.UntypedStorage | None:
         if self._storage.expired():
-            return True
+            return None
         # Sharing it with another process moves a storage to other memory.
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        return storage is None or storage.data_ptr() != self.start
+        return storage if storage is not None and storage.data_ptr() == self.start else None
+
+    def own(self) -> bool:
+        """Copy the tensor from its file to ordinary memory, where it lies: aliases follow.
+
+        Returns
+        -------
+        bool
+            False where there is no memory for that.
+        """
+        storage = self._mapped_storage()  # held for as long as it takes
+        return storage is None or _core.pages_own(self.start, self.tensor_bytes)
 
     @property
     def extent(self) -> tuple[int, int, int, int]:

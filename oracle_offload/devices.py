@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from . import _core, simulator
 from .errors import OffloadError
+
+_TIMED_BYTES, _TIMED_COPIES = 32 << 20, 3  # that tell the rate of a link
 
 
 class Counted(NamedTuple):
@@ -110,6 +113,11 @@ class Device(abc.ABC):
         """Return the host's clock, in seconds since no matter when."""
         return time.perf_counter()
 
+    @property
+    def model(self) -> simulator.Device | None:
+        """The device as a simulation takes it; None where its link is unknown."""
+        return None
+
     @abc.abstractmethod
     def is_idle(self, stream: int) -> bool:
         """Whether all that was queued on `stream` has ended; asking waits for nothing.
@@ -165,6 +173,11 @@ class Simulated(Device):
     def now_s(self) -> float:
         """Return the host's virtual clock, in seconds: it moves only when the host waits."""
         return simulator.now() if self._has_clock else super().now_s()
+
+    @property
+    def model(self) -> simulator.Device | None:
+        """The simulated device itself."""
+        return simulator.get_device(0) if self._has_clock else None
 
     def is_idle(self, stream: int) -> bool:
         """Whether all that was queued on `stream` has ended by then."""
@@ -254,6 +267,22 @@ class Cuda(Device):
     def peak_bytes(self) -> int:
         """Return the most that torch has allocated there, `begin_peak` or not."""
         return max(self.counted().peak_bytes, self._peaks.get(self.device, 0))
+
+    @property
+    def model(self) -> simulator.Device | None:
+        """A card with the link of this one: the fastest of a few copies tells its rate."""
+        host = torch.empty(_TIMED_BYTES, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(_TIMED_BYTES, dtype=torch.uint8, device=self.device)
+        fastest_s = float("inf")
+        for _ in range(_TIMED_COPIES):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with torch.cuda.device(self.device):
+                begin.record()
+                there.copy_(host, non_blocking=True)
+                end.record()
+            end.synchronize()
+            fastest_s = min(fastest_s, begin.elapsed_time(end) / 1e3)
+        return replace(simulator.preset("rtx4090"), link_gbps=_TIMED_BYTES / fastest_s / 1e9)
 
     def is_idle(self, stream: int) -> bool:
         """Whether all that was queued on `stream` has ended; False while a graph is captured."""

@@ -23,7 +23,6 @@ from .sizes import format_size, parse_size
 Unit = list[Chosen]
 
 OFFLOADED = "offloaded"
-_SPARED = 0.9  # of what the machine can spare: files are read and written meanwhile
 
 
 class Kept:
@@ -45,7 +44,7 @@ class Kept:
     def __init__(self, units: Sequence[Unit] = (), reason: str = "") -> None:
         self._leaves = [leaf for unit in units for leaf in unit]
         self.reason = reason
-        self.bytes = unit_bytes(_distinct(units))
+        self.bytes = unit_bytes(distinct(units))
 
     def reasons(self) -> dict[str, str]:
         """Return why each stays: by the layer's name or, of what would be lent, the tensor's."""
@@ -59,7 +58,7 @@ class Kept:
 
     def bytes_to_come(self, device: torch.device) -> int:
         """Return the bytes of those that are not on `device` yet."""
-        tensors = _distinct([self._leaves])
+        tensors = distinct([self._leaves])
         return unit_bytes([tensor for tensor in tensors if tensor.device != device])
 
     def move_to(self, device: torch.device) -> None:
@@ -117,7 +116,7 @@ def keep(
         return units, Kept()
     groups = _tied(units)
     sizes = [
-        sum(aligned(bytes_of(tensor)) for tensor in _distinct([units[n] for n in group]))
+        sum(aligned(bytes_of(tensor)) for tensor in distinct([units[n] for n in group]))
         for group in groups
     ]
     if ram_budget == OFFLOADED:
@@ -126,7 +125,7 @@ def keep(
             staying.remove(min(staying, key=sizes.__getitem__))
         reason = f"offload_percent={offload_percent} asks no host memory for it"
     else:
-        limit = _limit(units, ram_budget)
+        limit = host_limit(units, ram_budget)
         streaming = spread(sizes, limit)
         if not streaming:
             raise OffloadError(
@@ -175,7 +174,7 @@ def spread(sizes: Sequence[int], limit: int) -> set[int]:
     return chosen
 
 
-def _limit(units: Sequence[Unit], ram_budget: int | float | str) -> int:
+def host_limit(units: Sequence[Unit], ram_budget: int | float | str) -> int:
     """Return the most bytes of masters."""
     if ram_budget != "auto":
         return parse_size(ram_budget, total=memory.total_bytes(), name="ram_budget")
@@ -184,8 +183,8 @@ def _limit(units: Sequence[Unit], ram_budget: int | float | str) -> int:
         raise OffloadError(
             "ram_budget='auto': the system does not tell how much memory is free; give a size."
         )
-    on_host = {tensor.data_ptr(): tensor for tensor in _distinct(units) if tensor.is_cpu}
-    return int(_SPARED * (available + memory.private_bytes(map(memory_of, on_host.values()))))
+    on_host = {tensor.data_ptr(): tensor for tensor in distinct(units) if tensor.is_cpu}
+    return int(memory.SPARED * (available + memory.private_bytes(map(memory_of, on_host.values()))))
 
 
 def _tied(units: Sequence[Unit]) -> list[list[int]]:
@@ -207,7 +206,7 @@ def _tied(units: Sequence[Unit]) -> list[list[int]]:
     return groups
 
 
-def _distinct(units: Iterable[Unit]) -> list[Tensor]:
+def distinct(units: Iterable[Unit]) -> list[Tensor]:
     """Return the tensors of all units, each once."""
     tensors = (tensor for unit in units for leaf in unit for tensor in leaf.tensors())
     return list({id(tensor): tensor for tensor in tensors}.values())

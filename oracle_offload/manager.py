@@ -15,7 +15,8 @@ from torch import nn
 from . import _core, admission, heartbeat, masters, selection
 from .attachment import Attachment, close_leftovers
 from .budget import Budget
-from .compress.choice import codable, coder_for, part, staging_bytes
+from .compress.choice import Expected, choose, codable, coder_for, part, staging_bytes
+from .compress.steps import StepRecord, key_of
 from .devices import parse_device
 from .disk.loading import Loading
 from .disk.quantising import Quantize
@@ -209,6 +210,7 @@ class MemoryManager:
         module.__dict__.pop(ATTRIBUTE, None)
         module.__dict__.pop(_REDUCE, None)
         self.structure.end()
+        self.attachment.own_weights()
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -267,6 +269,9 @@ def attach(
         Where the order in which layers are used is kept from one run to the next, so that the first
         step of the next one is as quick as any: a file, or the folder of the checkpoints, in which
         it is named after the model's structure. A file of another model is passed over.
+    compress : {"lossless", "auto"}, optional
+        Keep frozen weights in fewer bytes, without loss: all that get smaller, or the least that
+        removes waiting for copies, and what `ram_budget` has no room for (docs/lossless.md).
 
     Returns
     -------
@@ -309,8 +314,9 @@ def attach(
     reading = None if weights is None else Loading(module, weights, quantize)
     with reading or contextlib.nullcontext() as loading:
         chosen = selection.select(module, ignore_modules)
-        units, kept, ram_is_short = part(
-            group_units(chosen.leaves), ram_budget, offload_percent, compress, loading
+        expected = Expected(loading)
+        units, kept, short = part(
+            group_units(chosen.leaves), ram_budget, offload_percent, compress, expected
         )
         all_locked = lock_limit == float("inf")
         sizes = [place_bytes(unit, all_locked) for unit in units]
@@ -331,14 +337,17 @@ def attach(
                 capacity_beside = functools.partial(
                     _capacity, state, units, sizes, floor, offload_percent, vram_budget, kept
                 )
-                if compress == "auto" and not ram_is_short:
+                if compress == "auto":
                     room = (
                         int(0.9 * state.free_bytes()) - kept.bytes
                         if vram_budget == "auto"
                         else capacity_beside(0)
                     )
-                    if room >= sum(sizes):
-                        coded = []  # nothing has to travel
+                    attachment.steps = StepRecord(key_of(units, state))
+                    pace = attachment.steps.recall(state.kind.model)
+                    choice = choose(units, sizes, room, short, pace, expected)
+                    coded, attachment.compressed_because = choice.tensors, choice.why
+                    logger.info("%s: compress='auto': %s", attachment.name, choice.why)
                 staging = staging_bytes(coded)
                 if vram_budget != "auto":  # what cannot be is refused before anything moves
                     capacity_beside(staging)
@@ -346,7 +355,7 @@ def attach(
                     unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units
                 )
                 attachment.pieces.budget.reserve_rings(managed)
-                coder = coder_for(coded, ram_budget if ram_is_short else None)
+                coder = coder_for(coded, ram_budget if short else None)
                 admission.build_masters(attachment.pieces, units, moved, loading, coder)
                 attachment.pieces.budget.leave_headroom(attachment.pieces.in_order())
                 if moved:  # the arena takes the place that the weights have left
@@ -369,6 +378,8 @@ def attach(
             except BaseException:
                 attachment.close_quietly()
                 masters.move_back(moved, state.kind.set_data)
+                if loading is None:  # else they have no values again
+                    attachment.own_weights()
                 raise
     admission.take_over_calls(layers)
     for outer, inner in list(find_wrappers(module)):

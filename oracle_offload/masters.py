@@ -27,8 +27,10 @@ from .disk.origin import Origin
 from .engines import DeviceState
 from .errors import OffloadError
 from .geometry import aligned, contiguous_stride, is_dense, tensor_bytes, unit_bytes
+from .host import memory
 from .locking import LockBudget, whole_pages
 from .sizes import GIB, MIB
+from .views.progress import DelayedBar
 
 if TYPE_CHECKING:
     from .compress.coder import Coder, Prepared
@@ -317,6 +319,7 @@ class Pieces:
         self._pieces: dict[int, Piece] = {}  # by address, in the order they were made
         self._starts: list[int] = []  # their addresses, sorted
         self._coded: dict[int, CodedMaster] = {}  # by the address of the tensor
+        self._mapped: list[CodedMaster] = []  # all that ever were, until `own`
 
     @property
     def buffers(self) -> list[HostBuffer]:
@@ -339,6 +342,7 @@ class Pieces:
                     self._pieces[piece.start] = piece
                     bisect.insort(self._starts, piece.start)
                     self._coded.update(piece.coded)
+                    self._mapped += piece.coded.values()
 
     def in_order(self) -> list[Piece]:
         """Return the pieces, oldest first."""
@@ -417,6 +421,26 @@ class Pieces:
         with self._state.lock:
             while self._pieces:
                 self._unlock(next(reversed(self._pieces)))
+
+    def own(self) -> int:
+        """Copy what still lies in mapped files to memory, as far as the host has room.
+
+        Returns
+        -------
+        int
+            The bytes that stay in files.
+        """
+        mapped = [] if sys.platform != "linux" else [c for c in self._mapped if not c.is_gone()]
+        left = 0
+        with DelayedBar(sum(c.tensor_bytes for c in mapped), "oracle_offload: detach") as bar:
+            for coded in mapped:
+                available = memory.available_bytes()
+                has_room = available is None or coded.tensor_bytes <= memory.SPARED * available
+                if not has_room or not coded.own():
+                    left += coded.tensor_bytes
+                bar.update(coded.tensor_bytes)
+        self._mapped.clear()
+        return left
 
     def _unlock(self, start: int) -> None:
         self.budget.unlock(self._pieces[start])

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import mmap
+import random
+import struct
 import subprocess
 import sys
 import weakref
@@ -20,16 +22,24 @@ from . import _core, simulator
 from .errors import OffloadError
 
 _MEM_RESERVE, _MEM_RELEASE, _PAGE_NOACCESS = 0x2000, 0x8000, 0x01
-# A unit: each member's number, and the bytes of each of its tensors.
-Unit = Sequence[tuple[int, Sequence[int]]]
+# Bytes of a tensor; of a coded one, these and about what it takes coded.
+Size = int | Sequence[int]
+# A unit: each member's number, and the sizes of its tensors.
+Unit = Sequence[tuple[int, Sequence[Size]]]
 # ("launch", seconds), ("acquire", member, kind, graph task or -1, ticket) or ("release", ticket).
 Event = Sequence[Any]
 
 
 def predict(
-    events: Sequence[Event], units: Sequence[Unit], segments: Sequence[int], rounds: int = 3
+    events: Sequence[Event],
+    units: Sequence[Unit],
+    segments: Sequence[int],
+    rounds: int = 3,
+    staging: int = 0,
 ) -> dict[str, Any]:
     """Replay on a simulated device with an arena of `segments` (bytes of each).
+
+    Coded tensors pass through `staging` bytes of its memory.
 
     Returns
     -------
@@ -43,14 +53,19 @@ def predict(
     engine = _core.Engine(str(simulator.library_path()), 0)
     arena = [_Reserved(nbytes) for nbytes in segments]
     # All units have the same masters: nobody looks at what is copied.
-    largest = max((sum(_aligned(n) for _, ts in unit for n in ts) for unit in units), default=1)
-    masters = _core.HostBuffer(largest)
+    largest = max(
+        (sum(_aligned(_whole(n)) for _, ts in unit for n in ts) for unit in units), default=1
+    )
+    masters = _Masters(largest)
+    passed = _Reserved(staging) if staging else None
     lease, model = engine.add_lease(), engine.add_model()
     try:
         stream = engine.compute_stream
-        engine.lock(masters)
+        masters.lock(engine, units)
         for piece in arena:
             engine.add_segment(lease, piece.address, piece.nbytes, stream)
+        if passed is not None:
+            engine.add_staging(lease, passed.address, staging, stream)
         members, inside = _add_units(engine, model, units, masters)
         begin = simulator.finish()
         before = engine.stats(model)
@@ -65,7 +80,7 @@ def predict(
         simulator.finish()
         engine.remove_lease(lease)
         engine.remove_model(model)
-        engine.unlock(masters)
+        masters.unlock(engine)
         engine.close()
         simulator.poison(True)
         simulator.copy_nothing(False)
@@ -117,23 +132,106 @@ def _reserve_on_windows(owner: _Reserved, kernel32: Any) -> int:
     return address
 
 
+class _Masters:
+    """What all units are copied from: raw bytes, and coded weights of each size that occurs.
+
+    Parameters
+    ----------
+    nbytes : int
+        Raw ones.
+    """
+
+    _CHUNK, _BLOCK, _STEPS = 4 << 20, 1024, 32  # weights; of the share of blocks without a pattern
+
+    def __init__(self, nbytes: int) -> None:
+        self.raw = _core.HostBuffer(nbytes)
+        self._coded: dict[tuple[int, int], tuple[_core.HostBuffer, int]] = {}
+        self._locked: list[_core.HostBuffer] = []
+        self._chunks: dict[tuple[int, int], bytes] = {}
+        source = random.Random(0)
+        drawn = (source.gauss(0, 0.02) for _ in range(16 * self._BLOCK))
+        self._drawn = b"".join(struct.pack("<f", weight)[2:] for weight in drawn)
+        self._noise = source.randbytes(2 * self._BLOCK)
+
+    def lock(self, engine: Any, units: Sequence[Unit]) -> None:
+        """Make all that `units` are copied from known to the engine."""
+        sizes = (size for unit in units for _, tensors in unit for size in tensors)
+        coded = [self._of(size)[0] for size in sizes if not isinstance(size, int)]
+        for buffer in {id(one): one for one in [self.raw, *coded]}.values():
+            engine.lock(buffer)
+            self._locked.append(buffer)
+
+    def unlock(self, engine: Any) -> None:
+        """Undo `lock`."""
+        while self._locked:
+            engine.unlock(self._locked.pop())
+
+    def extent(self, address: int, size: Size) -> tuple[int, ...]:
+        """Return what the engine is told of a tensor; a raw one lies at `address`."""
+        if isinstance(size, int):
+            return address, size
+        buffer, nbytes = self._of(size)
+        return buffer.address, size[0], nbytes, _core.BF16
+
+    def _of(self, size: Sequence[int]) -> tuple[_core.HostBuffer, int]:
+        """Return the coded weights of a tensor of that size, and their bytes."""
+        whole, coded = size
+        count = whole // 2
+        least = len(self._chunk(min(count, self._CHUNK), 0)) / (2 * min(count, self._CHUNK))
+        share = min(1.0, max(0.0, (coded / whole - least) / (1 - least)))
+        noisy = min(round(share * self._STEPS), self._STEPS - 3)  # else a chunk stays raw
+        if (whole, noisy) not in self._coded:
+            counts = [self._CHUNK] * (count // self._CHUNK)
+            counts += [count % self._CHUNK] if count % self._CHUNK else []
+            content = b""
+            for number in counts:
+                content = content.ljust(_aligned(len(content)), b"\0") + self._chunk(number, noisy)
+            buffer = _core.HostBuffer(len(content))
+            memoryview(buffer).cast("B")[: len(content)] = content
+            self._coded[whole, noisy] = buffer, len(content)
+        return self._coded[whole, noisy]
+
+    def _chunk(self, count: int, noisy: int) -> bytes:
+        """Return so many coded weights; `noisy` of `_STEPS` blocks have no pattern."""
+        if (count, noisy) not in self._chunks:
+            block = 2 * self._BLOCK
+            blocks = (
+                self._noise
+                if (n + 1) * noisy // self._STEPS > n * noisy // self._STEPS
+                else self._drawn[n % 16 * block :][:block]
+                for n in range(-(-count // self._BLOCK))
+            )
+            weights = _core.HostBuffer(-(-count // self._BLOCK) * block)
+            memoryview(weights).cast("B")[:] = b"".join(blocks)
+            coded = _core.HostBuffer(_core.coded_room(_core.BF16, count))
+            nbytes = _core.encode(
+                _core.BF16, coded.address, coded.nbytes, 1, weights.address, count
+            )
+            self._chunks[count, noisy] = bytes(memoryview(coded).cast("B")[:nbytes])
+        return self._chunks[count, noisy]
+
+
+def _whole(size: Size) -> int:
+    return size if isinstance(size, int) else size[0]
+
+
 def _aligned(nbytes: int) -> int:  # that of `geometry` would import torch into each replay
     return -(-nbytes // _core.ALIGNMENT) * _core.ALIGNMENT
 
 
 def _add_units(
-    engine: Any, model: int, units: Sequence[Unit], masters: _core.HostBuffer
+    engine: Any, model: int, units: Sequence[Unit], masters: _Masters
 ) -> tuple[dict[int, int], dict[int, list[int]]]:
     members: dict[int, int] = {}
     inside: dict[int, list[int]] = {}
     for unit in units:
-        extents: list[list[tuple[int, int]]] = []
-        address = masters.address
+        extents: list[list[tuple[int, ...]]] = []
+        address = masters.raw.address
         for _, tensors in unit:
             extents.append([])
-            for nbytes in tensors:
-                extents[-1].append((address, nbytes))
-                address += _aligned(nbytes)
+            for size in tensors:
+                extents[-1].append(masters.extent(address, size))
+                address += _aligned(_whole(size))
         number, added = engine.add_unit(model, extents, False)
         inside[number] = [member for member, _ in added]
         for (recorded, _), (member, _) in zip(unit, added, strict=True):

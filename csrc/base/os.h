@@ -17,6 +17,13 @@ int oo__pages_inherit(void *pages, size_t bytes, int keep);
 /* Whether any page of a private, copy-on-write mapping of a file has been written, and so left the
  * file: 1, 0, or -1 where the system does not tell. */
 int oo__pages_written(const void *memory, size_t bytes);
+/* Let pages that were mapped show a file from `begin` on, a multiple of a page: privately, and
+ * copied on write. Returns 0, or -1 with errno. */
+int oo__pages_show(void *pages, size_t bytes, int file, uint64_t begin);
+/* Copy the pages of a private mapping, where they are, to memory that is no file's. Whoever writes
+ * them meanwhile may write to what is dropped. Returns 0, or -1 where there is no memory or the
+ * system has no such call; then they are as they were. */
+int oo__pages_own(void *memory, size_t bytes);
 size_t oo__page_bytes(void);
 
 /* A flag page that reads 0 in a forked child, so that telling parent from child costs one load. */

@@ -5,6 +5,7 @@
 
 #include <ctype.h>
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
@@ -76,9 +77,42 @@ int oo__pages_written(const void *memory, size_t bytes) {
     return written;
 }
 
+int oo__pages_show(void *pages, size_t bytes, int file, uint64_t begin) {
+    const int flags = MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED;
+    return mmap(pages, bytes, PROT_READ | PROT_WRITE, flags, file, (off_t)begin) == MAP_FAILED ? -1
+                                                                                               : 0;
+}
+
+int oo__pages_own(void *memory, size_t bytes) {
+    const size_t page = oo__page_bytes(), skipped = (uintptr_t)memory % page;
+    char *pages = (char *)memory - skipped;
+    const size_t whole = (skipped + bytes + page - 1) / page * page;
+    char *own = oo__pages_map(whole);
+    if (!own)
+        return -1;
+    memcpy(own, pages, whole);
+    /* In one step: who reads meanwhile finds the one or the other. */
+    if (mremap(own, whole, whole, MREMAP_MAYMOVE | MREMAP_FIXED, pages) == MAP_FAILED) {
+        oo__pages_unmap(own, whole);
+        return -1;
+    }
+    return 0;
+}
+
 #else
 
 int oo__pages_written(const void *memory, size_t bytes) {
+    (void)memory, (void)bytes;
+    return -1;
+}
+
+int oo__pages_show(void *pages, size_t bytes, int file, uint64_t begin) {
+    (void)pages, (void)bytes, (void)file, (void)begin;
+    errno = ENOSYS;
+    return -1;
+}
+
+int oo__pages_own(void *memory, size_t bytes) {
     (void)memory, (void)bytes;
     return -1;
 }

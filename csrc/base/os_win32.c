@@ -3,6 +3,7 @@
 #define WIN32_LEAN_AND_MEAN
 #include "os.h"
 
+#include <errno.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -44,6 +45,17 @@ int oo__pages_inherit(void *pages, size_t bytes, int keep) {
 
 /* Windows tells it of pages that are in memory at the moment alone. */
 int oo__pages_written(const void *memory, size_t bytes) {
+    (void)memory, (void)bytes;
+    return -1;
+}
+
+int oo__pages_show(void *pages, size_t bytes, int file, uint64_t begin) {
+    (void)pages, (void)bytes, (void)file, (void)begin;
+    errno = ENOSYS;
+    return -1;
+}
+
+int oo__pages_own(void *memory, size_t bytes) {
     (void)memory, (void)bytes;
     return -1;
 }

@@ -137,3 +137,9 @@ enum oo_status oo_host_fill(struct oo_host *host, size_t offset, const void *sou
 }
 
 int oo_pages_written(const void *memory, size_t bytes) { return oo__pages_written(memory, bytes); }
+
+int oo_pages_show(void *pages, size_t bytes, int file, uint64_t begin) {
+    return oo__pages_show(pages, bytes, file, begin);
+}
+
+int oo_pages_own(void *memory, size_t bytes) { return oo__pages_own(memory, bytes); }

@@ -254,6 +254,12 @@ uint64_t oo_fingerprint(const void *memory, size_t bytes);
 /* Whether anything was written to a private, copy-on-write mapping of a file: 1, 0, or -1 where the
  * system does not tell. */
 int oo_pages_written(const void *memory, size_t bytes);
+/* Let mapped pages show a file from `begin` on, a multiple of a page, as such a mapping does. It
+ * needs no open file afterwards. 0, or -1 with errno. */
+int oo_pages_show(void *pages, size_t bytes, int file, uint64_t begin);
+/* Copy the pages of such a mapping, where they are, to memory that is no file's; nobody may write
+ * them meanwhile. 0, or -1 where there is no memory or the system cannot: all is as it was. */
+int oo_pages_own(void *memory, size_t bytes);
 
 /* ---- use ---- */
 

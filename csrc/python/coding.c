@@ -2,6 +2,8 @@
  * module. They take addresses; whoever calls keeps the memory alive. */
 #include "binding.h"
 
+#include <limits.h>
+
 #define OO_KIND(name) {name, OO_CODEC_BF16, OO_CODEC_INT8}
 static const struct oo_parameter oo__coded_takes[] = {
     OO_KIND("kind"),      OO_ADDRESS("coded"),   OO_BYTES("nbytes"),
@@ -103,6 +105,31 @@ static PyObject *oo__pages_written_of(PyObject *module, PyObject *const *argumen
     return PyBool_FromLong(written);
 }
 
+static PyObject *oo__pages_show_of(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+    (void)module;
+    static const struct oo_parameter takes[] = {
+        OO_ADDRESS("address"), OO_BYTES("nbytes"), {"descriptor", 0, INT_MAX}, OO_BYTES("begin")};
+    unsigned long long v[4];
+    if (oo__integers("pages_show", arguments, count, takes, OO_COUNT_OF(takes), v) < 0)
+        return NULL;
+    if (oo_pages_show((void *)(uintptr_t)v[0], (size_t)v[1], (int)v[2], v[3]) < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+
+static PyObject *oo__pages_own_of(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+    (void)module;
+    unsigned long long v[2];
+    int status;
+    if (oo__integers("pages_own", arguments, count, oo__memory_takes, OO_COUNT_OF(oo__memory_takes),
+                     v) < 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = oo_pages_own((void *)(uintptr_t)v[0], (size_t)v[1]);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(status == 0);
+}
+
 #define OO_FUNCTION(name, function, text)                                                          \
     {name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL, text}
 
@@ -124,5 +151,11 @@ PyMethodDef oo__coded_functions[] = {
     OO_FUNCTION("pages_written", oo__pages_written_of,
                 "pages_written(address, nbytes, /)\n--\n\n"
                 "Whether a private mapping was written; None: not known."),
+    OO_FUNCTION("pages_show", oo__pages_show_of,
+                "pages_show(address, nbytes, descriptor, begin, /)\n--\n\n"
+                "Let mapped pages show a file, copied on write; OSError."),
+    OO_FUNCTION("pages_own", oo__pages_own_of,
+                "pages_own(address, nbytes, /)\n--\n\n"
+                "Copy pages of a file to memory, where they are; whether that worked."),
     {NULL, NULL, 0, NULL},
 };

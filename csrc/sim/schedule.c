@@ -209,7 +209,8 @@ static void move_data(struct sim_op *op) {
     if (is_copy(op) && !sim.switches[SIM_COPY_NOTHING]) {
         memmove(op->dst, op->src, op->bytes);
     } else if (op->decode) {
-        sim__decode(op->decode);
+        if (!sim.switches[SIM_COPY_NOTHING]) /* else there is nothing to decode */
+            sim__decode(op->decode);
     } else if (op->kind == OP_MEMSET || (op->kind == OP_KERNEL && op->dst)) {
         unsigned char *at = op->dst;
         for (size_t i = 0; i < op->bytes; i += sizeof op->value)

@@ -43,6 +43,11 @@ _KINDS = {
 }
 
 
+def pays(coded_bytes: int, whole_bytes: int) -> bool:
+    """Whether weights that get so small are worth it."""
+    return coded_bytes <= (1 - LEAST_SAVED) * whole_bytes
+
+
 def kind_of(tensor: Tensor) -> int | None:
     """Return how the codec calls a tensor's dtype; None for what it does not know, or is small."""
     return _KINDS.get(tensor.dtype) if tensor_bytes(tensor) >= SMALLEST_BYTES else None
@@ -137,9 +142,9 @@ class Coder:
     # ---- weights of a checkpoint: known by the file, and read from it ----
 
     def _of_file(self, kind: int, tensor: Tensor, origin: Origin) -> Prepared | None:
-        readable = tensor_over(origin.memory, origin.begin, tensor)
+        readable = tensor_over(origin.memory, origin.skipped, tensor)
         count = tensor.numel()
-        key = f"{origin.identity} {origin.begin} {count} {kind}".encode()
+        key = f"{origin.identity} {count} {kind}".encode()
         name = hashlib.blake2b(key, digest_size=16).hexdigest() + CODED
         coded = self._store.read(name)
         if coded is not None:
@@ -188,7 +193,7 @@ class Coder:
         nbytes = _core.encode(
             kind, coded.address, coded.nbytes, self._threads, values.data_ptr(), count
         )
-        if nbytes > (1 - LEAST_SAVED) * tensor_bytes(values):
+        if not pays(nbytes, tensor_bytes(values)):
             return None
         self._store.write(name, memoryview(coded).cast("B")[:nbytes])
         return Prepared(kind, coded, nbytes, readable())

@@ -70,7 +70,7 @@ class Store:
         with contextlib.suppress(FileNotFoundError), open(self.path(name), "rb") as file:
             if os.fstat(file.fileno()).st_size == nbytes:
                 self._note_use(name)
-                return map_private(file.fileno())
+                return map_private(file.fileno(), 0, nbytes)[0]
         return None
 
     def write(self, name: str, content: memoryview) -> None:
@@ -85,9 +85,10 @@ class Store:
 
     def write_mapped(self, name: str, content: memoryview) -> mmap.mmap:
         """Write a file and return it mapped: it may be trimmed by then; see `write`."""
+        nbytes = content.nbytes
         descriptor = self._write(name, content)
         try:
-            return map_private(descriptor)
+            return map_private(descriptor, 0, nbytes)[0]
         finally:
             os.close(descriptor)
 

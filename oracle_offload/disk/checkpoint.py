@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import OffloadError
 from .header import MOST_HEADER_BYTES, Stored, read_header
-from .origin import identity_of, map_private
+from .origin import Origin, identity_of, map_private
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -31,7 +30,6 @@ class WeightFile:
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
-        self._mapping: tuple[mmap.mmap, str] | None = None
         try:
             self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
         except OSError as error:
@@ -58,16 +56,20 @@ class WeightFile:
                 )
             view, offset = view[count:], offset + count
 
-    def mapping(self) -> tuple[mmap.mmap, str]:
-        """Return the whole file, privately mapped, and its identity; see `origin`."""
-        if self._mapping is None:
-            descriptor = self._file.fileno()
-            self._mapping = map_private(descriptor), identity_of(descriptor)
-        return self._mapping
+    def origin(self, begin: int, nbytes: int) -> Origin:
+        """Return where bytes of the file lie, privately mapped.
+
+        Raises
+        ------
+        OSError
+            The file cannot be mapped.
+        """
+        descriptor = self._file.fileno()
+        mapped, skipped = map_private(descriptor, begin, nbytes)
+        return Origin(mapped, skipped, f"{identity_of(descriptor)} {begin}")
 
     def close(self) -> None:
         """Close the file; what is mapped stays."""
-        self._mapping = None
         self._file.close()
 
 

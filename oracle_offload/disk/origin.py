@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
 from dataclasses import dataclass
+
+from .. import _core
 
 
 @dataclass(frozen=True)
@@ -15,24 +18,38 @@ class Origin:
     Attributes
     ----------
     memory : mmap
-        The whole file, see `map_private`.
+        A part of the file, see `map_private`.
+    skipped : int
+        Bytes of it before theirs.
     identity : str
-        See `identity_of`.
-    begin : int
-        Byte at which they begin.
+        Of the file, see `identity_of`, and of the place in it.
     """
 
     memory: mmap.mmap
+    skipped: int
     identity: str
-    begin: int
 
 
-def map_private(descriptor: int) -> mmap.mmap:
-    """Map a file so that writes stay in this process, and claim no memory for them in advance."""
+def map_private(descriptor: int, begin: int, nbytes: int) -> tuple[mmap.mmap, int]:
+    """Map part of a file so that writes stay in this process.
+
+    On Linux no memory is claimed for them in advance, and the file need not stay open, of which a
+    process may have few.
+
+    Returns
+    -------
+    tuple
+        What is mapped, and how many bytes of it are before `begin`.
+    """
+    skipped = begin % mmap.ALLOCATIONGRANULARITY
+    first, length = begin - skipped, skipped + nbytes
     if sys.platform != "linux":
-        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        return mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=first), skipped
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
-    return mmap.mmap(descriptor, 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+    made = mmap.mmap(-1, length, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(made))
+    _core.pages_show(address, length, descriptor, first)
+    return made, skipped
 
 
 def identity_of(descriptor: int) -> str:

@@ -91,10 +91,9 @@ class Source:
         ):
             return None
         try:
-            memory, identity = first.file.mapping()
+            return first.file.origin(stored.begin, stored.nbytes)
         except OSError:  # a file system that maps nothing
             return None
-        return Origin(memory, identity, stored.begin)
 
     def parts(self, reader: Reader, target: Tensor) -> Iterator[Part]:
         """Yield what fills `target`, a dense host tensor."""

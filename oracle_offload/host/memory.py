@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from .cgroup import MemoryLimit, read_memory_limit
 from .files import NO_SIZE, parse_count, read_text
 
+SPARED = 0.9  # of `available_bytes`, to be taken: files are read and written meanwhile
+
 
 class _MemoryStatus(ctypes.Structure):
     """MEMORYSTATUSEX of the Windows API."""

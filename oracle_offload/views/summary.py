@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -101,7 +102,8 @@ class ModelUsage(Usage):
     them, `h2d_bytes` the copies alone.
 
     `compressed_bytes` of the weights are compressed, into `compressed_host_bytes`; they pass
-    through `staging_bytes` of the device, besides the arena.
+    through `staging_bytes` of the device, besides the arena. `compressed_because` says why
+    ``compress="auto"`` chose these, or none.
 
     `x_min_bytes` is the least that a step can move to the device, docs/how-it-works.md.
 
@@ -118,6 +120,7 @@ class ModelUsage(Usage):
     compressed_bytes: int = 0
     compressed_host_bytes: int = 0
     staging_bytes: int = 0
+    compressed_because: str = ""
     computed_bytes: int
     runs_again: int
     flops_again: float
@@ -513,6 +516,7 @@ def _model_usage(state: DeviceState, attachment: Attachment, waits: Waits) -> Mo
         compressed_bytes=compressed,
         compressed_host_bytes=on_host,
         staging_bytes=attachment.arena.staging_bytes,
+        compressed_because=attachment.compressed_because,
         computed_bytes=sum(traffic.computed_bytes.values()),
         runs_again=traffic.runs_again,
         flops_again=traffic.flops_again,
@@ -659,6 +663,10 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
             ("    of them compressed on the host", f"{told}, {100 * share:.1f}%"),
             ("    which pass on the device through", format_size(model.staging_bytes)),
         ]
+    if model.compressed_because:
+        at = 3 if model.compressed_bytes else 1
+        first, *more = textwrap.wrap(model.compressed_because, _WIDTH - 42)
+        rows[at:at] = [("    because", first), *(("", line) for line in more)]
     if model.computed_bytes:
         rows.insert(1, ("  weights computed on the host", format_size(model.computed_bytes)))
     if model.derived_bytes:

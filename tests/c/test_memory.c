@@ -8,6 +8,7 @@
 #include "world.h"
 
 #if defined(__linux__)
+#include <errno.h>
 #include <sys/mman.h>
 #include <unistd.h>
 #endif
@@ -221,6 +222,43 @@ static void test_pages_that_were_written_are_found(void) {
     }
     fclose(file);
 }
+
+/* What was cut off a file is in the memory that was copied from it, at its old address; what was
+ * written stays. */
+static void test_pages_of_a_file_become_memory_where_they_are(void) {
+    enum { PAGES = 9, FIRST = 2 };
+    const size_t page = oo__page_bytes();
+    FILE *file = tmpfile();
+    char *memory = oo__pages_map(PAGES * page);
+    CHECK(file && memory && ftruncate(fileno(file), (off_t)((FIRST + PAGES) * page)) == 0,
+          "no file");
+    for (size_t at = 0; at < FIRST + PAGES; at++)
+        CHECK(pwrite(fileno(file), &(char){(char)at}, 1, (off_t)(at * page + 5)) == 1, "write");
+    CHECK(oo_pages_show(memory, PAGES * page, fileno(file), FIRST * page) == 0, "not shown");
+    CHECK(oo_pages_written(memory, PAGES * page) == 0, "nothing was written");
+    memory[3 * page] = 77;
+    /* Not from the start of a page to the end of one: the pages that it lies on become memory. */
+    CHECK(oo_pages_own(memory + page + 9, 6 * page) == 0, "no memory");
+    CHECK(oo_pages_written(memory + page, 7 * page) == 1, "pages of the file");
+    CHECK(oo_pages_written(memory, page) == 0, "the page before became memory");
+    CHECK(oo_pages_written(memory + 8 * page, page) == 0, "the page behind became memory");
+    CHECK(ftruncate(fileno(file), 0) == 0, "cut off");
+    for (size_t at = 1; at < 8; at++)
+        CHECK(memory[at * page + 5] == (char)(FIRST + at), "page %zu", at);
+    CHECK(memory[3 * page] == 77, "what was written is gone");
+    fclose(file);
+    CHECK(munmap(memory, PAGES * page) == 0, "unmap");
+}
+
+static void test_pages_that_cannot_be_shown_or_had(void) {
+    const size_t page = oo__page_bytes();
+    char *memory = oo__pages_map(page);
+    errno = 0;
+    CHECK(oo_pages_show(memory, page, -1, 0) == -1 && errno == EBADF, "no file");
+    CHECK(oo_pages_own(memory, SIZE_MAX / 4) == -1, "all memory");
+    CHECK(memory[0] == 0, "it is there");
+    oo__pages_unmap(memory, page);
+}
 #endif
 
 static void test_host_memory_that_cannot_be_had(void) {
@@ -233,12 +271,16 @@ static void test_host_memory_that_cannot_be_had(void) {
 }
 
 static const struct check_case cases[] = {
-    CASE(test_host_memory_is_filled_where_asked), CASE(test_host_memory_that_cannot_be_had),
+    CASE(test_host_memory_is_filled_where_asked),
+    CASE(test_host_memory_that_cannot_be_had),
 #if defined(__linux__)
     CASE(test_pages_that_were_written_are_found),
+    CASE(test_pages_of_a_file_become_memory_where_they_are),
+    CASE(test_pages_that_cannot_be_shown_or_had),
 #endif
 #if defined(CAN_FAIL)
-    CASE(test_any_allocation_may_fail),           CASE(test_no_event_is_created_without_a_record),
+    CASE(test_any_allocation_may_fail),
+    CASE(test_no_event_is_created_without_a_record),
 #endif
 };
 

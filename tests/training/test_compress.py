@@ -613,7 +613,127 @@ def test_written_weights_of_a_checkpoint_are_locked(tmp_path):
         assert manager.state.engine.stats()["pageable_bytes"] == 0
 
 
-def refuse_to_map(descriptor):
+def shown_files():
+    """Return the files that this process reads where they lie."""
+    with open("/proc/self/maps") as maps:
+        return {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")}
+
+
+def is_mapped(address):
+    with open("/proc/self/maps") as maps:
+        ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+    return any(start <= address < end for start, end in ranges)
+
+
+linux_alone = pytest.mark.skipif(sys.platform != "linux", reason="maps files as Linux does")
+
+
+@linux_alone
+def test_a_checkpoint_may_be_cut_off_after_detach(tmp_path):
+    resident = build()
+    path = tmp_path / "model.safetensors"
+    save_file(resident.state_dict(), path)
+    model, context = attach_file(path)
+    parameters = dict(model.named_parameters())
+    with context as manager:
+        assert len(coded_layers(manager)) == 4
+        assert str(path) in shown_files()
+        held = model.state_dict()["1.weight"]
+        one_number(model[2].weight)
+    assert not any(name.startswith(str(tmp_path)) for name in shown_files())
+    os.truncate(path, 0)
+    one_number(resident[2].weight)
+    assert_same(model.state_dict(), resident.state_dict())
+    assert all(model.get_parameter(name) is p for name, p in parameters.items())
+    assert_same(held, resident[1].weight)
+    held[3] += 1  # and is the model's memory still
+    resident[1].weight.data[3] += 1
+    assert_same(model.state_dict(), resident.state_dict())
+    with lossless(model) as manager:
+        assert len(coded_layers(manager)) == 4
+        step = make_step(torch.randn(6, WIDTH).bfloat16(), "cpu", False)
+        assert_models_agree(model, resident, step, steps=1)
+
+
+@linux_alone
+def test_weights_that_are_coded_no_more_leave_their_file(tmp_path):
+    """Those too that something else holds, and which so stay where they are."""
+    resident = build(depth=1)
+    path = tmp_path / "model.safetensors"
+    save_file(resident.state_dict(), path)
+    with oracle_offload.empty_weights():
+        model = build(depth=1).bfloat16()
+    model.requires_grad_(False)
+    with attached(model, "cpu", weights=path, compress="lossless") as manager:
+        held = model.state_dict()["0.weight"]
+        assert str(path) in shown_files()
+        for row in range(2):
+            held[row] += 1
+            resident[0].weight.data[row] += 1
+            step = make_step(torch.randn(6, WIDTH).bfloat16(), "cpu", False)
+            assert_models_agree(model, resident, step, steps=1)
+            assert str(path) not in shown_files()
+        assert not coded_layers(manager)
+
+
+@linux_alone
+def test_weights_without_room_stay_in_their_file_after_detach(tmp_path, monkeypatch, caplog):
+    resident = build()
+    path = tmp_path / "model.safetensors"
+    save_file(resident.state_dict(), path)
+    model, context = attach_file(path)
+    room = iter([1 << 40, 0, 1 << 40, int(1.05 * model[0].weight.nbytes)])
+    with context as manager:
+        assert len(coded_layers(manager)) == 4
+        monkeypatch.setattr("oracle_offload.host.memory.available_bytes", lambda: next(room))
+    assert str(path) in shown_files()
+    told = [r.message for r in caplog.records if "do not overwrite" in r.message]
+    assert len(told) == 1 and "no memory for 256.00 KiB of its weights" in told[0]
+    assert_same(model.state_dict(), resident.state_dict())
+
+
+@linux_alone
+def test_an_attach_that_fails_leaves_weights_in_memory(monkeypatch, cache):
+    model = build()
+
+    def fail(*arguments):
+        assert any(name.startswith(str(cache)) for name in shown_files())
+        raise RuntimeError("units")
+
+    monkeypatch.setattr("oracle_offload.admission.add_units", fail)
+    with pytest.raises(RuntimeError, match="units"):
+        lossless(model).__enter__()
+    assert not any(name.startswith(str(cache)) for name in shown_files())
+    assert_same(model.state_dict(), expected_of(build()))
+
+
+@linux_alone
+def test_mapped_weights_hold_no_open_files(tmp_path):
+    """Of which a process may have about a thousand, and a model has more weights."""
+    path = tmp_path / "model.safetensors"
+    save_file(build().state_dict(), path)
+    for attach_one in (lambda: lossless(build(depth=20)), lambda: attach_file(path)[1]):
+        before = len(os.listdir("/proc/self/fd"))
+        with attach_one() as manager:
+            assert len(coded_layers(manager)) == len(manager.layers) >= 4
+            assert len(os.listdir("/proc/self/fd")) - before < 4
+
+
+@linux_alone
+def test_the_memory_of_a_detached_weight_goes_with_it(tmp_path):
+    """Not with the last one of its file."""
+    path = tmp_path / "model.safetensors"
+    save_file(build().state_dict(), path)
+    model, context = attach_file(path)
+    with context:
+        pass
+    gone = [module.weight.data_ptr() for module in model[1:]]
+    assert all(map(is_mapped, [*gone, model[0].weight.data_ptr()]))
+    del model[1:]
+    assert not any(map(is_mapped, gone)) and is_mapped(model[0].weight.data_ptr())
+
+
+def refuse_to_map(*where):
     raise OSError(19, "No such device")
 
 

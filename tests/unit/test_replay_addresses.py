@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from oracle_offload import replay
+from oracle_offload import _core, replay
 from oracle_offload.errors import OffloadError
 
 REPLAY = """
@@ -29,18 +29,39 @@ events = []
 for number in range(40):
     unit, kind, task = (number, FORWARD, -1) if number < 20 else (39 - number, BACKWARD, 0)
     events += [("acquire", unit, kind, task, number), ("launch", 1e-5), ("release", number)]
-units = [[(unit, [1 << 14])] for unit in range(20)]
-print(replay.predict(events, units, [1 << 17])["predicted_h2d_bytes"])
+size = [1 << 14, 3 << 12] if coded else 1 << 14
+units = [[(unit, [size])] for unit in range(20)]
+staging = 4 << 14 if coded else 0
+print(replay.predict(events, units, [1 << 17], staging=staging)["predicted_h2d_bytes"])
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect")
-def test_a_replay_touches_no_byte_of_its_arena() -> None:
+@pytest.mark.parametrize("coded", [False, True])
+def test_a_replay_touches_no_byte_of_its_arena(coded: bool) -> None:
+    """Nor of the memory that coded units pass through; these travel in fewer bytes."""
     done = subprocess.run(
-        [sys.executable, "-c", REPLAY], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", f"coded = {coded}\n{REPLAY}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 12 << 14
+    least = 12 << 14
+    assert int(done.stdout) >= 0.7 * least
+    assert int(done.stdout) < 0.8 * (40 << 14) if coded else int(done.stdout) >= least
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "share"), [(1 << 17, 0.68), (3 << 18, 0.8), ((18 << 20) + 2048, 0.7), (6000, 0.75)]
+)
+def test_a_coded_tensor_takes_about_what_is_said(nbytes: int, share: float) -> None:
+    """It is encoded weights, which the engine reads the headers of."""
+    masters = replay._Masters(1)
+    address, whole, coded, kind = masters.extent(0, [nbytes, int(share * nbytes)])
+    assert whole == nbytes
+    assert coded == pytest.approx(share * nbytes, rel=0.03 if nbytes > 1 << 16 else 0.1)
+    _core.check_coded(kind, address, coded, 1, 0, nbytes // 2)
 
 
 class Kernel32:

@@ -1,0 +1,238 @@
+"""What ``compress="auto"`` compresses: the least that removes stalls, and what the host lacks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+
+import pytest
+import torch
+from equality import assert_models_agree, assert_same, attached, resident_pair
+from test_matrix import make_step
+from torch import nn
+
+from oracle_offload import simulator
+from oracle_offload.compress import choice, steps
+from oracle_offload.errors import OffloadError
+
+SIZE, DEPTH, ROWS = 512, 24, 64
+LAYER_BYTES = 2 * SIZE * SIZE
+FORWARD_S = 2 * ROWS * SIZE * SIZE / 1e11  # of a layer, at 0.1 TFLOP/s
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+class Net(nn.Module):
+    """Frozen layers whose weights are drawn as trained ones are, and a little that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, False) for _ in range(DEPTH))
+        for layer in self.layers:
+            nn.init.normal_(layer.weight, 0, SIZE**-0.5)
+        self.to(torch.bfloat16).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(SIZE, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        x = x * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def link(times_computing):
+    """A device on which all weights take so many times as long to copy as to compute with."""
+    gbps = LAYER_BYTES / (times_computing * FORWARD_S) / 1e9
+    changes = dict(tflops=0.1, link_gbps=gbps, launch_s=1e-7, copy_latency_s=1e-7)
+    return simulator.device("rtx4090", **changes)
+
+
+def train(model, steps=8, offload_percent=0.6, **options):
+    """Return the seconds of the last step, the coded layers, and the device's summary."""
+    optimizer = torch.optim.SGD([model.scale], lr=0.01)
+    with attached(model, "cpu", offload_percent=offload_percent, **options) as manager:
+        assert len(manager.layers) == DEPTH
+        before = manager.state.engine.stats()["h2d_bytes"]
+        for _ in range(steps):
+            begin = simulator.finish()
+            model(torch.randn(ROWS, SIZE, dtype=torch.bfloat16)).float().square().mean().backward()
+            seconds = simulator.finish() - begin
+            optimizer.step()
+            optimizer.zero_grad()
+        assert manager.state.engine.stats()["h2d_bytes"] > before
+        coded = [bool(layer.coded) for layer in manager.layers]
+        return seconds, coded, manager.memory_summary()
+
+
+@pytest.mark.parametrize(
+    ("times", "offload_percent", "least", "most"), [(1.2, 0.9, 8, 14), (2.5, 0.6, 19, 23)]
+)
+def test_a_step_that_waits_for_copies_has_a_part_compressed(times, offload_percent, least, most):
+    options = dict(offload_percent=offload_percent)
+    with link(times):
+        plain_s, none, _ = train(Net(), **options)
+        every_s, every, first = train(Net(), compress="auto", **options)
+        part_s, some, told = train(Net(), compress="auto", **options)
+        again_s, still, _ = train(Net(), compress="auto", **options)
+    assert not any(none) and all(every)
+    assert first.devices[0].models[0].compressed_because.endswith("none was measured here yet")
+    assert least <= sum(some) <= most
+    assert every_s < 0.95 * plain_s
+    assert part_s <= 1.02 * every_s
+    assert still == some and again_s == pytest.approx(part_s, rel=0.01), "it does not settle"
+    why = told.devices[0].models[0].compressed_because
+    found = re.match(r"(\d+) of 24 units that can be: a step of (.*) ms becomes (.*) ms, as", why)
+    assert found is not None and int(found[1]) == sum(some)
+    assert [float(found[2]), float(found[3])] == pytest.approx(
+        [1e3 * plain_s, 1e3 * part_s], rel=0.02
+    )
+
+
+def test_a_step_that_computes_has_nothing_compressed():
+    with link(0.3):
+        every_s, every, _ = train(Net(), compress="auto")
+        plain_s, none, told = train(Net(), compress="auto")
+    assert all(every) and not any(none)
+    assert plain_s <= 1.02 * every_s
+    usage = told.devices[0].models[0]
+    assert usage.compressed_because == "steps do not wait for copies"
+    assert "because" in str(told) and "staging_bytes" in json.dumps(told.to_dict())
+
+
+def test_a_step_that_waits_in_any_case_has_all_compressed():
+    with link(4):
+        train(Net(), compress="auto", offload_percent=0.9)
+        _, every, told = train(Net(), compress="auto", offload_percent=0.9)
+    assert all(every)
+    assert "24 of 24 units" in told.devices[0].models[0].compressed_because
+
+
+def test_another_device_is_another_measurement():
+    with link(0.3):
+        train(Net(), compress="auto")
+    with link(0.31):
+        _, every, _ = train(Net(), compress="auto")
+    assert all(every)
+
+
+def test_what_a_ram_budget_needs_is_compressed_and_no_more():
+    weights = DEPTH * LAYER_BYTES
+    budget = int(0.9 * weights)
+    model = Net()
+    options = dict(compress="auto", ram_budget=budget, offload_percent=0.0)
+    with attached(model, "cpu", **options) as manager:
+        coded = sum(bool(layer.coded) for layer in manager.layers)
+        assert len(manager.layers) == DEPTH
+        stats = manager.state.engine.stats()
+        assert stats["locked_bytes"] + stats["pageable_bytes"] <= budget
+        assert 0.3 * DEPTH < coded <= 0.4 * DEPTH
+        why = manager.attachment.compressed_because
+        assert "units that can be: ram_budget is 1.20 MiB short of the weights as they are" in why
+    assert_same(model.state_dict(), Net().state_dict())
+
+
+def test_a_part_has_the_residents_bits():
+    managed, resident = resident_pair(Net())
+    with link(1.2):
+        train(managed, compress="auto", offload_percent=0.9)
+        managed.load_state_dict(resident.state_dict())
+        with attached(managed, "cpu", compress="auto", offload_percent=0.9) as manager:
+            coded = [bool(layer.coded) for layer in manager.layers]
+            assert any(coded) and not all(coded)
+            step = make_step(torch.randn(6, SIZE).bfloat16(), "cpu", False)
+            assert_models_agree(managed, resident, step)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [b"", b"{", b"[]", b'{"schema": "x", "models": {}}', b"\xff" * 100],
+    ids=["empty", "cut", "list", "other", "bytes"],
+)
+def test_a_damaged_record_is_no_record(cache, damaged):
+    with link(0.3):
+        train(Net(), compress="auto")
+        path = cache / "steps.json"
+        assert json.loads(path.read_bytes())["models"]
+        path.write_bytes(damaged)
+        _, every, _ = train(Net(), compress="auto")
+        assert all(every)
+        assert json.loads(path.read_bytes())["models"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        None,
+        {},
+        {"busy_s": 1.0},
+        {"busy_s": "1", "forward_share": 0.5},
+        {"busy_s": float("nan"), "forward_share": 0.5},
+        {"busy_s": float("inf"), "forward_share": 0.5},
+        {"busy_s": -1.0, "forward_share": 0.5},
+        {"busy_s": 1.0, "forward_share": 1.0},
+    ],
+    ids=str,
+)
+def test_a_row_that_makes_no_sense_is_no_record(cache, row):
+    cache.mkdir()
+    document = {"schema": steps.SCHEMA, "models": {"key": row}}
+    (cache / "steps.json").write_text(json.dumps(document))
+    assert steps.StepRecord("key").recall(simulator.get_device(0)) is None
+
+
+def test_a_step_that_cannot_be_planned_has_all_compressed(monkeypatch):
+    def fail(questions):
+        raise OffloadError("the replay failed")
+
+    with link(0.3):
+        train(Net(), compress="auto")
+        monkeypatch.setattr(choice, "predict_elsewhere", fail)
+        _, every, told = train(Net(), compress="auto")
+    assert all(every)
+    because = told.devices[0].models[0].compressed_because
+    assert because == "a step could not be planned: the replay failed"
+
+
+# ---- in which order: by numbers alone ----
+
+
+def planned(*saved, nbytes=1024):
+    return [choice.Planned(nbytes, [], one, one) for one in saved]
+
+
+def test_what_travels_twice_goes_first():
+    """The ends of a model lie in the arena still when forward or backward comes back to them."""
+    order = choice._in_order(planned(*[300] * 20), 4 * 1024)
+    assert set(order[:12]) == set(range(4, 16)) and len(order) == 20
+    for count in range(3, 12):
+        taken = [3, *sorted(order[:count]), 16]
+        gaps = [after - before for before, after in itertools.pairwise(taken)]
+        assert max(gaps) <= 2 * 13 / count + 1, "those are spread over the model"
+
+
+def test_what_gets_smallest_goes_first():
+    order = choice._in_order(planned(*[100, 400] * 5, 0), 0)
+    assert set(order[:5]) == {1, 3, 5, 7, 9} and set(order[5:]) == {0, 2, 4, 6, 8}
+
+
+def test_what_is_not_smaller_by_coding_is_left():
+    assert choice._in_order(planned(0, 5, -3), 0) == [1]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "forward", "backward"),
+    [
+        (0, [1, 1, 1], [1, 1, 1]),
+        (1024, [0, 1, 1], [1, 1, 0]),
+        (1536, [0, 0.5, 1], [1, 0.5, 0]),
+        (4096, [0, 0, 0], [0, 0, 0]),
+    ],
+)
+def test_the_share_that_travels(capacity, forward, backward):
+    assert choice._shares([1024] * 3, capacity) == list(zip(forward, backward, strict=True))
