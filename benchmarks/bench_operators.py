@@ -1,9 +1,9 @@
 """What one managed ``nn.Linear`` costs the host, beside the least that an autograd function can.
 
-Four chains of modules alternate in one run, by the time of the processor, over a driver whose calls cost nothing, every use a
-hit: ``nn.Linear``; a module with an ``autograd.Function`` that calls ``F.linear`` and ``mm`` and
-does nothing else; a managed ``nn.Linear`` by the loan in Python; and, where they were built, by the
-operators in C++ (goal: 1.15 of the second).
+Four chains of modules alternate in one run, by the time of the processor, over a driver whose calls
+cost nothing, every use a hit: ``nn.Linear``; a module with an ``autograd.Function`` that calls
+``F.linear`` and ``mm`` and does nothing else; a managed ``nn.Linear`` by the loan in Python; and,
+where they were built, by the operators in C++ (goal: 1.15 of the second).
 """
 
 from __future__ import annotations
