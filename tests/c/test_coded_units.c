@@ -282,9 +282,14 @@ static void chunks_take_turns_in_the_staging_memory(void) {
     w.expected[1] = plain;
     w.bytes[1] = WEIGHTS;
     const uint64_t launches = sim.simCallCount("cuLaunchKernel");
+    const uint64_t records = sim.simCallCount("cuEventRecord");
     const struct oo_stats before = stats_of(&w);
     need(use(&w, 1, OO_FORWARD), "use");
     const struct oo_stats after = stats_of(&w);
+    const uint64_t recorded = sim.simCallCount("cuEventRecord") - records;
+    CHECK(recorded >= 2 * 40 && recorded < 3 * 40,
+          "%llu marks: of a chunk's arrival, of its decode's end, and of none again",
+          (unsigned long long)recorded);
     CHECK(sim.simCallCount("cuLaunchKernel") - launches == 40 &&
               after.decodes - before.decodes == 40,
           "%llu launches", (unsigned long long)(sim.simCallCount("cuLaunchKernel") - launches));
