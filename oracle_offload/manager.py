@@ -15,7 +15,16 @@ from torch import nn
 from . import _core, admission, heartbeat, masters, selection
 from .attachment import Attachment, close_leftovers
 from .budget import Budget
-from .compress.choice import Expected, choose, codable, coder_for, part, staging_bytes
+from .compress.choice import (
+    Expected,
+    ask_by_pace,
+    check,
+    choose,
+    codable,
+    coder_for,
+    part,
+    staging_bytes,
+)
 from .compress.steps import StepRecord, key_of
 from .devices import parse_device
 from .disk.loading import Loading
@@ -46,7 +55,6 @@ logger = logging.getLogger("oracle_offload")
 
 ATTRIBUTE = "_memory_manager"  # on the attached module; AI-Toolkit's name
 _REDUCE = "__reduce_ex__"
-COMPRESS = (None, "lossless", "auto")
 
 
 class _DetachMethod:
@@ -306,8 +314,7 @@ def attach(
     where = parse_device(device)
     refuse_weight_movers(module)
     lock_limit = _lock_limit(lock)
-    if compress not in COMPRESS:
-        raise ValueError(f"compress={compress!r} is none of {', '.join(map(repr, COMPRESS))}")
+    check(compress)
     order = None if order_file is None else OrderFile(order_file)
     if quantize is not None and weights is None:
         raise ValueError("quantize= is for weights that are read; quantise what is there already")
@@ -345,7 +352,12 @@ def attach(
                     )
                     attachment.steps = StepRecord(key_of(units, state))
                     pace = attachment.steps.recall(state.kind.model)
-                    choice = choose(units, sizes, room, short, pace, expected)
+                    ask = (
+                        None
+                        if pace is None
+                        else functools.partial(ask_by_pace, capacity=room, pace=pace)
+                    )
+                    choice = choose(units, sizes, room, short, ask, expected)
                     coded, attachment.compressed_because = choice.tensors, choice.why
                     logger.info("%s: compress='auto': %s", attachment.name, choice.why)
                 staging = staging_bytes(coded)

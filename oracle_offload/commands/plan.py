@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter-dtype", default="fp32", help="of the LoRA (fp32)")
     parser.add_argument("--master-dtype", help="of a second copy of trained weights")
     parser.add_argument("--quantise", help="frozen weights: int8, fp8, qfloat8, nf4")
+    parser.add_argument("--compress", choices=("lossless", "auto"), help="weights in fewer bytes")
     parser.add_argument("--no-checkpointing", dest="checkpointing", action="store_false")
     parser.add_argument("--batch", type=int, default=1, help="samples in a micro-batch (1)")
     parser.add_argument(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from .coder import Coder, kind_of, pays
 from .steps import Pace
 from .store import user_store
 
+COMPRESS = (None, "lossless", "auto")
+
 _PIECES = 4  # of the staging memory, each with room for a chunk
 _SAMPLES, _SAMPLE = 16, 1 << 14  # weights of a tensor that tell how small it gets
 _MARGIN = 1.02  # by which it may take more than they tell
@@ -31,6 +33,12 @@ _CHUNK, _HEADER_BYTES = 4 << 20, 64  # weights of a chunk, see csrc/core/codec.h
 _ENOUGH = 1.01  # times the shortest step is short enough
 _TRIALS = 16  # of numbers of units, planned at once
 _GOLDEN = (5**0.5 - 1) / 2  # multiples of it, without their whole part, are spread evenly
+
+
+def check(compress: str | None) -> None:
+    """Refuse what is no value of the argument ``compress``."""
+    if compress not in COMPRESS:
+        raise ValueError(f"compress={compress!r} is none of {', '.join(map(repr, COMPRESS))}")
 
 
 def codable(units: Sequence[Sequence[Chosen]]) -> list[Tensor]:
@@ -49,6 +57,13 @@ def codable(units: Sequence[Sequence[Chosen]]) -> list[Tensor]:
                 else:
                     found[id(tensor)] = tensor
     return [tensor for key, tensor in found.items() if key not in others]
+
+
+class ExpectedBytes(Protocol):
+    """Who knows about how many bytes a tensor takes coded."""
+
+    def bytes_of(self, tensor: Tensor) -> int:
+        """Return them for a tensor that is `codable`."""
 
 
 class Expected:
@@ -135,13 +150,17 @@ class Planned:
     saved_host: int
 
 
+# Answers a question for `replay.predict`: the units, and the numbers of those that are coded.
+Ask = Callable[[Sequence[Planned], Collection[int]], dict[str, Any]]
+
+
 def choose(
     units: Sequence[Unit],
     sizes: Sequence[int],
     capacity: int,
     short: float,
-    pace: Pace | None,
-    expected: Expected,
+    ask: Ask | None,
+    expected: ExpectedBytes,
 ) -> Choice:
     """Return the least that removes what waits for copies, and what the host has no room for.
 
@@ -153,15 +172,16 @@ def choose(
         Of the arena.
     short : float
         Bytes that have to go from the host; see `part`.
-    pace : Pace or None
-        Of the steps, as they were in a run before.
+    ask : callable or None
+        Answers what to ask of `replay.predict` for a step with some units coded; see `ask_by_pace`.
+        None where nothing is known of steps.
     expected : Expected
     """
     every = codable(units)
     travels = capacity < sum(sizes)
     if short == float("inf"):
         return Choice(every, "ram_budget has no room for all weights, compressed or not")
-    if travels and pace is None:
+    if travels and ask is None:
         return Choice(every, "what travels may hold steps up: none was measured here yet")
     if not travels and not short:
         return Choice([], "all weights have room on the device")
@@ -172,11 +192,9 @@ def choose(
         saved = itertools.accumulate(planned[number].saved_host for number in order)
         least = bisect.bisect_left(list(saved), short) + 1
         said.append(f"ram_budget is {format_size(int(short))} short of the weights as they are")
-    if travels and pace is not None:
+    if travels and ask is not None:
         try:
-            count, plain_s, step_s = _least_for_link(
-                planned, order, capacity, staging_bytes(every), pace
-            )
+            count, plain_s, step_s = _least_for_link(planned, order, ask)
         except OffloadError as error:  # of the process that plans
             return Choice(every, f"a step could not be planned: {error}")
         if count:
@@ -191,7 +209,7 @@ def choose(
 
 
 def _planned(
-    units: Sequence[Unit], sizes: Sequence[int], every: Sequence[Tensor], expected: Expected
+    units: Sequence[Unit], sizes: Sequence[int], every: Sequence[Tensor], expected: ExpectedBytes
 ) -> list[Planned]:
     wanted = {id(tensor) for tensor in every}
     seen: set[int] = set()
@@ -242,7 +260,7 @@ def _shares(sizes: Sequence[int], capacity: int) -> list[tuple[float, float]]:
 
 
 def _least_for_link(
-    planned: Sequence[Planned], order: Sequence[int], capacity: int, staging: int, pace: Pace
+    planned: Sequence[Planned], order: Sequence[int], ask: Ask
 ) -> tuple[int, float, float]:
     """Return how many of `order` make a step as short as any do, and its seconds before and after.
 
@@ -252,7 +270,7 @@ def _least_for_link(
 
     def try_between(low: int, high: int) -> None:
         counts = {low + (high - low) * n // _TRIALS for n in range(_TRIALS + 1)} - known.keys()
-        asked = [_question(planned, {*order[:n]}, capacity, staging, pace) for n in counts]
+        asked = [ask(planned, {*order[:n]}) for n in counts]
         answers = predict_elsewhere(asked)
         known.update(zip(counts, (a["predicted_step_s"] for a in answers), strict=True))
 
@@ -267,8 +285,8 @@ def _least_for_link(
     return found, known[0], known[found]
 
 
-def _question(
-    planned: Sequence[Planned], coded: Collection[int], capacity: int, staging: int, pace: Pace
+def ask_by_pace(
+    planned: Sequence[Planned], coded: Collection[int], *, capacity: int, pace: Pace
 ) -> dict[str, Any]:
     """Ask for a step in which the units of these numbers are coded: see `replay.predict`.
 
@@ -296,7 +314,7 @@ def _question(
         "events": events,
         "units": units,
         "segments": [capacity],
-        "staging": staging,
+        "staging": staging_bytes([tensor for unit in planned for tensor in unit.coded]),
     }
 
 

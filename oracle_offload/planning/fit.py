@@ -76,7 +76,8 @@ class Fit:
             return 0
         if not self.sweep_bytes:
             return self.storage.x_min_bytes(self.arena_bytes)
-        return sum(max(0, used - self.arena_bytes) for used in self.sweep_bytes)
+        missing = sum(max(0, used - self.arena_bytes) for used in self.sweep_bytes)
+        return int(self.storage.link_share * missing)
 
     @property
     def offload_percent(self) -> float:
@@ -215,10 +216,11 @@ def _counted(storage: Storage, device: dict[str, int], room: Room) -> Fit:
 
 
 def _streamed(storage: Storage, more: dict[str, int], room: Room) -> Fit:
-    on_host = sum(storage.host_rows.values()) + storage.host_padding_bytes
+    host = storage.on_host()
+    on_host = sum(host.values())
     budget, short, why = None, 0, ""
     if on_host > room.host:
-        weights = storage.host_rows["weights"] + storage.host_padding_bytes
+        weights = host["weights"] + host["padding"]
         budget = room.host - (on_host - weights)
         try:
             if budget <= 0:
@@ -226,10 +228,11 @@ def _streamed(storage: Storage, more: dict[str, int], room: Room) -> Fit:
             storage = storage.keeping(budget)
         except OffloadError as error:
             budget, short, why = None, on_host - room.host, f"the host: {error}"
-    host = storage.host_rows | {"padding": storage.host_padding_bytes}
-    device = {
-        row.name: row.bytes - storage.host_rows.get(row.name, 0) for row in storage.rows
-    } | more
+    host = storage.on_host()
+    device = {row.name: row.bytes - storage.host_rows.get(row.name, 0) for row in storage.rows} | {
+        "staging": storage.staging_bytes,
+        **more,
+    }
     fixed, floor = sum(device.values()), storage.floor_bytes
     if room.offload_percent is not None:
         managed = storage.travelling_bytes + storage.kept_bytes

@@ -20,10 +20,13 @@ def python(fit: Fit, recipe: Recipe, switch: str, *, follows_steps: bool, togeth
         lines = [f"# first quantise the frozen Linear weights: {recipe.quantise}", *lines]
     if fit.verdict == RESIDENT:
         return "\n".join([*lines, 'model.to("cuda")', ""])
-    budget = '"auto"' if follows_steps else str(fit.arena_bytes + fit.storage.kept_bytes)
+    together_bytes = fit.arena_bytes + fit.storage.kept_bytes + fit.storage.staging_bytes
+    budget = '"auto"' if follows_steps else str(together_bytes)
     arguments = [f"vram_budget={budget}"]
     if fit.ram_budget is not None:
         arguments.append(f"ram_budget={fit.ram_budget}")
+    if recipe.compress is not None:
+        arguments.append(f'compress="{recipe.compress}"')
     lines.append("import oracle_offload")
     lines.append("")
     if recipe.train == "lora":

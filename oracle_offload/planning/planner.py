@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from ..compress.choice import check
 from ..host import memory
 from ..sizes import GIB, format_size, parse_size
 from ..views.recording import Recording, read_recording
 from . import report, verify
 from .cards import HOSTS_GB, card_of
+from .codes import chosen
 from .fit import NOWHERE, RESIDENT, STREAMED, Fit, Room, fit_step
 from .ladder import Rung, Shard, ladder, shards
 from .measure import Step
@@ -182,6 +184,7 @@ def plan(
     adapter_dtype: str | torch.dtype = "fp32",
     master_dtype: str | torch.dtype | None = None,
     quantise: str | None = None,
+    compress: str | None = None,
     checkpointing: bool = True,
     batch: int = 1,
     micro_batches: int = 1,
@@ -226,6 +229,9 @@ def plan(
         stepped (``"fp32"``, mixed precision: 18 bytes a parameter with AdamW).
     quantise : {"int8", "fp8", "qfloat8", "nf4"}, optional
         Frozen Linear weights as torchao, optimum-quanto or bitsandbytes keep them.
+    compress : {"lossless", "auto"}, optional
+        What `attach` is to be told. How small weights get is told by encoding parts of them where
+        the module has them, else by their dtype, and called estimated.
     checkpointing : bool
         Whether blocks are computed again in backward.
     batch : int
@@ -270,6 +276,7 @@ def plan(
         raise ValueError(f"train={train!r} is neither 'lora' nor 'full'")
     if quantise is not None and quantise not in QUANTISED:
         raise ValueError(f"quantise={quantise!r} is not known; there are {', '.join(QUANTISED)}")
+    check(compress)
     for name, value in (
         ("rank", rank),
         ("batch", batch),
@@ -287,6 +294,7 @@ def plan(
         None if master_dtype is None else _dtype(master_dtype, "master_dtype"),
         quantise,
         optimizer_of(optimizer),
+        compress,
     )
     source = source_of(model, config, None if dtype is None else _dtype(dtype, "dtype"))
     chosen = card_of(
@@ -316,6 +324,10 @@ def answer(question: Question, step: Step | None = None) -> Plan:
     """Return the plan of a question, whose step may have been measured already."""
     storage = storage_of(question.source, question.recipe)
     step = _step(question, storage) if step is None else step
+    why = ""
+    if question.recipe.compress == "auto":
+        storage, choice = chosen(question, storage, step)
+        why = choice.why
     step, found = fit_step(storage, step, question.micro_batches, question.room)
 
     def measured(**changes: Any) -> Step:
@@ -323,7 +335,7 @@ def answer(question: Question, step: Step | None = None) -> Plan:
         return _step(changed, storage_of(changed.source, changed.recipe))
 
     rungs = ladder(question, step, found, measured)
-    storage = storage_of(question.source, question.recipe)  # the ladder marked the module anew
+    storage_of(question.source, question.recipe)  # the ladder marked the module anew
     return Plan(
         question,
         storage,
@@ -332,7 +344,7 @@ def answer(question: Question, step: Step | None = None) -> Plan:
         speed_of(step, found, question.card),
         rungs,
         shards(storage),
-        _assumptions(question, found, step),
+        _assumptions(question, found, step, why),
     )
 
 
@@ -352,7 +364,7 @@ def _step(question: Question, storage: Storage) -> Step:
     )
 
 
-def _assumptions(question: Question, found: Fit, step: Step) -> tuple[str, ...]:
+def _assumptions(question: Question, found: Fit, step: Step, why: str) -> tuple[str, ...]:
     card, said = question.card, list(question.source.notes)
     named = [name for name in ("link_gbps", "tflops", "memory_gbps") if name not in card.measured]
     if named:
@@ -363,6 +375,10 @@ def _assumptions(question: Question, found: Fit, step: Step) -> tuple[str, ...]:
     )
     if question.source.module is None and question.recipe.train == "lora":
         said.append("the LoRA, its gradients and its state are unknown and counted nowhere")
+    if found.storage.coded:
+        said.append(question.source.expected.said(found.storage.coded))
+    if why:
+        said.append(f'compress="auto": {why}')
     if step.activations is None:
         said.append(f"activations are unknown and counted nowhere: {step.why}")
     elif step.note:

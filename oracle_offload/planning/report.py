@@ -34,6 +34,7 @@ _DRAWN = {
     "gradients": "gradients",
     "activations": "activations",
     "arena": "arena",
+    "staging": "arena",
 }
 
 
@@ -64,6 +65,9 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "activations_bytes": plan.step.activations,
         "step": vars(plan.speed),
         "ram_budget_bytes": fit.ram_budget,
+        "compress": question.recipe.compress,
+        "compressed_bytes": fit.storage.coded_bytes[0],
+        "compressed_host_bytes": fit.storage.coded_bytes[1],
         "card": question.card.name,
         "alternatives": [vars(rung) for rung in plan.alternatives],
         "sharded": [vars(shard) for shard in plan.shards],

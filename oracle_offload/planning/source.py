@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..disk.header import read_header
 from ..disk.source import DTYPES as STORED_DTYPES
 from ..errors import OffloadError
 from ..selection import listed
+from .estimated import Estimated
 
 DTYPES = {
     "fp32": torch.float32,
@@ -55,6 +56,8 @@ class Source:
         What was taken for granted.
     runs : bool
         Whether the module's forward is the model's own, so that it can be measured.
+    expected : Estimated
+        What its weights take compressed.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Source:
     parameters: int
     notes: tuple[str, ...] = ()
     runs: bool = True
+    expected: Estimated = field(default_factory=Estimated)
 
 
 def source_of(model: Any, config: Any = None, dtype: torch.dtype | None = None) -> Source:
@@ -84,7 +88,8 @@ def source_of(model: Any, config: Any = None, dtype: torch.dtype | None = None) 
         A file or class that does not hold what it should.
     """
     if isinstance(model, nn.Module):
-        return _of_module(on_meta(model), type(model).__name__, dtype, own_dtype=True)
+        found = _of_module(on_meta(model), type(model).__name__, dtype, own_dtype=True)
+        return replace(found, expected=Estimated(found.module, model))
     if isinstance(model, type) and issubclass(model, nn.Module):
         dtype = dtype or torch.bfloat16
         return _of_module(_build(model, _config_dict(config), dtype), model.__name__, dtype)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from ..errors import OffloadError
 from ..geometry import tensor_bytes
-from ..replay import predict_elsewhere
+from ..replay import Size, predict_elsewhere
 from ..simulated_time import SimulatedTime
 from ..simulator import Device
 from .cards import Card
@@ -62,7 +64,7 @@ def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
     if fit.verdict == RESIDENT:
         slow, middle, fast = (sum(step.phases(time)) for time in times)
         return Speed(fast, middle, slow, middle, middle, bottleneck="compute")
-    questions = [_question(step, fit, card, share) for share in (0.0, 0.5, 1.0)]
+    questions = [question(step, fit, card, share) for share in (0.0, 0.5, 1.0)]
     try:
         answers = predict_elsewhere(questions)
     except OffloadError as error:  # for want of memory, say: whether it fits is known all the same
@@ -71,7 +73,7 @@ def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
     moved = answers[1]["predicted_h2d_bytes"]
     rate = 1e9 * card.rates(0.5)["link_gbps"]
     forward_copies_s, backward_copies_s = (
-        max(0, used - fit.arena_bytes) / rate for used in fit.sweep_bytes
+        fit.storage.link_share * max(0, used - fit.arena_bytes) / rate for used in fit.sweep_bytes
     )
     bound_s = max(forward_s, forward_copies_s) + max(backward_s, backward_copies_s)
     compute_s = forward_s + backward_s
@@ -104,11 +106,16 @@ def _time(card: Card, share: float) -> SimulatedTime:
     return SimulatedTime(_device(card, share))
 
 
-def _question(step: Step, fit: Fit, card: Card, share: float) -> dict[str, Any]:
+def question(step: Step, fit: Fit, card: Card, share: float) -> dict[str, Any]:
     """Return what `oracle_offload.replay` is asked."""
-    numbers = step.numbers
+    numbers, coded = step.numbers, fit.storage.coded
+
+    def size(tensor: Tensor) -> Size:
+        nbytes = tensor_bytes(tensor)
+        return [nbytes, coded[id(tensor)]] if id(tensor) in coded and not nbytes % 2 else nbytes
+
     units = [
-        [(numbers[leaf.name], [tensor_bytes(t) for t in leaf.tensors()]) for leaf in unit]
+        [(numbers[leaf.name], [size(t) for t in leaf.tensors()]) for leaf in unit]
         for unit in fit.storage.units
         if unit[0].kind.needs_place
     ]
@@ -124,4 +131,5 @@ def _question(step: Step, fit: Fit, card: Card, share: float) -> dict[str, Any]:
         "events": events,
         "units": units,
         "segments": [fit.arena_bytes],
+        "staging": fit.storage.staging_bytes,
     }

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ..geometry import stored_bytes, tensor_bytes, unit_bytes
+from ..compress.choice import ExpectedBytes, codable, staging_bytes
+from ..geometry import aligned, stored_bytes, tensor_bytes, unit_bytes
 from ..kept import keep
 from ..selection import (
     Chosen,
@@ -102,6 +103,8 @@ class Recipe:
     quantise : str or None
         A key of `QUANTISED`.
     optimizer : Optimizer
+    compress : str or None
+        As `attach` takes it.
     """
 
     train: str
@@ -111,6 +114,7 @@ class Recipe:
     master_dtype: torch.dtype | None
     quantise: str | None
     optimizer: Optimizer
+    compress: str | None = None
 
 
 @dataclass(frozen=True)
@@ -141,14 +145,14 @@ class Storage:
         Of managed weights that travel, without padding: W of X_min.
     host_rows : dict of str to int
         What of `rows` lies on the host where the weights stream.
-    host_padding_bytes : int
-        That lie between the masters, because each begins at a multiple of the alignment.
     kept_bytes : int
         Of units that are on the device for good because the host has no room for them.
     why_not : str
         Why nothing can be streamed.
     adapters : dict of str to tuple
         Layers with a LoRA, and the shapes of its two matrices.
+    coded : dict of int to int
+        What each compressed tensor is expected to take of the host, by its `id`.
     """
 
     recipe: Recipe
@@ -160,10 +164,10 @@ class Storage:
     floor_bytes: int = 0
     weight_bytes: int = 0
     host_rows: dict[str, int] = field(default_factory=dict)
-    host_padding_bytes: int = 0
     kept_bytes: int = 0
     why_not: str = ""
     adapters: dict[str, Pair] = field(default_factory=dict)
+    coded: dict[int, int] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -187,7 +191,45 @@ class Storage:
 
     def x_min_bytes(self, arena_bytes: int) -> int:
         """Return the least bytes that a step can move to the device, as `Attachment` has it."""
-        return 2 * max(0, self.weight_bytes - arena_bytes)
+        return int(2 * self.link_share * max(0, self.weight_bytes - arena_bytes))
+
+    def host_bytes_of(self, tensor: Tensor) -> int:
+        """Return what a master takes of the host, and of the link."""
+        return self.coded.get(id(tensor), tensor_bytes(tensor))
+
+    def on_host(self) -> dict[str, int]:
+        """Return what lies on the host where the weights stream: `host_rows` and padding."""
+        if not self.units:
+            return self.host_rows
+        sizes = [self.host_bytes_of(tensor) for tensor in _distinct(self.units)]
+        padding = sum(map(aligned, sizes)) - sum(sizes)
+        return {**self.host_rows, "weights": sum(sizes), "padding": padding}
+
+    @property
+    def coded_bytes(self) -> tuple[int, int]:
+        """The bytes of compressed weights: as they are, and on the host."""
+        coded = [t for t in _distinct(self.units) if id(t) in self.coded]
+        return sum(map(tensor_bytes, coded)), sum(map(self.host_bytes_of, coded))
+
+    @property
+    def link_share(self) -> float:
+        """The bytes that travel, by those of the weights."""
+        travels = [t for unit in self.units for leaf in unit for t in leaf.tensors()]
+        saved = sum(tensor_bytes(t) - self.host_bytes_of(t) for t in travels)
+        return 1 - saved / self.weight_bytes if self.coded else 1.0
+
+    @property
+    def staging_bytes(self) -> int:
+        """What compressed weights pass through on the device."""
+        return staging_bytes(
+            [t for t in _distinct(self.units) if id(t) in self.coded] if self.coded else ()
+        )
+
+    def compressed(self, expected: ExpectedBytes) -> Storage:
+        """Return the same with every weight compressed that may be and gets smaller."""
+        coded = {id(tensor): expected.bytes_of(tensor) for tensor in codable(self.units)}
+        whole = {id(tensor): tensor_bytes(tensor) for tensor in _distinct(self.units)}
+        return replace(self, coded={key: n for key, n in coded.items() if n < whole[key]})
 
     def keeping(self, ram_bytes: int) -> Storage:
         """Return the same with units on the device for good, as `attach` has it at this budget.
@@ -197,7 +239,7 @@ class Storage:
         OffloadError
             No unit fits the host.
         """
-        streaming, kept = keep(self.units, ram_bytes, 1.0)
+        streaming, kept = keep(self.units, ram_bytes, 1.0, self.host_bytes_of)
         return replace(self, kept_bytes=kept.bytes)._streaming(streaming)
 
     def _streaming(self, units: list[list[Chosen]]) -> Storage:
@@ -211,7 +253,6 @@ class Storage:
             floor_bytes=least_bytes(units, all_locked=True),
             weight_bytes=sum(tensor_bytes(t) for leaf in travels for t in leaf.tensors()),
             host_rows=_rows_on_host(units, self.recipe),
-            host_padding_bytes=_padding(units),
         )
 
 
@@ -232,7 +273,7 @@ def storage_of(source: Source, recipe: Recipe) -> Storage:
         )
     if source.module is None:
         return _of_count(source.parameters, recipe)
-    return _of_module(source.module, recipe)
+    return _of_module(source, source.module, recipe)
 
 
 def _of_count(count: int, recipe: Recipe) -> Storage:
@@ -258,7 +299,7 @@ def _of_count(count: int, recipe: Recipe) -> Storage:
     )
 
 
-def _of_module(module: nn.Module, recipe: Recipe) -> Storage:
+def _of_module(source: Source, module: nn.Module, recipe: Recipe) -> Storage:
     full = recipe.train == "full"
     for parameter in module.parameters():
         if parameter.is_floating_point():
@@ -286,7 +327,8 @@ def _of_module(module: nn.Module, recipe: Recipe) -> Storage:
     except NothingToManage as error:
         storage.why_not = str(error)
         return storage
-    return storage._streaming(group_units([_as_packed(leaf, packed) for leaf in leaves]))
+    storage = storage._streaming(group_units([_as_packed(leaf, packed) for leaf in leaves]))
+    return storage if recipe.compress is None else storage.compressed(source.expected)
 
 
 def _bytes_of(tensors: Sequence[Stored]) -> int:
@@ -312,11 +354,6 @@ def _rows_on_host(units: Iterable[Sequence[Chosen]], recipe: Recipe) -> dict[str
     trained: list[Stored] = [(t.shape, t.dtype) for t in tensors if t.requires_grad]
     rows = [Row("weights", sum(map(tensor_bytes, tensors))), *_trained_rows(trained, recipe)]
     return {row.name: row.bytes for row in rows if row.bytes}
-
-
-def _padding(units: Iterable[Sequence[Chosen]]) -> int:
-    tensors = _distinct(units)
-    return unit_bytes(tensors) - sum(map(tensor_bytes, tensors))
 
 
 def _distinct(units: Iterable[Sequence[Chosen]]) -> list[Tensor]:
