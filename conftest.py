@@ -15,6 +15,8 @@ import pytest
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Tests leave nothing in the user's folder; those of the heartbeat ask for one elsewhere.
 os.environ["ORACLE_OFFLOAD_HEARTBEAT"] = "0"
+# Whatever this user has built: tests that want the operators in C++ ask for them.
+os.environ.setdefault("ORACLE_OFFLOAD_OPS", "off")
 
 
 @functools.cache

@@ -29,7 +29,9 @@ def build_info() -> dict[str, Any]:
         ``schema``, ``version`` (of the package); ``built`` (False where the C part is missing; then
         ``why_not`` says what to do); ``date``, ``platform``, ``compiler``, ``built_with_python``;
         ``core``, ``simulator``, ``kernels`` and ``ops``, each a dict with ``built`` and, where that
-        is False, ``why_not``; ``python`` and ``torch``, the versions here and now (``torch`` is
+        is False, ``why_not``. ``ops`` tells of the operators in C++ for the torch that is installed
+        now, which are built apart: the ``file``, and ``why_not`` where they are switched off;
+        ``python`` and ``torch``, the versions here and now (``torch`` is
         None where it is not installed); ``folder``, where the package lies.
 
     Examples
@@ -55,7 +57,9 @@ def build_info() -> dict[str, Any]:
             "`make build` in a source tree, or install the package with pip",
             **here,
         }
-    return {**recorded, "built": True, **here}
+    from .ops.files import record
+
+    return {**recorded, "ops": record(), "built": True, **here}
 
 
 def simulator_path() -> Path:

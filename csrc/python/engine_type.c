@@ -4,6 +4,7 @@
  * microsecond of work invites every other thread to take it for five milliseconds); only when the
  * engine says that it would block are they repeated with the GIL released. */
 #include "binding.h"
+#include "handover.h"
 
 #include <limits.h>
 #include <stdlib.h>
@@ -29,6 +30,12 @@ static PyObject *oo__none_or_raise(PyObject *object, enum oo_status status) {
     if (status != OO_OK)
         return oo__raise_for(object, status);
     Py_RETURN_NONE;
+}
+
+static int oo__zero_or_raise(PyObject *object, enum oo_status status) {
+    if (status != OO_OK)
+        oo__raise_for(object, status);
+    return status == OO_OK ? 0 : -1;
 }
 
 /* Run a call that may block, with the GIL released; until it returns nobody closes the engine. */
@@ -491,6 +498,40 @@ static PyObject *oo__units_tuple(const uint32_t *units, uint32_t count) {
     return tuple;
 }
 
+static int oo__acquire_use(PyObject *object, const struct oo_request *request, struct oo_use *use) {
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        return -1;
+    enum oo_status status = oo_engine_acquire(engine, request, OO_NONBLOCKING | OO_LAUNCH, use);
+    if (status == OO_WOULD_BLOCK)
+        OO_BLOCKING(status, oo_engine_acquire(engine, request, OO_LAUNCH, use));
+    return oo__zero_or_raise(object, status);
+}
+
+static int oo__release_use(PyObject *object, uint64_t ticket, uintptr_t stream,
+                           struct oo_fetched *fetched) {
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        return -1;
+    enum oo_status status = oo_engine_release(engine, ticket, stream, OO_NONBLOCKING, fetched);
+    if (status == OO_WOULD_BLOCK)
+        OO_BLOCKING(status, oo_engine_release(engine, ticket, stream, 0, fetched));
+    else if (status == OO_OK && fetched->more && fetched->count == 0) {
+        /* Else the caller stamps what was copied before other threads run, and the rest is copied
+         * by the next release. */
+        OO_BLOCKING(status, oo_engine_prefetch(engine, fetched));
+        if (status != OO_E_DEAD) /* a copy ahead that fails is given up */
+            status = OO_OK;
+    }
+    return oo__zero_or_raise(object, status);
+}
+
+const struct oo_handover oo__handover = {
+    .layout = OO_HANDOVER_LAYOUT,
+    .acquire = oo__acquire_use,
+    .release = oo__release_use,
+};
+
 static const struct oo_parameter oo__acquire_takes[] = {OO_ID("member"),
                                                         OO_ADDRESS("stream"),
                                                         OO_NUMBER("stamp"),
@@ -505,8 +546,7 @@ static PyObject *oo__engine_acquire(PyObject *object, PyObject *const *arguments
     const double seconds = PyFloat_AsDouble(arguments[5]);
     if (PyErr_Occurred())
         return NULL;
-    struct oo_engine *engine = OO_ENGINE_WITH(acquire, 5, v);
-    if (!engine)
+    if (!OO_ENGINE_WITH(acquire, 5, v))
         return NULL;
     const struct oo_request request = {.member = (uint32_t)v[0],
                                        .stream = (uintptr_t)v[1],
@@ -515,11 +555,8 @@ static PyObject *oo__engine_acquire(PyObject *object, PyObject *const *arguments
                                        .task = (int64_t)v[4],
                                        .seconds = seconds};
     struct oo_use use;
-    enum oo_status status = oo_engine_acquire(engine, &request, OO_NONBLOCKING | OO_LAUNCH, &use);
-    if (status == OO_WOULD_BLOCK)
-        OO_BLOCKING(status, oo_engine_acquire(engine, &request, OO_LAUNCH, &use));
-    if (status != OO_OK)
-        return oo__raise_for(object, status);
+    if (oo__acquire_use(object, &request, &use) < 0)
+        return NULL;
     PyObject *fetched = oo__units_tuple(use.fetched.units, use.fetched.count);
     return fetched ? Py_BuildValue("(KKN)", (unsigned long long)use.ticket,
                                    (unsigned long long)use.address, fetched)
@@ -666,23 +703,10 @@ static const struct oo_parameter oo__release_takes[] = {OO_NUMBER("ticket"), OO_
 static PyObject *oo__engine_release(PyObject *object, PyObject *const *arguments,
                                     Py_ssize_t count) {
     unsigned long long v[2];
-    struct oo_engine *engine = OO_ENGINE_WITH(release, count, v);
-    if (!engine)
-        return NULL;
     struct oo_fetched fetched;
-    enum oo_status status =
-        oo_engine_release(engine, v[0], (uintptr_t)v[1], OO_NONBLOCKING, &fetched);
-    if (status == OO_WOULD_BLOCK)
-        OO_BLOCKING(status, oo_engine_release(engine, v[0], (uintptr_t)v[1], 0, &fetched));
-    else if (status == OO_OK && fetched.more && fetched.count == 0) {
-        /* Else the caller stamps what was copied before other threads run, and the rest is copied
-         * by the next release. */
-        OO_BLOCKING(status, oo_engine_prefetch(engine, &fetched));
-        if (status != OO_E_DEAD) /* a copy ahead that fails is given up */
-            status = OO_OK;
-    }
-    if (status != OO_OK)
-        return oo__raise_for(object, status);
+    if (!OO_ENGINE_WITH(release, count, v) ||
+        oo__release_use(object, v[0], (uintptr_t)v[1], &fetched) < 0)
+        return NULL;
     return oo__units_tuple(fetched.units, fetched.count);
 }
 

@@ -6,9 +6,10 @@ replaced, and views them where they lie in a slot of the arena.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _MAX_VIEWS = 16  # addresses remembered per leaf; placement repeats in the steady state
 
+_serials = itertools.count()
+
 Tensors = tuple[Tensor | None, ...]
 Extent = tuple[int, int] | tuple[int, int, int, int]  # see `Engine.add_unit`
 
@@ -48,6 +51,7 @@ class Masters:
 
     def __init__(self, kind: Leaf | type[Leaf], tensors: Any) -> None:
         names = kind.names
+        self.serial = next(_serials)  # of no other
         self._noted = [
             (name, None, 0, (), 0, None)
             if (tensor := tensors.get(name)) is None
@@ -150,6 +154,7 @@ class Leaf:
     coded: Sequence[CodedMaster] = ()  # what the engine was told of its masters
     on_device = False  # the tensors lie there for good, and so do their gradients
     moving = False  # `follow` is under way, in some thread
+    native: Callable[[Any, Tensor], Tensor] | None = None  # computes as a call does; csrc/torch
     # The address of a master by that of its tensor on the device, once it has moved there.
     former: Mapping[int, int] = {}
     kept: Sequence[torch.UntypedStorage] = ()  # what it left, while the engine may still read it

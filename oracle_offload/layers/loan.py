@@ -313,6 +313,11 @@ class Layer(Borrower, ABC):
         flops, moved = self.forward_cost(x)
         return self.state.time.kernel_seconds(flops, moved, x.dtype)
 
+    def backward_seconds(self, grad: Tensor, needs: Needs) -> float:
+        """Return how long the simulated device computes `derivative`."""
+        flops, moved = self.backward_cost(grad, needs)
+        return self.state.time.kernel_seconds(flops, moved, grad.dtype)
+
     def lend_unrecorded(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """`lend` in a forward of which autograd records nothing."""
         task, compute = _graph_task(), self.compute
@@ -326,11 +331,7 @@ class Layer(Borrower, ABC):
         """`lend` in backward, where the tensors are what forward used."""
         _, dtype, _, masters, version = ctx.loan
         self.check_unchanged(self.backward_reads, masters, version)
-        state = self.state
-        seconds = 0.0
-        if state.simulated:
-            flops, moved = self.backward_cost(grad, needs)
-            seconds = state.time.kernel_seconds(flops, moved, grad.dtype)
+        seconds = self.backward_seconds(grad, needs) if self.state.simulated else 0.0
         if profiler._is_profiler_enabled:
             with self.profiled("backward"):
                 return self.lend(BACKWARD, _graph_task(), seconds, dtype, compute)

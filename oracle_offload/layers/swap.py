@@ -62,7 +62,8 @@ def call(layer: Any, x: Tensor) -> Any:
     """Do what `untraced` does, without the decorator's own bookkeeping: for every eager call."""
     compiler = _set_compiler(None)
     try:
-        return layer(x)
+        native = layer.native
+        return layer(x) if native is None else native(layer, x)
     finally:
         _set_compiler(compiler)
 

@@ -127,7 +127,7 @@ class Traced(Layer):
 # ---- what the operators run ----
 
 
-class _Kept:
+class Kept:
     """Stands for autograd's ``ctx`` where the compiled graph keeps what backward needs."""
 
     saved_tensors: tuple[Tensor, ...] = ()
@@ -242,7 +242,7 @@ def _lend_recorded(layer: Traced, x: Tensor, dtype: torch.dtype | None) -> Tenso
     seconds = layer.forward_seconds(x) if state.simulated else 0.0
     kind = FORWARD if task == -1 else RECOMPUTE
     trained = tuple([t if t is not None and t.requires_grad else None for t in masters.tensors])
-    kept = _Kept()
+    kept = Kept()
     y: Tensor = layer.lend(kind, task, seconds, dtype, lambda t: layer.record(kept, x, trained, t))
     if state.turned and task == -1:
         state.begin_forward()
@@ -269,7 +269,7 @@ def _backward(
     for name, used in (("weight", weight), ("bias", bias)):
         if name in layer.backward_reads and used is not None:
             _check_same(layer, name, used)
-    kept = _Kept()
+    kept = Kept()
     kept.loan = layer, dtype, task, masters, version_of(masters.read)
     layer.restore(kept, x, torch.Size(size), tuple(stride), *arguments)
     with _above_autograd(), torch.no_grad():

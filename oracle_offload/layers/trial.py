@@ -197,7 +197,7 @@ def _leave(attachment: Attachment, layer: Leaf, memory: Sequence[torch.UntypedSt
     later = object.__new__(kind)
     layer.__class__ = kind
     for each in (layer, later):
-        each.__dict__.update(layer.__dict__, former=former, trial=None, masters=now)
+        each.__dict__.update(layer.__dict__, former=former, trial=None, masters=now, native=None)
     later.on_device = True
     later.kept = memory
     attachment.layers.remove(layer)

@@ -193,7 +193,7 @@ def embedded(source: Path, folder: Path) -> bytes:
 @pytest.mark.parametrize(
     ("switch", "value", "said"),
     [
-        ("ORACLE_OFFLOAD_BUILD_OPS", "on", "no ops layer"),
+        ("ORACLE_OFFLOAD_BUILD_OPS", "on", "no-such-compiler"),
         ("ORACLE_OFFLOAD_BUILD_OPS", "yes", "use one of auto, on, off"),
         ("ORACLE_OFFLOAD_BUILD_KERNELS", "maybe", "use one of auto, on, off"),
     ],
@@ -204,7 +204,8 @@ def test_a_switch_that_cannot_be_met_fails_loudly(
     pytest.importorskip("setuptools")
     command = [sys.executable, "setup.py", "--quiet", "build_ext"]
     command += ["--build-temp", str(tmp_path / "temp"), "--build-lib", str(tmp_path / "lib")]
-    environment = {**os.environ, switch: value}
+    environment = {**os.environ, switch: value, "CXX": "no-such-compiler"}
+    environment["ORACLE_OFFLOAD_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode != 0
     assert switch in done.stderr and said in done.stderr

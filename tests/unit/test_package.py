@@ -87,7 +87,10 @@ def test_the_wheel_is_one_for_every_python_and_holds_what_it_needs(distributions
     assert re.fullmatch(r"oracle_offload-[\d.]+-cp311-abi3-\w+\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    for name in ("_core.abi3.so", "libsimcuda.so", "_build_info.json", "_core.pyi", "py.typed"):
+    for name in (
+        *("_core.abi3.so", "libsimcuda.so", "_build_info.json", "_core.pyi", "py.typed"),
+        *("ops/source/ops.cpp", "ops/source/handover.h", "ops/source/oracle_offload.h"),
+    ):
         assert f"oracle_offload/{name}" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     outside = {name.split("/")[0] for name in names}

@@ -1,0 +1,148 @@
+"""Building the operators in C++: where they go, what the command says, and what on failure."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from oracle_offload import build_info, cli
+
+torch = pytest.importorskip("torch")
+
+from oracle_offload.ops import compiling, files, load  # noqa: E402
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="they are built on Linux alone")
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The cache folder of a user who has built nothing."""
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("ORACLE_OFFLOAD_OPS", "auto")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.delenv("CXX", raising=False)
+    return tmp_path / "ops"
+
+
+def a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> None:
+    """Put a shell script in the place of the compiler."""
+    path = tmp_path / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+
+
+WRITES = 'while [ "$1" != -o ]; do shift; done; echo built > "$2"'
+
+
+@linux_only
+def test_what_was_built_lies_in_the_cache_under_what_decides_its_use(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    a_compiler(monkeypatch, tmp_path, WRITES)
+    path, _ = compiling.build()
+    assert path.parent == folder and path.read_text() == "built\n"
+    assert [p.name for p in folder.iterdir()] == [path.name]  # nothing half-made beside it
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    for part in (torch.__version__, f"abi{abi}", f"cpython-{sys.version_info[0]}"):
+        assert part in path.name
+    assert path == load.path_here()
+    assert build_info()["ops"] == {"built": True, "file": str(path)}
+
+
+@linux_only
+def test_it_is_built_once_unless_forced_and_replaces_builds_of_other_sources(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    a_compiler(monkeypatch, tmp_path, WRITES)
+    folder.mkdir()
+    here = load.path_here().name
+    older = folder / f"{here.rpartition('-')[0]}-0123456789abcdef.so"
+    other = folder / here.replace(torch.__version__, "1.0")
+    for path in (older, other):
+        path.write_text("of before")
+    path, _ = compiling.build()
+    assert other.exists() and not older.exists()
+    path.write_text("kept")
+    assert compiling.build() == (path, 0.0) and path.read_text() == "kept"
+    compiling.build(force=True)
+    assert path.read_text() == "built\n"
+
+
+@linux_only
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    a_compiler(monkeypatch, tmp_path, f"{WRITES}; echo unknown option >&2; exit 4")
+    assert cli.main(["build-ops"]) == cli.EXIT_ERROR
+    said = capsys.readouterr().err
+    assert "exit status 4" in said and "unknown option" in said and "C++20" in said
+    assert list(folder.iterdir()) == []
+
+
+@linux_only
+def test_without_a_compiler_it_says_which_were_looked_for_and_what_to_install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", os.devnull)
+    assert cli.main(["build-ops"]) == cli.EXIT_ERROR
+    said = capsys.readouterr().err
+    assert "c++, g++, clang++" in said and "apt install g++" in said
+    monkeypatch.setenv("CXX", "zig c++")
+    assert cli.main(["build-ops"]) == cli.EXIT_ERROR
+    assert "CXX names 'zig'" in capsys.readouterr().err
+    assert not folder.exists() or list(folder.iterdir()) == []
+
+
+@linux_only
+def test_without_pythons_headers_it_says_what_to_install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compiling.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(compiling.OffloadError, match="install Python's headers"):
+        compiling.build()
+
+
+def test_build_info_says_that_nothing_was_built_and_how_to_do_it(folder: Path) -> None:
+    info = build_info()["ops"]
+    assert info["built"] is False
+    assert torch.__version__ in info["why_not"] and "oracle-offload build-ops" in info["why_not"]
+    assert load.operators() is None
+
+
+@linux_only
+def test_the_switch_leaves_them_unused_and_another_value_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    a_compiler(monkeypatch, tmp_path, WRITES)
+    compiling.build()
+    monkeypatch.setenv("ORACLE_OFFLOAD_OPS", "off")
+    assert load.operators() is None
+    info = build_info()["ops"]
+    assert info["built"] is True and info["why_not"] == "ORACLE_OFFLOAD_OPS=off: not used"
+    monkeypatch.setenv("ORACLE_OFFLOAD_OPS", "on")
+    with pytest.raises(ValueError, match="ORACLE_OFFLOAD_OPS='on': use auto or off"):
+        load.operators()
+
+
+@linux_only
+def test_a_file_that_does_not_load_costs_a_warning(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    a_compiler(monkeypatch, tmp_path, WRITES)
+    compiling.build()
+    assert load.operators() is None
+    assert "build-ops --force" in caplog.text
+
+
+def test_the_version_on_disk_is_that_of_the_torch_that_is_imported() -> None:
+    assert files.installed_torch() == torch.__version__
