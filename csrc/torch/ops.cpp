@@ -64,7 +64,6 @@ std::atomic<int64_t> n_forward, n_backward; /* computed here */
     NAME(masters)                                                                                  \
     NAME(member)                                                                                   \
     NAME(moving)                                                                                   \
-    NAME(native)                                                                                   \
     NAME(needs_of_input)                                                                           \
     NAME(next_look)                                                                                \
     NAME(pace)                                                                                     \
@@ -397,11 +396,10 @@ bool was_coded_written(const Origin &origin) {
                                          static_cast<PyObject *>(reads), nullptr)));
 }
 
-/* Whether the layer is as forward left it: what `Loan.backward` and `lend_backward` look at. */
+/* Whether the layer is as forward left it: what `Loan.backward` and `lend_backward` look at. Where
+ * its tensors have moved to the device, they lie elsewhere. */
 bool is_unchanged(const Origin &origin) {
-    if (is_profiled() || was_coded_written(origin) ||
-        Owned(get(origin.layer, names.native)) == Py_None ||
-        integer(origin.layer, names.member) < 0)
+    if (is_profiled() || was_coded_written(origin) || integer(origin.layer, names.member) < 0)
         return false;
     const Owned parameters = get(origin.layer, names.parameters);
     PyObject *weight =

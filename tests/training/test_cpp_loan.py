@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,14 @@ import test_autocast
 import test_matrix
 import test_writes
 import torch
-from equality import assert_models_agree, assert_same, attached, is_simulated, resident_pair
+from equality import (
+    Recorder,
+    assert_models_agree,
+    assert_same,
+    attached,
+    is_simulated,
+    resident_pair,
+)
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -155,6 +163,35 @@ def test_a_real_model_trains_alike(taken):
             assert_models_agree(one, other, models.flux_step, steps=1)
         forwards, backwards = taken()
         assert backwards > 0 and forwards > 2 * backwards * 0.9  # each is computed again
+
+
+def test_inputs_of_one_leaf_share_autocasts_cast(taken):
+    """Gradients of all uses are summed at that cast, in bfloat16: Python sees to it."""
+
+    class Fan(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            return self.q(x) * self.k(x) + self.v(x)
+
+    one, other = resident_pair(Fan().requires_grad_(False))
+    with managed(one):
+        assert_models_agree(one, other, test_matrix.make_step(torch.randn(64, 32), "cpu", True))
+    assert taken() == (0, 0)
+
+
+def test_a_weight_that_is_laid_out_anew_where_it_lies(taken):
+    one, other = resident_pair(stack())
+    step = test_matrix.make_step(torch.randn(5, 48), "cpu", False)
+    with managed(one):
+        for _ in range(2):
+            assert_models_agree(one, other, step, steps=1)
+            for model in (one, other):
+                model[0].weight.data = model[0].weight.data.t()
+        assert_models_agree(one, other, step, steps=1)
+    assert min(taken()) > 0
 
 
 def test_accumulation_with_sampling_between(taken):
@@ -478,6 +515,61 @@ def test_an_arena_without_room_says_so_in_the_same_words(taken):
 
 
 # ---- what goes to Python ----
+
+
+def test_what_stands_before_the_engine_sees_every_use(taken):
+    model = stack()
+    with managed(model) as manager:
+        state = manager.state
+        recorder = state.engine = Recorder(state.engine)
+        try:
+            model(leaf()).sum().backward()
+        finally:
+            state.engine = recorder._engine
+        assert len(recorder.acquired) == 6
+        y = model(leaf())
+        assert taken() == (3, 0)
+        state.engine = recorder  # since forward
+        y.sum().backward()
+        state.engine = recorder._engine
+        assert len(recorder.acquired) == 9
+    assert taken() == (0, 0)
+
+
+def test_what_was_added_to_a_layer_is_looked_at_first(taken):
+    model = stack()
+    with managed(model) as manager:
+        structure = manager.layers[0].structure
+        model(leaf())
+        model[0].register_module("adapter", nn.Identity())
+        assert structure.changed
+        model[1](leaf())
+        assert not structure.changed
+    assert taken() == (3, 0)
+
+
+def test_a_layer_whose_masters_are_being_moved_waits_for_them(taken):
+    model = stack(depth=1)
+    x = leaf().detach()
+    expected = model(x)
+    with managed(model) as manager:
+        layer, begun = manager.layers[0], threading.Event()
+
+        def move() -> None:
+            with layer.state.lock:
+                layer.moving = True
+                begun.set()
+                time.sleep(0.2)
+                layer.moving = False
+
+        thread = threading.Thread(target=move)
+        thread.start()
+        assert begun.wait(10)
+        found = model(x)
+        assert not layer.moving
+        thread.join()
+    assert_same(found, expected)
+    assert taken() == (0, 0)
 
 
 class Functions(TorchFunctionMode):
