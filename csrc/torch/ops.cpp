@@ -53,16 +53,17 @@ std::atomic<int64_t> n_forward, n_backward; /* computed here */
     NAME(_noted)                                                                                   \
     NAME(begin_forward)                                                                            \
     NAME(begin_use)                                                                                \
+    NAME(backward_reads)                                                                           \
     NAME(backward_seconds)                                                                         \
     NAME(changed)                                                                                  \
     NAME(coded)                                                                                    \
     NAME(engine)                                                                                   \
     NAME(former)                                                                                   \
     NAME(forward_seconds)                                                                          \
+    NAME(has_stale_codes)                                                                          \
     NAME(masters)                                                                                  \
     NAME(member)                                                                                   \
     NAME(moving)                                                                                   \
-    NAME(native)                                                                                   \
     NAME(needs_of_input)                                                                           \
     NAME(next_look)                                                                                \
     NAME(pace)                                                                                     \
@@ -78,6 +79,7 @@ std::atomic<int64_t> n_forward, n_backward; /* computed here */
     NAME(uses)                                                                                     \
     NAME(view_at)                                                                                  \
     NAME(views)                                                                                    \
+    NAME(was_coded_written)                                                                        \
     NAME(weight)
 struct Names {
 #define DECLARE(name) PyObject *name;
@@ -112,13 +114,14 @@ class Owned {
 
 Owned get(PyObject *object, PyObject *name) { return Owned(PyObject_GetAttr(object, name)); }
 
-bool is_true(PyObject *object, PyObject *name) {
-    const Owned value = get(object, name);
+bool is_true(PyObject *value) {
     const int truth = value == Py_True ? 1 : PyObject_IsTrue(value);
     if (truth < 0)
         raise();
     return truth != 0;
 }
+
+bool is_true(PyObject *object, PyObject *name) { return is_true(get(object, name)); }
 
 int64_t integer(PyObject *number) {
     const int64_t value = PyLong_AsLongLong(number);
@@ -383,11 +386,20 @@ struct ManagedLinearBackward : Node {
     const Origin origin;
 };
 
-/* Whether the layer is as forward left it: what `Loan.backward` and `lend_backward` look at. */
+/* Whether what the engine has are codes of weights that were written since. */
+bool was_coded_written(const Origin &origin) {
+    if (!is_true(origin.layer, names.coded))
+        return false;
+    const Owned reads = get(origin.layer, names.backward_reads);
+    return is_true(
+        Owned(PyObject_CallMethodObjArgs(origin.layer, names.was_coded_written, origin.masters,
+                                         static_cast<PyObject *>(reads), nullptr)));
+}
+
+/* Whether the layer is as forward left it: what `Loan.backward` and `lend_backward` look at. Where
+ * its tensors have moved to the device, they lie elsewhere. */
 bool is_unchanged(const Origin &origin) {
-    if (is_profiled() || is_true(origin.layer, names.coded) ||
-        Owned(get(origin.layer, names.native)) == Py_None ||
-        integer(origin.layer, names.member) < 0)
+    if (is_profiled() || was_coded_written(origin) || integer(origin.layer, names.member) < 0)
         return false;
     const Owned parameters = get(origin.layer, names.parameters);
     PyObject *weight =
@@ -521,7 +533,8 @@ bool is_plain(PyObject *layer) {
            !at::impl::torch_function_mode_enabled() &&
            !c10::impl::TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY) &&
            !is_profiled() && !is_true(get(layer, names.structure), names.changed) &&
-           !is_true(layer, names.coded);
+           !(is_true(layer, names.coded) &&
+             is_true(Owned(PyObject_CallMethodNoArgs(layer, names.has_stale_codes))));
 }
 
 /* Whether the input is an ordinary one, on the device. */

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,13 +21,19 @@ import test_autocast
 import test_matrix
 import test_writes
 import torch
-from equality import assert_models_agree, assert_same, attached, is_simulated, resident_pair
+from equality import (
+    Recorder,
+    assert_models_agree,
+    assert_same,
+    attached,
+    is_simulated,
+    resident_pair,
+)
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import oracle_offload
 from oracle_offload import OffloadError, StaleWeightsError
 from oracle_offload.ops import compiling, load
 
@@ -70,6 +77,16 @@ def taken(built: Path, monkeypatch: pytest.MonkeyPatch) -> Taken:
 def stack(*, bias: bool = True, depth: int = 3) -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Linear(48, 48, bias=bias) for _ in range(depth)]
+    return nn.Sequential(*layers).requires_grad_(False)
+
+
+WIDE, DEPTH = 1100, 4
+
+
+def large() -> nn.Sequential:
+    """A stack whose layers are units of their own, of which an arena holds two."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDE, WIDE, bias=False) for _ in range(DEPTH)]
     return nn.Sequential(*layers).requires_grad_(False)
 
 
@@ -148,6 +165,35 @@ def test_a_real_model_trains_alike(taken):
         assert backwards > 0 and forwards > 2 * backwards * 0.9  # each is computed again
 
 
+def test_inputs_of_one_leaf_share_autocasts_cast(taken):
+    """Gradients of all uses are summed at that cast, in bfloat16: Python sees to it."""
+
+    class Fan(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            return self.q(x) * self.k(x) + self.v(x)
+
+    one, other = resident_pair(Fan().requires_grad_(False))
+    with managed(one):
+        assert_models_agree(one, other, test_matrix.make_step(torch.randn(64, 32), "cpu", True))
+    assert taken() == (0, 0)
+
+
+def test_a_weight_that_is_laid_out_anew_where_it_lies(taken):
+    one, other = resident_pair(stack())
+    step = test_matrix.make_step(torch.randn(5, 48), "cpu", False)
+    with managed(one):
+        for _ in range(2):
+            assert_models_agree(one, other, step, steps=1)
+            for model in (one, other):
+                model[0].weight.data = model[0].weight.data.t()
+        assert_models_agree(one, other, step, steps=1)
+    assert min(taken()) > 0
+
+
 def test_accumulation_with_sampling_between(taken):
     one, other = resident_pair(stack())
 
@@ -177,6 +223,38 @@ def test_weights_written_between_steps_are_seen(taken):
                 write(other)
             assert_models_agree(one, other, step, steps=1)
     assert min(taken()) > 0
+
+
+@pytest.mark.parametrize("mode", ["sampling", "forward", "training"])
+def test_an_element_written_after_its_copy_was_fetched_ahead_is_seen(mode, taken):
+    test_writes.test_one_element_written_after_its_copy_was_fetched_ahead_is_seen(mode, "linear")
+    assert taken()[0] > 0
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["sampling", "forward"])
+def test_an_element_written_after_the_copy_of_another_layers_use_is_seen(trained, taken):
+    test_writes.test_one_element_written_after_the_copy_that_another_layers_use_began_is_seen(
+        "linear", trained
+    )
+    assert taken()[0] > 0
+
+
+def test_an_element_written_after_a_release_fetched_its_copy_is_seen(sim, taken):
+    one, other = resident_pair(large())
+    y = z = torch.ones(2, WIDE)
+    with managed(one, offload_percent=1.0) as manager, torch.no_grad():
+        for _ in range(4):  # the order is learned
+            one(y)
+        before = manager.state.engine.stats()
+        for number in range(DEPTH):
+            y, z = one[number](y), other[number](z)
+            assert_same(y, z)
+            sim.finish()  # what was fetched ahead has arrived
+            for model in (one, other):
+                model[(number + 1) % DEPTH].weight[7, 11] += 1.0
+        after = manager.state.engine.stats()
+    assert after["stale"] > before["stale"] and after["prefetches"] > before["prefetches"]
+    assert taken() == (5 * DEPTH, 0)
 
 
 def test_layers_used_by_several_threads(taken):
@@ -209,11 +287,11 @@ def test_layers_used_by_several_threads(taken):
 
 def uses(mode: str, reentrant: bool | None, percent: float) -> tuple[Any, ...]:
     """Return what the engine saw of a few steps."""
-    model = stack(depth=6)
-    blocks = [model[:3], model[3:]]
+    model = large()
+    blocks = [model[:2], model[2:]]
     with managed(model, mode, offload_percent=percent) as manager:
         for _ in range(4):
-            y = leaf()
+            y = leaf(2, WIDE)
             for block in blocks:
                 y = block(y) if reentrant is None else checkpoint(block, y, use_reentrant=reentrant)
             y.sum().backward()
@@ -231,7 +309,7 @@ def test_bytes_and_order_are_those_of_the_loan_in_python(reentrant, percent, tak
     assert taken() == (0, 0)
     assert uses("auto", reentrant, percent) == expected
     assert min(taken()) > 0
-    assert expected[2] > 0
+    assert expected[2] > (10 if percent else 0) * WIDE * WIDE * 4
 
 
 # ---- the graph ----
@@ -439,6 +517,61 @@ def test_an_arena_without_room_says_so_in_the_same_words(taken):
 # ---- what goes to Python ----
 
 
+def test_what_stands_before_the_engine_sees_every_use(taken):
+    model = stack()
+    with managed(model) as manager:
+        state = manager.state
+        recorder = state.engine = Recorder(state.engine)
+        try:
+            model(leaf()).sum().backward()
+        finally:
+            state.engine = recorder._engine
+        assert len(recorder.acquired) == 6
+        y = model(leaf())
+        assert taken() == (3, 0)
+        state.engine = recorder  # since forward
+        y.sum().backward()
+        state.engine = recorder._engine
+        assert len(recorder.acquired) == 9
+    assert taken() == (0, 0)
+
+
+def test_what_was_added_to_a_layer_is_looked_at_first(taken):
+    model = stack()
+    with managed(model) as manager:
+        structure = manager.layers[0].structure
+        model(leaf())
+        model[0].register_module("adapter", nn.Identity())
+        assert structure.changed
+        model[1](leaf())
+        assert not structure.changed
+    assert taken() == (3, 0)
+
+
+def test_a_layer_whose_masters_are_being_moved_waits_for_them(taken):
+    model = stack(depth=1)
+    x = leaf().detach()
+    expected = model(x)
+    with managed(model) as manager:
+        layer, begun = manager.layers[0], threading.Event()
+
+        def move() -> None:
+            with layer.state.lock:
+                layer.moving = True
+                begun.set()
+                time.sleep(0.2)
+                layer.moving = False
+
+        thread = threading.Thread(target=move)
+        thread.start()
+        assert begun.wait(10)
+        found = model(x)
+        assert not layer.moving
+        thread.join()
+    assert_same(found, expected)
+    assert taken() == (0, 0)
+
+
 class Functions(TorchFunctionMode):
     """Sees calls of Python, which there are none of in C++."""
 
@@ -484,20 +617,38 @@ def test_trained_weights_and_subclasses_of_tensors_go_to_python(taken):
         assert taken() == (0, 0)
 
 
-def test_coded_masters_go_to_python(taken):
+def coded_masters(mode: str) -> list[Any]:
+    """Return what a layer with coded masters computes, before and after writes to its weight."""
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 512)).bfloat16().requires_grad_(False)
-    x = torch.randn(2, 512).bfloat16()
-    expected = model(x)
-    try:
-        manager = oracle_offload.attach(model, "cpu", compress="lossless")
-    except (OffloadError, ValueError) as error:
-        pytest.skip(str(error))
-    try:
-        assert_same(model(x), expected)
+    x = torch.randn(2, 512).bfloat16().requires_grad_()
+    found: list[Any] = []
+    with managed(model, mode, compress="lossless") as manager:
         assert manager.layers[0].coded
-        assert taken() == (0, 0)
-    finally:
-        manager.detach()
+        found += torch.autograd.grad(model(x).sum(), x)
+        y = model(x)
+        model[0].weight.data.view(-1)[:4] = 1.0  # of which torch knows nothing
+        with pytest.raises(StaleWeightsError) as raised:
+            y.sum().backward()
+        found.append(str(raised.value))
+        found += [model(x).detach(), *torch.autograd.grad(model(x).sum(), x)]
+    return found
+
+
+def test_coded_masters_are_looked_at_as_in_python(taken):
+    *expected, gradient = coded_masters("off")
+    assert taken() == (0, 0)
+    *found, same = coded_masters("auto")
+    assert found[1] == expected[1]
+    assert_same([found[0], found[2], same], [expected[0], expected[2], gradient])
+    assert min(taken()) > 0
+
+
+def test_on_every_kind_of_device(device, taken):
+    """Where a device is not the host, backward runs in a thread of its own."""
+    for kind in (None, True, False):
+        BITS(device, torch.float32, True, False, kind, False)
+        assert min(taken()) > 0
 
 
 def test_off_is_off(taken, monkeypatch):

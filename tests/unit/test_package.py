@@ -177,6 +177,8 @@ TRAIN = """
 import copy, torch
 import oracle_offload
 assert "site-packages" in oracle_offload.build_info()["folder"]
+from oracle_offload.ops import files
+assert all(path.is_file() and "site-packages" in str(path) for path in files.sources())
 torch.manual_seed(0)
 resident = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
 managed = copy.deepcopy(resident)
