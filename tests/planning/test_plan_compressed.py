@@ -103,6 +103,8 @@ def test_a_compressed_plan_is_within_seven_percent_of_the_attach(sim: Any, share
     assert found.speed.bound_s < plain.speed.bound_s
     assert found.speed.bound_s <= 1.03 * seconds
     assert host < 0.72 * plain.fit.host_bytes
+    assert found.fit.x_min_bytes < 0.72 * plain.fit.x_min_bytes
+    assert 0.8 * moved < found.fit.x_min_bytes <= 1.03 * moved
 
 
 def test_the_weights_tell_what_they_take_where_they_are_there() -> None:
