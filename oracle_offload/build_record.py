@@ -40,6 +40,16 @@ def build_info() -> dict[str, Any]:
     >>> build_info()["schema"]
     'oracle_offload/build-info/1'
     """
+    info = _recorded()
+    if info["built"]:
+        from .ops.files import record
+
+        info["ops"] = record()
+    return info
+
+
+def _recorded() -> dict[str, Any]:
+    """Return what the build has left, and the versions here and now."""
     folder = Path(__file__).resolve().parent
     here = {
         "python": platform.python_version(),
@@ -57,9 +67,7 @@ def build_info() -> dict[str, Any]:
             "`make build` in a source tree, or install the package with pip",
             **here,
         }
-    from .ops.files import record
-
-    return {**recorded, "ops": record(), "built": True, **here}
+    return {**recorded, "built": True, **here}
 
 
 def simulator_path() -> Path:
@@ -70,7 +78,7 @@ def simulator_path() -> Path:
     FileNotFoundError
         When the package was not built; says what to do.
     """
-    info = build_info()
+    info = _recorded()
     if not info["built"]:
         raise FileNotFoundError(info["why_not"])
     path = Path(info["folder"], info["simulator"]["file"])

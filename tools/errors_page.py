@@ -119,9 +119,7 @@ NOTES: dict[str, dict[str, str]] = {
         "which is not a command here": "`CXX` names the compiler; unset it to have one looked for.",
         "are built on Linux alone": "Elsewhere the loan in Python computes, with the same bits.",
         "install Python's headers": "The package index's Python has them; a system's is in parts.",
-        "could not compile the operators": (
-            "gcc 10 and clang 10 know C++20. A newer one can be named: `CXX=g++-12`."
-        ),
+        "could not compile the operators": ("A newer compiler can be named: `CXX=g++-12`."),
         "use auto or off": "`ORACLE_OFFLOAD_OPS=off` leaves unused what was built.",
     },
     "Weights from files": {
