@@ -18,6 +18,7 @@ enum { OO_FEW = 400 };                         /* units in the arena that are al
 enum { OO_MANY_ROUNDS = 8 };                   /* after which samples are no interruption */
 enum { OO_MEASURED = 4, OO_REMEASURED_ONE_IN = 4093 }; /* forwards of each unit; of all, a prime */
 static const double oo__memory = 15.0 / 16;            /* of copies that were measured */
+static const double oo__about = 1.5;                   /* times as long is about as long */
 #define OO_NOWHERE UINT64_MAX                          /* an index into the trace that is none */
 
 struct oo_trace_entry {
@@ -83,8 +84,10 @@ struct oo_plan {
     uint64_t home_layout; /* the arena's layout that they were given in */
     size_t home_end;      /* where the next one may begin */
     struct oo_rounds rounds;
-    struct oo_turn *turns;         /* scratch */
-    double copied_bytes, copied_s; /* the latest copies */
+    struct oo_turn *turns;             /* scratch */
+    double copied_bytes, copied_s;     /* the latest copies */
+    double measured_bytes, measured_s; /* the units whose forwards were measured */
+    size_t units_bytes;                /* all units that there are */
     uint64_t allocations;
 };
 
@@ -140,12 +143,17 @@ enum oo_status oo_plan_unit_add(struct oo_plan *plan, size_t bytes, uint32_t *un
         return oo__fail(OO_E_MEMORY, "no memory for a unit's place in the arena");
     plan->units[plan->n_units] =
         (struct oo_plan_unit){.bytes = bytes, .last = OO_NOWHERE, .ahead = 1};
+    plan->units_bytes += bytes;
     *unit = plan->n_units++;
     return OO_OK;
 }
 
 void oo_plan_unit_remove(struct oo_plan *plan, uint32_t unit) {
-    plan->units[unit].removed = 1;
+    struct oo_plan_unit *u = &plan->units[unit];
+    u->removed = 1;
+    plan->units_bytes -= u->bytes;
+    plan->measured_bytes -= u->measured ? (double)u->bytes : 0;
+    plan->measured_s -= u->seconds;
     plan->home_layout = OO_NOWHERE; /* its home goes to others */
 }
 
@@ -475,10 +483,16 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
 }
 
 void oo_plan_took(struct oo_plan *plan, uint32_t unit, double seconds) {
-    double *known = &plan->units[unit].seconds;
+    struct oo_plan_unit *u = &plan->units[unit];
+    const double before_s = u->seconds;
+    if (u->removed)
+        return;
+    if (!u->measured++)
+        plan->measured_bytes += (double)u->bytes;
     /* Whatever disturbs a measurement makes it longer. */
-    *known = *known <= 0 || seconds < *known ? seconds : *known + (seconds - *known) / 8;
-    plan->units[unit].measured++;
+    u->seconds =
+        before_s <= 0 || seconds < before_s ? seconds : before_s + (seconds - before_s) / 8;
+    plan->measured_s += u->seconds - before_s;
 }
 
 void oo_plan_copied(struct oo_plan *plan, size_t bytes, double seconds) {
@@ -593,25 +607,46 @@ static int oo__find(struct oo_plan *plan, uint32_t unit, uint64_t later_than,
 /* Whether the unit's home is free for it. FREE: all units that lie there are needed later than the
  * unit is needed `again`, so none of them has to come back during its stay, as in a forward and a
  * backward that mirror each other. FREE_SOON: that will be so once they have been used, which is
- * before the unit is used, `distance` visits from now. BUSY: one of them is needed while the unit
- * would be there (in sampling, where two units share a home, always). */
-enum oo_home_state { OO_HOME_FREE, OO_HOME_FREE_SOON, OO_HOME_BUSY };
+ * before the unit is used, `distance` visits from now. LATE: likewise, but that is not worth
+ * waiting for. BUSY: one of them is needed while the unit would be there (in sampling, where two
+ * units share a home, always). */
+enum oo_home_state { OO_HOME_FREE, OO_HOME_FREE_SOON, OO_HOME_LATE, OO_HOME_BUSY };
+
+/* Whether a forward is about to take less time than the copies of what the arena does not hold:
+ * then the link sets the pace, and must not rest. */
+static int oo__link_sets_the_pace(const struct oo_plan *plan) {
+    const double bps = oo_plan_link_bps(plan), bytes = (double)plan->units_bytes;
+    const double missing = bytes - (double)plan->arena.total_bytes;
+    return bps > 0 && plan->measured_s * bytes * bps < oo__about * missing * plan->measured_bytes;
+}
+
+/* Every fetch waits behind the one that waits for its home: where that is free only in the second
+ * half of the time until its use, the link would rest as long. An arena of less than two blocks
+ * has no other places that waste as little. */
+static int oo__is_worth_waiting(const struct oo_plan *plan, uint64_t until, uint64_t distance) {
+    return until * 2 <= distance || plan->arena.total_bytes < 2 * plan->block_bytes ||
+           !oo__link_sets_the_pace(plan);
+}
 
 static enum oo_home_state oo__home_state(struct oo_plan *plan, uint32_t unit, uint64_t distance,
                                          uint64_t again, struct oo_window *window) {
     enum oo_home_state answer = OO_HOME_FREE;
+    uint64_t until = 0; /* the last of them has been used */
     const size_t home = oo__home(plan, unit);
     if (!oo_arena_window_at(&plan->arena, home, plan->units[unit].bytes, window))
         return OO_HOME_BUSY;
     for (const struct oo_block *block = window->first;; block = block->next) {
         if (block->unit != OO_NO_UNIT && oo__evictable_next_use(plan, block->unit) <= again) {
+            const uint64_t use = oo_plan_next_use(plan, block->unit);
             if (oo__next_use_after(plan, block->unit, distance) <= again)
                 return OO_HOME_BUSY;
             answer = OO_HOME_FREE_SOON;
+            until = use > until ? use : until;
         }
         if (block == window->last)
-            return answer;
+            break;
     }
+    return oo__is_worth_waiting(plan, until, distance) ? answer : OO_HOME_LATE;
 }
 
 /* Whether all who lie in the unit's place are used later than that, so that none of them has to
@@ -665,6 +700,17 @@ static void oo__ahead_extend(struct oo_plan *plan) {
 /* How far ahead a fetch may be even if waiting would find a better place for it. */
 static size_t oo__lead_bytes(const struct oo_plan *plan) { return plan->arena.total_bytes / 16; }
 
+/* Whether a place that is not the unit's home wastes few bytes. */
+static int oo__is_tight(const struct oo_plan *plan, uint32_t unit, const struct oo_window *window) {
+    const size_t bytes = plan->units[unit].bytes;
+    size_t evicted = 0;
+    for (const struct oo_block *block = window->first;; block = block->next) {
+        evicted += block->unit == OO_NO_UNIT ? 0 : block->bytes;
+        if (block == window->last)
+            return evicted <= bytes + bytes / 4;
+    }
+}
+
 static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_window *window) {
     oo__ahead_extend(plan);
     const struct oo_ahead *ahead = &plan->ahead;
@@ -689,7 +735,8 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
         if (latest > distance + 1)
             distance = latest - 1;
     }
-    return oo__find(plan, *unit, distance, window);
+    return oo__find(plan, *unit, distance, window) &&
+           (home != OO_HOME_LATE || oo__is_tight(plan, *unit, window));
 }
 
 /* Before any match: the nearest absent unit in the direction of travel, of which a recompute has
