@@ -490,7 +490,7 @@ static void a_build_or_driver_that_cannot_decode_says_so(void) {
 static void flip(char *bytes, size_t at, unsigned bit) {
     unsigned char byte;
     memcpy(&byte, bytes + at, 1);
-    byte ^= 1u << bit;
+    byte = (unsigned char)(byte ^ 1u << bit);
     memcpy(bytes + at, &byte, 1);
 }
 
