@@ -702,6 +702,13 @@ assert torch.equal(other[1](x), want) and len(open_states()) == 1
 del other, want
 import gc; gc.collect()
 assert not open_states()
+# Called by compiled code first.
+other = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+want = other[1](x)
+MemoryManager.attach(other, torch.device("cpu"))
+assert torch.equal(torch.compile(lambda x: other[1](x), backend="eager")(x), want)
+assert len(open_states()) == 1
+MemoryManager.detach(other)
 # A part that is gone while layers wait: another module at its address is none of the model's.
 parts = [torch.nn.Sequential(torch.nn.Linear(64, 64)) for _ in range(50)]
 held = torch.nn.Sequential(torch.nn.Linear(64, 64), *parts)
