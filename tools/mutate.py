@@ -260,9 +260,10 @@ def main() -> int:
                 if len(rows) % 25 == 0:
                     seconds = time.monotonic() - start
                     print(f"... {len(rows)} of {len(mutants)} in {seconds:.0f} s", flush=True)
+        alive = {mutant.key for mutant, outcome in rows if outcome == "survived"}
         for number, (mutant, outcome) in enumerate(rows):
             # On a busy machine a test may fail by itself: what is proved is tried again, alone.
-            if mutant.key in proofs and not outcome.startswith(("none", "survived")):
+            if mutant.key in proofs.keys() - alive and not outcome.startswith("none"):
                 print(f"{mutant.name}: proved equivalent, but {outcome}; once more", flush=True)
                 rows[number] = mutant, gate.try_mutant(mutant)
     tried = [row for row in rows if not row[1].startswith("none")]

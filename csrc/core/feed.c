@@ -86,9 +86,9 @@ static unsigned oo__take_slot(struct oo_ring *ring) {
     return slot;
 }
 
-/* Whether one thread does all of the part: what decodes it comes after all of its bytes. */
-static int oo__is_whole(const struct oo_part *part) {
-    return part->header.mode == OO_CODEC_TIERS || part->header.mode == OO_CODEC_CONST;
+/* Then one thread does all of the part: what decodes it comes after all of its bytes. */
+static int oo__is_decoded(const struct oo_part *part) {
+    return part->header.mode == OO_CODEC_TIERS;
 }
 
 /* The feed's next piece; with the last one it leaves the queue. Under the mutex. */
@@ -100,7 +100,7 @@ static struct oo_piece oo__take_piece(struct oo_engine *engine, struct oo_feed *
                              .target = feed->address + part->offset + feed->offset,
                              .bytes = part->bytes - feed->offset,
                              .locked = part->locked,
-                             .staged = !part->locked && ring->base && !oo__is_whole(part),
+                             .staged = !part->locked && ring->base && !oo__is_decoded(part),
                              .begins = feed->offset == 0};
     if (piece.staged) {
         piece.slot = oo__take_slot(ring);
@@ -157,12 +157,12 @@ static int oo__copy_staged(struct oo_engine *engine, const struct oo_piece *piec
 
 static int oo__copy_as_it_is(struct oo_engine *engine, const struct oo_piece *piece,
                              struct oo_failure *failure, struct oo_waits *waits) {
+    waits->all++;
     oo__expect_pageable(engine, piece->host);
     if (!oo__works(failure, "cuMemcpyHtoDAsync",
                    engine->driver.cuMemcpyHtoDAsync(piece->target, piece->host, piece->bytes,
                                                     engine->h2d)))
         return 0;
-    waits->all++;
     /* H7: the driver may or may not have staged pageable bytes, so that nobody may rewrite them
      * before the copy has ended. */
     return oo__works(failure, "cuStreamSynchronize",
@@ -208,7 +208,7 @@ static int oo__copy_piece(struct oo_engine *engine, const struct oo_piece *piece
                           struct oo_failure *failure, struct oo_waits *waits) {
     if (piece->locked || !piece->bytes) /* nothing of it passes through the host's hands */
         return oo__part_send(engine, piece->part, piece->target, &oo__untimed, failure);
-    if (oo__is_whole(piece->part))
+    if (oo__is_decoded(piece->part))
         return oo__copy_chunk(engine, piece, failure, waits);
     return piece->staged ? oo__copy_staged(engine, piece, failure, waits)
                          : oo__copy_as_it_is(engine, piece, failure, waits);
@@ -287,7 +287,7 @@ static void oo__feed_on(struct oo_engine *engine, struct oo_feed *feed, int *ent
         feed->copies += works && piece.begins && piece.bytes;
         feed->bytes += works ? piece.bytes : 0;
         feed->unlocked_bytes += works && !piece.locked ? piece.bytes : 0;
-        feed->decodes += works && piece.part->header.mode == OO_CODEC_TIERS;
+        feed->decodes += works && oo__is_decoded(piece.part);
         feed->decoded_bytes += works ? oo__decoded_bytes(piece.part) : 0;
     }
     if (!works) {
