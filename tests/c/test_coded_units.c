@@ -260,6 +260,38 @@ static void a_chunk_passes_through_the_ring_in_steps(void) {
     set_memory(LOCKED);
 }
 
+static OOCUresult(OOCUDAAPI *copy_h2d)(OOCUdeviceptr, const void *, size_t, OOCUstream);
+static const void *watched;
+static _Atomic int n_watched;
+
+static OOCUresult OOCUDAAPI watching_copy(OOCUdeviceptr target, const void *source, size_t bytes,
+                                          OOCUstream stream) {
+    n_watched += source == watched;
+    return copy_h2d(target, source, bytes, stream);
+}
+
+/* A chunk that is locked, beside what is not, is copied from where it lies. */
+static void a_locked_chunk_passes_through_no_ring(void) {
+    struct model *m = open_model(1, 8192, (size_t)LAYERS * 4 * MOST_BYTES);
+    struct layer *layer = &m->layers[0];
+    const uint32_t two = 2;
+    layer->tensors[1].host = layer->plain[1]; /* no page of it is locked */
+    layer->tensors[2].bytes = layer->tensors[3].bytes = 0;
+    need(oo_unit_add(m->engine, m->model, layer->tensors, &two, 1, 0, &layer->unit, &layer->member,
+                     layer->offsets),
+         "unit");
+    watched = m->engine->units[layer->unit].parts[0].host;
+    n_watched = 0;
+    copy_h2d = m->engine->driver.cuMemcpyHtoDAsync;
+    m->engine->driver.cuMemcpyHtoDAsync = watching_copy;
+    need(use_layer(m, 0, "locked in part"), "use");
+    const struct oo_stats stats = stats_of_model(m);
+    CHECK(stats.unlocked_h2d_bytes == PLAIN_BYTES && stats.decodes == 1, "%llu bytes, %llu decodes",
+          (unsigned long long)stats.unlocked_h2d_bytes, (unsigned long long)stats.decodes);
+    CHECK(n_watched == 1, "the chunk went through the ring");
+    close_model(m, "locked in part");
+}
+
 /* Many chunks and few pieces; copies do not wait for the host. */
 static void chunks_take_turns_in_the_staging_memory(void) {
     struct world w;
@@ -847,6 +879,7 @@ static const struct check_case cases[] = {
     CASE(each_kind_mode_and_memory_gives_its_bits),
     CASE(what_travels_is_counted_as_it_is_coded),
     CASE(a_chunk_passes_through_the_ring_in_steps),
+    CASE(a_locked_chunk_passes_through_no_ring),
     CASE(chunks_take_turns_in_the_staging_memory),
     CASE(a_piece_whose_decode_has_no_mark_is_used_after_it),
     CASE(what_is_no_coded_master_is_refused),
