@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from . import _core, admission, heartbeat, masters, selection
 from .attachment import Attachment, close_leftovers
@@ -35,7 +35,7 @@ from .first_forward import FirstForward, watch_first_forward
 from .foreign_hooks import refuse_weight_movers
 from .geometry import aligned, stored_bytes, unit_bytes
 from .host import memory
-from .kept import Kept
+from .kept import Kept, Unit
 from .layers.any import find_wrappers, wrap
 from .layers.formats import unknown_format
 from .layers.leaf import Leaf
@@ -350,16 +350,7 @@ def attach(
                         if vram_budget == "auto"
                         else capacity_beside(0)
                     )
-                    attachment.steps = StepRecord(key_of(units, state))
-                    pace = attachment.steps.recall(state.kind.model)
-                    ask = (
-                        None
-                        if pace is None
-                        else functools.partial(ask_by_pace, capacity=room, pace=pace)
-                    )
-                    choice = choose(units, sizes, room, short, ask, expected)
-                    coded, attachment.compressed_because = choice.tensors, choice.why
-                    logger.info("%s: compress='auto': %s", attachment.name, choice.why)
+                    coded = _least_coded(attachment, units, sizes, room, short, expected)
                 staging = staging_bytes(coded)
                 if vram_budget != "auto":  # what cannot be is refused before anything moves
                     capacity_beside(staging)
@@ -445,6 +436,27 @@ def _warn_of_residents(manager: MemoryManager, kept: Kept) -> None:
         format_size(left),
         "; ".join(f"'{name}', {format_size(why.bytes)} ({why})" for name, why in largest),
     )
+
+
+def _least_coded(
+    attachment: Attachment,
+    units: list[Unit],
+    sizes: list[int],
+    room: int,
+    short: float,
+    expected: Expected,
+) -> list[Tensor]:
+    """Return what ``compress="auto"`` codes, by what steps of a run before took; say why.
+
+    `room` is the arena's; see `choose` for the others.
+    """
+    attachment.steps = StepRecord(key_of(units, attachment.state))
+    pace = attachment.steps.recall(attachment.state.kind.model)
+    ask = None if pace is None else functools.partial(ask_by_pace, capacity=room, pace=pace)
+    choice = choose(units, sizes, room, short, ask, expected)
+    attachment.compressed_because = choice.why
+    logger.info("%s: compress='auto': %s", attachment.name, choice.why)
+    return choice.tensors
 
 
 def _capacity(

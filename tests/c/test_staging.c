@@ -240,11 +240,23 @@ static void remove_there(void *argument) {
     remover->returned = 1;
 }
 
+/* Use the first unit; copy threads have queued a decode of those after it, and stand before the
+ * next copy. */
+static void decode_ahead(struct world *w) {
+    struct oo_use first;
+    struct oo_fetched fetched;
+    need(acquire(w->engine, w->member[0], w->stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
+    need(oo_engine_launch(w->engine, w->member[0], w->stream, 1e-6), "launch");
+    shut = 1;
+    need(oo_engine_release(w->engine, first.ticket, w->stream, 0, &fetched), "release");
+    for (int i = 0; i < 5000 && !launched; i++)
+        nap(1e-3);
+    CHECK(launched > 0, "nothing is decoded ahead");
+}
+
 /* The units that are copied lie in the memory of another lease, which stays. */
 static void memory_does_not_go_while_a_copy_thread_has_a_piece(void) {
     struct world w;
-    struct oo_use first;
-    struct oo_fetched fetched;
     struct oo_staging_piece *pieces[OO_STAGING_PIECES];
     char *more = malloc(WORLD_STAGING);
     struct remover remover = {&w, 0, 0};
@@ -255,13 +267,7 @@ static void memory_does_not_go_while_a_copy_thread_has_a_piece(void) {
     need(oo_staging_add(w.engine, remover.lease, (uintptr_t)more, WORLD_STAGING, w.stream), "more");
     for (int i = 0; i < OO_STAGING_PIECES; i++)
         pieces[i] = take(&w, 1); /* so that copy threads take the others */
-    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
-    need(oo_engine_launch(w.engine, w.member[0], w.stream, 1e-6), "launch");
-    shut = 1;
-    need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
-    for (int i = 0; i < 5000 && !launched; i++)
-        nap(1e-3);
-    CHECK(launched > 0, "nothing is decoded ahead");
+    decode_ahead(&w);
     struct oo_thread *thread = oo__thread_start(remove_there, &remover);
     nap(30e-3);
     CHECK(!remover.returned, "it did not wait for the copy threads");
@@ -282,21 +288,13 @@ static void use_the_largest(void *argument) { need(use(argument, 9, OO_FORWARD),
  * place: what is copied there comes after the decode. */
 static void a_unit_that_is_decoded_still_loses_its_place_afterwards(void) {
     struct world w;
-    struct oo_use first;
-    struct oo_fetched fetched;
     world_sizes(memset(&w, 0, sizeof w));
     sim.simRefuseRegistration(1);
     world_coded = 1;
     world_open(&w, w.largest, -1);
     world_coded = 0;
     watch(&w);
-    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
-    need(oo_engine_launch(w.engine, w.member[0], w.stream, 1e-6), "launch");
-    shut = 1;
-    need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
-    for (int i = 0; i < 5000 && !launched; i++)
-        nap(1e-3);
-    CHECK(launched > 0, "nothing is decoded ahead");
+    decode_ahead(&w);
     struct oo_thread *thread = oo__thread_start(use_the_largest, &w);
     nap(30e-3);
     shut = 0;
