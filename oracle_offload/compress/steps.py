@@ -6,7 +6,6 @@ attached with "auto" leaves what its last steps took, for the next one of this m
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -16,8 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import simulator
-from ..host.replace import replace_file
-from ..views.live import folder
+from ..remembered import Rows
 from ..views.schema import schema
 from ..views.verdict import judge
 
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("oracle_offload")
 
 SCHEMA = schema("steps", 1)
-_MOST_BYTES, _MOST_MODELS = 1 << 20, 1000  # the oldest go
+_rows = Rows("steps.json", SCHEMA, "models", "what the steps took")
 _FORWARD, _FORWARD_CHECKPOINTED = 1 / 2, 1 / 3  # of a step of frozen weights: operators alike
 
 
@@ -98,8 +96,8 @@ class StepRecord:
 
     def recall(self, device: simulator.Device | None) -> Pace | None:
         """Return what a run before has left; None where there is nothing of use."""
-        row = _read().get(self._key)
-        if device is None or not isinstance(row, dict):
+        row = _rows.get(self._key)
+        if device is None:
             return None
         busy_s, share = row.get("busy_s"), row.get("forward_share")
         if not isinstance(busy_s, float) or not isinstance(share, float):
@@ -118,21 +116,6 @@ class StepRecord:
             found = measure(attachment)
             if found is None:
                 return
-            models = _read()
-            models.pop(self._key, None)
-            models[self._key] = dict(zip(("busy_s", "forward_share"), found, strict=True))
-            newest = dict(list(models.items())[-_MOST_MODELS:])
-            text = json.dumps({"schema": SCHEMA, "models": newest}).encode()
-            folder().mkdir(parents=True, exist_ok=True)
-            replace_file(folder() / "steps.json", lambda sink: sink.write(text))
+            _rows.put(self._key, dict(zip(("busy_s", "forward_share"), found, strict=True)))
         except Exception as error:
             logger.info("what the steps took could not be remembered: %s", error)
-
-
-def _read() -> dict[str, Any]:
-    with contextlib.suppress(Exception):  # there is none yet, or none of ours
-        with open(folder() / "steps.json", "rb") as file:
-            found = json.loads(file.read(_MOST_BYTES))
-        if found.get("schema") == SCHEMA and isinstance(found["models"], dict):
-            return dict(found["models"])
-    return {}

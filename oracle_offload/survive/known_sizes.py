@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..host.replace import replace_file
-from ..views.live import folder
+from ..remembered import Rows
 from ..views.schema import schema
 
-logger = logging.getLogger("oracle_offload")
-
 SCHEMA = schema("sizes", 1)
-_MOST_BYTES = 1 << 20
-_MOST_SIZES = 1000  # the oldest go
+_rows = Rows("sizes.json", SCHEMA, "sizes", "the batch size")
 _MORE = 1.01  # times as much memory is not more
 _CHECKPOINTED = "gradient_checkpointing"  # of modules of transformers and diffusers
 
@@ -71,9 +65,7 @@ def key_of(model: nn.Module, device: torch.device, room: int | None, more: Seque
 
 def recall(key: str) -> Known:
     """Return what is known of a key; nothing where the file is missing or damaged."""
-    row = _read().get(key)
-    if not isinstance(row, dict):
-        return Known()
+    row = _rows.get(key)
     known = Known(row.get("good"), row.get("bad"), row.get("free"))
     good, bad, _ = known
     if not all(map(_is_size, known)) or (good and bad and good >= bad):
@@ -83,26 +75,8 @@ def recall(key: str) -> Known:
 
 def remember(key: str, known: Known, model: str) -> None:
     """Keep it; what the system refuses is logged, because no training fails for a file."""
-    sizes = _read()
-    sizes.pop(key, None)
-    sizes[key] = known._asdict() | {"model": model, "torch": torch.__version__}
-    newest = dict(list(sizes.items())[-_MOST_SIZES:])
-    text = json.dumps({"schema": SCHEMA, "sizes": newest}).encode()
-    try:
-        folder().mkdir(parents=True, exist_ok=True)
-        replace_file(folder() / "sizes.json", lambda sink: sink.write(text))
-    except Exception as error:
-        logger.info("the batch size could not be remembered: %s", error)
+    _rows.put(key, known._asdict() | {"model": model, "torch": torch.__version__})
 
 
 def _is_size(value: Any) -> bool:
     return value is None or (type(value) is int and value > 0)
-
-
-def _read() -> dict[str, Any]:
-    with contextlib.suppress(Exception):  # there is none yet, or none of ours
-        with open(folder() / "sizes.json", "rb") as file:
-            found = json.loads(file.read(_MOST_BYTES))
-        if found.get("schema") == SCHEMA and isinstance(found["sizes"], dict):
-            return dict(found["sizes"])
-    return {}

@@ -240,8 +240,8 @@ static void remove_there(void *argument) {
     remover->returned = 1;
 }
 
-/* Use the first unit; copy threads have queued a decode of those after it, and stand before the
- * next copy. */
+/* Use the first unit: copy threads come to a decode of what is next, and stay there while `shut`.
+ */
 static void decode_ahead(struct world *w) {
     struct oo_use first;
     struct oo_fetched fetched;

@@ -13,7 +13,7 @@ from equality import assert_same, attached
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oracle_offload import NoRoomError, find_batch_size
+from oracle_offload import NoRoomError, find_batch_size, remembered
 from oracle_offload.survive import batch_size, known_sizes
 
 WIDTH = 8
@@ -429,7 +429,7 @@ def test_sizes_that_cannot_be_are_passed_over(good, bad, cache):
 
 
 def test_the_oldest_sizes_go_and_a_folder_that_cannot_be_is_no_error(monkeypatch, cache):
-    monkeypatch.setattr(known_sizes, "_MOST_SIZES", 2)
+    monkeypatch.setattr(remembered, "_MOST_ROWS", 2)
     for key in "abac":
         known_sizes.remember(key, known_sizes.Known(1, 2), "Model")
     assert list(json.loads(cache.read_text())["sizes"]) == ["a", "c"]
