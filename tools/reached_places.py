@@ -13,7 +13,7 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 MARK = "_oracle_offload_reached"
 FIRST = "from __future__ import annotations"  # the first statement of every module
@@ -48,7 +48,7 @@ def marked(source: str, places: Sequence[tuple[int, int]], first: int, folder: s
 
 
 class Reached:
-    """What the marks call; each place of each test is a line of a file, once in a process.
+    """Where the marks write; each place of each test is a line of a file, once in a process.
 
     Parameters
     ----------
@@ -68,7 +68,8 @@ class Reached:
         self.test = test
         self.seen: set[int] = set()
 
-    def __call__(self, place: int) -> None:
+    def note(self, place: int) -> None:
+        """Note a place that the test has come by."""
         if place in self.seen:
             return
         self.seen.add(place)
@@ -79,5 +80,16 @@ class Reached:
             self.close(file)
 
 
+def mark_of(reached: Reached) -> Callable[[int], None]:
+    """Return what the marks call; its `switch` counts what follows for another test."""
+
+    def mark(place: int) -> None:
+        reached.note(place)
+
+    # What `torch.compiler.assume_constant_result` sets: a compiler calls it while it traces.
+    mark.__dict__.update(_dynamo_marked_constant=True, switch=reached.switch)
+    return mark
+
+
 if "FOLDER" in globals():
-    setattr(builtins, MARK, Reached(globals()["FOLDER"]))
+    setattr(builtins, MARK, mark_of(Reached(globals()["FOLDER"])))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import builtins
 import logging
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 import mutants_binding  # noqa: E402
@@ -111,6 +113,23 @@ static int find(struct row *rows, size_t count) {
     return found == count;
 }
 """
+
+
+def test_a_compiler_goes_by_a_mark_in_one_graph(tmp_path: Path) -> None:
+    (tmp_path / "current").write_text("t")
+    (tmp_path / "places").write_text("")
+    source = "def doubled(x):\n    return x * 2\n"
+    places = [(source.index("return"),) * 2, (source.index("x * 2"), source.index("\n", 20))]
+    text = reached_places.marked(f"{reached_places.FIRST}\n", [], 0, str(tmp_path))
+    text += reached_places.marked(source, places, 7, str(tmp_path))
+    module = types.ModuleType("marked")
+    try:
+        exec(compile(text, "marked.py", "exec"), module.__dict__)
+        compiled = torch.compile(module.doubled, backend="eager", fullgraph=True)
+        assert compiled(torch.ones(())) == 2
+    finally:
+        delattr(builtins, reached_places.MARK)
+    assert (tmp_path / "places").read_text() == "t\t7\nt\t8\n"
 
 
 def test_every_operator_of_the_binding_is_there() -> None:
