@@ -2,6 +2,7 @@
 
     python tools/mutate_python.py --count 40             # a sample, by the seed of the tree
     python tools/mutate_python.py --count 150 --seed 7
+    python tools/mutate_python.py --seed gate --remember
     python tools/mutate_python.py --all --resume         # every mutant; go on where it was stopped
     python tools/mutate_python.py --only oracle_offload/manager.py:210
     python tools/mutate_python.py --list
@@ -17,6 +18,10 @@ test counts only if it passes on the unchanged tree when it runs alone.
 
 Where that leaves too many survivors (and always with --all and --only), what survived meets all the
 cases, under the marks once more: what no test reaches has survived.
+
+A sample begins with less: each mutant meets the one test that killed it when --remember was said
+last (tests/mutation/killers_python.json). Only where that leaves too many are the others tried as
+above; a commit that breaks no test of the sample costs it a minute.
 
 A mutant of the binding is compiled and linked, and runs the tests that drive the extension; what
 they let live runs tests/unit/binding_life.py under AddressSanitizer with leak check.
@@ -50,7 +55,7 @@ import time
 import tomllib
 import types
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,8 +74,12 @@ from mutants_python import PythonMutant, byte_code
 CACHE = ROOT / "build/mutation"
 STATE = CACHE / "state.json"
 EQUIVALENT = ROOT / "tests/mutation/equivalent_python.toml"
+KILLERS = ROOT / "tests/mutation/killers_python.json"  # key of a mutant -> the test that killed it
 KILLED_AT_LEAST = 0.95
-TEST_FOLDERS = ("tests/unit", "tests/training", "tests/fault")
+TEST_FOLDERS = (
+    *("tests/unit", "tests/training", "tests/fault"),
+    *("tests/planning", "tests/clients"),
+)
 # They build, install or call other programs; none runs a line of the package in place.
 WITHOUT = ("test_conformance", "test_gpu_tools", "test_package", "test_soak")
 # What drives the extension module by itself; the rest of the tests of a binding's mutant train.
@@ -85,6 +94,7 @@ QUICK_S, ALL_S = 20.0, 60.0  # what outlives tests that take so long together ha
 LEAST_TESTS = 30  # that run however long they take: the machine may be busy
 BATCH_S = 2.0  # the tests that run first; most mutants die of them
 FILE_S = 0.3  # that a file of tests costs beside its tests
+KILLER_S = 4.0  # that a test is thought to take that killed a mutant before
 CASES, CASES_S = 3, 1.0  # of a parametrized test that are quick: so many, or as take so long
 ADDRESS_SPACE_BYTES = 8 << 30  # beyond what the process has when it starts
 
@@ -347,7 +357,7 @@ class Tree:
         if library is None:
             return "none: same object code"
         outcome = self.tests(LIBRARY, library, tests)
-        if outcome == "survived":
+        if outcome.startswith("survived"):
             library = sanitized.library(self.folder, mutant.file, text)
             assert library is not None
             return self.life(library)
@@ -368,7 +378,7 @@ class Tree:
                 continue
             test, error = next(iter(outcome.failed.items()))
             if self.sound(test, tests[test]):
-                return f"killed: {test}: {' '.join(error.split())[:160]}"
+                return f"killed: {test}\t{' '.join(error.split())[:160]}"
             for seen in (*outcome.passed, test):
                 left.pop(seen, None)
         return "survived" if tests else "survived: no test reaches it"
@@ -631,12 +641,12 @@ class Gate:
         context = multiprocessing.get_context("fork")
         return ProcessPoolExecutor(self.args.jobs, context, start_worker, (self.folder,))
 
-    def note(self, mutant: Mutant, outcome: str, seconds: float) -> bool:
-        """Keep an outcome, and return whether it counts."""
+    def note(self, mutant: Mutant, outcome: str, seconds: float, last: bool = True) -> bool:
+        """Keep an outcome, and return whether it counts; a survivor may meet more: not `last`."""
         self.outcomes[mutant] = outcome
         self.state[mutant.key] = {"file": self.digests[mutant.file], "outcome": outcome}
         STATE.write_text(json.dumps(self.state, indent=0))
-        if outcome.startswith("survived"):
+        if outcome.startswith("survived") and last:
             said = "proved equivalent" if mutant.key in self.proofs else outcome.upper()
             print(f"{said}: {mutant.name} ({seconds:.0f} s)\n    {mutant.key}", flush=True)
         elif self.args.verbose:
@@ -652,12 +662,32 @@ class Gate:
         same = self.args.resume and known["file"] == self.digests[mutant.file]
         return known["outcome"] if same and not known["outcome"].startswith("survived") else ""
 
-    def try_mutants(self, mutants: Sequence[Mutant], count: int, quick: bool) -> None:
-        """Try mutants in turn until `count` of them are none that are no mutants."""
+    def try_killers(self, mutants: Sequence[Mutant], count: int) -> None:
+        """Let each mutant meet the test that killed it before."""
+        killers = json.loads(KILLERS.read_text(encoding="utf-8"))
+
+        def tests_of(mutant: Mutant) -> dict[str, float]:
+            return {killers[mutant.key]: KILLER_S} if mutant.key in killers else {}
+
+        self.try_mutants(mutants, count, tests_of, last=False)
+        print(f"{len(self.survivors())} are not killed by what killed them before", flush=True)
+
+    def try_reached(self, mutants: Sequence[Mutant], count: int, quick: bool) -> None:
+        """Let each mutant meet the tests that reach it."""
         reach = make_map(self.pool, quick, self.args.verbose)
         for test, error in reach.failed.items():
             print(f"fails on the tree with the marks, and is left out: {test}: {error[:200]}")
         preload(reach.modules)
+        self.try_mutants(mutants, count, lambda m: reach.tests_of(m, QUICK_S if quick else ALL_S))
+
+    def try_mutants(
+        self,
+        mutants: Sequence[Mutant],
+        count: int,
+        tests_of: Callable[[Mutant], dict[str, float]],
+        last: bool = True,
+    ) -> None:
+        """Try mutants in turn until `count` of them are none that are no mutants."""
         with self.pool() as pool:
             running: set[Future[tuple[Mutant, str, float]]] = set()
             tried = 0
@@ -666,16 +696,15 @@ class Gate:
                 while tried < count and len(running) >= min(self.args.jobs, count - tried):
                     done = next(as_completed(running))
                     running.remove(done)
-                    tried += self.note(*done.result())
+                    tried += self.note(*done.result(), last)
                 if tried == count:
                     break
                 if outcome := self.kept(mutant):
-                    tried += self.note(mutant, outcome, 0.0)
+                    tried += self.note(mutant, outcome, 0.0, last)
                 else:
-                    tests = reach.tests_of(mutant, QUICK_S if quick else ALL_S)
-                    running.add(pool.submit(try_mutant, mutant, tests))
+                    running.add(pool.submit(try_mutant, mutant, tests_of(mutant)))
             for done in as_completed(running):
-                self.note(*done.result())
+                self.note(*done.result(), last)
 
     def real(self) -> dict[Mutant, str]:
         """Return what became of the mutants that change something."""
@@ -692,6 +721,15 @@ class Gate:
         """Return which part of the mutants is killed."""
         outcomes = self.real().values()
         return sum(o.startswith("killed") for o in outcomes) / max(1, len(outcomes))
+
+    def remember(self) -> None:
+        """Write which test killed each mutant."""
+        killers = {
+            mutant.key: outcome.removeprefix("killed: ").split("\t")[0]
+            for mutant, outcome in self.real().items()
+            if "\t" in outcome
+        }
+        KILLERS.write_text(json.dumps(dict(sorted(killers.items())), indent=1) + "\n")
 
     def idle_proofs(self, keys: set[str]) -> list[str]:
         """Return the proofs whose mutant is gone, or was killed."""
@@ -726,6 +764,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every mutant")
     parser.add_argument("--count", type=int, default=40, help="size of the sample")
     parser.add_argument("--seed", default="", help="of the sample; the tree of HEAD by itself")
+    parser.add_argument("--remember", action="store_true", help="write which tests kill the sample")
     parser.add_argument("--quick", action="store_true", help="some cases of each test are enough")
     parser.add_argument(
         "--resume",
@@ -760,13 +799,18 @@ def main() -> int:
         os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
         preload({"torch", "numpy", "hypothesis"})
         gate = Gate(args, mutants, Path(name))
-        gate.try_mutants(mutants, count, quick=True)
+        left = mutants
+        if not whole and not args.remember:
+            gate.try_killers(mutants, count)
+            left, count = gate.survivors(), len(mutants)
+        if whole or args.remember or gate.share() < KILLED_AT_LEAST:
+            gate.try_reached(left, count, quick=True)
         if not args.quick and (whole or gate.share() < KILLED_AT_LEAST) and gate.survivors():
             print(
                 f"{len(gate.survivors())} survive the first cases of the tests; now all cases",
                 flush=True,
             )
-            gate.try_mutants(gate.survivors(), len(mutants), quick=False)
+            gate.try_reached(gate.survivors(), len(mutants), quick=False)
     for key in gate.idle_proofs(keys):
         print(f"equivalent_python.toml proves what does not survive: {key}")
     report = gate.report(seed)

@@ -220,3 +220,23 @@ def test_what_was_killed_is_not_tried_again_until_its_file_changes(
     assert again.kept(gate.mutants[0]) == "killed: x"
     again.digests["tools/mutants.py"] = "another"
     assert again.kept(gate.mutants[0]) == ""
+
+
+def test_what_killed_a_mutant_is_remembered_and_meets_it_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    test = "tests/unit/test_x.py::test_y[a: b]"
+    outcomes = [f"killed: {test}\tsaid: no", "survived", "none: no", "killed: pytest hangs"]
+    monkeypatch.setattr(mutate_python, "KILLERS", tmp_path / "killers.json")
+    gate, _ = gate_after(monkeypatch, tmp_path, outcomes)
+    gate.remember()
+    met = {}
+
+    def try_mutants(mutants: object, count: int, tests_of: Any, last: bool) -> None:
+        assert (mutants, count, last) == (gate.mutants, 4, False)
+        met.update({mutant.key: tests_of(mutant) for mutant in gate.mutants})
+
+    monkeypatch.setattr(gate, "try_mutants", try_mutants)
+    gate.try_killers(gate.mutants, 4)
+    first, *others = met.values()
+    assert first == {test: mutate_python.KILLER_S} and others == [{}] * 3
