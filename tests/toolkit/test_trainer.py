@@ -261,7 +261,7 @@ def test_one_setting_fetches_a_block_once_for_all_batches_of_a_step(model):
     assert runs[True][0] == runs[False][0]
     assert_same(runs[True][1], runs[False][1])
     print(f"link bytes: {runs[True][2] / runs[False][2]:.3f}")
-    assert runs[True][2] <= 0.35 * runs[False][2]
+    assert runs[True][2] < 0.5 * runs[False][2]  # with an arena of one block
 
 
 @pytest.mark.parametrize("model", ["Z-Image"], indirect=True)
