@@ -139,8 +139,11 @@ class StandIns:
     def of(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Return what stands for `parameter`'s cast to `dtype`.
 
-        Autocast keeps casts of float32 leaves only; others are cast anew at each use.
+        Autocast keeps casts of float32 leaves only; others are cast anew at each use, and float64
+        is not cast.
         """
+        if not is_cast(parameter):
+            dtype = parameter.dtype
         kept = parameter.dtype is torch.float32 and dtype is not torch.float32
         if not kept or not torch.is_autocast_cache_enabled():
             return cast("Tensor", _stand_in(parameter, self._gradients, dtype))

@@ -181,6 +181,16 @@ def test_layers_that_share_a_parameter_share_its_cast(device, reentrant):
         assert len({id(layer.tensors()[0]) for layer in manager.layers}) == 1
 
 
+def test_float64_is_not_cast(device):
+    """Nor are its gradients, which would lose most of their digits."""
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)).double())
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 2
+        step = make_step(torch.randn(7, 16).double(), device, True)
+        assert_models_agree(managed, resident, step, device=device)
+
+
 def test_a_region_that_has_ended_keeps_no_weight(device):
     """The stand-ins of a region refer to Parameters: they go with the next region, or detach."""
     model = nn.Sequential(nn.Linear(8, 8))
