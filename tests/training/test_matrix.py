@@ -237,6 +237,7 @@ GEOMETRIES = {
     "image": lambda k: torch.randn(2, k, 3, 4).permute(0, 2, 3, 1),
     "five": lambda k: torch.randn(2, 1, 3, 1, k),
     "empty": lambda k: torch.randn(0, 3, k),
+    "strided empty": lambda k: torch.randn(2, 0, 2 * k)[..., ::2],
 }
 
 
