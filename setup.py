@@ -37,7 +37,10 @@ PACKAGE = "oracle_offload"
 WINDOWS = sys.platform == "win32"
 LIMITED_API = c_build.LIMITED_API
 MODES = ("auto", "on", "off")
-OPS_SOURCES = ("csrc/torch/ops.cpp", "csrc/python/handover.h", "csrc/include/oracle_offload.h")
+OPS_SOURCES = (
+    *(f"csrc/torch/{path.name}" for path in sorted((ROOT / "csrc" / "torch").iterdir())),
+    *("csrc/python/handover.h", "csrc/include/oracle_offload.h"),
+)
 
 
 def switch(name: str) -> str:

@@ -1,5 +1,6 @@
-/* handover.h - what the binding hands to the operators of csrc/torch: a use, without the calls of
- * Python. They are compiled apart from it, over the headers of one torch. */
+/* handover.h - what the binding hands to the operators of csrc/torch: a use, and a gradient's way
+ * to the host, without the calls of Python. They are compiled apart from it, over the headers of
+ * one torch. */
 #ifndef OO_HANDOVER_H
 #define OO_HANDOVER_H
 
@@ -22,6 +23,8 @@ struct oo_handover {
     uint64_t layout;
     int (*acquire)(PyObject *engine, const struct oo_request *request, struct oo_use *use);
     int (*release)(PyObject *engine, uint64_t ticket, uintptr_t stream, struct oo_fetched *fetched);
+    int (*download)(PyObject *engine, void *target, uintptr_t source, size_t nbytes,
+                    uintptr_t stream);
 };
 
 extern const struct oo_handover oo__handover;

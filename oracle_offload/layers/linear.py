@@ -8,20 +8,16 @@ the layout of the operands decide the last bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops.load import operators
 from . import traced
-from .leaf import Masters, Tensors
-from .loan import Cast, Loan, Needs, node_of
-from .traced import Kept, Traced
-
-if TYPE_CHECKING:
-    from ..structure import Structure
+from .leaf import Tensors
+from .loan import Needs, node_of
+from .traced import Traced
 
 
 class LinearLayer(Traced):
@@ -33,11 +29,7 @@ class LinearLayer(Traced):
     backward_reads = ("weight",)
     node = node_of("ManagedLinear")
     operator = staticmethod(traced.linear)
-
-    def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
-        super().__init__(module, name, structure)
-        ours = operators()
-        self.native = None if ours is None else ours.Linear(self.state.device)
+    in_cpp = "Linear"
 
     def base_call(self, module: Any, x: Tensor, tensors: Any) -> Tensor:
         """``F.linear`` with the given tensors."""
@@ -114,25 +106,6 @@ class LinearLayer(Traced):
         products = needs[0] + needs[1]
         moved = products * (grad.numel() + weight.numel() + rows * features) * grad.element_size()
         return 2.0 * products * rows * features * out_features, moved
-
-
-def differentiate(
-    layer: LinearLayer,
-    cast: Cast,
-    task: int,
-    masters: Masters,
-    version: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    grad: Tensor,
-) -> Tensor:
-    """Return the gradient of the input, of a forward that was computed in C++; see `Loan`."""
-    ctx: Any = Kept()
-    ctx.loan = layer, cast, task, masters, version
-    ctx.geometry = shape, stride, None
-    ctx.needs_input_grad = True, False, False
-    gradient: Tensor = Loan.backward(ctx, grad)[0]
-    return gradient
 
 
 def linear(

@@ -73,6 +73,7 @@ class Traced(Layer):
     """A layer that is one operator to a compiler, and can be told what its backward needs."""
 
     operator: ClassVar[Any]  # of those that `_define` made
+    in_cpp: ClassVar[str] = ""  # the type in `oracle_offload.ops` that computes as a call does
 
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
         super().__init__(module, name, structure)
@@ -80,6 +81,9 @@ class Traced(Layer):
         _layers[number] = self
         with torch.inference_mode(False):
             self.key = torch.tensor(number)
+        ours = self.attachment.operators
+        if self.in_cpp and ours is not None:
+            self.native = getattr(ours, self.in_cpp)(self.state.device)
 
     def traced(self, module: Any, x: Tensor) -> Tensor:
         """Compute by one operator; torch.compile traces this."""

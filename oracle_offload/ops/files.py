@@ -17,7 +17,10 @@ SWITCH = "ORACLE_OFFLOAD_OPS"
 COMMAND = "oracle-offload build-ops"
 _PACKAGE = Path(__file__).resolve().parent
 # In a source tree, and where setup.py puts it for a wheel.
-_SOURCES = ("torch/ops.cpp", "python/handover.h", "include/oracle_offload.h")
+_SOURCES = (
+    *(f"torch/{name}" for name in ("ops.cpp", "backward.h", "convolution.h", "linear.h")),
+    *("torch/loan.h", "torch/objects.h", "python/handover.h", "include/oracle_offload.h"),
+)
 SHIPPED = "source"
 
 

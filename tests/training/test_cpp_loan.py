@@ -18,6 +18,8 @@ from typing import Any
 import models
 import pytest
 import test_autocast
+import test_convolutions
+import test_gradients
 import test_matrix
 import test_writes
 import torch
@@ -34,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload import OffloadError, StaleWeightsError
+from oracle_offload import OffloadError, StaleWeightsError, gradients, selection
 from oracle_offload.ops import compiling, load
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "tests-ops"
@@ -98,6 +100,16 @@ def managed(model: nn.Module, mode: str = "auto", **options: Any) -> Iterator[An
             yield manager
 
 
+def in_both(run: Callable[[str], Any]) -> Any:
+    """Return what `run` answers in C++, which is what it answers in Python."""
+    expected, found = run("off"), run("auto")
+    if isinstance(expected, str | tuple):
+        assert found == expected
+    else:
+        assert_same(found, expected)
+    return found
+
+
 def leaf(*shape: int) -> torch.Tensor:
     return torch.randn(shape or (5, 48), requires_grad=True)
 
@@ -107,28 +119,66 @@ def leaf(*shape: int) -> torch.Tensor:
 GEOMETRY = test_matrix.test_linear_over_every_geometry
 PRODUCTS = test_matrix.test_linear_runs_the_residents_products_over_every_geometry
 IN_PLACE = test_matrix.test_outputs_can_be_changed_in_place
-BITS = test_matrix.test_linear_has_the_residents_bits
+LINEAR = test_matrix.test_linear_has_the_residents_bits
+CONV2D = test_matrix.test_conv2d_has_the_residents_bits
+CONVOLUTION = test_convolutions.test_a_convolution_has_the_residents_bits
 ADAPTERS = test_autocast.test_adapters_of_float32_models_train_alike
+PADDED = test_convolutions.test_each_padding_has_the_residents_bits
+CHANGED = test_matrix.test_arguments_of_a_convolution_changed_after_attach
+WIDENING = test_convolutions.test_backward_uses_the_arguments_that_forward_used
+KERNEL = test_matrix.test_a_same_padded_kernel_replaced_by_one_of_another_size
+IMAGES = test_autocast.test_an_image_is_cast_once_for_managed_and_resident_convolutions
+FLOAT64 = test_autocast.test_float64_is_not_cast
+GROUPED = {"padding": 1, "groups": test_convolutions.CHANNELS}
+TRAINED = {False: "frozen", True: "trained"}
 CASES: dict[str, Callable[[], object]] = {
     **{
-        f"bits of {dtype}, bias {bias}, checkpoint {kind}, autocast {autocast}": (
-            lambda a=(dtype, bias, False, kind, autocast): BITS("cpu", *a)
+        f"linear of {dtype}, bias {bias}, checkpoint {kind}, autocast {autocast}, {said}": (
+            lambda a=(dtype, bias, trained, kind, autocast): LINEAR("cpu", *a)
         )
-        for dtype in (torch.float32, torch.bfloat16)
-        for bias, kind in ((True, None), (False, True), (True, True), (True, False))
+        for trained, said in TRAINED.items()
+        for dtype, bias, kind in (
+            *((torch.float32, *way) for way in ((True, None), (False, True), (True, False))),
+            (torch.bfloat16, True, None),
+        )
         for autocast in (False, True)
     },
     **{
-        f"every geometry of {features}": lambda f=features: GEOMETRY("cpu", f, (0, 0))
-        for features in ((48, 40), (1, 7), (33, 1))
+        f"conv2d, checkpoint {kind}, autocast {autocast}, {said}": (
+            lambda a=(torch.float32, True, trained, kind, autocast): CONV2D("cpu", *a)
+        )
+        for trained, said in TRAINED.items()
+        for kind in (True, False)
+        for autocast in (False, True)
     },
     **{
-        f"the products of {features}": lambda f=features: PRODUCTS(f, False, True)
-        for features in ((48, 40), (1, 7), (33, 1))
+        f"{way} of {how}, checkpoint {kind}, {said}": (
+            lambda a=(way, trained, kind, how): CONVOLUTION("cpu", *a)
+        )
+        for way in ("conv1d", "conv3d", "causal")
+        for trained, said in TRAINED.items()
+        for how, kind in (("float32", None), ("bfloat16", True), ("autocast", False))
     },
     **{
-        f"output of {shape} changed in place": lambda s=shape: IN_PLACE("cpu", s, False, False)
-        for shape in ((5, 8), (2, 5, 8))
+        f"every geometry of {features}, trained {trains}": (
+            lambda f=features, t=trains: GEOMETRY("cpu", f, t)
+        )
+        for features, trains in (
+            *((f, t) for f in ((48, 40), (1, 7), (33, 1)) for t in ((0, 0), (1, 1))),
+            *(((48, 40), t) for t in ((0, 1), (1, 0))),
+        )
+    },
+    **{
+        f"the products of {features}, {said}": lambda f=features, t=trained: PRODUCTS(f, t, True)
+        for features in ((48, 40), (1, 7), (33, 1))
+        for trained, said in TRAINED.items()
+    },
+    **{
+        f"output of {shape} changed in place, {said}": (
+            lambda s=shape, t=trained: IN_PLACE("cpu", s, t, False)
+        )
+        for shape in ((5, 8), (2, 5, 8), (2, 8, 5, 8))
+        for trained, said in TRAINED.items()
     },
     **{
         f"adapters, reentrant {kind}": (
@@ -136,20 +186,61 @@ CASES: dict[str, Callable[[], object]] = {
         )
         for kind in (True, False)
     },
+    **{
+        f"{axes} axes, {options}, {said}": (
+            lambda a=axes, o=options, t=trained: PADDED("cpu", a, o, t)
+        )
+        for axes in (1, 3)
+        for options in ({"padding": 2, "stride": 2, "dilation": 2, "bias": False}, GROUPED)
+        for trained, said in TRAINED.items()
+    },
+    **{
+        f"arguments changed after attach: {change}": lambda c=change: CHANGED("cpu", c)
+        for change in test_matrix.CHANGES
+    },
+    **{
+        f"an argument that a loop changes, {said}": lambda t=trained: WIDENING("cpu", t)
+        for trained, said in TRAINED.items()
+    },
+    "a kernel of another size": lambda: KERNEL("cpu"),
+    "every argument of conv2d": lambda: [
+        test_matrix.test_every_argument_of_conv2d("cpu", options, True, torch.channels_last)
+        for options in test_matrix.CONVOLUTIONS.values()
+    ],
+    "layouts of gradients": lambda: test_matrix.test_gradients_keep_the_residents_layout("cpu"),
+    "layouts of an input's": lambda: [
+        test_matrix.test_the_gradient_of_an_input_has_the_residents_layout("cpu", bias, trained)
+        for bias in (True, False)
+        for trained in TRAINED
+    ],
+    "regions of autocast": lambda: test_matrix.test_autocast_regions_are_kept_apart("cpu"),
+    "a leaf for three": lambda: test_matrix.test_inputs_of_one_leaf_share_autocasts_cast("cpu"),
+    "a leaf after another": lambda: test_matrix.test_a_leaf_in_the_place_of_another_is_cast_anew(
+        "cpu"
+    ),
+    "images of one leaf": lambda: IMAGES("cpu", (2, 8, 9, 10), False),
+    "autocast in float64": lambda: FLOAT64("cpu"),
+    "a shared parameter": lambda: [
+        test_autocast.test_layers_that_share_a_parameter_share_its_cast("cpu", kind)
+        for kind in (None, True, False)
+    ],
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_residents_bits(case, taken):
+def test_the_residents_bits(case, taken, monkeypatch):
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
     CASES[case]()
     forwards, backwards = taken()
-    assert forwards > 0 and backwards > 0
+    assert forwards > 0 and (backwards > 0 or case == "a leaf after another")
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no", "inference"])
-def test_without_grad(mode, taken):
-    test_matrix.test_without_grad("cpu", mode, False)
-    assert taken() == (12, 0)  # two layers, three steps, with the witness and without
+@pytest.mark.parametrize("trained", TRAINED, ids=TRAINED.values())
+def test_without_grad(mode, trained, taken):
+    test_matrix.test_without_grad("cpu", mode, trained)
+    assert taken() == (18, 0)  # three layers, three steps, with the witness and without
 
 
 def test_a_real_model_trains_alike(taken):
@@ -163,23 +254,6 @@ def test_a_real_model_trains_alike(taken):
             assert_models_agree(one, other, models.flux_step, steps=1)
         forwards, backwards = taken()
         assert backwards > 0 and forwards > 2 * backwards * 0.9  # each is computed again
-
-
-def test_inputs_of_one_leaf_share_autocasts_cast(taken):
-    """Gradients of all uses are summed at that cast, in bfloat16: Python sees to it."""
-
-    class Fan(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
-
-        def forward(self, x):
-            return self.q(x) * self.k(x) + self.v(x)
-
-    one, other = resident_pair(Fan().requires_grad_(False))
-    with managed(one):
-        assert_models_agree(one, other, test_matrix.make_step(torch.randn(64, 32), "cpu", True))
-    assert taken() == (0, 0)
 
 
 def test_a_weight_that_is_laid_out_anew_where_it_lies(taken):
@@ -285,18 +359,22 @@ def test_layers_used_by_several_threads(taken):
 # ---- the same uses ----
 
 
-def uses(mode: str, reentrant: bool | None, percent: float) -> tuple[Any, ...]:
+def uses(mode: str, reentrant: bool | None, percent: float, trained: bool) -> tuple[Any, ...]:
     """Return what the engine saw of a few steps."""
-    model = large()
+    model = large().requires_grad_(trained)
     blocks = [model[:2], model[2:]]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with managed(model, mode, offload_percent=percent) as manager:
         for _ in range(4):
             y = leaf(2, WIDE)
             for block in blocks:
                 y = block(y) if reentrant is None else checkpoint(block, y, use_reentrant=reentrant)
             y.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
         stats = manager.state.engine.stats()
         kept = ("acquires", "hits", "late", "stale", "prefetches", "h2d_bytes", "evictions")
+        kept = *kept, "d2h_bytes", "host_waits"
         pace = manager.state.pace
         counted = *(stats[name] for name in kept), pace.uses, pace.passes
         return counted, manager.state.engine.visits(manager.attachment.model), stats["h2d_bytes"]
@@ -304,29 +382,112 @@ def uses(mode: str, reentrant: bool | None, percent: float) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["nockpt", "reentrant", "ckpt"])
 @pytest.mark.parametrize("percent", [0.0, 1.0], ids=["cached", "streamed"])
-def test_bytes_and_order_are_those_of_the_loan_in_python(reentrant, percent, taken):
-    expected = uses("off", reentrant, percent)
-    assert taken() == (0, 0)
-    assert uses("auto", reentrant, percent) == expected
-    assert min(taken()) > 0
-    assert expected[2] > (10 if percent else 0) * WIDE * WIDE * 4
+@pytest.mark.parametrize("trained", TRAINED, ids=TRAINED.values())
+def test_bytes_and_order_are_those_of_the_loan_in_python(reentrant, percent, trained, taken):
+    *_, moved = in_both(lambda mode: uses(mode, reentrant, percent, trained))
+    forwards, backwards = taken()
+    assert forwards >= 16 and backwards == 16
+    assert moved > (10 if percent else 0) * WIDE * WIDE * 4
 
 
 # ---- the graph ----
 
 
-def test_the_node_has_the_same_name_and_keeps_nothing(taken):
-    model = stack()
-    for mode in ("off", "auto"):
-        saved: list[torch.Tensor] = []
+KINDS = {
+    "linear": (lambda: nn.Linear(48, 48), (5, 48)),
+    "batched": (lambda: nn.Linear(48, 48), (2, 3, 48)),
+    "conv1d": (lambda: nn.Conv1d(4, 4, 3, padding=1), (2, 4, 12)),
+    "conv2d": (lambda: nn.Conv2d(4, 4, 3, padding=1), (2, 4, 6, 8)),
+    "conv3d": (lambda: nn.Conv3d(4, 4, 3, padding=1), (2, 4, 3, 4, 4)),
+}
+
+
+def three(kind: str, *trained: str) -> nn.Sequential:
+    """Return three layers of a kind, of which the parameters with these names are trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(KINDS[kind][0]() for _ in range(3)))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith(trained))
+    return model
+
+
+TRAINS = [(), ("weight",), ("bias",), ("weight", "bias")]
+trains = pytest.mark.parametrize("trained", TRAINS, ids=lambda t: "+".join(t) or "frozen")
+
+
+@trains
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_node_is_the_same_and_keeps_the_same(kind, trained, taken):
+    model, shape = three(kind, *trained), KINDS[kind][1]
+
+    def look(mode: str) -> tuple[Any, ...]:
+        saved: list[torch.Size] = []
         with managed(model, mode):
-            with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
-                y = model(leaf())
-            assert type(y.grad_fn).__name__ == y.grad_fn.name() == "ManagedLinearBackward"
-            assert saved == []
-            assert y.grad_fn.next_functions[0][0].name() == "ManagedLinearBackward"
-            del y
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: saved.append(t.shape) or t, lambda t: t
+            ):
+                y = model(leaf(*shape))
+            assert type(y.grad_fn).__name__ == y.grad_fn.name()
+            below = tuple(node.name() for node, _ in y.grad_fn.next_functions)
+            return y.grad_fn.name(), below, tuple(saved)
+
+    name, below, saved = in_both(look)
+    assert name == below[0] == f"Managed{type(model[0]).__name__}Backward"
+    assert len(below) == 1 + len(trained)
+    assert len(saved) == (3 if "weight" in trained else 0)
     assert taken() == (3, 0)
+
+
+@trains
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_gradient_alone(kind, trained, taken):
+    """As ``torch.autograd.grad`` asks for one, of an input that may need none."""
+    model = three(kind, *trained)
+
+    def each(mode: str) -> list[Any]:
+        found: list[Any] = []
+        with managed(model, mode):
+            for needs in (True, False)[: 1 + bool(trained)]:
+                torch.manual_seed(1)
+                x = leaf(*KINDS[kind][1]).detach().requires_grad_(needs)
+                wanted = [
+                    *([x] if needs else []),
+                    *(p for p in model.parameters() if p.requires_grad),
+                ]
+                y = model(x)
+                for tensor in wanted:
+                    found += torch.autograd.grad(y.square().sum(), tensor, retain_graph=True)
+        return found
+
+    assert len(in_both(each)) == 1 + 2 * 3 * len(trained)
+    forwards, backwards = taken()
+    assert forwards == (6 if trained else 3) and backwards >= 3
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_an_optimizer_trains(kind, autocast, taken):
+    one, other = resident_pair(three(kind, "weight", "bias"))
+    optimizers = {id(m): torch.optim.AdamW(m.parameters(), 0.01) for m in (one, other)}
+    step = test_matrix.make_step(torch.randn(KINDS[kind][1]), "cpu", autocast)
+    with managed(one, offload_percent=0.5):
+        for _ in range(4):
+            assert_models_agree(one, other, step, steps=1)
+            for model in (one, other):
+                optimizers[id(model)].step()
+                optimizers[id(model)].zero_grad()
+            assert_same([*one.parameters()], [*other.parameters()])
+    assert taken() == (4 * 3 * 2, 4 * 3 * 2)  # with the witness and without
+
+
+def test_large_gradients_lie_in_locked_memory_that_is_used_again(taken, monkeypatch):
+    monkeypatch.setattr(gradients, "LEAST_BYTES", 1 << 14)
+    for accumulate in (False, True):
+        test_gradients.test_gradients_are_the_resident_ones_in_locked_memory("cpu", accumulate)
+    test_gradients.test_a_gradient_that_is_kept_is_not_overwritten("cpu")
+    test_gradients.test_a_convolution_s_gradient_keeps_its_strides("cpu")
+    test_gradients.test_autocast_s_gradients_lie_there_too("cpu", torch.bfloat16)
+    assert min(taken()) > 10
 
 
 def test_a_graph_that_is_dropped_lets_go_of_the_layer(taken):
@@ -353,20 +514,21 @@ def test_masters_that_were_replaced_can_go(taken):
     assert taken() == (2, 0)
 
 
-def test_hooks_see_the_gradients_that_they_saw(taken):
-    found = {}
-    for mode in ("off", "auto"):
-        model, seen = stack(), []
+@pytest.mark.parametrize("trained", TRAINED, ids=TRAINED.values())
+def test_hooks_see_the_gradients_that_they_saw(trained, taken):
+    def see(mode: str) -> list[Any]:
+        model, seen = stack().requires_grad_(trained), []
         with managed(model, mode):
             x = leaf().detach().fill_(1.0).requires_grad_()
             y = model[0](x)
-            y.register_hook(lambda g, seen=seen: seen.append(g) or g * 2)
-            y.grad_fn.register_prehook(lambda gs, seen=seen: seen.append(gs[0]))
-            y.grad_fn.register_hook(lambda gx, gs, seen=seen: seen.extend([*gx[:1], *gs]))
+            y.register_hook(lambda g: seen.append(g) or g * 2)
+            y.grad_fn.register_prehook(lambda gs: seen.append(gs[0]))
+            y.grad_fn.register_hook(lambda gx, gs: seen.extend([*gx, *gs]))
             model[1:](y).sum().backward()
-            found[mode] = [*seen, x.grad]
-    assert_same(found["auto"], found["off"])
-    assert len(found["auto"]) == 5 and taken() == (3, 3)
+        return [*seen, x.grad]
+
+    assert len(in_both(see)) == (7 if trained else 5)
+    assert taken() == (3, 3)
 
 
 # ---- what is refused, in the same words ----
@@ -377,42 +539,93 @@ def in_place(model: nn.Module) -> None:
 
 
 def replaced(model: nn.Module) -> None:
-    model[1].weight.data = torch.zeros(48, 48)
+    model[1].weight.data = torch.zeros_like(model[1].weight)
 
 
 def detached(model: nn.Module) -> None:
     model._memory_manager.detach()
 
 
+def refusal(mode: str, model: nn.Module, use: Callable[[nn.Module], object]) -> tuple[Any, str]:
+    with managed(model, mode), pytest.raises(RuntimeError) as raised:
+        use(model)
+    return type(raised.value), str(raised.value)
+
+
 @pytest.mark.parametrize("change", [in_place, replaced, detached])
-def test_a_change_between_forward_and_backward(change, taken):
-    said = []
-    for mode in ("off", "auto"):
-        model = stack()
-        with managed(model, mode):
-            loss = model(leaf()).sum()
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+@trains
+def test_a_change_between_forward_and_backward(change, kind, trained, taken):
+    def use(model: nn.Module) -> None:
+        loss = model(leaf(*KINDS[kind][1])).sum()
+        with torch.no_grad():
             change(model)
-            with pytest.raises(OffloadError) as raised:
-                loss.backward()
-            said.append((type(raised.value), str(raised.value)))
-    assert said[0] == said[1]
-    assert change is detached or said[0][0] is StaleWeightsError
+        loss.backward()
+
+    error, _ = in_both(lambda mode: refusal(mode, three(kind, *trained), use))
+    assert issubclass(error, OffloadError)
+    assert change is detached or error is StaleWeightsError
     assert taken() == (3, 0 if change is detached else 1)
 
 
-def test_double_backward(taken):
-    said = []
-    for mode in ("off", "auto"):
-        with managed(stack(), mode) as manager:
-            x = leaf()
-            (gradient,) = torch.autograd.grad(
-                manager.module(x).square().sum(), x, create_graph=True
-            )
-            with pytest.raises(OffloadError) as raised:
-                gradient.sum().backward()
-            said.append(str(raised.value))
-    assert said[0] == said[1]
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+def test_an_input_written_between_forward_and_backward(kind, taken):
+    def use(model: nn.Module) -> None:
+        x = leaf(*KINDS[kind][1]) * 1
+        loss = model(x).sum()
+        x.add_(1)
+        loss.backward()
+
+    _, said = in_both(lambda mode: refusal(mode, three(kind, "weight"), use))
+    assert "modified by an inplace operation" in said
+    assert taken() == (3, 2)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+def test_a_second_backward_through_what_was_freed(kind, taken):
+    def use(model: nn.Module) -> None:
+        loss = model(leaf(*KINDS[kind][1])).sum()
+        loss.backward()
+        loss.backward()
+
+    _, said = in_both(lambda mode: refusal(mode, three(kind, "weight"), use))
+    assert "Trying to backward through the graph a second time" in said
+    assert taken() == (3, 3)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+@trains
+def test_double_backward(kind, trained, taken):
+    def use(model: nn.Module) -> None:
+        x = leaf(*KINDS[kind][1])
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        gradient.sum().backward()
+
+    error, _ = in_both(lambda mode: refusal(mode, three(kind, *trained), use))
+    assert issubclass(error, OffloadError)
     assert taken() == (3, 0)
+
+
+@trains
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_under_create_graph(kind, trained, taken):
+    """In Python, from what forward kept in C++."""
+    model = three(kind, *trained)
+
+    def ask(mode: str) -> Any:
+        torch.manual_seed(1)
+        x = leaf(*KINDS[kind][1])
+        wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
+        found = []
+        with managed(model, mode):
+            for autocast in (False, True):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    y = model(x * 1).float()
+                found += torch.autograd.grad(y.square().sum(), wanted, create_graph=True)
+        return [t.detach() for t in found]
+
+    in_both(ask)
+    assert taken() == (6, 0)
 
 
 def jit_trace(model: nn.Module) -> None:
@@ -436,20 +649,16 @@ def make_fx(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("use", [jit_trace, forward_ad, functorch, make_fx])
 def test_what_a_layer_cannot_do(use, taken):
-    said = []
-    for mode in ("off", "auto"):
-        model = stack(depth=1)
-        with managed(model, mode), pytest.raises(OffloadError) as raised:
-            use(model)
-        said.append(str(raised.value))
-    assert said[0] == said[1]
+    error, _ = in_both(lambda mode: refusal(mode, stack(depth=1), use))
+    assert issubclass(error, OffloadError)
     assert taken() == (0, 0)
 
 
 def test_an_input_of_a_wrong_shape_leaves_nothing_in_use(taken):
-    said = []
     model = stack()
-    for mode in ("off", "auto"):
+
+    def use(mode: str) -> tuple[str, ...]:
+        said = []
         with managed(model, mode) as manager:
             for x in (torch.ones(5, 47), torch.ones(5, 48, dtype=torch.float64), torch.tensor(1.0)):
                 with pytest.raises(RuntimeError) as raised:
@@ -457,47 +666,58 @@ def test_an_input_of_a_wrong_shape_leaves_nothing_in_use(taken):
                 said.append(str(raised.value))
             manager.refresh()
             model(leaf()).sum().backward()  # nothing is in use: the copies are replaced
-    assert said[:3] == said[3:]
+        return tuple(said)
+
+    in_both(use)
     assert taken() == (3, 3)
 
 
 class RaisesOnce(TorchDispatchMode):
     """Fails the n-th product."""
 
+    PRODUCTS = ("mm", "addmm", "convolution", "convolution_backward")
+
     def __init__(self, number: int) -> None:
         super().__init__()
         self.left = number
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+        if func._schema.name.removeprefix("aten::") in self.PRODUCTS:
             self.left -= 1
             if self.left == 0:
                 raise KeyError("planted")
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("number", range(1, 7))
-def test_an_exception_while_it_computes_leaves_nothing_in_use(number, taken):
-    """In the middle of forward, or of backward."""
-    model = stack()
-    x = leaf()
-    (expected,) = torch.autograd.grad(model(x).sum(), x)
+FAILURES = [
+    (number, kind, trained, each)
+    for kind, trained, each in (("linear", (), 1), ("linear", ("weight",), 2), ("conv2d", (), 1))
+    for number in range(1, 3 * (1 + each) + 1)
+]
+
+
+@pytest.mark.parametrize(("number", "kind", "trained", "each"), FAILURES)
+def test_an_exception_while_it_computes_leaves_nothing_in_use(number, kind, trained, each, taken):
+    """In the middle of forward, or of backward, where a layer has so many products."""
+    model = three(kind, *trained)
+    x = leaf(*KINDS[kind][1])
+    wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
+    expected = torch.autograd.grad(model(x).sum(), wanted)
     with managed(model) as manager:
         with pytest.raises(KeyError, match="planted"), RaisesOnce(number):
             model(x).sum().backward()
-        done = taken()
-        assert sum(done) == number - 1
+        assert taken() == (min(number - 1, 3), max(0, number - 4) // each)
         manager.refresh()
-        (found,) = torch.autograd.grad(model(x).sum(), x)
-    assert_same(found, expected)
+        found = torch.autograd.grad(model(x).sum(), wanted)
+    assert_same(list(found), list(expected))
     assert taken() == (3, 3)
 
 
 def test_an_arena_without_room_says_so_in_the_same_words(taken):
-    said = []
     model = nn.Sequential(*(nn.Linear(1200, 1200) for _ in range(3))).requires_grad_(False)
     x = leaf(2, 1200)
-    for mode in ("off", "auto"):
+
+    def use(mode: str) -> str:
         with managed(model, mode) as manager, contextlib.ExitStack() as held:
             state = manager.state
             for layer in manager.layers[:2]:  # what is in use makes no place
@@ -507,32 +727,43 @@ def test_an_arena_without_room_says_so_in_the_same_words(taken):
                 held.callback(state.engine.release, ticket, state.stream())
             with pytest.raises(torch.OutOfMemoryError) as raised:
                 model[2](x)
-            said.append(str(raised.value))
             held.close()
             model(x).sum().backward()
-    assert said[0] == said[1] and "no room for layer '2'" in said[0]
+        return str(raised.value)
+
+    assert "no room for layer '2'" in in_both(use)
     assert taken() == (3, 3)
 
 
 # ---- what goes to Python ----
 
 
-def test_what_stands_before_the_engine_sees_every_use(taken):
-    model = stack()
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+@trains
+def test_what_stands_before_the_engine_sees_every_use(kind, trained, taken):
+    model, resident = resident_pair(three(kind, *trained))
     with managed(model) as manager:
         state = manager.state
-        recorder = state.engine = Recorder(state.engine)
-        try:
-            model(leaf()).sum().backward()
-        finally:
-            state.engine = recorder._engine
-        assert len(recorder.acquired) == 6
-        y = model(leaf())
-        assert taken() == (3, 0)
-        state.engine = recorder  # since forward
-        y.sum().backward()
+        recorder = Recorder(state.engine)
+
+        def step(module: nn.Module) -> Any:
+            x = torch.linspace(-1, 1, torch.Size(KINDS[kind][1]).numel()).view(KINDS[kind][1])
+            x.requires_grad_()
+            y = module(x)
+            if module is model:
+                state.engine = recorder  # since forward
+            try:
+                y.square().sum().backward()
+            finally:
+                state.engine = recorder._engine
+            return [y, x.grad]
+
+        assert_models_agree(model, resident, step, steps=1)
+        assert len(recorder.acquired) == 6 and taken() == (6, 0)
+        state.engine = recorder
+        model(leaf(*KINDS[kind][1])).sum().backward()
         state.engine = recorder._engine
-        assert len(recorder.acquired) == 9
+        assert len(recorder.acquired) == 12
     assert taken() == (0, 0)
 
 
@@ -601,20 +832,40 @@ def test_a_profiler_sees_the_names_of_layers(taken):
     assert taken() == (0, 0)
 
 
-def test_trained_weights_and_subclasses_of_tensors_go_to_python(taken):
-    model = stack()
-    model[1].requires_grad_(True)
-
+def test_subclasses_of_tensors_go_to_python(taken):
     class Marked(torch.Tensor):
         pass
 
-    with managed(model):
-        model(leaf()).sum().backward()
-        assert model[1].weight.grad is not None
-        assert taken() == (2, 2)
-        with torch.no_grad():
-            assert type(model[0](torch.ones(5, 48).as_subclass(Marked))) is Marked
-        assert taken() == (0, 0)
+    with managed(stack()) as manager, torch.no_grad():
+        assert type(manager.module[0](torch.ones(5, 48).as_subclass(Marked))) is Marked
+    assert taken() == (0, 0)
+
+
+def test_what_a_convolution_does_beside_its_operator_goes_to_python(taken):
+    """A border of another kind, an image without a batch, a list for an argument."""
+    made, shape = KINDS["conv2d"]
+    one, other = resident_pair(nn.Sequential(made(), made()).requires_grad_(False))
+    ways: list[tuple[Callable[[nn.Module], object], tuple[int, ...], int]] = [
+        (lambda layer: None, shape, 4),
+        (lambda layer: None, shape[1:], 0),
+        (lambda layer: setattr(layer, "padding_mode", "reflect"), shape, 0),
+        (lambda layer: setattr(layer, "padding_mode", "zeros"), shape, 4),
+        (lambda layer: setattr(layer, "stride", [2, 1]), shape, 0),
+        (lambda layer: layer.stride.reverse(), shape, 0),
+        (lambda layer: setattr(layer, "stride", (1, 1)), shape, 4),
+    ]
+    with managed(one):
+        for change, given, here in ways:
+            for layer in (*one, *other):
+                change(layer)
+            step = test_matrix.make_step(torch.randn(given), "cpu", False)
+            assert_models_agree(one, other, step, steps=1)
+            assert taken() == (here, here)
+
+
+def test_a_patched_convolution_goes_to_python(taken):
+    test_convolutions.test_a_convolution_of_another_way_is_not_passed_over("after", False, "cpu")
+    assert taken() == (4 + 4, 4 + 4)  # then the layer that is not patched, alone
 
 
 def coded_masters(mode: str) -> list[Any]:
@@ -647,8 +898,10 @@ def test_coded_masters_are_looked_at_as_in_python(taken):
 def test_on_every_kind_of_device(device, taken):
     """Where a device is not the host, backward runs in a thread of its own."""
     for kind in (None, True, False):
-        BITS(device, torch.float32, True, False, kind, False)
-        assert min(taken()) > 0
+        for trained in TRAINED:
+            for test in (LINEAR, CONV2D):
+                test(device, torch.float32, True, trained, kind, False)
+                assert min(taken()) > 0
 
 
 def test_off_is_off(taken, monkeypatch):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import oracle_offload
 from oracle_offload import build_info, cli
 
 torch = pytest.importorskip("torch")
 
+from oracle_offload import attachment  # noqa: E402
 from oracle_offload.ops import compiling, files, load  # noqa: E402
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="they are built on Linux alone")
@@ -27,22 +30,34 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "ops"
 
 
-def a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> None:
-    """Put a shell script in the place of the compiler."""
-    path = tmp_path / "compiler"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    monkeypatch.setenv("CXX", str(path))
-
-
 WRITES = 'while [ "$1" != -o ]; do shift; done; echo built > "$2"'
+Compiler = Callable[[str], None]
+
+
+@pytest.fixture
+def compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
+    """A shell script in the place of the compiler, which builds something, and may be another."""
+
+    def put(script: str) -> None:
+        path = tmp_path / "compiler"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+
+    put(WRITES)
+    return put
+
+
+def refusal(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what the command says as it fails."""
+    assert cli.main(["build-ops"]) == cli.EXIT_ERROR
+    return capsys.readouterr().err
 
 
 @linux_only
 def test_what_was_built_lies_in_the_cache_under_what_decides_its_use(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    folder: Path, compiler: Compiler
 ) -> None:
-    a_compiler(monkeypatch, tmp_path, WRITES)
     path, _ = compiling.build()
     assert path.parent == folder and path.read_text() == "built\n"
     assert [p.name for p in folder.iterdir()] == [path.name]  # nothing half-made beside it
@@ -55,9 +70,8 @@ def test_what_was_built_lies_in_the_cache_under_what_decides_its_use(
 
 @linux_only
 def test_it_is_built_once_unless_forced_and_replaces_builds_of_other_sources(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    folder: Path, compiler: Compiler
 ) -> None:
-    a_compiler(monkeypatch, tmp_path, WRITES)
     folder.mkdir()
     here = load.path_here().name
     older = folder / f"{here.rpartition('-')[0]}-0123456789abcdef.so"
@@ -74,14 +88,10 @@ def test_it_is_built_once_unless_forced_and_replaces_builds_of_other_sources(
 
 @linux_only
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, compiler: Compiler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a_compiler(monkeypatch, tmp_path, f"{WRITES}; echo unknown option >&2; exit 4")
-    assert cli.main(["build-ops"]) == cli.EXIT_ERROR
-    said = capsys.readouterr().err
+    compiler(f"{WRITES}; echo unknown option >&2; exit 4")
+    said = refusal(capsys)
     assert "exit status 4" in said and "unknown option" in said and "C++20" in said
     assert list(folder.iterdir()) == []
 
@@ -91,12 +101,10 @@ def test_without_a_compiler_it_says_which_were_looked_for_and_what_to_install(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", os.devnull)
-    assert cli.main(["build-ops"]) == cli.EXIT_ERROR
-    said = capsys.readouterr().err
+    said = refusal(capsys)
     assert "c++, g++, clang++" in said and "apt install g++" in said
     monkeypatch.setenv("CXX", "zig c++")
-    assert cli.main(["build-ops"]) == cli.EXIT_ERROR
-    assert "CXX names 'zig'" in capsys.readouterr().err
+    assert "CXX names 'zig'" in refusal(capsys)
     assert not folder.exists() or list(folder.iterdir()) == []
 
 
@@ -118,9 +126,8 @@ def test_build_info_says_that_nothing_was_built_and_how_to_do_it(folder: Path) -
 
 @linux_only
 def test_the_switch_leaves_them_unused_and_another_value_is_an_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a_compiler(monkeypatch, tmp_path, WRITES)
     compiling.build()
     monkeypatch.setenv("ORACLE_OFFLOAD_OPS", "off")
     assert load.operators() is None
@@ -133,15 +140,27 @@ def test_the_switch_leaves_them_unused_and_another_value_is_an_error(
 
 @linux_only
 def test_a_file_that_does_not_load_costs_a_warning(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    compiler: Compiler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    a_compiler(monkeypatch, tmp_path, WRITES)
     compiling.build()
     assert load.operators() is None
     assert "build-ops --force" in caplog.text
+
+
+def test_the_source_that_is_shipped_is_all_that_is_compiled() -> None:
+    """`setup.py` ships the folder, `files` names its files."""
+    named = {path.name for path in files.sources() if path.parent.name == "torch"}
+    assert named == {path.name for path in files.sources()[0].parent.iterdir()}
+
+
+def test_an_attach_asks_once_where_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[None] = []
+    real = attachment.operators
+    monkeypatch.setattr(attachment, "operators", lambda: asked.append(None) or real())
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+    manager = oracle_offload.attach(model, "cpu")
+    assert len(manager.layers) == 3 and len(asked) == 1
+    manager.detach()
 
 
 def test_the_version_on_disk_is_that_of_the_torch_that_is_imported() -> None:

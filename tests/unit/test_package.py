@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from importing import import_cost
 
+from oracle_offload.ops import files
+
 ROOT = Path(__file__).resolve().parents[2]
 
 needs_build = pytest.mark.skipif(
@@ -89,7 +91,7 @@ def test_the_wheel_is_one_for_every_python_and_holds_what_it_needs(distributions
         names = set(archive.namelist())
     for name in (
         *("_core.abi3.so", "libsimcuda.so", "_build_info.json", "_core.pyi", "py.typed"),
-        *("ops/source/ops.cpp", "ops/source/handover.h", "ops/source/oracle_offload.h"),
+        *(f"ops/source/{path.name}" for path in files.sources()),
     ):
         assert f"oracle_offload/{name}" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
