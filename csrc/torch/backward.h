@@ -210,9 +210,9 @@ inline at::Tensor download(PyObject *state, PyObject *engine, const at::Tensor &
     return host;
 }
 
-/* Where a master lies, its gradient goes. */
+/* Where the master lies, its gradient goes. */
 inline at::Tensor ManagedBackward::to_host(const at::Tensor &gradient) const {
-    if (!gradient.defined() || is_true(origin.layer, names.on_device))
+    if (!gradient.defined())
         return gradient;
     const Owned state = get(origin.layer, names.state), engine = get(state, names.engine);
     if (reinterpret_cast<PyObject *>(Py_TYPE(engine)) == engine_type &&

@@ -43,7 +43,6 @@ using Flags = std::vector<bool>;
     NAME(moving)                                                                                   \
     NAME(next_look)                                                                                \
     NAME(of)                                                                                       \
-    NAME(on_device)                                                                                \
     NAME(pace)                                                                                     \
     NAME(padding)                                                                                  \
     NAME(padding_mode)                                                                             \

@@ -123,6 +123,8 @@ LINEAR = test_matrix.test_linear_has_the_residents_bits
 CONV2D = test_matrix.test_conv2d_has_the_residents_bits
 CONVOLUTION = test_convolutions.test_a_convolution_has_the_residents_bits
 ADAPTERS = test_autocast.test_adapters_of_float32_models_train_alike
+ARGUMENTS = test_matrix.test_every_argument_of_conv2d
+CONVOLUTIONS = test_matrix.CONVOLUTIONS
 PADDED = test_convolutions.test_each_padding_has_the_residents_bits
 CHANGED = test_matrix.test_arguments_of_a_convolution_changed_after_attach
 WIDENING = test_convolutions.test_backward_uses_the_arguments_that_forward_used
@@ -203,10 +205,16 @@ CASES: dict[str, Callable[[], object]] = {
         for trained, said in TRAINED.items()
     },
     "a kernel of another size": lambda: KERNEL("cpu"),
-    "every argument of conv2d": lambda: [
-        test_matrix.test_every_argument_of_conv2d("cpu", options, True, torch.channels_last)
-        for options in test_matrix.CONVOLUTIONS.values()
-    ],
+    **{
+        f"conv2d: {options}, {said}, {layout}": (
+            lambda o=options, t=trained, m=layout: ARGUMENTS("cpu", CONVOLUTIONS[o], t, m)
+        )
+        for options, layout in (
+            ("depthwise", torch.contiguous_format),
+            ("3x3", torch.channels_last),
+        )
+        for trained, said in TRAINED.items()
+    },
     "layouts of gradients": lambda: test_matrix.test_gradients_keep_the_residents_layout("cpu"),
     "layouts of an input's": lambda: [
         test_matrix.test_the_gradient_of_an_input_has_the_residents_layout("cpu", bias, trained)
@@ -236,6 +244,20 @@ def test_the_residents_bits(case, taken, monkeypatch):
     assert forwards > 0 and (backwards > 0 or case == "a leaf after another")
 
 
+def test_products_without_grad_of_a_trained_weight(taken):
+    """torch folds an input as in training: it asks whether the weight requires grad."""
+    one, other = resident_pair(nn.Sequential(nn.Linear(48, 40)))
+    with managed(one), torch.no_grad():
+        for build in test_matrix.GEOMETRIES.values():
+            ran, x = [], build(48)
+            for model in (one, other):
+                with test_matrix.Products() as products:
+                    model(x)
+                ran.append(products.ran)
+            assert ran[0] == ran[1]
+    assert taken() == (len(test_matrix.GEOMETRIES), 0)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no", "inference"])
 @pytest.mark.parametrize("trained", TRAINED, ids=TRAINED.values())
 def test_without_grad(mode, trained, taken):
@@ -256,14 +278,16 @@ def test_a_real_model_trains_alike(taken):
         assert backwards > 0 and forwards > 2 * backwards * 0.9  # each is computed again
 
 
-def test_a_weight_that_is_laid_out_anew_where_it_lies(taken):
-    one, other = resident_pair(stack())
+@pytest.mark.parametrize("trained", TRAINED, ids=TRAINED.values())
+def test_a_weight_that_is_laid_out_anew_where_it_lies(trained, taken):
+    one, other = resident_pair(stack().requires_grad_(trained))
     step = test_matrix.make_step(torch.randn(5, 48), "cpu", False)
     with managed(one):
         for _ in range(2):
             assert_models_agree(one, other, step, steps=1)
             for model in (one, other):
                 model[0].weight.data = model[0].weight.data.t()
+                model.zero_grad()
         assert_models_agree(one, other, step, steps=1)
     assert min(taken()) > 0
 
@@ -359,16 +383,19 @@ def test_layers_used_by_several_threads(taken):
 # ---- the same uses ----
 
 
-def uses(mode: str, reentrant: bool | None, percent: float, trained: bool) -> tuple[Any, ...]:
+def uses(mode: str, reentrant: bool | None, percent: float, how: str) -> tuple[Any, ...]:
     """Return what the engine saw of a few steps."""
+    trained, autocast = how != "frozen", how == "autocast"
     model = large().requires_grad_(trained)
     blocks = [model[:2], model[2:]]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with managed(model, mode, offload_percent=percent) as manager:
         for _ in range(4):
             y = leaf(2, WIDE)
-            for block in blocks:
-                y = block(y) if reentrant is None else checkpoint(block, y, use_reentrant=reentrant)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                for block in blocks:
+                    again = reentrant is not None
+                    y = checkpoint(block, y, use_reentrant=reentrant) if again else block(y)
             y.sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -382,9 +409,9 @@ def uses(mode: str, reentrant: bool | None, percent: float, trained: bool) -> tu
 
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["nockpt", "reentrant", "ckpt"])
 @pytest.mark.parametrize("percent", [0.0, 1.0], ids=["cached", "streamed"])
-@pytest.mark.parametrize("trained", TRAINED, ids=TRAINED.values())
-def test_bytes_and_order_are_those_of_the_loan_in_python(reentrant, percent, trained, taken):
-    *_, moved = in_both(lambda mode: uses(mode, reentrant, percent, trained))
+@pytest.mark.parametrize("how", ["frozen", "trained", "autocast"])
+def test_bytes_and_order_are_those_of_the_loan_in_python(reentrant, percent, how, taken):
+    *_, moved = in_both(lambda mode: uses(mode, reentrant, percent, how))
     forwards, backwards = taken()
     assert forwards >= 16 and backwards == 16
     assert moved > (10 if percent else 0) * WIDE * WIDE * 4
@@ -478,6 +505,35 @@ def test_weights_that_an_optimizer_trains(kind, autocast, taken):
                 optimizers[id(model)].zero_grad()
             assert_same([*one.parameters()], [*other.parameters()])
     assert taken() == (4 * 3 * 2, 4 * 3 * 2)  # with the witness and without
+
+
+def test_a_gradient_that_is_one_number_for_all(taken):
+    """That of a vector's bias is the sum's own: one element, seen as many."""
+    one, other = resident_pair(three("linear", "bias"))
+
+    def step(model: nn.Module) -> Any:
+        x = torch.linspace(-1, 1, 48).requires_grad_()
+        model(x).sum().backward()
+        return [x.grad]
+
+    with managed(one):
+        assert_models_agree(one, other, step)
+    assert taken() == (12, 12)
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["nockpt", "reentrant", "ckpt"])
+def test_after_a_backward_masters_may_be_rewritten(reentrant, taken):
+    """The engine is told at the end of the graph task, which a backward or a recompute notes."""
+    model = three("linear", "weight")
+    noted: list[bool] = []
+    with managed(model) as manager:
+        x = leaf()
+        x.register_hook(lambda g: noted.append(bool(manager.state.tasks_with_gradients)))
+        y = model(x) if reentrant is None else checkpoint(model, x, use_reentrant=reentrant)
+        assert not manager.state.tasks_with_gradients
+        y.sum().backward()
+        assert not manager.state.tasks_with_gradients
+    assert noted == [True] and taken()[1] == 3
 
 
 def test_large_gradients_lie_in_locked_memory_that_is_used_again(taken, monkeypatch):
@@ -913,16 +969,21 @@ def test_off_is_off(taken, monkeypatch):
     assert taken() == (0, 0)
 
 
-def test_on_a_device_that_is_simulated_time_is_charged_alike(sim):
+@trains
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_device_that_is_simulated_time_is_charged_alike(kind, trained, sim):
     assert is_simulated("cpu")
-    now = []
-    for mode in ("off", "auto"):
-        model = stack()
+
+    def seconds(mode: str) -> float:
+        model = three(kind, *trained)
         with managed(model, mode) as manager:
-            model(leaf()).sum().backward()
-            start = sim.now(), sim.stats()
-            model(leaf()).sum().backward()
+            for _ in range(2):
+                model(leaf(*KINDS[kind][1])).sum().backward()
+                start = sim.now()
+            model(leaf(*KINDS[kind][1])).sum().backward()
             sim.finish()
-            now.append(sim.now() - start[0])
             assert manager.layers
-    assert now[0] == now[1] > 0
+            return sim.now() - start
+
+    expected = seconds("off")
+    assert seconds("auto") == pytest.approx(expected, rel=1e-9) and expected > 0
