@@ -75,7 +75,8 @@ template <int axes> struct Convolution {
         return serial == now;
     }
 
-    /* `ConvLayer.read_arguments`; no call where the operator alone does not do it. */
+    /* `ConvLayer.read_arguments`; no call where the operator alone does not do it, or an argument
+     * is a list, which may change where it is. */
     void read(PyObject *layer, PyObject *module, PyObject *own, int64_t now) {
         std::array<Owned, 5> found;
         std::optional<Call> made;
@@ -83,7 +84,7 @@ template <int axes> struct Convolution {
         bool usual = true;
         for (size_t i = 0; i < each.size(); i++) {
             PyObject *value = find(own, each[i]);
-            usual &= value && !PyList_Check(value); /* which may change where it is */
+            usual &= value != nullptr;
             found[i] = Owned(Py_NewRef(value ? value : Py_None));
         }
         const Owned split = usual ? ask(layer, names.padding_of, module) : Owned();
