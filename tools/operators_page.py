@@ -54,12 +54,12 @@ def table(record: Mapping[str, Any]) -> str:
             row = found[f"{layer}_{way}"]
             cells = [_cell(row, column) for column in COLUMNS]
             lines.append(f"| {said}: {what} | {' | '.join(cells)} |")
-    loads = [row["load_count"] for row in rows]
+    loads = sorted({row["load_count"] for row in rows})
+    load = " to ".join(f"{count:g}" for count in dict.fromkeys((loads[0], loads[-1])))
     lines += [
         "",
-        f"torch {record['torch']}, {record['cpus_count']} processors, of which other work kept "
-        f"{min(loads):g} to {max(loads):g} processes waiting or busy meanwhile (load average); "
-        f"{record['date'][:10]}.",
+        f"torch {record['torch']}, {record['cpus_count']} processors, load average {load} "
+        f"meanwhile; {record['date'][:10]}.",
     ]
     return "\n".join(lines) + "\n"
 

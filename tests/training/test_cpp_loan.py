@@ -522,18 +522,27 @@ def test_weights_that_an_optimizer_trains(kind, autocast, taken):
     assert taken() == (4 * 3 * 2, 4 * 3 * 2)  # with the witness and without
 
 
+@pytest.fixture
+def fresh_memory_is_nan() -> Iterator[None]:
+    """Else it may hold by chance what should be written there."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("fresh_memory_is_nan")
 def test_a_gradient_with_gaps(taken):
     """That of a vector's bias is the output's own, however that lies."""
-    one, other = resident_pair(three("linear", "bias"))
+    one, other = resident_pair(three("linear", "bias")[:1])
 
     def step(model: nn.Module) -> Any:
-        x = torch.linspace(-1, 1, 48).requires_grad_()
+        x = torch.linspace(-1, 1, 96)[::2].requires_grad_()
         model(x).backward(torch.linspace(-1, 1, 96)[::2])
         return [x.grad]
 
     with managed(one):
         assert_models_agree(one, other, step)
-    assert taken() == (12, 12)
+    assert taken() == (4, 4)
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["nockpt", "reentrant", "ckpt"])
@@ -959,24 +968,25 @@ def test_a_patched_convolution_goes_to_python(taken):
     assert taken() == (4 + 4, 4 + 4)  # then the layer that is not patched, alone
 
 
-def coded_masters(mode: str) -> list[torch.Tensor]:
-    """Return what a layer with coded masters computes, before and after writes to its weight."""
+def coded_masters(mode: str, before: str) -> list[torch.Tensor]:
+    """Return gradients through coded masters, which are written before a forward or a backward."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 512)).bfloat16().requires_grad_(False)
     x = torch.randn(2, 512).bfloat16().requires_grad_()
-    found: list[torch.Tensor] = []
     with managed(model, mode, compress="lossless") as manager:
         assert manager.layers[0].coded
-        found += torch.autograd.grad(model(x).sum(), x)
-        y = model(x)
+        found = [*torch.autograd.grad(model(x).sum(), x)]
+        y = model(x) if before == "backward" else None
         model[0].weight.data.view(-1)[:4] = 1.0  # of which torch knows nothing
-        found += torch.autograd.grad(y.sum(), x)
-        found += [model(x).detach(), *torch.autograd.grad(model(x).sum(), x)]
+        y = model(x) if y is None else y
+        found += [*torch.autograd.grad(y.sum(), x), y.detach()]
+        found += torch.autograd.grad(model(x).sum(), x)
     return found
 
 
-def test_coded_masters_are_looked_at_as_in_python(taken):
-    first, written, _, after = in_both(coded_masters)
+@pytest.mark.parametrize("before", ["forward", "backward"])
+def test_coded_masters_are_looked_at_as_in_python(before, taken):
+    first, written, _, after = in_both(lambda mode: coded_masters(mode, before))
     assert_same(written, after)
     assert not torch.equal(first, written)
     assert min(taken()) > 0
@@ -1005,16 +1015,17 @@ def test_off_is_off(taken, monkeypatch):
 def test_on_a_device_that_is_simulated_time_is_charged_alike(kind, trained, sim):
     assert is_simulated("cpu")
 
-    def seconds(mode: str) -> float:
+    def seconds(mode: str) -> list[float]:
         model = three(kind, *trained)
         with managed(model, mode) as manager, Witness(declare=True, clock=True):
             for _ in range(2):
                 model(leaf(*KINDS[kind][1])).sum().backward()
                 start = sim.now()
             model(leaf(*KINDS[kind][1])).sum().backward()
+            waited = sim.now() - start  # for gradients
             sim.finish()
             assert manager.layers
-            return sim.now() - start
+            return [waited, sim.now() - start]
 
     expected = seconds("off")
-    assert seconds("auto") == pytest.approx(expected, rel=1e-9) and expected > 0
+    assert seconds("auto") == pytest.approx(expected, rel=1e-9) and expected[1] > 0
