@@ -113,7 +113,7 @@ class OrderFile:
         self._numbers: dict[str, int] = {}  # of units, by the names of their layers
         self._known: Known | None = None
         self._steps = 0
-        self._is_foreign = False
+        self._is_left_alone = False
 
     def tell(self, attachment: Attachment) -> None:
         """Tell the engine what the file says, if it is of this model.
@@ -141,7 +141,7 @@ class OrderFile:
         except FileNotFoundError:
             return
         except Exception as error:  # whatever a file does, the model trains without it
-            self._is_foreign = not is_ours(self.path)
+            self._is_left_alone = not is_ours(self.path)
             logger.warning(
                 "%s: order_file=%r is not used, the order is learned anew: %s",
                 attachment.name,
@@ -160,16 +160,17 @@ class OrderFile:
     def keep(self, attachment: Attachment) -> None:
         """Write what was learned, if it is something else than the file's.
 
-        What fails is logged: no step and no detach fails for a file.
+        What fails is logged, and not tried again: no step and no detach fails for a file.
         """
         try:
             found = self._learned(attachment)
             is_known = found and self._known and self._known.covers(found)
-            if not found or is_known or self._is_foreign:
+            if not found or is_known or self._is_left_alone:
                 return
             self._known = found
             write(self.path, self._fingerprint, found)
         except Exception as error:
+            self._is_left_alone = True
             logger.warning("order_file=%r cannot be written: %s", self.path, error)
 
     def _learned(self, attachment: Attachment) -> Known | None:
@@ -253,7 +254,8 @@ def read(path: str, fingerprint: str, units: int) -> Known:
 def _read_pace(found: Any, fingerprint: str, units: int) -> Pace:
     if not isinstance(found, dict):
         raise UnusableOrder("it has a pace that is none")
-    device, link_bps, forward_ns = map(found.get, ("device", "link_bps", "forward_ns"))
+    values: list[Any] = [found.get(key) for key in ("device", "link_bps", "forward_ns")]
+    device, link_bps, forward_ns = values
     if not isinstance(forward_ns, list) or len(forward_ns) != units:
         raise UnusableOrder(f"it has not the seconds of {units} units")
     if any(type(n) is not int or not 0 <= n < _MOST_PACE for n in (link_bps, *forward_ns)):

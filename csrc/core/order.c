@@ -59,7 +59,7 @@ enum oo_status oo_engine_pace(struct oo_engine *engine, uint32_t model, struct o
     *count = 0;
     for (uint32_t i = 0; i < engine->n_units; i++) {
         const uint64_t nanoseconds = (uint64_t)(oo_plan_seconds(engine->plan, i) * 1e9 + 0.5);
-        if (engine->units[i].removed || engine->units[i].model != model || !nanoseconds)
+        if (engine->units[i].model != model || !nanoseconds) /* or gone: those have none */
             continue;
         if (*count < capacity)
             rows[*count] = (struct oo_unit_pace){i, nanoseconds};
