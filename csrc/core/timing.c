@@ -111,7 +111,7 @@ struct oo_span *oo__span_at(const struct oo_spans *spans, uint64_t index) {
 
 /* What so many of the bytes that travel of a unit are on the device. */
 static size_t oo__becomes(const struct oo_unit *unit, uint64_t bytes) {
-    if (!unit->host_bytes) /* it was removed meanwhile */
+    if (!unit->host_bytes) /* of one weight: nothing travels */
         return 0;
     return (size_t)((double)unit->device_bytes * ((double)bytes / (double)unit->host_bytes));
 }
