@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,15 @@ def best_gbps(work: Callable[[], object]) -> float:
     return 2 * WEIGHTS / fastest / 1e9
 
 
+def load() -> dict[str, float | int | None]:
+    """Return how many processes want a processor, where the system tells, and how many there are.
+
+    A rate under a load near the number of processors is not the codec's.
+    """
+    average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {"load_count": average, "processors_count": os.cpu_count()}
+
+
 def works(
     nbytes: int, room: int, threads: int, weights: int, coded: int, decoded: int
 ) -> dict[str, Callable[[], object]]:
@@ -57,12 +67,14 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
         ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (weights, coded, decoded)
     )
     nbytes = _core.encode(_core.BF16, there, room, 2, at, WEIGHTS)
+    others = load()
     yield {
         "name": "a hash of the weights, one thread",
         "hash_gbps": best_gbps(lambda: _core.fingerprint(at, 2 * WEIGHTS)),
+        **others,
     }
     for threads in (1, 2):
         found = works(nbytes, room, threads, at, there, back)
         rates = {f"{name}_gbps": best_gbps(work) for name, work in found.items()}
-        yield {"name": f"whole tensors, threads: {threads}", **rates}
+        yield {"name": f"whole tensors, threads: {threads}", **rates, **others}
     assert decoded == weights

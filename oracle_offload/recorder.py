@@ -30,8 +30,14 @@ from .views.recording import SCHEMA, Recording, format_of
 
 logger = logging.getLogger("oracle_offload")
 
-_DEEDS = ("compute", "wait", "copy_to_device", "copy_to_host", "eviction")  # enum oo_deed
-_TRACED = {"compute": "compute", "stall": "wait", "h2d": "copy_to_device", "d2h": "copy_to_host"}
+_DEEDS = ("compute", "wait", "copy_to_device", "copy_to_host", "eviction", "decode")  # oo_deed
+_TRACED = {
+    "compute": "compute",
+    "stall": "wait",
+    "h2d": "copy_to_device",
+    "d2h": "copy_to_host",
+    "decode": "decode",
+}
 _MOST_ROWS = 10_000  # steps and phases of one device
 _MOST_SNAPSHOTS = 4  # of the memory that ran out
 _MOST_TIMED = 4  # timed steps of one device; each has a row for every use
@@ -701,7 +707,7 @@ def _events_of(part: _Part) -> list[dict[str, Any]]:
         step = ends[step_at][1] if step_at < len(ends) else part.n_steps
         model, layer = opening.names.get(unit, ("", ""))
         known = times.get((opening.number, step), {}).get((kind, unit))
-        start_s, end_s = known.popleft() if known else (None, None)
+        start_s, end_s = _taken(known, kind, nbytes) if known else (None, None)
         event = {
             "event": kind,
             "t_s": host_s - opening.begin_s,
@@ -727,6 +733,8 @@ def _events_of(part: _Part) -> list[dict[str, Any]]:
         elif kind == "eviction":
             event["by_unit"] = detail
             arriving.setdefault((opening.number, detail), []).append(event)
+        elif kind == "decode":
+            event["chunks"] = detail
         elif kind == "compute":
             event["kind"] = ("forward", "recompute", "backward")[detail]
         events.append(event)
@@ -735,14 +743,25 @@ def _events_of(part: _Part) -> list[dict[str, Any]]:
     return events + [{k: v for k, v in row.items() if k != "entry"} for row in rows]
 
 
-def _times_of(timed: _Timed) -> dict[tuple[str, int], deque[tuple[float, float]]]:
-    """Return start and end of each row of a timed step, by kind and unit, in order."""
-    times: dict[tuple[str, int], deque[tuple[float, float]]] = {}
+_Times = deque[tuple[float, float, int]]  # start, end and bytes of rows of one kind, of one unit
+
+
+def _times_of(timed: _Timed) -> dict[tuple[str, int], _Times]:
+    """Return the rows of a timed step, by kind and unit, in order."""
+    times: dict[tuple[str, int], _Times] = {}
     for row in sorted(timed.rows, key=lambda row: float(row["start_s"])):
-        pair = timed.zero_s + row["start_s"], timed.zero_s + row["end_s"]
-        if row["kind"] in _TRACED:  # decodes are of no use: those of copies tell of them
-            times.setdefault((_TRACED[row["kind"]], row["unit"]), deque()).append(pair)
+        found = timed.zero_s + row["start_s"], timed.zero_s + row["end_s"], row["bytes"]
+        times.setdefault((_TRACED[row["kind"]], row["unit"]), deque()).append(found)
     return times
+
+
+def _taken(known: _Times, kind: str, nbytes: int) -> tuple[float, float]:
+    """Return start and end of an event whose rows come next: chunks have one each."""
+    start_s, end_s, moved = known.popleft()
+    while kind in ("copy_to_device", "decode") and moved < nbytes and known:
+        _, end_s, more = known.popleft()
+        moved += more
+    return start_s, end_s
 
 
 _current: Recorder | None = None

@@ -102,18 +102,31 @@ static int oo__masters_changed(const struct oo_engine *engine, struct oo_member 
     return member->fingerprint != before;
 }
 
+/* Two events, if this is one of those that are measured. */
+static enum oo_status oo__times_take(struct oo_engine *engine, enum oo_trace_kind kind,
+                                     struct oo_event **begin, struct oo_event **end) {
+    enum oo_status status = OO_OK;
+    if (oo__is_measured(engine, kind)) {
+        OO_TRY(oo__event_take(engine, OO_TIMED, begin));
+        OO_TRY(oo__event_take(engine, OO_TIMED, end));
+    }
+done:
+    return status;
+}
+
 /* Queue a part, and count it. */
 static enum oo_status oo__copy_part(struct oo_engine *engine, uint32_t id,
                                     const struct oo_part *part, uintptr_t target) {
     struct oo_stats *stats = &engine->models[engine->units[id].model].stats;
-    struct oo_decode_times times = {NULL, NULL};
+    struct oo_part_times times = {NULL, NULL, NULL, NULL};
     struct oo_failure failure = {0};
     enum oo_status status;
     const int decodes = part->header.mode == OO_CODEC_TIERS;
-    if (decodes && oo__is_measured(engine, OO_TRACE_DECODE)) {
-        OO_TRY(oo__event_take(engine, OO_TIMED, &times.begin));
-        OO_TRY(oo__event_take(engine, OO_TIMED, &times.end));
-    }
+    /* Between two parts of such a unit the link may rest, for want of staging memory. */
+    if (engine->units[id].decodes && part->bytes)
+        OO_TRY(oo__times_take(engine, OO_TRACE_H2D, &times.copy_begin, &times.copy_end));
+    if (decodes)
+        OO_TRY(oo__times_take(engine, OO_TRACE_DECODE, &times.decode_begin, &times.decode_end));
     if (!oo__part_send(engine, part, target, &times, &failure)) {
         status = oo__check(engine, failure.call, failure.result);
         goto done;
@@ -122,12 +135,17 @@ static enum oo_status oo__copy_part(struct oo_engine *engine, uint32_t id,
     stats->h2d_copies += part->bytes != 0;
     stats->decodes += (uint64_t)decodes;
     stats->decoded_bytes += oo__decoded_bytes(part);
-    if (times.begin)
-        oo__span_add(engine, OO_TRACE_DECODE, id, oo__decoded_bytes(part), times.begin, times.end);
+    if (times.copy_begin)
+        oo__span_add(engine, OO_TRACE_H2D, id, part->bytes, times.copy_begin, times.copy_end);
+    if (times.decode_begin)
+        oo__span_add(engine, OO_TRACE_DECODE, id, oo__decoded_bytes(part), times.decode_begin,
+                     times.decode_end);
     return OO_OK;
 done:
-    oo__event_give(engine, times.begin);
-    oo__event_give(engine, times.end);
+    oo__event_give(engine, times.copy_begin);
+    oo__event_give(engine, times.copy_end);
+    oo__event_give(engine, times.decode_begin);
+    oo__event_give(engine, times.decode_end);
     return status;
 }
 
@@ -149,15 +167,28 @@ done:
 /* Queue the copy of a unit that the device reads where it lies. */
 static enum oo_status oo__copy_locked(struct oo_engine *engine, uint32_t id, uintptr_t address,
                                       const struct oo_event *ready) {
-    struct oo_unit *unit = &engine->units[id];
+    const struct oo_unit *unit = &engine->units[id];
     struct oo_event *begin = NULL;
-    enum oo_status status = oo__span_begin(engine, OO_TRACE_H2D, engine->h2d, &begin);
+    enum oo_status status = OO_OK;
+    if (!unit->decodes) /* else each part is measured */
+        status = oo__span_begin(engine, OO_TRACE_H2D, engine->h2d, &begin);
     if (status == OO_OK)
         status = oo__copy_parts(engine, id, address, ready);
     if (status == OO_OK)
         status = oo__span_end(engine, OO_TRACE_H2D, id, unit->host_bytes, engine->h2d, &begin);
     oo__event_give(engine, begin);
     return status;
+}
+
+static void oo__journal_decodes(struct oo_engine *engine, uint32_t id) {
+    const struct oo_unit *unit = &engine->units[id];
+    uint64_t bytes = 0, chunks = 0;
+    for (uint32_t i = 0; i < unit->n_parts; i++) {
+        bytes += oo__decoded_bytes(&unit->parts[i]);
+        chunks += unit->parts[i].header.mode == OO_CODEC_TIERS;
+    }
+    if (chunks)
+        oo__journal(engine, OO_DEED_DECODE, id, bytes, chunks);
 }
 
 /* Order what will be written for the unit after all uses of the window's bytes. Chunks need no slot
@@ -219,6 +250,7 @@ static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
     ready = NULL;
     unit->generation++;
     oo__journal(engine, OO_DEED_COPY_IN, id, unit->host_bytes, address);
+    oo__journal_decodes(engine, id);
     oo__note_masters(engine, id);
 done:
     oo__event_give(engine, ready);

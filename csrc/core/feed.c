@@ -21,7 +21,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const struct oo_decode_times oo__untimed = {NULL, NULL};
+static const struct oo_part_times oo__untimed = {NULL, NULL, NULL, NULL};
 static const double oo__idle_s = 3600; /* whoever waits is woken; a clock needs an end */
 
 /* ---- the queue: under the feeder's mutex ---- */

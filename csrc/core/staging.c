@@ -147,13 +147,13 @@ static OOCUresult oo__launch_decode(struct oo_engine *engine, const struct oo_pa
 }
 
 static int oo__time_record(struct oo_engine *engine, const struct oo_event *event,
-                           struct oo_failure *failure) {
-    return !event || oo__works(failure, "cuEventRecord",
-                               engine->driver.cuEventRecord(event->handle, engine->decoder.stream));
+                           OOCUstream stream, struct oo_failure *failure) {
+    return !event ||
+           oo__works(failure, "cuEventRecord", engine->driver.cuEventRecord(event->handle, stream));
 }
 
 int oo__piece_decode(struct oo_engine *engine, const struct oo_part *part, uintptr_t target,
-                     struct oo_staging_piece *piece, const struct oo_decode_times *times,
+                     struct oo_staging_piece *piece, const struct oo_part_times *times,
                      struct oo_failure *failure) {
     const struct oo_decoder *decoder = &engine->decoder;
     /* H11: the kernel reads what the copy brings. */
@@ -162,7 +162,7 @@ int oo__piece_decode(struct oo_engine *engine, const struct oo_part *part, uintp
         !oo__works(failure, "cuStreamWaitEvent",
                    engine->driver.cuStreamWaitEvent(decoder->stream, piece->arrived->handle, 0)))
         return 0;
-    if (!oo__time_record(engine, times->begin, failure))
+    if (!oo__time_record(engine, times->decode_begin, decoder->stream, failure))
         return 0;
     piece->lost = 1; /* until the kernel's end is marked */
     if (!oo__works(failure, "cuLaunchKernel", oo__launch_decode(engine, part, target, piece)) ||
@@ -170,7 +170,7 @@ int oo__piece_decode(struct oo_engine *engine, const struct oo_part *part, uintp
                    engine->driver.cuEventRecord(piece->decoded->handle, decoder->stream)))
         return 0;
     piece->lost = 0;
-    return oo__time_record(engine, times->end, failure);
+    return oo__time_record(engine, times->decode_end, decoder->stream, failure);
 }
 
 /* One weight, many times; up to three bytes more, which no tensor has. */
@@ -186,7 +186,7 @@ static int oo__part_fill(struct oo_engine *engine, const struct oo_part *part, u
 }
 
 int oo__part_send(struct oo_engine *engine, const struct oo_part *part, uintptr_t target,
-                  const struct oo_decode_times *times, struct oo_failure *failure) {
+                  const struct oo_part_times *times, struct oo_failure *failure) {
     struct oo_staging_piece *piece = NULL;
     uintptr_t to = target;
     if (part->header.mode == OO_CODEC_CONST)
@@ -198,8 +198,10 @@ int oo__part_send(struct oo_engine *engine, const struct oo_part *part, uintptr_
         to = piece->address;
     }
     int works =
+        oo__time_record(engine, times->copy_begin, engine->h2d, failure) &&
         oo__works(failure, "cuMemcpyHtoDAsync",
-                  engine->driver.cuMemcpyHtoDAsync(to, part->host, part->bytes, engine->h2d));
+                  engine->driver.cuMemcpyHtoDAsync(to, part->host, part->bytes, engine->h2d)) &&
+        oo__time_record(engine, times->copy_end, engine->h2d, failure);
     if (piece) {
         works = works && oo__piece_decode(engine, part, target, piece, times, failure);
         oo__piece_give(engine, piece);

@@ -18,21 +18,22 @@ enum oo_status oo__decodes_settle(struct oo_engine *engine);
 
 /* ---- one part: by any thread ---- */
 
-/* Two timed events around a decode; NULL where it is not measured. */
-struct oo_decode_times {
-    struct oo_event *begin, *end;
+/* Timed events around a part's copy, and around what decodes it; NULL where it is not measured. */
+struct oo_part_times {
+    struct oo_event *copy_begin, *copy_end, *decode_begin, *decode_end;
 };
 
-/* Queue the copy of a locked part, or of a part of one weight, and what decodes it. */
+/* Queue the copy of a locked part, or of a part of one weight, which is not measured, and what
+ * decodes it. */
 int oo__part_send(struct oo_engine *engine, const struct oo_part *part, uintptr_t target,
-                  const struct oo_decode_times *times, struct oo_failure *failure);
+                  const struct oo_part_times *times, struct oo_failure *failure);
 /* A piece of staging memory for a coded part, whose bytes may be written over by what is queued on
  * the h2d stream next. It may wait for other threads to give theirs back. NULL: `failure`. */
 struct oo_staging_piece *oo__piece_take(struct oo_engine *engine, const struct oo_part *part,
                                         struct oo_failure *failure);
 /* The part's bytes are queued: decode them to `target` when they have come. */
 int oo__piece_decode(struct oo_engine *engine, const struct oo_part *part, uintptr_t target,
-                     struct oo_staging_piece *piece, const struct oo_decode_times *times,
+                     struct oo_staging_piece *piece, const struct oo_part_times *times,
                      struct oo_failure *failure);
 void oo__piece_give(struct oo_engine *engine, struct oo_staging_piece *piece);
 /* What a kernel makes of the part. */

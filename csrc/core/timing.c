@@ -109,6 +109,13 @@ struct oo_span *oo__span_at(const struct oo_spans *spans, uint64_t index) {
     return &spans->pending[index & (spans->capacity - 1)];
 }
 
+/* What so many of the bytes that travel of a unit are on the device. */
+static size_t oo__becomes(const struct oo_unit *unit, uint64_t bytes) {
+    if (!unit->host_bytes) /* of one weight: nothing travels */
+        return 0;
+    return (size_t)((double)unit->device_bytes * ((double)bytes / (double)unit->host_bytes));
+}
+
 /* Read the span at the head; 0 when it has not ended yet. */
 static int oo__harvest_one(struct oo_engine *engine) {
     struct oo_spans *spans = &engine->spans;
@@ -125,7 +132,8 @@ static int oo__harvest_one(struct oo_engine *engine) {
         case OO_TRACE_H2D:
             stats->h2d_seconds += seconds;
             stats->h2d_timed_bytes += span->bytes;
-            oo_plan_copied(engine->plan, engine->units[span->unit].device_bytes, seconds);
+            oo_plan_copied(engine->plan, oo__becomes(&engine->units[span->unit], span->bytes),
+                           seconds);
             break;
         case OO_TRACE_D2H:
             stats->d2h_seconds += seconds;

@@ -25,9 +25,18 @@ from .timeline import STALL_FLOOR_S, Stay, details, timeline_svg
 
 SCHEMA = schema("recording", 1)
 _SUFFIXES = {".html": "html", ".htm": "html", ".json": "chrome", ".csv": "csv", ".jsonl": "jsonl"}
-_LANES = {"compute": 1, "wait": 2, "copy_to_device": 3, "copy_to_host": 4}
-_LANE_NAMES = ("host", "managed layers", "stalls", "copies to the device", "copies to the host")
-_KINDS = {"compute": "compute", "wait": "stall", "copy_to_device": "h2d", "copy_to_host": "d2h"}
+_LANES = {"compute": 1, "wait": 2, "copy_to_device": 3, "copy_to_host": 4, "decode": 5}
+_LANE_NAMES = (
+    *("host", "managed layers", "stalls", "copies to the device", "copies to the host"),
+    "decodes of weights",
+)
+_KINDS = {
+    "compute": "compute",
+    "wait": "stall",
+    "copy_to_device": "h2d",
+    "copy_to_host": "d2h",
+    "decode": "decode",
+}
 # What every report asks of these events; a file may lack it.
 _NEEDED: dict[str, tuple[str, ...]] = {
     "step": (
@@ -274,6 +283,9 @@ class Recording:
         end = max(row["end_s"] for row in rows)
         there: dict[int, Stay] = {}
         stays: list[Stay] = []
+        # What travels of compressed weights is less than what lies there.
+        uses = (row for row in rows if row["kind"] == "compute")
+        sizes: dict[int, int] = {row["unit"]: row["bytes"] for row in uses}
         for event in self.events:
             if event.get("device") != device or event["step"] > number:
                 continue
@@ -287,7 +299,11 @@ class Recording:
                 if event["unit"] in there:  # it was dropped meanwhile, as its master had changed
                     stays.append(there.pop(event["unit"])._replace(end_s=when))
                 there[event["unit"]] = Stay(
-                    event["layer"], event["address"], event["bytes"], came, end
+                    event["layer"],
+                    event["address"],
+                    sizes.get(event["unit"]) or event["bytes"],
+                    came,
+                    end,
                 )
         return [stay for stay in (*stays, *there.values()) if stay.end_s > stay.begin_s]
 

@@ -26,7 +26,7 @@ static int same(const struct oo_entry *a, const struct oo_entry *b, size_t count
 static void test_each_deed_is_written_once_and_in_order(void) {
     struct world w;
     char target[600];
-    uint64_t first, of[5] = {0}, bytes[5] = {0}, uses[3] = {0};
+    uint64_t first, of[OO_DEED_DECODE + 1] = {0}, bytes[OO_DEED_DECODE + 1] = {0}, uses[3] = {0};
     double before_s = sim.simNow();
     world_open(&w, 60000, -1);
     need(oo_journal_start(w.engine, ROOM), "start");
@@ -75,8 +75,39 @@ static void test_each_deed_is_written_once_and_in_order(void) {
           (unsigned long long)of[OO_DEED_COPY_OUT]);
     CHECK(of[OO_DEED_EVICT] == stats.evictions && stats.evictions > 0, "%llu evictions",
           (unsigned long long)of[OO_DEED_EVICT]);
+    CHECK(of[OO_DEED_DECODE] == 0, "%llu decodes", (unsigned long long)of[OO_DEED_DECODE]);
     need(oo_journal_stop(w.engine), "stop");
     world_close(&w, "deeds");
+}
+
+/* Right behind the copy of the unit, and of those that a kernel decodes alone. */
+static void test_decodes_are_written_behind_their_copies(void) {
+    struct world w;
+    uint64_t first, bytes = 0, chunks = 0, copied = 0, without = 0;
+    world_coded = 1;
+    world_open(&w, 400000, -1);
+    world_coded = 0;
+    need(oo_journal_start(w.engine, ROOM), "start");
+    need(step(&w), "step");
+    const size_t count = read_from(&w, 0, &first);
+    for (size_t i = 0; i < count; i++) {
+        const struct oo_entry *entry = &entries[i], *next = entry + 1;
+        copied += entry->deed == OO_DEED_COPY_IN ? entry->bytes : 0;
+        if (entry->deed == OO_DEED_COPY_IN && !w.engine->units[entry->unit].decodes)
+            without += i + 1 == count || next->deed != OO_DEED_DECODE;
+        if (entry->deed != OO_DEED_DECODE)
+            continue;
+        CHECK(i && entry[-1].deed == OO_DEED_COPY_IN && entry[-1].unit == entry->unit,
+              "entry %zu comes after none of its unit", i);
+        bytes += entry->bytes;
+        chunks += entry->detail;
+    }
+    const struct oo_stats stats = stats_of(&w);
+    CHECK(bytes == stats.decoded_bytes && chunks == stats.decodes && chunks && without &&
+              copied == stats.h2d_bytes,
+          "%llu bytes of %llu chunks", (unsigned long long)bytes, (unsigned long long)chunks);
+    need(oo_journal_stop(w.engine), "stop");
+    world_close(&w, "decodes");
 }
 
 static void test_the_latest_are_kept_and_have_their_numbers(void) {
@@ -185,6 +216,7 @@ static void test_a_journal_is_kept_once(void) {
 
 static const struct check_case cases[] = {
     CASE(test_each_deed_is_written_once_and_in_order),
+    CASE(test_decodes_are_written_behind_their_copies),
     CASE(test_the_latest_are_kept_and_have_their_numbers),
     CASE(test_a_journal_asks_nothing_of_the_driver),
     CASE(test_what_failed_is_not_written),

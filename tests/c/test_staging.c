@@ -152,7 +152,7 @@ static void a_piece_that_cannot_be_had_is_free_again(void) {
 
 /* From the launch on a kernel may read the piece: until the end of that is marked it is lost. */
 static void a_piece_is_lost_where_its_decode_has_no_mark(void) {
-    static const struct oo_decode_times untimed;
+    static const struct oo_part_times untimed;
     static const struct {
         const char *call;
         int nth, lost;

@@ -1,6 +1,7 @@
 /* Bytes become calls on an engine over the simulated driver: two models, six streams, nested uses,
- * masters rewritten while their copies are queued, moved, or unknown to the engine; captures,
- * threads, contexts come and gone; faults that pass, last, or end the context; every schedule.
+ * masters rewritten while their copies are queued, moved, coded, or unknown to the engine;
+ * captures, threads, contexts come and gone; faults that pass, last, or end the context; every
+ * schedule.
  *
  * What a kernel reads must equal the master; every refusal must have its reason; memory that the
  * caller vouches for at an acquire alone is unreadable at any other time; the race detector is
@@ -33,6 +34,7 @@ struct layer {
     struct oo_tensor tensors[TENSORS],
         home[TENSORS]; /* where the master is, where it was at first */
     size_t offsets[TENSORS];
+    char *weights[TENSORS]; /* that the master at home is the code of; NULL where it is as it is */
     /* Memory that the engine does not know: where the master was at first, where it is. */
     char *own, *foreign;
     uint64_t stamp;
@@ -48,6 +50,8 @@ struct attached {
     uintptr_t arena_streams[SEGMENTS];
     size_t usable[SEGMENTS];
     unsigned n_arenas, n_layers;
+    char *staging;
+    uintptr_t staging_stream;
     struct layer layers[LAYERS];
 };
 
@@ -70,6 +74,7 @@ struct fuzz {
     unsigned pattern;
     int64_t task;
     int faulty, ever_faulty, tracing, main_context;
+    int ever_coded; /* then a copy has a row for each chunk */
     int capturing[STREAMS], unfinished[STREAMS];
     OOCUresult sticky; /* of a fault that ends the context; 0: none has been set */
     int was_dead;      /* before the call that is being judged */
@@ -216,11 +221,44 @@ static void rewrite_tensor(struct fuzz *f, const struct oo_tensor *tensor) {
     }
 }
 
+/* Nobody rewrites codes. */
 static void rewrite(struct fuzz *f, struct layer *layer) {
     cover(layer, 0);
     for (unsigned i = 0; i < layer->n_tensors; i++)
-        rewrite_tensor(f, &layer->tensors[i]);
+        if (!layer->tensors[i].coded_bytes)
+            rewrite_tensor(f, &layer->tensors[i]);
     cover(layer, 1);
+}
+
+static int is_coded(const struct layer *layer) {
+    int coded = 0;
+    for (unsigned t = 0; t < layer->n_tensors; t++)
+        coded |= layer->tensors[t].coded_bytes != 0;
+    return coded;
+}
+
+static int unit_is_coded(const struct fuzz *f, uint32_t unit) {
+    int coded = 0;
+    for (int m = 0; m < MODELS; m++)
+        for (unsigned l = 0; f->models[m].live && l < f->models[m].n_layers; l++)
+            coded |= f->models[m].layers[l].unit == unit && is_coded(&f->models[m].layers[l]);
+    return coded;
+}
+
+/* Make a tensor a coded one: of few values, of one, or of noise, which is left as it is. */
+static void code_tensor(struct fuzz *f, struct layer *layer, unsigned t, struct input *in) {
+    struct oo_tensor *tensor = &layer->tensors[t];
+    const unsigned shift = 24 + below(in, 3) * 4, chunk = 1024 * (1 + below(in, 3));
+    char *weights = layer->weights[t] = malloc(tensor->bytes);
+    REQUIRE(weights, "no memory");
+    for (size_t i = 0; i < tensor->bytes; i++)
+        weights[i] = (char)(((uint32_t)i * 2654435761u + f->pattern) >> (shift < 32 ? shift : 31));
+    f->pattern++;
+    f->ever_coded = 1;
+    tensor->coded_kind = OO_CODEC_INT8;
+    tensor->coded_bytes =
+        encode(OO_CODEC_INT8, weights, tensor->bytes, chunk, (char *)(uintptr_t)tensor->host);
+    declare_write(tensor->host, tensor->coded_bytes);
 }
 
 /* The binding gives the stamps of all members of a unit that was copied. */
@@ -280,6 +318,8 @@ static int may_capture(const struct fuzz *f, unsigned which) {
     for (int m = 0; m < MODELS; m++)
         for (unsigned i = 0; i < f->models[m].n_arenas; i++)
             free_of_us &= f->models[m].arena_streams[i] != f->streams[which];
+    for (int m = 0; m < MODELS; m++)
+        free_of_us &= !f->models[m].staging || f->models[m].staging_stream != f->streams[which];
     return free_of_us;
 }
 
@@ -329,6 +369,14 @@ static enum oo_status add_segment(struct fuzz *f, struct attached *m, unsigned s
     return status;
 }
 
+static void free_layer(struct layer *layer) {
+    cover(layer, 0);
+    free(layer->own);
+    free(layer->foreign);
+    for (unsigned t = 0; t < layer->n_tensors; t++)
+        free(layer->weights[t]);
+}
+
 /* A unit of one to three members, of one or two tensors each. */
 static enum oo_status add_unit(struct fuzz *f, struct attached *m, struct input *in, char **at) {
     struct oo_tensor tensors[3 * TENSORS];
@@ -353,12 +401,17 @@ static enum oo_status add_unit(struct fuzz *f, struct attached *m, struct input 
             const unsigned words =
                 n == 1 && below(in, 4) == 0 ? 3000 : 1000; /* sampled, or whole */
             const size_t bytes = 16 + 4 * (size_t)below(in, words);
-            layer->home[t] = layer->tensors[t] = (struct oo_tensor){
+            layer->tensors[t] = (struct oo_tensor){
                 .host = unknown ? layer->own + t * MOST_BYTES : *at, .bytes = bytes};
-            tensors[all++] = layer->tensors[t];
-            rewrite_tensor(f, &layer->tensors[t]);
+            if (!trainable && !unknown && below(in, 3) == 0)
+                code_tensor(f, layer, t, in);
+            else
+                rewrite_tensor(f, &layer->tensors[t]);
+            tensors[all++] = layer->home[t] = layer->tensors[t];
+            const size_t taken =
+                layer->tensors[t].coded_bytes ? layer->tensors[t].coded_bytes : bytes;
             /* Beside each other as on the device, or not: then they travel as several copies. */
-            *at += (bytes + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
+            *at += (taken + OO_ALIGNMENT - 1) / OO_ALIGNMENT * OO_ALIGNMENT;
             *at += below(in, 4) == 0 ? 4 : 0;
         }
         cover(layer, 1);
@@ -367,7 +420,7 @@ static enum oo_status add_unit(struct fuzz *f, struct attached *m, struct input 
         oo_unit_add(f->w.engine, m->id, tensors, counts, n, trainable, &unit, members, offsets);
     excuse(f, status, 0, "unit");
     for (unsigned i = 0; i < n && status != OO_OK; i++)
-        free(first[i].own);
+        free_layer(&first[i]);
     for (unsigned i = 0, o = 0; i < n && status == OO_OK; i++) {
         first[i].member = members[i];
         first[i].unit = unit;
@@ -390,26 +443,43 @@ static void unlock(struct fuzz *f, struct oo_host *host) {
     oo_host_destroy(host);
 }
 
+/* The engine has ordered the allocating stream after every use: once that has ended, whoever comes
+ * next may have the bytes, on whatever stream. */
+static void arena_back(struct fuzz *f, char *arena, uintptr_t stream) {
+    clear_faults(f);
+    enter_context(f);
+    const OOCUresult ended = f->w.engine->driver.cuStreamSynchronize((OOCUstream)stream);
+    leave_context();
+    f->waits++;
+    REQUIRE(ended == 0 || lost(f), "a stream that does not end: %d", ended);
+    arena_end(f, arena);
+}
+
 static void give_back_model(struct fuzz *f, struct attached *m) {
     unlock(f, m->host);
-    for (unsigned i = 0; i < m->n_arenas; i++) {
-        /* The engine has ordered the allocating stream after every use: once that has ended,
-         * whoever comes next may have the bytes, on whatever stream. */
-        clear_faults(f);
-        enter_context(f);
-        const OOCUresult ended =
-            f->w.engine->driver.cuStreamSynchronize((OOCUstream)m->arena_streams[i]);
-        leave_context();
-        f->waits++;
-        REQUIRE(ended == 0 || lost(f), "a stream that does not end: %d", ended);
-        arena_end(f, m->arenas[i]);
-    }
-    for (unsigned i = 0; i < m->n_layers; i++) {
-        cover(&m->layers[i], 0);
-        free(m->layers[i].own);
-        free(m->layers[i].foreign);
-    }
+    for (unsigned i = 0; i < m->n_arenas; i++)
+        arena_back(f, m->arenas[i], m->arena_streams[i]);
+    if (m->staging)
+        arena_back(f, m->staging, m->staging_stream);
+    for (unsigned i = 0; i < m->n_layers; i++)
+        free_layer(&m->layers[i]);
     memset(m, 0, sizeof *m);
+}
+
+/* Each model lends what coded chunks pass through, for whoever's they are. */
+static enum oo_status add_staging(struct fuzz *f, struct attached *m, unsigned stream) {
+    char *staging = arena_new(f, WORLD_STAGING);
+    if (!staging)
+        return OO_E_DRIVER;
+    m->staging_stream = f->streams[stream];
+    const enum oo_status status =
+        oo_staging_add(f->w.engine, m->lease, (uintptr_t)staging, WORLD_STAGING, m->staging_stream);
+    excuse(f, status, 0, "staging");
+    if (status == OO_OK)
+        m->staging = staging;
+    else
+        arena_end(f, staging);
+    return status;
 }
 
 /* A stream that is not being captured. */
@@ -429,7 +499,7 @@ static enum oo_status leave(struct fuzz *f, struct attached *m) {
 
 static void attach(struct fuzz *f, struct attached *m, struct input *in) {
     memset(m, 0, sizeof *m);
-    if (oo_host_create((size_t)LAYERS * TENSORS * MOST_BYTES, &m->host) != OO_OK)
+    if (oo_host_create((size_t)LAYERS * TENSORS * 2 * MOST_BYTES, &m->host) != OO_OK)
         return;
     int added = 0;
     enum oo_status status = oo_engine_lock(f->w.engine, m->host, below(in, 4) ? OO_ALL_BYTES : 0);
@@ -446,6 +516,8 @@ static void attach(struct fuzz *f, struct attached *m, struct input *in) {
     }
     if (status == OO_OK)
         status = add_segment(f, m, any_stream(f, in), in);
+    if (status == OO_OK)
+        status = add_staging(f, m, any_stream(f, in));
     char *at = oo_host_address(m->host);
     for (unsigned n = 1 + below(in, 12); n-- > 0 && status == OO_OK && m->n_layers < LAYERS;)
         status = add_unit(f, m, in, &at);
@@ -506,7 +578,9 @@ static int compute(struct fuzz *f, struct held *h) {
     cover(layer, 0);
     for (unsigned t = 0; t < layer->n_tensors; seen += layer->tensors[t++].bytes) {
         const void *there = (const void *)(h->address + layer->offsets[t]);
-        const void *expected = h->known ? seen : layer->tensors[t].host;
+        const void *master = layer->tensors[t].coded_bytes ? (const void *)layer->weights[t]
+                                                           : layer->tensors[t].host;
+        const void *expected = h->known ? seen : master;
         REQUIRE(memcmp(there, expected, layer->tensors[t].bytes) == 0, "member %u, tensor %u: %s",
                 layer->member, t,
                 h->known ? "its bytes changed while it was in use" : "wrong bytes");
@@ -549,7 +623,9 @@ static void begin_use(struct fuzz *f, struct held *h, struct layer *layer, struc
     /* No room, or rewritten while in use: only where something is in use. */
     const int no_use = holds_any(f) && (status == OO_E_NO_ROOM || status == OO_E_STATE);
     const int captures = f->capturing[which] && status == OO_E_CAPTURE;
-    excuse(f, status, no_use || captures || (status == OO_WOULD_BLOCK && flags), "acquire");
+    const int no_staging = !f->w.engine->decoder.lent && status == OO_E_STATE;
+    excuse(f, status, no_use || captures || no_staging || (status == OO_WOULD_BLOCK && flags),
+           "acquire");
     f->refused += status == OO_E_NO_ROOM;
     if (status != OO_OK)
         return;
@@ -575,12 +651,18 @@ static void move(struct fuzz *f, struct layer *layer, int home, unsigned words) 
                     ? layer->home[t]
                     : (struct oo_tensor){.host = memory + t * MOST_BYTES,
                                          .bytes = words ? 4 * (size_t)words : layer->home[t].bytes};
+    int coded = 0;
     for (unsigned t = 0; t < layer->n_tensors; t++)
-        rewrite_tensor(f, &to[t]);
+        if (to[t].coded_bytes)
+            coded = 1;
+        else
+            rewrite_tensor(f, &to[t]);
     cover(layer, 1);
+    const int trained = f->w.engine->units[layer->unit].trainable;
     const enum oo_status status =
         oo_member_move(f->w.engine, layer->member, to, layer->n_tensors, &unit, offsets);
-    excuse(f, status, pins_of(f, layer->unit) > 0, "move");
+    excuse(f, status, pins_of(f, layer->unit) > 0 || (coded && trained), "move");
+    REQUIRE(status != OO_OK || !(coded && trained), "codes are trained");
     if (status != OO_OK) {
         free(memory);
         layer->silent |= home && to[0].host == layer->tensors[0].host; /* rewritten in place */
@@ -740,7 +822,11 @@ static void set_fault(struct fuzz *f, struct input *in) {
                                         "simAdopt",
                                         "simDrop",
                                         "simLaunch",
-                                        "simHostAccess"};
+                                        "simHostAccess",
+                                        "cuLaunchKernel",
+                                        "cuMemsetD32Async",
+                                        "cuModuleLoadData",
+                                        "cuStreamCreateWithPriority"};
     const char *call = calls[below(in, sizeof calls / sizeof calls[0])];
     const unsigned nth = 1 + below(in, 40), lasting = below(in, 3) == 0;
     OOCUresult result = below(in, 2) ? OOCU_ERROR_UNKNOWN : OOCU_ERROR_OUT_OF_MEMORY;
@@ -786,7 +872,7 @@ static void trace(struct fuzz *f) {
         struct oo_stats stats;
         need(oo_engine_stats(f->w.engine, OO_ALL_MODELS, &stats), "stats");
         const uint64_t copied = f->fetched - stats.stopped_feeds;
-        if (f->tracing)
+        if (f->tracing && !f->ever_coded)
             REQUIRE(copies == copied - f->copied_untraced, "%zu rows of copies, %llu copies",
                     copies, (unsigned long long)(copied - f->copied_untraced));
         f->copied_untraced = copied;
@@ -962,7 +1048,7 @@ static void use_model(struct fuzz *f, struct attached *m, unsigned call, struct 
         layer->stamp++;
         break;
     case 11: /* a few bytes: no sample shows them, the stamp does */
-        if (!layer->silent) {
+        if (!layer->silent && !is_coded(layer)) {
             const struct oo_tensor *tensor = &layer->tensors[below(in, layer->n_tensors)];
             char *bytes = (char *)(uintptr_t)tensor->host;
             const unsigned at = below(in, (unsigned)tensor->bytes);
@@ -981,8 +1067,9 @@ static void use_model(struct fuzz *f, struct attached *m, unsigned call, struct 
         excuse(f, oo_engine_set_verify(f->w.engine, (int)below(in, 2)), 0, "verify");
         break;
     case 14:
-        status = oo_unit_set_trainable(f->w.engine, layer->unit, (int)below(in, 2));
-        excuse(f, status, 0, "trainable");
+        home = (int)below(in, 2);
+        status = oo_unit_set_trainable(f->w.engine, layer->unit, home);
+        excuse(f, status, home && unit_is_coded(f, layer->unit), "trainable");
         layer->trainable |= status == OO_OK;
         break;
     case 15:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 import pickle
@@ -21,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import _core
+from oracle_offload import _core, engines
 from oracle_offload.compress import choice, coder
 from oracle_offload.errors import OffloadError, StaleWeightsError
 
@@ -778,6 +779,40 @@ def test_the_memory_of_a_detached_weight_goes_with_it(tmp_path):
     assert all(map(is_mapped, [*gone, model[0].weight.data_ptr()]))
     del model[1:]
     assert not any(map(is_mapped, gone)) and is_mapped(model[0].weight.data_ptr())
+
+
+@linux_alone
+@pytest.mark.parametrize("held", ["parameter", "alias", "module"])
+def test_what_is_held_of_a_deleted_model_is_whole(tmp_path, held):
+    """It stays in its file, which may be replaced; all else is given back, the file with it."""
+    resident = build()
+    path = tmp_path / "model.safetensors"
+    save_file(resident.state_dict(), path)
+    with oracle_offload.empty_weights():
+        model = build().bfloat16()
+    model.requires_grad_(False)
+    manager = oracle_offload.attach(model, "cpu", weights=path, compress="lossless")
+    assert len(coded_layers(manager)) == 4
+    model(x_of(model, "cpu"))
+    kept = {"parameter": model[1].weight, "alias": model.state_dict(), "module": model[1]}[held]
+    gone = model[2].weight.data_ptr()
+    del model, manager
+    gc.collect()
+    assert not engines.open_states()
+    save_file(build(seed=4).state_dict(), tmp_path / "other.safetensors")
+    os.replace(tmp_path / "other.safetensors", path)
+    if held == "alias":
+        assert_same(kept, resident.state_dict())
+        kept = kept["1.weight"]
+    else:
+        assert not is_mapped(gone)
+        kept = kept.weight if held == "module" else kept
+    assert_same(kept, resident[1].weight)
+    one_number(kept)
+    one_number(resident[1].weight)
+    assert_same(kept, resident[1].weight)
+    del kept
+    assert not any(name.startswith(str(tmp_path)) for name in shown_files())
 
 
 def refuse_to_map(*where):

@@ -202,6 +202,51 @@ def test_times_of_a_timed_step_are_the_simulators(training):
         )
 
 
+def test_decodes_of_compressed_weights_are_recorded(sim, monkeypatch, tmp_path):
+    """Their sums are the engine's, and in a timed step each follows its copy on the device."""
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
+    sim.slow_link(1.0)
+    model = net(depth=4, width=512).bfloat16()
+    model[1].up.weight.requires_grad_()  # as it is, in a unit of its own
+    x = torch.ones(4, 512, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = torch.optim.SGD([model[1].up.weight], lr=0.1)
+    with attached(model, "cpu", offload_percent=0.6, compress="lossless") as manager:
+        engine = manager.state.engine
+        coded = {layer.unit: layer for layer in manager.layers if layer.coded}
+        assert 4 < len(coded) < len(manager.layers)
+        before = engine.stats()
+        with oracle_offload.record(timed_every=1) as recorder:
+            for _ in range(WARM_UP + 3):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        grown = {key: value - before[key] for key, value in engine.stats().items()}
+        sizes = {unit: sum(nbytes for _, nbytes in coded[unit].extents()) for unit in coded}
+    recording = recorder.recording()
+    decodes, copies = recording.of("decode"), recording.of("copy_to_device")
+    assert sum(event["bytes"] for event in decodes) == grown["decoded_bytes"] > 0
+    assert sum(event["chunks"] for event in decodes) == grown["decodes"]
+    assert sum(event["bytes"] for event in copies) == grown["h2d_bytes"]
+    assert {event["unit"] for event in decodes} <= coded.keys()
+    timed = [event for event in decodes if event["start_s"] is not None]
+    assert timed
+    for event in timed:  # before any other copy of the unit begins
+        (copy,) = (
+            one
+            for one in copies
+            if one["unit"] == event["unit"] and one["t_s"] == event["t_s"] and one["end_s"]
+        )
+        assert copy["start_s"] < event["start_s"] < event["end_s"]
+        assert copy["end_s"] <= event["end_s"]
+        link_s = copy["bytes"] / 1e9  # at 1 GB/s: all of its rows, and no waiting between them
+        assert copy["seconds"] == pytest.approx(link_s, rel=0.1)
+    device, number = recording.timed_steps()[0]
+    for stay in recording._stays(device, number):
+        assert stay.nbytes >= min(sizes.values())
+    assert "decodes of weights" in recording.to_html()
+    assert "decodes of weights" in recording.to_chrome()
+
+
 def test_kinds_and_names_of_what_is_recorded(training):
     with oracle_offload.record() as recorder:
         training.step(2)
