@@ -311,6 +311,15 @@ class Engine:
     def expect(self, visits: list[tuple[int, int]], /) -> None:
         """Predict this sweep of (unit, kind), which an earlier run has learned."""
 
+    def pace(self, model: int, /) -> tuple[list[tuple[int, int]], int]:
+        """What is measured so far: [(unit, nanoseconds of a forward)], and the link's bytes/s.
+
+        The bytes are those that units have on the device; 0 of them: not known.
+        """
+
+    def expect_pace(self, pace: list[tuple[int, int]], link_bps: int, /) -> None:
+        """Plan by this, as `pace` tells it, until it is measured: an earlier run has."""
+
 def live() -> dict[str, int]:
     """Objects of this extension alive now: {"engines", "buffers", "buffer_bytes"}."""
 

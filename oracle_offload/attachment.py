@@ -392,10 +392,13 @@ class Attachment:
                 self.pieces.forget_coded(coded)
             tensors = {id(t): t for t in self._outside(using)}
             own = [t for t in tensors.values() if not is_memory_held_elsewhere(t, True)]
+            before = [tensor.data_ptr() for tensor in own]
             with contextlib.suppress(MemoryError):  # they stay in their mappings, which are theirs
                 for piece in masters.split_pieces([[tensor] for tensor in own]):
                     self.pieces.add(masters.Piece(piece, node=self.pieces.node))
+            moved = {t.data_ptr(): then for t, then in zip(own, before, strict=True)}
             for layer in using:
+                layer.left = {**layer.left, **moved}
                 with contextlib.suppress(OffloadError):  # in use: it follows at its next call
                     layer.follow()
             for coded in left.values():  # what something else holds too

@@ -25,7 +25,7 @@ from .compress.choice import (
     part,
     staging_bytes,
 )
-from .compress.steps import StepRecord, key_of
+from .compress.steps import Pace, StepRecord, key_of
 from .devices import parse_device
 from .disk.loading import Loading
 from .disk.quantising import Quantize
@@ -446,17 +446,34 @@ def _least_coded(
     short: float,
     expected: Expected,
 ) -> list[Tensor]:
-    """Return what ``compress="auto"`` codes, by what steps of a run before took; say why.
+    """Return what ``compress="auto"`` codes, by what steps take; say why.
 
     `room` is the arena's; see `choose` for the others.
     """
     attachment.steps = StepRecord(key_of(units, attachment.state))
-    pace = attachment.steps.recall(attachment.state.kind.model)
+    device = attachment.state.kind.model
+    pace, known_by = attachment.steps.recall(device), "as planned from those before"
+    if pace is None and device is not None and room < sum(sizes):
+        pace, known_by = _estimated(attachment, units, device)
     ask = None if pace is None else functools.partial(ask_by_pace, capacity=room, pace=pace)
-    choice = choose(units, sizes, room, short, ask, expected)
+    choice = choose(units, sizes, room, short, ask, expected, known_by)
     attachment.compressed_because = choice.why
     logger.info("%s: compress='auto': %s", attachment.name, choice.why)
     return choice.tensors
+
+
+def _estimated(
+    attachment: Attachment, units: Iterable[Unit], device: Any
+) -> tuple[Pace | None, str]:
+    """Return about what a step takes that was never measured, and how that is known."""
+    from .planning.unmeasured import estimated_pace  # much that no other attach needs
+
+    module, state = attachment.module(), attachment.state
+    assert module is not None
+    tables = [leaf.name for unit in units for leaf in unit if not leaf.kind.needs_place]
+    name = "" if state.simulated else state.engine.device_name
+    found = estimated_pace(module, tables, device, name)
+    return (None, "") if found is None else (found[0], f"as estimated of {found[1]}")
 
 
 def _capacity(

@@ -1,7 +1,9 @@
-"""The order in which units are used, kept in a file from one run to the next.
+"""The order in which units are used, kept in a file from one run to the next, and their seconds.
 
 The engine learns the order in the first step, whose copies come late for that: a checkpoint
 recomputes what nobody could know of. An order that is known before serves the first step as well.
+So do the seconds of forwards and the link's speed: by them the plan decides whether a copy may wait
+for its place. They are those of a device, and pass for none on another.
 The file is of one model, known by its fingerprint. A file that is not is passed over with a line in
 the log, because what it says would cost late copies; and what this library has not written is never
 overwritten.
@@ -9,12 +11,14 @@ overwritten.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import _core
@@ -30,10 +34,56 @@ SCHEMA = schema("order", 1)
 MOST_USES = 32768  # OO_MAX_EXPECTED
 _MOST_BYTES = 1 << 20
 _KINDS = 3
+_MOST_PACE = 2**63  # nanoseconds, and bytes a second
+_ABOUT = 1.5  # times as much is about as much
 # What a file of ours begins with, of whatever version, also where the rest of it is lost.
 _BEGINNING = json.dumps({"schema": schema("order", 1)}).encode()[: -len('1"}')]
 
 Use = tuple[int, int]  # a unit, by its number in the model, and the kind of its use
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a device takes for a model.
+
+    Attributes
+    ----------
+    device : str
+        Its name.
+    link_bps : int
+        Bytes that it receives in a second, counted as they lie on the device.
+    forward_ns : tuple of int
+        Nanoseconds of a forward of each unit, by its number in the model; 0: not known.
+    """
+
+    device: str
+    link_bps: int
+    forward_ns: tuple[int, ...]
+
+    def covers(self, other: Pace) -> bool:
+        """Whether it says of each unit what another pace does, and about as much of all."""
+        if self.device != other.device or len(self.forward_ns) != len(other.forward_ns):
+            return False
+        pairs = [pair for pair in zip(self.forward_ns, other.forward_ns, strict=True) if pair[1]]
+        mine, theirs = map(sum, zip(*pairs, strict=True))
+        return all(mine for mine, _ in pairs) and all(
+            one <= _ABOUT * another and another <= _ABOUT * one
+            for one, another in ((mine, theirs), (self.link_bps, other.link_bps))
+        )
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a run leaves for the next: the uses of a sweep, and the pace where it was measured."""
+
+    uses: list[Use]
+    pace: Pace | None = None
+
+    def covers(self, other: Known) -> bool:
+        """Whether it says all that another does, and about the same seconds."""
+        if self.uses != other.uses or not other.pace:
+            return self.uses == other.uses
+        return self.pace is not None and self.pace.covers(other.pace)
 
 
 class UnusableOrder(Exception):
@@ -61,7 +111,7 @@ class OrderFile:
             raise ValueError(f"order_file={path!r} is not a path") from error
         self._fingerprint = ""
         self._numbers: dict[str, int] = {}  # of units, by the names of their layers
-        self._known: list[Use] | None = None
+        self._known: Known | None = None
         self._steps = 0
         self._is_foreign = False
 
@@ -82,7 +132,11 @@ class OrderFile:
             self.path = os.path.join(self.path, name)
         try:
             known = read(self.path, self._fingerprint, len(ids))
-            attachment.state.engine.expect([(ids[unit], kind) for unit, kind in known])
+            engine = attachment.state.engine
+            engine.expect([(ids[unit], kind) for unit, kind in known.uses])
+            if known.pace and known.pace.device == engine.device_name:
+                forward_ns = zip(ids, known.pace.forward_ns, strict=True)
+                engine.expect_pace(list(forward_ns), known.pace.link_bps)
             attachment.before_forward()  # the arena grows to the blocks that are known now
         except FileNotFoundError:
             return
@@ -104,28 +158,39 @@ class OrderFile:
             self.keep(attachment)
 
     def keep(self, attachment: Attachment) -> None:
-        """Write the order that was learned, if it is another than the file's.
+        """Write what was learned, if it is something else than the file's.
 
         What fails is logged: no step and no detach fails for a file.
         """
         try:
             found = self._learned(attachment)
-            if found is None or found == self._known or self._is_foreign:
+            is_known = found and self._known and self._known.covers(found)
+            if not found or is_known or self._is_foreign:
                 return
             self._known = found
             write(self.path, self._fingerprint, found)
         except Exception as error:
             logger.warning("order_file=%r cannot be written: %s", self.path, error)
 
-    def _learned(self, attachment: Attachment) -> list[Use] | None:
+    def _learned(self, attachment: Attachment) -> Known | None:
         numbers = {
             layer.unit: self._numbers[layer.name]
             for layer in list(attachment.layers)
             if layer.name in self._numbers
         }
-        visits = attachment.state.engine.visits(attachment.model)
+        engine = attachment.state.engine
+        visits = engine.visits(attachment.model)
         sweep = repeated_sweep([(numbers[u], kind) for u, kind in visits if u in numbers])
-        return sweep if sweep is None or len(sweep) <= MOST_USES else None
+        if sweep is None or len(sweep) > MOST_USES:
+            return None
+        rows, link_bps = engine.pace(attachment.model)
+        forward_ns = [0] * (max(self._numbers.values()) + 1)
+        for unit, nanoseconds in rows:
+            if unit in numbers:
+                forward_ns[numbers[unit]] = nanoseconds
+        is_measured = link_bps > 0 and any(forward_ns)
+        pace = Pace(engine.device_name, link_bps, tuple(forward_ns)) if is_measured else None
+        return Known(sweep, pace)
 
 
 def fingerprint_of(attachment: Attachment) -> str:
@@ -152,8 +217,8 @@ def repeated_sweep(uses: Sequence[Use]) -> list[Use] | None:
     return None
 
 
-def read(path: str, fingerprint: str, units: int) -> list[Use]:
-    """Return the order that a file has of a model of `units` units.
+def read(path: str, fingerprint: str, units: int) -> Known:
+    """Return what a file knows of a model of `units` units.
 
     Raises
     ------
@@ -181,24 +246,41 @@ def read(path: str, fingerprint: str, units: int) -> list[Use]:
         raise UnusableOrder(f"it has uses that no model of {units} units can have")
     if found.get("digest") != _digest(fingerprint, codes):
         raise UnusableOrder("it is damaged")
-    return [(code // _KINDS, code % _KINDS) for code in codes]
+    pace = _read_pace(found["pace"], fingerprint, units) if "pace" in found else None
+    return Known([(code // _KINDS, code % _KINDS) for code in codes], pace)
 
 
-def write(path: str, fingerprint: str, uses: Sequence[Use]) -> None:
-    """Write an order in the place of what was there, at once or not at all.
+def _read_pace(found: Any, fingerprint: str, units: int) -> Pace:
+    if not isinstance(found, dict):
+        raise UnusableOrder("it has a pace that is none")
+    device, link_bps, forward_ns = map(found.get, ("device", "link_bps", "forward_ns"))
+    if not isinstance(forward_ns, list) or len(forward_ns) != units:
+        raise UnusableOrder(f"it has not the seconds of {units} units")
+    if any(type(n) is not int or not 0 <= n < _MOST_PACE for n in (link_bps, *forward_ns)):
+        raise UnusableOrder("it has seconds, or a speed, that nothing can have")
+    if found.get("digest") != _digest(fingerprint, [device, link_bps, forward_ns]):
+        raise UnusableOrder("it is damaged")
+    return Pace(str(device), link_bps, tuple(forward_ns))
+
+
+def write(path: str, fingerprint: str, known: Known) -> None:
+    """Write what is known in the place of what was there, at once or not at all.
 
     Raises
     ------
     OSError
         It cannot be written.
     """
-    codes = [unit * _KINDS + kind for unit, kind in uses]
-    document = {
+    codes = [unit * _KINDS + kind for unit, kind in known.uses]
+    document: dict[str, Any] = {
         "schema": SCHEMA,
         "fingerprint": fingerprint,
         "digest": _digest(fingerprint, codes),
         "uses": codes,
     }
+    if known.pace:
+        row = dataclasses.asdict(known.pace)
+        document["pace"] = {**row, "digest": _digest(fingerprint, list(row.values()))}
     text = json.dumps(document).encode("ascii")
     replace_file(path, lambda sink: sink.write(text))
 
@@ -212,5 +294,5 @@ def is_ours(path: str) -> bool:
         return False
 
 
-def _digest(fingerprint: str, codes: list[int]) -> str:
-    return hashlib.sha256(json.dumps([fingerprint, codes]).encode()).hexdigest()
+def _digest(fingerprint: str, values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps([fingerprint, values]).encode()).hexdigest()

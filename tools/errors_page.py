@@ -353,6 +353,10 @@ NOTES: dict[str, dict[str, str]] = {
             "Something wrote the weight after forward and before backward: an optimizer step,"
             " EMA, a merge, `load_state_dict`. Do that after backward."
         ),
+        "was written while another call computes with it": (
+            "Its codes are on the device, and may not go while somebody computes with them. A "
+            "graph that awaits its backward does, and so does code that keeps the weight."
+        ),
         "was replaced by another thread while its backward began": (
             "One thread swaps weights (an EMA, a load) while another trains. Swap between steps."
         ),

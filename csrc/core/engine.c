@@ -80,8 +80,6 @@ static void oo__note_masters(struct oo_engine *engine, uint32_t id) {
     const struct oo_unit *unit = &engine->units[id];
     for (uint32_t i = 0; i < unit->n_members; i++) {
         struct oo_member *member = &engine->members[unit->members[i]];
-        if (member->unit != id)
-            continue; /* it has moved out; nobody uses its bytes here */
         member->stamp_known = 0;
         const uint64_t glance = oo__read_masters(member, OO_GLANCE);
         if (glance != member->glance || unit->trainable || engine->verify)

@@ -58,11 +58,9 @@ static void oo__unit_remove(struct oo_engine *engine, uint32_t id) {
     oo_plan_unit_remove(engine->plan, id);
     for (uint32_t i = 0; i < unit->n_members; i++) {
         struct oo_member *member = &engine->members[unit->members[i]];
-        if (member->unit == id) {
-            free(member->tensors);
-            member->tensors = NULL;
-            member->removed = 1;
-        }
+        free(member->tensors);
+        member->tensors = NULL;
+        member->removed = 1;
     }
     free(unit->parts);
     free(unit->members);
@@ -116,13 +114,15 @@ struct oo_parts_made {
     uint32_t count, room;
 };
 
-/* Tensors in a row travel as one copy when the host layout equals the device layout. */
+/* Tensors in a row travel as one copy when the host layout equals the device layout, and nothing
+ * has left the unit between them. */
 static void oo__part_of_plain(const struct oo_engine *engine, const struct oo_member_tensor *tensor,
                               struct oo_parts_made *made) {
     const struct oo_known *memory = oo__known_memory(engine, tensor->host, tensor->bytes);
     const int locked = oo__is_locked(memory, tensor->host, tensor->bytes);
     struct oo_part *last = made->parts && made->count ? &made->parts[made->count - 1] : NULL;
     if (last && memory && last->memory == memory && last->locked == locked && !last->header.mode &&
+        tensor->offset == oo__align(last->offset + last->bytes) &&
         tensor->host - last->host == (ptrdiff_t)(tensor->offset - last->offset)) {
         last->bytes = tensor->offset - last->offset + tensor->bytes;
         return;
@@ -382,13 +382,22 @@ done:
     return status;
 }
 
-/* A unit goes with its last member. */
+/* A unit goes with its last member. What a member leaves behind travels no more with the others;
+ * on the device its place stays. */
 static void oo__unit_left(struct oo_engine *engine, uint32_t id) {
-    const struct oo_unit *unit = &engine->units[id];
+    struct oo_unit *unit = &engine->units[id];
+    struct oo_parts_made made;
+    uint32_t n_left = 0;
     for (uint32_t i = 0; i < unit->n_members; i++)
         if (engine->members[unit->members[i]].unit == id)
-            return;
-    oo__unit_remove(engine, id);
+            unit->members[n_left++] = unit->members[i];
+    unit->n_members = n_left;
+    if (!n_left)
+        oo__unit_remove(engine, id);
+    else if (oo__parts_make(engine, unit->members, n_left, &made) == OO_OK) {
+        oo__unit_take_parts(engine, unit, &made);
+        oo_plan_allow(engine->plan, id, oo__may_fetch_ahead(engine, unit));
+    } /* else all of it travels, as before: there is no memory to write down what stays */
 }
 
 enum oo_status oo_member_remove(struct oo_engine *engine, uint32_t id) {
@@ -477,13 +486,10 @@ done:
     return status;
 }
 
-/* What members left behind in the unit is read by nobody. */
 static int oo__has_codes(const struct oo_engine *engine, uint32_t id) {
     const struct oo_unit *unit = &engine->units[id];
     for (uint32_t i = 0; i < unit->n_members; i++) {
         const struct oo_member *member = &engine->members[unit->members[i]];
-        if (member->unit != id)
-            continue;
         for (uint32_t j = 0; j < member->n_tensors; j++)
             if (member->tensors[j].coded_bytes)
                 return 1;

@@ -71,6 +71,7 @@ struct oo_plan {
     uint32_t n_units, capacity;
     struct oo_trace_entry *trace; /* ring: visit i at i & OO_TRACE_MASK */
     uint64_t now;                 /* visits so far; the current one is now - 1 */
+    uint64_t expected;            /* those before this one were another run's */
     uint64_t match;     /* an earlier visit after which the future is expected to repeat */
     uint64_t confirmed; /* for so many visits it has */
     struct oo_ahead ahead;
@@ -148,12 +149,18 @@ enum oo_status oo_plan_unit_add(struct oo_plan *plan, size_t bytes, uint32_t *un
     return OO_OK;
 }
 
+static void oo__set_seconds(struct oo_plan *plan, struct oo_plan_unit *unit, double seconds) {
+    plan->measured_s += seconds - unit->seconds;
+    plan->measured_bytes -= unit->seconds > 0 ? (double)unit->bytes : 0;
+    plan->measured_bytes += seconds > 0 ? (double)unit->bytes : 0;
+    unit->seconds = seconds;
+}
+
 void oo_plan_unit_remove(struct oo_plan *plan, uint32_t unit) {
     struct oo_plan_unit *u = &plan->units[unit];
+    oo__set_seconds(plan, u, 0);
     u->removed = 1;
     plan->units_bytes -= u->bytes;
-    plan->measured_bytes -= u->measured ? (double)u->bytes : 0;
-    plan->measured_s -= u->seconds;
     plan->home_layout = OO_NOWHERE; /* its home goes to others */
 }
 
@@ -387,7 +394,7 @@ static void oo__learn_round(struct oo_plan *plan) {
         return;
     const uint64_t next = oo__visit_at(plan, plan->match)->next, visits = next - plan->match;
     /* The second round is measured, where anything is. */
-    const int waits = oo_plan_link_bps(plan) > 0 && plan->units[current->unit].measured == 0;
+    const int waits = oo_plan_link_bps(plan) > 0 && plan->units[current->unit].seconds <= 0;
     const uint64_t rounds_before =
         current->forwards < plan->now ? OO_MANY_ROUNDS : 1 + (uint64_t)waits;
     rounds->on =
@@ -482,17 +489,21 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
         oo__learn_order(plan);
 }
 
+void oo_plan_expect(struct oo_plan *plan, const struct oo_visit *visits, size_t count) {
+    /* Twice: a prediction is what followed the same past before. */
+    for (size_t i = 0; i < 2 * count; i++)
+        oo_plan_visit(plan, visits[i % count].unit, visits[i % count].kind);
+    plan->expected = plan->now;
+}
+
 void oo_plan_took(struct oo_plan *plan, uint32_t unit, double seconds) {
     struct oo_plan_unit *u = &plan->units[unit];
     const double before_s = u->seconds;
     if (u->removed)
         return;
-    if (!u->measured++)
-        plan->measured_bytes += (double)u->bytes;
     /* Whatever disturbs a measurement makes it longer. */
-    u->seconds =
-        before_s <= 0 || seconds < before_s ? seconds : before_s + (seconds - before_s) / 8;
-    plan->measured_s += u->seconds - before_s;
+    const int counts = !u->measured++ || seconds < before_s;
+    oo__set_seconds(plan, u, counts ? seconds : before_s + (seconds - before_s) / 8);
 }
 
 void oo_plan_copied(struct oo_plan *plan, size_t bytes, double seconds) {
@@ -500,9 +511,22 @@ void oo_plan_copied(struct oo_plan *plan, size_t bytes, double seconds) {
     plan->copied_s = plan->copied_s * oo__memory + seconds;
 }
 
+void oo_plan_expect_seconds(struct oo_plan *plan, uint32_t unit, double seconds) {
+    if (!plan->units[unit].measured)
+        oo__set_seconds(plan, &plan->units[unit], seconds);
+}
+
+/* It weighs as one copy does. */
+void oo_plan_expect_link(struct oo_plan *plan, double bps) {
+    if (plan->copied_s <= 0 && plan->n_units)
+        oo_plan_copied(plan, plan->units_bytes / plan->n_units,
+                       (double)(plan->units_bytes / plan->n_units) / bps);
+}
+
 int oo_plan_wants_seconds(const struct oo_plan *plan) {
     const struct oo_trace_entry *current = oo__visit_at(plan, plan->now - 1);
     return current->kind == OO_FORWARD && current->previous != OO_NOWHERE &&
+           current->previous >= plan->expected &&
            (plan->units[current->unit].measured < OO_MEASURED ||
             plan->now % OO_REMEASURED_ONE_IN == 0);
 }

@@ -37,7 +37,9 @@ uint32_t oo_plan_pins(const struct oo_plan *plan, uint32_t unit);
 /* A unit is used now. Each of its members' uses is a visit of its own: between them the unit is
  * needed at once again, and must not look as if it were done with. */
 void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind);
-/* Whether to measure from here to the next visit: a forward that has been made before, since a
+/* As if this sweep had just been made twice: an earlier run has learned it. */
+void oo_plan_expect(struct oo_plan *plan, const struct oo_visit *visits, size_t count);
+/* Whether to measure from here to the next visit: a forward that this run has made before, since a
  * first one pays for more than itself, and few times, then now and then. */
 int oo_plan_wants_seconds(const struct oo_plan *plan);
 /* What was measured, as it comes: seconds from the begin of the unit's forward to the next visit,
@@ -45,6 +47,9 @@ int oo_plan_wants_seconds(const struct oo_plan *plan);
  * both are known the plan goes by visits alone. */
 void oo_plan_took(struct oo_plan *plan, uint32_t unit, double seconds);
 void oo_plan_copied(struct oo_plan *plan, size_t bytes, double seconds);
+/* What an earlier run has measured, which counts until it is measured here. */
+void oo_plan_expect_seconds(struct oo_plan *plan, uint32_t unit, double seconds);
+void oo_plan_expect_link(struct oo_plan *plan, double bps);
 /* What is known by now; 0: nothing. */
 double oo_plan_seconds(const struct oo_plan *plan, uint32_t unit);
 double oo_plan_link_bps(const struct oo_plan *plan);

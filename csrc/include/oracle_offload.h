@@ -359,6 +359,20 @@ enum oo_status oo_engine_visits(struct oo_engine *engine, uint32_t model, struct
  * Where it is wrong, copies come late and the order is learned anew. At most OO_MAX_EXPECTED. */
 enum oo_status oo_engine_expect(struct oo_engine *engine, const struct oo_visit *visits,
                                 size_t count);
+/* What a forward of a unit takes, until the next use and without waits for copies. */
+struct oo_unit_pace {
+    uint32_t unit;
+    uint64_t nanoseconds;
+};
+/* What is measured so far: up to `capacity` rows of the model's units, those that are known;
+ * `count` receives how many there are. The link's bytes are those that units have on the device; 0:
+ * not known. */
+enum oo_status oo_engine_pace(struct oo_engine *engine, uint32_t model, struct oo_unit_pace *rows,
+                              size_t capacity, size_t *count, uint64_t *link_bps);
+/* An earlier run on such a device has measured this: what is planned goes by it until something is
+ * measured here. */
+enum oo_status oo_engine_expect_pace(struct oo_engine *engine, const struct oo_unit_pace *rows,
+                                     size_t count, uint64_t link_bps);
 /* Copy device bytes that `stream` writes to host memory; returns when they have arrived. */
 enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintptr_t source,
                                   size_t bytes, uintptr_t stream);

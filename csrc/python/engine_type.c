@@ -1079,6 +1079,70 @@ done:
     return result;
 }
 
+static const struct oo_parameter oo__pace_takes[] = {OO_ID("model")};
+
+static PyObject *oo__engine_pace(PyObject *object, PyObject *argument) {
+    PyObject *const arguments[] = {argument};
+    unsigned long long model;
+    struct oo_engine *engine = OO_ENGINE_WITH(pace, 1, &model);
+    if (!engine)
+        return NULL;
+    const size_t capacity = (size_t)OO_MAX_EXPECTED;
+    struct oo_unit_pace *rows = PyMem_Malloc(capacity * sizeof *rows);
+    if (!rows)
+        return PyErr_NoMemory();
+    size_t count = 0;
+    uint64_t link_bps = 0;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_pace(engine, (uint32_t)model, rows, capacity, &count, &link_bps));
+    PyObject *list = status == OO_OK ? PyList_New(0) : oo__raise_for(object, status);
+    for (size_t i = 0; list && i < count && i < capacity; i++) {
+        PyObject *row = Py_BuildValue("(IK)", (unsigned int)rows[i].unit,
+                                      (unsigned long long)rows[i].nanoseconds);
+        if (!row || PyList_Append(list, row) < 0)
+            Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    PyMem_Free(rows);
+    return list ? Py_BuildValue("(NK)", list, (unsigned long long)link_bps) : NULL;
+}
+
+static const struct oo_parameter oo__expect_pace_takes[] = {OO_NUMBER("link_bps")};
+static const struct oo_parameter oo__unit_pace_takes[] = {OO_ID("unit"), OO_NUMBER("nanoseconds")};
+
+static PyObject *oo__engine_expect_pace(PyObject *object, PyObject *const *arguments,
+                                        Py_ssize_t count) {
+    unsigned long long link_bps;
+    if (count != 2 || !PyList_Check(arguments[0])) {
+        PyErr_SetString(PyExc_TypeError, "expect_pace() takes a list of (unit, nanoseconds) and "
+                                         "the link's bytes in a second");
+        return NULL;
+    }
+    if (oo__integers("expect_pace", arguments + 1, 1, oo__expect_pace_takes, 1, &link_bps) < 0)
+        return NULL;
+    const Py_ssize_t n_rows = PyList_Size(arguments[0]);
+    struct oo_unit_pace *rows = PyMem_Malloc(((size_t)n_rows + 1) * sizeof *rows);
+    if (!rows)
+        return PyErr_NoMemory();
+    PyObject *result = NULL;
+    for (Py_ssize_t i = 0; i < n_rows; i++) {
+        unsigned long long v[2];
+        if (oo__pair(PyList_GetItem(arguments[0], i), "an expected pace", oo__unit_pace_takes, v) <
+            0)
+            goto done;
+        rows[i] = (struct oo_unit_pace){(uint32_t)v[0], (uint64_t)v[1]};
+    }
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        goto done;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_expect_pace(engine, rows, (size_t)n_rows, (uint64_t)link_bps));
+    result = oo__none_or_raise(object, status);
+done:
+    PyMem_Free(rows);
+    return result;
+}
+
 static PyObject *oo__engine_simulated(PyObject *object, void *unused) {
     (void)unused;
     const struct oo_engine *engine = oo__engine_of(object);
@@ -1208,6 +1272,10 @@ static PyMethodDef oo__engine_methods[] = {
      "visits($self, model, /)\n--\n\nThe latest uses of the model's units."},
     {"expect", oo__engine_expect, METH_O,
      "expect($self, visits, /)\n--\n\nPredict this sweep, which an earlier run has learned."},
+    {"pace", oo__engine_pace, METH_O,
+     "pace($self, model, /)\n--\n\nWhat forwards of the model's units take, and the link's speed."},
+    {"expect_pace", OO_FAST(oo__engine_expect_pace),
+     "expect_pace($self, pace, link_bps, /)\n--\n\nPlan by what an earlier run has measured."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -161,6 +161,7 @@ def choose(
     short: float,
     ask: Ask | None,
     expected: ExpectedBytes,
+    known_by: str = "as planned",
 ) -> Choice:
     """Return the least that removes what waits for copies, and what the host has no room for.
 
@@ -176,6 +177,8 @@ def choose(
         Answers what to ask of `replay.predict` for a step with some units coded; see `ask_by_pace`.
         None where nothing is known of steps.
     expected : Expected
+    known_by : str
+        How steps are known, in words.
     """
     every = codable(units)
     travels = capacity < sum(sizes)
@@ -200,10 +203,10 @@ def choose(
         if count:
             least = max(least, count)
             times = f"{1e3 * plain_s:.3g} ms becomes {1e3 * step_s:.3g} ms"
-            said.append(f"a step of {times}, as planned from those before")
+            said.append(f"a step of {times}, {known_by}")
     taken = [planned[number] for number in order[:least]]
     if not taken:
-        return Choice([], "steps do not wait for copies")
+        return Choice([], f"steps do not wait for copies, {known_by}")
     why = f"{len(taken)} of {len(order)} units that can be: {' and '.join(said)}"
     return Choice([tensor for unit in taken for tensor in unit.coded], why)
 

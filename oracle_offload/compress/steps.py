@@ -28,7 +28,8 @@ logger = logging.getLogger("oracle_offload")
 
 SCHEMA = schema("steps", 1)
 _rows = Rows("steps.json", SCHEMA, "models", "what the steps took")
-_FORWARD, _FORWARD_CHECKPOINTED = 1 / 2, 1 / 3  # of a step of frozen weights: operators alike
+# Of a step of frozen weights: operators alike.
+FORWARD_SHARE, FORWARD_CHECKPOINTED_SHARE = 1 / 2, 1 / 3
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def measure(attachment: Attachment) -> tuple[float, float] | None:
         return None
     busy_s = (found.step_s - found.stall_s) * window.steps / window.passes
     checkpoints = state.engine.stats(attachment.model)["learned_block_bytes"]
-    return busy_s, _FORWARD_CHECKPOINTED if checkpoints else _FORWARD
+    return busy_s, FORWARD_CHECKPOINTED_SHARE if checkpoints else FORWARD_SHARE
 
 
 def key_of(units: Sequence[Sequence[Chosen]], state: DeviceState) -> str:

@@ -157,6 +157,7 @@ class Leaf:
     native: Callable[[Any, Tensor], Tensor] | None = None  # computes as a call does; csrc/torch
     # The address of a master by that of its tensor on the device, once it has moved there.
     former: Mapping[int, int] = {}
+    left: Mapping[int, int] = {}  # likewise by where it lies since it is coded no more
     kept: Sequence[torch.UntypedStorage] = ()  # what it left, while the engine may still read it
 
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
@@ -281,6 +282,10 @@ class Leaf:
         starts = {masters.addresses[name] for name in names if name in masters.addresses}
         return any(coded.start in starts and coded.was_written() for coded in self.coded)
 
+    def has_only_moved(self, then: int, now: int) -> bool:
+        """Whether what lies at `now` is the master that lay at `then`, or that one's copy."""
+        return now == then or then in (self.former.get(now), self.left.get(now))
+
     def stamp(self) -> int:
         """Return the masters' `version_of`."""
         return version_of(self.masters.present)
@@ -378,6 +383,7 @@ class Leaf:
         """
         with self.state.lock:
             before, now = self.masters, Masters(self, self.parameters)
+            coded = self.coded
             self.moving = True
             try:
                 with torch.inference_mode(False):
@@ -386,6 +392,9 @@ class Leaf:
                 self.replaced.update(now.replaced(before))
                 self.placed(unit, self.member, offsets)
                 self.attachment.pieces.count_uses(before.addresses.values(), now.addresses.values())
+            except OffloadError:
+                self.coded = coded  # of which the engine knows still
+                raise
             finally:
                 self.moving = False
 

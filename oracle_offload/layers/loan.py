@@ -124,22 +124,35 @@ class Borrower(Leaf):
             if tensor is None:
                 moved = True
                 continue
-            then, now = masters.addresses[name], tensor.data_ptr()
-            if now != then and self.former.get(now) != then:
-                moved = True
+            moved |= not self.has_only_moved(masters.addresses[name], tensor.data_ptr())
             read.append(tensor)
         version = version_of(read)
-        if moved or version != expected or self.was_coded_written(masters, names):
+        if moved or version != expected:
+            what = "was replaced through .data"
             if version != expected:
                 what = f"is at version {version}; expected version {expected} instead"
-            else:
-                what = "was replaced" if moved else "was written"
-                what += " through .data"
             raise StaleWeightsError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: the {' or '.join(names)} of managed layer "
                 f"'{self.name}' {what}. Change weights after backward, or leave the layer resident "
                 "with ignore_modules=[...]."
+            )
+        if self.was_coded_written(masters, names):  # which torch does not know of, either
+            self.leave_stale_codes()
+
+    def leave_stale_codes(self) -> None:
+        """Compute from here on with what was written, not with the codes of what was there.
+
+        Raises
+        ------
+        OffloadError
+            The engine still copies the codes: another call has them on the device.
+        """
+        self.attachment.leave_codes([self])
+        if any(coded.was_written() for coded in self.coded):
+            raise OffloadError(
+                f"the weight of managed layer '{self.name}' was written while another call "
+                "computes with it; change weights between steps."
             )
 
     def profiled(self, what: str = "") -> profiler.record_function:
@@ -162,7 +175,7 @@ class Borrower(Leaf):
         if self.structure.changed:  # an adapter was added: look at it before computing
             self.structure.settle()
         if self.coded and self.has_stale_codes():  # in a recompute too: that is a forward
-            self.attachment.leave_codes([self])
+            self.leave_stale_codes()
         if _functorch_active():
             raise OffloadError(
                 f"torch.func transforms over managed layer '{self.name}' are not supported; leave "

@@ -206,9 +206,8 @@ def _is_same(layer: Traced, name: str, used: Tensor | None) -> bool:
     now = layer.parameters.get(name)
     if now is None or used is None:
         return now is used
-    address, then = now.data_ptr(), used.data_ptr()
     return (
-        (address == then or layer.former.get(address) == then)
+        layer.has_only_moved(used.data_ptr(), now.data_ptr())
         and now.dtype is used.dtype
         and now.shape == used.shape
         and now.stride() == used.stride()

@@ -134,12 +134,22 @@ def card_of(
     return found
 
 
+def card_named(name: str) -> Card | None:
+    """Return the card that a driver calls so (``"NVIDIA GeForce RTX 4090"``); None for others."""
+    found = [card for card in CARDS.values() if _squeezed(name).endswith(_squeezed(card.name))]
+    return max(found, key=lambda card: len(card.name), default=None)
+
+
+def _squeezed(name: str) -> str:
+    return name.lower().replace(" ", "").removesuffix("gb")
+
+
 def _named(card: str | int) -> Card:
-    said = str(card).lower().replace(" ", "").removesuffix("gb")
+    said = _squeezed(str(card))
     if said.isdigit() and int(said) in BY_SIZE:
         return CARDS[BY_SIZE[int(said)]]
     for name, found in CARDS.items():
-        if said == name.lower().replace(" ", "").removesuffix("gb"):
+        if said == _squeezed(name):
             return found
     raise ValueError(
         f"card={card!r} is not known; there are {', '.join(CARDS)}, and the sizes "

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .codes import chosen_beside
 from .fit import RESIDENT, Fit, fit_step
 from .measure import Step
 from .optimizers import OPTIMIZERS
@@ -99,7 +100,11 @@ def ladder(
         other_step: Step = step,
         micro_batches: int = question.micro_batches,
     ) -> None:
-        _, other = fit_step(storage_of(source, changed), other_step, micro_batches, room)
+        storage = storage_of(source, changed)
+        if changed.compress == "auto":
+            asked = replace(question, recipe=changed, micro_batches=micro_batches)
+            storage = chosen_beside(asked, storage, other_step, found.storage)
+        _, other = fit_step(storage, other_step, micro_batches, room)
         saves_device = found.least_device_bytes - other.least_device_bytes
         saves_host = found.host_bytes - other.host_bytes
         if saves_device > 0 or saves_host > 0:

@@ -450,6 +450,35 @@ static void a_unit_is_trained_once_its_codes_have_left(void) {
     close_model(m, "trained");
 }
 
+/* Where what stays cannot be read again, all of the unit travels as before, once it is whole. */
+static void codes_that_left_a_unit_travel_no_more(void) {
+    struct model *m = open_model(1, 1024, (size_t)4 * MOST_BYTES);
+    struct layer *layer = &m->layers[0];
+    struct oo_tensor plain = {.host = layer->tensors[1].host, .bytes = layer->tensors[1].bytes};
+    const struct oo_tensor tensors[] = {layer->tensors[0], plain, layer->tensors[2]};
+    const uint32_t one_each[] = {1, 1, 1};
+    uint32_t unit, members[3], left;
+    size_t offsets[3];
+    need(oo_unit_add(m->engine, m->model, tensors, one_each, 3, 0, &unit, members, offsets), "add");
+    const uint32_t all = m->engine->units[unit].n_parts;
+    struct oo_codec_header *header = (struct oo_codec_header *)(uintptr_t)tensors[2].host;
+    header->magic ^= 1;
+    need(oo_member_move(m->engine, members[1], &plain, 1, &left, offsets), "move");
+    header->magic ^= 1;
+    CHECK(left != unit && m->engine->units[unit].n_parts == all, "what stays could be read");
+    need(oo_member_remove(m->engine, members[0]), "remove");
+    const struct oo_unit *rest = &m->engine->units[unit];
+    CHECK(rest->n_parts < all - 1 && rest->parts[0].offset == offsets[2] && rest->is_coded,
+          "%u of %u parts travel", rest->n_parts, all);
+    size_t bytes = 0;
+    for (uint32_t i = 0; i < rest->n_parts; i++)
+        bytes += rest->parts[i].bytes;
+    CHECK(bytes == rest->host_bytes && bytes <= tensors[2].coded_bytes, "%zu bytes", bytes);
+    need(oo_member_remove(m->engine, members[2]), "remove");
+    CHECK(m->engine->units[unit].removed, "the unit goes with the last one");
+    close_model(m, "left");
+}
+
 static void a_trainable_unit_takes_no_coded_master(void) {
     struct world w;
     uint32_t unit;
@@ -884,6 +913,7 @@ static const struct check_case cases[] = {
     CASE(a_piece_whose_decode_has_no_mark_is_used_after_it),
     CASE(what_is_no_coded_master_is_refused),
     CASE(a_unit_is_trained_once_its_codes_have_left),
+    CASE(codes_that_left_a_unit_travel_no_more),
     CASE(a_trainable_unit_takes_no_coded_master),
     CASE(coded_masters_are_not_read_where_they_lie),
     CASE(a_build_or_driver_that_cannot_decode_says_so),

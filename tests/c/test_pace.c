@@ -2,6 +2,8 @@
 #include "timing.h"
 #include "world.h"
 
+#include <math.h>
+
 static double seconds_of(unsigned i) { return (double)(i + 1) * 10e-6; }
 
 static void sweep(struct world *w, enum oo_kind kind, int64_t task) {
@@ -171,7 +173,95 @@ static void test_spans_are_seldom_asked_whether_they_have_ended(void) {
     world_close(&w, "asked");
 }
 
+/* What a run has learned, told to the next: it counts until it is measured, which is not in a first
+ * forward of this run. */
+static void test_an_earlier_runs_seconds_count_until_they_are_measured(void) {
+    struct world w;
+    struct oo_visit visits[UNITS];
+    struct oo_unit_pace told[UNITS], rows[UNITS + 1];
+    size_t count;
+    uint64_t link_bps;
+    world_open(&w, 60000, -1);
+    for (unsigned i = 0; i < UNITS; i++) {
+        visits[i] = (struct oo_visit){w.unit[i], OO_FORWARD};
+        told[i] = (struct oo_unit_pace){w.unit[i], 1000000 + i};
+    }
+    need(oo_engine_expect(w.engine, visits, UNITS), "expect");
+    need(oo_engine_expect_pace(w.engine, told, UNITS - 1, 3000000000u), "expect pace");
+    sweep(&w, OO_FORWARD, -1);
+    memset(rows, 0x55, sizeof rows);
+    need(oo_engine_pace(w.engine, w.model, rows, 2, &count, &link_bps), "pace");
+    CHECK(count == UNITS - 1, "%zu known", count);
+    for (unsigned i = 0; i < 2; i++)
+        CHECK(rows[i].unit == told[i].unit && rows[i].nanoseconds == told[i].nanoseconds,
+              "unit %u: %llu ns", rows[i].unit, (unsigned long long)rows[i].nanoseconds);
+    CHECK(rows[2].unit == 0x55555555u, "more rows than there is room for");
+    for (int i = 0; i < 4; i++)
+        sweep(&w, OO_FORWARD, -1);
+    need(oo_engine_pace(w.engine, w.model, rows, UNITS + 1, &count, &link_bps), "pace");
+    CHECK(count == UNITS && known(&w) == UNITS, "%zu known", count);
+    for (unsigned i = 0; i < UNITS; i++)
+        CHECK(rows[i].unit == w.unit[i] && fabs((double)rows[i].nanoseconds * 1e-9 -
+                                                oo_plan_seconds(w.engine->plan, w.unit[i])) < 1e-9,
+              "unit %u: %llu ns", rows[i].unit, (unsigned long long)rows[i].nanoseconds);
+    need(oo_engine_expect_pace(w.engine, told, UNITS, 1), "expect pace");
+    CHECK(known(&w) == UNITS && oo_plan_link_bps(w.engine->plan) > 1e6,
+          "what was measured is forgotten");
+    uint32_t other;
+    need(oo_model_add(w.engine, &other), "model");
+    need(oo_engine_pace(w.engine, other, rows, UNITS, &count, &link_bps), "pace");
+    CHECK(count == 0, "another model has %zu", count);
+    need(oo_model_remove(w.engine, other), "remove");
+    world_close(&w, "an earlier run's");
+}
+
+/* It weighs as one copy: what is measured counts for more soon. */
+static void test_the_link_of_an_earlier_run_is_forgotten(void) {
+    struct world w;
+    uint64_t link_bps;
+    size_t count;
+    world_open(&w, 60000, -1);
+    need(oo_engine_expect_pace(w.engine, NULL, 0, 0), "expect nothing");
+    need(oo_engine_pace(w.engine, w.model, NULL, 0, &count, &link_bps), "pace");
+    CHECK(link_bps == 0 && count == 0, "%llu B/s", (unsigned long long)link_bps);
+    need(oo_engine_expect_pace(w.engine, NULL, 0, 1000000000000u), "expect");
+    need(oo_engine_pace(w.engine, w.model, NULL, 0, &count, &link_bps), "pace");
+    CHECK(llabs((long long)link_bps - 1000000000000) < 1000, "%llu B/s",
+          (unsigned long long)link_bps);
+    for (int i = 0; i < 8; i++)
+        oo_plan_copied(w.engine->plan, w.total / UNITS, (double)(w.total / UNITS) / 1e9);
+    need(oo_engine_pace(w.engine, w.model, NULL, 0, &count, &link_bps), "pace");
+    CHECK(link_bps > 1000000000 && link_bps < 1200000000, "%llu B/s", (unsigned long long)link_bps);
+    world_close(&w, "the link");
+}
+
+static void test_seconds_of_no_unit_are_refused(void) {
+    struct world w;
+    size_t count;
+    uint64_t link_bps;
+    world_open(&w, 60000, -1);
+    static const uint32_t strangers[] = {UNITS, UINT32_MAX};
+    for (int i = 0; i < 3; i++) {
+        if (i == 2)
+            need(oo_member_remove(w.engine, w.member[3]), "remove");
+        const struct oo_unit_pace rows[] = {{w.unit[0], 1000},
+                                            {i < 2 ? strangers[i] : w.unit[3], 1000}};
+        CHECK(oo_engine_expect_pace(w.engine, rows, 2, 1000) == OO_E_ARGUMENT, "case %d", i);
+        need(oo_engine_pace(w.engine, w.model, NULL, 0, &count, &link_bps), "pace");
+        CHECK(count == 0 && link_bps == 0, "a part of what was refused is expected");
+    }
+    const struct oo_unit_pace last = {w.unit[4], 1000};
+    need(oo_engine_expect_pace(w.engine, &last, 1, 1000), "expect");
+    need(oo_member_remove(w.engine, w.member[4]), "remove");
+    need(oo_engine_pace(w.engine, w.model, NULL, 0, &count, &link_bps), "pace");
+    CHECK(count == 0, "%zu of what is gone", count);
+    world_close(&w, "refused");
+}
+
 static const struct check_case cases[] = {
+    CASE(test_an_earlier_runs_seconds_count_until_they_are_measured),
+    CASE(test_the_link_of_an_earlier_run_is_forgotten),
+    CASE(test_seconds_of_no_unit_are_refused),
     CASE(test_seconds_of_forwards_are_learned),
     CASE(test_a_wait_for_a_copy_is_nobodys_time),
     CASE(test_a_backward_tells_nothing),

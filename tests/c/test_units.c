@@ -147,6 +147,48 @@ static void test_a_member_that_moves_keeps_its_unit_only_alone_and_alike(void) {
     world_close(&w, "moves");
 }
 
+/* Bytes that a backward of the member brings to the device. */
+static uint64_t brought_by(struct world *w, uint32_t member, const char *what) {
+    struct oo_use use;
+    struct oo_fetched fetched;
+    need(oo_engine_refresh(w->engine, w->model), "refresh");
+    const uint64_t before = stats_of(w).h2d_bytes;
+    need(acquire(w->engine, member, w->stream, 0, OO_BACKWARD, 1, 0, &use), what);
+    need(oo_engine_launch(w->engine, member, w->stream, 1e-6), "launch");
+    const uint64_t brought = stats_of(w).h2d_bytes - before;
+    const struct oo_member_tensor *tensor = w->engine->members[member].tensors;
+    CHECK(memcmp((const char *)use.address + tensor->offset, tensor->host, tensor->bytes) == 0,
+          "%s: wrong bytes", what);
+    need(oo_engine_release(w->engine, use.ticket, w->stream, 0, &fetched), "release");
+    return brought;
+}
+
+/* What left a unit is no part of its copies, wherever it lay in it. */
+static void test_what_left_a_unit_travels_no_more(void) {
+    struct world w;
+    uint32_t unit, left, members[4];
+    size_t offsets[4];
+    world_open(&w, 60000, -1);
+    const uint32_t ones[] = {1, 1, 1, 1};
+    struct oo_tensor row[4];
+    for (int i = 0; i < 4; i++)
+        row[i] = (struct oo_tensor){.host = w.master[4] + 512 * i, .bytes = 500};
+    need(oo_unit_add(w.engine, w.model, row, ones, 4, 0, &unit, members, offsets), "unit");
+    CHECK(brought_by(&w, members[0], "whole") == 3 * 512 + 500, "a row is one copy");
+    need(oo_member_move(w.engine, members[1], &row[1], 1, &left, offsets), "move");
+    CHECK(left != unit && w.engine->units[unit].n_parts == 2, "two copies without the second");
+    CHECK(brought_by(&w, members[3], "without one") == 500 + 512 + 500, "it travels still");
+    CHECK(brought_by(&w, members[1], "which left") == 500, "it travels alone");
+    need(oo_member_remove(w.engine, members[0]), "remove");
+    CHECK(brought_by(&w, members[2], "without the first") == 512 + 500, "it travels still");
+    need(oo_member_remove(w.engine, members[3]), "remove");
+    CHECK(brought_by(&w, members[2], "alone") == 500, "it travels still");
+    const uint64_t units = stats_of(&w).units;
+    need(oo_member_remove(w.engine, members[2]), "remove");
+    CHECK(stats_of(&w).units == units - 1, "the unit goes with the last one");
+    world_close(&w, "left");
+}
+
 /* A member that could not be moved is copied from where it was. */
 static void test_a_move_that_fails_changes_nothing(void) {
     struct world w;
@@ -263,6 +305,7 @@ static void test_members_of_a_refused_unit_are_not_there(void) {
 
 static const struct check_case cases[] = {
     CASE(test_units_of_several_members_and_tensors),
+    CASE(test_what_left_a_unit_travels_no_more),
     CASE(test_what_travels_as_one_copy),
     CASE(test_a_member_that_moves_keeps_its_unit_only_alone_and_alike),
     CASE(test_a_move_that_fails_changes_nothing),

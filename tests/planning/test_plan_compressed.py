@@ -153,6 +153,26 @@ def test_auto_compresses_what_a_step_waits_for() -> None:
     assert part.speed.step_s <= 1.02 * most.speed.step_s
 
 
+@pytest.mark.parametrize("link_gbps", [50.0, 0.28], ids=["none", "some"])
+def test_alternatives_are_compared_with_what_is_compressed(link_gbps: float) -> None:
+    """Not with all of it: nothing of an adapter's state depends on that."""
+    plain, found = (
+        plan_of(compress=compress, rank=8, link_gbps=link_gbps) for compress in (None, "auto")
+    )
+    assert len(found.storage.coded) < DEPTH and bool(found.storage.coded) == (link_gbps < 1)
+    same = {rung.name: rung for rung in plain.alternatives}
+    rounded = [rung for rung in found.alternatives if rung.name.startswith("frozen weights in")]
+    others = [rung for rung in found.alternatives if rung not in rounded]
+    assert others and rounded
+    for rung in others:
+        assert (rung.saves_device, rung.saves_host) == (
+            same[rung.name].saves_device,
+            same[rung.name].saves_host,
+        )
+    if link_gbps > 1:  # nothing is compressed there, either
+        assert [rung.saves_host for rung in rounded] == [same[r.name].saves_host for r in rounded]
+
+
 def test_what_is_pasted_and_printed_says_so() -> None:
     found = plan_of(compress="lossless")
     document = json.loads(found.to_json())

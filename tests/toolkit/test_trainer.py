@@ -12,7 +12,10 @@ import pytest
 import tiny
 import torch
 import trainer
-from equality import assert_same
+from equality import assert_same, copied_bytes
+
+import oracle_offload.aitoolkit.together as aitoolkit_together
+import oracle_offload.micro_batches.accumulate as micro_batches
 
 
 def as_it_is(checkpoint):
@@ -227,6 +230,38 @@ def test_training_an_offloaded_network_with_accumulation_and_an_average(model):
     assert len(results[0][0]) == 4 and results[0][0] == results[1][0]
     assert_same(results[1][1], results[0][1])
     assert len(attached.managed["LoRASpecialNetwork"]) >= 30
+
+
+@pytest.mark.parametrize("model", ["Z-Image"], indirect=True)
+def test_one_setting_fetches_a_block_once_for_all_batches_of_a_step(model):
+    """To the last bit what the same batches give one after the other, over less of the link."""
+    runs = {}
+    for together in (False, True):
+        asked, moved = [], []
+
+        def accumulate(*args, interleave, together=together, asked=asked, **options):
+            asked.append((len(args[1]), interleave))
+            return micro_batches.accumulate(*args, interleave=interleave and together, **options)
+
+        with mock.patch.object(aitoolkit_together, "accumulate", accumulate):
+            losses, _, saved, _ = train(
+                model,
+                True,
+                name=f"_together_{together}",
+                before_step=lambda _, moved=moved: moved.append(copied_bytes()[0]),
+                train={
+                    "disable_sampling": True,
+                    "cache_text_embeddings": True,
+                    "gradient_accumulation": 3,
+                },
+                model={"layer_offloading_accumulate": True},
+            )
+        assert (asked, len(losses)) == ([(3, True)] * 4, 4)
+        runs[together] = losses, saved, moved[3] - moved[1]
+    assert runs[True][0] == runs[False][0]
+    assert_same(runs[True][1], runs[False][1])
+    print(f"link bytes: {runs[True][2] / runs[False][2]:.3f}")
+    assert runs[True][2] < 0.5 * runs[False][2]  # with an arena of one block
 
 
 @pytest.mark.parametrize("model", ["Z-Image"], indirect=True)

@@ -320,45 +320,92 @@ def test_where_the_system_tells_of_no_write_lines_all_over_the_weight_are_compar
         assert master.was_written(), "what the engine has may be either"
 
 
-def test_a_recompute_sees_a_write_since_forward(device):
-    """As the resident model's does, which computes with what it finds."""
-    managed, resident = resident_pair(build())
+class Own(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight.t()
+
+
+def build_with_own():
+    model = build()
+    model[1] = Own(WIDTH, WIDTH, bias=False).bfloat16().requires_grad_(False)
+    model[1].weight.data.copy_(model[0].weight)
+    return model
+
+
+def double(weight):
+    weight.data.mul_(2)
+
+
+@pytest.mark.parametrize("write", [double, one_number, through_numpy])
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["nockpt", "reentrant", "not"])
+@pytest.mark.parametrize("make", [build, build_with_own], ids=["layer", "code"])
+def test_a_backward_computes_with_a_write_since_forward(device, make, reentrant, write):
+    """As the resident model's does, where no version tells: so does its recompute."""
+    managed, resident = resident_pair(make())
     x = torch.randn(3, WIDTH, device=device).bfloat16()
 
     def step(model):
         leaf = x.clone().requires_grad_()
-        y = checkpoint(model, leaf, use_reentrant=True)
-        model[1].weight.data.mul_(2)
+        y = model(leaf) if reentrant is None else checkpoint(model, leaf, use_reentrant=reentrant)
+        write(model[1].weight)
         y.float().square().sum().backward()
         return [y.detach(), leaf.grad]
 
     resident.to(device)
     with lossless(managed, device) as manager:
+        assert len(coded_layers(manager)) == 4
         for _ in range(2):
             assert_same(step(managed), step(resident))
         assert [bool(layer.coded) for layer in manager.layers] == [True, False, True, True]
+        assert manager.state.engine.stats()["pageable_bytes"] == 0
 
 
-@pytest.mark.parametrize("how", ["layer", "code", "checkpoint"])
-def test_a_backward_refuses_a_write_since_forward(device, how):
-    class Own(nn.Linear):
+@pytest.mark.parametrize("reentrant", [None, False], ids=["nockpt", "not"])
+@pytest.mark.parametrize("write", [lora_merge, new_memory], ids=["version", "replaced"])
+@pytest.mark.parametrize("make", [build, build_with_own], ids=["layer", "code"])
+def test_a_backward_refuses_what_it_refuses_without_codes(device, make, write, reentrant):
+    said = []
+    for compress in (None, "lossless"):
+        model = make()
+        with attached(model, device, compress=compress):
+            x = x_of(model, device).requires_grad_()
+            y = model(x) if reentrant is None else checkpoint(model, x, use_reentrant=reentrant)
+            write(model[1].weight)
+            with pytest.raises(StaleWeightsError, match="the weight of managed layer '1'") as error:
+                y.sum().backward()
+            said.append(str(error.value))
+            model(x).sum().backward()  # follows
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["alone", "held"])
+def test_a_weight_that_is_written_while_its_codes_are_in_use_is_an_error(held):
+    """Not a result of codes that it is no more."""
+
+    lent = []
+
+    class Keeps(Own):
         def forward(self, x):
-            return x @ self.weight.t()
+            lent.append(self.weight)
+            return super().forward(x)
 
     model = build()
-    if how == "code":
-        own = Own(WIDTH, WIDTH, bias=False).bfloat16().requires_grad_(False)
-        own.weight.data.copy_(model[1].weight)
-        model[1] = own
-    with lossless(model, device) as manager:
+    model[1] = Keeps(WIDTH, WIDTH, bias=False).bfloat16().requires_grad_(False)
+    resident = copy.deepcopy(model)
+    x = x_of(model, "cpu")
+    with lossless(model) as manager:
+        model(x)
         assert len(coded_layers(manager)) == 4
-        x = x_of(model, device).requires_grad_()
-        y = checkpoint(model, x, use_reentrant=False) if how == "checkpoint" else model(x)
-        model[1].weight.data.view(-1)[12345] = 3
-        with pytest.raises(StaleWeightsError, match="of managed layer '1' was written through"):
-            y.sum().backward()
-        model(x).sum().backward()  # follows
+        kept = model.state_dict() if held else None
+        one_number(model[1].weight)
+        with pytest.raises(OffloadError, match="'1' was written while another call computes"):
+            model(x)
+        lent.clear()
+        one_number(resident[1].weight)
+        assert_same(model(x), resident(x))
+        lent.clear()
         assert len(coded_layers(manager)) == 3
+        del kept
 
 
 def test_a_write_through_what_holds_the_memory_still_reaches_the_model(device):

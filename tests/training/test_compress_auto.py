@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -12,10 +13,12 @@ import torch
 from equality import assert_models_agree, assert_same, attached, resident_pair
 from test_matrix import make_step
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from oracle_offload import simulator
 from oracle_offload.compress import choice, steps
 from oracle_offload.errors import OffloadError
+from oracle_offload.planning import unmeasured
 
 SIZE, DEPTH, ROWS = 512, 24, 64
 LAYER_BYTES = 2 * SIZE * SIZE
@@ -109,8 +112,79 @@ def test_a_step_that_computes_has_nothing_compressed():
     assert all(every) and not any(none)
     assert plain_s <= 1.02 * every_s
     usage = told.devices[0].models[0]
-    assert usage.compressed_because == "steps do not wait for copies"
+    why = "steps do not wait for copies, as planned from those before"
+    assert usage.compressed_because == why
     assert "because" in str(told) and "staging_bytes" in json.dumps(told.to_dict())
+
+
+def language_model():
+    sizes = dict(hidden_size=SIZE, intermediate_size=SIZE, num_hidden_layers=3, vocab_size=100)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=ROWS)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
+    model.bfloat16().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return model
+
+
+def train_language_model(**options):
+    """Return the seconds of the last step, how many layers are coded, and why."""
+    model = language_model()
+    tokens = torch.randint(0, 100, (1, ROWS))
+    with attached(model, "cpu", offload_percent=0.9, **options) as manager:
+        for _ in range(5):
+            begin = simulator.finish()
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            seconds = simulator.finish() - begin
+        coded = sum(bool(layer.coded) for layer in manager.layers)
+        return seconds, coded, manager.attachment.compressed_because
+
+
+@pytest.mark.parametrize(("times", "least", "most"), [(0.3, 0, 0), (4, 20, 22)])
+def test_a_first_run_goes_by_an_estimate(times, least, most):
+    """Of a kind of model whose samples are known: nothing was measured yet."""
+    with link(times):
+        every_s, every, _ = train_language_model(compress="lossless")
+        first_s, first, why = train_language_model(compress="auto")
+        _, again, _ = train_language_model(compress="auto")
+    assert every == 22 and least <= first <= most
+    assert first_s <= 1.02 * every_s
+    assert why.endswith("as estimated of a sample of 64 tokens")
+    assert abs(first - again) <= 1, "the estimate is far from what is measured"
+
+
+def test_an_estimate_touches_neither_the_model_nor_random_numbers():
+    model = language_model()
+    values, random = model.state_dict(), torch.get_rng_state()
+    before = {name: (p.data_ptr(), p._version, p.requires_grad) for name, p in values.items()}
+    pace, said = unmeasured.estimated_pace(model, ["model.embed_tokens"], simulator.get_device(0))
+    assert pace.busy_s > 0 and pace.forward_share == 1 / 2 and "64 tokens" in said
+    assert torch.equal(random, torch.get_rng_state())
+    assert before == {k: (p.data_ptr(), p._version, p.requires_grad) for k, p in values.items()}
+    model.gradient_checkpointing_enable()
+    again, _ = unmeasured.estimated_pace(model, ["model.embed_tokens"], simulator.get_device(0))
+    assert again.busy_s == pytest.approx(1.5 * pace.busy_s) and again.forward_share == 1 / 3
+    whole, _ = unmeasured.estimated_pace(model, [], simulator.get_device(0))
+    assert whole.busy_s > again.busy_s, "a table is read whole"
+
+
+def test_a_model_that_cannot_run_without_values_has_no_estimate():
+    model = language_model()
+    model.forward = lambda input_ids: input_ids.sum().item()
+    assert unmeasured.estimated_pace(model, [], simulator.get_device(0)) is None
+    assert unmeasured.estimated_pace(Net(), [], simulator.get_device(0)) is None
+
+
+def test_an_estimate_takes_the_rates_of_the_card():
+    device = dataclasses.replace(simulator.preset("rtx4090"), link_gbps=7.0)
+    seconds = {}
+    for name in ("NVIDIA GeForce RTX 4060", "NVIDIA GeForce RTX 4060 Ti", "NVIDIA H900"):
+        pace, _ = unmeasured.estimated_pace(language_model(), [], device, name)
+        seconds[name] = pace.busy_s
+        assert pace.device.link_gbps == 7.0
+    slow, less_slow, unknown = seconds.values()
+    assert slow > less_slow > unknown
 
 
 def test_a_step_that_waits_in_any_case_has_all_compressed():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import random
@@ -128,6 +129,18 @@ def test_the_arena_has_grown_before_the_first_step(path):
         assert manager.state.engine.stats()["learned_block_bytes"] >= block
 
 
+def any_pace(chance, units):
+    """Seconds of any size for the simulated device."""
+    forward_ns = tuple(chance.choice([0, 1, 10**6, 2**63 - 1]) for _ in range(units))
+    name = simulated_name()
+    return order.Pace(name, chance.choice([1, 10**9, 2**63 - 1]), forward_ns)
+
+
+def simulated_name():
+    with attached(tower(depth=1), "cpu") as manager:
+        return manager.state.engine.device_name
+
+
 def test_it_computes_as_the_resident_model_with_any_order(path):
     """A file may say anything: what is wrong costs late copies alone."""
     managed, resident = resident_pair(tower(depth=4).requires_grad_(True))
@@ -143,10 +156,86 @@ def test_it_computes_as_the_resident_model_with_any_order(path):
     chance = random.Random(0)
     for length in (1, 7, 100, order.MOST_USES):
         uses = [(chance.randrange(units), chance.randrange(3)) for _ in range(length)]
-        order.write(path, fingerprint, uses)
-        assert order.read(path, fingerprint, units) == uses
+        known = order.Known(uses, chance.choice([None, any_pace(chance, units)]))
+        order.write(path, fingerprint, known)
+        assert order.read(path, fingerprint, units) == known
         with attached(managed, "cpu", order_file=path):
             assert_models_agree(managed, resident, step, steps=3)
+
+
+# ---- the seconds ----
+
+
+def told(path):
+    """What the engine of the next run goes by before its first step."""
+    with attached(tower(), "cpu", order_file=path) as manager:
+        return manager.state.engine.pace(manager.attachment.model)
+
+
+def test_seconds_and_the_links_speed_are_told_to_the_next_run(path, sim):
+    sim.slow_link(2)
+    run(path, 4)
+    found = json.loads(Path(path).read_text())["pace"]
+    rows, link_bps = told(path)
+    assert [nanoseconds for _, nanoseconds in rows] == found["forward_ns"]
+    assert link_bps == pytest.approx(found["link_bps"]) and 1e9 < link_bps < 2e9
+    assert found["device"] == simulated_name()
+
+
+def test_another_devices_seconds_are_not_told(path):
+    run(path, 2)
+    document = json.loads(Path(path).read_text())
+    known = order.read(path, document["fingerprint"], 48)
+    other = dataclasses.replace(known.pace, device="another")
+    order.write(path, document["fingerprint"], dataclasses.replace(known, pace=other))
+    assert told(path) == ([], 0)
+    run(path, 2)
+    assert json.loads(Path(path).read_text())["pace"]["device"] == simulated_name()
+
+
+def test_a_file_without_seconds_serves_and_gets_them(path, warnings):
+    run(path, 2)
+    right = json.loads(Path(path).read_text())
+    Path(path).write_text(json.dumps({k: v for k, v in right.items() if k != "pace"}))
+    assert told(path) == ([], 0)
+    run(path, 2)
+    again = json.loads(Path(path).read_text())
+    assert again["uses"] == right["uses"] and min(again["pace"]["forward_ns"]) > 0
+    assert not warnings()
+
+
+def test_seconds_that_are_much_the_same_are_not_written_again(path, sim):
+    run(path, 4)
+    written = Path(path).stat().st_mtime_ns
+    run(path, 4)
+    assert Path(path).stat().st_mtime_ns == written
+    sim.slow_link(2)
+    run(path, 4)
+    assert Path(path).stat().st_mtime_ns > written
+
+
+def test_what_a_pace_covers():
+    """Whether it would be written again."""
+    pace = order.Pace("a", 1000, (10, 20, 0))
+    for link_bps, forward_ns, covered in (
+        (1000, (10, 20, 0), True),
+        (1500, (15, 30, 0), True),
+        (667, (7, 14, 0), True),
+        (1000, (30, 0, 0), False),
+        (1000, (0, 20, 0), True),
+        (1000, (10, 20, 1), False),
+        (1502, (10, 20, 0), False),
+        (665, (10, 20, 0), False),
+        (1000, (16, 30, 0), False),
+        (1000, (6, 13, 0), False),
+        (1000, (10, 20), False),
+    ):
+        assert pace.covers(order.Pace("a", link_bps, forward_ns)) == covered, (link_bps, forward_ns)
+    assert not pace.covers(order.Pace("b", 1000, (10, 20, 0)))
+    known = order.Known([(0, F)], pace)
+    assert known.covers(order.Known([(0, F)])) and known.covers(known)
+    assert not known.covers(order.Known([(1, F)], pace)) and not known.covers(order.Known([(1, F)]))
+    assert not order.Known([(0, F)]).covers(known)
 
 
 # ---- the file ----
@@ -160,9 +249,13 @@ def test_it_is_written_once_a_step_has_repeated_and_read_by_the_next_run(path, t
         assert not Path(path).exists()
         train(model, optimizer)
         assert Path(path).exists(), "the process may end without a detach"
+        uses = json.loads(Path(path).read_text())["uses"]
+        for _ in range(2):
+            train(model, optimizer)
         first = Path(path).read_bytes()
+        assert json.loads(first)["uses"] == uses, "with the seconds, which were measured meanwhile"
         Path(path).unlink()
-        for _ in range(6):
+        for _ in range(4):
             train(model, optimizer)
     assert not Path(path).exists(), "it is not written again as long as it stays the same"
     Path(path).write_bytes(first)
@@ -172,6 +265,7 @@ def test_it_is_written_once_a_step_has_repeated_and_read_by_the_next_run(path, t
     document = json.loads(first)
     assert document["schema"] == "oracle_offload/order/1"
     assert len(document["uses"]) == 3 * 16 * 3, "forward, recompute and backward of each layer"
+    assert len(document["pace"]["forward_ns"]) == 48 and min(document["pace"]["forward_ns"]) > 0
 
 
 def test_detach_keeps_it_where_no_optimizer_of_torch_stepped(path):
@@ -232,6 +326,10 @@ def damaged(text, change):
     return json.dumps(document).encode()
 
 
+def paced(**change):
+    return lambda text: damaged(text, lambda d: d["pace"].update(change))
+
+
 WRONG = {
     "another model": (lambda text: damaged(text, lambda d: d.update(fingerprint="0" * 64)), True),
     "a later version": (lambda text: text.replace(b"order/1", b"order/2"), True),
@@ -248,6 +346,15 @@ WRONG = {
     "too many": (lambda text: damaged(text, lambda d: d.update(uses=[0] * 40000)), True),
     "too large": (lambda text: text[:-1] + b" " * (1 << 20) + b"}", True),
     "another digest": (lambda text: damaged(text, lambda d: d.update(digest="")), True),
+    "no seconds": (paced(forward_ns=None), True),
+    "seconds of too few units": (paced(forward_ns=[1] * 47), True),
+    "negative seconds": (paced(forward_ns=[-1] * 48), True),
+    "endless seconds": (paced(forward_ns=[2**63] * 48), True),
+    "fractions for seconds": (paced(forward_ns=[0.5] * 48), True),
+    "a link that is none": (paced(link_bps="fast"), True),
+    "another link": (paced(link_bps=1), True),
+    "another device's seconds": (paced(device="another"), True),
+    "a pace that is none": (lambda text: damaged(text, lambda d: d.update(pace=[])), True),
     "empty": (lambda text: b"", True),
     "cut off at once": (lambda text: text[:5], True),
     "begun like one": (lambda text: text[:5] + b"me", False),
@@ -274,7 +381,7 @@ def test_a_wrong_file_is_passed_over_with_one_line(path, what, warnings):
 def test_no_bytes_are_an_order_but_those_that_were_written(path):
     right = written(path)
     document = json.loads(right)
-    uses = order.read(path, document["fingerprint"], 48)
+    known = order.read(path, document["fingerprint"], 48)
     chance = random.Random(0)
     for _ in range(400):
         wrong = bytearray(right)
@@ -292,7 +399,7 @@ def test_no_bytes_are_an_order_but_those_that_were_written(path):
             found = order.read(path, document["fingerprint"], 48)
         except order.UnusableOrder:
             continue
-        assert found == uses  # white space, or what was there before
+        assert found == known  # white space, or what was there before
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, warnings):

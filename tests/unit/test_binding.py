@@ -103,6 +103,8 @@ ARGUMENTS: dict[str, dict[str, tuple[int, int] | None]] = {
     "stats": {"model": (-1, 2**32 - 2)},
     "visits": {"model": ID},
     "expect": {"visits": None},
+    "pace": {"model": ID},
+    "expect_pace": {"pace": None, "link_bps": NUMBER},
     "journal_start": {"entries": BYTES},
     "journal_read": {"first": NUMBER},
 }
@@ -132,6 +134,8 @@ def arguments_of(life: Life, call: str) -> dict[str, Any]:
         "stamp": 1,
         "stamps": [(member, 1)],
         "visits": [(next(iter(life.units)), _core.FORWARD)],
+        "pace": [(next(iter(life.units)), 1000)],
+        "link_bps": 10**9,
         "kind": _core.FORWARD,
         "task": -1,
         "seconds": 1e-6,
@@ -245,6 +249,42 @@ def test_uses_that_cannot_be_expected_are_refused(wrong: Any, error: type[Except
         life.engine.expect(wrong)
     assert life.engine.visits(life.model) == []
     life.close_unused()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (([(9999, 1)], 1), ValueError),
+        (([(2**32 - 1, 1)], 1), ValueError),
+        (([(0, -1)], 1), ValueError),
+        (([(0, 2**64)], 1), ValueError),
+        (([(0, 1), (0,)], 1), TypeError),
+        (([(0, 0.5)], 1), TypeError),
+        (([0], 1), TypeError),
+        ((((0, 1),), 1), TypeError),
+        (([(0, 1)],), TypeError),
+        (([(0, 1)], 1, 1), TypeError),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_pace_that_cannot_be_expected_is_refused(wrong: Any, error: type[Exception]) -> None:
+    life = Life()
+    with pytest.raises(error):
+        life.engine.expect_pace(*wrong)
+    assert life.engine.pace(life.model) == ([], 0)
+    life.close_unused()
+
+
+def test_a_pace_is_told_and_expected() -> None:
+    life = Life()
+    unit, other = list(life.units)[:2]
+    life.engine.expect_pace([(unit, 2000), (other, 0)], 10**9)
+    rows, link_bps = life.engine.pace(life.model)
+    assert rows == [(unit, 2000)] and link_bps == pytest.approx(10**9)
+    life.close_unused()
+    for call in (lambda: life.engine.pace(life.model), lambda: life.engine.expect_pace([], 0)):
+        with pytest.raises(OffloadError):
+            call()
 
 
 def test_uses_are_told_and_expected() -> None:
