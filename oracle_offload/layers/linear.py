@@ -59,7 +59,7 @@ class LinearLayer(Traced):
         """Put into `ctx` what `record` had kept there."""
         folded = None
         if x is not None:
-            if not (x.dim() <= 2 or x.is_contiguous() or _folds(x)):
+            if not (x.dim() <= 2 or x.is_contiguous()):
                 x = x.reshape(-1, shape[-1])
                 folded = x.stride()
             ctx.save_for_backward(x)
@@ -119,9 +119,9 @@ def linear(
     Returns
     -------
     tuple
-        The result, and `x` as a matrix where it was folded so: a copy, or a view of a batch of one.
+        The result, and `x` as a matrix where it was folded so: a copy, or a view.
     """
-    if not requires_grad or x.dim() <= 2 or x.is_contiguous() or _folds(x):
+    if not requires_grad or x.dim() <= 2 or x.is_contiguous():
         y = F.linear(x, w, b)
         # torch forbids in-place changes of a view that a custom function returns.
         return (torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y), None

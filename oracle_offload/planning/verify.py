@@ -229,18 +229,18 @@ def _gradients(plan: Plan) -> int:
 def _allocated(plan: Plan, device: str, steps: list[Any]) -> Iterator[Row]:
     """Yield what torch counts on a GPU, as a whole; and the rows that it does not tell apart."""
     fit, step = plan.fit, plan.step
-    known = [s for s in steps if s["allocated_bytes"] is not None and s["peak_bytes"] is not None]
+    known = [s for s in steps if s["peak_bytes"] is not None]
     why = "" if known else f"torch counts no memory on {device}"
     if not steps:
         why = "the recording holds no step of an attached model"
-    kept = peak = None
+    kept = peak = live = None
     if known:
         kept, peak = known[-1]["allocated_bytes"], max(s["peak_bytes"] for s in known)
+        live = peak - kept
     activations = step.activations
     stays = fit.device_bytes - fit.device.get("activations", 0)
     unknown = why or ("" if activations is not None else f"activations are unknown: {step.why}")
     whole = None if activations is None else fit.device_bytes
-    live = None if kept is None or peak is None else peak - kept
     yield Row("kept on the device", "size", stays, kept, why)
     yield Row("most on the device", "size", whole, peak, unknown)
     yield Row("activations", "size", activations, live, unknown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -553,6 +554,28 @@ def test_a_detach_before_backward_is_refused_as_without_a_compiler(name):
         y = torch.compile(model, backend=name, fullgraph=True)(x)
     with pytest.raises(OffloadError, match=r"was detached between forward and backward; run"):
         y.sum().backward()
+
+
+def test_code_that_was_compiled_for_an_attached_model_is_refused_after_detach():
+    """Dynamo sees that the classes are others; who keeps the captured code does not."""
+    model, _ = pair()
+    kept = []
+
+    def keep(graph, inputs):
+        kept.append((graph, inputs))
+        return graph
+
+    with attached(model):
+        expected = torch.compile(model, backend=keep, fullgraph=True)(torch.randn(2, 8))
+        (graph, inputs), layers = kept[0], list(model._memory_manager.layers)
+        assert_same(graph(*inputs)[0], expected)
+    refused = "compiled code computes with a managed layer that was detached since"
+    with pytest.raises(OffloadError, match=refused):
+        graph(*inputs)
+    del layers
+    gc.collect()
+    with pytest.raises(OffloadError, match=refused):
+        graph(*inputs)
 
 
 def test_what_else_traces_is_refused_in_a_sentence():

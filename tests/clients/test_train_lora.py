@@ -23,6 +23,8 @@ from oracle_offload.host import replace
 from oracle_offload.recipes import mixed_precision
 from oracle_offload.trainer import language as language_module
 from oracle_offload.trainer import resuming, training
+from oracle_offload.trainer.data import Sample
+from oracle_offload.trainer.images import Images
 from oracle_offload.trainer.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -340,6 +342,7 @@ def test_it_says_what_changes_the_training(capsys, tmp_path, llama, texts, monke
     flags = ["--model", llama, "--dataset-file", texts, "--steps", 1]
     result, said = run(capsys, tmp_path, *flags, "--chunk-size", 8, "--window-size", 4)
     assert "note: context truncated: " in said and "each byte is a token" in said
+    assert "no gradient checkpointing" not in said
     assert any("truncated" in note for note in result["notes"])
     clock = iter(range(0, 1000, 7))
     monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
@@ -409,6 +412,16 @@ def test_a_model_of_few_tokens_needs_its_tokenizer(capsys, tmp_path, texts):
 # ---- images ----
 
 
+def test_a_picture_is_black_at_minus_one_and_white_at_one(tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (40, 32), (255, 0, 51)).save(tmp_path / "x.png")
+    task = SimpleNamespace(_side=8, _vae=None)
+    pixels = Images._encode_image(task, Sample("", tmp_path / "x.png"))
+    expected = torch.tensor([1, -1, -0.6]).view(3, 1, 1).expand(3, 8, 8)
+    torch.testing.assert_close(pixels, expected)
+
+
 def test_a_diffusion_model_learns_the_same_managed_and_resident(
     capsys, tmp_path, stable_diffusion, pictures
 ):
@@ -440,7 +453,8 @@ def test_a_diffusion_model_learns_the_same_managed_and_resident(
         assert torch.equal(parameter, expected[key]), name
 
 
-def test_plain_ddpm_learns_without_captions(capsys, tmp_path, pictures):
+def plain_ddpm(folder):
+    """The folder of a pipeline of a UNet alone."""
     from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 
     unet = UNet2DModel(
@@ -450,13 +464,30 @@ def test_plain_ddpm_learns_without_captions(capsys, tmp_path, pictures):
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )  # fmt: skip
     scheduler = DDPMScheduler(num_train_timesteps=10, prediction_type="v_prediction")
-    DDPMPipeline(unet, scheduler).save_pretrained(tmp_path / "model")
+    DDPMPipeline(unet, scheduler).save_pretrained(folder)
+    return folder
+
+
+def test_plain_ddpm_learns_without_captions(capsys, tmp_path, pictures):
+    model = plain_ddpm(tmp_path / "model")
     result, _ = run(
-        capsys, tmp_path / "run", "--model", tmp_path / "model", "--dataset-file", pictures,
+        capsys, tmp_path / "run", "--model", model, "--dataset-file", pictures,
         "--steps", 2, "--preview-every", 2, "--preview-prompt", "-", "--preview-length", 2,
     )  # fmt: skip
     assert result["managed_layers"] > 5 and result["h2d_bytes"] > 0
     assert (tmp_path / "run" / "previews" / "step-000002.png").exists()
+
+
+def test_a_step_draws_its_noise_whatever_is_evaluated_before_it(capsys, tmp_path, pictures):
+    model = plain_ddpm(tmp_path / "model")
+    flags = ["--model", model, "--dataset-file", pictures, "--steps", 2]
+    plain, _ = run(capsys, tmp_path / "plain", *flags)
+    evaluated, said = run(
+        capsys, tmp_path / "evaluated", *flags, "--eval-file", pictures, "--eval-every", 1
+    )
+    assert said.count("eval loss") == 2
+    assert losses(tmp_path / "evaluated") == losses(tmp_path / "plain")
+    assert_same_adapters(evaluated, plain)
 
 
 # ---- the command itself ----

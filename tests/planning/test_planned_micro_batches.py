@@ -11,6 +11,7 @@ import pytest
 import torch
 from peak import peak_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import cli, simulator
@@ -244,6 +245,32 @@ def test_a_checkpointed_region_is_computed_as_a_whole_by_one_after_the_other() -
     shares = [round(event[1] / single) for event in replayed if event[0] == "launch"]
     assert shares == [1, 1, 2, 2, 1, 1, 1, 1]
     assert sum(two.phases(time)) == pytest.approx(sum(shares) * single)
+
+
+class Nested(nn.Module):
+    """A checkpointed region in another."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.outer, self.inner, self.last = (nn.Linear(256, 256) for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def region(x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.outer(x))
+            y: torch.Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+            return y
+
+        y: torch.Tensor = checkpoint(region, self.first(x), use_reentrant=self.reentrant)
+        return torch.tanh(self.last(y))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_region_inside_another_is_of_that_one(reentrant: bool) -> None:
+    """Backward computes the outer one again, and in it the inner one once more."""
+    given: dict[str, Any] = dict(train="full", optimizer="sgd", sample={"x": (64, 256)})
+    step = oracle_offload.plan(Nested(reentrant), vram="1GiB", ram="1GiB", **given).step
+    assert step.regions == {step.numbers["outer"]: 1, step.numbers["inner"]: 1}
 
 
 class Blocks(nn.Module):

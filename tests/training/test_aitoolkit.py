@@ -572,6 +572,20 @@ print("done")
 """
 
 
+def test_install_over_an_original_that_has_fewer_names(tmp_path):
+    """As it was before `sync_grad_transfers`."""
+    path = toolkit_of(tmp_path)
+    package = path / "toolkit" / "memory_management" / "__init__.py"
+    package.write_text("from .manager import MemoryManager\n")
+    code = (
+        "import toolkit.memory_management as original\n"
+        "import oracle_offload.aitoolkit as ours; ours.install()\n"
+        "from toolkit.memory_management import MemoryManager\n"
+        "assert MemoryManager is original.MemoryManager is ours.MemoryManager\n"
+    )
+    run(code, path)
+
+
 @pytest.mark.parametrize("when", ["first", "after the trainer"])
 def test_install_in_the_process(tmp_path, when):
     code = "import oracle_offload.aitoolkit; oracle_offload.aitoolkit.install()\n"

@@ -12,6 +12,7 @@ import torch
 from equality import assert_models_agree, assert_same, attached, is_simulated, resident_pair
 from models import compute_device, enable_checkpointing
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -723,8 +724,23 @@ def test_other_tensors_in_the_places_are_computed_with(device):
     with attached(managed, device) as manager:
         found = torch.func.functional_call(managed, others, (x,))
         assert_same(found, torch.func.functional_call(resident, others, (x,)))
+        host = sum(other.nbytes for other in others.values() if other.device.type == "cpu")
+        assert sum(manager.attachment.traffic.computed_bytes.values()) == host
         assert_same(managed(x), resident(x))
         assert held(manager) == 0
+
+
+def test_tensors_that_lie_on_a_device_already_are_not_counted_as_copied():
+    """Fake ones: here there is no other device than the host."""
+    model = nn.Sequential(Einsum(), nn.Linear(WIDTH, WIDTH))
+    with attached(model, "cpu") as manager, FakeTensorMode():
+        for where, copied in (("cuda", {}), ("cpu", {"0", "1"})):
+            others = {
+                name: torch.empty(p.shape, device=where) for name, p in model.named_parameters()
+            }
+            x = torch.empty(2, 3, WIDTH)
+            assert torch.func.functional_call(model, others, (x,)).device.type == "cpu"
+            assert manager.attachment.traffic.computed_bytes.keys() == set(copied)
 
 
 def test_functorch_is_refused(device):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -326,6 +327,24 @@ def test_states_inside_states_are_not_rounded_either(tmp_path):
     inner = [found["list"][0], found["list"][1]["deep"], found["tuple"][0], found["alone"]]
     assert all(tensor.dtype is torch.float32 for tensor in inner)
     assert_same(inner, fine)
+
+
+def test_a_state_that_is_loaded_as_something_else_stays_that(tmp_path):
+    """As an optimizer may that makes an object of what it has written as a dict."""
+
+    class Unpacks(torch.optim.SGD):
+        def load_state_dict(self, state):
+            super().load_state_dict(state)
+            for each in self.state.values():
+                each["packed"] = SimpleNamespace(**each["packed"])
+
+    parameter = nn.Parameter(torch.randn(8).bfloat16())
+    optimizer = Unpacks([parameter], lr=0.1)
+    optimizer.state[parameter] = {"packed": {"scale": 2}}
+    checkpoint = Checkpoint(tmp_path / "x.pt", nn.ParameterList([parameter]), optimizer=optimizer)
+    checkpoint.save(1)
+    checkpoint.load()
+    assert optimizer.state[parameter]["packed"] == SimpleNamespace(scale=2)
 
 
 def test_a_later_save_deletes_what_killed_ones_have_left(tmp_path):

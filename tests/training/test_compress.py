@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import _core, engines
+from oracle_offload import _core, coded, engines
 from oracle_offload.compress import choice, coder
 from oracle_offload.errors import OffloadError, StaleWeightsError
 
@@ -307,6 +307,18 @@ def test_a_write_is_never_missed(device, write):
         assert_models_agree(managed, resident, step, device=device)
         assert [bool(layer.coded) for layer in manager.layers] == [True, True, False, True]
         assert manager.state.engine.stats()["pageable_bytes"] == 0  # it is locked as it is
+
+
+def test_where_the_system_tells_of_no_write_lines_all_over_the_weight_are_compared(monkeypatch):
+    monkeypatch.setattr(_core, "pages_written", lambda *span: None)
+    tensor = torch.zeros(10_000, dtype=torch.uint8)
+    for at in (0, 63, 30 * 157, 63 * 157 + 63):  # of the first of 64 lines, one between, the last
+        master = coded.CodedMaster(tensor, 0, 1, _core.INT8)
+        assert not master.was_written() and not master.was_written()
+        tensor[at] += 1
+        assert master.was_written()
+        tensor[at] -= 1
+        assert master.was_written(), "what the engine has may be either"
 
 
 class Own(nn.Linear):

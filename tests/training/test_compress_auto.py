@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,6 +55,13 @@ def link(times_computing):
     gbps = LAYER_BYTES / (times_computing * FORWARD_S) / 1e9
     changes = dict(tflops=0.1, link_gbps=gbps, launch_s=1e-7, copy_latency_s=1e-7)
     return simulator.device("rtx4090", **changes)
+
+
+def test_what_has_values_already_is_not_looked_for_in_files():
+    tensor = Net().layers[0].weight
+    files = SimpleNamespace(have=lambda tensor: False)
+    found = choice.Expected(files).bytes_of(tensor)
+    assert found == choice.Expected(None).bytes_of(tensor) < tensor.nbytes
 
 
 def train(model, steps=8, offload_percent=0.6, **options):

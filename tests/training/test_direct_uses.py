@@ -259,6 +259,35 @@ def test_a_branch_never_taken_leaves_the_layer_managed():
         assert len(manager.layers) == 3
 
 
+def test_an_optimizer_that_steps_in_the_first_forward_moves_no_weight():
+    """What a step computes with, on whatever device, is its own matter."""
+
+    class Decays(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        @torch.no_grad()
+        def step(self, rate):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.copy_(torch.mul(parameter, rate))
+
+    torch.manual_seed(0)
+    managed = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    resident = copy.deepcopy(managed)
+    for model in (managed, resident):
+        optimizer = Decays(model.parameters())
+
+        def stepping(x, optimizer=optimizer, forward=model.forward):
+            optimizer.step(torch.sigmoid(x.mean()))
+            return forward(x)
+
+        model.forward = stepping  # as trainers put one there
+    with attached(managed, "cpu") as manager:
+        for _ in range(2):
+            assert_same(managed(inputs()), resident(inputs()))
+        assert len(manager.layers) == 2
+
+
 def test_a_layer_on_trial_is_moved_before_a_write_in_the_branch():
     """What the branch gets is the Parameter itself: a write is not lost."""
 

@@ -372,6 +372,7 @@ CARD = dict(
 def test_the_view_says_each_figure_in_the_units_of_people():
     text = str(live.Live(document(), CARD))
     assert text.splitlines()[1] == "cuda:0 is link-bound"
+    assert {"cuda:0: 4.00 GiB", "host memory: unknown"} <= set(text.splitlines())
     rows = dict(live.Live(document(), CARD).rows())
     assert rows == {
         "steps so far": "7",

@@ -11,7 +11,7 @@ from equality import attached
 from torch import nn
 
 import oracle_offload
-from oracle_offload import OffloadError, meter, simulator
+from oracle_offload import OffloadError, engines, meter, simulator
 from oracle_offload.heartbeat import pulse
 from oracle_offload.meter import Meter
 
@@ -98,9 +98,32 @@ def test_across_an_attach_or_detach_there_is_no_difference():
         assert read.read()["steps"] is None
         assert read.read()["steps"] == 0
     assert read.read()["arena_bytes"] is None
-    with attached(first, "cpu"):  # another engine, whose counters begin anew
-        assert read.read()["acquires"] is None
-        assert read.read()["acquires"] == 0
+    for _ in range(2):
+        with attached(first, "cpu"):  # another engine, whose counters begin anew
+            assert read.read()["acquires"] is None
+            assert read.read()["acquires"] == 0
+
+
+def test_a_device_without_a_model_has_no_numbers(monkeypatch):
+    with engines.opened(torch.device("cpu")):  # as an attach in another thread does
+        assert Meter().read()["arena_bytes"] is None
+    with attached(net(), "cpu") as manager:
+        assert Meter().read()["arena_bytes"] > 0
+        state = manager.state
+    closed = SimpleNamespace(**{**vars(state), "listeners": (manager.attachment,)})
+    monkeypatch.setattr(meter, "open_states", lambda: [closed])  # found just before it was closed
+    assert Meter().read()["arena_bytes"] is None
+
+
+def test_stalls_are_unknown_where_no_wait_was_timed():
+    with attached(net(), "cpu") as manager:
+        before = meter._Reading.of(manager.state)
+        for waits, timed, stalls in ((4, 0, None), (4, 2, 2.0), (0, 0, 0.0)):
+            more = {"waits": waits, "timed_waits": timed, "stalls": timed // 2}
+            counters = {k: v + more.get(k, 0) for k, v in before.counters.items()}
+            after = meter._Reading(before.pace, before.now_s, counters)
+            numbers = meter._grown(before, after)
+            assert numbers["stalls"] == stalls and (numbers["stall_s"] is None) is (stalls is None)
 
 
 def test_the_keys_are_the_same_without_a_model():
@@ -174,8 +197,13 @@ def test_energy_is_of_the_interval_and_of_each_step_in_it(monkeypatch):
         assert (second["energy_j"], second["energy_per_step_j"]) == (60.0, 15.0)
         third = read.read()
         assert (third["energy_j"], third["energy_per_step_j"]) == (60.0, None)
+        train(model)
         read._sensors.joules = 0.0  # the driver was loaded anew
-        assert read.read()["energy_j"] is None
+        fourth = read.read()
+        assert fourth["energy_j"] is fourth["energy_per_step_j"] is None
+        for joules, used in ((60.0, 0.0), (None, None), (70.0, None)):  # one that is lost, and back
+            read._sensors.energy_j = lambda joules=joules: joules
+            assert read.read()["energy_j"] == used
 
 
 def test_sensors_are_those_of_the_card_that_a_model_is_attached_to(monkeypatch):
@@ -261,12 +289,15 @@ def test_the_peak_begins_anew_on_the_device_that_is_shown(monkeypatch):
     named.reset_peak()
     assert cards.reset[2:] == ["cuda:1"]
     assert named.read()["peak_bytes"] == 7 and set(cards.asked) == {"cuda:1"}
+    with attached(net(), "cpu"):
+        assert named.read()["arena_bytes"] is None, "the model is on another device"
     monkeypatch.setattr(read, "_state", lambda: SimpleNamespace(device=torch.device("cuda", 1)))
     read.reset_peak()
     assert cards.reset[3:] == ["cuda:1"]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     read.reset_peak()
     assert len(cards.reset) == 4
+    assert named.read()["peak_bytes"] is None, "asking would begin CUDA"
 
 
 def test_the_simulated_device_has_no_peak_of_a_card(monkeypatch):

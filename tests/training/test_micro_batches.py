@@ -160,6 +160,10 @@ def test_each_micro_batch_draws_from_its_own_generators(device, reentrant):
     is_equal_to_reference(net(reentrant=reentrant, dropout=0.3), device, step)
 
 
+def three():
+    return torch.rand(()).item(), random.random(), numpy.random.rand()
+
+
 def test_generators_are_seeded_in_order_and_the_ambient_ones_go_on_alike(device):
     model, drawn, after = net(), {}, {}
     with streamed(model, device):
@@ -170,16 +174,21 @@ def test_generators_are_seeded_in_order_and_the_ambient_ones_go_on_alike(device)
             model.zero_grad()
 
             def step(x, drawn=drawn, interleave=interleave):
-                drawn.setdefault(interleave, {})[x.data_ptr()] = torch.rand(()).item()
+                drawn.setdefault(interleave, {})[x.data_ptr()] = three()
                 return loss_of(model, x)
 
             batches = inputs(device)
             accumulate(step, batches, interleave=interleave)
             drawn[interleave] = [drawn[interleave][x.data_ptr()] for x in batches]
-            after[interleave] = torch.rand(()).item(), random.random(), numpy.random.rand()
+            after[interleave] = three()
     torch.manual_seed(5)
     seeds = torch.randint(2**62, (MICRO_BATCHES,)).tolist()
-    expected = [torch.manual_seed(seed) and torch.rand(()).item() for seed in seeds]
+    expected = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        expected.append(three())
     assert drawn == {True: expected, False: expected}
     assert after[True] == after[False]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,21 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     said = refusal(capsys)
     assert "exit status 4" in said and "unknown option" in said and "C++20" in said
     assert list(folder.iterdir()) == []
+
+
+@linux_only
+def test_the_seconds_are_shown_in_one_line(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    a_compiler(monkeypatch, tmp_path, f"sleep 1.3; {WRITES}")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for after_s, shown in ((0, r"(\rcompiling: \d+ s){2,}\n"), (600, "")):
+        monkeypatch.setattr(compiling, "_SHOWN_AFTER_S", after_s)
+        compiling.build(force=True)
+        assert re.fullmatch(shown, capsys.readouterr().err)
 
 
 @linux_only
