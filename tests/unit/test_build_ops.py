@@ -99,12 +99,9 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
 
 @linux_only
 def test_the_seconds_are_shown_in_one_line(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a_compiler(monkeypatch, tmp_path, f"sleep 1.3; {WRITES}")
+    compiler(f"sleep 1.3; {WRITES}")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for after_s, shown in ((0, r"(\rcompiling: \d+ s){2,}\n"), (600, "")):
         monkeypatch.setattr(compiling, "_SHOWN_AFTER_S", after_s)
