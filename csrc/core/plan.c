@@ -518,9 +518,10 @@ void oo_plan_expect_seconds(struct oo_plan *plan, uint32_t unit, double seconds)
 
 /* It weighs as one copy does. */
 void oo_plan_expect_link(struct oo_plan *plan, double bps) {
-    if (plan->copied_s <= 0 && plan->n_units)
-        oo_plan_copied(plan, plan->units_bytes / plan->n_units,
-                       (double)(plan->units_bytes / plan->n_units) / bps);
+    if (plan->copied_s > 0 || !plan->n_units)
+        return;
+    const size_t bytes = plan->units_bytes / plan->n_units;
+    oo_plan_copied(plan, bytes, (double)bytes / bps);
 }
 
 int oo_plan_wants_seconds(const struct oo_plan *plan) {

@@ -221,6 +221,7 @@ static void test_the_link_of_an_earlier_run_is_forgotten(void) {
     uint64_t link_bps;
     size_t count;
     world_open(&w, 60000, -1);
+    const size_t bytes = w.total / UNITS;
     need(oo_engine_expect_pace(w.engine, NULL, 0, 0), "expect nothing");
     need(oo_engine_pace(w.engine, w.model, NULL, 0, &count, &link_bps), "pace");
     CHECK(link_bps == 0 && count == 0, "%llu B/s", (unsigned long long)link_bps);
@@ -229,7 +230,7 @@ static void test_the_link_of_an_earlier_run_is_forgotten(void) {
     CHECK(llabs((long long)link_bps - 1000000000000) < 1000, "%llu B/s",
           (unsigned long long)link_bps);
     for (int i = 0; i < 8; i++)
-        oo_plan_copied(w.engine->plan, w.total / UNITS, (double)(w.total / UNITS) / 1e9);
+        oo_plan_copied(w.engine->plan, bytes, (double)bytes / 1e9);
     need(oo_engine_pace(w.engine, w.model, NULL, 0, &count, &link_bps), "pace");
     CHECK(link_bps > 1000000000 && link_bps < 1200000000, "%llu B/s", (unsigned long long)link_bps);
     world_close(&w, "the link");
