@@ -12,6 +12,7 @@ import hashlib
 import logging
 import mmap
 import os
+import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class Coder:
         self._ram_budget = ram_budget
         self._threads = os.cpu_count() or 1
         self._failed = False
+        self._told = threading.Lock()  # taken once and for all by the thread that tells of it
 
     def wants(self, tensor: Tensor) -> bool:
         """Whether it may become a coded master."""
@@ -131,12 +133,13 @@ class Coder:
                     "ORACLE_OFFLOAD_CACHE_DIR name another place, raise the budget, or attach "
                     "without compress=."
                 ) from error
-            logger.warning(
-                "weights are not compressed from here on, because '%s' cannot be written: %s. "
-                "ORACLE_OFFLOAD_CACHE_DIR names another place.",
-                self._store.folder,
-                error,
-            )
+            if self._told.acquire(blocking=False):
+                logger.warning(
+                    "weights are not compressed from here on, because '%s' cannot be written: %s. "
+                    "ORACLE_OFFLOAD_CACHE_DIR names another place.",
+                    self._store.folder,
+                    error,
+                )
             return None
 
     # ---- weights of a checkpoint: known by the file, and read from it ----

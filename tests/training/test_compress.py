@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import sys
+import threading
 from multiprocessing.reduction import ForkingPickler
 
 import compressed_memory
@@ -925,6 +926,19 @@ def test_without_a_place_for_the_cache_weights_stay_as_they_are(monkeypatch, cap
         assert_models_agree(managed, resident, step, steps=1)
     told = [r.message for r in caplog.records if "cannot be written" in r.message]
     assert len(told) == 1 and "ORACLE_OFFLOAD_CACHE_DIR" in told[0]
+
+
+def test_of_two_weights_that_cannot_be_written_at_once_one_is_told(monkeypatch, caplog):
+    together = threading.Barrier(2)
+
+    def fail(self, *arguments):
+        together.wait(timeout=30)
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(coder.Coder, "_of_memory", fail)
+    with lossless(build()) as manager:
+        assert not coded_layers(manager)
+    assert caplog.text.count("cannot be written: read-only") == 1
 
 
 def test_a_full_disk_leaves_weights_as_they_are(monkeypatch, caplog):
