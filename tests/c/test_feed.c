@@ -261,12 +261,13 @@ struct call {
     struct world *w;
     enum oo_status (*make)(struct world *w);
     enum oo_status status;
-    _Atomic int returned;
+    _Atomic int begun, returned;
 };
 
 static void make_call(void *argument) {
     struct call *call = argument;
     is_mine = 1;
+    call->begun = 1;
     call->status = call->make(call->w);
     call->returned = 1;
 }
@@ -275,10 +276,12 @@ static void make_call(void *argument) {
  */
 static enum oo_status waits_for_the_copy_threads(struct world *w, const _Atomic unsigned *count,
                                                  enum oo_status (*make)(struct world *w)) {
-    struct call call = {w, make, OO_OK, 0};
+    struct call call = {w, make, OO_OK, 0, 0};
     const unsigned before = count ? *count : 0;
     struct oo_thread *thread = oo__thread_start(make_call, &call);
-    nap(30e-3);
+    while (!call.begun) /* a loaded machine starts it late */
+        nap(1e-3);
+    nap(60e-3);
     CHECK(!call.returned, "it did not wait for the copy threads");
     CHECK(!count || *count == before, "it went on before they had ended");
     shut = 0;
@@ -318,7 +321,7 @@ static void wait_for_the_last(int alone) {
         need(oo_trace_start(w.engine), "timeline");
     shut_behind_the_first(&w);
     const struct oo_feed *ahead = first_in_queue(&w);
-    struct call call = {&w, use_the_last, OO_OK, 0};
+    struct call call = {&w, use_the_last, OO_OK, 0, 0};
     struct oo_thread *thread = oo__thread_start(make_call, &call);
     for (int i = 0; i < 5000 && first_in_queue(&w) == ahead; i++)
         nap(1e-3);
@@ -455,7 +458,7 @@ static void the_time_of_what_was_overtaken_is_counted(void) {
     need(oo_engine_reserve_rings(w.engine, OO_RING_PIECES * oo__page_bytes()), "many pieces");
     const uint64_t began = oo__nanoseconds();
     shut_behind_the_first(&w);
-    struct call call = {&w, use_the_last, OO_OK, 0};
+    struct call call = {&w, use_the_last, OO_OK, 0, 0};
     struct oo_thread *thread = oo__thread_start(make_call, &call);
     nap(30e-3);
     shut = 0;
