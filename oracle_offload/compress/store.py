@@ -13,6 +13,7 @@ import mmap
 import os
 import secrets
 import shutil
+import time
 from pathlib import Path
 
 from .._core import HostBuffer
@@ -24,6 +25,7 @@ logger = logging.getLogger("oracle_offload")
 
 CODED, RAW = ".coded", ".raw"
 SPARED_BYTES = GIB  # of the disk, for everything else
+_ABANDONED_S = 3600  # after its last write, a file is not being written any more
 
 
 class Store:
@@ -134,7 +136,8 @@ class Store:
     def trim(self, most: int) -> int:
         """Remove files, those that were not used longest, until `most` bytes are left.
 
-        A model that is attached goes on: the system keeps what it reads until it ends.
+        A model that is attached goes on: the system keeps what it reads until it ends. So does one
+        that is being attached: what it has not written whole yet stays.
 
         Returns
         -------
@@ -144,9 +147,11 @@ class Store:
         files = self.files()
         left = sum(size for _, size, _ in files)
         removed = 0
-        for _, size, path in files:
+        for used_s, size, path in files:
             if left - removed <= most:
                 break
+            if path.name.startswith(".") and time.time() - used_s < _ABANDONED_S:
+                continue
             with contextlib.suppress(OSError):  # Windows keeps a file that is open
                 os.unlink(path)
                 removed += size
