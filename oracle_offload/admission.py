@@ -60,6 +60,8 @@ def build_masters(
                 masters.share_memory(tensor, aliases.get(id(tensor), ()))
             masters.trim_heap()
             pieces.add(piece)
+            if coder is not None:
+                coder.check_budget(sum(buffer.nbytes for buffer in pieces.buffers))
 
 
 def add_units(structure: Structure, units: Sequence[Sequence[Chosen]]) -> list[Leaf]:

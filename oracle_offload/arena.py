@@ -6,12 +6,15 @@ import logging
 
 import torch
 
+from . import _core
 from .engines import DeviceState, Segment
 from .errors import OffloadError
 from .geometry import aligned, aligned_down
 from .sizes import format_size
 
 logger = logging.getLogger("oracle_offload")
+
+_LEAST_STAGING = 4 * _core.ALIGNMENT  # that the engine takes
 
 
 class Arena:
@@ -92,6 +95,25 @@ class Arena:
             engine.add_staging(self._staging_lease, segment.address, nbytes, self._state.stream())
             self._staging = segment
 
+    def check_staging(self) -> None:
+        """Refuse coded weights on a device that cannot decode; what is lent for that goes back.
+
+        Raises
+        ------
+        OffloadError
+            The build has no kernels, say, or none for this device.
+        """
+        with self._state.lock:
+            try:
+                self.lend_staging(_LEAST_STAGING)
+            finally:
+                self._take_back_staging()
+
+    def _take_back_staging(self) -> None:
+        if self._staging_lease is not None:
+            self._state.engine.remove_lease(self._staging_lease)
+            self._staging_lease, self._staging = None, None
+
     def resize(self, nbytes: int) -> None:
         """Hold `nbytes` in all, or less where the device has less room; what is lent stays lent.
 
@@ -171,6 +193,4 @@ class Arena:
             if self._lease is not None:
                 self._give_back(self._lease, self._lent)
                 self._lease, self._lent = None, []
-            if self._staging_lease is not None:
-                self._state.engine.remove_lease(self._staging_lease)
-                self._staging_lease, self._staging = None, None
+            self._take_back_staging()

@@ -17,6 +17,7 @@ from .attachment import Attachment, close_leftovers
 from .budget import Budget
 from .compress.choice import (
     Expected,
+    HostRoom,
     ask_by_pace,
     check,
     choose,
@@ -322,7 +323,7 @@ def attach(
     with reading or contextlib.nullcontext() as loading:
         chosen = selection.select(module, ignore_modules)
         expected = Expected(loading)
-        units, kept, short = part(
+        units, kept, host_room = part(
             group_units(chosen.leaves), ram_budget, offload_percent, compress, expected
         )
         all_locked = lock_limit == float("inf")
@@ -341,16 +342,18 @@ def attach(
                 structure = Structure(module, attachment)
                 manager = MemoryManager(structure)
                 coded = codable(units) if compress else []
+                if coded and not _can_decode(attachment, compress, host_room):
+                    coded = []
                 capacity_beside = functools.partial(
                     _capacity, state, units, sizes, floor, offload_percent, vram_budget, kept
                 )
-                if compress == "auto":
+                if coded and compress == "auto":
                     room = (
                         int(0.9 * state.free_bytes()) - kept.bytes
                         if vram_budget == "auto"
                         else capacity_beside(0)
                     )
-                    coded = _least_coded(attachment, units, sizes, room, short, expected)
+                    coded = _least_coded(attachment, units, sizes, room, host_room.short, expected)
                 staging = staging_bytes(coded)
                 if vram_budget != "auto":  # what cannot be is refused before anything moves
                     capacity_beside(staging)
@@ -358,7 +361,7 @@ def attach(
                     unit_bytes([t for leaf in unit for t in leaf.tensors()]) for unit in units
                 )
                 attachment.pieces.budget.reserve_rings(managed)
-                coder = coder_for(coded, ram_budget if short else None)
+                coder = coder_for(coded, ram_budget, host_room)
                 admission.build_masters(attachment.pieces, units, moved, loading, coder)
                 attachment.pieces.budget.leave_headroom(attachment.pieces.in_order())
                 if moved:  # the arena takes the place that the weights have left
@@ -436,6 +439,25 @@ def _warn_of_residents(manager: MemoryManager, kept: Kept) -> None:
         format_size(left),
         "; ".join(f"'{name}', {format_size(why.bytes)} ({why})" for name, why in largest),
     )
+
+
+def _can_decode(attachment: Attachment, compress: str | None, host_room: HostRoom) -> bool:
+    """Whether the device can decode: asked before anything is coded, which takes long.
+
+    Raises
+    ------
+    OffloadError
+        It cannot, and what was asked for needs it.
+    """
+    try:
+        attachment.arena.check_staging()
+    except OffloadError as error:
+        if compress != "auto" or host_room.short:
+            raise
+        attachment.compressed_because = f"the device cannot decode: {error}"
+        logger.warning("%s: compress='auto': %s", attachment.name, attachment.compressed_because)
+        return False
+    return True
 
 
 def _least_coded(

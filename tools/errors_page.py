@@ -328,7 +328,8 @@ NOTES: dict[str, dict[str, str]] = {
         "is no schedule": "See [environment variables](environment.md).",
         "unknown preset": "A preset is one of `simulator.PRESETS`.",
         "a device's name takes": "Shorten the name of the simulated device.",
-        "this build has no kernels": "Only tests need them; build where nvcc is.",
+        "this build has no kernels": "They decode compressed weights (`compress=`); nothing else that trains needs them. "
+        "Build where nvcc is, or leave `compress=` out.",
         "is missing though it was built": "The installation is damaged: install again.",
         "which is not installed; install the build": (
             "Training needs torch, which pip does not bring: install the build that fits the card."
@@ -344,6 +345,10 @@ NOTES: dict[str, dict[str, str]] = {
             "`oracle-offload doctor` shows both."
         ),
         "no memory for": "The host's memory ran out.",
+        "do not get as small as parts of them did": (
+            "What a weight takes compressed is told by parts of it, before all of it is read: "
+            "these have less of a pattern in between."
+        ),
         "has room for the weights only if they are": (
             "What a compressed weight is read from lies in the cache, which must be writable."
         ),

@@ -86,24 +86,35 @@ class Expected:
         return self._known[id(tensor)]
 
 
+@dataclass(frozen=True)
+class HostRoom:
+    """What `ram_budget` leaves for weights that are compressed.
+
+    Attributes
+    ----------
+    limit : float
+        Most bytes of masters, where the weights have room only if they are compressed.
+    short : float
+        Bytes of weights as they are for which there is none: infinite where all of them compressed
+        have none.
+    """
+
+    limit: float = float("inf")
+    short: float = 0
+
+
 def part(
     units: list[Unit],
     ram_budget: int | float | str | None,
     offload_percent: float,
     compress: str | None,
     expected: Expected,
-) -> tuple[list[Unit], Kept, float]:
-    """`keep` for a model that may be compressed.
-
-    Returns
-    -------
-    tuple
-        Its result, and the bytes of weights as they are for which `ram_budget` has no room:
-        infinite where it has none for all of them compressed.
-    """
+) -> tuple[list[Unit], Kept, HostRoom]:
+    """`keep` for a model that may be compressed; besides, what room its weights have."""
     streaming, kept = keep(units, ram_budget, offload_percent)
     if compress is None or ram_budget in (None, OFFLOADED) or not kept.bytes:
-        return streaming, kept, 0
+        return streaming, kept, HostRoom()
+    limit = host_limit(units, ram_budget)
     coded = {id(tensor) for tensor in codable(units)}
     streaming, kept = keep(
         units,
@@ -111,10 +122,8 @@ def part(
         offload_percent,
         lambda t: expected.bytes_of(t) if id(t) in coded else tensor_bytes(t),
     )
-    if kept.bytes:
-        return streaming, kept, float("inf")
     whole = sum(aligned(tensor_bytes(tensor)) for tensor in distinct(units))
-    return streaming, kept, whole - host_limit(units, ram_budget)
+    return streaming, kept, HostRoom(limit, float("inf") if kept.bytes else whole - limit)
 
 
 # ---- what "auto" compresses ----
@@ -358,9 +367,10 @@ def staging_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def coder_for(
-    tensors: Sequence[Tensor], ram_budget: int | float | str | None = None
+    tensors: Sequence[Tensor], ram_budget: int | float | str | None, room: HostRoom
 ) -> Coder | None:
     """Return what codes `tensors`, None where there are none; see `Coder`."""
     if not tensors:
         return None
-    return Coder(user_store(), {id(tensor) for tensor in tensors}, ram_budget)
+    wanted = {id(tensor) for tensor in tensors}
+    return Coder(user_store(), wanted, ram_budget if room.short else None, room.limit)

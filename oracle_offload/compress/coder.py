@@ -26,6 +26,7 @@ from ..disk.origin import Origin
 from ..disk.reading import memory
 from ..errors import OffloadError
 from ..geometry import contiguous_stride, is_dense, tensor_bytes
+from ..sizes import format_size
 from .store import CODED, RAW, Store
 
 logger = logging.getLogger("oracle_offload")
@@ -75,14 +76,21 @@ class Coder:
         By `id`, the tensors that may be coded.
     ram_budget : optional
         The argument of `attach`, where it has no room for the weights as they are.
+    limit : float
+        The bytes that it stands for.
     """
 
     def __init__(
-        self, store: Store, wanted: Collection[int], ram_budget: int | float | str | None = None
+        self,
+        store: Store,
+        wanted: Collection[int],
+        ram_budget: int | float | str | None = None,
+        limit: float = float("inf"),
     ) -> None:
         self._store = store
         self._wanted = wanted
         self._ram_budget = ram_budget
+        self._limit = limit
         self._threads = os.cpu_count() or 1
         self._failed = False
         self._told = threading.Lock()  # taken once and for all by the thread that tells of it
@@ -90,6 +98,22 @@ class Coder:
     def wants(self, tensor: Tensor) -> bool:
         """Whether it may become a coded master."""
         return not self._failed and id(tensor) in self._wanted and kind_of(tensor) is not None
+
+    def check_budget(self, nbytes: int) -> None:
+        """Refuse masters of `nbytes`, where `ram_budget` has no room for so many.
+
+        Raises
+        ------
+        OffloadError
+            Weights get less small than the parts of them that were looked at before.
+        """
+        if nbytes > self._limit:
+            raise OffloadError(
+                f"ram_budget={self._ram_budget!r} is {format_size(int(self._limit))}, but the "
+                f"weights take {format_size(nbytes)} of the host before all of them are there: "
+                "they do not get as small as parts of them did. Raise the budget, or attach "
+                "without compress=, which leaves on the device what has no room."
+            )
 
     def prepare(
         self,

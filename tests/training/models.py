@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import torch
+import torch.utils.checkpoint
 
 warnings.filterwarnings("ignore", category=UserWarning)
 
@@ -14,6 +16,16 @@ def enable_checkpointing(model, **options) -> None:
         model.gradient_checkpointing_enable(**options)
     else:
         model.enable_gradient_checkpointing()
+
+
+def checkpoint_blocks(model, use_reentrant: bool) -> None:
+    """Checkpoint in one of torch's two ways, whatever the library's default is."""
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        return
+    model.enable_gradient_checkpointing(
+        functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=use_reentrant)
+    )
 
 
 def llama(**options):

@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import _core, coded, engines
-from oracle_offload.compress import choice, coder
+from oracle_offload.arena import Arena
+from oracle_offload.compress import choice, coder, store
 from oracle_offload.errors import OffloadError, StaleWeightsError
 
 WIDTH = 256  # 128 KiB in bf16
@@ -194,9 +195,9 @@ def codes_everything(monkeypatch):
     monkeypatch.setattr(coder, "LEAST_SAVED", -100.0)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["nockpt", "ckpt"])
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["nockpt", "reentrant", "not"])
 @pytest.mark.parametrize("name", BUILDS)
-def test_real_models_have_the_residents_bits(device, name, checkpointing, codes_everything):
+def test_real_models_have_the_residents_bits(device, name, reentrant, codes_everything):
     """What is trained are norms; they are small, and stay on the device."""
     make, step = BUILDS[name]
     torch.manual_seed(0)
@@ -210,9 +211,9 @@ def test_real_models_have_the_residents_bits(device, name, checkpointing, codes_
             return step(model)
 
     with lossless(managed, device, offload_percent=0.9) as manager:
-        if checkpointing:
+        if reentrant is not None:
             for model in (managed, resident):
-                models.enable_checkpointing(model)
+                models.checkpoint_blocks(model, reentrant)
         assert len(coded_layers(manager)) >= 0.8 * len(manager.layers) > 4
         assert_models_agree(managed, resident, step_in_bfloat16, device=device)
         assert manager.state.engine.stats()["decodes"] > 0
@@ -865,6 +866,19 @@ def test_a_cache_that_is_trimmed_meanwhile(monkeypatch):
         assert_models_agree(managed, resident, step, steps=1)
 
 
+def test_a_cache_that_is_cleared_while_a_file_is_written(monkeypatch):
+    """Weights are compressed all the same: what is half written is not there to be removed."""
+    replace = os.replace
+
+    def cleared(made, path):
+        store.user_store().trim(0)
+        replace(made, path)
+
+    monkeypatch.setattr("oracle_offload.compress.store.os.replace", cleared)
+    with lossless(build()) as manager:
+        assert len(coded_layers(manager)) == 4
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="torch shares by descriptors")
 def test_weights_are_sent_to_another_process():
     managed, resident = resident_pair(build())
@@ -1003,6 +1017,43 @@ def test_more_weights_find_room_in_a_ram_budget(compress):
         assert stats["locked_bytes"] + stats["pageable_bytes"] <= budget
     with attached(model, "cpu", ram_budget=2 * weights, offload_percent=0, compress="auto") as m:
         assert not coded_layers(m)  # there is room for them as they are, and nothing travels
+
+
+def test_a_ram_budget_that_parts_of_weights_have_promised_is_held():
+    """Weights whose looked at parts have a pattern, and whose others have none."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, False) for _ in range(4)))
+    model.bfloat16().requires_grad_(False)
+    for layer in model:
+        parts = layer.weight.data.view(choice._SAMPLES, -1)  # each begins with what is looked at
+        parts[:, choice._SAMPLE :].view(torch.int16).random_(1 << 14)
+    before = copy.deepcopy(model.state_dict())
+    budget = int(0.8 * sum(p.nbytes for p in model.parameters()))
+    with pytest.raises(OffloadError, match=rf"^ram_budget={budget} is .*, but the weights take"):
+        lossless(model, ram_budget=budget).__enter__()
+    assert_same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("short", [False, True], ids=["any", "budget"])
+@pytest.mark.parametrize("compress", ["lossless", "auto"])
+def test_a_device_that_cannot_decode_is_asked_before_anything_is_coded(
+    monkeypatch, cache, compress, short
+):
+    def refuse(self, nbytes):
+        raise OffloadError("this build has no kernels: build with nvcc")
+
+    monkeypatch.setattr(Arena, "lend_staging", refuse)
+    model = build(depth=12)
+    weights = sum(p.nbytes for p in model.parameters())
+    options = dict(compress=compress, ram_budget=int(0.8 * weights) if short else None)
+    if compress == "auto" and not short:
+        with attached(model, "cpu", **options) as manager:
+            assert not coded_layers(manager)
+            why = "the device cannot decode: this build has no kernels"
+            assert manager.attachment.compressed_because.startswith(why)
+    else:
+        with pytest.raises(OffloadError, match="this build has no kernels"):
+            attached(model, "cpu", **options).__enter__()
+    assert not cache.exists(), "something was coded"
 
 
 def test_a_ram_budget_that_needs_codes_needs_the_cache(monkeypatch, tmp_path):

@@ -105,6 +105,16 @@ def test_a_step_that_waits_for_copies_has_a_part_compressed(times, offload_perce
     )
 
 
+def test_a_step_bound_by_the_link_takes_three_quarters_of_what_its_raw_bytes_take():
+    """Of the bound of the uncompressed step: what travels twice, at the link's rate."""
+    with link(10) as device:
+        _, none, told = train(Net())
+        coded_s, every, _ = train(Net(), compress="lossless")
+    assert not any(none) and all(every)
+    bound_s = told.devices[0].models[0].x_min_bytes / (device.link_gbps * 1e9)
+    assert coded_s <= 0.75 * bound_s
+
+
 def test_a_step_that_computes_has_nothing_compressed():
     with link(0.3):
         every_s, every, _ = train(Net(), compress="auto")
