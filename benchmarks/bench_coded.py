@@ -1,16 +1,23 @@
-"""The codec of whole tensors: GB/s of the host's clock by one thread and by two, best of ten."""
+"""The codec of whole tensors: GB/s of the host's clock by one thread and by two, best of ten.
+
+And what an attach takes by it: the first, which encodes and writes, and those that find it done.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import random
+import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 WEIGHTS = 32 << 20  # of bf16: 8 chunks
 ROUNDS = 10
+LAYERS, FEATURES, ATTACHES = 16, 4096, 3
 
 
 def drawn() -> bytearray:
@@ -78,3 +85,56 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
         rates = {f"{name}_gbps": best_gbps(work) for name, work in found.items()}
         yield {"name": f"whole tensors, threads: {threads}", **rates, **others}
     assert decoded == weights
+    yield from attaches()
+
+
+def attaches() -> Iterator[dict[str, Any]]:
+    """Attach 512 MiB without compression, with it, and with it once more: the median of three.
+
+    Between rounds the cache is emptied. The seconds of processors are those of all threads.
+    """
+    import torch
+
+    layers = [
+        torch.nn.utils.skip_init(
+            torch.nn.Linear, FEATURES, FEATURES, bias=False, dtype=torch.bfloat16
+        )
+        for _ in range(LAYERS)
+    ]
+    for layer in layers:
+        torch.nn.init.normal_(layer.weight, 0, 0.02)
+    model = torch.nn.Sequential(*layers).requires_grad_(False)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    found: dict[str, list[tuple[float, float]]] = {}
+    for number in range(1 + ATTACHES):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.dict(os.environ, ORACLE_OFFLOAD_CACHE_DIR=folder),
+        ):
+            for name in ("plain", "first", "cached"):
+                took = one_attach(model, None if name == "plain" else "lossless")
+                if number:  # before that, memory is fresh
+                    found.setdefault(name, []).append(took)
+    for name, rows in found.items():
+        wall_s, processors_s = (statistics.median(column) for column in zip(*rows, strict=True))
+        yield {
+            "name": f"attach, {name}",
+            "attach_s": wall_s,
+            "processors_s": processors_s,
+            "attach_gbps": nbytes / wall_s / 1e9,
+            "model_bytes": nbytes,
+            **load(),
+        }
+
+
+def one_attach(model: Any, compress: str | None) -> tuple[float, float]:
+    """Return the seconds of the host's clock, and of its processors, that an attach takes."""
+    import oracle_offload
+
+    began, used = time.perf_counter(), time.process_time()
+    manager = oracle_offload.attach(model, "cpu", compress=compress)
+    took = time.perf_counter() - began, time.process_time() - used
+    assert len(manager.layers) == LAYERS
+    assert all(bool(layer.coded) == (compress is not None) for layer in manager.layers)
+    manager.detach()
+    return took
