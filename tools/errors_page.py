@@ -328,8 +328,10 @@ NOTES: dict[str, dict[str, str]] = {
         "is no schedule": "See [environment variables](environment.md).",
         "unknown preset": "A preset is one of `simulator.PRESETS`.",
         "a device's name takes": "Shorten the name of the simulated device.",
-        "this build has no kernels": "They decode compressed weights (`compress=`); nothing else that trains needs them. "
-        "Build where nvcc is, or leave `compress=` out.",
+        "this build has no kernels": (
+            "They decode compressed weights (`compress=`); nothing else that trains needs them. "
+            "Build where nvcc is, or leave `compress=` out."
+        ),
         "is missing though it was built": "The installation is damaged: install again.",
         "which is not installed; install the build": (
             "Training needs torch, which pip does not bring: install the build that fits the card."
