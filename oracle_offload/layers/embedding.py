@@ -125,19 +125,19 @@ class EmbeddingLayer(WithInherited):
 
     def traced(self, module: Any, x: Tensor) -> Tensor:
         """Look up rows by the operator; torch.compile traces this."""
-        if module.sparse or module.max_norm is not None:
+        if module.max_norm is not None:  # which is refused in a sentence
             return cast("Tensor", untraced(self, x))
         if x.is_cpu is not self.on_cpu:
             x = x.to(self.state.device)
         padding = -1 if module.padding_idx is None else module.padding_idx
-        return self.operate(module, x, None, padding, module.scale_grad_by_freq)
+        return self.operate(module, x, None, padding, module.scale_grad_by_freq, module.sparse)
 
     def restore(
         self, ctx: Any, x: Tensor | None, shape: torch.Size, stride: Any, *arguments: Any
     ) -> None:
         """Put into `ctx` what `record` had kept there."""
         ctx.save_for_backward(x)
-        ctx.how = self.masters.present[0].shape[0], *arguments, False
+        ctx.how = self.masters.present[0].shape[0], *arguments
 
     def compute(self, x: Tensor, tensors: Tensors) -> Tensor:
         """``F.embedding`` where autograd records nothing."""

@@ -319,12 +319,20 @@ def _on(device: torch.device, tensor: Tensor | None, dtype: torch.dtype | None) 
     return torch.empty_like(tensor, device=device, dtype=dtype)
 
 
+def _like_weight(grad: Tensor, x: Tensor | None, weight: Tensor, *arguments: Any) -> Tensor:
+    return torch.empty_like(weight)
+
+
 def _define(
-    name: str, schema: str, compute: Callable[..., Tensor], gradient: Callable[..., Tensor]
+    name: str,
+    schema: str,
+    compute: Callable[..., Tensor],
+    gradient: Callable[..., Tensor],
+    weight_gradient: Callable[..., Tensor] = _like_weight,
 ) -> Any:
     """Define the two operators of a kind; return what calls the first.
 
-    `compute` and `gradient` (of the input) are told apart by geometry alone.
+    `compute` and the gradients (of input and weight) are told apart by geometry alone.
     """
 
     def fake_forward(
@@ -356,7 +364,7 @@ def _define(
             like = torch.empty_strided(size, stride, dtype=grad.dtype, device=grad.device)
             gx = gradient(grad, like, _on(grad.device, weight, dtype), *arguments)
         if needs[1]:
-            gw = torch.empty_like(weight)
+            gw = weight_gradient(grad, x, weight, *arguments)
         if needs[2] and bias is not None:
             gb = torch.empty_like(bias)
         return gx, gw, gb
@@ -470,6 +478,15 @@ def _no_gradient(grad: Tensor, like: Tensor, weight: Tensor, *arguments: Any) ->
     raise AssertionError("row numbers have no gradient")
 
 
+def _rows_gradient(
+    grad: Tensor, x: Tensor | None, weight: Tensor, padding: int, scales: bool, sparse: bool
+) -> Tensor:
+    if not sparse:
+        return torch.empty_like(weight)
+    # What its rows are hangs on values: a compiler is told of none, and asks for none.
+    return weight.new_empty(weight.shape, layout=torch.sparse_coo)
+
+
 linear = _define("linear", "", F.linear, _linear_gradient)
 convolution = _define(
     "convolution",
@@ -477,4 +494,10 @@ convolution = _define(
     _convolution,
     _convolution_gradient,
 )
-embedding = _define("embedding", ", int padding_idx, bool scale_grad_by_freq", _rows, _no_gradient)
+embedding = _define(
+    "embedding",
+    ", int padding_idx, bool scale_grad_by_freq, bool sparse",
+    _rows,
+    _no_gradient,
+    _rows_gradient,
+)

@@ -328,6 +328,67 @@ def test_the_other_kinds_under_inductor(monkeypatch, tmp_path):
             torch.testing.assert_close(one.grad, other.grad)
 
 
+class Sparse(nn.Module):
+    """Rows of a table, where padding has no gradient, looked up in two ways that add up."""
+
+    def __init__(self, checkpointing):
+        super().__init__()
+        self.table = nn.Embedding(64, 8, padding_idx=1, sparse=True)
+        self.head = nn.Linear(8, 4)
+        self.checkpointing = checkpointing
+
+    def look_up(self, rows):
+        return self.head(self.table(rows).sin() + self.table(rows.flip(0)))
+
+    def forward(self, rows):
+        if self.checkpointing:
+            return checkpoint(self.look_up, rows, use_reentrant=False)
+        return self.look_up(rows)
+
+
+@pytest.mark.parametrize("name", ["eager", "aot_eager"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_sparse_gradients_break_no_graph(checkpointing, name):
+    """The resident model as it is without a compiler: compiled it fails, for the padding."""
+    managed, resident = resident_pair(Sparse(checkpointing))
+    backend = Backend(name)
+    with attached(managed) as manager:
+        called = torch.compile(managed, backend=backend, fullgraph=True)
+        for length in (4, 4, 6, 7):  # gradients add up
+            rows = torch.arange(2 * length).view(2, length) % 5
+            found, expected = called(rows), resident(rows)
+            found.square().sum().backward()
+            expected.square().sum().backward()
+            grads = managed.table.weight.grad, resident.table.weight.grad
+            assert all(grad.is_sparse and not grad.is_coalesced() for grad in grads)
+            parts = ([grad._indices(), grad._values()] for grad in grads)
+            assert_same([found, *next(parts)], [expected, *next(parts)])
+        assert_same(managed.head.weight.grad, resident.head.weight.grad)
+        assert backend.count("embedding") == 4 * 2
+        assert backend.graphs <= 2  # one length, any
+        assert manager.attachment.traffic.rows_read >= 4 * 2
+        assert manager.attachment.state.engine.stats()["h2d_bytes"] > 0
+        managed.table.requires_grad_(False)
+        assert_same(called(rows), resident(rows))
+        called(rows).sum().backward()
+        assert_same(managed.table.weight.grad._values(), grads[1]._values())
+
+
+def test_sparse_gradients_under_inductor(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what it wrote before is no proof
+    model = nn.Sequential(nn.Embedding(64, 8, padding_idx=1, sparse=True), nn.Linear(8, 4))
+    wanted = copy.deepcopy(model)
+    rows = torch.arange(10) % 5
+    wanted(rows).square().sum().backward()
+    with attached(model) as manager:
+        torch.compile(model, fullgraph=True)(rows).square().sum().backward()
+        assert manager.attachment.state.engine.stats()["h2d_bytes"] > 0
+    found, expected = model[0].weight.grad, wanted[0].weight.grad
+    assert found.is_sparse
+    assert_same(found._indices(), expected._indices())
+    torch.testing.assert_close(found._values(), expected._values())
+
+
 def read_trained(model):
     """Call a language model whose table is trained; it stands for the input."""
     table = model.get_input_embeddings().weight.requires_grad_()
