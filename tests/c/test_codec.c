@@ -222,16 +222,54 @@ static void flip(char *bytes, size_t bit) {
     ((uint8_t *)bytes)[bit / 8] ^= (uint8_t)(1u << bit % 8);
 }
 
-/* Chunks of each mode; their blocks have symbols of each tier, and of none. */
+/* What the chunks of a kind have had. */
+struct seen {
+    unsigned modes[OO_CODEC_CONST + 1], tiers[4]; /* the last: symbols of no tier */
+    unsigned raw_blocks;
+};
+
+/* The tier of a weight's symbol, from 0; 3 where it has none. */
+static unsigned tier_of(const struct oo_codec_header *header, const char *weights, size_t at) {
+    unsigned symbol = (uint8_t)weights[at];
+    if (header->kind == OO_CODEC_BF16)
+        symbol = ((const uint16_t *)(const void *)weights)[at] >> 7 & 255;
+    else if (header->kind == OO_CODEC_FP8)
+        symbol = (symbol << 1 | symbol >> 7) & 255;
+    if (header->kind != OO_CODEC_BF16)
+        symbol >>= header->low_bits;
+    for (unsigned place = 0; place < 15; place++)
+        if (place != 3 && place != 7 && header->palette[place] == symbol)
+            return place / 4 > 1 ? 2 : place / 4;
+    return 3;
+}
+
+static void look_at(const struct chunk *chunk, size_t count, struct seen *seen) {
+    const struct oo_codec_header header = header_of(chunk);
+    seen->modes[header.mode]++;
+    for (size_t block = 0; header.mode == OO_CODEC_TIERS && block < count / OO_CODEC_BLOCK;
+         block++) {
+        uint32_t entry;
+        memcpy(&entry, chunk->coded + OO_CODEC_HEADER + sizeof entry * block, sizeof entry);
+        seen->raw_blocks += entry >> 31;
+        for (size_t i = 0; !(entry >> 31) && i < OO_CODEC_BLOCK; i++)
+            seen->tiers[tier_of(&header, chunk->weights, OO_CODEC_BLOCK * block + i)]++;
+    }
+}
+
+/* Chunks of each mode; their blocks have symbols of each tier, and of none, and one is raw. */
 static void each_bit_of_a_chunk_is_watched(void) {
     static const enum what modes[] = {RARE, RANDOM, ZEROS};
     const size_t count = 8 * OO_CODEC_BLOCK;
     seed = 5;
-    for (size_t k = 0; k < 3; k++)
+    for (size_t k = 0; k < 3; k++) {
+        struct seen seen = {0};
         for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
             struct chunk chunk = make(kinds[k], count);
             fill(kinds[k], modes[i], count, chunk.weights);
+            if (modes[i] == RARE)
+                fill(kinds[k], RANDOM, OO_CODEC_BLOCK, chunk.weights + 3 * chunk.bytes / 8);
             round_trip(kinds[k], count, &chunk);
+            look_at(&chunk, count, &seen);
             for (size_t bit = 0; bit < 8 * chunk.coded_bytes; bit++) {
                 flip(chunk.coded, bit);
                 verify_changed(&chunk, kinds[k], count, chunk.coded, "bit", bit);
@@ -241,6 +279,13 @@ static void each_bit_of_a_chunk_is_watched(void) {
             }
             drop(&chunk);
         }
+        for (unsigned mode = OO_CODEC_RAW; mode <= OO_CODEC_CONST; mode++)
+            CHECK(seen.modes[mode], "kind %d: no chunk of mode %u", (int)kinds[k], mode);
+        for (unsigned tier = 0; tier < 4; tier++)
+            CHECK(seen.tiers[tier], "kind %d: no symbol of tier %u", (int)kinds[k], tier);
+        CHECK(seen.raw_blocks && seen.raw_blocks < 8, "kind %d: %u raw blocks", (int)kinds[k],
+              seen.raw_blocks);
+    }
 }
 
 /* 300 places of a full chunk; with ORACLE_OFFLOAD_TEST_FAULT_STRIDE=all, 10,000. */

@@ -384,6 +384,13 @@ static void a_kind_of_call_fails_to_the_end(void) { in_halves(kind_to_the_end); 
 static void all_calls_fail_until_lifted(void) { in_halves(all_until_lifted); }
 static void all_calls_fail_to_the_end(void) { in_halves(all_to_the_end); }
 
+static uint64_t called(const char *kind) {
+    for (unsigned k = 0; k < KINDS; k++)
+        if (kinds[k] && strcmp(kinds[k], kind) == 0)
+            return calls_of[k];
+    return 0;
+}
+
 /* Counts the calls of a life: what is swept over. */
 static void prepare(void) {
     const struct fault none = {NULL, 0, OOCU_SUCCESS, ONCE};
@@ -401,6 +408,11 @@ static void prepare(void) {
     world_prepare();
     live(&none);
     CHECK(calls_of_all > 300, "only %llu calls in a life", (unsigned long long)calls_of_all);
+    CHECK(called("cuLaunchKernel") && called("cuMemsetD32Async"),
+          "coded weights are decoded by %llu kernels and %llu fills: what is not called is not "
+          "struck",
+          (unsigned long long)called("cuLaunchKernel"),
+          (unsigned long long)called("cuMemsetD32Async"));
     printf("%llu calls in a life\n", (unsigned long long)calls_of_all);
     fflush(stdout);
 }

@@ -37,9 +37,33 @@ static inline uint8_t fp8(uint16_t weight) {
     return (uint8_t)(weight >> 8 & 0x80) | (uint8_t)(kept << 3) | (uint8_t)(weight >> 4 & 7);
 }
 
+static inline uint8_t int8(double value) {
+    const long rounded = lround(600 * value);
+    return (uint8_t)(rounded < -128 ? -128 : rounded > 127 ? 127 : rounded);
+}
+
 enum what { GAUSSIAN, ROWS, STUDENT, RANDOM, ZEROS, HALF_ZEROS, SPECIALS, RARE, BURSTS, N_WHAT };
 
-static inline uint16_t weight_of(enum what what, size_t i) {
+/* A trained weight. */
+static inline uint16_t coded_as(enum oo_codec_kind kind, double value) {
+    return kind == OO_CODEC_BF16  ? bf16(value)
+           : kind == OO_CODEC_FP8 ? fp8(bf16(value))
+                                  : int8(value);
+}
+
+/* Infinities, NaNs with payloads, denormals, both zeros; the ends of what int8 has, and beside 0.
+ */
+static inline uint16_t special_of(enum oo_codec_kind kind, unsigned n) {
+    static const uint16_t special[][8] = {
+        [OO_CODEC_BF16] = {0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x0001, 0x807F, 0x8000, 0},
+        [OO_CODEC_FP8] = {0x7E, 0xFE, 0x7F, 0xFF, 0x01, 0x87, 0x80, 0},
+        [OO_CODEC_INT8] = {0x80, 0x81, 0x7F, 0x7E, 0x01, 0xFF, 0x40, 0},
+    };
+    return special[kind][n];
+}
+
+/* Of one byte: its lower 8 bits. */
+static inline uint16_t weight_of(enum oo_codec_kind kind, enum what what, size_t i) {
     static double scale;
     if (i % 512 == 0)
         scale = 0.02 * (what == ROWS ? exp(0.3 * gaussian()) : 1);
@@ -48,7 +72,8 @@ static inline uint16_t weight_of(enum what what, size_t i) {
         const double g = gaussian();
         chi += g * g;
     }
-    const uint16_t weight = bf16(scale * gaussian() / (what == STUDENT ? sqrt(chi / 3) : 1));
+    const double value = scale * gaussian() / (what == STUDENT ? sqrt(chi / 3) : 1);
+    const uint16_t weight = coded_as(kind, value);
     const uint64_t drawn = draw();
     switch (what) {
     case RANDOM:
@@ -57,11 +82,8 @@ static inline uint16_t weight_of(enum what what, size_t i) {
         return 0;
     case HALF_ZEROS:
         return drawn & 1 ? 0 : weight;
-    case SPECIALS: { /* infinities, NaNs with payloads, denormals, both zeros */
-        static const uint16_t special[] = {0x7F80, 0xFF80, 0x7FC1, 0xFFFF,
-                                           0x0001, 0x807F, 0x8000, 0};
-        return drawn % 8 ? weight : special[drawn / 8 % 8];
-    }
+    case SPECIALS:
+        return drawn % 8 ? weight : special_of(kind, drawn / 8 % 8);
     case RARE: /* about as many of no tier as a block may have before it is raw */
         return drawn % 17 ? weight : (uint16_t)(drawn >> 8);
     case BURSTS: /* all of one lane in no tier */
@@ -77,15 +99,11 @@ static inline uint16_t weight_of(enum what what, size_t i) {
 
 static inline void fill(enum oo_codec_kind kind, enum what what, size_t count, void *weights) {
     for (size_t i = 0; i < count; i++) {
-        const uint16_t drawn = weight_of(what, i);
+        const uint16_t weight = weight_of(kind, what, i);
         if (kind == OO_CODEC_BF16)
-            ((uint16_t *)weights)[i] = drawn;
-        else if (what == RANDOM)
-            ((uint8_t *)weights)[i] = (uint8_t)drawn;
-        else if (kind == OO_CODEC_FP8)
-            ((uint8_t *)weights)[i] = fp8(drawn);
+            ((uint16_t *)weights)[i] = weight;
         else
-            ((uint8_t *)weights)[i] = (uint8_t)(int)(drawn ? 12 * gaussian() : 0);
+            ((uint8_t *)weights)[i] = (uint8_t)weight;
     }
 }
 

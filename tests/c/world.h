@@ -41,8 +41,9 @@ struct world {
     const char *expected[UNITS]; /* what a kernel shall read; NULL: the master */
 };
 
-/* Weights of a coded master in the world, in each chunk; and what one passes through. */
-enum { WORLD_CHUNK = 4096, WORLD_STAGING = OO_STAGING_PIECES * 8192 + 256 };
+/* Weights of a coded master in the world, in each chunk; the one coded unit whose weights are all
+ * the same, so that a driver's call writes them and no kernel; and what the others pass through. */
+enum { WORLD_CHUNK = 4096, WORLD_CONSTANT = 7, WORLD_STAGING = OO_STAGING_PIECES * 8192 + 256 };
 
 static inline void need(enum oo_status status, const char *what) {
     CHECK(status == OO_OK, "%s: %s: %s", what, oo_status_name(status), oo_error_message());
@@ -152,7 +153,10 @@ static inline char *world_master(struct world *w, unsigned i, int coded, char *m
         return master + w->bytes[i];
     }
     w->expected[i] = plain;
-    fill_weights(plain, w->bytes[i], i);
+    if (i == WORLD_CONSTANT)
+        memset(plain, 0x3E, w->bytes[i]);
+    else
+        fill_weights(plain, w->bytes[i], i);
     tensor->coded_kind = OO_CODEC_INT8;
     tensor->coded_bytes = w->coded_bytes[i] =
         encode(OO_CODEC_INT8, plain, w->bytes[i], WORLD_CHUNK, master);
