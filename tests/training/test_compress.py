@@ -23,10 +23,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import _core, coded, engines
+from oracle_offload import _core, coded, engines, simulator
 from oracle_offload.arena import Arena
 from oracle_offload.compress import choice, coder, store
-from oracle_offload.errors import OffloadError, StaleWeightsError
+from oracle_offload.errors import DriverError, OffloadError, StaleWeightsError
 
 WIDTH = 256  # 128 KiB in bf16
 
@@ -962,6 +962,67 @@ def test_a_full_disk_leaves_weights_as_they_are(monkeypatch, caplog):
     with lossless(model) as manager:
         assert not coded_layers(manager)
     assert any("has 1000 B left" in r.message for r in caplog.records)
+
+
+# ---- faults ----
+
+_CALLS_OF_CODES = (
+    "cuModuleLoadData cuModuleGetFunction cuLaunchKernel cuMemsetD32Async cuMemcpyHtoDAsync "
+    "cuStreamCreateWithPriority cuStreamWaitEvent cuEventCreate cuEventRecord"
+).split()
+
+
+def life(model, call, nth=0):
+    """Attach, compute twice, detach; the nth call of a name fails. Return results, and calls."""
+
+    def persist(action):
+        try:
+            return action()
+        except DriverError as error:
+            assert nth and error.call == call and error.code == 999
+            return action()
+
+    made = simulator.call_count(call)
+    if nth:
+        simulator.set_fault(call, nth, 999)
+    try:
+        manager = persist(lambda: oracle_offload.attach(model, "cpu", compress="lossless"))
+        assert len(coded_layers(manager)) == len(manager.layers) == 4
+        results = [persist(lambda: gradients_of(model)) for _ in range(2)]
+        manager.detach()
+        calls = simulator.call_count(call) - made
+    finally:
+        simulator.clear_faults()
+    return results, calls
+
+
+def gradients_of(model):
+    torch.manual_seed(1)
+    x = x_of(model, "cpu").requires_grad_()
+    y = model(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad]
+
+
+def with_one_constant():
+    """Weights that are all alike are not decoded by a kernel, but by a fill."""
+    model = build()
+    model[2].weight.data.fill_(0.5)
+    return model
+
+
+@pytest.mark.parametrize("call", _CALLS_OF_CODES)
+def test_a_driver_call_that_fails_changes_no_bit(call):
+    wanted = [gradients_of(with_one_constant())] * 2
+    found, calls = life(with_one_constant(), call)
+    assert_same(found, wanted)
+    assert calls > 0
+    for nth in range(1, calls + 1, max(1, calls // 6)):
+        model = with_one_constant()
+        found, again = life(model, call, nth)
+        assert again >= nth, "it never struck"
+        assert_same(found, wanted)
+        assert_same(model.state_dict(), expected_of(with_one_constant()))
 
 
 # ---- arguments, budgets, memory ----
