@@ -135,7 +135,7 @@ def run(
 
 
 def figures(output: str) -> dict[str, Any]:
-    """Return what a program counted: its cases, its checks, and the faults that it injected."""
+    """Return what a program counted: its cases, checks, faults injected, weights and flips."""
     ended = re.search(r"^(\d+) passed, (\d+) failed$", output, re.MULTILINE)
     found: dict[str, Any] = {
         "cases": len(re.findall(r"^\w+: ok$", output, re.MULTILINE)),
@@ -149,6 +149,8 @@ def figures(output: str) -> dict[str, Any]:
     struck = re.search(r"in a life; (\d+) of them failed", output)
     if struck:
         found["allocations_failed"] = int(struck[1])
+    codec = re.findall(r"^(\d+) (weights decoded|flips noticed)", output, re.MULTILINE)
+    found |= {what.replace(" ", "_"): int(count) for count, what in codec}
     faults = re.findall(r"^faults: (\d+) of (\d+) (.*)$", output, re.MULTILINE)
     if faults:
         found["faults"] = [

@@ -77,6 +77,9 @@ PARTS = (
         ("tools/mutate_python.py", "--count", "150", "--output", "{output}"),
         1800,
     ),
+    Part(
+        "codec", (*PYTEST, "tests/kernels", "tests/training/test_compress.py", "-m", "slow"), 3600
+    ),
     Part("planted bugs", (*PYTEST, "tests/mutation", "-m", "not gpu"), 600),
     Part("coverage", ("tools/c_coverage.py", "--output", "{output}"), 300),
     Part("fuzz", ("tools/fuzz.py", "--seconds", "30", "--output", "{output}"), 300),

@@ -65,6 +65,16 @@ def _without(figures: Figures) -> str:
     return f"{tried - killed:,} of {tried:,} mutants of waits and records survive"
 
 
+def _codec(figures: Figures) -> str:
+    mutants = figures["mutants"]
+    tried, killed = (sum(row[what] for row in mutants) for what in ("tried", "killed"))
+    return (
+        f"{killed:,} of {tried:,} mutants of the kernels' PTX killed ({percent(killed, tried)}), "
+        f"{figures['weights_decoded'][0]:,} weights decoded, "
+        f"{figures['flips_noticed'][0]:,} flips noticed; {_tests(figures)}"
+    )
+
+
 def _tests(figures: Figures) -> str:
     return f"{figures['tests'] - figures['failed']:,} of {figures['tests']:,} tests pass"
 
@@ -98,6 +108,7 @@ SHOWN: dict[str, Callable[[Figures], str]] = {
     "mutants": _mutants,
     "without the detector": _without,
     "python mutants": _mutants,
+    "codec": _codec,
     "planted bugs": _tests,
     "coverage": _coverage,
     "fuzz": _fuzz,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import struct
 from collections.abc import Iterator
@@ -273,8 +274,10 @@ def test_a_sample_of_mutants_is_killed(kernel):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", sorted(set(KERNELS.values())))
-def test_mutants_are_killed(kernel):
+def test_mutants_are_killed(kernel, record_property):
     found = list(mutants(program(kernel)))
     alive = survivors(kernel, found)
     print(f"{kernel}: {len(found)} mutants, {len(alive)} survive", *alive, sep="\n")
+    row = {"kernel": kernel, "tried": len(found), "killed": len(found) - len(alive)}
+    record_property("mutants", json.dumps(row))
     assert len(alive) <= 0.05 * len(found)

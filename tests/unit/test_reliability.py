@@ -33,6 +33,16 @@ FIGURES = {
     "mutants": {"tried": 200, "killed": 199, "no_mutants": 3},
     "without the detector": {"tried": 95, "killed": 76, "no_mutants": 0},
     "python mutants": {"tried": 150, "killed": 147, "no_mutants": 9},
+    "codec": {
+        "tests": 7,
+        "failed": 0,
+        "mutants": [
+            {"kernel": "decode_bf16", "tried": 300, "killed": 290},
+            {"kernel": "decode_bytes", "tried": 100, "killed": 98},
+        ],
+        "weights_decoded": [100000000],
+        "flips_noticed": [10000],
+    },
     "planted bugs": {"tests": 18, "failed": 0},
     "coverage": {"files": {"plan.c": {"taken": 95, "branches": 100}}},
     "fuzz": {"targets": {"plan": {"inputs": 1000, "seconds": 30}}},
@@ -66,6 +76,8 @@ def test_another_record_gives_another_page() -> None:
         "91 faults, a sample of the calls, in 1 ways",
         "| engine | 199 of 200 | 1 (0.5%) | 3 | 2 |",
         "19 of 95 mutants of waits and records survive",
+        "388 of 400 mutants of the kernels' PTX killed (97.0%), 100,000,000 weights decoded, "
+        "10,000 flips noticed; 7 of 7 tests pass",
         "18 of 18 tests pass",
         "| `plan.c` | 95 of 100 | 95.0% |",
         "1,000 inputs of plan",
@@ -120,9 +132,11 @@ def test_what_a_c_program_counted_is_read_from_its_words() -> None:
         "1017 calls in a life\nfaults: 12 of 34 calls fail once, 6 codes\n"
         "a_call_fails_once: ok\nb: FAILED\n99 passed, 1 failed\n"
         "584 allocations in a life; 328 of them failed\n"
+        "100007936 weights decoded by the kernel\n10000 flips noticed in a full chunk\n"
     )
     assert c_programs.figures(said) == {
         "cases": 1, "passed": 99, "failed": 1, "calls_in_a_life": 1017,
         "allocations_in_a_life": 584, "allocations_failed": 328,
+        "weights_decoded": 100007936, "flips_noticed": 10000,
         "faults": [{"injected": 12, "of": 34, "what": "calls fail once, 6 codes"}],
     }  # fmt: skip
