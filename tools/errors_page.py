@@ -387,6 +387,10 @@ NOTES: dict[str, dict[str, str]] = {
             "A parametrisation or `functional_call` stands in the place of a Parameter. Leave that "
             "layer resident, or do not compile it."
         ),
+        "as compiled code was": (
+            "The library's code, run over an input that holds nothing, has told another dtype or "
+            "size. Leave that layer resident, or do not compile it."
+        ),
         "is not what its compiled forward computed": (
             "Re-point weights between steps, and compute or write them outside the compiled code."
         ),

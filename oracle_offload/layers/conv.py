@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 
 import torch
@@ -137,11 +138,12 @@ class ConvLayer(WithInherited):
         y = self.operate(module, x, dtype, *arguments)
         return y if batched else y.squeeze(0)
 
-    def take_arguments(self, *arguments: Any) -> None:
-        """Before a use by the operator: compute with its arguments, whatever the module's are."""
+    def taking(self, *arguments: Any) -> AbstractContextManager[None]:
+        """Compute with the arguments of an operator, whatever the module's are."""
         self.arguments = ()  # the next call by the module reads its own again
         self.stride, self.padding, self.dilation = map(tuple, arguments[:3])
         self.groups = arguments[3]
+        return super().taking()
 
     def restore(
         self, ctx: Any, x: Tensor | None, shape: torch.Size, stride: Any, *arguments: Any

@@ -7,25 +7,46 @@ formula of the format where there is one, else the operator runs once more, wher
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..autocast import cast_dtype
+from ..errors import OffloadError
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
 from ..operators import autocast_reaches_kernels
+from . import traced
 from .derivatives import Input
 from .flatten import Copy, Places, copy_tables, is_wrapper, plain_tensors
 from .formats import Format, format_of
 from .leaf import Masters, Tensors
-from .loan import Layer, Needs, node_of
-from .swap import base_class, is_managed
+from .loan import Cast, Needs, node_of
+from .swap import base_class, is_managed, untraced
+from .traced import Traced, computed_weight_error
 
 if TYPE_CHECKING:
     from ..structure import Structure
 
 _LARGEST_TABLE = 4096  # bytes
+_constant: Callable[..., Any] = torch.compiler.assume_constant_result  # to a compiler
+
+
+def _clock_of(tensor: Tensor) -> Tensor:
+    """Return an empty tensor whose version is that of `tensor`, and which holds no memory of it."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+        nothing = torch.empty(0, dtype=tensor.dtype)
+        if tensor.is_inference():
+            return nothing
+        clock = tensor.detach()
+        clock.data = nothing
+        return clock
 
 
 class Slot(tuple[Any, ...]):
@@ -34,10 +55,11 @@ class Slot(tuple[Any, ...]):
     wrappers: dict[int, Tensor]
 
 
-class QuantisedLayer(Layer):
+class QuantisedLayer(Traced):
     """A managed module with one input whose weights are of a known `Format`."""
 
     node = node_of("ManagedQuantised")
+    operator = staticmethod(traced.quantised)
     may_be_tried = False
 
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
@@ -134,6 +156,120 @@ class QuantisedLayer(Layer):
 
     def _own(self) -> dict[int, Tensor]:
         return {id(tensor): tensor for tensor in self.masters.present}
+
+    # ---- in compiled code ----
+
+    def placed(self, unit: int, member: int, offsets: list[int]) -> None:
+        """Take the engine's answer to where the leaf's unit is."""
+        super().placed(unit, member, offsets)
+        own = getattr(self.module(), "_parameters", {})
+        self.own: dict[str, Callable[[], Any]] = {
+            key: weakref.ref(p) for key, p in own.items() if p is not None
+        }
+        self.clock = _clock_of(self.masters.present[0])
+        layout = dict(zip(self.names, self.masters.layout, strict=True))
+        layout.pop("bias", None)  # a library may cast it, to the dtype of the input
+        self.look = f"{self.format.name}: {layout}"
+
+    def traced(self, module: Any, x: Tensor) -> Tensor:
+        """Compute by the operator; torch.compile traces this."""
+        features = getattr(module, "out_features", None)
+        breaks = not isinstance(features, int)
+        for key, own in self.own.items():  # functional_call puts others in their places
+            now = module._parameters[key]
+            breaks = breaks or now is not own() or (key != "bias" and now.requires_grad)
+        if breaks:
+            return cast("Tensor", untraced(self, x))
+        if x.is_cpu is not self.on_cpu:
+            x = x.to(self.state.device)
+        autocast = cast_dtype(self.device_type)
+        result = self.result_of(self.look, x.dtype, autocast)
+        reads = self.format.reads_input
+        return self.operate(module, x, None, features, result, x.dtype, autocast, reads)
+
+    @_constant
+    def result_of(self, look: str, dtype: torch.dtype, autocast: Cast) -> torch.dtype:
+        """Return the dtype of what such a layer makes of such an input, once it is settled.
+
+        The library's code runs over tensors that hold nothing. Where it cannot, the input's dtype
+        is likely, and `as_told` sees to it.
+        """
+        module: Any = self.module()
+        device, features = self.state.device, getattr(module, "in_features", 1)
+        if self.format.settle is not None:
+            self.format.settle(module, torch.empty((2, features), dtype=dtype, device="meta"))
+        with FakeTensorMode(), torch.no_grad(), self._autocast(autocast):
+            x = torch.empty((2, features), dtype=dtype, device=device)
+            tensors = [
+                t if t is None else torch.empty_strided(t[1], t[2], dtype=t[0], device=device)
+                for t in self.masters.layout
+            ]
+            with contextlib.suppress(Exception):
+                return self.base_call(module, x, tuple(tensors)).dtype
+        return dtype
+
+    def given(self, module: Any) -> tuple[Any, Any]:
+        """Return a tensor that tells of writes to the weight, and the bias."""
+        return self.clock, module._parameters.get("bias")
+
+    def is_given(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether the bias is the master that lies there now; no other tensor is given."""
+        return bias is None or self.is_master("bias", bias)
+
+    def check_given(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Nothing: backward reads no bias."""
+
+    def taking(self, *arguments: Any) -> AbstractContextManager[Any]:
+        """Compute under autocast as it was where the call was compiled."""
+        return self._autocast(arguments[3])
+
+    def _autocast(self, dtype: Cast) -> AbstractContextManager[Any]:
+        if cast_dtype(self.device_type) is dtype:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device_type, dtype, enabled=dtype is not None)
+
+    def as_told(self, y: Tensor, *arguments: Any) -> Tensor:
+        """Return a result as a compiler was told of it."""
+        features, dtype, *_ = arguments
+        if y.dtype is not dtype or y.shape[-1] != features:
+            raise OffloadError(
+                f"managed layer '{self.name}' returns {y.shape[-1]} features of {y.dtype}, and not "
+                f"{features} of {dtype} as compiled code was told. Leave it resident with "
+                "ignore_modules=[...], or do not compile what calls it."
+            )
+        return y.contiguous()
+
+    def compute_given(
+        self, x: Tensor, given: tuple[Any, Any], dtype: Any, *arguments: Any
+    ) -> Tensor:
+        """Compute with whatever the module's tensors are now, which the bias has to be too."""
+        if not self.is_given(*given):
+            raise computed_weight_error(self.name)
+        with self.taking(*arguments):
+            return self.as_told(self.foreign(x), *arguments)
+
+    def restore(
+        self, ctx: Any, x: Tensor | None, shape: torch.Size, stride: Any, *arguments: Any
+    ) -> None:
+        """Put into `ctx` what `record` had kept there."""
+        _, _, dtype, autocast, _ = arguments
+        default = torch.get_autocast_dtype(self.device_type)
+        ctx.autocast = autocast is not None, autocast or default
+        ctx.input = Input(shape, stride, dtype)
+        ctx.keeps_input = x is not None
+        if x is not None:
+            ctx.save_for_backward(x)
+
+    def differentiate(self, ctx: Any, grad: Tensor, needs: list[bool]) -> list[Tensor | None]:
+        """Return the gradients of input, weight (none) and bias, None where `needs` says so."""
+        keys = list(cast("Any", self.module())._parameters)
+        asked = needs[0], *(needs[2] and key == "bias" for key in keys)
+        gx, *others = self.derivative(ctx, grad, asked)
+        gb = dict(zip(keys, others, strict=True)).get("bias")
+        shape, _, dtype = ctx.input
+        if needs[0]:
+            gx = grad.new_zeros(shape, dtype=dtype) if gx is None else gx.to(dtype).contiguous()
+        return [gx, None, self.to_host(self.parameters.get("bias"), gb)]
 
     # ---- the copy over a slot ----
 

@@ -18,7 +18,7 @@ import itertools
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from itertools import repeat
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -31,7 +31,7 @@ from ..autocast import cast_dtype, cast_input
 from ..errors import OffloadError, StaleWeightsError
 from ..exemption import exempt
 from ..gradients import note_trainable
-from .leaf import Tensors, version_of
+from .leaf import version_of
 from .loan import Layer, once_differentiable
 from .swap import is_exporting, refuse_tracing, untraced
 
@@ -100,14 +100,73 @@ class Traced(Layer):
             return cast("Tensor", untraced(self, x))  # which refuses
         if is_exporting():
             refuse_tracing("torch.export")
-        masters = module._parameters
-        weight, bias = masters["weight"], masters.get("bias")
-        y = self.operator(x, weight, bias, self.key, dtype, False, *arguments)
+        y = self.operator(x, *self.given(module), self.key, dtype, False, *arguments)
         advance(self.attachment.sequence, y)
         return cast("Tensor", y)
 
-    def take_arguments(self, *arguments: Any) -> None:
-        """Before a use by the operator: compute with its arguments, whatever the module's are."""
+    # ---- what an operator asks for ----
+
+    def given(self, module: Any) -> tuple[Any, Any]:
+        """Return what stands for weight and bias where a compiler looks on."""
+        masters = module._parameters
+        return masters["weight"], masters.get("bias")
+
+    def is_given(self, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether what an operator was given are the masters that lie there now, all of them."""
+        return self.is_master("weight", weight) and self.is_master("bias", bias)
+
+    def is_master(self, name: str, used: Tensor | None) -> bool:
+        """Whether `used` is the master of this name, all of it."""
+        now = self.parameters.get(name)
+        if now is None or used is None:
+            return now is used
+        return (
+            self.has_only_moved(used.data_ptr(), now.data_ptr())
+            and now.dtype is used.dtype
+            and now.shape == used.shape
+            and now.stride() == used.stride()
+        )
+
+    def check_given(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Raise where what backward reads is not what forward saw, by the versions unnoticed."""
+        for name, used in (("weight", weight), ("bias", bias)):
+            if name in self.backward_reads and used is not None and not self.is_master(name, used):
+                raise StaleWeightsError(
+                    f"the {name} of managed layer '{self.name}' is not what its compiled forward "
+                    "computed with: it was replaced through .data, which is for after backward, or "
+                    "the compiled code writes it or computes it (functional_call), which is for "
+                    "forwards without grad."
+                )
+
+    def taking(self, *arguments: Any) -> AbstractContextManager[None]:
+        """Compute with the arguments of an operator, whatever the module's are."""
+        return contextlib.nullcontext()
+
+    def as_told(self, y: Tensor, *arguments: Any) -> Tensor:
+        """Return a result as a compiler was told of it."""
+        return y
+
+    def compute_given(
+        self, x: Tensor, given: tuple[Any, Any], dtype: Any, *arguments: Any
+    ) -> Tensor:
+        """Compute with the tensors that an operator was given, brought to the compute device."""
+        with exempt():
+            brought = self.bring([tensor for tensor, _ in zip(given, self.names, strict=False)])
+            weight, bias = (*(t if t is None else _as(t, dtype) for t in brought), None)[:2]
+            return _computes[self.operator](x.to(self.state.device), weight, bias, *arguments)
+
+    def differentiate(self, ctx: Any, grad: Tensor, needs: list[bool]) -> list[Tensor | None]:
+        """Return the gradients of input, weight and bias, None where `needs` says so."""
+        gx, *others = self.derivative(ctx, grad, tuple(needs[: 1 + len(self.names)]))
+        pairs = zip(self.masters.tensors, others, strict=False)
+        return [gx, *(self.to_host(master, g) for master, g in pairs), None][:3]
+
+    def to_host(self, master: Any, gradient: Tensor | None) -> Tensor | None:
+        """Return a gradient in the dtype of its parameter, where that lies."""
+        if gradient is None:
+            return None
+        gradient = gradient.to(master.dtype)
+        return gradient if self.on_device else self.attachment.gradients.to_host(gradient)
 
     @abstractmethod
     def restore(
@@ -187,49 +246,14 @@ def _forward(
     layer = _layer_of(key)
     with _above_autograd():
         # A compiler hands over what a weight was before it is written, or what takes its place.
-        given = weight, bias
-        own = layer.ready(x) and all(map(_is_same, repeat(layer), ("weight", "bias"), given))
+        own = layer.ready(x) and layer.is_given(weight, bias)
         if not own and recorded:
-            raise OffloadError(
-                f"managed layer '{layer.name}' has a computed weight (a parametrisation, "
-                "functional_call, a write in the compiled code), or was moved to the device, "
-                "inside a compiled forward. Leave it resident with ignore_modules=[...], or do "
-                "not compile the model."
-            )
+            raise computed_weight_error(layer.name)
         if not own:
-            return _compute_foreign(layer, x, given, dtype, arguments)
-        layer.take_arguments(*arguments)
-        if recorded:
-            with torch.no_grad():
-                return _lend_recorded(layer, x, dtype)
-        return layer.lend_unrecorded(x, dtype)
-
-
-def _is_same(layer: Traced, name: str, used: Tensor | None) -> bool:
-    """Whether what an operator was given is the master that lies there now, all of it."""
-    now = layer.parameters.get(name)
-    if now is None or used is None:
-        return now is used
-    return (
-        layer.has_only_moved(used.data_ptr(), now.data_ptr())
-        and now.dtype is used.dtype
-        and now.shape == used.shape
-        and now.stride() == used.stride()
-    )
-
-
-def _compute_foreign(
-    layer: Traced,
-    x: Tensor,
-    given: Tensors,
-    dtype: torch.dtype | None,
-    arguments: tuple[Any, ...],
-) -> Tensor:
-    """Compute with the tensors that the operator was given, brought to the compute device."""
-    with exempt():
-        brought = layer.bring([tensor for tensor, _ in zip(given, layer.names, strict=False)])
-        weight, bias = (*(t if t is None else _as(t, dtype) for t in brought), None)[:2]
-        return _computes[layer.operator](x.to(layer.state.device), weight, bias, *arguments)
+            return layer.compute_given(x, (weight, bias), dtype, *arguments)
+        with layer.taking(*arguments), torch.no_grad():
+            y = (_lend_recorded if recorded else _lend_unrecorded)(layer, x, dtype)
+        return layer.as_told(y, *arguments)
 
 
 def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -237,6 +261,19 @@ def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
         return tensor
     return tensor.to(dtype)
+
+
+def computed_weight_error(name: str) -> OffloadError:
+    """Return what says that an operator was given other tensors than the masters."""
+    return OffloadError(
+        f"managed layer '{name}' has a computed weight (a parametrisation, functional_call, a "
+        "write in the compiled code), or was moved to the device, inside a compiled forward. Leave "
+        "it resident with ignore_modules=[...], or do not compile the model."
+    )
+
+
+def _lend_unrecorded(layer: Traced, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return layer.lend_unrecorded(x, dtype)
 
 
 def _lend_recorded(layer: Traced, x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -269,42 +306,16 @@ def _backward(
     layer = _layer_in_backward(key)
     state, masters, task = layer.state, layer.masters, _graph_task()
     state.turned = True
-    for name, used in (("weight", weight), ("bias", bias)):
-        if name in layer.backward_reads and used is not None:
-            _check_same(layer, name, used)
+    layer.check_given(weight, bias)
     kept = Kept()
     kept.loan = layer, dtype, task, masters, version_of(masters.read)
     layer.restore(kept, x, torch.Size(size), tuple(stride), *arguments)
     with _above_autograd(), torch.no_grad():
-        gx, *others = layer.derivative(kept, grad, tuple(needs[: 1 + len(layer.names)]))
-        found = [_to_host(layer, master, g) for master, g in _pairs(layer, others)]
+        found = layer.differentiate(kept, grad, needs)
     if True in needs[1:]:
         note_trainable(state, task)
     nothing = grad.new_empty(0)
-    gw, gb = [*found, None][:2]
-    return tuple([nothing if g is None else g for g in (gx, gw, gb)])  # type: ignore[return-value]
-
-
-def _pairs(layer: Traced, gradients: list[Tensor | None]) -> Iterator[tuple[Any, Any]]:
-    return zip(layer.masters.tensors, gradients, strict=False)
-
-
-def _to_host(layer: Traced, master: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient in the dtype of its parameter, where that lies."""
-    if gradient is None:
-        return None
-    gradient = gradient.to(master.dtype)
-    return gradient if layer.on_device else layer.attachment.gradients.to_host(gradient)
-
-
-def _check_same(layer: Traced, name: str, used: Tensor) -> None:
-    """Raise where a master is not what forward saw; its version was looked at before."""
-    if not _is_same(layer, name, used):
-        raise StaleWeightsError(
-            f"the {name} of managed layer '{layer.name}' is not what its compiled forward computed "
-            "with: it was replaced through .data, which is for after backward, or the compiled "
-            "code writes it or computes it (functional_call), which is for forwards without grad."
-        )
+    return tuple([nothing if g is None else g for g in found])  # type: ignore[return-value]
 
 
 # ---- what a compiler is told of them ----
@@ -319,6 +330,11 @@ def _on(device: torch.device, tensor: Tensor | None, dtype: torch.dtype | None) 
     return torch.empty_like(tensor, device=device, dtype=dtype)
 
 
+def _reads_rows(x: Tensor, bias: Tensor | None, *arguments: Any) -> bool:
+    """A row number is no value to differentiate by, and what backward is made of."""
+    return not x.is_floating_point()
+
+
 def _like_weight(grad: Tensor, x: Tensor | None, weight: Tensor, *arguments: Any) -> Tensor:
     return torch.empty_like(weight)
 
@@ -329,10 +345,12 @@ def _define(
     compute: Callable[..., Tensor],
     gradient: Callable[..., Tensor],
     weight_gradient: Callable[..., Tensor] = _like_weight,
+    reads_input: Callable[..., bool] = _reads_rows,
 ) -> Any:
     """Define the two operators of a kind; return what calls the first.
 
     `compute` and the gradients (of input and weight) are told apart by geometry alone.
+    `reads_input`: whether backward does, where no weight is trained.
     """
 
     def fake_forward(
@@ -380,7 +398,7 @@ def _define(
         _kernels[_overload(operator)] = kernel
     forward = _overload(name)
     _computes[forward] = compute
-    kernel = _autograd(forward, _overload(f"{name}_backward"), name == "convolution")
+    kernel = _autograd(forward, _overload(f"{name}_backward"), name == "convolution", reads_input)
     _library.impl(name, kernel, "Autograd", with_keyset=True)
     return forward
 
@@ -389,7 +407,9 @@ def _overload(name: str) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _autograd(forward: Any, backward: Any, reads_always: bool) -> Callable[..., Any]:
+def _autograd(
+    forward: Any, backward: Any, reads_always: bool, reads_input: Callable[..., bool]
+) -> Callable[..., Any]:
     """Return an Autograd kernel that keeps no weight, and the input where a weight is trained.
 
     `reads_always`: its backward reads the weight for whatever gradient, as torch counts it.
@@ -407,8 +427,7 @@ def _autograd(forward: Any, backward: Any, reads_always: bool) -> Callable[..., 
             ctx.given = *(t if t is None else t.detach() for t in given[1:3]), *given[3:]
             ctx.version = weight._version
             ctx.geometry = x.shape, x.stride()
-            # A row number is no value to differentiate by, and what backward is made of.
-            ctx.keeps_input = weight.requires_grad or not x.is_floating_point()
+            ctx.keeps_input = weight.requires_grad or reads_input(x, given[2], *given[6:])
             if ctx.keeps_input:
                 ctx.save_for_backward(x)
             return run(keyset, True, *given)
@@ -474,6 +493,20 @@ def _rows(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Te
     return F.embedding(x, weight)
 
 
+def _library_code(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    features, dtype, *_ = arguments
+    return x.new_empty((*x.shape[:-1], features), dtype=dtype)
+
+
+def _like_input(grad: Tensor, like: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
+    _, _, dtype, *_ = arguments
+    return torch.empty(like.shape, dtype=dtype, device=like.device)
+
+
+def _reads_what_it_says(x: Tensor, bias: Tensor | None, *arguments: Any) -> bool:
+    return arguments[-1] or (bias is not None and bias.requires_grad)
+
+
 def _no_gradient(grad: Tensor, like: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
     raise AssertionError("row numbers have no gradient")
 
@@ -500,4 +533,11 @@ embedding = _define(
     _rows,
     _no_gradient,
     _rows_gradient,
+)
+quantised = _define(
+    "quantised",
+    ", SymInt features, ScalarType result, ScalarType given, ScalarType? autocast, bool reads",
+    _library_code,
+    _like_input,
+    reads_input=_reads_what_it_says,
 )
