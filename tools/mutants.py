@@ -15,8 +15,17 @@ Of every chain of && or ||, in all files but plan.c:
 
 drop            one of its terms
 
+Of the lines of the files that only calculate (CALCULATING), SAMPLE of each file, those whose keys'
+SHA-256 comes first, so that the others stay where one line changes:
+
+operator        < becomes <=, == becomes !=, + becomes -, << becomes >>, & becomes |, and so on,
+                also in +=
+number          one more
+
 What is not a mutant, by rule:
 
+- A number in the length of an array that is declared: nobody reads what is one more. Nor the 1 of
+  `return 1;`, which says that something is true.
 - A term dropped in plan.c: a wrong decision there costs a copy that comes late, never a wrong byte
   (plan.h), and half of its terms bound a search. Its comparisons are mutants as everywhere.
 - A swap is of two whole statements of one block, neither of which carries a label or is a jump
@@ -41,6 +50,7 @@ What is not a mutant, by rule:
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,6 +88,18 @@ CHAINED = re.compile(r"&&|\|\|")
 BOUND = re.compile(r"[,;?:{}]|(?<![<>=!])=(?!=)")
 OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 BOUNDARIES = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
+# Files that only calculate, and how many of those mutants are tried of each.
+CALCULATING = ("codec.c", "codec_portable.c")
+SAMPLE = 70
+# As clang-format writes them: a space on either side tells them from pointers and signs.
+OPERATOR = re.compile(r"(?<= )(<=|>=|<<|>>|==|!=|[-+*/%&|^<>])(=?)(?=[ \n])")
+OTHER = (
+    BOUNDARIES
+    | {"==": "!=", "!=": "==", "+": "-", "-": "+", "*": "/", "/": "*", "%": "/"}
+    | {"<<": ">>", ">>": "<<", "&": "|", "|": "&", "^": "|"}
+)
+NUMBER = re.compile(r"(?<![\w.])(?:0[xX][0-9a-fA-F]+|[0-9]+)[uU]?(?![\w.])")
+LENGTH = re.compile(r"^ *(?:static |const )*(?:struct )?\w+ \w+\[")
 COUNTER = re.compile(r"[\w.>\-\[\]]*\bstats(?:->|\.)(\w+)\s*(?:\+\+|\+=[^;=]*);")
 LEAVES = re.compile(r"\b(?:OO_TRY|return|goto|break|continue)\b")
 EVENT_LIST = re.compile(
@@ -274,6 +296,9 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
 
     if path.name != "plan.c":
         yield from dropped(make, source, code)
+    if path.name in CALCULATING:
+        found = sorted(calculated(make, source, code), key=lambda mutant: digest(mutant.key))
+        yield from found[:SAMPLE]
     guarded = GUARDED_HOST if path.name in ("host.c", "os_posix.c") else GUARDED
     for match in COMPARISON.finditer(code):
         line_begin = code.rfind("\n", 0, match.start()) + 1
@@ -287,6 +312,26 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
             text += source[match.end() : line_begin + len(line)]
             where = f", comparison {nth + 1}" if len(COMPARISON.findall(line)) > 1 else ""
             yield make(kind + where, line_begin, line_begin + len(line), text)
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def calculated(make, source: str, code: str) -> Iterator[Mutant]:  # type: ignore[no-untyped-def]
+    """Yield every line with each of its operators and numbers changed."""
+    begin = 0
+    for line in code.splitlines(keepends=True):
+        changes = [(m, "operator", OTHER[m[1]] + m[2]) for m in OPERATOR.finditer(line)]
+        if not (LENGTH.match(line) or line.strip() == "return 1;"):
+            changes += [(m, "number", f"({m[0]} + 1)") for m in NUMBER.finditer(line)]
+        at, end = begin + len(line) - len(line.lstrip()), begin + len(line.rstrip())
+        for match, what, text in changes:
+            nth = sum(kind == what and m.start() <= match.start() for m, kind, _ in changes)
+            kind = f"{match[0]} becomes {text}, {what} {nth}"
+            new = source[at : begin + match.start()] + text + source[begin + match.end() : end]
+            yield make(kind, at, end, new)
+        begin += len(line)
 
 
 def operand(code: str, at: int, step: int, stops: tuple[str, ...]) -> int:

@@ -8,9 +8,10 @@
 tools/mutants.py finds the mutants, mechanically. Each one compiles one file, links the engine as a
 shared library and runs the engine's programs of tests/c on the simulated driver against it, the
 quick ones first; a program that hangs (for 10 s, and five times what it takes) is killed and counts
-as noticed. What they
-let live runs with several threads under ThreadSanitizer (test_threads), and goes into an extension
-module of the package that trains with torch (tests/mutation/torch_training.py).
+as noticed. A mutant of the codec meets the codec's programs first, then one of them under
+AddressSanitizer: a bound that is off by one may show nowhere else. What the programs let live runs
+with several threads under ThreadSanitizer (test_threads), and goes into an extension module of the
+package that trains with torch (tests/mutation/torch_training.py).
 
 A mutant that does not compile is none, nor is one whose object code (-O2, no debug information)
 equals the original's or another mutant's. Survivors that cannot change behaviour are listed with
@@ -36,10 +37,13 @@ from pathlib import Path
 import c_build
 import c_programs
 from c_build import ROOT, Build, BuildError
-from mutants import Mutant, all_mutants
+from mutants import CALCULATING, Mutant, all_mutants
 
 THREADS_TEST = "test_threads"
 TORCH_TEST = ROOT / "tests/mutation/torch_training.py"
+CODEC_TESTS = ("test_codec", "test_coded", "test_decode_kernel")
+# What test_codec needs of the engine.
+CODEC = ("codec.c", "codec_portable.c", "codec_x86.c", "fingerprint.c", "status.c")
 EQUIVALENT = ROOT / "tests/mutation/equivalent.toml"
 TIMEOUT_S = 10.0
 SLOW_TIMEOUT_S = 120.0  # of the two that only survivors of the rest meet
@@ -88,6 +92,11 @@ class Gate:
         for program in self.programs:
             main = self.build.object(f"tests/c/{program}.c")
             self.build.link(folder / program, [main], [f"-L{folder}", "-lengine"])
+        self.asan = Build(c_build.optimised("address", "undefined"), folder / "asan")
+        self.asan_objects = {
+            Path(name).name: self.asan.object(name) for name in names if Path(name).name in CODEC
+        }
+        self.asan_main = self.asan.object(f"tests/c/{CODEC_TESTS[0]}.c")
         self.bindings: list[Path] = []
         if slow:
             self.tsan = Build(c_build.optimised("thread"), folder / "tsan")
@@ -107,7 +116,9 @@ class Gate:
         self.programs.sort(key=lambda program: seconds[program])
         # A machine that has other work is no mutant that hangs.
         self.patience_s = {name: max(TIMEOUT_S, 5 * took) for name, took in seconds.items()}
-        outcome = self.slow_tests(folder, {}, None)
+        outcome = self.memory_test(folder, None)
+        if outcome == "survived":
+            outcome = self.slow_tests(folder, {}, None)
         if outcome != "survived":
             raise SystemExit(f"the tests fail without any mutation: {outcome}")
 
@@ -166,8 +177,31 @@ class Gate:
         name = f"{THREADS_TEST} under ThreadSanitizer"
         return self.test(name, [str(program)], SLOW_TIMEOUT_S, ORACLE_OFFLOAD_DRIVER=driver)
 
-    def tests(self, folder: Path, changed: dict[str, Path], mutated: Path | None) -> str:
-        for program in self.programs:
+    def memory_test(self, folder: Path, mutated: Path | None) -> str:
+        """Run the codec's program in a build that sees reads and writes outside."""
+        changed = {}
+        if mutated:
+            changed[mutated.name] = self.asan.object(
+                str(mutated), target=mutated.with_suffix(".asan.o")
+            )
+        program = folder / f"asan_{CODEC_TESTS[0]}"
+        objects = [self.asan_main, *{**self.asan_objects, **changed}.values()]
+        self.asan.link(program, objects)
+        name = f"{CODEC_TESTS[0]} under AddressSanitizer"
+        return self.test(name, [str(program)], SLOW_TIMEOUT_S)
+
+    def tests(self, folder: Path, changed: dict[str, Path], mutated: Path) -> str:
+        rest = self.programs
+        if mutated.name in CALCULATING:
+            rest = [program for program in rest if program not in CODEC_TESTS]
+            for program in CODEC_TESTS:
+                outcome = self.program_test(program, folder)
+                if outcome != "survived":
+                    return outcome
+            outcome = self.memory_test(folder, mutated)
+            if outcome != "survived":
+                return outcome
+        for program in rest:
             outcome = self.program_test(program, folder)
             if outcome != "survived":
                 return outcome

@@ -162,6 +162,21 @@ static void a_chunk_of_one_value_is_its_header(void) {
     }
 }
 
+/* Of one-byte weights as many low bits are stored as they are as costs least: the more, the wider
+ * they lie. */
+static void wider_weights_have_more_low_bits(void) {
+    seed = 14;
+    for (unsigned low = 2; low <= 5; low++) {
+        struct chunk chunk = make(OO_CODEC_INT8, 8192);
+        for (size_t i = 0; i < 8192; i++)
+            chunk.weights[i] = (char)(draw() % (4u << low));
+        round_trip(OO_CODEC_INT8, 8192, &chunk);
+        CHECK(header_of(&chunk).mode == OO_CODEC_TIERS && header_of(&chunk).low_bits == low,
+              "%u low bits, not %u", header_of(&chunk).low_bits, low);
+        drop(&chunk);
+    }
+}
+
 /* Weights of integers alone, the same on every machine; in some blocks they are larger. */
 static void fill_exactly(enum oo_codec_kind kind, size_t count, char *weights) {
     for (size_t i = 0; i < count; i++) {
@@ -524,6 +539,61 @@ static void a_block_with_many_symbols_of_no_tier_is_raw(void) {
     }
 }
 
+/* A tail of as many words as a raw block's has saves nothing. */
+static void a_block_whose_tail_saves_nothing_is_raw(void) {
+    static const struct {
+        int third, second; /* of the weights of one block: five bits of its tail, and two */
+        uint32_t raw;
+    } rows[] = {{402, 3, 0}, {403, 1, 1}}; /* 63 words, and one bit more */
+    seed = 15;
+    for (size_t row = 0; row < sizeof rows / sizeof *rows; row++) {
+        struct chunk chunk = make(OO_CODEC_INT8, 8192);
+        for (size_t i = 0; i < 8192; i++) { /* three symbols often, three less so, and one seldom */
+            const size_t turn = i % 25, symbol = turn < 15 ? turn / 5 : 3 + (turn - 15) / 3;
+            chunk.weights[i] = (char)(32 * symbol + draw() % 16);
+        }
+        for (int i = 0; i < OO_CODEC_BLOCK; i++) {
+            const int third = i < rows[row].third, second = i - rows[row].third < rows[row].second;
+            chunk.weights[2 * OO_CODEC_BLOCK + i] = (char)(third ? 6 * 32 : second ? 3 * 32 : 0);
+        }
+        round_trip(OO_CODEC_INT8, 8192, &chunk);
+        uint32_t index[9];
+        memcpy(index, chunk.coded + OO_CODEC_HEADER, sizeof index);
+        CHECK(header_of(&chunk).low_bits == 4, "%u low bits", header_of(&chunk).low_bits);
+        CHECK(index[2] >> 31 == rows[row].raw && index[1] >> 31 == 0 && index[3] >> 31 == 0,
+              "row %zu: index %08x", row, index[2]);
+        CHECK((index[3] & ~(UINT32_C(1) << 31)) - (index[2] & ~(UINT32_C(1) << 31)) ==
+                  63 + rows[row].raw,
+              "row %zu: a tail from word %u to %u", row, index[2], index[3]);
+        drop(&chunk);
+    }
+}
+
+/* A chunk pays where it takes less than 31/32 of the weights; as many bytes are the weights as they
+ * are. Its tails become longer bit by bit. */
+static void a_chunk_that_saves_too_little_is_raw(void) {
+    const size_t count = 8 * OO_CODEC_BLOCK;
+    struct chunk chunk = make(OO_CODEC_INT8, count);
+    size_t longest = 0, at = 0;
+    seed = 16;
+    for (size_t i = 0; i < count; i++) { /* of seven symbols */
+        const size_t turn = i % 25, symbol = turn < 15 ? turn / 5 : 3 + (turn - 15) / 3;
+        chunk.weights[i] = (char)(32 * symbol + draw() % 16);
+    }
+    for (; at < count; at++) {
+        chunk.weights[at * 1031 % count] = (char)(16 * (draw() % 13) + draw() % 16);
+        need(oo_codec_encode(oo_codec_best(), OO_CODEC_INT8, chunk.weights, count, chunk.coded,
+                             &chunk.coded_bytes),
+             "encode");
+        if (header_of(&chunk).mode == OO_CODEC_RAW)
+            break;
+        longest = chunk.coded_bytes;
+    }
+    CHECK(longest == OO_CODEC_HEADER + count - count / 32 - 4, "%zu bytes, %zu weights changed",
+          longest, at);
+    drop(&chunk);
+}
+
 static int decodes_nothing(const uint32_t *planes, const uint32_t *tail, unsigned words,
                            const uint8_t *palette, uint8_t *symbols) {
     (void)planes;
@@ -561,6 +631,7 @@ static const struct check_case cases[] = {
     CASE(what_has_no_pattern_stays_as_it_is),
     CASE(a_block_without_a_pattern_is_raw_alone),
     CASE(a_chunk_of_one_value_is_its_header),
+    CASE(wider_weights_have_more_low_bits),
     CASE(the_same_weights_are_always_coded_as_the_same_bytes),
     CASE(what_no_chunk_can_hold_is_refused),
     CASE(each_bit_of_a_chunk_is_watched),
@@ -571,6 +642,8 @@ static const struct check_case cases[] = {
     CASE(an_index_that_leads_astray_is_refused),
     CASE(a_flipped_low_bit_shows_when_it_is_verified),
     CASE(a_block_with_many_symbols_of_no_tier_is_raw),
+    CASE(a_block_whose_tail_saves_nothing_is_raw),
+    CASE(a_chunk_that_saves_too_little_is_raw),
     CASE(what_does_not_decode_again_is_never_kept),
 };
 

@@ -165,3 +165,35 @@ def test_mutants_are_found_by_the_rules(tmp_path: Path) -> None:
     # Nothing is swapped with what carries the label, nor with a jump.
     assert not [kind for kind in found if kind.startswith("swap cuEventQuery")]
     assert "swap cuStreamWaitEvent with the statement below" not in found
+
+
+CALCULATION = """
+static unsigned sum(const unsigned *words, unsigned count) {
+    unsigned held[4] = {0}, all = 0; /* one - two */
+    for (unsigned i = 0; i <= count; i++)
+        all += words[i] >> 3 & 0x0Fu;
+    if (all == 7 && count)
+        return 1;
+    return -all * held[0];
+}
+"""
+
+
+def test_what_only_calculates_is_changed_in_each_operator_and_number(tmp_path: Path) -> None:
+    path = tmp_path / "codec.c"
+    path.write_text(CALCULATION)
+    found = {mutant.kind: mutant for mutant in mutants.mutants_of(path)}
+    assert set(found) == {
+        "0 becomes (0 + 1), number 1", "<= becomes <, operator 1", "+= becomes -=, operator 1",
+        ">> becomes <<, operator 2", "& becomes |, operator 3", "3 becomes (3 + 1), number 1",
+        "0x0Fu becomes (0x0Fu + 1), number 2", "== becomes !=, operator 1",
+        "7 becomes (7 + 1), number 1", "* becomes /, operator 1",
+        "drop 'all == 7' of &&", "drop 'count' of &&",
+    }  # fmt: skip
+    assert found["+= becomes -=, operator 1"].text == "all -= words[i] >> 3 & 0x0Fu;"
+    # A sample: by the text of each, whatever stands beside it.
+    first = {mutant.key for mutant in mutants.mutants_of(ROOT / "csrc/core/codec.c")}
+    (tmp_path / "codec.c").write_text("\n\n" + (ROOT / "csrc/core/codec.c").read_text())
+    assert {mutant.key for mutant in mutants.mutants_of(tmp_path / "codec.c")} == first
+    assert sum("operator" in key or "number" in key for key in first) <= mutants.SAMPLE
+    assert not [m for m in mutants.mutants_of(ROOT / "csrc/core/arena.c") if "operator" in m.kind]
