@@ -68,10 +68,12 @@ def _without(figures: Figures) -> str:
 def _codec(figures: Figures) -> str:
     mutants = figures["mutants"]
     tried, killed = (sum(row[what] for row in mutants) for what in ("tried", "killed"))
+    locked = ", ".join(f"{row['share']:.3f} ({row['weights']})" for row in figures["locked"])
     return (
         f"{killed:,} of {tried:,} mutants of the kernels' PTX killed ({percent(killed, tried)}), "
         f"{figures['weights_decoded'][0]:,} weights decoded, "
-        f"{figures['flips_noticed'][0]:,} flips noticed; {_tests(figures)}"
+        f"{figures['flips_noticed'][0]:,} flips noticed; of 1 GiB of weights locked: {locked}; "
+        f"{_tests(figures)}"
     )
 
 

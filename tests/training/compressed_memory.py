@@ -73,7 +73,10 @@ def measure(kind, depth):
 
 
 def check(kind, depth):
-    """Assert that locked memory falls, and that no copy of the weights stays beside it."""
+    """Assert that locked memory falls, and that no copy of the weights stays beside it.
+
+    Return what is locked, as share of the weights.
+    """
     total = depth * LAYER_BYTES
     with tempfile.TemporaryDirectory() as folder:
         ran = subprocess.run(
@@ -93,6 +96,7 @@ def check(kind, depth):
     most = found["before_bytes"] - (1 - MOST[kind]) * total + found["device_bytes"] + SLACK_BYTES
     assert found["attached_bytes"] <= most
     assert found["read_bytes"] <= most, "reading brings a copy"
+    return found["locked_bytes"] / total
 
 
 if __name__ == "__main__":

@@ -1162,5 +1162,6 @@ def test_locked_memory_falls_and_no_copy_stays(kind):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", compressed_memory.MOST)
-def test_locked_memory_falls_at_a_gibibyte(kind):
-    compressed_memory.check(kind, 128)
+def test_locked_memory_falls_at_a_gibibyte(kind, record_property):
+    share = compressed_memory.check(kind, 128)
+    record_property("locked", {"weights": kind, "share": share})

@@ -42,6 +42,7 @@ FIGURES = {
         ],
         "weights_decoded": [100000000],
         "flips_noticed": [10000],
+        "locked": [{"weights": "student", "share": 0.685}],
     },
     "planted bugs": {"tests": 18, "failed": 0},
     "coverage": {"files": {"plan.c": {"taken": 95, "branches": 100}}},
@@ -77,7 +78,7 @@ def test_another_record_gives_another_page() -> None:
         "| engine | 199 of 200 | 1 (0.5%) | 3 | 2 |",
         "19 of 95 mutants of waits and records survive",
         "388 of 400 mutants of the kernels' PTX killed (97.0%), 100,000,000 weights decoded, "
-        "10,000 flips noticed; 7 of 7 tests pass",
+        "10,000 flips noticed; of 1 GiB of weights locked: 0.685 (student); 7 of 7 tests pass",
         "18 of 18 tests pass",
         "| `plan.c` | 95 of 100 | 95.0% |",
         "1,000 inputs of plan",
