@@ -48,13 +48,19 @@ static uint16_t bf16(double value) {
     return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-/* To the nearest e4m3 without regard to ties; what is below its normal numbers becomes 0. */
-static uint8_t e4m3(double value) {
+/* To the nearest number of 8 bits, of them 2 (e5m2) or 3 (e4m3) of the fraction, without regard to
+ * ties; what is below its normal numbers becomes 0. */
+static uint8_t fp8(double value, int fraction_bits) {
     int exponent;
+    const int one = 1 << fraction_bits, bias = (1 << (6 - fraction_bits)) - 1;
+    const int most = fraction_bits == 3 ? 15 : 30;
     const double fraction = frexp(fabs(value), &exponent);
-    const int steps = (int)lround((fraction * 2 - 1) * 8), biased = exponent - 1 + 7 + (steps == 8);
+    const int steps = (int)lround((fraction * 2 - 1) * one);
+    const int biased = exponent - 1 + bias + (steps == one);
     const uint8_t sign = value < 0 ? 0x80 : 0;
-    return biased < 1 ? sign : (uint8_t)(sign | (biased > 15 ? 15 : biased) << 3 | (steps & 7));
+    if (biased < 1)
+        return sign;
+    return (uint8_t)(sign | (biased > most ? most : biased) << fraction_bits | (steps & (one - 1)));
 }
 
 struct row {
@@ -63,18 +69,20 @@ struct row {
     int degrees;                    /* of Student's; 0: Gaussian */
     double sigma, rows_sigma, amax; /* amax: of int8, in deviations */
     int random;
+    int fraction_bits; /* of fp8 */
 };
 
 static const struct row rows[] = {
-    {"bf16, Gaussian 0.02", OO_CODEC_BF16, 0, 0.02, 0, 0, 0},
-    {"bf16, rows lognormal 0.3", OO_CODEC_BF16, 0, 0.02, 0.3, 0, 0},
-    {"bf16, Student 5", OO_CODEC_BF16, 5, 0.02, 0, 0, 0},
-    {"bf16, Student 3", OO_CODEC_BF16, 3, 0.02, 0, 0, 0},
-    {"bf16, random bits", OO_CODEC_BF16, 0, 0, 0, 0, 1},
-    {"e4m3, Gaussian 0.02 as it is", OO_CODEC_FP8, 0, 0.02, 0, 0, 0},
-    {"e4m3, Gaussian scaled to 448", OO_CODEC_FP8, 0, 448 / 4.5, 0, 0, 0},
-    {"int8, amax 4.5 sigma", OO_CODEC_INT8, 0, 0, 0, 4.5, 0},
-    {"int8, amax 20 sigma", OO_CODEC_INT8, 0, 0, 0, 20, 0},
+    {"bf16, Gaussian 0.02", OO_CODEC_BF16, 0, 0.02, 0, 0, 0, 0},
+    {"bf16, rows lognormal 0.3", OO_CODEC_BF16, 0, 0.02, 0.3, 0, 0, 0},
+    {"bf16, Student 5", OO_CODEC_BF16, 5, 0.02, 0, 0, 0, 0},
+    {"bf16, Student 3", OO_CODEC_BF16, 3, 0.02, 0, 0, 0, 0},
+    {"bf16, random bits", OO_CODEC_BF16, 0, 0, 0, 0, 1, 0},
+    {"e4m3, Gaussian 0.02 as it is", OO_CODEC_FP8, 0, 0.02, 0, 0, 0, 3},
+    {"e4m3, Gaussian scaled to 448", OO_CODEC_FP8, 0, 448 / 4.5, 0, 0, 0, 3},
+    {"e5m2, Gaussian 0.02", OO_CODEC_FP8, 0, 0.02, 0, 0, 0, 2},
+    {"int8, amax 4.5 sigma", OO_CODEC_INT8, 0, 0, 0, 4.5, 0, 0},
+    {"int8, amax 20 sigma", OO_CODEC_INT8, 0, 0, 0, 20, 0, 0},
 };
 
 static void fill(const struct row *row, size_t count, void *weights) {
@@ -87,7 +95,7 @@ static void fill(const struct row *row, size_t count, void *weights) {
         if (row->kind == OO_CODEC_BF16)
             ((uint16_t *)weights)[i] = row->random ? (uint16_t)draw() : bf16(row->sigma * value);
         else if (row->kind == OO_CODEC_FP8)
-            ((uint8_t *)weights)[i] = e4m3(row->sigma * value);
+            ((uint8_t *)weights)[i] = fp8(row->sigma * value, row->fraction_bits);
         else
             ((uint8_t *)weights)[i] =
                 (uint8_t)(int8_t)fmax(-127, fmin(127, rint(127 / row->amax * value)));
