@@ -61,6 +61,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         simgpu.skip_listed(items)
 
 
+def pytest_collection_finish() -> None:
+    """Have torch list now which functions `with torch.device(...)` is for.
+
+    It lists them at the first call inside such a block, once. If that is in transformers'
+    `from_pretrained`, where torch.linspace is another function, it is meant in no later test.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch.utils._device"]._device_constructors()
+
+
 def _device_of(item: pytest.Item) -> object:
     callspec = getattr(item, "callspec", None)
     return callspec.params.get("device") if callspec else None
