@@ -342,18 +342,18 @@ def attach(
                 structure = Structure(module, attachment)
                 manager = MemoryManager(structure)
                 coded = codable(units) if compress else []
-                if coded and not _can_decode(attachment, compress, host_room):
-                    coded = []
                 capacity_beside = functools.partial(
                     _capacity, state, units, sizes, floor, offload_percent, vram_budget, kept
                 )
-                if coded and compress == "auto":
+                if compress == "auto":
                     room = (
                         int(0.9 * state.free_bytes()) - kept.bytes
                         if vram_budget == "auto"
                         else capacity_beside(0)
                     )
                     coded = _least_coded(attachment, units, sizes, room, host_room.short, expected)
+                if coded and not _can_decode(attachment, compress, host_room):
+                    coded = []
                 staging = staging_bytes(coded)
                 if vram_budget != "auto":  # what cannot be is refused before anything moves
                     capacity_beside(staging)

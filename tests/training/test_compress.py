@@ -1111,6 +1111,9 @@ def test_a_device_that_cannot_decode_is_asked_before_anything_is_coded(
             assert not coded_layers(manager)
             why = "the device cannot decode: this build has no kernels"
             assert manager.attachment.compressed_because.startswith(why)
+        with attached(model, "cpu", offload_percent=0.0, **options) as manager:
+            why = "all weights have room on the device"
+            assert manager.attachment.compressed_because == why, "nobody asked it to decode"
     else:
         with pytest.raises(OffloadError, match="this build has no kernels"):
             attached(model, "cpu", **options).__enter__()
