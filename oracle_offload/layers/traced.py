@@ -252,7 +252,7 @@ def _forward(
         if not own:
             return layer.compute_given(x, (weight, bias), dtype, *arguments)
         with layer.taking(*arguments), torch.no_grad():
-            y = (_lend_recorded if recorded else _lend_unrecorded)(layer, x, dtype)
+            y = _lend_recorded(layer, x, dtype) if recorded else layer.lend_unrecorded(x, dtype)
         return layer.as_told(y, *arguments)
 
 
@@ -270,10 +270,6 @@ def computed_weight_error(name: str) -> OffloadError:
         "write in the compiled code), or was moved to the device, inside a compiled forward. Leave "
         "it resident with ignore_modules=[...], or do not compile the model."
     )
-
-
-def _lend_unrecorded(layer: Traced, x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return layer.lend_unrecorded(x, dtype)
 
 
 def _lend_recorded(layer: Traced, x: Tensor, dtype: torch.dtype | None) -> Tensor:
