@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from capturing import Backend
 from equality import (
     RUNS,
     Recorder,
@@ -71,30 +72,6 @@ def forget():
     counters.clear()
     yield
     torch._dynamo.reset()
-
-
-class Backend:
-    """Compile by a backend of torch; count the operators of ours in what dynamo captured."""
-
-    def __init__(self, name):
-        self.compiler = torch._dynamo.lookup_backend(name)
-        self.graphs, self.ran = 0, []
-
-    def __call__(self, graph, inputs):
-        self.graphs += 1
-        found = [
-            str(n.target) for m in graph.modules() for n in m.graph.nodes if n.op[:4] == "call"
-        ]
-        compiled = self.compiler(graph, inputs)
-
-        def run(*arguments):
-            self.ran.extend(found)
-            return compiled(*arguments)
-
-        return run
-
-    def count(self, *kinds):
-        return sum(call == f"oracle_offload.{kind}.default" for call in self.ran for kind in kinds)
 
 
 def step(model, called=None, shape=(2, 5, 32)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import quantised
 import torch
+from capturing import Backend
 from equality import RUNS, Recorder, assert_models_agree, assert_same, attached
 from torch import nn
 from torch._dynamo.utils import counters
@@ -20,30 +21,6 @@ def forget():
     counters.clear()
     yield
     torch._dynamo.reset()
-
-
-class Backend:
-    """Compile by a backend of torch; count what its graphs ran."""
-
-    def __init__(self, name):
-        self.compiler = torch._dynamo.lookup_backend(name)
-        self.graphs, self.ran = 0, []
-
-    def __call__(self, graph, inputs):
-        self.graphs += 1
-        found = [
-            str(n.target) for m in graph.modules() for n in m.graph.nodes if n.op[:4] == "call"
-        ]
-        compiled = self.compiler(graph, inputs)
-
-        def run(*arguments):
-            self.ran.extend(found)
-            return compiled(*arguments)
-
-        return run
-
-    def count(self, kind):
-        return sum(call == f"oracle_offload.{kind}.default" for call in self.ran)
 
 
 def uses(kind, backend, call):
