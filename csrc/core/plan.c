@@ -16,6 +16,8 @@ enum { OO_CANDIDATES = 32, OO_CONTEXT = 256 }; /* bounds of one search for a mat
 enum { OO_LOOKAHEAD = 16 };                    /* uses of a unit looked at to find one far off */
 enum { OO_FEW = 400 };                         /* units in the arena that are all looked at */
 enum { OO_MANY_ROUNDS = 8 };                   /* after which samples are no interruption */
+enum { OO_SLOTS_BETWEEN = 2 };                 /* of the largest unit: a ring before that */
+enum { OO_STEPS_HOME = 2 };                    /* after many samples, until units lie at home */
 enum { OO_MEASURED = 4, OO_REMEASURED_ONE_IN = 4093 }; /* forwards of each unit; of all, a prime */
 static const double oo__memory = 15.0 / 16;            /* of copies that were measured */
 static const double oo__about = 1.5;                   /* times as long is about as long */
@@ -59,6 +61,10 @@ struct oo_plan_unit {
 #define OO_IN_RING (OO_ANYWHERE - 1)
 struct oo_rounds {
     int on;          /* the visits expected next are such a round */
+    int many;        /* so many have come by now */
+    int were_many;   /* likewise, the last time */
+    int spread;      /* those that stay are */
+    int to_home;     /* steps until those that were lie in their homes again */
     uint64_t number; /* rounds laid so far */
     uint64_t layout; /* the arena's, when the latest was */
     size_t ring;     /* where it begins */
@@ -343,66 +349,117 @@ static void oo__guess_seconds(struct oo_turn *turns, size_t count) {
             turns[i].seconds = (double)turns[i].bytes * seconds / bytes;
 }
 
-/* Give each unit of the round that begins after the match a place. Where the arena holds all of
- * them, none needs one. */
-static void oo__lay_round(struct oo_plan *plan, uint64_t visits) {
-    struct oo_rounds *rounds = &plan->rounds;
-    size_t count = 0, total = 0, largest = 0, end = 0;
+/* The units of the round that begins after the match, in order of use. Returns how many. */
+static size_t oo__turns(struct oo_plan *plan, uint64_t visits) {
+    size_t count = 0;
     plan->marks++;
     for (uint64_t i = plan->match + 1; i <= plan->match + visits; i++) {
-        const struct oo_plan_unit *unit = oo__first_met(plan, i);
+        struct oo_plan_unit *unit = oo__first_met(plan, i);
         if (!unit)
             continue;
         plan->turns[count++] = (struct oo_turn){
             .unit = oo__visit_at(plan, i)->unit, .bytes = unit->bytes, .seconds = unit->seconds};
-        total += unit->bytes;
-        largest = unit->bytes > largest ? unit->bytes : largest;
+        unit->round = plan->rounds.number;
+        unit->place = OO_IN_RING;
     }
+    return count;
+}
+
+/* Those that stay are spread over the round, one after the other. Returns where the ring begins. */
+static size_t oo__lay_spread(struct oo_plan *plan, size_t count, size_t largest) {
     oo__guess_seconds(plan->turns, count);
     /* Where a segment ends, what does not fit into it begins in the next one. */
-    size_t lost = 0;
+    size_t lost = 0, end = 0;
     for (const struct oo_segment *s = plan->arena.segments; s && s->next; s = s->next)
         lost += largest;
     const size_t room = plan->arena.total_bytes > lost ? plan->arena.total_bytes - lost : 0;
     (void)oo_round_settle(plan->turns, count, room, oo_plan_link_bps(plan));
-    rounds->number++;
-    rounds->layout = plan->arena.layout;
     for (size_t i = 0; i < count; i++) {
         const struct oo_turn *turn = &plan->turns[i];
-        struct oo_plan_unit *unit = &plan->units[turn->unit];
-        unit->round = rounds->number;
-        unit->place = OO_IN_RING;
-        if (total <= plan->arena.total_bytes) {
-            unit->place = OO_ANYWHERE;
-        } else if (turn->stays) {
-            unit->place = oo_arena_fit(&plan->arena, end, turn->bytes);
-            end = unit->place + turn->bytes;
-        }
+        if (!turn->stays)
+            continue;
+        plan->units[turn->unit].place = oo_arena_fit(&plan->arena, end, turn->bytes);
+        end = plan->units[turn->unit].place + turn->bytes;
     }
-    rounds->ring = rounds->cursor = end;
+    return end;
+}
+
+/* What lies in the arena stays where it is, but at the end of it, where the ring begins: returned.
+ * A ring ends with what a forward used last, which a backward wants first. */
+static size_t oo__lay_as_is(struct oo_plan *plan, size_t largest) {
+    const size_t total = plan->arena.total_bytes, slots = OO_SLOTS_BETWEEN * largest;
+    const size_t most = total - (slots < total / 2 ? slots : total / 2);
+    size_t begin = 0, end = 0;
+    for (const struct oo_segment *s = plan->arena.segments; s; begin += s->bytes, s = s->next)
+        for (const struct oo_block *block = s->first; block; block = block->next)
+            if (block->unit != OO_NO_UNIT && begin + block->offset + block->bytes <= most) {
+                plan->units[block->unit].place = begin + block->offset;
+                end = begin + block->offset + block->bytes;
+            }
+    return end;
+}
+
+/* Give each unit of the round that begins after the match a place. Where the arena holds all of
+ * them, none needs one. */
+static void oo__lay_round(struct oo_plan *plan, uint64_t visits, int spread) {
+    struct oo_rounds *rounds = &plan->rounds;
+    size_t total = 0, largest = 0;
+    rounds->number++;
+    rounds->layout = plan->arena.layout;
+    rounds->spread = spread;
+    const size_t count = oo__turns(plan, visits);
+    for (size_t i = 0; i < count; i++) {
+        total += plan->turns[i].bytes;
+        largest = plan->turns[i].bytes > largest ? plan->turns[i].bytes : largest;
+    }
+    rounds->ring = rounds->cursor =
+        spread ? oo__lay_spread(plan, count, largest) : oo__lay_as_is(plan, largest);
+    for (size_t i = 0; i < count && total <= plan->arena.total_bytes; i++)
+        plan->units[plan->turns[i].unit].place = OO_ANYWHERE;
+}
+
+/* Forward turns into backward. */
+static void oo__end_rounds(struct oo_rounds *rounds) {
+    if (rounds->on)
+        rounds->were_many = rounds->many;
+    if (rounds->on && rounds->spread)
+        rounds->to_home = OO_STEPS_HOME;
+    else if (rounds->to_home)
+        rounds->to_home--;
 }
 
 /* Whether the visits that are expected until this unit's next one are a round: forward, as were as
- * many before. Training's forward is none, as its units are used next
- * in its backward. Between training steps only many rounds are worth it: the way there, and back to
- * the homes, costs as many bytes as the arena holds. */
+ * many before. Training's forward is none, as its units are used next in its backward. Between
+ * training steps those that are in the arena stay, as the backward to come wants them. To spread
+ * them is worth it for many rounds, as there were the last time: it costs bytes, and so does the
+ * way back to the homes. */
 static void oo__learn_round(struct oo_plan *plan) {
     struct oo_rounds *rounds = &plan->rounds;
     const struct oo_trace_entry *current = oo__visit_at(plan, plan->now - 1);
+    const int was_on = rounds->on;
     rounds->on = 0;
     if (!oo__remembered(plan, plan->match))
         return;
-    const uint64_t next = oo__visit_at(plan, plan->match)->next, visits = next - plan->match;
-    /* The second round is measured, where anything is. */
-    const int waits = oo_plan_link_bps(plan) > 0 && plan->units[current->unit].seconds <= 0;
-    const uint64_t rounds_before =
-        current->forwards < plan->now ? OO_MANY_ROUNDS : 1 + (uint64_t)waits;
-    rounds->on =
-        visits < oo__visit_at(plan, next)->forwards && visits < current->forwards / rounds_before;
-    const int is_known =
-        plan->units[current->unit].round == rounds->number && rounds->layout == plan->arena.layout;
-    if (rounds->on && !is_known)
-        oo__lay_round(plan, visits);
+    uint64_t last = plan->match; /* of the unit's visits in a row, one for each member */
+    while (oo__visit_at(plan, last)->next == last + 1)
+        last++;
+    const uint64_t next = oo__visit_at(plan, last)->next, visits = next - plan->match;
+    if (next == OO_NOWHERE)
+        return;
+    const int between = current->forwards < plan->now;
+    /* Of samples alone the second round is measured, where anything is. */
+    const int waits =
+        !between && oo_plan_link_bps(plan) > 0 && plan->units[current->unit].seconds <= 0;
+    rounds->on = visits < oo__visit_at(plan, next)->forwards &&
+                 visits < current->forwards / (1 + (uint64_t)waits);
+    if (!rounds->on)
+        return;
+    rounds->many = visits < current->forwards / OO_MANY_ROUNDS;
+    const int spread = !between || rounds->many || rounds->were_many;
+    const int is_laid = plan->units[current->unit].round == rounds->number &&
+                        rounds->layout == plan->arena.layout && rounds->spread == spread;
+    if (!is_laid || !(spread || was_on))
+        oo__lay_round(plan, visits, spread);
 }
 
 static int oo__has_place(const struct oo_plan *plan, uint32_t unit) {
@@ -455,6 +512,23 @@ static uint64_t oo__forwards(const struct oo_plan *plan, enum oo_kind kind) {
     return plan->now ? oo__visit_at(plan, plan->now - 1)->forwards + 1 : 1;
 }
 
+/* The current visit repeats the one at `match`; as was expected, where that holds. */
+static void oo__follow(struct oo_plan *plan, uint64_t match, int holds) {
+    const uint32_t unit = oo__visit_at(plan, plan->now - 1)->unit;
+    plan->match = match;
+    if (holds) {
+        plan->confirmed++;
+        oo__ahead_pass(plan);
+        if (plan->furthest_holds && plan->units[unit].block) /* the others' visits stay */
+            oo_furthest_put(&plan->furthest, unit, oo__next_visit(plan, unit));
+    } else {
+        plan->confirmed = 0;
+        oo__ahead_reset(plan);
+        plan->furthest_holds = 0;
+    }
+    oo__learn_round(plan);
+}
+
 void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
     const uint64_t previous = plan->units[unit].last;
     plan->trace[plan->now & OO_TRACE_MASK] =
@@ -469,20 +543,15 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
                         oo__same_visit(plan, expected, plan->now - 1);
     const int turned = plan->now > 1 && (kind == OO_FORWARD) !=
                                             (oo__visit_at(plan, plan->now - 2)->kind == OO_FORWARD);
-    plan->match = repeats && !(turned && plan->confirmed < plan->now - 1 - expected)
-                      ? expected
-                      : oo__find_match(plan);
-    if (repeats && plan->match == expected) {
-        plan->confirmed++;
-        oo__ahead_pass(plan);
-        if (plan->furthest_holds && plan->units[unit].block) /* the others' visits stay */
-            oo_furthest_put(&plan->furthest, unit, oo__next_visit(plan, unit));
-    } else {
-        plan->confirmed = 0;
-        oo__ahead_reset(plan);
-        plan->furthest_holds = 0;
-    }
-    oo__learn_round(plan);
+    const int in_rounds = plan->rounds.on && !turned;
+    if (turned && kind != OO_FORWARD)
+        oo__end_rounds(&plan->rounds);
+    const uint64_t match = repeats && !(turned && plan->confirmed < plan->now - 1 - expected)
+                               ? expected
+                               : oo__find_match(plan);
+    oo__follow(plan, match, repeats && match == expected);
+    if (in_rounds && !plan->rounds.on) /* those that are repeated end here; these may go on */
+        oo__follow(plan, oo__find_match(plan), 0);
     if (kind == OO_BACKWARD)
         oo__learn_block(plan);
     if (turned && kind != OO_FORWARD)
@@ -584,6 +653,16 @@ static uint64_t oo__use_after(const struct oo_plan *plan, uint64_t index) {
         return visit->next;
     return plan->match + oo_plan_next_use(plan, visit->unit) +
            (plan->now - 1 - plan->match); /* a period later */
+}
+
+/* When the unit of predicted visit `index` is used in the next forward, if that visit is none. */
+static uint64_t oo__use_in_next_forward(const struct oo_plan *plan, uint64_t index) {
+    for (int i = 0; i < OO_LOOKAHEAD && index < plan->now; i++) {
+        if (oo__visit_at(plan, index)->kind == OO_FORWARD)
+            break;
+        index = oo__use_after(plan, index);
+    }
+    return index;
 }
 
 /* The unit's first predicted use that is more than `distance` visits from now. */
@@ -745,7 +824,11 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
     uint64_t distance = ahead->end - plan->match;
     if (oo__has_place(plan, *unit))
         return oo__place_is_free(plan, *unit, distance, window);
-    const uint64_t again = oo__use_after(plan, ahead->end) - plan->match;
+    uint64_t after = oo__use_after(plan, ahead->end);
+    /* Who was spread may lie in a home and be needed before those that have been used. */
+    if (plan->rounds.to_home && oo__visit_at(plan, ahead->end)->kind != OO_FORWARD)
+        after = oo__use_in_next_forward(plan, after);
+    const uint64_t again = after - plan->match;
     const int early = ahead->bytes > oo__lead_bytes(plan);
     const enum oo_home_state home = oo__home_state(plan, *unit, distance, again, window);
     if (home == OO_HOME_FREE)

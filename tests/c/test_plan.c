@@ -485,31 +485,50 @@ static void test_samples_stream_through_a_ring(void) {
         }
 }
 
-/* A few samples between training steps leave the homes alone; of many, each round costs no more
- * than without training, and training finds back. */
+/* Resident bytes among the units that a forward uses first and among those it uses last. */
+static void halves(struct oo_plan *plan, const struct model *m, size_t half[2]) {
+    half[0] = half[1] = 0;
+    for (unsigned i = 0; i < m->n; i++)
+        half[i >= m->n / 2] += oo_plan_resident(plan, i) ? m->bytes[i] : 0;
+}
+
+/* Of many samples between training steps each costs no more than without training, and training
+ * finds back. Those that stay are spread once there were many, and at once where there were many
+ * the last time. */
 static void test_many_samples_are_no_interruption(void) {
     static struct model m;
     flux(&m, 3072, 1);
     const size_t capacity = aligned(m.total / 2);
     struct oo_plan *plan = plan_of(&m, capacity);
-    for (int preview = 0; preview < 2; preview++) {
+    for (int preview = 0; preview < 3; preview++) {
         for (int step = 0; step < 6; step++) {
             const struct outcome o = run(plan, &m, m.step, m.n_visits);
             printf("preview %d, step %d: %.3f X_min\n", preview, step,
                    (double)o.bytes / (double)x_min(&m, capacity));
-            CHECK(step < 4 || o.bytes * 100 <= x_min(&m, capacity) * 105, "%zu bytes", o.bytes);
+            const size_t most[6] = {preview ? 105 : 155, 120, 105, 105, 101, 101};
+            CHECK(o.bytes * 100 <= x_min(&m, capacity) * most[step], "step %d: %zu bytes", step,
+                  o.bytes);
         }
         for (int sweep = 0; sweep < 30; sweep++) {
             const struct outcome o = run(plan, &m, m.step, m.n);
-            CHECK(sweep < 12 || o.bytes <= m.total - capacity + 6 * m.largest,
+            size_t half[2];
+            halves(plan, &m, half);
+            printf("preview %d, sweep %d: %.3f of the missing bytes, %.2f and %.2f stay\n", preview,
+                   sweep, (double)o.bytes / (double)(m.total - capacity),
+                   (double)half[0] / (double)capacity, (double)half[1] / (double)capacity);
+            CHECK(sweep == (preview ? 1 : 8) || o.bytes <= m.total - capacity + 6 * m.largest,
                   "sweep %d: %zu bytes", sweep, o.bytes);
+            const int spread = half[0] * 5 > half[1] * 4 && half[1] * 5 > half[0] * 4;
+            CHECK(spread == (sweep >= (preview ? 1 : 8)),
+                  "preview %d, sweep %d: %zu and %zu bytes stay", preview, sweep, half[0], half[1]);
         }
     }
     oo_plan_destroy(plan);
 }
 
-/* The latest training step was followed by samples, and those before it by training: the second
- * step after the samples has all its bytes back, and so has every later one. */
+/* Few samples between training steps leave what lies in the arena there: the first step after them
+ * has nearly all its bytes back, and so has every later one. The latest training step was followed
+ * by samples then, and those before it by training. */
 static void test_training_goes_on_after_samples(void) {
     static struct model m;
     for (int percent = 30; percent <= 70; percent += 20) {
@@ -521,15 +540,48 @@ static void test_training_goes_on_after_samples(void) {
                 const struct outcome o = run(plan, &m, m.step, m.n_visits);
                 printf("%d%%, %d. preview, step %d: %.3f X_min\n", percent, preview, step,
                        (double)o.bytes / (double)x_min(&m, capacity));
-                CHECK(step == 0 || (o.bytes * 100 <= x_min(&m, capacity) * 105 && o.late == 0),
-                      "%d%%, preview %d, step %d: %zu bytes, bound %zu; %u late", percent, preview,
-                      step, o.bytes, x_min(&m, capacity), o.late);
+                CHECK((step == 0 && (preview == 0 || o.late <= 1)) || o.late == 0, "%u late",
+                      o.late);
+                CHECK(preview + step == 0 || o.bytes * 100 <= x_min(&m, capacity) * 105,
+                      "%d%%, preview %d, step %d: %zu bytes, bound %zu", percent, preview, step,
+                      o.bytes, x_min(&m, capacity));
             }
+            struct outcome last = {0, 0};
             for (int sweep = 0; sweep < 4 + 2 * preview; sweep++)
-                run(plan, &m, m.step, m.n);
+                last = run(plan, &m, m.step, m.n);
+            CHECK(last.bytes <= m.total - capacity + 3 * m.largest && last.late == 0,
+                  "%d%%, preview %d: a sweep loads %zu bytes, %u late", percent, preview,
+                  last.bytes, last.late);
         }
         oo_plan_destroy(plan);
     }
+}
+
+/* A unit of several members is visited once for each, in a row: that is no round, and samples
+ * between training steps cost what they cost with units of one. */
+static void test_rounds_of_units_with_several_members(void) {
+    static struct model m;
+    static struct visit visits[MAX_VISITS];
+    unsigned n = 0, n_forward = 0;
+    flux(&m, 3072, 1);
+    for (unsigned i = 0; i < m.n_visits; i++) {
+        for (unsigned member = 0; member <= m.step[i].unit % 3; member++)
+            visits[n++] = m.step[i];
+        n_forward = i < m.n ? n : n_forward;
+    }
+    const size_t capacity = aligned(m.total / 2);
+    struct oo_plan *plan = plan_of(&m, capacity), *alone = plan_of(&m, capacity);
+    for (int round = 0; round < 16; round++) {
+        const int samples = round % 8 >= 4;
+        const struct outcome of_members = run(plan, &m, visits, samples ? n_forward : n),
+                             of_units = run(alone, &m, m.step, samples ? m.n : m.n_visits);
+        printf("%s: %zu bytes of units of several members, %zu else\n", samples ? "sweep" : "step",
+               of_members.bytes, of_units.bytes);
+        CHECK(round < 2 || of_members.bytes <= of_units.bytes + 2 * m.largest,
+              "round %d: %zu bytes for %zu", round, of_members.bytes, of_units.bytes);
+    }
+    oo_plan_destroy(plan);
+    oo_plan_destroy(alone);
 }
 
 /* Two kinds of step take turns, of which one leaves units out: each is known once both were met. */
@@ -835,6 +887,7 @@ static const struct check_case cases[] = {
     CASE(test_samples_stream_through_a_ring),
     CASE(test_many_samples_are_no_interruption),
     CASE(test_training_goes_on_after_samples),
+    CASE(test_rounds_of_units_with_several_members),
     CASE(test_steps_that_take_turns_keep_their_own_order),
     CASE(test_thousands_of_units_move_as_few_bytes),
     CASE(test_a_skipped_or_repeated_unit_costs_little),
