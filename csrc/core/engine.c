@@ -539,11 +539,23 @@ static int oo__is_being_fed(const struct oo_engine *engine, const struct oo_wind
     }
 }
 
-/* Start copies by next use until nothing more is worth its place. A prefetch that fails is given
- * up: the unit is copied when it is asked for, and the failure surfaces there if it lasts. */
+/* Let go what has to leave, and start copies by next use until nothing more is worth its place. A
+ * prefetch that fails is given up: the unit is copied when it is asked for, and the failure
+ * surfaces there if it lasts. */
 static void oo__start_copies(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
     uint32_t id;
     struct oo_window window;
+    while (engine->usable && oo_plan_next_drop(engine->plan, &id)) {
+        const struct oo_feed *feed = engine->units[id].feed;
+        if ((flags & OO_NONBLOCKING) && feed && feed->open) {
+            fetched->more = 1;
+            return;
+        }
+        if (oo__drop(engine, id) != OO_OK)
+            return;
+        engine->models[engine->units[id].model].stats.evictions++;
+        oo__journal(engine, OO_DEED_EVICT, id, engine->units[id].device_bytes, id);
+    }
     while (engine->usable && oo_plan_next_fetch(engine->plan, &id, &window)) {
         if (fetched->count == OO_MAX_FETCHED ||
             ((flags & OO_NONBLOCKING) && (oo__is_being_fed(engine, &window) ||

@@ -12,12 +12,11 @@
  * earlier period and the current one. */
 enum { OO_TRACE_BITS = 16, OO_TRACE = 1 << OO_TRACE_BITS, OO_TRACE_MASK = OO_TRACE - 1 };
 _Static_assert(2 * OO_MAX_EXPECTED <= OO_TRACE, "what is expected is remembered twice");
-enum { OO_CANDIDATES = 32, OO_CONTEXT = 256 }; /* bounds of one search for a match */
-enum { OO_LOOKAHEAD = 16 };                    /* uses of a unit looked at to find one far off */
-enum { OO_FEW = 400 };                         /* units in the arena that are all looked at */
-enum { OO_MANY_ROUNDS = 8 };                   /* after which samples are no interruption */
-enum { OO_SLOTS_BETWEEN = 2 };                 /* of the largest unit: a ring before that */
-enum { OO_STEPS_HOME = 2 };                    /* after many samples, until units lie at home */
+enum { OO_CANDIDATES = 128, OO_CONTEXT = 256 }; /* bounds of one search for a match */
+enum { OO_LOOKAHEAD = 16 };                     /* uses of a unit looked at to find one far off */
+enum { OO_FEW = 400 };                          /* units in the arena that are all looked at */
+enum { OO_MANY_ROUNDS = 8 };                    /* after which samples are no interruption */
+enum { OO_SLOTS_BETWEEN = 2 };                  /* of the largest unit: a ring before that */
 enum { OO_MEASURED = 4, OO_REMEASURED_ONE_IN = 4093 }; /* forwards of each unit; of all, a prime */
 static const double oo__memory = 15.0 / 16;            /* of copies that were measured */
 static const double oo__about = 1.5;                   /* times as long is about as long */
@@ -61,10 +60,12 @@ struct oo_plan_unit {
 #define OO_IN_RING (OO_ANYWHERE - 1)
 struct oo_rounds {
     int on;          /* the visits expected next are such a round */
-    int many;        /* so many have come by now */
-    int were_many;   /* likewise, the last time */
+    uint64_t count;  /* of those that have come */
+    uint64_t before; /* likewise, the last time */
+    int many;        /* either is so many that those that stay may be spread */
+    int between;     /* training has come before */
     int spread;      /* those that stay are */
-    int to_home;     /* steps until those that were lie in their homes again */
+    int over;        /* until a moment ago, in the forward of this step */
     uint64_t number; /* rounds laid so far */
     uint64_t layout; /* the arena's, when the latest was */
     size_t ring;     /* where it begins */
@@ -90,6 +91,7 @@ struct oo_plan {
     uint32_t n_homes;
     uint64_t home_layout; /* the arena's layout that they were given in */
     size_t home_end;      /* where the next one may begin */
+    uint32_t stray;       /* units before this one have left if they lie elsewhere */
     struct oo_rounds rounds;
     struct oo_turn *turns;             /* scratch */
     double copied_bytes, copied_s;     /* the latest copies */
@@ -111,6 +113,7 @@ enum oo_status oo_plan_create(struct oo_plan **out) {
         return oo__fail(OO_E_MEMORY, "no memory for the trace of visits");
     }
     plan->match = OO_NOWHERE;
+    plan->stray = UINT32_MAX;
     return OO_OK;
 }
 
@@ -366,20 +369,14 @@ static size_t oo__turns(struct oo_plan *plan, uint64_t visits) {
 }
 
 /* Those that stay are spread over the round, one after the other. Returns where the ring begins. */
-static size_t oo__lay_spread(struct oo_plan *plan, size_t count, size_t largest) {
-    oo__guess_seconds(plan->turns, count);
-    /* Where a segment ends, what does not fit into it begins in the next one. */
-    size_t lost = 0, end = 0;
-    for (const struct oo_segment *s = plan->arena.segments; s && s->next; s = s->next)
-        lost += largest;
-    const size_t room = plan->arena.total_bytes > lost ? plan->arena.total_bytes - lost : 0;
+static size_t oo__lay_spread(struct oo_plan *plan, size_t count, size_t room) {
+    size_t end = 0;
     (void)oo_round_settle(plan->turns, count, room, oo_plan_link_bps(plan));
     for (size_t i = 0; i < count; i++) {
         const struct oo_turn *turn = &plan->turns[i];
-        if (!turn->stays)
-            continue;
-        plan->units[turn->unit].place = oo_arena_fit(&plan->arena, end, turn->bytes);
-        end = plan->units[turn->unit].place + turn->bytes;
+        struct oo_plan_unit *unit = &plan->units[turn->unit];
+        unit->place = turn->stays ? oo_arena_fit(&plan->arena, end, turn->bytes) : OO_IN_RING;
+        end = turn->stays ? unit->place + turn->bytes : end;
     }
     return end;
 }
@@ -399,44 +396,67 @@ static size_t oo__lay_as_is(struct oo_plan *plan, size_t largest) {
     return end;
 }
 
+/* Whether rounds of those that are spread in `room` take so much less than as they lie that this
+ * pays for the way there and back: as many bytes as the arena holds, each. */
+static int oo__spread_pays(struct oo_plan *plan, size_t count, size_t ring, size_t room) {
+    const struct oo_rounds *rounds = &plan->rounds;
+    const uint64_t number = rounds->count > rounds->before ? rounds->count : rounds->before;
+    const double bps = oo_plan_link_bps(plan), total = (double)plan->arena.total_bytes;
+    if (bps <= 0)
+        return 1;
+    for (size_t i = 0; i < count; i++)
+        plan->turns[i].stays = plan->units[plan->turns[i].unit].place != OO_IN_RING;
+    const double as_is = oo_round_seconds(plan->turns, count, plan->arena.total_bytes - ring, bps);
+    const size_t held = oo_round_settle(plan->turns, count, room, bps);
+    const double spread = oo_round_seconds(plan->turns, count, room - held, bps);
+    return (as_is - spread) * (double)number > 2 * total / bps;
+}
+
 /* Give each unit of the round that begins after the match a place. Where the arena holds all of
  * them, none needs one. */
-static void oo__lay_round(struct oo_plan *plan, uint64_t visits, int spread) {
+static void oo__lay_round(struct oo_plan *plan, uint64_t visits) {
     struct oo_rounds *rounds = &plan->rounds;
-    size_t total = 0, largest = 0;
+    size_t total = 0, largest = 0, lost = 0;
     rounds->number++;
     rounds->layout = plan->arena.layout;
-    rounds->spread = spread;
     const size_t count = oo__turns(plan, visits);
     for (size_t i = 0; i < count; i++) {
         total += plan->turns[i].bytes;
         largest = plan->turns[i].bytes > largest ? plan->turns[i].bytes : largest;
     }
-    rounds->ring = rounds->cursor =
-        spread ? oo__lay_spread(plan, count, largest) : oo__lay_as_is(plan, largest);
+    oo__guess_seconds(plan->turns, count);
+    /* Where a segment ends, what does not fit into it begins in the next one. */
+    for (const struct oo_segment *s = plan->arena.segments; s && s->next; s = s->next)
+        lost += largest;
+    const size_t room = plan->arena.total_bytes > lost ? plan->arena.total_bytes - lost : 0;
+    rounds->ring = oo__lay_as_is(plan, largest);
+    rounds->spread =
+        !rounds->between || (rounds->many && oo__spread_pays(plan, count, rounds->ring, room));
+    if (rounds->spread)
+        rounds->ring = oo__lay_spread(plan, count, room);
+    rounds->cursor = rounds->ring;
     for (size_t i = 0; i < count && total <= plan->arena.total_bytes; i++)
         plan->units[plan->turns[i].unit].place = OO_ANYWHERE;
 }
 
-/* Forward turns into backward. */
-static void oo__end_rounds(struct oo_rounds *rounds) {
+/* Forward turns into backward, or that into the next forward. */
+static void oo__turn_rounds(struct oo_plan *plan, enum oo_kind kind) {
+    struct oo_rounds *rounds = &plan->rounds;
     if (rounds->on)
-        rounds->were_many = rounds->many;
-    if (rounds->on && rounds->spread)
-        rounds->to_home = OO_STEPS_HOME;
-    else if (rounds->to_home)
-        rounds->to_home--;
+        rounds->before = rounds->count;
+    if (kind == OO_FORWARD && rounds->over)
+        plan->stray = 0;
+    rounds->over = rounds->on && rounds->spread && rounds->between;
 }
 
 /* Whether the visits that are expected until this unit's next one are a round: forward, as were as
  * many before. Training's forward is none, as its units are used next in its backward. Between
  * training steps those that are in the arena stay, as the backward to come wants them. To spread
- * them is worth it for many rounds, as there were the last time: it costs bytes, and so does the
- * way back to the homes. */
+ * them may be worth it for many rounds, as there were the last time. */
 static void oo__learn_round(struct oo_plan *plan) {
     struct oo_rounds *rounds = &plan->rounds;
     const struct oo_trace_entry *current = oo__visit_at(plan, plan->now - 1);
-    const int was_on = rounds->on;
+    const int was_on = rounds->on, were_many = rounds->many;
     rounds->on = 0;
     if (!oo__remembered(plan, plan->match))
         return;
@@ -446,20 +466,20 @@ static void oo__learn_round(struct oo_plan *plan) {
     const uint64_t next = oo__visit_at(plan, last)->next, visits = next - plan->match;
     if (next == OO_NOWHERE)
         return;
-    const int between = current->forwards < plan->now;
+    rounds->between = current->forwards < plan->now;
     /* Of samples alone the second round is measured, where anything is. */
     const int waits =
-        !between && oo_plan_link_bps(plan) > 0 && plan->units[current->unit].seconds <= 0;
+        !rounds->between && oo_plan_link_bps(plan) > 0 && plan->units[current->unit].seconds <= 0;
     rounds->on = visits < oo__visit_at(plan, next)->forwards &&
                  visits < current->forwards / (1 + (uint64_t)waits);
     if (!rounds->on)
         return;
-    rounds->many = visits < current->forwards / OO_MANY_ROUNDS;
-    const int spread = !between || rounds->many || rounds->were_many;
+    rounds->count = current->forwards / visits;
+    rounds->many = rounds->count >= OO_MANY_ROUNDS || rounds->before >= OO_MANY_ROUNDS;
     const int is_laid = plan->units[current->unit].round == rounds->number &&
-                        rounds->layout == plan->arena.layout && rounds->spread == spread;
-    if (!is_laid || !(spread || was_on))
-        oo__lay_round(plan, visits, spread);
+                        rounds->layout == plan->arena.layout && rounds->many == were_many;
+    if (!is_laid || !(rounds->spread || was_on))
+        oo__lay_round(plan, visits);
 }
 
 static int oo__has_place(const struct oo_plan *plan, uint32_t unit) {
@@ -544,8 +564,8 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
     const int turned = plan->now > 1 && (kind == OO_FORWARD) !=
                                             (oo__visit_at(plan, plan->now - 2)->kind == OO_FORWARD);
     const int in_rounds = plan->rounds.on && !turned;
-    if (turned && kind != OO_FORWARD)
-        oo__end_rounds(&plan->rounds);
+    if (turned)
+        oo__turn_rounds(plan, kind);
     const uint64_t match = repeats && !(turned && plan->confirmed < plan->now - 1 - expected)
                                ? expected
                                : oo__find_match(plan);
@@ -826,7 +846,7 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
         return oo__place_is_free(plan, *unit, distance, window);
     uint64_t after = oo__use_after(plan, ahead->end);
     /* Who was spread may lie in a home and be needed before those that have been used. */
-    if (plan->rounds.to_home && oo__visit_at(plan, ahead->end)->kind != OO_FORWARD)
+    if (plan->rounds.over && oo__visit_at(plan, ahead->end)->kind != OO_FORWARD)
         after = oo__use_in_next_forward(plan, after);
     const uint64_t again = after - plan->match;
     const int early = ahead->bytes > oo__lead_bytes(plan);
@@ -869,6 +889,26 @@ static int oo__fetch_guessed(struct oo_plan *plan, uint32_t *unit, struct oo_win
 int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *window) {
     return oo__remembered(plan, plan->match) ? oo__fetch_predicted(plan, unit, window)
                                              : oo__fetch_guessed(plan, unit, window);
+}
+
+/* Whether the unit lies where others have their homes, which then would go elsewhere, too. */
+static int oo__is_astray(struct oo_plan *plan, uint32_t unit) {
+    const struct oo_block *block = plan->units[unit].block;
+    if (!block || plan->units[unit].pins || !plan->units[unit].rank)
+        return 0;
+    size_t begin = 0;
+    for (const struct oo_segment *s = plan->arena.segments; s != block->segment; s = s->next)
+        begin += s->bytes;
+    return begin + block->offset != oo__home(plan, unit);
+}
+
+int oo_plan_next_drop(struct oo_plan *plan, uint32_t *unit) {
+    for (; plan->stray < plan->n_units; plan->stray++) {
+        *unit = plan->stray;
+        if (oo__is_astray(plan, *unit))
+            return 1;
+    }
+    return 0;
 }
 
 struct oo_block *oo_plan_take(struct oo_plan *plan, uint32_t unit, const struct oo_window *window) {

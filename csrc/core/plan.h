@@ -70,6 +70,9 @@ struct oo_block *oo_plan_resident(const struct oo_plan *plan, uint32_t unit);
 int oo_plan_place(struct oo_plan *plan, uint32_t unit, struct oo_window *window);
 /* The next unit worth fetching ahead, and where to. 0: none now. */
 int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *window);
+/* The next unit that has to leave: after many samples, what lies where others have their homes. It
+ * has to be dropped. 0: none. */
+int oo_plan_next_drop(struct oo_plan *plan, uint32_t *unit);
 /* Carry out a placement: the window's occupants stop being resident, the unit is. */
 struct oo_block *oo_plan_take(struct oo_plan *plan, uint32_t unit, const struct oo_window *window);
 /* The unit leaves the arena. */

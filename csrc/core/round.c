@@ -37,9 +37,8 @@ static int oo__take(struct oo_turn *turn, size_t ring, size_t used, size_t *posi
     return 1;
 }
 
-/* Seconds of a round: a copy begins when the one before it has ended and what lay in its place has
- * been used. */
-static double oo__round_s(struct oo_turn *turns, size_t count, size_t ring, double link_bps) {
+/* A copy begins when the one before it has ended and what lay in its place has been used. */
+double oo_round_seconds(struct oo_turn *turns, size_t count, size_t ring, double link_bps) {
     double computed = 0, copied = 0, begin = 0;
     size_t used = 0, position = 0;
     for (size_t now = 0, ahead = 0; now < OO_LAPS * count; now++) {
@@ -76,7 +75,7 @@ static size_t oo__enough(struct oo_turn *turns, size_t count, size_t total, size
         if (slots * slot > room)
             continue;
         const size_t held = oo__spread(turns, count, total, room - slots * slot);
-        seconds[slots] = oo__round_s(turns, count, room - held, link_bps);
+        seconds[slots] = oo_round_seconds(turns, count, room - held, link_bps);
         least = seconds[slots] < least ? seconds[slots] : least;
     }
     size_t slots = 1;

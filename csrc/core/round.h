@@ -24,4 +24,8 @@ struct oo_turn {
  * stay. */
 size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double link_bps);
 
+/* Seconds of a round where those stay that are marked, and the others stream through `ring` bytes;
+ * DBL_MAX where these do not hold them. */
+double oo_round_seconds(struct oo_turn *turns, size_t count, size_t ring, double link_bps);
+
 #endif

@@ -490,7 +490,8 @@ enum oo_deed {
     OO_DEED_WAIT = 1,    /* a stream is told to wait for the unit's copy, the first one to use it */
     OO_DEED_COPY_IN = 2, /* a copy to the device; `detail` is where to */
     OO_DEED_COPY_OUT = 3, /* a copy to the host, of no unit (UINT32_MAX) */
-    OO_DEED_EVICT = 4,    /* of a unit; `detail` is the one that comes in its place */
+    OO_DEED_EVICT = 4,    /* of a unit; `detail` is the one that comes in its place, or it itself,
+                             where it has to come back to another */
     OO_DEED_DECODE = 5    /* of what has just been copied; `bytes` come of `detail` chunks */
 };
 struct oo_entry {

@@ -35,6 +35,58 @@ static void steps_on_a_stream_of_the_caller(const char *where) {
     world_close(&w, where);
 }
 
+/* Four steps, `samples`, and the first step after them. */
+static void open_after_samples(struct world *w, int samples, const char *where) {
+    world_open_on_device(w, 200000);
+    for (int i = 0; i < 4; i++)
+        need(step(w), where);
+    for (int sample = 0; sample < samples; sample++)
+        for (unsigned i = 0; i < UNITS; i++)
+            need(use(w, i, OO_FORWARD), where);
+    need(step(w), where);
+}
+
+/* Bytes of the third step. (Before a fifth, samples would be expected again.) */
+static uint64_t bytes_after(int samples, const char *where) {
+    struct world w;
+    open_after_samples(&w, samples, where);
+    need(step(&w), where);
+    const uint64_t before = stats_of(&w).h2d_bytes;
+    need(step(&w), where);
+    const uint64_t bytes = stats_of(&w).h2d_bytes - before;
+    world_close(&w, where);
+    return bytes;
+}
+
+/* Units that leave when the second step begins. */
+static uint64_t leave_after(int samples, const char *where) {
+    struct world w;
+    open_after_samples(&w, samples, where);
+    const uint64_t before = stats_of(&w).evictions;
+    need(use(&w, 0, OO_FORWARD), where);
+    const uint64_t left = stats_of(&w).evictions - before;
+    world_close(&w, where);
+    return left;
+}
+
+/* After many samples, what lies where others have their homes leaves, while kernels may still use
+ * it; then a step moves what it would move without them. */
+static void training_after_many_samples(const char *where) {
+    struct sim_device device;
+    sim.simGetDevice(0, &device);
+    const double link_gbps = device.link_gbps;
+    device.link_gbps = 0.3; /* copies take as long as kernels: to be spread saves much */
+    sim.simSetDevice(0, &device);
+    const uint64_t none = leave_after(0, where), left = leave_after(12, where);
+    CHECK(none <= 2 && left >= 6, "%s: %llu units leave, %llu without samples", where,
+          (unsigned long long)left, (unsigned long long)none);
+    const uint64_t without = bytes_after(0, where), after = bytes_after(12, where);
+    CHECK(after * 10 <= without * 11, "%s: %llu bytes in a step, %llu without samples", where,
+          (unsigned long long)after, (unsigned long long)without);
+    device.link_gbps = link_gbps;
+    sim.simSetDevice(0, &device);
+}
+
 /* The legacy default stream, on which torch computes, orders nothing against non-blocking streams.
  */
 static void steps_on_the_default_stream(const char *where) {
@@ -426,6 +478,9 @@ static void unlocked_right_after_a_download(const char *where) {
 static void steps_on_a_stream_of_the_caller_on_every_schedule(void) {
     for_each_schedule(steps_on_a_stream_of_the_caller, "steps");
 }
+static void training_after_many_samples_on_every_schedule(void) {
+    for_each_schedule(training_after_many_samples, "samples");
+}
 static void steps_on_the_default_stream_on_every_schedule(void) {
     for_each_schedule(steps_on_the_default_stream, "default stream");
 }
@@ -474,6 +529,7 @@ static void unlocked_right_after_a_download_on_every_schedule(void) {
 
 static const struct check_case cases[] = {
     CASE(steps_on_a_stream_of_the_caller_on_every_schedule),
+    CASE(training_after_many_samples_on_every_schedule),
     CASE(steps_on_the_default_stream_on_every_schedule),
     CASE(more_streams_than_entries_on_every_schedule),
     CASE(test_each_stream_waits_for_a_copy_once),

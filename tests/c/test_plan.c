@@ -98,6 +98,8 @@ static struct outcome run(struct oo_plan *plan, const struct model *m, const str
         }
         oo_plan_pin(plan, unit);
         oo_plan_unpin(plan, unit);
+        while (oo_plan_next_drop(plan, &fetch))
+            oo_plan_drop(plan, fetch);
         while (oo_plan_next_fetch(plan, &fetch, &window)) {
             oo_plan_take(plan, fetch, &window);
             outcome.bytes += m->bytes[fetch];
@@ -492,38 +494,51 @@ static void halves(struct oo_plan *plan, const struct model *m, size_t half[2]) 
         half[i >= m->n / 2] += oo_plan_resident(plan, i) ? m->bytes[i] : 0;
 }
 
-/* Of many samples between training steps each costs no more than without training, and training
- * finds back. Those that stay are spread once there were many, and at once where there were many
- * the last time. */
-static void test_many_samples_are_no_interruption(void) {
+/* Of many samples between training steps each costs no more than without training. Those that stay
+ * are spread once there were many, and at once where there were many the last time; but not where
+ * that is known to save no time. In the second step after them what lies astray comes home, and
+ * every later one is as if there had been no samples. */
+static void many_samples(double seconds_per_byte) {
     static struct model m;
     flux(&m, 3072, 1);
-    const size_t capacity = aligned(m.total / 2);
+    const size_t capacity = aligned(m.total / 2), missing = m.total - capacity;
     struct oo_plan *plan = plan_of(&m, capacity);
+    const int pays = seconds_per_byte < 1e-9;
+    for (unsigned unit = 0; seconds_per_byte > 0 && unit < m.n; unit++)
+        oo_plan_took(plan, unit, (double)m.bytes[unit] * seconds_per_byte);
+    if (seconds_per_byte > 0)
+        oo_plan_copied(plan, 3000, 3000.0 / LINK_BPS);
     for (int preview = 0; preview < 3; preview++) {
         for (int step = 0; step < 6; step++) {
             const struct outcome o = run(plan, &m, m.step, m.n_visits);
             printf("preview %d, step %d: %.3f X_min\n", preview, step,
                    (double)o.bytes / (double)x_min(&m, capacity));
-            const size_t most[6] = {preview ? 105 : 155, 120, 105, 105, 101, 101};
-            CHECK(o.bytes * 100 <= x_min(&m, capacity) * most[step], "step %d: %zu bytes", step,
-                  o.bytes);
+            const size_t most = step == 0 ? (preview ? 105 : 155) : step == 1 && pays ? 145 : 101;
+            CHECK(o.bytes * 100 <= x_min(&m, capacity) * most, "step %d: %zu bytes", step, o.bytes);
         }
         for (int sweep = 0; sweep < 30; sweep++) {
             const struct outcome o = run(plan, &m, m.step, m.n);
             size_t half[2];
             halves(plan, &m, half);
             printf("preview %d, sweep %d: %.3f of the missing bytes, %.2f and %.2f stay\n", preview,
-                   sweep, (double)o.bytes / (double)(m.total - capacity),
-                   (double)half[0] / (double)capacity, (double)half[1] / (double)capacity);
-            CHECK(sweep == (preview ? 1 : 8) || o.bytes <= m.total - capacity + 6 * m.largest,
-                  "sweep %d: %zu bytes", sweep, o.bytes);
+                   sweep, (double)o.bytes / (double)missing, (double)half[0] / (double)capacity,
+                   (double)half[1] / (double)capacity);
             const int spread = half[0] * 5 > half[1] * 4 && half[1] * 5 > half[0] * 4;
-            CHECK(spread == (sweep >= (preview ? 1 : 8)),
+            const int begin = preview ? 1 : 8;
+            CHECK(spread == (pays && sweep >= begin),
                   "preview %d, sweep %d: %zu and %zu bytes stay", preview, sweep, half[0], half[1]);
+            const int moves = pays && (sweep + 1 >= begin && sweep <= begin + 1);
+            CHECK(moves || o.bytes <= missing + 6 * m.largest, "preview %d, sweep %d: %zu bytes",
+                  preview, sweep, o.bytes);
         }
     }
     oo_plan_destroy(plan);
+}
+
+static void test_many_samples_are_no_interruption(void) {
+    many_samples(0);
+    many_samples(0.5e-9);
+    many_samples(4e-9);
 }
 
 /* Few samples between training steps leave what lies in the arena there: the first step after them
@@ -547,7 +562,7 @@ static void test_training_goes_on_after_samples(void) {
                       o.bytes, x_min(&m, capacity));
             }
             struct outcome last = {0, 0};
-            for (int sweep = 0; sweep < 4 + 2 * preview; sweep++)
+            for (int sweep = 0; sweep < 3 + 2 * preview; sweep++)
                 last = run(plan, &m, m.step, m.n);
             CHECK(last.bytes <= m.total - capacity + 3 * m.largest && last.late == 0,
                   "%d%%, preview %d: a sweep loads %zu bytes, %u late", percent, preview,

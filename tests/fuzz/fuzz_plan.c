@@ -139,6 +139,17 @@ static void demand(struct model *m, uint32_t unit, enum oo_kind kind) {
         take(m, unit, &window, 0);
 }
 
+/* What leaves is there, and nobody uses it. */
+static void leave(struct model *m) {
+    uint32_t unit;
+    while (oo_plan_next_drop(m->plan, &unit)) {
+        REQUIRE(unit < m->n_units && m->units[unit].resident && !m->units[unit].pins,
+                "unit %u leaves", unit);
+        oo_plan_drop(m->plan, unit);
+        m->units[unit].resident = 0;
+    }
+}
+
 /* Fetches end by themselves; each is of a unit that wants one, and evicts nothing that is needed
  * before. */
 static void fetch(struct model *m, unsigned most) {
@@ -146,6 +157,7 @@ static void fetch(struct model *m, unsigned most) {
     struct oo_window window;
     const uint64_t bound = 2 * m->visits + 4 * MAX_UNITS;
     uint64_t done = 0;
+    leave(m);
     while (done < most && oo_plan_next_fetch(m->plan, &unit, &window)) {
         REQUIRE(unit < m->n_units, "unit %u does not exist", unit);
         REQUIRE(!m->units[unit].resident && !m->units[unit].removed && m->units[unit].ahead,
