@@ -12,6 +12,7 @@ known and policies of other programs (`plans`), all over the same visits and are
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import mmap
 import multiprocessing
@@ -35,6 +36,7 @@ PHASES = ("train", "sample")
 ROUNDS = {"train": 8, "sample": 24}
 LAST = 4  # of the rounds, which are measured
 CI_CELLS, WORST = 40, 10
+STEPS, PREVIEWS = 5, (4, 30)  # training steps before a preview, and its samples
 TIME_GOAL, BYTES_GOAL = 1.03, 1.02
 
 Cell = tuple[str, int, str, str, str, str]  # model, size, card, dtype, arena, phase
@@ -76,9 +78,12 @@ def capacity_of(trace: Trace, card: Card, arena: str) -> int:
 
 
 def run_engine(
-    trace: Trace, visits: Sequence[Visit], capacity: int, card: Card, rounds: int
+    trace: Trace, rounds: Sequence[Sequence[Visit]], capacity: int, card: Card
 ) -> list[plans.Outcome]:
-    """Return what the engine takes for each step or sweep but the first, in virtual time."""
+    """Return what the engine takes for each round but the first, in virtual time.
+
+    A round is a step or a sweep: its visits.
+    """
     import numpy as np
 
     from oracle_offload import _core, simulator
@@ -109,7 +114,7 @@ def run_engine(
         moved = [0]
         # No wait between the steps: the link goes on, as it does where a loss is read.
         with simulator.trace() as timeline:
-            for number in range(rounds):
+            for number, visits in enumerate(rounds):
                 _play(engine, visits, members, number)
                 moved.append(engine.stats(model)["h2d_bytes"])
             simulator.finish()
@@ -125,10 +130,13 @@ def run_engine(
         simulator.set_device(0, before)
     # An acquire declares a kernel, too, of no duration here.
     kernels = sorted(row.end_s for row in timeline if row.kind == "kernel")
-    ends = kernels[2 * len(visits) - 1 :: 2 * len(visits)]
-    if len(ends) != rounds:
-        raise RuntimeError(f"{len(kernels)} kernels in {rounds} rounds of {len(visits)} visits")
-    return [plans.Outcome(ends[i] - ends[i - 1], moved[i + 1] - moved[i]) for i in range(1, rounds)]
+    counts = list(itertools.accumulate(2 * len(visits) for visits in rounds))
+    if len(kernels) != counts[-1]:
+        raise RuntimeError(f"{len(kernels)} kernels where {counts[-1]} are expected")
+    ends = [kernels[count - 1] for count in counts]
+    return [
+        plans.Outcome(ends[i] - ends[i - 1], moved[i + 1] - moved[i]) for i in range(1, len(rounds))
+    ]
 
 
 def _play(engine: Any, visits: Sequence[Visit], members: Sequence[int], number: int) -> None:
@@ -160,7 +168,7 @@ def measure(cell: Cell) -> dict[str, Any]:
         return row
     if capacity < trace.floor_bytes():
         return {**row, "too_small": True}
-    ours = run_engine(trace, visits, capacity, card, ROUNDS[phase])[-LAST:]
+    ours = run_engine(trace, [visits] * ROUNDS[phase], capacity, card)[-LAST:]
     seconds = sum(one.seconds for one in ours) / LAST
     nbytes = sum(one.nbytes for one in ours) / LAST
     args = visits, capacity, card.link_bps
@@ -189,6 +197,54 @@ def measure(cell: Cell) -> dict[str, Any]:
             for name, one in plans.rivals(trace, *args).items()
         },
     }
+
+
+def preview_cells() -> list[tuple[Cell, int]]:
+    """Return cells of training that samples interrupt, and how many do each time."""
+    cells: list[tuple[Cell, int]] = []
+    for number, (model, (_, sizes)) in enumerate(MODELS.items()):
+        card = list(CARDS)[number % len(CARDS)]
+        for arena in ("50", "25"):
+            cell = (model, sizes[0], card, "bf16", arena, "train")
+            cells += [(cell, samples) for samples in PREVIEWS]
+    return cells
+
+
+def measure_preview(cell: Cell, samples: int) -> dict[str, Any]:
+    """Train, sample, train, sample, train: return what the last samples and steps take.
+
+    Both by their yardsticks: seconds by the bound, bytes by the least. `steps` are the first
+    after the samples, one after the other.
+    """
+    model, size, card_name, dtype, arena, _ = cell
+    card = CARDS[card_name]
+    trace = trace_of(model, size, card, dtype)
+    capacity = capacity_of(trace, card, arena)
+    missing = trace.total_bytes - capacity
+    last = 3
+    rounds = ([trace.train] * STEPS + [trace.sample] * samples) * 2 + [trace.train] * last
+    outcomes = run_engine(trace, rounds, capacity, card)
+    step_s, sample_s = (
+        plans.interval_bound_s(trace.unit_bytes, visits, capacity, card.link_bps)
+        for visits in (trace.train, trace.sample)
+    )
+    sampling, steps = outcomes[-last - samples : -last], outcomes[-last:]
+    return {
+        "cell": list(cell),
+        "samples": samples,
+        "sample_time_ratio": sum(one.seconds for one in sampling) / samples / sample_s,
+        "sample_bytes_ratio": sum(one.nbytes for one in sampling) / samples / missing,
+        "steps": [
+            {"time_ratio": one.seconds / step_s, "bytes_ratio": one.nbytes / (2 * missing)}
+            for one in steps
+        ],
+    }
+
+
+def run_previews(jobs: int) -> list[dict[str, Any]]:
+    """Measure all of `preview_cells`."""
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        return pool.starmap(measure_preview, preview_cells())
 
 
 def why(row: dict[str, Any]) -> str:
@@ -334,7 +390,23 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
     return said
 
 
-def page(rows: Sequence[dict[str, Any]], cells: int) -> str:
+def preview_table(previews: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table of training that samples interrupt."""
+    lines = [
+        "| cell | samples | each / bound | bytes / least | first step / bound | bytes / least "
+        "| second step / bound | bytes / least |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in previews:
+        ratios = [row["sample_time_ratio"], row["sample_bytes_ratio"]]
+        for step in row["steps"][:2]:
+            ratios += [step["time_ratio"], step["bytes_ratio"]]
+        figures = " | ".join(f"{ratio:.3f}" for ratio in ratios)
+        lines.append(f"| {name_of(row).removesuffix(', train')} | {row['samples']} | {figures} |")
+    return lines
+
+
+def page(rows: Sequence[dict[str, Any]], cells: int, previews: Sequence[dict[str, Any]]) -> str:
     """Return docs/performance.md."""
     shown = measured(rows)
     counted = f"{len(shown)} of {cells} cells stream; in the others the arena holds the whole model"
@@ -368,6 +440,14 @@ def page(rows: Sequence[dict[str, Any]], cells: int) -> str:
                 for row in shown[:WORST]
             ),
             "",
+            "## Samples between training steps",
+            "",
+            f"{STEPS} training steps, then samples, twice, and training again: what the second",
+            "samples take on average, and the first steps after them. A few samples leave the",
+            "arena as training wants it; many spread what stays, so that the link rests less.",
+            "",
+            *preview_table(previews),
+            "",
             "## All cells",
             "",
             *table(sorted(shown, key=lambda row: [str(part) for part in row["cell"]])),
@@ -400,7 +480,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     print("\n".join(verdicts(shown)))
     if args.page:
-        PAGE.write_text(page(rows, len(cells)), encoding="utf-8")
+        PAGE.write_text(page(rows, len(cells), run_previews(args.jobs)), encoding="utf-8")
         PLOT.write_text(plot(shown), encoding="utf-8")
     return 0
 
