@@ -7,7 +7,9 @@ very cast that torch keeps; a weight on the host gets a stand-in for it, `CastSt
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,6 +28,13 @@ def cast_dtype(device_type: str) -> torch.dtype | None:
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
+
+
+def computing_in(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Compute as under autocast to `dtype`, or without where that is None: as code was compiled."""
+    if cast_dtype(device_type) is dtype:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, dtype, enabled=dtype is not None)
 
 
 def is_cast(tensor: Tensor) -> bool:

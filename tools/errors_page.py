@@ -387,9 +387,20 @@ NOTES: dict[str, dict[str, str]] = {
             "A parametrisation or `functional_call` stands in the place of a Parameter. Leave that "
             "layer resident, or do not compile it."
         ),
+        "and not one tensor as compiled": (
+            "The module's code returns something else than when it was compiled. Leave that module "
+            "resident, or do not compile it."
+        ),
         "as compiled code was": (
             "The library's code, run over an input that holds nothing, has told another dtype or "
             "size. Leave that layer resident, or do not compile it."
+        ),
+        "is no Parameter of it; in compiled": (
+            "The module came to a trainable tensor after it was compiled. Call "
+            "`torch.compiler.reset()`, or leave the module resident."
+        ),
+        "are not what its compiled forward": (
+            "Re-point weights between steps, after backward and before the next forward."
         ),
         "is not what its compiled forward computed": (
             "Re-point weights between steps, and compute or write them outside the compiled code."

@@ -28,6 +28,7 @@ from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
 from ..gradients import note_trainable
 from ..locks import Lock
+from .compiled import Whole
 from .flatten import is_wrapper, value_at
 from .leaf import Masters, Tensors, version_of
 from .loan import Borrower, once_differentiable
@@ -105,7 +106,7 @@ class Places(Mapping[str, Any]):
                 list_weights(owner)
 
 
-class AnyLayer(Borrower):
+class AnyLayer(Whole, Borrower):
     """A leaf whose tensors are lent to code that computes with them as it likes.
 
     Parameters
@@ -127,8 +128,6 @@ class AnyLayer(Borrower):
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
         super().__init__(module, name, structure)
         self._turn = Lock("turn")  # one thread at a time: the places are the module's
-        # Modules that stand before this one and take part in what it computes: peft's wrappers.
-        self.wrappers: list[weakref.ref[nn.Module]] = []
         kind = self.state.kind
         self._where = kind.dlpack_type, self.state.device.index or 0
 

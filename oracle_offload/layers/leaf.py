@@ -422,7 +422,8 @@ class Leaf:
         storage, base = self.state.storage_at(address)
         offsets = iter(self.offsets)
         views: list[Tensor | None] = []
-        with torch.inference_mode(False), torch.no_grad():
+        # A selective checkpoint counts the operators that it sees; these are none of the module's.
+        with torch._C._DisableTorchDispatch(), torch.inference_mode(False), torch.no_grad():
             for layout in self.masters.layout:
                 if layout is None:
                     views.append(None)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..autocast import cast_dtype
+from ..autocast import cast_dtype, computing_in
 from ..errors import OffloadError
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
@@ -198,7 +198,7 @@ class QuantisedLayer(Traced):
         device, features = self.state.device, getattr(module, "in_features", 1)
         if self.format.settle is not None:
             self.format.settle(module, torch.empty((2, features), dtype=dtype, device="meta"))
-        with FakeTensorMode(), torch.no_grad(), self._autocast(autocast):
+        with FakeTensorMode(), torch.no_grad(), computing_in(self.device_type, autocast):
             x = torch.empty((2, features), dtype=dtype, device=device)
             tensors = [
                 t if t is None else torch.empty_strided(t[1], t[2], dtype=t[0], device=device)
@@ -221,12 +221,7 @@ class QuantisedLayer(Traced):
 
     def taking(self, *arguments: Any) -> AbstractContextManager[Any]:
         """Compute under autocast as it was where the call was compiled."""
-        return self._autocast(arguments[3])
-
-    def _autocast(self, dtype: Cast) -> AbstractContextManager[Any]:
-        if cast_dtype(self.device_type) is dtype:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device_type, dtype, enabled=dtype is not None)
+        return computing_in(self.device_type, arguments[3])
 
     def as_told(self, y: Tensor, *arguments: Any) -> Tensor:
         """Return a result as a compiler was told of it."""

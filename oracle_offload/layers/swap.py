@@ -108,15 +108,29 @@ def lending_class(base: Any, around_call: bool = False) -> Any:
     `around_call`: for as long as a call takes, whatever stands in ``module.forward``.
     """
 
-    def lending(inner: Callable[..., Any]) -> Any:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def lending(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def lend(self: Any, *args: Any, **kwargs: Any) -> Any:
             leaf = self.__dict__.get(HANDLE)
             if leaf is None:
                 return inner(self, *args, **kwargs)
             return leaf.lend_to(functools.partial(inner, self, *args, **kwargs))
 
+        outside: Callable[..., Any] = torch.compiler.disable(lend)  # a graph breaks there
+        return outside
+
+    def method_of(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        lend = lending(inner)
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                leaf = self.__dict__.get(HANDLE)
+                if leaf is None:
+                    return inner(self, *args, **kwargs)
+                return leaf.traced(self, name, lend, args, kwargs)
+            return lend(self, *args, **kwargs)
+
         functools.update_wrapper(method, inner, assigned=("__doc__", "__name__"), updated=())
-        return torch.compiler.disable(method)
+        return method
 
     if around_call:
         return _derive(base, {"__call__": lending(base.__call__)})
@@ -126,7 +140,7 @@ def lending_class(base: Any, around_call: bool = False) -> Any:
     return _derive(
         base,
         {
-            name: lending(inner)
+            name: method_of(name, inner)
             for name, inner in methods.items()
             if inspect.isfunction(inner) and name != "__call__"
         },

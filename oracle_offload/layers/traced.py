@@ -31,7 +31,7 @@ from ..autocast import cast_dtype, cast_input
 from ..errors import OffloadError, StaleWeightsError
 from ..exemption import exempt
 from ..gradients import note_trainable
-from .leaf import version_of
+from .leaf import Leaf, version_of
 from .loan import Layer, once_differentiable
 from .swap import is_exporting, refuse_tracing, untraced
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 NAMESPACE = "oracle_offload"
 _library = torch.library.Library(NAMESPACE, "DEF")
-_after_autograd = torch._C._after_autograd_keyset
-_functorch_active = torch._C._are_functorch_transforms_active
+after_autograd = torch._C._after_autograd_keyset
+functorch_active = torch._C._are_functorch_transforms_active
 _graph_task = torch._C._current_graph_task_id
 _numbers = itertools.count()
-_layers: weakref.WeakValueDictionary[int, Traced] = weakref.WeakValueDictionary()
+_layers: weakref.WeakValueDictionary[int, Numbered] = weakref.WeakValueDictionary()
 _kernels: dict[Any, Callable[..., Any]] = {}  # what an operator runs, for who stands before it
 _computes: dict[Any, Callable[..., Tensor]] = {}  # what it computes, with tensors on the device
 
@@ -69,7 +69,18 @@ def kernel_of(func: Any) -> Callable[..., Any] | None:
     return _kernels.get(func)
 
 
-class Traced(Layer):
+class Numbered(Leaf):
+    """A leaf that compiled code names by a small tensor."""
+
+    def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
+        super().__init__(module, name, structure)
+        self.number = next(_numbers)
+        _layers[self.number] = self
+        with torch.inference_mode(False):
+            self.key = torch.tensor(self.number)
+
+
+class Traced(Numbered, Layer):
     """A layer that is one operator to a compiler, and can be told what its backward needs."""
 
     operator: ClassVar[Any]  # of those that `_define` made
@@ -77,10 +88,6 @@ class Traced(Layer):
 
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
         super().__init__(module, name, structure)
-        number = next(_numbers)
-        _layers[number] = self
-        with torch.inference_mode(False):
-            self.key = torch.tensor(number)
         ours = self.attachment.operators
         if self.in_cpp and ours is not None:
             self.native = getattr(ours, self.in_cpp)(self.state.device)
@@ -96,7 +103,7 @@ class Traced(Layer):
 
     def operate(self, module: Any, x: Tensor, dtype: torch.dtype | None, *arguments: Any) -> Tensor:
         """Call the operator; `arguments` are what it takes beside tensors."""
-        if _functorch_active():
+        if functorch_active():
             return cast("Tensor", untraced(self, x))  # which refuses
         if is_exporting():
             refuse_tracing("torch.export")
@@ -202,17 +209,24 @@ class Kept:
 
 
 @contextlib.contextmanager
-def _above_autograd() -> Iterator[None]:
+def above_autograd() -> Iterator[None]:
     """Call torch as eager code does, so that whoever looks on sees the same operators."""
     keys = torch._C.DispatchKey
     with (
         torch._C._SetExcludeDispatchKeyGuard(keys.AutogradFunctionality, False),
         torch._C._SetExcludeDispatchKeyGuard(keys.AutogradOther, False),
+        torch._C._SetExcludeDispatchKeyGuard(keys.ADInplaceOrView, False),
     ):
         yield
 
 
-def _layer_of(key: Tensor) -> Traced:
+def layer_by_number(number: int) -> Numbered | None:
+    """Return a leaf by its number; None where it is gone."""
+    return _layers.get(number)
+
+
+def layer_of(key: Tensor) -> Any:
+    """Return the leaf that a forward of compiled code names."""
     layer = _layers.get(int(key))
     if layer is None or layer.member < 0:
         raise OffloadError(
@@ -222,7 +236,8 @@ def _layer_of(key: Tensor) -> Traced:
     return layer
 
 
-def _layer_in_backward(key: Tensor) -> Traced:
+def layer_in_backward(key: Tensor) -> Any:
+    """Return the leaf that a backward of compiled code names."""
     layer = _layers.get(int(key))
     if layer is None:
         raise OffloadError(
@@ -243,17 +258,17 @@ def _forward(
     recorded: bool,
     *arguments: Any,
 ) -> Tensor:
-    layer = _layer_of(key)
-    with _above_autograd():
+    layer = layer_of(key)
+    with above_autograd():
         # A compiler hands over what a weight was before it is written, or what takes its place.
         own = layer.ready(x) and layer.is_given(weight, bias)
         if not own and recorded:
             raise computed_weight_error(layer.name)
         if not own:
-            return layer.compute_given(x, (weight, bias), dtype, *arguments)
+            return cast("Tensor", layer.compute_given(x, (weight, bias), dtype, *arguments))
         with layer.taking(*arguments), torch.no_grad():
             y = _lend_recorded(layer, x, dtype) if recorded else layer.lend_unrecorded(x, dtype)
-        return layer.as_told(y, *arguments)
+        return cast("Tensor", layer.as_told(y, *arguments))
 
 
 def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -299,14 +314,14 @@ def _backward(
     needs: list[bool],
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    layer = _layer_in_backward(key)
+    layer = layer_in_backward(key)
     state, masters, task = layer.state, layer.masters, _graph_task()
     state.turned = True
     layer.check_given(weight, bias)
     kept = Kept()
     kept.loan = layer, dtype, task, masters, version_of(masters.read)
     layer.restore(kept, x, torch.Size(size), tuple(stride), *arguments)
-    with _above_autograd(), torch.no_grad():
+    with above_autograd(), torch.no_grad():
         found = layer.differentiate(kept, grad, needs)
     if True in needs[1:]:
         note_trainable(state, task)
@@ -387,16 +402,28 @@ def _define(
         ("", _FORWARD, _forward, fake_forward),
         ("_backward", _BACKWARD, _backward, fake_backward),
     ):
-        operator = name + suffix
-        _library.define(operator + form.format(schema), tags=_TAGS)
-        _library.impl(operator, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{operator}", fake, lib=_library)
-        _kernels[_overload(operator)] = kernel
+        define_operator(name + suffix, form.format(schema), kernel, fake)
     forward = _overload(name)
     _computes[forward] = compute
     kernel = _autograd(forward, _overload(f"{name}_backward"), name == "convolution", reads_input)
-    _library.impl(name, kernel, "Autograd", with_keyset=True)
+    differentiate_by(name, kernel)
     return forward
+
+
+def define_operator(
+    name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
+) -> Any:
+    """Define an operator that runs `kernel`, and of which compilers are told `fake`."""
+    _library.define(name + schema, tags=_TAGS)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    _kernels[_overload(name)] = kernel
+    return _overload(name)
+
+
+def differentiate_by(name: str, kernel: Callable[..., Any]) -> None:
+    """Let `kernel` run in an operator's place where autograd looks on; it gets the key set too."""
+    _library.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 def _overload(name: str) -> Any:
@@ -413,7 +440,7 @@ def _autograd(
 
     def run(keyset: Any, recorded: bool, *given: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return forward.redispatch(keyset & _after_autograd, *given[:5], recorded, *given[6:])
+            return forward.redispatch(keyset & after_autograd, *given[:5], recorded, *given[6:])
 
     class Managed(Function):
         @staticmethod
@@ -459,12 +486,10 @@ def _advance(sequence: Tensor, after: Tensor) -> None:
     """Nothing: that it is said to write `sequence` is all it is for."""
 
 
-_library.define("advance(Tensor(a!) sequence, Tensor after) -> ()", tags=_TAGS)
-_library.impl("advance", _advance, "CompositeExplicitAutograd")
+advance = define_operator(
+    "advance", "(Tensor(a!) sequence, Tensor after) -> ()", _advance, _advance
+)
 _library.impl("advance", torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake(f"{NAMESPACE}::advance", _advance, lib=_library)
-advance = _overload("advance")
-_kernels[advance] = _advance
 
 
 def _linear_gradient(grad: Tensor, like: Tensor, weight: Tensor) -> Tensor:
