@@ -499,6 +499,10 @@ def called_with_another_weight(model, x, weight):
     return torch.func.functional_call(model, {"0.weight": weight}, (x,))
 
 
+def called_with_another_bias(model, x, weight):
+    return torch.func.functional_call(model, {"0.bias": weight[0]}, (x,))
+
+
 def writes_a_weight(model, x, weight):
     before = model(x)
     with torch.no_grad():
@@ -507,7 +511,9 @@ def writes_a_weight(model, x, weight):
 
 
 @pytest.mark.parametrize("name", ["eager", "aot_eager"])
-@pytest.mark.parametrize("change", [called_with_another_weight, writes_a_weight])
+@pytest.mark.parametrize(
+    "change", [called_with_another_weight, called_with_another_bias, writes_a_weight]
+)
 def test_a_compiled_region_computes_with_the_weight_that_it_has(change, name):
     managed, resident = pair()
     x, weight = torch.randn(2, 8), torch.randn(8, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from dataclasses import replace
@@ -17,6 +18,7 @@ import oracle_offload
 from oracle_offload import cli
 from oracle_offload.planning.cards import BY_SIZE, CARDS, card_of
 from oracle_offload.planning.fit import fit
+from oracle_offload.planning.report import _saved
 from oracle_offload.planning.storage import storage_of
 from oracle_offload.sizes import GIB
 
@@ -242,6 +244,29 @@ def test_text_json_and_page_hold_the_same(tmp_path: Path) -> None:
     for row in ("weights", "adapters", "gradients", "optimizer state", "together"):
         assert row in text and row in page
     assert max(map(len, found.to_text(width=60).splitlines())) <= 78
+
+
+def test_each_alternative_is_shown_with_what_it_saves_costs_and_changes() -> None:
+    found = oracle_offload.plan("4B", train="full", card=24, ram="64GB")
+    rungs = [replace(r, changes_result=nth != 1) for nth, r in enumerate(found.alternatives)]
+    found = replace(found, alternatives=rungs)
+    mark, changing = "changes the result of training", len(rungs) - 1
+    assert changing > 0
+    text = " ".join(str(found).split())
+    page = found.to_html()
+    assert text.count(f"[{mark}]") == page.count(f'class="mark">{mark}') == changing
+    listed = page[page.index("<h3>Alternatives, cheapest first</h3>") :]
+    listed = listed[: listed.index("</ol>")]
+    for rung in found.alternatives:
+        row = f"{rung.name}: {_saved(rung)}, then {rung.verdict}; {rung.cost}"
+        marked = f"{row} [{mark}]" if rung.changes_result else row
+        assert " ".join(f"{marked} ({rung.option})".split()) in text
+        assert f"<li>{html.escape(row)}" in listed
+    head = text.index("Alternatives, cheapest first; and what each would change")
+    assert text.index(found.alternatives[0].name) > head
+    enough = oracle_offload.plan(net(), card=24, ram="64GB", rank=1, measure=False)
+    assert not enough.alternatives
+    assert "Alternatives" not in str(enough) and "Alternatives" not in enough.to_html()
 
 
 def test_what_is_planned_can_be_pasted(sim: Any) -> None:

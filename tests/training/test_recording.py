@@ -306,12 +306,14 @@ def test_phases_are_told_in_a_line_each(training, caplog):
 
 
 def test_phases_are_told_without_a_recording_and_to_the_one_under_way(training):
+    recorder = oracle_offload.record()
     with oracle_offload.phase("sampling"):
         training.model(training.prefix.detach())
-        with oracle_offload.record() as recorder:
+        with recorder:
             training.model(training.prefix.detach())
             oracle_offload.phase("evaluation")
             training.model(training.prefix.detach())
+    assert len(recorder.lines) == 1  # it began within the first phase
     recorder = recorder.recording()
     assert [e["phase"] for e in recorder.of("compute")] == ["sampling"] * 16 + ["evaluation"] * 16
     (device,) = oracle_offload.memory_summary().devices
