@@ -48,6 +48,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import resource
 import select
 import shutil
@@ -58,7 +59,7 @@ import tempfile
 import time
 import tomllib
 import types
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -98,7 +99,8 @@ QUICK_S, ALL_S = 20.0, 60.0  # what outlives tests that take so long together ha
 LEAST_TESTS = 30  # that run however long they take: the machine may be busy
 BATCH_S = 2.0  # the tests that run first; most mutants die of them
 FILE_S = 0.3  # that a file of tests costs beside its tests
-START_S = 0.02  # that a test costs beside itself
+ABOUT = 20.0  # times as dear may a test be that is about the module of a mutant
+BEGIN_CHARS = 2000  # of a file of tests: what it is about, and what it imports
 KILLER_S = 4.0  # that a test is thought to take that killed a mutant before
 NEAR_MUTANTS, NEAR_FILES = 8, 3  # so many may meet the tests near by, of so many files each
 CASES, CASES_S = 3, 1.0  # of a parametrized test that are quick: so many, or as take so long
@@ -502,8 +504,6 @@ class Map:
         self.failed: dict[str, str] = {}
         self.modules: set[str] = set()
         self.reached: dict[int, set[str]] = defaultdict(set)  # place -> tests
-        self.reach: dict[str, int] = {}  # test -> how many places
-        self.here: dict[str, Counter[str]] = {}  # module -> test -> how many of its places
         for part in parts:
             self.seconds.update(part["passed"])
             self.failed.update({t: e for t, e in part["failed"].items() if e != "skipped"})
@@ -511,18 +511,14 @@ class Map:
                 self.failed[part["why"]] = part["why"]
             self.modules.update(part["modules"])
             for test, places in part["places"].items():
-                self.reach[test] = len(places)
                 for place in places:
                     self.reached[place].add(test)
 
-    def users(self, file: str) -> Counter[str]:
-        """Return the tests that reach places of a module, and how many."""
-        if file not in self.here:
-            first, places = places_of_package().get(file, (0, []))
-            reached = (self.reached.get(first + nth, set()) for nth in range(len(places)))
-            found = Counter(test for tests in reached for test in tests)
-            self.here[file] = Counter({t: n for t, n in found.items() if t in self.seconds})
-        return self.here[file]
+    def users(self, file: str) -> set[str]:
+        """Return the tests that reach any place of a module."""
+        first, places = places_of_package().get(file, (0, []))
+        reached = (self.reached.get(first + nth, set()) for nth in range(len(places)))
+        return {test for tests in reached for test in tests if test in self.seconds}
 
     def tests_of(self, mutant: Mutant, at_most_s: float) -> dict[str, float]:
         """Return the tests for a mutant in the order in which they should run; none reaches it: {}.
@@ -542,7 +538,8 @@ class Map:
         else:
             users = self.users(BINDING_USER)
             first = {test for test in self.seconds if test.startswith(BINDING_TESTS)}
-        order = [*self.in_turn(first, users), *self.in_turn(set(users) - first, users)]
+        module = Path(mutant.file).stem
+        order = [*self.in_turn(first, module), *self.in_turn(set(users) - first, module)]
         result: dict[str, float] = {}
         files: set[str] = set()
         for test in order:
@@ -554,23 +551,31 @@ class Map:
             result[test] = self.seconds[test]
         return result
 
-    def in_turn(self, tests: Iterable[str], users: Counter[str]) -> list[str]:
-        """Return the quick ones that keep to this module first, and the functions in turn.
+    def in_turn(self, tests: Iterable[str], module: str) -> list[str]:
+        """Return the quick ones first, sooner still those about this module, the functions in turn.
 
-        What one function of a test is blind for, another sees. A test that reaches the half of the
-        package looks at all of it less closely than one that reaches a few places of this module.
+        What one function of a test is blind for, another sees.
         """
-        spent: dict[str, float] = defaultdict(float)
-        turns = {}
         cost = {
-            test: (self.seconds[test] + START_S) * self.reach.get(test, 1) / max(users[test], 1)
+            test: self.seconds[test] / (ABOUT if is_about(test.split("::")[0], module) else 1)
             for test in tests
         }
+        spent: dict[str, float] = defaultdict(float)
+        turns = {}
         for test in sorted(cost, key=lambda test: (cost[test], test)):
             function = test.split("[")[0]
             spent[function] += cost[test]
             turns[test] = spent[function]
         return sorted(turns, key=turns.__getitem__)
+
+
+@functools.cache
+def is_about(file: str, module: str) -> bool:
+    """Whether a file of tests has the name of a module in its own, or in its first lines."""
+    begin = (
+        (ROOT / file).read_text(encoding="utf-8")[:BEGIN_CHARS] if (ROOT / file).is_file() else ""
+    )
+    return re.search(rf"(\b|_){module}(\b|_)", f"{Path(file).stem} {begin}") is not None
 
 
 def digest(*parts: bytes | str) -> str:
