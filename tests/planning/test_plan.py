@@ -16,7 +16,7 @@ from torch import nn
 
 import oracle_offload
 from oracle_offload import cli
-from oracle_offload.planning.cards import BY_SIZE, CARDS, card_of
+from oracle_offload.planning.cards import _REACHED, BY_SIZE, CARDS, card_of
 from oracle_offload.planning.fit import fit
 from oracle_offload.planning.report import _saved
 from oracle_offload.planning.storage import storage_of
@@ -149,6 +149,20 @@ def test_full_training_streams_with_gradients_and_state_on_the_host() -> None:
 
 
 # ---- cards ----
+
+
+def test_a_card_reaches_the_same_share_of_what_its_maker_says_whichever_it_is() -> None:
+    makers = {"RTX 3090": (936, 71.0), "A100 80GB": (2039, 312.0)}
+    for name, (memory_gbps, tflops) in makers.items():
+        card = CARDS[name]
+        assert card.memory_gbps == (0.75 * memory_gbps, 0.95 * memory_gbps)
+        assert card.tflops == tuple(share * tflops for share in _REACHED)
+        assert card.launch_s[0] > card.launch_s[1] > 0  # the slowest first, as everywhere
+        slowest, middle, fastest = (card.rates(share) for share in (0, 0.5, 1))
+        for rate, ends in {"tflops": card.tflops, "launch_s": card.launch_s}.items():
+            assert (slowest[rate], fastest[rate]) == ends
+            assert middle[rate] == pytest.approx(sum(ends) / 2)
+    assert 0 < _REACHED[0] < _REACHED[1] < 1
 
 
 def test_every_size_of_card_and_host_has_its_preset() -> None:

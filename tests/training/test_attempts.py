@@ -287,9 +287,15 @@ def test_what_a_card_has_is_told_in_full(monkeypatch):
         if not name.startswith("host")
     }
     assert told == {
-        "allocated_bytes": 600, "reserved_bytes": 800, "cached_bytes": 200,
-        "peak_bytes": 700, "free_bytes": 50, "total_bytes": 1000, "other_bytes": 150,
-        "num_alloc_retries": 3, "num_ooms": 2,
+        "allocated_bytes": 600,
+        "reserved_bytes": 800,
+        "cached_bytes": 200,
+        "peak_bytes": 700,
+        "free_bytes": 50,
+        "total_bytes": 1000,
+        "other_bytes": 150,
+        "num_alloc_retries": 3,
+        "num_ooms": 2,
     }
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (500, 1000))
     assert get_detailed_memory_info()["other_bytes"] == 0

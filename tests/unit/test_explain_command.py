@@ -424,3 +424,20 @@ def test_a_follower_keeps_context_and_forgets_the_distant_past() -> None:
         follower.feed("x" * (KEEP_CHARS // 4))
     assert len(follower.text) <= 2 * KEEP_CHARS
     assert follower.report() is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
+def test_silence_of_a_stream_is_told_and_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "POLL_S", 0.02)
+    reading, writing = os.pipe()
+    try:
+        stream = command._streamed(reading)
+        assert next(stream) == b""
+        os.write(writing, b"a")
+        assert next(piece for piece in stream if piece) == b"a"
+        assert [next(stream), next(stream)] == [b"", b""]
+        os.close(writing)
+        assert next(piece for piece in stream if piece != b"") is None
+        assert list(stream) == []
+    finally:
+        os.close(reading)

@@ -422,3 +422,12 @@ def test_an_explanation_never_becomes_another_error(monkeypatch: pytest.MonkeyPa
 def test_a_history_that_cannot_be_read_leaves_the_message(tmp_path: Path) -> None:
     message = CASES["cuda-2.5-in-backward"]
     assert explain_oom(message, history=tmp_path / "none").cause == explain_oom(message).cause
+
+
+def test_a_chain_that_runs_in_a_circle_is_told_once() -> None:
+    first, second = RuntimeError(CASES["cuda-2.5-in-backward"]), ValueError("the second")
+    first.__cause__, second.__context__ = second, first
+    both = ExceptionGroup("both", [first, second])
+    for error in (first, second, both):
+        assert pipeline._messages(error).count("the second") == 1
+        assert len(explain_oom(error).findings) == 1
