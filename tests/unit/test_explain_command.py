@@ -441,3 +441,21 @@ def test_silence_of_a_stream_is_told_and_repeats_nothing(monkeypatch: pytest.Mon
         assert list(stream) == []
     finally:
         os.close(reading)
+
+
+def test_a_log_that_is_followed_no_longer_is_closed(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Any] = []
+    honest = command._opened
+
+    def note(path: str) -> Any:
+        opened.append(honest(path))
+        return opened[-1]
+
+    monkeypatch.setattr(command, "_opened", note)
+    pieces = command._pieces(str(log))
+    assert next(pieces) == log.read_bytes()
+    assert not opened[0].closed
+    pieces.close()  # type: ignore[attr-defined]
+    assert opened[0].closed
