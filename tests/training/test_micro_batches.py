@@ -25,7 +25,7 @@ from oracle_offload import OffloadError, accumulate
 from oracle_offload.engines import open_states
 from oracle_offload.micro_batches import thread_state
 from oracle_offload.micro_batches.accumulate import _are_same
-from oracle_offload.micro_batches.grains import grains_of
+from oracle_offload.micro_batches.grains import Grains, _collect, grains_of
 from oracle_offload.micro_batches.thread_state import Generators
 from oracle_offload.witness import Witness
 
@@ -1126,3 +1126,12 @@ def test_attributes_are_the_same_where_that_can_be_seen():
     ]
     assert [_are_same(copy.deepcopy(a), b) for a, b in same] == [True] * len(same)
     assert [_are_same(a, b) for a, b in others] == [False] * len(others)
+
+
+def test_a_grain_is_the_largest_module_up_to_its_share():
+    block = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU())
+    nbytes = {id(block): 8, id(block[0]): 4, id(block[1]): 4, id(block[2]): 0}
+    for most, modules in ((8, [block]), (7.9, [*block[:2]]), (1, [*block[:2]])):
+        found = Grains([], [])
+        _collect(block, nbytes, most, found)
+        assert found == Grains(modules, [])
