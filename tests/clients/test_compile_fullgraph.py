@@ -600,6 +600,21 @@ def test_a_detach_before_backward_is_refused_as_without_a_compiler(name):
         y.sum().backward()
 
 
+@pytest.mark.parametrize("name", ["eager", "aot_eager"])
+def test_a_backward_after_the_model_is_gone_is_refused(name):
+    x = torch.randn(2, 8, requires_grad=True)
+    model, _ = pair()
+    with attached(model):
+        y = torch.compile(model, backend=name, fullgraph=True)(x)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    with pytest.raises(OffloadError, match=r"was detached between forward and backward; run"):
+        y.sum().backward()
+    with pytest.raises(OffloadError, match=r"of compiled code was detached between forward and"):
+        traced._layer_in_backward(torch.tensor(-1))
+
+
 def test_code_that_was_compiled_for_an_attached_model_is_refused_after_detach():
     """Dynamo sees that the classes are others; who keeps the captured code does not."""
     model, _ = pair()

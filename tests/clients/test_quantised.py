@@ -151,3 +151,8 @@ def test_a_layer_costs_its_operations_and_the_bytes_that_it_reads_and_writes():
                 work, moved = layer.forward_cost(x)
                 assert work == 2 * rows * module.in_features * module.out_features
                 assert moved == held + 2 * rows * (module.in_features + module.out_features)
+                assert layer.format.gradient is not None
+                # By a formula, or by running the operator again, too.
+                for needs, products in (((True, False), 1), ((True, True), 2)):
+                    again = products * work, products * moved
+                    assert layer.backward_cost(x, needs) == again
