@@ -403,3 +403,12 @@ def test_the_code_of_the_page(
 
 def test_the_page_is_linked_from_the_readme() -> None:
     assert "(docs/plan.md)" in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_what_a_host_lacks_is_what_lies_there_beyond_its_room() -> None:
+    found = oracle_offload.plan("4B", train="full", card=24, ram="8GB")
+    fit = found.fit
+    assert found.verdict == "does not fit"
+    assert fit.missing_host == sum(fit.host.values()) - fit.host_room > 0
+    assert fit.host_bytes == sum(fit.host.values())
+    assert not found.fits and oracle_offload.plan("4B", train="full", card=24, ram="64GB").fits

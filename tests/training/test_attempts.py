@@ -303,3 +303,11 @@ def test_what_a_card_has_is_told_in_full(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: next(held))
     monkeypatch.setattr(memory, "release_memory", lambda: None)
     assert memory.cleanup().device_bytes == 500
+
+
+def test_a_host_that_tells_nothing_of_its_memory_has_what_the_system_says(monkeypatch):
+    monkeypatch.setattr(memory, "read_meminfo", lambda root: {})
+    monkeypatch.setattr(memory, "read_memory_limit", lambda root: cgroup.MemoryLimit())
+    monkeypatch.setattr(memory, "total_bytes", lambda: 777)
+    assert memory.host_available_and_total() == (None, 777)
+    assert memory.host_available_and_total("/recorded") == (None, None)

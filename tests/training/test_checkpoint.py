@@ -482,3 +482,26 @@ def test_every_generator_goes_on_where_it_was(tmp_path):
     assert draws() != expected
     assert checkpoint.load() == 1
     assert draws() == expected
+
+
+class Told:
+    """Data of which a checkpoint is to keep whatever a test says."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    "state", [{Path(): 1}, {"a": [{(1, 2): {Path(): 1}}]}, {"a": Path()}, [[print]], Path()]
+)
+def test_what_cannot_be_loaded_without_running_code_is_not_saved(tmp_path, state):
+    checkpoint = Checkpoint(tmp_path / "run.pt", nn.Linear(2, 2), data=Told(state))
+    with pytest.raises(TypeError, match="cannot be loaded without running code"):
+        checkpoint.save(1)
+    assert not list(tmp_path.iterdir())
