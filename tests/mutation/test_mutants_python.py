@@ -299,3 +299,30 @@ def test_continuous_integration_makes_no_map_of_all_tests(
     assert mapped == enough + whole
     said = "python tools/mutate_python.py --seed 7 --remember" in capsys.readouterr().out
     assert said == (near and missed > 1)
+
+
+def test_the_tests_about_a_module_come_first_then_the_quick_ones_and_functions_in_turn() -> None:
+    mutant = next(
+        mutant
+        for mutant in mutants_python.all_mutants()
+        if mutant.file == "oracle_offload/masters.py" and mutant.function
+    )
+    first, places = mutate_python.places_of_package()[mutant.file]
+    place = first + places.index(mutant.place)
+    about, other = "tests/training/test_masters.py", "tests/training/test_matrix.py"
+    seconds = {
+        f"{other}::quick[a]": 0.01,
+        f"{other}::quick[b]": 0.02,
+        f"{other}::slow": 0.025,
+        f"{about}::of_it": 0.1,
+        f"{other}::elsewhere": 0.001,
+        f"{about}::of_another_place": 0.001,
+    }
+    reached = {test: [place] for test in list(seconds)[:4]}
+    reached[f"{about}::of_another_place"] = [place + 1 if place == first else first]
+    part = {"passed": seconds, "failed": {}, "why": "", "modules": [], "places": reached}
+    tests = mutate_python.Map([part]).tests_of(mutant, 20.0)
+    assert [test.split("::")[1] for test in tests] == [
+        *("of_it", "quick[a]", "slow", "quick[b]"),
+        "of_another_place",  # what is done once in a process may show there
+    ]
