@@ -102,7 +102,7 @@ FILE_S = 0.3  # that a file of tests costs beside its tests
 ABOUT = 20.0  # times as dear may a test be that is about the module of a mutant
 BEGIN_CHARS = 2000  # of a file of tests: what it is about, and what it imports
 KILLER_S = 4.0  # that a test is thought to take that killed a mutant before
-NEAR_MUTANTS, NEAR_FILES = 8, 3  # so many may meet the tests near by, of so many files each
+NEAR_MUTANTS, NEAR_FILES = 6, 3  # so many may meet the tests near by, of so many files each
 CASES, CASES_S = 3, 1.0  # of a parametrized test that are quick: so many, or as take so long
 MISSED = """Too many outlive the tests that are remembered for them and those near by. Let them meet
 all tests, write the tests that are missing, and commit what this writes:

@@ -262,3 +262,13 @@ def test_memory_that_a_user_still_held_goes_back_after_the_step_in_which_he_lets
         gc.collect()
         assert manager.attachment.pieces.buffers == [piece]
         assert step() == [] and not piece.locked
+
+
+def test_a_layer_that_was_let_go_holds_no_tensor():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with attached(model) as manager:
+        layer = manager.attachment.layers[0]
+        assert layer.parameters and layer.masters.present
+        assert manager.attachment.let_go(layer, "a reason")
+        assert not layer.parameters and not any(t.numel() for t in layer.masters.present)
+        assert not manager.attachment.let_go(layer, "a reason")
