@@ -143,6 +143,7 @@ def test_a_layer_costs_its_operations_and_the_bytes_that_it_reads_and_writes():
     with attached(model) as manager:
         for layer in quantised_layers(manager):
             module = layer.module()
+            assert layer.why_lost() == ""
             held = sum(tensor.nbytes for tensor in layer.masters.present)
             assert held > module.in_features * module.out_features  # a byte each, and scales
             for shape, rows in (((2, 3, 64), 6), ((64,), 1), ((0, 64), 0)):

@@ -406,9 +406,12 @@ def test_the_page_is_linked_from_the_readme() -> None:
 
 
 def test_what_a_host_lacks_is_what_lies_there_beyond_its_room() -> None:
-    found = oracle_offload.plan("4B", train="full", card=24, ram="8GB")
-    fit = found.fit
-    assert found.verdict == "does not fit"
-    assert fit.missing_host == sum(fit.host.values()) - fit.host_room > 0
-    assert fit.host_bytes == sum(fit.host.values())
-    assert not found.fits and oracle_offload.plan("4B", train="full", card=24, ram="64GB").fits
+    for found in (
+        oracle_offload.plan("4B", train="full", card=24, ram="8GB"),
+        oracle_offload.plan(net(), train="full", vram="1MiB", ram="2MiB", margin=0, measure=False),
+    ):
+        fit = found.fit
+        assert found.verdict == "does not fit" and not found.fits
+        assert fit.missing_host == sum(fit.host.values()) - fit.host_room > 0
+        assert fit.host_bytes == sum(fit.host.values())
+    assert fit.why == "the host: gradients and optimizer state alone fill the host"
