@@ -136,7 +136,7 @@ mutation: $(call ready,test)
 
 # The seed is fixed: a sample that changes with every commit would fail where nothing was done.
 mutation-python: build
-	"$(PY)" tools/mutate_python.py --seed gate $(ARGS)
+	"$(PY)" tools/mutate_python.py --seed gate --near $(ARGS)
 
 mutation-python-all: build
 	"$(PY)" tools/mutate_python.py --all --resume $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Generator
@@ -68,7 +69,7 @@ def pytest_collection_finish() -> None:
     `from_pretrained`, where torch.linspace is another function, it is meant in no later test.
     """
     if "torch" in sys.modules:
-        sys.modules["torch.utils._device"]._device_constructors()
+        importlib.import_module("torch.utils._device")._device_constructors()
 
 
 def _device_of(item: pytest.Item) -> object:

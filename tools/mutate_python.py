@@ -2,6 +2,7 @@
 
     python tools/mutate_python.py --count 40             # a sample, by the seed of the tree
     python tools/mutate_python.py --count 150 --seed 7
+    python tools/mutate_python.py --seed gate --near       # no map of all tests: minutes
     python tools/mutate_python.py --seed gate --remember
     python tools/mutate_python.py --all --resume         # every mutant; go on where it was stopped
     python tools/mutate_python.py --only oracle_offload/manager.py:210
@@ -19,9 +20,12 @@ test counts only if it passes on the unchanged tree when it runs alone.
 Where that leaves too many survivors (and always with --all and --only), what survived meets all the
 cases, under the marks once more: what no test reaches has survived.
 
-A sample begins with less: each mutant meets the one test that killed it when --remember was said
-last (tests/mutation/killers_python.json). Only where that leaves too many are the others tried as
-above; a commit that breaks no test of the sample costs it a minute.
+A sample begins with less: each mutant meets the one test that is remembered as its killer
+(tests/mutation/killers_python.json). Where that leaves too many, and they are few (NEAR_MUTANTS),
+they meet the files of tests near by: those that are remembered for other mutants of their function
+and module. Only what survives these needs the map of all tests, and never with --near, which fails
+instead: continuous integration makes no map. --remember tries until the map, and writes what killed
+the sample beside what is remembered of others.
 
 A mutant of the binding is compiled and linked, and runs the tests that drive the extension; what
 they let live runs tests/unit/binding_life.py under AddressSanitizer with leak check.
@@ -44,6 +48,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import resource
 import select
 import shutil
@@ -94,8 +99,14 @@ QUICK_S, ALL_S = 20.0, 60.0  # what outlives tests that take so long together ha
 LEAST_TESTS = 30  # that run however long they take: the machine may be busy
 BATCH_S = 2.0  # the tests that run first; most mutants die of them
 FILE_S = 0.3  # that a file of tests costs beside its tests
+ABOUT = 20.0  # times as dear may a test be that is about the module of a mutant
+BEGIN_CHARS = 2000  # of a file of tests: what it is about, and what it imports
 KILLER_S = 4.0  # that a test is thought to take that killed a mutant before
+NEAR_MUTANTS, NEAR_FILES = 6, 3  # so many may meet the tests near by, of so many files each
 CASES, CASES_S = 3, 1.0  # of a parametrized test that are quick: so many, or as take so long
+MISSED = """Too many outlive the tests that are remembered for them and those near by. Let them meet
+all tests, write the tests that are missing, and commit what this writes:
+    python tools/mutate_python.py --seed {seed} --remember"""
 ADDRESS_SPACE_BYTES = 8 << 30  # beyond what the process has when it starts
 
 
@@ -283,6 +294,7 @@ class Tree:
     def child(self, files: Sequence[str], reporter: Reporter) -> int:
         """Run pytest in this process, which is a fork and ends afterwards."""
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
         log = os.open(self.folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         null = os.open(os.devnull, os.O_RDONLY)
         for target, source in ((0, null), (1, log), (2, log)):
@@ -371,8 +383,9 @@ class Tree:
             with self.changed(file, content):
                 outcome, _ = self.run(test_files(batch), batch)
             if not outcome.failed:
-                if outcome.why:
-                    return f"killed: {outcome.why}"
+                test = next(iter(batch))
+                if outcome.why and self.sound(test, tests[test]):
+                    return f"killed: {test}\t{outcome.why}"
                 for seen in batch:
                     del left[seen]
                 continue
@@ -430,13 +443,20 @@ def address_space() -> int:
     return pages * resource.getpagesize()
 
 
+def build_operators() -> None:
+    """Compile what a tree takes along; a test that had to would seem to hang, with each mutant."""
+    folder = {"ORACLE_OFFLOAD_CACHE_DIR": str(ROOT / "build/tests-ops")}
+    command = [sys.executable, "-m", "oracle_offload", "build-ops"]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **folder}, check=False)
+
+
 def tracked_files() -> list[str]:
     """Return what a tree needs: the sources, and what was built in place."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    built = [path.relative_to(ROOT).as_posix() for path in (ROOT / "oracle_offload").glob("*.so")]
-    info = "oracle_offload/_build_info.json"
-    return [name for name in (*said.splitlines(), *built, info) if (ROOT / name).is_file()]
+    places = ("oracle_offload/*.so", "oracle_offload/_build_info.json", "build/tests-ops/**/*.so")
+    built = [path.relative_to(ROOT).as_posix() for place in places for path in ROOT.glob(place)]
+    return [name for name in (*said.splitlines(), *built) if (ROOT / name).is_file()]
 
 
 TREE: Tree | None = None  # of a worker
@@ -518,7 +538,8 @@ class Map:
         else:
             users = self.users(BINDING_USER)
             first = {test for test in self.seconds if test.startswith(BINDING_TESTS)}
-        order = [*self.in_turn(first), *self.in_turn(set(users) - first)]
+        module = Path(mutant.file).stem
+        order = [*self.in_turn(first, module), *self.in_turn(set(users) - first, module)]
         result: dict[str, float] = {}
         files: set[str] = set()
         for test in order:
@@ -530,18 +551,31 @@ class Map:
             result[test] = self.seconds[test]
         return result
 
-    def in_turn(self, tests: Iterable[str]) -> list[str]:
-        """Return the quick ones first and the functions in turn.
+    def in_turn(self, tests: Iterable[str], module: str) -> list[str]:
+        """Return the quick ones first, sooner still those about this module, the functions in turn.
 
         What one function of a test is blind for, another sees.
         """
+        cost = {
+            test: self.seconds[test] / (ABOUT if is_about(test.split("::")[0], module) else 1)
+            for test in tests
+        }
         spent: dict[str, float] = defaultdict(float)
         turns = {}
-        for test in sorted(tests, key=lambda test: (self.seconds[test], test)):
+        for test in sorted(cost, key=lambda test: (cost[test], test)):
             function = test.split("[")[0]
-            spent[function] += self.seconds[test]
+            spent[function] += cost[test]
             turns[test] = spent[function]
         return sorted(turns, key=turns.__getitem__)
+
+
+@functools.cache
+def is_about(file: str, module: str) -> bool:
+    """Whether a file of tests has the name of a module in its own, or in its first lines."""
+    begin = (
+        (ROOT / file).read_text(encoding="utf-8")[:BEGIN_CHARS] if (ROOT / file).is_file() else ""
+    )
+    return re.search(rf"(\b|_){module}(\b|_)", f"{Path(file).stem} {begin}") is not None
 
 
 def digest(*parts: bytes | str) -> str:
@@ -552,15 +586,33 @@ def digest(*parts: bytes | str) -> str:
     return whole.hexdigest()[:20]
 
 
-def make_map(pool_of: Any, quick: bool, verbose: bool) -> Map:
-    """Read the map of each file of tests, or make it where something changed."""
-    files = [
+def files_of_tests() -> list[str]:
+    return [
         path.relative_to(ROOT).as_posix()
         for folder in TEST_FOLDERS
         for path in sorted((ROOT / folder).glob("test_*.py"))
         if path.stem not in WITHOUT
     ]
-    rules = ("tools/mutants_python.py", "tools/reached_places.py")
+
+
+def near(mutant: Mutant, killers: dict[str, str]) -> list[str]:
+    """Return the files whose tests kill what stands nearest to a mutant, the best first."""
+    score: dict[str, tuple[int, ...]] = {}
+    file, place, *_ = mutant.key.split(" | ")
+    for other, test in killers.items():
+        other_file, other_place, *_ = other.split(" | ")
+        alike = (file == other_file and place == other_place, file == other_file,
+                 Path(file).parent == Path(other_file).parent)  # fmt: skip
+        tests = test.split("::")[0]
+        before = score.get(tests, (0, 0, 0))
+        score[tests] = tuple(a + b for a, b in zip(alike, before, strict=True))
+    there = [tests for tests in files_of_tests() if any(score.get(tests, ()))]
+    return sorted(there, key=lambda tests: score[tests], reverse=True)[:NEAR_FILES]
+
+
+def make_map(pool_of: Any, files: Sequence[str], quick: bool, verbose: bool) -> Map:
+    """Read the map of each file of tests, or make it where something changed."""
+    rules = ("conftest.py", "tools/mutants_python.py", "tools/reached_places.py")
     shared = [
         name
         for name in tracked_files()
@@ -635,7 +687,11 @@ class Gate:
         self.outcomes: dict[Mutant, str] = {}
         self.digests = {m.file: digest((ROOT / m.file).read_bytes()) for m in mutants}
         self.state = json.loads(STATE.read_text()) if STATE.exists() else {}
+        self.killers: dict[str, str] = json.loads(KILLERS.read_text(encoding="utf-8"))
         self.start = time.monotonic()
+
+    def took(self) -> str:
+        return f"{time.monotonic() - self.start:.0f} s"
 
     def pool(self) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("fork")
@@ -664,17 +720,26 @@ class Gate:
 
     def try_killers(self, mutants: Sequence[Mutant], count: int) -> None:
         """Let each mutant meet the test that killed it before."""
-        killers = json.loads(KILLERS.read_text(encoding="utf-8"))
 
         def tests_of(mutant: Mutant) -> dict[str, float]:
-            return {killers[mutant.key]: KILLER_S} if mutant.key in killers else {}
+            test = self.killers.get(mutant.key, "")
+            return {test: KILLER_S} if (ROOT / test.split("::")[0]).is_file() else {}
 
         self.try_mutants(mutants, count, tests_of, last=False)
-        print(f"{len(self.survivors())} are not killed by what killed them before", flush=True)
+        left = len(self.survivors())
+        print(f"{left} are not killed by what killed them before ({self.took()})", flush=True)
 
-    def try_reached(self, mutants: Sequence[Mutant], count: int, quick: bool) -> None:
-        """Let each mutant meet the tests that reach it."""
-        reach = make_map(self.pool, quick, self.args.verbose)
+    def try_near(self, mutants: Sequence[Mutant]) -> None:
+        """Let a few mutants meet the files of tests near by."""
+        if len(mutants) <= NEAR_MUTANTS:
+            files = sorted({file for mutant in mutants for file in near(mutant, self.killers)})
+            self.try_reached(mutants, len(mutants), quick=True, files=files)
+
+    def try_reached(
+        self, mutants: Sequence[Mutant], count: int, quick: bool, files: Sequence[str] = ()
+    ) -> None:
+        """Let each mutant meet the tests that reach it, of all files unless some are named."""
+        reach = make_map(self.pool, files or files_of_tests(), quick, self.args.verbose)
         for test, error in reach.failed.items():
             print(f"fails on the tree with the marks, and is left out: {test}: {error[:200]}")
         preload(reach.modules)
@@ -706,6 +771,36 @@ class Gate:
             for done in as_completed(running):
                 self.note(*done.result(), last)
 
+    def try_sample(self, count: int) -> None:
+        """Try the first mutants, with no more tests than enough of them need to die."""
+        self.try_killers(self.mutants, count)
+        if self.needs_more():
+            self.try_near(self.survivors())
+        if self.args.near:
+            if self.needs_more():
+                print(MISSED.format(seed=self.args.seed), flush=True)
+            return
+        if self.needs_more():
+            self.try_reached(self.survivors(), len(self.mutants), quick=True)
+        if self.needs_more():
+            self.try_all_cases()
+
+    def needs_more(self) -> bool:
+        """Whether what lives must meet more tests; to remember a killer it must in any case."""
+        return bool(self.survivors()) and (self.args.remember or self.share() < KILLED_AT_LEAST)
+
+    def try_whole(self, count: int) -> None:
+        """Try every mutant, with every test that reaches it."""
+        self.try_reached(self.mutants, count, quick=True)
+        self.try_all_cases()
+
+    def try_all_cases(self) -> None:
+        """Let what lives meet all cases of the tests."""
+        left = self.survivors()
+        if left and not self.args.quick:
+            print(f"{len(left)} survive the first cases of the tests; now all cases", flush=True)
+            self.try_reached(left, len(left), quick=False)
+
     def real(self) -> dict[Mutant, str]:
         """Return what became of the mutants that change something."""
         return {
@@ -715,16 +810,18 @@ class Gate:
         }
 
     def survivors(self) -> list[Mutant]:
-        return [m for m, outcome in self.outcomes.items() if outcome.startswith("survived")]
+        """Return what lives, but what is proved to change nothing."""
+        return [m for m, outcome in self.real().items() if outcome.startswith("survived")]
 
     def share(self) -> float:
         """Return which part of the mutants is killed."""
         outcomes = self.real().values()
         return sum(o.startswith("killed") for o in outcomes) / max(1, len(outcomes))
 
-    def remember(self) -> None:
-        """Write which test killed each mutant."""
-        killers = {
+    def remember(self, keys: set[str]) -> None:
+        """Write which test killed each mutant, beside what is known of others that there are."""
+        known = {key: test for key, test in self.killers.items() if key in keys}
+        killers = known | {
             mutant.key: outcome.removeprefix("killed: ").split("\t")[0]
             for mutant, outcome in self.real().items()
             if "\t" in outcome
@@ -765,6 +862,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=40, help="size of the sample")
     parser.add_argument("--seed", default="", help="of the sample; the tree of HEAD by itself")
     parser.add_argument("--remember", action="store_true", help="write which tests kill the sample")
+    parser.add_argument("--near", action="store_true", help="make no map of all tests")
     parser.add_argument("--quick", action="store_true", help="some cases of each test are enough")
     parser.add_argument(
         "--resume",
@@ -776,7 +874,7 @@ def main() -> int:
     args = parser.parse_args()
     mutants: list[Mutant] = [*mutants_python.all_mutants(), *mutants_binding.all_mutants()]
     keys = {mutant.key for mutant in mutants}
-    seed = args.seed or seed_of_tree()
+    seed = args.seed = args.seed or seed_of_tree()
     if args.only:
         mutants = [mutant for mutant in mutants if mutant.name.startswith(args.only)]
     whole = args.all or bool(args.only)
@@ -791,6 +889,7 @@ def main() -> int:
     print(f"{count} of {len(mutants)} mutants, seed {seed}", flush=True)
 
     CACHE.mkdir(parents=True, exist_ok=True)
+    build_operators()
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)  # some tests run as another user
         if any(not isinstance(mutant, PythonMutant) for mutant in mutants[: 2 * count]):
@@ -799,18 +898,9 @@ def main() -> int:
         os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
         preload({"torch", "numpy", "hypothesis"})
         gate = Gate(args, mutants, Path(name))
-        left = mutants
-        if not whole and not args.remember:
-            gate.try_killers(mutants, count)
-            left, count = gate.survivors(), len(mutants)
-        if whole or args.remember or gate.share() < KILLED_AT_LEAST:
-            gate.try_reached(left, count, quick=True)
-        if not args.quick and (whole or gate.share() < KILLED_AT_LEAST) and gate.survivors():
-            print(
-                f"{len(gate.survivors())} survive the first cases of the tests; now all cases",
-                flush=True,
-            )
-            gate.try_reached(gate.survivors(), len(mutants), quick=False)
+        gate.try_whole(count) if whole else gate.try_sample(count)
+    if args.remember:
+        gate.remember(keys)
     for key in gate.idle_proofs(keys):
         print(f"equivalent_python.toml proves what does not survive: {key}")
     report = gate.report(seed)

@@ -75,7 +75,7 @@ PARTS = (
     Part(
         "python mutants",
         ("tools/mutate_python.py", "--count", "150", "--output", "{output}"),
-        1800,
+        7200,
     ),
     Part(
         "codec", (*PYTEST, "tests/kernels", "tests/training/test_compress.py", "-m", "slow"), 3600

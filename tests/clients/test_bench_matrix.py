@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -116,3 +117,14 @@ def test_the_whole_matrix_in_processes_of_its_own(capsys):
     """`python -m pytest -m slow tests/clients/test_bench_matrix.py` runs it, in minutes."""
     assert cli.main(["bench", "--matrix", "--device", "cpu", "--steps", "2"]) == cli.EXIT_OK
     assert capsys.readouterr().out.count(" same\n") == 5
+
+
+def test_the_sample_is_a_small_model_and_texts_of_several_lengths(tmp_path):
+    flags = matrix.write_sample(tmp_path)
+    assert flags[::2] == ["--model", "--dataset-file", "--batch-size"] and flags[5] == "2"
+    texts = [json.loads(line)["text"] for line in Path(flags[3]).read_text("utf-8").splitlines()]
+    assert len(texts) == 16 and texts[0] == "0 is one more than -1. " * 2
+    sentences = [text.count("more than") for text in texts]
+    assert set(sentences) == {2, 3, 4, 5, 6}
+    config = json.loads((Path(flags[1]) / "config.json").read_text("utf-8"))
+    assert config["num_hidden_layers"] == 4 and config["model_type"] == "llama"

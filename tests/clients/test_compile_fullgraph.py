@@ -499,6 +499,10 @@ def called_with_another_weight(model, x, weight):
     return torch.func.functional_call(model, {"0.weight": weight}, (x,))
 
 
+def called_with_another_bias(model, x, weight):
+    return torch.func.functional_call(model, {"0.bias": weight[0]}, (x,))
+
+
 def writes_a_weight(model, x, weight):
     before = model(x)
     with torch.no_grad():
@@ -507,7 +511,9 @@ def writes_a_weight(model, x, weight):
 
 
 @pytest.mark.parametrize("name", ["eager", "aot_eager"])
-@pytest.mark.parametrize("change", [called_with_another_weight, writes_a_weight])
+@pytest.mark.parametrize(
+    "change", [called_with_another_weight, called_with_another_bias, writes_a_weight]
+)
 def test_a_compiled_region_computes_with_the_weight_that_it_has(change, name):
     managed, resident = pair()
     x, weight = torch.randn(2, 8), torch.randn(8, 8)
@@ -592,6 +598,21 @@ def test_a_detach_before_backward_is_refused_as_without_a_compiler(name):
         y = torch.compile(model, backend=name, fullgraph=True)(x)
     with pytest.raises(OffloadError, match=r"was detached between forward and backward; run"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["eager", "aot_eager"])
+def test_a_backward_after_the_model_is_gone_is_refused(name):
+    x = torch.randn(2, 8, requires_grad=True)
+    model, _ = pair()
+    with attached(model):
+        y = torch.compile(model, backend=name, fullgraph=True)(x)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    with pytest.raises(OffloadError, match=r"was detached between forward and backward; run"):
+        y.sum().backward()
+    with pytest.raises(OffloadError, match=r"of compiled code was detached between forward and"):
+        traced._layer_in_backward(torch.tensor(-1))
 
 
 def test_code_that_was_compiled_for_an_attached_model_is_refused_after_detach():

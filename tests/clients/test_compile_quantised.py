@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import quantised
 import torch
@@ -210,3 +212,35 @@ def test_a_quantised_weight_that_a_call_is_given_is_used(kind, name):
         called = torch.compile(given, backend=name)
         assert_same(called(managed[0], other), given(whole[0], other))
         assert_same(managed(x), whole(x))
+
+
+class OfSquares(nn.Module):
+    """A class of ComfyUI's, which may read its input in backward: this one does."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_features = self.out_features = 64
+        weight = torch.randint(-9, 9, (64, 64), dtype=torch.int8)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale = nn.Buffer(torch.rand(64) / 64)
+        self.comfy_quant = nn.Buffer(torch.zeros(1, dtype=torch.uint8))
+
+    def forward(self, x):
+        return (x * x) @ self.weight.to(x.dtype).t() * self.weight_scale
+
+
+@pytest.mark.parametrize("name", ["eager", "aot_eager"])
+def test_an_input_that_backward_reads_is_kept(name):
+    resident = nn.Sequential(OfSquares(), nn.ReLU(), OfSquares())
+    managed = copy.deepcopy(resident)
+    expected = torch.randn(3, 64, requires_grad=True)
+    found = expected.detach().clone().requires_grad_()
+    resident(expected).sum().backward()
+    with attached(managed) as manager:
+        assert len(quantised.quantised_layers(manager)) == 2
+        backend = Backend(name)
+        torch.compile(managed, backend=backend, fullgraph=True)(found).sum().backward()
+        assert backend.count("quantised") > 0
+        assert manager.attachment.state.engine.stats()["h2d_bytes"] > 0
+    assert expected.grad.any()
+    assert_same(found.grad, expected.grad)

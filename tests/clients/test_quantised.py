@@ -136,3 +136,24 @@ def test_a_bias_that_bitsandbytes_casts_in_the_first_pass_costs_copies_there_alo
             with recorded(manager) as recorder:
                 pass_over(model)
             assert not {*before} & {*recorder.fetched}
+
+
+def test_a_layer_costs_its_operations_and_the_bytes_that_it_reads_and_writes():
+    model = model_of("torchao-int8", torch.bfloat16, depth=1)
+    with attached(model) as manager:
+        for layer in quantised_layers(manager):
+            module = layer.module()
+            assert layer.why_lost() == ""
+            held = sum(tensor.nbytes for tensor in layer.masters.present)
+            assert held > module.in_features * module.out_features  # a byte each, and scales
+            for shape, rows in (((2, 3, 64), 6), ((64,), 1), ((0, 64), 0)):
+                shape = (*shape[:-1], module.in_features)
+                x = torch.zeros(shape, dtype=torch.bfloat16)
+                work, moved = layer.forward_cost(x)
+                assert work == 2 * rows * module.in_features * module.out_features
+                assert moved == held + 2 * rows * (module.in_features + module.out_features)
+                assert layer.format.gradient is not None
+                # By a formula, or by running the operator again, too.
+                for needs, products in (((True, False), 1), ((True, True), 2)):
+                    again = products * work, products * moved
+                    assert layer.backward_cost(x, needs) == again

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -508,3 +509,51 @@ def test_the_command_by_a_file_and_its_metrics(tmp_path, llama, texts):
     assert result["managed_layers"] > 0 and result["h2d_bytes"] > 0
     assert "step 2/2  loss " in done.stderr and "attached: MemoryManager(" in done.stderr
     assert cli.main(["report", str(tmp_path / "run" / "metrics.jsonl")]) == 0
+
+
+def test_notes_of_the_model_the_optimizer_and_the_precision_are_told(
+    capsys, tmp_path, llama, texts, monkeypatch
+):
+    """Each once, though the steps go on."""
+    honest = training.make_optimizer
+
+    def make_optimizer(*arguments):
+        return replace_fields(honest(*arguments), why="another optimizer instead")
+
+    class Unstable(mixed_precision.MixedPrecision):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.hint = "not stable"
+
+    monkeypatch.setattr(training, "make_optimizer", make_optimizer)
+    monkeypatch.setattr(training, "MixedPrecision", Unstable)
+    monkeypatch.setattr(training, "set_checkpointing", lambda model: False)
+    _, said = run(capsys, tmp_path, "--model", llama, "--dataset-file", texts, "--steps", 3)
+    for note in (
+        "the model has no gradient checkpointing",
+        "another optimizer instead",
+        "not stable",
+    ):
+        assert said.count(f"note: {note}\n") == 1, said
+
+
+def test_evaluations_previews_and_saves_come_when_they_are_due(capsys, tmp_path, llama, texts):
+    result, said = run(
+        capsys, tmp_path, "--model", llama, "--dataset-file", texts, "--eval-file", texts,
+        "--steps", 5, "--eval-every", 2, "--preview-every", 3, "--preview-prompt", "the",
+        "--preview-length", 1, "--batch-size", 8,
+    )  # fmt: skip
+    (log,) = oracle_offload.read_metrics(tmp_path / "metrics.jsonl")
+    assert [step for step, _ in log.series("loss")] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in log.series("eval_loss")] == [2, 4, 5]  # and at the end
+    assert [path.name for path in (tmp_path / "previews").iterdir()] == ["step-000003.txt"]
+    assert said.count("preview: ") == 1 and said.count("eval loss") == 3
+    assert (result["steps"], result["steps_now"]) == (5, 5)
+    (loss, *_, last) = (value for _, value in log.series("loss"))
+    assert (result["loss_first"], result["loss_last"]) == (loss, last)
+    more, said = run(
+        capsys, tmp_path, "--model", llama, "--dataset-file", texts, "--eval-file", texts,
+        "--steps", 7, "--resume", "--batch-size", 8,
+    )  # fmt: skip
+    assert "resumed after step 5" in said and (more["steps"], more["steps_now"]) == (7, 2)
+    assert said.count("eval loss") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import json
 import logging
 import types
 from pathlib import Path
@@ -167,7 +168,9 @@ def gate_after(
     proofs = {mutant.key: "it is" for mutant in mutants[len(mutants) - proved :]}
     monkeypatch.setattr(mutate_python, "STATE", tmp_path / "state.json")
     monkeypatch.setattr(mutate_python, "equivalents", lambda: proofs)
-    args = argparse.Namespace(jobs=1, resume=True, verbose=False)
+    args = argparse.Namespace(
+        jobs=1, resume=True, verbose=False, near=True, remember=False, seed="7"
+    )
     gate = mutate_python.Gate(args, mutants, tmp_path)
     counted = [gate.note(m, outcome, 1.0) for m, outcome in zip(mutants, outcomes, strict=True)]
     assert counted == [not outcome.startswith("none") for outcome in outcomes]
@@ -225,11 +228,18 @@ def test_what_was_killed_is_not_tried_again_until_its_file_changes(
 def test_what_killed_a_mutant_is_remembered_and_meets_it_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    test = "tests/unit/test_x.py::test_y[a: b]"
-    outcomes = [f"killed: {test}\tsaid: no", "survived", "none: no", "killed: pytest hangs"]
-    monkeypatch.setattr(mutate_python, "KILLERS", tmp_path / "killers.json")
-    gate, _ = gate_after(monkeypatch, tmp_path, outcomes)
-    gate.remember()
+    test = "tests/unit/test_cli.py::test_y[a: b]"
+    outcomes = [f"killed: {test}\tsaid: no", "survived", "none: no", "killed: binding_life.py"]
+    file = tmp_path / "killers.json"
+    monkeypatch.setattr(mutate_python, "KILLERS", file)
+    file.write_text('{"gone": "tests/a.py::b", "of another sample": "tests/c.py::d"}')
+    gate, keys = gate_after(monkeypatch, tmp_path, outcomes)
+    gate.remember(keys | {"of another sample"})
+    gate.killers = json.loads(file.read_text())
+    first = gate.mutants[0].key
+    assert gate.killers == {first: test, "of another sample": "tests/c.py::d"}
+    # A test whose file is gone would end pytest with an error, which is no kill.
+    gate.killers[gate.mutants[1].key] = "tests/unit/test_gone.py::test_x"
     met = {}
 
     def try_mutants(mutants: object, count: int, tests_of: Any, last: bool) -> None:
@@ -238,5 +248,81 @@ def test_what_killed_a_mutant_is_remembered_and_meets_it_first(
 
     monkeypatch.setattr(gate, "try_mutants", try_mutants)
     gate.try_killers(gate.mutants, 4)
-    first, *others = met.values()
-    assert first == {test: mutate_python.KILLER_S} and others == [{}] * 3
+    assert met.pop(first) == {test: mutate_python.KILLER_S}
+    assert list(met.values()) == [{}] * 3
+
+
+def test_the_tests_near_a_mutant_killed_others_of_its_function_then_of_its_module() -> None:
+    mutant = Mutant("a/b.py", 1, "f | negate", 0, 0, "", "x")  # file | function | kind | code
+    unit = ("binding", "cli", "sizes", "coded", "build", "floors")
+    binding, cli, sizes, coded, build, floors = (f"tests/unit/test_{name}.py" for name in unit)
+    killers = {
+        "a/b.py | f | delete | y": f"{cli}::test_1",
+        "a/b.py | g | delete | y": f"{sizes}::test_1",
+        "a/b.py | g | delete | z": f"{sizes}::test_2",
+        "a/c.py | f | delete | y": f"{coded}::test_1",
+        "a/c.py | f | delete | z": f"{coded}::test_2",
+        "a/c.py | f | delete | w": f"{floors}::test_1",
+        "a/b.py | f | delete | z": "tests/unit/test_gone.py::test_1",
+        "d/b.py | f | delete | y": f"{binding}::test_1",
+        "d/c.py | f | delete | y": f"{build}::test_1",
+    }
+    assert mutate_python.near(mutant, killers) == [cli, sizes, coded]
+    far = Mutant("e/b.py", 1, "f | negate", 0, 0, "", "x")
+    assert mutate_python.near(far, killers) == []
+
+
+@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("missed", [1, mutate_python.NEAR_MUTANTS, mutate_python.NEAR_MUTANTS + 1])
+def test_continuous_integration_makes_no_map_of_all_tests(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    near: bool,
+    missed: int,
+) -> None:
+    gate, _ = gate_after(monkeypatch, tmp_path, ["survived"] * missed + ["killed: x"] * 19)
+    gate.args.near = near
+    mapped: list[object] = []
+    monkeypatch.setattr(gate, "try_killers", lambda *_: None)
+    monkeypatch.setattr(mutate_python, "near", lambda mutant, _: [f"near {mutant.kind}"])
+    monkeypatch.setattr(
+        gate,
+        "try_reached",
+        lambda mutants, count, quick, files=(): mapped.append((len(mutants), quick, files)),
+    )
+    gate.args.quick = False
+    gate.try_sample(missed + 19)
+    few = 1 < missed <= mutate_python.NEAR_MUTANTS
+    enough = [(missed, True, [f"near kind {n}" for n in range(missed)])] if few else []
+    whole = [] if near or missed == 1 else [(missed, True, ()), (missed, False, ())]
+    assert mapped == enough + whole
+    said = "python tools/mutate_python.py --seed 7 --remember" in capsys.readouterr().out
+    assert said == (near and missed > 1)
+
+
+def test_the_tests_about_a_module_come_first_then_the_quick_ones_and_functions_in_turn() -> None:
+    mutant = next(
+        mutant
+        for mutant in mutants_python.all_mutants()
+        if mutant.file == "oracle_offload/masters.py" and mutant.function
+    )
+    first, places = mutate_python.places_of_package()[mutant.file]
+    place = first + places.index(mutant.place)
+    about, other = "tests/training/test_masters.py", "tests/training/test_matrix.py"
+    seconds = {
+        f"{other}::quick[a]": 0.01,
+        f"{other}::quick[b]": 0.02,
+        f"{other}::slow": 0.025,
+        f"{about}::of_it": 0.1,
+        f"{other}::elsewhere": 0.001,
+        f"{about}::of_another_place": 0.001,
+    }
+    reached = {test: [place] for test in list(seconds)[:4]}
+    reached[f"{about}::of_another_place"] = [place + 1 if place == first else first]
+    part = {"passed": seconds, "failed": {}, "why": "", "modules": [], "places": reached}
+    tests = mutate_python.Map([part]).tests_of(mutant, 20.0)
+    assert [test.split("::")[1] for test in tests] == [
+        *("of_it", "quick[a]", "slow", "quick[b]"),
+        "of_another_place",  # what is done once in a process may show there
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import architectures
@@ -159,3 +160,72 @@ def test_shapes_are_without_the_batch_and_have_the_models_dtype() -> None:
     assert made["input"].shape == (5, 4, 8) and made["input"].dtype is torch.bfloat16
     assert made["ids"].shape == (5, 7) and made["ids"].dtype is torch.int64
     assert made["t"].shape == (3,) and made["t"].dtype is torch.float32
+
+
+PIXELS = {
+    "FluxTransformer2DModel": {
+        "hidden_states": (3, 24, 4),  # patches of 2 x 2 of the latent
+        "encoder_hidden_states": (3, 512, 6),
+        "pooled_projections": (3, 7),
+        "timestep": (3,),
+        "guidance": (3,),
+        "img_ids": (24, 3),
+        "txt_ids": (512, 3),
+    },
+    "SD3Transformer2DModel": {
+        "hidden_states": (3, 4, 8, 12),
+        "encoder_hidden_states": (3, 77 + 256, 6),  # of CLIP and of T5
+        "pooled_projections": (3, 7),
+        "timestep": (3,),
+    },
+    "UNet2DConditionModel": {
+        "sample": (3, 4, 8, 12),
+        "timestep": (3,),
+        "encoder_hidden_states": (3, 77, 5),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", PIXELS)
+def test_a_model_of_pictures_is_given_a_latent_of_an_eighth_and_the_tokens_of_its_encoders(
+    kind: str,
+) -> None:
+    module = type(kind, (nn.Linear,), {})(1, 1, dtype=torch.bfloat16)
+    module.config = SimpleNamespace(
+        in_channels=4,
+        joint_attention_dim=6,
+        cross_attention_dim=5,
+        pooled_projection_dim=7,
+        guidance_embeds=True,
+    )
+    given, assumed = inputs(module, (64, 96), 3)
+    assert {name: tuple(tensor.shape) for name, tensor in given.items()} == PIXELS[kind]
+    assert assumed == "" and all(not tensor.any() for tensor in given.values())
+    larger, assumed = inputs(module, None, 1)
+    assert assumed == "a sample of 1024 x 1024 pixels"
+    first = next(iter(PIXELS[kind]))
+    assert larger[first].numel() == given[first].numel() / 3 * (128 * 128) / (8 * 12)
+    module.config.guidance_embeds = False
+    assert "guidance" not in inputs(module, (64, 96), 3)[0]
+
+
+def test_a_language_model_is_given_tokens_up_to_what_it_can_place() -> None:
+    class Model(nn.Linear):
+        def forward(self, input_ids: Any, labels: Any = None) -> Any: ...
+
+    class Encoder(nn.Linear):
+        def forward(self, input_ids: Any) -> Any: ...
+
+    model = Model(1, 1)
+    for most, tokens in ((None, 2048), (4096, 2048), (512, 512)):
+        model.config = SimpleNamespace(max_position_embeddings=most)
+        given, assumed = inputs(model, None, 2)
+        assert {name: tuple(tensor.shape) for name, tensor in given.items()} == {
+            "input_ids": (2, tokens),
+            "labels": (2, tokens),
+        }
+        assert assumed == f"a sample of {tokens} tokens"
+    given, assumed = inputs(model, 600, 2)
+    assert given["input_ids"].shape == (2, 600) and assumed == ""
+    assert given["labels"] is not given["input_ids"]
+    assert [*inputs(Encoder(1, 1), 5, 1)[0]] == ["input_ids"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from dataclasses import replace
@@ -15,8 +16,9 @@ from torch import nn
 
 import oracle_offload
 from oracle_offload import cli
-from oracle_offload.planning.cards import BY_SIZE, CARDS, card_of
+from oracle_offload.planning.cards import _REACHED, BY_SIZE, CARDS, card_of
 from oracle_offload.planning.fit import fit
+from oracle_offload.planning.report import _saved
 from oracle_offload.planning.storage import storage_of
 from oracle_offload.sizes import GIB
 
@@ -149,6 +151,20 @@ def test_full_training_streams_with_gradients_and_state_on_the_host() -> None:
 # ---- cards ----
 
 
+def test_a_card_reaches_the_same_share_of_what_its_maker_says_whichever_it_is() -> None:
+    makers = {"RTX 3090": (936, 71.0), "A100 80GB": (2039, 312.0)}
+    for name, (memory_gbps, tflops) in makers.items():
+        card = CARDS[name]
+        assert card.memory_gbps == (0.75 * memory_gbps, 0.95 * memory_gbps)
+        assert card.tflops == tuple(share * tflops for share in _REACHED)
+        assert card.launch_s[0] > card.launch_s[1] > 0  # the slowest first, as everywhere
+        slowest, middle, fastest = (card.rates(share) for share in (0, 0.5, 1))
+        for rate, ends in {"tflops": card.tflops, "launch_s": card.launch_s}.items():
+            assert (slowest[rate], fastest[rate]) == ends
+            assert middle[rate] == pytest.approx(sum(ends) / 2)
+    assert 0 < _REACHED[0] < _REACHED[1] < 1
+
+
 def test_every_size_of_card_and_host_has_its_preset() -> None:
     assert list(BY_SIZE) == [8, 12, 16, 24, 32, 48, 80]
     for size, name in BY_SIZE.items():
@@ -242,6 +258,29 @@ def test_text_json_and_page_hold_the_same(tmp_path: Path) -> None:
     for row in ("weights", "adapters", "gradients", "optimizer state", "together"):
         assert row in text and row in page
     assert max(map(len, found.to_text(width=60).splitlines())) <= 78
+
+
+def test_each_alternative_is_shown_with_what_it_saves_costs_and_changes() -> None:
+    found = oracle_offload.plan("4B", train="full", card=24, ram="64GB")
+    rungs = [replace(r, changes_result=nth != 1) for nth, r in enumerate(found.alternatives)]
+    found = replace(found, alternatives=rungs)
+    mark, changing = "changes the result of training", len(rungs) - 1
+    assert changing > 0
+    text = " ".join(str(found).split())
+    page = found.to_html()
+    assert text.count(f"[{mark}]") == page.count(f'class="mark">{mark}') == changing
+    listed = page[page.index("<h3>Alternatives, cheapest first</h3>") :]
+    listed = listed[: listed.index("</ol>")]
+    for rung in found.alternatives:
+        row = f"{rung.name}: {_saved(rung)}, then {rung.verdict}; {rung.cost}"
+        marked = f"{row} [{mark}]" if rung.changes_result else row
+        assert " ".join(f"{marked} ({rung.option})".split()) in text
+        assert f"<li>{html.escape(row)}" in listed
+    head = text.index("Alternatives, cheapest first; and what each would change")
+    assert text.index(found.alternatives[0].name) > head
+    enough = oracle_offload.plan(net(), card=24, ram="64GB", rank=1, measure=False)
+    assert not enough.alternatives
+    assert "Alternatives" not in str(enough) and "Alternatives" not in enough.to_html()
 
 
 def test_what_is_planned_can_be_pasted(sim: Any) -> None:
@@ -364,3 +403,15 @@ def test_the_code_of_the_page(
 
 def test_the_page_is_linked_from_the_readme() -> None:
     assert "(docs/plan.md)" in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_what_a_host_lacks_is_what_lies_there_beyond_its_room() -> None:
+    for found in (
+        oracle_offload.plan("4B", train="full", card=24, ram="8GB"),
+        oracle_offload.plan(net(), train="full", vram="1MiB", ram="2MiB", margin=0, measure=False),
+    ):
+        fit = found.fit
+        assert found.verdict == "does not fit" and not found.fits
+        assert fit.missing_host == sum(fit.host.values()) - fit.host_room > 0
+        assert fit.host_bytes == sum(fit.host.values())
+    assert fit.why == "the host: gradients and optimizer state alone fill the host"

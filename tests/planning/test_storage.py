@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import oracle_offload
+from oracle_offload.planning.storage import QUANTISED
 
 plan = functools.partial(oracle_offload.plan, measure=False)
 
@@ -280,3 +281,15 @@ def test_the_shares_of_zero_are_those_of_the_paper(stage: int, cards: int) -> No
     kept = {1: 2 + 4 + 12 / cards, 2: 2 + 16 / cards, 3: 18 / cards}[stage]
     (shard,) = [s for s in found.shards if (s.stage, s.cards) == (stage, cards)]
     assert abs(shard.bytes - 4e9 * kept) <= 8
+
+
+@pytest.mark.parametrize("how", QUANTISED)
+def test_a_number_of_parameters_alone_is_quantised_to_as_many_bytes_as_a_large_layer(
+    how: str,
+) -> None:
+    rows = QUANTISED[how](torch.empty(31250, 32000, device="meta", dtype=torch.bfloat16))
+    of_a_layer = sum(count * dtype.itemsize for count, dtype in rows)
+    known = plan("1B", quantise=how, card=24, ram="64GB").storage
+    assert known.parameters == 10**9
+    weights = known.on_host()["weights"]
+    assert weights <= of_a_layer <= 1.003 * weights

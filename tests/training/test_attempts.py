@@ -268,3 +268,46 @@ def test_the_limit_of_a_control_group_is_read_once_for_both(monkeypatch):
     monkeypatch.setattr(cgroup, "read_text", lambda *name: asked.append(name) or read_text(*name))
     memory.host_available_and_total()
     assert asked and len(asked) == len(set(asked))
+
+
+def test_what_a_card_has_is_told_in_full(monkeypatch):
+    answers = {
+        "memory_stats": {"num_alloc_retries": 3, "num_ooms": 2},
+        "mem_get_info": (50, 1000),
+        "memory_allocated": 600,
+        "memory_reserved": 800,
+        "max_memory_allocated": 700,
+    }
+    monkeypatch.setattr(memory, "card", lambda device: torch.device("cuda", 0))
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    told = {
+        name: number
+        for name, number in get_detailed_memory_info().items()
+        if not name.startswith("host")
+    }
+    assert told == {
+        "allocated_bytes": 600,
+        "reserved_bytes": 800,
+        "cached_bytes": 200,
+        "peak_bytes": 700,
+        "free_bytes": 50,
+        "total_bytes": 1000,
+        "other_bytes": 150,
+        "num_alloc_retries": 3,
+        "num_ooms": 2,
+    }
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (500, 1000))
+    assert get_detailed_memory_info()["other_bytes"] == 0
+    held = iter([800, 300])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: next(held))
+    monkeypatch.setattr(memory, "release_memory", lambda: None)
+    assert memory.cleanup().device_bytes == 500
+
+
+def test_a_host_that_tells_nothing_of_its_memory_has_what_the_system_says(monkeypatch):
+    monkeypatch.setattr(memory, "read_meminfo", lambda root: {})
+    monkeypatch.setattr(memory, "read_memory_limit", lambda root: cgroup.MemoryLimit())
+    monkeypatch.setattr(memory, "total_bytes", lambda: 777)
+    assert memory.host_available_and_total() == (None, 777)
+    assert memory.host_available_and_total("/recorded") == (None, None)

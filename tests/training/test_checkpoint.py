@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import stat
 import subprocess
 import sys
@@ -461,3 +462,46 @@ def test_the_training_of_the_kills_is_deterministic(tmp_path):
     one, _ = train(tmp_path / "a.pt", False)
     other, _ = train(tmp_path / "b.pt", False)
     assert_same(dict(one.state_dict()), dict(other.state_dict()))
+
+
+def test_every_generator_goes_on_where_it_was(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    generator = torch.Generator().manual_seed(3)
+    checkpoint = Checkpoint(tmp_path / "run.pt", nn.Linear(2, 2), generators=[generator])
+
+    def draws():
+        return [
+            *(random.random(), random.gauss(0, 1), torch.rand(()).item()),
+            *(numpy.random.random(), numpy.random.standard_normal()),
+            torch.rand((), generator=generator).item(),
+        ]
+
+    draws()  # an odd number of normal draws: each generator keeps one for later
+    checkpoint.save(1)
+    expected = draws()
+    assert draws() != expected
+    assert checkpoint.load() == 1
+    assert draws() == expected
+
+
+class Told:
+    """Data of which a checkpoint is to keep whatever a test says."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    "state", [{Path(): 1}, {"a": [{(1, 2): {Path(): 1}}]}, {"a": Path()}, [[print]], Path()]
+)
+def test_what_cannot_be_loaded_without_running_code_is_not_saved(tmp_path, state):
+    checkpoint = Checkpoint(tmp_path / "run.pt", nn.Linear(2, 2), data=Told(state))
+    with pytest.raises(TypeError, match="cannot be loaded without running code"):
+        checkpoint.save(1)
+    assert not list(tmp_path.iterdir())

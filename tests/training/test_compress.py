@@ -1168,3 +1168,11 @@ def test_locked_memory_falls_and_no_copy_stays(kind):
 def test_locked_memory_falls_at_a_gibibyte(kind, record_property):
     share = compressed_memory.check(kind, 128)
     record_property("locked", {"weights": kind, "share": share})
+
+
+def test_masters_of_as_many_bytes_as_the_budget_has_are_not_refused():
+    bounded = coder.Coder(None, (), "1KiB", 1024)
+    bounded.check_budget(1024)
+    with pytest.raises(OffloadError, match=r"ram_budget='1KiB' is 1.00 KiB, but .* take 1.00 KiB"):
+        bounded.check_budget(1025)
+    coder.Coder(None, ()).check_budget(1 << 60)

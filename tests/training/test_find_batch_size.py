@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -459,3 +460,29 @@ def test_arguments_that_make_no_sense_are_refused(options, message):
     run = Run().begin()
     with pytest.raises(ValueError, match=message):
         run.find(**options)
+
+
+def test_a_size_is_of_the_model_the_card_the_room_and_what_the_caller_names(monkeypatch):
+    """Whatever a size depends on makes another key, and nothing else does."""
+    card = SimpleNamespace(name="one", total_memory=8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+
+    def key(device=cpu, room=5, more=("adamw",), bias=True, dtype=None, frozen=False):
+        model = nn.Sequential(nn.Linear(2, 3, bias=bias, dtype=dtype)).requires_grad_(not frozen)
+        return known_sizes.key_of(model, device, room, more)
+
+    checkpointed = nn.Sequential(nn.Linear(2, 3))
+    checkpointed[0].gradient_checkpointing = True
+    keys = [
+        *(key(), key(cuda), key(room=None), key(more=()), key(bias=False), key(frozen=True)),
+        *(key(dtype=torch.float64), known_sizes.key_of(checkpointed, cpu, 5, ("adamw",))),
+        known_sizes.key_of(nn.ModuleList([nn.Linear(2, 3)]), cpu, 5, ("adamw",)),
+    ]
+    card.name = "another"
+    keys.append(key(cuda))
+    card.name, card.total_memory = "one", 16
+    keys.append(key(cuda))
+    assert len(set(keys)) == len(keys)
+    card.total_memory = 8
+    assert (key(), key(cuda)) == tuple(keys[:2]), "the values of the weights are no part of it"

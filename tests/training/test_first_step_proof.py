@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import OffloadError, first_step_proof
+from oracle_offload.survive import proof
 
 WIDTH = 32
 
@@ -152,3 +153,34 @@ def test_an_error_of_the_step_passes_and_takes_the_hook_along(device):
             raise KeyError
         assert not model[0]._forward_pre_hooks
     assert oracle_offload.FirstStepProof("x").equal is False
+
+
+def test_what_a_block_was_given_is_kept_as_it_was():
+    tensor = torch.ones(2, requires_grad=True)
+    for keep in (proof._kept, proof._as_input):
+        assert keep("a") == "a" and keep(3.5) == 3.5 and keep(None) is None
+        kept = keep(tensor)
+        assert kept.is_leaf and kept.requires_grad and kept.data_ptr() != tensor.data_ptr()
+        assert_same(kept.detach(), tensor.detach())
+    assert not proof._kept(torch.ones(2)).requires_grad
+    assert proof._as_input(torch.ones(2)).requires_grad
+    assert not proof._as_input(torch.arange(2)).requires_grad
+
+
+def test_the_same_bits_are_of_one_dtype_and_shape_whatever_they_mean():
+    nan, one = torch.tensor([float("nan"), 1.0]), torch.ones(2, 3)
+    for pair in ((None, None), (nan, nan.clone()), (one, one.t().contiguous().t())):
+        assert proof._same_bits(*pair)
+    others = [(None, one), (one, None), (one, one.double()), (one, one.view(3, 2))]
+    others += [(torch.tensor(0.0), torch.tensor(-0.0)), (one, one + 1)]
+    assert not any(proof._same_bits(*pair) for pair in others)
+
+
+def test_the_block_is_the_first_of_the_longest_list():
+    short, long = nn.ModuleList([nn.ReLU()]), nn.ModuleList([nn.ReLU(), nn.ReLU()])
+    model = nn.Module()
+    model.short, model.inner = short, nn.Module()
+    model.inner.long, model.empty = long, nn.ModuleList()
+    assert proof._first_block(model) == "inner.long.0"
+    assert proof._first_block(nn.Sequential(nn.ReLU(), nn.ReLU())) == "0"
+    assert proof._first_block(nn.Linear(2, 2)) == ""

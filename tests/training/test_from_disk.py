@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import models
 import pytest
@@ -19,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import oracle_offload
 from oracle_offload import masters, simulator
 from oracle_offload.disk.checkpoint import WeightFile
+from oracle_offload.disk.header import Stored
+from oracle_offload.disk.source import Fragment, Source, whole
 from oracle_offload.engines import open_states
 from oracle_offload.errors import OffloadError
 from oracle_offload.geometry import memory_of
@@ -593,3 +596,28 @@ def test_frozen_and_noted_parameters_stay_so(tmp_path):
         assert managed.stack.note == "kept"
         assert_same_state(managed, resident)
         assert_models_agree(managed, resident, tower_step, steps=1)
+
+
+def test_bytes_of_a_file_stand_for_a_tensor_only_where_they_are_the_same():
+    """A compressed master would otherwise hold another tensor's order or numbers."""
+
+    def mapped(begin, nbytes):
+        if begin > 1000:
+            raise OSError(19, "maps nothing")
+        return begin, nbytes
+
+    file = SimpleNamespace(origin=mapped)
+
+    def origin(part_of=whole, dtype="BF16", begin=64, fragments=1, tensor=None):
+        stored = Stored(dtype, (2, 3, 4, 4), begin, 192)
+        source = Source(stored.shape, (Fragment("w", file, stored, part_of),) * fragments)
+        return source.origin(plain if tensor is None else tensor)
+
+    plain = torch.empty(2, 3, 4, 4, dtype=torch.bfloat16)
+    assert origin() == (64, 192) and origin(begin=66) == (66, 192)
+    assert origin(fragments=2) is None
+    assert origin(part_of=lambda tensor: tensor[:1]) is None
+    assert origin(dtype="F16") is None and origin(dtype="F4") is None
+    assert origin(tensor=plain.to(memory_format=torch.channels_last)) is None
+    assert origin(begin=65) is None
+    assert origin(begin=1002) is None

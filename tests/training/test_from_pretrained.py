@@ -452,3 +452,21 @@ def test_a_checkpoint_that_is_quantised_is_refused(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(OffloadError, match=r"is quantised \(fp8\)"):
         oracle_offload.from_pretrained(kind, tmp_path, "cpu")
+
+
+def test_a_class_with_a_configuration_of_its_own_needs_no_entry_in_the_library(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class OwnConfig(LlamaConfig):
+        model_type = "not known to the library"
+
+    class Own(LlamaForCausalLM):
+        config_class = OwnConfig
+
+    torch.manual_seed(0)
+    config = OwnConfig(**models.llama().config.to_dict() | {"model_type": OwnConfig.model_type})
+    Own(config).save_pretrained(tmp_path)
+    model = oracle_offload.from_pretrained(Own, tmp_path, "cpu")
+    assert type(model.config) is OwnConfig and model._memory_manager.layers
+    assert_same(dict(model.state_dict()), dict(Own.from_pretrained(tmp_path).state_dict()))
+    model._memory_manager.detach()

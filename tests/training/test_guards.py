@@ -447,3 +447,14 @@ def test_budgets_that_just_fit_are_given_and_nonsense_is_refused():
     for wrong in ({"workers": 0}, {"margin": 1}, {"cpus": 0}, {"nbytes": "x"}, {"context": -1}):
         with pytest.raises(ValueError):
             worker_budgets(**{"workers": 1, "nbytes": 1, "capacity": "8GB", **wrong})
+
+
+def test_a_class_that_copies_itself_cannot_be_tracked():
+    class Own(nn.Module):
+        def __deepcopy__(self, memo):
+            return self
+
+    model = Own()
+    with pytest.raises(ValueError, match="Own has a __deepcopy__ already"):
+        CopyCounter().track(model)
+    assert "__deepcopy__" not in model.__dict__

@@ -239,3 +239,36 @@ def test_masters_are_asked_for_on_the_devices_numa_node(monkeypatch):
             manager.refresh()
             assert set(asked[1:]) == {5} and len(asked) > 2
         monkeypatch.undo()
+
+
+def test_memory_that_a_user_still_held_goes_back_after_the_step_in_which_he_lets_go(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)])
+    with attached(model, device) as manager:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step():
+            model(torch.ones(2, 256, device=device)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return manager.attachment.pieces.buffers
+
+        (piece,) = step()
+        held = [p.detach() for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data = torch.randn_like(parameter)
+        assert step() == step() == [piece]
+        del held
+        gc.collect()
+        assert manager.attachment.pieces.buffers == [piece]
+        assert step() == [] and not piece.locked
+
+
+def test_a_layer_that_was_let_go_holds_no_tensor():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with attached(model) as manager:
+        layer = manager.attachment.layers[0]
+        assert layer.parameters and layer.masters.present
+        assert manager.attachment.let_go(layer, "a reason")
+        assert not layer.parameters and not any(t.numel() for t in layer.masters.present)
+        assert not manager.attachment.let_go(layer, "a reason")

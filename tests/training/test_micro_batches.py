@@ -5,11 +5,13 @@ from __future__ import annotations
 import builtins
 import collections
 import contextlib
+import copy
 import functools
 import random
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -22,7 +24,8 @@ import oracle_offload
 from oracle_offload import OffloadError, accumulate
 from oracle_offload.engines import open_states
 from oracle_offload.micro_batches import thread_state
-from oracle_offload.micro_batches.grains import grains_of
+from oracle_offload.micro_batches.accumulate import _are_same
+from oracle_offload.micro_batches.grains import Grains, _collect, grains_of
 from oracle_offload.micro_batches.thread_state import Generators
 from oracle_offload.witness import Witness
 
@@ -1107,3 +1110,28 @@ def test_what_torch_calls_is_its_own_again():
         assert not any(part._forward_hooks for part in model.modules())
     assert (torch.autograd.backward, torch.autograd.Function.__dict__["apply"]) == before
     assert oracle_offload.structure.frames_aside == []
+
+
+def test_attributes_are_the_same_where_that_can_be_seen():
+    same = [
+        *((1, 1), ("a", "a"), (0.5, 0.5), (True, True), (None, None)),
+        *((torch.float16, torch.float16), (torch.device("cpu"), torch.device("cpu"))),
+        *(((1, [2, "b"]), (1, [2, "b"])), (torch.ones(2), torch.ones(2))),
+    ]
+    others = [
+        *((1, 2), ("a", "b"), (0.5, 0.25), (True, False), (None, 0)),
+        *((torch.float16, torch.float32), (torch.device("cpu"), torch.device("meta"))),
+        *(((1, [2]), (1, [3])), ((1,), [1]), ([1], [1, 2]), (torch.ones(2), torch.zeros(2))),
+        *((torch.ones(2), 1), ({1: 2}, {1: 2}), (SimpleNamespace(a=1), SimpleNamespace(a=1))),
+    ]
+    assert [_are_same(copy.deepcopy(a), b) for a, b in same] == [True] * len(same)
+    assert [_are_same(a, b) for a, b in others] == [False] * len(others)
+
+
+def test_a_grain_is_the_largest_module_up_to_its_share():
+    block = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU())
+    nbytes = {id(block): 8, id(block[0]): 4, id(block[1]): 4, id(block[2]): 0}
+    for most, modules in ((8, [block]), (7.9, [*block[:2]]), (1, [*block[:2]])):
+        found = Grains([], [])
+        _collect(block, nbytes, most, found)
+        assert found == Grains(modules, [])

@@ -21,7 +21,7 @@ from equality import attached
 from torch import nn
 
 import oracle_offload
-from oracle_offload import engines, phases, simulator
+from oracle_offload import OffloadError, engines, phases, simulator
 from oracle_offload import recorder as recorders
 from oracle_offload.views.recording import Recording
 
@@ -306,12 +306,14 @@ def test_phases_are_told_in_a_line_each(training, caplog):
 
 
 def test_phases_are_told_without_a_recording_and_to_the_one_under_way(training):
+    recorder = oracle_offload.record()
     with oracle_offload.phase("sampling"):
         training.model(training.prefix.detach())
-        with oracle_offload.record() as recorder:
+        with recorder:
             training.model(training.prefix.detach())
             oracle_offload.phase("evaluation")
             training.model(training.prefix.detach())
+    assert len(recorder.lines) == 1  # it began within the first phase
     recorder = recorder.recording()
     assert [e["phase"] for e in recorder.of("compute")] == ["sampling"] * 16 + ["evaluation"] * 16
     (device,) = oracle_offload.memory_summary().devices
@@ -736,3 +738,30 @@ def test_what_is_no_recording_is_refused_by_its_line(lines, says, tmp_path):
     path.write_text("\n".join(line.replace("HEADER", header) for line in lines))
     with pytest.raises(ValueError, match=says):
         oracle_offload.read_recording(path)
+
+
+class Broken:
+    """An engine of which nothing can be asked any more."""
+
+    def __getattr__(self, name):
+        raise OffloadError(f"{name}: no answer")
+
+
+def test_whatever_an_engine_does_not_answer_is_an_error_of_the_recording_alone(training):
+    with oracle_offload.record() as recorder:
+        training.step()
+        (state,) = engines.open_states()
+        (part,) = recorder._parts.values()
+        engine, state.engine = state.engine, Broken()
+        try:
+            recorder.resized(state, "model", 1, 2, "why")
+            recorder.batch(7)
+            recorder.opened(state)
+            recorder.recording()
+        finally:
+            state.engine = engine
+        assert not part.arenas and not part.batches and part.n_batches == 0
+        training.step()
+    errors = [error["what"] for error in recorder.recording().of("error")]
+    assert len(errors) >= 4 and all("no answer" in what for what in errors)
+    assert len(recorder.recording().of("step")) == 2

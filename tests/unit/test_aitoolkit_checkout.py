@@ -305,3 +305,12 @@ def test_the_page_names_tests_that_are_there(heading: str, rows: int) -> None:
         for folder, file, name in named:
             source = (ROOT / "tests" / (folder or "training") / file).read_text("utf-8")
             assert f"def {name}(" in source, (file, name)
+
+
+def test_a_file_of_ours_without_the_original_is_left_out_of_the_patch(
+    toolkit: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(capsys, "install", toolkit)
+    (toolkit / checkout.FOLDER / "manager.py.before-oracle-offload").unlink()
+    changed = re.findall(rb"^\+\+\+ b/\S+/(\S+)", checkout.patch(toolkit), re.MULTILINE)
+    assert changed == [b"manager_modules.py"]

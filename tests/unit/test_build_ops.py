@@ -178,3 +178,36 @@ def test_an_attach_asks_once_where_they_are(folder: Path, monkeypatch: pytest.Mo
 
 def test_the_version_on_disk_is_that_of_the_torch_that_is_imported() -> None:
     assert files.installed_torch() == torch.__version__
+
+
+@linux_only
+def test_the_command_says_where_they_are_and_whether_they_are_used(
+    folder: Path,
+    compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    forced: list[bool] = []
+    path = folder / "ops.so"
+
+    def build(force: bool) -> tuple[Path, float]:
+        forced.append(force)
+        return path, 0.0 if len(forced) == 2 else 12.4
+
+    monkeypatch.setattr(compiling, "build", build)
+    monkeypatch.setattr(load, "operators", lambda: object())
+    assert cli.main(["build-ops", "--force"]) == cli.EXIT_OK
+    assert capsys.readouterr().out == f"{path}\ncompiled in 12 s\n"
+    assert cli.main(["build-ops"]) == cli.EXIT_OK
+    assert capsys.readouterr().out == f"{path}\nthey were there already\n"
+    assert forced == [True, False]
+    monkeypatch.setattr(load, "operators", lambda: None)
+    assert cli.main(["build-ops"]) == cli.EXIT_OK
+    unused = "compiled in 12 s; not used: ORACLE_OFFLOAD_OPS=off, or they do not load\n"
+    assert capsys.readouterr().out == f"{path}\n{unused}"
+    monkeypatch.setattr(load, "operators", lambda: int("x"))
+    assert cli.main(["build-ops"]) == cli.EXIT_ERROR
+    assert "build-ops: invalid literal" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "oracle_offload.ops.compiling", None)
+    assert cli.main(["build-ops"]) == cli.EXIT_ERROR
+    assert "install torch first" in capsys.readouterr().err

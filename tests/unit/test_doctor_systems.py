@@ -6,6 +6,7 @@ import json
 import os
 import re
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from oracle_offload.doctor.torch_build import TorchView
 from oracle_offload.host.cgroup import MemoryLimit, read_memory_limit
 
 TREES = Path(__file__).parent.parent / "data" / "systems"
+LIMITS = TREES / "limits.json"
 NAMES = sorted(path.stem for path in TREES.glob("*.tree"))
 GIB = 1 << 30
 
@@ -169,10 +171,13 @@ def test_limit_without_a_usage_is_unknown_and_says_so(
 def test_v2_without_the_memory_controller_is_unknown_and_says_so(tmp_path: Path) -> None:
     root = build("docker_v2", tmp_path)
     (root / "sys/fs/cgroup/memory.max").unlink()
-    (root / "sys/fs/cgroup/cgroup.controllers").write_text("cpu io\n")
-    found = read_memory_limit(str(root))
-    assert (found.version, found.limit_bytes) == (None, None)
-    assert "memory controller" in found.missing[0]
+    controllers = root / "sys/fs/cgroup/cgroup.controllers"
+    controllers.write_text("cpu io\n")
+    for _ in range(2):
+        found = read_memory_limit(str(root))
+        assert (found.version, found.limit_bytes) == (None, None)
+        assert "memory controller" in found.missing[0]
+        controllers.unlink(missing_ok=True)  # not even that, the second time
 
 
 @pytest.mark.parametrize(
@@ -209,6 +214,31 @@ def test_empty_root_names_what_is_missing(tmp_path: Path) -> None:
     found = read_memory_limit(str(tmp_path))
     assert found.version is None
     assert "/proc/self/cgroup: no such file" in found.missing
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_whole_of_a_limit_and_of_what_is_left_without_each_file(
+    name: str, tmp_path: Path
+) -> None:
+    """Every field, byte for byte; OO_REWRITE_GOLDEN=1 after a deliberate change."""
+    root = build(name, tmp_path)
+    said = ("cgroup", "memory", "mountinfo")
+    files = sorted(path for path in root.rglob("*") if any(word in path.name for word in said))
+    found = {"": asdict(read_memory_limit(str(root)))}
+    for path in filter(Path.is_file, files):
+        text = path.read_text("utf-8")
+        for how in ("gone", "empty"):
+            path.write_text("", "utf-8") if how == "empty" else path.unlink()
+            now = asdict(read_memory_limit(str(root)))
+            changed = {key: now[key] for key in now if now[key] != found[""][key]}
+            found[f"{path.relative_to(root)} {how}"] = changed
+        path.write_text(text, "utf-8")
+    golden = json.loads(LIMITS.read_text("utf-8")) if LIMITS.exists() else {}
+    found = json.loads(json.dumps(found))
+    if os.environ.get("OO_REWRITE_GOLDEN"):
+        golden = dict(sorted({**golden, name: found}.items()))
+        LIMITS.write_text(json.dumps(golden, indent=1) + "\n", "utf-8")
+    assert found == golden[name]
 
 
 # --- Whole machines ----------------------------------------------------------------------------

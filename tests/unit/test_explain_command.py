@@ -424,3 +424,38 @@ def test_a_follower_keeps_context_and_forgets_the_distant_past() -> None:
         follower.feed("x" * (KEEP_CHARS // 4))
     assert len(follower.text) <= 2 * KEEP_CHARS
     assert follower.report() is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
+def test_silence_of_a_stream_is_told_and_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "POLL_S", 0.02)
+    reading, writing = os.pipe()
+    try:
+        stream = command._streamed(reading)
+        assert next(stream) == b""
+        os.write(writing, b"a")
+        assert next(piece for piece in stream if piece) == b"a"
+        assert [next(stream), next(stream)] == [b"", b""]
+        os.close(writing)
+        assert next(piece for piece in stream if piece != b"") is None
+        assert list(stream) == []
+    finally:
+        os.close(reading)
+
+
+def test_a_log_that_is_followed_no_longer_is_closed(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Any] = []
+    honest = command._opened
+
+    def note(path: str) -> Any:
+        opened.append(honest(path))
+        return opened[-1]
+
+    monkeypatch.setattr(command, "_opened", note)
+    pieces = command._pieces(str(log))
+    assert next(pieces) == log.read_bytes()
+    assert not opened[0].closed
+    pieces.close()  # type: ignore[attr-defined]
+    assert opened[0].closed

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from oracle_offload.explain import explain_oom
+from oracle_offload.explain import OomReport, explain_oom, is_oom, pipeline
 from oracle_offload.explain.history import signs
 
 DATA = Path(__file__).parents[1] / "data" / "oom"
@@ -391,3 +392,42 @@ def test_a_message_that_was_cut_off_is_explained_as_far_as_it_goes(text: str) ->
         seen.add(report.cause.why)
     assert "the message was cut off before its figures" in seen
     assert "the card was full" in seen
+
+
+# ---- what is broken itself ----
+
+
+class Unspeakable(Exception):
+    """What cannot be printed, as some exceptions of C extensions."""
+
+    def __str__(self) -> str:
+        raise ValueError("broken")
+
+
+def test_an_explanation_never_becomes_another_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = CASES["cuda-2.5-in-backward"]
+    assert explain_oom(message).found and is_oom(MemoryError())
+    with_cause = RuntimeError(message)
+    with_cause.__cause__ = Unspeakable()
+    assert explain_oom(with_cause).found and is_oom(with_cause)
+    assert not explain_oom(Unspeakable()).found and not is_oom(Unspeakable())
+    monkeypatch.setattr(traceback, "format_tb", lambda *_, **__: 1 / 0)
+    assert explain_oom(with_cause).cause == explain_oom(message, env=os.environ).cause
+    monkeypatch.setattr(pipeline, "find", lambda *_: 1 / 0)
+    report = explain_oom(message)
+    assert isinstance(report, OomReport) and not report.found
+    assert is_oom(RuntimeError(message)) is False
+
+
+def test_a_history_that_cannot_be_read_leaves_the_message(tmp_path: Path) -> None:
+    message = CASES["cuda-2.5-in-backward"]
+    assert explain_oom(message, history=tmp_path / "none").cause == explain_oom(message).cause
+
+
+def test_a_chain_that_runs_in_a_circle_is_told_once() -> None:
+    first, second = RuntimeError(CASES["cuda-2.5-in-backward"]), ValueError("the second")
+    first.__cause__, second.__context__ = second, first
+    both = ExceptionGroup("both", [first, second])
+    for error in (first, second, both):
+        assert pipeline._messages(error).count("the second") == 1
+        assert len(explain_oom(error).findings) == 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -108,3 +111,20 @@ def test_on_this_machine(tmp_path: Path) -> None:
     assert private_bytes([place(anonymous)]) == MIB
     assert private_bytes([place(mapped)]) == 0
     assert os.sysconf("SC_PAGE_SIZE") == mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="stands in for Windows")
+def test_windows_is_asked_for_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def answer(status: Any) -> int:
+        assert status._obj.length == ctypes.sizeof(status._obj) == 64
+        status._obj.total, status._obj.available = 300, 200
+        return 1
+
+    kernel32 = SimpleNamespace(GlobalMemoryStatusEx=answer)
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel32), raising=False)
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert (total_bytes(), available_bytes()) == (300, 200)
+    # What was recorded of a machine is read as it is, wherever.
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 1 kB\n")
+    assert available_bytes(str(tmp_path)) == 1024

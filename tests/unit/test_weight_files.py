@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from safetensors import SafetensorError, safe_open  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from oracle_offload.disk.checkpoint import Checkpoint, find_weights  # noqa: E402
+from oracle_offload.disk.checkpoint import Checkpoint, find_weights, read_index  # noqa: E402
 from oracle_offload.disk.header import (  # noqa: E402
     ITEM_BYTES,
     MOST_HEADER_BYTES,
@@ -314,3 +314,8 @@ def test_every_file_is_closed_when_one_is_damaged(tmp_path):
         names(path)
     if before:
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_index_that_cannot_be_read_says_so(tmp_path):
+    with pytest.raises(OffloadError, match=r"index.json' cannot be read: No such file"):
+        read_index(tmp_path / "index.json")
