@@ -58,28 +58,46 @@ static uint64_t bytes_after(int samples, const char *where) {
     return bytes;
 }
 
-/* Units that leave when the second step begins. */
-static uint64_t leave_after(int samples, const char *where) {
+/* Units that leave when the second step begins, by a release with these flags. Copy threads may
+ * still be writing to each, where `fed` is 1, and have been where it is 2. */
+static uint64_t leave_after(int samples, int flags, int fed, struct oo_fetched *fetched,
+                            const char *where) {
     struct world w;
+    struct oo_use held;
+    struct oo_feed feeds[UNITS] = {{0}};
     open_after_samples(&w, samples, where);
+    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), where);
+    for (unsigned i = 0; fed && i < UNITS; i++) {
+        w.engine->units[w.unit[i]].feed = &feeds[i];
+        feeds[i].open = fed == 1;
+    }
     const uint64_t before = stats_of(&w).evictions;
-    need(use(&w, 0, OO_FORWARD), where);
+    need(oo_engine_release(w.engine, held.ticket, w.stream, flags, fetched), where);
     const uint64_t left = stats_of(&w).evictions - before;
+    for (unsigned i = 0; i < UNITS; i++)
+        w.engine->units[w.unit[i]].feed = NULL;
     world_close(&w, where);
     return left;
 }
 
 /* After many samples, what lies where others have their homes leaves, while kernels may still use
- * it; then a step moves what it would move without them. */
+ * it; then a step moves what it would move without them. What may still be fed is left to a call
+ * that may wait. */
 static void training_after_many_samples(const char *where) {
+    struct oo_fetched fetched;
     struct sim_device device;
     sim.simGetDevice(0, &device);
     const double link_gbps = device.link_gbps;
     device.link_gbps = 0.3; /* copies take as long as kernels: to be spread saves much */
     sim.simSetDevice(0, &device);
-    const uint64_t none = leave_after(0, where), left = leave_after(12, where);
-    CHECK(none <= 2 && left >= 6, "%s: %llu units leave, %llu without samples", where,
-          (unsigned long long)left, (unsigned long long)none);
+    CHECK(leave_after(0, 0, 0, &fetched, where) <= 2, "%s: units leave without samples", where);
+    for (int flags = 0; flags <= OO_NONBLOCKING; flags += OO_NONBLOCKING)
+        for (int fed = 0; fed < 3; fed++) {
+            const uint64_t left = leave_after(12, flags, fed, &fetched, where);
+            CHECK(flags && fed == 1 ? left == 0 && fetched.more : left >= 6,
+                  "%s: %llu units leave, flags %d, fed %d", where, (unsigned long long)left, flags,
+                  fed);
+        }
     const uint64_t without = bytes_after(0, where), after = bytes_after(12, where);
     CHECK(after * 10 <= without * 11, "%s: %llu bytes in a step, %llu without samples", where,
           (unsigned long long)after, (unsigned long long)without);
