@@ -424,6 +424,12 @@ static void oo__lay_round(struct oo_plan *plan, uint64_t visits) {
         total += plan->turns[i].bytes;
         largest = plan->turns[i].bytes > largest ? plan->turns[i].bytes : largest;
     }
+    if (total <= plan->arena.total_bytes) {
+        for (size_t i = 0; i < count; i++)
+            plan->units[plan->turns[i].unit].place = OO_ANYWHERE;
+        rounds->spread = 0;
+        return;
+    }
     oo__guess_seconds(plan->turns, count);
     /* Where a segment ends, what does not fit into it begins in the next one. */
     for (const struct oo_segment *s = plan->arena.segments; s && s->next; s = s->next)
@@ -435,8 +441,6 @@ static void oo__lay_round(struct oo_plan *plan, uint64_t visits) {
     if (rounds->spread)
         rounds->ring = oo__lay_spread(plan, count, room);
     rounds->cursor = rounds->ring;
-    for (size_t i = 0; i < count && total <= plan->arena.total_bytes; i++)
-        plan->units[plan->turns[i].unit].place = OO_ANYWHERE;
 }
 
 /* Forward turns into backward, or that into the next forward. */
