@@ -545,7 +545,7 @@ static int oo__is_being_fed(const struct oo_engine *engine, const struct oo_wind
 static void oo__start_copies(struct oo_engine *engine, int flags, struct oo_fetched *fetched) {
     uint32_t id;
     struct oo_window window;
-    while (oo_plan_next_drop(engine->plan, &id)) {
+    while (engine->usable && oo_plan_next_drop(engine->plan, &id)) {
         const struct oo_feed *feed = engine->units[id].feed;
         if ((flags & OO_NONBLOCKING) && feed && feed->open) {
             fetched->more = 1;

@@ -80,6 +80,22 @@ static uint64_t leave_after(int samples, int flags, int fed, struct oo_fetched *
     return left;
 }
 
+/* A release that cannot reach the driver lets nothing go: nobody would wait for its last uses. */
+static void without_a_context(const char *where) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    open_after_samples(&w, 12, where);
+    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), where);
+    const uint64_t before = stats_of(&w).evictions;
+    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), where);
+    CHECK(stats_of(&w).evictions == before, "%s: units leave without the driver", where);
+    for (unsigned i = 1; i < UNITS; i++)
+        need(use(&w, i, OO_FORWARD), where);
+    world_close(&w, where);
+}
+
 /* After many samples, what lies where others have their homes leaves, while kernels may still use
  * it; then a step moves what it would move without them. What may still be fed is left to a call
  * that may wait. */
@@ -91,6 +107,7 @@ static void training_after_many_samples(const char *where) {
     device.link_gbps = 0.3; /* copies take as long as kernels: to be spread saves much */
     sim.simSetDevice(0, &device);
     CHECK(leave_after(0, 0, 0, &fetched, where) <= 2, "%s: units leave without samples", where);
+    without_a_context(where);
     for (int flags = 0; flags <= OO_NONBLOCKING; flags += OO_NONBLOCKING)
         for (int fed = 0; fed < 3; fed++) {
             const uint64_t left = leave_after(12, flags, fed, &fetched, where);
