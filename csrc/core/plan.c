@@ -67,6 +67,7 @@ struct oo_rounds {
     int spread;      /* those that stay are */
     int over;        /* until a moment ago, in the forward of this step */
     uint64_t number; /* rounds laid so far */
+    uint64_t length; /* of the latest, in visits */
     uint64_t layout; /* the arena's, when the latest was */
     size_t ring;     /* where it begins */
     size_t cursor;   /* where the next unit in it may */
@@ -352,18 +353,20 @@ static void oo__guess_seconds(struct oo_turn *turns, size_t count) {
             turns[i].seconds = (double)turns[i].bytes * seconds / bytes;
 }
 
-/* The units of the round that begins after the match, in order of use. Returns how many. */
+/* The units of the round that begins after the match, in order of use. Returns how many; 0 where
+ * most visits are of units that have been met: rounds within a round, of which these are the ones
+ * that count. */
 static size_t oo__turns(struct oo_plan *plan, uint64_t visits) {
-    size_t count = 0;
+    size_t count = 0, again = 0;
     plan->marks++;
     for (uint64_t i = plan->match + 1; i <= plan->match + visits; i++) {
-        struct oo_plan_unit *unit = oo__first_met(plan, i);
-        if (!unit)
-            continue;
-        plan->turns[count++] = (struct oo_turn){
-            .unit = oo__visit_at(plan, i)->unit, .bytes = unit->bytes, .seconds = unit->seconds};
-        unit->round = plan->rounds.number;
-        unit->place = OO_IN_RING;
+        const struct oo_trace_entry *visit = oo__visit_at(plan, i);
+        const struct oo_plan_unit *unit = oo__first_met(plan, i);
+        if (unit)
+            plan->turns[count++] = (struct oo_turn){
+                .unit = visit->unit, .bytes = unit->bytes, .seconds = unit->seconds};
+        else if (visit->previous + 1 != i && ++again > count)
+            return 0;
     }
     return count;
 }
@@ -412,35 +415,40 @@ static int oo__spread_pays(struct oo_plan *plan, size_t count, size_t ring, size
     return (as_is - spread) * (double)number > 2 * total / bps;
 }
 
-/* Give each unit of the round that begins after the match a place. Where the arena holds all of
- * them, none needs one. */
-static void oo__lay_round(struct oo_plan *plan, uint64_t visits) {
+/* Give each unit of the round that begins after the match a place; `spread`: that is decided. Where
+ * the arena holds all of them, none needs one. 0: it is none. */
+static int oo__lay_round(struct oo_plan *plan, uint64_t visits, int spread) {
     struct oo_rounds *rounds = &plan->rounds;
     size_t total = 0, largest = 0, lost = 0;
-    rounds->number++;
-    rounds->layout = plan->arena.layout;
     const size_t count = oo__turns(plan, visits);
     for (size_t i = 0; i < count; i++) {
         total += plan->turns[i].bytes;
         largest = plan->turns[i].bytes > largest ? plan->turns[i].bytes : largest;
     }
-    if (total <= plan->arena.total_bytes) {
-        for (size_t i = 0; i < count; i++)
-            plan->units[plan->turns[i].unit].place = OO_ANYWHERE;
-        rounds->spread = 0;
-        return;
+    if (!count)
+        return 0;
+    rounds->number++;
+    rounds->length = visits;
+    rounds->layout = plan->arena.layout;
+    rounds->spread = 0;
+    for (size_t i = 0; i < count; i++) {
+        struct oo_plan_unit *unit = &plan->units[plan->turns[i].unit];
+        unit->round = rounds->number;
+        unit->place = total <= plan->arena.total_bytes ? OO_ANYWHERE : OO_IN_RING;
     }
+    if (total <= plan->arena.total_bytes)
+        return 1;
     oo__guess_seconds(plan->turns, count);
     /* Where a segment ends, what does not fit into it begins in the next one. */
     for (const struct oo_segment *s = plan->arena.segments; s && s->next; s = s->next)
         lost += largest;
     const size_t room = plan->arena.total_bytes > lost ? plan->arena.total_bytes - lost : 0;
     rounds->ring = oo__lay_as_is(plan, largest);
-    rounds->spread =
-        !rounds->between || (rounds->many && oo__spread_pays(plan, count, rounds->ring, room));
+    rounds->spread = spread || (rounds->many && oo__spread_pays(plan, count, rounds->ring, room));
     if (rounds->spread)
         rounds->ring = oo__lay_spread(plan, count, room);
     rounds->cursor = rounds->ring;
+    return 1;
 }
 
 /* Forward turns into backward, or that into the next forward. */
@@ -453,6 +461,16 @@ static void oo__turn_rounds(struct oo_plan *plan, enum oo_kind kind) {
     rounds->over = rounds->on && rounds->spread && rounds->between;
 }
 
+/* How often there have been as many rounds as are many, doubled each time: who stays is asked anew
+ * then, with the seconds that are known by then. 0: too few. */
+static int oo__many(const struct oo_rounds *rounds) {
+    int many = 0;
+    for (uint64_t n = rounds->count > rounds->before ? rounds->count : rounds->before;
+         n >= OO_MANY_ROUNDS; n /= 2)
+        many++;
+    return many;
+}
+
 /* Whether the visits that are expected until this unit's next one are a round: forward, as were as
  * many before. Training's forward is none, as its units are used next in its backward. Between
  * training steps those that are in the arena stay, as the backward to come wants them. To spread
@@ -460,7 +478,7 @@ static void oo__turn_rounds(struct oo_plan *plan, enum oo_kind kind) {
 static void oo__learn_round(struct oo_plan *plan) {
     struct oo_rounds *rounds = &plan->rounds;
     const struct oo_trace_entry *current = oo__visit_at(plan, plan->now - 1);
-    const int was_on = rounds->on, were_many = rounds->many;
+    const int was_on = rounds->on;
     rounds->on = 0;
     if (!oo__remembered(plan, plan->match))
         return;
@@ -478,12 +496,14 @@ static void oo__learn_round(struct oo_plan *plan) {
                  visits < current->forwards / (1 + (uint64_t)waits);
     if (!rounds->on)
         return;
-    rounds->count = current->forwards / visits;
-    rounds->many = rounds->count >= OO_MANY_ROUNDS || rounds->before >= OO_MANY_ROUNDS;
-    const int is_laid = plan->units[current->unit].round == rounds->number &&
-                        rounds->layout == plan->arena.layout && rounds->many == were_many;
-    if (!is_laid || !(rounds->spread || was_on))
-        oo__lay_round(plan, visits);
+    const int is_laid =
+        plan->units[current->unit].round == rounds->number && rounds->layout == plan->arena.layout;
+    rounds->count = current->forwards / (is_laid ? rounds->length : visits);
+    const int many = oo__many(rounds);
+    if (is_laid && many == rounds->many && (rounds->spread || was_on))
+        return;
+    rounds->many = many;
+    rounds->on = oo__lay_round(plan, visits, !rounds->between || (was_on && rounds->spread));
 }
 
 static int oo__has_place(const struct oo_plan *plan, uint32_t unit) {
@@ -839,6 +859,14 @@ static int oo__is_tight(const struct oo_plan *plan, uint32_t unit, const struct 
     }
 }
 
+/* Visits from now to the first of the next round, beyond which nothing is fetched: training may
+ * come instead. What is spread is not of use to it in any case. */
+static uint64_t oo__to_next_round(const struct oo_plan *plan) {
+    const uint64_t visits = oo__visit_at(plan, plan->now - 1)->forwards;
+    const uint64_t length = plan->rounds.length;
+    return plan->rounds.spread ? OO_NEVER : length - (visits - 1) % length;
+}
+
 static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_window *window) {
     oo__ahead_extend(plan);
     const struct oo_ahead *ahead = &plan->ahead;
@@ -847,7 +875,8 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
     *unit = oo__visit_at(plan, ahead->end)->unit;
     uint64_t distance = ahead->end - plan->match;
     if (oo__has_place(plan, *unit))
-        return oo__place_is_free(plan, *unit, distance, window);
+        return distance <= oo__to_next_round(plan) &&
+               oo__place_is_free(plan, *unit, distance, window);
     uint64_t after = oo__use_after(plan, ahead->end);
     /* Who was spread may lie in a home and be needed before those that have been used. */
     if (plan->rounds.over && oo__visit_at(plan, ahead->end)->kind != OO_FORWARD)
@@ -907,8 +936,8 @@ static int oo__is_astray(struct oo_plan *plan, uint32_t unit) {
 }
 
 int oo_plan_next_drop(struct oo_plan *plan, uint32_t *unit) {
-    for (; plan->stray < plan->n_units; plan->stray++) {
-        *unit = plan->stray;
+    while (plan->stray < plan->n_units) {
+        *unit = plan->stray++;
         if (oo__is_astray(plan, *unit))
             return 1;
     }

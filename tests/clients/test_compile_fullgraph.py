@@ -612,7 +612,7 @@ def test_a_backward_after_the_model_is_gone_is_refused(name):
     with pytest.raises(OffloadError, match=r"was detached between forward and backward; run"):
         y.sum().backward()
     with pytest.raises(OffloadError, match=r"of compiled code was detached between forward and"):
-        traced._layer_in_backward(torch.tensor(-1))
+        traced.layer_in_backward(torch.tensor(-1))
 
 
 def test_code_that_was_compiled_for_an_attached_model_is_refused_after_detach():
