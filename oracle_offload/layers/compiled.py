@@ -15,8 +15,14 @@ import ast
 import contextlib
 import copy
 import functools
+import itertools
+import os
+import pickle
+import random
+import sys
 import weakref
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,7 +46,6 @@ from .traced import (
     define_operator,
     differentiate_by,
     functorch_active,
-    layer_by_number,
     layer_in_backward,
     layer_of,
 )
@@ -52,7 +57,15 @@ _HOW = "Tensor[] given, Tensor[] own, Tensor key, bool[] needs, str call, SymInt
 _FORWARD = f"({_HOW}, ScalarType? dtype, int example) -> Tensor"
 _BACKWARD = f"(Tensor grad, {_HOW}, ScalarType? dtype) -> Tensor[]"
 _TENSOR, _NUMBER, _OTHER = "...", "b''", "\0"  # what stands for them in a call that is written down
+_ASIDE = ("training", "_is_full_backward_hook")  # of a module: the one is written down with a call
 _constant: Callable[..., Any] = torch.compiler.assume_constant_result  # to a compiler
+
+# What is traced has a number, and what was told of it. The numbers begin anywhere: what torch kept
+# on disk knows nothing of the code of a module, so it must serve no other trace than its own.
+_traces = itertools.count(int.from_bytes(os.urandom(6), "little"))
+_examples: weakref.WeakValueDictionary[int, Whole] = weakref.WeakValueDictionary()
+_told: dict[int, _Look] = {}
+_Look = tuple[torch.dtype, list[Any], list[Any]]  # dtype, shape, strides; None is not known
 
 
 # ---- a call, written down ----
@@ -108,6 +121,7 @@ class Whole(Numbered):
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
         super().__init__(module, name, structure)
         self.breaks = False  # a call of such a module was found to be no operator
+        self.settings: dict[Any, Any] = {}  # what the module was set to in the last forward
         # Modules that stand before this one and take part in what it computes: peft's wrappers.
         self.wrappers: list[weakref.ref[nn.Module]] = []
 
@@ -122,12 +136,13 @@ class Whole(Numbered):
         given: list[Tensor] = []
         numbers: list[int] = []
         # Of what the module is set to, this alone is looked at: dropout and norms compute by it.
-        call = _written((module.training, method, args, kwargs), given, numbers)
+        training = [each.training for each in module.modules()]
+        call = _written((training, method, args, kwargs), given, numbers)
         if self.breaks or self.wrappers or _OTHER in call or functorch_active():
             return otherwise(module, *args, **kwargs)
         if is_exporting():
             refuse_tracing("torch.export")
-        own = [tensor for tensor in module._parameters.values() if tensor is not None]
+        own = _own(module)
         dtype = cast_dtype(self.device_type)
         y = lent(given, own, self.key, [], call, numbers, dtype, self.example())
         advance(self.attachment.sequence, y)
@@ -135,16 +150,17 @@ class Whole(Numbered):
 
     @_constant  # one compiled block serves all blocks
     def example(self) -> int:
-        """Return the number of a leaf like those that the compiled code calls: of this one."""
-        return self.number
+        """Return a number for what is told of a leaf like those that compiled code calls."""
+        number = next(_traces)
+        _examples[number] = self
+        return number
 
     def own(self) -> list[Tensor]:
-        """Return every Parameter of the module."""
-        module: Any = self.module()
-        return [tensor for tensor in module._parameters.values() if tensor is not None]
+        """Return every Parameter and buffer of the module."""
+        return _own(self.module())
 
     def is_own(self, used: Sequence[Tensor]) -> bool:
-        """Whether what an operator was given are the Parameters that are there now."""
+        """Whether what an operator was given are the Parameters and buffers of now."""
         now = self.own()
         return len(now) == len(used) and all(
             self.has_only_moved(then.data_ptr(), tensor.data_ptr())
@@ -152,27 +168,89 @@ class Whole(Numbered):
         )
 
     def call(
-        self, given: Sequence[Tensor], call: str, numbers: Sequence[int], dtype: torch.dtype | None
+        self,
+        given: Sequence[Tensor],
+        call: str,
+        numbers: Sequence[int],
+        dtype: torch.dtype | None,
+        example: int = -1,
     ) -> Tensor:
         """Make a call that was written down; return a tensor with memory of its own."""
         module: Any = self.module()
-        _, method, args, kwargs = _filled(_read(call), iter(given), iter(numbers))
+        training, method, args, kwargs = _filled(_read(call), iter(given), iter(numbers))
         inner = getattr(base_class(module), method)
 
         def compute() -> Any:
-            y = inner(module, *args, **kwargs)
-            others = (*given, *module._parameters.values(), *module._buffers.values())
+            with _trained(module, training):
+                y = inner(module, *args, **kwargs)
+            others = (*given, *_own(module))
             return y.clone() if isinstance(y, Tensor) and _is_part(y, others) else y
 
         with computing_in(self.device_type, dtype):
             y = self.lend_to(compute)
         if type(y) is not Tensor:
-            raise OffloadError(
-                f"managed layer '{self.name}' returns {type(y).__name__}, and not one tensor as "
-                "compiled code was told. Leave it resident with ignore_modules=[...], or do not "
-                "compile what calls it."
-            )
+            raise self._told_otherwise(type(y).__name__, "one tensor")
+        told = _told.get(example)
+        if told is not None and not _is_like(y, told):
+            raise self._told_otherwise(_describe(_look(y)), _describe(told))
         return y
+
+    def _told_otherwise(self, what: str, told: str) -> OffloadError:
+        return OffloadError(
+            f"managed layer '{self.name}' returns {what}, and not {told} as compiled code was "
+            "told. Leave it resident with ignore_modules=[...], do not compile what calls it, or "
+            "call torch.compiler.reset() after such a change."
+        )
+
+
+def _own(module: Any) -> list[Tensor]:
+    return [t for t in (*module._parameters.values(), *module.buffers()) if t is not None]
+
+
+@contextlib.contextmanager
+def _trained(module: nn.Module, training: Sequence[bool]) -> Iterator[None]:
+    """Let the module and those below it be in the mode that a call was written down in."""
+    modules = list(module.modules())
+    were = [each.training for each in modules]
+    for each, mode in zip(modules, training, strict=True):
+        each.__dict__["training"] = mode
+    try:
+        yield
+    finally:
+        for each, mode in zip(modules, were, strict=True):
+            each.__dict__["training"] = mode
+
+
+def _settings(module: Any) -> dict[Any, Any]:
+    """Return the numbers, switches and strings that the module and those below it keep."""
+    return {
+        (index, name): value
+        for index, each in enumerate(module.modules())
+        for name, value in vars(each).items()
+        if isinstance(value, (bool, int, float, str)) and name not in _ASIDE
+    }
+
+
+def _look(y: Tensor) -> _Look:
+    """Return what a compiler knows of a result before it is there."""
+    known = [[n if type(n) is int else None for n in each] for each in (y.shape, y.stride())]
+    return y.dtype, known[0], known[1]
+
+
+def _is_like(y: Tensor, told: _Look) -> bool:
+    dtype, shape, stride = told
+    return (
+        y.dtype is dtype
+        and len(shape) == y.dim()
+        and all(
+            (size is None or n == size) and (step is None or n < 2 or m == step)
+            for n, m, size, step in zip(y.shape, y.stride(), shape, stride, strict=True)
+        )
+    )
+
+
+def _describe(look: _Look) -> str:
+    return f"a tensor of {look[0]}, shape {look[1]} and strides {look[2]}"
 
 
 def _is_part(tensor: Tensor, of: Sequence[Tensor | None]) -> bool:
@@ -219,14 +297,15 @@ def _forward(
     leaf: Whole = layer_of(key)
     if not leaf.is_own(own):
         raise computed_weight_error(leaf.name)
+    leaf.settings = _settings(leaf.module())
     with above_autograd():
         if not needs:
             with torch.no_grad():
-                return leaf.call(given, *how[:3])
+                return leaf.call(given, *how)
         # Recorded, for code may choose by that what it runs; kept is nothing.
         keeping = torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing)
         with torch.enable_grad(), keeping:
-            return leaf.call(_leaves(given, needs[: len(given)]), *how[:3]).detach()
+            return leaf.call(_leaves(given, needs[: len(given)]), *how).detach()
 
 
 def _backward(
@@ -241,9 +320,10 @@ def _backward(
     leaf.state.turned = True
     if not (leaf.is_current() and leaf.is_own(own)):
         raise StaleWeightsError(
-            f"the weights of managed layer '{leaf.name}' are not what its compiled forward "
-            "computed with: one was replaced through .data. Change weights after backward."
+            f"the weights or buffers of managed layer '{leaf.name}' are not what its compiled "
+            "forward computed with: one was replaced. Change them after backward."
         )
+    _check_settings(leaf)
     inputs = [*_leaves(given, needs[: len(given)]), *leaf.own()]
     asked = [tensor for tensor, need in zip(inputs, needs, strict=True) if need]
     with above_autograd(), torch.enable_grad():
@@ -256,6 +336,18 @@ def _backward(
         answer = torch.zeros_like(tensor) if answer is None else answer
         found.append(_as_told(answer, tensor, (grad, *found)) if need else answer)
     return found
+
+
+def _check_settings(leaf: Whole) -> None:
+    """Raise where the call that backward makes once more would be another."""
+    now, then = _settings(leaf.module()), leaf.settings
+    for key in (*now, *then):
+        if now.get(key) != then.get(key):
+            raise StaleWeightsError(
+                f"managed layer '{leaf.name}': {key[1]} was {then.get(key)} in its compiled "
+                f"forward and is {now.get(key)} in backward, which makes that call once more. "
+                "Change what a module is set to after backward."
+            )
 
 
 def _check_uses(leaf: Whole, y: Tensor, inputs: Sequence[Tensor]) -> None:
@@ -309,11 +401,43 @@ class _NoOperator(Exception):
     """Why a call is none."""
 
 
-_CONTAINERS = (list, dict, set)
 _WRITES = "it writes to its input, or to itself"
 
 
-def _copy_of(module: nn.Module, like: Callable[[Tensor], Tensor], copies: list[Any]) -> Any:
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a container with copies of the containers in it; anything else as it is."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, tuple):
+        parts = [_copied(part, memo) for part in value]
+        same = all(one is other for one, other in zip(parts, value, strict=True))
+        made = value if same else tuple.__new__(type(value), parts)
+    elif isinstance(value, (dict, list, deque, set)):
+        made = memo[id(value)] = copy.copy(value)
+        if isinstance(value, dict):
+            for key, part in value.items():
+                made[key] = _copied(part, memo)
+        elif not isinstance(value, set):  # whose parts are no containers that can be written to
+            made.clear()
+            made.extend([_copied(part, memo) for part in value])
+    else:
+        made = value
+    memo[id(value)] = made
+    return made
+
+
+def _identity(value: Any) -> Any:
+    """Return what differs once a container, or one in it, was written to."""
+    if isinstance(value, dict):
+        return [(id(key), _identity(part)) for key, part in value.items()]
+    if isinstance(value, (tuple, list, deque, set)):
+        return [_identity(part) for part in value]
+    return id(value)
+
+
+def _copy_of(
+    module: nn.Module, like: Callable[[Tensor], Tensor], copies: list[Any], memo: dict[int, Any]
+) -> Any:
     """Return a module that computes as this one did before attach, on what `like` makes.
 
     It, and copies of its children, are added to `copies`.
@@ -324,26 +448,30 @@ def _copy_of(module: nn.Module, like: Callable[[Tensor], Tensor], copies: list[A
 
     made = object.__new__(base_class(module))
     made.__dict__ = {
-        key: copy.copy(value) if isinstance(value, _CONTAINERS) else value
-        for key, value in vars(module).items()
-        if key != HANDLE
+        key: _copied(value, memo) for key, value in vars(module).items() if key != HANDLE
     }
     made._parameters = each(module._parameters, like)
     made._buffers = each(module._buffers, like)
-    made._modules = each(module._modules, lambda child: _copy_of(child, like, copies))
+    made._modules = each(module._modules, lambda child: _copy_of(child, like, copies, memo))
     copies.append(made)
     return made
 
 
-def _state(copies: Sequence[Any]) -> list[Any]:
-    """Return what differs once one of the modules was written to."""
-    return [
-        [*map(id, value.values() if isinstance(value, dict) else value)]
-        if isinstance(value, _CONTAINERS)
-        else id(value)
-        for made in copies
-        for value in vars(made).values()
-    ]
+def _drawn() -> bytes:
+    """Return where the generators are that torch knows nothing of."""
+    numpy = sys.modules.get("numpy")
+    return pickle.dumps((random.getstate(), numpy and numpy.random.get_state()))
+
+
+def _draw_from(state: bytes) -> None:
+    ours, numpys = pickle.loads(state)
+    random.setstate(ours)
+    if numpys is not None:
+        sys.modules["numpy"].random.set_state(numpys)
+
+
+def _refuse_unpacking(kept: Any) -> Any:
+    raise _NoOperator("it asks autograd for gradients itself")
 
 
 def _pretend(leaf: Whole, given: Sequence[Tensor], call: str, numbers: Sequence[int]) -> Tensor:
@@ -363,18 +491,24 @@ def _pretend(leaf: Whole, given: Sequence[Tensor], call: str, numbers: Sequence[
     if any(True for child in module.children() for _ in child.parameters()):
         raise _NoOperator("modules below it have Parameters of their own")
     copies: list[Any] = []
-    made = _copy_of(module, like, copies)
+    made = _copy_of(module, like, copies, {})
     own = [tensor for tensor in made._parameters.values() if tensor is not None]
     buffers = [tensor for each in copies for tensor in each._buffers.values()]
     _, method, args, kwargs = _filled(_read(call), iter(given), iter(numbers))
-    before = _state(copies)
-    with _Watch([*given, *own, *buffers]):
-        y = getattr(base_class(module), method)(made, *args, **kwargs)
+    before, drawn = [_identity(vars(each)) for each in copies], _drawn()
+    keeping = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, _refuse_unpacking)
+    try:
+        with _Watch([*given, *own, *buffers]), keeping:
+            y = getattr(base_class(module), method)(made, *args, **kwargs)
+        if drawn != _drawn():
+            raise _NoOperator("it draws random numbers")
+    finally:
+        _draw_from(drawn)
     if not isinstance(y, Tensor):
         raise _NoOperator(f"it returns {type(y).__name__}")
     if free_unbacked_symbols(y):
         raise _NoOperator("the size of its result hangs on values")
-    if before != _state(copies):
+    if before != [_identity(vars(each)) for each in copies]:
         raise _NoOperator(_WRITES)
     if torch.is_grad_enabled():
         _check_pretended(y, given, own)
@@ -418,7 +552,7 @@ def _fake_forward(
     *how: Any,
 ) -> Tensor:
     call, numbers, dtype, example = how
-    leaf = cast("Whole", layer_by_number(example))
+    leaf = _examples[example]
     asked = (needs or [False] * len(given))[: len(given)]
     shapes: Any = cast("Any", key).fake_mode.shape_env  # None where all sizes are known
     ignoring = shapes.ignore_fresh_unbacked_symbols() if shapes else contextlib.nullcontext()
@@ -439,6 +573,7 @@ def _fake_forward(
             "graph breaks there; for fullgraph=True leave it resident with ignore_modules=[...]."
         )
         raise DynamicOutputShapeException(lent) from why
+    _told[example] = _look(y)
     return torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device)
 
 
@@ -499,7 +634,7 @@ def _differentiable(
     leaf: Whole = layer_of(key)
     if not leaf.is_own(own):
         raise computed_weight_error(leaf.name)
-    return leaf.call(given, *how[:3])
+    return leaf.call(given, *how)
 
 
 differentiate_by("lent", _differentiable)

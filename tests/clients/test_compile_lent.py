@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import re
+import subprocess
+import sys
 
+import numpy
 import pytest
 import torch
 from capturing import Backend
@@ -516,6 +520,38 @@ class Hidden(Several):
         return x @ self.weight * self.tensors[0]
 
 
+class Nested(Several):
+    """Writes to what lies in a container of a container."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {"x": ([], 0)}
+
+    def forward(self, x):
+        self.seen["x"][0].append(x.detach())
+        return x @ self.weight
+
+
+class Python(Several):
+    def forward(self, x):
+        return x @ self.weight * random.random()
+
+
+class Numpy(Several):
+    def forward(self, x):
+        return x @ self.weight * float(numpy.random.rand())
+
+
+class Asking(Several):
+    """Asks autograd for gradients itself."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(z.sin().sum(), z)
+        return x @ self.weight * slope
+
+
 class Around(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -537,6 +573,10 @@ BREAKS = {
     Two: "returns tuple",
     Counting: "writes to its input, or to itself",
     Noting: "writes to its input, or to itself",
+    Nested: "writes to its input, or to itself",
+    Python: "draws random numbers",
+    Numpy: "draws random numbers",
+    Asking: "asks autograd for gradients itself",
     Unused: "something trained not at all",
     Running: "writes to its input, or to itself",
     Below: "have Parameters of their own",
@@ -552,7 +592,7 @@ def test_what_is_no_operator_is_called_from_outside(kind):
     with attached(managed) as manager:
         assert any(layer.name == "inner" for layer in leaves(manager))
         calls = {managed: torch.compile(managed, backend=backend), resident: resident}
-        assert_models_agree(managed, resident, lambda m: step(calls[m]))
+        assert_models_agree(managed, resident, lambda m: drawn_step(calls[m]))
         assert backend.count("lent") == 0
         assert backend.count("linear") > 0
         assert manager.attachment.state.engine.stats()["h2d_bytes"] > 0
@@ -561,6 +601,14 @@ def test_what_is_no_operator_is_called_from_outside(kind):
         assert torch.equal(one, other)
     if kind is Noting:
         assert_same(managed.inner.seen, resident.inner.seen)
+    if kind is Nested:
+        assert_same(managed.inner.seen["x"][0], resident.inner.seen["x"][0])
+
+
+def drawn_step(called):
+    random.seed(3)
+    numpy.random.seed(3)
+    return step(called)
 
 
 @pytest.mark.parametrize("kind", [kind for kind, why in BREAKS.items() if why])
@@ -592,6 +640,153 @@ def test_a_module_that_begins_to_train_breaks_the_graph(kind):
             assert backend.count("lent") == RUNS * 2 * 2
     for one, other in zip(managed.buffers(), resident.buffers(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_children_are_called_in_the_mode_of_forward():
+    """Also where only one below the module was told to train, and after forward."""
+    managed, resident = resident_pair(nn.Sequential(Child()))
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    with attached(managed) as manager:
+        called = torch.compile(managed, backend="aot_eager", fullgraph=True)
+        grads = []
+        for model, call in ((managed, called), (resident, resident)):
+            model.eval()
+            y = call(x)
+            model[0].train()
+            y.square().sum().backward()
+            assert model[0].training
+            assert model[0].below.training
+            grads.append(x.grad)
+            x.grad = None
+        assert_same(*grads)
+        assert manager.attachment.state.engine.stats()["h2d_bytes"] > 0
+        assert not manager.attachment.held()
+
+
+class Mode(nn.Module):
+    def forward(self, y):
+        return y.sin() if self.training else y.cos()
+
+
+class Child(Several):
+    """Computes by its mode, and by that of one below it."""
+
+    def __init__(self):
+        super().__init__()
+        self.below = Mode()
+
+    def forward(self, x):
+        return self.below(x @ self.weight).exp() * (2 if self.training else 3)
+
+
+class Set(Several):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("gain", torch.rand(WIDTH))
+        self.power = 2
+
+    def forward(self, x):
+        return (x.sigmoid() @ self.weight * self.gain) ** self.power
+
+
+@pytest.mark.parametrize("what", ["in place", "replaced", "set"])
+def test_buffers_and_settings_that_change_before_backward_are_refused(what):
+    with attached(model := nn.Sequential(Set())) as manager:
+        y = torch.compile(model, backend="aot_eager")(torch.randn(2, WIDTH, requires_grad=True))
+        inner, error, message = model[0], StaleWeightsError, "buffers of managed layer '0'.*repl"
+        if what == "in place":
+            inner.gain.mul_(2)
+            error, message = RuntimeError, "inplace operation"
+        elif what == "replaced":
+            inner.gain = inner.gain * 2
+        else:
+            inner.power, message = 3, r"'0': power was 2 in .* is 3 in backward"
+        with pytest.raises(error, match=message):
+            y.sum().backward()
+        assert not manager.attachment.held()
+
+
+@pytest.mark.parametrize("name", ["eager", "aot_eager"])
+def test_a_buffer_of_another_dtype_is_compiled_anew(name):
+    managed, resident = resident_pair(nn.Sequential(Set()).requires_grad_(False))
+    x = torch.randn(2, WIDTH)
+    with attached(managed) as manager:
+        called = torch.compile(managed, backend=name, fullgraph=True)
+        for _ in range(2):
+            assert_same([called(x) * 3], [resident(x) * 3])
+            for model in (managed, resident):
+                model[0].gain = model[0].gain.double()
+        assert manager.attachment.state.engine.stats()["h2d_bytes"] > 0
+
+
+class Form(Several):
+    """Returns otherwise once it is told to, which no compiler looks at."""
+
+    as_told = staticmethod(lambda y: y)
+
+    def forward(self, x):
+        return self.as_told(x @ self.weight)
+
+
+FORMS = {
+    "dtype": lambda y: y.double(),
+    "shape": lambda y: torch.cat([y, y]),
+    "rank": lambda y: y[None],
+    "stride": lambda y: y.t().contiguous().t(),
+}
+
+
+@pytest.mark.parametrize("name", ["eager", "aot_eager"])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_result_that_is_not_as_compiled_code_was_told_is_refused(form, grad, name):
+    with attached(model := nn.Sequential(Form())) as manager, torch.set_grad_enabled(grad):
+        called = torch.compile(lambda x: model(x) * 2, backend=name, fullgraph=True)
+        x = torch.randn(4, WIDTH)
+        called(x)
+        model[0].as_told = FORMS[form]
+        message = r"'0' returns a tensor of torch\..*, and not a tensor of torch\.float32, shape"
+        with pytest.raises(OffloadError, match=message):
+            called(x)
+        assert not manager.attachment.held()
+
+
+KEPT_ON_DISK = """
+import sys
+import torch
+import oracle_offload
+from oracle_offload import selection
+from torch import nn
+
+selection.SMALL_BYTES, selection.SMALL_TOGETHER = 0, (0, 0)
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        y = x @ self.weight
+        return {"same": y, "double": y.double(), "wide": torch.cat([y, y], -1)}[sys.argv[1]]
+
+
+with torch.no_grad():
+    model, x = nn.Sequential(Inner()), torch.randn(16, 16)
+    expected = (model(x * 2) * 3).cos() + 1
+    oracle_offload.attach(model, "cpu")
+    found = torch.compile(lambda x: (model(x * 2) * 3).cos() + 1, backend=sys.argv[2])(x)
+torch.testing.assert_close(found, expected)
+"""
+
+
+def test_what_torch_keeps_on_disk_serves_no_other_code(tmp_path, monkeypatch):
+    """Its names for what it compiled know nothing of the code of a module."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for form in ("same", "double", "wide"):
+        command = [sys.executable, "-c", KEPT_ON_DISK, form, "inductor"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert ended.returncode == 0, ended.stderr[-2000:]
 
 
 class Table(Several):
@@ -642,7 +837,7 @@ def test_a_result_that_is_a_weight_is_a_copy(monkeypatch, tmp_path):
                 assert not manager.attachment.held()
         lent = leaves(manager)[0]
         y = torch.ops.oracle_offload.lent(
-            [x], lent.own(), lent.key, [], "(True,'forward',(...,),{})", [], None, lent.number
+            [x], lent.own(), lent.key, [], "([True],'forward',(...,),{})", [], None, lent.number
         )
         assert not manager.attachment.held()
         assert torch.equal(y, resident(x))
@@ -660,7 +855,7 @@ def test_a_gradient_has_the_memory_and_the_layout_of_its_own(transposed):
         leaf = leaves(manager)[0]
         x, grad = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
         x = x.t() if transposed else x
-        call = "(True,'forward',(...,),{})"
+        call = "([True],'forward',(...,),{})"
         gx, gw = torch.ops.oracle_offload.lent_backward(
             grad, [x], [model[0].weight], leaf.key, [True, True], call, [], None
         )
