@@ -58,6 +58,7 @@ _FORWARD = f"({_HOW}, ScalarType? dtype, int example) -> Tensor"
 _BACKWARD = f"(Tensor grad, {_HOW}, ScalarType? dtype) -> Tensor[]"
 _TENSOR, _NUMBER, _OTHER = "...", "b''", "\0"  # what stands for them in a call that is written down
 _ASIDE = ("training", "_is_full_backward_hook")  # of a module: the one is written down with a call
+_graph_task = torch._C._current_graph_task_id
 _constant: Callable[..., Any] = torch.compiler.assume_constant_result  # to a compiler
 
 # What is traced has a number, and what was told of it. The numbers begin anywhere: what torch kept
@@ -82,7 +83,7 @@ def _written(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
     if value is None or isinstance(value, (bool, str)):
         return repr(value)
     if isinstance(value, float):
-        return repr(value) if value - value == 0 else _OTHER
+        return f"b'{value.hex()}'"  # which a compiler knows to be fixed; no other way tells it so
     if isinstance(value, int):
         numbers.append(value)
         return _NUMBER
@@ -104,7 +105,7 @@ def _filled(form: Any, tensors: Iterator[Tensor], numbers: Iterator[int]) -> Any
     if form is ...:
         return next(tensors)
     if isinstance(form, bytes):
-        return next(numbers)
+        return float.fromhex(form.decode()) if form else next(numbers)
     if isinstance(form, (tuple, list)):
         return type(form)([_filled(part, tensors, numbers) for part in form])
     if isinstance(form, dict):
@@ -386,9 +387,12 @@ class _Watch(TorchDispatchMode):
     def __init__(self, read: Sequence[Tensor | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._read = read
+        self._graph_task = _graph_task()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _graph_task() != self._graph_task:  # what backward would need is not kept
+            raise _NoOperator("it asks autograd for gradients itself")
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _NoOperator(f"{func} draws random numbers")
         for tensor, written in operator_of(func).tensors(args, kwargs):
@@ -408,10 +412,11 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return a container with copies of the containers in it; anything else as it is."""
     if id(value) in memo:
         return memo[id(value)]
+    made: Any = value
     if isinstance(value, tuple):
         parts = [_copied(part, memo) for part in value]
         same = all(one is other for one, other in zip(parts, value, strict=True))
-        made = value if same else tuple.__new__(type(value), parts)
+        made = memo[id(value)] = value if same else tuple.__new__(type(value), parts)
     elif isinstance(value, (dict, list, deque, set)):
         made = memo[id(value)] = copy.copy(value)
         if isinstance(value, dict):
@@ -420,9 +425,6 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         elif not isinstance(value, set):  # whose parts are no containers that can be written to
             made.clear()
             made.extend([_copied(part, memo) for part in value])
-    else:
-        made = value
-    memo[id(value)] = made
     return made
 
 
@@ -470,10 +472,6 @@ def _draw_from(state: bytes) -> None:
         sys.modules["numpy"].random.set_state(numpys)
 
 
-def _refuse_unpacking(kept: Any) -> Any:
-    raise _NoOperator("it asks autograd for gradients itself")
-
-
 def _pretend(leaf: Whole, given: Sequence[Tensor], call: str, numbers: Sequence[int]) -> Tensor:
     """Make a call with tensors that hold nothing; return what its result looks like.
 
@@ -496,9 +494,8 @@ def _pretend(leaf: Whole, given: Sequence[Tensor], call: str, numbers: Sequence[
     buffers = [tensor for each in copies for tensor in each._buffers.values()]
     _, method, args, kwargs = _filled(_read(call), iter(given), iter(numbers))
     before, drawn = [_identity(vars(each)) for each in copies], _drawn()
-    keeping = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, _refuse_unpacking)
     try:
-        with _Watch([*given, *own, *buffers]), keeping:
+        with _Watch([*given, *own, *buffers]):
             y = getattr(base_class(module), method)(made, *args, **kwargs)
         if drawn != _drawn():
             raise _NoOperator("it draws random numbers")

@@ -679,6 +679,27 @@ class Child(Several):
         return self.below(x @ self.weight).exp() * (2 if self.training else 3)
 
 
+class Scaled(Several):
+    def forward(self, x, factor):
+        return x.sigmoid() @ self.weight * (factor if factor > 0 else 1)
+
+
+@pytest.mark.parametrize("name", ["eager", "aot_eager"])
+def test_a_float_that_varies_is_taken(name):
+    managed, resident = resident_pair(nn.Sequential(Scaled()))
+    backend = Backend(name)
+    with attached(managed) as manager:
+        called = torch.compile(
+            lambda x, factor: managed[0](x, factor), backend=backend, fullgraph=True
+        )
+        for factor in (0.1, 0.7, 0.9, 1e-300, -0.0, 0.1, float("inf"), float("nan")):
+            x = torch.randn(2, WIDTH, requires_grad=True)
+            found, expected = called(x, factor), resident[0](x, factor)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        assert backend.count("lent") == 8
+        assert manager.attachment.state.engine.stats()["h2d_bytes"] > 0
+
+
 class Set(Several):
     def __init__(self):
         super().__init__()
