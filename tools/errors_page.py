@@ -387,9 +387,12 @@ NOTES: dict[str, dict[str, str]] = {
             "A parametrisation or `functional_call` stands in the place of a Parameter. Leave that "
             "layer resident, or do not compile it."
         ),
-        "and not one tensor as compiled": (
+        "or call torch.compiler.reset() after such": (
             "The module's code returns something else than when it was compiled. Leave that module "
-            "resident, or do not compile it."
+            "resident, do not compile it, or have it compiled anew."
+        ),
+        "which makes that call once more": (
+            "Set it between steps, after backward and before the next forward."
         ),
         "as compiled code was": (
             "The library's code, run over an input that holds nothing, has told another dtype or "
