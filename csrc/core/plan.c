@@ -15,7 +15,7 @@ _Static_assert(2 * OO_MAX_EXPECTED <= OO_TRACE, "what is expected is remembered 
 enum { OO_CANDIDATES = 128, OO_CONTEXT = 256 }; /* bounds of one search for a match */
 enum { OO_LOOKAHEAD = 16 };                     /* uses of a unit looked at to find one far off */
 enum { OO_FEW = 400 };                          /* units in the arena that are all looked at */
-enum { OO_MANY_ROUNDS = 8 };                    /* after which samples are no interruption */
+enum { OO_MANY_ROUNDS = 8 };                    /* of samples: more are no interruption */
 enum { OO_SLOTS_BETWEEN = 2 };                  /* of the largest unit: a ring before that */
 enum { OO_MEASURED = 4, OO_REMEASURED_ONE_IN = 4093 }; /* forwards of each unit; of all, a prime */
 static const double oo__memory = 15.0 / 16;            /* of copies that were measured */
@@ -466,7 +466,7 @@ static void oo__turn_rounds(struct oo_plan *plan, enum oo_kind kind) {
 static int oo__many(const struct oo_rounds *rounds) {
     int many = 0;
     for (uint64_t n = rounds->count > rounds->before ? rounds->count : rounds->before;
-         n >= OO_MANY_ROUNDS; n /= 2)
+         n > OO_MANY_ROUNDS; n /= 2)
         many++;
     return many;
 }
@@ -498,7 +498,7 @@ static void oo__learn_round(struct oo_plan *plan) {
         return;
     const int is_laid =
         plan->units[current->unit].round == rounds->number && rounds->layout == plan->arena.layout;
-    rounds->count = current->forwards / (is_laid ? rounds->length : visits);
+    rounds->count = (current->forwards - 1) / (is_laid ? rounds->length : visits);
     const int many = oo__many(rounds);
     if (is_laid && many == rounds->many && (rounds->spread || was_on))
         return;

@@ -524,7 +524,7 @@ static void many_samples(double seconds_per_byte) {
                    sweep, (double)o.bytes / (double)missing, (double)half[0] / (double)capacity,
                    (double)half[1] / (double)capacity);
             const int spread = half[0] * 5 > half[1] * 4 && half[1] * 5 > half[0] * 4;
-            const int begin = preview ? 1 : 8;
+            const int begin = preview ? 1 : 9;
             CHECK(spread == (pays && sweep >= begin),
                   "preview %d, sweep %d: %zu and %zu bytes stay", preview, sweep, half[0], half[1]);
             const int moves = pays && (sweep + 1 >= begin && sweep <= begin + 1);
@@ -562,7 +562,7 @@ static void test_training_goes_on_after_samples(void) {
                       o.bytes, x_min(&m, capacity));
             }
             struct outcome last = {0, 0};
-            for (int sweep = 0; sweep < 3 + 2 * preview; sweep++)
+            for (int sweep = 0; sweep < 4 + 2 * preview; sweep++)
                 last = run(plan, &m, m.step, m.n);
             CHECK(last.bytes <= m.total - capacity + 4 * m.largest && last.late == 0,
                   "%d%%, preview %d: a sweep loads %zu bytes, %u late", percent, preview,
