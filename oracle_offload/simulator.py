@@ -157,8 +157,10 @@ def library_path() -> Path:
         )
     seed = os.environ.get("ORACLE_OFFLOAD_SIM_SEED", "")
     match = re.fullmatch(r"(?:([a-z-]+)(?::([0-9]{1,20}))?|([0-9]{1,20}))", seed)
-    known = match and (match[1] or "random") in _SCHEDULES
-    if seed and not (match and known and int(match[2] or match[3] or 0) < 2**64):
+    known = (
+        match and (match[1] or "random") in _SCHEDULES and int(match[2] or match[3] or 0) < 2**64
+    )
+    if seed and not known:
         raise OffloadError(
             f"ORACLE_OFFLOAD_SIM_SEED={seed!r} is no schedule; unset it, or use a number below "
             f"2**64 (of the random schedule), or {', '.join(_SCHEDULES)}, also with a number: "
@@ -414,6 +416,14 @@ def is_idle(stream: int) -> bool:
     idle = ctypes.c_int()
     _check("simIdle", library().simIdle(stream, ctypes.byref(idle)), f"stream {stream:#x}")
     return bool(idle.value)
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a graph is captured from a stream."""
+    capturing = ctypes.c_int()
+    status = library().simCapturing(stream, ctypes.byref(capturing))
+    _check("simCapturing", status, f"stream {stream:#x}")
+    return bool(capturing.value)
 
 
 def patience(milliseconds: int) -> None:

@@ -111,6 +111,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[object, ...]]] = {
     "simFaultClear": (ctypes.c_int, ()),
     "simHold": (ctypes.c_int, (ctypes.c_size_t, ctypes.c_int)),
     "simIdle": (ctypes.c_int, (ctypes.c_size_t, ctypes.POINTER(ctypes.c_int))),
+    "simCapturing": (ctypes.c_int, (ctypes.c_size_t, ctypes.POINTER(ctypes.c_int))),
     "simPatience": (ctypes.c_int, (ctypes.c_uint,)),
     "simCallCount": (ctypes.c_uint64, (ctypes.c_char_p,)),
     "simGetStats": (ctypes.c_int, (ctypes.POINTER(RawStats),)),

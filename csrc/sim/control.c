@@ -383,6 +383,16 @@ OOCUresult simIdle(OOCUstream handle, int *idle) {
     return stream ? OOCU_SUCCESS : OOCU_ERROR_INVALID_HANDLE;
 }
 
+OOCUresult simCapturing(OOCUstream handle, int *capturing) {
+    sim_os_lock(&sim.lock);
+    sim__boot();
+    const struct sim_stream *stream = sim__stream(handle);
+    if (stream && capturing)
+        *capturing = stream->capture != SIM_CAPTURE_NONE;
+    sim_os_unlock(&sim.lock);
+    return stream ? OOCU_SUCCESS : OOCU_ERROR_INVALID_HANDLE;
+}
+
 OOCUresult simGetStats(struct sim_stats *out) {
     if (!out)
         return OOCU_ERROR_INVALID_VALUE;

@@ -624,7 +624,8 @@ OOCUresult sim__wait_all(int device) {
     struct sim_stream *s = sim.streams;
     while (s && result == OOCU_SUCCESS) {
         if (s->device == device && s->tail) {
-            result = sim__wait(s->tail);
+            /* Behind a host function that still runs all else may be discarded. */
+            result = sim__wait(s->exec_head && s->tail->executed ? s->exec_head : s->tail);
             s = sim.streams; /* waiting may have freed streams */
         } else {
             s = s->next;
@@ -660,7 +661,9 @@ void sim__discard_all(void) {
             }
             op->wait_exec = op->wait_time = 0;
         }
-        s->exec_head = NULL;
+        /* A host function that runs comes to its end all the same. */
+        if (!s->exec_head || !s->exec_head->running)
+            s->exec_head = NULL;
         retire(s);
     }
 }

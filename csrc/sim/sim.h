@@ -116,6 +116,9 @@ SIM_API OOCUresult simHold(OOCUstream stream, int on);
 /* Whether all that was queued on a stream has ended by simNow(). Unlike cuStreamQuery it runs
  * nothing, and the host knows no more than before. */
 SIM_API OOCUresult simIdle(OOCUstream stream, int *idle);
+/* Whether a graph is captured from a stream. Unlike cuStreamIsCapturing it counts as no call, and
+ * needs no context. */
+SIM_API OOCUresult simCapturing(OOCUstream stream, int *capturing);
 /* How long a wait bears with a host function that does not return before it is called a deadlock
  * (real time; 10,000 ms by default). */
 SIM_API OOCUresult simPatience(unsigned int milliseconds);

@@ -2,6 +2,9 @@
  * registrations. */
 #include "sim_test.h"
 
+#include <stdatomic.h>
+#include <time.h>
+
 /* A small program whose every call is checked by the caller: returns the first error. */
 static OOCUresult program(OOCUstream stream, OOCUevent event, OOCUdeviceptr device,
                           const void *host) {
@@ -160,6 +163,42 @@ static void an_asynchronous_error_shows_later(void) {
     }
 }
 
+static atomic_int runs, may_go;
+
+/* Comes to its end a while after it may. */
+static void OOCUDAAPI run_on(void *unused) {
+    (void)unused;
+    atomic_store(&runs, 1);
+    while (!atomic_load(&may_go))
+        ;
+    for (const clock_t begin = clock(); clock() - begin < CLOCKS_PER_SEC / 50;)
+        ;
+    atomic_store(&runs, 0);
+}
+
+/* What is queued when a context dies never runs; a host function that runs then comes to its end,
+ * and who gives the context back waits for it. */
+static void a_context_dies_while_a_host_function_runs(void) {
+    for (int more = 0; more < 2; more++) {
+        begin();
+        OOCUstream other = new_stream();
+        atomic_store(&may_go, 0);
+        OK(cu.cuLaunchHostFunc(other, run_on, NULL));
+        if (more)
+            OK(cu.cuMemsetD32Async(device, 0, 1, other));
+        while (!atomic_load(&runs))
+            ;
+        OK(cu.simFault("async h2d", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0));
+        OK(cu.cuMemcpyHtoDAsync(device, host, 64, stream));
+        IS(OOCU_ERROR_ILLEGAL_ADDRESS, cu.cuStreamSynchronize(stream));
+        IS(OOCU_ERROR_ILLEGAL_ADDRESS, cu.cuStreamQuery(stream)); /* all is gone by now */
+        OK(cu.simFaultClear());
+        atomic_store(&may_go, 1);
+        sim_test_end();
+        CHECK(!atomic_load(&runs), "the context ended before the host function");
+    }
+}
+
 static void registrations_are_refused_from_the_kth_on(void) {
     begin();
     static char block[4][4096];
@@ -245,6 +284,7 @@ static const struct check_case cases[] = {
     CASE(a_sticky_error_kills_the_context),
     CASE(nothing_is_in_flight_on_a_lost_context),
     CASE(an_asynchronous_error_shows_later),
+    CASE(a_context_dies_while_a_host_function_runs),
     CASE(registrations_are_refused_from_the_kth_on),
 };
 

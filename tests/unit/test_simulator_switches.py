@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -126,6 +127,7 @@ def test_calls_are_counted_by_name_and_together(driver: Driver) -> None:
         (lambda: simulator.advance(-1.0), r"simAdvance: .*-1\.0 s"),
         (lambda: simulator.hold(0x77), "simHold: .*stream 0x77"),
         (lambda: simulator.is_idle(0x77), "simIdle: .*stream 0x77"),
+        (lambda: simulator.is_capturing(0x77), "simCapturing: .*stream 0x77"),
         (lambda: simulator.label_stream(0x77, "x"), "simLabelStream: .*0x77"),
         (lambda: simulator.launch(0x77, seconds=-1.0), r"simLaunch: .*stream 0x77.*-1\.0 s"),
     ],
@@ -231,3 +233,25 @@ def test_a_wait_bears_as_long_as_it_was_told(driver: Driver) -> None:
         simulator.clear_reports()
     simulator.hold(stream, on=False)
     driver.synchronize(stream)
+
+
+def test_a_wait_for_a_host_function_says_how_long_it_was(driver: Driver) -> None:
+    stream, go_on = driver.stream(), threading.Event()
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def wait(_: int | None) -> None:
+        go_on.wait(60)
+
+    driver.call("cuLaunchHostFunc", ctypes.c_size_t(stream), wait, None)
+    simulator.patience(5)
+    try:
+        assert simulator.library().cuStreamSynchronize(ctypes.c_void_p(stream)) != 0
+        (report,) = simulator.reports("deadlock")
+        assert "which has not returned after 5 ms" in report
+    finally:
+        go_on.set()
+
+
+def test_a_result_without_a_name_is_told_by_its_number() -> None:
+    with pytest.raises(DriverError, match=r"^simReset: unknown CUresult \(12345\): why$"):
+        simulator._check("simReset", 12345, "why")
