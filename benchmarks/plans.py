@@ -30,18 +30,24 @@ class Outcome:
 
 
 def interval_bound_s(
-    unit_bytes: Sequence[int], visits: Sequence[Visit], capacity: float, link_bps: float
+    unit_bytes: Sequence[int],
+    visits: Sequence[Visit],
+    capacity: float,
+    link_bps: float,
+    latency_s: float = 0.0,
 ) -> float:
-    """Return seconds that no plan can beat.
+    """Return seconds that no plan can beat, where each copy takes `latency_s` and its bytes' time.
 
     Between the begin of one visit and that of a later one, all their units but what the arena
     held at first have to be copied, and all their kernels have to run. A step takes the longest
-    chain of such intervals.
+    chain of such intervals. The arena holds no more units than of the smallest.
     """
     import numpy as np
 
     n = len(visits)
+    held = sum(end <= capacity for end in itertools.accumulate(sorted(unit_bytes)))
     distinct = np.zeros(n)  # bytes of the units used in visits i to j, by i
+    units = np.zeros(n)  # and how many they are
     begun = np.zeros(n)  # seconds of kernels before visit i
     earliest = np.zeros(n + 1)  # when visit i can begin
     last: dict[int, int] = {}
@@ -49,9 +55,11 @@ def interval_bound_s(
     for j, visit in enumerate(visits):
         before = last.get(visit.unit, -1)
         distinct[before + 1 : j + 1] += unit_bytes[visit.unit]
+        units[before + 1 : j + 1] += 1
         last[visit.unit] = j
         begun[j] = seconds
-        copied = (distinct[: j + 1] - capacity) / link_bps
+        copied = np.maximum(distinct[: j + 1] - capacity, 0) / link_bps
+        copied += np.maximum(units[: j + 1] - held, 0) * latency_s
         computed = seconds - begun[: j + 1]
         begins = float((earliest[: j + 1] + np.maximum(copied, computed)).max())
         seconds += visit.seconds
@@ -322,6 +330,7 @@ def search(
     visits: Sequence[Visit],
     capacity: int,
     link_bps: float,
+    latency_s: float = 0.0,
     *,
     every_choice: bool = False,
 ) -> float:
@@ -381,7 +390,7 @@ def search(
             if any(next_use(victim, now) <= next_use(fetched, now) for victim in gone):
                 continue  # it would have to come back first
             begins = max([link, *(max(used.get(u, 0.0), arrival[u]) for u in gone)])
-            arrives = begins + unit_bytes[fetched] / link_bps
+            arrives = begins + unit_bytes[fetched] / link_bps + latency_s
             go(
                 now,
                 (cached - set(gone)) | {fetched},

@@ -172,7 +172,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     seconds = sum(one.seconds for one in ours) / LAST
     nbytes = sum(one.nbytes for one in ours) / LAST
     args = visits, capacity, card.link_bps
-    bound = plans.interval_bound_s(trace.unit_bytes, *args)
+    bound = plans.interval_bound_s(trace.unit_bytes, *args, plans.COPY_LATENCY_S)
     known = plans.best_known(trace, *args)
     fastest = min(one.seconds for one in known)
     fewest = min(one.nbytes for one in known if one.seconds <= 1.02 * fastest)
@@ -225,7 +225,9 @@ def measure_preview(cell: Cell, samples: int) -> dict[str, Any]:
     rounds = ([trace.train] * STEPS + [trace.sample] * samples) * 2 + [trace.train] * last
     outcomes = run_engine(trace, rounds, capacity, card)
     step_s, sample_s = (
-        plans.interval_bound_s(trace.unit_bytes, visits, capacity, card.link_bps)
+        plans.interval_bound_s(
+            trace.unit_bytes, visits, capacity, card.link_bps, plans.COPY_LATENCY_S
+        )
         for visits in (trace.train, trace.sample)
     )
     sampling, steps = outcomes[-last - samples : -last], outcomes[-last:]

@@ -2,8 +2,8 @@
 
 The engine learns the order in the first step, whose copies come late for that: a checkpoint
 recomputes what nobody could know of. An order that is known before serves the first step as well.
-So do the seconds of forwards and the link's speed: by them the plan decides whether a copy may wait
-for its place. They are those of a device, and pass for none on another.
+So do the seconds of forwards and the link's speed: by them the first samples are planned. They are
+those of a device, and pass for none on another.
 The file is of one model, known by its fingerprint. A file that is not is passed over with a line in
 the log, because what it says would cost late copies; and what this library has not written is never
 overwritten.

@@ -176,6 +176,17 @@ size_t oo_arena_fit(const struct oo_arena *arena, size_t position, size_t bytes)
     return 0;
 }
 
+size_t oo_arena_fit_below(const struct oo_arena *arena, size_t end, size_t bytes) {
+    size_t begin = 0, found = OO_ANYWHERE;
+    for (const struct oo_segment *segment = arena->segments; segment && begin < end;
+         begin += segment->bytes, segment = segment->next) {
+        const size_t room = end - begin < segment->bytes ? end - begin : segment->bytes;
+        if (room >= bytes)
+            found = begin + room - bytes;
+    }
+    return found;
+}
+
 int oo_arena_window_at(struct oo_arena *arena, size_t position, size_t bytes,
                        struct oo_window *window) {
     struct oo_segment *segment = arena->segments;

@@ -81,6 +81,8 @@ int oo_arena_find_free(struct oo_arena *arena, size_t bytes, struct oo_window *w
 /* Positions count through all segments. The first one from `position` on, around the end, where
  * `bytes` lie in one segment; 0 when there is none. */
 size_t oo_arena_fit(const struct oo_arena *arena, size_t position, size_t bytes);
+/* The last position where they end at `end` or before; OO_ANYWHERE when there is none. */
+size_t oo_arena_fit_below(const struct oo_arena *arena, size_t end, size_t bytes);
 /* The window over `bytes` at such a position, whoever is there. 0: they leave their segment. */
 int oo_arena_window_at(struct oo_arena *arena, size_t position, size_t bytes,
                        struct oo_window *window);

@@ -19,7 +19,6 @@ enum { OO_MANY_ROUNDS = 8 };                    /* of samples: more are no inter
 enum { OO_SLOTS_BETWEEN = 2 };                  /* of the largest unit: a ring before that */
 enum { OO_MEASURED = 4, OO_REMEASURED_ONE_IN = 4093 }; /* forwards of each unit; of all, a prime */
 static const double oo__memory = 15.0 / 16;            /* of copies that were measured */
-static const double oo__about = 1.5;                   /* times as long is about as long */
 #define OO_NOWHERE UINT64_MAX                          /* an index into the trace that is none */
 
 struct oo_trace_entry {
@@ -46,13 +45,16 @@ struct oo_plan_unit {
     uint64_t last;     /* index of its latest visit */
     uint64_t mark;     /* scratch: the walk over the trace that has met it */
     size_t home;       /* position in the arena */
+    size_t pile;       /* in a backward, where piles count; OO_ANYWHERE: it is in none */
     uint32_t rank;     /* its place among the homes, from 1; 0: it has none */
     uint64_t round;    /* the latest one laid with it */
     size_t place;      /* in that: a position in the arena, OO_IN_RING or OO_ANYWHERE */
     double seconds;    /* of a forward, until the next visit; 0: not known */
     uint32_t measured; /* so often */
     uint32_t pins;
+    uint64_t since; /* visits before its first pin */
     uint8_t ahead, removed;
+    uint8_t stays; /* in use while others come and go, as what is lent to a whole model is */
 };
 
 /* Units that are used in turn, over and over: those that stay lie in front, the others stream
@@ -65,12 +67,14 @@ struct oo_rounds {
     int many;        /* either is so many that those that stay may be spread */
     int between;     /* training has come before */
     int spread;      /* those that stay are */
-    int over;        /* until a moment ago, in the forward of this step */
+    int over;        /* between training, until a moment ago: in the forward of this step */
+    int spread_over; /* likewise, and those that stay were spread */
     uint64_t number; /* rounds laid so far */
     uint64_t length; /* of the latest, in visits */
     uint64_t layout; /* the arena's, when the latest was */
     size_t ring;     /* where it begins */
     size_t cursor;   /* where the next unit in it may */
+    uint32_t first;  /* of the units that lie in it, in each round */
 };
 
 struct oo_plan {
@@ -91,13 +95,15 @@ struct oo_plan {
     uint32_t *homes; /* the units that have one, in order */
     uint32_t n_homes;
     uint64_t home_layout; /* the arena's layout that they were given in */
+    size_t home_begin;    /* of a lap but the first: behind what stays */
     size_t home_end;      /* where the next one may begin */
+    int relaid;           /* homes were, clear of what stays: others may lie elsewhere */
     uint32_t stray;       /* units before this one have left if they lie elsewhere */
+    uint64_t pile_layout; /* the arena's layout that piles count in */
     struct oo_rounds rounds;
-    struct oo_turn *turns;             /* scratch */
-    double copied_bytes, copied_s;     /* the latest copies */
-    double measured_bytes, measured_s; /* the units whose forwards were measured */
-    size_t units_bytes;                /* all units that there are */
+    struct oo_turn *turns;         /* scratch */
+    double copied_bytes, copied_s; /* the latest copies */
+    size_t units_bytes;            /* all units that there are */
     uint64_t allocations;
 };
 
@@ -115,6 +121,7 @@ enum oo_status oo_plan_create(struct oo_plan **out) {
     }
     plan->match = OO_NOWHERE;
     plan->stray = UINT32_MAX;
+    plan->pile_layout = OO_NOWHERE;
     return OO_OK;
 }
 
@@ -153,22 +160,15 @@ enum oo_status oo_plan_unit_add(struct oo_plan *plan, size_t bytes, uint32_t *un
     if (!oo_arena_reserve(&plan->arena))
         return oo__fail(OO_E_MEMORY, "no memory for a unit's place in the arena");
     plan->units[plan->n_units] =
-        (struct oo_plan_unit){.bytes = bytes, .last = OO_NOWHERE, .ahead = 1};
+        (struct oo_plan_unit){.bytes = bytes, .last = OO_NOWHERE, .pile = OO_ANYWHERE, .ahead = 1};
     plan->units_bytes += bytes;
     *unit = plan->n_units++;
     return OO_OK;
 }
 
-static void oo__set_seconds(struct oo_plan *plan, struct oo_plan_unit *unit, double seconds) {
-    plan->measured_s += seconds - unit->seconds;
-    plan->measured_bytes -= unit->seconds > 0 ? (double)unit->bytes : 0;
-    plan->measured_bytes += seconds > 0 ? (double)unit->bytes : 0;
-    unit->seconds = seconds;
-}
-
 void oo_plan_unit_remove(struct oo_plan *plan, uint32_t unit) {
     struct oo_plan_unit *u = &plan->units[unit];
-    oo__set_seconds(plan, u, 0);
+    u->seconds = 0;
     u->removed = 1;
     plan->units_bytes -= u->bytes;
     plan->home_layout = OO_NOWHERE; /* its home goes to others */
@@ -183,8 +183,19 @@ void oo_plan_allow(struct oo_plan *plan, uint32_t unit, int ahead) {
     oo__ahead_reset(plan); /* it may have been passed over */
 }
 
-void oo_plan_pin(struct oo_plan *plan, uint32_t unit) { plan->units[unit].pins++; }
-void oo_plan_unpin(struct oo_plan *plan, uint32_t unit) { plan->units[unit].pins--; }
+void oo_plan_pin(struct oo_plan *plan, uint32_t unit) {
+    struct oo_plan_unit *u = &plan->units[unit];
+    if (!u->pins++)
+        u->since = plan->now;
+}
+void oo_plan_unpin(struct oo_plan *plan, uint32_t unit) {
+    struct oo_plan_unit *u = &plan->units[unit];
+    if (--u->pins || u->stays || plan->now - u->since <= plan->n_units / 2)
+        return;
+    u->stays = 1;
+    plan->home_layout = OO_NOWHERE; /* the homes of others keep clear of it */
+    plan->relaid = 1;
+}
 uint32_t oo_plan_pins(const struct oo_plan *plan, uint32_t unit) { return plan->units[unit].pins; }
 size_t oo_plan_block_bytes(const struct oo_plan *plan) { return plan->block_bytes; }
 struct oo_block *oo_plan_resident(const struct oo_plan *plan, uint32_t unit) {
@@ -290,17 +301,23 @@ static void oo__learn_block(struct oo_plan *plan) {
 
 /* ---- homes ---- */
 
-/* A home begins where the one before it ends, around the arena. */
+/* A home begins where the one before it ends, around the arena; but not where those lie that come
+ * first and stay in use meanwhile, as nobody else finds that free. */
 static void oo__give_home(struct oo_plan *plan, struct oo_plan_unit *unit) {
-    unit->home = oo_arena_fit(&plan->arena, plan->home_end, unit->bytes);
+    const size_t end = plan->home_end;
+    unit->home = oo_arena_fit(&plan->arena, end, unit->bytes);
+    if (unit->home < end)
+        unit->home = oo_arena_fit(&plan->arena, plan->home_begin, unit->bytes);
     plan->home_end = unit->home + unit->bytes;
+    if (unit->stays && end == plan->home_begin)
+        plan->home_begin = plan->home_end;
 }
 
 static size_t oo__home(struct oo_plan *plan, uint32_t id) {
     struct oo_plan_unit *unit = &plan->units[id];
     if (plan->home_layout != plan->arena.layout) { /* the same order, around another arena */
         plan->home_layout = plan->arena.layout;
-        plan->home_end = 0;
+        plan->home_begin = plan->home_end = 0;
         for (uint32_t i = 0; i < plan->n_homes; i++)
             if (!plan->units[plan->homes[i]].removed)
                 oo__give_home(plan, &plan->units[plan->homes[i]]);
@@ -334,9 +351,93 @@ static void oo__learn_order(struct oo_plan *plan) {
     for (uint32_t i = 0; i < plan->n_homes; i++)
         plan->units[plan->homes[i]].rank = 0;
     plan->n_homes = 0;
-    plan->home_end = 0;
+    plan->home_begin = plan->home_end = 0;
     for (uint64_t i = begin; i < end; i++)
         (void)oo__home(plan, oo__visit_at(plan, i)->unit);
+}
+
+/* ---- piles ---- */
+
+/* In a backward a block's units are recomputed first to last, then used last to first: what the
+ * last one leaves is free first, and is where the next block's first unit has to begin. So blocks
+ * that do not fit beside each other are piled up from the arena's begin and from its end in turn,
+ * and come in as far as the one before them has gone. */
+struct oo_pile {
+    int from_end;
+    size_t block, height; /* where the latest block begins, and ends so far */
+};
+
+static void oo__pile_block(const struct oo_plan *plan, struct oo_pile *pile, size_t bytes) {
+    if (pile->height + bytes > plan->arena.total_bytes) {
+        pile->from_end ^= bytes > pile->block;
+        pile->height = 0;
+    }
+    pile->block = pile->height;
+}
+
+/* 0: there is no room left. */
+static int oo__pile_unit(const struct oo_plan *plan, struct oo_pile *pile,
+                         struct oo_plan_unit *unit) {
+    const size_t total = plan->arena.total_bytes, end = total - pile->height;
+    if (pile->from_end)
+        unit->pile = oo_arena_fit_below(&plan->arena, end, unit->bytes);
+    else
+        unit->pile = oo_arena_fit(&plan->arena, pile->height, unit->bytes);
+    if (pile->from_end ? unit->pile > end : unit->pile < pile->height)
+        return 0;
+    pile->height = pile->from_end ? total - unit->pile : unit->pile + unit->bytes;
+    return 1;
+}
+
+/* Bytes of the units that are recomputed from visit `begin` on. */
+static size_t oo__recomputed_bytes(const struct oo_plan *plan, uint64_t begin) {
+    size_t bytes = 0;
+    for (uint64_t i = begin; oo__visit_at(plan, i)->kind == OO_RECOMPUTE; i++) {
+        const uint64_t previous = oo__visit_at(plan, i)->previous;
+        if (previous == OO_NOWHERE || previous < begin)
+            bytes += plan->units[oo__visit_at(plan, i)->unit].bytes;
+    }
+    return bytes;
+}
+
+/* Less than two blocks do not fit beside each other. */
+static int oo__is_small(const struct oo_plan *plan) {
+    return plan->arena.total_bytes < 2 * plan->block_bytes;
+}
+
+/* Backward turns into the next forward: lay the piles that the one that has just ended calls for,
+ * in an arena that holds a block, and not two. */
+static void oo__learn_piles(struct oo_plan *plan) {
+    const uint64_t end = plan->now - 1;
+    struct oo_pile pile = {0, 0, 0};
+    uint64_t begin = end;
+    int is_next = 0; /* the next unit begins a block */
+    plan->pile_layout = OO_NOWHERE;
+    if (!oo__is_small(plan) || plan->arena.total_bytes < plan->block_bytes)
+        return;
+    while (begin > 0 && oo__remembered(plan, begin - 1) &&
+           oo__visit_at(plan, begin - 1)->kind != OO_FORWARD)
+        begin--;
+    plan->marks++;
+    for (uint64_t i = begin; i < end; i++) {
+        is_next |= oo__visit_at(plan, i)->kind == OO_RECOMPUTE &&
+                   (i == begin || oo__visit_at(plan, i - 1)->kind != OO_RECOMPUTE);
+        struct oo_plan_unit *unit = oo__first_met(plan, i);
+        if (unit && is_next)
+            oo__pile_block(plan, &pile, oo__recomputed_bytes(plan, i));
+        if (unit && !oo__pile_unit(plan, &pile, unit))
+            return;
+        is_next = is_next && !unit;
+    }
+    plan->pile_layout = plan->arena.layout;
+}
+
+/* Where a predicted visit wants its unit if in a pile; OO_ANYWHERE: in none. */
+static size_t oo__pile(const struct oo_plan *plan, uint64_t index) {
+    const struct oo_trace_entry *visit = oo__visit_at(plan, index);
+    return visit->kind != OO_FORWARD && plan->pile_layout == plan->arena.layout
+               ? plan->units[visit->unit].pile
+               : OO_ANYWHERE;
 }
 
 /* ---- rounds ---- */
@@ -371,13 +472,14 @@ static size_t oo__turns(struct oo_plan *plan, uint64_t visits) {
     return count;
 }
 
-/* Those that stay are spread over the round, one after the other. Returns where the ring begins. */
-static size_t oo__lay_spread(struct oo_plan *plan, size_t count, size_t room) {
-    size_t end = 0;
-    (void)oo_round_settle(plan->turns, count, room, oo_plan_link_bps(plan));
+/* Those that stay get their places from `end` on, one after the other. Returns where the ring
+ * begins. */
+static size_t oo__lay_from(struct oo_plan *plan, size_t end, size_t count) {
     for (size_t i = 0; i < count; i++) {
         const struct oo_turn *turn = &plan->turns[i];
         struct oo_plan_unit *unit = &plan->units[turn->unit];
+        if (turn->kept)
+            continue;
         unit->place = turn->stays ? oo_arena_fit(&plan->arena, end, turn->bytes) : OO_IN_RING;
         end = turn->stays ? unit->place + turn->bytes : end;
     }
@@ -399,27 +501,70 @@ static size_t oo__lay_as_is(struct oo_plan *plan, size_t largest) {
     return end;
 }
 
+/* Mark those that have a place in the arena. */
+static void oo__mark_laid(struct oo_plan *plan, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        const struct oo_plan_unit *unit = &plan->units[plan->turns[i].unit];
+        plan->turns[i].stays = unit->round == plan->rounds.number && unit->place != OO_IN_RING;
+    }
+}
+
+/* Each round begins with it, in front of the ring. */
+static void oo__find_first(struct oo_plan *plan, size_t count) {
+    oo__mark_laid(plan, count);
+    const size_t first = oo_round_first(plan->turns, count);
+    plan->rounds.first = first < count ? plan->turns[first].unit : OO_NO_UNIT;
+}
+
 /* Whether rounds of those that are spread in `room` take so much less than as they lie that this
- * pays for the way there and back: as many bytes as the arena holds, each. */
-static int oo__spread_pays(struct oo_plan *plan, size_t count, size_t ring, size_t room) {
+ * pays for what has to move: as many bytes as the arena holds, `times` over. */
+static int oo__spread_pays(struct oo_plan *plan, size_t count, size_t ring, size_t room,
+                           int times) {
     const struct oo_rounds *rounds = &plan->rounds;
     const uint64_t number = rounds->count > rounds->before ? rounds->count : rounds->before;
     const double bps = oo_plan_link_bps(plan), total = (double)plan->arena.total_bytes;
     if (bps <= 0)
         return 1;
-    for (size_t i = 0; i < count; i++)
-        plan->turns[i].stays = plan->units[plan->turns[i].unit].place != OO_IN_RING;
+    oo__mark_laid(plan, count);
     const double as_is = oo_round_seconds(plan->turns, count, plan->arena.total_bytes - ring, bps);
     const size_t held = oo_round_settle(plan->turns, count, room, bps);
     const double spread = oo_round_seconds(plan->turns, count, room - held, bps);
-    return (as_is - spread) * (double)number > 2 * total / bps;
+    return (as_is - spread) * (double)number > times * total / bps;
 }
 
-/* Give each unit of the round that begins after the match a place; `spread`: that is decided. Where
- * the arena holds all of them, none needs one. 0: it is none. */
-static int oo__lay_round(struct oo_plan *plan, uint64_t visits, int spread) {
+/* A ring that is larger than the seconds ask for, as they are known by now, costs bytes: in what it
+ * can leave, some that stream stay. Those that stay lie where they lay. */
+static void oo__lay_more(struct oo_plan *plan, size_t count, size_t room) {
     struct oo_rounds *rounds = &plan->rounds;
-    size_t total = 0, largest = 0, lost = 0;
+    const double bps = oo_plan_link_bps(plan);
+    if (rounds->ring >= room)
+        return;
+    oo__mark_laid(plan, count);
+    for (size_t i = 0; i < count; i++)
+        plan->turns[i].kept = plan->turns[i].stays;
+    const double as_is = oo_round_seconds(plan->turns, count, room - rounds->ring, bps);
+    const size_t held = oo_round_settle(plan->turns, count, room, bps);
+    if (oo_round_seconds(plan->turns, count, room - held, bps) <= oo_round_nearly(as_is))
+        rounds->ring = oo__lay_from(plan, rounds->ring, count);
+    rounds->cursor = rounds->cursor > rounds->ring ? rounds->cursor : rounds->ring;
+    if (rounds->first == OO_NO_UNIT || plan->units[rounds->first].place != OO_IN_RING)
+        oo__find_first(plan, count);
+}
+
+/* Where a segment ends, what does not fit into it begins in the next one. */
+static size_t oo__room_of_round(const struct oo_plan *plan, size_t largest) {
+    size_t lost = 0;
+    for (const struct oo_segment *s = plan->arena.segments; s && s->next; s = s->next)
+        lost += largest;
+    return plan->arena.total_bytes > lost ? plan->arena.total_bytes - lost : 0;
+}
+
+/* Give each unit of the round that begins after the match a place; `spread`: that is decided. Those
+ * of a round that `is_laid` keep theirs unless others pay. Where the arena holds all of them, none
+ * needs one. 0: it is none. */
+static int oo__lay_round(struct oo_plan *plan, uint64_t visits, int is_laid, int spread) {
+    struct oo_rounds *rounds = &plan->rounds;
+    size_t total = 0, largest = 0;
     const size_t count = oo__turns(plan, visits);
     for (size_t i = 0; i < count; i++) {
         total += plan->turns[i].bytes;
@@ -427,6 +572,12 @@ static int oo__lay_round(struct oo_plan *plan, uint64_t visits, int spread) {
     }
     if (!count)
         return 0;
+    const size_t room = oo__room_of_round(plan, largest);
+    oo__guess_seconds(plan->turns, count);
+    if (is_laid && rounds->spread && !oo__spread_pays(plan, count, rounds->ring, room, 1)) {
+        oo__lay_more(plan, count, room);
+        return 1;
+    }
     rounds->number++;
     rounds->length = visits;
     rounds->layout = plan->arena.layout;
@@ -438,16 +589,16 @@ static int oo__lay_round(struct oo_plan *plan, uint64_t visits, int spread) {
     }
     if (total <= plan->arena.total_bytes)
         return 1;
-    oo__guess_seconds(plan->turns, count);
-    /* Where a segment ends, what does not fit into it begins in the next one. */
-    for (const struct oo_segment *s = plan->arena.segments; s && s->next; s = s->next)
-        lost += largest;
-    const size_t room = plan->arena.total_bytes > lost ? plan->arena.total_bytes - lost : 0;
     rounds->ring = oo__lay_as_is(plan, largest);
-    rounds->spread = spread || (rounds->many && oo__spread_pays(plan, count, rounds->ring, room));
-    if (rounds->spread)
-        rounds->ring = oo__lay_spread(plan, count, room);
+    /* There, and back to where training wants them. */
+    rounds->spread =
+        spread || (rounds->many && oo__spread_pays(plan, count, rounds->ring, room, 2));
+    if (rounds->spread) {
+        (void)oo_round_settle(plan->turns, count, room, oo_plan_link_bps(plan));
+        rounds->ring = oo__lay_from(plan, 0, count);
+    }
     rounds->cursor = rounds->ring;
+    oo__find_first(plan, count);
     return 1;
 }
 
@@ -456,9 +607,12 @@ static void oo__turn_rounds(struct oo_plan *plan, enum oo_kind kind) {
     struct oo_rounds *rounds = &plan->rounds;
     if (rounds->on)
         rounds->before = rounds->count;
-    if (kind == OO_FORWARD && rounds->over)
+    if (kind == OO_FORWARD && (rounds->over || plan->relaid)) {
         plan->stray = 0;
-    rounds->over = rounds->on && rounds->spread && rounds->between;
+        plan->relaid = 0;
+    }
+    rounds->over = rounds->on && rounds->between;
+    rounds->spread_over = rounds->over && rounds->spread;
 }
 
 /* How often there have been as many rounds as are many, doubled each time: who stays is asked anew
@@ -503,7 +657,8 @@ static void oo__learn_round(struct oo_plan *plan) {
     if (is_laid && many == rounds->many && (rounds->spread || was_on))
         return;
     rounds->many = many;
-    rounds->on = oo__lay_round(plan, visits, !rounds->between || (was_on && rounds->spread));
+    rounds->on =
+        oo__lay_round(plan, visits, is_laid, !rounds->between || (was_on && rounds->spread));
 }
 
 static int oo__has_place(const struct oo_plan *plan, uint32_t unit) {
@@ -518,7 +673,9 @@ static size_t oo__place(const struct oo_plan *plan, uint32_t unit) {
     if (plan->units[unit].place != OO_IN_RING)
         return plan->units[unit].place;
     const size_t place = oo_arena_fit(&plan->arena, rounds->cursor, bytes);
-    return place >= rounds->cursor ? place : oo_arena_fit(&plan->arena, rounds->ring, bytes);
+    return place >= rounds->cursor && unit != rounds->first
+               ? place
+               : oo_arena_fit(&plan->arena, rounds->ring, bytes);
 }
 
 /* ---- what is needed last ---- */
@@ -600,6 +757,8 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
         oo__learn_block(plan);
     if (turned && kind != OO_FORWARD)
         oo__learn_order(plan);
+    else if (turned)
+        oo__learn_piles(plan);
 }
 
 void oo_plan_expect(struct oo_plan *plan, const struct oo_visit *visits, size_t count) {
@@ -613,10 +772,10 @@ void oo_plan_took(struct oo_plan *plan, uint32_t unit, double seconds) {
     struct oo_plan_unit *u = &plan->units[unit];
     const double before_s = u->seconds;
     if (u->removed)
-        return;
+        return; /* what was measured may come late */
     /* Whatever disturbs a measurement makes it longer. */
     const int counts = !u->measured++ || seconds < before_s;
-    oo__set_seconds(plan, u, counts ? seconds : before_s + (seconds - before_s) / 8);
+    u->seconds = counts ? seconds : before_s + (seconds - before_s) / 8;
 }
 
 void oo_plan_copied(struct oo_plan *plan, size_t bytes, double seconds) {
@@ -626,7 +785,7 @@ void oo_plan_copied(struct oo_plan *plan, size_t bytes, double seconds) {
 
 void oo_plan_expect_seconds(struct oo_plan *plan, uint32_t unit, double seconds) {
     if (!plan->units[unit].measured)
-        oo__set_seconds(plan, &plan->units[unit], seconds);
+        plan->units[unit].seconds = seconds;
 }
 
 /* It weighs as one copy does. */
@@ -755,53 +914,31 @@ static int oo__find(struct oo_plan *plan, uint32_t unit, uint64_t later_than,
 /* Whether the unit's home is free for it. FREE: all units that lie there are needed later than the
  * unit is needed `again`, so none of them has to come back during its stay, as in a forward and a
  * backward that mirror each other. FREE_SOON: that will be so once they have been used, which is
- * before the unit is used, `distance` visits from now. LATE: likewise, but that is not worth
- * waiting for. BUSY: one of them is needed while the unit would be there (in sampling, where two
- * units share a home, always). */
-enum oo_home_state { OO_HOME_FREE, OO_HOME_FREE_SOON, OO_HOME_LATE, OO_HOME_BUSY };
-
-/* Whether a forward is about to take less time than the copies of what the arena does not hold:
- * then the link sets the pace, and must not rest. */
-static int oo__link_sets_the_pace(const struct oo_plan *plan) {
-    const double bps = oo_plan_link_bps(plan), bytes = (double)plan->units_bytes;
-    const double missing = bytes - (double)plan->arena.total_bytes;
-    return bps > 0 && plan->measured_s * bytes * bps < oo__about * missing * plan->measured_bytes;
-}
-
-/* Every fetch waits behind the one that waits for its home: where that is free only in the second
- * half of the time until its use, the link would rest as long. An arena of less than two blocks
- * has no other places that waste as little. */
-static int oo__is_worth_waiting(const struct oo_plan *plan, uint64_t until, uint64_t distance) {
-    return until * 2 <= distance || plan->arena.total_bytes < 2 * plan->block_bytes ||
-           !oo__link_sets_the_pace(plan);
-}
+ * before the unit is used, `distance` visits from now. BUSY: one of them is needed while the unit
+ * would be there (in sampling, where two units share a home, always). */
+enum oo_home_state { OO_HOME_FREE, OO_HOME_FREE_SOON, OO_HOME_BUSY };
 
 static enum oo_home_state oo__home_state(struct oo_plan *plan, uint32_t unit, uint64_t distance,
                                          uint64_t again, struct oo_window *window) {
     enum oo_home_state answer = OO_HOME_FREE;
-    uint64_t until = 0; /* the last of them has been used */
     const size_t home = oo__home(plan, unit);
     if (!oo_arena_window_at(&plan->arena, home, plan->units[unit].bytes, window))
         return OO_HOME_BUSY;
     for (const struct oo_block *block = window->first;; block = block->next) {
         if (block->unit != OO_NO_UNIT && oo__evictable_next_use(plan, block->unit) <= again) {
-            const uint64_t use = oo_plan_next_use(plan, block->unit);
             if (oo__next_use_after(plan, block->unit, distance) <= again)
                 return OO_HOME_BUSY;
             answer = OO_HOME_FREE_SOON;
-            until = use > until ? use : until;
         }
         if (block == window->last)
-            break;
+            return answer;
     }
-    return oo__is_worth_waiting(plan, until, distance) ? answer : OO_HOME_LATE;
 }
 
 /* Whether all who lie in the unit's place are used later than that, so that none of them has to
  * come back before it is used. */
-static int oo__place_is_free(struct oo_plan *plan, uint32_t unit, uint64_t distance,
+static int oo__place_is_free(struct oo_plan *plan, uint32_t unit, size_t place, uint64_t distance,
                              struct oo_window *window) {
-    const size_t place = oo__place(plan, unit);
     if (!oo_arena_window_at(&plan->arena, place, plan->units[unit].bytes, window))
         return 0;
     for (const struct oo_block *block = window->first;; block = block->next) {
@@ -814,7 +951,8 @@ static int oo__place_is_free(struct oo_plan *plan, uint32_t unit, uint64_t dista
 
 int oo_plan_place(struct oo_plan *plan, uint32_t unit, struct oo_window *window) {
     oo__ahead_reset(plan); /* what a demand evicts may be needed soon */
-    if (oo__has_place(plan, unit) && oo__place_is_free(plan, unit, 0, window))
+    if (oo__has_place(plan, unit) &&
+        oo__place_is_free(plan, unit, oo__place(plan, unit), 0, window))
         return 1;
     const uint64_t again = oo_plan_next_use(plan, unit);
     return oo__home_state(plan, unit, 0, again, window) == OO_HOME_FREE ||
@@ -848,17 +986,6 @@ static void oo__ahead_extend(struct oo_plan *plan) {
 /* How far ahead a fetch may be even if waiting would find a better place for it. */
 static size_t oo__lead_bytes(const struct oo_plan *plan) { return plan->arena.total_bytes / 16; }
 
-/* Whether a place that is not the unit's home wastes few bytes. */
-static int oo__is_tight(const struct oo_plan *plan, uint32_t unit, const struct oo_window *window) {
-    const size_t bytes = plan->units[unit].bytes;
-    size_t evicted = 0;
-    for (const struct oo_block *block = window->first;; block = block->next) {
-        evicted += block->unit == OO_NO_UNIT ? 0 : block->bytes;
-        if (block == window->last)
-            return evicted <= bytes + bytes / 4;
-    }
-}
-
 /* Visits from now to the first of the next round, beyond which nothing is fetched: training may
  * come instead. What is spread is not of use to it in any case. */
 static uint64_t oo__to_next_round(const struct oo_plan *plan) {
@@ -876,19 +1003,26 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
     uint64_t distance = ahead->end - plan->match;
     if (oo__has_place(plan, *unit))
         return distance <= oo__to_next_round(plan) &&
-               oo__place_is_free(plan, *unit, distance, window);
+               oo__place_is_free(plan, *unit, oo__place(plan, *unit), distance, window);
+    const size_t pile = oo__pile(plan, ahead->end);
+    if (pile != OO_ANYWHERE)
+        return oo__place_is_free(plan, *unit, pile, distance, window);
     uint64_t after = oo__use_after(plan, ahead->end);
     /* Who was spread may lie in a home and be needed before those that have been used. */
-    if (plan->rounds.over && oo__visit_at(plan, ahead->end)->kind != OO_FORWARD)
+    if (plan->rounds.spread_over && oo__visit_at(plan, ahead->end)->kind != OO_FORWARD)
         after = oo__use_in_next_forward(plan, after);
     const uint64_t again = after - plan->match;
     const int early = ahead->bytes > oo__lead_bytes(plan);
     const enum oo_home_state home = oo__home_state(plan, *unit, distance, again, window);
     if (home == OO_HOME_FREE)
         return 1;
-    /* Elsewhere it would only take another unit's place, unless there is free room. */
-    if (home == OO_HOME_FREE_SOON && early)
-        return oo_arena_find_free(&plan->arena, plan->units[*unit].bytes, window);
+    /* Elsewhere it would only take another unit's place, which then waits in its turn, in this step
+     * and in all later ones. In a small arena there is little time to wait. And while those that
+     * were spread lie astray, free room is anybody's. */
+    const int has_time = early || !(oo__is_small(plan) || plan->rounds.spread_over);
+    if (home == OO_HOME_FREE_SOON && has_time)
+        return plan->rounds.spread_over &&
+               oo_arena_find_free(&plan->arena, plan->units[*unit].bytes, window);
     /* Beyond the lead that hides a copy's latency, patience pays: a unit used between now and then
      * may be needed later than any that can be evicted now (in sampling it always is). */
     if (early && ahead->head != ahead->tail) {
@@ -896,8 +1030,7 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
         if (latest > distance + 1)
             distance = latest - 1;
     }
-    return oo__find(plan, *unit, distance, window) &&
-           (home != OO_HOME_LATE || oo__is_tight(plan, *unit, window));
+    return oo__find(plan, *unit, distance, window);
 }
 
 /* Before any match: the nearest absent unit in the direction of travel, of which a recompute has

@@ -9,7 +9,8 @@
  * Each unit has a home in the arena: homes lie in the order of a forward pass, one after the other
  * and around the arena as often as it takes. Training goes forward and back, so the arena then is a
  * window that slides over the weights: what comes in at one end finds its home where the unit that
- * went out of use longest ago was, and units of different sizes leave no holes between them.
+ * went out of use longest ago was, and units of different sizes leave no holes between them. Where
+ * it holds less than two checkpointed blocks, a backward has other places: it piles up its blocks.
  */
 #ifndef OO_PLAN_H
 #define OO_PLAN_H
@@ -43,8 +44,8 @@ void oo_plan_expect(struct oo_plan *plan, const struct oo_visit *visits, size_t 
  * first one pays for more than itself, and few times, then now and then. */
 int oo_plan_wants_seconds(const struct oo_plan *plan);
 /* What was measured, as it comes: seconds from the begin of the unit's forward to the next visit,
- * without waits for copies; and copies of so many bytes of units, as they lie in the arena. Before
- * both are known the plan goes by visits alone. */
+ * without waits for copies; and copies of so many bytes of units, as they lie in the arena. Rounds
+ * alone go by them, once both are known. */
 void oo_plan_took(struct oo_plan *plan, uint32_t unit, double seconds);
 void oo_plan_copied(struct oo_plan *plan, size_t bytes, double seconds);
 /* What an earlier run has measured, which counts until it is measured here. */
@@ -70,8 +71,8 @@ struct oo_block *oo_plan_resident(const struct oo_plan *plan, uint32_t unit);
 int oo_plan_place(struct oo_plan *plan, uint32_t unit, struct oo_window *window);
 /* The next unit worth fetching ahead, and where to. 0: none now. */
 int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *window);
-/* The next unit that has to leave: after many samples, what lies where others have their homes. It
- * has to be dropped. 0: none. */
+/* The next unit that has to leave: after samples, or where homes were laid anew, what lies where
+ * others have theirs. It has to be dropped. 0: none. */
 int oo_plan_next_drop(struct oo_plan *plan, uint32_t *unit);
 /* Carry out a placement: the window's occupants stop being resident, the unit is. */
 struct oo_block *oo_plan_take(struct oo_plan *plan, uint32_t unit, const struct oo_window *window);

@@ -8,14 +8,15 @@ enum {
     OO_MOST_SLOTS = 12, /* that are tried */
     OO_LAPS = 3         /* after so many a round takes as long as the one before it */
 };
-/* Bytes are worth so much time. */
-static const double oo__nearly = 1.005;
-
+/* Who stays in `room` of those that are not kept, which have `total` bytes. Returns theirs. */
 static size_t oo__spread(struct oo_turn *turns, size_t count, size_t total, size_t room) {
     double owed = 0;
     size_t held = 0;
     for (size_t i = 0; i < count; i++) {
         const double bytes = (double)turns[i].bytes;
+        turns[i].stays = turns[i].kept;
+        if (turns[i].kept)
+            continue;
         owed += bytes * (double)room / (double)total;
         turns[i].stays = owed >= bytes / 2 && turns[i].bytes <= room - held;
         if (turns[i].stays) {
@@ -26,21 +27,45 @@ static size_t oo__spread(struct oo_turn *turns, size_t count, size_t total, size
     return held;
 }
 
-/* Where the next unit lies in the ring: after the one before it, or from the begin; and what it
- * takes, with what is left over at the end. 0: that is still in use. */
-static int oo__take(struct oo_turn *turn, size_t ring, size_t used, size_t *position) {
-    const size_t skipped = turn->bytes > ring - *position ? ring - *position : 0;
-    turn->taken = turn->bytes + skipped;
-    if (turn->taken > ring - used)
+size_t oo_round_first(const struct oo_turn *turns, size_t count) {
+    size_t first = count;
+    for (size_t i = 0; i < count; i++) {
+        if (turns[i].stays)
+            continue;
+        first = first < count ? first : i;
+        if (turns[i].bytes != turns[first].bytes)
+            return first;
+    }
+    return count;
+}
+
+/* What lies in the ring: each unit where the one before it ends, or from the begin. */
+struct oo_ring {
+    size_t bytes, used, position;
+    const struct oo_turn *first;
+    struct oo_turn *latest; /* has what is left over behind it until it is free */
+};
+
+/* Put the unit that is next where its turn is. 0: that is still in use. */
+static int oo__put(struct oo_ring *ring, struct oo_turn *turn) {
+    const size_t left = ring->bytes - ring->position;
+    const int fits = turn->bytes <= left && turn != ring->first;
+    const size_t over = fits || !ring->used ? 0 : left;
+    if (turn->bytes + over > ring->bytes - ring->used)
         return 0;
-    *position = (skipped ? 0 : *position) + turn->bytes;
+    if (over)
+        ring->latest->taken += over;
+    turn->taken = turn->bytes;
+    ring->used += turn->bytes + over;
+    ring->position = (fits ? ring->position : 0) + turn->bytes;
+    ring->latest = turn;
     return 1;
 }
 
 /* A copy begins when the one before it has ended and what lay in its place has been used. */
 double oo_round_seconds(struct oo_turn *turns, size_t count, size_t ring, double link_bps) {
     double computed = 0, copied = 0, begin = 0;
-    size_t used = 0, position = 0;
+    struct oo_ring lies = {.bytes = ring, .first = turns + oo_round_first(turns, count)};
     for (size_t now = 0, ahead = 0; now < OO_LAPS * count; now++) {
         struct oo_turn *turn = &turns[now % count];
         if (now % count == 0)
@@ -49,9 +74,8 @@ double oo_round_seconds(struct oo_turn *turns, size_t count, size_t ring, double
             struct oo_turn *next = &turns[ahead % count];
             if (next->stays)
                 continue;
-            if (!oo__take(next, ring, used, &position))
+            if (!oo__put(&lies, next))
                 break;
-            used += next->taken;
             copied = (copied > computed ? copied : computed) + (double)next->bytes / link_bps;
             next->arrives = copied;
         }
@@ -59,41 +83,47 @@ double oo_round_seconds(struct oo_turn *turns, size_t count, size_t ring, double
             return DBL_MAX; /* the ring does not hold it */
         if (!turn->stays) {
             computed = computed > turn->arrives ? computed : turn->arrives;
-            used -= turn->taken;
+            lies.used -= turn->taken;
         }
         computed += turn->seconds;
     }
     return computed - begin;
 }
 
-/* The smallest ring that costs hardly any time, in slots. */
+/* The smallest ring that costs hardly any time, in slots; the largest is all of the room. */
 static size_t oo__enough(struct oo_turn *turns, size_t count, size_t total, size_t room,
                          size_t slot, double link_bps) {
     double seconds[OO_MOST_SLOTS + 1], least = DBL_MAX;
     for (size_t slots = 1; slots <= OO_MOST_SLOTS; slots++) {
-        seconds[slots] = DBL_MAX;
-        if (slots * slot > room)
-            continue;
-        const size_t held = oo__spread(turns, count, total, room - slots * slot);
+        const size_t ring = slots * slot < room ? slots * slot : room;
+        const size_t held = oo__spread(turns, count, total, room - ring);
         seconds[slots] = oo_round_seconds(turns, count, room - held, link_bps);
         least = seconds[slots] < least ? seconds[slots] : least;
     }
     size_t slots = 1;
-    while (seconds[slots] > least * oo__nearly) /* one of them is the least */
+    while (seconds[slots] > oo_round_nearly(least)) /* one of them is the least */
         slots++;
     return slots;
 }
 
 size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double link_bps) {
-    size_t total = 0, largest = 0;
+    size_t total = 0, largest = 0, kept = 0;
+    double seconds = 0;
     for (size_t i = 0; i < count; i++) {
+        seconds += turns[i].seconds;
+        if (turns[i].kept) {
+            kept += turns[i].bytes;
+            continue;
+        }
         total += turns[i].bytes;
         largest = turns[i].bytes > largest ? turns[i].bytes : largest;
     }
+    room -= kept;
     if (total <= room)
-        return oo__spread(turns, count, total, total);
+        return kept + oo__spread(turns, count, total, total);
+    const int known = link_bps > 0 && seconds > 0;
     const size_t slots =
-        link_bps > 0 ? oo__enough(turns, count, total, room, largest, link_bps) : OO_SLOTS;
+        known ? oo__enough(turns, count, total, room, largest, link_bps) : OO_SLOTS;
     const size_t ring = slots * largest < room ? slots * largest : room;
-    return oo__spread(turns, count, total, room - ring);
+    return kept + oo__spread(turns, count, total, room - ring);
 }

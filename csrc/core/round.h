@@ -9,7 +9,7 @@
 /* One unit of a round. */
 struct oo_turn {
     uint32_t unit;
-    int stays;
+    int kept, stays;
     size_t bytes;
     double seconds; /* from its begin to the next one's, without waits for copies */
     /* Scratch: */
@@ -21,8 +21,16 @@ struct oo_turn {
  * their bytes, so that the link has as much to do at any time. What they leave is a ring for the
  * others. The larger it is, the earlier a copy can begin, and the more bytes are copied: the
  * seconds tell what is enough. With a `link_bps` of 0 they are not known. Returns the bytes that
- * stay. */
+ * stay. Those that are `kept` do, whatever else is decided. */
 size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double link_bps);
+
+/* A round may take so long instead of the least if that saves bytes. */
+static inline double oo_round_nearly(double least) { return least * 1.005; }
+
+/* The one of those that stream which lies where the ring begins, in every round: else how much is
+ * left over at the end of the ring would depend on how it all began. `count`: none, as all of them
+ * are of one size, and nothing is left over. */
+size_t oo_round_first(const struct oo_turn *turns, size_t count);
 
 /* Seconds of a round where those stay that are marked, and the others stream through `ring` bytes;
  * DBL_MAX where these do not hold them. */

@@ -80,6 +80,68 @@ static void test_hardly_any_choice_is_faster(void) {
     CHECK(sum / 300 <= 1.01, "%.4f of the best on average", sum / 300);
 }
 
+/* Seconds of the third of three rounds, byte by byte: a copy waits for the use of all that lie in
+ * its place, which begins where the last one ended, or at 0: what would go beyond the ring and, of
+ * units of different sizes, the first of each round. */
+static double lying_seconds(size_t count, size_t ring) {
+    struct {
+        size_t begin, end;
+        double arrives;
+    } lies[64];
+    double gpu = 0, link = 0, begin = 0;
+    size_t fetched = 0, used = 0, position = 0, ahead = 0, first = 0;
+    int differ = 0;
+    while (first < count && turns[first].stays)
+        first++;
+    for (size_t i = first; i < count; i++)
+        differ |= !turns[i].stays && turns[i].bytes != turns[first].bytes;
+    CHECK(oo_round_first(turns, count) == (differ ? first : count), "%zu is the first", first);
+    for (size_t now = 0; now < 3 * count; now++) {
+        begin = now % count ? begin : gpu;
+        for (; ahead < now + count; ahead++) {
+            const struct oo_turn *turn = &turns[ahead % count];
+            if (turn->stays)
+                continue;
+            const int begins = (differ && ahead % count == first) || position + turn->bytes > ring;
+            const size_t at = begins ? 0 : position;
+            int is_free = 1;
+            for (size_t i = used; i < fetched; i++)
+                is_free &= lies[i % 64].end <= at || at + turn->bytes <= lies[i % 64].begin;
+            if (!is_free)
+                break;
+            link = (link > gpu ? link : gpu) + (double)turn->bytes / LINK_BPS;
+            position = lies[fetched % 64].end = at + turn->bytes;
+            lies[fetched % 64].begin = at;
+            lies[fetched++ % 64].arrives = link;
+        }
+        const struct oo_turn *turn = &turns[now % count];
+        if (!turn->stays) {
+            gpu = gpu > lies[used % 64].arrives ? gpu : lies[used % 64].arrives;
+            used++;
+        }
+        gpu += turn->seconds;
+    }
+    return gpu - begin;
+}
+
+static void test_a_ring_has_an_end(void) {
+    int full = 0;
+    for (unsigned seed = 1; seed <= 1000; seed++) {
+        srand(seed);
+        const size_t count = 3 + (size_t)rand() % 12, ring = 100 * (4 + (size_t)rand() % 9);
+        for (size_t i = 0; i < count; i++)
+            turns[i] = (struct oo_turn){.bytes = 100 * (1 + (size_t)rand() % 4),
+                                        .seconds = 0.1 * (rand() % 8),
+                                        .stays = rand() % 4 == 0};
+        const double expected = lying_seconds(count, ring);
+        const double found = oo_round_seconds(turns, count, ring, LINK_BPS);
+        CHECK(found < expected + 1e-9 && found > expected - 1e-9,
+              "seed %u: %.3f s, lying side by side %.3f", seed, found, expected);
+        full += expected > 0;
+    }
+    CHECK(full > 900, "only %d rounds take time", full);
+}
+
 static size_t settle_alike(size_t count, size_t bytes, double seconds, size_t room, double bps) {
     for (size_t i = 0; i < count; i++)
         turns[i] = (struct oo_turn){.bytes = bytes, .seconds = seconds};
@@ -93,8 +155,44 @@ static void test_the_ring_is_no_larger_than_the_seconds_ask_for(void) {
     const size_t fast = settle_alike(100, 100, 0.03, 6000, LINK_BPS);
     CHECK(fast < 5900 && fast >= 4800, "%zu bytes stay where the link is slow", fast);
     CHECK(settle_alike(100, 100, 0.3, 6000, 0) == 5600, "four slots where nothing is known");
+    CHECK(settle_alike(100, 100, 0, 6000, LINK_BPS) == 5600, "likewise, but for the link's speed");
     CHECK(settle_alike(100, 100, 0.3, 300, 0) == 0, "all of a room of three slots is a ring");
     CHECK(settle_alike(100, 100, 0.3, 300, LINK_BPS) <= 200, "likewise, but for what can stay");
+}
+
+/* The ring is all of the room where whole slots leave some of it that many small units could use.
+ */
+static void test_a_ring_of_all_the_room(void) {
+    for (size_t i = 0; i < 60; i++) {
+        const size_t bytes = i % 6 ? 40 : 100;
+        turns[i] = (struct oo_turn){.bytes = bytes, .seconds = (double)bytes / LINK_BPS};
+    }
+    const size_t held = oo_round_settle(turns, 60, 190, LINK_BPS);
+    const double seconds = oo_round_seconds(turns, 60, 190 - held, LINK_BPS);
+    for (size_t i = 0; i < 60; i++)
+        turns[i].stays = 0;
+    const double streamed = oo_round_seconds(turns, 60, 190, LINK_BPS);
+    CHECK(held == 0 && seconds == streamed, "%zu bytes stay: %.3f s, else %.3f", held, seconds,
+          streamed);
+}
+
+/* Those that are kept stay, and of the others as many as else, spread evenly over these. */
+static void test_those_that_are_kept_stay(void) {
+    (void)settle_alike(100, 100, 0.3, 4000, LINK_BPS);
+    for (size_t i = 0; i < 100; i++)
+        turns[i].kept = i >= 70;
+    const size_t stays = oo_round_settle(turns, 100, 6000, LINK_BPS);
+    CHECK(stays == 5800 && held_by(100) == stays, "%zu bytes stay, not all but two slots", stays);
+    size_t streak = 0;
+    for (size_t i = 0; i < 100; i++) {
+        CHECK(turns[i].stays || !turns[i].kept, "unit %zu is kept", i);
+        streak = turns[i].stays && !turns[i].kept ? streak + 1 : 0;
+        CHECK(streak <= 1, "of 70 others 28 stay, %zu of them next to unit %zu", streak, i);
+    }
+    for (size_t i = 0; i < 100; i++)
+        turns[i].kept = i >= 50;
+    CHECK(oo_round_settle(turns, 100, 10000, LINK_BPS) == 10000, "all fit");
+    CHECK(held_by(100) == 10000, "%zu bytes stay", held_by(100));
 }
 
 static void test_all_stay_where_there_is_room(void) {
@@ -129,7 +227,10 @@ static void test_those_that_stay_are_spread_evenly(void) {
 
 static const struct check_case cases[] = {
     CASE(test_hardly_any_choice_is_faster),
+    CASE(test_a_ring_has_an_end),
     CASE(test_the_ring_is_no_larger_than_the_seconds_ask_for),
+    CASE(test_a_ring_of_all_the_room),
+    CASE(test_those_that_are_kept_stay),
     CASE(test_all_stay_where_there_is_room),
     CASE(test_those_that_stay_are_spread_evenly),
 };

@@ -147,16 +147,19 @@ static void test_a_use_without_an_entry_is_waited_for(void) {
  * more all the same, or nothing could ever detach; whoever overwrites it waits for each such use.
  * Only with more of them than there are entries a release fails, and can be repeated. */
 static void test_a_release_returns_while_a_fault_lasts(void) {
-    enum { STREAMS = OO_USES + 1 };
+    enum { STREAMS = OO_USES + 1, HELD = 1 }; /* what comes first and stays is not overwritten */
     struct world w;
     uintptr_t streams[STREAMS];
     struct oo_use held[STREAMS];
     struct oo_fetched fetched;
     world_open_on_device(&w, 30000);
-    for (int s = 0; s < STREAMS; s++) {
+    for (int s = 0; s < STREAMS; s++)
         streams[s] = new_stream(&w);
-        need(acquire(w.engine, w.member[0], streams[s], 0, OO_FORWARD, -1, 0, &held[s]), "acquire");
-        need(oo_engine_launch(w.engine, w.member[0], streams[s], 1e-3), "launch");
+    need(use_on(&w, 0, OO_FORWARD, -1, 0, streams[0]), "first");
+    for (int s = 0; s < STREAMS; s++) {
+        need(acquire(w.engine, w.member[HELD], streams[s], 0, OO_FORWARD, -1, 0, &held[s]),
+             "acquire");
+        need(oo_engine_launch(w.engine, w.member[HELD], streams[s], 1e-3), "launch");
     }
     sim.simFault(NULL, 1, OOCU_ERROR_UNKNOWN, 1);
     for (int s = 0; s < OO_USES; s++)
@@ -173,7 +176,7 @@ static void test_a_release_returns_while_a_fault_lasts(void) {
     CHECK(oo_engine_release(w.engine, held[OO_USES].ticket, streams[OO_USES], 0, &fetched) ==
               OO_E_TICKET,
           "released twice");
-    for (unsigned i = 1; i < UNITS;
+    for (unsigned i = HELD + 1; i < UNITS;
          i++) /* the race detector sees each use that is not waited for */
         need(use_on(&w, i, OO_FORWARD, -1, 0, streams[0]), "overwrite");
     CHECK(stats_of(&w).recoveries >= before.recoveries + STREAMS - 1, "%llu recoveries",

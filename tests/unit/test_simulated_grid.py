@@ -31,16 +31,68 @@ def test_the_planner_is_as_fast_as_any_plan():
     assert waits > 100, "nearly no case waits for its link"
 
 
-def test_no_plan_is_faster_than_the_bound():
-    met = 0
+@pytest.mark.parametrize("latency_s", [0.0, 0.4])
+def test_no_plan_is_faster_than_the_bound(latency_s):
+    met = longer = 0
     for seed in range(300):
-        unit_bytes, visits, capacity, link = small_case(seed)
+        unit_bytes, visits, _, _ = case = small_case(seed)
+        unit_bytes[seed % len(unit_bytes)] += seed % 2  # in half of them, one is larger
         # From an empty arena: before the first visit nothing is there.
-        bound = plans.interval_bound_s(unit_bytes, visits, capacity, link)
-        fastest = plans.search(unit_bytes, visits, capacity, link, every_choice=True)
+        bound = plans.interval_bound_s(*case, latency_s)
+        fastest = plans.search(*case, latency_s, every_choice=True)
         assert bound <= fastest + 1e-9, f"seed {seed}"
         met += bound > sum(visit.seconds for visit in visits)
+        longer += bound > plans.interval_bound_s(*case)
     assert met > 20, "the bound is never more than the kernels"
+    assert longer > 20 or not latency_s, "the bound is never more than without the latency"
+
+
+def small_model(seed):
+    """A few checkpointed blocks of a few units, alike in half of the models, and an arena."""
+    drawn = random.Random(seed)
+    trace = Trace()
+    alike = drawn.random() < 0.5
+    sizes = [drawn.randint(1, 8) for _ in range(4)]
+    for _ in range(drawn.randint(3, 8)):
+        first = len(trace.unit_bytes)
+        count = drawn.randint(1, 4)
+        block = sizes if alike else [drawn.randint(1, 8) for _ in range(count)]
+        trace.unit_bytes += [size << 20 for size in block]
+        trace.blocks.append(list(range(first, len(trace.unit_bytes))))
+    speed = drawn.choice((0.1, 0.3, 1.0)) * 1e-9
+    seconds = [nbytes * speed * drawn.uniform(0.5, 2) for nbytes in trace.unit_bytes]
+    trace.train = [Visit(unit, FORWARD, each) for unit, each in enumerate(seconds)]
+    for block in reversed(trace.blocks):
+        trace.train += [Visit(unit, RECOMPUTE, seconds[unit]) for unit in block]
+        trace.train += [Visit(unit, BACKWARD, 2 * seconds[unit]) for unit in reversed(block)]
+    floor = trace.floor_bytes()
+    room = floor + drawn.random() * max(0, trace.total_bytes - floor)
+    return trace, int(room) // 256 * 256
+
+
+def test_the_engine_is_near_the_bound_whatever_the_model():
+    """Units count that much in small models: a step takes at most the bound and the copies of
+    three of the largest blocks, a third of one on average; it moves at most the least bytes and
+    four of the largest units, one on average. No plan is faster than the bound, or moves less.
+    """
+    link, late, moved = 1e9, [], []
+    for seed in range(150):
+        trace, capacity = small_model(seed)
+        if capacity >= trace.total_bytes:
+            continue
+        card = simulated.Card(0, link, 0, 0)
+        steps = simulated.run_engine(trace, [trace.train] * 6, capacity, card)[-4:]
+        args = trace.unit_bytes, trace.train, capacity, link, plans.COPY_LATENCY_S
+        over_s = sum(step.seconds for step in steps) / 4 - plans.interval_bound_s(*args)
+        least = 2 * (trace.total_bytes - capacity)
+        over_bytes = sum(step.nbytes for step in steps) / 4 - least
+        late.append(over_s * link / trace.block_bytes)
+        moved.append(over_bytes / max(trace.unit_bytes))
+        assert -1e-6 < late[-1] <= 3, f"seed {seed}"
+        assert 0 <= moved[-1] <= 4, f"seed {seed}"
+    assert len(late) > 100
+    assert sum(late) / len(late) <= 0.36, sum(late) / len(late)
+    assert sum(moved) / len(moved) <= 1, sum(moved) / len(moved)
 
 
 def zigzag(n, seconds, nbytes=1 << 20):
@@ -158,6 +210,18 @@ def test_training_moves_hardly_more_than_the_best_plan(rows):
     assert len(of) >= 8
     for row in of:
         assert row["bytes_over_best_ratio"] <= simulated.BYTES_GOAL, simulated.name_of(row)
+
+
+def test_training_in_less_than_two_blocks_keeps_up_with_the_best_plan(rows):
+    of = [
+        row
+        for row in simulated.measured(rows)
+        if row["cell"][5] == "train" and row["arena_blocks_ratio"] < 2
+    ]
+    assert len(of) >= 5
+    for row in of:
+        assert row["bytes_over_best_ratio"] <= 1.005, simulated.name_of(row)
+        assert row["time_over_best_ratio"] <= 1.015, simulated.name_of(row)
 
 
 def test_training_finds_back_after_samples(previews):
