@@ -2,9 +2,9 @@
 
 Pointers, streams and devices travel as integers, so that one build serves every torch. A stream is
 the ``CUstream`` handle (``torch.cuda.Stream.cuda_stream``; 0 is the default stream). Failed calls
-raise `oracle_offload.errors.OffloadError` or its subclasses; running out of arena raises
-`MemoryError`, which the Python layer turns into `torch.OutOfMemoryError`. An integer that its
-argument cannot be raises `ValueError` with the value, what is no integer `TypeError`.
+raise `oracle_offload.errors.OffloadError` or its subclasses, `NoRoomError` where the arena has no
+room; running out of host memory raises `MemoryError`. An integer that its argument cannot be raises
+`ValueError` with the value, what is no integer `TypeError`.
 """
 
 from typing import Final, Self, TypedDict, TypeVar, final, type_check_only
@@ -78,7 +78,7 @@ class Stats(TypedDict):
 
 @type_check_only
 class TraceRow(TypedDict):
-    kind: str  # "compute", "h2d", "d2h" or "stall"
+    kind: str  # "compute", "h2d", "d2h", "stall" or "decode"
     unit: int
     start_s: float  # seconds since trace_start
     end_s: float
@@ -125,6 +125,10 @@ class Engine:
     @property
     def compute_stream(self) -> int:
         """A stream for callers that have none (the simulated device's); created on first use."""
+
+    @property
+    def learned_block_bytes(self) -> int:
+        """That of `stats`, without the others."""
 
     def close(self) -> str | None:
         """Give back everything. `OffloadError` while models are attached.

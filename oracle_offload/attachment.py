@@ -46,6 +46,10 @@ class Attachment:
         The device.
     lock_limit : float
         Most bytes of masters to page-lock.
+    reasons : dict of str to str
+        Why a layer, by name, is not managed.
+    kept_bytes : int
+        Of the units that stay on the device because `ram_budget` has no room for their masters.
 
     Attributes
     ----------
@@ -53,13 +57,8 @@ class Attachment:
         The managed ones, in module order.
     leaving : list of Leaf
         Those that are on the device for good; see `oracle_offload.layers.trial`.
-    reasons : dict of str to str
-        Why a layer, by name, is not managed.
     budget : Budget or None
         How the arena follows what the steps leave of the device, where it does.
-    kept_bytes : int
-        Of the units that stayed on the device when the model was attached, because `ram_budget`
-        had no room for their masters.
     order : OrderFile or None
         The file that its order of use is kept in.
     steps : StepRecord or None
@@ -74,14 +73,21 @@ class Attachment:
         Whether the engine knows the model still.
     """
 
-    def __init__(self, module: nn.Module, state: DeviceState, lock_limit: float) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        state: DeviceState,
+        lock_limit: float,
+        reasons: dict[str, str],
+        kept_bytes: int,
+    ) -> None:
         self.module = weakref.ref(module)
         self.state = state
         self.name = type(module).__name__
         self.layers: list[Leaf] = []
         self.leaving: list[Leaf] = []
-        self.reasons: dict[str, str] = {}
-        self.kept_bytes = 0
+        self.reasons = reasons
+        self.kept_bytes = kept_bytes
         self.budget: Budget | None = None
         self._budget_acquires = 0  # of the engine, when the budget saw a step last
         self._budget_segments: object = None  # of the device, as it left them
@@ -164,14 +170,15 @@ class Attachment:
         if self._is_left:
             with contextlib.suppress(OffloadError):  # else later
                 self.close()
-            return
-        if self.is_attached and self.arena.may_grow:
-            self._grow_to_block(self.state.engine.stats(self.model))
+        elif self.arena.may_grow:
+            self._grow_to_block()
 
-    def _grow_to_block(self, stats: _core.Stats) -> None:
-        block = stats["learned_block_bytes"]
+    def _grow_to_block(self) -> None:
+        engine = self.state.engine
+        block = engine.learned_block_bytes
         if block > self.arena.floor_bytes:
-            self.arena.grow(block, self._largest_unit(stats), self.managed_bytes)
+            largest = self._largest_unit(engine.stats(self.model))
+            self.arena.grow(block, largest, self.managed_bytes)
 
     def _largest_unit(self, stats: _core.Stats) -> int:
         # What needs no place there is no unit of the arena's.
@@ -187,7 +194,7 @@ class Attachment:
         if stats["acquires"] == self._budget_acquires:
             return  # another optimizer of the same step
         self._budget_acquires = stats["acquires"]
-        self._grow_to_block(stats)
+        self._grow_to_block()
         if self.state.segments is not self._budget_segments:
             if self._budget_segments is not None:
                 budget.begin_anew()
@@ -572,10 +579,11 @@ class Attachment:
 
     def close_quietly(self) -> None:
         """Close, and log what fails; it is tried again at the next attach or detach."""
-        try:
-            self.close()
-        except Exception as error:
-            self._close_later(error)
+        with self.state.lock:  # no forward may meet what is closed in part and not left yet
+            try:
+                self.close()
+            except Exception as error:
+                self._close_later(error)
 
     def close_deleted(self) -> None:
         """End of a deleted model; where a thread holds a lock, it is left for later."""

@@ -125,6 +125,10 @@ class Device(abc.ABC):
         `stream` is the one that torch computes on in this thread, as `stream_of` answers it.
         """
 
+    @abc.abstractmethod
+    def is_capturing(self, stream: int) -> bool:
+        """Whether `stream`, as above, is part of a graph that is captured: nothing is allocated."""
+
     def set_data(self, tensor: Tensor, data: Tensor) -> None:
         """Let `tensor`, which others know by its identity, be `data` from now on."""
         tensor.data = data
@@ -182,6 +186,10 @@ class Simulated(Device):
     def is_idle(self, stream: int) -> bool:
         """Whether all that was queued on `stream` has ended by then."""
         return self._has_clock and simulator.is_idle(stream)
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether `stream` is part of a graph that is captured."""
+        return self._has_clock and simulator.is_capturing(stream)
 
 
 class Cuda(Device):
@@ -286,13 +294,20 @@ class Cuda(Device):
 
     def is_idle(self, stream: int) -> bool:
         """Whether all that was queued on `stream` has ended; False while a graph is captured."""
+        if self.is_capturing(stream):  # a query would end the capture
+            return False
         try:
-            if torch.cuda.is_current_stream_capturing():  # a query would end the capture
-                return False
             # By torch's own object: it makes none of handle 0, the default stream.
             return torch.cuda.current_stream(self.device).query()
         except RuntimeError:  # the context is lost: who uses it next says so
             return False
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether torch's stream is part of a graph that is captured, or its context is lost."""
+        try:
+            return torch.cuda.is_current_stream_capturing()
+        except RuntimeError:
+            return True
 
 
 KINDS: dict[str, type[Device]] = {"cuda": Cuda, "cpu": Simulated}  # by torch's device type

@@ -119,6 +119,7 @@ class DeviceState:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.ordinal = device.index or 0  # among those of its type
         self.pid = os.getpid()
         self.lock = Lock("device")  # see there what it protects
         # By unit: what answers the stamp of each member. A unit's row is replaced, never changed.
@@ -225,7 +226,13 @@ class DeviceState:
         return stream
 
     def begin_forward(self) -> None:
-        """The first managed forward after a backward: the arena may grow to what was learned."""
+        """Before the first managed forward after a backward the arena may grow to what was learned.
+
+        It does so before any weight is fetched for that forward, for then the plan lays out anew
+        where each has its place. In a capture of a graph, which refuses every loan, it does not.
+        """
+        if self.kind.is_capturing(self.stream()):
+            return
         self.turned = False
         self.pace.passes += 1
         with self.lock:

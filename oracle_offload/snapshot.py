@@ -98,7 +98,7 @@ def take(state: DeviceState, asked: int, free: int) -> dict[str, Any]:
     ]
     snapshot[KEY] = {
         "schema": SCHEMA,
-        "device": state.device.index or 0,
+        "device": state.ordinal,
         "asked_bytes": asked,
         "free_bytes": free,
         "named": named,

@@ -1195,6 +1195,19 @@ static PyObject *oo__engine_compute_stream(PyObject *object, void *unused) {
                            : oo__raise_for(object, status);
 }
 
+/* One of the counters: `stats` makes a dict of all, which is too slow for each forward. */
+static PyObject *oo__engine_learned_block_bytes(PyObject *object, void *unused) {
+    (void)unused;
+    struct oo_engine *engine = oo__engine_of(object);
+    struct oo_stats stats;
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_stats(engine, OO_ALL_MODELS, &stats));
+    return status == OO_OK ? PyLong_FromUnsignedLongLong(stats.learned_block_bytes)
+                           : oo__raise_for(object, status);
+}
+
 #define OO_FAST(function) (PyCFunction)(void (*)(void)) function, METH_FASTCALL
 
 static PyMethodDef oo__engine_methods[] = {
@@ -1297,6 +1310,8 @@ static PyGetSetDef oo__engine_properties[] = {
     {"driver_version", oo__engine_driver_version, NULL, "12040 means 12.4.", NULL},
     {"compute_stream", oo__engine_compute_stream, NULL, "A stream for callers that have none.",
      NULL},
+    {"learned_block_bytes", oo__engine_learned_block_bytes, NULL,
+     "Of the largest checkpointed block seen so far.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -129,7 +129,7 @@ class AnyLayer(Whole, Borrower):
         super().__init__(module, name, structure)
         self._turn = Lock("turn")  # one thread at a time: the places are the module's
         kind = self.state.kind
-        self._where = kind.dlpack_type, self.state.device.index or 0
+        self._where = kind.dlpack_type, self.state.ordinal
 
     @classmethod
     def named_tensors(cls, module: nn.Module) -> dict[str, Tensor]:
@@ -199,8 +199,10 @@ class AnyLayer(Whole, Borrower):
             return self._with_foreign(call)
         state, task = self.state, _graph_task()
         records = torch.is_grad_enabled()
-        if records and task != -1 and any(t.requires_grad for t in self.masters.present):
+        if records and any(t.requires_grad for t in self.masters.present):
             note_trainable(state, task)
+        if records and state.turned and task == -1:
+            state.begin_forward()
         slot = self.borrow(FORWARD if task == -1 else RECOMPUTE, task)
         lent = self._tensors_in(slot)
         versions = [tensor._version for tensor in lent.values()]
@@ -219,8 +221,6 @@ class AnyLayer(Whole, Borrower):
             self.parameters.restore()
             del slot
             lent.clear()  # a traceback may keep this frame
-        if records and state.turned and task == -1:  # the arena may change: hold nothing of it
-            state.begin_forward()
         return result
 
     def pause(self) -> dict[str, Tensor]:
@@ -343,11 +343,8 @@ class AnyLayer(Whole, Borrower):
 
     def name_at(self, at: int) -> str:
         """Return the name of the tensor that byte `at` of a slot belongs to."""
-        found = ""
-        for (name, _), offset in zip(self.masters.named(), self.offsets, strict=True):
-            if offset - self.offsets[0] <= at:
-                found = name
-        return found
+        named = zip(self.masters.named(), self.offsets, strict=True)
+        return [name for (name, _), offset in named if offset - self.offsets[0] <= at][-1]
 
     def take_again(self, note: _Note) -> Tensor:
         """Return, for backward, what forward saw: an alias of a slot taken anew."""

@@ -303,6 +303,10 @@ class Layer(Borrower, ABC):
         dtype = cast_dtype(self.device_type)
         if dtype is not None:
             x = cast_input(x, dtype)
+        return self.use(x, dtype)
+
+    def use(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """Compute with borrowed tensors, for an input that is cast as autocast would."""
         if torch.is_grad_enabled():
             for tensor in self.masters.present:
                 if tensor.requires_grad:
@@ -411,11 +415,11 @@ class Loan(Function):
         record, recorded = layer.record, trained or masters.none
         seconds = layer.forward_seconds(x) if state.simulated else 0.0
         kind = FORWARD if task == -1 else RECOMPUTE
+        if state.turned and task == -1:
+            state.begin_forward()
         y: Tensor = layer.lend(kind, task, seconds, cast, lambda t: record(ctx, x, recorded, t))
         ctx.loan = layer, cast, task, masters, version_of(masters.read)
-        if state.turned and task == -1:  # not before the loan, which a capture is refused
-            state.begin_forward()
-        if trained and task != -1:
+        if trained:
             note_trainable(state, task)
         return y
 

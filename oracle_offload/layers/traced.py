@@ -36,6 +36,7 @@ from .loan import Layer, once_differentiable
 from .swap import is_exporting, refuse_tracing, untraced
 
 if TYPE_CHECKING:
+    from ..engines import DeviceState
     from ..structure import Structure
 
 NAMESPACE = "oracle_offload"
@@ -159,7 +160,8 @@ class Traced(Numbered, Layer):
         """Compute with the tensors that an operator was given, brought to the compute device."""
         with exempt():
             brought = self.bring([tensor for tensor, _ in zip(given, self.names, strict=False)])
-            weight, bias = (*(t if t is None else _as(t, dtype) for t in brought), None)[:2]
+            cast = (t if t is None else t.to(_autocast_of(t, dtype)) for t in brought)
+            weight, bias = (*cast, None)[:2]
             return _computes[self.operator](x.to(self.state.device), weight, bias, *arguments)
 
     def differentiate(self, ctx: Any, grad: Tensor, needs: list[bool]) -> list[Tensor | None]:
@@ -271,11 +273,10 @@ def _forward(
         return cast("Tensor", layer.as_told(y, *arguments))
 
 
-def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Cast as autocast would."""
-    if dtype is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
-        return tensor
-    return tensor.to(dtype)
+def _autocast_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return what autocast to `dtype`, where it is on, makes of a tensor's dtype."""
+    casts = tensor.is_floating_point() and tensor.dtype is not torch.float64
+    return (casts and dtype) or tensor.dtype
 
 
 def computed_weight_error(name: str) -> OffloadError:
@@ -294,10 +295,9 @@ def _lend_recorded(layer: Traced, x: Tensor, dtype: torch.dtype | None) -> Tenso
     kind = FORWARD if task == -1 else RECOMPUTE
     trained = tuple([t if t is not None and t.requires_grad else None for t in masters.tensors])
     kept = Kept()
+    _begin_forward(state)
     y: Tensor = layer.lend(kind, task, seconds, dtype, lambda t: layer.record(kept, x, trained, t))
-    if state.turned and task == -1:
-        state.begin_forward()
-    if task != -1 and any(t is not None for t in trained):
+    if any(t is not None for t in trained):
         note_trainable(state, task)
     return y
 
@@ -336,9 +336,7 @@ def _on(device: torch.device, tensor: Tensor | None, dtype: torch.dtype | None) 
     """Return a tensor of the same geometry on another device, as autocast would cast it."""
     if tensor is None:
         return None
-    if dtype is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
-        dtype = tensor.dtype
-    return torch.empty_like(tensor, device=device, dtype=dtype)
+    return torch.empty_like(tensor, device=device, dtype=_autocast_of(tensor, dtype))
 
 
 def _reads_rows(x: Tensor, bias: Tensor | None, *arguments: Any) -> bool:
@@ -477,9 +475,18 @@ def _autograd(
         tensors = (tensor for tensor in given[:3] if tensor is not None)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return apply(keyset, *given)
+        key, recorded = given[3], given[5]
+        if recorded and type(key) is Tensor:  # of a graph that autograd has recorded as a whole
+            _begin_forward(layer_of(key).state)
         return run(keyset, False, *given)
 
     return kernel
+
+
+def _begin_forward(state: DeviceState) -> None:
+    """Note that a forward, for which there is to be a backward, begins after a backward."""
+    if state.turned and _graph_task() == -1:
+        state.begin_forward()
 
 
 def _advance(sequence: Tensor, after: Tensor) -> None:

@@ -9,7 +9,14 @@ import threading
 
 import pytest
 import torch
-from equality import assert_models_agree, assert_same, attached, is_simulated, resident_pair
+from equality import (
+    Recorder,
+    assert_models_agree,
+    assert_same,
+    attached,
+    is_simulated,
+    resident_pair,
+)
 from models import compute_device, enable_checkpointing
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -18,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import OffloadError, StaleWeightsError, selection, simulator
+from oracle_offload.layers import any as any_module
 from oracle_offload.layers.any import AnyLayer
 
 WIDTH = 16
@@ -527,10 +535,11 @@ def test_an_error_in_forward_leaves_nothing_behind(device, at, trainable):
     masters = {name: id(p) for name, p in managed.named_parameters()}
     with attached(managed, device) as manager:
         managed.blocks[1].at = at
-        with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        with pytest.raises(torch.OutOfMemoryError, match="planted") as raised:
             run(managed, device)
         gc.collect()
-        assert held(manager) == 0
+        assert held(manager) == 0, "the traceback, which knows all frames, holds a slot"
+        del raised
         assert {name: id(p) for name, p in managed.named_parameters()} == masters
         managed.blocks[1].at = None
         managed.zero_grad()
@@ -600,8 +609,11 @@ class Writes(nn.Module):
     def __init__(self, through_data):
         super().__init__()
         self.matrix, self.through_data = weights(WIDTH, WIDTH), through_data
+        self.writes = True
 
     def forward(self, x):
+        if not self.writes:
+            return x @ self.matrix
         if self.through_data:
             self.matrix.data.clamp_(-1, 1)
         else:
@@ -613,7 +625,7 @@ class Writes(nn.Module):
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 @pytest.mark.parametrize("through_data", [False, True], ids=["tensor", "data"])
 def test_a_forward_that_writes_its_weight_is_refused_by_name(device, through_data, trainable):
-    managed = train_only(Net(lambda: Writes(through_data)), trainable)
+    managed, resident = resident_pair(train_only(Net(lambda: Writes(through_data)), trainable))
     with attached(managed, device) as manager:
         master = managed.blocks[0].matrix.clone()
         with pytest.raises(OffloadError, match=r"writes to .*blocks\.0.*ignore_modules"):
@@ -621,6 +633,11 @@ def test_a_forward_that_writes_its_weight_is_refused_by_name(device, through_dat
         assert torch.equal(managed.blocks[0].matrix, master)
         gc.collect()
         assert held(manager) == 0
+        for model in (managed, resident):
+            for block in model.blocks:
+                block.writes = False
+        managed.zero_grad()
+        assert_models_agree(managed, resident, make_step(device), device=device)
     ignoring = train_only(Net(lambda: Writes(through_data)), trainable)
     ignoring.append = nn.Linear(2, 2)
     with attached(ignoring, device, ignore_modules=["blocks"]):
@@ -637,6 +654,160 @@ def test_a_write_is_refused_where_nothing_watches(device):
             block.through_data = False
         with pytest.raises(OffloadError, match=r"'blocks\.0' writes to its matrix"):
             run(managed, device)
+
+
+def test_a_forward_where_hooks_are_forbidden_keeps_its_slots_until_backward(device):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Net(Einsum))
+    resident.to(device)
+    found = []
+    with attached(managed, device) as manager:
+        for model in (managed, resident):
+            with torch.autograd.graph.disable_saved_tensors_hooks("not now"):
+                y = model(torch.ones(2, 3, WIDTH).to(device))
+            if model is managed:
+                assert held(manager) > 0
+            y.square().sum().backward()
+            found.append([y, [p.grad for p in model.parameters()]])
+            del y
+        assert_same(*found)
+        assert held(manager) == 0
+
+
+def test_a_thread_that_waits_too_long_for_another_is_told_which_module_it_waits_for(monkeypatch):
+    class Waits(Einsum):
+        def forward(self, x):
+            if threading.current_thread() is other:
+                begun.set()
+                assert go_on.wait(30)
+            return super().forward(x)
+
+    begun, go_on, found = threading.Event(), threading.Event(), []
+    x = torch.ones(2, 3, WIDTH)
+    model = nn.Sequential(Waits())
+    with attached(model), torch.no_grad():
+        other = None
+        expected = model(x)
+        monkeypatch.setattr(any_module, "_PATIENCE_S", 0.05)
+        other = threading.Thread(target=lambda: found.append(model(x).detach()))
+        other.start()
+        assert begun.wait(30)
+        said = "another thread has been inside the forward of '0' for 0 seconds; its weights are "
+        with pytest.raises(OffloadError, match=said):
+            model(x)
+        go_on.set()
+        other.join(30)
+        assert_same([*found, model(x)], [expected, expected])
+
+
+def test_what_was_let_go_holds_no_tensor():
+    model = Net(Einsum)
+    with attached(model) as manager:
+        (first, *_) = manager.layers
+        manager.attachment.let_go(first, "planted")
+        assert all(tensor.numel() == 0 for tensor in first.tensors()) and not len(first.parameters)
+
+
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+def test_a_backward_after_detach_is_refused_by_name(trainable):
+    model = train_only(Net(Einsum), trainable)
+    with attached(model) as manager:
+        y = model(torch.ones(2, 3, WIDTH).requires_grad_()).sum()
+        manager.detach()
+        with pytest.raises(OffloadError, match=r"'blocks\.2' was detached between forward and"):
+            y.backward()
+
+
+def test_a_loan_takes_the_device_the_time_to_read_what_is_lent(monkeypatch):
+    model, asked = Net(Einsum), []
+    with attached(model) as manager, torch.no_grad():
+        time = manager.state.time
+        monkeypatch.setattr(
+            type(time), "kernel_seconds", lambda self, *given: asked.append(given) or 1e-9
+        )
+        model(torch.ones(2, 3, WIDTH))
+    read = sum(p.nbytes for p in model.blocks[0].parameters())
+    assert asked == [(0.0, read, torch.uint8)] * 3
+
+
+class Asks(nn.Module):
+    """Notes what its tensors look like where it computes with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix, self.scale = weights(WIDTH, WIDTH), weights(WIDTH)
+
+    def forward(self, x):
+        self.found = [
+            (isinstance(t, nn.Parameter), t.requires_grad, t.is_leaf or t.requires_grad, t.shape)
+            for t in (self.matrix, self.scale)
+        ]
+        return x @ self.matrix * self.scale
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+def test_what_is_lent_looks_like_the_parameters(device, trainable, context):
+    managed, resident = resident_pair(Asks().requires_grad_(trainable))
+    managed.scale.requires_grad_(False)
+    resident.to(device).scale.requires_grad_(False)
+    x = torch.ones(2, WIDTH).to(device)
+    with attached(managed, device) as manager, context():
+        assert_all_is_lent(manager)
+        assert_same(managed(x), resident(x))
+    assert managed.found == resident.found
+
+
+class Holds(Recorder):
+    """Counts how often the engine is held: a step may write masters then."""
+
+    count = 0
+
+    def hold(self):
+        self.count += 1
+        self._engine.hold()
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non"])
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("make", [Einsum, lambda: nn.Linear(WIDTH, WIDTH)], ids=["any", "linear"])
+def test_nothing_reads_trainable_masters_once_a_backward_is_over(make, trainable, reentrant):
+    model = train_only(Net(make, reentrant), trainable)
+    with attached(model) as manager:
+        state = manager.state
+        engine = state.engine
+        y = model(torch.ones(2, 3, WIDTH).requires_grad_()).sum()
+        state.engine = Holds(engine)
+        try:
+            with torch.no_grad():
+                model(torch.ones(2, 3, WIDTH))
+            assert state.engine.count == 0
+            y.backward()
+            assert state.engine.count == int(trainable)
+            assert not state.tasks_with_gradients
+        finally:
+            state.engine = engine
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "non"])
+@pytest.mark.parametrize("make", [Einsum, lambda: nn.Linear(WIDTH, WIDTH)], ids=["any", "linear"])
+def test_a_pass_begins_with_the_first_recorded_forward_after_a_backward(make, reentrant):
+    model = train_only(Net(make, reentrant), False)
+    x = torch.ones(2, 3, WIDTH).requires_grad_()
+    with attached(model) as manager:
+        pace = manager.state.pace
+        model(x).sum().backward()
+        before, found = pace.passes, []
+        with torch.no_grad():
+            model(x)
+        found.append(pace.passes - before)
+        for _ in range(2):
+            y = model(x)
+            found.append(pace.passes - before)
+            y.sum().backward()
+            found.append(pace.passes - before)
+        # The forward of a reentrant checkpoint is not recorded, and its recompute is no pass.
+        assert found == ([0] * 5 if reentrant else [0, 1, 1, 2, 2])
 
 
 class HandsOut(nn.Module):

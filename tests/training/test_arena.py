@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import oracle_offload
 from oracle_offload import OffloadError, _core, devices, engines, masters
 from oracle_offload import arena as arena_module
+from oracle_offload.sizes import format_size
 
 
 class Checkpointed(nn.Sequential):
@@ -373,3 +374,41 @@ def test_an_address_outside_of_every_segment_is_an_error_of_ours():
             with pytest.raises(OffloadError, match=f"{address:#x}, which is in no segment"):
                 manager.state.storage_at(address)
         assert manager.state.storage_at(segment.address)[0].data_ptr() == segment.base
+
+
+def test_units_that_come_later_have_room_made_or_are_refused():
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    with oracle_offload.attach(model, "cpu", vram_budget="100KiB") as manager:
+        arena = manager.attachment.arena
+        capacity, floor = arena.capacity_bytes, arena.floor_bytes
+        arena.make_room(capacity)
+        assert (arena.capacity_bytes, arena.floor_bytes) == (capacity, max(floor, capacity))
+        with pytest.raises(OffloadError) as raised:
+            arena.make_room(120 << 10)
+        assert str(raised.value) == (
+            f"they need an arena of 120.00 KiB, and vram_budget allows {format_size(capacity)}; "
+            "raise it"
+        )
+        assert (arena.capacity_bytes, arena.floor_bytes) == (capacity, max(floor, capacity))
+        arena.may_grow = True
+        before = len(arena.segments)
+        arena.make_room((120 << 10) - 1)
+        assert arena.capacity_bytes == capacity + (120 << 10) and len(arena.segments) == before + 1
+        assert arena.floor_bytes == (120 << 10) - 1
+        assert manager.state.engine.stats()["arena_bytes"] == arena.capacity_bytes
+
+
+def test_what_is_lent_beside_goes_back_with_its_size():
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    with oracle_offload.attach(model, "cpu", vram_budget="100KiB") as manager:
+        arena, engine = manager.attachment.arena, manager.state.engine
+        capacity, segments = arena.capacity_bytes, arena.segments
+        for size in (capacity + 4096, capacity + 8192, capacity, capacity - 4096, capacity + 256):
+            arena.resize(size)
+            assert arena.capacity_bytes == engine.stats()["arena_bytes"] == max(size, capacity)
+            assert arena.segments[: len(segments)] == segments
+            assert len(arena.segments) == len(segments) + (size > capacity)
+        assert model(torch.randn(2, 64)).shape == (2, 64)
+        arena.lend_staging(1 << 16)
+        assert arena.staging_bytes == 1 << 16
+    assert arena.segments == [] and arena.staging_bytes == 0

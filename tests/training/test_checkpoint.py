@@ -20,7 +20,9 @@ from equality import assert_same, attached
 from torch import nn
 
 from oracle_offload import Checkpoint, OffloadError
-from oracle_offload.host.replace import replace_file
+from oracle_offload.host.replace import replace_file, sync_folder
+from oracle_offload.survive.checkpoint import _on_host
+from oracle_offload.survive.random_state import RandomState
 
 HERE = Path(__file__).parent
 
@@ -189,6 +191,62 @@ def test_a_system_that_writes_nothing_or_renames_nothing_is_an_error(tmp_path, m
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_after_a_write_that_failed_none_is_tried(tmp_path, monkeypatch):
+    tried, answered = [], []
+
+    def write(file, data):
+        tried.append(bytes(data))
+        raise OSError(errno.ENOSPC, "planted")
+
+    def save(sink):  # as a library in C, which no exception may pass through
+        answered.extend([sink.write(b"one"), sink.write(b"more")])
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(OSError, match="planted"):
+        replace_file(tmp_path / "file", save)
+    assert tried == [b"one"] and answered == [3, 4] and os.listdir(tmp_path) == []
+
+
+def test_a_file_in_the_current_folder_is_replaced_whole_and_all_is_closed(tmp_path, monkeypatch):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"x.pt.{os.getpid()}.new").write_bytes(b"longer than what is written now")
+    left = tmp_path / f"x.pt.{ended.pid}.new"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    held = set()
+    honest_open, honest_close = os.open, os.close
+
+    def opened(*arguments):
+        held.add(file := honest_open(*arguments))
+        return file
+
+    def closed(file):
+        held.discard(file)
+        honest_close(file)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "close", closed)
+    replace_file("x.pt", lambda sink: sink.write(b"new"))
+    assert held == set() and os.listdir() == ["x.pt"]
+    assert (tmp_path / "x.pt").read_bytes() == b"new"
+    with pytest.raises(ZeroDivisionError):
+        replace_file("x.pt", lambda sink: 1 / 0)
+    assert held == set() and os.listdir() == ["x.pt"]
+
+
+def test_folders_are_synced_where_the_system_wants_it(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(NotADirectoryError):
+        sync_folder(str(tmp_path / "file"))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "name", "nt")
+        sync_folder(str(tmp_path / "there is no such folder"))
+    with pytest.raises(FileNotFoundError):
+        sync_folder(str(tmp_path / "there is no such folder"))
+
+
 def test_a_file_system_that_syncs_no_folders_will_do_and_another_error_is_one(
     tmp_path, monkeypatch
 ):
@@ -348,6 +406,57 @@ def test_a_state_that_is_loaded_as_something_else_stays_that(tmp_path):
     assert optimizer.state[parameter]["packed"] == SimpleNamespace(scale=2)
 
 
+KINDS = {
+    "a tensor of a number": (3.0, torch.ones(2)),
+    "a number of a tensor": (torch.ones(2), 3.0),
+    "a dict of a number": (3, {"a": 1}),
+    "a number of a dict": ({"a": 1}, 3),
+    "a list of a number": (3, [1, 2]),
+    "a number of a list": ([1, 2], 3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_another_kind_than_was_saved_stays_that(tmp_path, kind):
+    saved, loaded = KINDS[kind]
+
+    class Changes(torch.optim.SGD):
+        def load_state_dict(self, state):
+            super().load_state_dict(state)
+            for each in self.state.values():
+                each["kept"] = loaded
+
+    parameter = nn.Parameter(torch.randn(8))
+    optimizer = Changes([parameter], lr=0.1)
+    optimizer.state[parameter] = {"kept": saved}
+    checkpoint = Checkpoint(tmp_path / "x.pt", nn.ParameterList([parameter]), optimizer=optimizer)
+    checkpoint.save(1)
+    checkpoint.load()
+    assert optimizer.state[parameter]["kept"] is loaded
+
+
+def test_several_optimizers_and_a_scaler_are_saved_and_a_save_is_logged(tmp_path, caplog):
+    model = nn.Linear(2, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    checkpoint = Checkpoint(tmp_path / "x.pt", model, optimizer=optimizers, scaler=scaler)
+    scaler.scale(torch.ones(1))  # it has a scale from its first use on
+    with caplog.at_level("INFO"):
+        checkpoint.save(7, "by hand")
+    assert caplog.messages == [f"checkpoint of step 7 (by hand): {tmp_path / 'x.pt'}"]
+    scaler.update(2.0)
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = 5.0
+    assert checkpoint.load() == 7
+    assert scaler.get_scale() == 8.0
+    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.1, 0.1]
+
+
+def test_what_lies_on_the_host_as_it_is_saved_is_not_copied():
+    tensor = torch.ones(100)
+    assert _on_host([tensor])[0].data_ptr() == tensor.data_ptr()
+
+
 def test_a_later_save_deletes_what_killed_ones_have_left(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -419,9 +528,10 @@ def test_what_is_no_checkpoint_of_this_training_is_refused_and_changes_nothing(t
         checkpoint.load()
     assert_same(dict(model.state_dict()), before)
     assert checkpoint.saved is None
-    torch.save({"schema": "other"}, path)
-    with pytest.raises(OffloadError, match="is no checkpoint of oracle_offload/checkpoint/1"):
-        checkpoint.load()
+    for wrong in ({"schema": "other"}, [1, 2]):
+        torch.save(wrong, path)
+        with pytest.raises(OffloadError, match="is no checkpoint of oracle_offload/checkpoint/1"):
+            checkpoint.load()
     path.write_bytes(b"text")
     with pytest.raises(OffloadError, match="holds no checkpoint: "):
         checkpoint.load()
@@ -452,8 +562,10 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(tmp_path):
     with torch.serialization.safe_globals([OtherTensor]):
         checkpoint.save(1)
         assert checkpoint.load() == 1
-    with pytest.raises(TypeError, match="odd=int has no state_dict"):
-        Checkpoint(tmp_path / "x.pt", nn.Linear(1, 1), odd=3)
+    for part in (3, SimpleNamespace(state_dict=dict), SimpleNamespace(load_state_dict=dict)):
+        kind = type(part).__name__
+        with pytest.raises(TypeError, match=f"odd={kind} has no state_dict and load_state_dict"):
+            Checkpoint(tmp_path / "x.pt", nn.Linear(1, 1), odd=part)
     with pytest.raises(ValueError, match="every=0 is not a whole number"):
         Checkpoint(tmp_path / "x.pt", nn.Linear(1, 1), every=0)
 
@@ -482,6 +594,44 @@ def test_every_generator_goes_on_where_it_was(tmp_path):
     assert draws() != expected
     assert checkpoint.load() == 1
     assert draws() == expected
+
+
+def test_states_of_more_cards_than_there_are_are_refused_and_others_restored(monkeypatch):
+    restored = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", restored.append)
+    plain = RandomState().state_dict()
+    draws = torch.rand(2)
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match="the state is of 2 cards, and there are 1; resume"):
+        RandomState().load_state_dict({**plain, "cuda": ["one", "two"]})
+    assert torch.equal(torch.get_rng_state(), state) and restored == []
+    RandomState().load_state_dict({**plain, "cuda": ["one"]})
+    assert torch.equal(torch.rand(2), draws) and restored == [["one"]]
+    RandomState().load_state_dict({**plain, "cuda": []})
+    assert restored == [["one"]]
+
+
+@pytest.mark.parametrize("available", [False, True])
+@pytest.mark.parametrize("in_use", [False, True])
+def test_a_card_s_generator_is_kept_where_torch_uses_the_card(available, in_use, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: ["state"])
+    kept = RandomState().state_dict()["cuda"]
+    assert kept == (["state"] if available and in_use else [])
+
+
+def test_numpy_s_generator_is_kept_where_numpy_is_there(monkeypatch):
+    pytest.importorskip("numpy")
+    known = RandomState().state_dict()
+    with monkeypatch.context() as patched:
+        patched.delitem(sys.modules, "numpy")
+        unknown = RandomState().state_dict()
+        assert unknown["numpy"] is None
+        RandomState().load_state_dict(known)
+    RandomState().load_state_dict(unknown)
+    assert known["numpy"] == RandomState().state_dict()["numpy"]
 
 
 class Told:

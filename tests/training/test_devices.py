@@ -59,6 +59,17 @@ def test_what_is_no_device_to_attach_to_is_refused_with_its_value(named, said):
         parse_device(named)
 
 
+def test_an_engine_that_could_not_be_set_up_is_closed_at_once(monkeypatch):
+    def fail(ordinal):
+        raise OffloadError("the device does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(simulator, "get_device", fail)
+        with pytest.raises(OffloadError, match="does not answer"):
+            oracle_offload.attach(nn.Sequential(nn.Linear(8, 8)), "cpu")
+    assert simulator.live().streams == 0
+
+
 def test_an_engine_that_could_not_be_set_up_is_closed_once_the_driver_lets_it(monkeypatch):
     def fail(ordinal):
         simulator.set_fault(None, result=999, lasting=True)

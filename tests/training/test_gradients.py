@@ -214,3 +214,29 @@ def test_threads_do_not_share_what_they_bring(device):
         backward(resident, 1)
         assert_same(gradients(one), gradients(resident))
         assert one[0].weight.grad.data_ptr() != other[0].weight.grad.data_ptr()
+
+
+KINDS = {
+    "dense": lambda: torch.randn(6, 8),
+    "transposed": lambda: torch.randn(6, 8).t(),
+    "strided": lambda: torch.randn(6, 8)[:, ::2],
+    "expanded": lambda: torch.randn(6, 1).expand(6, 8),
+    "empty": lambda: torch.randn(0, 8),
+    "sparse": lambda: torch.sparse_coo_tensor([[3, 1, 3]], torch.randn(3, 8), (6, 8)),
+    "coalesced": lambda: torch.eye(6).to_sparse().coalesce(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_of_any_layout_arrives_as_it_is(device, kind):
+    gradient = KINDS[kind]().to(device)
+    with attached(build(), device) as manager:
+        arrived = manager.attachment.gradients.to_host(gradient)
+    assert arrived.device.type == "cpu" and arrived.layout is gradient.layout
+    if gradient.is_sparse:
+        assert arrived.is_coalesced() is gradient.is_coalesced()
+        assert_same(arrived._indices(), gradient._indices().cpu())
+        assert_same(arrived._values(), gradient._values().cpu())
+    assert_same(arrived.to_dense(), gradient.to_dense().cpu())
+    if kind in ("dense", "transposed"):
+        assert arrived.stride() == gradient.stride()

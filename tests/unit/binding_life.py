@@ -91,9 +91,40 @@ class Life:
         engine = self.engine
         assert engine.simulated and engine.device_name and engine.pci_id and engine.driver_version
         assert engine.stats()["managed_bytes"] == engine.stats(model=self.model)["managed_bytes"]
+        assert engine.learned_block_bytes == engine.stats()["learned_block_bytes"]
         assert engine.mem_info()[1] > 0
         engine.make_current()
         assert self.buffer.nbytes == len(self.view)
+        assert len(engine.journal_read(0)[2]) > 8 and engine.numa_node >= -1
+        engine.journal_stop()
+        assert engine.unit_waits().keys() <= self.units.keys()
+        assert engine.pace(self.model)[0]
+
+    def expect(self, times: int) -> None:
+        """What an earlier run has learned, told and heard again."""
+        unit, other = list(self.units)[:2]
+        self.engine.expect_pace([(unit, 1000), (other, 2000)], 10**9)
+        self.engine.expect([(unit, _core.FORWARD), (other, _core.FORWARD)] * times)
+        assert len(self.engine.visits(self.model)) == 4 * times
+
+    def lend(self) -> None:
+        """Slot memory that outlasts its use, masters where they lie, and memory for both."""
+        member, [(_, nbytes, offset), *_] = next(iter(self.tensors.items()))
+        ticket, *_ = self.engine.acquire(member, self.stream, self.stamp, _core.FORWARD, -1, 1e-6)
+        kept = self.engine.keep(member, self.stream, offset, nbytes, 2, 0)
+        self.fetched(self.engine.release(ticket, self.stream))
+        mapped = self.engine.map(member, self.stream, nbytes, 1, 0, 1e-6)
+        assert kept is not None and mapped is not None
+        del kept, mapped
+        other = _core.HostBuffer(8 * KIB)
+        assert self.engine.lockable(other) == 8 * KIB
+        assert self.engine.reserve_rings(64 * KIB) is None
+        assert self.engine.lock(other, 0) is None
+        _, [(member, _)] = self.engine.add_unit(self.model, [[(other.address, 4 * KIB)]], False)
+        assert self.engine.map(member, self.stream, 16, 1, 0, 0.0) is None, "it is not locked"
+        self.engine.remove_member(member)
+        self.engine.unlock(other)
+        self.engine.spin(self.stream, 1000)
 
     def move(self) -> None:
         """A member's tensors elsewhere, which makes it a unit of its own, and back."""
@@ -136,6 +167,8 @@ class Life:
 def live_once() -> None:
     """Attach, two steps under a trace, a member that moves, detach."""
     life = Life()
+    life.expect(2)
+    life.engine.journal_start(32)
     life.engine.set_verify(True)
     life.engine.trace_start()
     life.step(1)
@@ -143,8 +176,17 @@ def live_once() -> None:
     life.step(2)
     assert {row["kind"] for row in life.engine.trace_stop()} >= {"compute", "h2d", "d2h"}
     life.look()
+    life.lend()
     life.move()
     life.engine.set_trainable(next(iter(life.units)), True)
+    life.close()
+
+
+def tell_much() -> None:
+    """More rows than a table of the wrong size has room for."""
+    life = Life()
+    life.expect(600)
+    life.view[:4] = b"\x7f" * 4
     life.close()
 
 
@@ -268,6 +310,8 @@ def fail_once() -> None:
         ("add_unit", (life.model, [[(host, 8, 8, 1)]], False)),
         ("move_member", (9999, [(host, 8)])),
         ("remove_member", (9999,)),
+        ("keep", (9999, life.stream, 0, 16, 1, 0)),
+        ("map", (9999, life.stream, 16, 1, 0, 0.0)),
         ("stamp", ([(member, 1), (9999, 1)],)),
         ("set_trainable", (9999, True)),
         ("remove_model", (9,)),
@@ -311,6 +355,7 @@ def fail_once() -> None:
 def main() -> int:
     for _ in range(5):
         live_once()
+        tell_much()
         fail_once()
         drop_while_locked()
         share_memory()

@@ -371,16 +371,26 @@ def test_an_engine_is_not_closed_under_a_call_of_another_thread() -> None:
     assert simulator.reports() == []
 
 
-def test_a_stamp_waits_for_another_thread_without_the_interpreter_s_lock() -> None:
+@pytest.mark.parametrize("call", ["stamp", "acquire", "keep", "map", "release"])
+def test_a_call_waits_for_another_thread_without_the_interpreter_s_lock(call: str) -> None:
     """What the other thread waits for is Python: with the lock kept, it would never come."""
     life = Life()
     member = next(iter(life.tensors))
+    ticket, *_ = life.engine.acquire(member, life.stream, 1, _core.FORWARD, -1, 0.0)
+    arguments = {**arguments_of(life, call), **({"ticket": ticket} if call == "release" else {})}
     with a_thread_inside(life.engine) as go_on:
         timer = threading.Timer(0.05, go_on.set)
         timer.start()
-        life.engine.stamp([(member, 5)])
+        answer = getattr(life.engine, call)(*arguments.values())
         assert go_on.is_set()
         timer.join()
+    pins = {"keep": 2, "map": 2, "acquire": 2, "release": 0}
+    assert sum(row[3] for row in life.engine.residents()) == pins.get(call, 1)
+    if call == "acquire":
+        life.engine.release(answer[0], life.stream)
+    if call != "release":
+        life.engine.release(ticket, life.stream)
+    del answer
     life.close_unused()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _imp
 import gc
 import importlib.util
 import re
@@ -9,6 +10,9 @@ import sys
 import weakref
 from pathlib import Path
 from types import ModuleType
+
+import pytest
+from binding_life import LIBRARY
 
 import oracle_offload
 from oracle_offload import _core, errors
@@ -56,9 +60,39 @@ def test_a_second_module_has_types_of_its_own_and_goes_with_them() -> None:
     buffer = module.HostBuffer(4096)
     assert module.live()["buffers"] == 1 and module.live()["buffer_bytes"] == 4096
     assert _core.live() == of_the_first
-    del buffer
+    engine = module.Engine(LIBRARY, 0)
+    assert engine.lock(buffer) is None and module.live()["engines"] == 1
+    del buffer, engine
     assert module.live() == {"engines": 0, "buffers": 0, "buffer_bytes": 0}
     del module
     gc.collect()
     assert [kind() for kind in types] == [None, None]
+    assert [sys.getrefcount(what) for what in KEPT] == before
+
+
+def test_a_module_without_memory_for_what_it_holds_is_none_and_keeps_nothing() -> None:
+    """Each allocation fails in turn."""
+    testing = pytest.importorskip("_testcapi")
+    spec = importlib.util.find_spec("oracle_offload._core")
+    gc.collect()
+    before = [sys.getrefcount(what) for what in KEPT]
+    for nth in range(5000):
+        module = _imp.create_dynamic(spec)
+        testing.set_nomemory(nth, nth + 1)
+        try:
+            _imp.exec_dynamic(module)
+            done = True
+        except MemoryError:
+            done = False
+        except SystemError as error:  # Python itself says nothing of a type's name
+            assert "without setting an exception" in str(error)
+            done = False
+        finally:
+            testing.remove_mem_hooks()
+        if done:
+            break
+    assert nth > 30, "it needs no memory"
+    assert {*vars(module)} == {*vars(_core)} - {"__file__"}
+    del module
+    gc.collect()
     assert [sys.getrefcount(what) for what in KEPT] == before

@@ -72,27 +72,74 @@ def pins(life: Life) -> int:
     return sum(row[3] for row in life.engine.residents())
 
 
+def tensor_of(capsule: object) -> tuple[int, DLTensor]:
+    """Return where the tensor of a capsule is, and the tensor."""
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    at = pointer_of(capsule, b"dltensor")
+    assert at is not None
+    return at, DLTensor.from_address(at)
+
+
+def take(capsule: object) -> None:
+    """Do what a consumer does: the tensor is its own from now on."""
+    # The name is not copied.
+    ctypes.pythonapi.PyCapsule_SetName(ctypes.py_object(capsule), b"used_dltensor")
+
+
 def test_a_kept_use_is_a_tensor_of_bytes_in_the_slot_and_ends_with_it() -> None:
     life = Life()
     member = next(iter(life.tensors))
     _, nbytes, offset = life.tensors[member][1]
     address, capsule = kept(life, member, offset, nbytes)
-    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    at = pointer_of(capsule, b"dltensor")
-    assert at is not None
-    tensor = DLTensor.from_address(at)
+    at, tensor = tensor_of(capsule)
     assert tensor.data == address + offset and list(tensor.device) == [2, 7]
     assert (tensor.dimensions, tensor.shape[0], tensor.strides) == (1, nbytes, None)
     assert (list(tensor.dtype), tensor.lanes, tensor.byte_offset) == ([1, 8], 1, 0)
-    renamed = b"used_dltensor"  # what a consumer does: the tensor is its own from now on
-    ctypes.pythonapi.PyCapsule_SetName(ctypes.py_object(capsule), renamed)
+    take(capsule)
     del capsule
     assert pins(life) == 1
     tensor.deleter(at)  # without the GIL
     assert pins(life) == 0
     life.view[:4] = b"\x7f" * 4
     life.close()
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["nobody took it", "taken"])
+def test_a_mapping_is_a_tensor_of_the_masters_and_ends_with_it(taken: bool) -> None:
+    life = Life()
+    member = next(iter(life.tensors))
+    (host, nbytes, _), *_ = life.tensors[member]
+    capsule = life.engine.map(member, life.stream, nbytes, 2, 7, 1e-3)
+    at, tensor = tensor_of(capsule)
+    assert ctypes.string_at(tensor.data, nbytes) == ctypes.string_at(host, nbytes)
+    assert (tensor.shape[0], list(tensor.device)) == (nbytes, [2, 7])
+    for _ in range(2):
+        with pytest.raises(OffloadError, match=f"member {member} is removed while"):
+            life.engine.remove_member(member)
+        if taken:
+            take(capsule)
+    del capsule
+    if taken:
+        tensor.deleter(at)
+    assert life.engine.stats()["h2d_bytes"] == 0 and pins(life) == 0
+    assert simulator.finish() >= 1e-3, "the kernel computed for as long as it was said to"
+    life.engine.remove_member(member)
+    life.close_unused()
+
+
+def test_masters_that_are_not_locked_are_mapped_nowhere() -> None:
+    life = Life()
+    buffer = _core.HostBuffer(8192)
+    life.engine.lock(buffer, 4096)
+    for at, is_mapped in ((0, True), (4096, False)):
+        _, [(member, _)] = life.engine.add_unit(life.model, [[(buffer.address + at, 4096)]], False)
+        capsule = life.engine.map(member, life.stream, 4096, 1, 0, 0.0)
+        assert (capsule is not None) is is_mapped
+        del capsule
+        life.engine.remove_member(member)  # nothing is in use
+    life.engine.unlock(buffer)
+    life.close_unused()
 
 
 def test_a_capsule_that_nobody_took_ends_its_use() -> None:
@@ -107,10 +154,63 @@ def test_a_capsule_that_nobody_took_ends_its_use() -> None:
     life.close()
 
 
+class Handover(ctypes.Structure):
+    """What the operators in C++ are given: struct oo_handover, of the same calls."""
+
+    _fields_ = (
+        ("layout", ctypes.c_uint64),
+        ("acquire", ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, *[ctypes.c_void_p] * 2)),
+        (
+            "release",
+            ctypes.PYFUNCTYPE(
+                ctypes.c_int, ctypes.py_object, ctypes.c_uint64, *[ctypes.c_void_p] * 2
+            ),
+        ),
+        (
+            "download",
+            ctypes.PYFUNCTYPE(
+                ctypes.c_int,
+                ctypes.py_object,
+                ctypes.c_void_p,
+                ctypes.c_uint64,
+                ctypes.c_size_t,
+                ctypes.c_uint64,
+            ),
+        ),
+    )
+
+
+def test_what_operators_in_cpp_call_does_the_same_and_refuses_the_same() -> None:
+    life = Life()
+    at = ctypes.pythonapi.PyCapsule_GetPointer
+    at.restype, at.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    handover = Handover.from_address(at(_core.handover, b"oracle_offload._core.handover"))
+    assert handover.layout >> 32 == ctypes.sizeof(Handover)
+    room = ctypes.create_string_buffer(256)
+    source, target = ctypes.create_string_buffer(b"\x05" * 64, 64), ctypes.create_string_buffer(64)
+    addresses = [ctypes.addressof(memory) for memory in (target, source)]
+    assert handover.download(life.engine, *addresses, 64, life.stream) == 0
+    assert target.raw == source.raw
+    with pytest.raises(OffloadError, match="ticket"):
+        handover.release(life.engine, 12345, life.stream, ctypes.addressof(room))
+    engine = life.engine
+    life.close_unused()
+    calls = (
+        lambda: handover.acquire(engine, ctypes.addressof(room), ctypes.addressof(room)),
+        lambda: handover.release(engine, 0, 0, ctypes.addressof(room)),
+        lambda: handover.download(engine, *addresses, 64, 0),
+    )
+    for call in calls:
+        with pytest.raises(OffloadError, match="this engine is closed"):
+            call()
+
+
 def test_unlocked_memory_holds_its_engine_no_longer() -> None:
     before = _core.live()["engines"]
     engine, buffer = _core.Engine(LIBRARY, 0), _core.HostBuffer(4096)
     assert engine.lock(buffer) is None
+    with pytest.raises(OffloadError, match="know"):
+        engine.lock(buffer)
     engine.unlock(buffer)
     assert _core.live()["engines"] == before + 1
     del engine

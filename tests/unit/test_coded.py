@@ -135,3 +135,79 @@ def test_a_written_page_of_a_private_mapping_is_told(tmp_path: Path) -> None:
         assert _core.pages_written(start, len(memory)) is True
     assert _core.pages_written(start + page, 3999 * page) is False
     assert path.read_bytes() == bytes(page) * pages
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system does")
+def test_pages_show_a_file_and_become_memory_of_their_own(tmp_path: Path) -> None:
+    path, page = tmp_path / "weights", mmap.PAGESIZE
+    content = random.Random(2).randbytes(3 * page)
+    path.write_bytes(content)
+    memory = mmap.mmap(-1, 2 * page)
+    start = address_of(memory)
+    with path.open("rb") as file:
+        assert _core.pages_show(start, 2 * page, file.fileno(), page) is None
+        with pytest.raises(OSError, match="Invalid argument"):
+            _core.pages_show(start, page, file.fileno(), page + 1)
+        closed = file.fileno()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        _core.pages_show(start, page, closed, 0)
+    assert memory[:] == content[page:]
+    memory[5] ^= 255
+    shown = memory[:]
+    assert path.read_bytes() == content, "what is written stays here"
+    assert _core.pages_own(start, 2 * page) is True
+    path.write_bytes(bytes(3 * page))
+    assert memory[:] == shown, "it is the file's no more"
+    assert _core.pages_own(start, 2**62) is False
+    assert memory[:] == shown
+
+
+# Of each function: its arguments, and what each may be.
+NUMBER, ADDRESS, BYTES = (0, 2**64 - 1), (0, 2**64 - 1), (0, 2**63 - 1)
+CODED = {
+    "kind": (1, 3),
+    "coded": ADDRESS,
+    "nbytes": BYTES,
+    "threads": NUMBER,
+    "weights": ADDRESS,
+    "count": (1, 2**61 - 1),
+}
+MEMORY = {"address": ADDRESS, "nbytes": BYTES}
+FUNCTIONS = {
+    "coded_room": {"kind": (1, 3), "count": (1, 2**61 - 1)},
+    **dict.fromkeys(("encode", "decode", "compare_coded", "check_coded"), CODED),
+    **dict.fromkeys(("fingerprint", "pages_written", "pages_own"), MEMORY),
+    "pages_show": {**MEMORY, "descriptor": (0, 2**31 - 1), "begin": BYTES},
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_a_function_of_memory_does_not_take_is_refused(name: str) -> None:
+    function, takes = getattr(_core, name), FUNCTIONS[name]
+    right = [least for least, _ in takes.values()]
+    for given in (right[:-1], [*right, 0]):
+        with pytest.raises(TypeError) as raised:
+            function(*given)
+        assert str(raised.value) == f"{name}() takes {len(takes)} arguments, not {len(given)}"
+    for nth, (argument, (least, most)) in enumerate(takes.items()):
+        for value in (least - 1, most + 1, 2**200):
+            with pytest.raises(ValueError) as raised:
+                function(*right[:nth], value, *right[nth + 1 :])
+            assert str(raised.value) == (
+                f"{name}(): {argument} must be from {least} to {most}, not {value}"
+            )
+        with pytest.raises(TypeError):
+            function(*right[:nth], "8", *right[nth + 1 :])
+
+
+def test_as_much_room_as_may_be_needed_is_enough_and_any_number_of_threads() -> None:
+    weights = drawn(5000, 2)
+    room = _core.coded_room(_core.BF16, 5000)
+    assert room == 10064
+    coded = bytearray(room)
+    source, target = address_of(weights), address_of(coded)
+    made = {
+        (_core.encode(_core.BF16, target, room, threads, source, 5000), bytes(coded))
+        for threads in (0, 1, 3, 2**32, 2**64 - 1)
+    }
+    assert len(made) == 1, "the bytes do not depend on the threads"

@@ -40,6 +40,13 @@ def test_the_order_is_that_of_seed_and_epoch():
     assert means != sorted(means), "the batches are not shuffled"
 
 
+@pytest.mark.parametrize("pool", [0, 2])
+def test_other_samples_meet_in_another_epoch(pool):
+    buckets = LengthBuckets([7] * 64, 8, pool=pool)
+    met = [{frozenset(batch) for batch in buckets.batches(epoch)} for epoch in (0, 1)]
+    assert not met[0] & met[1]
+
+
 def test_an_epoch_is_put_together_once(monkeypatch):
     buckets, made = LengthBuckets(LENGTHS, 8), []
     make = buckets._make

@@ -1,0 +1,299 @@
+"""What an attachment asks of its device and of others: least bytes, budgets, ends that wait."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from equality import attached
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import oracle_offload
+from oracle_offload import devices, engines
+from oracle_offload.arena import Arena
+from oracle_offload.attachment import close_leftovers
+from oracle_offload.budget import Budget, Change, Reading
+from oracle_offload.sizes import format_size
+
+LAYER = 64 << 10  # bytes of one of `tower`, a unit of its own
+FLOOR = 2 * LAYER
+
+
+def tower(depth=8):
+    torch.manual_seed(0)
+    layers = (nn.Linear(128, 128, bias=False) for _ in range(depth))
+    return nn.Sequential(*layers).requires_grad_(False)
+
+
+def step(*models):
+    """Let an optimizer step after a forward and backward of all."""
+    for model in models:
+        model(torch.ones(1, 128, requires_grad=True)).sum().backward()
+    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+
+
+# ---- the least bytes of a step ----
+
+
+def test_the_least_bytes_of_a_step_are_what_finds_no_room():
+    for room in (2 * LAYER, 3 * LAYER + LAYER // 2, 8 * LAYER):
+        with attached(tower(), "cpu", vram_budget=room) as manager:
+            assert manager.attachment.x_min_bytes() == 2 * (8 * LAYER - room)
+
+
+def test_of_compressed_weights_those_travel_that_get_smallest(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(512, 1024, bias=False).bfloat16(), nn.Linear(1024, 256, bias=False).bfloat16()
+    ).requires_grad_(False)
+    with torch.no_grad():  # no two exponents are alike often: it gets hardly smaller
+        model[1].weight.copy_(torch.exp(40 * torch.rand(256, 1024) - 20))
+    with attached(model, "cpu", compress="lossless") as manager:
+        held = manager.attachment
+        large, small = (layer.link_bytes() for layer in manager.layers)
+        assert large[1] / large[0] < small[1] / small[0] and large[1] > small[1]
+        held.arena.capacity_bytes, given = small[0], held.arena.capacity_bytes
+        least = held.x_min_bytes()
+        held.arena.capacity_bytes = given
+    assert least == 2 * large[1]
+
+
+# ---- what the budget is told, and what follows ----
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What budgets were told, in order."""
+    rows = []
+    after_step = Budget.after_step
+
+    def telling(budget, *arguments):
+        rows.append((budget, *arguments))
+        return after_step(budget, *arguments)
+
+    monkeypatch.setattr(Budget, "after_step", telling)
+    return rows
+
+
+@pytest.fixture
+def peaks(monkeypatch):
+    """How often peaks were begun."""
+    begun = []
+    monkeypatch.setattr(devices.Simulated, "begin_peak", lambda kind: begun.append(kind))
+    return begun
+
+
+def memory_of(sim, nbytes):
+    device = sim.get_device(0)
+    device.memory_bytes = nbytes
+    sim.set_device(0, device)
+
+
+def test_a_budget_is_told_what_the_device_has_and_how_many_grow(sim, told, peaks, monkeypatch):
+    memory_of(sim, 64 << 20)
+    monkeypatch.setattr(devices.Simulated, "cached_bytes", lambda kind: 4096)
+    one, other, plain = tower(), tower(4), tower(2)
+    with (
+        attached(one, vram_budget="auto", ram_budget=6 * LAYER) as first,
+        attached(other, vram_budget="auto") as second,
+        attached(plain) as third,
+    ):
+        arenas = [manager.attachment.arena for manager in (first, second, third)]
+        budgets = [manager.attachment.budget for manager in (first, second)]
+        free, total = first.state.engine.mem_info()
+        most = [6 * LAYER + FLOOR, 4 * LAYER + FLOOR]
+        step(one, other, plain)
+        sizes = [FLOOR + 3 * LAYER, FLOOR + 2 * LAYER]  # half of what is left for each of two
+        assert [arena.capacity_bytes for arena in arenas] == [*sizes, FLOOR]
+        rows = zip(budgets, [0, 3 * LAYER], most, strict=True)
+        assert told == [
+            (
+                budget,
+                Reading(
+                    total, free - taken, 3 * FLOOR + taken + 4096, 3 * FLOOR + taken + 2 * LAYER, 0
+                ),
+                FLOOR, FLOOR, largest, 2 * LAYER, 2,
+            )
+            for budget, taken, largest in rows
+        ]  # fmt: skip
+        assert len(peaks) == 2 * 2, "one as the window begins, one as the arena changes"
+        assert [(budget.changes, budget.last) for budget in budgets] == [
+            (1, Change(size, "a step left room")) for size in sizes
+        ]
+        # The second arena has changed since the first budget saw a step: it begins anew.
+        step(one, other, plain)
+        assert [row[0] for row in told[2:]] == [budgets[1]] and budgets[0].window == 0
+        for _ in range(20):
+            told.clear()
+            step(one, other, plain)
+        assert [arena.capacity_bytes for arena in arenas] == [*most, FLOOR]
+        assert [row[0] for row in told] == budgets
+        assert [row[-1] for row in told] == [1, 1], "nobody grows any more"
+        begun = len(peaks)
+        step(one, other, plain)
+        assert len(peaks) == begun, "in the midst of a window nothing begins"
+
+
+def test_a_budget_begins_anew_where_another_model_came(sim, told, peaks):
+    memory_of(sim, FLOOR + LAYER)
+    model = tower()
+    with attached(model, vram_budget="auto") as manager:
+        step(model)
+        assert len(told) == 1 and manager.attachment.budget.changes == 0, "there is no room"
+        with attached(nn.Linear(8, 8)):
+            step(model)
+            assert len(told) == 1 and manager.attachment.budget.window == 0
+            assert len(peaks) == 2
+            step(model)
+            assert len(told) == 2
+
+
+def test_a_budget_is_told_of_the_block_that_the_step_has_shown(told):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = tower().requires_grad_()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x.requires_grad_(), use_reentrant=False)
+
+    model = Block()
+    with attached(model, vram_budget="auto"):
+        step(model)
+    ((_, _, capacity, floor, *_),) = told
+    assert capacity == floor == 8 * LAYER
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError, MemoryError, oracle_offload.OffloadError]
+)
+def test_an_arena_that_cannot_grow_is_told_in_a_line_and_counted(monkeypatch, caplog, error):
+    class Observer:
+        def __getattr__(self, name):
+            return (lambda *told: seen.append(told)) if name == "resized" else lambda *told: None
+
+    caplog.set_level(logging.INFO, logger="oracle_offload")
+    seen, model = [], tower()
+    observer, lend = Observer(), Arena._lend
+    wanted = [format_size(size) for size in (8 * LAYER + FLOOR, FLOOR)]
+    with attached(model, vram_budget="auto") as manager:
+
+        def refuse(*arguments):
+            raise error("no room")
+
+        monkeypatch.setattr(Arena, "_lend", refuse)
+        engines.observe(observer)
+        caplog.clear()
+        step(model)
+        assert caplog.messages == [f"Sequential: the arena should be {wanted[0]}: no room"]
+        assert not seen and manager.attachment.budget.changes == 1
+        monkeypatch.setattr(Arena, "_lend", lend)
+        for _ in range(10):
+            step(model)
+        engines.ignore(observer)
+        held = manager.attachment.arena.capacity_bytes
+        assert held > FLOOR
+        assert caplog.messages[1:] == [
+            f"Sequential: the arena is {format_size(held)} now, it was {wanted[1]}: a step left "
+            f"room; look-ahead is {held // LAYER - 1} units"
+        ]
+        assert seen == [(manager.state, "Sequential", FLOOR, held, "a step left room")]
+
+
+# ---- what is trained ----
+
+
+def test_the_engine_knows_before_each_step_which_units_are_trained(monkeypatch):
+    class Engine:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def set_trainable(self, unit, trained):
+            known[unit] = trained
+            real.set_trainable(unit, trained)
+
+    model = tower(3).requires_grad_()
+    with attached(model) as manager:
+        real, held = manager.state.engine, manager.attachment
+        known = dict.fromkeys((layer.unit for layer in manager.layers), True)
+        monkeypatch.setattr(manager.state, "engine", Engine())
+        for which in ((1, 0, 0), (0, 1, 0), (0, 1, 1), (0, 0, 0), (1, 1, 1)):
+            for layer, trained in zip(model, which, strict=True):
+                layer.requires_grad_(bool(trained))
+            step(model)
+            assert list(known.values()) == [bool(trained) for trained in which]
+            assert held.before_step() is any(which)
+
+
+# ---- layers that were lost ----
+
+
+class Packed(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.packed.float() / 8, self.bias)
+
+
+def test_of_layers_that_are_lost_the_first_is_told(caplog):
+    model = tower(3)
+    with attached(model) as manager:
+        step(model)
+        for layer in model[:2]:
+            layer.__class__ = Packed
+            layer.packed = layer._parameters.pop("weight").detach().mul(8).round().to(torch.int8)
+        for _ in range(2):
+            step(model)
+        assert [layer.name for layer in manager.layers] == ["2"]
+        (said,) = (text for text in caplog.messages if "is not managed any more" in text)
+    assert said.startswith("Sequential: layer '0' is not managed any more (")
+    assert said.endswith(
+        "). What it holds now stays on the device; manager.resident lists this and every further "
+        "one."
+    )
+
+
+# ---- ends that wait ----
+
+
+def test_what_was_left_of_a_deleted_model_goes_at_the_next_pass():
+    keeper, model = tower(2).requires_grad_(), tower(2)
+    with attached(keeper) as manager:
+        left = oracle_offload.attach(model, "cpu").attachment
+        with manager.state.lock:
+            del model
+        assert left in manager.state.listeners and left.is_attached
+        step(keeper)
+        keeper(torch.ones(1, 128))
+        assert left not in manager.state.listeners and not left.is_attached
+
+
+def test_a_detached_model_whose_arena_another_computes_in_takes_part_in_nothing(caplog):
+    caplog.set_level(logging.INFO, logger="oracle_offload")
+    one, other = tower(2), tower(6)
+    first, second = oracle_offload.attach(one, "cpu"), oracle_offload.attach(other, "cpu")
+    state, held = first.state, first.attachment
+    segments = [range(s.address, s.address + s.nbytes) for s in held.arena.segments]
+    stream, tickets = state.stream(), []
+    for layer in second.layers:
+        ticket, address, _ = state.engine.acquire(layer.member, stream, layer.stamp(), 0, -1, 0.0)
+        tickets.append(ticket)
+        if any(address in segment for segment in segments):
+            break
+    else:
+        pytest.fail("nothing lies in the arena of the other model")
+    first.detach()
+    assert "Sequential is detached, but some of its memory could not be given back" in caplog.text
+    assert held in state.listeners and not held.is_attached
+    assert held.before_step() is False
+    steps = held.traffic.steps
+    step(one)
+    assert held.traffic.steps == steps and second.attachment.traffic.steps == 1
+    for ticket in tickets:
+        state.engine.release(ticket, stream)
+    close_leftovers(state, but=held)
+    assert held in state.listeners
+    close_leftovers(state)
+    assert held not in state.listeners
+    second.detach()
