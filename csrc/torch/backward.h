@@ -140,7 +140,7 @@ class ManagedBackward : public Node {
     Gradients differentiate_there(const at::Tensor &gradient, Saved &saved) const;
     bool was_coded_written() const;
     bool is_unchanged() const;
-    at::Tensor to_host(const at::Tensor &gradient) const;
+    void bring_to_host(Gradients &found, bool here) const;
 
     SavedVariable input;
 };
@@ -195,34 +195,43 @@ inline Needs ManagedBackward::needs() const {
 }
 
 /* `Gradients.to_host` of one that is too small for locked memory of its own. */
-inline at::Tensor download(PyObject *state, PyObject *engine, const at::Tensor &gradient) {
+inline at::Tensor download(PyObject *engine, const at::Tensor &gradient, uintptr_t stream) {
     const at::Tensor dense =
         gradient.is_non_overlapping_and_dense() ? gradient : gradient.contiguous();
     at::Tensor host =
         at::empty_strided(dense.sizes(), dense.strides(), dense.options().device(at::kCPU));
-    const Owned stream(PyObject_CallNoArgs(get(state, names.stream)));
-    if (is_true(state, names.simulated))
-        ask(get(state, names.time), names.flush, static_cast<PyObject *>(stream));
     if (dense.nbytes() && core->download(engine, host.mutable_data_ptr(),
                                          reinterpret_cast<uintptr_t>(dense.const_data_ptr()),
-                                         dense.nbytes(), address(stream)) < 0)
+                                         dense.nbytes(), stream) < 0)
         raise();
     return host;
 }
 
-/* Where the master lies, its gradient goes. */
-inline at::Tensor ManagedBackward::to_host(const at::Tensor &gradient) const {
-    if (!gradient.defined())
-        return gradient;
+/* Where the masters lie, their gradients go. Without autocast Python has brought its own there. */
+inline void ManagedBackward::bring_to_host(Gradients &found, bool here) const {
     const Owned state = get(origin.layer, names.state), engine = get(state, names.engine);
-    if (reinterpret_cast<PyObject *>(Py_TYPE(engine)) == engine_type &&
-        static_cast<int64_t>(gradient.nbytes()) <
-            integer(find(gradients_globals, names.LEAST_BYTES)))
-        return download(state, engine, gradient);
-    const Owned attachment = get(origin.layer, names.attachment);
-    const Owned gradients = get(attachment, names.gradients);
-    const Owned wrapped(THPVariable_Wrap(gradient));
-    return THPVariable_Unpack(ask(gradients, names.to_host, static_cast<PyObject *>(wrapped)));
+    const bool is_plain = reinterpret_cast<PyObject *>(Py_TYPE(engine)) == engine_type;
+    std::optional<uintptr_t> stream; /* the same for all: torch sets it for a node */
+    for (size_t i = 0; i < 2; i++) {
+        at::Tensor &gradient = found[i + 1];
+        if (!gradient.defined() || origin.stand_in[i] || !(here || origin.dtype))
+            continue;
+        if (!is_plain || static_cast<int64_t>(gradient.nbytes()) >=
+                             integer(find(gradients_globals, names.LEAST_BYTES))) {
+            const Owned gradients = get(get(origin.layer, names.attachment), names.gradients);
+            const Owned wrapped(THPVariable_Wrap(gradient));
+            gradient =
+                THPVariable_Unpack(ask(gradients, names.to_host, static_cast<PyObject *>(wrapped)));
+            continue;
+        }
+        if (!stream) {
+            const Owned number(PyObject_CallNoArgs(get(state, names.stream)));
+            if (is_true(state, names.simulated))
+                ask(get(state, names.time), names.flush, static_cast<PyObject *>(number));
+            stream = address(number);
+        }
+        gradient = download(engine, gradient, *stream);
+    }
 }
 
 /* By the loan here; false where Python must take over. */
@@ -276,14 +285,12 @@ inline variable_list ManagedBackward::apply(variable_list &&gradients) {
         if (!here)
             found = differentiate_there(gradient, saved);
         n_backward += here;
-        variable_list result = {found[0]};
-        for (size_t i = 0; i < 2; i++) {
-            if (!origin.trains[i])
-                continue;
-            /* Without autocast Python has brought its own to the host. */
-            const bool is_there = origin.stand_in[i] || !(here || origin.dtype);
-            result.push_back(is_there ? found[i + 1] : to_host(found[i + 1]));
-        }
+        if (origin.trains_any())
+            bring_to_host(found, here);
+        variable_list result = {std::move(found[0])};
+        for (size_t i = 0; i < 2; i++)
+            if (origin.trains[i])
+                result.push_back(std::move(found[i + 1]));
         return result;
     } catch (python_error &error) {
         error.persist(); /* its thread may not have the exception for long */

@@ -8,16 +8,18 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 
+#include <algorithm>
+
 #include "backward.h"
 
 namespace oo {
 
 /* Whether ``at::matmul`` multiplies an input of three or more dimensions as one matrix. */
 inline bool folds(at::IntArrayRef shape, at::IntArrayRef stride) {
+    bool exact = true;
     for (size_t i = 0; i + 2 < shape.size(); i++)
-        if (stride[i] != stride[i + 1] * shape[i + 1])
-            return false;
-    return true;
+        exact &= stride[i] == stride[i + 1] * shape[i + 1];
+    return exact || std::find(shape.begin(), shape.end(), 0) != shape.end();
 }
 
 /* Whether a tensor of this geometry is contiguous, as torch counts it. */
@@ -52,7 +54,7 @@ struct Linear {
         bool derive(const ManagedBackward &node, const at::Tensor &gradient, const Needs &needs,
                     Saved &saved, Gradients &found) const;
         at::Tensor of_input(const Origin &origin, const at::Tensor &gradient,
-                            const at::Tensor &weight) const;
+                            const Weights &weights) const;
     };
 
     std::optional<Call> prepare(PyObject *, const Found &, const at::Tensor &) { return Call(); }
@@ -60,7 +62,9 @@ struct Linear {
     /* ``F.linear``; `trains` where torch would see a weight that requires grad. */
     static at::Tensor compute(Call &call, at::Tensor &x, const Weights &weights, bool trains) {
         const auto &[weight, bias] = weights;
-        if (!trains || x.dim() <= 2 || x.is_contiguous() || folds(x.sizes(), x.strides())) {
+        /* Without a bias torch goes by the strides alone, also by that of an axis of one. */
+        if (!trains || x.dim() <= 2 || folds(x.sizes(), x.strides()) ||
+            (bias.defined() && x.is_contiguous())) {
             at::Tensor y =
                 at::linear(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);
             /* torch forbids in-place changes of a view that a custom function returns. */
@@ -89,7 +93,8 @@ inline Owned Linear::Call::kept(const Origin &origin) const {
 
 /* `input_gradient`, by the operator that torch would use for this geometry. */
 inline at::Tensor Linear::Call::of_input(const Origin &origin, const at::Tensor &gradient,
-                                         const at::Tensor &weight) const {
+                                         const Weights &weights) const {
+    const at::Tensor &weight = weights.weight;
     const auto &[shape, stride] = std::tie(origin.shape, origin.stride);
     if (shape.size() == 2) {
         if (stride[0] == 1 && stride[1] == shape[0])
@@ -97,7 +102,8 @@ inline at::Tensor Linear::Call::of_input(const Origin &origin, const at::Tensor 
         return at::mm(gradient, weight);
     }
     const int64_t rows = rows_of(shape), features = shape.back();
-    if (shape.size() > 2 && !folded && !is_contiguous(shape, stride) && !folds(shape, stride)) {
+    if (shape.size() > 2 && !folded && !folds(shape, stride) &&
+        !(weights.bias.defined() && is_contiguous(shape, stride))) {
         const int64_t within = shape[shape.size() - 2], batch = rows / within;
         const at::Tensor each = weight.expand({batch, weight.size(0), weight.size(1)});
         return at::bmm(gradient.reshape({batch, within, weight.size(0)}), each).reshape(shape);
@@ -140,7 +146,7 @@ inline bool Linear::Call::derive(const ManagedBackward &node, const at::Tensor &
     const Origin &origin = node.origin;
     if (needs[0]) {
         const auto made = node.lend_again(gradient, needs, [&](const Weights &weights) {
-            return of_input(origin, gradient, weights.weight);
+            return of_input(origin, gradient, weights);
         });
         if (!made)
             return false;

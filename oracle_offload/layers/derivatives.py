@@ -76,7 +76,7 @@ def gguf(made: Any, grad: Tensor, x: Input) -> Tensor | None:
         return None  # another forward, with kernels that may be there
     library = _own("diffusers.quantizers.gguf.utils")
     weight = library.dequantize_gguf_tensor(made.weight).to(made.compute_dtype)
-    return input_gradient(grad, (weight,), x.shape, x.stride)
+    return input_gradient(grad, (weight, made.bias), x.shape, x.stride)
 
 
 def fp8(made: Any, grad: Tensor, x: Input) -> Tensor | None:
@@ -93,10 +93,10 @@ def torchao(made: Any, grad: Tensor, x: Input) -> Tensor | None:
     """Of the products that torchao writes out in Python."""
     weight = made.weight
     formula = _OF_TORCHAO.get(type(weight).__name__)
-    return None if formula is None else formula(weight, grad, x)
+    return None if formula is None else formula(weight, grad, x, made.bias)
 
 
-def _torchao_int8(weight: Any, grad: Tensor, x: Input) -> Tensor | None:
+def _torchao_int8(weight: Any, grad: Tensor, x: Input, bias: Any) -> Tensor | None:
     if weight.act_pre_scale is not None or 0 in x.shape:
         return None
     rows = grad.reshape(-1, grad.shape[-1])
@@ -109,12 +109,13 @@ def _torchao_int8(weight: Any, grad: Tensor, x: Input) -> Tensor | None:
     return input_gradient(rows, (values,), flat.shape, flat.stride()).reshape(x.shape)
 
 
-def _torchao_float8(weight: Any, grad: Tensor, x: Input) -> Tensor | None:
+def _torchao_float8(weight: Any, grad: Tensor, x: Input, bias: Any) -> Tensor | None:
+    # It multiplies first and adds the bias after.
     return input_gradient(grad, (weight.t().dequantize().t(),), x.shape, x.stride)
 
 
-def _torchao_intx(weight: Any, grad: Tensor, x: Input) -> Tensor | None:
-    return input_gradient(grad, (weight.dequantize(),), x.shape, x.stride)
+def _torchao_intx(weight: Any, grad: Tensor, x: Input, bias: Any) -> Tensor | None:
+    return input_gradient(grad, (weight.dequantize(), bias), x.shape, x.stride)
 
 
 _OF_TORCHAO = {

@@ -59,7 +59,8 @@ class LinearLayer(Traced):
         """Put into `ctx` what `record` had kept there."""
         folded = None
         if x is not None:
-            if not (x.dim() <= 2 or x.is_contiguous()):
+            given = torch.empty_strided(shape, stride, device="meta")  # as forward saw it
+            if not is_one_matrix(given, self.masters.layout[1] is not None):
                 x = x.reshape(-1, shape[-1])
                 folded = x.stride()
             ctx.save_for_backward(x)
@@ -94,7 +95,7 @@ class LinearLayer(Traced):
         """2 x rows x in x out operations."""
         weight = self.masters.present[0]
         out_features, features = weight.shape
-        rows = x.numel() // features if features else 0
+        rows = x.numel() // max(1, features)
         moved = (x.numel() + weight.numel() + rows * out_features) * weight.element_size()
         return 2.0 * rows * features * out_features, moved
 
@@ -102,7 +103,7 @@ class LinearLayer(Traced):
         """The same for the input's and, where wanted, the weight's gradient."""
         weight = self.masters.present[0]
         out_features, features = weight.shape
-        rows = grad.numel() // out_features if out_features else 0
+        rows = grad.numel() // max(1, out_features)
         products = needs[0] + needs[1]
         moved = products * (grad.numel() + weight.numel() + rows * features) * grad.element_size()
         return 2.0 * products * rows * features * out_features, moved
@@ -121,7 +122,7 @@ def linear(
     tuple
         The result, and `x` as a matrix where it was folded so: a copy, or a view.
     """
-    if not requires_grad or x.dim() <= 2 or x.is_contiguous():
+    if not requires_grad or is_one_matrix(x, b is not None):
         y = F.linear(x, w, b)
         # torch forbids in-place changes of a view that a custom function returns.
         return (torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y), None
@@ -144,7 +145,8 @@ def input_gradient(
     grad : Tensor
         ``(*, out_features)``.
     tensors : tuple of Tensor
-        The weight, ``(out_features, in_features)``, and what is not read.
+        The weight, ``(out_features, in_features)``, and the bias; of that is read whether it is
+        there.
     shape, stride : tuple of int
         Of the input that forward saw.
     folded : tuple of int, optional
@@ -160,16 +162,16 @@ def input_gradient(
     rows = 1
     for size in shape[:-1]:
         rows *= size
-    # A meta tensor answers by the same code what the folded view would look like.
-    if dims > 2 and folded is None and not is_contiguous(shape, stride):
-        probe = torch.empty_strided(shape, stride, device="meta")
-        if not _folds(probe):
+    if dims > 2 and folded is None and not folds(shape, stride):
+        biased = len(tensors) > 1 and tensors[1] is not None
+        if not (biased and is_contiguous(shape, stride)):
             batch = rows // shape[-2]
             g3 = grad.reshape(batch, shape[-2], w.shape[0])
             return torch.bmm(g3, w.expand(batch, *w.shape)).reshape(shape)
     g2 = grad.reshape(rows, w.shape[0])
     # mm_mat1_grad turns the product round for a column-major input.
     if folded is None and (rows == 1 or features == 1 or stride[-1] != 1):
+        # A meta tensor answers by the same code what the folded view would look like.
         probe = torch.empty_strided(shape, stride, device="meta")
         folded = probe.reshape(rows, features).stride()
     if folded is not None and folded == (1, rows):
@@ -177,9 +179,19 @@ def input_gradient(
     return torch.mm(g2, w).reshape(shape)
 
 
-def _folds(x: Tensor) -> bool:
+def is_one_matrix(x: Tensor, biased: bool) -> bool:
+    """Whether torch multiplies `x` as one matrix even by a weight that is not trained.
+
+    With a bias ``at::linear`` asks whether `x` is contiguous; without one ``at::matmul`` goes by
+    the strides alone, also by that of an axis of one, which may be any.
+    """
+    return x.dim() <= 2 or (x.is_contiguous() and (biased or folds(x.shape, x.stride())))
+
+
+def folds(shape: torch.Size, stride: tuple[int, ...]) -> bool:
     """Whether ``at::matmul`` multiplies an input of three or more dimensions as one matrix."""
-    shape, stride = x.shape, x.stride()
+    if 0 in shape:
+        return True
     return all(stride[i] == stride[i + 1] * shape[i + 1] for i in range(len(shape) - 2))
 
 

@@ -128,7 +128,7 @@ def test_the_gradient_of_an_input_has_the_layout_that_torch_gives_it(build):
     assert torch.equal(gradient, expected) and stride == expected_stride
 
 
-SHAPES = [(2, 5, 8, 8), (2, 1, 8, 8), (5, 8, 8), (2, 2, 4, 8, 8), (4,), (4, 8), ()]
+SHAPES = [(2, 5, 8, 8), (2, 1, 8, 8), (5, 8, 8), (5, 4, 8), (2, 2, 4, 8, 8), (4,), (4, 8), ()]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

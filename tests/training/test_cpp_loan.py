@@ -118,6 +118,7 @@ def leaf(*shape: int) -> torch.Tensor:
 # ---- the same bits ----
 
 GEOMETRY = test_matrix.test_linear_over_every_geometry
+OVER_ONE = test_matrix.test_linear_over_every_stride_of_an_axis_of_one
 PRODUCTS = test_matrix.test_linear_runs_the_residents_products_over_every_geometry
 IN_PLACE = test_matrix.test_outputs_can_be_changed_in_place
 LINEAR = test_matrix.test_linear_has_the_residents_bits
@@ -170,6 +171,13 @@ CASES: dict[str, Callable[[], object]] = {
             *((f, t) for f in ((48, 40), (1, 7), (33, 1)) for t in ((0, 0), (1, 1))),
             *(((48, 40), t) for t in ((0, 1), (1, 0))),
         )
+    },
+    **{
+        f"every stride of an axis of one, {said}, autocast {autocast}": (
+            lambda t=trained, a=autocast: OVER_ONE("cpu", t, a)
+        )
+        for trained, said in TRAINED.items()
+        for autocast in (False, True)
     },
     **{
         f"the products of {features}, {said}": lambda f=features, t=trained: PRODUCTS(f, t, True)
@@ -568,6 +576,20 @@ def test_large_gradients_lie_in_locked_memory_that_is_used_again(taken, monkeypa
     test_gradients.test_a_convolution_s_gradient_keeps_its_strides("cpu")
     test_gradients.test_autocast_s_gradients_lie_there_too("cpu", torch.bfloat16)
     assert min(taken()) > 10
+
+
+def test_the_stream_is_asked_for_once_for_all_gradients_of_a_layer(taken):
+    """A call of Python; torch sets the stream for the whole node."""
+    with managed(three("linear", "weight", "bias")) as manager:
+        state, asked = manager.state, []
+        stream = state.stream
+        loss = manager.module(leaf()).sum()
+        state.stream = lambda: asked.append(1) or stream()
+        loss.backward()
+        state.stream = stream
+        assert state.engine.stats()["d2h_copies"] == 2 * 3
+    assert len(asked) == 3 * (1 + 1)  # of its loan, and of its gradients
+    assert taken() == (3, 3)
 
 
 def test_a_graph_that_is_dropped_lets_go_of_the_layer(taken):

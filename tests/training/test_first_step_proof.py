@@ -155,6 +155,60 @@ def test_an_error_of_the_step_passes_and_takes_the_hook_along(device):
     assert oracle_offload.FirstStepProof("x").equal is False
 
 
+def test_an_error_of_the_repeated_call_leaves_generators_and_buffers_as_they_were(device):
+    class Fails(Block):
+        calls = 0
+
+        def forward(self, x):
+            result = super().forward(x)
+            self.calls += 1
+            if self.calls == 2:
+                raise KeyError
+            return result[0]
+
+    model = nn.Sequential(Fails())
+    with attached(model, device):
+        with pytest.raises(KeyError), first_step_proof(model):
+            model(torch.ones(2, WIDTH, device=device))
+            state = torch.get_rng_state()
+            buffers = {name: b.cpu().clone() for name, b in model.named_buffers()}
+        assert torch.equal(torch.get_rng_state(), state)
+        assert_same({name: b.cpu() for name, b in model.named_buffers()}, buffers)
+
+
+def test_a_block_may_depend_on_what_is_outside_and_trains_alone(device, caplog):
+    outside = torch.ones(1, device=device, requires_grad=True)
+
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+        def forward(self, ids):
+            return self.layer(ids.float()) * outside
+
+    model = nn.Sequential(Frozen())
+    with attached(model, device), caplog.at_level("INFO"):
+        with first_step_proof(model) as found:
+            model(torch.ones(2, WIDTH, dtype=torch.int64, device=device))
+        assert found.equal and found.compared == 1
+    said = "first-step proof: '0' computes the resident block's bits, 1 tensors compared"
+    assert said in caplog.messages
+
+
+def test_the_resident_copy_needs_no_second_copy_on_the_host(device, monkeypatch):
+    model = nn.Sequential(Block())
+    with attached(model, device):
+        for kind in (nn.Parameter, torch.Tensor):
+            monkeypatch.setattr(kind, "__deepcopy__", lambda *given: pytest.fail("copied"))
+        resident = proof._resident_copy(model[0], torch.device(device))
+        assert_same(dict(resident.named_buffers()), dict(model[0].named_buffers()))
+        for name, parameter in resident.named_parameters():
+            assert parameter.requires_grad, name
+            assert parameter.device.type == torch.device(device).type, name
+        monkeypatch.undo()
+
+
 def test_what_a_block_was_given_is_kept_as_it_was():
     tensor = torch.ones(2, requires_grad=True)
     for keep in (proof._kept, proof._as_input):
@@ -173,6 +227,7 @@ def test_the_same_bits_are_of_one_dtype_and_shape_whatever_they_mean():
         assert proof._same_bits(*pair)
     others = [(None, one), (one, None), (one, one.double()), (one, one.view(3, 2))]
     others += [(torch.tensor(0.0), torch.tensor(-0.0)), (one, one + 1)]
+    others += [(torch.zeros(2), torch.zeros(2, dtype=torch.int32))]
     assert not any(proof._same_bits(*pair) for pair in others)
 
 
@@ -184,3 +239,4 @@ def test_the_block_is_the_first_of_the_longest_list():
     assert proof._first_block(model) == "inner.long.0"
     assert proof._first_block(nn.Sequential(nn.ReLU(), nn.ReLU())) == "0"
     assert proof._first_block(nn.Linear(2, 2)) == ""
+    assert proof._first_block(nn.ModuleDict({"none": nn.ModuleList()})) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -131,15 +132,16 @@ def test_every_argument_of_conv2d(device, options, trainable, layout):
 
 
 CHANGES = {
-    "stride": dict(stride=(2, 1)),
-    "padding": dict(padding=(2, 0)),
-    "dilation": dict(dilation=(1, 2)),
-    "to same": dict(padding="same"),
-    "to reflect": dict(padding_mode="reflect"),
-    "to another border": dict(
-        padding_mode="circular", _reversed_padding_repeated_twice=[2, 0, 1, 1]
-    ),
-    "all": dict(stride=(2, 2), padding=(1, 2), dilation=(2, 1)),
+    "stride": [dict(stride=(2, 1))],
+    "padding": [dict(padding=(2, 0))],
+    "dilation": [dict(dilation=(1, 2))],
+    "to same": [dict(padding="same")],
+    "to reflect": [dict(padding_mode="reflect")],
+    "to two borders": [dict(padding_mode="reflect"), dict(padding_mode="circular")],
+    "to another border": [
+        dict(padding_mode="circular", _reversed_padding_repeated_twice=[2, 0, 1, 1])
+    ],
+    "all": [dict(stride=(2, 2), padding=(1, 2), dilation=(2, 1))],
 }
 
 
@@ -152,10 +154,11 @@ def test_arguments_of_a_convolution_changed_after_attach(device, change):
     with attached(managed, device) as manager:
         assert len(manager.layers) == 2
         assert_models_agree(managed, resident, step, steps=1, device=device)
-        for layer in (managed[0], resident[0]):
-            for name, value in CHANGES[change].items():
-                setattr(layer, name, value)
-        assert_models_agree(managed, resident, step, device=device)
+        for values in CHANGES[change]:
+            for layer in (managed[0], resident[0]):
+                for name, value in values.items():
+                    setattr(layer, name, value)
+            assert_models_agree(managed, resident, step, device=device)
 
 
 def test_a_same_padded_kernel_replaced_by_one_of_another_size(device):
@@ -233,6 +236,8 @@ GEOMETRIES = {
     "transposed features": lambda k: torch.randn(2, k, 5).transpose(1, 2),
     "transposed features of one": lambda k: torch.randn(1, k, 5).transpose(1, 2),
     "sliced batch": lambda k: torch.randn(2, 4, 2 * k)[:, :, :k],
+    "transposed batch of one": lambda k: torch.randn(5, 1, k).transpose(0, 1),
+    "batch of one row": lambda k: torch.randn(1, 5, k).transpose(0, 1),
     "expanded batch": lambda k: torch.randn(1, 3, k).expand(5, 3, k),
     "image": lambda k: torch.randn(2, k, 3, 4).permute(0, 2, 3, 1),
     "five": lambda k: torch.randn(2, 1, 3, 1, k),
@@ -255,6 +260,39 @@ def test_linear_over_every_geometry(device, features, trains):
         with attached(managed, device):
             for build in GEOMETRIES.values():
                 step = make_step(build(features[0]), device, False)
+                assert_models_agree(managed, resident, step, steps=1, device=device)
+
+
+def over_one(k):
+    """Yield contiguous inputs with each stride of their axes of one, which may be any."""
+    for shape in ((1, 5, k), (5, 1, k), (1, 1, k), (2, 1, 5, k), (2, 5, 1, k), (1, 5, 1, k)):
+        ones = [axis for axis, size in enumerate(shape) if size == 1]
+        for steps in itertools.product((0, 1, k, 5 * k, 7 * k), repeat=len(ones)):
+            x = torch.randn(shape)
+            stride = list(x.stride())
+            for axis, step in zip(ones, steps, strict=True):
+                stride[axis] = step
+            yield x.as_strided(shape, stride)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trainable"])
+def test_linear_over_every_stride_of_an_axis_of_one(device, trains, autocast):
+    """Such an input is contiguous; without a bias at::linear goes by that stride all the same."""
+    torch.manual_seed(0)
+    for bias in (True, False):
+        managed, resident = resident_pair(nn.Sequential(nn.Linear(48, 40, bias=bias)))
+        train_only(managed, trains)
+        train_only(resident, trains)
+        with attached(managed, device):
+            for x in over_one(48):
+                train = make_step(x, device, autocast)
+
+                def step(model, x=x, train=train):
+                    with torch.no_grad():
+                        sampled = model(x.to(device))
+                    return [sampled, *train(model)]
+
                 assert_models_agree(managed, resident, step, steps=1, device=device)
 
 
