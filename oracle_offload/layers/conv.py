@@ -32,7 +32,6 @@ class ConvLayer(WithInherited):
     backward_reads = ("weight",)
     operator = staticmethod(traced.convolution)
     # Of the operator: what padding_mode and 'same' leave to it. Set for each call.
-    arguments: tuple[Any, ...] = ()
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -62,8 +61,7 @@ class ConvLayer(WithInherited):
     def call(self, x: Tensor) -> Tensor:
         """Pad, batch and cast in the order in which torch does, then compute."""
         module = cast("Any", self.module())
-        if self.arguments != self.arguments_of(module):
-            self.read_arguments(module)
+        self.read_arguments(module)
         weight = self.masters.present[0]
         channels = -1 - self.axes
         if x.dim() - self.axes not in (1, 2) or x.shape[channels] != weight.shape[1] * self.groups:
@@ -81,8 +79,8 @@ class ConvLayer(WithInherited):
         self, x: Tensor, pad: list[int] | None, mode: str
     ) -> tuple[Tensor, bool, torch.dtype | None]:
         """Return the input padded, cast and batched; whether it was batched; autocast's dtype."""
-        if pad is not None and mode != "constant":
-            x = F.pad(x, pad, mode=mode)
+        if mode != "constant":
+            x = F.pad(x, cast("list[int]", pad), mode=mode)
         dtype = cast_dtype(self.device_type)
         if dtype is not None:
             x = cast_input(x, dtype)
@@ -93,24 +91,17 @@ class ConvLayer(WithInherited):
             x = F.pad(x, pad)
         return x, batched, dtype
 
-    def arguments_of(self, module: Any) -> tuple[Any, ...]:
-        """Return what the module computes with beside its tensors; anyone may assign it anew."""
-        pads = module.padding_mode != "zeros" and tuple(module._reversed_padding_repeated_twice)
-        size = self.masters.present[0].shape  # 'same' pads by it
-        return module.stride, module.padding, module.dilation, module.groups, pads, size
-
     def read_arguments(self, module: Any) -> None:
-        """Work out how the module's padding splits into ``F.pad`` and the operator's own.
-
-        ``padding='same'`` follows ``convolution_same`` in ``aten/src/ATen/native/Convolution.cpp``:
-        an uneven remainder is padded on the right first.
-        """
-        self.arguments = self.arguments_of(module)
+        """Read what the module computes with beside its tensors; anyone may assign it anew."""
         self.stride, self.dilation, self.groups = module.stride, module.dilation, module.groups
         self.padding, self.pad, self.pad_mode = self.padding_of(module)
 
     def padding_of(self, module: Any) -> tuple[tuple[int, ...], list[int] | None, str]:
-        """Return the operator's own padding, and what ``F.pad`` takes before it."""
+        """Return the operator's own padding, and what ``F.pad`` takes before it.
+
+        ``padding='same'`` follows ``convolution_same`` in ``aten/src/ATen/native/Convolution.cpp``:
+        an uneven remainder is padded on the right first.
+        """
         if module.padding_mode != "zeros":
             return self.none, list(module._reversed_padding_repeated_twice), module.padding_mode
         if module.padding == "valid":
@@ -140,7 +131,6 @@ class ConvLayer(WithInherited):
 
     def taking(self, *arguments: Any) -> AbstractContextManager[None]:
         """Compute with the arguments of an operator, whatever the module's are."""
-        self.arguments = ()  # the next call by the module reads its own again
         self.stride, self.padding, self.dilation = map(tuple, arguments[:3])
         self.groups = arguments[3]
         return super().taking()
