@@ -69,7 +69,7 @@ def call(layer: Any, x: Tensor) -> Any:
 
 
 @functools.cache
-def managed_class(base: Any, on_trial: bool, below: Any = None) -> Any:
+def managed_class(base: Any, on_trial: bool, below: Any) -> Any:
     """Return the subclass of `base` whose forward borrows its weights; one per base, same name.
 
     `on_trial`: and that looks who reads its weights. `below`: see `Leaf.stands_below`.
@@ -102,7 +102,7 @@ def _class_for(leaf: Leaf, base: Any, on_trial: bool) -> Any:
 
 
 @functools.cache
-def lending_class(base: Any, around_call: bool = False) -> Any:
+def lending_class(base: Any, around_call: bool) -> Any:
     """Return the subclass of `base` in whose forward its leaf lends; one per base, same name.
 
     `around_call`: for as long as a call takes, whatever stands in ``module.forward``.
@@ -200,9 +200,9 @@ def has_own_forward(module: nn.Module) -> bool:
     base: Any = base_class(module)
     return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) in (
         base.forward,
-        managed_class(base, False).forward,
-        managed_class(base, True).forward,
-        lending_class(base).forward,
+        managed_class(base, False, None).forward,
+        managed_class(base, True, None).forward,
+        lending_class(base, False).forward,
     )
 
 
@@ -281,13 +281,17 @@ def apply_to_residents(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Non
     if all(tensor is None for tensor in resident_tensors(module)):
         return  # the common case, and the one that other threads may compute with meanwhile
     base: Any = base_class(module)
-    masters = {key: module._parameters.get(key) for key in managed_keys(module)}
+    managed = managed_keys(module)
+    if not managed:  # TorchScript, too, whose `_parameters` are no dict
+        base._apply(module, fn, recurse=False)
+        return
+    masters = {key: module._parameters.get(key) for key in managed}
     try:
         module._parameters.update(dict.fromkeys(masters))  # which `_apply` passes over
         base._apply(module, fn, recurse=False)
     finally:
         module._parameters.update(masters)
-        if isinstance(module, nn.RNNBase) and masters:
+        if isinstance(module, nn.RNNBase):
             list_weights(module)
 
 
@@ -298,13 +302,21 @@ def list_weights(module: nn.RNNBase) -> None:
     module.__dict__["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
 
 
-_outcomes: tuple[Any, dict[tuple[int, torch.dtype], tuple[torch.dtype, bool]]] = (None, {})
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
+_Outcome = tuple[torch.dtype, torch.memory_format]
+_outcomes: tuple[Any, dict[tuple[int, torch.dtype, torch.memory_format], _Outcome]] = (None, {})
 
 
-def _outcome(
-    fn: Callable[[Tensor], Tensor], dim: int, dtype: torch.dtype
-) -> tuple[torch.dtype, bool]:
-    """Return the dtype that `fn` gives such a tensor, and whether it makes it channels-last.
+def _format_of(tensor: Tensor) -> torch.memory_format:
+    """Return whether a tensor is laid out channels-last; contiguous where it is not."""
+    last = _CHANNELS_LAST.get(tensor.dim())
+    if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last
+
+
+def _outcome(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> _Outcome:
+    """Return the dtype and the format that `fn` gives such a tensor.
 
     One ``.to()`` asks for every layer with the same `fn`; trainers call it at every step.
     """
@@ -314,12 +326,15 @@ def _outcome(
             _outcomes = weakref.ref(fn), {}
         except TypeError:
             _outcomes = None, {}
-    known = _outcomes[1].get((dim, dtype))
+    key = tensor.dim(), tensor.dtype, _format_of(tensor)
+    known = _outcomes[1].get(key)
     if known is None:
+        dim, dtype, memory_format = key
         with torch.no_grad():
-            result = fn(torch.zeros((2,) * dim, dtype=dtype))
-        known = result.dtype, result.dim() == 4 and not result.is_contiguous()
-        _outcomes[1][dim, dtype] = known
+            result = fn(
+                torch.zeros((2,) * dim, dtype=dtype).contiguous(memory_format=memory_format)
+            )
+        known = _outcomes[1][key] = result.dtype, _format_of(result)
     return known
 
 
@@ -335,13 +350,13 @@ def _apply_to_masters(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None
         parameter = module._parameters.get(key)
         if parameter is None:
             continue
-        dtype, channels_last = _outcome(fn, parameter.dim(), parameter.dtype)
+        dtype, memory_format = _outcome(fn, parameter)
         wanted = parameter.data
         if dtype != parameter.dtype:
             wanted = wanted.to(dtype)
-        if channels_last:
-            wanted = wanted.contiguous(memory_format=torch.channels_last)
-        if wanted is not parameter.data and wanted.data_ptr() != parameter.data_ptr():
+        if memory_format is not _format_of(parameter):
+            wanted = wanted.contiguous(memory_format=memory_format)
+        if wanted.data_ptr() != parameter.data_ptr():
             parameter.data = wanted
             changed = True
         if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
@@ -359,7 +374,7 @@ def _cast_others(module: nn.Module, leaf: Leaf, fn: Callable[[Tensor], Tensor]) 
             replaced = name in leaf.names if tensors is module._buffers else is_wrapper(tensor)
             if tensor is None or not replaced:
                 continue
-            dtype, _ = _outcome(fn, tensor.dim(), tensor.dtype)
+            dtype, _ = _outcome(fn, tensor)
             if dtype != tensor.dtype:
                 with exempt(), torch.no_grad():
                     now: Any = tensor.to(dtype)

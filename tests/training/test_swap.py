@@ -1,0 +1,297 @@
+"""What a managed module still is: its class by name, copies, casts, what lies beside masters."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from equality import assert_models_agree, attached, resident_pair
+from torch import Tensor, nn
+
+from oracle_offload import selection
+from oracle_offload.layers import swap
+from oracle_offload.layers.swap import HANDLE, base_class, has_own_forward, is_managed, managed_keys
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
+
+
+class Table(nn.Module):
+    """Computes with a Parameter and a buffer of its own, and with a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(8, 4))
+        self.register_buffer("scale", torch.full((4,), 2.0))
+        self.child = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale what the child makes."""
+        return self.child(x) * self.scale + self.table[:1]
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x @ self.table.t()
+
+    def forward_twice(self, x: Tensor) -> Tensor:
+        return self.forward(self.forward(x))
+
+    def fuse(self) -> str:
+        return "fused"
+
+
+MODULES = {
+    "linear": (lambda: nn.Linear(4, 4), (2, 4)),
+    "convolution": (lambda: nn.Conv2d(4, 4, 3), (2, 4, 5, 5)),
+    "table": (Table, (2, 4)),
+    "recurrent": (lambda: nn.GRU(4, 4), (3, 2, 4)),
+}
+
+
+@pytest.fixture(params=MODULES)
+def module(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A managed module, what it was, and an input."""
+    torch.manual_seed(0)
+    make, shape = MODULES[request.param]
+    made = make()
+    kind, before = type(made), copy.deepcopy(made)
+    with attached(made, "cpu", offload_percent=1.0) as manager:
+        assert manager.layers and is_managed(made)
+        yield made, kind, before, torch.randn(shape)
+    assert type(made) is kind and HANDLE not in vars(made) and not is_managed(made)
+
+
+def result(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = module(x)
+    return y[0] if isinstance(y, tuple) else y
+
+
+def test_a_managed_class_is_a_subclass_by_the_same_name(module: Any) -> None:
+    made, kind, _, _ = module
+    now = type(made)
+    assert now is not kind and issubclass(now, kind) and base_class(made) is kind
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(now, name) == getattr(kind, name)
+    assert now.forward.__doc__ == kind.forward.__doc__
+    assert base_class(nn.Linear(1, 1)) is nn.Linear
+    other = next(one for one in (make() for make, _ in MODULES.values()) if type(one) is kind)
+    with attached(other, "cpu", offload_percent=1.0):
+        assert type(other) is now, "one class for all of a kind"
+
+
+def test_copies_and_pickles_are_what_the_module_was(module: Any) -> None:
+    made, kind, before, x = module
+    expected = result(before, x)
+    assert torch.equal(result(made, x), expected)
+    copies = [copy.deepcopy(made), *(pickle.loads(pickle.dumps(made, n)) for n in range(6))]
+    for other in copies:
+        assert not is_managed(other) and HANDLE not in vars(other)
+        assert torch.equal(result(other, x), expected)
+        assert [*other.state_dict()] == [*before.state_dict()]
+    assert all(type(other) is kind for other in copies[1:])
+
+
+def test_methods_that_compute_are_lent_to_and_others_are_not() -> None:
+    table = Table()
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        expected = table.encode(x), table.forward_twice(x)
+    with attached(table, "cpu", offload_percent=1.0) as manager:
+        engine = manager.state.engine
+        for call, wanted in zip((table.encode, table.forward_twice), expected, strict=True):
+            before = engine.stats()["acquires"]
+            with torch.no_grad():
+                assert torch.equal(call(x), wanted)
+            assert engine.stats()["acquires"] > before
+        before = engine.stats()["acquires"]
+        assert table.fuse() == "fused" and engine.stats()["acquires"] == before
+        assert "fuse" not in vars(type(table)) and "encode" in vars(type(table))
+        assert inspect.signature(type(table).encode) is not None
+        assert type(table).encode.__name__ == "encode"
+
+
+def test_what_lies_beside_masters_is_told_apart() -> None:
+    table, linear = Table(), nn.Linear(4, 4)
+    assert managed_keys(table) == set() == managed_keys(linear)
+    assert [id(t) for t in swap.resident_tensors(linear)] == [id(linear.weight), id(linear.bias)]
+    with attached(table, "cpu", offload_percent=1.0), attached(linear, "cpu", offload_percent=1.0):
+        assert managed_keys(table) == {"table"} and managed_keys(linear) == {"weight", "bias"}
+        assert swap.resident_tensors(linear) == []
+        (scale,) = swap.resident_tensors(table)
+        assert scale is table.scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_cast_is_kept_and_a_move_is_not(module: Any, dtype: torch.dtype) -> None:
+    made, _, before, x = module
+    made(x)[0].sum().backward()
+    parameters = dict(made.named_parameters())
+    assert made.to(dtype) is made
+    before.to(dtype)
+    for name, parameter in made.named_parameters():
+        assert parameter is parameters[name] and parameter.dtype is dtype, name
+        assert parameter.grad is None or parameter.grad.dtype is dtype
+        assert parameter.device.type == "cpu"
+    assert all(buffer.dtype is dtype for buffer in made.buffers())
+    assert torch.equal(result(made, x.to(dtype)), result(before, x.to(dtype)))
+    made.to("meta")
+    assert all(parameters[name].device.type == "cpu" for name in parameters)
+
+
+def test_a_layout_is_kept() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Linear(3, 3))
+    resident = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 5, 5)
+    with attached(model, "cpu", offload_percent=1.0):
+        weight = model[0].weight
+        model.to(memory_format=torch.channels_last)
+        assert model[0].weight is weight and weight.stride() == resident[0].weight.stride()
+        assert model[1].weight.is_contiguous()
+        assert torch.equal(result(model, x), result(resident, x))
+
+
+def test_what_a_change_does_is_asked_once_for_each_kind_of_tensor() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    asked: list[Tensor] = []
+
+    def change(tensor: Tensor) -> Tensor:
+        asked.append(tensor)
+        return tensor.double()
+
+    with attached(model, "cpu", offload_percent=1.0):
+        weights = [layer.weight.data_ptr() for layer in model]
+        model._apply(change)
+        assert sorted(t.dim() for t in asked) == [1, 2], "no weight is cast to see what comes of it"
+        assert all(t.numel() <= 4 for t in asked)
+        assert all(layer.weight.dtype is torch.float64 for layer in model)
+        weights = [layer.weight.data_ptr() for layer in model]
+        model._apply(lambda tensor: tensor)
+        assert [layer.weight.data_ptr() for layer in model] == weights
+        model.float()
+        assert all(layer.weight.dtype is torch.float32 for layer in model)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_forward_that_a_hook_has_left_on_the_instance_is_followed(name: str) -> None:
+    """As accelerate's ``remove_hook_from_module`` leaves it, before attach or after."""
+    make, shape = MODULES[name]
+    made, x = make(), torch.randn(shape)
+    expected = result(made, x)
+    assert not has_own_forward(made)
+    made.forward = made.forward
+    assert has_own_forward(made)
+    for _ in range(2):
+        with attached(made, "cpu", offload_percent=1.0) as manager:
+            assert manager.resident == {} and "forward" not in vars(made) and is_managed(made)
+            made.forward = made.forward
+            assert has_own_forward(made) and torch.equal(result(made, x), expected)
+            assert manager.state.engine.stats()["acquires"] > 0
+            assert torch.equal(result(copy.deepcopy(made), x), expected)
+        assert "forward" not in vars(made) and torch.equal(result(made, x), expected)
+    for foreign in (make().forward, lambda x: x):
+        made.forward = foreign
+        assert not has_own_forward(made)
+
+
+def test_recurrent_weights_are_listed_as_they_stand() -> None:
+    recurrent = nn.LSTM(4, 4, bias=False)
+    recurrent._flat_weights = []
+    swap.list_weights(recurrent)
+    assert recurrent._flat_weights == [recurrent.weight_ih_l0, recurrent.weight_hh_l0]
+    assert [reference() for reference in recurrent._flat_weight_refs] == recurrent._flat_weights
+    del recurrent._parameters["weight_hh_l0"]
+    swap.list_weights(recurrent)
+    assert recurrent._flat_weights[1] is None is recurrent._flat_weight_refs[1]
+
+
+def test_a_tracer_is_refused_in_a_sentence() -> None:
+    with pytest.raises(swap.OffloadError) as raised:
+        swap.refuse_tracing("torch.jit")
+    assert str(raised.value) == (
+        "torch.jit cannot trace an attached model: each layer has its weights for one call alone. "
+        "Detach the model first, or compile it with torch.compile, which can."
+    )
+
+
+@pytest.mark.parametrize("dynamo", [False, True])
+@pytest.mark.parametrize("compiling", [False, True])
+def test_an_older_torch_exports_where_it_compiles_and_dynamo_does_not(
+    compiling: bool, dynamo: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: dynamo)
+    assert swap._is_tracing_for_export() is (compiling and not dynamo)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_compiler_sees_what_a_layer_computes_and_the_next_sees_it_again(fails: bool) -> None:
+    class Layer:
+        native = None
+
+        def __call__(self, x: int) -> int:
+            seen.append(swap._set_compiler(None))
+            if fails:
+                raise KeyError
+            return x
+
+    seen: list[Any] = []
+    before = swap._set_compiler(False)  # what is compiled runs, nothing is compiled
+    try:
+        with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+            assert swap.call(Layer(), 3) == 3
+        after = swap._set_compiler(False)
+    finally:
+        swap._set_compiler(before)
+    assert seen == [None] and after is False
+
+
+def test_a_change_of_dtype_is_followed_at_once_by_whatever_function_it_is_made() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv2d(2, 2, 3))
+    with attached(model) as manager:
+        for change, dtype in (
+            (lambda: model.to(torch.bfloat16), torch.bfloat16),
+            (lambda: model._apply(torch.Tensor.double), torch.float64),
+            (lambda: model._apply(torch.Tensor.float), torch.float32),
+        ):
+            model[0].weight.grad = torch.zeros_like(model[0].weight)
+            change()
+            assert {p.dtype for p in model.parameters()} == {dtype} == {model[0].weight.grad.dtype}
+            assert not any(layer.has_moved() for layer in manager.layers)
+        masters = [layer.masters for layer in manager.layers]
+        model.to(torch.float32)
+        model.to(memory_format=torch.contiguous_format)
+        assert [layer.masters for layer in manager.layers] == masters, "nothing has changed"
+
+
+@pytest.mark.parametrize(
+    ("axes", "layout"), [(2, torch.channels_last), (3, torch.channels_last_3d)], ids=str
+)
+def test_a_change_of_layout_has_the_residents_bits(axes: int, layout: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    make = (nn.Conv2d, nn.Conv3d)[axes - 2]
+    managed, resident = resident_pair(nn.Sequential(make(4, 4, 3), nn.Tanh(), make(4, 4, 2)))
+    x = torch.randn(2, 4, *(7, 6, 5)[:axes])
+
+    def step(model: nn.Module) -> list[Any]:
+        given = x.clone().requires_grad_()
+        y = model(given)
+        y.square().sum().backward()
+        return [y.detach(), given.grad]
+
+    with attached(managed) as manager:
+        assert len(manager.layers) == 2
+        for there in (layout, torch.contiguous_format):
+            for model in (managed, resident):
+                model.to(memory_format=there)
+            strides = [[p.stride() for p in model.parameters()] for model in (managed, resident)]
+            assert strides[0] == strides[1]
+            assert_models_agree(managed, resident, step)
