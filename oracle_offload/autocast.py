@@ -142,6 +142,10 @@ class StandIns:
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
         self._leaf: Tensor | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the region and its Parameters."""
         self._region: object = None
         self._made: dict[int, Tensor] = {}  # each keeps its Parameter alive, and so the id
 
@@ -163,10 +167,6 @@ class StandIns:
         if made is None:
             made = self._made[id(parameter)] = _stand_in(parameter, self._gradients, dtype)
         return made
-
-    def forget(self) -> None:
-        """Let go of the region and its Parameters."""
-        self._region, self._made = None, {}
 
     def _open_region(self) -> Any:
         """Return an object that stays the same until torch drops the casts it keeps.

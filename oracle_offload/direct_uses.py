@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from .layers import kinds
@@ -79,13 +80,15 @@ class Used:
 
 def used_directly(modules: Iterable[nn.Module]) -> dict[int, Used]:
     """Find layers whose tensors are used without calling them, by `id`."""
-    modules = list(modules)
+    modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
     names = frozenset(_kind_names()).union(*(module._parameters for module in modules))
     found: dict[int, Used] = {}
     for module in modules:
         for use in direct_uses(cast("Any", type(module)), names):
             for target in _resolve(module, use.path):
-                if target is module or target._parameters.get(use.key) is None:
+                if target is module or isinstance(target, torch.jit.ScriptModule):
+                    continue
+                if target._parameters.get(use.key) is None:
                     continue
                 used = found.setdefault(id(target), Used(False, {}, {}))
                 used.certain |= use.certain
@@ -123,9 +126,7 @@ def direct_uses(cls: Any, keys: frozenset[str] = _USUAL) -> tuple[Use, ...]:
     the host), and counts as a use.
     """
     methods: dict[str, list[Any]] = {}
-    for base in cls.__mro__:
-        if base is nn.Module:
-            break
+    for base in itertools.takewhile(lambda base: base is not nn.Module, cls.__mro__):
         for name, value in vars(base).items():
             function = inspect.unwrap(getattr(value, "__func__", value))
             if isinstance(function, types.FunctionType):
@@ -185,10 +186,8 @@ class _Reader:
     def __init__(self, function: types.FunctionType, keys: frozenset[str]) -> None:
         self._keys = keys
         self.uses: list[tuple[tuple[str, ...], str, bool, tuple[str, int]]] = []
-        self.calls: dict[str, bool] = {}
         code = function.__code__
-        names = names_in(code)
-        self.calls = dict.fromkeys(names, False)
+        self.calls = dict.fromkeys(names_in(code), False)
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         except (OSError, TypeError, SyntaxError):
@@ -201,9 +200,8 @@ class _Reader:
             self.calls[node.attr] = self.calls.get(node.attr, False) or certain
             path = _path_from_self(node.value) if node.attr in self._keys else ()
             if path and isinstance(node.ctx, ast.Load):
-                line = self._line + (node.end_lineno or node.lineno)
+                line = self._line + cast("int", node.end_lineno)
                 self.uses.append((path, node.attr, certain, (self._file, line)))
-                return
         if self._is_harmless(node):
             return
         for name, value in ast.iter_fields(node):
@@ -227,9 +225,7 @@ class _Reader:
             return self._writes_weight(node.value)
         if isinstance(node, ast.Assign | ast.AugAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            return any(
-                isinstance(target, ast.Attribute | ast.Subscript) for target in targets
-            ) and all(self._is_weight(_root(target)) for target in targets)
+            return all(self._is_weight(_root(target)) for target in targets)
         return False
 
     def _is_weight(self, node: ast.AST) -> bool:

@@ -75,11 +75,12 @@ class FirstForward:
         self._lock = Lock("watch")  # protects what follows
         self._armed = True
         self._entries = 0
-        self._parts: list[weakref.ref[nn.Module]] = []
-        self._watched: set[int] = set()  # the code that a watched forward had
+        self._parts: list[weakref.ref[nn.Module]]  # as the structure has settled
+        # The code that a watched forward had; that of parts is not asked for.
+        self._watched: set[int | None] = {None}
         self._ended = False
         self._graph_may_live = False  # forward has built one, and no backward has begun since
-        self._root_entry: weakref.ref[_Entry] | None = None
+        self._root_entry: weakref.ref[_Entry]
         self.structure_settled()
         structure.listeners.append(self)
 
@@ -137,12 +138,10 @@ class FirstForward:
             for part in parts
             if (forward := part.__dict__.get("forward")) is not None
         ]
-        return hash(
-            (
-                tuple(own),
-                frozenset(_code_of(kind.forward) for kind in {type(part) for part in parts}),
-            )
-        )
+        kinds = {type(part) for part in parts}
+        # A class of TorchScript has none.
+        of_classes = frozenset(_code_of(getattr(kind, "forward", None)) for kind in kinds)
+        return hash((tuple(own), of_classes))
 
     @_untraced
     def watch(
@@ -161,7 +160,7 @@ class FirstForward:
                 trial.finish(attachment)
             self._graph_may_live |= torch.is_grad_enabled()
         code = self._code() if module is root else None
-        if not self._armed and (code is None or code in self._watched):
+        if not self._armed and code in self._watched:
             return None, None
         if not _COMPILES_UNDER_MODES and (compiling or self._has_compiled_part()):
             return None, None

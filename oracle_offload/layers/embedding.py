@@ -44,7 +44,7 @@ class EmbeddingLayer(WithInherited):
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
         super().__init__(module, name, structure)
         kind = self.state.kind
-        self._where = kind.dlpack_type, self.state.device.index or 0
+        self._where = kind.dlpack_type, self.state.ordinal
 
     @classmethod
     def unfit(cls, module: nn.Module) -> str:
@@ -66,8 +66,7 @@ class EmbeddingLayer(WithInherited):
         """Return ``compute`` of the table as it lies on the host, or, unlocked, in a slot."""
         state = self.state
         stream = state.stream()
-        if state.time.pending_kernel_s:
-            state.time.flush(stream)
+        state.time.flush(stream)
         masters = self.masters
         (master,) = masters.present
         nbytes = tensor_bytes(master)
@@ -119,9 +118,7 @@ class EmbeddingLayer(WithInherited):
 
     def call(self, x: Tensor) -> Tensor:
         """Look up rows; autocast has no part in that."""
-        if torch.is_grad_enabled() and self.masters.present[0].requires_grad:
-            return cast("Tensor", self.node(x, self, None, *self.trained(None)))
-        return self.lend_unrecorded(x, None)
+        return self.use(x, None)
 
     def traced(self, module: Any, x: Tensor) -> Tensor:
         """Look up rows by the operator; torch.compile traces this."""

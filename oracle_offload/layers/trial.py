@@ -123,7 +123,7 @@ def move_to_device(layer: Leaf, where: str) -> None:
         copies = _copies(layer, list(tensors.values()), where)
         memory = [tensor.untyped_storage() for tensor in tensors.values()]
         for key, tensor in tensors.items():
-            _keep_earlier_gradients(tensor, copies[key].device)
+            _keep_earlier_gradients(tensor)
             layer.state.kind.set_data(tensor, copies[key])
             _moved[tensor] = None
             if tensor.grad is not None:
@@ -166,13 +166,29 @@ def _copies(layer: Leaf, tensors: list[Tensor], where: str) -> dict[int, Tensor]
         ) from error
 
 
-def _keep_earlier_gradients(parameter: Tensor, device: torch.device) -> None:
-    """Let gradients that a graph built so far brings to the host go on to the device."""
-    if parameter.requires_grad and parameter.device != device:
-        node = torch.autograd.graph.get_gradient_edge(parameter).node
-        node.register_prehook(
-            lambda gradients: tuple(None if g is None else g.to(device) for g in gradients)
-        )
+def _keep_earlier_gradients(parameter: Tensor) -> None:
+    """Let gradients that a graph built so far brings to the host go on to where it lies then.
+
+    Autograd refuses a hook that returns a gradient of another device, and adds none to it. So each
+    stands alone on the host until it has come.
+    """
+    if not parameter.requires_grad:
+        return
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    before: list[Tensor | None] = []
+
+    def set_aside(gradients: Any) -> None:
+        before.append(parameter.grad)
+        parameter.grad = None
+
+    def bring(*gradients: Any) -> None:
+        come, there = parameter.grad, before.pop()
+        if come is not None:
+            come = come.to(parameter.device)
+        parameter.grad = come if there is None else there if come is None else there.add_(come)
+
+    node.register_prehook(set_aside)
+    node.register_hook(bring)
 
 
 def follow(optimizer: Any, args: Any = (), kwargs: Any = None) -> None:

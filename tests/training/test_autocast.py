@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload.autocast import cast_tensors
+from oracle_offload.autocast import cast_input, cast_tensors
 
 RESIDENT = ["r"]
 SHAPES = {
@@ -189,6 +189,41 @@ def test_float64_is_not_cast(device):
         assert len(manager.layers) == 2
         step = make_step(torch.randn(7, 16).double(), device, True)
         assert_models_agree(managed, resident, step, device=device)
+
+
+def test_a_weight_of_half_precision_is_cast_at_each_use(device):
+    """Autocast keeps casts of float32 leaves: gradients of others are summed as they are."""
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(Fan(linear, None)).half())
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 3
+        step = make_step(torch.randn(7, 32).half(), device, True)
+        assert_models_agree(managed, resident, step, device=device)
+
+
+def leaf(dtype=torch.float32, requires_grad=True):
+    return torch.randn(3, 4).to(dtype).requires_grad_(requires_grad)
+
+
+INPUTS = {
+    "no gradient": lambda: leaf(requires_grad=False),
+    "no leaf": lambda: leaf() * 2,
+    "another dtype": lambda: leaf(torch.float16),
+    "a view": lambda: leaf(requires_grad=False)[1:].requires_grad_(),
+    "no cache": leaf,
+}
+
+
+@pytest.mark.parametrize("what", INPUTS)
+def test_an_input_that_autocast_keeps_no_cast_of_is_cast_by_one_operator(what):
+    x = INPUTS[what]()
+    with (
+        torch.autocast("cpu", torch.bfloat16, cache_enabled=what != "no cache"),
+        Launches() as launches,
+    ):
+        found = cast_input(x, torch.bfloat16)
+    assert launches.operators == [torch.ops.aten._to_copy.default]
+    assert torch.equal(found, x.bfloat16()) and found.requires_grad is x.requires_grad
 
 
 def test_a_region_that_has_ended_keeps_no_weight(device):

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
+import simgpu
 import torch
 import torch.nn.functional as F
 from equality import assert_same, attached, gradients
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
@@ -184,6 +189,104 @@ def test_a_use_behind_an_adapter_is_seen():
     assert chosen.resident["inner.base_layer"].startswith("UsesAlways.forward uses its weight")
 
 
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.without = nn.Linear(8, 8, bias=False)
+        self.many = nn.ModuleList([nn.Linear(8, 8)])
+        self.weight = nn.Parameter(torch.ones(8))
+        self.adapted, self.block = Wrapper(nn.Linear(8, 8)), Wrapper(UsesAlways())
+
+    @property
+    def itself(self):
+        return self
+
+    def forward(self, x):
+        return F.linear(x, self.a.weight)
+
+    def project(self, x):
+        return F.linear(x, self.b.weight)
+
+    def by_way_of(self, x):
+        return self.project(x)
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        # ---- what is written, and where from
+        ("del self.a.weight", {}),
+        ("self.a.weight, y = x", {}),
+        ("x.weight = self.a.weight", {"a": True}),
+        ("self.a.cache = self.a.weight", {"a": True}),
+        ("self.weight.data = self.a.weight.data", {"a": True}),
+        ("x = self.a.weight.data = self.a.weight * 2", {"a": True}),
+        ("x.data = self.a.weight.data = self.a.weight * 2", {"a": True}),
+        ("f(x)[0] = self.a.weight", {"a": True}),
+        ("self.a.weight.clone()[0] = self.b.weight", {"a": True, "b": True}),
+        ("self.a.weight.data.mul_(2)[0] = self.b.weight", {}),
+        ("self.a.weight.mul_(2)", {}),
+        ("self.a.weight.add(2)", {"a": True}),
+        ("self.a.weight.__mul__(2)", {"a": True}),
+        ("x.add_(self.a.weight)", {"a": True}),
+        ("f(self.a.weight)", {"a": True}),
+        # ---- what is asked for
+        ("return self.a.weight.is_sparse, self.a.weight.grad, self.a.bias.stride()", {}),
+        ("return (x @ self.a.weight).shape", {"a": True}),
+        ("return self.a.weight.device", {"a": True}),
+        ("return self.a.weight is None is self.a.bias", {}),
+        ("return f(self.a.weight) is None", {"a": True}),
+        ("return self.a.weight == 0", {"a": True}),
+        ("return isinstance(self.a.weight, f)", {}),
+        ("return isinstance(f(self.a.weight), f)", {"a": True}),
+        ("return float(self.a.weight)", {"a": True}),
+        # ---- whose
+        ("return x.a.weight, f(x).weight", {}),
+        ("return self.many[int(self.a.bias[0])].weight", {"many.0": True, "a": True}),
+        ("return self.without.bias", {}),
+        ("return self.weight, self.itself.weight", {}),
+        ("return self.adapted.weight", {"adapted.base_layer": True}),
+        ("return self.adapted.base_layer.weight", {"adapted.base_layer": True}),
+        ("return self.block.last.weight", {"block.base_layer.last": True}),
+        # ---- whether every call comes by
+        ("return self.a.weight.sum() or self.b.weight", {"a": True, "b": False}),
+        ("return self.project(x), self.project(x) if x else x", {"b": True}),
+        ("return self.project(x) if x else self.by_way_of(x)", {"b": False}),
+        ("return self.project(x) if x else x, self.by_way_of(x)", {"b": True}),
+        ("return super().forward(x)", {"a": True}),
+    ],
+)
+def test_which_layers_are_used(tmp_path, code, found):
+    file, names = tmp_path / "code.py", {"__class__": Layers}
+    file.write_text(f"def forward(self, x):\n    {code}\n")
+    exec(compile(file.read_text(), file, "exec"), names)
+    model = type("Reads", (Layers,), {"forward": names["forward"]})()
+    names = {id(module): name for name, module in model.named_modules()}
+    used = direct_uses.used_directly([model])
+    assert {names[layer]: use.certain for layer, use in used.items()} == found
+
+
+def test_code_without_a_source_may_call_what_it_names():
+    forward = eval("lambda self, x: self.by_way_of(x)")
+    model = type("Reads", (Layers,), {"forward": forward})()
+    ((layer, use),) = direct_uses.used_directly([model]).items()
+    assert layer == id(model.b) and not use.certain
+    assert list(use.sites.values()) == ["Reads.project"] and not use.users
+
+
+def test_layers_of_torchscript_are_left_to_it():
+    model = UsesAlways()
+    x = inputs()
+    expected = model(x)
+    model.inner = torch.jit.script(model.inner)
+    assert direct_uses.used_directly(model.modules()) == {}
+    with attached(model, "cpu") as manager:
+        assert_same(model(x), expected)
+        assert [layer.name for layer in manager.layers] == ["last"]
+        assert manager.resident["inner.weight"] == "inner is compiled TorchScript"
+
+
 # ---- on trial ----
 
 
@@ -247,6 +350,28 @@ def test_a_branch_taken_late_has_the_residents_bits(
     assert_same(dict(managed.state_dict()), dict(resident.state_dict()))
     messages = [r.getMessage() for r in caplog.records if "Uses.forward computes" in r.getMessage()]
     assert len(messages) == 1
+
+
+def test_a_use_that_is_written_over_several_lines_is_known_by_its_frame():
+    class Long(Uses):
+        def forward(self, x):
+            y = self.inner(self.before(x))
+            if self.when:
+                weight = (
+                    self
+                    .inner
+                    .weight
+                )  # fmt: skip
+                y = F.linear(y, weight)
+            return self.after(y)
+
+    torch.manual_seed(0)
+    managed = Long()
+    resident = copy.deepcopy(managed)
+    with attached(managed, "cpu") as manager:
+        assert len(manager.layers) == 3
+        assert_same(train(managed, manager, first=2), train(resident, first=2))
+        assert [layer.name for layer in manager.layers] == ["before", "after"]
 
 
 def test_a_branch_never_taken_leaves_the_layer_managed():
@@ -414,20 +539,29 @@ def test_detach_while_a_layer_is_leaving():
     assert_same(model(inputs()), resident(inputs()))
 
 
-def test_a_graph_older_than_the_move_has_its_gradients():
-    resident, managed = build(), build()
+@pytest.mark.parametrize("order", ["newer first", "older first", "older alone"])
+def test_a_graph_older_than_the_move_has_its_gradients(device, order):
+    resident, managed = build().to(device), build()
+    for model in (managed, resident):
+        model.inner.bias.requires_grad_(False)
 
     def step(model):
-        older = model(inputs()).square().sum()
-        model.when = True
-        newer = model(inputs()).square().sum()
-        newer.backward()
-        model(inputs())  # the class is swapped back
-        older.backward()
+        x = inputs().to(device)
+        model(x).square().sum().backward()  # a gradient that is there when the weight moves
+        if order == "older alone":
+            model.zero_grad()
+        graphs = [model(x).square().sum() for model.when in (False, True)]
+        kept = model.inner.weight.grad
+        for graph in graphs if order == "older first" else graphs[::-1]:
+            if order != "older alone" or graph is graphs[0]:
+                graph.backward()
+                model(x)  # where no graph holds the layer, the class is swapped back
+        assert kept is None or model.inner.weight.grad is kept
         return gradients(model)
 
-    with attached(managed, "cpu"):
+    with attached(managed, device):
         assert_same(step(managed), step(resident))
+        assert managed.inner.weight.grad.device.type == torch.device(device).type
 
 
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=str)
@@ -482,6 +616,107 @@ def test_gradients_of_a_convolution_that_left_stay_on_the_device(bias):
             before = manager.state.engine.stats()["d2h_bytes"]
             model(torch.randn(1, 2, 5, 5)).sum().backward()
             assert manager.state.engine.stats()["d2h_bytes"] - before == to_host
+
+
+PRUNED = 3  # weights of the inner layer
+
+
+def put_others(model):
+    """``functional_call`` with other tensors in the places of the Parameters."""
+    others = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, others, (inputs(),))
+
+
+def prune_inner(model):
+    """Let the weight be computed, by a hook before each forward."""
+    prune.l1_unstructured(model.inner, "weight", PRUNED)
+    y = model(inputs())
+    y.square().sum().backward()
+    return y, model.inner.weight_orig.grad
+
+
+@pytest.mark.parametrize(
+    ("change", "computed"), [(put_others, ["after", "before"]), (prune_inner, ["inner"])]
+)
+def test_a_layer_that_is_leaving_computes_with_what_is_there(change, computed):
+    resident, managed = build(), build()
+    with attached(managed, "cpu") as manager:
+        found = []
+        for model in (managed, resident):
+            model.when = True
+            kept = model(inputs())  # the graph is alive: the layer has not left
+            model.when = False
+            found += [change(model), model(inputs())]
+            assert kept is not None
+        assert_same(found[:2], found[2:])
+        assert sorted(manager.attachment.traffic.computed_bytes) == computed
+
+
+ON_A_DEVICE = """
+import sys
+sys.path.insert(0, {folder!r})
+import copy
+import simgpu
+simgpu.install()
+import torch
+from equality import assert_same
+from test_direct_uses import build, inputs
+import oracle_offload
+
+def there(tensor):
+    return tensor.device.type == "simgpu"
+
+x = inputs().to("simgpu")
+for build_layer, given in (
+    (lambda: torch.nn.Linear(8, 8), inputs()),
+    (lambda: torch.nn.Embedding(8, 8), torch.arange(5)),
+    (lambda: torch.nn.Conv1d(3, 4, 3), inputs()[None]),
+):
+    managed = torch.nn.Sequential(build_layer())
+    resident = copy.deepcopy(managed).to("simgpu")
+    manager = oracle_offload.attach(managed, "simgpu")
+    assert len(manager.layers) == 1
+    for each in (given, given.to("simgpu")):  # the host's are brought there
+        y = managed(each)
+        assert there(y)
+        assert_same(y, resident(given.to("simgpu")))
+    y.square().sum().backward()
+    assert all(p.grad.device.type == "cpu" for p in managed.parameters())
+    manager.detach()
+
+managed = build()
+resident = copy.deepcopy(managed).to("simgpu")
+manager = oracle_offload.attach(managed, "simgpu")
+for model in (managed, resident):
+    model.inner.bias.requires_grad_(False)
+optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (managed, resident)]
+for model, optimizer in zip((managed, resident), optimizers):
+    for model.when in (False, True, True):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(x)
+        model(x).square().sum().backward()
+        optimizer.step()
+state = optimizers[0].state[managed.inner.weight]
+assert there(state["exp_avg"]) and not there(state["step"])
+for name, p in managed.named_parameters():
+    other = resident.get_parameter(name)
+    assert there(p) is name.startswith("inner"), name
+    assert p.grad is None or there(p.grad) is there(p), name
+    assert_same(p, other, name)
+    assert_same(p.grad, other.grad, name)
+assert sorted(manager.resident) == ["inner.bias", "inner.weight"]
+manager.detach()
+"""
+
+
+@pytest.mark.skipif(not simgpu.is_available(), reason="this torch knows no such device type")
+def test_on_a_device_lies_what_was_brought_there_and_what_moved_with_its_state():
+    code = ON_A_DEVICE.format(folder=str(Path(__file__).parent))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_threads_take_the_branch_at_once():

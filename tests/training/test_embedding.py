@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
+import time
 
 import pytest
 import torch
-from equality import assert_models_agree, assert_same, attached, is_simulated, resident_pair
+from equality import (
+    Recorder,
+    assert_models_agree,
+    assert_same,
+    attached,
+    is_simulated,
+    resident_pair,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +27,7 @@ from oracle_offload.layers.any import AnyLayer
 from oracle_offload.layers.embedding import EmbeddingLayer
 from oracle_offload.layers.inherited import answering_class
 from oracle_offload.layers.swap import base_class
+from oracle_offload.layers.trial import move_to_device
 
 ROWS, WIDTH, IDS = 50, 16, (2, 7)
 TABLE_BYTES = 4 * ROWS * WIDTH
@@ -221,14 +231,17 @@ def test_a_step_counts_rows_with_what_it_moved(device):
         assert manager.attachment.x_min_bytes() < 2 * TABLE_BYTES
 
 
-def test_the_device_takes_the_links_time_for_the_rows(sim):
+@pytest.mark.parametrize("before_s", [0.0, 0.5], ids=["at once", "after other work"])
+def test_the_device_takes_the_links_time_for_the_rows(sim, before_s):
     sim.slow_link(1e-6)  # 1,000 bytes a second
+    expected_s = before_s + READ_BYTES / 1000
     model = nn.Sequential(nn.Embedding(ROWS, WIDTH))
     with attached(model, "cpu") as manager, torch.no_grad():
         before = simulator.now()
+        manager.state.time.pending_kernel_s = before_s
         model(ids_of())
         manager.state.engine.hold()  # waits for who reads
-        assert READ_BYTES / 1000 <= simulator.now() - before < 1.01 * READ_BYTES / 1000
+        assert expected_s <= simulator.now() - before < 1.01 * expected_s
 
 
 def test_optimizer_steps_have_the_residents_bits(device):
@@ -363,6 +376,88 @@ def test_a_model_of_tables_alone(device):
             for model in (managed, resident):
                 model(ids).square().sum().backward()
         assert_same(managed[0].weight.grad, resident[0].weight.grad)
+
+
+# ---- tables that move while they are read ----
+
+
+def test_a_table_that_is_being_moved_is_waited_for():
+    managed, resident = resident_pair(nn.Sequential(nn.Embedding(ROWS, WIDTH)))
+    with attached(managed) as manager:
+        table, begun = table_of(manager), threading.Event()
+
+        def move():
+            with table.state.lock:
+                table.moving = True
+                begun.set()
+                time.sleep(0.2)
+                table.moving = False
+
+        thread = threading.Thread(target=move)
+        thread.start()
+        assert begun.wait(30)
+        found = managed(ids_of())
+        assert not table.moving
+        thread.join()
+        assert_same(found, resident(ids_of()))
+
+
+def test_a_table_that_is_replaced_as_a_call_begins_is_read_in_its_new_layout(monkeypatch):
+    managed, resident = resident_pair(nn.Sequential(nn.Embedding(ROWS, WIDTH)))
+    with attached(managed) as manager:
+        table = table_of(manager)
+
+        class Replacing(Recorder):
+            def map(self, *arguments):
+                if managed[0].weight.is_contiguous():
+                    managed[0].weight.data = managed[0].weight.data.t().contiguous().t()
+                    table.follow()
+                return self._engine.map(*arguments)
+
+        monkeypatch.setattr(table.state, "engine", Replacing(table.state.engine))
+        assert_same(managed(ids_of()), resident(ids_of()))
+        assert not managed[0].weight.is_contiguous()
+
+
+@pytest.mark.parametrize("inside", ["forward_seconds", "base_call"])
+def test_a_table_leaves_while_a_thread_computes_with_it(inside, monkeypatch):
+    """Before its loan has begun, or inside of it."""
+    managed, resident = resident_pair(nn.Sequential(nn.Embedding(ROWS, WIDTH)))
+    original = getattr(EmbeddingLayer, inside)
+    begun, go_on, found = threading.Event(), threading.Event(), []
+
+    def waits(*arguments):
+        if threading.current_thread() is thread and not begun.is_set():
+            begun.set()
+            assert go_on.wait(30)
+        return original(*arguments)
+
+    monkeypatch.setattr(EmbeddingLayer, inside, waits)
+    with attached(managed) as manager:
+        table = table_of(manager)
+        thread = threading.Thread(target=lambda: found.append(managed(ids_of())))
+        thread.start()
+        assert begun.wait(30)
+        move_to_device(table, "somebody")
+        go_on.set()
+        thread.join(30)
+        assert_same(found, [resident(ids_of())])
+        assert set(manager.resident) == {"0.weight"}
+
+
+def test_a_refusal_of_the_engine_is_not_tried_again(monkeypatch):
+    managed = nn.Sequential(nn.Embedding(ROWS, WIDTH))
+    with attached(managed) as manager:
+
+        class Refusing(Recorder):
+            def map(self, *arguments):
+                raise OffloadError("planted")
+
+        engine = manager.state.engine
+        monkeypatch.setattr(manager.state, "engine", Refusing(engine))
+        with pytest.raises(OffloadError, match="planted"):
+            managed(ids_of())
+        monkeypatch.setattr(manager.state, "engine", engine)
 
 
 # ---- who shares a table ----

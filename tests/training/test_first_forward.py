@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import io
+import re
 import weakref
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import oracle_offload
-from oracle_offload import OffloadError
+from oracle_offload import OffloadError, first_forward, selection
 from oracle_offload.witness import Witness
 
 REFUSED = r"host master of '(\w+\.)*inner\.weight'.*ignore_modules=\["
@@ -151,9 +152,47 @@ def test_a_module_compiled_after_attach_is_watched_and_stays_compiled():
     assert model.__dict__["_compiled_call_impl"] is compiled
 
 
+def test_a_module_compiled_after_its_first_forward_is_watched_once_its_code_changes():
+    model, calls = build(), []
+    with attached(model, "cpu"):
+        model(inputs())
+        model._compiled_call_impl = lambda *args: calls.append(args) or model._call_impl(*args)
+        model(inputs())
+        model[0].forward = lambda x: directly(model[0].inner, x)
+        with pytest.raises(OffloadError, match=REFUSED):
+            model(inputs())
+        assert len(calls) == 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_where_a_mode_would_end_compilation_a_compiled_part_is_called_without_a_watch(
+    monkeypatch, compiled
+):
+    monkeypatch.setattr(first_forward, "_COMPILES_UNDER_MODES", False)
+    model, depths = build(), []
+    if compiled:
+        model[2]._compiled_call_impl = lambda *args: model[2]._call_impl(*args)
+    model[0].register_forward_hook(lambda *_: depths.append(torch._C._len_torch_dispatch_stack()))
+    with attached(model, "cpu"):
+        model(inputs())
+        model(inputs())
+    assert depths == [0 if compiled else 1, 0]
+
+
 def test_the_watch_over_parts_ends():
     model, depths = build(), []
     model[0].register_forward_hook(lambda *_: depths.append(torch._C._len_torch_dispatch_stack()))
+    with attached(model, "cpu"):
+        for _ in range(20):
+            model[0](inputs())
+    assert depths == [1] * 16 + [0] * 4
+
+
+def test_a_part_within_a_watched_part_has_no_watch_of_its_own():
+    model, depths = nn.Sequential(build(), nn.LayerNorm(8)), []
+    model[0][0].register_forward_hook(
+        lambda *_: depths.append(torch._C._len_torch_dispatch_stack())
+    )
     with attached(model, "cpu"):
         for _ in range(20):
             model[0](inputs())
@@ -250,6 +289,44 @@ def test_a_change_of_structure_starts_the_watch_again(change, monkeypatch):
         for _ in range(2):
             with pytest.raises(OffloadError, match=REFUSED):
                 model(inputs())
+
+
+def test_a_part_that_is_replaced_by_its_like_gets_no_watch():
+    model = build()
+    with attached(model, "cpu"):
+        model(inputs())
+        model[1] = nn.LayerNorm(8)
+        model(inputs())
+        assert [n for n, p in model.named_modules() if "_compiled_call_impl" in p.__dict__] == [""]
+
+
+def test_one_forward_of_an_instance_in_the_place_of_another_is_watched():
+    model = build()
+    with attached(model, "cpu"):
+        model[0].forward = lambda x: torch.tanh(model[0].inner(x))
+        model(inputs())
+        model[0].forward = lambda x: directly(model[0].inner, x)
+        with pytest.raises(OffloadError, match=REFUSED):
+            model(inputs())
+
+
+def test_the_first_forward_of_a_model_leaves_the_watch_over_a_part_that_is_attached_by_itself():
+    outer = nn.Sequential(build(), nn.Linear(8, 8))
+    with attached(outer[0], "cpu"), attached(outer, "cpu", ignore_modules=[outer[0]]):
+        outer(inputs())
+        outer[0][0].forward = lambda x: directly(outer[0][0].inner, x)
+        with pytest.raises(OffloadError, match=REFUSED):
+            outer[0](inputs())
+
+
+def test_a_part_outlives_its_model():
+    model = build()
+    expected, part = model[0](inputs()), model[0]
+    manager = oracle_offload.attach(model, "cpu")
+    del model
+    gc.collect()
+    assert torch.equal(part(inputs()), expected)
+    assert manager.detach() is None
 
 
 def test_what_is_no_change_of_structure_leaves_the_watch_off():
@@ -589,3 +666,59 @@ def test_a_weight_that_meets_the_device_is_refused(use):
     model[1].forward = lambda x: use(model[0].inner, x, model[1])
     with attached(model, "cpu"), pytest.raises(OffloadError, match=REFUSED):
         model(inputs())
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda layer, x, norm: F.linear(x, layer.weight), r"aten\.\w+\.default reads"),
+        (lambda layer, x, norm: layer.weight.data.mul_(x.mean()), r"aten\.mul_\.Tensor writes"),
+        (
+            lambda layer, x, norm: x + (layer.weight * 2)[:3],
+            r"aten\.add\.Tensor takes what comes of",
+        ),
+        (
+            lambda layer, x, norm: norm.weight * torch.zeros(8).copy_(layer.weight[0]),
+            r"aten\.mul\.Tensor takes what comes of",
+        ),
+    ],
+)
+def test_a_refusal_says_what_the_operator_does_with_the_weight(use, said):
+    model = build()
+    model[1].forward = lambda x: use(model[0].inner, x, model[1])
+    with attached(model, "cpu"), pytest.raises(OffloadError) as refused:
+        model(inputs())
+    assert re.match(
+        f"operator {said} the host master of '0\\.inner\\.weight': ", str(refused.value)
+    )
+
+
+class Lent(nn.Module):
+    """Has no operator of its own here: its forward is lent device tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.write = nn.Parameter(torch.ones(64, 64), requires_grad=False), False
+
+    def forward(self, x):
+        if self.write:
+            self.table.mul_(0.5)
+        return x @ self.table
+
+
+def test_a_write_to_what_is_lent_is_refused_by_name_and_leaves_no_trace(monkeypatch):
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    model = nn.Sequential(Lent(), Lent())
+    with attached(model, "cpu") as manager:
+        assert [layer.name for layer in manager.layers] == ["0", "1"]
+        model[1].write = True
+        said = re.escape(
+            "operator aten.mul_.Tensor writes to the weights of '1' in its forward. They lie on "
+            "the host: what is written to the device's copy would be lost. Leave the module "
+            "resident: attach(..., ignore_modules=['1'])."
+        )
+        with pytest.raises(OffloadError, match=f"^{said}$"), torch.no_grad():
+            model(torch.ones(1, 64))
+        model[1].write = False
+        with torch.no_grad():
+            assert torch.equal(model(torch.ones(1, 64)), torch.full((1, 64), 64.0 * 64))
