@@ -6,7 +6,6 @@ import bisect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ._core import ALIGNMENT
@@ -63,13 +62,11 @@ def is_dense(tensor: Tensor) -> bool:
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:
     """Return the address range ``(start, end)`` of a tensor's elements; empty where it has none."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
-        return 0, 0
     try:
         start = tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):  # a fake tensor
+    except RuntimeError:  # it is sparse, say
         return 0, 0
-    if not start:  # a wrapper subclass
+    if not start:  # it has no element, or is a meta tensor, a fake one or a wrapper subclass
         return 0, 0
     if tensor.is_contiguous():
         return start, start + tensor.numel() * tensor.element_size()

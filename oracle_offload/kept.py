@@ -8,6 +8,7 @@ everything else they are ordinary resident modules.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -69,8 +70,7 @@ class Kept:
             move_residents(owners, device)
         except BaseException:
             for owner, home in homes:
-                if home is not None:
-                    move_residents([owner], home)
+                move_residents([owner], home)
             raise
 
     def _owners(self) -> list[nn.Module]:
@@ -212,6 +212,7 @@ def distinct(units: Iterable[Unit]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _device_of(module: nn.Module) -> torch.device | None:
-    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return tensors[0].device if tensors else None
+def _device_of(owner: nn.Module) -> torch.device:
+    """Return where the tensors of a module lie that has some."""
+    own = itertools.chain(owner.parameters(recurse=False), owner.buffers(recurse=False))
+    return next(own).device

@@ -297,7 +297,7 @@ def attach(
         such device, or a budget too small for the largest units; `weights` that are damaged or not
         this model's.
     torch.OutOfMemoryError
-        The arena does not fit the device.
+        The arena, or what stays resident, does not fit the device.
     MemoryError
         The host has no memory left for the weights.
     """
@@ -331,11 +331,10 @@ def attach(
         floor = least_bytes(units, all_locked)
         close_leftovers(open_state(where))
         with opened(where) as state:
-            attachment = Attachment(module, state, lock_limit)
+            reasons = {**chosen.parameters, **chosen.resident, **kept.reasons()}
+            attachment = Attachment(module, state, lock_limit, reasons, kept.bytes)
             moved: list[masters.Moved] = []
             try:
-                attachment.reasons = {**chosen.parameters, **chosen.resident, **kept.reasons()}
-                attachment.kept_bytes = kept.bytes
                 attachment.arena.floor_bytes = floor
                 attachment.arena.most_bytes = sum(sizes) + floor
                 attachment.arena.may_grow = vram_budget in (None, "auto")
@@ -394,7 +393,12 @@ def attach(
     if not hasattr(type(module), "__deepcopy__"):  # which may copy the whole dictionary
         module.__dict__[_REDUCE] = _Reducer(module)
     manager.finalizer = weakref.finalize(module, attachment.close_deleted)
-    move_residents(module.modules(), where)
+    try:
+        move_residents(module.modules(), where)
+    except BaseException:  # the device has no room for them
+        manager.detach()
+        masters.move_back(moved, state.kind.set_data)
+        raise
     structure.watch()
     manager.first_forward = watch_first_forward(structure)
     logger.info("attached %r; %d layers stay resident", manager, len(chosen.resident))
@@ -490,8 +494,7 @@ def _estimated(
     """Return about what a step takes that was never measured, and how that is known."""
     from .planning.unmeasured import estimated_pace  # much that no other attach needs
 
-    module, state = attachment.module(), attachment.state
-    assert module is not None
+    module, state = cast("nn.Module", attachment.module()), attachment.state
     tables = [leaf.name for unit in units for leaf in unit if not leaf.kind.needs_place]
     name = "" if state.simulated else state.engine.device_name
     found = estimated_pace(module, tables, device, name)
@@ -546,7 +549,7 @@ def _capacity(
             + (
                 f", or leave resident what is too large for it, with ignore_modules: "
                 f"{selection.listed(names)}."
-                if len(large) < len(units)
+                if 0 < len(large) < len(units)
                 else "."
             )
         )
@@ -555,7 +558,7 @@ def _capacity(
 
 def _lock_limit(lock: int | float | str) -> float:
     if lock == "never":
-        return 0
+        return 0.0
     if lock == "auto":
         return float("inf")
     try:

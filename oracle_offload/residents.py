@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import masters
-from .geometry import stored_bytes, tensor_bytes
+from .geometry import memory_of, stored_bytes, tensor_bytes
 from .layers.swap import apply_to_residents, managed_keys, resident_tensors
 
 
@@ -72,11 +72,9 @@ def move_residents(
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # of what has several; the rest is gone at once
 
     def stays(tensor: Tensor) -> bool:
-        if tensor.device != device or type(tensor) not in (Tensor, nn.Parameter):
-            return tensor.device == device
-        if pieces is None or device.type != "cpu":
-            return True
-        return pieces.at(tensor.data_ptr()) is None
+        if tensor.device != device:
+            return False
+        return pieces is None or pieces.at(memory_of(tensor)[0]) is None
 
     def move(tensor: Tensor) -> Tensor:
         if stays(tensor):

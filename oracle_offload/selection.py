@@ -127,7 +127,7 @@ def choose(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
         reason = (
             "named in ignore_modules" if id(module) in ignored_modules else ""
         ) or adapters.get(id(module), "")
-        if kind is None or (not reason and kind.may_be_tried and lenders.takes_from(module)):
+        if kind is None or (kind.may_be_tried and lenders.takes_from(module)):
             others.append((name, module, reason))
             continue
         reason = (
@@ -178,16 +178,15 @@ def choose_again(root: nn.Module, lost: Mapping[str, weakref.ref[nn.Module]]) ->
     modules = dict(root.named_modules())
     names = {id(module): name for name, module in modules.items()}
     wanted = {names.get(id(reference()), name) for name, reference in lost.items()}
-    others: list[nn.Module] = []
-    for name, module in modules.items():
-        kind = None if HANDLE in module.__dict__ else layer_type(module)
-        if kind is not None and (name not in wanted or kind.unfit(module)):
-            others.append(module)
-            wanted.discard(name)
-        elif kind is None:
-            wanted.discard(name)
-    if not wanted & modules.keys():
+    kinds = {
+        name: kind
+        for name, module in modules.items()
+        if HANDLE not in module.__dict__ and (kind := layer_type(module)) is not None
+    }
+    wanted = {name for name in wanted if name in kinds and not kinds[name].unfit(modules[name])}
+    if not wanted:
         return []
+    others = [modules[name] for name in kinds if name not in wanted]
     try:
         return [leaf for leaf in choose(root, others).leaves if leaf.name in wanted]
     except NothingToManage:
@@ -248,8 +247,6 @@ class _Lenders:
         lent = []
         for name, module, stays in others:
             own = {**module._parameters, **held_tensors(module)}
-            if not any(tensor is not None for tensor in own.values()):
-                continue
             lender, reason, why_lent = ("", stays, "") if stays else self._lender_of(name, module)
             for key, tensor in own.items():
                 if tensor is None:
@@ -265,6 +262,8 @@ class _Lenders:
 
     def _lender_of(self, name: str, module: nn.Module) -> tuple[str, str, str]:
         """Return in whose forward `module` has its tensors, why in none, and why it is lent."""
+        if isinstance(module, torch.jit.ScriptModule):
+            return "", f"{name or 'the model'} is compiled TorchScript", ""
         used = self._used.get(id(module))
         where = "" if used is None else next(iter(used.sites.values()))
         why = f"{type(module).__name__} has no operator of its own here"
@@ -289,8 +288,6 @@ class _Lenders:
                 return "", "no module that it is part of has a forward", ""
             lender = lender.rpartition(".")[0]
         found = self._modules[lender]
-        if isinstance(found, torch.jit.ScriptModule):
-            return "", f"{lender or 'the model'} is compiled TorchScript", ""
         if "forward" in found.__dict__ and not has_own_forward(found) and not reader_of(found):
             return "", f"the forward of {lender or 'the model'} was replaced", ""
         return lender, "", why
@@ -305,7 +302,7 @@ def _part_of(attention: str) -> str:
 
 
 def _is_below(name: str, parent: str) -> bool:
-    return not parent or name == parent or name.startswith(f"{parent}.")
+    return not parent or name.startswith(f"{parent}.")
 
 
 def _keep_small(root: nn.Module, lent: list[_Lent], resident: dict[str, str]) -> None:
@@ -395,7 +392,7 @@ def group_units(leaves: Sequence[Chosen]) -> list[list[Chosen]]:
         nbytes = unit_bytes(leaf.tensors())
         trains = any(tensor.requires_grad for tensor in leaf.tensors())
         leaf_key = leaf.block, trains, leaf.kind.needs_place
-        if units and leaf_key == key and size + nbytes <= limit:
+        if leaf_key == key and size + nbytes <= limit:
             units[-1].append(leaf)
             size += nbytes
         else:
@@ -441,7 +438,7 @@ def _ignored(modules: dict[str, nn.Module], entries: Any) -> tuple[set[int], set
             if not named:
                 words = [*modules, *(name.rpartition(".")[2] for name in modules)]
                 near = difflib.get_close_matches(entry, sorted(set(words) - {""}))
-                near += [name for name in modules if entry and name.endswith(f".{entry}")][:3]
+                near += [name for name in modules if name.endswith(f".{entry}")][:3]
                 raise ValueError(
                     f"ignore_modules: the model has no module named {entry!r}"
                     + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
@@ -520,7 +517,7 @@ def _drop_shared(
             before = places.setdefault(id(tensor), [])
             before.append(f"{name}.{key}" if name else key)
             start, end = memory_of(tensor)
-            if len(before) == 1 and start != end:
+            if len(before) == 1:
                 spans.append((start, end, id(tensor)))
     overlapping: set[int] = set()
     furthest, reached = 0, 0  # the end of what began before, and whose it is

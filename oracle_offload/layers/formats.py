@@ -48,7 +48,7 @@ class Format:
 
 def format_of(module: nn.Module) -> Format | None:
     """Return the format of a module's weights; None where they are plain, or not known."""
-    if module._modules:
+    if module._modules or isinstance(module, torch.jit.ScriptModule):
         return None
     if _forwards_as(module, "toolkit.util.ostris_quant.OstrisLinear"):
         return _OSTRIS if module._buffers else None  # its weight is a property, computed
@@ -75,7 +75,7 @@ def held_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def unknown_format(module: nn.Module, parameter: Tensor) -> str:
     """Return what a quantised parameter of no known format is; empty for any other."""
-    plain = type(parameter) is nn.Parameter
+    plain = type(parameter) in (nn.Parameter, Tensor)  # the latter in loaded TorchScript
     if plain and parameter.is_floating_point() and parameter.element_size() > 1:
         return ""
     if format_of(module) is not None:

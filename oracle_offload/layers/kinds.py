@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from .conv import Conv1dLayer, Conv2dLayer, Conv3dLayer
@@ -22,6 +23,8 @@ KINDS: list[type[Layer]] = [
 
 def layer_type(module: nn.Module) -> type[Layer] | None:
     """Return how a module of this class is managed; None where it is not."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None  # compiled: its class has no forward
     if format_of(module) is not None:
         return QuantisedLayer
     return next((kind for kind in KINDS if kind.computes(type(module))), None)

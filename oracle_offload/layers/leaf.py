@@ -117,15 +117,12 @@ class Masters:
             if now[1] is not None and then[1] is not None and now[2] != then[2]:
                 yield now[0], (before._storages[now[0]], now[1] is not then[1])
 
-    def is_replaced(self, name: str, now: Any) -> bool:
-        """Whether `now` is another tensor than that of `name`, which nothing but this object holds.
-
-        So nobody can bring it back.
-        """
+    def holds_alone(self, name: str) -> bool:
+        """Whether nothing but this object holds the tensor of `name`: nobody can bring it back."""
         (row,) = (row for row in self._noted if row[0] == name)
         # `_noted`, `present`, perhaps `read`, and the argument of the call below.
         own_references = 3 + any(tensor is row[1] for tensor in self.read)
-        return row[1] is not now and sys.getrefcount(row[1]) <= own_references
+        return sys.getrefcount(row[1]) <= own_references
 
 
 class Leaf:
@@ -343,7 +340,7 @@ class Leaf:
             if (
                 isinstance(now, nn.Parameter)
                 and not is_plain_master(now, self.floating)
-                and self.masters.is_replaced(name, now)
+                and self.masters.holds_alone(name)
             ):
                 kind = type(now).__name__
                 return f"its {name} was replaced after attach, by a {kind} of {now.dtype}"

@@ -62,8 +62,11 @@ def fake():
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.empty(0, 3), torch.empty(2, 2, device="meta"), torch.eye(3).to_sparse(), fake()],
-    ids=["empty", "meta", "sparse", "fake"],
+    [
+        *(torch.empty(0, 3), torch.ones(4, 4)[2:2], torch.empty(2, 2, device="meta")),
+        *(torch.eye(3).to_sparse(), torch.eye(3).to_mkldnn(), fake()),
+    ],
+    ids=["empty", "empty within another", "meta", "sparse", "opaque", "fake"],
 )
 def test_what_has_no_memory_has_an_empty_range(tensor):
     assert memory_of(tensor) == (0, 0)

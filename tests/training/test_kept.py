@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -436,6 +437,55 @@ def test_a_device_without_room_leaves_everything_where_it_was(monkeypatch, devic
         assert parameter.device == before[name][0]
         assert_same(parameter, before[name][1])
     assert not hasattr(model, "_memory_manager")
+
+
+def unit_of(module, names=None):
+    kind = SimpleNamespace(lends_to_code=names is not None, names=names)
+    tensors = [module.get_parameter(key) for key in names or ("weight", "bias")]
+    return [SimpleNamespace(name="it", module=module, kind=kind, tensors=lambda: tensors)]
+
+
+def test_each_owner_goes_back_to_where_it_was(monkeypatch):
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    layer, away, block = nn.Linear(4, 4), nn.Linear(4, 4, device="meta"), Net(2)
+    units = [unit_of(layer), unit_of(away), unit_of(block, ["blocks.0.weight", "blocks.1.bias"])]
+    found = kept.Kept(units, "for a reason")
+    there = unit_bytes([*away.parameters()])
+    assert found.bytes_to_come(cpu) == there and found.bytes_to_come(meta) == found.bytes - there
+    moved = []
+
+    def move(owners, where):
+        moved.append((list(owners), where))
+        if len(moved) == 1:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(kept, "move_residents", move)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        found.move_to(meta)
+    owners = [layer, away, block.blocks[0], block.blocks[1]]
+    homes = [([owner], meta if owner is away else cpu) for owner in owners]
+    assert moved == [(owners, meta), *homes]
+    names = {"it": "for a reason", "it.blocks.0.weight": "for a reason"}
+    assert found.reasons() == {**names, "it.blocks.1.bias": "for a reason"}
+
+
+@pytest.mark.parametrize(
+    ("units", "tied"),
+    [
+        (["a", "b", "c"], [[0], [1], [2]]),
+        (["a", "b", "a"], [[0, 2], [1]]),
+        (["a", "b", "ab", "b"], [[0, 1, 2, 3]]),
+        (["a", "b", "c", "bc", "ab", "c"], [[0, 1, 2, 3, 4, 5]]),
+        (["ab", "cd", "e", "bd"], [[0, 1, 3], [2]]),
+    ],
+)
+def test_units_that_share_a_tensor_stay_or_stream_together(units, tied):
+    tensors = {name: torch.zeros(1) for name in "abcde"}
+    leaves = [
+        [SimpleNamespace(tensors=lambda unit=unit: [tensors[name] for name in unit])]
+        for unit in units
+    ]
+    assert [sorted(group) for group in kept._tied(leaves)] == tied
 
 
 # ---- AI-Toolkit's attach does this by default ----

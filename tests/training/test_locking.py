@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import mmap
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from equality import assert_same, attached, gradients
 from torch import nn
 
 import oracle_offload
-from oracle_offload import locking, masters, simulator
+from oracle_offload import _core, locking, masters, simulator
 from oracle_offload.locking import headroom
 from oracle_offload.sizes import MIB
 
@@ -327,3 +329,95 @@ def test_a_process_ends_while_copy_threads_are_alive(how):
         [sys.executable, "-c", LIFE, how], capture_output=True, text=True, timeout=100
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+# ---- the law, in small: pieces of 256 KiB that can be cut at each 64 KiB ----
+
+CUT = 64 << 10
+
+
+def piece_of(cuts=4, uses=0):
+    buffer = _core.HostBuffer(cuts * CUT)
+    return SimpleNamespace(
+        buffer=buffer,
+        uses=uses,
+        cuts=[number * CUT for number in range(cuts + 1)],
+        locked_bytes=0,
+        is_known=False,
+    )
+
+
+@pytest.fixture
+def state():
+    """A device with an engine that has locked next to nothing."""
+    with attached(nn.Linear(64, 64), "cpu", lock="never") as manager:
+        yield manager.state
+
+
+def locked_bytes(state):
+    return state.engine.stats()["locked_bytes"]
+
+
+def test_a_piece_is_locked_as_far_as_the_limit_allows(state):
+    before = locked_bytes(state)
+    budget = locking.LockBudget(state, "it", 6 * CUT + 100)
+    pieces = [piece_of() for _ in range(3)]
+    for number, piece in enumerate(pieces):
+        budget.lock(piece, pieces[:number])
+    assert [piece.locked_bytes // CUT for piece in pieces] == [4, 2, 0]
+    assert all(piece.is_known for piece in pieces)
+    assert locked_bytes(state) - before == 6 * CUT
+    for piece in pieces:
+        budget.unlock(piece)
+        budget.unlock(piece)  # which is forgotten already
+    assert not any(piece.is_known for piece in pieces) and locked_bytes(state) == before
+
+
+@pytest.mark.parametrize(("limit", "locked"), [(0, 0), (CUT - 1, 0), (CUT, 1), (4 * CUT, 4)])
+def test_a_cut_is_taken_up_to_the_limit_itself(state, limit, locked):
+    piece = piece_of()
+    locking.LockBudget(state, "it", limit).lock(piece, [])
+    assert piece.locked_bytes == locked * CUT and piece.is_known
+    state.engine.unlock(piece.buffer)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_beyond_the_wall_the_newest_that_is_not_used_is_unlocked(state, used, caplog):
+    before = locked_bytes(state)
+    budget = locking.LockBudget(state, "it", float("inf"))
+    pieces = [piece_of(), piece_of(uses=int(used)), piece_of()]
+    with simulator.lock_quota(before + 8 * CUT):
+        for number, piece in enumerate(pieces):
+            budget.lock(piece, pieces[:number])
+    # The wall is met by the third; a twentieth of it is left to others.
+    most = before + 8 * CUT - headroom(before + 8 * CUT)
+    locked = [piece.locked_bytes // CUT for piece in pieces]
+    assert locked == ([3, 4, 0] if used else [4, 3, 0])
+    assert locked_bytes(state) == before + 7 * CUT <= most < before + 8 * CUT
+    assert all(piece.is_known for piece in pieces)
+    assert not budget.allows(0, pieces[:1])
+    with caplog.at_level(logging.WARNING):
+        budget.leave_headroom(pieces)
+        budget.leave_headroom(pieces)
+    (said,) = caplog.messages
+    assert said.startswith("it: the system does not page-lock 320.00 KiB of its weights (")
+    for piece in pieces:
+        budget.unlock(piece)
+
+
+def test_more_may_be_locked_beside_masters_that_all_are():
+    budget = locking.LockBudget(None, "it", 100)
+
+    def masters_of(*locked):
+        return [SimpleNamespace(buffer=SimpleNamespace(nbytes=30), locked_bytes=n) for n in locked]
+
+    assert budget.allows(40, masters_of(30, 30)) and not budget.allows(41, masters_of(30, 30))
+    assert not budget.allows(0, masters_of(30, 29)) and budget.allows(100, [])
+
+
+def test_a_twentieth_is_headroom_and_whole_pages_are_locked():
+    assert [headroom(wall) for wall in (0, 19, 20, 40 * MIB, 1 << 40)] == [
+        0, 0, 1, 2 * MIB, 256 * MIB,
+    ]  # fmt: skip
+    page = mmap.PAGESIZE
+    assert [locking.whole_pages(n) for n in (0, 1, page, page + 1)] == [0, page, page, 2 * page]

@@ -272,3 +272,79 @@ def test_a_layer_that_was_let_go_holds_no_tensor():
         assert manager.attachment.let_go(layer, "a reason")
         assert not layer.parameters and not any(t.numel() for t in layer.masters.present)
         assert not manager.attachment.let_go(layer, "a reason")
+
+
+def test_memory_that_is_taken_out_is_the_parameters_own(pieces):
+    class Quantised(nn.Parameter):
+        pass
+
+    plain, other = nn.Parameter(torch.randn(4)), Quantised(torch.randn(4))
+    outside, meta = nn.Parameter(torch.randn(4)), nn.Parameter(torch.empty(4, device="meta"))
+    piece = Piece([[plain, other]])
+    pieces.add(piece)
+    values = [t.detach().clone() for t in (plain, other, outside)]
+    before = [t.data_ptr() for t in (plain, other, outside)]
+    pieces.take_out([None, plain, other, outside, meta])
+    after = [t.data_ptr() for t in (plain, other, outside)]
+    assert before[0] != after[0] and pieces.at(plain.data_ptr()) is None
+    assert before[1:] == after[1:] and pieces.at(other.data_ptr()) is piece
+    for tensor, value in zip((plain, other, outside), values, strict=True):
+        assert torch.equal(tensor, value)
+    assert plain.requires_grad and type(plain) is nn.Parameter
+
+
+def test_tensors_that_shared_memory_share_it_where_it_lies_now():
+    master = torch.randn(6, 4).t()[1:]
+    others = [nn.Parameter(torch.zeros(1)), torch.zeros(3)]
+    masters.share_memory(master, others)
+    for other in others:
+        assert torch.equal(other, master) and other.stride() == master.stride()
+        assert other.data_ptr() == master.data_ptr()
+    master[0, 0] = 5.0
+    assert others[0][0, 0] == 5.0
+
+
+def test_what_did_not_move_is_not_moved_back():
+    tensor, calls = nn.Parameter(torch.randn(4)), []
+    address = tensor.data_ptr()
+    tensor.grad = gradient = torch.ones(4)
+    masters.move_back(
+        [(tensor, torch.device("cpu"), [torch.zeros(1)])], lambda *found: calls.append(found)
+    )
+    assert not calls and tensor.data_ptr() == address and tensor.grad is gradient
+
+
+def test_pieces_tell_what_they_hold_and_what_may_be_locked_beside_them(pieces):
+    sizes = (4, 8)
+    made = [Piece([[nn.Parameter(torch.randn(STEP * n))]]) for n in sizes]
+    held = [piece.buffer for piece in made]
+    for piece in made:
+        assert (piece.uses, piece.locked_bytes, piece.is_known, piece.coded) == (0, 0, False, {})
+        assert (piece.start, piece.end) == (piece.buffer.address, piece.start + piece.cuts[-1])
+        pieces.add(piece)
+        assert piece.is_known and piece.locked_bytes == piece.cuts[-1] == piece.buffer.nbytes
+    assert pieces.in_order() == made and pieces.buffers == held and pieces.node == -1
+    assert pieces.coded == [] and pieces.coded_at(made[0].start) is None
+    assert pieces.may_lock_beside(1 << 40), "there is no limit"
+    whole = sum(buffer.nbytes for buffer in held)
+    limited = Pieces(pieces._state, "Model", whole + 8)
+    kept = [nn.Parameter(torch.randn(STEP * n)) for n in sizes]
+    for parameter in kept:
+        limited.add(Piece([[parameter]]))
+    assert limited.may_lock_beside(8) and not limited.may_lock_beside(9)
+    limited.give_back_all()
+    assert limited.in_order() == [] and not any(map(limited.at, (p.data_ptr() for p in kept)))
+
+
+def test_all_that_is_abandoned_goes_back_at_the_next_attempt_after_one_that_failed(pieces, caplog):
+    for _ in range(3):
+        pieces.add(Piece([[nn.Parameter(torch.randn(4))]]))
+    gc.collect()
+    fault = simulator.fault("cuMemHostUnregister", result=999, lasting=True)
+    with caplog.at_level(logging.WARNING), fault:
+        pieces.give_back()
+        assert len(pieces.buffers) == 3
+    (record,) = caplog.records
+    assert record.getMessage().startswith("Model: old weights are given back later: ")
+    pieces.give_back()
+    assert pieces.buffers == [] and pieces.own() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import random
@@ -376,6 +377,157 @@ def test_a_wrong_file_is_passed_over_with_one_line(path, what, warnings):
     (said,) = warnings()
     assert f"order_file={path!r} is not used, the order is learned anew: it " in said
     assert Path(path).read_bytes() == (right if ours else wrong), "only a file of ours is replaced"
+
+
+PRINT = "0123456789abcdef" * 4
+PACE = order.Pace("a card", 10**9, (5, 2**63 - 1))
+KNOWN = order.Known([(0, F), (1, F), (1, B), (0, B)], PACE)
+
+
+def test_what_is_written_is_this_document_and_is_read_again(path):
+    order.write(path, PRINT, KNOWN)
+    document = json.loads(Path(path).read_text())
+    codes, seconds = (
+        [3 * unit + kind for unit, kind in KNOWN.uses],
+        ["a card", 10**9, [5, 2**63 - 1]],
+    )
+    digests = [
+        hashlib.sha256(json.dumps([PRINT, values]).encode()).hexdigest()
+        for values in (codes, seconds)
+    ]
+    assert document == {
+        "schema": "oracle_offload/order/1",
+        "fingerprint": PRINT,
+        "digest": digests[0],
+        "uses": codes,
+        "pace": {
+            "device": "a card",
+            "link_bps": 10**9,
+            "forward_ns": [5, 2**63 - 1],
+            "digest": digests[1],
+        },
+    }
+    assert order.read(path, PRINT, 2) == KNOWN
+    order.write(path, PRINT, order.Known(KNOWN.uses))
+    document.pop("pace")
+    assert json.loads(Path(path).read_text()) == document
+    assert order.read(path, PRINT, 2) == order.Known(KNOWN.uses)
+    text = Path(path).read_bytes()
+    Path(path).write_bytes(text.ljust(1 << 20))
+    assert order.read(path, PRINT, 2).uses == KNOWN.uses, "the largest file that is read"
+
+
+@pytest.mark.parametrize(
+    ("known", "change", "reason"),
+    [
+        (KNOWN, {"fingerprint": "f"}, "it is of another model, or of other settings"),
+        (KNOWN, {"schema": "oracle_offload/order/2"}, "it is not of oracle_offload/order/1"),
+        (KNOWN, {"schema": None}, "it is not of oracle_offload/order/1"),
+        (KNOWN, {"uses": []}, "it has not 1 to 32768 uses"),
+        (KNOWN, {"uses": [0] * 32769}, "it has not 1 to 32768 uses"),
+        (KNOWN, {"uses": {}}, "it has not 1 to 32768 uses"),
+        (KNOWN, {"uses": [6]}, "it has uses that no model of 2 units can have"),
+        (KNOWN, {"uses": [-1]}, "it has uses that no model of 2 units can have"),
+        (KNOWN, {"uses": [True]}, "it has uses that no model of 2 units can have"),
+        (KNOWN, {"uses": [1]}, "it is damaged"),
+        (KNOWN, {"digest": None}, "it is damaged"),
+        (KNOWN, {"pace": [5]}, "it has a pace that is none"),
+        (KNOWN, {"pace": {}}, "it has not the seconds of 2 units"),
+        *(
+            (order.Known([(0, F)], pace), {}, "it has not the seconds of 2 units")
+            for pace in (order.Pace("", 1, (1,)), order.Pace("", 1, (1, 2, 3)))
+        ),
+        *(
+            (order.Known([(0, F)], pace), {}, "it has seconds, or a speed, that nothing can have")
+            for pace in (
+                order.Pace("", -1, (1, 1)), order.Pace("", 2**63, (1, 1)),
+                order.Pace("", 1, (-1, 1)), order.Pace("", 1, (1, 2**63)),
+                order.Pace("", 0.5, (1, 1)), order.Pace("", 1, (1, True)),
+            )
+        ),
+        (KNOWN, {"pace": {**dataclasses.asdict(PACE), "digest": "f"}}, "it is damaged"),
+        (order.Known([(1, B)] * 32768), {}, None),
+        (order.Known([(0, F)], order.Pace("", 0, (0, 0))), {}, None),
+        (order.Known([(0, F)], order.Pace("", 2**63 - 1, (0, 0))), {}, None),
+    ],
+)  # fmt: skip
+def test_why_a_file_is_no_order_of_a_model(path, known, change, reason):
+    order.write(path, PRINT, known)
+    document = json.loads(Path(path).read_text())
+    Path(path).write_text(json.dumps({**document, **change}))
+    if reason is None:
+        assert order.read(path, PRINT, 2) == known
+        return
+    with pytest.raises(order.UnusableOrder) as refused:
+        order.read(path, PRINT, 2)
+    assert str(refused.value) == reason
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b" " * ((1 << 20) + 1), "it has more than 1048576 bytes"),
+        (b" " * (1 << 20), "it is no JSON document, or only the beginning of one"),
+        (b"[" * 100_000, "it is no JSON document, or only the beginning of one"),
+        (b"[]", "it is not of oracle_offload/order/1"),
+    ],
+)
+def test_what_is_no_document_of_ours_says_so(path, text, reason):
+    Path(path).write_bytes(text)
+    with pytest.raises(order.UnusableOrder) as refused:
+        order.read(path, PRINT, 2)
+    assert str(refused.value) == reason
+    Path(path).unlink()
+    with pytest.raises(FileNotFoundError):
+        order.read(path, PRINT, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        (b"", True),
+        (b'{"sche', True),
+        (b'{"schema": "oracle_offload/order/', True),
+        (b'{"schema": "oracle_offload/order/1", "f', True),
+        (b'{"schema": "oracle_offload/order/27"}', True),
+        (b'{"schema": "oracle_offload/sizes/1"}', False),
+        (b"{}", False),
+        (None, False),
+    ],
+)
+def test_a_file_is_ours_by_how_it_begins(path, text, ours):
+    if text is not None:
+        Path(path).write_bytes(text)
+    assert order.is_ours(path) == ours
+    assert not order.is_ours("\0")
+
+
+def test_it_is_looked_for_after_two_four_and_eight_steps(path, monkeypatch):
+    looked = []
+    monkeypatch.setattr(order.OrderFile, "keep", lambda self, attachment: looked.append(step))
+    file = order.OrderFile(path)
+    for step in range(1, 20):  # noqa: B007
+        file.after_step(None)
+    assert looked == [2, 4, 8, 16]
+
+
+@pytest.mark.parametrize(("most", "kept"), [(9, True), (8, False)])
+def test_an_order_of_more_uses_than_the_engine_takes_is_not_kept(path, monkeypatch, most, kept):
+    monkeypatch.setattr(order, "MOST_USES", most)
+    run(path, 2, tower(depth=1))
+    assert Path(path).exists() == kept
+
+
+def test_what_was_not_measured_is_not_kept(path):
+    model = tower(depth=2, checkpointed=False)
+    with attached(model, "cpu", order_file=path):
+        for _ in range(2):
+            model(torch.randn(2, 128).requires_grad_()).sum().backward()
+    document = json.loads(Path(path).read_text())
+    assert document["uses"] == [3 * n + F for n in range(6)] + [
+        3 * n + B for n in (5, 4, 3, 2, 1, 0)
+    ]
+    assert "pace" not in document
 
 
 def test_no_bytes_are_an_order_but_those_that_were_written(path):

@@ -10,6 +10,8 @@ from equality import attached
 from torch import nn
 
 import oracle_offload
+from oracle_offload import masters
+from oracle_offload.residents import move_residents, resident_gradient_bytes
 
 
 class Mixed(nn.Module):
@@ -108,3 +110,47 @@ def test_x_min_counts_weights_and_no_padding():
         attachment = manager.attachment
         capacity = attachment.arena.capacity_bytes
         assert attachment.x_min_bytes() == 2 * max(0, weights - capacity)
+
+
+def test_the_gradients_of_what_is_not_managed_count_once():
+    model = Mixed()
+    assert resident_gradient_bytes(model) == 0
+    model.experts.grad = torch.zeros_like(model.experts)
+    model.head.weight.grad = torch.zeros(4, 16)  # and that of the embedding
+    assert resident_gradient_bytes(model) == 4 * (8 * 16 * 16 + 4 * 16)
+
+
+def test_what_is_there_already_is_not_copied():
+    model = nn.Sequential(Mixed(), nn.BatchNorm1d(4))
+    before = {name: (id(t), t.data_ptr()) for name, t in model.state_dict(keep_vars=True).items()}
+    move_residents(model.modules(), torch.device("cpu"))
+    after = {name: (id(t), t.data_ptr()) for name, t in model.state_dict(keep_vars=True).items()}
+    assert after == before
+
+
+def test_what_several_modules_share_is_moved_once():
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    shared = torch.zeros(3)
+    for module in (one, other):
+        module.register_buffer("table", shared)
+        module.register_buffer("nothing", None)
+    move_residents(iter([one, other]), torch.device("meta"))
+    assert one.table is other.table and one.table.is_meta
+    assert one.weight.is_meta and other.bias.is_meta and one.nothing is None
+
+
+@pytest.mark.parametrize(
+    ("piece_bytes", "begin", "trims"),
+    [(150, "cpu", 2), (100, "cpu", 3), (1000, "cpu", 1), (1, "meta", 0)],
+)
+def test_what_moved_tensors_leave_is_given_back_piece_by_piece(
+    monkeypatch, piece_bytes, begin, trims
+):
+    modules = [nn.Linear(5, 4, device=begin) for _ in range(3)]
+    for module in modules:
+        module.register_buffer("one", torch.zeros(1, device=begin))  # 4 * (5 * 4 + 4 + 1) bytes
+    calls = []
+    monkeypatch.setattr(masters, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(masters, "trim_heap", lambda: calls.append(1))
+    move_residents(modules, torch.device("meta"))
+    assert len(calls) == trims

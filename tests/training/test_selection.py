@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import types
+import weakref
 
 import pytest
 import torch
 from equality import attached
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from oracle_offload import OffloadError
+from oracle_offload import OffloadError, selection
+from oracle_offload._core import ALIGNMENT
 from oracle_offload.layers.linear import LinearLayer
+from oracle_offload.layers.swap import apply_to_residents
 from oracle_offload.layers.wrappers import wrapper_of
-from oracle_offload.selection import Chosen, group_units, listed, select
+from oracle_offload.selection import (
+    Chosen,
+    NothingToManage,
+    choose,
+    choose_again,
+    group_units,
+    least_bytes,
+    listed,
+    place_bytes,
+    select,
+)
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -62,6 +77,7 @@ def replaced_forward(layer):
 
 def own_forward(layer):
     layer.forward = types.MethodType(type(layer).forward, layer)
+    return layer
 
 
 def computed_bias(layer):
@@ -95,6 +111,22 @@ def test_what_keeps_a_layer_on_the_device(change, reason):
     assert reasons(model) == ({"0": reason} if reason else {})
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (other_parameter, "it has another parameter, 'scale'"),
+        (integers, "'weight' is torch.int8"),
+        (with_gaps, "'weight' has gaps or overlaps in memory (strides (16, 1))"),
+        (lambda table: setattr(table, "max_norm", 2.0), "max_norm writes its weight in forward"),
+        (no_bias, None),
+    ],
+)
+def test_what_keeps_an_embedding_on_the_device(change, reason):
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+    change(model[0])
+    assert reasons(model) == ({"0": reason} if reason else {})
+
+
 def test_a_layer_without_elements_stays():
     assert reasons(nn.Sequential(nn.Linear(0, 8), nn.Linear(8, 8))) == {"0": "'weight' is empty"}
 
@@ -111,7 +143,7 @@ def test_heads_of_attention_and_adapters_are_named_with_their_module():
             super().__init__()
             self.base_layer = nn.Linear(8, 8)
             self.lora_A = nn.ModuleDict({"default": nn.Linear(8, 2, bias=False)})
-            self.dropout = None
+            self.register_module("dropout", None)
 
     model = nn.Sequential(nn.MultiheadAttention(8, 2), Lora())
     assert reasons(model) == {
@@ -251,6 +283,9 @@ def test_layers_of_another_attach_are_named():
             select(nn.ModuleDict({"inner": model}))
         with pytest.raises(OffloadError, match=r"^'Linear': attached already"):
             select(model[0])
+        beside = nn.ModuleDict({"inner": model, "other": nn.Linear(8, 8)})
+        assert [leaf.name for leaf in select(beside, [model]).leaves] == ["other"]
+        assert [leaf.name for leaf in select(beside, "inner*").leaves] == ["other"]
 
 
 @pytest.mark.parametrize(
@@ -358,3 +393,485 @@ def test_a_block_is_an_element_of_a_list():
         "blocks.1.query": "blocks.1", "blocks.1.inner.key": "blocks.1",
         "head.query": "", "head.inner.key": "",
     }  # fmt: skip
+
+
+# ---- what is lent, and to whom ----
+
+
+class Bare(nn.Module):
+    """A Parameter, and a forward that computes with it; `uses` says which others it uses."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(shape or (4, 4)))
+
+    def forward(self, x):
+        return x @ self.table
+
+
+class Held(nn.Module):
+    """Parameters of modules without a forward, two deep."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.tables = nn.ParameterList([torch.ones(4, 4), torch.ones(4)])
+        self.inner.nothing = None
+        self.inner.register_parameter("none", None)
+
+    def forward(self, x):
+        return x @ self.inner.tables[0] + self.inner.tables[1]
+
+
+class Reuses(nn.Module):
+    """Computes with a tensor that its child computes with, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Takes()
+
+    def forward(self, x):
+        return self.inner(x) @ self.inner.bag.weight
+
+
+class Takes(nn.Module):
+    """Computes with the tensors of its children instead of calling them."""
+
+    def __init__(self):
+        super().__init__()
+        self.child, self.bag = nn.Linear(4, 4), nn.EmbeddingBag(4, 4)
+
+    def forward(self, x):
+        return F.linear(x, self.child.weight, self.child.bias) @ self.bag.weight
+
+
+class MayTake(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.child, self.bag = nn.Linear(4, 4), nn.EmbeddingBag(4, 4)
+
+    def forward(self, x):
+        return x @ self.bag.weight @ self.child.weight if x.dim() == 9 else x
+
+
+class Sibling(nn.Module):
+    """Computes with a tensor of a module that is no part of it, as it stands in a list."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.__dict__["others"] = layer
+
+    def forward(self, x):
+        return x @ self.others.weight
+
+
+def siblings(readers):
+    """A layer and as many modules beside it, each of which computes with its weight."""
+    layer = nn.EmbeddingBag(4, 4)
+    return nn.ModuleList([layer, *(Sibling(layer) for _ in range(readers))])
+
+
+def replaced(model):
+    model.forward = lambda x: x
+    return model
+
+
+def lent(model, ignore=()):
+    """Return the lent tensors of each lender, and why others stay."""
+    chosen = choose(model, ignore)
+    return {
+        leaf.name: leaf.kind.names for leaf in chosen.leaves if leaf.kind.lends_to_code
+    }, chosen.parameters | chosen.resident
+
+
+@pytest.fixture
+def nothing_is_small(monkeypatch):
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "lenders", "stay"),
+    [
+        (Bare(), {"": ("table",)}, {}),
+        (nn.Sequential(Bare(), Bare()), {"0": ("table",), "1": ("table",)}, {}),
+        (Held(), {"": ("inner.tables.0", "inner.tables.1")}, {}),
+        (nn.Sequential(Held()), {"0": ("inner.tables.0", "inner.tables.1")}, {}),
+        (
+            nn.Sequential(nn.MultiheadAttention(4, 2)),
+            {"0": ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")},
+            {},
+        ),
+        (Takes(), {"": ("child.weight", "child.bias", "bag.weight")}, {}),
+        (nn.ModuleList([Takes()]), {"0": ("child.weight", "child.bias", "bag.weight")}, {}),
+        (
+            Reuses(), {"inner": ("child.weight", "child.bias")},
+            {"inner.bag.weight": "Takes.forward uses its weight without calling it"},
+        ),
+        (
+            MayTake(), {},
+            {"bag.weight": "MayTake.forward may use its weight without calling it"},
+        ),
+        (siblings(0), {"0": ("weight",)}, {}),
+        (siblings(1), {}, {"0.weight": "Sibling.forward uses its weight without calling it"}),
+        (siblings(2), {}, {"0.weight": "Sibling.forward uses its weight without calling it"}),
+        (
+            nn.ModuleList([nn.ParameterList([torch.ones(4)]), nn.Linear(4, 4)]), {},
+            {"0.0": "no module that it is part of has a forward"},
+        ),
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.EmbeddingBag(4, 4, max_norm=1.0)), {},
+            {"1.weight": "max_norm writes its weight in forward"},
+        ),
+        (
+            nn.Sequential(nn.Linear(4, 4), replaced(Bare())), {},
+            {"1.table": "the forward of 1 was replaced"},
+        ),
+        (own_forward(Bare()), {"": ("table",)}, {}),
+        (replaced(Held()), {}, dict.fromkeys(
+            ("inner.tables.0", "inner.tables.1"), "the forward of the model was replaced"
+        )),
+    ],
+    ids=(
+        "own two held deep attention takes deeper twice maybe none one two no-forward max-norm "
+        "replaced own-forward root"
+    ).split(),
+)  # fmt: skip
+def test_what_is_lent_to_whom_and_why_the_rest_is_not(model, lenders, stay, nothing_is_small):
+    if not lenders and all(type(part) is not nn.Linear for part in model.modules()):
+        with pytest.raises(NothingToManage) as refused:
+            choose(model)
+        name = type(model).__name__
+        assert str(refused.value) == (
+            f"{name} has no layer to manage: no Linear, convolution or embedding with plain "
+            f"floating-point weights ({listed(list(stay))}: {next(iter(stay.values()))})."
+        )
+    else:
+        assert lent(model) == (lenders, stay)
+
+
+def test_leaves_stand_in_the_order_of_the_modules_whoever_they_are_lent_by(nothing_is_small):
+    model = nn.Sequential(nn.Linear(4, 4), Bare(), nn.Linear(4, 4), MayTake())
+    leaves = choose(model).leaves
+    assert [leaf.name for leaf in leaves] == ["0", "1", "2", "3.child"]
+    assert [leaf.block for leaf in leaves] == ["", "", "", "3"]
+    assert [bool(leaf.doubtful) for leaf in leaves] == [False, False, False, True]
+    assert list(leaves[3].doubtful.values()) == ["MayTake.forward"]
+    assert leaves[1].tensors() == [model[1].table]
+
+
+def test_tensors_that_cannot_be_lent_stay_one_by_one(nothing_is_small):
+    model = nn.Sequential(Bare(), nn.Linear(4, 4))
+    model[0].whole = nn.Parameter(torch.ones(4).to_sparse())
+    model[0].second, model[0].third = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    found, stay = lent(model, [model[0].second])
+    assert found == {"0": ("table", "third")}
+    assert stay == {
+        "0.whole": "'whole' is a Parameter, not a plain parameter",
+        "0.second": "'second' is named in ignore_modules",
+    }
+    found, stay = lent(model, ["0"])
+    assert found == {} and set(stay.values()) == {"named in ignore_modules"} and len(stay) == 4
+
+
+def test_what_shares_memory_with_a_lent_tensor_stays_and_the_others_are_lent(nothing_is_small):
+    model = nn.Sequential(Bare(), Bare(), nn.Linear(4, 4))
+    model[0].second = nn.Parameter(torch.ones(4))
+    model.register_buffer("view", model[0].table.detach()[1])
+    model.register_buffer("again", model[1].table.detach())
+    found, stay = lent(model)
+    assert found == {"0": ("second",)}
+    assert stay == dict.fromkeys(("0.table", "1.table"), "its memory overlaps another parameter's")
+    model[1].register_buffer("own", model[1].table.detach()[:1])
+    del model.again
+    assert lent(model) == (found, stay), "nor is what it shares with a tensor of its own module"
+    tied = nn.Sequential(Bare(), Bare(), Bare())
+    tied[1].table = tied[0].table
+    assert lent(tied)[0] == dict.fromkeys("012", ("table",)), "two may be lent one"
+    assert lent(tied, "1")[0] == {"2": ("table",)}
+    assert lent(tied, "1")[1]["0.table"] == "its weight is tied to '1', which is not managed"
+
+
+def test_a_layer_whose_tensors_its_parent_takes_is_resident_as_a_layer(nothing_is_small):
+    model = nn.Sequential(Takes(), nn.Linear(4, 4))
+    chosen = choose(model, [model[0].child.bias, model[0].bag])
+    assert chosen.resident == {"0.child": "'bias' is named in ignore_modules"}
+    assert chosen.parameters == {"0.bag.weight": "named in ignore_modules"}
+    assert {leaf.name: leaf.kind.names for leaf in chosen.leaves if leaf.kind.lends_to_code} == {
+        "0": ("child.weight",)
+    }
+
+
+class Reader:
+    """An adapter that computes with the layer's weight, and does not call the layer."""
+
+    def __init__(self, layer):
+        self.org_module, self.org_forward = [layer], layer.forward
+        layer.forward = self.compute
+
+    def compute(self, x):
+        return F.linear(x, self.org_module[0].weight * 2)
+
+
+def test_what_an_adapter_reads_is_lent_to_the_layer_that_it_stands_before(monkeypatch):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    Reader(model[0])
+    said = "Reader uses its weight without calling it, and {} B are too small to stream"
+    assert reasons(model) == {"0": said.format(64)}
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    assert lent(model) == ({"0": ("weight", "bias")}, {})
+    around = {leaf.name: leaf.kind.around_call for leaf in choose(model).leaves}
+    assert around == {"0": True, "1": False}
+    assert not choose(nn.Sequential(Bare())).leaves[0].kind.around_call
+
+
+class Comfy(nn.Module):
+    """A quantised layer, whose tensors move together or not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
+        self.register_buffer("weight_scale", torch.ones(4))
+        self.register_buffer("comfy_quant", torch.zeros(4, dtype=torch.uint8))
+
+    def forward(self, x):
+        return x @ self.weight.to(x.dtype) * self.weight_scale
+
+
+def takes_quantised():
+    model = Takes()
+    model.child = Comfy()
+    return model
+
+
+def may_take_quantised():
+    model = MayTake()
+    model.child = Comfy()
+    return model
+
+
+def quantised_head():
+    model = nn.MultiheadAttention(4, 2)
+    model.extra = Comfy()
+    return model
+
+
+def read_quantised():
+    model = nn.Sequential(Comfy())
+    Reader(model[0])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "why"),
+    [
+        (takes_quantised(), "child", "Takes.forward uses its weight without calling it"),
+        (may_take_quantised(), "child", "MayTake.forward uses its weight without calling it"),
+        (quantised_head(), "extra", "part of MultiheadAttention '', which computes with it"),
+        (read_quantised(), "0", "Reader uses its weight without calling it"),
+        (nn.Sequential(Comfy()), "0", None),
+    ],
+    ids="taken perhaps head read called".split(),
+)
+def test_a_quantised_layer_that_others_compute_with_stays_whole(model, name, why):
+    whole = nn.Sequential(nn.Linear(8, 8), model)
+    chosen = choose(whole)
+    name = f"1.{name}"
+    assert ({leaf.name: leaf for leaf in chosen.leaves}.keys() == {"0", name}) == (why is None)
+    assert chosen.resident.get(name) == (why and why.replace("''", "'1'"))
+    assert not any(key.startswith(f"{name}.") for key in chosen.parameters)
+
+
+class Whole(nn.Module):
+    """Calls its child; `reads` what it has beside."""
+
+    def __init__(self, child, reads):
+        super().__init__()
+        self.child, self.last, self.reads = child, nn.Linear(4, 4), reads
+
+    def forward(self, x):
+        return self.last(self.child(x)) + (x @ self.child.table if self.reads else x)
+
+
+def loaded(scripted):
+    """Return what a file of TorchScript has: tensors, no Parameters."""
+    with io.BytesIO() as file:
+        torch.jit.save(scripted, file)
+        file.seek(0)
+        return torch.jit.load(file)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("of_file", [False, True])
+def test_a_part_in_torchscript_stays_and_the_model_has_the_residents_bits(
+    reads, of_file, nothing_is_small, caplog
+):
+    torch.manual_seed(0)
+    parts = [torch.jit.script(Bare()) for _ in range(2)]
+    resident, managed = models = [Whole(loaded(p) if of_file else p, reads) for p in parts]
+    managed.load_state_dict(resident.state_dict())
+    inputs = torch.randn(3, 4)
+    with attached(managed, "cpu") as manager:
+        assert [layer.name for layer in manager.layers] == ["last"]
+        assert manager.resident == {"child.table": "child is compiled TorchScript"}
+        assert "no known format" not in caplog.text
+        for model in models:
+            model(inputs).square().sum().backward()
+        assert manager.state.engine.stats()["h2d_bytes"] > 0
+        for one, other in zip(managed.parameters(), resident.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+    with pytest.raises(NothingToManage, match=r"'table': the model is compiled TorchScript"):
+        choose(parts[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("of_file", [False, True])
+def test_a_part_in_torchscript_moves_to_the_device(of_file):
+    part = torch.jit.script(nn.BatchNorm1d(4))
+    part = loaded(part) if of_file else part
+    before = dict(part.named_parameters())
+    apply_to_residents(part, lambda tensor: tensor + 1)
+    assert all(tensor is before[key] for key, tensor in part.named_parameters())
+    expected = {"weight": 2.0, "bias": 1.0, "running_mean": 1.0, "running_var": 2.0}
+    assert {key: part.state_dict()[key].tolist() for key in expected} == {
+        key: [value] * 4 for key, value in expected.items()
+    }
+    assert part.num_batches_tracked == 1
+
+
+# ---- small tensors ----
+
+
+def tables(*sizes, beside=0):
+    """Tensors of these bytes on the meta device, and a layer of `beside` bytes."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Bare(1, nbytes // 4) for nbytes in sizes))
+        model.append(nn.Linear(1, max(1, beside // 4), bias=False))
+    return model
+
+
+def small(model):
+    """Return the places of those that stay because they are small."""
+    chosen = choose(model)
+    assert all(
+        why.startswith("Bare has no operator of its own here, and ")
+        and why.endswith(" are too small to stream")
+        for why in chosen.parameters.values()
+    )
+    return [int(name.split(".")[0]) for name in chosen.parameters]
+
+
+@pytest.mark.parametrize(
+    ("model", "stay"),
+    [
+        (tables(64 * KIB, 64 * KIB - 4, 4), [1, 2]),
+        # Together a MiB, the smallest first.
+        (tables(*[32 * KIB] * 33), list(range(32))),
+        (tables(60 * KIB, *[32 * KIB] * 32, 4 * KIB), [*range(1, 32), 33]),
+        (tables(*[32 * KIB] * 33, beside=90 * MIB), list(range(32))),
+        # Or 1% of a model of more than 100 MiB, which they are part of.
+        (tables(*[32 * KIB] * 100, beside=200 * MIB), list(range(65))),
+        (tables(*[32 * KIB] * 65, beside=206 * MIB - 32 * KIB), list(range(65))),
+        # Never more than 64 MiB.
+        (tables(*[63 * KIB] * 1100, beside=7000 * MIB), list(range(1040))),
+    ],
+    ids="each together smallest little share edge most".split(),
+)
+def test_small_tensors_stay_as_long_as_they_are_little_together(model, stay):
+    assert small(model) == stay
+
+
+def test_a_small_tensor_counts_once_and_its_size_is_told():
+    model = tables(*[32 * KIB] * 40)
+    for number in range(1, 40):
+        model[number].table = model[0].table
+    chosen = choose(model)
+    assert len(chosen.parameters) == 40
+    assert chosen.parameters["7.table"] == (
+        "Bare has no operator of its own here, and 32.00 KiB are too small to stream"
+    )
+
+
+def test_a_tensor_belongs_to_the_module_that_it_is_a_part_of():
+    modules = dict.fromkeys(("", "a", "a.b"))
+    for name, owner in (
+        ("weight", ""), ("a.weight", "a"), ("a.b.weight.data.scale", "a.b"), ("state.codes", ""),
+    ):  # fmt: skip
+        assert selection._owner_of(name, modules) == owner
+
+
+# ---- how much room ----
+
+
+def chosen_units(model):
+    return group_units(choose(model).leaves)
+
+
+def test_the_least_room_is_two_of_the_largest_and_what_stays_lent_around_a_layer(nothing_is_small):
+    with torch.device("meta"):
+        layers = nn.Sequential(*(nn.Linear(1, n * MIB // 4, bias=False) for n in (3, 5, 4)))
+    assert least_bytes(chosen_units(layers)) == 10 * MIB
+
+    class Around(nn.Module):
+        """Uses its own table while it calls what is inside."""
+
+        def __init__(self, nbytes, inner):
+            super().__init__()
+            self.table, self.inner = nn.Parameter(torch.empty(nbytes // 4)), inner
+
+        def forward(self, x):
+            return self.inner(x) + self.table
+
+    with torch.device("meta"):
+        one = Around(2 * MIB, nn.Linear(1, 5 * MIB // 4, bias=False))
+        two = Around(3 * MIB, Around(2 * MIB, nn.Linear(1, 5 * MIB // 4, bias=False)))
+        beside = nn.Sequential(Around(8 * MIB, nn.Identity()), two)
+    assert least_bytes(chosen_units(one)) == 2 * 5 * MIB + 2 * MIB
+    assert least_bytes(chosen_units(two)) == 3 * 5 * MIB + (3 + 2) * MIB
+    # What stays around others is not around this one.
+    assert least_bytes(chosen_units(beside)) == 3 * 8 * MIB + (3 + 2) * MIB
+
+
+def test_a_table_that_is_read_from_locked_memory_needs_no_room():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(MIB, 4), nn.Linear(1, MIB, bias=False))
+    units = chosen_units(model)
+    assert [place_bytes(unit, True) for unit in units] == [0, 4 * MIB]
+    assert [place_bytes(unit, False) for unit in units] == [16 * MIB, 4 * MIB]
+    assert least_bytes(units) == 32 * MIB and least_bytes(units, True) == 8 * MIB
+    assert least_bytes(units[:1], True) == ALIGNMENT, "an arena is never empty"
+
+
+# ---- what now stands where layers were let go ----
+
+
+def again(model, *names, of=None):
+    """Return the names of what is managed anew, where these layers of `of` were let go."""
+    found = dict((of or model).named_modules())
+    lost = {name: weakref.ref(found[name]) for name in names}
+    return [leaf.name for leaf in choose_again(model, lost)]
+
+
+def test_what_stands_where_a_layer_was_is_managed_anew(monkeypatch):
+    before, model = pair(), pair()
+    assert again(model) == [] and again(model, "0") == ["0"]
+    assert again(model, "0", of=before) == ["0"], "another has its name"
+    assert again(model, "0", "1", of=before) == ["0", "1"]
+    assert again(nn.Sequential(nn.Tanh()), "0", of=before) == []
+    assert again(nn.Sequential(), "0", of=before) == []
+    moved = nn.Sequential(before[1], nn.Tanh(), before[0])
+    assert again(moved, "0", of=before) == ["2"], "it has another name now"
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    assert again(nn.Sequential(Bare(), nn.Linear(8, 8)), "0", of=before) == [], "of no such kind"
+    integers(model[1])
+    assert again(model, "1") == [] and again(model, "0", "1") == ["0"]
+    with attached(before):
+        assert again(before, "0") == [], "it is managed"
+    quantised = nn.Sequential(Comfy(), nn.Linear(8, 8))
+    assert again(quantised, "0") == ["0"]
+    with attached(quantised):
+        assert again(quantised, "0") == [], "nor a quantised one"
+    tied = pair(bias=False)
+    tied[1].weight = tied[0].weight
+    assert again(tied, "0") == [], "it is tied to what nobody let go"
+    assert again(tied, "0", "1") == ["0", "1"]
