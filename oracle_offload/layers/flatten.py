@@ -172,14 +172,13 @@ class Copy:
         """Return what takes the place of `value`; itself where it holds no tensor."""
         if not _holds_tensors(value, self._holders):
             return value
-        made = self._made.get(id(value))
-        if made is None:
+        if id(value) not in self._made:
             make = self._object if not isinstance(value, Tensor) else self._tensor
-            made = self._made[id(value)] = make(value)
-        return made
+            self._made[id(value)] = make(value)
+        return self._made[id(value)]
 
     def _object(self, value: Any) -> Any:
-        made = object.__new__(type(value))
+        made = self._made[id(value)] = object.__new__(type(value))  # before what may lead back
         made.__dict__.update({name: self.of(inner) for name, inner in vars(value).items()})
         return made
 

@@ -49,6 +49,11 @@ def _clock_of(tensor: Tensor) -> Tensor:
         return clock
 
 
+def _format_of(module: nn.Module) -> Format:
+    """Return the format of a module that is known to be quantised."""
+    return cast("Format", format_of(module))
+
+
 class Slot(tuple[Any, ...]):
     """The tensors in one slot, and what was made of them there."""
 
@@ -63,9 +68,7 @@ class QuantisedLayer(Traced):
     may_be_tried = False
 
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
-        found = format_of(module)
-        assert found is not None
-        self.format: Format = found
+        self.format = _format_of(module)
         self.names = tuple(self.named_tensors(module))
         self.required = tuple({path.partition(".")[0]: None for path in self.names})
         # What the input's gradient asks for: of plain parameters, the bias alone is not.
@@ -79,16 +82,12 @@ class QuantisedLayer(Traced):
     @classmethod
     def named_tensors(cls, module: nn.Module) -> dict[str, Tensor]:
         """Return the tensors that hold the bytes, by path."""
-        found = format_of(module)
-        return {} if found is None else plain_tensors(module, found.holders)[0]
+        return plain_tensors(module, _format_of(module).holders)[0]
 
     @classmethod
     def aliases(cls, module: nn.Module) -> dict[int, list[Tensor]]:
         """Return the tensors over the bytes of one of `named_tensors`, by the `id` of that one."""
-        found = format_of(module)
-        if found is None:
-            return {}
-        tensors, same = plain_tensors(module, found.holders)
+        tensors, same = plain_tensors(module, _format_of(module).holders)
         return {id(tensors[path]): others for path, others in same.items()}
 
     @classmethod
@@ -104,10 +103,7 @@ class QuantisedLayer(Traced):
     @classmethod
     def prepare(cls, module: nn.Module) -> None:
         """Give the module copies of small tables: a library may share them among all its layers."""
-        found = format_of(module)
-        if found is None:
-            return
-        copy_tables(module, found.holders, _LARGEST_TABLE)
+        copy_tables(module, _format_of(module).holders, _LARGEST_TABLE)
         for parameter in module._parameters.values():
             # bitsandbytes' way from the weight to its module, used until it is quantised: the
             # masters would keep a module alive that is replaced.
@@ -248,8 +244,7 @@ class QuantisedLayer(Traced):
     ) -> None:
         """Put into `ctx` what `record` had kept there."""
         _, _, dtype, autocast, _ = arguments
-        default = torch.get_autocast_dtype(self.device_type)
-        ctx.autocast = autocast is not None, autocast or default
+        ctx.autocast = autocast is not None, autocast  # where it is off, of none
         ctx.input = Input(shape, stride, dtype)
         ctx.keeps_input = x is not None
         if x is not None:
@@ -387,7 +382,7 @@ class QuantisedLayer(Traced):
         """2 x rows x weights operations."""
         module: Any = self.module()
         features = x.shape[-1] if x.dim() else 1
-        rows = x.numel() // features if features else 0
+        rows = x.numel() // max(1, features)
         outputs = getattr(module, "out_features", features)
         nbytes = sum(tensor_bytes(tensor) for tensor in self.masters.present)
         moved = nbytes + (x.numel() + rows * outputs) * x.element_size()

@@ -35,6 +35,7 @@ INPUTS = {
     "batch": lambda: torch.randn(2, 3, 64),
     "four": lambda: torch.randn(2, 1, 3, 64),
     "transposed": lambda: torch.randn(3, 2, 64).transpose(0, 1),
+    "of one row": lambda: torch.randn(1, 3, 64).transpose(0, 1),
     "channels-last": lambda: torch.randn(2, 64, 3).transpose(1, 2),
     "empty": lambda: torch.randn(0, 64),
 }

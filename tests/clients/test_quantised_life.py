@@ -16,6 +16,7 @@ from torchao import quantization as ao
 from oracle_offload.layers.flatten import plain_tensors
 from oracle_offload.layers.formats import format_of
 from oracle_offload.layers.linear import LinearLayer
+from oracle_offload.selection import select
 
 X = torch.linspace(-2, 2, 2 * 5 * 64).sin().view(2, 5, 64).to(torch.bfloat16)
 step = step_of(X)
@@ -190,6 +191,53 @@ def test_known_formats_are_not_named(caplog):
             with attached(model_of(name, torch.bfloat16)):
                 pass
     assert not [text for text in caplog.messages if "no known format" in text]
+
+
+def with_gaps(layer):
+    layer.weight.qdata = torch.cat([layer.weight.qdata] * 2, -1)[:, ::2]
+    return f"'weight.qdata' has gaps or overlaps in memory (strides {layer.weight.qdata.stride()})"
+
+
+def sparse(layer):
+    layer.weight.scale = layer.weight.scale.to_sparse()
+    return "'weight.scale' is torch.sparse_coo"
+
+
+@pytest.mark.parametrize("change", [with_gaps, sparse])
+def test_what_keeps_a_quantised_layer_on_the_device(change):
+    model = model_of("torchao-int8", torch.bfloat16, depth=1)
+    reason = change(model[0].up.base)
+    chosen = select(model)
+    assert chosen.resident == {"0.up.base": reason, **chosen.resident}
+    assert "0.down.base" not in chosen.resident
+
+
+class Other(nn.Linear):
+    pass
+
+
+def replaced_class(layer):
+    layer.__class__ = Other
+    return "its class was replaced after attach, by Other"
+
+
+def without_weight(layer):
+    layer._parameters["weight"] = plain_layer().weight
+    return "its quantised weights were replaced after attach by others"
+
+
+@pytest.mark.parametrize("change", [replaced_class, without_weight])
+def test_a_quantised_layer_says_why_it_was_lost(change):
+    model = model_of("torchao-int8", torch.bfloat16, depth=1)
+    with attached(model) as manager:
+        layer = {layer.name: layer for layer in manager.layers}["0.up.base"]
+        assert layer.why_lost() == "" and layer.has_plain_masters()
+        reason = change(layer.module())
+        assert layer.why_lost() == reason
+        assert layer.has_plain_masters() is (change is replaced_class)
+        del model[0].up.base
+        gc.collect()
+        assert layer.why_lost() == "it was deleted" and not layer.has_plain_masters()
 
 
 def plain_layer():
