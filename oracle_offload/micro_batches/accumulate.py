@@ -16,7 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -135,14 +135,14 @@ class _MicroBatch:
         self.batch = batch
         self.seed = seed
         self.greenlet: greenlet.greenlet | None = None
-        self.state: ThreadState | None = None  # while it is set aside
-        self.left: Owned = []  # as the step ended: the attributes that are its own
+        self.state: ThreadState  # as it was set aside, or its step ended, last
+        self.left: Owned  # as the step ended: the attributes that are its own
         self.wholes = 0  # that it is inside, and which are not divided
         self.is_due = False  # to make room, as soon as it is inside none
         self.roots: tuple[Tensor, ...] = ()  # what it hands over to backward
-        self.gradients: tuple[Tensor | None, ...] = ()
+        self.gradients: tuple[Tensor | None, ...]  # of these
         self.has_called = False  # backward itself
-        self.result: Any = None
+        self.result: Any  # of the step
 
     @property
     def has_ended(self) -> bool:
@@ -196,7 +196,7 @@ class _Accumulation:
         self._apply = Function.__dict__["apply"]
         self._ended_hook = torch.compiler.disable(self._grain_ended)
         self._current: _MicroBatch | None = None  # that computes now
-        self._main: greenlet.greenlet | None = None
+        self._main: greenlet.greenlet  # that lets them take turns
         self._is_interleaved = False
         self._is_unwinding = False
         self._grains: list[Grains] = []
@@ -360,11 +360,10 @@ class _Accumulation:
         micro_batch.state = self._states.now()
         self._current = None
         try:
-            cast("Any", self._main).switch()
+            self._main.switch()
         finally:  # it goes on or is unwound
             self._current = micro_batch
             self._states.restore(micro_batch.state)
-            micro_batch.state = None
             for layer, lent in reversed(paused):
                 layer.go_on(lent)
 
@@ -445,7 +444,7 @@ class _Accumulation:
         carried.check()
 
     def _joint_backward(self) -> None:
-        states = [self._ambient if m.state is None else m.state for m in self.micro_batches]
+        states = [micro_batch.state for micro_batch in self.micro_batches]
         if any(_context_of(state) != _context_of(states[0]) for state in states):
             raise OffloadError(
                 "the steps call backward in different contexts (autocast, modes, saved-tensor "

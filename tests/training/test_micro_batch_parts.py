@@ -1,0 +1,893 @@
+"""What `accumulate` is made of, each part alone: graphs and leaves, thread state, flags, grains."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from equality import attached
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import oracle_offload
+from oracle_offload import OffloadError, exemption, first_forward
+from oracle_offload.micro_batches import kernel_flags, thread_state
+from oracle_offload.micro_batches.accumulate import (
+    _are_equal,
+    _CarriedState,
+    _checked_loss,
+    _MicroBatch,
+)
+from oracle_offload.micro_batches.grains import grains_of
+from oracle_offload.micro_batches.leaves import Graph, Leaves, no_graph_task
+from oracle_offload.micro_batches.thread_state import Generators, ThreadStates, can_take_turns
+
+# ---- graphs ----
+
+
+class Scaled(torch.autograd.Function):
+    """A function that is written in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def weights(count: int = 2) -> list[Tensor]:
+    return [torch.ones(3, requires_grad=True) for _ in range(count)]
+
+
+def names(nodes: Any) -> list[str]:
+    return sorted(node.name() for node in nodes)
+
+
+def test_a_graph_has_the_nodes_below_its_roots_and_who_hands_to_each_leaf() -> None:
+    one, other = weights()
+    scaled = Scaled.apply(one)
+    below = (scaled * other).tanh() + one
+    roots = below.sum(), (below * 3).mean(), one
+    graph = Graph(roots)
+    handed = {id(node.variable): names(sources) for node, sources in graph.edges.items()}
+    assert handed == {
+        id(one): ["AddBackward0", "ScaledBackward"],
+        id(other): ["MulBackward0"],
+    }
+    assert names(graph.nodes) == [
+        *("AddBackward0", "MeanBackward0", "MulBackward0", "MulBackward0", "ScaledBackward"),
+        *("SumBackward0", "TanhBackward0"),
+    ]
+    assert graph.functions == [id(scaled.grad_fn)]
+    for without in ([], [torch.ones(1)], [one]):
+        empty = Graph(without)
+        assert (empty.edges, empty.functions, empty.nodes) == ({}, [], set())
+
+
+def leaves() -> Leaves:
+    return Leaves(lambda leaf: f"a leaf of {leaf.numel()}")
+
+
+def graphs(*computed: Callable[[], Tensor]) -> list[Graph]:
+    """Return the graph of each micro-batch; the last one is computed first."""
+    roots = [compute() for compute in reversed(computed)]
+    return [Graph([root]) for root in reversed(roots)]
+
+
+def test_a_leaf_that_has_a_gradient_is_refused_once_it_is_noted_no_more() -> None:
+    one, other = weights()
+    noted = leaves()
+    noted.note(Graph([(one * 2).sum()]))
+    one.grad = torch.ones(3)
+    noted.note(Graph([(one * 2).sum()]))  # it came meanwhile
+    other.grad = torch.ones(3)
+    with pytest.raises(OffloadError) as raised:
+        noted.note(Graph([(one * other).sum()]))
+    assert str(raised.value) == (
+        "a leaf of 3 has a gradient before accumulate begins, and what is added to it would be "
+        "summed in another order. Call optimizer.zero_grad() before (set_to_none=True, the "
+        "default)."
+    )
+    noted.restore()
+    assert one.grad is None and other.grad is not None, "it was there before"
+
+
+@pytest.mark.parametrize("reached", ["by the joint backward", "inside one"])
+def test_a_leaf_in_the_place_of_one_that_is_gone_is_another(reached: str) -> None:
+    """Checkpoints make leaves for their backward, one after the other at the same place."""
+    noted = leaves()
+    leaf = torch.ones(3, requires_grad=True)
+    place = id(leaf)
+    graph = Graph([(leaf * 2).sum()])
+    if reached == "inside one":
+        noted.note_inner(graph, 5)
+    else:
+        noted.note(graph)
+        noted.check_order([graph])
+    del leaf, graph
+    gc.collect()
+    kept = []
+    for _ in range(10000):
+        kept.append(torch.ones(3, requires_grad=True))
+        if id(kept[-1]) == place:
+            break
+    else:
+        pytest.skip("the place is not used again")
+    inner = Graph([(kept[-1] * 2).sum()])
+    noted.note_inner(inner, 1)  # not of the joint backward, and reached by none before
+    kept[-1].grad = torch.ones(3)
+    noted.restore()
+    assert kept[-1].grad is None
+
+
+def test_a_backward_that_is_under_way_is_seen_in_its_thread_alone() -> None:
+    seen: list[bool] = []
+
+    def ask(_: Tensor) -> None:
+        thread = threading.Thread(target=lambda: seen.append(no_graph_task()))
+        thread.start()
+        thread.join()
+        seen.append(no_graph_task())
+
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(ask)
+    assert no_graph_task()
+    x.sum().backward()
+    assert seen == [True, False] and no_graph_task()
+
+
+ORDER = (
+    "a leaf of 3 is used several times by one micro-batch, or in another order by each: its "
+    "gradients would be summed in another order than one after the other. Pass interleave=False."
+)
+SHARED = (
+    "the steps share a tensor that MulBackward0 gives gradients to: they would be summed there, "
+    "before it. Compute the tensor in each step, or pass interleave=False."
+)
+HOOK = (
+    "a leaf of 3 has a gradient hook, which would see the sum over all micro-batches instead of "
+    "each gradient. Remove the hook, or pass interleave=False."
+)
+
+
+def hooked() -> list[Graph]:
+    (weight,) = weights(1)
+    weight.register_hook(lambda gradient: gradient)
+    return graphs(lambda: weight.sum(), lambda: weight.sum())
+
+
+def hooked_alone() -> list[Graph]:
+    weight, shared = weights()
+    weight.register_hook(lambda gradient: gradient)
+    return graphs(lambda: (weight * shared).sum(), lambda: shared.sum())
+
+
+def casts(times: int, others: int) -> list[Graph]:
+    (weight,) = weights(1)
+
+    def cast() -> Tensor:
+        return sum((weight.to(torch.bfloat16) for _ in range(times)), torch.zeros(3)).sum()
+
+    return graphs(cast, *[lambda: torch.ones(1, requires_grad=True).sum()] * others)
+
+
+def of_weight(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> list[Graph]:
+    (weight,) = weights(1)
+    return graphs(lambda: first(weight), lambda: second(weight))
+
+
+def shared_tensor() -> list[Graph]:
+    one, other = weights()
+    shared = one * other
+    return graphs(lambda: shared.sum(), lambda: shared.mean())
+
+
+ORDERS: dict[str, tuple[Callable[[], list[Graph]], str]] = {
+    "none": (list, ""),
+    "each its own": (lambda: graphs(*[lambda: weights(1)[0].sum()] * 3), ""),
+    "each in turn": (lambda: of_weight(Tensor.sum, Tensor.sum), ""),
+    "one alone, twice": (lambda: graphs(lambda: (lambda w: (w * w).sum())(weights(1)[0])), ""),
+    "the other way round": (lambda: of_weight(Tensor.sum, Tensor.sum)[::-1], ORDER),
+    "twice by one": (lambda: of_weight(lambda w: (w * w + w).sum(), Tensor.sum), ORDER),
+    "one cast": (lambda: casts(1, 1), ""),
+    "two casts": (lambda: casts(2, 0), ORDER),
+    "two casts among others": (lambda: casts(2, 2), ORDER),
+    "a hook": (hooked, HOOK),
+    "a hook that sees one": (hooked_alone, ""),
+    "a shared tensor": (shared_tensor, SHARED),
+}
+
+
+@pytest.mark.parametrize("case", ORDERS)
+def test_an_order_of_sums_is_refused_where_it_is_not_the_loops(case: str) -> None:
+    make, message = ORDERS[case]
+    of_each = make()
+    if not message:
+        leaves().check_order(of_each)
+        return
+    with pytest.raises(OffloadError) as raised:
+        leaves().check_order(of_each)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("reached", "is_refused"),
+    [
+        ([0, 0, 1, 2, 2], False),
+        ([0, 1, 0], True),
+        ([0], False),
+        ([None, None], False),
+        ([2, None, 1], True),
+        ([2, None, 2], False),
+    ],
+    ids=str,
+)
+def test_inner_backwards_reach_a_leaf_in_the_order_of_micro_batches(
+    reached: list[int | None], is_refused: bool
+) -> None:
+    (weight,) = weights(1)
+    noted, inner = leaves(), Graph([weight.sum()])
+    for index in reached[:-1]:
+        noted.note_inner(inner, index)
+    if not is_refused:
+        noted.note_inner(inner, reached[-1])
+        return
+    with pytest.raises(OffloadError, match="a leaf of 3 is used several times"):
+        noted.note_inner(inner, reached[-1])
+
+
+def test_an_inner_backward_reaches_no_leaf_of_the_joint_one() -> None:
+    (weight,) = weights(1)
+    graph = Graph([weight.sum()])
+    noted = leaves()
+    noted.note(graph)
+    noted.check_order([graph])
+    noted.note_inner(graph, None)
+    with pytest.raises(OffloadError, match="used several times by one micro-batch"):
+        noted.note_inner(graph, 0)
+
+
+# ---- thread state ----
+
+
+def sees(kind: type) -> Any:
+    """Return a mode that changes nothing."""
+    method = "__torch_function__" if kind is TorchFunctionMode else "__torch_dispatch__"
+
+    def through(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+    return type("Sees", (kind,), {method: through})()
+
+
+@contextlib.contextmanager
+def changed(put: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+@contextlib.contextmanager
+def autocast_three_deep() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        yield
+
+
+C: Any = torch._C
+CHANGES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "saved tensors": (
+        "hooks",
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    ),
+    "no saved tensors": (
+        "hooks",
+        lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+    ),
+    "operators": ("modes", lambda: sees(TorchDispatchMode)),
+    "functions": ("modes", lambda: sees(TorchFunctionMode)),
+    "autocast": ("autocast", lambda: torch.autocast("cpu", torch.bfloat16)),
+    "autocast three deep": ("autocast", autocast_three_deep),
+    "autocast off": ("autocast", lambda: torch.autocast("cpu", enabled=False)),
+    "autocast elsewhere": (
+        "autocast",
+        lambda: changed(
+            lambda dtype: torch.set_autocast_dtype("cpu", dtype), torch.float16, torch.bfloat16
+        ),
+    ),
+    "autocast without cache": (
+        "autocast",
+        lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    ),
+    "no gradients": ("switches", torch.no_grad),
+    "no forward gradients": ("switches", lambda: changed(C._set_fwd_grad_enabled, False, True)),
+    "one thread": ("switches", lambda: torch.autograd.set_multithreading_enabled(False)),
+    "views again": ("switches", lambda: torch.autograd._force_original_view_tracking(True)),
+    "attention": (
+        "switches",
+        lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    ),
+    "precision": (
+        "kernels",
+        lambda: changed(torch.set_float32_matmul_precision, "high", "highest"),
+    ),
+    "dtype": (
+        "default_dtype",
+        lambda: changed(torch.set_default_dtype, torch.float64, torch.float32),
+    ),
+    "phase": ("phase", lambda: oracle_offload.phase("sampling")),
+    "exempt": ("exempt_depth", exemption.exempt),
+    "watched": ("watched", lambda: changed(first_forward.set_watched, True, False)),
+}
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Whether two states are equal, of whatever they are made."""
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    same = one == other
+    return bool(same.all() if isinstance(same, Tensor | numpy.ndarray) else same)
+
+
+def differing(one: Any, other: Any) -> set[str]:
+    """Return the fields in which two states differ."""
+    fields = zip(one._fields, one, other, strict=True)
+    return {name for name, a, b in fields if not are_same(a, b)}
+
+
+@pytest.mark.filterwarnings("ignore:Please use the new API settings")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_state_is_noted_and_put_back_and_noting_changes_nothing(change: str) -> None:
+    field, context = CHANGES[change]
+    states = ThreadStates([torch.device("cpu")])
+    before = states.now()
+    assert not differing(before, states.now())
+    with context():
+        inside = states.now()
+        assert field in differing(before, inside) and not differing(inside, states.now())
+        states.restore(before)
+        assert not differing(before, states.now())
+        states.restore(inside)
+        assert not differing(inside, states.now())
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            states.restore(inside)
+            assert not differing(inside, states.now())
+            nested = states.now()
+        states.restore(nested)
+        assert not differing(inside, states.now())
+    states.restore(before)
+    assert not differing(before, states.now())
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+
+
+def test_hooks_are_put_back_in_their_order() -> None:
+    states, called = ThreadStates([]), []
+    before = states.now()
+
+    def hooks(name: str) -> Any:
+        def pack(tensor: Tensor) -> Tensor:
+            called.append(name)
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    with hooks("outer"), hooks("inner"):
+        inside = states.now()
+        states.restore(before)
+        torch.ones(2, requires_grad=True).exp()
+        assert called == []
+        states.restore(inside)
+        torch.ones(2, requires_grad=True).exp()
+        assert called == ["inner"]
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch.ones(2, requires_grad=True).exp()
+        assert called == ["inner", "outer"]
+        states.restore(inside)
+    with torch.autograd.graph.disable_saved_tensors_hooks("for now"):
+        inside = states.now()
+        states.restore(before)
+        states.restore(inside)
+        with pytest.raises(RuntimeError, match="for now"):
+            hooks("refused").__enter__()
+
+
+def test_generators_are_seeded_and_put_back() -> None:
+    generators = Generators([torch.device("cpu")])
+
+    def drawn() -> list[float]:
+        return [torch.rand(()).item(), random.random(), numpy.random.rand()]
+
+    before = generators.now()
+    first = drawn()
+    generators.restore(before)
+    assert drawn() == first != drawn()
+    seed = 2**40 + 3
+    generators.seed(seed)
+    found = drawn()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    assert found == drawn()
+    generators.restore(before)
+
+
+ELSEWHERE = [torch.device("cuda", index) for index in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("available", "initialized", "given", "kept"),
+    [
+        (False, True, [1], [1]),
+        (True, False, [1], [1]),
+        (True, True, [], [0, 1]),
+        (True, True, [2], [0, 1, 2]),
+        (True, True, [1], [0, 1]),
+    ],
+)
+def test_generators_are_those_of_all_devices_that_have_some(
+    available: bool,
+    initialized: bool,
+    given: list[int],
+    kept: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There are two GPUs, and devices of which a state can be read or written alone."""
+    cards = {device: torch.Generator() for device in ELSEWHERE}
+    half = SimpleNamespace(get_rng_state=lambda device: None)
+    other = SimpleNamespace(set_rng_state=lambda state, device: None)
+    whole = SimpleNamespace(
+        get_rng_state=lambda device: cards[device].get_state(),
+        set_rng_state=lambda state, device: cards[device].set_state(state),
+    )
+    modules = {"cuda": whole, "xpu": half, "mps": other}
+    monkeypatch.setattr(torch, "get_device_module", lambda device: modules[device.type])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    devices = [torch.device(kind) for kind in ("cpu", "xpu", "mps")]
+    generators = Generators([*devices, *(ELSEWHERE[index] for index in given)])
+
+    def drawn() -> list[float]:
+        return [torch.rand((), generator=cards[device]).item() for device in ELSEWHERE]
+
+    before = generators.now()
+    first = drawn()
+    generators.restore(before)
+    again = drawn()
+    assert [index for index in range(3) if again[index] == first[index]] == kept
+
+
+def test_a_state_has_the_generators_and_the_stream_of_each_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there: dict[str, Any] = {"stream of cuda:0": "first", "stream of cuda:1": "second", "now": 1}
+    for name, put in {
+        "current_stream": lambda device: (str(device), there[f"stream of {device}"]),
+        "current_device": lambda: there["now"],
+        "set_stream": lambda stream: there.update({f"stream of {stream[0]}": stream[1], "now": 0}),
+        "set_device": lambda device: there.update(now=device),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, put)
+    modules = SimpleNamespace()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: modules)
+    states = ThreadStates([torch.device("cuda", 1), torch.device("cpu"), torch.device("cuda", 0)])
+    before, then = states.now(), dict(there)
+    assert before.streams == [("cuda:1", "second"), ("cuda:0", "first")] and before.cuda_device == 1
+    first = torch.rand(()).item()
+    there.update({"stream of cuda:0": "another", "stream of cuda:1": "another", "now": 0})
+    states.restore(before)
+    assert there == then and torch.rand(()).item() == first
+    without = ThreadStates([torch.device("cpu")]).now()
+    assert (without.streams, without.cuda_device) == ([], None)
+
+
+def test_a_cast_that_autocast_keeps_is_not_anothers() -> None:
+    states = ThreadStates([])
+    weight = torch.ones(2, 2, requires_grad=True)
+
+    def cast() -> Any:
+        product = (torch.ones(1, 2) @ weight).grad_fn
+        assert product is not None
+        return next(node for node, _ in product.next_functions if node is not None)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = cast()
+        assert kept.name() == "ToCopyBackward0" and cast() is kept
+        states.restore(states.now())
+        assert cast() is not kept
+
+
+def test_a_torch_that_does_not_name_its_hooks_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert can_take_turns() is hasattr(C._autograd, "_top_saved_tensors_default_hooks")
+    monkeypatch.setattr(thread_state, "_top_hooks", None)
+    assert not can_take_turns()
+    states = ThreadStates([])
+    before = states.now()
+    assert before.hooks is None
+    called: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: called.append(t) or t, lambda t: t):
+        states.restore(before)
+        torch.ones(2, requires_grad=True).exp()
+    assert len(called) == 1
+
+
+def test_generators_without_numpy_are_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(__import__("sys").modules, "numpy")
+    generators = Generators([])
+    before = generators.now()
+    assert before[3] is None
+    first = torch.rand(()).item(), random.random()
+    generators.restore(before)
+    assert (torch.rand(()).item(), random.random()) == first
+    generators.seed(1)
+
+
+def test_attributes_of_objects_and_of_their_dicts_are_put_back() -> None:
+    trainer = SimpleNamespace(step=1, counts={"a": 1}, rows=[1])
+    network = nn.Linear(2, 2)
+    network.table = {"b": 1}
+    counts, table = trainer.counts, network.table
+    states = ThreadStates([], [trainer, network])
+    before = states.now()
+    assert [one for one, _ in before.owned] == [vars(trainer), vars(network), counts]
+    trainer.step, trainer.late = 2, 3
+    trainer.counts["a"], trainer.counts["c"] = 2, 3
+    del trainer.rows
+    network.mode, table["b"] = "other", 2
+    inside = states.now()
+    states.restore(before)
+    assert vars(trainer) == {"step": 1, "counts": {"a": 1}, "rows": [1]}
+    assert trainer.counts is counts and not hasattr(network, "mode")
+    assert network.table == {"b": 2}, "a module's dicts are its own"
+    states.restore(inside)
+    assert vars(trainer) == {"step": 2, "counts": {"a": 2, "c": 3}, "late": 3}
+    assert network.mode == "other"
+
+
+# ---- flags of the whole process ----
+
+
+def others_than(value: Any) -> list[Any]:
+    """Return what else a flag may be."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, value - 1]
+    if isinstance(value, tuple):
+        return [tuple(not one for one in value), (not value[0], *value[1:]), value[::-1]]
+    if isinstance(value, list):
+        return [value[::-1]]
+    return ["ieee", "tf32", "high", "greedy"]
+
+
+@pytest.mark.filterwarnings("ignore:Please use the new API settings", "ignore:.*is not one of")
+def test_every_flag_that_can_be_set_is_put_back() -> None:
+    before = kernel_flags.now()
+    set_once = 0
+    for at, (get, put) in enumerate(kernel_flags._FLAGS):
+        for other in others_than(before[at]):
+            with contextlib.suppress(Exception):
+                put(other)
+            if get() != before[at]:
+                set_once += 1
+                break
+        inside = kernel_flags.now()
+        kernel_flags.restore(before)
+        assert kernel_flags.now() == before, at
+        kernel_flags.restore(inside)
+        assert kernel_flags.now() == inside, at
+        kernel_flags.restore(before)
+    assert set_once >= 15, f"{set_once} of {len(before)} could be set"
+    assert len(before) >= 30
+
+
+@pytest.mark.skipif(not hasattr(C, "_set_fp32_precision_setter"), reason="torch 2.9 and later")
+@pytest.mark.parametrize("which", kernel_flags._PRECISIONS, ids=".".join)
+def test_a_precision_that_others_follow_is_put_back_with_them(which: tuple[str, str]) -> None:
+    before = kernel_flags.now()
+    get, put = kernel_flags._precision(*which)
+    try:
+        for value in ("ieee", "tf32", "none", "ieee"):
+            C._set_fp32_precision_setter(*which, "ieee" if value != "ieee" else "tf32")
+            put(value)
+            assert get() == value or value == "none"
+            assert get() == C._get_fp32_precision_getter(*which)
+        kernel_flags.restore(before)
+        assert kernel_flags.now() == before
+    finally:
+        kernel_flags.restore(before)
+
+
+def test_numbers_that_are_too_small_are_flushed_where_they_were() -> None:
+    before = kernel_flags.now()
+    tiny = torch.full((), 1e-40)
+    for flushes in (True, False):
+        torch.set_flush_denormal(flushes)
+        inside = kernel_flags.now()
+        torch.set_flush_denormal(not flushes)
+        kernel_flags.restore(inside)
+        assert (tiny.add(0).item() == 0) is flushes
+    assert kernel_flags.now() == before
+
+
+def test_a_flag_that_this_torch_lacks_is_left_out() -> None:
+    assert kernel_flags._named("no_such_flag") is None
+    other_half = SimpleNamespace(_set_flag=lambda *v: None)
+    kept: list[Any] = []
+    half = SimpleNamespace(_get_flag=lambda: 1)
+    both = SimpleNamespace(_get_flag=lambda: (True, False), _set_flag=lambda *v: kept.append(v))
+
+    def unknown() -> Any:
+        raise RuntimeError("in other words")
+
+    refuses = SimpleNamespace(_get_flag=unknown, _set_flag=kept.append)
+    with pytest.MonkeyPatch.context() as patch:
+        for part in (half, other_half):
+            patch.setattr(kernel_flags, "_C", part)
+            assert kernel_flags._named("flag") is None
+        patch.setattr(kernel_flags, "_C", both)
+        get, put = kernel_flags._named("flag") or (None, None)
+        assert get is not None and put is not None and get() == (True, False)
+        put((True, True))
+        put(None)
+        put("one")
+        patch.setattr(kernel_flags, "_C", refuses)
+        get, _ = kernel_flags._named("flag") or (None, None)
+        assert get is not None and get() is None
+    assert kept == [(True, True), ("one",)]
+
+
+# ---- grains ----
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Blocks in a list that has no forward, a head, and what has no weights.
+
+    The arena has room for two of its largest layer: a wide head makes the blocks small beside it.
+    """
+
+    def __init__(self, blocks: int = 6, head: int = 20 * 64) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.act = nn.Tanh()
+        self.head = nn.Linear(64, head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.act(x))
+
+
+class Table(Net):
+    """Its own Parameter is lent to all of its forward."""
+
+    def __init__(self, blocks: int = 6) -> None:
+        super().__init__(blocks)
+        self.table = nn.Parameter(torch.randn(600, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table[:1])
+
+
+def grains_named(model: nn.Module, **options: Any) -> tuple[list[str], list[str]]:
+    """Return the names of a model's grains, and of the layers that lend around them."""
+    known = {module: name for name, module in model.named_modules()}
+    with attached(model, "cpu", offload_percent=1.0, **options) as manager:
+        found = grains_of(manager.attachment)
+        assert manager.attachment.managed_bytes > manager.attachment.arena.capacity_bytes
+        return [known[module] for module in found.modules], [one.name for one in found.lending]
+
+
+BLOCKS = [f"blocks.{i}" for i in range(6)]
+PARTS = [f"blocks.{i}.{part}" for i in range(6) for part in ("up", "down")]
+
+
+def test_grains_are_the_blocks_where_they_are_small_beside_the_arena() -> None:
+    assert grains_named(Net()) == ([*BLOCKS, "head"], [])
+    nested = [f"0.{name}" for name in (*BLOCKS, "head")]
+    assert grains_named(nn.Sequential(Net())) == (nested, [])
+
+
+def test_grains_are_layers_where_a_block_is_large_beside_the_arena() -> None:
+    assert grains_named(Net(head=4)) == ([*PARTS, "head"], [])
+    assert grains_named(Net(head=4), ignore_modules=["head", "blocks.2"]) == (
+        [part for part in PARTS if "blocks.2" not in part],
+        [],
+    )
+
+
+def test_a_compiled_block_is_one_grain_however_large() -> None:
+    net = Net(head=4)
+    net.blocks[1].compile(backend="eager")
+    found, _ = grains_named(net)
+    assert found == [*PARTS[:2], "blocks.1", *PARTS[4:], "head"]
+
+
+class Listed(nn.Module):
+    """Lists that have no forward, and a table whose rows are read where they lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5000, 64)
+        self.few = nn.ModuleList([Block()])
+        self.heads = nn.ModuleList(nn.Linear(64, 20 * 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.few[0](self.table(x))
+        return [head(x) for head in self.heads]
+
+
+def test_a_grain_is_called_and_has_weights_that_travel() -> None:
+    heads = [f"heads.{i}" for i in range(4)]
+    assert grains_named(Listed()) == (["few.0", *heads], [])
+    model = Listed()
+    model.few.forward = lambda x: model.few[0](x)  # type: ignore[method-assign]
+    assert grains_named(model) == (["few", *heads], [])
+
+
+def test_a_model_that_is_gone_has_no_grains() -> None:
+    model = Net()
+    attachment = oracle_offload.attach(model, "cpu", offload_percent=1.0).attachment
+    assert len(grains_of(attachment).modules) == 7
+    del model
+    gc.collect()
+    assert attachment.module() is None and grains_of(attachment) == ([], [])
+
+
+def test_what_lends_around_grains_is_told_from_the_outside_in() -> None:
+    assert grains_named(Table()) == ([*BLOCKS, "head"], [""])
+    nested = [f"0.{name}" for name in (*BLOCKS, "head")]
+    assert grains_named(nn.Sequential(Table())) == (nested, ["0"])
+
+
+def test_there_are_no_grains_where_all_weights_have_room() -> None:
+    with attached(Net(6), "cpu", offload_percent=0.0) as manager:
+        assert grains_of(manager.attachment) == ([], [])
+
+
+# ---- what a step hands over, and what it leaves ----
+
+
+def test_a_loss_is_a_tensor_with_a_gradient() -> None:
+    loss = torch.ones((), requires_grad=True) * 2
+    assert _checked_loss(loss) is loss
+    told = "and did not call backward; return the loss, or call loss.backward() once."
+    for wrong, what in (
+        (None, "NoneType"),
+        (3, "int"),
+        (torch.ones(()), "a tensor without a gradient"),
+    ):
+        with pytest.raises(OffloadError) as raised:
+            _checked_loss(wrong)
+        assert str(raised.value) == f"the step returned {what} {told}"
+
+
+def test_a_step_hands_its_losses_and_their_gradients_over() -> None:
+    one, other = (torch.ones((), requires_grad=True) * 2 for _ in range(2))
+    weight = torch.tensor(3.0)
+    for given, roots, of_each in (
+        ((one,), (one,), (None,)),
+        ((one, weight), (one,), (weight,)),
+        (([one, other],), (one, other), (None, None)),
+        (([one, other], [None, weight]), (one, other), (None, weight)),
+    ):
+        micro_batch = _MicroBatch(0, None, 0)
+        micro_batch.hand_over(*given, retain_graph=False, create_graph=False)
+        assert [*map(id, micro_batch.roots)] == [*map(id, roots)]
+        assert micro_batch.gradients == of_each
+        with pytest.raises(OffloadError) as raised:
+            micro_batch.hand_over(one)
+        assert str(raised.value) == (
+            "the step called backward twice; add the losses up and call it once."
+        )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"retain_graph": True}, {"create_graph": True}, {"inputs": []}, {"grad_variables": ()}],
+    ids=str,
+)
+def test_a_backward_over_all_takes_no_such_argument(given: dict[str, Any]) -> None:
+    micro_batch = _MicroBatch(0, None, 0)
+    with pytest.raises(OffloadError) as raised:
+        micro_batch.hand_over(torch.ones((), requires_grad=True), **given)
+    assert str(raised.value) == (
+        "the step called backward with retain_graph, create_graph or inputs, which a backward over "
+        "all micro-batches cannot take; leave them out."
+    )
+    assert micro_batch.roots == ()
+
+
+def test_what_a_step_returned_is_the_answer_or_the_loss_it_called_backward_of() -> None:
+    loss = torch.ones((), requires_grad=True) * 2
+    micro_batch = _MicroBatch(0, None, 0)
+    micro_batch.hand_over(loss)
+    for result, expected in ((None, loss), (loss * 3, loss * 3), ("words", "words")):
+        micro_batch.result = result
+        answer = micro_batch.answer()
+        assert answer == expected
+        assert not isinstance(answer, Tensor) or not answer.requires_grad
+
+
+def test_a_micro_batch_makes_room_where_it_can_be_left_and_entered_again() -> None:
+    micro_batch = _MicroBatch(0, None, 0)
+    assert micro_batch.is_divisible() and not micro_batch.has_ended
+    with torch.inference_mode():
+        assert not micro_batch.is_divisible()
+    micro_batch.wholes = 1
+    assert not micro_batch.is_divisible()
+    for dead in (False, True):
+        micro_batch.greenlet = SimpleNamespace(dead=dead)  # type: ignore[assignment]
+        assert micro_batch.has_ended is dead
+
+
+def test_states_of_generators_are_compared_whole() -> None:
+    state = (torch.arange(3), [torch.ones(2)], (3, (1, 2), None), numpy.arange(2))
+    others = [
+        (torch.arange(1, 4), *state[1:]),
+        (state[0], [torch.zeros(2)], *state[2:]),
+        (*state[:2], (3, (1, 3), None), state[3]),
+        (*state[:3], numpy.arange(1, 3)),
+    ]
+    assert _are_equal(state, (torch.arange(3), [torch.ones(2)], (3, (1, 2), None), numpy.arange(2)))
+    assert not any(itertools.starmap(_are_equal, ((state, other) for other in others)))
+
+
+@pytest.mark.parametrize("way", ["written", "replaced", "deleted", "inference", "kept"])
+def test_a_buffer_that_forwards_write_is_named(way: str) -> None:
+    model = nn.Sequential(nn.ReLU(), nn.ReLU())
+    model[1].register_buffer("calls", torch.zeros(2))
+    if way == "inference":
+        with torch.inference_mode():
+            model[1].register_buffer("calls", torch.zeros(2))
+    carried = _CarriedState([nn.Linear(2, 2), model])
+    {
+        "written": lambda: model[1].calls.add_(1),
+        "replaced": lambda: model[1].register_buffer("calls", torch.zeros(2)),
+        "deleted": lambda: delattr(model[1], "calls"),
+    }.get(way, lambda: None)()
+    if way in ("inference", "kept"):
+        carried.check()
+        return
+    with pytest.raises(OffloadError) as raised:
+        carried.check()
+    assert str(raised.value) == (
+        "the forward writes to buffer '1.calls': what one micro-batch leaves there reaches the "
+        "next in another order. Pass interleave=False."
+    )
+
+
+def test_batch_norm_is_refused_only_where_it_trains_on_running_statistics() -> None:
+    norm = nn.BatchNorm1d(2)
+    with pytest.raises(OffloadError) as raised:
+        _CarriedState([nn.Sequential(nn.ReLU(), norm)])
+    assert str(raised.value) == (
+        "'1' (BatchNorm1d) trains: its statistics depend on the order of the micro-batches. Call "
+        "eval() on it, or pass interleave=False."
+    )
+    for still in (norm.eval(), nn.BatchNorm1d(2, track_running_stats=False), nn.LayerNorm(2)):
+        _CarriedState([nn.Sequential(nn.ReLU(), still)]).check()
