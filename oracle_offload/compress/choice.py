@@ -195,8 +195,10 @@ def choose(
         return Choice(every, "ram_budget has no room for all weights, compressed or not")
     if travels and ask is None:
         return Choice(every, "what travels may hold steps up: none was measured here yet")
-    if not travels and not short:
-        return Choice([], "all weights have room on the device")
+    if not travels:
+        if not short:
+            return Choice([], "all weights have room on the device")
+        ask = None
     planned = _planned(units, sizes, every, expected)
     order = _in_order(planned, capacity)
     said, least = [], 0
@@ -204,7 +206,7 @@ def choose(
         saved = itertools.accumulate(planned[number].saved_host for number in order)
         least = bisect.bisect_left(list(saved), short) + 1
         said.append(f"ram_budget is {format_size(int(short))} short of the weights as they are")
-    if travels and ask is not None:
+    if ask is not None:
         try:
             count, plain_s, step_s = _least_for_link(planned, order, ask)
         except OffloadError as error:  # of the process that plans
@@ -348,7 +350,8 @@ def _expected_bytes(tensor: Tensor, files: Files | None) -> int:
         else:  # converted while it is read: nothing is known yet
             return tensor_bytes(tensor)
         step = max(_SAMPLE, flat.numel() // _SAMPLES)
-        parts = [flat[at : at + _SAMPLE].cpu() for at in range(0, flat.numel(), step)]
+        # A flat view of every other element is no sequence of bytes.
+        parts = [flat[at : at + _SAMPLE].cpu().contiguous() for at in range(0, flat.numel(), step)]
         sample = torch.cat([part.view(torch.uint8) for part in parts])
     count = sample.numel() // tensor.element_size()
     coded = HostBuffer(_core.coded_room(kind, count))
