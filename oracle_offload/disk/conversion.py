@@ -84,8 +84,6 @@ def _of_transformers(module: Any, plain: dict[str, Source], path: str) -> dict[s
     for key in sorted(plain, key=dot_natural_key):
         names = renamings, converters, module.base_model_prefix, state
         name, pattern = rename_source_key(key, *names)
-        if name not in state and key in state:
-            name, pattern = rename_source_key(key, [], [], *names[2:])
         if pattern is None or name not in state:
             found.setdefault(name if name in state else key, plain[key])
         else:

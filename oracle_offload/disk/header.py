@@ -164,8 +164,10 @@ def _refuse_gaps(found: Mapping[str, Stored], start: int, size: int, path: str) 
                 "gap."
             )
         end += stored.nbytes
-    if end != size:
-        what = "is cut off" if end > size else "has bytes that belong to no tensor"
+    what = "has bytes that belong to no tensor" if end < size else ""
+    if end > size:
+        what = "is cut off"
+    if what:
         raise OffloadError(
             f"'{path}' {what}: its tensors end at byte {end}, the file at {size}; copy or download "
             "it again."

@@ -68,12 +68,12 @@ class Loading:
         self.piece_bytes = None if quantize is None else _QUANTISED_PIECE_BYTES
         self._reader = Reader()
         self._swapped: list[tuple[Tensor, Tensor]] = []
-        self._to_come: dict[int, tuple[Tensor, Source]] = {}  # by `id` of the tensor
         self._is_done = False
         self._read_bytes, self._began = 0, time.monotonic()
         self._checkpoint = Checkpoint(weights)
         try:
-            self._to_come = _match(module, find_sources(module, self._checkpoint), str(weights))
+            sources = find_sources(module, self._checkpoint)
+            self._to_come = _match(module, sources, str(weights))  # by `id` of the tensor
         except BaseException:
             self._checkpoint.close()
             raise

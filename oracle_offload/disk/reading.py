@@ -79,11 +79,10 @@ class Reader:
         if not target.numel():
             return
         if target.is_contiguous():
-            target = target.view(-1)  # so that it can be cut anywhere
-        row_bytes = target[:1].numel() * dtype.itemsize if target.dim() else dtype.itemsize
-        rows = max(1, BLOCK_BYTES // row_bytes)
+            target = target.view(-1)  # so that it can be cut anywhere, a scalar too
+        rows = max(1, BLOCK_BYTES // (target[:1].numel() * dtype.itemsize))
         as_it_is = dtype is target.dtype and target.is_contiguous()
-        for block in target.split(rows) if target.dim() else (target,):
+        for block in target.split(rows):
             nbytes = block.numel() * dtype.itemsize
             if as_it_is:
                 yield nbytes, _direct(file, begin, block)

@@ -149,7 +149,7 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
         return
     with torch.no_grad():
         if tensor.is_contiguous():
-            tensor = tensor.view(-1)
-        rows = max(1, BLOCK_BYTES * len(tensor) // tensor_bytes(tensor)) if tensor.dim() else 1
-        for block in tensor.split(rows) if tensor.dim() else (tensor,):
+            tensor = tensor.view(-1)  # a scalar too
+        rows = max(1, BLOCK_BYTES * len(tensor) // tensor_bytes(tensor))
+        for block in tensor.split(rows):
             yield block.to("cpu").contiguous()

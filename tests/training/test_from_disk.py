@@ -6,6 +6,8 @@ import copy
 import json
 import os
 import signal
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -19,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import masters, simulator
-from oracle_offload.disk.checkpoint import WeightFile
+from oracle_offload.disk.checkpoint import Checkpoint, WeightFile
+from oracle_offload.disk.conversion import find_sources, ignored_patterns
 from oracle_offload.disk.header import Stored
+from oracle_offload.disk.loading import Loading
 from oracle_offload.disk.source import Fragment, Source, whole
 from oracle_offload.engines import open_states
 from oracle_offload.errors import OffloadError
@@ -295,6 +299,36 @@ def test_keys_that_the_class_ignores_are_ignored(tmp_path):
         assert_same_state(managed, resident)
 
 
+@pytest.mark.parametrize(
+    ("end", "pattern"),
+    [("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")],
+)
+def test_buffers_that_older_files_of_transformers_have_are_ignored(end, pattern):
+    own, other = models.llama(), nn.Module()
+    for model in (own, other):
+        model.part = nn.Module()
+        model.part.rotary_emb = nn.Module()
+        place, name = (model.part.rotary_emb, "inv_freq") if "." in end else (model, end)
+        place.register_buffer(name, torch.ones(1))
+    assert ignored_patterns(own).count(pattern) == 1
+    assert ignored_patterns(other) == []
+    assert ignored_patterns(nn.Linear(1, 1)) == []
+
+
+@pytest.mark.parametrize("missing", ["transformers.conversion_mapping", "transformers"])
+def test_names_are_the_model_s_before_transformers_converted_them(missing, tmp_path, monkeypatch):
+    model = models.llama()
+    model.save_pretrained(tmp_path)
+    opened = Checkpoint(tmp_path)
+    opened.close()
+    monkeypatch.setitem(sys.modules, missing, None)
+    if missing == "transformers":
+        monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
+    found = find_sources(model, opened)
+    assert found.keys() == opened.tensors.keys()
+    assert all(source.fragments[0].name == name for name, source in found.items())
+
+
 # ---- with the other arguments ----
 
 
@@ -422,9 +456,10 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path, what):
     good = path.read_bytes()
     damage(tmp_path, path, what)
     managed = without_values()
-    before, shift = before_it(managed), managed.shift.clone()
+    before, shift, files = before_it(managed), managed.shift.clone(), open_files()
     with pytest.raises(OffloadError, match=REFUSED[what]) as raised:
         oracle_offload.attach(managed, "cpu", weights=path)
+    assert open_files() == files
     assert str(path) in str(raised.value)
     assert_untouched(managed, before)
     assert_same(managed.shift, shift)
@@ -554,6 +589,107 @@ def test_empty_weights_leaves_out_parameters_alone():
     assert_same(model.scale, torch.linspace(1, 2, 64))
     assert not nn.Linear(2, 2).weight.is_meta
     assert {p.requires_grad for p in model.parameters()} == {True}
+
+
+def test_empty_weights_keeps_what_is_said_of_a_parameter_and_other_kinds():
+    class Own(nn.Parameter):
+        pass
+
+    module = nn.Module()
+    with oracle_offload.empty_weights():
+        frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        frozen.note = "kept"
+        module.frozen, module.own = frozen, Own(torch.ones(2))
+        module.register_parameter("none", None)
+        module.again = frozen
+    assert module.frozen is module.again is frozen
+    assert frozen.is_meta and not frozen.requires_grad and frozen.note == "kept"
+    assert type(module.own) is Own and not module.own.is_meta and module.none is None
+
+
+def test_what_a_loading_still_has_to_read_and_has_read_is_told(tmp_path):
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    before = open_files()
+    loading = Loading(managed, path)
+    assert loading.piece_bytes is None
+    first, shift, table = managed.first.weight, managed.shift, managed.table
+    assert loading.have(first) and loading.have(shift) and not loading.have(table)
+    assert loading.bytes_of(first) == 4 * 64 * 64 and loading.bytes_of(table) == 4 * 64
+    with loading:
+        there = torch.empty(64)
+        told = []
+        loading.read([(shift, there)], told.append)
+        assert_same(there, resident.shift)
+        assert sum(told) == loading._read_bytes == 256 and not loading.have(shift)
+        assert managed.stack.untyped_storage().nbytes() == 0
+        where = loading.origin(first)
+        begin, end = where.skipped, where.skipped + 4 * 64 * 64
+        assert where.memory[begin:end] == resident.first.weight.detach().numpy().tobytes()
+        loading.skip(first)
+        assert not loading.have(first)
+        loading._read_bytes += (3 << 30) - 256
+        loading._began = time.monotonic() - 2
+        said = f"3.000 GiB from '{path}' in 2.0 s (1.61 GB/s)"
+        assert loading.done() == said
+    assert not managed.last.weight.is_meta  # kept from `done` on
+    assert open_files() == before
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        loading.read([(managed.stack, torch.empty(6, 64, 64))], told.append)
+
+
+def open_files():
+    """Return how many files are open; 0 where the system does not tell."""
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+def test_what_is_quantised_is_copied_in_small_pieces(tmp_path):
+    _, path = saved(tmp_path)
+    assert Loading(without_values(), path, lambda module: None).piece_bytes == 64 << 20
+
+
+def test_what_stays_resident_is_on_the_host_in_batches(tmp_path, monkeypatch):
+    from oracle_offload.disk import loading
+
+    resident, path = saved(tmp_path)
+    managed = without_values()
+    sizes, honest = [], Loading._read_resident
+
+    def read_resident(self, batch, *more):
+        sizes.append([tensor.nbytes for tensor, _ in batch])
+        honest(self, batch, *more)
+        assert batch == []
+
+    monkeypatch.setattr(Loading, "_read_resident", read_resident)
+    monkeypatch.setattr(loading, "_BATCH_BYTES", 20_000)
+    with attached(managed, "cpu", weights=path, ignore_modules=["blocks"]):
+        assert_same_state(managed, resident)
+    assert len(sizes) == 3
+    assert all(sum(batch) >= 20_000 > sum(batch[:-1]) for batch in sizes[:-1])
+    assert sum(sizes[-1]) < 20_000
+
+
+def test_several_faults_of_a_file_are_told_at_once(tmp_path):
+    _, path = saved(tmp_path)
+    state = load_file(path)
+    del state["stack"]
+    save_file({**state, "more": torch.zeros(1)}, path)
+    managed = without_values()
+    with pytest.raises(OffloadError) as raised:
+        oracle_offload.attach(managed, "cpu", weights=path)
+    assert str(raised.value) == (
+        f"'{path}' does not fit Tower: it lacks: 'stack' and the model has no: 'more'."
+    )
+
+
+def test_a_lost_table_of_a_part_is_named_with_its_place(tmp_path):
+    _, path = saved(tmp_path)
+    managed = without_values()
+    managed.blocks[1].scale = torch.ones(2, device="meta")
+    with pytest.raises(
+        OffloadError, match=r"^'blocks\.1\.scale' is on the meta device, and no file"
+    ):
+        oracle_offload.attach(managed, "cpu", weights=path)
 
 
 def test_empty_weights_is_of_one_thread_and_ends_with_an_error():

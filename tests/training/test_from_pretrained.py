@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import socket
+from types import SimpleNamespace
 
 import models
 import pytest
@@ -15,6 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import oracle_offload
+from oracle_offload.disk import conversion
+from oracle_offload.disk.checkpoint import Checkpoint
+from oracle_offload.disk.header import Stored
+from oracle_offload.disk.source import Fragment, Source
 from oracle_offload.engines import open_states
 from oracle_offload.errors import OffloadError
 
@@ -177,6 +182,22 @@ def test_the_dtype_that_is_asked_for_is_the_librarys(tmp_path, name, dtype):
     kind = saved(name, tmp_path)
     expected = kind.from_pretrained(tmp_path, dtype=dtype)
     model = oracle_offload.from_pretrained(kind, tmp_path, "cpu", dtype=dtype)
+    assert_same_model(model, expected)
+    model._memory_manager.detach()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
+def test_a_file_with_the_names_of_the_model_is_read_as_it_is(tmp_path, name):
+    torch.manual_seed(0)
+    expected = BUILDS[name]().eval()
+    try:
+        expected.save_pretrained(tmp_path, save_original_format=False)
+    except TypeError:
+        pytest.skip("before version 5 a file has the model's names in any case")
+    opened = Checkpoint(tmp_path)
+    opened.close()
+    assert {n for n, _ in expected.named_parameters()} == opened.tensors.keys()
+    model = oracle_offload.from_pretrained(type(expected), tmp_path, "cpu")
     assert_same_model(model, expected)
     model._memory_manager.detach()
 
@@ -400,9 +421,43 @@ def test_a_rule_that_is_not_known_is_refused_by_name(tmp_path, monkeypatch):
         )
     ]
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", rule(kind, rules))
-    with pytest.raises(OffloadError, match=r"makes 'model\.layers\.0\.mlp\.down_proj.* by Unheard"):
+    name = r"model\.layers\.0\.mlp\.down_proj\.weight"
+    with pytest.raises(OffloadError, match=f"makes '{name}' of '{name}' and 0 others by Unheard,"):
         oracle_offload.from_pretrained(kind, tmp_path, "cpu")
     assert not open_states()
+
+
+CHUNKS = {
+    "two rows": ({}, (2, 3), ["k", "v"], [(0, 12), (12, 12)]),
+    "three rows": ({}, (3, 3), ["k", "v"], None),
+    "columns": ({"dim": 1}, (2, 4), ["k", "v"], None),
+    "as many as an attribute says": ({"num_shards_attribute": "heads"}, (2, 3), ["k", "v"], None),
+    "a vector": ({}, (6,), ["q", "k", "v"], [(0, 8), (8, 8), (16, 8)]),
+}
+
+
+@pytest.mark.parametrize("what", CHUNKS)
+def test_a_tensor_is_cut_into_rows_that_lie_one_behind_the_other(what):
+    about, shape, targets, places = CHUNKS[what]
+    nbytes = 4 * torch.Size(shape).numel()
+    stored = Stored("F32", shape, 100, nbytes)
+    whole = Source(shape, (Fragment("kv", None, stored, lambda tensor: tensor),))
+    operation = SimpleNamespace(**{"dim": 0, "num_shards_attribute": None, **about})
+    made = {"kv": [conversion._Made.of(whole)]}
+    if places is None:
+        with pytest.raises(ValueError, match="not rows of one tensor"):
+            conversion._chunk(operation, made, targets, ())
+        return
+    found = conversion._chunk(operation, made, targets, ())
+    assert list(found) == targets
+    for target, (begin, size) in zip(targets, places, strict=True):
+        (fragment,) = found[target][0].source().fragments
+        rows = (shape[0] // len(targets), *shape[1:])
+        assert fragment.stored == Stored("F32", rows, 100 + begin, size)
+        assert found[target][0].shape == rows
+    turned = found[targets[0]][0].below((3, 1), torch.t)
+    with pytest.raises(ValueError, match="not rows of one tensor"):
+        conversion._chunk(operation, {"kv": [turned]}, ["k"], ())
 
 
 def test_names_that_the_library_ignores_are_ignored(tmp_path):

@@ -14,6 +14,8 @@ from torch import nn
 
 import oracle_offload
 from oracle_offload import masters, simulator
+from oracle_offload.disk import loading
+from oracle_offload.disk.quantising import Quantiser
 from oracle_offload.engines import open_states
 from oracle_offload.layers.flatten import plain_tensors
 from oracle_offload.layers.formats import _is_weight_only, format_of
@@ -104,6 +106,87 @@ def test_one_layer_at_a_time_is_there_unquantised(tmp_path):
     assert max(most) == max(64 * 128, 100 * 64) * 2
     assert sum(w.untyped_storage().nbytes() for w in originals) == 0
     manager.detach()
+
+
+class Int8(nn.Module):
+    """What stands for a Linear once it is quantised."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.register_buffer("values", inner.weight.detach().to(torch.int8))
+
+
+def test_what_is_quantised_is_the_modules_without_children_that_have_parameters():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.inner = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
+
+    model = nn.Sequential(Own(), nn.ReLU(), nn.Linear(2, 2))
+    assert [name for name, _ in Quantiser(model, print).modules()] == ["0.inner", "2"]
+
+
+def test_a_quantiser_replaces_a_module_wherever_it_is_and_can_undo_it():
+    shared, head, table = nn.Linear(2, 2), nn.Linear(2, 3, bias=False), nn.Embedding(3, 2)
+    head.weight = table.weight
+    model = nn.ModuleDict({"a": nn.Sequential(shared), "b": shared, "head": head, "table": table})
+    names = []
+
+    def quantize(module):
+        names.append([name for name, _ in module.named_modules()])
+        for parent in list(module.modules()):
+            for key, child in parent._modules.items():
+                if isinstance(child, nn.Linear):
+                    parent._modules[key] = Int8(child)
+
+    def parts():
+        return {
+            name: (inner, dict(inner._modules), dict(inner._parameters))
+            for name, inner in model.named_modules(remove_duplicate=False)
+        }
+
+    before = parts()
+    quantiser = Quantiser(model, quantize)
+    for name, inner in quantiser.modules():
+        quantiser.quantise(name, inner)
+    assert names == [["", "a", "a.0"], ["", "head"], ["", "table"]]
+    assert isinstance(model["b"], Int8) and model["a"][0] is model["b"]
+    assert shared.weight.numel() == shared.bias.numel() == 0
+    assert isinstance(model["head"], Int8) and table.weight.numel() == 6  # tied: still held
+    quantiser.undo()
+    assert parts() == before
+    assert model["a"][0] is model["b"] is shared and model["head"] is head
+
+
+@pytest.mark.parametrize(("batch_bytes", "trims"), [(1, 4), (96, 2), (97, 1), (1 << 20, 0)])
+def test_the_heap_is_trimmed_once_enough_was_read(tmp_path, monkeypatch, batch_bytes, trims):
+    path, calls = tmp_path / "x.safetensors", []
+    resident = nn.Sequential(*(nn.Linear(3, 4, bias=False) for _ in range(4)))  # 48 bytes each
+    save_file(resident.state_dict(), path)
+    with oracle_offload.empty_weights():
+        managed = nn.Sequential(*(nn.Linear(3, 4, bias=False) for _ in range(4)))
+    monkeypatch.setattr(loading, "_BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(loading, "trim_heap", lambda: calls.append(1))
+    with loading.Loading(managed, path, lambda module: None):
+        assert len(calls) == trims
+        assert_same(dict(managed.state_dict()), dict(resident.state_dict()))
+
+
+def test_a_model_that_is_one_module_is_quantised_in_place():
+    model = nn.Linear(2, 2)
+    weight = model.weight
+
+    def quantize(module):
+        assert module is model
+        module.__class__ = nn.Identity
+        del module.weight
+
+    quantiser = Quantiser(model, quantize)
+    ((name, inner),) = quantiser.modules()
+    quantiser.quantise(name, inner)
+    assert name == "" and weight.numel() == 0 and model.bias.numel() == 2
+    quantiser.undo()
+    assert type(model) is nn.Linear and model.weight is weight
 
 
 class Stop(BaseException):

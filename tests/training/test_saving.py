@@ -90,6 +90,47 @@ def test_shards_are_no_larger_than_asked_and_named_by_the_index(tmp_path):
     assert_same(read(tmp_path), state_of(Model()))
 
 
+def test_a_shard_is_as_large_as_allowed_and_none_is_empty(tmp_path):
+    model = nn.ParameterList(torch.randn(size) for size in (100, 25, 25, 25))
+    oracle_offload.save_weights(model, tmp_path, shard_bytes=200)
+    weights = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert list(weights.values()) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 2, 3)]
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+
+
+def test_each_memory_is_written_once_and_tensors_of_nothing_each(tmp_path):
+    model = nn.Module()
+    values = torch.randn(6)
+    for name, tensor in {
+        "a": values, "same": values.view(6), "other shape": values.view(2, 3),
+        "none": torch.empty(0), "none too": torch.empty(0), "scalar": torch.tensor(3.0),
+    }.items():  # fmt: skip
+        model.register_buffer(name, tensor)
+    oracle_offload.save_weights(model, tmp_path / "x.safetensors")
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == {"a", "other shape", "none", "none too", "scalar"}
+    assert_same(found, {name: getattr(model, name) for name in found})
+
+
+def test_a_tensor_is_copied_in_blocks_whatever_its_rows():
+    for tensor in (torch.randn(1, 1000), torch.randn(1000), torch.randn(40, 25).t()):
+        blocks = list(saving._blocks(tensor))
+        assert max(block.nbytes for block in blocks) <= 1000 and len(blocks) > 3
+        assert_same(torch.cat([block.reshape(-1) for block in blocks]), tensor.reshape(-1))
+
+
+class Wrapped(torch.Tensor):
+    """As a library wraps what it has quantised."""
+
+
+def test_a_tensor_of_a_library_is_refused_by_name(tmp_path):
+    model = nn.Module()
+    model.register_buffer("rows", torch.ones(2).as_subclass(Wrapped))
+    with pytest.raises(OffloadError, match=r"'rows' is Wrapped \(torch.float32\), which a safet"):
+        oracle_offload.save_weights(model, tmp_path / "x.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
 def test_forms_replace_each_other(tmp_path):
     for seed, shard_bytes in enumerate((20_000, 20_000, "1GB", 10_000, "1GB")):
         oracle_offload.save_weights(Model(seed), tmp_path, shard_bytes=shard_bytes)

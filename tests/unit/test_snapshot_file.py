@@ -426,3 +426,146 @@ def test_only_a_backward_of_autograd_is_one(name: str, kind: str) -> None:
     ):
         (row,) = held(snapshot(segment(block(0, 8, frames=[frame, STEP]))))["holders"]
         assert row["kind"] == expected
+
+
+def test_all_that_is_told_of_a_snapshot_without_ours() -> None:
+    """Of two failures the last one counts; a block that was freed before the history is unknown."""
+    trace = [
+        event("oom", 0, 7 * MIB, device_free=9 * MIB),
+        event("alloc", 1 << 50, 3 * MIB, frames=[LINEAR]),  # and where it went nobody knows
+        event("alloc", 0, 2 * MIB, frames=[TRAIN]),
+        event("free_completed", 8 * MIB, 2 * MIB),
+        event("oom", 0, 6 * MIB, device_free=MIB),
+        event("snapshot"),
+    ]
+    end = segment(
+        block(0, 2 * MIB, frames=[TRAIN], requested_size=2 * MIB - 1),
+        block(2 * MIB, 2 * MIB, "active_pending_free", frames=[STEP]),
+        block(4 * MIB, 5 * MIB, "inactive"),
+    )
+    assert held(snapshot(end, device_traces=[trace])) == {
+        "device": "cuda:0",
+        "asked_bytes": 6 * MIB,
+        "free_bytes": MIB,
+        "reserved_bytes": 9 * MIB,
+        "held_bytes": 4 * MIB,
+        "cached_bytes": 5 * MIB,
+        "largest_cached_bytes": 5 * MIB,
+        "peak_bytes": 6 * MIB - 1,
+        "holders": [
+            {"kind": "tensors", "who": "train.py:31 in forward", "bytes": 2 * MIB, "blocks": 1},
+            {"kind": "tensors", "who": "train.py:40 in main", "bytes": 2 * MIB, "blocks": 1},
+        ],
+        "holders_at_peak": [
+            {"kind": "tensors", "who": "train.py:40 in main", "bytes": 2 * MIB, "blocks": 1},
+            {
+                "kind": "tensors",
+                "who": "unknown: no line was recorded",
+                "bytes": 2 * MIB,
+                "blocks": 1,
+            },
+            {"kind": "tensors", "who": "train.py:31 in forward", "bytes": 2 * MIB - 1, "blocks": 1},
+        ],
+        "arena": [],
+    }
+
+
+def test_a_peak_at_the_end_has_no_holders_of_its_own() -> None:
+    """Also where as much was asked for before."""
+    trace = [event("alloc", 8 * MIB, 2 * MIB), event("free_completed", 8 * MIB, 2 * MIB)]
+    trace += [event("alloc", 0, 2 * MIB)]
+    found = held(snapshot(segment(block(0, 2 * MIB)), device_traces=[trace]))
+    assert (found["peak_bytes"], found["holders_at_peak"]) == (2 * MIB, [])
+    without = held(snapshot(segment(block(0, 2 * MIB)), device_traces=[trace[1:2]]))
+    assert (without["peak_bytes"], without["holders_at_peak"]) == (None, [])
+
+
+def test_a_device_without_a_history_is_told_of_beside_one_that_has_one() -> None:
+    segments = segment(block(0, MIB)), segment(block(0, 5 * MIB), device=1)
+    trace = [event("alloc", 0, MIB)]
+    found = held(snapshot(*segments, device_traces=[trace]))
+    assert (found["device"], found["peak_bytes"]) == ("cuda:1", None)
+    assert held(snapshot(*segments, device_traces=None))["device"] == "cuda:1"
+    named = held(snapshot(*segments, device_traces=[trace], **{KEY: {"device": 0}}))
+    assert (named["device"], named["held_bytes"], named["peak_bytes"]) == ("cuda:0", MIB, MIB)
+    assert held(snapshot(*segments, **{KEY: {"device": 1}}))["device"] == "cuda:1"
+    failed = [[], [event("oom", 0, MIB, device_free=0)]]
+    assert held(snapshot(*segments, device_traces=failed))["device"] == "cuda:1"
+
+
+@pytest.mark.parametrize(
+    ("frames", "told"),
+    [
+        ([LINEAR], ("tensors", "functional.py:9 in linear")),
+        ([NATIVE], ("tensors", "unknown: no line was recorded")),
+        ([{**TRAIN, "filename": "C:\\me\\train.py"}], ("tensors", "train.py:31 in forward")),
+        (
+            [{**LINEAR, "filename": "C:\\env\\torch\\optim\\sgd.py"}, STEP],
+            ("optimizer state", "train.py:40 in main"),
+        ),
+        ([ADAM, BACKWARD, STEP], ("optimizer state", "train.py:40 in main")),
+        (
+            [{**LINEAR, "filename": "/x/oracle_offload/arena.py", "line": 5, "name": "f"}, TRAIN],
+            ("tensors", "train.py:31 in forward"),
+        ),
+    ],
+)
+def test_the_line_of_a_block_is_the_innermost_of_the_users(
+    frames: list[dict[str, Any]], told: tuple[str, str]
+) -> None:
+    (row,) = held(snapshot(segment(block(0, 8, frames=frames))))["holders"]
+    assert (row["kind"], row["who"]) == told
+
+
+@pytest.mark.parametrize(("most", "is_read"), [(7, True), (6, False)])
+def test_blocks_frames_and_events_count_as_rows(
+    monkeypatch: pytest.MonkeyPatch, most: int, is_read: bool
+) -> None:
+    monkeypatch.setattr(snapshot_file, "MOST_ROWS", most)
+    whole = snapshot(
+        segment(block(0, 8, frames=[TRAIN, STEP]), block(8, 8)),
+        device_traces=[[event("alloc")] * 2, [event("alloc")]],
+    )
+    if is_read:
+        assert held(whole)["held_bytes"] == 16
+    else:
+        with pytest.raises(ValueError, match=r"^the memory snapshot has more than 6 rows$"):
+            held(whole)
+
+
+def test_the_largest_file_is_read_and_what_the_system_refuses_is_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = dumped(tmp_path, snapshot())
+    monkeypatch.setattr(snapshot_file, "MOST_BYTES", path.stat().st_size)
+    assert read_snapshot(path) == snapshot()
+    monkeypatch.setattr(snapshot_file, "MOST_BYTES", 5 * GIB)
+    os.truncate(path, 5 * GIB + 1)
+    with pytest.raises(ValueError, match=r"^a memory snapshot of more than 5 GiB is not read$"):
+        read_snapshot(path)
+    with pytest.raises(FileNotFoundError):
+        read_snapshot(tmp_path / "missing")
+    memory = Path("/proc/self/mem")  # nothing lies at its beginning
+    if memory.exists():
+        with pytest.raises(OSError, match="Input/output error"):
+            read_snapshot(memory)
+
+
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [
+        (snapshot({"total_size": 1}), "KeyError('address')"),
+        (
+            snapshot(**{KEY: {"named": [[0, 8, "weights", ["a"]]]}}),
+            "TypeError('text was expected, not list')",
+        ),
+        (
+            snapshot(segment(block(0, float("inf")))),
+            "OverflowError('cannot convert float infinity to integer')",
+        ),
+    ],
+)
+def test_what_is_not_in_torchs_format_says_what_it_lacks(odd: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        held(odd)
+    assert str(refused.value) == f"the memory snapshot is not in torch's format: {why}"

@@ -6,6 +6,9 @@ import json
 import os
 import random
 import struct
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,14 +18,21 @@ torch = pytest.importorskip("torch")
 from safetensors import SafetensorError, safe_open  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from oracle_offload.disk.checkpoint import Checkpoint, find_weights, read_index  # noqa: E402
+from oracle_offload.disk import reading  # noqa: E402
+from oracle_offload.disk.checkpoint import (  # noqa: E402
+    Checkpoint,
+    WeightFile,
+    find_weights,
+    read_index,
+)
 from oracle_offload.disk.header import (  # noqa: E402
     ITEM_BYTES,
     MOST_HEADER_BYTES,
+    Stored,
     read_header,
     write_header,
 )
-from oracle_offload.disk.source import DTYPES  # noqa: E402
+from oracle_offload.disk.source import DTYPES, Fragment, Source, whole  # noqa: E402
 from oracle_offload.errors import OffloadError  # noqa: E402
 
 
@@ -114,6 +124,122 @@ def test_a_shape_that_no_tensor_has_is_refused(tmp_path, shape, message):
         read(path)
     write(path, {"a": row(shape=(0, 2**31, 2**31), end=0)}, b"")
     assert read(path)["a"].nbytes == 0
+
+
+def test_a_header_is_read_from_the_beginning_and_up_to_the_most(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.safetensors", {"a": row()}, bytes(8))
+    length = path.stat().st_size - 16
+    with open(path, "rb") as file:
+        file.seek(5)
+        assert read_header(file, "x").keys() == {"a"}
+    monkeypatch.setattr("oracle_offload.disk.header.MOST_HEADER_BYTES", length)
+    assert read(path).keys() == {"a"}
+    monkeypatch.setattr("oracle_offload.disk.header.MOST_HEADER_BYTES", length - 1)
+    with pytest.raises(OffloadError, match=f"promise a header of {length} bytes in a file of"):
+        read(path)
+
+
+def test_tensors_of_no_bytes_and_of_the_most_dimensions_are_read(tmp_path):
+    table = {"b": row(), "none": row(shape=(0,), end=0), "last": row(shape=(0, 2), begin=8)}
+    table["deep"] = row(shape=(1,) * 64, begin=8, end=12)
+    found = read(write(tmp_path / "x.safetensors", table, bytes(12)))
+    assert {name: (stored.shape, stored.nbytes) for name, stored in found.items()} == {
+        "b": ((2,), 8),
+        "none": ((0,), 0),
+        "last": ((0, 2), 0),
+        "deep": ((1,) * 64, 4),
+    }
+    start = found["b"].begin
+    assert [stored.begin - start for stored in found.values()] == [0, 0, 8, 8]
+
+
+def test_a_source_says_what_of_it_does_not_fit():
+    def check(tensor, shape=(2, 3), stored=((2, 3),), dtype="F32", part_of=whole):
+        fragments = [
+            Fragment(f"name {n}", None, Stored(dtype, each, 0, 4 * n + 1), part_of)
+            for n, each in enumerate(stored)
+        ]
+        source = Source(shape, tuple(fragments))
+        assert source.nbytes == sum(4 * n + 1 for n in range(len(stored)))
+        source.check(tensor, "path")
+
+    def first_row(tensor):
+        return tensor[0]
+
+    for dtype, kind in (("F32", torch.bfloat16), ("F8_E5M2", torch.float64), ("I8", torch.int8)):
+        check(torch.ones(2, 3, dtype=kind), dtype=dtype)
+    check(torch.ones(2, 3), stored=((3,), (3,)), part_of=first_row)
+    for arguments, said in (
+        ({"shape": (3, 2)}, "'path': 'name 0' has shape (2, 3), but the model's has (2, 3)."),
+        ({"stored": ((6,),)}, "'path': 'name 0' has shape (6,), but the model's has (2, 3)."),
+        (
+            {"stored": ((3,), (2,)), "part_of": first_row},
+            "'path': 'name 1' has shape (2,), of 2 in all, but the model's has (2, 3).",
+        ),
+        (
+            {"dtype": "I32"},
+            "'path': 'name 0' is I32, which does not become torch.float32; only floating-point "
+            "weights are converted.",
+        ),
+        ({"dtype": "F4"}, "'path': 'name 0' is F4, which does not become torch.float32; only "
+         "floating-point weights are converted."),
+    ):  # fmt: skip
+        with pytest.raises(OffloadError) as raised:
+            check(torch.ones(2, 3), **arguments)
+        assert str(raised.value) == said
+    with pytest.raises(OffloadError, match=r"is F32, which does not become torch.int32"):
+        check(torch.ones(2, 3, dtype=torch.int32))
+
+
+class Parts:
+    """Parts of a read that are counted, of which one may fail while another is under way."""
+
+    def __init__(self):
+        self.begun, self.ended, self.started = [], [], threading.Event()
+
+    def slow(self):
+        self.begun.append("slow")
+        self.started.set()
+        time.sleep(0.2)
+        self.ended.append("slow")
+
+    def fail(self):
+        self.started.wait(10)
+        raise KeyError("planted")
+
+    def quick(self):
+        self.ended.append("quick")
+
+
+def test_a_read_that_fails_ends_once_nothing_is_under_way(monkeypatch):
+    monkeypatch.setattr(reading, "THREADS", 2)
+    parts, told, reader = Parts(), [], reading.Reader()
+    reader.run([(3, parts.quick), (4, parts.quick)], told.append)
+    assert sorted(told) == [3, 4] and parts.ended == ["quick"] * 2
+    with pytest.raises(KeyError, match="planted"):
+        reader.run([(1, parts.slow), (1, parts.fail), *[(1, parts.slow)] * 20], told.append)
+    assert parts.ended.count("slow") == len(parts.begun) < 21  # the others were never begun
+    reader.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        reader.run([(1, parts.quick)], told.append)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_is_read_in_blocks_whatever_its_rows(tmp_path, monkeypatch, dtype):
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 400)
+    values = torch.arange(1000, dtype=torch.float32)
+    save_file({"a": values, "scalar": values[7].clone()}, tmp_path / "x.safetensors")
+    file, reader = WeightFile(tmp_path / "x.safetensors"), reading.Reader()
+    for name, shape, sizes in (("a", (1, 1000), [400] * 10), ("scalar", (), [4])):
+        target, stored = torch.zeros(shape, dtype=dtype), file.tensors[name]
+        parts = list(reader.parts(file, stored.begin, torch.float32, target))
+        assert [nbytes for nbytes, _ in parts] == sizes
+        reader.run(parts, lambda nbytes: None)
+        expected = (values if name == "a" else values[7]).view(shape).to(dtype)
+        assert torch.equal(target, expected)
+    assert list(reader.parts(file, 0, dtype, torch.empty(0, 3))) == []
+    reader.close()
+    file.close()
 
 
 def test_what_the_library_writes_is_read(tmp_path):
@@ -280,11 +406,30 @@ def test_an_index_names_files_beside_it_that_hold_what_it_says(tmp_path, changes
         names(path)
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"weight_map": 3}', b"\xff", b"[" * 100_000])
-def test_a_damaged_index_is_refused(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"", "Expecting value"),
+        (b"[]", "it has no 'weight_map'"),
+        (b"{}", "it has no 'weight_map'"),
+        (b'{"weight_map": 3}', "'int' object has no"),
+        (b"\xff", "'utf-8' codec can't decode"),
+        (b"[" * 100_000, "maximum recursion depth"),
+    ],
+)
+def test_a_damaged_index_is_refused(tmp_path, text, why):
     path = tmp_path / "model.safetensors.index.json"
     path.write_bytes(text)
-    with pytest.raises(OffloadError, match="is a damaged index"):
+    with pytest.raises(OffloadError, match=f"is a damaged index: {why}"):
+        names(path)
+
+
+def test_an_index_may_be_as_large_as_a_header_and_no_larger(tmp_path, monkeypatch):
+    path = sharded(tmp_path)
+    monkeypatch.setattr("oracle_offload.disk.checkpoint.MOST_HEADER_BYTES", path.stat().st_size)
+    assert names(path) == ["a", "b"]
+    path.write_text(path.read_text() + " ")
+    with pytest.raises(OffloadError, match="damaged index: it has"):
         names(path)
 
 
@@ -308,12 +453,65 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
 
 def test_every_file_is_closed_when_one_is_damaged(tmp_path):
     path = sharded(tmp_path)
+    before = open_files()
+    checkpoint = Checkpoint(path)
+    assert not before or len(open_files()) == len(before) + 2
+    checkpoint.close()
+    assert open_files() == before and sorted(checkpoint.tensors) == ["a", "b"]
     (tmp_path / "two.safetensors").write_bytes(b"")
-    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
-    with pytest.raises(OffloadError, match=r"two\.safetensors' has 0 bytes"):
+    with pytest.raises(OffloadError, match=r"two\.safetensors' has 0 bytes") as raised:
         names(path)
-    if before:
-        assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() == before and raised  # which holds the frames, and with them the objects
+
+
+def open_files():
+    """Return the numbers of the open files; none where the system does not tell."""
+    return os.listdir("/proc/self/fd") if Path("/proc/self/fd").exists() else []
+
+
+@pytest.mark.parametrize("way", ["at once", "in pieces", "without preadv"])
+def test_bytes_are_read_from_where_they_lie(tmp_path, monkeypatch, way):
+    path = tmp_path / "own.safetensors"
+    save_file({"a": torch.arange(64, dtype=torch.uint8)}, path)
+    file = WeightFile(path)
+    if way == "without preadv":
+        monkeypatch.delattr(os, "preadv")
+    elif way == "in pieces":
+        honest = os.preadv
+        monkeypatch.setattr(os, "preadv", lambda number, views, at: honest(
+            number, [views[0][:7]], at))  # fmt: skip
+    found = bytearray(60)
+    begin = file.tensors["a"].begin
+    file.read_into(memoryview(found), begin + 3)
+    assert list(found) == list(range(3, 63))
+    with pytest.raises(OffloadError, match=f"own.safetensors' ended at byte {begin + 64} while"):
+        file.read_into(memoryview(found), begin + 10)
+    file.close()
+
+
+@pytest.mark.parametrize("platform", [sys.platform, "darwin"])
+def test_the_origin_of_bytes_is_where_they_lie_and_shows_them(tmp_path, monkeypatch, platform):
+    path = tmp_path / "own.safetensors"
+    save_file({"a": torch.arange(64, dtype=torch.uint8)}, path)
+    file = WeightFile(path)
+    begin = file.tensors["a"].begin
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "platform", platform)
+        one, other = file.origin(begin, 64), file.origin(begin + 8, 8)
+    file.close()  # what is mapped stays
+    assert list(one.memory[one.skipped : one.skipped + 64]) == list(range(64))
+    assert list(other.memory[other.skipped : other.skipped + 8]) == list(range(8, 16))
+    assert one.identity.endswith(f" {begin}") and other.identity.endswith(f" {begin + 8}")
+    assert one.identity.split()[0] == other.identity.split()[0]
+    one.memory[one.skipped] = 7
+    assert path.read_bytes()[begin] == 0
+
+
+def test_an_index_that_says_another_of_its_files_is_refused(tmp_path):
+    path = sharded(tmp_path, c="two.safetensors")
+    save_file({"a": torch.zeros(4), "c": torch.zeros(4)}, tmp_path / "one.safetensors")
+    with pytest.raises(OffloadError, match=r"says that 'c' is in 'two.safetensors', but it is not"):
+        names(path)
 
 
 def test_an_index_that_cannot_be_read_says_so(tmp_path):
