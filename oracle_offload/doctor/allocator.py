@@ -136,6 +136,7 @@ _OPTIONS: dict[str, Callable[[str], str | None]] = {
     "roundup_power2_divisions": _divisions,
     "throw_on_cudamalloc_oom": _boolean,
 }
+_FRACTIONS = ("garbage_collection_threshold", "per_process_memory_fraction")
 
 
 # --- Parse and lint ----------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def _parts(text: str) -> list[tuple[str, str]]:
                 key, _, value = text[start:place].partition(":")
                 parts.append((key, value))
             start, depth = place + 1, 0
-    if start < len(text) - 1:  # an unclosed bracket swallowed the rest
+    if depth > 0:  # an unclosed bracket swallowed the rest
         key, _, value = text[start:-1].partition(":")
         parts.append((key, value))
     return parts
@@ -219,9 +220,7 @@ def _lint_syntax(text: str) -> list[Note]:
         if check is None:
             notes.append(Note("bad", *_unknown_key(key, value)))
         elif problem := check(value):
-            # torch's number parser takes the leading digits and drops the rest: "128MB" runs.
-            digits = re.match(r"[0-9]*", value)
-            runs = check is not _boolean and digits is not None and not check(digits[0])
+            runs = not check(_read_of(key, value))
             notes.append(Note("warn" if runs else "bad", *_bad_value(key, value, problem)))
     keys = [key for key, _ in parts]
     for key in dict.fromkeys(keys):
@@ -249,9 +248,15 @@ def _bad_value(key: str, value: str, problem: str) -> tuple[str, str]:
         return f"{text}; torch stops with an error", f"write {key}:{right}"
     if inner := re.match(r"(True|False|[0-9]+)[;|:]?([a-z_0-9]+:.*)", value):
         return f"{text}; options are separated by commas", f"write {key}:{inner[1]},{inner[2]}"
-    if number := re.match(r"([0-9]+)[^0-9.]", value):
-        return f"{text}; torch reads {number[1]} and drops the rest", f"write {key}:{number[1]}"
+    if not _OPTIONS[key](read := _read_of(key, value)):
+        return f"{text}; torch reads {read} and drops the rest", f"write {key}:{read}"
     return text, f"correct or remove {key}"
+
+
+def _read_of(key: str, value: str) -> str:
+    """Return the number that a value begins with: torch reads that and drops the rest."""
+    number = r"[0-9]*(?:\.[0-9]*)?" if key in _FRACTIONS else "[0-9]*"
+    return re.sub(f"^({number}).*", r"\1", value)
 
 
 def _lint_meaning(options: dict[str, str], torch: tuple[int, int] | None, wsl: bool) -> list[Note]:

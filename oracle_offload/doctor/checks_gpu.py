@@ -84,11 +84,15 @@ def check_link(system: System) -> Finding:
             _card_from_sysfs(system, address, index)
             for index, address in enumerate(_pci_cards(system))
         ]
-    known = [card for card in cards if card.link_width and card.link_generation]
+    known = [
+        (card, _link_of(card, card.link_generation, card.link_width))
+        for card in cards
+        if card.link_generation and card.link_width
+    ]
     if not known:
         why = "; ".join(card.missing["link"] for card in cards if "link" in card.missing)
         return Finding("link", "unknown", "not visible", why or _no_card(system))
-    return _per_card("link", [(card, _link_of(card)) for card in known])
+    return _per_card("link", known)
 
 
 def _card_from_sysfs(system: System, address: str, index: int) -> Gpu:
@@ -113,9 +117,9 @@ def _positive(word: str) -> int | None:
     return number if number is not None and 0 < number < 64 else None
 
 
-def _link_of(card: Gpu) -> tuple[str, str, str, str, dict[str, object]]:
-    now, best = card.link_generation or 0, card.max_link_generation
-    width, lanes = card.link_width or 0, card.max_link_width
+def _link_of(card: Gpu, now: int, width: int) -> tuple[str, str, str, str, dict[str, object]]:
+    """Return what is said of a link that runs at generation `now` on `width` lanes."""
+    best, lanes = card.max_link_generation, card.max_link_width
     text = f"PCIe {now}.0 x{width}"
     if best and lanes and (best, lanes) != (now, width):
         text += f" of {best}.0 x{lanes}"
@@ -187,14 +191,20 @@ def _clocks_of(card: Gpu) -> tuple[str, str, str, str, dict[str, object]]:
 
 def check_other_processes(system: System) -> Finding:
     """Device memory that somebody else holds."""
-    known = [card for card in system.gpus.gpus if card.used_bytes is not None and card.total_bytes]
+    known = [
+        (card, _others_of(system, card, card.used_bytes, card.total_bytes))
+        for card in system.gpus.gpus
+        if card.used_bytes is not None and card.total_bytes
+    ]
     if not known:
         return Finding("other processes", "unknown", "not visible", _no_card(system, "memory"))
-    return _per_card("other processes", [(card, _others_of(system, card)) for card in known])
+    return _per_card("other processes", known)
 
 
-def _others_of(system: System, card: Gpu) -> tuple[str, str, str, str, dict[str, object]]:
-    total, used = card.total_bytes or 0, card.used_bytes or 0
+def _others_of(
+    system: System, card: Gpu, used: int, total: int
+) -> tuple[str, str, str, str, dict[str, object]]:
+    """Return what is said of the `used` bytes of a card with `total`."""
     own = os.getpid() if system.live else None
     others = [process for process in card.processes or () if process.pid != own]
     mine = sum(p.used_bytes or 0 for p in card.processes or () if p.pid == own)

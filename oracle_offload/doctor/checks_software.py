@@ -93,8 +93,8 @@ def _always(value: str) -> bool:
     return True
 
 
-# Variable, which values matter, verdict, what it does, what to do. The last two are advice found in
-# guides that does nothing.
+# Variable, which values matter, verdict (the bad first), what it does, what to do. The last two are
+# advice found in guides that does nothing.
 _SWITCHES: tuple[tuple[str, Callable[[str], bool], str, str, str], ...] = (
     (
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
@@ -157,7 +157,6 @@ def check_switches(system: System) -> Finding:
     ]
     if not found:
         return Finding("switches", "ok", "none set that hurts")
-    found.sort(key=lambda row: row[2] != "bad")
     return Finding(
         "switches",
         worst(*(row[2] for row in found)),
@@ -216,7 +215,7 @@ def _git_commit(path: str) -> str | None:
         name = head.partition(":")[2].strip()
         common = (_text_of(os.path.join(git, "commondir")) or "").strip()
         shared = os.path.join(git, common) if common else git
-        loose = _text_of(os.path.join(git, name)) or _text_of(os.path.join(shared, name))
+        loose = _text_of(os.path.join(shared, name))
         packed = _text_of(os.path.join(shared, "packed-refs")) or ""
         listed = re.search(rf"^([0-9a-f]{{40}}) {re.escape(name)}$", packed, re.MULTILINE)
         head = loose.strip() if loose else listed[1] if listed else ""

@@ -116,8 +116,6 @@ def read_gpus() -> GpuView:
         return GpuView(why=f"the NVIDIA driver does not answer: {error}")
     try:
         return _read_all(nvml)
-    except Exception as error:
-        return GpuView(why=f"the NVIDIA driver stopped answering: {error}")
     finally:
         with contextlib.suppress(Exception):  # the answers are in hand; nothing is left to undo
             nvml.nvmlShutdown()

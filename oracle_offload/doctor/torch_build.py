@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 _PROBE_TIMEOUT_S = 60.0
 
@@ -112,9 +113,9 @@ def _assigned(text: str, name: str) -> str | None:
 
 def imported_torch() -> TorchView | None:
     """Describe the torch this process has imported, None when it has not; never raises."""
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     version = getattr(getattr(torch, "version", None), "__version__", None)
-    if torch is None or version is None:
+    if version is None:
         return None
     settings, refused, why = None, None, ""
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)

@@ -98,6 +98,10 @@ CASES = [
     "garbage_collection_threshold:0",
     "garbage_collection_threshold:1.0",
     "garbage_collection_threshold:80",
+    "garbage_collection_threshold:1.5",
+    "garbage_collection_threshold:0.5x",
+    "max_split_size_mb:64.5",
+    "max_split_size_mb:5MB",
     "roundup_power2_divisions:4",
     "roundup_power2_divisions:3",
     "roundup_power2_divisions:0",
@@ -108,6 +112,7 @@ CASES = [
     "roundup_power2_divisions:[100:4]",
     "pinned_use_background_threads:True",
     "pinned_use_background_threads:yes",
+    "pinned_use_background_threads:1x",
     "pinned_max_round_threshold_mb:64",
     "pinned_max_cached_size_mb:0",
 ]
@@ -190,6 +195,58 @@ def test_slips_come_with_the_text_to_write(text: str, fix: str) -> None:
     assert fix in [note.fix for note in lint_allocator_conf(text)]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("max:1", "bad: torch has no allocator option 'max' and a CUDA build stops at it; remove "
+         "'max'"),
+        ("thro:True", "bad: torch has no allocator option 'thro' and a CUDA build stops at it; "
+         "write throw_on_cudamalloc_oom:True"),
+        ("expandible_segments:True", "bad: torch has no allocator option 'expandible_segments' "
+         "and a CUDA build stops at it; write expandable_segments:True"),
+        ("expandable_segments:ON", "bad: expandable_segments:ON must be True or False, spelled so; "
+         "torch stops with an error; write expandable_segments:True"),
+        ("expandable_segments:1x", "bad: expandable_segments:1x must be True or False, spelled so; "
+         "correct or remove expandable_segments"),
+        ("backend:on", "bad: backend:on must be native or cudaMallocAsync; correct or remove "
+         "backend"),
+        ("large_segment_size_mb:64.5", "warn: large_segment_size_mb:64.5 must be a whole number "
+         "without a unit; torch reads 64 and drops the rest; write large_segment_size_mb:64"),
+        ("large_segment_size_mb:5MB", "bad: large_segment_size_mb:5MB must be a whole number "
+         "without a unit; correct or remove large_segment_size_mb"),
+        ("per_process_memory_fraction:1.5", "bad: per_process_memory_fraction:1.5 must be a "
+         "fraction between 0 and 1; correct or remove per_process_memory_fraction"),
+        ("per_process_memory_fraction:0.5x", "warn: per_process_memory_fraction:0.5x must be a "
+         "number between 0 and 1; torch reads 0.5 and drops the rest; write "
+         "per_process_memory_fraction:0.5"),
+        ("roundup_power2_divisions:4x,roundup_power2_divisions:8",
+         "warn: roundup_power2_divisions:4x must be a power of 2, or a list such as "
+         "[256:1,512:2,>:8]; torch reads 4 and drops the rest; write roundup_power2_divisions:4\n"
+         "warn: roundup_power2_divisions is given twice; the last one counts; keep one"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_a_value_that_torch_reads_otherwise_or_not_at_all(
+    text: str, expected: str
+) -> None:
+    said = [f"{note.verdict}: {note.text}; {note.fix}" for note in lint_allocator_conf(text)]
+    assert "\n".join(said) == expected
+
+
+def test_options_that_do_not_go_together_are_named_with_the_one_to_remove() -> None:
+    def said(text: str, torch: tuple[int, int] | None = None) -> list[tuple[str, str]]:
+        return [(note.verdict, note.fix) for note in lint_allocator_conf(text, torch=torch)]
+
+    split = "expandable_segments:True,max_split_size_mb:512"
+    collects = (
+        "expandable_segments:True,garbage_collection_threshold:0.8,per_process_memory_fraction:0.9"
+    )
+    assert said(split) == said(split, (2, 5)) == [("warn", "remove max_split_size_mb")]
+    assert said(split, (2, 4)) == [("bad", "remove max_split_size_mb")]
+    assert said(collects) == [("warn", "remove garbage_collection_threshold")]
+    assert said(collects, (2, 4)) == [("bad", "remove garbage_collection_threshold")]
+    assert warned(collects)[0].endswith("has no effect on the expandable segments")
+
+
 def test_expandable_segments_with_split_size_asserts_in_old_torch_and_grows_in_new() -> None:
     text = "expandable_segments:True,max_split_size_mb:512"
     assert "internal assertion" in bad(text, torch=(2, 4))[0]
@@ -255,6 +312,7 @@ def test_new_name_is_not_read_before_2_9_and_partly_in_2_9() -> None:
     assert find_allocator_variable(environ, (2, 13))[2] == ()
     environ["PYTORCH_CUDA_ALLOC_CONF"] = environ["PYTORCH_ALLOC_CONF"]
     assert find_allocator_variable(environ, (2, 9))[2] == ()
+    assert find_allocator_variable({"PYTORCH_ALLOC_CONF": "backend:native"}, (2, 9))[2] == ()
 
 
 def test_order_of_names_is_that_of_the_installed_torch() -> None:
@@ -498,6 +556,20 @@ def test_the_newer_way_to_set_is_taken_where_a_torch_has_both(
     said = configure_allocator(max_split_size_mb=64)
     assert (newer, torch.taken, said.in_effect) == (["max_split_size_mb:64"], [], newer[0])
     assert said.confirmed and "confirmed by torch" in str(said)
+
+
+def test_what_torch_says_it_uses_is_what_is_in_effect(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    torch = OldTorch(takes="all")
+    torch._C._accelerator_getAllocatorSettings = lambda: "max_split_size_mb:64,backend:native"
+    import_torch(monkeypatch, torch)
+    said = configure_allocator(backend="native")
+    assert (said.asked, said.in_effect) == (said.in_effect, "max_split_size_mb:64,backend:native")
+    assert torch.taken == [] and environ["PYTORCH_CUDA_ALLOC_CONF"] == said.asked
+    said = configure_allocator(max_split_size_mb=128)
+    assert torch.taken == [said.asked] == ["max_split_size_mb:128,backend:native"]
+    assert said.in_effect == "max_split_size_mb:64,backend:native", "it was not taken over"
 
 
 def test_the_backend_may_be_named_again_but_not_changed(

@@ -312,6 +312,8 @@ CARDS: list[tuple[str, str, dict[str, object], str]] = [
     (LINK, "PCIe 6.0, of which no rate is known", {
         "link_generation": 6, "max_link_generation": 6, "card_link_generation": 6}, "ok"),
     (LINK, "best not known", {"max_link_generation": None, "max_link_width": None}, "ok"),
+    (LINK, "best lanes not known", {"max_link_width": None}, "ok"),
+    (LINK, "best generation not known", {"max_link_generation": None}, "ok"),
     (LINK, "half the lanes", {"link_width": 8}, "warn"),
     (LINK, "five of sixteen lanes", {"link_width": 5}, "warn"),
     (LINK, "a quarter of the lanes", {"link_width": 4}, "bad"),
@@ -395,6 +397,10 @@ SLOT = {
         (LINK, "by its files, no lanes", {PCI + "current_link_width": "0"}, "unknown"),
         (LINK, "by its files, no speed", {PCI + "current_link_speed": "Unknown"}, "unknown"),
         (LINK, "by its files, empty", {PCI + "current_link_speed": " "}, "unknown"),
+        (LINK, "by its files, best lanes unknown", {PCI + "max_link_width": "0"}, "unknown"),
+        (LINK, "beside devices that do not tell what they are", {
+            "sys/bus/pci/devices/0000:02:00.0/class": "0x030000",
+            "sys/bus/pci/devices/0000:03:00.0/vendor": "0x10de"}, "unknown"),
         (LINK, "of a sound card", {PCI + "class": "0x040300"}, "unknown"),
         (LINK, "of another maker", {PCI + "vendor": "0x1002"}, "unknown"),
         ("driver", "none for the card", {}, "bad"),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import c_build
 import pytest
@@ -175,6 +176,48 @@ def test_an_nvidia_ml_py_that_is_absent_or_broken_is_told_apart(tmp_path: Path) 
     ):
         module.write_text(text, encoding="utf-8")
         assert read_over(tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}") == GpuView(why=why)
+
+
+def test_a_driver_that_answers_nothing_is_let_go_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    def let_go() -> None:
+        calls.append("shutdown")
+        raise OSError("gone already")
+
+    def refuse() -> None:
+        raise KeyError
+
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: calls.append("init"),
+        nvmlShutdown=let_go,
+        nvmlSystemGetDriverVersion=lambda: b"470.57.02",  # of an old nvidia-ml-py
+        nvmlSystemGetCudaDriverVersion_v2=refuse,
+        nvmlDeviceGetCount=lambda: 0,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    expected = GpuView(driver_version="470.57.02", why="CUDA version: KeyError")
+    assert read_gpus() == expected and calls == ["init", "shutdown"]
+
+
+@pytest.mark.parametrize(("number", "model"), [(0, "WDDM"), (1, "TCC"), (2, "MCDM"), (3, None)])
+def test_the_driver_model_of_windows_has_a_name(
+    monkeypatch: pytest.MonkeyPatch, number: int, model: str | None
+) -> None:
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: f"card {index}",
+        nvmlDeviceGetCurrentDriverModel={"card 0": number}.__getitem__,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    (card,) = read_gpus().gpus
+    assert (card.driver_model, card.name) == (model, "unknown GPU")
+    assert {"memory", "name", "link", "clock reasons"} <= card.missing.keys()
+    assert "Throttle" not in card.missing["clock reasons"], "the newer name is the one missed"
 
 
 def test_a_driver_that_is_not_loaded_is_quoted(tmp_path: Path) -> None:

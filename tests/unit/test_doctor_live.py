@@ -24,7 +24,13 @@ from oracle_offload.doctor import CHECKS, Finding, System, examine
 from oracle_offload.doctor import checks as checks_module
 from oracle_offload.doctor.gpus import GpuView
 from oracle_offload.doctor.report import DoctorReport
-from oracle_offload.doctor.torch_build import TorchView, ask_torch, find_torch, imported_torch
+from oracle_offload.doctor.torch_build import (
+    TorchView,
+    ask_torch,
+    find_torch,
+    imported_torch,
+    parse_release,
+)
 from oracle_offload.host.cgroup import read_memory_limit
 from oracle_offload.host.files import Reading, list_names, read_text
 from oracle_offload.views.terminal import show
@@ -302,6 +308,29 @@ def test_a_torch_that_cannot_be_imported_is_bad_and_quoted(tmp_path: Path) -> No
     assert not left.exists() or not Path("/proc", left.read_text() or "none").exists()
 
 
+def test_a_torch_that_takes_too_long_to_import_is_left() -> None:
+    found = TorchView(version="2.13.0")
+    assert ask_torch(found, os.environ, timeout_s=0.001) == TorchView(
+        version="2.13.0", why="torch was still importing after 0.001 s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [
+        ("2.13.0+cu128", (2, 13)),
+        ("12", (12, 0)),
+        ("580.65.06", (580, 65)),
+        ("v2", None),
+        (None, None),
+    ],
+)
+def test_a_release_is_the_two_numbers_that_a_version_begins_with(
+    version: str | None, release: tuple[int, int] | None
+) -> None:
+    assert parse_release(version) == release
+
+
 @pytest.mark.parametrize(
     ("problem", "why"),
     [
@@ -522,8 +551,11 @@ def test_checkout_is_told_by_version_and_commit(tmp_path: Path) -> None:
     assert aitoolkit(root).facts["commit"] == COMMIT
     (root / ".git" / "HEAD").write_text(COMMIT[::-1] + "\n")
     assert aitoolkit(root).facts["commit"] == COMMIT[::-1]
-    shutil.rmtree(root / ".git")
+    (root / ".git").rename(root / "moved")
     assert aitoolkit(root).value == "0.13.19"
+    for text, commit in (("gitdir: moved\n", COMMIT[::-1]), ("other: moved\n", None)):
+        (root / ".git").write_text(text)
+        assert aitoolkit(root).facts["commit"] == commit
 
 
 def test_worktree_of_a_checkout_is_followed(tmp_path: Path) -> None:
@@ -551,6 +583,10 @@ def test_what_is_missing_from_a_checkout_is_named(tmp_path: Path) -> None:
     assert aitoolkit(root).verdict == "warn"
     (package / "__init__.py").write_text("")
     assert "older than sync_grad_transfers" in aitoolkit(root).why
+    (package / "__init__.py").unlink()
+    assert "older than sync_grad_transfers" in aitoolkit(root).why
+    (package / "manager.py").write_text("MemoryManager = None\n")
+    assert "no toolkit/memory_management/manager.py with a MemoryManager" in aitoolkit(root).why
     (package / "manager.py").unlink()
     assert aitoolkit(root).fix == "update it: git pull"
     shutil.rmtree(root / "toolkit")

@@ -128,6 +128,42 @@ def test_group_outside_of_the_container_falls_back_to_the_mount(tmp_path: Path) 
     assert found.limit_bytes == 32 * GIB
 
 
+def test_nothing_above_the_mount_is_taken_for_a_group(tmp_path: Path) -> None:
+    root = build("docker_v2", tmp_path, **{"proc/self/cgroup": "0::/..\n"})
+    (root / "sys/fs/memory.max").write_text("4096\n")
+    assert read_memory_limit(str(root)).limit_bytes == 32 * GIB
+
+
+@pytest.mark.parametrize(
+    ("line", "limit"),
+    [
+        ("1 0 0:1 / /cg - cgroup2 none rw", GIB),  # no more fields than are read
+        ("1 0 0:1 / /cg rw shared:9 - cgroup none rw,cpu,memory", 2 * GIB),
+        ("1 0 0:1 / /with\\040a\\011space - cgroup2 none rw", 3 * GIB),
+        ("1 0 0:1 / /cg rw - cgroup none rw,cpu", None),
+        ("1 0 0:1 / /cg rw - tmpfs none rw,memory", None),
+        ("1 0 0:1 / - cgroup2 none rw", None),
+        ("1 0 0:1 / /cg rw - cgroup2 none", None),
+    ],
+)
+def test_a_mount_is_told_by_the_kind_of_its_file_system(
+    tmp_path: Path, line: str, limit: int | None
+) -> None:
+    files = {
+        "proc/self/cgroup": "0::/\n4:memory:/\n",
+        "proc/self/mountinfo": f"{line}\n",
+        "cg/memory.max": str(GIB),
+        "cg/memory.limit_in_bytes": str(2 * GIB),
+        "with a\tspace/memory.max": str(3 * GIB),
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = read_memory_limit(str(tmp_path))
+    assert (found.limit_bytes, found.version is None) == (limit, limit is None)
+    assert (found.missing == ("no memory controller is mounted",)) == (limit is None)
+
+
 def test_group_nested_in_a_container_is_followed_below_the_mount(tmp_path: Path) -> None:
     group = "/docker/5d7f0c3a9be1"
     files = {"proc/self/cgroup": f"9:memory:{group}/inner\n"}
@@ -589,6 +625,10 @@ def test_memory_of_this_process_is_not_somebody_elses() -> None:
     found = check_other_processes(System(gpus=GpuView(gpus=(card,))))
     assert found.verdict == "warn"
     assert found.value == "3.0 GiB of 24.0 GiB in use by process 1 (3.0 GiB)"
+    hidden = GpuProcess(os.getpid(), None)
+    card = Gpu(0, total_bytes=24 << 30, used_bytes=1 << 30, processes=(hidden,))
+    found = check_other_processes(System(gpus=GpuView(gpus=(card,))))
+    assert (found.verdict, found.value) == ("ok", "1.0 GiB of 24.0 GiB in use")
 
 
 def test_many_processes_are_named_largest_first_and_counted(tmp_path: Path) -> None:

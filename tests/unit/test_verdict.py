@@ -113,6 +113,52 @@ def test_gradients_that_travel_while_the_device_idles_are_the_links_doing() -> N
     assert busy.stall_s == pytest.approx(0.8), "they were computed over"
 
 
+def test_figures_that_exceed_the_step_are_cut_to_it() -> None:
+    stalls = found(grown(stall_seconds=4.0))  # 6.4 s a step, of 3
+    assert (stalls.stall_s, stalls.compute_s, stalls.bound) == (3.0, 0.0, "link")
+    short = found(replace(grown(stall_seconds=4.0), seconds=16.0))
+    assert short.overlap == pytest.approx(0.2), "copies of 2 s for a step of 1.6 s"
+    batch = found(replace(WINDOW, batch_s=100.0))  # 10 s a step, of the 2.2 that are left
+    assert batch.idle_s == pytest.approx(2.2) and batch.compute_s == pytest.approx(0.0)
+
+
+def test_where_two_bounds_are_equal_it_is_computing_then_the_link() -> None:
+    nine_tenths = replace(grown(stall_seconds=0.625), seconds=100.0)
+    assert found(nine_tenths).stall_s == 1.0 and found(nine_tenths).bound == "compute"
+    alike = found(replace(WINDOW, batch_s=8.0))
+    assert alike.stall_s == alike.idle_s == 0.8 and alike.bound == "link"
+
+
+def test_the_clock_is_believed_up_to_a_quarter_more_of_copies_than_of_time() -> None:
+    assert found(replace(WINDOW, seconds=16.0)).bound_s is not None
+    assert "the clock did not wait" in found(replace(WINDOW, seconds=15.9)).why
+    nothing = replace(grown(h2d_bytes=0, stalls=0, stall_seconds=0.0), seconds=0.0)
+    assert "the clock did not wait" in found(nothing).why
+
+
+def test_what_page_locking_saves_is_unknown_without_copies_and_nothing_without_weights() -> None:
+    slow: dict[str, Any] = {"pageable_bytes": GIB, "unlocked_rate": 2.0 * GIB}
+    assert found(loads=[], **slow).ram_gib_s == 0.0
+    none = {"h2d_bytes": 0, "h2d_timed_bytes": 0, "h2d_seconds": 0.0, "stall_seconds": 0.0}
+    back = {"d2h_bytes": 40 * GIB, "d2h_timed_bytes": GIB, "d2h_seconds": 0.5}
+    verdict = found(replace(grown(**none, **back), idle_looks=40), **slow)
+    assert (verdict.bound, verdict.overlap, verdict.ram_gib_s) == ("link", None, None)
+
+
+def test_a_sentence_needs_the_bound_and_the_step() -> None:
+    whole = Verdict("compute", "", 4, 1.0, 0.0, 0.0, 1.0, 0.5, 0.5, 1.0, 5e-6, 4.9e-6)
+    assert whole.sentence("cpu") == (
+        "cpu is compute-bound: of the 1.00 s of a step it computes 1.00 s; a step could take "
+        "1.00 s at best (now 1.00 times that); one more GiB of arena would save 0.01 ms, one more "
+        "GiB of page-locked RAM nothing."
+    )
+    for part in (replace(whole, bound_s=None), replace(whole, step_s=None)):
+        odd = replace(part, why="so")
+        assert odd.sentence("cpu") == "cpu: what bounds a step is unknown: so."
+    assert whole.copies() and not replace(whole, bound_s=None).copies()
+    assert not replace(whole, overlap=None).copies()
+
+
 def test_what_is_not_known_is_said() -> None:
     none = judge(None, 1, LOADS, 0, None)
     assert none.sentence("cpu") == (
