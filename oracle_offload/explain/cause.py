@@ -139,7 +139,7 @@ def _of_message(finding: Finding, before: str, expandable: bool | None) -> Cause
 
 def _confidence(finding: Finding, before: str) -> str:
     """Raise a suspicion where DeepSpeed's own log shows host memory nearly full."""
-    confidence = finding.template.confidence or "low"
+    confidence = finding.template.confidence
     if finding.template.name == "deepspeed-minus-9":
         used = compiled(r"percent = (\d{1,3}(?:\.\d)?)%").findall(before)
         if used and float(used[-1]) >= 90:
@@ -193,9 +193,8 @@ def _crowded(finding: Finding, asked: int, total: int, free: int | None, held: i
     if others is not None and others >= GIB and others + (free or 0) >= asked:
         why = f"other processes hold {format_size(others)} of the card"
         return Cause("other_process", "high" if others * 4 >= total else "medium", why)
-    mine = finding.value("this_process") or held
-    if others is None and free is not None and mine is not None and not finding.processes:
-        outside = total - free - mine
+    if free is not None and held is not None and not finding.processes:
+        outside = total - free - held
         if outside >= max(2 * GIB, total // 4) and outside + free >= asked:
             why = f"{format_size(outside)} of the card are held outside this process's allocator"
             return Cause("other_process", "low", why)

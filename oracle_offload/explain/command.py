@@ -115,21 +115,21 @@ def _followed(path: str, history: History) -> Iterator[OomReport]:
     """Yield a report for each burst of messages; ends with a pipe, never for a file."""
     follower = Follower(history)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    first_new = last_new = None
+    first_new, last_new = None, 0.0
     for piece in _pieces(path):
         now = time.monotonic()
         if piece:
             follower.feed(decoder.decode(piece))
             last_new = now
-            first_new = first_new if first_new is not None else now
-        ended = piece is None
-        if first_new is not None and last_new is not None:
-            rested = now - last_new >= QUIET_S or now - first_new >= LONGEST_WAIT_S
-            if ended or rested:
-                report = follower.report()
-                first_new = last_new = None
-                if report is not None:
-                    yield report
+            first_new = now if first_new is None else first_new
+        if first_new is None:
+            continue
+        rested = now - last_new >= QUIET_S or now - first_new >= LONGEST_WAIT_S
+        if piece is None or rested:
+            report = follower.report()
+            first_new = None
+            if report is not None:
+                yield report
 
 
 def _pieces(path: str) -> Iterator[bytes | None]:
@@ -156,14 +156,13 @@ def _streamed(descriptor: int) -> Iterator[bytes | None]:
     arrived: queue.Queue[bytes | OSError] = queue.Queue(maxsize=4)
 
     def read() -> None:
-        piece: bytes | OSError = b"."
-        while piece and not isinstance(piece, OSError):
-            try:
-                # The descriptor and not the buffered file: its lock would be held at exit.
-                piece = os.read(descriptor, 1 << 16)
-            except OSError as error:
-                piece = error
-            arrived.put(piece)
+        try:
+            # The descriptor and not the buffered file: its lock would be held at exit.
+            while piece := os.read(descriptor, 1 << 16):
+                arrived.put(piece)
+            arrived.put(b"")
+        except OSError as error:
+            arrived.put(error)
 
     threading.Thread(target=read, name="oracle_offload explain", daemon=True).start()
     while True:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .cause import Cause
 from .parse import Finding
-from .templates import DEVICE_BACKENDS
+from .templates import DEVICE_BACKENDS, SUSPICION
 
 
 class Fix(NamedTuple):
@@ -303,11 +303,11 @@ def _applies(key: str, finding: Finding, first: Cause, expandable: bool | None) 
     if key in ("first_error", "offload_weights", "eight_bit_optimizer", "paged_optimizer"):
         return backend in ("cuda", "rocm", None)
     if key == "prove_kill":
-        return backend == "host" and finding.template.strength == 1
+        return finding.template.strength == SUSPICION
     if key == "mps_watermark":
         return finding.template.name == "mps-allocator"
     if key == "stop_others":
-        return backend in DEVICE_BACKENDS and backend != "mps"
+        return backend in DEVICE_BACKENDS
     return key != "raise_shm" or first.name == "shared_memory"
 
 

@@ -35,8 +35,10 @@ class Template(NamedTuple):
         One sentence for people: what this message means.
     fields : tuple of (fact, pattern)
         The first group of each pattern is a size; `{S}` stands for a size with its unit.
-    cause, confidence : str or None
+    cause : str or None
         Where the message itself settles the cause.
+    confidence : str
+        In that cause.
     raw : bool
         Match single lines as printed rather than the unwrapped text.
     before, after : int
@@ -53,7 +55,7 @@ class Template(NamedTuple):
     says: str
     fields: tuple[tuple[str, str], ...] = ()
     cause: str | None = None
-    confidence: str | None = None
+    confidence: str = "low"
     raw: bool = False
     before: int = 0
     after: int = 1500

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from oracle_offload import cli
-from oracle_offload.explain import command, reading
+from oracle_offload.explain import OomReport, command, explain_oom, reading
 from oracle_offload.explain.command import KEEP_CHARS, Follower
 
 FULL = (
@@ -106,6 +107,191 @@ def test_a_stream_that_cannot_show_a_character_gets_a_question_mark(log: Path) -
     log.write_text(f"трейн {FULL}\n", encoding="utf-8")
     ended = run(str(log), env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert ended.returncode == 0 and b"Traceback" not in ended.stderr
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run the command here; its exit code, and what it writes."""
+    code = cli.main(["explain", *arguments])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.fixture
+def standard_input() -> Iterator[Callable[[bytes], None]]:
+    """Put bytes where standard input is read."""
+    kept = os.dup(0)
+
+    def put(data: bytes) -> None:
+        reading, writing = os.pipe()
+        os.write(writing, data)
+        os.close(writing)
+        os.dup2(reading, 0)
+        os.close(reading)
+
+    yield put
+    os.dup2(kept, 0)
+    os.close(kept)
+
+
+def test_what_is_shown_is_the_report_and_nothing_else(
+    log: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    standard_input: Callable[[bytes], None],
+) -> None:
+    report = explain_oom(log.read_text("utf-8"))
+    page = tmp_path / "page.html"
+    text = report.to_text()
+    assert told(capsys, str(log)) == (0, text, "")
+    assert told(capsys, str(log), "--all") == (0, report.to_text(all_fixes=True), "")
+    assert told(capsys, str(log), "--json") == (0, report.to_json(indent=2) + "\n", "")
+    assert told(capsys, str(log), "--html", str(page)) == (0, text, "")
+    assert page.read_text("utf-8") == report.to_html()
+    standard_input(log.read_bytes())
+    assert told(capsys, "-") == (0, text, "")
+    nothing = "No out-of-memory error found\n"
+    log.write_text("all is well\n")
+    assert told(capsys, str(log)) == (3, nothing, "")
+    standard_input(b"")
+    assert told(capsys, "-") == (3, nothing, "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="errno of POSIX")
+def test_a_file_that_cannot_be_read_or_written_is_named(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    missing = f"cannot read {gone}: No such file or directory (ENOENT, errno 2)\n"
+    folder = f"cannot write {tmp_path}: Is a directory (EISDIR, errno 21)\n"
+    assert told(capsys, str(gone)) == (1, "", missing)
+    assert told(capsys, str(gone), "--follow") == (1, "", missing)
+    assert told(capsys, str(log), "--history", str(gone)) == (1, "", missing)
+    assert told(capsys, str(log), "--html", str(tmp_path)) == (1, "", folder)
+
+
+def test_what_was_not_read_is_said_beside_the_report(
+    small_limits: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("a line\n" * 3000 + f"{FULL}\n")
+    code, out, err = told(capsys, str(log))
+    assert code == 0 and out.startswith("Out of memory on CUDA device 0")
+    left = log.stat().st_size - 4096 - 8192
+    assert err.startswith(f"{log}: left out {left} bytes between the first ")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
+@pytest.mark.parametrize("how", ["", "--json"])
+def test_a_pipe_that_is_followed_is_told_report_by_report(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = explain_oom(f"{FULL}\n")
+    pipe = _pipe(tmp_path / "log")
+    writer = _write(pipe, f"{FULL}\n")
+    options = [how] if how else []
+    text = report.to_json(indent=None) if how else report.to_text()
+    assert told(capsys, "--follow", *options, str(pipe)) == (0, text + "\n", "")
+    writer.join(60)
+    writer = _write(pipe, "all is well\n")
+    assert told(capsys, "--follow", *options, str(pipe)) == (3, "", "")
+    writer.join(60)
+
+
+def options(log: str, **changed: Any) -> argparse.Namespace:
+    known = dict(log=log, follow=False, history=None, html=None, json=True, all=False)
+    return argparse.Namespace(**{**known, **changed})
+
+
+def test_an_interrupt_ends_what_is_followed_and_nothing_else(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*reports: OomReport) -> Iterator[OomReport]:
+        yield from reports
+        raise KeyboardInterrupt
+
+    full = explain_oom(FULL)
+    for reports, code in (((), 3), ((full,), 0), ((full, OomReport()), 0)):
+        monkeypatch.setattr(command, "_followed", lambda *_, some=reports: interrupted(*some))
+        assert command.run(options(str(log), follow=True), 0, 1, 3) == code
+        assert capsys.readouterr().out.count("\n") == len(reports)
+    monkeypatch.setattr(command, "_once", lambda *_: interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        command.run(options(str(log)), 0, 1, 3)
+
+
+def test_a_history_that_grows_is_read_anew_for_each_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = tmp_path / "steps.jsonl"
+    steps.write_text("")
+    phases = iter(["backward", "optimizer"])
+
+    def pieces(path: str) -> Iterator[bytes | None]:
+        yield f"{FULL}\n".encode()
+        for phase in phases:
+            with steps.open("a") as file:
+                file.write(json.dumps({"step": 0, "phase": phase}) + "\n")
+            yield b""
+            yield f"{FULL}\n".encode()
+        yield None
+
+    monkeypatch.setattr(command, "_pieces", pieces)
+    monkeypatch.setattr(command, "QUIET_S", 0.0)
+    causes = []
+    for history in (steps, None):
+        given = options("any", follow=True, history=None if history is None else str(history))
+        assert command.run(given, 0, 1, 3) == 0
+        lines = capsys.readouterr().out.splitlines()
+        causes.append([json.loads(line)["cause"]["name"] for line in lines])
+    assert causes[0] == ["too_big", "first_backward", "optimizer_state"]
+    assert set(causes[1]) == {"too_big"}
+
+
+@pytest.mark.parametrize(
+    ("arrive", "told_at"),
+    [
+        ([(0.0, FULL), (0.25, ""), (9.0, "")], [0.25]),
+        ([(0.0, FULL), (0.125, ""), (9.0, "")], [9.125]),
+        ([(0.0, FULL), (0.125, None)], [0.125]),
+        ([(0.0, ""), (0.0, None)], []),
+        ([(1.0, FULL), *[(0.125, "step ")] * 20], [3.0]),
+        ([(1.0, FULL), *[(0.125, "step ")] * 20, (0.25, "")], [3.0]),
+        ([(1.0, FULL), (0.25, ""), (1.0, "all is well\n"), (0.25, "")], [1.25]),
+        ([(1.0, FULL), (0.25, ""), (1.0, FULL), (0.125, ""), (0.125, "")], [1.25, 2.5]),
+    ],
+)
+def test_when_a_message_is_told(
+    arrive: list[tuple[float, str | None]], told_at: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def pieces(path: str) -> Iterator[bytes | None]:
+        for seconds, piece in arrive:
+            now[0] += seconds
+            yield None if piece is None else piece.encode()
+
+    monkeypatch.setattr(command, "QUIET_S", 0.25)
+    monkeypatch.setattr(command, "LONGEST_WAIT_S", 2.0)
+    monkeypatch.setattr(command, "_pieces", pieces)
+    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+    assert [now[0] for _ in command._followed("any", None)] == told_at
+
+
+def test_the_oldest_text_is_forgotten_and_what_was_explained_stays_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "KEEP_CHARS", 500)
+    follower = Follower()
+    follower.feed(FULL)
+    assert follower.report() is not None and follower.explained == len(FULL)
+    follower.feed("x" * (1000 - len(FULL)))
+    assert len(follower.text) == 1000 and follower.explained == len(FULL)
+    assert follower.report() is None and follower.explained == 1000
+    follower.feed("y" * 100 + "\nMemoryError\n")
+    assert len(follower.text) == 500 and follower.text.endswith("\nMemoryError\n")
+    assert follower.explained == 500 - 113
+    report = follower.report()
+    assert report is not None and report.template == "memory-error"
 
 
 class Following:
@@ -334,6 +520,9 @@ def test_a_log_that_is_replaced_cut_short_or_gone_for_a_while_is_read_on(
     assert [next(pieces), next(pieces), next(pieces)] == [b"", b"new\n", b""]
     path.write_text("x\n")  # shorter than what was read
     assert [next(pieces), next(pieces), next(pieces)] == [b"", b"x\n", b""]
+    (tmp_path / "next").write_text("longer than before\n")
+    (tmp_path / "next").rename(path)
+    assert [next(pieces), next(pieces)] == [b"", b"longer than before\n"]
     pieces.close()
 
 
@@ -459,3 +648,9 @@ def test_a_log_that_is_followed_no_longer_is_closed(
     assert not opened[0].closed
     pieces.close()  # type: ignore[attr-defined]
     assert opened[0].closed
+    pieces = command._pieces(str(log))
+    assert next(pieces) and not opened[1].closed
+    (log.parent / "next").write_text("new\n")
+    (log.parent / "next").rename(log)
+    assert next(pieces) == b"" and opened[1].closed
+    pieces.close()  # type: ignore[attr-defined]

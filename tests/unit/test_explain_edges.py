@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from oracle_offload.explain import OomReport, explain_oom, is_oom, pipeline
-from oracle_offload.explain.history import signs
+from oracle_offload.explain.cause import rank
+from oracle_offload.explain.history import Sign, signs
+from oracle_offload.explain.parse import find
 
 DATA = Path(__file__).parents[1] / "data" / "oom"
 TOLD = DATA / "golden" / "told.json"
@@ -131,6 +133,13 @@ CARDS: list[tuple[str, dict[str, int], str, str]] = [
      {"others": 2 * GiB, "asked": 2 * GiB + GiB // 4}, "other_process", "medium"),
     ("others and what is free do not",
      {"others": 2 * GiB, "asked": 2 * GiB + GiB // 4 + 1}, "too_big", "high"),
+    ("others, and nobody knows what is free",
+     {"others": 6 * GiB, "free": (1 << 64) - 1}, "other_process", "high"),
+    ("half of it outside, where every process is listed",
+     {"mine": 12 * GiB, "allocated": 11 * GiB}, "too_big", "high"),
+    ("all of the card is held",
+     {"asked": 2 * GiB, "allocated": 23 * GiB, "unused": GiB}, "too_big", "high"),
+    ("nothing is held", {"allocated": 0, "unused": 0, "asked": 0, "free": 0}, "too_big", "high"),
 ]  # fmt: skip
 
 
@@ -143,6 +152,69 @@ def test_the_rules_of_a_card_to_the_byte(
     text = card(**figures)
     assert explain_oom(text).cause[:2] == (cause, confidence), explain_oom(text).cause
     assert_told(f"card: {case}", told(text))
+
+
+POOLS: list[tuple[dict[str, int], str, str]] = [
+    ({}, "unknown", "low"),
+    ({"Requested": GiB}, "unknown", "low"),
+    ({"Device limit": 24 * GiB}, "unknown", "low"),
+    ({"Requested": GiB, "Device limit": 24 * GiB}, "too_big", "medium"),
+    ({"Requested": 25 * GiB, "Device limit": 24 * GiB}, "too_big", "high"),
+    ({"Requested": GiB, "Device limit": 24 * GiB, "memory fraction)": 8 * GiB},
+     "too_big", "medium"),
+    ({"Requested": GiB, "Device limit": 24 * GiB, "memory fraction)": 8 * GiB,
+      "Free (according to CUDA)": GiB}, "device_cap", "high"),
+    ({"Requested": GiB, "Device limit": 24 * GiB, "Free (according to CUDA)": GiB // 2},
+     "too_big", "medium"),
+    ({"Requested": GiB, "Device limit": 24 * GiB, "Currently allocated": 22 * GiB},
+     "too_big", "high"),
+    ({"Requested": GiB, "Device limit": 24 * GiB, "Currently allocated": 24 * GiB + 1},
+     "spilled", "high"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("figures", "cause", "confidence"), POOLS)
+def test_a_pool_that_states_some_of_its_figures(
+    figures: dict[str, int], cause: str, confidence: str
+) -> None:
+    lines = "".join(f"{name} : {value} bytes\n" for name, value in figures.items())
+    text = f"Allocation on device 0 would exceed allowed memory. (out of memory)\n{lines}"
+    assert explain_oom(text).cause[:2] == (cause, confidence), explain_oom(text).cause
+    assert_told(f"pool: {figures}", told(text))
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ("MPS allocated: 6.00 GB, other allocations: 1.00 GB, max allowed: 9.00 GB",
+         ("high", "7.00 GiB of the 9.00 GiB that Metal recommends were in use")),
+        ("MPS allocated: 6.00 GB, max allowed: 9.00 GB",
+         ("high", "6.00 GiB of the 9.00 GiB that Metal recommends were in use")),
+        ("MPS allocated: 6.00 GB", ("medium", "Metal refused the allocation")),
+        ("max allowed: 9.00 GB", ("medium", "Metal refused the allocation")),
+    ],
+)  # fmt: skip
+def test_what_metal_says_it_holds(figures: str, said: tuple[str, str]) -> None:
+    report = explain_oom(f"RuntimeError: MPS backend out of memory ({figures}).")
+    assert report.cause == ("too_big", *said)
+
+
+@pytest.mark.parametrize(
+    ("text", "causes"),
+    [
+        (card(asked=GiB, unused=3 * GiB, allocated=20 * GiB), ["fragmentation", "leak"]),
+        (card(), ["leak", "too_big", "fragmentation"]),
+        ("MemoryError: Unable to allocate 2.00 GiB for an array", ["host_memory", "leak",
+                                                                   "fragmentation"]),
+    ],
+)  # fmt: skip
+def test_what_a_history_shows_comes_before_what_only_says_that_it_is_full(
+    text: str, causes: list[str]
+) -> None:
+    (finding,) = find(text)
+    history = [Sign("leak", "high", "it grew"), Sign("fragmentation", "high", "in pieces")]
+    found = rank(finding, text, history)
+    assert [cause.name for cause in found] == causes
 
 
 # PyTorch before 2.1 names neither other processes nor this one.
@@ -203,6 +275,8 @@ BEFORE = [
     ("the second step of three", bar(1, 3) + FORWARD, "second_step"),
     ("the second step of two", bar(1, 2) + FORWARD, "too_big"),
     ("the third step", bar(2, 10) + FORWARD, "too_big"),
+    ("a bar below the traceback", FORWARD + bar(1, 10), "too_big"),
+    ("memory that was locked before", "x.pin_memory()\n", "too_big"),
     ("a bar of loading", bar(1, 10, "Loading checkpoint shards:") + FORWARD, "too_big"),
     ("a bar above that of loading",
      bar(1, 10) + bar(3, 4, "Loading checkpoint shards:") + FORWARD, "second_step"),
@@ -229,6 +303,15 @@ def test_what_stands_before_a_message_tells_when_it_came(
     found = told(before + card())
     assert found["causes"][0][0] == cause, found["causes"]
     assert_told(f"before: {case}", {"causes": found["causes"]})
+
+
+def test_what_stands_before_a_message_of_no_device_comes_after_what_it_says() -> None:
+    before = "Evaluating: 1/10 [\n" + TRACE
+    for message, causes in (
+        ("torch.OutOfMemoryError: ?", ["unknown", "evaluation"]),
+        (card(), ["evaluation", "too_big"]),
+    ):
+        assert [cause[0] for cause in told(before + message)["causes"]] == causes
 
 
 PINS = [

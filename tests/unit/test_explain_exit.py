@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from oracle_offload.explain import host
 from oracle_offload.explain.history import records_in_log, signs
-from oracle_offload.explain.host import explain_exit, kill_counter
+from oracle_offload.explain.host import explain_exit, kill_counter, own_group
+from oracle_offload.explain.report import OomReport
 
 FULL = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total "
@@ -103,6 +105,46 @@ def test_the_counter_is_read_from_each_kind_of_group(tmp_path: Path) -> None:
     assert kill_counter(tmp_path) == 5
     (tmp_path / "memory.events.local").write_text("oom_kill many\n")
     assert kill_counter(tmp_path) == 4
+
+
+@pytest.mark.parametrize(
+    ("group", "mount", "kind", "folder"),
+    [
+        ("0::/job/7", "/sys/fs/cgroup", "cgroup2 cgroup2 rw", "sys/fs/cgroup"),
+        ("5:memory:/job/7", "/sys/fs/cgroup/memory", "cgroup cgroup rw,memory",
+         "sys/fs/cgroup/memory"),
+    ],
+)  # fmt: skip
+def test_the_own_group_is_found_or_in_a_container_the_mount_itself(
+    group: str, mount: str, kind: str, folder: str, tmp_path: Path
+) -> None:
+    process = tmp_path / "proc" / "self"
+    process.mkdir(parents=True)
+    assert own_group(str(tmp_path)) is None, "nothing tells"
+    (process / "cgroup").write_text(f"{group}\n")
+    (process / "mountinfo").write_text(f"30 20 0:26 / {mount} rw,nosuid - {kind}\n")
+    assert own_group(str(tmp_path)) is None, "no folder of it is there"
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "memory.max").write_text("max\n")
+    assert own_group(str(tmp_path)) == tmp_path / folder
+    (tmp_path / folder / "job" / "7").mkdir(parents=True)
+    (tmp_path / folder / "job" / "7" / "memory.max").write_text("max\n")
+    assert own_group(str(tmp_path)) == tmp_path / folder / "job" / "7"
+
+
+def test_where_nothing_can_be_told_nothing_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "own_group", lambda: None)
+    assert kill_counter() is None
+    assert UNKNOWN_KILLER in explain_exit(-9, kills_before=1).cause.why
+    monkeypatch.setattr(host, "own_group", lambda: group(tmp_path, 7))
+    assert kill_counter() == 7
+    report = explain_exit(-9, kills_before=6)
+    assert report.cause.name == "memory_limit" and report.value("limit") == 64 * MIB
+    monkeypatch.setattr(host, "find", lambda *_: 1 / 0)
+    report = explain_exit(-9, "", group=tmp_path, kills_before=1)
+    assert isinstance(report, OomReport) and not report.found
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from oracle_offload.explain import explain_oom
+from oracle_offload.explain import explain_oom, history
 from oracle_offload.explain.history import read_history, signs
+from oracle_offload.views.recording import SCHEMA
 
 GiB = 1 << 30
 FULL = (
@@ -123,6 +124,31 @@ def test_a_file_with_half_a_line_and_odd_values_is_read(tmp_path: Path) -> None:
     records = read_history(path)
     assert len(records) == 14
     assert signs(records)[0].cause == "leak"
+
+
+def test_of_a_long_history_the_end_is_kept_and_of_a_recording_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "MOST_RECORDS", 3)
+    rows: list[Any] = [{"step": number} for number in range(5)]
+    assert read_history(rows) == read_history(iter([*rows, "no mapping"][1:5])) == rows[2:]
+    recording = [{"schema": SCHEMA}, *rows]
+    assert read_history(recording) == recording and read_history([]) == []
+    for begin in ({"schema": "another/1"}, {"step": 0}):
+        assert read_history([begin, *rows]) == rows[2:]
+    for file, kept in (("a", recording), ("b", rows[2:])):
+        lines = recording if file == "a" else rows
+        (tmp_path / file).write_text("\n".join(map(json.dumps, lines)))
+        assert read_history(tmp_path / file) == read_history(str(tmp_path / file)) == kept
+
+
+def test_signs_of_nothing_are_none_and_a_number_ends_below_2_to_the_63() -> None:
+    assert signs([]) == [] and signs([{}]) == []
+    lengths = [{"length": value} for value in (1, 1, 1, (1 << 63) - 1)]
+    assert [sign.cause for sign in signs(lengths)] == ["longest_batch"]
+    assert signs([*lengths[:3], {"length": 1 << 63}]) == []
+    later = [{"step": step, "phase": phase} for step, phase in ((0, "forward"), (2, "backward"))]
+    assert signs(later) == []
 
 
 def test_signs_never_raise_on_odd_records() -> None:

@@ -65,6 +65,35 @@ def test_it_decorates_and_nests_with_one_note_and_prints_where_asked() -> None:
     assert "Host memory" in out.getvalue()
 
 
+def test_what_was_explained_before_is_no_matter_of_the_next_block() -> None:
+    explained = explained_oom()
+    assert explained.report is None
+    with pytest.raises(MemoryError), explained:
+        raise MemoryError
+    assert explained.report is not None
+    with explained:
+        assert explained.report is None
+    assert explained.report is None
+
+
+def test_notes_of_others_are_no_explanation(capsys: pytest.CaptureFixture[str]) -> None:
+    error = MemoryError()
+    error.add_note("of somebody else")
+    error.__notes__.append(5)  # type: ignore[arg-type]
+    with pytest.raises(MemoryError), explained_oom():
+        raise error
+    assert len(error.__notes__) == 3 and error.__notes__[2].startswith(hooks.HEADING)
+    assert hooks._is_explained(error)
+    hooks._explain_to_stderr(error)
+    hooks._explain_to_stderr(None)
+    for kind in (KeyboardInterrupt, SystemExit):
+        hooks._explain_to_stderr(kind("CUDA error: out of memory"))
+    assert capsys.readouterr().err == ""
+    hooks._explain_to_stderr(MemoryError())
+    told = capsys.readouterr().err
+    assert told.startswith(hooks._heading() + "\n") and "What to change first" in told
+
+
 def test_a_stream_that_cannot_write_does_not_hide_the_error() -> None:
     closed = io.StringIO()
     closed.close()
@@ -221,6 +250,7 @@ def test_a_cell_is_explained_once_and_only_if_it_ran_out_of_memory(
         (SimpleNamespace(error_in_exec=None, error_before_exec=None), 0),
         (SimpleNamespace(error_in_exec=ValueError("x"), error_before_exec=None), 0),
         (SimpleNamespace(error_in_exec=noted, error_before_exec=None), 0),
+        (SimpleNamespace(error_in_exec="MemoryError", error_before_exec=None), 0),
         (SimpleNamespace(error_in_exec=MemoryError(), error_before_exec=None), 1),
         (SimpleNamespace(error_in_exec=None, error_before_exec=MemoryError()), 1),
         (SimpleNamespace(), 0),
@@ -257,14 +287,22 @@ def test_the_ipython_extension_shows_the_report_under_the_cell() -> None:
 
 
 def test_a_hook_that_is_left_behind_does_what_python_does(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody may have kept ours, and call it after it was uninstalled."""
-    error = ValueError("from a thread")
+    error: Exception = ValueError("from a thread")
     hooks._thread_excepthook(
         threading.ExceptHookArgs((type(error), error, error.__traceback__, None))
     )
     assert "ValueError: from a thread" in capsys.readouterr().err
+    hooks._excepthook(type(error), error, None)
+    assert "ValueError: from a thread" in capsys.readouterr().err
+    error = MemoryError()
+    hooks._thread_excepthook(threading.ExceptHookArgs((type(error), error, None, None)))
+    assert "What to change first" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "excepthook", hooks._excepthook)
+    hooks.uninstall()  # it was never installed, so nobody knows what was there
+    assert sys.excepthook is hooks._excepthook
 
 
 def test_the_heading_fills_a_line_of_sixty() -> None:

@@ -44,6 +44,8 @@ MEGABYTE = 1 << 20
         ("117. GiB", 125627793408),
         ("4294967296", 4294967296),
         ("17179869184.00 GiB", None),  # UINT64_MAX: "no limit"
+        ("17179869176 GiB", None),  # as are the last few GiB below it, which rounding takes
+        ("17179869175 GiB", (2**34 - 9) << 30),
         ("1.5.2 GiB", None),
         ("GiB", None),
         ("12 apples", None),

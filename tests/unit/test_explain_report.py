@@ -198,8 +198,13 @@ def test_gains_come_from_the_figures_and_only_from_them() -> None:
 def test_expandable_segments_are_not_advised_where_they_are_on() -> None:
     text = device_text(allocated="15.00 GiB", unused="6.00 GiB", mine="22.00 GiB")
     assert "expandable_segments" in keys(text)
+    assert "expandable_segments" not in keys(text.replace("CUDA", "XPU"))
     on = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert "expandable_segments" not in keys(text, env=on)
+    refused = device_text(free="1.50 GiB", mine="22.00 GiB")
+    off = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
+    assert keys(refused) == ["driver_reset", "no_expandable_segments", "stop_others"]
+    assert keys(refused, env=off) == ["driver_reset", "stop_others"]
     assert explain_oom("RuntimeError: CUDA driver error: out of memory", env=on).cause == (
         "allocator_setting", "high", "expandable_segments was switched on",
     )  # fmt: skip
