@@ -20,11 +20,11 @@ _SIZE = r"\s*([0-9]{0,40}\.?[0-9]{0,40}(?:[eE][0-9]{1,4})?)\s*([a-zA-Z]{0,8})\s*
 def split_size(text: str) -> tuple[int | float, str] | None:
     """Return the number of ``"1.50 GiB"`` and its unit in lower case; None for anything else."""
     match = re.fullmatch(_SIZE, text)
-    if match is None or not match[1].strip(".").strip():
+    if match is None:
         return None
     try:
         number = int(match[1]) if match[1].isdigit() else float(match[1])
-    except ValueError:  # an exponent alone
+    except ValueError:  # no digit
         return None
     return number, match[2].lower()
 

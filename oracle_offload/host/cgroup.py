@@ -67,10 +67,11 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class _Mount:
+    """A hierarchy that may own the memory controller."""
+
     version: str
     root: str
     point: str
-    has_memory: bool
 
 
 def read_memory_limit(root: str = "/", pid: int | str = "self") -> MemoryLimit:
@@ -91,7 +92,7 @@ def read_memory_limit(root: str = "/", pid: int | str = "self") -> MemoryLimit:
     missing: list[str] = []
     groups = _process_groups(root, pid, missing)
     mounts = _mounts(root, pid, missing)
-    v1 = next((m for m in mounts if m.version == "v1" and m.has_memory), None)
+    v1 = next((m for m in mounts if m.version == "v1"), None)
     v2 = next((m for m in mounts if m.version == "v2"), None)
     if v1 is not None and (groups is None or "memory" in groups):
         group = (groups or {}).get("memory", "/")
@@ -119,13 +120,13 @@ def _process_groups(root: str, pid: int | str, missing: list[str]) -> dict[str, 
 
 
 def _mounts(root: str, pid: int | str, missing: list[str]) -> list[_Mount]:
-    """Return the cgroup mounts, from the mount table or, where it is hidden, the usual places."""
+    """Return the mounts, from the mount table or, where it is hidden, the usual places."""
     reading = read_text(root, f"/proc/{pid}/mountinfo")
     if reading.text is None:
         missing.append(reading.why)
         usual = (
-            _Mount("v1", "/", "/sys/fs/cgroup/memory", True),
-            _Mount("v2", "/", "/sys/fs/cgroup", True),
+            _Mount("v1", "/", "/sys/fs/cgroup/memory"),
+            _Mount("v2", "/", "/sys/fs/cgroup"),
         )
         probes = ("memory.limit_in_bytes", "memory.max")
         return [
@@ -137,11 +138,12 @@ def _mounts(root: str, pid: int | str, missing: list[str]) -> list[_Mount]:
     for line in reading.text.splitlines():
         left, _, right = line.partition(" - ")
         fields, tail = left.split(), right.split()
-        if len(fields) < 5 or len(tail) < 3 or tail[0] not in ("cgroup", "cgroup2"):
+        if len(fields) < 5 or len(tail) < 3:
             continue
-        version = "v2" if tail[0] == "cgroup2" else "v1"
-        has_memory = version == "v2" or "memory" in tail[2].split(",")
-        mounts.append(_Mount(version, _unescape(fields[3]), _unescape(fields[4]), has_memory))
+        if tail[0] == "cgroup2":
+            mounts.append(_Mount("v2", _unescape(fields[3]), _unescape(fields[4])))
+        elif tail[0] == "cgroup" and "memory" in tail[2].split(","):
+            mounts.append(_Mount("v1", _unescape(fields[3]), _unescape(fields[4])))
     return mounts
 
 
@@ -158,8 +160,7 @@ def _ancestry(root: str, mount: _Mount, group: str) -> list[str]:
     if mount.root != "/":
         # A container sees its own group bound as the mount's root while /proc may still name the
         # group from the host's point of view.
-        within = group == mount.root or group.startswith(mount.root + "/")
-        inside = group[len(mount.root) :] if within else "/"
+        inside = group[len(mount.root) :] if group.startswith(mount.root + "/") else "/"
     parts = [part for part in inside.split("/") if part]
     if ".." in parts:
         parts = []
@@ -240,7 +241,7 @@ def _limit(reading: Reading, path: str, missing: list[str]) -> int | None:
     size, text = parse_count(reading.text), (reading.text or "max").strip()
     # v1 prints "no limit" as the largest page count times the page size: 9223372036854771712 with
     # 4 KiB pages, a number that is no size.
-    if size is None and text != "max" and not text.isdecimal():
+    if text != "max" and not text.isdecimal():
         missing.append(f"{path}: the limit {text[:40]!r} is no size")
     return size
 

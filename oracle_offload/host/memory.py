@@ -87,13 +87,12 @@ def private_bytes(ranges: Iterable[tuple[int, int]], root: str = "/") -> int:
     root : str
         As in `available_bytes`.
     """
-    mappings = []
+    mappings = []  # in the order of their addresses, as the system lists them
     for line in (read_text(root, "/proc/self/maps").text or "").splitlines():
         fields = line.split()  # addresses, permissions, offset, device, inode, the file's path
         if len(fields) >= 5:
             first, _, last = fields[0].partition("-")
             mappings.append((int(first, 16), int(last, 16), fields[4] == "0"))
-    mappings.sort()
     starts = [start for start, _, _ in mappings]
     private = 0
     for start, end in ranges:

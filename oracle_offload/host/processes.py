@@ -26,7 +26,7 @@ def machine() -> str:
     one boot, in one namespace of process ids. Containers may share the host's name.
     """
     host = socket.gethostname()
-    boot = read_text("/", "/proc/sys/kernel/random/boot_id").text or ""
+    boot = read_text("/", "/proc/sys/kernel/random/boot_id").text
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:  # no such thing on this system

@@ -162,7 +162,15 @@ def test_it_takes_no_more_than_the_model_can_use():
     assert Budget().after_step(CALM, FLOOR, FLOOR, 20 << 20, GRAIN).bytes == 20 << 20
     near = (20 << 20) - 512  # less than a grain is missing
     assert Budget().after_step(CALM, near, FLOOR, 20 << 20, GRAIN).bytes == 20 << 20
+    assert Budget().after_step(CALM, near, FLOOR, 20 << 20, GRAIN, sharing=2).bytes == 20 << 20
     assert Budget().after_step(CALM, 20 << 20, FLOOR, 20 << 20, GRAIN) is None
+
+
+def test_one_grain_beyond_the_floor_is_of_use():
+    assert Budget().after_step(CALM, FLOOR, FLOOR, FLOOR + GRAIN, GRAIN).bytes == FLOOR + GRAIN
+    assert Budget().after_step(CALM, FLOOR, FLOOR, FLOOR + GRAIN - 256, GRAIN) is None
+    shared = Budget().after_step(CALM, FLOOR, FLOOR, FLOOR + 2 * GRAIN, GRAIN, sharing=2)
+    assert shared.bytes == FLOOR + GRAIN, "its half is a grain"
 
 
 def test_changes_that_do_not_pay_are_left():
@@ -172,8 +180,10 @@ def test_changes_that_do_not_pay_are_left():
         reading = Reading(100 << 20, 5 << 20, 95 << 20, peak, 0)
         change = Budget().after_step(reading, size, FLOOR, MOST, GRAIN)
         assert (change is not None) is expected
-    inside = Reading(100 << 20, 5 << 20, 95 << 20, 97 << 20, 0)
-    assert Budget().after_step(inside, size, FLOOR, MOST, GRAIN) is None, "within the margin"
+    for peak, shrinks in ((97 << 20, False), (195 << 19, False), ((195 << 19) + 1, True)):
+        reading = Reading(100 << 20, 5 << 20, 95 << 20, peak, 0)
+        change = Budget().after_step(reading, size, FLOOR, MOST, GRAIN)
+        assert (change is not None) is shrinks, "half of the margin may be taken"
 
 
 def test_several_arenas_share_what_is_left():
@@ -200,7 +210,12 @@ def test_a_peak_is_remembered_for_a_window_and_the_next():
 
 def test_less_than_was_asked_for_counts_as_a_failure():
     budget = Budget()
+    assert budget.last is None
     change = budget.after_step(CALM, FLOOR, FLOOR, MOST, GRAIN)
+    budget.changed(change, change.bytes)
+    assert budget.after_step(CALM, FLOOR, FLOOR, MOST, GRAIN) == change, "it got all of it"
+    budget = Budget()
+    assert budget.after_step(CALM, FLOOR, FLOOR, MOST, GRAIN) == change
     budget.changed(change, FLOOR)
     assert budget.changes == 1 and budget.last.bytes == FLOOR
     found = [budget.after_step(CALM, FLOOR, FLOOR, MOST, GRAIN) for _ in range(8)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from oracle_offload.host.files import NO_SIZE, parse_count
 from oracle_offload.host.memory import (
     available_bytes,
     private_bytes,
@@ -46,6 +47,17 @@ def test_what_is_available_is_what_the_system_says(tmp_path: Path) -> None:
     assert read_meminfo(root)["HugePages_Free"] == 3
 
 
+def test_a_size_that_no_machine_has_is_none(tmp_path: Path) -> None:
+    lines = [
+        f"Most: {(NO_SIZE >> 10) - 1} kB",
+        f"More: {NO_SIZE >> 10} kB",
+        "Odd: many kB",
+        "None:",
+    ]
+    root = machine(tmp_path, {"proc/meminfo": "\n".join(lines)})
+    assert read_meminfo(root) == {"Most": NO_SIZE - 1024}
+
+
 def test_a_limit_of_the_control_group_bounds_it(tmp_path: Path) -> None:
     assert available_bytes(machine(tmp_path, {**FREE, **GROUP})) == LIMIT - USAGE + CACHE
 
@@ -57,6 +69,26 @@ def test_a_group_with_more_room_than_the_machine_bounds_nothing(tmp_path: Path) 
 
 def test_a_machine_that_does_not_tell(tmp_path: Path) -> None:
     assert available_bytes(machine(tmp_path, {})) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (" 0\n", 0),
+        (str(NO_SIZE - 1), NO_SIZE - 1),
+        (str(NO_SIZE), None),
+        ("9" * 20, None),
+        ("max", None),
+        ("-1", None),
+        ("1 2", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_a_count_is_a_whole_number_that_a_machine_can_have(
+    text: str | None, count: int | None
+) -> None:
+    assert parse_count(text) == count
 
 
 MAPS = """
@@ -76,6 +108,8 @@ MAPS = """
         ([(0x4000, 0x4800)], 0),
         ([(0x7000, 0x9000), (0xA000, 0xA100)], 0x2000),
         ([(0x5000, 0x5100)], 0),
+        ([(0x9000, 0x9100)], 0),  # behind the heap
+        ([(0x8FFF, 0x9000)], 1),
         ([(0x10, 0x20), (0xC000, 0xC100), (0, 0)], 0),
         ([], 0),
     ],

@@ -90,6 +90,7 @@ class Call:
 
     def __init__(self, answer: int) -> None:
         self.answer, self.calls = answer, list[Any]()
+        self.restype: Any = ctypes.c_int
 
     def __call__(self, *arguments: Any) -> int:
         self.calls.append([getattr(argument, "value", argument) for argument in arguments])
@@ -109,6 +110,21 @@ def test_windows_is_asked_for_a_handle(waited: int, alive: bool | None) -> None:
     assert kernel32.OpenProcess.calls == [[0x10_1000, False, 7]]
     assert kernel32.WaitForSingleObject.calls == [[1 << 40, 0]]
     assert kernel32.CloseHandle.calls == [[1 << 40]]
+    assert kernel32.OpenProcess.restype is ctypes.c_void_p, "a handle has 64 bits"
+
+
+def test_on_windows_nobody_is_sent_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def library(name: str, use_last_error: bool) -> Kernel32:
+        assert (name, use_last_error) == ("kernel32", True)
+        return Kernel32(1 << 40, 0x102)
+
+    def kill(pid: int, signal: int) -> None:
+        raise AssertionError("os.kill ends a process there")
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(ctypes, "WinDLL", library, raising=False)
+    monkeypatch.setattr(os, "kill", kill)
+    assert is_alive(7) is True
 
 
 @pytest.mark.parametrize(("error", "alive"), [(5, True), (87, False), (8, None)])

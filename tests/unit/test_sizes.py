@@ -33,7 +33,9 @@ def test_sizes_that_are_accepted(text, expected):
     assert parse_size(text, total=1000) == expected
 
 
-@pytest.mark.parametrize("text", ["", "8 parsecs", "GiB", -1, 0, "0", True, None, [1]], ids=str)
+@pytest.mark.parametrize(
+    "text", ["", ".", "8 parsecs", "GiB", "e9", "1/2", -1, 0, "0", True, None, [1]], ids=str
+)
 def test_sizes_that_are_refused(text):
     with pytest.raises(ValueError, match="budget"):
         parse_size(text, total=1000, name="budget")
@@ -53,6 +55,8 @@ def test_a_size_beyond_any_memory_is_a_size():
 def test_a_fraction_needs_a_device():
     with pytest.raises(ValueError, match="fraction"):
         parse_size(0.5)
+    with pytest.raises(ValueError, match=r"^size=0 must be above zero$"):
+        parse_size(0)
 
 
 def test_formatting():
