@@ -26,20 +26,18 @@ class Estimated:
 
     Parameters
     ----------
-    planned : nn.Module or None
-        On the meta device.
-    real : nn.Module or None
-        The module that it was made of, which may have the weights.
+    copied : tuple of nn.Module, optional
+        The planned module, on the meta device; and the one that it is a copy of, which may have the
+        weights.
     """
 
-    def __init__(self, planned: nn.Module | None = None, real: nn.Module | None = None) -> None:
+    def __init__(self, copied: tuple[nn.Module, nn.Module] | None = None) -> None:
         self._expected = Expected(None)
         self._real: dict[int, Tensor] = {}
-        if planned is not None and real is not None:
-            there = dict(real.named_parameters(remove_duplicate=False))
-            for name, tensor in planned.named_parameters(remove_duplicate=False):
-                found = there.get(name)
-                if found is not None and not found.is_meta and found.dtype == tensor.dtype:
+        if copied is not None:
+            planned, real = (module.parameters() for module in copied)
+            for tensor, found in zip(planned, real, strict=True):
+                if not found.is_meta and found.dtype == tensor.dtype:
                     self._real[id(tensor)] = found
 
     def bytes_of(self, tensor: Tensor) -> int:

@@ -83,7 +83,7 @@ class Fit:
     def offload_percent(self) -> float:
         """The share of the weights that has no room on the device, as `attach` takes it."""
         managed = self.storage.travelling_bytes + self.storage.kept_bytes
-        if not managed:
+        if self.verdict == RESIDENT or not managed:
             return 0.0
         cached = self.arena_bytes - self.storage.floor_bytes + self.storage.kept_bytes
         return min(1.0, max(0.0, 1.0 - cached / managed))
@@ -186,10 +186,10 @@ def _counted(storage: Storage, device: dict[str, int], room: Room) -> Fit:
     """Return the fit of totals: where there are no units, nothing is known of an arena's floor."""
     host, weights = storage.host_rows, storage.host_rows.get("weights", 0)
     device = {name: size for name, size in device.items() if size != host.get(name)}
-    left, arena = room.device - sum(device.values()), 0
-    if weights and room.offload_percent is not None:
+    left = room.device - sum(device.values())
+    if room.offload_percent is not None:
         arena = int((1 - room.offload_percent) * weights)
-    elif weights:
+    else:
         arena = max(0, min(left, weights))
     missing = max(0, arena - left)
     short, budget = max(0, sum(host.values()) - room.host), None

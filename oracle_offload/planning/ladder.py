@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,6 +90,8 @@ def ladder(
         Returns the step of the question with some fields changed.
     """
     source, recipe, room = question.source, question.recipe, question.room
+    if found.verdict == RESIDENT:
+        return []
     rungs: list[Rung] = []
 
     def add(
@@ -113,8 +116,6 @@ def ladder(
                 Rung(name, cost, changes_result, saves_device, saves_host, verdict, option)
             )
 
-    if found.verdict == RESIDENT:
-        return rungs
     known = step.activations is not None
     if known and not question.checkpointing:
         again = remeasured(checkpointing=True)
@@ -139,20 +140,21 @@ def ladder(
         changed = replace(recipe, optimizer=lighter)
         add(f"optimizer {lighter.name}", "its state is coarser", option, True, changed)
         lighter = OPTIMIZERS.get(lighter.lighter)
-    if recipe.train == "lora" and recipe.quantise is None:
-        for quantise in ("int8", "nf4"):
+    if recipe.train == "lora":
+        for quantise in ("int8", "nf4") if recipe.quantise is None else ():
             option = f"quantise={quantise!r}"
             changed = replace(recipe, quantise=quantise)
             name = f"frozen weights in {quantise}"
             add(name, "the base model is rounded", option, True, changed)
-    if recipe.train == "lora" and recipe.rank > 4:
-        half = recipe.rank // 2
-        cost = "the LoRA can say less"
-        add("half the rank", cost, f"rank={half}", True, replace(recipe, rank=half))
-    if recipe.train == "full":
+        if recipe.rank > 4:
+            half = recipe.rank // 2
+            cost = "the LoRA can say less"
+            add("half the rank", cost, f"rank={half}", True, replace(recipe, rank=half))
+    else:
         cost = "another training: a correction of low rank"
         changed = replace(recipe, train="lora", master_dtype=None)
-        add("a LoRA in place of all weights", cost, "train='lora'", True, changed)
+        with suppress(ValueError):  # no layer can have one
+            add("a LoRA in place of all weights", cost, "train='lora'", True, changed)
     smaller = _half(question.sample)
     if known and smaller is not None:
         again = remeasured(sample=smaller)

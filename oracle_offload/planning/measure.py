@@ -215,9 +215,9 @@ def measure(
             if any(parameter.requires_grad for parameter in frozen.parameters()):
                 continue
             if leaf.kind is LinearLayer:
-                frozen.forward = partial(_FrozenLinear.apply, frozen)
+                frozen.forward = partial(_forward, _FrozenLinear, frozen)
             elif issubclass(leaf.kind, ConvLayer) and _pads_itself(frozen):
-                frozen.forward = partial(_FrozenConv.apply, frozen)
+                frozen.forward = partial(_forward, _FrozenConv, frozen)
         tracer.keep(_add_adapters(model, adapters, adapter_dtype))
         try:
             with tracer, tracer.noting_regions():
@@ -261,7 +261,13 @@ class _FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, input_gradient(grad, (ctx.layer.weight,), ctx.shape, ctx.stride)
+        layer = ctx.layer
+        return None, input_gradient(grad, (layer.weight, layer.bias), ctx.shape, ctx.stride)
+
+
+def _forward(function: type[torch.autograd.Function], layer: nn.Module, input: Tensor) -> Any:
+    """Take the argument by its name, too, as torch's own layers do."""
+    return function.apply(layer, input)
 
 
 def _pads_itself(convolution: Any) -> bool:
@@ -302,14 +308,22 @@ def _add_adapters(
         layer = model.get_submodule(name)
         a = nn.Parameter(torch.empty(down, dtype=dtype))
         b = nn.Parameter(torch.empty(up, dtype=dtype))
-        layer.register_forward_hook(partial(_adapted, a, b))
+        layer.register_forward_hook(partial(_adapted, a, b), with_kwargs=True)
         a.grad, b.grad = torch.zeros_like(a), torch.zeros_like(b)
         added += [a, b]
     return added
 
 
-def _adapted(a: Tensor, b: Tensor, layer: Any, args: tuple[Any, ...], result: Tensor) -> Tensor:
-    x = args[0].to(a.dtype)
+def _adapted(
+    a: Tensor,
+    b: Tensor,
+    layer: Any,
+    args: tuple[Any, ...],
+    named: dict[str, Any],
+    result: Tensor,
+) -> Tensor:
+    x, *_ = (*args, *named.values())
+    x = x.to(a.dtype)
     if a.dim() == 2:
         low = nn.functional.linear(nn.functional.linear(x, a), b)
     else:

@@ -349,12 +349,13 @@ def answer(question: Question, step: Step | None = None) -> Plan:
 
 
 def _step(question: Question, storage: Storage) -> Step:
-    if question.source.module is None or not question.source.runs:
+    module = question.source.module if question.source.runs else None
+    if module is None:
         return Step(why="no forward is known")
     if not question.measured:
         return Step(why="it was not measured")
     return run_step(
-        question.source.module,
+        module,
         [leaf for unit in storage.units for leaf in unit],
         storage.adapters,
         question.recipe.adapter_dtype,
@@ -389,7 +390,7 @@ def _assumptions(question: Question, found: Fit, step: Step, why: str) -> tuple[
 def _ram(ram: int | float | str | None) -> int:
     if ram is None:
         return memory.total_bytes()
-    if not isinstance(ram, float) and str(ram) in map(str, HOSTS_GB):
+    if str(ram) in map(str, HOSTS_GB):
         return int(ram) * GIB
     return parse_size(ram, total=memory.total_bytes(), name="ram")
 

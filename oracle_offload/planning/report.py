@@ -108,7 +108,7 @@ def _bars(plan: Plan) -> list[tuple[str, list[Part]]]:
         ("device", fit.device, fit.device_room),
         ("host", fit.host, fit.host_room),
     ):
-        if name == "host" and not rows:
+        if not rows:
             continue
         drawn: dict[str, int | None] = {}
         for what, size in rows.items():
@@ -128,8 +128,6 @@ def _anatomy(plan: Plan) -> list[tuple[str, str, str, str, str]]:
     for name, size, share in plan.anatomy():
         device = plan.fit.device.get(name, 0)
         host = plan.fit.host.get(name, 0)
-        if name == "weights" and plan.fit.arena_bytes and not host:
-            device = size
         rows.append(
             (name, format_size(size), f"{share:.2f}", format_size(device), format_size(host))
         )
@@ -227,7 +225,7 @@ def as_page(plan: Plan) -> str:
 def speed(plan: Plan) -> str:
     """Return how long a step takes, as a sentence."""
     found = plan.speed
-    if found.low_s is None or found.high_s is None or found.bound_s is None:
+    if found.low_s is None:
         return f"How long a step takes is unknown: {found.why}."
     said = f"A step takes {show(found.low_s, 'time')} to {show(found.high_s, 'time')}"
     if plan.verdict == RESIDENT:

@@ -88,8 +88,9 @@ def source_of(model: Any, config: Any = None, dtype: torch.dtype | None = None) 
         A file or class that does not hold what it should.
     """
     if isinstance(model, nn.Module):
-        found = _of_module(on_meta(model), type(model).__name__, dtype, own_dtype=True)
-        return replace(found, expected=Estimated(found.module, model))
+        copied = on_meta(model)
+        found = _of_module(copied, type(model).__name__, dtype)
+        return replace(found, expected=Estimated((copied, model)))
     if isinstance(model, type) and issubclass(model, nn.Module):
         dtype = dtype or torch.bfloat16
         return _of_module(_build(model, _config_dict(config), dtype), model.__name__, dtype)
@@ -120,7 +121,8 @@ def copy_with(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = made
-    return copy.deepcopy(module, memo)
+    with torch.no_grad():  # TorchScript copies its own tensors, and would record that
+        return copy.deepcopy(module, memo)
 
 
 def _of_module(
@@ -129,11 +131,10 @@ def _of_module(
     dtype: torch.dtype | None,
     notes: Iterable[str] = (),
     *,
-    own_dtype: bool = False,
     runs: bool = True,
 ) -> Source:
-    if dtype is not None or not own_dtype:
-        cast(module, dtype or torch.bfloat16)
+    if dtype is not None:
+        cast(module, dtype)
     count = sum(parameter.numel() for parameter in module.parameters())
     if not count:
         raise ValueError(f"{name} has no parameters: there is nothing to plan")
@@ -226,7 +227,7 @@ def _class_of(config: Mapping[str, Any], path: Path) -> type[nn.Module]:
     """Return the class that a config file is of."""
     if name := config.get("_class_name"):
         library, names = "diffusers", [name]
-    elif names := config.get("architectures") or []:
+    elif names := config.get("architectures", []):
         library = "transformers"
     if not (isinstance(names, list) and names and isinstance(names[0], str)):
         raise OffloadError(
@@ -371,10 +372,10 @@ def _of_headers(name: str, files: list[Path], dtype: torch.dtype | None) -> Sour
             raise OffloadError(f"{name}: '{full[:100]}...' is no name of a tensor in any model")
         owners.setdefault(owner, {})[key] = torch.empty(shape, dtype=kept, device="meta")
     root = _Stored()
-    for path, own in sorted(owners.items()):
+    for path, own in sorted(owners.items()):  # a module before those inside it
         _place(root, path, own)
     note = "no config.json tells the classes: matrices are taken for Linear layers"
-    return _of_module(root, name, dtype, [note], own_dtype=True, runs=False)
+    return _of_module(root, name, dtype, [note], runs=False)
 
 
 def _place(root: nn.Module, path: str, own: dict[str, Tensor]) -> None:
@@ -382,20 +383,15 @@ def _place(root: nn.Module, path: str, own: dict[str, Tensor]) -> None:
     steps = path.split(".") if path else []
     parent: nn.Module = root
     for number, step in enumerate(steps[:-1]):
-        if step not in parent._modules:
+        child = parent._modules.get(step)
+        if child is None:
             # What has numbers below it is a list of blocks.
-            numbered = steps[number + 1].isdigit()
-            parent._modules[step] = nn.ModuleDict() if numbered else _Stored()
-        child = parent._modules[step]
-        assert child is not None
+            child = nn.ModuleDict() if steps[number + 1].isdigit() else _Stored()
+            parent._modules[step] = child
         parent = child
-    module = _leaf(steps[-1] if steps else "", own)
-    if steps and steps[-1] in parent._modules:
-        module = parent._modules[steps[-1]] or module
-    elif steps:
-        parent._modules[steps[-1]] = module
-    else:
-        module = root
+    module = root
+    if steps:
+        module = parent._modules[steps[-1]] = _leaf(steps[-1], own)
     for key, tensor in own.items():
         module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
 

@@ -440,8 +440,10 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def _pair(module: nn.Module, rank: int) -> Pair | None:
+    if not (isinstance(module, _CONVOLUTIONS) or _is_linear(module)):
+        return None
     weight = module._parameters.get("weight")
-    if weight is None or not (isinstance(module, _CONVOLUTIONS) or _is_linear(module)):
+    if weight is None:
         return None
     shape = tuple(reversed(weight.shape)) if _is_transposed(module) else tuple(weight.shape)
     ones = (1,) * (len(shape) - 2)

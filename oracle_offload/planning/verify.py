@@ -63,9 +63,10 @@ class Row:
     @property
     def said(self) -> str:
         """How the two compare, in words."""
-        difference, planned = self.difference, self.planned
-        if difference is None or planned is None:
+        difference = self.difference
+        if difference is None:
             return f"not compared: {self.why_not}"
+        planned: Any = self.planned
         if isinstance(planned, tuple):
             if not difference:
                 return "in the interval"
@@ -213,9 +214,7 @@ def _streamed(
     moved = None if unknown else speed.h2d_bytes
     yield row("to the device, a step", "size", moved, down, other or unknown)
     yield row("to the host, a step", "size", _gradients(plan), up, other)
-    ends = None
-    if speed.low_s is not None and speed.high_s is not None:
-        ends = speed.low_s, speed.high_s
+    ends: Any = None if unknown else (speed.low_s, speed.high_s)
     yield row("time of a step", "time", ends, mean["seconds"], other or unknown)
 
 

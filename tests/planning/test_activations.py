@@ -12,7 +12,7 @@ from peak import peak_of
 from torch import nn
 
 import oracle_offload
-from oracle_offload.planning.sample import inputs, parse_sample
+from oracle_offload.planning.sample import UnknownSample, inputs, parse_sample
 
 SAMPLES: dict[str, Any] = {"flux": (128, 128), "llama": 48, "sd3": (128, 128), "unet": (128, 128)}
 
@@ -148,7 +148,7 @@ def test_a_sample_that_says_nothing_is_refused(text: str) -> None:
         parse_sample(text)
 
 
-@pytest.mark.parametrize("shape", [5, (4, -8), ((4, 8), "foo"), ("a", 8)])
+@pytest.mark.parametrize("shape", [5, (4, -8), ((4, 8), "foo"), ((4, 8),), ("a", 8)])
 def test_a_shape_that_is_none_is_refused(shape: Any) -> None:
     with pytest.raises(ValueError, match="a shape is like"):
         oracle_offload.plan(nn.Linear(8, 8), sample={"input": shape}, rank=1, ram="64GB")
@@ -207,6 +207,8 @@ def test_a_model_of_pictures_is_given_a_latent_of_an_eighth_and_the_tokens_of_it
     assert larger[first].numel() == given[first].numel() / 3 * (128 * 128) / (8 * 12)
     module.config.guidance_embeds = False
     assert "guidance" not in inputs(module, (64, 96), 3)[0]
+    with pytest.raises(UnknownSample, match=f"what {kind} takes is not known: give sample= as a"):
+        inputs(module, 64, 3)
 
 
 def test_a_language_model_is_given_tokens_up_to_what_it_can_place() -> None:
@@ -229,3 +231,5 @@ def test_a_language_model_is_given_tokens_up_to_what_it_can_place() -> None:
     assert given["input_ids"].shape == (2, 600) and assumed == ""
     assert given["labels"] is not given["input_ids"]
     assert [*inputs(Encoder(1, 1), 5, 1)[0]] == ["input_ids"]
+    with pytest.raises(UnknownSample, match="what Model takes is not known: give sample= as a"):
+        inputs(model, (64, 96), 1)

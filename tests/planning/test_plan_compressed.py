@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 from contextlib import redirect_stdout
@@ -13,7 +14,7 @@ from torch import nn
 
 import oracle_offload
 from oracle_offload import cli, simulator
-from oracle_offload.planning.estimated import SHARES
+from oracle_offload.planning.estimated import SHARES, Estimated
 
 SIZE, DEPTH, ROWS = 512, 16, 64
 RATES = dict(link_gbps=0.1, memory_gbps=200.0, tflops=0.02, launch_s=2e-6)
@@ -123,6 +124,23 @@ def test_the_weights_tell_what_they_take_where_they_are_there() -> None:
     assert "encoding parts of them tells: estimated" in str(drawn)
     assert "0.68 of bf16" in str(known).replace("\n         ", " ")
     assert "compress" not in str(planned(measure=False))
+    whole = planned(Net().float(), compress="lossless", measure=False, dtype="bf16")
+    assert whole.storage.coded_bytes == known.storage.coded_bytes, "what is there is not planned"
+
+
+def test_where_the_size_of_compressed_weights_is_from_is_said() -> None:
+    model, other = nn.Linear(512, 512).bfloat16(), nn.Linear(512, 512, dtype=torch.bfloat16)
+    copied = copy.deepcopy(model).to("meta")
+    coded = [id(tensor) for tensor in copied.parameters()]
+    parts = "compressed weights take what encoding parts of them tells: estimated"
+    shares = (
+        "compressed weights take 0.68 of bf16, 0.84 of fp8, 0.89 of int8, as drawn ones do: "
+        "estimated"
+    )
+    known = Estimated((copied, model))
+    assert known.said(coded) == known.said(coded[:1]) == parts
+    assert known.said([*coded, id(other.weight)]) == Estimated().said(coded) == shares
+    assert Estimated().bytes_of(other.weight) == int(0.68 * 2 * 512 * 512)
 
 
 def test_a_host_without_room_for_weights_as_they_are() -> None:

@@ -7,6 +7,7 @@ import itertools
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ import torch
 
 import oracle_offload
 from oracle_offload import simulator
+from oracle_offload._core import BACKWARD, FORWARD
+from oracle_offload.geometry import tensor_bytes
+from oracle_offload.planning.cards import card_of
+from oracle_offload.planning.fit import Fit, fit_step
+from oracle_offload.planning.measure import Step
+from oracle_offload.planning.speed import Speed, question, speed_of
+from oracle_offload.simulated_time import SimulatedTime
 from oracle_offload.witness import Witness
 
 # Rates that no preset has: link GB/s, device memory GB/s, TFLOP/s, seconds of a launch. From one
@@ -236,3 +244,126 @@ def test_a_replay_imports_no_torch() -> None:
     root = Path(oracle_offload.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], input=b"", cwd=root, check=False)
     assert done.returncode == 0
+
+
+# ---- with a step by hand ----
+
+LAYER = 512 * 512 * 2  # bytes
+
+
+def by_hand(
+    forward: float, backward: float, host: str | int = "64GB", width: int = 512, **options: Any
+) -> tuple[Step, Fit]:
+    """A step that uses each of four layers twice, with so many operations in each use."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(4)))
+    found = oracle_offload.plan(
+        model,
+        dtype="bf16",
+        rank=1,
+        card=24,
+        ram=host,
+        vram="4MiB",
+        offload_percent=1.0,
+        margin=0,
+        measure=False,
+        **options,
+    )
+    events: list[tuple[Any, ...]] = []
+    uses = [*((n, FORWARD) for n in range(4)), *((n, BACKWARD) for n in (3, 2, 1))]
+    for place, (leaf, kind) in enumerate(uses):
+        ticket = place + 1  # leaves and tickets have numbers of their own
+        flops = forward if kind == FORWARD else backward
+        work = [(flops, 1000, torch.bfloat16, False)]
+        events += [("acquire", leaf, kind, ticket), ("work", work), ("release", ticket)]
+    step = Step(events=events, numbers={str(n): n for n in range(4)})
+    step, fit = fit_step(found.storage, step, 1, found.question.room)
+    return step, fit
+
+
+CARD = card_of(24, link_gbps=20.0, memory_gbps=1000.0, tflops=100.0, launch_s=1e-5)
+
+
+def test_a_resident_step_computes_all_the_time() -> None:
+    step, fit = by_hand(2e9, 1e9)
+    found = speed_of(step, replace(fit, verdict="fits resident"), CARD)
+    slow, middle, fast = (
+        (4 * 2e9 + 3 * 1e9) / (rate * 1e12) + 7 * launch
+        for rate, launch in ((95, 1.05e-5), (100, 1e-5), (105, 0.95e-5))
+    )
+    times = (found.low_s, found.step_s, found.high_s, found.bound_s, found.compute_s)
+    assert times == pytest.approx((fast, middle, slow, middle, middle))
+    assert (found.link_s, found.h2d_bytes, found.bottleneck, found.why) == (0, 0, "compute", "")
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "bottleneck"),
+    [(1e6, 1e6, "link"), (1e10, 1e6, "compute"), (1e11, 1e11, "compute")],
+)
+def test_a_streamed_step_is_bound_in_each_half_by_computing_or_by_copying(
+    forward: float, backward: float, bottleneck: str
+) -> None:
+    step, fit = by_hand(forward, backward)
+    assert fit.verdict == "fits streamed" and fit.arena_bytes == 2 * LAYER
+    assert fit.sweep_bytes == (4 * LAYER, 3 * LAYER)
+    found = speed_of(step, fit, CARD)
+    computes = 4 * (forward / 1e14 + 1e-5), 3 * (backward / 1e14 + 1e-5)
+    copies = 2 * LAYER / 20e9, 1 * LAYER / 20e9
+    assert found.bound_s == pytest.approx(sum(map(max, zip(computes, copies, strict=True))))
+    assert found.compute_s == pytest.approx(sum(computes))
+    assert found.low_s is not None and found.step_s is not None and found.high_s is not None
+    assert found.low_s < found.step_s < found.high_s
+    assert found.bound_s <= 1.000001 * found.step_s
+    assert 3 * LAYER <= found.h2d_bytes <= 7 * LAYER
+    assert found.link_s == pytest.approx(found.h2d_bytes / 20e9)
+    assert found.bottleneck == bottleneck
+
+
+def test_a_time_that_is_unknown_says_why() -> None:
+    step, fit = by_hand(1e9, 1e9)
+    assert speed_of(Step(why="no forward"), fit, CARD) == Speed(why="no forward")
+    assert speed_of(step, replace(fit, verdict="does not fit"), CARD) == Speed(
+        why="it does not fit"
+    )
+    recipe = replace(fit.storage.recipe, train="full")
+    full = replace(fit, storage=replace(fit.storage, recipe=recipe))
+    why = "weights on the host are stepped there, and how long that takes is not modelled"
+    assert speed_of(step, full, CARD) == Speed(why=why)
+    assert speed_of(step, replace(full, verdict="fits resident"), CARD).why == ""
+
+
+def test_what_a_replay_is_asked() -> None:
+    step, fit = by_hand(1e9, 1e9)
+    asked = question(step, fit, CARD, 1.0)
+    assert asked["units"] == [[(n, [LAYER])] for n in range(4)]
+    assert (asked["segments"], asked["staging"]) == ([2 * LAYER], 0)
+    assert asked["events"] == step.replayed(SimulatedTime(simulator.Device(**asked["device"])))
+    assert asked["device"]["link_gbps"] == pytest.approx(21.0)
+    assert asked["device"]["tflops"] == pytest.approx(105.0)
+    assert asked["device"]["launch_s"] == pytest.approx(0.95e-5)
+    assert asked["device"]["memory_gbps"] == pytest.approx(1050.0)
+
+    step, fit = by_hand(1e9, 1e9, host=int(3 * LAYER / 0.9) + 1)
+    there = [int(unit[0].name) for unit in fit.storage.units]
+    assert len(there) == 3, "one stays on the device for good"
+    asked = question(step, fit, CARD, 0.5)
+    assert [unit[0][0] for unit in asked["units"]] == there
+    used = [event for event in asked["events"] if event[0] == "acquire"]
+    assert {event[1] for event in used} == set(there)
+    released = [event[1] for event in asked["events"] if event[0] == "release"]
+    assert [event[4] for event in used] == released
+    assert sum(event[0] == "launch" for event in asked["events"]) == 7
+
+    tensors = [unit[0].tensors()[0] for unit in fit.storage.units]
+    packed = replace(fit, storage=replace(fit.storage, coded={id(tensors[0]): 700}))
+    asked = question(step, packed, CARD, 0.5)
+    assert [unit[0][1] for unit in asked["units"]] == [[[LAYER, 700]], [LAYER], [LAYER]]
+    assert asked["staging"] == packed.storage.staging_bytes > 0
+
+
+def test_a_replay_codes_whole_pairs_of_bytes_alone() -> None:
+    for width, as_asked in ((256, [256 * 256, 700]), (257, 257 * 257)):
+        step, fit = by_hand(1e9, 1e9, width=width, quantise="int8")
+        weight, *others = fit.storage.units[0][0].tensors()
+        packed = replace(fit, storage=replace(fit.storage, coded={id(weight): 700}))
+        ((_, sizes),) = question(step, packed, CARD, 0.5)["units"][0]
+        assert sizes == [as_asked, *map(tensor_bytes, others)]

@@ -202,6 +202,25 @@ def quantised(how: str) -> nn.Module:
     return model.requires_grad_(False)
 
 
+def test_a_part_that_torchscript_compiled_stays_resident_in_a_plan_too(sim: Any) -> None:
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(3)])
+    model[1] = torch.jit.script(nn.Sequential(model[1], nn.ReLU()))
+    model.requires_grad_(False)
+    found = plan(model, offload_percent=1.0, card=24, ram="64GB")
+    manager = oracle_offload.attach(model, "cpu", offload_percent=1.0)
+    try:
+        stats = manager.state.engine.stats(manager.attachment.model)
+        assert len(found.storage.units) == stats["units"] == 2
+        assert found.storage.managed_bytes == stats["managed_bytes"] == 2 * 4 * (512 * 512 + 512)
+        assert {name: "TorchScript" in why for name, why in manager.resident.items()} == {
+            "1.0.weight": True,
+            "1.0.bias": True,
+        }
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+    finally:
+        manager.detach()
+
+
 @pytest.mark.parametrize("how", ["int8", "fp8", "qfloat8", "nf4"])
 def test_quantised_weights_are_as_their_library_keeps_them(how: str, sim: Any) -> None:
     model = quantised(how)

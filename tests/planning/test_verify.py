@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,20 @@ from torch import nn
 
 import oracle_offload
 from oracle_offload import cli, simulator
-from oracle_offload.planning.verify import Row
+from oracle_offload.planning.measure import Stage, Step
+from oracle_offload.planning.speed import Speed
+from oracle_offload.planning.verify import Row, Verification
 from oracle_offload.witness import Witness
 
+GOLDEN = Path(__file__).parents[1] / "data" / "plan"
+# Set to write the golden files anew; then read the difference before committing it.
+UPDATE = os.environ.get("ORACLE_OFFLOAD_UPDATE_GOLDEN") == "1"
 RATES = dict(link_gbps=0.02, memory_gbps=25.0, tflops=0.008, launch_s=12e-6)
+ENGINE = (
+    *("units", "managed weights", "masters on the host", "arena"),
+    *("to the device, a step", "to the host, a step", "time of a step"),
+)
+ALLOCATED = ("kept on the device", "most on the device", "activations")
 STREAMED = (
     "units",
     "managed weights",
@@ -224,6 +236,152 @@ def test_sums_of_several_models_are_compared_with_none(lora: Any) -> None:
     assert "sums of 2 models: PeftModel, another" in rows["units"].why_not
 
 
+UNIT = 2 * (512 * 512 + 512)  # bytes of a layer of `full`
+
+
+def full() -> oracle_offload.Plan:
+    """A full training of two micro-batches together, whose step and time are known."""
+    found = oracle_offload.plan(
+        nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))),
+        train="full",
+        optimizer="sgd",
+        master_dtype="fp32",
+        dtype="bf16",
+        card=24,
+        ram="1GiB",
+        offload_percent=1.0,
+        measure=False,
+    )
+    speed = Speed(1.5, 1.75, 2.0, 1.0, 0.5, 1.0, 5000.0, "link")
+    return replace(found, step=Step([Stage(700, 300)], micro_batches=2), speed=speed)
+
+
+def step_of(device: str, number: int, **fields: Any) -> dict[str, Any]:
+    """A row of a recording, of a step whose engine counted what `full` plans."""
+    counters = {
+        "units": 8,
+        "managed_bytes": 8 * UNIT,
+        "locked_bytes": 60000,
+        "pageable_bytes": 9000,
+        "ring_bytes": 400,
+        "arena_bytes": 2 * UNIT,
+        "h2d_bytes": 5000,
+        "d2h_bytes": 2 * 8 * UNIT,
+    }
+    return {
+        "event": "step",
+        "device": device,
+        "step": number,
+        "label": "",
+        "timed": False,
+        "seconds": 1.75,
+        "allocated_bytes": 1000 + number,
+        "peak_bytes": 3000 - number,
+        "counters": counters | fields.pop("counters", {}),
+        **fields,
+    }
+
+
+def recorded_by_hand(*events: dict[str, Any]) -> oracle_offload.Recording:
+    names = {"cuda:0": "First", "cuda:1": "Second"}
+    header: Any = {"devices": [{"device": d, "name": name} for d, name in names.items()]}
+    return oracle_offload.Recording(header, list(events))
+
+
+def told(found: Verification) -> dict[str, tuple[Any, Any, str]]:
+    return {row.name: (row.planned, row.measured, row.why_not) for row in found.rows}
+
+
+def test_each_row_has_its_figure_of_the_plan_and_of_the_recording() -> None:
+    found = full()
+    one = step_of("cuda:0", 3, label="warm-up", seconds=9.0)
+    others = [step_of("cuda:1", n, seconds=1.0 + n / 2) for n in (1, 2)]
+    use = {"event": "compute", "device": "cuda:0", "model": "A"}
+    compared = found.verify(recorded_by_hand(one, use, *others, {**use, "device": "cuda:1"}))
+    assert compared.device == "Second (cuda:1)", "of the first whose steps make an average"
+    fit = found.fit
+    inside = "it is in the sums above, and no recording tells it apart"
+    rows = {
+        "units": (8, 8, ""),
+        "managed weights": (8 * UNIT, 8 * UNIT, ""),
+        "masters on the host": (8 * UNIT, 68600, ""),
+        "arena": (2 * UNIT, 2 * UNIT, ""),
+        "to the device, a step": (5000.0, 5000, ""),
+        "to the host, a step": (2 * 8 * UNIT,) * 2 + ("",),
+        "time of a step": ((1.5, 2.0), 1.75, ""),
+        "kept on the device": (fit.device_bytes, 1002, ""),
+        "most on the device": (fit.device_bytes, 2999, ""),
+        "activations": (700, 1997, ""),
+        **{
+            row.name: (row.bytes, None, inside)
+            for row in found.storage.rows
+            if row.name != "weights"
+        },
+    }
+    assert told(compared) == rows
+    assert compared.rows[4].measured == pytest.approx(5000)
+
+    filled = replace(fit, device=fit.device | {"activations": 700}, host=fit.host | {"padding": 99})
+    compared = replace(found, fit=filled).verify(recorded_by_hand(*others))
+    assert told(compared)["kept on the device"] == (fit.device_bytes, 1002, "")
+    assert told(compared)["masters on the host"] == (8 * UNIT + 99, 68600, "")
+    assert told(compared)["most on the device"] == (fit.device_bytes + 700, 2999, "")
+
+    alone = told(found.verify(recorded_by_hand(one, {**use, "model": ""})))
+    short = "no whole step after the warm-up was recorded: record five steps or more"
+    for name in ("to the device, a step", "to the host, a step", "time of a step"):
+        assert alone[name] == (rows[name][0], None, short), name
+    assert alone["units"] == (8, 8, "")
+
+
+def test_why_rows_are_not_compared() -> None:
+    found, steps = full(), [step_of("cuda:0", n) for n in (1, 2)]
+    engine = [name for name in told(found.verify(recorded_by_hand())) if name in ENGINE]
+    assert engine == list(ENGINE)
+
+    def why(plan: oracle_offload.Plan, *events: dict[str, Any]) -> dict[str, str]:
+        return {name: row[2] for name, row in told(plan.verify(recorded_by_hand(*events))).items()}
+
+    nothing = "the recording holds no step of an attached model"
+    said = why(found)
+    assert {said[name] for name in (*ENGINE, *ALLOCATED)} == {nothing}
+    assert found.verify(recorded_by_hand()).device == "First (cuda:0)"
+    said = why(replace(found, fit=replace(found.fit, verdict="fits resident")), *steps)
+    assert {said[name] for name in ENGINE} == {"by the plan it fits resident, and nothing streams"}
+    assert {said[name] for name in ALLOCATED} == {""}
+    uses = [{"event": "compute", "device": "cuda:0", "model": name} for name in ("B", "A", "B", "")]
+    elsewhere = {"event": "compute", "device": "cuda:1", "model": "C"}
+    assert {why(found, *steps, *uses, elsewhere)[name] for name in ENGINE} == {
+        "the recording has sums of 2 models: A, B"
+    }
+    assert {why(found, *steps, uses[0], elsewhere)[name] for name in ENGINE} == {""}
+
+    total = oracle_offload.plan("32B", card=24, ram="128GB")
+    assert {why(total, *steps)[name] for name in ENGINE} == {total.storage.why_not}
+    without = total.verify(oracle_offload.Recording({"devices": []}, []))
+    assert without.device == "" and "recorded on no device" in without.sentence()
+
+    unknown = replace(found, speed=Speed(why="nobody knows"), step=Step(why="it was not measured"))
+    said = why(unknown, *steps)
+    assert said["to the device, a step"] == said["time of a step"] == "nobody knows"
+    assert said["to the host, a step"] == said["kept on the device"] == ""
+    for name in ("most on the device", "activations"):
+        assert said[name] == "activations are unknown: it was not measured"
+    rows = told(unknown.verify(recorded_by_hand(*steps)))
+    assert rows["to the device, a step"][:2] == (None, 5000)
+    assert rows["time of a step"][:2] == (None, 1.75)
+    assert rows["most on the device"][:2] == (None, 2999)
+
+    other = [step_of("cuda:0", 1, counters={"arena_bytes": 1 << 20})]
+    said = why(unknown, *other)
+    for name in ("to the device, a step", "to the host, a step", "time of a step"):
+        assert said[name] == "the arena has 1.00 MiB, and the plan is for another"
+    uncounted = [step_of("cuda:0", 1, allocated_bytes=None, peak_bytes=None)]
+    rows = told(found.verify(recorded_by_hand(*uncounted)))
+    for name in ALLOCATED:
+        assert rows[name][1:] == (None, "torch counts no memory on cuda:0")
+
+
 def test_the_memory_of_a_gpu_is_compared(lora: Any) -> None:
     """The rows as a GPU has them: torch's allocated bytes and its peak."""
     found, recording = lora
@@ -241,9 +399,58 @@ def test_the_memory_of_a_gpu_is_compared(lora: Any) -> None:
         assert rows[name].why_not == "activations are unknown: it was not measured"
 
 
-def test_a_figure_where_nothing_was_planned() -> None:
-    assert Row("to the host", "size", 0, 5.0).said == "nothing was planned"
-    assert Row("units", "count", 4, 3).said == "-25.0%"
+def test_the_difference_of_a_figure_and_what_is_said_of_it() -> None:
+    ends = (2.0, 4.0)
+    rows: list[tuple[Any, Any, str, float | None, str]] = [
+        (100, 100, "", 0, "equal"),
+        (100, 125, "", 25, "+25.0%"),
+        (100, 75.0, "", -25, "-25.0%"),
+        (0, 5.0, "", 5, "nothing was planned"),
+        (0, 0, "", 0, "equal"),
+        (ends, 2.0, "", 0, "in the interval"),
+        (ends, 4.0, "", 0, "in the interval"),
+        (ends, 1.0, "", -1, "-50.0% beyond the interval"),
+        (ends, 5.0, "", 1, "+25.0% beyond the interval"),
+        (100, 125, "other", None, "not compared: other"),
+        (None, 125, "", None, "not compared: "),
+        (100, None, "none", None, "not compared: none"),
+        (100, None, "", None, "not compared: "),
+    ]
+    for planned, measured, why, difference, said in rows:
+        row = Row("bytes", "size", planned, measured, why)
+        assert (row.difference, row.said) == (difference, said), row
+
+
+def by_hand() -> Verification:
+    """Rows of each kind, of a plan for a card."""
+    found = oracle_offload.plan("1B", card=24, ram="64GB")
+    return Verification(
+        found,
+        "A <card> (cuda:0)",
+        [
+            Row("units", "count", 12, 12),
+            Row("to the device, a step", "size", 3 << 30, 2 << 30),
+            Row("time of a step", "time", (1.5, 2.0), 2.5),
+            Row("activations", "size", None, 5 << 20, "they are unknown: " + "a word " * 12),
+            Row("arena", "size", 1 << 20, None, "nothing <streams>"),
+        ],
+    )
+
+
+@pytest.mark.parametrize("how", ["txt", "json", "html"])
+def test_what_is_shown_of_rows_is_what_it_was(how: str) -> None:
+    found = by_hand()
+    text = {
+        "txt": lambda: found.to_text(width=72, color=True),
+        "json": found.to_json,
+        "html": found._repr_html_,
+    }[how]()
+    path = GOLDEN / f"verified.{how}"
+    if UPDATE:
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text("utf-8")
+    assert found._repr_html_() in found.to_html() and str(found) == found.to_text()
+    assert "<title>planned and measured</title>" in found.to_html()
 
 
 def test_the_command_shows_a_recording_beside_the_plan(
