@@ -59,32 +59,27 @@ def predict(
     masters = _Masters(largest)
     passed = _Reserved(staging) if staging else None
     lease, model = engine.add_lease(), engine.add_model()
-    try:
-        stream = engine.compute_stream
-        masters.lock(engine, units)
-        for piece in arena:
-            engine.add_segment(lease, piece.address, piece.nbytes, stream)
-        if passed is not None:
-            engine.add_staging(lease, passed.address, staging, stream)
-        members, inside = _add_units(engine, model, units, masters)
-        begin = simulator.finish()
-        before = engine.stats(model)
-        for number in range(rounds):
-            if number == rounds - 1:
-                engine.trace_start()  # with a timeline every wait is timed
-            begin, before = simulator.finish(), engine.stats(model)
-            _play(engine, events, members, inside, stream, number)
-        end, after = simulator.finish(), engine.stats(model)
-        engine.trace_stop()
-    finally:
-        simulator.finish()
-        engine.remove_lease(lease)
-        engine.remove_model(model)
-        masters.unlock(engine)
-        engine.close()
-        simulator.poison(True)
-        simulator.copy_nothing(False)
-        simulator.detect_races(True)
+    stream = engine.compute_stream
+    masters.lock(engine, units)
+    for piece in arena:
+        engine.add_segment(lease, piece.address, piece.nbytes, stream)
+    if passed is not None:
+        engine.add_staging(lease, passed.address, staging, stream)
+    members, inside = _add_units(engine, model, units, masters)
+    for number in range(rounds):
+        if number == rounds - 1:
+            engine.trace_start()  # with a timeline every wait is timed
+        begin, before = simulator.finish(), engine.stats(model)
+        _play(engine, events, members, inside, stream, number)
+    end, after = simulator.finish(), engine.stats(model)
+    # For the next question; after an error there is none, and this would hide it.
+    engine.remove_lease(lease)
+    engine.remove_model(model)
+    masters.unlock(engine)
+    engine.close()
+    simulator.poison(True)
+    simulator.copy_nothing(False)
+    simulator.detect_races(True)
     return {
         "predicted_step_s": end - begin,
         "predicted_kernels_s": sum(event[1] for event in events if event[0] == "launch"),

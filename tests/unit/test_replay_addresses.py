@@ -53,7 +53,8 @@ def test_a_replay_touches_no_byte_of_its_arena(coded: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "share"), [(1 << 17, 0.68), (3 << 18, 0.8), ((18 << 20) + 2048, 0.7), (6000, 0.75)]
+    ("nbytes", "share"),
+    [(1 << 17, 0.68), (3 << 18, 0.8), ((18 << 20) + 2048, 0.7), (8 << 20, 0.7), (6000, 0.75)],
 )
 def test_a_coded_tensor_takes_about_what_is_said(nbytes: int, share: float) -> None:
     """It is encoded weights, which the engine reads the headers of."""
@@ -91,6 +92,29 @@ def test_windows_reserves_without_committing_and_gives_it_back() -> None:
     assert kernel32.calls == [("reserve", None, 1 << 40, 0x2000, 0x01)]
     del owner
     assert kernel32.calls[1:] == [("free", 0x7_0000_0000, 0, 0x8000)]
+    # Where ctypes is not told, it cuts an address to 32 bits.
+    address = ctypes.c_void_p
+    for call in (kernel32.VirtualAlloc, kernel32.VirtualFree):
+        assert call.argtypes[:2] == (address, ctypes.c_size_t)
+    assert kernel32.VirtualAlloc.restype is address
+
+
+def test_an_arena_on_windows_is_such_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel32 = Kernel32(0x7_0000_0000)
+    asked: list[Any] = []
+
+    def library(name: str, **options: Any) -> Kernel32:
+        asked.append((name, options))
+        return kernel32
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(ctypes, "WinDLL", library, raising=False)
+    arena = replay._Reserved(1 << 40)
+    assert (arena.address, arena.nbytes) == (0x7_0000_0000, 1 << 40)
+    assert asked == [("kernel32", {"use_last_error": True})]
+    assert [call[0] for call in kernel32.calls] == ["reserve"]
+    del arena
+    assert [call[0] for call in kernel32.calls] == ["reserve", "free"]
 
 
 def test_addresses_that_windows_refuses_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
