@@ -203,10 +203,9 @@ def allocate_progressively(
         raise ValueError(f"nbytes={nbytes!r} is not above zero")
     floor = min(floor_bytes, nbytes)
     share, rising = _START, True
-    held: T | None = None
     while True:
         size = max(floor, nbytes * share // 100)
-        held = None  # else both would have to fit
+        held: T | None = None  # else both would have to fit
         held, why = attempt(lambda size=size: allocate(size))  # type: ignore[misc]
         if why is None:
             if not rising or share == 100:

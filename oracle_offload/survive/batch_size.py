@@ -20,7 +20,7 @@ from .adaptive_batch import whole_number
 from .attempts import attempt
 from .keeping import TrainingState
 from .known_sizes import Known
-from .memory import card, device_free_and_total, fraction_of, memory_fraction
+from .memory import card, card_free_and_total, device_free_and_total, fraction_of, memory_fraction
 
 logger = logging.getLogger("oracle_offload")
 
@@ -190,11 +190,10 @@ class _Search:
         self.good: int | None = None
         self.bad: int | None = None
         self.tried: list[tuple[int, bool]] = []
-        self._said: int | None = None  # too large, as an earlier run found
 
     def begin(self, start: int, known: Known) -> int:
         """Return the first size: what fitted before, or just below what did not."""
-        self._said = known.bad
+        self._said = known.bad  # too large, as an earlier run found
         first = known.good or (start if known.bad is None else min(start, known.bad - 1))
         return self._within(first)
 
@@ -216,7 +215,7 @@ class _Search:
             larger = self._within(2 * size)
             return larger if larger > size else None
         middle = self._within((self.good + self.bad) // 2)
-        return middle if self.good < middle < self.bad else None
+        return middle if middle > self.good else None
 
 
 def _fits(
@@ -227,7 +226,7 @@ def _fits(
     device: torch.device,
     margin: float,
 ) -> tuple[bool, str | None]:
-    """Try a size; whatever came of it, the state is what it was."""
+    """Try a size; where memory runs out, too, the state is what it was afterwards."""
 
     def run() -> None:
         for _ in range(steps):
@@ -235,21 +234,19 @@ def _fits(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    try:
-        with _leaving_free(device, margin):
-            _, why = attempt(run)
-    finally:
-        state.restore()
+    with _leaving_free(device, margin):
+        _, why = attempt(run)
+    state.restore()
     logger.info("a batch of %d %s", size, "fits" if why is None else f"does not fit: {why}")
     return why is None, why
 
 
 def _leaving_free(device: torch.device, margin: float) -> contextlib.AbstractContextManager[None]:
     """Cap torch's memory so that a share of what is free now stays free; no cap is lifted."""
-    free, total = device_free_and_total(device)
     found = card(device)
-    if found is None or free is None or total is None or not margin:
+    if found is None or not margin:
         return contextlib.nullcontext()
+    free, total = card_free_and_total(found)
     share = (torch.cuda.memory_allocated(found) + free * (1 - margin)) / total
     return memory_fraction(max(1e-6, min(fraction_of(found), share)), found)
 

@@ -377,9 +377,9 @@ def _mark(parameter: Tensor) -> list[Tensor]:
     bits = bits.view(_BITS[bits.element_size()])
     if bits.numel() <= _WHOLE:
         return [bits.cpu().clone()]
-    lines = [bits] if bits.ndim > 1 else bits.tensor_split(_PIECES)
-    dims = (0, -1) if bits.ndim > 1 else (0,)
-    return [line.sum(dim, dtype=torch.int64).cpu() for line in lines for dim in dims]
+    if bits.ndim > 1:
+        return [bits.sum(dim, dtype=torch.int64).cpu() for dim in (0, -1)]
+    return [piece.sum(dtype=torch.int64).cpu() for piece in bits.tensor_split(_PIECES)]
 
 
 def _same(before: list[Tensor], now: list[Tensor]) -> bool:

@@ -127,7 +127,6 @@ class TrainingState:
             *(p for o in self._optimizers for g in o.param_groups for p in g["params"]),
         ]
         self.value_bytes = sum(each.numel() * each.element_size() for each in self._values)
-        self._restore: list[Restore] = []
 
     def keep(self, *, values: bool) -> None:
         """Keep it all; without `values` neither parameters nor optimizer states."""
@@ -140,7 +139,7 @@ class TrainingState:
             wholes += [optimizer.param_groups, optimizer.state]
         if self._scaler is not None:
             wholes.append(self._scaler.__dict__)
-        self._restore = [keep(each, known) for each in wholes]
+        self._restore: list[Restore] = [keep(each, known) for each in wholes]
         for part in self._parts:
             state = copy.deepcopy(part.state_dict())
             self._restore.append(

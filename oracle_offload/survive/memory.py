@@ -48,8 +48,11 @@ def device_free_and_total(device: Any = None) -> tuple[int | None, int | None]:
     What torch caches counts as free: it gives it to whoever asks next.
     """
     found = card(device)
-    if found is None:
-        return None, None
+    return (None, None) if found is None else card_free_and_total(found)
+
+
+def card_free_and_total(found: torch.device) -> tuple[int, int]:
+    """Return `device_free_and_total` of a card that is there."""
     free, total = torch.cuda.mem_get_info(found)
     cached = torch.cuda.memory_reserved(found) - torch.cuda.memory_allocated(found)
     return free + cached, total
@@ -209,14 +212,14 @@ def cleanup(device: Any = None) -> Cleanup:
     """
     found = card(device)
 
-    def reserved() -> int | None:
-        return None if found is None else torch.cuda.memory_reserved(found)
+    def reserved() -> int:
+        return 0 if found is None else torch.cuda.memory_reserved(found)
 
     before, host_before = reserved(), available_bytes()
     release_memory()
     after, host_after = reserved(), available_bytes()
     result = Cleanup(
-        None if before is None or after is None else before - after,
+        None if found is None else before - after,
         None if host_before is None or host_after is None else host_after - host_before,
     )
     if result.useless:

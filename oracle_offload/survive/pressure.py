@@ -50,7 +50,7 @@ class Reading:
 class _Place:
     """The level of one place: it rises at a threshold, and falls only well below it."""
 
-    def __init__(self, name: str, warn: Size, critical: Size | None, hysteresis: float) -> None:
+    def __init__(self, name: str, warn: Size, critical: Size, hysteresis: float) -> None:
         self.name, self._hysteresis = name, hysteresis
         self._warn, self._critical = warn, critical
         self._level = CALM
@@ -64,9 +64,9 @@ class _Place:
 
     def _next(self, used: int, total: int) -> str:
         slack = self._hysteresis * total
-        critical = None if self._critical is None else limit_of(self._critical, total)
+        critical = limit_of(self._critical, total)
         warn = limit_of(self._warn, total)
-        if critical is not None and used >= critical - slack * (self._level == CRITICAL):
+        if used >= critical - slack * (self._level == CRITICAL):
             return CRITICAL
         return WARN if used >= warn - slack * (self._level != CALM) else CALM
 

@@ -86,7 +86,7 @@ class VramManager:
             warn=warn,
             critical=critical,
             device=device,
-            checkpoint=None if checkpoint is None else self._save,
+            checkpoint=self._save,
             root=root,
         )
 
@@ -131,7 +131,7 @@ class VramManager:
         level = self.monitor.step(step)
         if self.should_cleanup(step):
             self.force_cleanup()
-        if self._checkpoint is not None and step > 0 and step % self._checkpoint_every == 0:
+        if step > 0 and step % self._checkpoint_every == 0:
             self._save(step)
         return level
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from oracle_offload.survive.attempts import (
     Shrink,
     allocate_progressively,
     attempt,
+    release_memory,
     shrink_until_it_fits,
 )
 
@@ -115,6 +117,24 @@ def test_recovery_begins_once_the_frames_of_the_attempt_are_gone(monkeypatch):
     )
     attempt(fail)
     assert seen == [[]]
+
+
+@pytest.mark.parametrize("available", [False, True])
+@pytest.mark.parametrize("in_use", [False, True])
+def test_garbage_is_collected_and_the_cache_of_a_card_in_use_given_back(
+    available, in_use, monkeypatch
+):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    circle = Counts()
+    circle.itself = circle
+    seen = weakref.ref(circle)
+    del circle
+    release_memory()
+    assert seen() is None
+    assert emptied == [1] * (available and in_use)
 
 
 def test_in_an_emergency_the_least_is_done(caplog):
@@ -246,6 +266,43 @@ def test_a_cleanup_says_what_it_returned_and_warns_where_that_is_nothing(monkeyp
     assert memory.Cleanup(None, None).useless
 
 
+@pytest.mark.parametrize("free", [(None, 5), (5, None)])
+def test_a_cleanup_collects_and_says_nothing_of_a_host_that_tells_nothing(free, monkeypatch):
+    done, answers = [], iter(free)
+    monkeypatch.setattr(memory, "available_bytes", lambda: next(answers))
+    monkeypatch.setattr(memory, "release_memory", lambda: done.append(1))
+    assert memory.cleanup("cpu") == memory.Cleanup(None, None) and done == [1]
+
+
+@pytest.fixture
+def card_of_older_torch(monkeypatch):
+    """A second card that is current, under a torch that does not tell a cap; the caps it got."""
+    caps = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction", raising=False)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *cap: caps.append(cap)
+    )
+    monkeypatch.setattr(memory, "_caps", {})
+    return caps
+
+
+def test_the_card_that_is_meant_has_a_number(card_of_older_torch):
+    assert memory.card() == memory.card("cuda") == torch.device("cuda", 1)
+    assert memory.card("cuda:0") == torch.device("cuda", 0)
+    assert memory.card("cpu") is None
+
+
+def test_a_cap_that_torch_does_not_tell_is_known_and_taken_off_after_an_error(card_of_older_torch):
+    card = torch.device("cuda", 1)
+    assert set_memory_fraction(0.5) == 1.0
+    with pytest.raises(KeyError), memory.memory_fraction(0.25):
+        raise KeyError
+    assert card_of_older_torch == [(0.5, card), (0.25, card), (0.5, card)]
+    assert memory.fraction_of(card) == 0.5
+
+
 def test_the_host_s_memory_is_what_its_control_group_allows(tmp_path):
     for name, text in {
         "proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 600 kB\n",
@@ -297,6 +354,7 @@ def test_what_a_card_has_is_told_in_full(monkeypatch):
         "num_alloc_retries": 3,
         "num_ooms": 2,
     }
+    assert memory.device_free_and_total() == (250, 1000)  # what torch caches is free
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (500, 1000))
     assert get_detailed_memory_info()["other_bytes"] == 0
     held = iter([800, 300])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import json
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle_offload import NoRoomError, find_batch_size, remembered
 from oracle_offload.survive import batch_size, known_sizes
+from oracle_offload.survive.keeping import TrainingState, keep
 
 WIDTH = 8
 
@@ -93,11 +95,16 @@ class Run:
         return find_batch_size(
             self.step,
             self.model,
-            optimizer=self.optimizer,
             scaler=self.scaler,
             parts=[self.scheduler, self.data],
             generators=[self.data.generator],
-            **{"start": 2, "maximum": 32, "remember": False, **options},
+            **{
+                "optimizer": self.optimizer,
+                "start": 2,
+                "maximum": 32,
+                "remember": False,
+                **options,
+            },
         )
 
     def state(self):
@@ -239,6 +246,80 @@ def test_the_largest_size_is_found_from_wherever_the_search_begins(limit, start)
     assert result.attempts == tuple((size, size <= limit) for size in tried)
 
 
+def test_each_attempt_begins_in_the_same_state_and_is_logged(caplog):
+    model, begun = nn.Linear(1, 1), []
+
+    def step(size):
+        begun.append(model.weight.item())
+        with torch.no_grad():
+            model.weight.add_(1)
+        if size > 2:
+            raise torch.OutOfMemoryError("too many")
+
+    with caplog.at_level("INFO"):
+        find_batch_size(step, model, maximum=4, steps=1, remember=False)
+    assert len(begun) == 4 and len(set(begun)) == 1
+    assert [line for line in caplog.messages if line.startswith("a batch of")] == [
+        *("a batch of 1 fits", "a batch of 2 fits"),
+        *(f"a batch of {size} does not fit: too many" for size in (4, 3)),
+    ]
+
+
+def test_what_is_kept_is_put_back_in_place_and_once():
+    tensor, rows = torch.ones(2), [1, 2]
+    value = {"twice": (tensor, tensor), "rows": rows}
+    known = {}
+    restore = keep(value, known)
+    assert list(known) == [id(tensor)]
+    value["more"] = 3
+    rows.append(3)
+    tensor.zero_()
+    assert restore() is value and value["rows"] is rows and value["twice"] == (tensor, tensor)
+    assert value.keys() == {"twice", "rows"} and rows == [1, 2] and tensor.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_what_an_attempt_changes_is_put_back_until_the_end(values):
+    model = nn.BatchNorm1d(2)
+    model.bias.requires_grad_(False)
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD([{"params": [model.weight], "lr": rate}])
+    changed = [model.weight, model.bias, model.running_mean, rate]
+    gradient = model.weight.grad = torch.ones(2)
+    state = TrainingState(model, [optimizer])
+    assert state.value_bytes == 4 * 2 + 4  # the trained one and the rate
+
+    def change():
+        model.weight.grad = torch.full((2,), 7.0)
+        with torch.no_grad():
+            for tensor in changed:
+                tensor.fill_(5)
+
+    state.keep(values=values)
+    assert model.weight.grad is None
+    for finish in (state.restore, state.restore, state.end):
+        change()
+        finish()
+        expected = [[1, 1] if values else [5, 5], [5, 5], [0, 0], pytest.approx(0.1)]
+        assert [tensor.tolist() for tensor in changed] == expected
+        assert model.weight.grad is (gradient if finish == state.end else None)
+    change()
+    state.restore()  # what was kept is gone
+    assert model.running_mean.tolist() == [5, 5]
+
+
+def test_trained_values_are_kept_without_an_optimizer():
+    model = nn.Linear(1, 1)
+    model.bias.requires_grad_(False)
+    state = TrainingState(model)
+    assert state.value_bytes == 4
+    state.keep(values=True)
+    before = model.weight.item()
+    torch.nn.init.constant_(model.weight, 9)
+    state.restore()
+    assert model.weight.item() == before
+
+
 def test_the_second_step_counts_too():
     steps = []
 
@@ -251,26 +332,47 @@ def test_the_second_step_counts_too():
     assert steps == [1, 1, 2, 2, 4, 4, 3, 3]
 
 
-@pytest.mark.parametrize(("before", "within"), [(1.0, 0.45), (0.25, 0.25)])
-def test_the_margin_lifts_no_cap(before, within, monkeypatch):
+@pytest.mark.parametrize(
+    ("before", "margin", "within"), [(1.0, 0.1, 0.45), (0.25, 0.1, 0.25), (1.0, 0.0, 1.0)]
+)
+def test_the_margin_lifts_no_cap(before, margin, within, monkeypatch):
     """Of a card of which others hold half: torch may take nine tenths of the rest, or its cap."""
     share, seen = [before], []
+    stand_in_card(monkeypatch, share, [])
+    find_batch_size(
+        lambda size: seen.append(share[0]), nn.Linear(1, 1), maximum=1, steps=1, margin=margin,
+        device="cuda:0", remember=False,
+    )  # fmt: skip
+    assert seen == [pytest.approx(within)] and share == [before]
+
+
+def stand_in_card(monkeypatch, share, waits):
+    """Let torch see a card of 1000 bytes, of which others hold half."""
     for name, answer in {
         "is_available": lambda: True,
         "mem_get_info": lambda card: (500, 1000),
         "memory_reserved": lambda card: 0,
         "memory_allocated": lambda card: 0,
-        "synchronize": lambda card: None,
+        "current_device": lambda: 0,
+        "synchronize": waits.append,
         "get_per_process_memory_fraction": lambda card: share[0],
         "set_per_process_memory_fraction": lambda value, card: share.__setitem__(0, value),
         "get_device_properties": lambda card: type("Card", (), {"name": "", "total_memory": 1000}),
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer, raising=False)
-    find_batch_size(
-        lambda size: seen.append(share[0]), nn.Linear(1, 1), maximum=1, steps=1, margin=0.1,
-        device="cuda:0", remember=False,
-    )  # fmt: skip
-    assert seen == [pytest.approx(within)] and share == [before]
+
+
+def test_a_card_needs_no_maximum_and_is_waited_for_in_each_attempt(monkeypatch):
+    waits = []
+    stand_in_card(monkeypatch, [1.0], waits)
+
+    def step(size):
+        if size > 5:
+            raise torch.OutOfMemoryError("too many")
+
+    result = find_batch_size(step, nn.Linear(1, 1), device="cuda", remember=False)
+    assert int(result) == 5 and result.too_large == 6
+    assert waits == [torch.device("cuda", 0)] * sum(fits for _, fits in result.attempts)
 
 
 def test_what_does_not_even_fit_at_the_floor_is_refused_and_untouched():
@@ -285,6 +387,7 @@ def test_what_does_not_even_fit_at_the_floor_is_refused_and_untouched():
 
 def test_another_error_passes_and_leaves_everything_as_it_was():
     run = Run().begin()
+    run.forward(3)  # gradients that are being accumulated
     before, honest = run.state(), run.step
 
     def step(size):
@@ -321,7 +424,16 @@ def test_nothing_of_a_failed_attempt_is_alive_in_the_next():
     assert int(find_batch_size(step, nn.Linear(1, 1), maximum=9, remember=False)) == 2
 
 
-def test_where_the_host_cannot_keep_the_state_optimizers_do_not_step(monkeypatch):
+def test_several_optimizers_are_left_as_they_were():
+    run = Run().begin()
+    run.step(4)
+    run.limit = 3
+    before = run.state()
+    assert int(run.find(optimizer=[run.optimizer])) == 3
+    assert_untouched(run, before)
+
+
+def test_where_the_host_cannot_keep_the_state_optimizers_do_not_step(monkeypatch, caplog):
     run = Run().begin()
     run.step(4)
     before = run.state()
@@ -332,9 +444,20 @@ def test_where_the_host_cannot_keep_the_state_optimizers_do_not_step(monkeypatch
     result = run.find(steps=1)
     assert int(result) == 5 and not result.stepped and steps == []
     assert "the host can spare 1000 B: optimizers did not step" in result.notes[0]
+    assert f"find_batch_size: {result.notes[0]}" in caplog.messages
     assert_untouched(run, before)
     run.step(2)
     assert len(steps) == 1  # the step of one's own is there again
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    monkeypatch.setattr(batch_size, "available_bytes", lambda: 0)
+    for error in (None, KeyError):
+        with contextlib.nullcontext() if error is None else pytest.raises(error):
+            find_batch_size(
+                lambda size, error=error: {}["x"] if error else None,
+                model, optimizer=optimizer, maximum=1, remember=False,
+            )  # fmt: skip
+        assert "step" not in vars(optimizer)
     monkeypatch.setattr(batch_size, "available_bytes", lambda: None)
     assert run.find(steps=1).stepped
 
@@ -356,6 +479,7 @@ def test_sizes_are_remembered_and_used_and_kept_apart(cache):
     run.limit = 6  # another program has come
     worse = run.find(remember=True)
     assert int(worse) == 6 and worse.too_large == 7
+    assert [size for size, _ in worse.attempts] == [11, 5, 8, 6, 7]
     assert run.find(remember=True).attempts == ((6, True),)
     assert len(run.find(remember=True, key="other").attempts) > 3
     run.model[0].requires_grad_(False)
@@ -367,9 +491,11 @@ def test_sizes_are_remembered_and_used_and_kept_apart(cache):
 
 
 def test_a_smaller_maximum_forgets_no_larger_size(cache):
+    limit = 20
+
     def find(maximum):
         def step(size):
-            if size > 20:
+            if size > limit:
                 raise torch.OutOfMemoryError("CUDA out of memory. planned")
 
         model = nn.Linear(1, 1)
@@ -378,6 +504,14 @@ def test_a_smaller_maximum_forgets_no_larger_size(cache):
     assert int(find(32)) == 20
     assert find(8).attempts == ((8, True),)
     assert find(32).attempts == ((20, True),), "as if the smaller had not been asked for"
+    limit = 5
+    assert int(find(8)) == 5
+    assert find(32).attempts == ((5, True),), "what does not fit any more is forgotten"
+    cache.unlink()
+    assert int(find(4)) == 4
+    limit = 8
+    assert int(find(8)) == 8
+    assert find(8).attempts == ((8, True),), "a larger size that fitted is kept"
 
 
 def test_what_was_too_large_is_tried_again_where_it_may_fit_now(cache, monkeypatch):
@@ -409,6 +543,17 @@ def test_what_never_fitted_is_remembered_too(cache):
     assert result.attempts[0] == (7, False) and int(result) == 3
 
 
+@pytest.mark.parametrize("minimum", [8, 9])
+def test_a_size_that_fits_now_is_more_than_what_was_too_large_before(minimum, cache):
+    run = Run().begin()
+    run.limit = 3
+    with pytest.raises(NoRoomError):
+        run.find(minimum=8, start=16, remember=True)
+    run.limit = 11
+    result = run.find(minimum=minimum, start=16, remember=True)
+    assert (int(result), result.too_large) == (11, 12)
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", '{"schema": "other/1"}', '{"schema": "oracle_offload/sizes/1", "sizes": []}'],
@@ -418,6 +563,14 @@ def test_a_damaged_file_is_as_good_as_none_and_written_anew(text, cache):
     assert known_sizes.recall("x") == (None, None, None)
     known_sizes.remember("x", known_sizes.Known(3, 4), "Model")
     assert known_sizes.recall("x") == (3, 4, None)
+
+
+@pytest.mark.parametrize("known", [(3, None, None), (None, 3, 5), (3, 4, 5)])
+def test_sizes_that_can_be_are_used(known, cache):
+    known_sizes.remember("x", known_sizes.Known(*known), "Model")
+    assert known_sizes.recall("x") == known
+    known_sizes.remember("x", known_sizes.Known(3, 4, -5), "Model")
+    assert known_sizes.recall("x") == (None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -452,6 +605,7 @@ def test_the_oldest_sizes_go_and_a_folder_that_cannot_be_is_no_error(monkeypatch
         ({"margin": 1.0}, r"margin=1.0 is not in \[0, 1\)"),
         ({"margin": -0.1}, "margin=-0.1 is not"),
         ({"margin": "x"}, "margin='x' is not"),
+        ({"margin": False}, "margin=False is not"),
         ({"maximum": None}, "find_batch_size on 'cpu' needs maximum="),
         ({"maximum": None, "device": "cpu"}, "needs maximum="),
     ],

@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,8 +29,9 @@ from oracle_offload import (
     track_copies,
     worker_budgets,
 )
-from oracle_offload.survive import thermal
-from oracle_offload.survive.pressure import Reading
+from oracle_offload.errors import OffloadError
+from oracle_offload.survive import pressure, thermal
+from oracle_offload.survive.pressure import Reading, limit_of
 
 GB = 1_000_000_000
 
@@ -108,6 +110,24 @@ def test_levels_of_the_device_are_shares_or_sizes(host, monkeypatch):
         assert monitor.step(1) == "calm"
 
 
+def test_a_threshold_is_a_share_only_as_a_fraction():
+    assert limit_of(1.0, 100) == 100 and limit_of(1, 100) == 1
+    assert limit_of(0.5, 100) == 50 and limit_of("50", 100) == 50
+    both = PressureMonitor(device="cpu", warn=0.9, critical=0.9)
+    assert both.device.level == "calm"
+
+
+def test_what_is_not_known_has_no_level(host, monkeypatch, caplog):
+    monitor = PressureMonitor(root=str(host.root), device="cpu")
+    for answer in ((None, GB), (GB, None), (0, 0)):
+        monkeypatch.setattr(monitor, "_device_memory", lambda answer=answer: answer)
+        assert monitor.step(1) == "calm"
+    assert str(Reading("host", None, 5)) == str(Reading("host", 5, None)) == "host unknown"
+    host.use(990)
+    assert monitor.step(1) == "critical"  # and there is no checkpoint to be made
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
 def test_one_of_both_places_makes_the_level_and_the_line_shows_both(host, monkeypatch):
     monitor = PressureMonitor(root=str(host.root), device="cpu")
     host.use(310)
@@ -144,6 +164,39 @@ def test_a_phase_is_one_line_with_what_it_added_and_its_peak(host):
     assert monitor.phase("y") == "phase 'x' -> 'y': host +0 B, peak 195.31 KiB"
 
 
+def test_a_phase_in_which_nothing_was_known_added_everything(tmp_path, caplog):
+    monitor = PressureMonitor(root=str(tmp_path / "root"), device="cpu")
+    with caplog.at_level(logging.INFO):
+        assert monitor.phase("a") == "phase 'a' begins: host unknown"
+        assert monitor.phase("b") == "phase 'b' begins: host unknown"
+        Host(tmp_path / "root").use(100)
+        assert monitor.phase("c") == "phase 'b' -> 'c': host +97.66 KiB, peak 97.66 KiB"
+    assert caplog.messages[-1] == "phase 'b' -> 'c': host +97.66 KiB, peak 97.66 KiB"
+
+
+def test_the_device_is_the_one_that_was_asked_for_or_has_models(monkeypatch):
+    def state(name, free, listeners=("a model",)):
+        def free_bytes():
+            if free is None:
+                raise OffloadError("closed")
+            return free
+
+        engine = SimpleNamespace(mem_info=lambda: (0, 1000))
+        return SimpleNamespace(
+            device=name, listeners=listeners, free_bytes=free_bytes, engine=engine
+        )
+
+    states = [state("cuda:8", 600, ()), state("cuda:9", 700), state("cpu", 800)]
+    monkeypatch.setattr(pressure, "open_states", lambda: states)
+    assert PressureMonitor().device.used_bytes == 300
+    assert PressureMonitor(device="cpu").device.used_bytes == 200
+    assert PressureMonitor(device="cuda:9").device.used_bytes == 300  # there is no such card
+    states[1] = state("cuda:9", None)
+    assert PressureMonitor(device="cuda:9").device.used_bytes is None
+    if not torch.cuda.is_available():
+        assert PressureMonitor().device.used_bytes is None  # not that of another device
+
+
 def test_a_simulated_device_is_read_from_its_engine(device):
     model = nn.Linear(256, 256)
     with attached(model, device) as manager:
@@ -162,6 +215,8 @@ def test_a_simulated_device_is_read_from_its_engine(device):
     [
         ({"hysteresis": 1.0}, "hysteresis=1.0"),
         ({"hysteresis": True}, "hysteresis=True"),
+        ({"hysteresis": False}, "hysteresis=False"),
+        ({"hysteresis": -0.1}, "hysteresis=-0.1"),
         ({"every": 0}, "every=0"),
         ({"warn": 0.95}, "0.95 to warn at is above 0.93"),
         ({"host_warn": "5GB", "host_critical": "4GB"}, "'5GB' to warn at is above '4GB'"),
@@ -239,6 +294,10 @@ def test_deep_copies_of_tracked_models_are_counted_and_are_ordinary_models(caplo
     count = counter.copies
     copy.deepcopy(model)
     assert counter.copies == count and "__deepcopy__" not in model.__dict__
+    other_counter = track_copies(model)
+    counter.close()  # once more, when somebody else tracks it
+    copy.deepcopy(model)
+    assert other_counter.copies == 1
 
 
 def test_a_tracked_model_can_be_pickled_and_is_an_ordinary_one_then():
@@ -256,8 +315,12 @@ def test_a_tracked_model_can_be_pickled_and_is_an_ordinary_one_then():
 
 def test_a_copy_that_fails_is_not_counted_and_tracking_keeps_no_model_alive():
     class Odd(nn.Linear):
+        refuses = True
+
         def __reduce_ex__(self, protocol):
-            raise RuntimeError("no copy of me")
+            if self.refuses:
+                raise RuntimeError("no copy of me")
+            return super().__reduce_ex__(protocol)
 
     model = Odd(2, 2)
     counter = track_copies(model)
@@ -265,6 +328,9 @@ def test_a_copy_that_fails_is_not_counted_and_tracking_keeps_no_model_alive():
         with pytest.raises(RuntimeError, match="no copy of me"):
             copy.deepcopy(model)
     assert counter.copies == 0
+    model.refuses = False
+    copy.deepcopy(model)
+    assert counter.copies == 1
     import weakref
 
     seen = weakref.ref(model)
@@ -299,7 +365,7 @@ def pause_of(card, **options):
     )
 
 
-def test_a_hot_card_is_waited_for_until_it_is_cool():
+def test_a_hot_card_is_waited_for_until_it_is_cool(caplog):
     card = Card(79.9)
     pause = pause_of(card)
     assert pause.step() == 0.0 and pause.pauses == 0
@@ -308,6 +374,21 @@ def test_a_hot_card_is_waited_for_until_it_is_cool():
     card.degrees = 91
     assert pause.step() == 11.0
     assert (pause.pauses, pause.paused_s) == (2, 16.0)
+    assert pause.why == ""
+    assert caplog.messages == [
+        f"the card is at {degrees} C: paused until it is at 70 C" for degrees in (80, 91)
+    ]
+
+
+@pytest.mark.parametrize("available", [False, True])
+@pytest.mark.parametrize("in_use", [False, True])
+def test_a_card_in_use_does_its_queued_work_before_it_cools(available, in_use, monkeypatch):
+    waits = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+    assert pause_of(Card(80)).step() == 5.0
+    assert waits == [1] * (available and in_use)
 
 
 def test_a_pause_ends_in_time_and_where_the_sensor_falls_silent():
@@ -341,6 +422,7 @@ def test_the_manager_s_words_and_defaults(host, monkeypatch):
     manager = VramManager(root=str(host.root), device="cpu", checkpoint=saved.append)
     monitor = manager.monitor
     assert manager.last_vram_mb is None
+    assert manager.step(0) == "calm" and saved == []
     assert manager.status_string() == "VRAM: unknown | Copies: 0 | Cleanups: 0"
     device_of(monitor, monkeypatch, 8192 << 20)
     assert manager.step(10) == "calm" and manager.cleanups == 0  # off by default
@@ -383,6 +465,10 @@ def test_once_enabled_it_cleans_up_every_ten_steps_or_above_twelve_gb(host, monk
     assert manager.should_cleanup(1) and manager.cleanups == 1
     manager.enabled = False
     assert not manager.should_cleanup(10)
+    unknown = VramManager(root=str(host.root), device="cpu", enabled=True)
+    assert unknown.step(50) == "calm" and unknown.cleanups == 1  # and nothing is saved
+    monkeypatch.setattr(unknown.monitor, "_device_memory", lambda: (None, GB))
+    assert unknown.step(51) == "calm" and not unknown.should_cleanup(51)
     half = VramManager(root=str(host.root), device="cpu", enabled=True, every=3, above=0.5)
     device_of(half.monitor, monkeypatch, 9 * GB)
     half.step(1)
@@ -426,6 +512,19 @@ def test_a_card_is_divided_among_workers_that_fit_it():
 
 
 @pytest.mark.parametrize(
+    ("allowed", "count", "expected"),
+    [({5, 2}, 8, (2, 5)), (None, 3, (0, 1, 2)), (None, None, (0,))],
+)
+def test_the_processors_are_those_that_may_be_used(allowed, count, expected, monkeypatch):
+    if allowed is None:
+        monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    else:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: count)
+    assert worker_budgets(1, 1, 10)[0].cpus == expected
+
+
+@pytest.mark.parametrize(
     ("workers", "nbytes", "options"),
     [
         (1, "7.76GB", {}),
@@ -444,6 +543,9 @@ def test_workers_that_do_not_fit_together_are_refused(workers, nbytes, options):
 def test_budgets_that_just_fit_are_given_and_nonsense_is_refused():
     assert len(worker_budgets(5, "1.534GB", "7.67GB")) == 5
     assert len(worker_budgets(3, "1.5GB", "7.67GB", context="1GB", margin=0.02)) == 3
+    for margin in (False, True, -0.1, 1.0, "0.1"):
+        with pytest.raises(ValueError, match=r"margin=.* is not in \[0, 1\)"):
+            worker_budgets(1, 1, "8GB", margin=margin)
     for wrong in ({"workers": 0}, {"margin": 1}, {"cpus": 0}, {"nbytes": "x"}, {"context": -1}):
         with pytest.raises(ValueError):
             worker_budgets(**{"workers": 1, "nbytes": 1, "capacity": "8GB", **wrong})

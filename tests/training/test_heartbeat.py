@@ -16,7 +16,7 @@ import torch
 from equality import attached
 from torch import nn
 
-from oracle_offload import heartbeat, simulator
+from oracle_offload import OffloadError, heartbeat, simulator
 from oracle_offload.heartbeat import Heartbeat
 from oracle_offload.host.processes import machine
 from oracle_offload.meter import Meter
@@ -142,6 +142,32 @@ def test_one_refusal_is_tried_again_at_the_next_second(heart, clock, monkeypatch
     assert heart.path.exists() and heart._due == clock[0] + 1
 
 
+def test_a_first_write_that_fails_fails_no_step(heart, monkeypatch):
+    monkeypatch.setattr(heartbeat.os, "replace", refuse)
+    heart.after_step()
+    assert not heart.path.exists()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="lists open files")
+def test_no_file_is_left_open(heart, monkeypatch):
+    heart.write()
+    before = sorted(os.listdir("/proc/self/fd"))
+    heart.write()
+    monkeypatch.setattr(heartbeat.os, "write", refuse)
+    with pytest.raises(PermissionError):
+        heart.write()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_engine_that_is_closed_meanwhile_is_passed_over(monkeypatch):
+    def stats():
+        raise OffloadError("the engine is closed")
+
+    closed = SimpleNamespace(engine=SimpleNamespace(stats=stats))
+    monkeypatch.setattr(heartbeat, "open_states", lambda: [closed])
+    assert heartbeat.pulse(Meter())["devices"] == []
+
+
 def test_what_fails_is_said_once_and_tried_again_and_leaves_no_stale_file(
     heart, clock, monkeypatch, caplog
 ):
@@ -220,11 +246,14 @@ def test_a_fork_has_a_heartbeat_of_its_own(heart, monkeypatch):
 def test_what_the_killed_have_left_is_removed(heart, monkeypatch):
     day = 24 * 3600
     monkeypatch.setattr(heartbeat, "is_alive", lambda pid: {1: True, 2: False, 3: None}[pid])
+    now = float(int(time.time()))
+    monkeypatch.setattr(heartbeat.time, "time", lambda: now)
     heart.path.parent.mkdir()
     kept, gone = [], []
     for name, age, is_kept in (
         (f"{machine()}-1.json", 2 * day, True),
         (f"{machine()}-2.json", day - 60, True),
+        (f"{machine()}-2.old", day, True),  # not older than that
         (f"{machine()}-2.new", day + 60, False),
         (f"{machine()}-3.json", 2 * day, True),
         ("other-0a-2.json", 29 * day, True),
@@ -233,7 +262,7 @@ def test_what_the_killed_have_left_is_removed(heart, monkeypatch):
     ):
         path = heart.path.with_name(f"heartbeat-{name}")
         path.write_text("{}")
-        os.utime(path, (time.time() - age,) * 2)
+        os.utime(path, (now - age,) * 2)
         (kept if is_kept else gone).append(path)
     beside = heart.path.with_name("other.json")
     beside.write_text("{}")
@@ -392,6 +421,65 @@ def test_the_view_says_each_figure_in_the_units_of_people():
     assert all(shown.split(",")[0] in text for shown in rows.values())
 
 
+def test_the_whole_view_of_a_training_elsewhere():
+    view = live.Live(document(pid=7, machine="there"), CARD)
+    assert str(view) == (
+        "process 7 on there\ncuda:0 is link-bound\n"
+        "\ncuda:0: 4.00 GiB\n"
+        f"  [{94 * 'A'}]\n   A arena 4.00 GiB\n"
+        "\nhost memory: unknown\n  []\n   . free unknown\n"
+        "\n"
+        "  steps so far            7\n"
+        "  time per step           500.00 ms\n"
+        "  to the device           3.00 GiB since the last look, 25.0 GB/s\n"
+        "  to the host             0 B since the last look\n"
+        "  stalls                  3, 250.00 ms, 25% of the time\n"
+        "  hits                    9 of 10 (90.0%)\n"
+        "  power                   312 W\n"
+        "  temperature             71 degrees C\n"
+        "  clocks, SM and memory   2520 MHz, 10501 MHz, held back by: power limit, hardware "
+        "thermal slowdown\n"
+        "  link                    PCI Express 4.0 x8\n"
+    )
+    page = view.to_html()
+    for part in (
+        '<p class="oo-verdict">cuda:0 is link-bound</p>\n<h3>cuda:0: 4.00 GiB</h3>\n<div class=',
+        "<h3>host memory: unknown</h3>\n<table><tr><td>steps so far</td><td>7</td></tr>",
+        "<td>PCI Express 4.0 x8</td></tr></table>",
+    ):
+        assert part in page
+
+
+@pytest.mark.parametrize(
+    ("known", "label"),
+    [
+        ({"stalls": 3.0}, "stalls"),
+        ({"stall_s": 0.5}, "stalls"),
+        ({"hits": 3}, "hits"),
+        ({"acquires": 3}, "hits"),
+        ({"h2d_gbps": 3.0}, "to the device"),
+        ({"link_generation": 4}, "link"),
+        ({"link_width": 8}, "link"),
+    ],
+)
+def test_half_of_a_figure_is_unknown(known, label):
+    numbers = {**dict.fromkeys([*document()["numbers"], *CARD]), **known}
+    assert dict(live.Live(document(numbers=numbers)).rows())[label] == "unknown"
+
+
+def test_a_step_longer_than_ten_seconds_is_worth_a_word(monkeypatch):
+    told = document(time_s=0.0)
+    for now, noted in ((10.0, False), (10.5, True)):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        assert ("no step of process" in str(live.Live(told))) is noted
+
+
+def test_a_heartbeat_that_goes_while_they_are_listed_hides_no_other(heart):
+    heart.write()
+    (live.folder() / "heartbeat-gone.json").symlink_to("nowhere")
+    assert live.heartbeats() == [live.path_of(os.getpid())]
+
+
 def test_what_is_unknown_says_so():
     unknown = dict.fromkeys(document()["numbers"])
     view = live.Live(document(numbers=unknown), dict.fromkeys(CARD))
@@ -400,6 +488,7 @@ def test_what_is_unknown_says_so():
         "steps so far"
     }
     assert "0" not in "".join(text for label, text in rows.items() if label != "steps so far")
+    assert rows["clocks, SM and memory"] == "unknown, unknown, held back by: unknown"
     assert dict(live.Live(document(devices=[])).rows())["steps so far"] == "none"
     assert "no model is attached" in str(live.Live(document(devices=[])))
     assert dict(live.Live(document(), {**CARD, "clock_reasons": 0}).rows())[
@@ -482,6 +571,77 @@ def test_on_a_terminal_the_view_is_drawn_over_until_the_training_ends(
     assert captured.out.count("\x1b[H\x1b[J") == 3 and looks == [1.0] * 3
     assert "the training has ended" in captured.err
     assert asked == ["GPU-1"] and "312 W" in captured.out
+
+
+@pytest.mark.parametrize(
+    ("terminal", "options", "looks", "drawn"),
+    [
+        (True, {"once": True}, 1, False),
+        (True, {"json": True}, 3, False),
+        (True, {"json": True, "once": True}, 1, False),
+        (True, {}, 3, True),
+        (False, {}, 1, False),
+        (False, {"json": True}, 3, False),
+    ],
+)
+def test_it_looks_again_on_a_terminal_or_for_json_and_draws_over_text_alone(
+    terminal, options, looks, drawn, tmp_path, monkeypatch, capsys
+):
+    from oracle_offload.commands import watch as command
+
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    path = tmp_path / "heartbeat-5.json"
+    told = document()
+    first, *_ = told["devices"]
+    told["devices"] = [{**first, "uuid": None}, first]  # the first card is not known by name
+    path.write_text(live.Live(told).to_json())
+    waits, asked = [], []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            path.unlink()
+
+    def sensors(uuid):
+        asked.append(uuid)
+        return SimpleNamespace(read=lambda: CARD)
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    monkeypatch.setattr(command, "Sensors", sensors)
+    arguments = SimpleNamespace(**{"pid": None, "once": False, "json": False, **options})
+    assert command.run(arguments, 0, 1) == 0
+    captured = capsys.readouterr()
+    assert len(waits) == (3 if looks == 3 else 0) and asked == ["GPU-1"]
+    assert captured.out.count("\x1b[H\x1b[J") == (3 if drawn else 0)
+    if arguments.json:
+        rows = [json.loads(line) for line in captured.out.splitlines()]
+        assert len(rows) == looks and all(row["pid"] == told["pid"] for row in rows)
+    else:
+        assert captured.out.count("312 W") == looks
+    gone = f"cannot write its heartbeat any more ({path.name} is gone)\n"
+    assert captured.err.endswith(gone) == (looks == 3)
+
+
+def test_where_nobody_trains_it_says_when_there_is_something_to_see(tmp_path, monkeypatch, capsys):
+    from oracle_offload.commands import watch as command
+
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
+    assert command.run(SimpleNamespace(pid=None, once=False, json=True), 0, 1) == 1
+    assert capsys.readouterr().err == (
+        f"no training has a heartbeat in {tmp_path}: it begins with the first optimizer step "
+        "after attach(), where ORACLE_OFFLOAD_HEARTBEAT is not 0\n"
+    )
+    for once, code in ((True, 1), (False, 0)):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setenv("TERM", "xterm")
+        assert command.run(SimpleNamespace(pid=1 << 30, once=once, json=False), 0, 1) == code
+        said = capsys.readouterr().err
+        assert said.startswith("cannot read " if once else "the training has ended")
+    (tmp_path / "heartbeat-5.json").write_text("{")
+    assert command.run(SimpleNamespace(pid=None, once=False, json=True), 0, 1) == 1
+    assert "heartbeat-5.json" in capsys.readouterr().err
 
 
 def test_a_process_number_means_this_machine_s_first(heart):

@@ -306,6 +306,122 @@ def test_a_parameter_that_is_ignored_or_comes_later():
     alarm.close()
 
 
+def test_steps_count_from_the_last_change():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alarm = IdleAlarm(model, steps=2)
+    for rate in (0.1, 0.0, 0.0):
+        optimizer.param_groups[0]["lr"] = rate
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            alarm.step()
+    alarm.close()
+    assert [idle.steps for idle in alarm.idle.values()] == [4, 4]
+
+
+def test_each_window_looks_at_forwards_of_its_own():
+    model = net()
+    alarm = IdleAlarm(model, steps=2)
+    for fault, cause in (("detach", "does not reach the loss"), ("no_grad", "switched off")):
+        model.fault = fault
+        train(model, alarm, adam(model), 2)
+        assert cause in alarm.idle["first.lora_A.default"].cause
+        assert not model.first._forward_hooks
+    alarm.close()
+
+
+def test_gradients_that_are_cleared_before_the_alarm_looks_were_there():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    alarm = IdleAlarm(model, steps=2)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        alarm.step()
+    alarm.close()
+    assert [idle.gradient for idle in alarm.idle.values()] == ["nonzero"] * 2
+    assert "the learning rate of its group is 0" in alarm.idle["weight"].cause
+
+
+def test_parameters_that_no_module_with_a_forward_holds_are_watched():
+    model = nn.ParameterDict({"one": torch.ones(2)})
+    alarm = IdleAlarm(model, steps=2)
+    assert alarm.step() == []
+    assert [idle.name for idle in alarm.step()] == ["one"]
+    alarm.close()
+
+
+def test_an_optimizer_without_a_learning_rate_is_not_blamed_for_it():
+    class Still(torch.optim.Optimizer):
+        def step(self):
+            pass
+
+    model = nn.Linear(2, 2)
+    alarm = IdleAlarm(model, steps=1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer = Still(model.parameters(), {})
+    optimizer.step()
+    alarm.step()
+    alarm.close()
+    assert "steps are smaller than float32 can tell" in alarm.idle["weight"].cause
+
+
+def test_a_half_of_a_lora_that_is_not_zero_is_not_one_of_two_zeros():
+    model = LoRA()
+    with torch.no_grad():
+        model.lora_A["default"].zero_()
+        model.lora_B["default"].fill_(1.0)
+    still = {"params": [model.lora_A["default"]], "lr": 0.0}
+    optimizer = torch.optim.SGD([still, {"params": [model.lora_B["default"]]}], lr=0.1)
+    found = train(model, alarm := IdleAlarm(model, steps=1), optimizer, 1)
+    alarm.close()
+    causes = {idle.name: idle.cause for idle in found}
+    assert "the learning rate of its group is 0" in causes["lora_A.default"]
+    assert "what it computes is multiplied by zero" in causes["lora_B.default"]
+
+
+@pytest.mark.parametrize("wrap", [lambda y: {"y": y}, lambda y: ["text", y], lambda y: ({}, [y])])
+def test_what_a_module_returns_is_looked_through(wrap):
+    class Wraps(nn.Linear):
+        def forward(self, x):
+            return wrap(super().forward(x))
+
+    model = nn.ModuleList([Wraps(2, 2)])
+    alarm = IdleAlarm(model, steps=2)
+    for _ in range(2):
+        model[0](torch.ones(1, 2))
+        alarm.step()
+    alarm.close()
+    assert "what '0' returned does not reach the loss" in alarm.idle["0.weight"].cause
+
+
+def test_gradients_that_are_sparse_or_of_nothing_are_told():
+    model = nn.ModuleDict({"rows": nn.Embedding(5, 2, sparse=True)})
+    model.none = nn.Parameter(torch.empty(0))
+    alarm = IdleAlarm(model, steps=1)
+    y = model["rows"](torch.tensor([1, 1]))
+    ((y * torch.tensor([[1.0], [-1.0]])).sum() + model.none.sum()).backward()
+    assert {idle.name: idle.gradient for idle in alarm.step()} == {
+        "rows.weight": "zero",  # the two for one row are one another's end
+        "none": "zero",
+    }
+    model["rows"](torch.tensor([1])).sum().backward()
+    alarm.step()
+    alarm.close()
+    assert alarm.idle["rows.weight"].gradient == "nonzero"
+
+
+def test_of_a_small_tensor_every_value_is_kept():
+    model = nn.ParameterList([torch.ones(4096)])
+    model[0].data[0] = 2
+    alarm = IdleAlarm(model, steps=1)
+    model[0].data[:2] = torch.tensor([1.0, 2.0])
+    assert alarm.step() == []
+    alarm.close()
+
+
 def test_findings_go_to_a_callback_in_the_place_of_the_log(caplog):
     model = nn.Linear(2, 2)
     seen = []
@@ -313,6 +429,7 @@ def test_findings_go_to_a_callback_in_the_place_of_the_log(caplog):
     with caplog.at_level(logging.WARNING):
         found = alarm.step()
     assert seen == [found] and not caplog.records
+    assert alarm.step() == [] and seen == [found]  # nothing new
 
     def stop(found):
         raise RuntimeError("idle")
@@ -332,6 +449,9 @@ def test_many_of_one_cause_are_one_line(caplog):
     alarm.close()
     (record,) = caplog.records
     assert "0.weight, 0.bias, 1.weight, 1.bias and 4 more: not changed" in record.getMessage()
+    caplog.clear()
+    IdleAlarm(model[:2], steps=1).step()
+    assert "1.bias: not changed for 1 steps: it has had no gradient; look" in caplog.text
 
 
 def test_an_alarm_that_nobody_holds_is_gone():

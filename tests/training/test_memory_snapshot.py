@@ -14,7 +14,7 @@ from equality import attached
 from torch import nn
 
 import oracle_offload
-from oracle_offload import simulator, snapshot
+from oracle_offload import engines, simulator, snapshot
 from oracle_offload.geometry import stored_bytes
 from oracle_offload.snapshot_file import held, read_snapshot
 
@@ -159,6 +159,30 @@ def test_lines_are_noted_while_the_recording_wants_them(monkeypatch, wanted, oth
     ours = wanted and not others  # what the user began ends when the user says so
     assert calls == ([on, ((), {"enabled": None})] if ours else [])
     assert snapshot._listeners == ()
+    with recorder:  # and again
+        recorder._listen()
+    assert calls == ([on, ((), {"enabled": None})] * 2 if ours else [])
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_gpu_is_listened_to_as_far_as_its_allocator_tells_anything(monkeypatch, caplog, refuses):
+    def attach(observer):
+        if refuses:
+            raise RuntimeError("this allocator has no observers")
+
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attach, raising=False)
+    monkeypatch.setattr(snapshot, "_attached", False)
+    with engines.opened(torch.device("cpu")) as state, monkeypatch.context() as patch:
+        with oracle_offload.record():
+            assert snapshot._listeners == (), "memory of the host does not run out so"
+        patch.setattr(state, "device", torch.device("cuda", 0))
+        with oracle_offload.record() as recorder:
+            assert snapshot._listeners == (() if refuses else (recorder._ran_out,))
+    assert [row["device"] for row in recorder.recording().header["devices"]] == ["cuda:0"]
+    told = [error["what"] for error in recorder.recording().of("error")]
+    why = "recording cuda:0 failed: RuntimeError: this allocator has no observers"
+    assert told == ([why] if refuses else [])
+    assert ("recording cuda:0: this allocator has no observers" in caplog.text) == refuses
 
 
 def test_an_allocator_without_observers_is_not_listened_to(monkeypatch):
