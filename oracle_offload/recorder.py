@@ -498,9 +498,7 @@ class Recorder:
     ) -> dict[str, Any]:
         if part.layout != Layout.version:
             self._learn_names(part, state)
-        timed = part.timing_since is not None
-        if timed:
-            self._end_timing(part, state)
+        timed = self._end_timing(part, state)
         now_s = _look(part, state)
         allocated, peak = state.kind.allocated_and_peak()
         label = "resume" if part.fresh else ""
@@ -544,14 +542,17 @@ class Recorder:
             return
         part.timing_since = _look(part, state)
 
-    def _end_timing(self, part: _Part, state: DeviceState) -> None:
+    def _end_timing(self, part: _Part, state: DeviceState) -> bool:
+        """Take the rows of the step under way, if it is timed; return whether it is."""
         zero_s, part.timing_since = part.timing_since, None
+        if zero_s is None:
+            return False
         part.next_timed = self._timed_every
-        assert zero_s is not None
         rows = list(state.engine.trace_stop())
         if rows:
             part.timed.append(_Timed(part.opening.number, part.n_steps, zero_s, rows))
             part.n_timed += 1
+        return True
 
     def _read_journal(self, part: _Part, state: DeviceState) -> None:
         """Take what was written since the last time, as far as it is there still."""
@@ -576,8 +577,7 @@ class Recorder:
             counters = state.engine.stats()  # before the recorder waits
             part.step_growth = growth(counters, part.counters)
             part.phase_growth = growth(counters, part.begun)
-            if part.timing_since is not None:
-                self._end_timing(part, state)
+            self._end_timing(part, state)
             _look(part, state)
             state.engine.journal_stop()
         except Exception as error:
@@ -707,7 +707,8 @@ def _events_of(part: _Part) -> list[dict[str, Any]]:
         step = ends[step_at][1] if step_at < len(ends) else part.n_steps
         model, layer = opening.names.get(unit, ("", ""))
         known = times.get((opening.number, step), {}).get((kind, unit))
-        start_s, end_s = _taken(known, kind, nbytes) if known else (None, None)
+        span = _taken(known, kind, nbytes) if known else None
+        start_s, end_s = span or (None, None)
         event = {
             "event": kind,
             "t_s": host_s - opening.begin_s,
@@ -721,7 +722,7 @@ def _events_of(part: _Part) -> list[dict[str, Any]]:
             "bytes": nbytes,
             "start_s": start_s,
             "end_s": end_s,
-            "seconds": None if start_s is None or end_s is None else end_s - start_s,
+            "seconds": None if span is None else span[1] - span[0],
         }
         if kind == "copy_to_device":
             event["address"] = detail
@@ -729,7 +730,7 @@ def _events_of(part: _Part) -> list[dict[str, Any]]:
                 (opening.number, unit), ()
             ):  # its bytes are overwritten from then on
                 eviction |= {"start_s": start_s, "end_s": start_s}
-                eviction["seconds"] = None if start_s is None else 0.0
+                eviction["seconds"] = None if span is None else 0.0
         elif kind == "eviction":
             event["by_unit"] = detail
             arriving.setdefault((opening.number, detail), []).append(event)

@@ -29,15 +29,15 @@ def run(args: argparse.Namespace, done: int, error: int) -> int:
     from ..compress.store import user_store
 
     store = user_store()
-    removed = 0
+    said = ""
     try:
         if args.clear or args.keep is not None:
             removed = store.trim(0 if args.clear else parse_size(args.keep, name="--keep"))
+            said = f"removed {format_size(removed)}\n"
+        left = sum(size for _, size, _ in store.files())
+        said += f"{store.folder}: {format_size(left)} of compressed weights\n"
         with naming("write", "standard output"):
-            if args.clear or args.keep is not None:
-                put(sys.stdout, f"removed {format_size(removed)}\n")
-            left = sum(size for _, size, _ in store.files())
-            put(sys.stdout, f"{store.folder}: {format_size(left)} of compressed weights\n")
+            put(sys.stdout, said)
     except (FileError, ValueError) as problem:
         print(problem, file=sys.stderr)
         return error

@@ -50,13 +50,13 @@ def run(args: argparse.Namespace, shown: int, error: int) -> int:
 def _compared(before: str, after: str) -> Comparison:
     from ..views.run_report import Comparison, RunReport
 
-    reports = [_read(before), _read(after)]
-    for path, report in zip((before, after), reports, strict=True):
+    reports: list[RunReport] = []
+    for path in (before, after):
+        report = _read(path)
         if not isinstance(report, RunReport):
             raise FileError(f"{path} is neither a recording nor a metrics file: nothing to compare")
-    first, second = reports
-    assert isinstance(first, RunReport) and isinstance(second, RunReport)
-    return Comparison(first, second)
+        reports.append(report)
+    return Comparison(*reports)
 
 
 def _read(path: str) -> RunReport | OomReport | SnapshotReport:

@@ -27,8 +27,7 @@ def run(args: argparse.Namespace, shown: int, error: int) -> int:
     try:
         path = _chosen(args.pid)
         # Off a terminal there is nothing to draw over: one look, or a line of JSON per look.
-        on_terminal = obeys(sys.stdout)
-        once = args.once or not (on_terminal or args.json)
+        once = args.once or not (obeys(sys.stdout) or args.json)
         sensors: dict[str, Sensors] = {}
         refused = False
         while True:
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace, shown: int, error: int) -> int:
                 )
                 return shown
             refused = False
-            _show(live, args.json, on_terminal and not once)
+            _show(live, args.json, not once)
             if once:
                 return shown
             time.sleep(EVERY_S)

@@ -6,6 +6,7 @@ nothing here imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import os
@@ -48,10 +49,8 @@ def heartbeats() -> list[Path]:
     """Return the heartbeat files that are there, the newest first."""
     found = []
     for path in folder().glob("heartbeat-*.json"):
-        try:
+        with contextlib.suppress(OSError):  # it has just been taken away
             found.append((path.stat().st_mtime, path))
-        except OSError:  # it has just been taken away
-            continue
     return [path for _, path in sorted(found, reverse=True)]
 
 
@@ -98,8 +97,7 @@ class Live:
 
     def _notes(self) -> list[str]:
         pid, age = self.document["pid"], time.time() - self.document["time_s"]
-        is_here = self.document["machine"] == machine()
-        if is_here and pid != os.getpid() and is_alive(pid) is False:
+        if self.document["machine"] == machine() and is_alive(pid) is False:
             return [f"process {pid} has ended without taking leave, {age:.0f} s after this"]
         if age > STALE_S:
             return [f"no step of process {pid} has ended for {age:.0f} s"]

@@ -427,8 +427,8 @@ def write_whole(target: Path, data: bytes) -> None:
 
 def format_of(path: Any, format: str | None = None) -> str:
     """Return the format that a recording is written in; see `Recording.export`."""
-    kind = format or _SUFFIXES.get(Path(path).suffix.lower())
-    if kind is None or kind not in _SUFFIXES.values():
+    kind = format or _SUFFIXES.get(Path(path).suffix.lower(), "")
+    if kind not in _SUFFIXES.values():
         raise ValueError(
             f"{os.fspath(path)!r} with format={format!r}: use 'html', 'chrome', 'csv' or "
             "'jsonl', or a file that ends in .html, .json, .csv or .jsonl"

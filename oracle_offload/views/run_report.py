@@ -160,7 +160,7 @@ class Comparison:
         text.block(f"before: {printable(self.before.name)}", style="bold")
         text.block(f"after:  {printable(self.after.name)}", style="bold")
         for label, before, after, change in [("", "before", "after", "change"), *self.rows()]:
-            text.line(f"  {label:<26}{before:>14}{after:>14}  {change}".rstrip()[: text.width])
+            text.line(f"  {label:<26}{before:>14}{after:>14}  {change}")  # a cut figure is another
         return str(text)
 
     def to_html(self) -> str:

@@ -665,8 +665,7 @@ def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
         ]
     if model.compressed_because:
         at = 3 if model.compressed_bytes else 1
-        first, *more = textwrap.wrap(model.compressed_because, _WIDTH - 42)
-        rows[at:at] = [("    because", first), *(("", line) for line in more)]
+        rows.insert(at, ("    because", model.compressed_because))
     if model.computed_bytes:
         rows.insert(1, ("  weights computed on the host", format_size(model.computed_bytes)))
     if model.derived_bytes:
@@ -762,4 +761,7 @@ def _traffic(nbytes: int, copies: int, rate: float | None) -> str:
 
 
 def _row(label: str, value: str) -> str:
-    return f"| {label:<39}| {value:<{_WIDTH - 42}}|"
+    """Return a row within the frame, in as many lines as its value needs."""
+    first, *more = textwrap.wrap(value, _WIDTH - 42)
+    lines = [(label, first), *(("", line) for line in more)]
+    return "\n".join(f"| {left:<39}| {right:<{_WIDTH - 42}}|" for left, right in lines)

@@ -204,7 +204,7 @@ def _lane(
 ) -> list[str]:
     busy = sum(b - a for a, b in _union((row["start_s"], row["end_s"]) for row in rows))
     note = _time(busy)
-    if kind in ("h2d", "d2h", "decode") and rows:
+    if kind in ("h2d", "d2h", "decode"):
         moved = sum(row["bytes"] for row in rows)
         note += f", {format_size(moved)}"
         if busy > 0:
@@ -270,7 +270,7 @@ def _arena(stays: Sequence[Stay], y: int, x: Any, max_boxes: int) -> list[str]:
     total = sum(last - first for first, last in ranges)
 
     def down(address: int) -> float:
-        before = sum(min(last, address) - first for first, last in ranges if first < address)
+        before = sum(max(0, min(last, address) - first) for first, last in ranges)
         return y + _ARENA * before / total
 
     names = list(dict.fromkeys(block_of(stay.layer) for stay in stays))

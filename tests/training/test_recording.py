@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import weakref
+from collections import Counter, deque
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,7 @@ def test_warm_up_resumed_and_timed_steps_are_labelled_and_in_no_average(training
         ("", True),  # three whole steps came between
     ]
     assert [s["seconds"] is None for s in steps] == [True] + [False] * 8
+    assert {s["phase"] for s in steps} == {"training"}, "that before, once the block has ended"
     (mean,) = recorder.recording().averages().values()
     assert mean["steps"] == 3
     with oracle_offload.record(timed_every=0) as late:
@@ -200,6 +202,9 @@ def test_times_of_a_timed_step_are_the_simulators(training):
         assert any(
             e["unit"] == event["by_unit"] and e["start_s"] == event["start_s"] for e in timed
         )
+    for event in recording.of("eviction"):
+        known = event["start_s"] is not None
+        assert event["seconds"] == (0.0 if known else None) and event["end_s"] == event["start_s"]
 
 
 def test_decodes_of_compressed_weights_are_recorded(sim, monkeypatch, tmp_path):
@@ -313,6 +318,7 @@ def test_phases_are_told_without_a_recording_and_to_the_one_under_way(training):
             training.model(training.prefix.detach())
             oracle_offload.phase("evaluation")
             training.model(training.prefix.detach())
+    assert engines.phase_now() == phases.FIRST, "the phase before, though another began within"
     assert len(recorder.lines) == 1  # it began within the first phase
     recorder = recorder.recording()
     assert [e["phase"] for e in recorder.of("compute")] == ["sampling"] * 16 + ["evaluation"] * 16
@@ -341,10 +347,13 @@ def test_an_exception_passes_and_what_was_recorded_is_written(training, tmp_path
     training.step()  # and the engine goes on
 
 
-def test_a_file_that_cannot_be_written_hides_no_exception(training, tmp_path):
+def test_a_file_that_cannot_be_written_hides_no_exception(training, tmp_path, caplog):
     nowhere = tmp_path / "missing" / "run.html"
     with pytest.raises(ZeroDivisionError), oracle_offload.record(nowhere):
         raise ZeroDivisionError
+    (said,) = caplog.records
+    assert said.getMessage() == f"the recording could not be written to {nowhere}"
+    assert said.exc_info[0] is FileNotFoundError
     with pytest.raises(FileNotFoundError), oracle_offload.record(nowhere):
         training.step()
 
@@ -445,7 +454,7 @@ def test_a_step_and_a_phase_go_on_over_a_detach(sim):
     assert phase["copies"] == sum(e["engine"] < 2 for e in copies)
     assert {e["phase"] for e in copies if e["engine"] < 2} == {"training"}
     assert {e["phase"] for e in copies if e["engine"] == 2} == {"sampling"}
-    assert len(recorder.lines) == 3
+    assert len(recorder.lines) == 3 and not recording.of("error")
 
 
 def test_memory_is_bounded_and_what_was_dropped_is_counted(training, monkeypatch):
@@ -526,6 +535,14 @@ def test_a_timeline_that_another_records_is_left_to_it(training):
         training.step(2)
         assert training.engine.trace_stop()
     assert not any(s["timed"] for s in recorder.recording().steps())
+    assert not recorder.recording().of("error")
+    training.engine.trace_start()
+    with oracle_offload.record(timed_every=3) as recorder:
+        training.step(2)
+        assert training.engine.trace_stop()
+        training.step(4)
+    # Not at once, but after as many whole steps as always.
+    assert [s["timed"] for s in recorder.recording().steps()] == [False] * 4 + [True, False]
 
 
 def test_who_wants_each_step_gets_its_row(training):
@@ -604,6 +621,13 @@ def test_a_path_that_tells_no_format_is_refused_at_once():
 def test_arguments_that_make_no_sense_are_refused(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         oracle_offload.record(**arguments)
+
+
+def test_one_event_is_the_least_that_is_kept(training):
+    with oracle_offload.record(max_events=1) as recorder:
+        training.step()
+    recording = recorder.recording()
+    assert len(recording.events) == 2 and recording.header["dropped"] > 60  # and the step
 
 
 # ---- files ----
@@ -765,3 +789,341 @@ def test_whatever_an_engine_does_not_answer_is_an_error_of_the_recording_alone(t
     errors = [error["what"] for error in recorder.recording().of("error")]
     assert len(errors) >= 4 and all("no answer" in what for what in errors)
     assert len(recorder.recording().of("step")) == 2
+
+
+# ---- what is recorded beside what the engine does ----
+
+
+def test_batches_sizes_of_the_arena_and_an_optimizer_under_way_are_recorded(training, monkeypatch):
+    """Each by the device's clock; of more than there is room for, the latest and how many."""
+    monkeypatch.setattr(recorders, "_MOST_ROWS", 2)
+    (state,) = engines.open_states()
+    under_way, ended_s = [], []
+    zero_s = simulator.now()
+
+    def steps(*_):
+        simulator.advance(1.0)  # no event of the engine falls into it
+        under_way.extend(recorder.recording().of("optimizer"))
+
+    training.optimizer.register_step_pre_hook(steps)
+    with oracle_offload.record(timed_every=0) as recorder:
+        recorder.on_step.append(lambda row: ended_s.append(simulator.now() - zero_s))
+        training.step()
+        told_s = simulator.now() - zero_s
+        recorder.phase("evaluation")
+        for number in range(3):
+            recorder.batch(10.0 + number)
+            recorder.resized(state, "Sequential", number, number + 1, f"for reason {number}")
+        training.step()
+        recording = recorder.recording()
+    device = str(state.device)
+    where = {"step": 1, "phase": "evaluation", "device": device, "t_s": told_s}
+    assert recording.of("batch") == [{"event": "batch", **where, "length": n} for n in (11, 12)]
+    assert recording.of("arena") == [
+        {
+            "event": "arena", **where, "model": "Sequential", "before_bytes": number,
+            "capacity_bytes": number + 1, "what": f"for reason {number}",
+        }
+        for number in (1, 2)
+    ]  # fmt: skip
+    (change,) = recording.of("phase")
+    assert (change["step"], change["phase"], change["t_s"]) == (1, "evaluation", told_s)
+    assert [(row["step"], row["phase"]) for row in under_way] == [
+        (0, "training"),
+        (1, "evaluation"),
+    ]
+    assert [row["t_s"] + 1.0 for row in under_way] == pytest.approx(ended_s)
+    assert not recording.of("optimizer"), "it has ended"
+    assert [step["t_s"] for step in recording.steps()] == pytest.approx(ended_s)
+    times = [event["t_s"] for event in recording.events]
+    assert times == sorted(times) and times[0] < told_s < times[-1]
+    assert all(type(row["length"]) is int for row in recording.of("batch"))
+    assert recording.header == {
+        "schema": "oracle_offload/recording/1",
+        "devices": [
+            {
+                "device": device, "name": state.engine.device_name, "simulated": True, "engines": 1,
+                "steps_before": 0, "dropped_events": 0, "dropped_steps": 0, "dropped_phases": 0,
+                "dropped_timed_steps": 0, "dropped_arenas": 1, "dropped_batches": 1,
+            }
+        ],
+        "dropped": 0,
+        "dropped_errors": 0,
+        "max_events": 100_000,
+        "timed_every": 0,
+    }  # fmt: skip
+
+
+def test_a_step_tells_all_that_grew_since_the_one_before(training):
+    training.step(3)
+    before = training.engine.stats()
+    rows = []
+    with oracle_offload.record(timed_every=0) as recorder:
+        for _ in range(2):
+            training.step()
+            rows.append(phases.growth(training.engine.stats(), before))
+            before = training.engine.stats()
+    steps = recorder.recording().steps()
+    for name in ("acquires", "h2d_copies", "h2d_bytes", "evictions"):
+        assert [step["counters"][name] for step in steps] == [row[name] for row in rows], name
+    assert recorder.recording().header["devices"][0]["steps_before"] == 3
+    first, second = steps
+    assert first["seconds"] is None and second["seconds"] == second["t_s"] - first["t_s"] > 0
+
+
+@pytest.mark.parametrize("timed_every", [1, 2])
+def test_what_the_recorder_itself_waits_for_is_in_no_step(training, timed_every):
+    with oracle_offload.record(timed_every=timed_every) as recorder:
+        training.step(9)
+    recording = recorder.recording()
+    assert any(step["timed"] for step in recording.steps())
+    assert {step["counters"]["host_waits"] for step in recording.steps()} == {0}
+
+
+def counting(monkeypatch, state, *answers):
+    """Let torch count on the simulated device, as it does on a GPU: answers in turn."""
+    left = list(answers)
+    monkeypatch.setattr(
+        state.kind, "allocated_and_peak", lambda: left.pop(0) if len(left) > 1 else left[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told", "row"),
+    [
+        (
+            (3_000_000, 4_000_000), (10_000_000, 12_000_000),
+            "VRAM: 10 MB | Copies: 0 | Delta: +7 MB | Peak: 12 MB",
+            (10_000_000, 7_000_000, 12_000_000),
+        ),
+        (
+            (9_000_000, 9_000_000), (0, 9_000_000),
+            "VRAM: 0 MB | Copies: 0 | Delta: -9 MB | Peak: 9 MB",
+            (0, -9_000_000, 9_000_000),
+        ),
+    ],
+)  # fmt: skip
+def test_a_phase_tells_what_torch_has_counted(monkeypatch, training, before, after, told, row):
+    (state,) = engines.open_states()
+    counting(monkeypatch, state, before, after)
+    with oracle_offload.record() as recorder:
+        recorder.phase("sampling")
+        training.step()
+    (change,) = recorder.recording().of("phase")
+    found = (change["allocated_bytes"], change["delta_bytes"], change["peak_bytes"])
+    assert found == row and change["counters"]["acquires"] == 0
+    assert recorder.lines == [f"Phase transition: training -> sampling | {told}"]
+    (step,) = recorder.recording().steps()
+    assert (step["allocated_bytes"], step["peak_bytes"]) == after
+
+
+@pytest.mark.parametrize("when", ["first", "later", "never"])
+def test_memory_that_the_driver_does_not_tell_is_unknown_and_no_error(sim, training, when):
+    total = simulator.get_device(0).memory_bytes
+    with sim.fault("cuMemGetInfo", lasting=True) if when == "first" else contextlib.nullcontext():
+        recorder = oracle_offload.record().start()
+    with sim.fault("cuMemGetInfo", lasting=True) if when == "later" else contextlib.nullcontext():
+        recorder.phase("sampling")
+    recorder.stop()
+    (change,) = recorder.recording().of("phase")
+    taken = total - training.engine.mem_info()[0]
+    assert change["allocated_bytes"] == (None if when == "later" else taken) and taken > 0
+    assert change["delta_bytes"] == (0 if when == "never" else None) and not change["peak_bytes"]
+    (line,) = recorder.lines
+    assert ("VRAM: unknown" in line) == (when == "later")
+    assert ("Delta: unknown" in line) == (when != "never")
+    assert not recorder.recording().of("error")
+
+
+def test_a_phase_of_two_devices_tells_their_sum(training, monkeypatch):
+    with engines.opened(torch.device("cpu", 0)) as other, oracle_offload.record() as recorder:
+        for state in engines.open_states():
+            counting(monkeypatch, state, (5_000_000, 6_000_000))
+        recorder.phase("sampling")
+        counting(monkeypatch, other, (None, None))
+        recorder.phase("training")
+    tail = "Copies: 0 | Delta: unknown | Peak"
+    assert "VRAM: 10 MB |" in recorder.lines[0] and recorder.lines[0].endswith("Peak: 12 MB")
+    assert "VRAM: unknown |" not in recorder.lines[0] and tail not in recorder.lines[0]
+    # What one device does not count, the simulator tells of it.
+    assert recorder.lines[1].endswith("Peak: unknown")
+
+
+def test_a_name_that_goes_before_the_step_ends_is_known(training):
+    """A layer that is let go has done something, too."""
+    with oracle_offload.record() as recorder:
+        training.model(training.prefix.detach())
+        manager = training.manager
+        gone = manager.layers[3]
+        assert manager.attachment.let_go(gone, "for a test")
+        training.step()
+    first = [e for e in recorder.recording().of("compute") if e["t_s"] == 0 or e["step"] == 0]
+    assert all(e["layer"] and e["model"] == "Sequential" for e in first)
+    assert any(gone.name in e["layer"] for e in first)
+
+
+def test_a_recorder_that_has_not_begun_or_has_ended_ends_no_other(training):
+    oracle_offload.phase("sampling")
+    waiting, ended = oracle_offload.record(), oracle_offload.record().start()
+    ended.stop()
+    with oracle_offload.record() as recorder:
+        waiting.stop()
+        ended.stop()
+        with pytest.raises(OffloadError, match="under way already"):
+            oracle_offload.record().start()
+        training.step()
+    assert len(recorder.recording().steps()) == 1
+    waiting.phase("evaluation")
+    assert waiting.lines[0].startswith("Phase transition: sampling -> evaluation | VRAM: unknown")
+    assert waiting.recording().events == [] and waiting.recording().header["devices"] == []
+
+
+def test_an_engine_that_closes_while_a_recording_begins_is_left_out(training, monkeypatch):
+    with engines.opened(torch.device("cpu", 0)) as gone:
+        pass
+    observe = engines.observe
+    monkeypatch.setattr(engines, "observe", lambda observer: [gone, *observe(observer)])
+    with oracle_offload.record() as recorder:
+        training.step()
+    (row,) = recorder.recording().header["devices"]
+    assert row["device"] == str(training.manager.device)
+    assert not recorder.recording().of("error")
+
+
+def test_nothing_is_recorded_of_a_device_that_has_gone(training):
+    with oracle_offload.record() as recorder:
+        training.step()
+        (state,) = engines.open_states()
+        training.manager.detach()
+        recorder.batch(5)
+        recorder._ran_out("cpu", 1, 1)
+        recorder.begins_step(state)
+        assert recorder.ended_step(state, {}) is None
+        recorder.resized(state, "Sequential", 1, 2, "why")
+    assert {event["event"] for event in recorder.recording().events} == {
+        "compute", "wait", "copy_to_device", "eviction", "step",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_time_between_the_last_step_and_the_end_of_an_engine_has_passed(sim, anew):
+    model = net(2)
+    began_s = simulator.now()
+    with oracle_offload.record() as recorder:
+        with attached(model):
+            Training(model).step()
+            simulator.advance(2.0)
+        if anew:
+            gone_s = simulator.now() - began_s
+            simulator.reset()
+            began_s = simulator.now() - gone_s
+        with attached(model):
+            recorder.batch(1)
+            now_s = simulator.now() - began_s
+    (event,) = recorder.recording().of("batch")
+    assert event["t_s"] == pytest.approx(now_s) and now_s > 2.0
+
+
+def test_names_of_a_model_that_comes_and_goes_within_a_step_are_known(training):
+    """Its engine goes on, with the other model."""
+    with oracle_offload.record() as recorder:
+        training.step()
+        guest = net(2)
+        with attached(guest, str(training.manager.device), offload_percent=1.0):
+            guest(training.prefix.detach())
+        training.step()
+    uses = recorder.recording().of("compute")
+    assert all(event["layer"] and event["model"] == "Sequential" for event in uses)
+    assert len(uses) == 2 * 32 + 4
+
+
+def test_names_of_a_layer_that_came_late_and_went_before_its_model_are_known(training):
+    with oracle_offload.record() as recorder:
+        training.step()
+        guest = net(1)
+        with attached(guest, str(training.manager.device), offload_percent=1.0) as manager:
+            guest(training.prefix.detach())
+            training.step()
+            for layer in manager.layers:
+                assert manager.attachment.let_go(layer, "for a test")
+    uses = recorder.recording().of("compute")
+    assert all(event["layer"] and event["model"] == "Sequential" for event in uses)
+
+
+def test_names_of_a_model_that_came_last_are_known_when_the_recording_ends(training):
+    recorder = oracle_offload.record().start()
+    training.step()
+    guest = net(1)
+    with attached(guest, str(training.manager.device), offload_percent=1.0):
+        guest(training.prefix.detach())
+        assert all(event["layer"] for event in recorder.recording().of("compute"))
+        recorder.stop()
+        assert all(event["layer"] for event in recorder.recording().of("compute"))
+
+
+def test_names_are_learned_when_the_recording_ends_though_nobody_asked_before(training):
+    recorder = oracle_offload.record().start()
+    guest = net(1)
+    with attached(guest, str(training.manager.device), offload_percent=1.0):
+        guest(training.prefix.detach())
+        recorder.stop()
+    assert all(event["layer"] for event in recorder.recording().of("compute"))
+
+
+def test_an_engine_whose_journal_another_keeps_is_not_recorded_and_goes_on(training, caplog):
+    training.engine.journal_start(10)
+    with oracle_offload.record() as recorder:
+        training.step(2)
+        recorder.phase("sampling")
+        recorder.batch(1)
+    training.engine.journal_stop()
+    assert recorder.recording().header["devices"] == []
+    (error,) = recorder.recording().of("error")
+    device = training.manager.device
+    assert error["what"] == (
+        f"recording {device} failed: OffloadError: a journal is being kept already"
+    )
+    assert caplog.text.count(f"recording {device}: a journal is being kept already") == 1
+
+
+def test_a_phase_counts_copies_in_both_directions(sim):
+    model = net(2).requires_grad_(True)
+    with attached(model, offload_percent=1.0) as manager, oracle_offload.record() as recorder:
+        Training(model).step(2)
+        simulator.finish()
+        recorder.phase("sampling")
+        stats = manager.state.engine.stats()
+    (change,) = recorder.recording().of("phase")
+    assert change["copies"] == stats["h2d_copies"] + stats["d2h_copies"]
+    assert stats["d2h_copies"] > 0 and f"Copies: {change['copies']} |" in recorder.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes", "span", "left"),
+    [
+        ("copy_to_device", 12, (1.0, 4.0), 1),
+        ("decode", 12, (1.0, 4.0), 1),
+        ("decode", 11, (1.0, 4.0), 1),
+        ("copy_to_device", 4, (1.0, 2.0), 3),
+        ("copy_to_device", 99, (1.0, 6.0), 0),
+        ("compute", 99, (1.0, 2.0), 3),
+    ],
+)
+def test_the_chunks_of_a_copy_are_one_and_the_next_ones_are_left(kind, nbytes, span, left):
+    rows = deque([(1.0, 2.0, 4), (2.0, 3.0, 4), (3.0, 4.0, 4), (5.0, 6.0, 4)])
+    assert recorders._taken(rows, kind, nbytes) == span and len(rows) == left
+
+
+def test_each_copy_of_a_unit_that_comes_twice_in_a_timed_step_has_its_own_time(sim):
+    sim.slow_link(1.0)
+    model = net()
+    with attached(model, offload_percent=1.0), oracle_offload.record(timed_every=1) as recorder:
+        Training(model).step(WARM_UP + 1)
+    copies = [e for e in recorder.recording().of("copy_to_device") if e["step"] == WARM_UP]
+    assert max(Counter(event["unit"] for event in copies).values()) == 2
+    copies.sort(key=lambda event: event["t_s"])
+    for event in copies:
+        assert event["seconds"] == event["end_s"] - event["start_s"]
+        assert event["seconds"] == pytest.approx(event["bytes"] / 1e9, rel=0.2)
+    for before, after in itertools.pairwise(copies):  # one after another
+        assert before["end_s"] <= after["start_s"] + 1e-7

@@ -17,6 +17,8 @@ from torch import nn
 import oracle_offload
 from oracle_offload import devices, simulator
 from oracle_offload.host.memory import read_meminfo
+from oracle_offload.views import summary
+from oracle_offload.views.verdict import Load
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -149,8 +151,9 @@ def test_what_the_phases_count_adds_up_to_what_the_engine_counts(seed):
         for phase in device.phases:
             shown = f"{phase.hits} of {phase.acquires} ({100 * phase.hits / phase.acquires:.1f}%)"
             assert f"| phase {phase.name} " in text and shown in text
-            assert f"{phase.seconds / phase.bound_s:.2f} times what its bytes need" in text
-            assert shown in oracle_offload.memory_summary()._repr_html_()
+            page = oracle_offload.memory_summary()._repr_html_()
+            over = f"{phase.seconds / phase.bound_s:.2f} times what its bytes"
+            assert over in text and f"{over} need at best" in page and shown in page
         assert "phase" not in str(oracle_offload.memory_summary(abbreviated=True))
 
 
@@ -215,6 +218,62 @@ def test_without_a_model_it_shows_the_host():
     assert host.parts["page-locked"] == 0 and "no model is attached" in report._repr_html_()
 
 
+def test_of_one_model_is_told_what_is_of_that_model():
+    first, second = Net(2), Net(3)
+    with attached(first, "cpu") as one, attached(second, "cpu"):
+        layers = {
+            name: [usage.layers for device in report.devices for usage in device.models]
+            for name, report in {
+                "all": oracle_offload.memory_summary(),
+                "first": oracle_offload.memory_summary(model=first),
+                "second": oracle_offload.memory_summary(model=second),
+                "part": oracle_offload.memory_summary(model=first[0]),
+            }.items()
+        }
+        assert layers == {"all": [2, 3], "first": [2], "second": [3], "part": []}
+        node = one.state.engine.numa_node
+        (device,) = oracle_offload.memory_summary().devices
+        assert device.numa_node == (None if node < 0 else node)
+        nothing = oracle_offload.memory_summary(model=Net(2))
+        assert [memory.title for memory in nothing.memory] == ["host memory"]
+        assert nothing.notes == []
+
+
+def test_the_optimizers_state_is_in_the_bar_of_the_device_that_holds_it(monkeypatch):
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    with attached(model, "cpu") as manager:
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+        model(torch.randn(3, 64)).sum().backward()
+        optimizer.step()
+
+        def told(**options):
+            report = oracle_offload.memory_summary(**options)
+            return report.memory[0].parts["optimizer state"], report.optimizer_bytes
+
+        # Of a simulated device it may be that of managed weights as well.
+        assert told(optimizer=optimizer) == (None, {"cpu": 2 * 64 * 4})
+        assert told() == (None, {})
+        monkeypatch.setattr(manager.state, "simulated", False)
+        assert told(optimizer=optimizer) == (2 * 64 * 4, {"cpu": 2 * 64 * 4})
+        assert told() == (None, {})
+
+
+def test_a_verdict_is_of_the_models_that_are_attached_and_of_one_clock(monkeypatch):
+    monkeypatch.setattr(summary, "judge", lambda *asked: asked[2:])
+    model = Net(2)
+    with attached(model, "cpu", offload_percent=0.5) as manager:
+        state, held = manager.state, manager.attachment
+        weights, capacity = held.weight_bytes, held.arena.capacity_bytes
+        stats = {**state.engine.stats(), "pageable_bytes": 7}
+        copied = {**stats, "unlocked_h2d_bytes": 3 * 10**9, "unlocked_h2d_seconds": 2.0}
+        assert summary.verdict_on(state, copied) == ([Load(weights, capacity, 0)], 7, None)
+        train(model, 3)
+        moved = held.traffic.step_h2d_bytes
+        monkeypatch.setattr(state, "simulated", False)
+        assert summary.verdict_on(state, copied) == ([Load(weights, capacity, moved)], 7, 1.5e9)
+        assert summary.verdict_on(state, stats)[2] is None and moved > 0
+
+
 def test_what_is_no_device_is_said_and_not_raised():
     for device in ("nonsense", "mps", 99, object()):
         report = oracle_offload.memory_summary(device)
@@ -240,7 +299,10 @@ def test_gradients_of_what_is_not_managed_are_in_the_bar():
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
     with attached(model, "cpu"):
         model(torch.randn(3, 64)).sum().backward()
-        parts = oracle_offload.memory_summary().memory[0].parts
+        report = oracle_offload.memory_summary()
+        parts, (usage,) = report.memory[0].parts, report.devices[0].models
+    assert (usage.resident_parameters, usage.resident_bytes) == (2, 2 * 64 * 4)
+    assert (usage.budget_changes, usage.budget_reason) == (None, None)
     assert parts["weights"] == parts["gradients"] == 2 * 64 * 4
 
 

@@ -134,6 +134,88 @@ def test_usage(
     assert (shown.out or shown.err).startswith(said)
 
 
+PLAN = {
+    "model": "1M", "train": "lora", "rank": 16, "targets": "all-linear", "optimizer": "adamw",
+    "dtype": None, "adapter_dtype": "fp32", "master_dtype": None, "quantise": None,
+    "compress": None, "checkpointing": True, "batch": 1, "micro_batches": 1, "sample": None,
+    "measure": True, "card": None, "vram": None, "ram": None, "link_gbps": None,
+    "memory_gbps": None, "tflops": None, "launch_s": None, "offload_percent": None,
+    "margin": 0.08, "verify": None, "json": False, "html": None,
+}  # fmt: skip
+BENCH = {
+    "matrix": True, "model": None, "dataset_file": None, "steps": "8", "device": "cuda",
+    "json": None, "more": [],
+}  # fmt: skip
+EXPLAIN = {
+    "log": "-", "follow": False, "json": False, "all": False, "html": None, "history": None,
+}  # fmt: skip
+TAKEN: dict[str, dict[str, object]] = {
+    "plan 1M": PLAN,
+    "plan 1M --train full --rank 4 --targets a b --optimizer sgd --dtype fp8 --adapter-dtype bf16"
+    " --master-dtype fp32 --quantise nf4 --compress auto --no-checkpointing --batch 2"
+    " --micro-batches 3 --sample 512 --no-measure --card 16 --vram 20GiB --ram 48GB --link-gbps 25"
+    " --memory-gbps 900 --tflops 80 --launch-s 1e-5 --offload-percent 0.5 --margin 0.1"
+    " --verify run.jsonl --json --html page": {
+        "model": "1M", "train": "full", "rank": 4, "targets": ["a", "b"], "optimizer": "sgd",
+        "dtype": "fp8", "adapter_dtype": "bf16", "master_dtype": "fp32", "quantise": "nf4",
+        "compress": "auto", "checkpointing": False, "batch": 2, "micro_batches": 3,
+        "sample": "512", "measure": False, "card": "16", "vram": "20GiB", "ram": "48GB",
+        "link_gbps": 25.0, "memory_gbps": 900.0, "tflops": 80.0, "launch_s": 1e-5,
+        "offload_percent": 0.5, "margin": 0.1, "verify": "run.jsonl", "json": True, "html": "page",
+    },
+    "bench --matrix": BENCH,
+    "bench --matrix --model m --dataset-file d --steps 2 --device cpu --json f -- --rank 3": {
+        "matrix": True, "model": "m", "dataset_file": "d", "steps": "2", "device": "cpu",
+        "json": "f", "more": ["--rank", "3"],
+    },
+    "watch": {"pid": None, "once": False, "json": False},
+    "watch 7 --once --json": {"pid": 7, "once": True, "json": True},
+    "cache": {"clear": False, "keep": None},
+    "cache --clear": {"clear": True, "keep": None},
+    "cache --keep 2GiB": {"clear": False, "keep": "2GiB"},
+    "explain -": EXPLAIN,
+    "explain log --follow --json --all --html page --history steps": {
+        "log": "log", "follow": True, "json": True, "all": True, "html": "page",
+        "history": "steps",
+    },
+    "report a": {"file": "a", "after": None, "json": False, "html": None},
+    "report a b --json --html page": {"file": "a", "after": "b", "json": True, "html": "page"},
+    "doctor": {"json": False, "html": None, "aitoolkit": None},
+    "doctor --json --html page --aitoolkit there": {
+        "json": True, "html": "page", "aitoolkit": "there",
+    },
+    "build-ops": {"force": False},
+    "build-ops --force": {"force": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", TAKEN)
+def test_each_command_takes_these(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, object]] = []
+
+    def run(args: argparse.Namespace, *codes: int) -> int:
+        given.append(vars(args))
+        return 7
+
+    words = line.split()
+    module = f"oracle_offload.commands.{words[0].replace('-', '_')}"
+    monkeypatch.setattr(f"{module}.run", run)
+    assert cli.main(words) == 7
+    (taken,) = given
+    assert {name: value for name, value in taken.items() if name != "run"} == TAKEN[line]
+
+
+@pytest.mark.parametrize(
+    "line", ["bench", "cache --clear --keep 2GiB", "plan 1M --train all", "plan 1M --compress x"]
+)
+def test_what_a_command_does_not_take_is_refused(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(line.split())
+    assert left.value.code == 2 and "usage: oracle-offload" in capsys.readouterr().err
+
+
 def test_a_public_name_is_imported_once_and_an_unknown_one_is_refused() -> None:
     oracle_offload.__dict__.pop("configure_allocator", None)
     assert "configure_allocator" in dir(oracle_offload)

@@ -52,6 +52,8 @@ def test_a_run_that_is_resumed_appends(tmp_path: Path) -> None:
             metrics.log(first, loss=float(first))
     assert [[record["step"] for record in run.records] for run in read_metrics(path)] == [[0], [10]]
     assert path.read_bytes().count(b"\n") == 4
+    with pytest.raises(OSError):
+        metrics.append({"step": 11})
 
 
 @pytest.mark.parametrize("cut", [1, 2, 40])
@@ -75,10 +77,11 @@ def test_a_torn_last_line_is_passed_over_and_not_continued(tmp_path: Path, cut: 
 
 def test_lines_of_others_are_kept_in_a_run_without_a_beginning(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 7, "loss": 1.0}\n[1]\n"x"\nnothing\n')
+    path.write_text('{"step": 7, "loss": 1.0}\n{"loss": 2.0}\n[1]\n"x"\nnothing\n')
     (run,) = read_metrics(path)
     assert (run.pid, run.started_s) == (None, None)
-    assert run.records == [{"step": 7, "loss": 1.0}]
+    assert run.records == [{"step": 7, "loss": 1.0}, {"loss": 2.0}]
+    assert run.series("loss") == [(7, 1.0)]
     path.write_bytes(b"")
     assert read_metrics(path) == []
 
@@ -142,12 +145,37 @@ def test_a_write_that_was_cut_short_is_finished(
 
         def write(file: int, data: bytes) -> int:
             sizes.append(len(data))
-            return real(file, data[:5])
+            return real(file, data[:5] if len(sizes) == 1 else data)
 
         monkeypatch.setattr(os, "write", write)
         metrics.append({"a": 1})
+        assert len(sizes) == 2 and sizes[1] == sizes[0] - 5
         monkeypatch.undo()
-    assert len(sizes) == 2 and sizes[1] == sizes[0] - 5
+        metrics.append({"a": 2})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert [json.loads(line).get("a") for line in text.splitlines()] == [None, 1, 2]
+
+
+def test_a_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, written = os.write, []
+    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        monkeypatch.setattr(os, "write", lambda *told: written.append(told) or real(*told))
+        metrics.append({"a": 1})
+        monkeypatch.undo()
+    assert [data[-1:] for _, data in written] == [b"\n"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a file gets the lowest free number")
+def test_a_file_is_closed_where_the_standard_input_was_closed_before(tmp_path: Path) -> None:
+    kept = os.dup(0)
+    os.close(0)
+    try:
+        MetricsFile(tmp_path / "metrics.jsonl").close()
+        with pytest.raises(OSError):
+            os.fstat(0)
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
 
 
 @pytest.mark.parametrize("raises", [True, False], ids=["raised", "cut short"])

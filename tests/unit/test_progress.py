@@ -43,6 +43,26 @@ def test_long_work_shows_all_that_was_done(monkeypatch: pytest.MonkeyPatch) -> N
     assert bar.total == 4000 and bar.disable, "a bar that was closed is disabled"
 
 
+def test_it_appears_when_its_time_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [5.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    bars: list[dict[str, object]] = []
+
+    def appear(**told: object) -> io.StringIO:
+        bars.append(told)
+        return io.StringIO()
+
+    monkeypatch.setattr("tqdm.tqdm", appear)
+    with DelayedBar(4000, "moving", 2.0) as bar:
+        now[0] = 6.999
+        bar.update(1)
+        assert bars == []
+        now[0] = 7.0
+        bar.update(2)
+    (told,) = bars
+    assert (told["total"], told["initial"]) == (4000, 3)
+
+
 def test_a_bar_that_was_never_shown_imports_nothing() -> None:
     tqdm_modules = {name for name in sys.modules if name.startswith("tqdm")}
     with DelayedBar(1, "x"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import re
@@ -11,13 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_recording_page import HEADER
+from test_recording_page import step as step_of
 
+from oracle_offload import cli
+from oracle_offload.commands import report as command
 from oracle_offload.metrics import SCHEMA as METRICS
 from oracle_offload.metrics import read_metrics
 from oracle_offload.views.recording import SCHEMA as RECORDING
-from oracle_offload.views.run_report import Comparison, line_svg, of_metrics
+from oracle_offload.views.recording import Recording
+from oracle_offload.views.run_report import (
+    Comparison,
+    RunReport,
+    line_svg,
+    of_metrics,
+    of_recording,
+    show,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "data" / "report"
 GIB = 1 << 30
 
 
@@ -81,6 +96,136 @@ def test_a_metrics_file_is_summed_up_without_its_warm_up(tmp_path: Path) -> None
     assert shown["growth of torch's memory"] == "4.00 GiB" and shown["hits"] == "90.0%"
 
 
+class Cause:
+    """Why memory ran out, as a report shows it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"cause": "leak"}
+
+    def to_text(self, *, width: int, color: bool) -> str:
+        return f"a leak, {width} columns, {color}\n"
+
+    def to_html(self, *, page: bool) -> str:
+        return f"<p>a leak, {page}</p>\n"
+
+
+NUMBERS = {
+    "runs": 1, "steps": 20, "errors": 0, "loss_first": -4.0, "loss_last": 0.123456789,
+    "step_s": 1.0, "peak_bytes": 3 * GIB, "growth_bytes": 0, "h2d_bytes": 2.5 * GIB,
+    "d2h_bytes": None, "stall_s": 0.9994, "hit_share": 0.256,
+}  # fmt: skip
+LATER = {
+    **NUMBERS, "runs": 2, "steps": 20, "errors": None, "loss_first": -3.0, "loss_last": 0.1,
+    "step_s": 3.0, "peak_bytes": GIB, "growth_bytes": 1024, "d2h_bytes": 5, "stall_s": 0.0,
+    "hit_share": 0.5,
+}  # fmt: skip
+SERIES = {"loss": [(1, 4.0), (2, 3.0)], "bytes to the device": []}
+BEFORE = RunReport("run <1>", "recording", NUMBERS, SERIES, "<p>besides</p>\n", Cause())
+AFTER = RunReport("run\x1b[2J 2", "metrics", LATER, {})
+
+
+def same_as(name: str, text: str) -> bool:
+    """Whether the text is that of the file; OO_REWRITE_GOLDEN=1 after a deliberate change."""
+    path = GOLDEN / name
+    if os.environ.get("OO_REWRITE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    return text == path.read_text(encoding="utf-8")
+
+
+def test_texts_and_pages_are_those_on_file() -> None:
+    both = Comparison(BEFORE, AFTER)
+    assert same_as("one.txt", BEFORE.to_text(width=80) + AFTER.to_text(color=True))
+    assert same_as("one.html", BEFORE.to_html() + AFTER.to_html())
+    assert same_as("two.txt", both.to_text(width=60) + both.to_text(color=True))
+    assert same_as("two.html", both.to_html())
+
+
+def test_json_has_the_figures_and_their_differences() -> None:
+    found = json.loads(BEFORE.to_json())
+    assert found == {
+        "schema": "oracle_offload/report/1",
+        "file": "run <1>",
+        "kind": "recording",
+        "figures": NUMBERS,
+        "out_of_memory": {"cause": "leak"},
+    }
+    assert AFTER.to_dict()["out_of_memory"] is None
+    found = json.loads(Comparison(BEFORE, AFTER).to_json())
+    assert (found["before"], found["after"]) == (BEFORE.to_dict(), AFTER.to_dict())
+    assert found["differences"] == {
+        "runs": 1, "steps": 0, "errors": None, "loss_first": 1.0,
+        "loss_last": 0.1 - 0.123456789, "step_s": 2.0, "peak_bytes": -2 * GIB,
+        "growth_bytes": 1024, "h2d_bytes": 0, "d2h_bytes": None, "stall_s": -0.9994,
+        "hit_share": 0.244,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "how", "shown"),
+    [
+        (None, "size", "unknown"),
+        (1536, "size", "1.50 KiB"),
+        (1.0, "time", "1.00 s"),
+        (0.9994, "time", "999.40 ms"),
+        (-2.0, "time", "-2.00 s"),
+        (0.2564, "share", "25.6%"),
+        (3.0, "count", "3"),
+        (0.123456789, "number", "0.123457"),
+    ],
+)
+def test_a_figure_is_written_as_people_do(value: float | None, how: str, shown: str) -> None:
+    assert show(value, how) == shown
+
+
+def test_figures_of_a_metrics_file_are_means_and_sums_of_its_lines(tmp_path: Path) -> None:
+    path = write_metrics(tmp_path / "metrics.jsonl", runs=2)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        if "step" in line:
+            line |= {"h2d_bytes": number, "acquires": 10 + number, "stall_s": number / 8}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = of_metrics("x", read_metrics(path)).figures
+    # Lines 1 to 8 and 10 to 17 are steps, of which the first three of each are the warm-up.
+    warm = [*range(4, 9), *range(13, 18)]
+    assert found["h2d_bytes"] == sum(warm) / 10
+    assert found["stall_s"] == sum(warm) / 80
+    acquires = sum(range(11, 19)) + sum(range(20, 28))
+    assert found["hit_share"] == pytest.approx(9 * 16 / acquires)
+
+
+def test_figures_of_a_recording_are_of_its_first_device() -> None:
+    counters = {
+        "h2d_bytes": 100, "h2d_copies": 1, "evictions": 1, "late": 0, "d2h_bytes": 10, "hits": 3,
+        "acquires": 4, "waits": 32, "timed_waits": 2, "stalls": 1, "stall_seconds": 0.25,
+    }  # fmt: skip
+    steps = [
+        step_of(0, None, label="warm-up", counters=counters, allocated_bytes=1, peak_bytes=900),
+        step_of(1, 0.5, counters=counters, allocated_bytes=40, peak_bytes=70),
+        step_of(1, 0.1, counters=counters, allocated_bytes=7, peak_bytes=9999, device="cpu"),
+        step_of(2, 0.25, counters=counters, allocated_bytes=55, peak_bytes=80),
+    ]
+    error = {"event": "error", "what": "ValueError"}
+    found = of_recording("x", Recording(HEADER, [*steps, error]))
+    assert found.figures == {
+        "runs": 1, "steps": 3, "errors": 1, "loss_first": None, "loss_last": None,
+        "step_s": 0.375, "peak_bytes": 900, "growth_bytes": 15, "h2d_bytes": 100,
+        "d2h_bytes": 10, "stall_s": 4.0, "hit_share": 0.75,
+    }  # fmt: skip
+    assert found.kind == "recording" and found.explained is None
+    assert found.body == Recording(HEADER, [*steps, error])._repr_html_()
+    idle = {**counters, "acquires": 0, "timed_waits": 0}
+    nothing = of_recording(
+        "x", Recording(HEADER, [step_of(0, 0.5, counters=idle, allocated_bytes=5)])
+    ).figures
+    assert (nothing["hit_share"], nothing["stall_s"], nothing["growth_bytes"]) == (None,) * 3
+    none = of_recording("x", Recording({"devices": []}, [])).figures
+    assert {key: value for key, value in none.items() if value is not None} == {
+        "runs": 1,
+        "steps": 0,
+        "errors": 0,
+    }
+
+
 def test_what_no_line_knows_is_unknown(tmp_path: Path) -> None:
     nothing = dict.fromkeys(
         "loss step_s allocated_bytes peak_bytes h2d_bytes d2h_bytes stall_s acquires hits".split()
@@ -141,6 +286,37 @@ def test_what_cannot_be_shown_is_said(tmp_path: Path, text: str, says: str) -> N
     assert done.returncode == 1 and "No such file" in done.stderr
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_the_command_returns_the_code_it_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    path = write_metrics(tmp_path / "metrics.jsonl")
+    assert command.run(parser.parse_args([str(path), *flags]), 7, 8) == 7
+    assert capsys.readouterr().out
+    assert command.run(parser.parse_args([str(tmp_path / "no"), *flags]), 7, 8) == 8
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_an_output_that_is_full_is_told(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+) -> None:
+    path = write_metrics(tmp_path / "metrics.jsonl")
+    full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", full)
+    assert cli.main(["report", str(path), *flags]) == 1
+    monkeypatch.undo()
+    with contextlib.suppress(OSError):
+        full.close()
+    assert "standard output" in capsys.readouterr().err
+
+
 def test_the_page_draws_what_is_known(tmp_path: Path) -> None:
     path = write_metrics(tmp_path / "<b>.jsonl")
     assert report(path, "--html", tmp_path / "page.html").returncode == 0
@@ -158,7 +334,7 @@ def test_a_line_has_a_point_per_number_and_its_extremes_beside_it() -> None:
     assert [y for _, y in found] == [15.0, 115.0, 65.0]
     assert ">4<" in picture and ">1<" in picture and "step 10" in picture and "step 14" in picture
     flat = line_svg("bytes", [(1, 1 << 30)])
-    assert flat.count("1.00 GiB") == 1
+    assert flat.count("1.00 GiB") == 1 and 'y="119" text-anchor="end">1.00 GiB<' in flat
     assert line_svg("loss", [(1, float("inf"))]) == line_svg("loss", []) == ""
 
 

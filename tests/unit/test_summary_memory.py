@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,6 +102,28 @@ def test_a_device_that_does_not_answer_is_unknown() -> None:
     assert odd["activations"] == odd["other processes"] == 0
 
 
+@pytest.mark.parametrize("allocated", [None, 12 * GIB])
+@pytest.mark.parametrize(("free", "total"), [(None, 24 * GIB), (9 * GIB, None)])
+def test_other_processes_are_unknown_where_either_figure_is(
+    allocated: int | None, free: int | None, total: int | None
+) -> None:
+    figures: dict[str, Any] = {**CARD, "allocated": allocated}
+    memory = device_memory("card", free, total, **figures)
+    assert memory.parts["other processes"] is None and memory.total_bytes == total
+    assert memory.parts["weights"] == 2 * GIB
+
+
+def test_a_bar_of_what_is_not_known_is_empty_and_a_line_is_as_long_as_fits() -> None:
+    assert text_bar([("free", None)], 82, show_size) == ["  []", "   . free unknown"]
+    for room, lines in (
+        (20, ["   . free {0}  A arena {0}"]),
+        (21, ["   . free {0}", "   A arena {0}"]),
+    ):
+        (bar, *found) = text_bar([("free", 1), ("arena", 1)], 60, ["", "x" * room].__getitem__)
+        assert bar == f"  [{'.' * 27}{'A' * 27}]"
+        assert found == [line.format("x" * room) for line in lines]
+
+
 def write(root: Path, path: str, text: str) -> None:
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     (root / path).write_text(text)
@@ -123,7 +146,33 @@ def test_the_hosts_memory(tmp_path: Path) -> None:
     assert crowded["everything else"] == 0
 
 
-@pytest.mark.parametrize(("limit", "holds"), [("600", True), ("2000000", False)])
+@pytest.mark.parametrize(
+    ("table", "total", "cache", "others", "free"),
+    [
+        ("Buffers: 20 kB\nCached: 180 kB\n", None, 200, None, None),
+        ("MemTotal: 1000 kB\n", 1000, None, None, None),
+        ("MemFree: 400 kB\n", None, None, None, 400),
+        ("MemTotal: 1000 kB\nMemFree: 400 kB\nCached: 180 kB\n", 1000, None, 450, 400),
+    ],
+)
+def test_what_the_host_does_not_tell_is_unknown(
+    tmp_path: Path,
+    table: str,
+    total: int | None,
+    cache: int | None,
+    others: int | None,
+    free: int | None,
+) -> None:
+    write(tmp_path, "proc/meminfo", table)
+    memory = host_memory(100 << 10, 50 << 10, str(tmp_path))
+    found = [memory.total_bytes, *list(memory.parts.values())[2:]]
+    assert [None if size is None else size >> 10 for size in found] == [total, cache, others, free]
+    assert bool(memory.notes) == (free is None)
+
+
+@pytest.mark.parametrize(
+    ("limit", "holds"), [("600", True), ("999", True), ("1000", False), ("2000000", False)]
+)
 def test_the_hosts_memory_within_a_control_group(tmp_path: Path, limit: str, holds: bool) -> None:
     table = "MemTotal: 1000 kB\nMemFree: 400 kB\nBuffers: 20 kB\nCached: 180 kB\n"
     write(tmp_path, "proc/meminfo", table)
@@ -136,11 +185,14 @@ def test_the_hosts_memory_within_a_control_group(tmp_path: Path, limit: str, hol
     memory = host_memory(100 << 10, 50 << 10, str(tmp_path))
     found = {name: None if size is None else size >> 10 for name, size in memory.parts.items()}
     if holds:
-        assert memory.total_bytes == 600 << 10
-        assert (found["free"], found["page cache"], found["everything else"]) == (100, 70, 280)
+        assert memory.total_bytes == int(limit) << 10
+        assert (found["page cache"], found["everything else"]) == (70, 280)
+        assert found["free"] == int(limit) - 500
         assert memory.notes == [
-            "the limit of control group /sys/fs/cgroup/a on 600.00 KiB holds here"
+            f"the limit of control group /sys/fs/cgroup/a on {limit}.00 KiB holds here"
         ]
+        (tmp_path / "proc/meminfo").unlink()
+        assert host_memory(100 << 10, 50 << 10, str(tmp_path)) == memory
     else:
         assert memory.total_bytes == 1000 << 10 and memory.notes == []
 
@@ -168,6 +220,17 @@ def test_the_text_begins_with_the_verdict_and_the_bars() -> None:
     text = str(report())
     assert text.startswith(GOLDEN)
     assert text.endswith(str(MemoryReport([DEVICE], {"cpu": 7})))
+
+
+def test_what_a_reader_has_to_know_of_a_bar_stands_below_it() -> None:
+    alone = MemoryReport([], memory=[Memory("host memory", 4, {"free": 4}, ["a <limit> holds"])])
+    assert str(alone) == (
+        "oracle_offload: no model is attached\n\nhost memory: 4 B\n"
+        f"  [{'.' * 76}]\n   . free 4 B\n   a <limit> holds"
+    )
+    page = alone._repr_html_()
+    assert page.count("oo-why") == page.count('<p class="oo-why">a &lt;limit&gt; holds</p>') + 1
+    assert page.endswith("holds</p>\n</div>\n")
 
 
 def test_the_page_is_the_one_on_file() -> None:

@@ -15,9 +15,13 @@ from oracle_offload.views.summary import (  # noqa: E402
     DeviceUsage,
     MemoryReport,
     ModelUsage,
+    PhaseUsage,
     StalledLayer,
+    Usage,
     _optimizer_bytes,
+    _phase_usage,
     _rate,
+    _stalled,
 )
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -172,6 +176,150 @@ def test_the_layers_that_stalled_longest_stand_below_the_stalls() -> None:
         "stalls": 6,
         "stall_s": 0.012,
     }
+
+
+def test_every_row_that_a_model_can_have_stands_in_its_place() -> None:
+    why = "the weights compress to 67% and the link is the bound, as the last steps have shown"
+    told: dict[str, Any] = {
+        "kept_bytes": 2 * KIB, "computed_bytes": 3 * KIB, "derived_bytes": 4 * KIB,
+        "runs_again": 5, "flops_again": 6e12, "rows_read": 7, "rows_bytes": 8 * KIB,
+        "compressed_bytes": 40 * MIB, "compressed_host_bytes": 30 * MIB,
+        "staging_bytes": 9 * KIB, "compressed_because": why, "budget_changes": 2,
+        "budget_reason": "a step left room", "stalls": 0, "stall_s": 0.0,
+    }  # fmt: skip
+    of_model = [
+        ("Net", "12 layers in 9 units"),
+        ("weights managed", "100.00 MiB"),
+        ("weights computed on the host", "3.00 KiB"),
+        ("of them compressed on the host", "40.00 MiB in 30.00 MiB, 75.0%"),
+        ("which pass on the device through", "9.00 KiB"),
+        ("because", "the weights compress to 67% and the"),
+        ("", "link is the bound, as the last steps"),
+        ("", "have shown"),
+        ("parameters that are not managed", "5.00 KiB in 3"),
+        ("of them kept, to spare host memory", "2.00 KiB"),
+        ("weights in the arena", "20.00 MiB of 25.00 MiB"),
+        ("auto budget, changed", "2 times; looks 4 units ahead"),
+        ("the last time because", "a step left room"),
+        ("made of weights, kept to backward", "4.00 KiB: checkpoint the blocks"),
+        *OF_MODEL[4:],
+    ]
+    counted = [
+        COUNTED[0],
+        ("rows read from the host, in all", "8.00 KiB in 7"),
+        *COUNTED[1:-1],
+        ("stalls", "0, 0.00 ms, by 40 of 640 waits"),
+        ("forward again in backward", "5, 6.000 TFLOP"),
+    ]
+    model = replace(MODEL, **told)
+    found = rows(MemoryReport([replace(DEVICE, models=[model])]))
+    at = found.index(of_model[0])
+    expected = [*of_model, *counted, THIN]
+    assert found[at : at + len(expected)] == expected
+    short = rows(MemoryReport([replace(DEVICE, models=[model])], abbreviated=True))
+    assert short[-len(of_model) - 1 :] == [*of_model, RULE]
+    none = replace(MODEL, compressed_because="nothing would be gained")
+    found = rows(MemoryReport([replace(DEVICE, models=[none])]))
+    at = found.index(("weights managed", "100.00 MiB"))
+    assert found[at + 1] == ("because", "nothing would be gained")
+    unread = replace(MODEL, budget_changes=1)
+    assert "because" not in str(MemoryReport([replace(DEVICE, models=[unread])]))
+
+
+def test_how_pageable_memory_travels_is_told_where_there_is_some() -> None:
+    def way(**changes: Any) -> list[str]:
+        found = rows(MemoryReport([replace(DEVICE, **changes)]))
+        return [value for label, value in found if label == "which is copied through"]
+
+    assert way(pageable_bytes=0) == []
+    assert way(ring_bytes=0) == ["the driver, 4.6 GB/s"]
+    assert way(ring_bytes=0, unlocked_h2d_gbps=None) == ["the driver"]
+    assert "refusals" not in str(MemoryReport([replace(DEVICE, lock_refusals=0)]))
+
+
+def test_phases_have_a_table_each_where_there_are_several() -> None:
+    alike = {name: getattr(MODEL, name) for name in Usage.__dataclass_fields__ if name != "name"}
+    long = PhaseUsage(
+        name="an evaluation\x1b[2J of more than 32 letters", seconds=1.5, bound_s=1.2, **alike
+    )
+    short = PhaseUsage(name="training", seconds=0.25, bound_s=None, **alike)
+    found = rows(MemoryReport([replace(DEVICE, phases=[long, short])]))
+    counted = [
+        ("to the device", "300.00 MiB in 31 copies, 12.3 GB/s"),
+        ("to the host", "30.00 MiB in 17 copies"),
+        ("hits", "100 of 400 (25.0%)"),
+        ("late / stale / evicted", "7 / 8 / 11"),
+        *COUNTED[-2:],
+        THIN,
+    ]
+    expected = [
+        ("phase an evaluation of more than 32 le", "all models"),
+        ("has taken", "1.500 s, 1.25 times what its bytes"),
+        ("", "need at best"),
+        *counted,
+        ("phase training", "all models"),
+        ("has taken", "0.250 s; at best unknown"),
+        *counted,
+    ]
+    at = found.index(expected[0])
+    assert found[at : at + len(expected)] == expected
+    assert "phase" not in str(MemoryReport([replace(DEVICE, phases=[long])]))
+    assert "phase" not in str(
+        MemoryReport([replace(DEVICE, phases=[long, short])], abbreviated=True)
+    )
+
+
+def grown(**changes: Any) -> dict[str, Any]:
+    """Return what an engine counted in a phase of 2 s: 10 GB at 10 GB/s, 0.4 s of stalls."""
+    counters = {
+        "now_s": 2.0, "h2d_bytes": 10**10, "h2d_timed_bytes": 10**9, "h2d_seconds": 0.1,
+        "d2h_bytes": 5, "d2h_timed_bytes": 4, "d2h_seconds": 0.0, "waits": 160, "timed_waits": 10,
+        "stalls": 2, "stall_seconds": 0.025,
+    }  # fmt: skip
+    others = "acquires hits late stale evictions h2d_copies d2h_copies".split()
+    return {**dict.fromkeys(others, 3), **counters, **changes}
+
+
+def test_a_phase_takes_at_best_its_time_without_stalls_or_that_of_its_copies() -> None:
+    found = _phase_usage("x", grown(), [])
+    assert (found.stalls, found.stall_s, found.h2d_gbps, found.d2h_gbps) == (32, 0.4, 10.0, None)
+    assert found.overlap == pytest.approx(0.6) and (found.late, found.d2h_bytes) == (3, 5)
+    assert (found.seconds, found.bound_s) == (2.0, pytest.approx(1.6))
+    assert _phase_usage("x", grown(stall_seconds=0.125), []).bound_s == 1.0
+    assert _phase_usage("x", grown(stall_seconds=0.125), []).overlap == 0.0
+    half = _phase_usage("x", grown(h2d_bytes=5 * 10**9), [])
+    assert half.overlap == pytest.approx(0.2), "0.4 s of stalls, 0.5 s of copies"
+    assert _phase_usage("x", grown(now_s=1.0), []).bound_s == 1.0
+    fast = _phase_usage("x", grown(now_s=0.9), [])
+    assert fast.bound_s is None, "its clock did not wait"
+    untimed = grown(h2d_seconds=0.0, h2d_timed_bytes=0)
+    assert _phase_usage("x", untimed, []).bound_s is None
+    none = _phase_usage("x", {**untimed, "h2d_bytes": 0}, [])
+    assert (none.bound_s, none.overlap, none.h2d_gbps) == (pytest.approx(1.6), None, None)
+    assert _phase_usage("x", grown(now_s=-1.0), []).seconds == 0.0
+
+
+def test_layers_that_stalled_are_told_longest_first_and_by_name() -> None:
+    waits: Any = {1: (8, 2, 0.5), 2: (8, 0, 0.0), 3: (4, 1, 0.75), 4: (9, 9, 0.5), 5: (1, 1, 9.0)}
+    found = _stalled(waits, {1: "b", 2: "none", 3: "c", 4: "a"})
+    assert found == [
+        StalledLayer("c", 4, 1, 0.75),
+        StalledLayer("a", 9, 9, 0.5),
+        StalledLayer("b", 8, 2, 0.5),
+    ]
+
+
+def test_a_long_name_of_a_layer_keeps_its_end() -> None:
+    for name, shown in (
+        (34 * "a", 34 * "a"),
+        (35 * "a", "..." + 31 * "a"),
+        (31 * "a" + ", b", 31 * "a" + " +1"),
+        (32 * "a" + ", b", "..." + 28 * "a" + " +1"),
+    ):
+        model = replace(MODEL, stalled=[StalledLayer(name, 1, 1, 1.0)])
+        assert shown in [
+            label for label, _ in rows(MemoryReport([replace(DEVICE, models=[model])]))
+        ]
 
 
 def test_the_short_table_leaves_the_counters_out() -> None:

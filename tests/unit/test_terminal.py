@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import io
+import os
+import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from oracle_offload.views import terminal
-from oracle_offload.views.terminal import FileError, naming, obeys, printable, put, wants_color
+from oracle_offload.views.terminal import (
+    FileError,
+    Text,
+    columns,
+    naming,
+    obeys,
+    printable,
+    put,
+    show,
+    wants_color,
+)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +117,45 @@ def test_a_console_of_windows_is_told_to_obey() -> None:
     assert terminal._obeys_from_now_on(4, Console(accepts=False)) is False
     silent = Console(answers=False)
     assert terminal._obeys_from_now_on(4, silent) is False and silent.set == []
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_on_windows_a_terminal_obeys_if_its_console_does(
+    monkeypatch: pytest.MonkeyPatch, accepts: bool
+) -> None:
+    class Window(Screen):
+        def fileno(self) -> int:
+            return 3
+
+    console = Console(accepts=accepts)
+    monkeypatch.delenv("TERM", raising=False)
+    monkeypatch.setattr(sys, "platform", "win32")
+    handles = SimpleNamespace(get_osfhandle={3: 1 << 40}.__getitem__)
+    monkeypatch.setitem(sys.modules, "msvcrt", handles)
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=console), raising=False)
+    assert obeys(Window()) is accepts and console.set == [(1 << 40, 0x7)]
+    assert obeys(Screen()) is True, "a notebook, which has no console"
+    assert obeys(io.StringIO()) is False
+
+
+def test_a_terminal_is_filled_and_whatever_else_has_the_widest_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size = os.terminal_size((77, 20))
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda fallback: size)
+    assert (columns(Screen()), columns(io.StringIO())) == (77, 100)
+
+
+def test_what_is_shown_is_flushed() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
+    show(stream, lambda width, color: f"{width} {color}")
+    assert raw.getvalue() == b"100 False"
+
+
+def test_wrapped_lines_leave_room_for_what_stands_before_them() -> None:
+    lines = Text(60).wrapped("word " * 30, " " * 20)
+    assert {len(line) for line in lines[:-1]} == {39} and len(lines) == 4
 
 
 def test_what_an_encoding_cannot_hold_becomes_a_question_mark() -> None:

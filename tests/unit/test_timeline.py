@@ -165,6 +165,7 @@ def test_a_window_shows_its_part_and_times_since_the_beginning_of_the_step() -> 
     [
         (0.0, 67.1e-3, 7, {0: "0 ms", 6: "60 ms"}),
         (0.0, 12.0, 7, {1: "2 s"}),
+        (0.0, 9.0, 5, {1: "2000 ms"}),
         (0.0, 10.0, 6, {5: "10 s"}),
         (0.0, 9.5e-4, 5, {1: "200 us", 4: "800 us"}),
         (0.0, 1e-3, 6, {1: "0.2 ms"}),
@@ -284,6 +285,87 @@ def test_names_of_blocks_do_not_overlap() -> None:
             assert x + 6 * len(word) <= after
         lines = ElementTree.fromstring(timeline_svg(rows, "")).findall(f"{SVG}line")
         assert len([line for line in lines if line.attrib["stroke"] == "#888"]) == count
+
+
+def test_a_block_is_marked_once_where_it_begins_and_named_where_there_is_room() -> None:
+    rows = [
+        row("compute", 0.0, 0.1, 0, "first_layers_of_all"),  # a name without a dot is not cut
+        row("compute", 0.4, 0.5, 0, "transformer_blocks.0.to_q"),
+        row("compute", 0.5, 0.6, 0, "transformer_blocks.0.to_k"),
+        {**row("compute", 0.6, 0.7), "layer": None},
+        row("compute", 0.96, 1.0, 0, "last"),
+    ]
+    text = timeline_svg(rows, "")
+    lines = ElementTree.fromstring(text).findall(f"{SVG}line")
+    marks = [line.attrib["x1"] for line in lines if line.attrib["stroke"] == "#888"]
+    assert marks == ["170.00", "490.00", "938.00"]
+    named = [(word, x) for word, x, y in words(text) if y == 96]
+    assert named == [("first_layers_of_all", 170), ("transform.0", 490), ("last", 938)]
+    late = [*rows[:-1], row("compute", 0.97, 1.0, 0, "last_of_all")]
+    assert [word for word, _, y in words(timeline_svg(late, "")) if y == 96] == [
+        "first_layers_of_all",
+        "transform.0",
+    ], "there is no room for the name to the right"
+    near = [*rows[:1], row("compute", 0.1, 0.2, 0, "b.1"), *rows[1:]]
+    assert [word for word, _, y in words(timeline_svg(near, "")) if y == 96][:2] == [
+        "first_layers_of_all",
+        "transform.0",
+    ], "it would lie on the one before"
+
+
+def test_a_block_that_begins_at_the_end_of_a_window_is_marked() -> None:
+    text = timeline_svg(ROWS, "", window=(13e-3, 14e-3))
+    lines = ElementTree.fromstring(text).findall(f"{SVG}line")
+    marks = [line.attrib["x1"] for line in lines if line.attrib["stroke"] == "#888"]
+    assert marks == ["170.00", "970.00"]
+
+
+def test_what_lay_in_the_arena_before_or_after_a_window_is_not_in_its_picture() -> None:
+    window = (13e-3, 16e-3)
+    there = Stay("blocks.0.up", 0, 64, 12e-3, 14e-3)
+    others = [
+        there._replace(address=64, begin_s=10e-3, end_s=13e-3),
+        there._replace(address=128, begin_s=16e-3, end_s=20e-3),
+    ]
+    alone = timeline_svg(ROWS, "", stays=[there], window=window)
+    assert timeline_svg(ROWS, "", stays=[*others, there], window=window) == alone
+    assert timeline_svg(ROWS, "", stays=others, window=window) == timeline_svg(
+        ROWS, "", window=window
+    )
+
+
+def test_of_many_weights_those_are_drawn_that_take_most_of_the_picture() -> None:
+    small = Stay("blocks.0.up", 0, 10, 11e-3, 12e-3)
+    large = Stay("blocks.1.up", 10, 30, 15e-3, 15.5e-3)
+    told = titles(timeline_svg(ROWS, "", stays=[small, large], max_boxes=1))
+    assert "blocks.1.up, 30 B" in told and "blocks.0.up, 10 B" not in told
+
+
+def test_the_nearest_boxes_are_joined_first_wherever_they_lie() -> None:
+    def left(limit: int, *ends: tuple[float, float]) -> list[str]:
+        rows = [row("compute", first, last) for first, last in ends]
+        told = titles(timeline_svg(rows, "", max_boxes=limit))
+        return [word for word in told if word.startswith(("unit", "2 ", "3 "))]
+
+    late = left(3, (0.0, 1.0), (2.0, 3.0), (900.0, 901.0), (901.5, 902.5))
+    assert late == ["unit 1, 1.00 s", "unit 1, 1.00 s", "2 together"]
+    # Gaps of 2 and 3 s, looked at with 1, 2 and 4.
+    exact = left(3, (0.0, 1.0), (3.0, 4.0), (7.0, 8.0), (19_999.0, 20_000.0))
+    assert exact == ["2 together", "unit 1, 1.00 s", "unit 1, 1.00 s"]
+
+
+def test_gaps_as_short_as_two_events_in_a_row_are_not_told() -> None:
+    floor_s = 10e-6
+    assert what_to_look_at([row("stall", 0.0, floor_s)]) == "Nothing was timed."
+    rows = [row("compute", -1.0, 0.0), row("compute", floor_s, 1.0)]
+    assert not [told for told in titles(timeline_svg(rows, "")) if told.startswith("before")]
+
+
+def test_a_copy_without_a_length_has_no_rate() -> None:
+    rows = [row("compute", 0.0, 1e-4), row("h2d", 0.0, 0.0, 1 << 20)]
+    text = timeline_svg(rows, "")
+    assert "0.00 ms, 1.00 MiB" in [word for word, _, _ in words(text)]
+    assert "unit 1, 0.10 ms" in titles(text)
 
 
 def test_a_step_of_many_uses_is_cut_into_windows_without_a_gap() -> None:
