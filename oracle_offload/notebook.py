@@ -54,10 +54,6 @@ class CellReport:
         self.before = before
         self.after = after
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return both readings as plain data."""
-        return {"before": self.before, "after": self.after}
-
     def rows(self) -> list[tuple[str, str]]:
         """Return label and text of each figure; what is unknown says so."""
         value = self.after.get
@@ -206,7 +202,7 @@ class Magic(Magics):  # type: ignore[misc,unused-ignore]
         self._evaluate(tree, name, "exec")
         if last is not None:
             value = self._evaluate(ast.Expression(last.value), name, "eval")
-            if value is not None and not cell.rstrip().endswith(";"):
+            if not cell.rstrip().endswith(";"):
                 shell.displayhook(value)
 
     def _evaluate(self, tree: ast.Module | ast.Expression, name: str, mode: str) -> Any:

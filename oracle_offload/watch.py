@@ -105,12 +105,14 @@ class Watch(Witness):
     def _refuse_write(self, func: Any, address: int) -> None:
         """Fail a write to what was lent: it would be lost, and the next forward would see it."""
         for state in open_states():
-            units = [
-                unit for unit, at, size, _ in state.engine.residents() if at <= address < at + size
-            ]
+            found = {
+                unit: address - at
+                for unit, at, size, _ in state.engine.residents()
+                if at <= address < at + size
+            }
             for attachment in attachments_on(state):
                 for layer in attachment.layers:
-                    if layer.unit in units and layer.lends_to_code:
+                    if layer.lends_to_code and _holds(layer, found.get(layer.unit, -1)):
                         state.engine.refresh(attachment.model)
                         raise OffloadError(
                             f"operator {func} writes to the weights of '{layer.name}' in its "
@@ -197,6 +199,12 @@ class DirectUses(TorchFunctionMode):
         return any(
             self._watch.is_on_device(tensor) for tensor in given if id(tensor) not in self._layers
         )
+
+
+def _holds(layer: Leaf, offset: int) -> bool:
+    """Whether a tensor of `layer` lies at `offset` of its unit."""
+    places = zip(layer.offsets, layer.extents(), strict=True)
+    return any(begin <= offset < begin + nbytes for begin, (_, nbytes) in places)
 
 
 def _code_outside(frame: FrameType | None) -> str:

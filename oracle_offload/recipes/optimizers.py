@@ -73,7 +73,7 @@ def make_optimizer(
         module: Any = importlib.import_module("bitsandbytes.optim")
         make: Callable[..., torch.optim.Optimizer] = getattr(module, _BITSANDBYTES[name])
         made = make(trained, lr=lr, weight_decay=weight_decay)
-        _try(make, trained[0].device if trained else torch.device("cpu"))
+        _try(make, trained[0].device)
     except Exception as error:
         why = f"{name} cannot be had ({_first_line(error)}): AdamW with float32 states is taken"
         logger.warning("%s", why)

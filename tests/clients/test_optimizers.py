@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import importlib
 import logging
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +83,28 @@ def test_kernels_that_fail_only_at_a_step_are_announced(monkeypatch):
     monkeypatch.setattr(optimizers, "_try", fail)
     made = make_optimizer("adamw8bit", [nn.Parameter(torch.zeros(2))], 1e-3)
     assert "RuntimeError: no kernel image" in made.why and made.name == "adamw"
+
+
+def test_a_build_is_tried_with_a_step_of_its_own(monkeypatch):
+    """With a gradient, which is what its kernels are for; the parameters that train see none."""
+
+    class Built(torch.optim.AdamW):
+        def step(self, closure=None):
+            stepped.append([p for group in self.param_groups for p in group["params"]])
+            if any(p.grad is not None for p in stepped[-1]):
+                raise RuntimeError("no kernel image")
+
+    stepped = []
+    module = SimpleNamespace(AdamW8bit=Built)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", module)
+    parameter = nn.Parameter(torch.zeros(2))
+    made = make_optimizer("adamw8bit", [parameter], 1e-3)
+    assert (made.name, type(made.optimizer)) == ("adamw", torch.optim.AdamW)
+    assert "RuntimeError: no kernel image" in made.why
+    assert len(stepped) == 1 and stepped[0][0] is not parameter
+    module.AdamW8bit = torch.optim.AdamW
+    assert make_optimizer("adamw8bit", [parameter], 1e-3).name == "adamw8bit"
+    assert torch.equal(parameter, torch.zeros(2))
 
 
 def test_another_name_is_refused():

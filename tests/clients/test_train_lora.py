@@ -410,6 +410,110 @@ def test_a_model_of_few_tokens_needs_its_tokenizer(capsys, tmp_path, texts):
     assert language_module.Bytes().decode([104, 105, 999, 255]) == "hi\ufffd"
 
 
+def language(llama, texts, **settings):
+    return language_module.Language(Settings(str(llama), str(texts), **settings))
+
+
+def test_a_batch_of_texts_is_padded_and_counts_what_is_predicted(llama, texts):
+    """However it is cut: chunks that see all before them have the loss of the whole."""
+    model = language(llama, texts).model
+    expected = terms = 0.0
+    for text in (TEXTS[0], TEXTS[3]):
+        ids = torch.tensor([list(text.encode())])
+        expected += model(input_ids=ids, labels=ids).loss * (ids.shape[1] - 1)
+        terms += ids.shape[1] - 1
+    for chunk in (0, 16, 1000):
+        task = language(llama, texts, chunk_size=chunk, eval_file=str(texts))
+        assert task.lengths == task.eval_lengths == [len(text) for text in TEXTS]
+        for evaluating in (False, True):
+            pieces = task.pieces([0, 3], torch.device("cpu"), evaluating)
+            assert sum(piece.terms for piece in pieces) == terms
+            assert len(pieces) == (-(-(len(TEXTS[3]) - 1) // 16) if chunk == 16 else 1)
+            found = sum(piece.loss_sum() for piece in pieces)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=0.0)
+
+
+def test_a_text_is_cut_and_a_window_is_told(llama, texts):
+    task = language(llama, texts, max_length=20, chunk_size=8, window_size=8)
+    assert task.lengths == [len(text[:20]) for text in TEXTS]
+    without, told = task.notes
+    assert without == "the model has no tokenizer that loads: each byte is a token"
+    assert told.startswith("context truncated: 1 of 3 chunks do not see all")
+    nothing = language(llama, texts, max_length=20, chunk_size=8, window_size=0)
+    assert nothing.notes[1].startswith("context truncated: 2 of 3")
+    assert language(llama, texts, chunk_size=8).notes[1].startswith("context carried")
+
+
+def test_a_preview_of_a_language_model_is_its_likeliest_text(llama, texts, tmp_path):
+    """Of the end of the prompt, as far as the model is to see it."""
+    prompt = "the number"
+    task = language(
+        llama,
+        texts,
+        preview_prompt=prompt,
+        preview_length=6,
+        max_length=13,
+    )
+    task.model.eval()
+    with torch.no_grad():
+        path = task.preview(tmp_path, 12, torch.device("cpu"))
+        ids = list(prompt.encode())
+        for number in range(6):
+            seen = torch.tensor([ids[max(0, len(ids) - 13) :]])
+            ids.append(int(task.model(input_ids=seen).logits[0, -1].argmax()))
+            assert seen.shape[1] == min(13, len(prompt) + number)
+    assert path.name == "step-000012.txt"
+    assert path.read_text("utf-8") == bytes(ids).decode("utf-8", "replace") + "\n"
+
+
+def test_an_evaluation_has_every_sample_once_whatever_the_batch(llama, texts):
+    found = []
+    for size in (1, 3, 8):
+        task = language(llama, texts, eval_file=str(texts), batch_size=size)
+        loop = SimpleNamespace(
+            _settings=task._settings,
+            _task=task,
+            _device=torch.device("cpu"),
+            _amp=mixed_precision.MixedPrecision("cpu", False),
+        )
+        found.append(training._Loop._evaluate(loop))
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
+    assert task.model.training
+
+
+def test_the_batches_of_steps_go_through_the_epochs():
+    buckets = training.LengthBuckets([3, 1, 2, 5, 4], 2, 0, 50)
+    loop = SimpleNamespace(
+        _settings=Settings(gradient_accumulation_steps=2), _buckets=buckets, _step=0
+    )
+    found = []
+    for loop._step in range(3):
+        found += training._Loop._indices(loop)
+    assert found == [*buckets.batches(0), *buckets.batches(1)]
+
+
+def test_it_saves_after_so_many_steps_and_at_the_end(capsys, tmp_path, llama, texts, monkeypatch):
+    saved, honest = [], training.Checkpoint.save
+
+    def save(checkpoint, step, *reason):
+        saved.append(step)
+        honest(checkpoint, step, *reason)
+
+    monkeypatch.setattr(training.Checkpoint, "save", save)
+    flags = ["--model", llama, "--dataset-file", texts, "--no-amp", "--max-grad-norm", 0]
+    result, _ = run(capsys, tmp_path / "often", *flags, "--steps", 3, "--save-every", 2)
+    assert saved == [2, 3]
+    assert any(value.any() for name, value in adapters(result).items() if "lora_B" in name), (
+        "a norm of 0 clips nothing"
+    )
+    assert 50 << 20 < result["host_peak_bytes"] < 1 << 40 and result["device_peak_bytes"] is None
+    assert 1 < result["h2d_gbps"] <= 25, "the link of the simulated device"
+    saved.clear()
+    began = time.monotonic()
+    result, _ = run(capsys, tmp_path / "once", *flags, "--steps", 2, "--save-every", 0)
+    assert saved == [2] and 0 < result["seconds_per_step"] <= time.monotonic() - began
+
+
 # ---- images ----
 
 
@@ -557,3 +661,100 @@ def test_evaluations_previews_and_saves_come_when_they_are_due(capsys, tmp_path,
     )  # fmt: skip
     assert "resumed after step 5" in said and (more["steps"], more["steps_now"]) == (7, 2)
     assert said.count("eval loss") == 1
+
+
+def images(model, pictures, **settings):
+    return Images(Settings(str(model), str(pictures), **settings))
+
+
+@pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
+def test_images_and_their_loss_are_those_of_the_pipelines_parts(
+    tmp_path, stable_diffusion, pictures, kind
+):
+    """A VAE and captions with the one, neither with the other."""
+    from diffusers import DiffusionPipeline
+    from diffusers.image_processor import VaeImageProcessor
+    from PIL import Image
+
+    model = stable_diffusion if kind == "epsilon" else plain_ddpm(tmp_path)
+    task = images(model, pictures, eval_file=str(pictures))
+    parts = DiffusionPipeline.from_pretrained(model).components
+    vae, scheduler = parts.get("vae"), parts["scheduler"]
+    side = 8 if vae is None else 2 * 16
+    read = VaeImageProcessor(vae_scale_factor=2)
+    torch.manual_seed(0)
+    expected = []
+    for number in range(3):
+        with Image.open(pictures / f"{number}.png") as picture:
+            pixels = read.preprocess(picture, side, side)
+        if vae is not None:
+            pixels = vae.encode(pixels).latent_dist.sample() * vae.config.scaling_factor
+        expected.append(pixels[0].detach())
+    for found, image in zip(task._data, expected, strict=True):
+        torch.testing.assert_close(found[0], image, rtol=0.0, atol=1e-3)
+    torch.manual_seed(3)
+    (piece,) = task.pieces([2, 1], torch.device("cpu"), True)
+    torch.manual_seed(3)
+    clean = torch.stack([task._data[2][0], task._data[1][0]])
+    noise, times = torch.randn(clean.shape), torch.randint(0, len(scheduler.timesteps), (2,))
+    more, target = {}, noise
+    if vae is None:
+        target = scheduler.get_velocity(clean, noise, times)
+    else:
+        parts["tokenizer"].model_max_length = 16
+        ids = parts["tokenizer"](["", "green"], padding="max_length", return_tensors="pt")
+        more = {"encoder_hidden_states": parts["text_encoder"](ids.input_ids)[0]}
+    noisy = scheduler.add_noise(clean, noise, times)
+    predicted = parts["unet"](noisy, times, **more).sample
+    assert piece.terms == clean.numel()
+    torch.testing.assert_close(piece.loss_sum(), (predicted - target).square().sum())
+
+
+def test_a_preview_is_what_the_pipeline_makes_of_the_prompt(tmp_path, stable_diffusion, pictures):
+    """By a scheduler that scales the noise and what the model sees, with guidance."""
+    import numpy
+    from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline
+    from PIL import Image
+
+    scheduler = EulerDiscreteScheduler(num_train_timesteps=20)
+    pipeline = StableDiffusionPipeline.from_pretrained(stable_diffusion, scheduler=scheduler)
+    pipeline.tokenizer.model_max_length = 16
+    pipeline.save_pretrained(tmp_path / "model")
+    task = images(
+        tmp_path / "model", pictures, preview_prompt="green", preview_length=3, resolution=32
+    )
+    task.model.eval()
+    with torch.no_grad():
+        path = task.preview(tmp_path, 7, torch.device("cpu"))
+    noise = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+    pipeline.set_progress_bar_config(disable=True)
+    (expected,) = pipeline(
+        "green", 32, 32, num_inference_steps=3, guidance_scale=5.0, latents=noise
+    ).images
+    assert path.name == "step-000007.png"
+    with Image.open(path) as opened:
+        found = numpy.array(opened).astype(int)
+    difference = numpy.abs(found - numpy.array(expected).astype(int))
+    assert found.std() > 1 and difference.max() <= 1
+
+
+def test_a_preview_without_a_prompt_is_what_the_pipeline_makes(tmp_path, pictures):
+    import numpy
+    from diffusers import DDPMPipeline
+    from PIL import Image
+
+    model = plain_ddpm(tmp_path)
+    task = images(model, pictures, preview_length=4)
+    task.model.eval()
+    torch.manual_seed(0)
+    torch.randn(1, 3, 8, 8)  # which a generator of the preview's own draws
+    with torch.no_grad():
+        path = task.preview(tmp_path, 1, torch.device("cpu"))
+    pipeline = DDPMPipeline.from_pretrained(model)
+    pipeline.set_progress_bar_config(disable=True)
+    torch.manual_seed(0)
+    (expected,) = pipeline(num_inference_steps=4).images
+    with Image.open(path) as opened:
+        found = numpy.array(opened).astype(int)
+    difference = numpy.abs(found - numpy.array(expected).astype(int))
+    assert found.std() > 1 and difference.max() <= 1

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import re
 import threading
 import time
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,9 +72,12 @@ def test_the_line_shows_the_summary_as_text_and_page(attached):
 
 
 def test_the_line_takes_options_and_a_model(attached):
-    captured, _ = run(attached, "%oo_mem --json model")
-    (device,) = json.loads(captured.stdout)["devices"]
-    assert [usage["name"] for usage in device["models"]] == ["Sequential"]
+    other = nn.Linear(4, 4)
+    with oracle_offload.attach(other, "cpu"):
+        for option, names in (("model", ["Sequential"]), ("", ["Sequential", "Linear"])):
+            captured, _ = run(attached, f"%oo_mem --json {option}")
+            (device,) = json.loads(captured.stdout)["devices"]
+            assert sorted(usage["name"] for usage in device["models"]) == sorted(names)
     captured, _ = run(attached, "%oo_mem -a -d cpu")
     assert "prefetched" not in reports(captured)[0]["text/plain"]
     captured, _ = run(attached, "%oo_mem --device nonsense")
@@ -98,6 +105,8 @@ def test_the_cell_shows_what_it_moved(attached):
     assert shown["uses of weights"] == str(after["acquires"] - before["acquires"])
     assert shown["peak of torch's memory"] == shown["allocated by torch"] == "unknown"
     assert shown["arena"].endswith("(+0 B)")
+    assert re.fullmatch(r"\d+, \d+\.\d\d ms", shown["stalls"])
+    assert re.fullmatch(r"\d+\.\d\d ms", shown["time by the device's clock"])
     assert "<table>" in report["text/html"] and "<script" not in report["text/html"]
 
 
@@ -107,8 +116,9 @@ def test_the_cell_keeps_its_variables_and_ends_with_its_error(attached):
     assert attached.user_ns["kept"] == 4 and "lost" not in attached.user_ns
     assert captured.stdout.count("Traceback") == 1
     assert len(reports(captured)) == 1
-    captured, _ = run(attached, "%%oo_mem\nkept;")
-    assert captured.stdout == ""
+    for quiet in ("kept;", "None", "# nothing"):
+        captured, error = run(attached, f"%%oo_mem\n{quiet}")
+        assert (captured.stdout, error) == ("", None)
     captured, error = run(attached, "%%oo_mem model\nkept")
     assert "name a --device" in captured.stderr + str(error)
 
@@ -159,9 +169,14 @@ def test_a_cell_that_cannot_await_says_so(attached):
     async def notebook():
         return run(attached, "%%oo_mem\nimport asyncio\nawait asyncio.sleep(0)")
 
-    captured, error = asyncio.run(notebook())
-    assert "cannot await" in captured.stderr + str(error)
-    assert "SyntaxError" not in captured.stdout and "never awaited" not in captured.stderr
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        captured, error = asyncio.run(notebook())
+        said = captured.stderr + str(error)
+        del error
+        gc.collect()
+    assert "cannot await" in said and "SyntaxError" not in captured.stdout
+    assert not [warning for warning in warned if "never awaited" in str(warning.message)]
 
 
 def test_a_cell_that_attaches_says_what_cannot_be_told(shell):
@@ -192,7 +207,9 @@ def test_completion_offers_options_and_models(attached):
     assert "optimizer" not in offered("%oo_mem ")
     assert offered("%oo_mem --de") == ["--device"]
     assert set(offered("%oo_watch ")) >= {"start", "stop"}
-    assert "model" not in offered("%%oo_mem ")
+    assert "model" not in offered("%%oo_mem ") and "--device" in offered("%%oo_mem ")
+    attached.user_ns["_last"] = attached.user_ns["model"]
+    assert "_last" not in offered("%oo_mem "), "nor what IPython keeps of outputs"
 
 
 def test_help_texts_name_every_option(attached):
@@ -231,6 +248,33 @@ def test_the_view_is_renewed_until_it_is_stopped(attached):
     captured, error = run(attached, "%oo_watch --seconds 0")
     assert "is not within 0.05 and 3600" in captured.stderr + str(error)
     assert "oo_watch" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_view_that_is_stopped_shows_what_was_last(attached):
+    run(attached, "%oo_watch --seconds 3600")
+    watcher = attached.magics_manager.registry["Magic"].watcher
+    seen = []
+    watcher._view = SimpleNamespace(update=seen.append)
+    run(attached, TRAIN)
+    assert seen == []
+    run(attached, "%oo_watch stop")
+    (last,) = seen
+    assert last.document["devices"][0]["steps"] == 1
+    captured, error = run(attached, "%oo_watch --seconds 3601")
+    assert "is not within 0.05 and 3600" in captured.stderr + str(error)
+
+
+def test_a_cell_has_a_peak_of_its_own_on_every_card(shell, monkeypatch):
+    reset = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda card: reset.append(str(card)))
+    for number, name in enumerate(("memory_allocated", "memory_reserved", "max_memory_allocated")):
+        monkeypatch.setattr(torch.cuda, name, lambda card, number=number: 7 + number)
+    captured, error = run(shell, "%%oo_mem\nran = True")
+    assert error is None and reset == ["cuda:0", "cuda:1"]
+    shown = figures(reports(captured)[0])
+    assert shown["peak of torch's memory"] == "9 B" and shown["allocated by torch"] == "7 B (+0 B)"
 
 
 def test_unloading_takes_everything_back(attached):

@@ -94,6 +94,15 @@ def test_without_a_norm_nothing_is_clipped(pair):
     assert_same(dict(managed.named_parameters()), dict(resident.named_parameters()))
 
 
+def test_gradients_of_others_are_not_clipped():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (3 * model(torch.ones(2, 4))).sum().backward()
+    bias = model.bias.grad.clone()
+    MixedPrecision("cpu", False).step(optimizer, iter([model.weight]), 0.01)
+    assert model.weight.grad.norm() <= 0.011 and torch.equal(model.bias.grad, bias)
+
+
 def test_a_norm_without_parameters_is_that_of_the_optimizers(pair):
     one, other = pair
     for model in pair:
@@ -122,10 +131,16 @@ def test_a_step_without_finite_gradients_is_left_out_and_told_after_the_fourth()
     assert amp.scaler.get_scale() == 65536 / 2**5
     amp.backward(model(torch.ones(1, 4)).sum())
     assert amp.step(optimizer)
+    amp.hint = ""  # as who has told it does
+    for _ in range(3):
+        optimizer.zero_grad()
+        amp.backward(model(torch.ones(1, 4)).sum())
+        model.weight.grad.fill_(float("inf"))
+        assert not amp.step(optimizer) and amp.hint == "", "no four in a row"
 
 
 def test_the_dtype_is_bfloat16_where_the_device_has_it(monkeypatch):
-    assert best_dtype("cpu") is torch.bfloat16
+    assert best_dtype("cpu") is MixedPrecision("cpu").dtype is torch.bfloat16
     asked = []
 
     @contextlib.contextmanager
@@ -206,6 +221,29 @@ def test_evaluation_is_what_plain_torch_does_and_changes_nothing(pair, device, e
         evaluate(managed, [], compute, to_host_every=0)
 
 
+@pytest.mark.parametrize(("every", "moved"), [(1, [1, 2, 3, 4, 5]), (2, [2, 2, 4, 4, 5])])
+def test_outputs_and_losses_leave_the_device_after_so_many_batches(every, moved):
+    computed, told = [], []
+
+    class Computed:
+        def cpu(self):
+            told.append(("output", len(computed)))
+            return self
+
+        def __float__(self):
+            told.append(("loss", len(computed)))
+            return 1.0
+
+    def compute(batch):
+        computed.append(batch)
+        return Computed(), 1, Computed()
+
+    found = evaluate(nn.Linear(2, 2), range(5), compute, to_host_every=every)
+    assert (found.loss, found.terms, len(found.outputs)) == (1.0, 5, 5)
+    for kind in ("loss", "output"):
+        assert [after for what, after in told if what == kind] == moved
+
+
 def test_evaluation_restores_the_modes_after_an_error(pair):
     with pytest.raises(KeyError):
         evaluate(pair[0], [1], lambda batch: {}["nothing"])
@@ -262,6 +300,7 @@ def test_a_sequence_is_cut_into_chunks_with_their_context():
     assert chunks_of(10, 4) == [Chunk(0, 4, 0), Chunk(4, 8, 0), Chunk(8, 10, 0)]
     assert chunks_of(10, 4, 3) == [Chunk(0, 4, 0), Chunk(4, 8, 1), Chunk(8, 10, 5)]
     assert chunks_of(4, 4, 0) == [Chunk(0, 4, 0)]
+    assert chunks_of(2, 1, 0) == [Chunk(0, 1, 0), Chunk(1, 2, 1)]
     assert declared(chunks_of(10, 4)).startswith("context carried: every chunk sees all")
     assert declared(chunks_of(10, 4, 4)).startswith("context truncated: 1 of 3 chunks do not")
     with pytest.raises(ValueError, match="chunk_size=0 must be at least 1"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,6 +136,26 @@ def test_a_typical_step_is_the_median_of_the_second_half(
     seconds: list[float], typical: float
 ) -> None:
     assert demo._typical(seconds) == typical
+
+
+def test_weights_are_the_same_where_all_that_is_trained_is() -> None:
+    import torch
+
+    def trained(*values: float) -> Any:
+        return SimpleNamespace(trained=[torch.tensor(value) for value in values])
+
+    assert demo._same_weights(trained(1.0, 2.0), trained(1.0, 2.0))
+    assert not demo._same_weights(trained(1.0, 2.0), trained(1.0, 2.5))
+    assert not demo._same_weights(trained(1.0, 2.0), trained(1.5, 2.0))
+
+
+def test_what_libraries_say_at_their_import_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "run_demo", lambda *given: (RESULT, ""))
+    for name in ("bitsandbytes", "peft"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    assert cli.main(["demo"]) == cli.EXIT_OK
+    levels = [logging.getLogger(name).level for name in ("bitsandbytes", "peft")]
+    assert levels == [logging.ERROR, logging.ERROR]
 
 
 def test_steps_are_equal_one_by_one() -> None:

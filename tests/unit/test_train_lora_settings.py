@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import builtins
 import dataclasses
+import json
 import math
 import sys
 from pathlib import Path
@@ -34,6 +36,10 @@ def test_every_setting_is_a_flag_and_help_tells_all(capsys):
         if isinstance(one.default, bool):
             assert f"--no-{one.name.replace('_', '-')}" in told
     assert "steps between checkpoints; 0: only at the end" in " ".join(told.split())
+    for flag in ("--model PATH", "--steps N", "--optimizer NAME", "--vram-budget SIZE"):
+        assert f"  {flag} " in told
+    for group in ("model and data", "how long", "training", "memory and speed", "what it tells"):
+        assert told.count(f"\n{group}:\n") == 1
     assert "(default: 0.0001)" in told and "(default: yes)" in told and "(default: no)" in told
 
 
@@ -46,6 +52,74 @@ def test_other_data_are_another_training(tmp_path):
     refuse_another(tmp_path, settings)
     with pytest.raises(SettingsError, match="dataset_file was 'd', is 'other'"):
         refuse_another(tmp_path, dataclasses.replace(settings, dataset_file="other"))
+
+
+def test_a_folder_of_a_training_is_not_begun_anew(tmp_path):
+    from oracle_offload.trainer.resuming import SCHEMA, STATE, note_settings
+
+    settings = parsed("--steps", "1")
+    note_settings(tmp_path, settings)
+    noted = json.loads((tmp_path / "settings.json").read_text("ascii"))
+    assert noted == {"schema": SCHEMA, **settings.deciding()}
+    note_settings(tmp_path, settings)  # nothing was saved yet
+    (tmp_path / STATE).write_bytes(b"")
+    with pytest.raises(SettingsError) as raised:
+        note_settings(tmp_path, settings)
+    assert str(raised.value) == (
+        f"{tmp_path} has the checkpoint of a training: go on with it (--resume), name another "
+        "--output, or delete state.pt there"
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "noted", "told"),
+    [
+        (False, "{}", "there is nothing to resume: {0}/state.pt does not exist"),
+        (True, None, "there is nothing to resume: {0}/settings.json does not exist"),
+        (True, "{", "{0}/settings.json is damaged (Expecting property name enclosed in double"),
+        (True, "[" * 100_000, "{0}/settings.json is damaged (maximum recursion depth exceeded"),
+        (True, "[]", "{0}/settings.json is not of oracle_offload/train-lora-settings/1"),
+        (True, '"schema"', "{0}/settings.json is not of oracle_offload/train-lora-settings/1"),
+        (True, "{}", "{0}/settings.json is not of oracle_offload/train-lora-settings/1"),
+        (True, '{"schema": 3}', "{0}/settings.json is of 3, not of oracle_offload/train-lora-set"),
+    ],
+)
+def test_what_is_no_training_to_go_on_with_is_refused(tmp_path, state, noted, told):
+    from oracle_offload.trainer.resuming import STATE, refuse_another
+
+    if state:
+        (tmp_path / STATE).write_bytes(b"")
+    if noted is not None:
+        (tmp_path / "settings.json").write_text(noted)
+    with pytest.raises(SettingsError) as raised:
+        refuse_another(tmp_path, parsed())
+    assert str(raised.value).startswith(told.format(tmp_path))
+
+
+def test_each_setting_that_is_another_is_named(tmp_path):
+    from oracle_offload.trainer.resuming import STATE, note_settings, refuse_another
+
+    note_settings(tmp_path, parsed())
+    (tmp_path / STATE).write_bytes(b"")
+    other = parsed("--seed", "3", "--no-amp", "--steps", "7", "--output", "elsewhere")
+    with pytest.raises(SettingsError) as raised:
+        refuse_another(tmp_path, other)
+    assert str(raised.value) == (
+        f"{tmp_path} is of another training: seed was 0, is 3; amp was True, is False"
+    )
+
+
+def test_the_least_of_each_number_is_taken():
+    least = ["--steps", "1", "--rank", "1", "--batch-size", "1", "--max-length", "2"]
+    least += ["--gradient-accumulation-steps", "1", "--save-every", "0", "--eval-every", "0"]
+    least += ["--preview-every", "0", "--preview-length", "1", "--bucket-pool", "0"]
+    least += ["--chunk-size", "1", "--window-size", "0", "--resolution", "0"]
+    settings = parsed(*least)
+    assert (settings.steps, settings.max_length, settings.window_size) == (1, 2, 0)
+    assert parsed("--window-size", "-1").chunk_size == 0
+    assert parsed("--preview-every", "1", "--preview-prompt", "x").preview_every == 1
+    for name in ("adamw", "adamw8bit"):
+        assert parsed("--optimizer", name, "--use-8bit-optimizer").optimizer_name == "adamw8bit"
 
 
 def test_the_defaults_and_what_follows_from_them():
@@ -121,6 +195,9 @@ def test_a_file_that_makes_no_sense_is_refused(tmp_path, text, told):
         (["--optimizer", "sgd"], "optimizer='sgd': there are adamw, "),
         (["--optimizer", "adafactor", "--use-8bit-optimizer"], "name two optimizers"),
         (["--window-size", "4"], "window_size=4 needs a chunk_size"),
+        (["--window-size", "0"], "window_size=0 needs a chunk_size"),
+        (["--duration", "0s"], "duration='0s' is no time"),
+        (["--duration", "inf"], "duration='inf' is no time"),
         (["--preview-every", "4"], "preview_every needs a preview_prompt"),
         (["--duration", "soon"], "duration='soon' is no time"),
         (["--duration=-1s"], "duration='-1s' is no time"),
@@ -137,6 +214,42 @@ def test_it_is_one_line_and_exit_code_2(capsys):
     assert capsys.readouterr().err == "train-lora: steps=0 must be at least 1\n"
     assert cli.main(["train-lora", "--config", "/nowhere/at/all"]) == cli.EXIT_USAGE
     assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "told"),
+    [
+        ("SettingsError", cli.EXIT_USAGE, "train-lora: planted\n"),
+        ("OffloadError", cli.EXIT_ERROR, "train-lora: planted\n"),
+        ("OSError", cli.EXIT_ERROR, "train-lora: planted\n"),
+        ("MemoryError", cli.EXIT_ERROR, "train-lora: planted; --resume goes on behind what was"),
+        ("KeyError", None, ""),
+        ("", cli.EXIT_OK, "step 1\n"),
+    ],
+)
+def test_how_a_training_ends_is_told_and_in_the_exit_code(kind, code, told, capsys, monkeypatch):
+    pytest.importorskip("torch")
+    from oracle_offload import errors
+    from oracle_offload.trainer import training
+
+    def train(settings, say):
+        assert settings.model == "m"
+        if kind == "SettingsError":
+            raise SettingsError("planted")
+        if kind:
+            raise getattr(errors, kind, getattr(builtins, kind, None))("planted")
+        say("step 1")
+        return {"steps": 1}
+
+    monkeypatch.setattr(training, "train", train)
+    if code is None:
+        with pytest.raises(KeyError):
+            cli.main(["train-lora", *LEAST])
+        return
+    assert cli.main(["train-lora", *LEAST]) == code
+    said = capsys.readouterr()
+    assert told in said.err and said.out == ("" if kind else '{\n  "steps": 1\n}\n')
+    assert (len(said.err.splitlines()) > 1) == (kind == "MemoryError"), "what explains it"
 
 
 def test_a_library_that_is_missing_is_named_with_what_to_install(capsys, monkeypatch, tmp_path):
@@ -198,6 +311,7 @@ def test_samples_of_lines_and_of_folders(tmp_path):
         ('{"text": "a"}\n[1]', False, 'line 2: it is not like {"text"'),
         ('{"text": 1}', False, 'line 1: it is not like {"text"'),
         ('{"text": "a"}', True, 'line 1: it is not like {"image"'),
+        ('{"image": "a.png"}', False, 'line 1: it is not like {"text"'),
         ("\n", False, r"holds no texts \(.txt\)"),
         ("\n", True, r"holds no images \(.png"),
     ],
@@ -207,6 +321,12 @@ def test_data_that_is_none_is_refused(tmp_path, text, images, told):
     file.write_text(text)
     with pytest.raises(SettingsError, match=told):
         read_samples(str(file), images)
+
+
+def test_an_image_needs_no_caption(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"image": "a.png"}')
+    found = read_samples(str(tmp_path / "data.jsonl"), True)
+    assert found == [Sample("", tmp_path / "a.png")]
 
 
 def test_a_line_ends_where_json_says_and_a_mark_of_the_encoding_is_no_text(tmp_path):
