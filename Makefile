@@ -5,7 +5,7 @@
 #   ARGS="-k name -x"        more arguments for pytest, the demo or the benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test device-type lint format bench ctest asan-check asan-python tsan-check \
+.PHONY: help build demo test device-type operators lint format bench ctest asan-check asan-python tsan-check \
         windows-check analyze compile_commands.json \
         proof mutation mutation-python mutation-python-all coverage fuzz conformance screenshots \
         aitoolkit-check wheel gpu-wheels gpu-check gpu-rehearsal gpu-import environment clean
@@ -27,6 +27,7 @@ help:
 	@echo "make demo          train a Flux transformer with 91% of it offloaded, next to the resident one"
 	@echo "make test          build in place and run the tests that need no GPU"
 	@echo "make device-type   the tests that take a device, on a device type that is not cpu"
+	@echo "make operators     the matrix of layers, computed by the operators in C++"
 	@echo "make lint          style, types, compiler warnings"
 	@echo "make format        apply the formatters"
 	@echo "make bench         measure (DEVICE=cuda on a GPU)"
@@ -95,6 +96,11 @@ test: build
 # The tests that take a device, on one whose type is not "cpu". In a process of its own.
 device-type: build
 	"$(PY)" -m pytest tests/training --device simgpu $(ARGS)
+
+# What compares layers with resident ones; the others leave the operators unused.
+operators: build
+	"$(PY)" -m pytest --operators $(addprefix tests/training/test_,matrix.py convolutions.py \
+		autocast.py) $(ARGS)
 
 DEVICE ?= cpu
 bench: build

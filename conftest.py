@@ -34,9 +34,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", help="run the tests that take a device, on this alone: cpu, cuda or simgpu"
     )
+    parser.addoption(
+        "--operators", action="store_true", help="compute by the operators in C++; build them first"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--operators"):
+        os.environ["ORACLE_OFFLOAD_OPS"] = "auto"
+        folder = Path(__file__).parent / "build" / "tests-ops"
+        os.environ["ORACLE_OFFLOAD_CACHE_DIR"] = str(folder)
+        compiling = importlib.import_module("oracle_offload.ops.compiling")
+        try:
+            compiling.compiler()
+        except compiling.OffloadError as error:
+            pytest.exit(f"there are no operators in C++: {error}", returncode=0)
+        compiling.build()
     if config.getoption("--device") == "simgpu":  # before any test module asks for devices
         sys.path.insert(0, str(Path(__file__).parent / "tests" / "training"))
         import simgpu
@@ -70,6 +83,15 @@ def pytest_collection_finish() -> None:
     """
     if "torch" in sys.modules:
         importlib.import_module("torch.utils._device")._device_constructors()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run with --operators that computed nothing by them."""
+    if session.config.getoption("--operators"):
+        computed = importlib.import_module("oracle_offload.ops.load").operators().counts()
+        print(f"\ncomputed in C++: {computed[0]} forwards, {computed[1]} backwards")
+        if not min(computed):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def _device_of(item: pytest.Item) -> object:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,8 +62,8 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> str:
 def test_what_was_built_lies_in_the_cache_under_what_decides_its_use(
     folder: Path, compiler: Compiler
 ) -> None:
-    path, _ = compiling.build()
-    assert path.parent == folder and path.read_text() == "built\n"
+    path, seconds = compiling.build()
+    assert 0 < seconds < 60 and path.parent == folder and path.read_text() == "built\n"
     assert [p.name for p in folder.iterdir()] == [path.name]  # nothing half-made beside it
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     for part in (torch.__version__, f"abi{abi}", f"cpython-{sys.version_info[0]}"):
@@ -102,11 +105,49 @@ def test_the_seconds_are_shown_in_one_line(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compiler(f"sleep 1.3; {WRITES}")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    for after_s, shown in ((0, r"(\rcompiling: \d+ s){2,}\n"), (600, "")):
+    lines = r"(\rcompiling: \d+ s){2,}\n"
+    for after_s, terminal, shown in ((0, True, lines), (600, True, ""), (0, False, "")):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         monkeypatch.setattr(compiling, "_SHOWN_AFTER_S", after_s)
         compiling.build(force=True)
         assert re.fullmatch(shown, capsys.readouterr().err)
+
+
+@linux_only
+def test_an_interrupt_ends_the_compiler_and_leaves_nothing(
+    folder: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler("exec sleep 60")
+
+    def interrupt(process: subprocess.Popen[bytes], start: float) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiling, "_wait", interrupt)
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        compiling.build()
+    assert time.monotonic() - begun < 30 and list(folder.iterdir()) == []
+
+
+@linux_only
+def test_of_a_compiler_that_talks_much_the_last_words_are_told(compiler: Compiler) -> None:
+    compiler("seq 100; exit 1")
+    with pytest.raises(compiling.OffloadError) as raised:
+        compiling.build()
+    assert str(raised.value).splitlines()[1:] == [str(number) for number in range(76, 101)]
+
+
+@linux_only
+def test_the_first_compiler_of_the_path_is_taken_and_cxx_with_its_words(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("clang++", "g++"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert compiling.compiler() == ["g++"]
+    monkeypatch.setenv("CXX", "clang++ -v")
+    assert compiling.compiler() == ["clang++", "-v"]
 
 
 @linux_only
@@ -128,6 +169,12 @@ def test_without_pythons_headers_it_says_what_to_install(
     monkeypatch.setattr(compiling.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(compiling.OffloadError, match="install Python's headers"):
         compiling.build()
+
+
+def test_elsewhere_than_on_linux_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(compiling.OffloadError, match="are built on Linux alone"):
+        compiling.command(Path("ops.so"))
 
 
 def test_build_info_says_that_nothing_was_built_and_how_to_do_it(folder: Path) -> None:
@@ -174,6 +221,52 @@ def test_an_attach_asks_once_where_they_are(folder: Path, monkeypatch: pytest.Mo
     manager = oracle_offload.attach(model, "cpu")
     assert len(manager.layers) == 3 and len(asked) == 1
     manager.detach()
+
+
+def test_in_a_wheel_the_source_lies_in_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = [path.name for path in files.sources()]
+    monkeypatch.setattr(files, "_PACKAGE", tmp_path / "site" / "package")
+    assert files.sources() == [tmp_path / "site" / "package" / "source" / name for name in names]
+
+
+def test_another_source_is_another_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    named = []
+    monkeypatch.setattr(files, "sources", lambda: [tmp_path / "a", tmp_path / "b"])
+    for text in ("one", "two", "one"):
+        (tmp_path / "a").write_text(text)
+        (tmp_path / "b").write_text("of both")
+        files._source_hash.cache_clear()
+        named.append(files.file_name("2.6", "1"))
+    files._source_hash.cache_clear()
+    assert named[0] == named[2] != named[1]
+    assert all(re.fullmatch(r"ops-2\.6-.+-abi1-[0-9a-f]{16}\.so", name) for name in named)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_off"), [("", False), (" auto ", False), ("AUTO", False), (" Off\n", True)]
+)
+def test_the_switch_is_read_whatever_its_case(
+    value: str, is_off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORACLE_OFFLOAD_OPS", value)
+    assert files.is_switched_off() is is_off
+
+
+@pytest.mark.parametrize("found", ["nothing", "a folder of that name", "no version"])
+def test_without_torch_nothing_is_built(
+    found: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "version.py").write_text("")
+    specs = {
+        "nothing": None,
+        "a folder of that name": SimpleNamespace(origin=None),
+        "no version": SimpleNamespace(origin=str(tmp_path / "__init__.py")),
+    }
+    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: specs[found])
+    assert files.installed_torch() is None
+    assert files.record() == {"built": False, "why_not": "torch is not installed"}
 
 
 def test_the_version_on_disk_is_that_of_the_torch_that_is_imported() -> None:
