@@ -44,7 +44,7 @@ class Family:
     """
 
     make: Callable[[], nn.Module]
-    call: Callable[[Any], tuple[Tensor, Tensor]]
+    call: Callable[..., tuple[Tensor, Tensor]]
     adapted: tuple[str, ...]
     stacks: tuple[str, ...] = ()
     checkpoints: bool = True
@@ -99,11 +99,16 @@ def diffusion(name: str, **sizes: Any) -> Any:
 
 
 def call_with(shape: tuple[int, ...], **others: Any) -> Any:
-    """Return a call with a random first input and what `others` make for each name."""
+    """Return a call with a random first input and what `others` make for each name.
 
-    def call(model: Any) -> tuple[Tensor, Tensor]:
-        x = torch.randn(shape).requires_grad_()
-        given = {name: make() if callable(make) else make for name, make in others.items()}
+    The call takes another shape for the input, and others for `others`.
+    """
+
+    def call(model: Any, size: Any = shape, **changed: Any) -> tuple[Tensor, Tensor]:
+        x = torch.randn(size).requires_grad_()
+        given = {
+            name: make() if callable(make) else make for name, make in {**others, **changed}.items()
+        }
         return model(x, **given).sample, x
 
     return call
@@ -117,12 +122,12 @@ def at(step: float) -> Callable[[], Tensor]:
     return lambda: torch.tensor([step])
 
 
-def call_flux(model: Any) -> tuple[Tensor, Tensor]:
-    ids = torch.zeros(16, 3)
-    ids[:, 1], ids[:, 2] = torch.arange(16) // 4, torch.arange(16) % 4
+def call_flux(model: Any, size: int = 16) -> tuple[Tensor, Tensor]:
+    ids = torch.zeros(size, 3)
+    ids[:, 1], ids[:, 2] = torch.arange(size) // 4, torch.arange(size) % 4
     others = dict(encoder_hidden_states=noise(1, 8, 32), pooled_projections=noise(1, 24))
     places = dict(img_ids=ids, txt_ids=torch.zeros(8, 3), guidance=at(3.5), timestep=at(0.5))
-    found: tuple[Tensor, Tensor] = call_with((1, 16, 16), **others, **places)(model)
+    found: tuple[Tensor, Tensor] = call_with((1, size, 16), **others, **places)(model)
     return found
 
 

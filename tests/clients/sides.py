@@ -14,6 +14,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 CORE = Path(__file__).resolve().parents[1] / "training"
 sys.path.append(str(CORE))  # equality.py and models.py
+sys.path.append(str(CORE.parent / "planning"))  # peak.py
 
 import torch  # noqa: E402
 from equality import assert_same, copied_bytes  # noqa: E402

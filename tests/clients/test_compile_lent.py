@@ -1072,8 +1072,3 @@ def test_one_compiled_block_serves_all():
             managed(torch.randn(2, 5, WIDTH))
     assert backend.graphs == 1
     assert backend.count("lent") == 3 * DEPTH
-
-
-def test_cuda_graphs_leave_the_operators_out():
-    for operator in (lent_in_compiled.lent, lent_in_compiled._lent_backward):
-        assert torch.Tag.cudagraph_unsafe in operator.tags
