@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import c_build
 import kernels
 import sanitized_python
-from c_build import Build
+from c_build import ROOT, Build
 
 LIBRARY = "oracle_offload/_core.abi3.so"
 
@@ -17,7 +18,9 @@ class BindingBuilds:
     """Objects of the unchanged sources, and what it takes to link one changed file with them."""
 
     def __init__(self, folder: Path, *sanitizers: str) -> None:
-        self.build = Build(c_build.package(*sanitizers), folder)
+        variant = c_build.package(*sanitizers)
+        headers = "-iquotecsrc/python"  # which a changed file does not lie beside
+        self.build = Build(replace(variant, flags=[*variant.flags, headers]), folder)
         # Not embedded: the kernels' path is tested where nvcc is.
         engine = self.build.engine(str(kernels.build("off", folder).source))
         names = c_build.sources("binding")
@@ -49,5 +52,9 @@ class BindingBuilds:
 
 def plain_and_sanitized(folder: Path) -> tuple[BindingBuilds, BindingBuilds]:
     """Return the builds that the tests use, and those that AddressSanitizer watches."""
-    sanitized = BindingBuilds(folder / "sanitized", *sanitized_python.SANITIZERS)
-    return BindingBuilds(folder / "plain"), sanitized
+    plain = BindingBuilds(folder / "plain")
+    # Else no mutant would compile, or each would count as another program.
+    for name in c_build.sources("binding"):
+        if plain.library(folder, name, (ROOT / name).read_text()) is not None:
+            raise AssertionError(f"{name}: another object, though nothing is changed")
+    return plain, BindingBuilds(folder / "sanitized", *sanitized_python.SANITIZERS)

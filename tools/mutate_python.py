@@ -6,6 +6,7 @@
     python tools/mutate_python.py --seed gate --remember
     python tools/mutate_python.py --all --resume         # every mutant; go on where it was stopped
     python tools/mutate_python.py --only oracle_offload/manager.py:210
+    python tools/mutate_python.py --only oracle_offload/sizes.py --tests tests/unit/test_sizes.py
     python tools/mutate_python.py --list
 
 tools/mutants_python.py and tools/mutants_binding.py find the mutants, mechanically. First the tests
@@ -29,6 +30,9 @@ the sample beside what is remembered of others.
 
 A mutant of the binding is compiled and linked, and runs the tests that drive the extension; what
 they let live runs tests/unit/binding_life.py under AddressSanitizer with leak check.
+
+--tests asks, in seconds, what the tests of a module itself notice: no others run. With --resume
+only what lived the last time meets them again.
 
 Survivors that cannot change behaviour are listed with the proof in
 tests/mutation/equivalent_python.toml; they are no mutants. The gate fails, with exit code 3, where
@@ -88,7 +92,9 @@ TEST_FOLDERS = (
 # They build, install or call other programs; none runs a line of the package in place.
 WITHOUT = ("test_conformance", "test_gpu_tools", "test_package", "test_soak")
 # What drives the extension module by itself; the rest of the tests of a binding's mutant train.
-BINDING_TESTS = ("tests/unit/test_binding", "tests/unit/test_driver_messages")
+BINDING_TESTS = tuple(
+    f"tests/unit/test_{name}" for name in ("binding", "coded", "driver_messages", "host_buffer")
+)
 BINDING_USER = "oracle_offload/engines.py"
 LIFE = "tests/unit/binding_life.py"
 LIFE_S = 60.0
@@ -794,6 +800,13 @@ class Gate:
         self.try_reached(self.mutants, count, quick=True)
         self.try_all_cases()
 
+    def try_own(self, count: int) -> None:
+        """Try every mutant with the named tests alone."""
+        unknown = sorted(set(self.args.tests) - set(files_of_tests()))
+        if unknown:
+            raise SystemExit(f"no file of tests that the gate knows: {', '.join(unknown)}")
+        self.try_reached(self.mutants, count, quick=False, files=self.args.tests)
+
     def try_all_cases(self) -> None:
         """Let what lives meet all cases of the tests."""
         left = self.survivors()
@@ -858,6 +871,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     parser.add_argument("--only", default="", help="mutants whose name begins so")
+    parser.add_argument("--tests", nargs="+", default=[], help="files: no others are run")
     parser.add_argument("--all", action="store_true", help="every mutant")
     parser.add_argument("--count", type=int, default=40, help="size of the sample")
     parser.add_argument("--seed", default="", help="of the sample; the tree of HEAD by itself")
@@ -898,7 +912,10 @@ def main() -> int:
         os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
         preload({"torch", "numpy", "hypothesis"})
         gate = Gate(args, mutants, Path(name))
-        gate.try_whole(count) if whole else gate.try_sample(count)
+        if args.tests:
+            gate.try_own(count)
+        else:
+            gate.try_whole(count) if whole else gate.try_sample(count)
     if args.remember:
         gate.remember(keys)
     for key in gate.idle_proofs(keys):

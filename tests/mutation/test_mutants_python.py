@@ -301,6 +301,21 @@ def test_continuous_integration_makes_no_map_of_all_tests(
     assert said == (near and missed > 1)
 
 
+def test_named_tests_are_the_only_ones_a_mutant_meets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gate, _ = gate_after(monkeypatch, tmp_path, ["survived"])
+    mapped: list[object] = []
+    monkeypatch.setattr(gate, "try_reached", lambda *_, **named: mapped.append(named))
+    gate.args.tests = ["tests/unit/test_sizes.py"]
+    gate.try_own(1)
+    assert mapped == [{"quick": False, "files": gate.args.tests}]
+    gate.args.tests = ["tests/unit/test_sizes.py", "tests/unit/test_size.py"]
+    with pytest.raises(SystemExit, match=r"the gate knows: tests/unit/test_size\.py$"):
+        gate.try_own(1)
+    assert len(mapped) == 1
+
+
 def test_the_tests_about_a_module_come_first_then_the_quick_ones_and_functions_in_turn() -> None:
     mutant = next(
         mutant
