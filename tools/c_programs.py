@@ -31,6 +31,8 @@ from c_build import ROOT, Build, BuildError, Variant
 PROGRAM_FOLDER = "tests/c"
 PROGRAM_PATTERNS = ("test_*.c", "example.c", "conformance.c")
 TIMEOUT_S = 600
+# Sweeps of minutes under a sanitizer: their cases run side by side, before all else.
+LONG = ("test_faults",)
 
 
 def programs(names: Sequence[str] = ()) -> list[Path]:
@@ -70,6 +72,13 @@ def threaded(paths: Sequence[Path]) -> list[Path]:
 def cases(path: Path) -> list[str]:
     """Return the cases of a program, in the order of its table (tests/c/check.h)."""
     return re.findall(r"(?<!define )\bCASE\((\w+)[,)]", path.read_text(encoding="utf-8"))
+
+
+def parts(name: str, chosen: Sequence[str] | None) -> list[list[str]]:
+    """Return what a program is to run, process by process; an empty list means all its cases."""
+    if chosen or name not in LONG:
+        return [[*(chosen or ())]]
+    return [[case] for case in cases(ROOT / PROGRAM_FOLDER / f"{name}.c")]
 
 
 def engine_tests() -> list[str]:
@@ -135,12 +144,15 @@ def run(
 
 
 def figures(output: str) -> dict[str, Any]:
-    """Return what a program counted: its cases, checks, faults injected, weights and flips."""
-    ended = re.search(r"^(\d+) passed, (\d+) failed$", output, re.MULTILINE)
+    """Return what a program counted: its cases, checks, faults injected, weights and flips.
+
+    Of one that ran more than once, a part of its cases each time, all that was said.
+    """
+    ended = re.findall(r"^(\d+) passed, (\d+) failed$", output, re.MULTILINE)
     found: dict[str, Any] = {
         "cases": len(re.findall(r"^\w+: ok$", output, re.MULTILINE)),
-        "passed": int(ended[1]) if ended else 0,
-        "failed": int(ended[2]) if ended else 0,
+        "passed": sum(int(passed) for passed, _ in ended),
+        "failed": sum(int(failed) for _, failed in ended),
     }
     for what in ("calls", "allocations"):
         life = re.search(rf"^(\d+) {what} in a life", output, re.MULTILINE)
@@ -199,25 +211,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{variant.name}: not run: {variant.why_not_run}")
         return 0
 
-    def timed(name: str) -> tuple[str, subprocess.CompletedProcess[str], float]:
+    def timed(job: tuple[str, list[str]]) -> tuple[subprocess.CompletedProcess[str], float]:
         start = time.monotonic()
-        done = run(variant, built, name, chosen.get(name, ()))
-        return name, done, time.monotonic() - start
+        done = run(variant, built, *job)
+        return done, time.monotonic() - start
 
+    jobs = [(name, cases) for name in built.programs for cases in parts(name, chosen.get(name))]
+    jobs.sort(key=lambda job: job[0] not in LONG)
     failed = []
     counted = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name, done, seconds in pool.map(timed, built.programs):
-            how = "ok" if done.returncode == 0 else f"exit {done.returncode}"
+        running = [(name, pool.submit(timed, (name, cases))) for name, cases in jobs]
+        for name in built.programs:
+            rows = [job.result() for which, job in running if which == name]
+            status = max((done.returncode for done, _ in rows), key=abs)
+            output = "".join(done.stdout for done, _ in rows)
+            seconds = sum(seconds for _, seconds in rows)
+            how = "ok" if status == 0 else f"exit {status}"
             print(f"{name}: {how} ({seconds:.1f} s)", flush=True)
-            counted[name] = {"exit": done.returncode, "duration_s": seconds, **figures(done.stdout)}
-            if done.returncode != 0:
+            counted[name] = {"exit": status, "duration_s": seconds, **figures(output)}
+            if status != 0:
                 # A sweep that fails says thousands of lines: the first ones tell the cause.
-                lines = done.stdout.splitlines()
+                lines = output.splitlines()
                 print("\n".join([*lines[:40], "...", *lines[-10:]] if len(lines) > 50 else lines))
                 failed.append(name)
             elif args.verbose:
-                print(done.stdout)
+                print(output)
     if args.output:
         report = {"schema": "oracle_offload/c-programs/1", "programs": counted}
         args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

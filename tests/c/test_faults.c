@@ -5,19 +5,12 @@
  *
  * A life is: create, attach, two training steps with gradients and masters that change, detach,
  * destroy. Each is lived with one fault, of a sample; ORACLE_OFFLOAD_TEST_FAULT_STRIDE=all takes
- * every call with one of the codes, on two processors, and a number thins the sample out (for the
- * mutation gate). */
-#if !defined(_WIN32)
-#define _POSIX_C_SOURCE 200809L
-#include <sys/wait.h>
-#include <unistd.h>
-#endif
+ * every call with one of the codes, and a number thins the sample out (for the mutation gate). */
+#include "world.h"
 
 #if defined(__GLIBC__)
 #include <malloc.h>
 #endif
-
-#include "world.h"
 
 enum lasts { ONCE, UNTIL_LIFTED, TO_THE_END };
 static const char *const lasts_names[] = {"once", "until lifted", "to the end"};
@@ -291,10 +284,6 @@ static void die(const struct fault *fault) {
 
 static uint64_t stride = 1; /* of each sample */
 static int all;             /* or every fault */
-static uint64_t shard, shards = 1, number;
-
-/* Whether this process lives with the next fault. */
-static int ours(void) { return number++ % shards == shard; }
 
 /* Let each kind of call fail: the first, the last and each k-th one of them. */
 static void sweep(const char *what, void (*life)(const struct fault *), const OOCUresult *codes,
@@ -312,15 +301,13 @@ static void sweep(const char *what, void (*life)(const struct fault *), const OO
                 if (seen++ % (sample * stride) != 0 && !end)
                     continue;
                 const struct fault fault = {kinds[k], n, codes[c], lasts};
-                if (ours())
-                    life(&fault);
+                life(&fault);
                 faults++;
             }
         }
     }
-    if (shard == 0)
-        printf("faults: %llu of %llu %s, %u codes\n", (unsigned long long)faults,
-               (unsigned long long)seen, what, n_codes);
+    printf("faults: %llu of %llu %s, %u codes\n", (unsigned long long)faults,
+           (unsigned long long)seen, what, n_codes);
 }
 
 /* As `sweep`, but every call fails from the n-th on. */
@@ -328,61 +315,33 @@ static void sweep_all_calls(const char *what, enum lasts lasts, uint64_t sample)
     uint64_t faults = 0;
     for (uint64_t n = 1; n <= calls_of_all; n += sample * stride, faults++) {
         const struct fault fault = {NULL, n, OOCU_ERROR_UNKNOWN, lasts};
-        if (ours())
-            live(&fault);
+        live(&fault);
     }
-    if (shard == 0)
-        printf("faults: %llu of %llu %s\n", (unsigned long long)faults,
-               (unsigned long long)calls_of_all, what);
+    printf("faults: %llu of %llu %s\n", (unsigned long long)faults,
+           (unsigned long long)calls_of_all, what);
 }
 
-/* Every fault of a sweep; where all are taken, half of them in a child. */
-static void in_halves(void (*faults)(void)) {
-    number = 0;
-#if !defined(_WIN32)
-    if (all) {
-        const pid_t child = fork();
-        shards = 2;
-        shard = child == 0;
-        faults();
-        if (child == 0)
-            _exit(check_failed != 0);
-        int result = 0;
-        CHECK(child > 0 && waitpid(child, &result, 0) == child && result == 0,
-              "the second half of the faults (status %d)", result);
-        return;
-    }
-#endif
-    faults();
-}
-
-static void once(void) {
+static void a_call_fails_once(void) {
     sweep("calls fail once", live, transient_codes, TRANSIENT_CODES, ONCE, all ? 1 : 37);
 }
-static void lost(void) {
+static void a_call_loses_the_context(void) {
     sweep("calls lose the context", die, sticky_codes, STICKY_CODES, ONCE, all ? 1 : 37);
 }
-static void kind_until_lifted(void) {
+static void a_kind_of_call_fails_until_lifted(void) {
     sweep("calls, with all of their kind, fail until lifted", live, transient_codes,
           TRANSIENT_CODES, UNTIL_LIFTED, all ? 1 : 151);
 }
-static void kind_to_the_end(void) {
+static void a_kind_of_call_fails_to_the_end(void) {
     sweep("calls, with all of their kind, fail to the end", live, transient_codes, TRANSIENT_CODES,
           TO_THE_END, all ? 1 : 151);
 }
-static void all_until_lifted(void) {
+static void all_calls_fail_until_lifted(void) {
     sweep_all_calls("calls, and every one after it, fail until lifted", UNTIL_LIFTED, all ? 1 : 43);
 }
-static void all_to_the_end(void) {
+static void all_calls_fail_to_the_end(void) {
     sweep_all_calls("calls, and every one after it, fail to the end", TO_THE_END, all ? 1 : 43);
 }
 
-static void a_call_fails_once(void) { in_halves(once); }
-static void a_call_loses_the_context(void) { in_halves(lost); }
-static void a_kind_of_call_fails_until_lifted(void) { in_halves(kind_until_lifted); }
-static void a_kind_of_call_fails_to_the_end(void) { in_halves(kind_to_the_end); }
-static void all_calls_fail_until_lifted(void) { in_halves(all_until_lifted); }
-static void all_calls_fail_to_the_end(void) { in_halves(all_to_the_end); }
 
 static uint64_t called(const char *kind) {
     for (unsigned k = 0; k < KINDS; k++)
