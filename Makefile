@@ -90,12 +90,13 @@ demo: build
 	"$(PY)" -m oracle_offload demo $(ARGS)
 
 # A file's tests stay in one process, which has its own simulated driver.
+side_by_side = -n auto --maxprocesses 4 --dist loadfile
 test: build
-	"$(PY)" -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	"$(PY)" -m pytest $(side_by_side) $(ARGS)
 
-# The tests that take a device, on one whose type is not "cpu". In a process of its own.
+# The tests that take a device, on one whose type is not "cpu". In processes of their own.
 device-type: build
-	"$(PY)" -m pytest tests/training --device simgpu $(ARGS)
+	"$(PY)" -m pytest $(side_by_side) tests/training --device simgpu $(ARGS)
 
 # What compares layers with resident ones; the others leave the operators unused.
 operators: build

@@ -54,21 +54,18 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(tree: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    status = sanitized.run(["tests/unit/binding_life.py"], leaks=True, folder=tree)
-    said = capfd.readouterr()
-    return status, said.out + said.err
+def run(tree: Path) -> tuple[int, str]:
+    done = sanitized.run(["tests/unit/binding_life.py"], leaks=True, folder=tree)
+    return done.returncode, done.stdout
 
 
-def test_nothing_is_found_in_the_binding_as_it_is(
-    tree: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    status, said = run(tree, capfd)
+def test_nothing_is_found_in_the_binding_as_it_is(tree: Path) -> None:
+    status, said = run(tree)
     assert status == 0, said[-4000:]
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_is_planted_is_found(tree: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_planted_is_found(tree: Path, name: str) -> None:
     file, old, new, clue = PLANTED[name]
     path = tree / file
     whole = path.read_text()
@@ -76,7 +73,7 @@ def test_what_is_planted_is_found(tree: Path, name: str, capfd: pytest.CaptureFi
     try:
         path.write_text(whole.replace(old, new))
         sanitized.build(tree)
-        status, said = run(tree, capfd)
+        status, said = run(tree)
     finally:
         path.write_text(whole)
     assert status != 0 and clue in said, said[-4000:]
