@@ -3,6 +3,7 @@
     python tools/mutate.py                # all mutants; exit 3 when too many survive
     python tools/mutate.py --list         # what would be tried
     python tools/mutate.py --only engine.c:210
+    python tools/mutate.py --remember     # and write which test killed each, for the next run
     python tools/mutate.py --self-test    # without the race detector, survivors must appear
 
 tools/mutants.py finds the mutants, mechanically. Each one compiles one file, links the engine as a
@@ -12,6 +13,10 @@ as noticed. A mutant of the codec meets the codec's programs first, then one of 
 AddressSanitizer: a bound that is off by one may show nowhere else. What the programs let live runs
 with several threads under ThreadSanitizer (test_threads), and goes into an extension module of the
 package that trains with torch (tests/mutation/torch_training.py).
+
+Before all that a mutant meets the one test that is remembered as its killer
+(tests/mutation/killers.json), a single case of a program where that is enough. What survives it
+takes the way above: what is remembered decides how long the gate takes, and never what it says.
 
 A mutant that does not compile is none, nor is one whose object code (-O2, no debug information)
 equals the original's or another mutant's. Survivors that cannot change behaviour are listed with
@@ -24,6 +29,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +37,7 @@ import tempfile
 import threading
 import time
 import tomllib
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,11 +47,16 @@ from c_build import ROOT, Build, BuildError
 from mutants import CALCULATING, Mutant, all_mutants
 
 THREADS_TEST = "test_threads"
+# How outcomes call what is no program by itself; the first not as the plain program, whose address
+# space is limited.
+THREADS = f"{THREADS_TEST} under ThreadSanitizer"
 TORCH_TEST = ROOT / "tests/mutation/torch_training.py"
 CODEC_TESTS = ("test_codec", "test_coded", "test_decode_kernel")
+MEMORY = f"{CODEC_TESTS[0]} under AddressSanitizer"
 # What test_codec needs of the engine.
 CODEC = ("codec.c", "codec_portable.c", "codec_x86.c", "fingerprint.c", "status.c")
 EQUIVALENT = ROOT / "tests/mutation/equivalent.toml"
+KILLERS = ROOT / "tests/mutation/killers.json"  # key of a mutant -> the test that killed it
 TIMEOUT_S = 10.0
 SLOW_TIMEOUT_S = 120.0  # of the two that only survivors of the rest meet
 SURVIVORS_ALLOWED = 0.03
@@ -60,9 +72,19 @@ const size_t oo_kernels_fatbin_size = sizeof oo_kernels_fatbin;
 class Gate:
     """Objects of the unchanged sources, and what it takes to try a mutant against them."""
 
-    def __init__(self, folder: Path, *, races: bool, slow: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        races: bool,
+        slow: bool,
+        killers: Mapping[str, str] | None = None,
+        remember: bool = False,
+    ) -> None:
         self.folder = folder
         self.slow = slow
+        self.killers = killers or {}
+        self.remember = remember
         self.environment = {
             **os.environ,
             "ORACLE_OFFLOAD_DRIVER": str(folder / "libsimcuda.so"),
@@ -89,6 +111,10 @@ class Gate:
         self.link_engine(folder, {})
         # Those first that take least on the engine as it is: they kill most per second.
         self.programs = c_programs.engine_tests()
+        self.cases = {
+            path.stem: c_programs.cases(path) for path in c_programs.programs(self.programs)
+        }
+        self.alone: dict[str, bool] = {}  # a case -> whether it passes alone on the engine as it is
         for program in self.programs:
             main = self.build.object(f"tests/c/{program}.c")
             self.build.link(folder / program, [main], [f"-L{folder}", "-lengine"])
@@ -141,27 +167,34 @@ class Gate:
         self.build.link(package / "_core.abi3.so", objects, ["-shared"])
 
     def test(self, name: str, command: list[str], timeout_s: float, **environment: str) -> str:
-        limited = f"ulimit -v {ADDRESS_SPACE_KIB}; " if name in self.programs else ""
+        """Run one test; a killer's name ends at the first ": " of what is returned."""
+        cases = self.cases.get(name, [])
+        limited = f"ulimit -v {ADDRESS_SPACE_KIB}; " if cases else ""
         with subprocess.Popen(
             ["sh", "-c", limited + 'exec "$0" "$@"', *command],
             env={**self.environment, **environment},
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=self.folder,
             start_new_session=True,
         ) as process:
             try:
-                _, errors = process.communicate(timeout=timeout_s)
+                output, errors = process.communicate(timeout=timeout_s)
+                said = f"exit {process.returncode}"
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                return f"killed: {name} hangs"
+                output, errors = process.communicate()
+                said = "hangs"
         if process.returncode == 0:
             return "survived"
         lines = errors.decode(errors="replace").strip().splitlines()
-        said = (
-            lines[-1 if name not in self.programs else 0] if lines else f"exit {process.returncode}"
-        )
-        return f"killed: {name}: {said[:200]}"
+        if lines and said != "hangs":
+            said = lines[0 if cases else -1][:200]
+        # The first case that the program did not tell of.
+        asked = command[1:] or cases
+        told = len(re.findall(rb"^\w+: ok$", output, re.MULTILINE))
+        case = f"::{asked[told]}" if cases and told < len(asked) else ""
+        return f"killed: {name}{case}: {said}"
 
     def threads_test(self, folder: Path, mutated: Path | None) -> str:
         changed = {}
@@ -173,9 +206,7 @@ class Gate:
         objects = [self.tsan_main, *{**self.tsan_objects, **changed}.values()]
         self.tsan.link(program, objects)
         driver = str(self.tsan.folder / "libsimcuda.so")
-        # Not under the name of the plain program, whose address space is limited.
-        name = f"{THREADS_TEST} under ThreadSanitizer"
-        return self.test(name, [str(program)], SLOW_TIMEOUT_S, ORACLE_OFFLOAD_DRIVER=driver)
+        return self.test(THREADS, [str(program)], SLOW_TIMEOUT_S, ORACLE_OFFLOAD_DRIVER=driver)
 
     def memory_test(self, folder: Path, mutated: Path | None) -> str:
         """Run the codec's program in a build that sees reads and writes outside."""
@@ -187,8 +218,39 @@ class Gate:
         program = folder / f"asan_{CODEC_TESTS[0]}"
         objects = [self.asan_main, *{**self.asan_objects, **changed}.values()]
         self.asan.link(program, objects)
-        name = f"{CODEC_TESTS[0]} under AddressSanitizer"
-        return self.test(name, [str(program)], SLOW_TIMEOUT_S)
+        return self.test(MEMORY, [str(program)], SLOW_TIMEOUT_S)
+
+    def torch_test(self, folder: Path, changed: dict[str, Path]) -> str:
+        if not (folder / "oracle_offload").exists():
+            self.link_package(folder, changed)
+        command = [sys.executable, str(TORCH_TEST)]
+        environment = {"PYTHONPATH": str(folder), "MALLOC_PERTURB_": "0"}
+        return self.test(TORCH_TEST.name, command, SLOW_TIMEOUT_S, **environment)
+
+    def killer_test(
+        self, killer: str, folder: Path, changed: dict[str, Path], mutated: Path
+    ) -> str:
+        """Run the one test that is remembered of a mutant, as long as there is such a test."""
+        program, _, case = killer.partition("::")
+        if program in self.programs and (not case or self.passes_alone(program, case)):
+            return self.program_test(program, folder, case)
+        if killer == MEMORY and mutated.name in CODEC:
+            return self.memory_test(folder, mutated)
+        if killer == THREADS and self.slow:
+            return self.threads_test(folder, mutated)
+        if killer == TORCH_TEST.name and self.slow:
+            return self.torch_test(folder, changed)
+        return "survived"
+
+    def passes_alone(self, program: str, case: str) -> bool:
+        """Whether a case that the program has passes by itself, without any mutation."""
+        name = f"{program}::{case}"
+        if name not in self.alone:
+            there = case in self.cases[program]
+            self.alone[name] = there and (
+                self.program_test(program, self.folder, case) == "survived"
+            )
+        return self.alone[name]
 
     def tests(self, folder: Path, changed: dict[str, Path], mutated: Path) -> str:
         rest = self.programs
@@ -207,8 +269,8 @@ class Gate:
                 return outcome
         return self.slow_tests(folder, changed, mutated)
 
-    def program_test(self, program: str, folder: Path) -> str:
-        command = [str(self.folder / program)]
+    def program_test(self, program: str, folder: Path, case: str = "") -> str:
+        command = [str(self.folder / program), *([case] if case else [])]
         patience_s = self.patience_s.get(program, SLOW_TIMEOUT_S)
         return self.test(program, command, patience_s, LD_LIBRARY_PATH=str(folder))
 
@@ -217,12 +279,7 @@ class Gate:
         if not self.slow:
             return "survived"
         outcome = self.threads_test(folder, mutated)
-        if outcome != "survived":
-            return outcome
-        self.link_package(folder, changed)
-        command = [sys.executable, str(TORCH_TEST)]
-        environment = {"PYTHONPATH": str(folder), "MALLOC_PERTURB_": "0"}
-        return self.test(TORCH_TEST.name, command, SLOW_TIMEOUT_S, **environment)
+        return outcome if outcome != "survived" else self.torch_test(folder, changed)
 
     def try_mutant(self, mutant: Mutant) -> str:
         """Return "survived", "killed: " and by what, or "none: " and why it is no mutant."""
@@ -242,7 +299,29 @@ class Gate:
             if twin != mutant.name:
                 return f"none: same object code as {twin}"
             self.link_engine(folder, changed)
-            return self.tests(folder, changed, path)
+            outcome = self.killer_test(self.killers.get(mutant.key, ""), folder, changed, path)
+            if outcome == "survived":
+                outcome = self.tests(folder, changed, path)
+            killer = killer_of(outcome)
+            if self.remember and "::" in killer:
+                alone = self.killer_test(killer, folder, changed, path)
+                if alone == "survived":  # what earlier cases left behind is needed as well
+                    outcome = outcome.replace(killer, killer.partition("::")[0], 1)
+            return outcome
+
+
+def killer_of(outcome: str) -> str:
+    """Return the name of the test that killed a mutant; empty for one that was not killed."""
+    verdict, _, rest = outcome.partition(": ")
+    return rest.partition(": ")[0] if verdict == "killed" else ""
+
+
+def write_killers(rows: Sequence[tuple[Mutant, str]], known: Mapping[str, str]) -> None:
+    """Keep which test killed each mutant, beside what is known of others that there are."""
+    keys = {mutant.key for mutant in all_mutants()}
+    killers = {key: test for key, test in known.items() if key in keys}
+    killers |= {mutant.key: killer for mutant, how in rows if (killer := killer_of(how))}
+    KILLERS.write_text(json.dumps(dict(sorted(killers.items())), indent=1) + "\n")
 
 
 def equivalents() -> dict[str, str]:
@@ -264,6 +343,7 @@ def main() -> int:
         "--fast", action="store_true", help="without ThreadSanitizer and torch for the survivors"
     )
     parser.add_argument("--verbose", action="store_true", help="say of every mutant what killed it")
+    parser.add_argument("--remember", action="store_true", help="write which test killed each")
     parser.add_argument(
         "--self-test", action="store_true", help="switch race detection off: survivors must appear"
     )
@@ -280,8 +360,15 @@ def main() -> int:
     proofs = equivalents()
     rows: list[tuple[Mutant, str]] = []
     slow = not (args.fast or args.self_test)
+    killers: dict[str, str] = json.loads(KILLERS.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
-        gate = Gate(Path(folder), races=not args.self_test, slow=slow)
+        gate = Gate(
+            Path(folder),
+            races=not args.self_test,
+            slow=slow,
+            killers=killers,
+            remember=args.remember,
+        )
         print(f"the tests pass unchanged; {len(mutants)} mutants to try", flush=True)
         with ThreadPoolExecutor(args.jobs) as pool:
             for mutant, outcome in zip(mutants, pool.map(gate.try_mutant, mutants), strict=True):
@@ -300,6 +387,8 @@ def main() -> int:
             if mutant.key in proofs.keys() - alive and not outcome.startswith("none"):
                 print(f"{mutant.name}: proved equivalent, but {outcome}; once more", flush=True)
                 rows[number] = mutant, gate.try_mutant(mutant)
+    if args.remember:
+        write_killers(rows, killers)
     tried = [row for row in rows if not row[1].startswith("none")]
     survivors = [mutant for mutant, outcome in tried if outcome == "survived"]
     unproved = [m for m in survivors if m.key not in proofs]

@@ -133,6 +133,67 @@ def test_a_planted_bug_is_found(gate: Any, bug: Bug) -> None:
     assert outcome.startswith("killed"), f"{bug.name}: {outcome}"
 
 
+@pytest.mark.parametrize(
+    ("killer", "first"),
+    [
+        ("test_plan::test_the_trace_wraps", ["test_plan", "test_the_trace_wraps"]),
+        ("test_plan::test_that_is_gone", []),
+        ("test_that_is_gone", []),
+        (mutate.MEMORY, []),  # not of the codec
+        ("", []),
+    ],
+)
+def test_what_is_remembered_is_tried_first_and_decides_nothing(
+    gate: Any, monkeypatch: pytest.MonkeyPatch, killer: str, first: list[str]
+) -> None:
+    """A case that lets the mutant live, or is gone, leaves it to all the others."""
+    (mutant,) = [
+        m
+        for m in mutants.mutants_of(ROOT / c_build.source("lease.c"))
+        if m.kind.startswith("delete") and "oo__feed_stop" in m.kind
+    ][:1]
+    met: list[list[str]] = []
+    whole = gate.test
+
+    def test(name: str, command: list[str], *rest: Any, **environment: str) -> str:
+        if environment.get("LD_LIBRARY_PATH") != str(gate.folder):  # the engine with the mutant
+            met.append([Path(word).name for word in command])
+        return str(whole(name, command, *rest, **environment))
+
+    monkeypatch.setattr(gate, "killers", {mutant.key: killer})
+    monkeypatch.setattr(gate, "test", test)
+    outcome = gate.try_mutant(mutant)
+    assert mutate.killer_of(outcome).startswith("test_")
+    assert met[: len(met) - len(first)] and met[0] == (first or [gate.programs[0]])
+    assert gate.programs[0] in met[bool(first)]
+
+
+def test_a_case_that_fails_by_itself_kills_nothing(
+    gate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "alone", {})
+    monkeypatch.setattr(gate, "test", lambda *_, **__: "killed: test_plan: exit 1")
+    assert not gate.passes_alone("test_plan", "test_the_trace_wraps")
+    assert gate.killer_test("test_plan::test_the_trace_wraps", ROOT, {}, ROOT) == "survived"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "killer"),
+    [
+        (
+            "killed: test_plan::test_the_trace_wraps: CHECK(a) failed: b",
+            "test_plan::test_the_trace_wraps",
+        ),
+        ("killed: test_engine::a_case: hangs", "test_engine::a_case"),
+        (f"killed: {mutate.THREADS}: exit 66", mutate.THREADS),
+        ("survived", ""),
+        ("none: same object code as engine.c:7 delete", ""),
+    ],
+)
+def test_an_outcome_names_its_killer(outcome: str, killer: str) -> None:
+    assert mutate.killer_of(outcome) == killer
+
+
 SOURCE = """
 static int f(struct engine *engine) {
     engine->stats.calls++;
