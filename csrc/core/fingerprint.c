@@ -20,6 +20,11 @@ struct oo_lanes {
 static void oo__mix_line(struct oo_lanes *lanes, const char *line) {
     uint64_t words[OO_LANES];
     memcpy(words, line, sizeof words);
+    /* Otherwise gcc 12 makes it a loop over vectors, whose product of 64 bits is three of 32: it
+     * takes 1.7 times as long. */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC unroll 8
+#endif
     for (int i = 0; i < OO_LANES; i++)
         lanes->lane[i] = oo__mix(lanes->lane[i], words[i]);
 }
