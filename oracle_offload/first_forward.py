@@ -134,20 +134,23 @@ class FirstForward:
         """
         parts = self._modules()
         own = [
-            (id(part), _code_of(forward))
+            (id(part), _code_of(part.__dict__["forward"]))
             for part in parts
-            if (forward := part.__dict__.get("forward")) is not None
+            if "forward" in part.__dict__
         ]
-        kinds = {type(part) for part in parts}
         # A class of TorchScript has none.
-        of_classes = frozenset(_code_of(getattr(kind, "forward", None)) for kind in kinds)
+        of_classes = frozenset(
+            [_code_of(getattr(kind, "forward", None)) for kind in set(map(type, parts))]
+        )
         return hash((tuple(own), of_classes))
 
-    @_untraced
     def watch(
         self, module: nn.Module, inputs: Any, compiling: bool
     ) -> tuple[Watch | None, int | None]:
-        """Return the watch that a forward is due, if any, and what `has_passed` is told of it."""
+        """Return the watch that a forward is due, if any, and what `has_passed` is told of it.
+
+        torch.compile must not look on.
+        """
         root = self._structure.module
         if root is None or is_watched():
             return None, None
@@ -253,9 +256,11 @@ class _Entry:
         # Asked here: in what torch.compile leaves alone, nothing is compiled. And by setting it:
         # torch 2.6 hands out its callback without a reference where it is asked for.
         compiler = _set_eval_frame(None)
-        _set_eval_frame(compiler)
-        compiling = callable(compiler)
-        watch, code = self._first_forward.watch(module, (args, kwargs), compiling)
+        try:
+            compiling = callable(compiler)
+            watch, code = self._first_forward.watch(module, (args, kwargs), compiling)
+        finally:
+            _set_eval_frame(compiler)
         if watch is None:
             return call(*args, **kwargs)
         set_watched(True)

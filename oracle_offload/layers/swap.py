@@ -81,7 +81,8 @@ def managed_class(base: Any, on_trial: bool, below: Any) -> Any:
             return cast("Tensor", base.forward(self, input))
         if torch.compiler.is_dynamo_compiling():
             return cast("Tensor", layer.traced(self, input))
-        return cast("Tensor", call(layer, input))
+        y: Tensor = call(layer, input)  # no `cast`, which is a call
+        return y
 
     def __getattr__(self: Any, name: str) -> Any:
         leaf: Leaf | None = self.__dict__.get(HANDLE)
