@@ -122,25 +122,26 @@ class ManagedBackward : public Node {
 
     /* `Layer.lend_backward`; nothing where Python must take over. */
     template <typename Compute>
-    auto lend_again(const at::Tensor &gradient, const Needs &needs, const Compute &compute) const
-        -> std::optional<decltype(compute(Weights()))>;
+    auto lend_again(Device &device, const at::Tensor &gradient, const Needs &needs,
+                    const Compute &compute) const -> std::optional<decltype(compute(Weights()))>;
 
     const Origin origin;
 
   protected:
     /* The kind's `derivative`; false where Python must take over, before anything was computed. */
-    virtual bool derive(const at::Tensor &gradient, const Needs &needs, Saved &saved,
-                        Gradients &found) const = 0;
+    virtual bool derive(Device &device, const at::Tensor &gradient, const Needs &needs,
+                        Saved &saved, Gradients &found) const = 0;
     /* What its `record` puts into ``ctx``, as a dict. */
     virtual Owned kept() const = 0;
 
   private:
     Needs needs() const;
-    bool differentiate_here(const at::Tensor &gradient, Saved &saved, Gradients &found) const;
+    bool differentiate_here(Device &device, const at::Tensor &gradient, Saved &saved,
+                            Gradients &found) const;
     Gradients differentiate_there(const at::Tensor &gradient, Saved &saved) const;
     bool was_coded_written() const;
     bool is_unchanged() const;
-    void bring_to_host(Gradients &found, bool here) const;
+    void bring_to_host(Device &device, Gradients &found, bool here) const;
 
     SavedVariable input;
 };
@@ -168,25 +169,24 @@ inline bool ManagedBackward::is_unchanged() const {
 }
 
 template <typename Compute>
-auto ManagedBackward::lend_again(const at::Tensor &gradient, const Needs &needs,
+auto ManagedBackward::lend_again(Device &device, const at::Tensor &gradient, const Needs &needs,
                                  const Compute &compute) const
     -> std::optional<decltype(compute(Weights()))> {
     if (!is_unchanged())
         return {};
-    const Owned state = get(origin.layer, names.state);
     oo_request request{};
     request.member = static_cast<uint32_t>(integer(origin.layer, names.member));
     request.kind = OO_BACKWARD;
     request.task = torch::autograd::get_current_graph_task_id();
     request.stamp = stamp_of(get(origin.layer, names.masters));
-    if (is_true(state, names.simulated)) {
+    if (device.is_simulated) {
         const Owned wrapped(THPVariable_Wrap(gradient));
         const Owned wanted = tuple_of(Flags(needs.begin(), needs.end()));
         request.seconds =
             number(ask(origin.layer, names.backward_seconds, static_cast<PyObject *>(wrapped),
                        static_cast<PyObject *>(wanted)));
     }
-    return lend(origin.layer, state, request, origin.dtype, compute);
+    return lend(origin.layer, device, request, origin.dtype, compute);
 }
 
 /* As Python counts them: by what needed a gradient in forward. */
@@ -208,15 +208,12 @@ inline at::Tensor download(PyObject *engine, const at::Tensor &gradient, uintptr
 }
 
 /* Where the masters lie, their gradients go. Without autocast Python has brought its own there. */
-inline void ManagedBackward::bring_to_host(Gradients &found, bool here) const {
-    const Owned state = get(origin.layer, names.state), engine = get(state, names.engine);
-    const bool is_plain = reinterpret_cast<PyObject *>(Py_TYPE(engine)) == engine_type;
-    std::optional<uintptr_t> stream; /* the same for all: torch sets it for a node */
+inline void ManagedBackward::bring_to_host(Device &device, Gradients &found, bool here) const {
     for (size_t i = 0; i < 2; i++) {
         at::Tensor &gradient = found[i + 1];
         if (!gradient.defined() || origin.stand_in[i] || !(here || origin.dtype))
             continue;
-        if (!is_plain || static_cast<int64_t>(gradient.nbytes()) >=
+        if (!device.is_plain() || static_cast<int64_t>(gradient.nbytes()) >=
                              integer(find(gradients_globals, names.LEAST_BYTES))) {
             const Owned gradients = get(get(origin.layer, names.attachment), names.gradients);
             const Owned wrapped(THPVariable_Wrap(gradient));
@@ -224,29 +221,28 @@ inline void ManagedBackward::bring_to_host(Gradients &found, bool here) const {
                 THPVariable_Unpack(ask(gradients, names.to_host, static_cast<PyObject *>(wrapped)));
             continue;
         }
-        if (!stream) {
-            const Owned number(PyObject_CallNoArgs(get(state, names.stream)));
-            if (is_true(state, names.simulated))
-                ask(get(state, names.time), names.flush, static_cast<PyObject *>(number));
-            stream = address(number);
+        if (!device.stream)
+            device.stream = stream_of(device.state);
+        if (device.is_simulated) {
+            const Owned stream(PyLong_FromUnsignedLongLong(*device.stream));
+            ask(get(device.state, names.time), names.flush, static_cast<PyObject *>(stream));
         }
-        gradient = download(engine, gradient, *stream);
+        gradient = download(device.engine, gradient, *device.stream);
     }
 }
 
 /* By the loan here; false where Python must take over. */
-inline bool ManagedBackward::differentiate_here(const at::Tensor &gradient, Saved &saved,
-                                                Gradients &found) const {
+inline bool ManagedBackward::differentiate_here(Device &device, const at::Tensor &gradient,
+                                                Saved &saved, Gradients &found) const {
     if (at::GradMode::is_enabled() || is_transformed() || is_profiled() ||
         integer(origin.layer, names.member) < 0)
         return false;
-    const Owned state = get(origin.layer, names.state);
-    if (PyObject_SetAttr(state, names.turned, Py_True) < 0)
+    if (PyObject_SetAttr(device.state, names.turned, Py_True) < 0)
         raise();
-    if (!derive(gradient, needs(), saved, found))
+    if (!derive(device, gradient, needs(), saved, found))
         return false;
     if (origin.trains_any() && origin.task == -1)
-        note_trainable(state, torch::autograd::get_current_graph_task_id());
+        note_trainable(device.state, torch::autograd::get_current_graph_task_id());
     return true;
 }
 
@@ -279,14 +275,15 @@ inline variable_list ManagedBackward::apply(variable_list &&gradients) {
     const at::Tensor gradient =
         gradients[0].defined() ? gradients[0] : input_metadata(0).zeros_like();
     try {
+        Device device(origin.layer);
         Saved saved(input);
         Gradients found;
-        const bool here = differentiate_here(gradient, saved, found);
+        const bool here = differentiate_here(device, gradient, saved, found);
         if (!here)
             found = differentiate_there(gradient, saved);
         n_backward += here;
         if (origin.trains_any())
-            bring_to_host(found, here);
+            bring_to_host(device, found, here);
         variable_list result = {std::move(found[0])};
         for (size_t i = 0; i < 2; i++)
             if (origin.trains[i])

@@ -22,8 +22,8 @@ template <int axes> struct Convolution {
         int64_t groups;
 
         Owned kept(const Origin &origin) const;
-        bool derive(const ManagedBackward &node, const at::Tensor &gradient, const Needs &needs,
-                    Saved &saved, Gradients &found) const;
+        bool derive(const ManagedBackward &node, Device &device, const at::Tensor &gradient,
+                    const Needs &needs, Saved &saved, Gradients &found) const;
     };
 
     /* `ConvLayer.ready` and what `ConvLayer.call` does before the loan. */
@@ -115,13 +115,14 @@ template <int axes> Owned Convolution<axes>::Call::kept(const Origin &origin) co
 }
 
 template <int axes>
-bool Convolution<axes>::Call::derive(const ManagedBackward &node, const at::Tensor &gradient,
-                                     const Needs &needs, Saved &saved, Gradients &found) const {
+bool Convolution<axes>::Call::derive(const ManagedBackward &node, Device &device,
+                                     const at::Tensor &gradient, const Needs &needs, Saved &saved,
+                                     Gradients &found) const {
     const Origin &origin = node.origin;
     const at::Tensor x = origin.trains[0]
                              ? saved.get()
                              : at::empty_strided(origin.shape, origin.stride, gradient.options());
-    const auto made = node.lend_again(gradient, needs, [&](const Weights &weights) {
+    const auto made = node.lend_again(device, gradient, needs, [&](const Weights &weights) {
         const Sizes size = {weights.weight.size(0)};
         return at::convolution_backward(
             gradient, x, weights.weight,

@@ -51,8 +51,8 @@ struct Linear {
         std::optional<Sizes> folded;
 
         Owned kept(const Origin &origin) const;
-        bool derive(const ManagedBackward &node, const at::Tensor &gradient, const Needs &needs,
-                    Saved &saved, Gradients &found) const;
+        bool derive(const ManagedBackward &node, Device &device, const at::Tensor &gradient,
+                    const Needs &needs, Saved &saved, Gradients &found) const;
         at::Tensor of_input(const Origin &origin, const at::Tensor &gradient,
                             const Weights &weights) const;
     };
@@ -138,14 +138,15 @@ inline at::Tensor of_bias(const Origin &origin, const at::Tensor &gradient) {
     Sizes all;
     for (int64_t i = 0; i + 1 < g.dim(); i++)
         all.push_back(i);
-    return g.sum(all, true).view({gradient.size(-1)});
+    return g.sum(all);
 }
 
-inline bool Linear::Call::derive(const ManagedBackward &node, const at::Tensor &gradient,
-                                 const Needs &needs, Saved &saved, Gradients &found) const {
+inline bool Linear::Call::derive(const ManagedBackward &node, Device &device,
+                                 const at::Tensor &gradient, const Needs &needs, Saved &saved,
+                                 Gradients &found) const {
     const Origin &origin = node.origin;
     if (needs[0]) {
-        const auto made = node.lend_again(gradient, needs, [&](const Weights &weights) {
+        const auto made = node.lend_again(device, gradient, needs, [&](const Weights &weights) {
             return of_input(origin, gradient, weights);
         });
         if (!made)

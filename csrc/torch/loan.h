@@ -124,6 +124,20 @@ struct Weights {
     at::Tensor weight, bias;
 };
 
+/* A `DeviceState`, of which one call or one node asks each thing once. */
+struct Device {
+    explicit Device(PyObject *layer)
+        : state(get(layer, names.state)), engine(get(state, names.engine)),
+          is_simulated(is_true(state, names.simulated)) {}
+
+    /* Whether nothing stands before the engine. */
+    bool is_plain() const { return reinterpret_cast<PyObject *>(Py_TYPE(engine)) == engine_type; }
+
+    const Owned state, engine;
+    const bool is_simulated;
+    std::optional<uintptr_t> stream; /* that torch computes on: it sets it for a whole node */
+};
+
 /* Tell the engine the versions of what it has begun to copy. */
 inline void stamp_fetched(PyObject *state, const oo_fetched &fetched) {
     if (!fetched.count)
@@ -134,20 +148,23 @@ inline void stamp_fetched(PyObject *state, const oo_fetched &fetched) {
     ask(state, names.stamp_units, static_cast<PyObject *>(units));
 }
 
+inline uintptr_t stream_of(PyObject *state) {
+    return address(Owned(PyObject_CallNoArgs(get(state, names.stream))));
+}
+
 /* `DeviceState.begin_use`; on a real device all but one in 29 ask for nothing but the stream. */
-inline uintptr_t begin_use(PyObject *state) {
-    if (!is_true(state, names.simulated)) {
-        const Owned pace = get(state, names.pace);
+inline uintptr_t begin_use(const Device &device) {
+    if (!device.is_simulated) {
+        const Owned pace = get(device.state, names.pace);
         const int64_t uses = integer(pace, names.uses) + 1;
         if (uses < integer(pace, names.next_look)) {
             const Owned now = Owned(PyLong_FromLongLong(uses));
             if (PyObject_SetAttr(pace, names.uses, now) < 0)
                 raise();
-            const Owned stream = get(state, names.stream);
-            return address(Owned(PyObject_CallNoArgs(stream)));
+            return stream_of(device.state);
         }
     }
-    return address(ask(state, names.begin_use));
+    return address(ask(device.state, names.begin_use));
 }
 
 /* The layer's tensors where they lie in a slot. */
@@ -162,17 +179,17 @@ inline Weights weights_at(PyObject *layer, uintptr_t slot) {
 }
 
 /* End a use. An exception that is set stays, unless the release itself fails. */
-inline void release(PyObject *engine, PyObject *state, const oo_use &use, uintptr_t stream) {
+inline void release(const Device &device, const oo_use &use) {
     PyObject *kind, *value, *traceback;
     PyErr_Fetch(&kind, &value, &traceback);
     oo_fetched fetched;
-    if (core->release(engine, use.ticket, stream, &fetched) < 0) {
+    if (core->release(device.engine, use.ticket, *device.stream, &fetched) < 0) {
         Py_XDECREF(kind);
         Py_XDECREF(value);
         Py_XDECREF(traceback);
         raise();
     }
-    stamp_fetched(state, fetched);
+    stamp_fetched(device.state, fetched);
     PyErr_Restore(kind, value, traceback);
 }
 
@@ -180,14 +197,13 @@ inline void release(PyObject *engine, PyObject *state, const oo_use &use, uintpt
  * then nothing is in use. `compute` runs without the GIL, with what autocast makes of the tensors:
  * in backward of the weight alone. */
 template <typename Compute>
-auto lend(PyObject *layer, PyObject *state, oo_request request, Cast dtype, const Compute &compute)
+auto lend(PyObject *layer, Device &device, oo_request request, Cast dtype, const Compute &compute)
     -> std::optional<decltype(compute(Weights()))> {
-    const Owned engine = get(state, names.engine);
-    if (reinterpret_cast<PyObject *>(Py_TYPE(engine)) != engine_type)
-        return {}; /* something stands before it */
-    request.stream = begin_use(state);
+    if (!device.is_plain())
+        return {};
+    device.stream = request.stream = begin_use(device);
     oo_use use;
-    if (core->acquire(engine, &request, &use) < 0) {
+    if (core->acquire(device.engine, &request, &use) < 0) {
         python_error error;
         error.persist();
         /* No room, which Python words; or another thread has moved the tensors. */
@@ -199,7 +215,7 @@ auto lend(PyObject *layer, PyObject *state, oo_request request, Cast dtype, cons
     }
     std::optional<decltype(compute(Weights()))> result;
     try {
-        stamp_fetched(state, use.fetched);
+        stamp_fetched(device.state, use.fetched);
         if (!is_true(layer, names.moving)) {
             Weights weights = weights_at(layer, use.address);
             const pybind11::gil_scoped_release without;
@@ -209,10 +225,10 @@ auto lend(PyObject *layer, PyObject *state, oo_request request, Cast dtype, cons
             result = compute(weights);
         }
     } catch (...) {
-        release(engine, state, use, request.stream);
+        release(device, use);
         throw;
     }
-    release(engine, state, use, request.stream);
+    release(device, use);
     return result;
 }
 

@@ -37,9 +37,9 @@ template <typename Kind> class Backward : public ManagedBackward {
     std::string name() const override { return Kind::node_name; }
 
   protected:
-    bool derive(const at::Tensor &gradient, const Needs &needs, Saved &saved,
+    bool derive(Device &device, const at::Tensor &gradient, const Needs &needs, Saved &saved,
                 Gradients &found) const override {
-        return call.derive(*this, gradient, needs, saved, found);
+        return call.derive(*this, device, gradient, needs, saved, found);
     }
     Owned kept() const override { return call.kept(origin); }
 
@@ -98,7 +98,7 @@ at::Tensor kept_cast(const at::Tensor &x, at::ScalarType dtype) {
 }
 
 /* What is asked of the engine for a forward now. */
-oo_request forward_request(PyObject *layer, PyObject *state, PyObject *masters,
+oo_request forward_request(PyObject *layer, const Device &device, PyObject *masters,
                            const at::Tensor &x) {
     const int64_t task = torch::autograd::get_current_graph_task_id();
     oo_request request{};
@@ -106,7 +106,7 @@ oo_request forward_request(PyObject *layer, PyObject *state, PyObject *masters,
     request.kind = task == -1 ? OO_FORWARD : OO_RECOMPUTE;
     request.stamp = stamp_of(masters);
     request.task = task;
-    if (is_true(state, names.simulated)) {
+    if (device.is_simulated) {
         const Owned wrapped(THPVariable_Wrap(x));
         request.seconds =
             number(ask(layer, names.forward_seconds, static_cast<PyObject *>(wrapped)));
@@ -134,22 +134,22 @@ at::Tensor record(const Found &found, PyObject *layer, const at::Tensor &x,
     std::array<bool, 2> stand_in;
     const at::Tensor of_weight = taker(layer, found.weight, found.dtype, stand_in[0]);
     const at::Tensor of_bias = taker(layer, found.bias, found.dtype, stand_in[1]);
-    const Owned state = get(layer, names.state);
+    Device device(layer);
     at::Tensor saved = x;
     std::optional<at::Tensor> y;
     oo_request request;
     {
         const at::AutoGradMode off(false);
-        request = forward_request(layer, state, found.masters, x);
-        y = lend(layer, state, request, found.dtype, [&](const Weights &weights) {
+        request = forward_request(layer, device, found.masters, x);
+        y = lend(layer, device, request, found.dtype, [&](const Weights &weights) {
             return Kind::record(call, saved, weights, of_weight.defined());
         });
         if (!y)
             return {};
-        if (request.task == -1 && is_true(state, names.turned))
-            ask(state, names.begin_forward);
+        if (request.task == -1 && is_true(device.state, names.turned))
+            ask(device.state, names.begin_forward);
         if (of_weight.defined() || of_bias.defined())
-            note_trainable(state, request.task);
+            note_trainable(device.state, request.task);
     }
     Origin origin{layer,
                   found.masters,
@@ -175,11 +175,11 @@ at::Tensor record(const Found &found, PyObject *layer, const at::Tensor &x,
 /* Compute as `Layer.lend_unrecorded` does. */
 template <typename Kind>
 at::Tensor compute(const Found &found, PyObject *layer, at::Tensor x, typename Kind::Call &&call) {
-    const Owned state = get(layer, names.state);
+    Device device(layer);
     /* A view of a trained weight requires grad even without grad mode; a cast one does not. */
     const bool trains = found.weight.requires_grad() && !is_cast(found.weight, found.dtype);
-    const oo_request request = forward_request(layer, state, found.masters, x);
-    return lend(layer, state, request, found.dtype,
+    const oo_request request = forward_request(layer, device, found.masters, x);
+    return lend(layer, device, request, found.dtype,
                 [&](const Weights &weights) { return Kind::compute(call, x, weights, trains); })
         .value_or(at::Tensor());
 }

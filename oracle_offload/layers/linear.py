@@ -88,7 +88,7 @@ class LinearLayer(Traced):
             flat = dims != 2 and is_contiguous(shape, stride)
             gb = grad.reshape(-1, grad.shape[-1]) if flat else grad
             if gb.dim() > 1:
-                gb = gb.sum(list(range(gb.dim() - 1)), keepdim=True).view(grad.shape[-1])
+                gb = gb.sum(list(range(gb.dim() - 1)))
         return gx, gw, gb
 
     def forward_cost(self, x: Tensor) -> tuple[float, int]:
