@@ -50,11 +50,26 @@ def refuse_tracing(tracer: str) -> NoReturn:
     )
 
 
+_WHY_OUTSIDE = (
+    "a managed layer computes there that cannot be one operator of a compiled graph; docs/compile.md "
+    "lists which. Compile without fullgraph=True: the graph breaks at this layer alone. Or leave the "
+    "layer resident with ignore_modules=[...]"
+)
+
+
+def outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a graph of torch.compile break at `function`; ``fullgraph=True`` says what to do."""
+    told = {}
+    if "reason" in inspect.signature(torch.compiler.disable).parameters:  # 2.6 has none
+        told["reason"] = _WHY_OUTSIDE
+    return cast("Callable[..., Any]", torch.compiler.disable(function, **told))
+
+
 def _call(layer: Any, x: Tensor) -> Any:
     return layer(x)
 
 
-untraced: Callable[[Any, Tensor], Any] = torch.compiler.disable(_call)  # a graph breaks there
+untraced: Callable[[Any, Tensor], Any] = outside(_call)
 _set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
 
 
@@ -116,8 +131,7 @@ def lending_class(base: Any, around_call: bool) -> Any:
                 return inner(self, *args, **kwargs)
             return leaf.lend_to(functools.partial(inner, self, *args, **kwargs))
 
-        outside: Callable[..., Any] = torch.compiler.disable(lend)  # a graph breaks there
-        return outside
+        return outside(lend)
 
     def method_of(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         lend = lending(inner)

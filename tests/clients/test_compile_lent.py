@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import gc
 import random
 import re
@@ -415,6 +416,27 @@ def test_experts_with_lora(first, stacks):
     trained = [p for n, p in managed.named_parameters() if "lora" in n]
     assert trained
     assert all(p.grad is not None for p in trained)
+
+
+@pytest.mark.usefixtures("experts_alone")
+def test_fullgraph_says_what_to_do_about_lora_on_stacks():
+    """torch refuses a resident model, too: peft parametrises the stacks within each call."""
+    peft = pytest.importorskip("peft")
+    chosen = list(FAMILIES["Qwen3-MoE"].stacks)
+    settings = peft.LoraConfig(r=2, target_modules=[], target_parameters=chosen)
+    model = peft.get_peft_model(experts("grouped_mm"), settings)
+
+    def refused():
+        called = torch.compile(model, backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
+            called(input_ids=torch.arange(7).view(1, 7))
+        return str(raised.value)
+
+    refused()
+    with attached(model):
+        told = refused()
+    if "reason" in inspect.signature(torch.compiler.disable).parameters:  # torch 2.6 gives none
+        assert re.search(r"without fullgraph=True.*ignore_modules=\[", told)
 
 
 class Several(nn.Module):
