@@ -136,7 +136,6 @@ class MemoryManager(manager.MemoryManager):
             for tensor in layer.tensors()
         ]
         _end(module)
-        let_move(module)
         # Not module.to(), which a trainer may have replaced by one that does nothing.
         nn.Module.to(module, "meta")
         gc.collect()

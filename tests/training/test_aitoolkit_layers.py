@@ -1,0 +1,223 @@
+"""Layers that AI-Toolkit's own manager hands over one by one, in this process; and what it empties."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from equality import assert_same
+from torch import Tensor, nn
+
+from oracle_offload import OffloadError, simulator
+from oracle_offload.aitoolkit import MemoryManager, memory_manager, single_layers
+from oracle_offload.aitoolkit.single_layers import LinearLayerMemoryManager, _ensure_cpu_pinned
+from oracle_offload.engines import open_states
+from oracle_offload.layers.linear import LinearLayer
+
+HANDLE = "_layer_memory_manager"
+
+
+class Original:
+    """What `manager.py` of AI-Toolkit keeps of a model, as far as a layer is told of it."""
+
+    def __init__(self, module, layers, device="cpu"):
+        self.module, self.process_device = module, torch.device(device)
+        module._memory_manager = self
+        for layer in layers:
+            LinearLayerMemoryManager.attach(layer, self)
+
+
+def mlp(layers=3, bias=True):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(32, 32, bias=bias) for _ in range(layers)))
+
+
+def managed(model):
+    return [isinstance(part.__dict__.get(HANDLE), LinearLayer) for part in model]
+
+
+class LoRA(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.down, self.org_module = nn.Linear(32, 32), [module]
+        self.org_forward, module.forward = module.forward, self.forward
+
+    def forward(self, x):
+        return self.org_forward(x) + self.down(x)
+
+
+def test_layers_wait_for_a_call_of_the_model_and_no_others_are_managed():
+    model = mlp()
+    x = torch.randn(2, 32)
+    expected = model(x)
+    Original(model, model[:2])
+    assert not open_states() and type(model[0]) is not nn.Linear
+    assert model[1]._memory_management_device == torch.device("cpu")
+    assert model[1].weight._is_memory_managed and not hasattr(model[2], HANDLE)
+    nn.Sequential(nn.Identity())(x)  # of no interest
+    assert not open_states()
+    before = simulator.stats().h2d_bytes
+    assert_same(model(x), expected)
+    assert managed(model) == [True, True, False]
+    assert simulator.stats().h2d_bytes - before >= 2 * model[0].weight.nbytes
+    assert model[0].weight._is_memory_managed
+    del model._memory_manager
+    assert not open_states() and [type(part) for part in model] == [nn.Linear] * 3
+    assert not hasattr(model[0], "_memory_management_device")
+    assert not hasattr(model[0].weight, "_is_memory_managed")
+    assert_same(model(x), expected)
+
+
+def test_the_layer_that_is_called_first_computes_as_a_managed_one():
+    model = mlp(bias=False)
+    x = torch.randn(2, 32)
+    expected = model[1](x)
+    Original(model, model)
+    assert not model[1]._layer_memory_manager.is_lending()
+    before = simulator.stats().h2d_bytes
+    assert_same(model[1](x), expected)
+    assert managed(model) == [True] * 3
+    assert simulator.stats().h2d_bytes - before >= model[1].weight.nbytes
+    del model._memory_manager
+    assert not open_states()
+
+
+def test_the_model_keeps_the_manager_of_the_original():
+    model = mlp()
+    original = Original(model, model)
+    model(torch.randn(2, 32))
+    assert model._memory_manager is original
+    LinearLayerMemoryManager.attach(model[0], original)  # it is managed already
+    assert managed(model) == [True] * 3
+    del original, model._memory_manager
+    assert not open_states()
+
+
+def test_a_model_that_cannot_be_attached_has_its_manager_and_its_layers(monkeypatch):
+    model = mlp()
+    x = torch.randn(2, 32)
+    expected = model(x)
+    original = Original(model, model)
+
+    def refuse(*args, **options):
+        raise OffloadError("no room")
+
+    monkeypatch.setattr(single_layers.manager, "attach", refuse)
+    with pytest.raises(OffloadError, match="no room"):
+        model(x)
+    assert model._memory_manager is original
+    assert [type(part) for part in model] == [nn.Linear] * 3
+    assert_same(model(x), expected)
+
+
+def test_a_model_whose_layers_were_taken_out_is_called_as_it_is():
+    model = mlp()
+    Original(model, model[:2])
+    model[0] = model[1] = nn.Identity()
+    x = torch.randn(2, 32)
+    assert_same(model(x), model[2](x))
+    assert not open_states() and isinstance(model._memory_manager, Original)
+
+
+def test_a_part_that_is_attached_already_stays_with_its_manager():
+    model = nn.Sequential(mlp(2), nn.Linear(32, 32))
+    x = torch.randn(2, 32)
+    expected = model(x)
+    MemoryManager.attach(model[0], "cpu")
+    inner = model[0]._memory_manager
+    Original(model, [model[1]])
+    assert_same(model(x), expected)
+    assert len(inner.layers) == 2 and managed([model[1]]) == [True]
+    del model._memory_manager
+    assert type(model[1]) is nn.Linear and len(inner.layers) == 2
+    MemoryManager.detach(model[0])
+
+
+def test_an_adapter_before_a_waiting_layer_calls_what_it_found_there_again():
+    model = mlp(2)
+    lora = LoRA(model[0])
+    kept = lora.org_forward
+    x = torch.randn(2, 32)
+    expected = model(x)
+    Original(model, model)
+    assert lora.org_forward != kept, "it calls the layer that waits"
+    assert_same(model(x), expected)
+    assert managed(model) == [True] * 2
+    del model._memory_manager
+    assert lora.org_forward == kept
+    assert_same(model(x), expected)
+
+
+def test_an_adapter_before_a_layer_that_never_ran_has_what_it_found_there():
+    model = mlp(2)
+    lora = LoRA(model[0])
+    kept = lora.org_forward
+    Original(model, model)
+    del model._memory_manager
+    assert lora.org_forward == kept and type(model[0]) is nn.Linear
+    assert not hasattr(model[0], HANDLE)
+    x = torch.randn(2, 32)
+    before = len(open_states())
+    model(x)
+    assert len(open_states()) == before, "its hook is gone"
+
+
+def test_a_model_that_is_deleted_takes_all_with_it_in_silence(monkeypatch):
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    model = mlp()
+    Original(model, model)
+    model(torch.randn(2, 32))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None and not open_states() and not said
+
+
+def test_only_plain_tensors_are_locked_and_only_where_there_is_cuda(monkeypatch):
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: ("locked", tensor))
+    plain, parameter = torch.ones(2), nn.Parameter(torch.ones(2))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _ensure_cpu_pinned(plain) is plain
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert _ensure_cpu_pinned(plain)[0] == "locked"
+    assert _ensure_cpu_pinned(parameter) is parameter
+    elsewhere = SimpleNamespace(to=lambda device: ("now on", device))
+    assert _ensure_cpu_pinned(elsewhere) == ("now on", "cpu")
+
+
+def test_caches_of_cuda_are_emptied_only_where_it_has_begun(monkeypatch):
+    emptied = []
+    monkeypatch.setattr(memory_manager, "trim_heap", lambda: emptied.append("heap"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("device"))
+    monkeypatch.setattr(
+        torch._C, "_host_emptyCache", lambda: emptied.append("host"), raising=False
+    )
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    MemoryManager.release_cached_memory()
+    assert emptied == ["heap"], "asking would begin CUDA"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    MemoryManager.release_cached_memory()
+    assert emptied[1:] == ["device", "host", "heap"]
+    monkeypatch.delattr(torch._C, "_host_emptyCache")  # older torch
+    MemoryManager.release_cached_memory()
+    assert emptied[4:] == ["device", "heap"]
+
+
+def test_free_copies_what_is_held_and_not_what_is_garbage(monkeypatch):
+    model = mlp(2)
+    MemoryManager.attach(model, "cpu")
+    held, garbage = model[0].weight, [model[1].weight]
+    values = held.detach().clone()
+    garbage.append(garbage)
+    del garbage
+    copied, clone = [], Tensor.clone
+    monkeypatch.setattr(Tensor, "clone", lambda t, **k: copied.append(t.shape) or clone(t, **k))
+    MemoryManager.free(model)
+    assert copied == [held.shape], "what nobody can reach is collected before"
+    assert_same(held.detach(), values)
+    assert model[0].weight.is_meta and not held.is_meta
