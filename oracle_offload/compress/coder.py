@@ -228,7 +228,6 @@ class Coder:
 
 def on_host(tensor: Tensor) -> Tensor:
     """Return `tensor` as a dense host tensor, in whatever order its elements lie."""
-    tensor = tensor.detach()
     return tensor.cpu() if is_dense(tensor) else tensor.cpu().contiguous()
 
 
