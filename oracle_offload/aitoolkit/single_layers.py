@@ -93,7 +93,7 @@ class _Group:
         """Let a layer wait, its weights on the host."""
         with torch.no_grad():
             for parameter in module._parameters.values():
-                if parameter is not None and type(parameter) is nn.Parameter:
+                if type(parameter) is nn.Parameter:
                     parameter.data = parameter.data.to("cpu")
         wrapper = wrapper_of(module)
         swap_in(module, _Waiting(self, module))  # type: ignore[arg-type]

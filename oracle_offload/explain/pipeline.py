@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -86,12 +87,10 @@ def explain(
     expandable = _expandable(env)
     shown: list[Sign] = []
     if history is not None:
-        try:
+        with contextlib.suppress(OSError):
             rows = read_history(history)
-            shown = signs(history_of(rows)) if is_recording(rows) else signs(rows)
-            shown = [*pieces_in(rows), *shown]
-        except OSError:
-            shown = []
+            steps = history_of(rows) if is_recording(rows) else rows
+            shown = [*pieces_in(rows), *signs(steps)]
     causes = rank(finding, text, shown, expandable=expandable)
     return OomReport(finding, causes, plan(finding, causes, expandable=expandable), findings)
 
@@ -141,10 +140,11 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _message(link: BaseException) -> str:
-    try:
-        return f"{type(link).__name__}: {link}"
-    except Exception:  # a broken __str__
-        return type(link).__name__
+    name = type(link).__name__
+    with contextlib.suppress(Exception):  # a broken __str__
+        if said := str(link):
+            return f"{name}: {said}"
+    return name
 
 
 def _messages(error: BaseException) -> str:
@@ -160,7 +160,7 @@ def _text(error: BaseException | str | bytes | None) -> str:
     if not isinstance(error, BaseException):
         return "" if error is None else str(error)
     messages = _messages(error)
-    if any(kind.__name__ == "MemoryError" for kind in type(error).__mro__) and not str(error):
+    if isinstance(error, MemoryError) and _message(error) == type(error).__name__:
         messages += "\nMemoryError"
     try:
         import traceback

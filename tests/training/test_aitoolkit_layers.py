@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from equality import assert_same
+from ostris import to_ostris
 from torch import Tensor, nn
 
 from oracle_offload import OffloadError, simulator
@@ -17,6 +18,7 @@ from oracle_offload.aitoolkit import MemoryManager, memory_manager, single_layer
 from oracle_offload.aitoolkit.single_layers import LinearLayerMemoryManager, _ensure_cpu_pinned
 from oracle_offload.engines import open_states
 from oracle_offload.layers.linear import LinearLayer
+from oracle_offload.layers.quantised import QuantisedLayer
 
 HANDLE = "_layer_memory_manager"
 
@@ -72,6 +74,23 @@ def test_layers_wait_for_a_call_of_the_model_and_no_others_are_managed():
     assert_same(model(x), expected)
 
 
+def test_a_layer_waits_with_its_plain_weights_on_the_host(monkeypatch):
+    class Packed(nn.Parameter):
+        """Stays where the library that made it has put it."""
+
+    model, moved, to = mlp(1, bias=False), [], Tensor.to
+    model[0].bias = Packed(torch.zeros(32))
+
+    def record(tensor, *where):
+        moved.append((tensor.data_ptr(), *where))
+        return to(tensor, *where)
+
+    monkeypatch.setattr(Tensor, "to", record)
+    Original(model, model)
+    assert moved == [(model[0].weight.data_ptr(), "cpu")]
+    del model._memory_manager
+
+
 def test_the_layer_that_is_called_first_computes_as_a_managed_one():
     model = mlp(bias=False)
     x = torch.randn(2, 32)
@@ -121,6 +140,19 @@ def test_a_model_whose_layers_were_taken_out_is_called_as_it_is():
     x = torch.randn(2, 32)
     assert_same(model(x), model[2](x))
     assert not open_states() and isinstance(model._memory_manager, Original)
+
+
+def test_layers_that_were_quantised_while_they_waited_stream_what_they_are_now():
+    model = mlp(2).requires_grad_(False)
+    Original(model, model)
+    for part in model:
+        to_ostris(part)
+    assert not open_states()
+    nn.Sequential(nn.Linear(32, 32))(torch.randn(2, 32))
+    assert not open_states(), "a stranger's call"
+    model(torch.randn(2, 32))
+    assert [type(part.__dict__[HANDLE]) for part in model] == [QuantisedLayer] * 2
+    del model._memory_manager
 
 
 def test_a_part_that_is_attached_already_stays_with_its_manager():

@@ -350,6 +350,59 @@ def test_a_driver_error_under_expandable_segments(before: str, confidence: str) 
     assert explain_oom(text, env={}).cause.confidence == confidence
 
 
+@pytest.mark.parametrize(
+    ("name", "setting", "confidence"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "high"),
+        ("PYTORCH_ALLOC_CONF", "Expandable_Segments: True", "high"),
+        ("PYTORCH_HIP_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:true", "high"),
+        ("PYTORCH_HIP_ALLOC_CONF", "expandable_segments:False", "low"),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "expandable_segments:True", "low"),
+    ],
+)
+def test_an_exception_is_of_this_process_and_a_text_of_any(
+    name: str, setting: str, confidence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, setting)
+    message = "CUDA driver error: out of memory"
+    error = RuntimeError(message)
+    assert explain_oom(error).cause.confidence == confidence
+    assert explain_oom(error, env={}).cause.confidence == "low"
+    text = f"RuntimeError: {message}"
+    assert explain_oom(text).cause.confidence == "low"
+    assert explain_oom(text, env=os.environ).cause.confidence == confidence
+
+
+def test_what_says_nothing_is_out_of_memory_only_by_its_class() -> None:
+    assert explain_oom(MemoryError()).found and explain_oom(MemoryError("of what")).found
+    assert not explain_oom(RuntimeError()).found and not explain_oom(None).found
+
+    class Worse(Unspeakable, MemoryError):
+        """Of a library that has its own."""
+
+    assert explain_oom(Worse()).found and explain_oom(type("Odd", (MemoryError,), {})()).found
+
+
+def test_anything_is_taken_by_what_it_says() -> None:
+    class Said:
+        def __str__(self) -> str:
+            return CASES["cuda-2.5-in-backward"]
+
+    found: Any = Said()
+    assert explain_oom(found).to_dict() == explain_oom(str(found)).to_dict()
+
+
+def test_sixteen_errors_of_a_chain_are_looked_through() -> None:
+    error: BaseException = MemoryError()
+    for length in range(2, 18):
+        outer = RuntimeError("of no interest")
+        outer.__context__ = error
+        error = outer
+        assert is_oom(error) is (length <= 16) is explain_oom(error).found
+
+
 def test_a_message_is_judged_by_the_32_kib_before_it() -> None:
     near, far = "x" * (31 << 10), "x" * (33 << 10)
     for between, cause in ((near, "second_step"), (far, "too_big")):
