@@ -198,6 +198,17 @@ def test_an_adapter_before_a_layer_that_never_ran_has_what_it_found_there():
     assert len(open_states()) == before, "its hook is gone"
 
 
+def test_a_call_that_began_before_the_model_was_detached_is_that_of_an_ordinary_layer():
+    model = mlp(1)
+    x = torch.randn(2, 32)
+    expected = model[0](x)
+    Original(model, model)
+    waiting = model[0].__dict__[HANDLE]
+    del model._memory_manager
+    assert_same(waiting(x), expected)
+    assert not open_states() and type(model[0]) is nn.Linear
+
+
 def test_a_model_that_is_deleted_takes_all_with_it_in_silence(monkeypatch):
     said = []
     monkeypatch.setattr(sys, "unraisablehook", said.append)

@@ -391,7 +391,9 @@ def test_anything_is_taken_by_what_it_says() -> None:
             return CASES["cuda-2.5-in-backward"]
 
     found: Any = Said()
-    assert explain_oom(found).to_dict() == explain_oom(str(found)).to_dict()
+    expected = explain_oom(str(found)).to_dict()
+    for said in (found, str(found).encode(), bytearray(str(found).encode())):
+        assert explain_oom(said).to_dict() == expected
 
 
 def test_sixteen_errors_of_a_chain_are_looked_through() -> None:
