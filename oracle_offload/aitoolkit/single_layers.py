@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import manager, selection
 from ..layers.kinds import layer_type
@@ -79,7 +80,8 @@ class _Group:
         self._chosen: set[str] = set()  # by name: what is quantised meanwhile may be replaced
         self._waiting: list[weakref.ref[nn.Module]] = []
         self._manager: manager.MemoryManager | None = None
-        self._wrappers: list[tuple[Any, Any]] = []
+        # Weak, as what is told of the original's end must not keep it: a wrapper holds its layer.
+        self._wrappers: Any = WeakIdKeyDictionary()
         # A layer that waits may be quantised, and so replaced: then it is no call of it that tells.
         hook = torch.compiler.disable(self._attach_first)
         self._hook = register_module_forward_pre_hook(hook)
@@ -98,7 +100,7 @@ class _Group:
         wrapper = wrapper_of(module)
         swap_in(module, _Waiting(self, module))  # type: ignore[arg-type]
         if wrapper is not None:
-            self._wrappers.append((wrapper, wrapper.org_forward))
+            self._wrappers[wrapper] = weakref.WeakMethod(wrapper.org_forward)
             wrapper.org_forward = type(module).forward.__get__(module)
         self._waiting.append(weakref.ref(module))
         self._chosen.add(self._names[module])
@@ -138,10 +140,10 @@ class _Group:
         waiting = [m for m in waiting if isinstance(m.__dict__.get(HANDLE), _Waiting)]
         for module in waiting:
             swap_out(module)
-        for wrapper, original in self._wrappers:
-            wrapper.org_forward = original
-        self._waiting.clear()
-        self._wrappers.clear()
+        for wrapper, found in list(self._wrappers.items()):
+            original = found()
+            if original is not None:
+                wrapper.org_forward = original
 
     def _end(self) -> None:
         """The original has let go of its manager: at detach, at free, or with the model."""

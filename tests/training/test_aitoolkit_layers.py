@@ -221,6 +221,21 @@ def test_a_model_that_is_deleted_takes_all_with_it_in_silence(monkeypatch):
     assert gone() is None and not open_states() and not said
 
 
+@pytest.mark.parametrize("called", [False, True])
+def test_an_adapter_before_the_model_itself_does_not_keep_it(called):
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32)
+    lora = LoRA(model)
+    original = Original(model, [model])
+    if called:
+        model(torch.randn(2, 32))
+        assert isinstance(model.__dict__[HANDLE], LinearLayer)
+    gone = weakref.ref(original)
+    del original, model, lora
+    gc.collect()
+    assert gone() is None and not open_states()
+
+
 def test_only_plain_tensors_are_locked_and_only_where_there_is_cuda(monkeypatch):
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: ("locked", tensor))
     plain, parameter = torch.ones(2), nn.Parameter(torch.ones(2))
