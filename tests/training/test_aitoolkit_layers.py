@@ -61,6 +61,7 @@ def test_layers_wait_for_a_call_of_the_model_and_no_others_are_managed():
     assert model[1]._memory_management_device == torch.device("cpu")
     assert model[1].weight._is_memory_managed and not hasattr(model[2], HANDLE)
     nn.Sequential(nn.Identity())(x)  # of no interest
+    model[2](x)  # as is a layer by itself that was not handed over
     assert not open_states()
     before = simulator.stats().h2d_bytes
     assert_same(model(x), expected)
@@ -152,6 +153,10 @@ def test_layers_that_were_quantised_while_they_waited_stream_what_they_are_now()
     assert not open_states(), "a stranger's call"
     model(torch.randn(2, 32))
     assert [type(part.__dict__[HANDLE]) for part in model] == [QuantisedLayer] * 2
+    model[0] = nn.Linear(32, 32).requires_grad_(False)
+    model(torch.randn(2, 32))
+    assert managed(model) == [True, False] and model[0].weight._is_memory_managed
+    assert model[0]._memory_management_device == torch.device("cpu")
     del model._memory_manager
 
 
@@ -166,6 +171,19 @@ def test_a_part_that_is_attached_already_stays_with_its_manager():
     assert len(inner.layers) == 2 and managed([model[1]]) == [True]
     del model._memory_manager
     assert type(model[1]) is nn.Linear and len(inner.layers) == 2
+    MemoryManager.detach(model[0])
+
+
+def test_a_layer_that_another_manager_has_taken_meanwhile_stays_with_it():
+    model = mlp(2).requires_grad_(False)
+    Original(model, model)
+    to_ostris(model[0])  # it waits no more
+    MemoryManager.attach(model[0], "cpu")
+    layer = model[0].__dict__[HANDLE]
+    model(torch.randn(2, 32))
+    assert model[0].__dict__[HANDLE] is layer and managed(model) == [False, True]
+    del model._memory_manager
+    assert model[0].__dict__[HANDLE] is layer and type(model[1]) is nn.Linear
     MemoryManager.detach(model[0])
 
 
