@@ -15,6 +15,7 @@ from ..errors import OffloadError
 
 NAME = "toolkit.memory_management"
 _HERE = Path(__file__).parent
+_OURS = __name__.split(".")[0]
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -91,9 +92,9 @@ def _exchange(before: dict[str, ModuleType]) -> None:
         for key in ("MemoryManager", "sync_grad_transfers"):
             if hasattr(old, key) and hasattr(new, key):
                 renamed[id(getattr(old, key))] = getattr(new, key)
-    for module in list(sys.modules.values()):
-        if module is None or any(module is old for old in before.values()):
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == _OURS:  # which has our names in any case
             continue
-        for key, value in list(vars(module).items()):
+        for key, value in list(getattr(module, "__dict__", {}).items()):  # None has none
             if id(value) in renamed:
                 setattr(module, key, renamed[id(value)])

@@ -599,6 +599,7 @@ oracle_offload.aitoolkit.uninstall()
 import importlib
 assert trainer.MemoryManager.__module__ == "toolkit.memory_management.manager"
 assert importlib.import_module("toolkit.memory_management").MemoryManager is trainer.MemoryManager
+assert oracle_offload.aitoolkit.MemoryManager.__module__.startswith("oracle_offload"), "still ours"
 """
     assert run(code + again + TRAIN + back, toolkit_of(tmp_path)) == "done\n"
 
