@@ -139,8 +139,7 @@ class Coder:
         return found
 
     def _prepare(self, tensor: Tensor, values: Tensor | Origin) -> Prepared | None:
-        kind = kind_of(tensor)
-        assert kind is not None
+        kind = _KINDS[tensor.dtype]
         if self._failed:
             return None
         try:

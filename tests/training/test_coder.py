@@ -93,6 +93,28 @@ def test_a_budget_that_needs_small_weights_needs_a_place_for_them(tmp_path):
         prepare(coder_of(tmp_path, tensor, ram_budget="1GB"), tensor)
 
 
+def test_masters_may_have_as_many_bytes_as_the_budget(tmp_path):
+    made = coder_of(tmp_path, ram_budget="1KiB", limit=1024.0)
+    made.check_budget(1024)
+    with pytest.raises(OffloadError, match=r"ram_budget='1KiB' is .* take 1\.0"):
+        made.check_budget(1025)
+    coder_of(tmp_path).check_budget(1 << 60)  # none was given
+
+
+def test_codes_of_other_weights_under_the_name_are_made_anew(tmp_path, caplog):
+    tensor, other = weights(), weights(seed=1)
+    prepare(coder_of(tmp_path, tensor, other), tensor)
+    (codes,) = (tmp_path / "coded").glob(f"*{CODED}")
+    good = codes.read_bytes()
+    prepare(coder_of(tmp_path, other), other)
+    (wrong,) = (path for path in (tmp_path / "coded").glob(f"*{CODED}") if path != codes)
+    codes.write_bytes(wrong.read_bytes())
+    found, _ = prepare(coder_of(tmp_path, tensor), tensor)
+    assert caplog.text.count("is damaged") == 1 and codes.read_bytes() == good
+    made = found[id(tensor)]
+    assert bytes(memoryview(made.coded).cast("B")[: made.nbytes]) == good
+
+
 def test_a_file_with_other_weights_under_the_name_is_written_anew(tmp_path, caplog):
     tensor, other = weights(), weights(seed=1)
     prepare(coder_of(tmp_path, tensor), tensor)
@@ -107,6 +129,9 @@ def test_a_file_with_other_weights_under_the_name_is_written_anew(tmp_path, capl
     raw.unlink()
     found, _ = prepare(coder_of(tmp_path, tensor), tensor)
     assert torch.equal(found[id(tensor)].readable, tensor) and raw.exists()
+    written = [path.stat().st_ino for path in (raw, codes)]
+    prepare(coder_of(tmp_path, tensor), tensor)
+    assert [path.stat().st_ino for path in (raw, codes)] == written, "what fits is used again"
     assert not caplog.text, "what is not there is not damaged"
 
 

@@ -378,6 +378,8 @@ def test_an_exception_is_of_this_process_and_a_text_of_any(
 def test_what_says_nothing_is_out_of_memory_only_by_its_class() -> None:
     assert explain_oom(MemoryError()).found and explain_oom(MemoryError("of what")).found
     assert not explain_oom(RuntimeError()).found and not explain_oom(None).found
+    error = MemoryError("Unable to allocate 2.00 GiB for an array with shape (1,)")
+    assert explain_oom(error).value("requested") == 2 * GiB
 
     class Worse(Unspeakable, MemoryError):
         """Of a library that has its own."""
