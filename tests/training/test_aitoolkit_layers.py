@@ -297,3 +297,28 @@ def test_free_copies_what_is_held_and_not_what_is_garbage(monkeypatch):
     assert copied == [held.shape], "what nobody can reach is collected before"
     assert_same(held.detach(), values)
     assert model[0].weight.is_meta and not held.is_meta
+
+
+def test_memory_that_only_garbage_holds_is_given_back():
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.itself, holder.tensor = holder, torch.ones(2)
+    gone = weakref.ref(holder)
+    gc.disable()
+    try:
+        del holder
+        assert gone() is not None
+        MemoryManager.release_cached_memory()
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_detach_of_what_was_never_attached_moves_nothing():
+    class Still(nn.Linear):
+        def _apply(self, fn, recurse=True):
+            raise AssertionError("it was moved")
+
+    MemoryManager.detach(Still(4, 4))
