@@ -80,13 +80,12 @@ class Spans:
     def __init__(self, spans: list[tuple[int, int, Any]]) -> None:
         self.spans = sorted(set(spans), key=lambda span: span[:2])
         self.starts = [span[0] for span in self.spans]
-        self.start = self.spans[0][0] if spans else 0
-        self.end = max((span[1] for span in spans), default=0)
 
     def touched(self, start: int, end: int) -> Iterator[tuple[int, int, Any]]:
         """Yield the intersections of [start, end) with the ranges."""
-        index = max(0, bisect.bisect_right(self.starts, start) - 1)
-        for low, high, what in self.spans[index:]:
+        first = max(0, bisect.bisect_right(self.starts, start) - 1)
+        for index in range(first, len(self.spans)):
+            low, high, what = self.spans[index]
             if low >= end:
                 return
             if high > start:

@@ -140,11 +140,9 @@ class Witness(TorchDispatchMode):
         for tensor, written in operator.tensors(args, kwargs):
             start, end = memory_of(tensor)
             moved += end - start
-            if start < self._masters.end and end > self._masters.start:
-                for touched in self._masters.touched(start, end):
-                    self._master_touched(func, touched, written)
-            if start < self._arena.end and end > self._arena.start:
-                (writes if written else reads).extend(self._arena.touched(start, end))
+            for touched in self._masters.touched(start, end):
+                self._master_touched(func, touched, written)
+            (writes if written else reads).extend(self._arena.touched(start, end))
         if reads or writes:
             self.arena_reads += bool(reads)
             if self.declare:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from oracle_offload import OffloadError, simulator
 from oracle_offload.aitoolkit import MemoryManager, memory_manager, single_layers
 from oracle_offload.aitoolkit.single_layers import LinearLayerMemoryManager, _ensure_cpu_pinned
+from oracle_offload.aitoolkit.together import SETTING
 from oracle_offload.engines import open_states
 from oracle_offload.layers.linear import LinearLayer
 from oracle_offload.layers.quantised import QuantisedLayer
@@ -40,6 +41,25 @@ def mlp(layers=3, bias=True):
 
 def managed(model):
     return [isinstance(part.__dict__.get(HANDLE), LinearLayer) for part in model]
+
+
+class Trainer:
+    """A process that loads a model, as far as `follow_setting` looks at it."""
+
+    def __init__(self, folder, config):
+        self.save_root, self.config, self.seen = str(folder), config, []
+
+    def load(self, model):
+        MemoryManager.attach(model, "cpu")
+        MemoryManager.detach(model)
+        return self.train_single_accumulation.__self__ is not self
+
+    def hook_train_loop(self, batch):
+        return [self.train_single_accumulation(one) for one in batch]
+
+    def train_single_accumulation(self, batch):
+        self.seen.append(batch)
+        return batch
 
 
 class LoRA(nn.Module):
@@ -322,3 +342,19 @@ def test_detach_of_what_was_never_attached_moves_nothing():
             raise AssertionError("it was moved")
 
     MemoryManager.detach(Still(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("section", "follows"), [({SETTING: True}, True), ({SETTING: False}, False), ({}, False)]
+)
+def test_the_trainer_that_attaches_is_changed_where_its_configuration_asks(
+    tmp_path, section, follows
+):
+    trainer = Trainer(tmp_path, {"model": section})
+    assert trainer.load(mlp(1)) is follows
+    before = vars(trainer).get("train_single_accumulation")
+    trainer.load(mlp(1))
+    assert vars(trainer).get("train_single_accumulation") is before, "once is enough"
+    assert trainer.hook_train_loop([7]) == trainer.seen == [7]
+    assert Trainer(tmp_path, {"model": None}).load(mlp(1)) is False
+    assert Trainer(tmp_path, {}).load(mlp(1)) is False
