@@ -336,12 +336,22 @@ def test_memory_that_only_garbage_holds_is_given_back():
         gc.enable()
 
 
-def test_detach_of_what_was_never_attached_moves_nothing():
-    class Still(nn.Linear):
-        def _apply(self, fn, recurse=True):
-            raise AssertionError("it was moved")
+def test_detach_brings_to_the_cpu_what_was_attached_and_moves_nothing_else():
+    class Counted(nn.Sequential):
+        moved = 0
 
-    MemoryManager.detach(Still(4, 4))
+        def _apply(self, fn, recurse=True):
+            self.moved += 1
+            assert fn(torch.empty(1, device="meta")).is_meta
+            return super()._apply(fn, recurse)
+
+    model = Counted(nn.Linear(32, 32))
+    MemoryManager.detach(model)
+    assert model.moved == 0
+    MemoryManager.attach(model, "cpu")
+    before = model.moved
+    MemoryManager.detach(model)
+    assert model.moved == before + 1
 
 
 @pytest.mark.parametrize(
