@@ -152,14 +152,12 @@ static int oo__execute(PyObject *module) {
     Py_DECREF(errors);
     if (!state->offload_error || !state->driver_error || !state->no_room_error ||
         oo__add_type(module, &oo__host_buffer_spec, &state->host_buffer_type) < 0 ||
-        oo__add_type(module, &oo__engine_spec, &state->engine_type) < 0)
-        return -1;
-    if (oo__add_handover(module) < 0 || PyModule_AddFunctions(module, oo__coded_functions) < 0 ||
+        oo__add_type(module, &oo__engine_spec, &state->engine_type) < 0 ||
+        oo__add_handover(module) < 0 || PyModule_AddFunctions(module, oo__coded_functions) < 0 ||
         PyModule_AddIntConstant(module, "BF16", OO_CODEC_BF16) < 0 ||
         PyModule_AddIntConstant(module, "FP8", OO_CODEC_FP8) < 0 ||
-        PyModule_AddIntConstant(module, "INT8", OO_CODEC_INT8) < 0)
-        return -1;
-    if (PyModule_AddStringConstant(module, "VERSION", oo_version()) < 0 ||
+        PyModule_AddIntConstant(module, "INT8", OO_CODEC_INT8) < 0 ||
+        PyModule_AddStringConstant(module, "VERSION", oo_version()) < 0 ||
         PyModule_AddIntConstant(module, "FORWARD", OO_FORWARD) < 0 ||
         PyModule_AddIntConstant(module, "RECOMPUTE", OO_RECOMPUTE) < 0 ||
         PyModule_AddIntConstant(module, "BACKWARD", OO_BACKWARD) < 0 ||

@@ -141,7 +141,7 @@ class MemoryManager(manager.MemoryManager):
         gc.collect()
         for master in masters:
             held = master()  # by an optimizer, say: it alone must not keep a whole piece of memory
-            if held is not None and not held.is_meta:
+            if held is not None:
                 held.data = held.data.clone()
         cls.release_cached_memory()
 

@@ -311,12 +311,25 @@ def test_free_copies_what_is_held_and_not_what_is_garbage(monkeypatch):
     values = held.detach().clone()
     garbage.append(garbage)
     del garbage
-    copied, clone = [], Tensor.clone
+    copied, emptied, clone = [], [], Tensor.clone
+    monkeypatch.setattr(memory_manager, "trim_heap", lambda: emptied.append("heap"))
     monkeypatch.setattr(Tensor, "clone", lambda t, **k: copied.append(t.shape) or clone(t, **k))
     MemoryManager.free(model)
     assert copied == [held.shape], "what nobody can reach is collected before"
+    assert emptied == ["heap"]
     assert_same(held.detach(), values)
     assert model[0].weight.is_meta and not held.is_meta
+
+
+def test_what_is_no_layer_is_told_and_has_no_adapter_attached():
+    norm, table = nn.LayerNorm(32), nn.BatchNorm1d(32, affine=False)
+    model = nn.Sequential(nn.Linear(32, 32), norm, table, nn.Identity())
+    adapter = nn.Linear(32, 32)
+    norm.ara_lora_ref = weakref.ref(adapter)
+    MemoryManager.attach(model, "cpu")
+    assert model._memory_manager.unmanaged_modules == [norm, table]
+    assert model._memory_manager.adapters is None and not hasattr(adapter, HANDLE)
+    MemoryManager.detach(model)
 
 
 def test_memory_that_only_garbage_holds_is_given_back():
