@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload.autocast import cast_input, cast_tensors
+from oracle_offload.autocast import cast_dtype, cast_input, cast_tensors, computing_in
 
 RESIDENT = ["r"]
 SHAPES = {
@@ -312,3 +312,12 @@ def test_borrowed_tensors_are_cast_as_autocast_does():
         None,
         torch.float32,
     ]
+
+
+@pytest.mark.parametrize("now", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("then", [None, torch.bfloat16, torch.float16], ids=str)
+def test_code_computes_in_the_dtype_that_it_was_compiled_for(now, then):
+    with torch.autocast("cpu", now, enabled=now is not None):
+        with computing_in("cpu", then):
+            assert cast_dtype("cpu") is then
+        assert cast_dtype("cpu") is now
