@@ -1,4 +1,4 @@
-"""Layers that AI-Toolkit's own manager hands over one by one, in this process; and what it empties."""
+"""Layers that AI-Toolkit's own manager hands over one by one; and the memory that it empties."""
 
 from __future__ import annotations
 
@@ -290,9 +290,7 @@ def test_caches_of_cuda_are_emptied_only_where_it_has_begun(monkeypatch):
     emptied = []
     monkeypatch.setattr(memory_manager, "trim_heap", lambda: emptied.append("heap"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("device"))
-    monkeypatch.setattr(
-        torch._C, "_host_emptyCache", lambda: emptied.append("host"), raising=False
-    )
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: emptied.append("host"), raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     MemoryManager.release_cached_memory()
     assert emptied == ["heap"], "asking would begin CUDA"
