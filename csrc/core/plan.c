@@ -17,6 +17,7 @@ enum { OO_LOOKAHEAD = 16 };                     /* uses of a unit looked at to f
 enum { OO_FEW = 400 };                          /* units in the arena that are all looked at */
 enum { OO_MANY_ROUNDS = 8 };                    /* of samples: more are no interruption */
 enum { OO_SLOTS_BETWEEN = 2 };                  /* of the largest unit: a ring before that */
+enum { OO_SHARES = 6 };                         /* of the arena: training goes around one at least */
 enum { OO_MEASURED = 4, OO_REMEASURED_ONE_IN = 4093 }; /* forwards of each unit; of all, a prime */
 static const double oo__memory = 15.0 / 16;            /* of copies that were measured */
 #define OO_NOWHERE UINT64_MAX                          /* an index into the trace that is none */
@@ -67,8 +68,8 @@ struct oo_rounds {
     int many;        /* either is so many that those that stay may be spread */
     int between;     /* training has come before */
     int spread;      /* those that stay are */
-    int over;        /* between training, until a moment ago: in the forward of this step */
-    int spread_over; /* likewise, and those that stay were spread */
+    int over;        /* until a moment ago: in the forward of this step */
+    int spread_over; /* likewise, and those that stay are spread */
     uint64_t number; /* rounds laid so far */
     uint64_t length; /* of the latest, in visits */
     uint64_t layout; /* the arena's, when the latest was */
@@ -95,6 +96,7 @@ struct oo_plan {
     uint32_t *homes; /* the units that have one, in order */
     uint32_t n_homes;
     uint64_t home_layout; /* the arena's layout that they were given in */
+    size_t home_floor;    /* of all laps: those that samples have spread lie in front of it */
     size_t home_begin;    /* of a lap but the first: behind what stays */
     size_t home_end;      /* where the next one may begin */
     int relaid;           /* homes were, clear of what stays: others may lie elsewhere */
@@ -301,10 +303,19 @@ static void oo__learn_block(struct oo_plan *plan) {
 
 /* ---- homes ---- */
 
-/* A home begins where the one before it ends, around the arena; but not where those lie that come
- * first and stay in use meanwhile, as nobody else finds that free. */
+/* Samples have spread it, and training leaves it there. */
+static int oo__is_settled(const struct oo_plan *plan, const struct oo_plan_unit *unit) {
+    return unit->round == plan->rounds.number && unit->place < plan->home_floor;
+}
+
+/* A home begins where the one before it ends, around the arena; but not where those lie that are
+ * settled, nor those that come first and stay in use meanwhile, as nobody else finds that free. */
 static void oo__give_home(struct oo_plan *plan, struct oo_plan_unit *unit) {
     const size_t end = plan->home_end;
+    if (oo__is_settled(plan, unit)) {
+        unit->home = unit->place;
+        return;
+    }
     unit->home = oo_arena_fit(&plan->arena, end, unit->bytes);
     if (unit->home < end)
         unit->home = oo_arena_fit(&plan->arena, plan->home_begin, unit->bytes);
@@ -317,7 +328,11 @@ static size_t oo__home(struct oo_plan *plan, uint32_t id) {
     struct oo_plan_unit *unit = &plan->units[id];
     if (plan->home_layout != plan->arena.layout) { /* the same order, around another arena */
         plan->home_layout = plan->arena.layout;
-        plan->home_begin = plan->home_end = 0;
+        if (plan->home_floor && plan->rounds.layout != plan->arena.layout) {
+            plan->home_floor = 0; /* nobody is settled there */
+            plan->relaid = 1;
+        }
+        plan->home_begin = plan->home_end = plan->home_floor;
         for (uint32_t i = 0; i < plan->n_homes; i++)
             if (!plan->units[plan->homes[i]].removed)
                 oo__give_home(plan, &plan->units[plan->homes[i]]);
@@ -351,7 +366,7 @@ static void oo__learn_order(struct oo_plan *plan) {
     for (uint32_t i = 0; i < plan->n_homes; i++)
         plan->units[plan->homes[i]].rank = 0;
     plan->n_homes = 0;
-    plan->home_begin = plan->home_end = 0;
+    plan->home_begin = plan->home_end = plan->home_floor;
     for (uint64_t i = begin; i < end; i++)
         (void)oo__home(plan, oo__visit_at(plan, i)->unit);
 }
@@ -602,16 +617,38 @@ static int oo__lay_round(struct oo_plan *plan, uint64_t visits, int is_laid, int
     return 1;
 }
 
-/* Forward turns into backward, or that into the next forward. */
+/* Training after samples: those that are spread stay where they are, but for the last of them, and
+ * the homes of all others go around what is behind: two blocks at least. */
+static void oo__settle(struct oo_plan *plan) {
+    const size_t total = plan->arena.total_bytes, blocks = 2 * plan->block_bytes;
+    const size_t room = blocks > total / OO_SHARES ? blocks : total / OO_SHARES;
+    plan->home_floor = 0;
+    plan->home_layout = OO_NOWHERE;
+    for (uint32_t i = 0; plan->rounds.spread && i < plan->n_units; i++) {
+        const struct oo_plan_unit *unit = &plan->units[i];
+        const size_t end = unit->place + unit->bytes;
+        if (unit->round == plan->rounds.number && unit->place < plan->rounds.ring &&
+            end + room <= total && end > plan->home_floor)
+            plan->home_floor = end;
+    }
+}
+
+/* Forward turns into backward, or that into the next forward. A first backward tells what a block
+ * is. */
 static void oo__turn_rounds(struct oo_plan *plan, enum oo_kind kind) {
     struct oo_rounds *rounds = &plan->rounds;
     if (rounds->on)
         rounds->before = rounds->count;
     if (kind == OO_FORWARD && (rounds->over || plan->relaid)) {
+        if (rounds->over && plan->arena.total_bytes - plan->home_floor < 2 * plan->block_bytes)
+            oo__settle(plan);
         plan->stray = 0;
         plan->relaid = 0;
     }
-    rounds->over = rounds->on && rounds->between;
+    /* A unit that is used twice makes a first forward look like two rounds. */
+    rounds->over = rounds->on && (rounds->between || (rounds->spread && rounds->count > 1));
+    if (rounds->over)
+        oo__settle(plan);
     rounds->spread_over = rounds->over && rounds->spread;
 }
 
@@ -849,6 +886,15 @@ static uint64_t oo__evictable_next_use(const void *context, uint32_t unit) {
     return plan->units[unit].pins ? 0 : oo_plan_next_use(plan, unit);
 }
 
+/* Until training has found back, those that are settled are no room for a fetch: each would have
+ * to come again. */
+static uint64_t oo__fair_next_use(const void *context, uint32_t unit) {
+    const struct oo_plan *plan = context;
+    return plan->rounds.spread_over && oo__is_settled(plan, &plan->units[unit])
+               ? 0
+               : oo__evictable_next_use(plan, unit);
+}
+
 /* When the unit of predicted visit `index` is used after that. */
 static uint64_t oo__use_after(const struct oo_plan *plan, uint64_t index) {
     const struct oo_trace_entry *visit = oo__visit_at(plan, index);
@@ -882,7 +928,8 @@ static int oo__find(struct oo_plan *plan, uint32_t unit, uint64_t later_than,
                     struct oo_window *window) {
     struct oo_search search = {.bytes = plan->units[unit].bytes,
                                .later_than = later_than,
-                               .next_use = oo__evictable_next_use,
+                               .next_use =
+                                   later_than ? oo__fair_next_use : oo__evictable_next_use,
                                .context = plan,
                                .window = window};
     if (later_than == 0 || !oo__remembered(plan, plan->match))
@@ -1008,7 +1055,7 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
     if (pile != OO_ANYWHERE)
         return oo__place_is_free(plan, *unit, pile, distance, window);
     uint64_t after = oo__use_after(plan, ahead->end);
-    /* Who was spread may lie in a home and be needed before those that have been used. */
+    /* Who was spread or streamed may lie in a home and be needed before those that have been used. */
     if (plan->rounds.spread_over && oo__visit_at(plan, ahead->end)->kind != OO_FORWARD)
         after = oo__use_in_next_forward(plan, after);
     const uint64_t again = after - plan->match;
@@ -1019,9 +1066,10 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
     /* Elsewhere it would only take another unit's place, which then waits in its turn, in this step
      * and in all later ones. In a small arena there is little time to wait. And while those that
      * were spread lie astray, free room is anybody's. */
-    const int has_time = early || !(oo__is_small(plan) || plan->rounds.spread_over);
+    const int is_anybodys = plan->rounds.spread_over && !plan->home_floor;
+    const int has_time = early || !(oo__is_small(plan) || is_anybodys);
     if (home == OO_HOME_FREE_SOON && has_time)
-        return plan->rounds.spread_over &&
+        return is_anybodys &&
                oo_arena_find_free(&plan->arena, plan->units[*unit].bytes, window);
     /* Beyond the lead that hides a copy's latency, patience pays: a unit used between now and then
      * may be needed later than any that can be evicted now (in sampling it always is). */

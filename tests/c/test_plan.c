@@ -588,8 +588,9 @@ static void halves(struct oo_plan *plan, const struct model *m, size_t half[2]) 
 
 /* Of many samples between training steps each costs no more than without training. Those that stay
  * are spread once there were many, and at once where there were many the last time; but not where
- * that is known to save no time. In the second step after them what lies astray comes home, and
- * every later one is as if there had been no samples. */
+ * that is known to save no time. They stay where they are while training goes on, and its homes lie
+ * behind them: no step after the samples moves more than a ring beyond the least (1.4 times the
+ * least where all of them went home). */
 static void many_samples(double seconds_per_byte) {
     static struct model m;
     flux(&m, 3072, 1);
@@ -605,7 +606,7 @@ static void many_samples(double seconds_per_byte) {
             const struct outcome o = run(plan, &m, m.step, m.n_visits);
             printf("preview %d, step %d: %.3f X_min\n", preview, step,
                    (double)o.bytes / (double)x_min(&m, capacity));
-            const size_t most = step == 0 ? (preview ? 105 : 155) : step == 1 && pays ? 145 : 101;
+            const size_t most = step == 0 ? (preview ? 104 : 155) : step == 1 && pays ? 103 : 101;
             CHECK(o.bytes * 100 <= x_min(&m, capacity) * most, "step %d: %zu bytes", step, o.bytes);
         }
         for (int sweep = 0; sweep < 30; sweep++) {
@@ -616,11 +617,13 @@ static void many_samples(double seconds_per_byte) {
                    sweep, (double)o.bytes / (double)missing, (double)half[0] / (double)capacity,
                    (double)half[1] / (double)capacity);
             const int spread = half[0] * 5 > half[1] * 4 && half[1] * 5 > half[0] * 4;
-            const int begin = preview ? 1 : 9;
-            CHECK(spread == (pays && sweep >= begin),
+            CHECK(spread == (pays && (preview || sweep >= 9)),
                   "preview %d, sweep %d: %zu and %zu bytes stay", preview, sweep, half[0], half[1]);
-            const int moves = pays && (sweep + 1 >= begin && sweep <= begin + 1);
-            CHECK(moves || o.bytes <= missing + 6 * m.largest, "preview %d, sweep %d: %zu bytes",
+            /* There; and later to where the ring of training was. */
+            const int begin = preview ? 1 : 9;
+            const int moves = pays && sweep + 1 >= begin && sweep <= begin + 1;
+            const size_t moved = !moves ? 0 : preview ? capacity / 6 : missing;
+            CHECK(o.bytes <= missing + moved + 6 * m.largest, "preview %d, sweep %d: %zu bytes",
                   preview, sweep, o.bytes);
         }
     }
@@ -869,6 +872,42 @@ static void test_a_unit_that_is_used_twice_in_a_round(void) {
     oo_plan_destroy(plan);
 }
 
+/* Training that begins after samples leaves those that are spread where they are, too: it learns
+ * what a block is from its first backward, and from then on takes hardly more than the least (up to
+ * 1.46 of it in the fourth step, and more for ever, while they lay in the homes of others). */
+static void test_training_begins_after_samples(void) {
+    static struct model m;
+    static struct clocks c;
+    for (int checkpointed = 0; checkpointed < 2; checkpointed++)
+        for (int percent = 25; percent <= 75; percent += 10) {
+            flux(&m, 3072, checkpointed);
+            const size_t capacity = aligned(m.total / 100 * (size_t)percent);
+            const double least = (double)x_min(&m, capacity), copies_s = least / 2 / LINK_BPS;
+            const double kernels_s = 0.2 * (double)m.total / LINK_BPS;
+            const double back_s = (1 + checkpointed) * kernels_s;
+            const double bound_s = (kernels_s > copies_s ? kernels_s : copies_s) +
+                                   (back_s > copies_s ? back_s : copies_s);
+            struct oo_plan *plan = plan_of(&m, capacity);
+            c = (struct clocks){0};
+            for (unsigned unit = 0; unit < m.n; unit++)
+                oo_plan_took(plan, unit, 0.2 * (double)m.bytes[unit] / LINK_BPS);
+            oo_plan_copied(plan, 3000, 3000.0 / LINK_BPS);
+            for (int sample = 0; sample < 12; sample++)
+                timed_round(plan, &m, &c, m.n);
+            for (int step = 0; step < 4; step++) {
+                const struct step o = timed_round(plan, &m, &c, m.n_visits);
+                const double bytes = (double)o.bytes / least;
+                const double seconds = o.seconds / bound_s;
+                printf("%d%% resident, checkpoints %d, step %d: %.3f of the least bytes, %.3f of "
+                       "the bound\n",
+                       percent, checkpointed, step, bytes, seconds);
+                CHECK(bytes <= (step < 2 ? 1.26 : 1.015), "step %d: %.3f", step, bytes);
+                CHECK(seconds <= (step < 2 ? 1.26 : 1.025), "step %d: %.3f", step, seconds);
+            }
+            oo_plan_destroy(plan);
+        }
+}
+
 /* What has to leave is told once, so that what cannot does not keep the others. */
 static void test_each_that_leaves_is_told_once(void) {
     static struct model m;
@@ -887,7 +926,7 @@ static void test_each_that_leaves_is_told_once(void) {
     for (; oo_plan_next_drop(plan, &unit) && count < m.n; count++, last = unit)
         CHECK(unit > last && oo_plan_resident(plan, unit) && !oo_plan_pins(plan, unit),
               "unit %u after %u", unit, last);
-    CHECK(count > m.n / 8 && count < m.n, "%u units have to leave", count);
+    CHECK(count > 4 && count < m.n / 8, "%u units have to leave", count);
     oo_plan_unpin(plan, 0);
     oo_plan_destroy(plan);
 }
@@ -1254,6 +1293,7 @@ static const struct check_case cases[] = {
     CASE(test_rounds_of_units_with_several_members),
     CASE(test_rounds_within_a_round),
     CASE(test_a_unit_that_is_used_twice_in_a_round),
+    CASE(test_training_begins_after_samples),
     CASE(test_each_that_leaves_is_told_once),
     CASE(test_steps_that_take_turns_keep_their_own_order),
     CASE(test_thousands_of_units_move_as_few_bytes),

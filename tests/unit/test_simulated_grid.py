@@ -230,7 +230,10 @@ def test_training_finds_back_after_samples(previews):
     assert len(of) == 24
     for row in of:
         assert row["steps"][0]["bytes_ratio"] <= 1.07, row
-        assert row["steps"][-1]["bytes_ratio"] <= 1.03, row
+        assert row["steps"][1]["bytes_ratio"] <= 1.03, row
+        assert row["steps"][1]["time_ratio"] <= 1.03, row
+        assert row["steps"][-1]["bytes_ratio"] <= 1.015, row
+        assert row["steps"][-1]["time_ratio"] <= 1.01, row
         assert row["samples"] < 30 or row["sample_time_ratio"] <= 1.13, row
 
 
