@@ -108,9 +108,8 @@ def _two_streams(h: float, image: float, text: float) -> list[Layer]:
     ]
 
 
-def flux1(size: int) -> Blocks:
-    """FLUX.1-dev: 19 blocks of two streams, 38 of one."""
-    h, image, text = 3072.0, (size / 16) ** 2, 512.0
+def _flux1(h: float, image: float, text: float) -> Blocks:
+    """FLUX.1 at its depth: 19 blocks of two streams, 38 of one."""
     hh, both = h * h, image + text
     single = [
         *_linear(1, 3 * hh),
@@ -278,6 +277,16 @@ def qwen3_30b(tokens: int) -> Blocks:
     return [list(block) for _ in range(48)]
 
 
+def flux1(size: int) -> Blocks:
+    """FLUX.1-dev."""
+    return _flux1(3072.0, (size / 16) ** 2, 512.0)
+
+
+def demo(width: int) -> Blocks:
+    """What ``oracle-offload demo`` trains: FLUX.1's blocks, narrow, on a few tokens."""
+    return _flux1(float(width), 64.0, 16.0)
+
+
 MODELS: dict[str, tuple[Callable[[int], Blocks], Sequence[int]]] = {
     "flux1": (flux1, (512, 1024, 1536)),
     "flux2": (flux2, (512, 1024, 1536)),
@@ -288,6 +297,9 @@ MODELS: dict[str, tuple[Callable[[int], Blocks], Sequence[int]]] = {
     "llama-70b": (llama_70b, (512, 2048, 8192)),
     "qwen3-30b": (qwen3_30b, (512, 2048, 8192)),
 }
+
+
+EXTRAS: dict[str, tuple[Callable[[int], Blocks], Sequence[int]]] = {"demo": (demo, (128,))}
 
 
 @dataclass(frozen=True)
@@ -319,7 +331,7 @@ def trace_of(model: str, size: int, card: Card, dtype: str) -> Trace:
     """Return what a model uses on a card, with frozen weights and checkpointed blocks."""
     trace = Trace()
     blocks: list[list[tuple[int, _Unit]]] = []
-    for layers in MODELS[model][0](size):
+    for layers in {**MODELS, **EXTRAS}[model][0](size):
         units = list(_units(layers, card, DTYPES[dtype]))
         first = len(trace.unit_bytes)
         trace.unit_bytes += [unit.nbytes for unit in units]

@@ -333,8 +333,9 @@ def search(
     latency_s: float = 0.0,
     *,
     every_choice: bool = False,
+    held: Iterable[int] = (),
 ) -> float:
-    """Return the fewest seconds in which any plan makes these visits once, from an empty arena.
+    """Return the fewest seconds in which any plan makes these visits once, when `held` are there.
 
     Before each visit any number of units may be fetched. The planner's choice is only when: what
     is absent and used next comes in, for what is used last. With `every_choice` it is also which
@@ -400,5 +401,52 @@ def search(
                 arrives,
             )
 
-    go(0, frozenset(), {}, {}, 0.0, 0.0)
+    go(0, frozenset(held), dict.fromkeys(held, 0.0), {}, 0.0, 0.0)
     return best
+
+
+def _fullest(
+    unit_bytes: Sequence[int], units: frozenset[int], capacity: int
+) -> list[frozenset[int]]:
+    """Return the largest sets of these units that fit: no further one does beside them."""
+    sets: list[frozenset[int]] = []
+    for count in range(len(units), -1, -1):
+        for chosen in map(frozenset, itertools.combinations(sorted(units), count)):
+            if sum(unit_bytes[u] for u in chosen) <= capacity:
+                if not any(chosen < larger for larger in sets):
+                    sets.append(chosen)
+    return sets
+
+
+def search_repeated(
+    unit_bytes: Sequence[int], visits: Sequence[Visit], capacity: int, link_bps: float
+) -> tuple[float, int]:
+    """Return what no plan beats that makes these visits over and over: a round's seconds, and bytes.
+
+    The fewest seconds of a round that begins with the best arena there can be, and the fewest
+    bytes of one that ends with the arena as it began; each over all plans there are.
+    """
+    starts = _fullest(unit_bytes, frozenset(visit.unit for visit in visits), capacity)
+    seconds = min(
+        search(unit_bytes, visits, capacity, link_bps, every_choice=True, held=start)
+        for start in starts
+    )
+    fewest = NEVER
+    for start in starts:
+        states = {start: 0}
+        for visit in visits:
+            after: dict[frozenset[int], int] = {}
+            for state, moved in states.items():
+                if visit.unit in state:
+                    ways, cost = [state], moved
+                else:
+                    room = capacity - unit_bytes[visit.unit]
+                    ways = [way | {visit.unit} for way in _fullest(unit_bytes, state, room)]
+                    cost = moved + unit_bytes[visit.unit]
+                for way in ways:
+                    after[way] = min(cost, after.get(way, NEVER))
+            states = after
+        for state, moved in states.items():
+            missing = sum(unit_bytes[unit] for unit in start - state)
+            fewest = min(fewest, moved + missing)
+    return seconds, fewest

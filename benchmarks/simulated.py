@@ -1,6 +1,6 @@
 """The engine in virtual time over models, cards and arenas, beside other plans and the bound.
 
-    python benchmarks/simulated.py --cells ci             # 40 cells, the ten worst named
+    python benchmarks/simulated.py --cells ci             # 41 cells, the ten worst named
     python benchmarks/simulated.py --cells all            # the whole grid; goes on where it stopped
     python benchmarks/simulated.py --page                 # docs/performance.md from what is there
 
@@ -36,6 +36,7 @@ PHASES = ("train", "sample")
 ROUNDS = {"train": 8, "sample": 24}
 LAST = 4  # of the rounds, which are measured
 CI_CELLS, WORST = 40, 10
+DEMO = ("demo", 128, "4090", "bf16", "91", "train")  # as `oracle-offload demo` does it
 STEPS, PREVIEWS = 5, (4, 30)  # training steps before a preview, and its samples
 TIME_GOAL, BYTES_GOAL = 1.03, 1.02
 
@@ -54,7 +55,10 @@ def grid() -> Iterator[Cell]:
 
 
 def ci_cells() -> list[Cell]:
-    """Return 40 cells that stay the same: each model, card and arena in turn, by both phases."""
+    """Return cells that stay the same: each model, card and arena in turn, by both phases; the demo.
+
+    40 of the grid, and one that is none of it.
+    """
     sizes = {model: sizes[0] for model, (_, sizes) in MODELS.items()}
     cards, dtypes = list(CARDS), list(DTYPES)
     cells: list[Cell] = []
@@ -65,7 +69,7 @@ def ci_cells() -> list[Cell]:
         card = cards[(number + lap) % len(cards)]
         phase = PHASES[(number + lap) % 2]
         cells.append((model, sizes[model], card, dtypes[lap % 2], arena, phase))
-    return cells
+    return [*cells, DEMO]
 
 
 def capacity_of(trace: Trace, card: Card, arena: str) -> int:
@@ -273,7 +277,7 @@ def measured(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def name_of(row: dict[str, Any]) -> str:
     """Return a cell as a reader says it."""
     model, size, card, dtype, arena, phase = row["cell"]
-    unit = "tokens" if model in ("llama-70b", "qwen3-30b") else "pixels"
+    unit = {"llama-70b": "tokens", "qwen3-30b": "tokens", "demo": "wide"}.get(model, "pixels")
     room = "its own arena" if arena == "own" else f"{arena}% offloaded"
     return f"{model} {size} {unit}, {card}, {dtype}, {room}, {phase}"
 

@@ -807,6 +807,36 @@ static void uniform(struct model *m, unsigned n) {
         m->step[m->n_visits++] = (struct visit){u, OO_BACKWARD};
 }
 
+/* A past is compared as far as 256 visits back, which is less than a forward of many units: what
+ * follows samples is known all the same, but for one late copy and what was fetched ahead of it. */
+static void test_long_forwards_after_samples(void) {
+    static struct model m;
+    for (unsigned n = 120; n <= 1200; n *= 10) {
+        uniform(&m, n);
+        const size_t capacity = n / 2 * (size_t)OO_ALIGNMENT, missing = m.total - capacity;
+        struct oo_plan *plan = plan_of(&m, capacity);
+        for (int preview = 0; preview < 6; preview++) {
+            for (int step = 0; step < 3; step++) {
+                const struct outcome o = run(plan, &m, m.step, m.n_visits);
+                printf("%u units, preview %d, step %d: %.3f of the least, %u late\n", n, preview,
+                       step, (double)o.bytes / (double)x_min(&m, capacity), o.late);
+                const size_t ring = step == 0 ? 3 * m.largest : 0;
+                CHECK(preview + step == 0 ||
+                          (o.bytes <= x_min(&m, capacity) + ring && o.late <= (step == 0)),
+                      "preview %d, step %d", preview, step);
+            }
+            for (int sample = 0; sample < 1 + 2 * (preview % 3); sample++) {
+                const struct outcome o = run(plan, &m, m.step, m.n);
+                printf("%u units, preview %d, sample %d: %.3f of the missing, %u late\n", n,
+                       preview, sample, (double)o.bytes / (double)missing, o.late);
+                CHECK(o.bytes <= missing + capacity / 16 + 3 * m.largest && o.late <= 1,
+                      "preview %d, sample %d", preview, sample);
+            }
+        }
+        oo_plan_destroy(plan);
+    }
+}
+
 /* Pictures: a text encoder once, a denoiser twenty times, a decoder once. All that lies between two
  * uses of the encoder is no round of its own; the denoiser's are. */
 static void test_rounds_within_a_round(void) {
@@ -1291,6 +1321,7 @@ static const struct check_case cases[] = {
     CASE(test_training_goes_on_after_samples),
     CASE(test_training_takes_as_long_after_samples),
     CASE(test_rounds_of_units_with_several_members),
+    CASE(test_long_forwards_after_samples),
     CASE(test_rounds_within_a_round),
     CASE(test_a_unit_that_is_used_twice_in_a_round),
     CASE(test_training_begins_after_samples),

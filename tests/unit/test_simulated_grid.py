@@ -1,4 +1,4 @@
-"""benchmarks/simulated.py: its yardsticks against all plans of small cases, and 40 cells."""
+"""benchmarks/simulated.py: its yardsticks against all plans of small cases, and 41 cells."""
 
 import itertools
 import json
@@ -95,6 +95,54 @@ def test_the_engine_is_near_the_bound_whatever_the_model():
     assert sum(moved) / len(moved) <= 1, sum(moved) / len(moved)
 
 
+def small_training(seed):
+    """Two to five units, of one size in half of the cases, each a block; checkpointed in half."""
+    drawn = random.Random(seed)
+    alike, checkpointed = drawn.random() < 0.5, drawn.random() < 0.5
+    trace = Trace()
+    trace.unit_bytes = [
+        (1 if alike else drawn.randint(1, 4)) << 20
+        for _ in range(drawn.randint(2, 3) if checkpointed else drawn.randint(3, 5))
+    ]
+    units = range(len(trace.unit_bytes))
+    trace.blocks = [[unit] for unit in units]
+    speed = drawn.choice((0.2, 0.5, 1.0, 2.0)) * 1e-9
+    seconds = [nbytes * speed * drawn.uniform(0.5, 2) for nbytes in trace.unit_bytes]
+    trace.train = [Visit(unit, FORWARD, seconds[unit]) for unit in units]
+    for unit in reversed(units):
+        if checkpointed:
+            trace.train.append(Visit(unit, RECOMPUTE, seconds[unit]))
+        trace.train.append(Visit(unit, BACKWARD, seconds[unit]))
+    floor = trace.floor_bytes()
+    capacity = floor + drawn.random() * max(0, trace.total_bytes - floor)
+    return alike, trace, int(capacity) >> 20 << 20
+
+
+def test_the_engine_is_near_the_best_of_all_plans():
+    """Of units of one size none moves fewer bytes, and none is faster by more than the copies'
+    latencies. Of several sizes the engine loses to holes, which no plan is charged for: half of
+    the largest unit on average, in bytes and in the time that its copy takes a third.
+    """
+    link = 1e9
+    over = {True: [], False: []}
+    for seed in range(300):
+        alike, trace, capacity = small_training(seed)
+        if capacity >= trace.total_bytes:
+            continue
+        fastest, fewest = plans.search_repeated(trace.unit_bytes, trace.train, capacity, link)
+        card = simulated.Card(0, link, 0, 0)
+        steps = simulated.run_engine(trace, [trace.train] * 8, capacity, card)[-4:]
+        largest = max(trace.unit_bytes)
+        late = (sum(step.seconds for step in steps) / 4 - fastest) * link / largest
+        moved = (sum(step.nbytes for step in steps) / 4 - fewest) / largest
+        over[alike].append((late, moved))
+        assert -1e-6 < late <= (0.02 if alike else 2.01), f"seed {seed}"
+        assert 0 <= moved <= (0 if alike else 1.5), f"seed {seed}"
+    assert len(over[True]) > 100 and len(over[False]) > 60
+    assert sum(late for late, _ in over[False]) <= 0.33 * len(over[False])
+    assert sum(moved for _, moved in over[False]) <= 0.48 * len(over[False])
+
+
 def zigzag(n, seconds, nbytes=1 << 20):
     trace = Trace([nbytes] * n, blocks=[[unit] for unit in range(n)])
     trace.sample = [Visit(unit, FORWARD, seconds) for unit in range(n)]
@@ -172,7 +220,8 @@ def test_models_weigh_what_they_weigh(model, gigabytes):
 def test_the_grid_has_all_that_is_promised():
     cells = list(simulated.grid())
     assert len(cells) == len(set(cells)) == 8 * 3 * 4 * 2 * 5 * 2
-    chosen = simulated.ci_cells()
+    *chosen, demo = simulated.ci_cells()
+    assert demo == simulated.DEMO and demo not in cells
     assert len(set(chosen)) == 40 and set(chosen) <= set(cells)
     for part, names in enumerate((MODELS, None, simulated.CARDS, simulated.DTYPES,
                                   simulated.ARENAS, simulated.PHASES)):  # fmt: skip
@@ -222,6 +271,26 @@ def test_training_in_less_than_two_blocks_keeps_up_with_the_best_plan(rows):
     for row in of:
         assert row["bytes_over_best_ratio"] <= 1.005, simulated.name_of(row)
         assert row["time_over_best_ratio"] <= 1.015, simulated.name_of(row)
+
+
+def test_the_demo_is_at_the_bound(rows):
+    (row,) = [row for row in rows if tuple(row["cell"]) == simulated.DEMO]
+    assert 1 <= row["time_over_bound_ratio"] <= simulated.TIME_GOAL
+    assert 1 <= row["bytes_over_least_ratio"] <= simulated.BYTES_GOAL
+
+
+@pytest.mark.parametrize("width", [128, 256])
+def test_the_demo_has_the_demo_s_shapes(width):
+    """The matrices of its blocks, byte for byte."""
+    from oracle_offload import demo
+
+    model = demo.build_model(width, 0)
+    blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
+    weights = [
+        sum(p.numel() for p in block.parameters() if p.dim() > 1) * 2 for block in blocks
+    ]
+    trace = trace_of("demo", width, simulated.CARDS["4090"], "bf16")
+    assert [sum(trace.unit_bytes[u] for u in block) for block in trace.blocks] == weights
 
 
 def test_training_finds_back_after_samples(previews):
