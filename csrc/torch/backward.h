@@ -214,7 +214,7 @@ inline void ManagedBackward::bring_to_host(Device &device, Gradients &found, boo
         if (!gradient.defined() || origin.stand_in[i] || !(here || origin.dtype))
             continue;
         if (!device.is_plain() || static_cast<int64_t>(gradient.nbytes()) >=
-                             integer(find(gradients_globals, names.LEAST_BYTES))) {
+                                      integer(find(gradients_globals, names.LEAST_BYTES))) {
             const Owned gradients = get(get(origin.layer, names.attachment), names.gradients);
             const Owned wrapped(THPVariable_Wrap(gradient));
             gradient =

@@ -51,9 +51,9 @@ def refuse_tracing(tracer: str) -> NoReturn:
 
 
 _WHY_OUTSIDE = (
-    "a managed layer computes there that cannot be one operator of a compiled graph; docs/compile.md "
-    "lists which. Compile without fullgraph=True: the graph breaks at this layer alone. Or leave the "
-    "layer resident with ignore_modules=[...]"
+    "a managed layer computes there that cannot be one operator of a compiled graph; "
+    "docs/compile.md lists which. Compile without fullgraph=True: the graph breaks at this layer "
+    "alone. Or leave the layer resident with ignore_modules=[...]"
 )
 
 
