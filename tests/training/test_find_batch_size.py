@@ -638,5 +638,8 @@ def test_a_size_is_of_the_model_the_card_the_room_and_what_the_caller_names(monk
     card.name, card.total_memory = "one", 16
     keys.append(key(cuda))
     assert len(set(keys)) == len(keys)
+    parts = [nn.Sequential(nn.Linear(2, 3), *more) for more in ([], [nn.Identity()])]
+    of_parts = {known_sizes.key_of(model, cpu, 5, ("adamw",)) for model in parts}
+    assert of_parts == {keys[0]}, "a part without parameters is no other model"
     card.total_memory = 8
     assert (key(), key(cuda)) == tuple(keys[:2]), "the values of the weights are no part of it"

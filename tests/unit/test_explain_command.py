@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -548,6 +549,22 @@ def excerpt_of(data: bytes, tmp_path: Path, kind: str) -> reading.Excerpt:
         threading.Thread(target=write).start()
     with path.open("rb") as log:
         return reading.read_excerpt(log)
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="an input without an end")
+def test_no_more_is_read_than_a_limit(small_limits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(io.BufferedReader):
+        taken = 0
+
+        def read(self, size: int | None = -1, /) -> bytes:
+            found = super().read(size)
+            self.taken += len(found)
+            return found
+
+    monkeypatch.setattr(reading, "MOST_BYTES", 4096 + 20 * 1000)
+    with Counted(io.FileIO("/dev/zero")) as log:
+        assert reading.read_excerpt(log).unread
+        assert log.taken == reading.MOST_BYTES
 
 
 @pytest.mark.parametrize("kind", ["file", "pipe"])
