@@ -657,7 +657,14 @@ USES = {
     "of what comes late": lambda layer, x, norm: torch.ones(3, 8) @ layer.weight + x,
     "in place": lambda layer, x, norm: layer.weight.data.add_(x[0]),
     "into the host": lambda layer, x, norm: x + torch.zeros(8, 8).copy_(layer.weight)[:3],
+    "by what returns nothing": lambda layer, x, norm: x + added_in_a_list(layer.weight)[:3],
 }
+
+
+def added_in_a_list(weight):
+    total = [torch.zeros(8, 8)]
+    torch._foreach_add_(total, [weight.detach()])
+    return total[0]
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
