@@ -412,16 +412,16 @@ def _fullest(
     sets: list[frozenset[int]] = []
     for count in range(len(units), -1, -1):
         for chosen in map(frozenset, itertools.combinations(sorted(units), count)):
-            if sum(unit_bytes[u] for u in chosen) <= capacity:
-                if not any(chosen < larger for larger in sets):
-                    sets.append(chosen)
+            fits = sum(unit_bytes[u] for u in chosen) <= capacity
+            if fits and not any(chosen < larger for larger in sets):
+                sets.append(chosen)
     return sets
 
 
 def search_repeated(
     unit_bytes: Sequence[int], visits: Sequence[Visit], capacity: int, link_bps: float
 ) -> tuple[float, int]:
-    """Return what no plan beats that makes these visits over and over: a round's seconds, and bytes.
+    """Return the seconds and bytes of a round that no plan beats which makes it over and over.
 
     The fewest seconds of a round that begins with the best arena there can be, and the fewest
     bytes of one that ends with the arena as it began; each over all plans there are.

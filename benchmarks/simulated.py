@@ -55,9 +55,9 @@ def grid() -> Iterator[Cell]:
 
 
 def ci_cells() -> list[Cell]:
-    """Return cells that stay the same: each model, card and arena in turn, by both phases; the demo.
+    """Return cells that stay the same: 40 of the grid, and the demo's.
 
-    40 of the grid, and one that is none of it.
+    Each model, card and arena comes in turn, by both phases.
     """
     sizes = {model: sizes[0] for model, (_, sizes) in MODELS.items()}
     cards, dtypes = list(CARDS), list(DTYPES)

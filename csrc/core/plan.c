@@ -17,7 +17,7 @@ enum { OO_LOOKAHEAD = 16 };                     /* uses of a unit looked at to f
 enum { OO_FEW = 400 };                          /* units in the arena that are all looked at */
 enum { OO_MANY_ROUNDS = 8 };                    /* of samples: more are no interruption */
 enum { OO_SLOTS_BETWEEN = 2 };                  /* of the largest unit: a ring before that */
-enum { OO_SHARES = 6 };                         /* of the arena: training goes around one at least */
+enum { OO_SHARES = 6 }; /* of the arena: training goes around one at least */
 enum { OO_MEASURED = 4, OO_REMEASURED_ONE_IN = 4093 }; /* forwards of each unit; of all, a prime */
 static const double oo__memory = 15.0 / 16;            /* of copies that were measured */
 #define OO_NOWHERE UINT64_MAX                          /* an index into the trace that is none */
@@ -328,10 +328,8 @@ static size_t oo__home(struct oo_plan *plan, uint32_t id) {
     struct oo_plan_unit *unit = &plan->units[id];
     if (plan->home_layout != plan->arena.layout) { /* the same order, around another arena */
         plan->home_layout = plan->arena.layout;
-        if (plan->home_floor && plan->rounds.layout != plan->arena.layout) {
+        if (plan->rounds.layout != plan->arena.layout)
             plan->home_floor = 0; /* nobody is settled there */
-            plan->relaid = 1;
-        }
         plan->home_begin = plan->home_end = plan->home_floor;
         for (uint32_t i = 0; i < plan->n_homes; i++)
             if (!plan->units[plan->homes[i]].removed)
@@ -928,8 +926,7 @@ static int oo__find(struct oo_plan *plan, uint32_t unit, uint64_t later_than,
                     struct oo_window *window) {
     struct oo_search search = {.bytes = plan->units[unit].bytes,
                                .later_than = later_than,
-                               .next_use =
-                                   later_than ? oo__fair_next_use : oo__evictable_next_use,
+                               .next_use = later_than ? oo__fair_next_use : oo__evictable_next_use,
                                .context = plan,
                                .window = window};
     if (later_than == 0 || !oo__remembered(plan, plan->match))
@@ -1055,7 +1052,8 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
     if (pile != OO_ANYWHERE)
         return oo__place_is_free(plan, *unit, pile, distance, window);
     uint64_t after = oo__use_after(plan, ahead->end);
-    /* Who was spread or streamed may lie in a home and be needed before those that have been used. */
+    /* Who was spread or streamed may lie in a home and be needed before those that have been used.
+     */
     if (plan->rounds.spread_over && oo__visit_at(plan, ahead->end)->kind != OO_FORWARD)
         after = oo__use_in_next_forward(plan, after);
     const uint64_t again = after - plan->match;
@@ -1064,13 +1062,9 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
     if (home == OO_HOME_FREE)
         return 1;
     /* Elsewhere it would only take another unit's place, which then waits in its turn, in this step
-     * and in all later ones. In a small arena there is little time to wait. And while those that
-     * were spread lie astray, free room is anybody's. */
-    const int is_anybodys = plan->rounds.spread_over && !plan->home_floor;
-    const int has_time = early || !(oo__is_small(plan) || is_anybodys);
-    if (home == OO_HOME_FREE_SOON && has_time)
-        return is_anybodys &&
-               oo_arena_find_free(&plan->arena, plan->units[*unit].bytes, window);
+     * and in all later ones. In a small arena there is little time to wait. */
+    if (home == OO_HOME_FREE_SOON && (early || !oo__is_small(plan)))
+        return 0;
     /* Beyond the lead that hides a copy's latency, patience pays: a unit used between now and then
      * may be needed later than any that can be evicted now (in sampling it always is). */
     if (early && ahead->head != ahead->tail) {

@@ -938,6 +938,39 @@ static void test_training_begins_after_samples(void) {
         }
 }
 
+/* Where the arena's segments come or go, those that were spread in it are at home nowhere in
+ * particular. */
+static void test_a_segment_goes_after_samples_were_spread(void) {
+    static struct model m;
+    static struct clocks c;
+    flux(&m, 3072, 1);
+    const size_t first = aligned(m.total / 5), capacity = aligned(m.total / 2);
+    struct oo_plan *plan = plan_of(&m, first);
+    struct oo_arena *arena = oo_plan_arena(plan);
+    struct oo_segment *gone = arena->segments, *segment;
+    CHECK(oo_arena_add(arena, (uintptr_t)1 << 40, capacity, 0, 0, &segment) == OO_OK, "segment");
+    for (int step = 0; step < 3; step++)
+        timed_round(plan, &m, &c, m.n_visits);
+    for (int sample = 0; sample < 12; sample++)
+        timed_round(plan, &m, &c, m.n);
+    for (int step = 0; step < 3; step++)
+        timed_round(plan, &m, &c, m.n_visits);
+    for (unsigned unit = 0; unit < m.n; unit++)
+        if (oo_plan_resident(plan, unit) && oo_plan_resident(plan, unit)->segment == gone)
+            oo_plan_drop(plan, unit);
+    oo_arena_remove(arena, gone);
+    for (int step = 0; step < 5; step++) {
+        const struct step o = timed_round(plan, &m, &c, m.n_visits);
+        const double copies_s = (double)x_min(&m, capacity) / LINK_BPS;
+        printf("step %d: %.3f X_min, %.3f of its seconds\n", step,
+               (double)o.bytes / (double)x_min(&m, capacity), o.seconds / copies_s);
+        CHECK(step < 2 ||
+                  (o.bytes <= x_min(&m, capacity) / 1000 * 1010 && o.seconds <= 1.03 * copies_s),
+              "step %d", step);
+    }
+    oo_plan_destroy(plan);
+}
+
 /* What has to leave is told once, so that what cannot does not keep the others. */
 static void test_each_that_leaves_is_told_once(void) {
     static struct model m;
@@ -1325,6 +1358,7 @@ static const struct check_case cases[] = {
     CASE(test_rounds_within_a_round),
     CASE(test_a_unit_that_is_used_twice_in_a_round),
     CASE(test_training_begins_after_samples),
+    CASE(test_a_segment_goes_after_samples_were_spread),
     CASE(test_each_that_leaves_is_told_once),
     CASE(test_steps_that_take_turns_keep_their_own_order),
     CASE(test_thousands_of_units_move_as_few_bytes),

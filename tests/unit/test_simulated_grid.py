@@ -286,9 +286,7 @@ def test_the_demo_has_the_demo_s_shapes(width):
 
     model = demo.build_model(width, 0)
     blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
-    weights = [
-        sum(p.numel() for p in block.parameters() if p.dim() > 1) * 2 for block in blocks
-    ]
+    weights = [sum(p.numel() for p in block.parameters() if p.dim() > 1) * 2 for block in blocks]
     trace = trace_of("demo", width, simulated.CARDS["4090"], "bf16")
     assert [sum(trace.unit_bytes[u] for u in block) for block in trace.blocks] == weights
 
