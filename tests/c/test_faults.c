@@ -342,7 +342,6 @@ static void all_calls_fail_to_the_end(void) {
     sweep_all_calls("calls, and every one after it, fail to the end", TO_THE_END, all ? 1 : 43);
 }
 
-
 static uint64_t called(const char *kind) {
     for (unsigned k = 0; k < KINDS; k++)
         if (kinds[k] && strcmp(kinds[k], kind) == 0)
