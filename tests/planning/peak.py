@@ -8,7 +8,11 @@ import torch
 
 
 def peak_of(run: Any) -> int:
-    """Most bytes that torch's CPU allocator gave out at once while `run` ran."""
+    """Most bytes that torch's CPU allocator gave out at once while `run` ran.
+
+    `run` must free nothing that was allocated before: the profiler counts such a free only where
+    an earlier profile, of any test, saw an allocation at that address.
+    """
     with torch.profiler.profile(profile_memory=True) as profile:
         run()
     now = most = 0
