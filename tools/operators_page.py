@@ -54,6 +54,11 @@ def table(record: Mapping[str, Any]) -> str:
             row = found[f"{layer}_{way}"]
             cells = [_cell(row, column) for column in COLUMNS]
             lines.append(f"| {said}: {what} | {' | '.join(cells)} |")
+    most = max(row.get("managed_over_least_ratio", 0.0) for row in rows)
+    lines += [
+        "",
+        f"In no row do the operators in C++ take more than {most:.2f} of the least in Python.",
+    ]
     loads = sorted({row["load_count"] for row in rows})
     load = " to ".join(f"{count:g}" for count in dict.fromkeys((loads[0], loads[-1])))
     lines += [
