@@ -27,7 +27,7 @@ help:
 	@echo "make demo          train a Flux transformer with 91% of it offloaded, next to the resident one"
 	@echo "make test          build in place and run the tests that need no GPU"
 	@echo "make device-type   the tests that take a device, on a device type that is not cpu"
-	@echo "make operators     the matrix of layers, computed by the operators in C++"
+	@echo "make operators     the matrix of layers and compiled models, computed by the operators in C++"
 	@echo "make lint          style, types, compiler warnings"
 	@echo "make format        apply the formatters"
 	@echo "make bench         measure (DEVICE=cuda on a GPU)"
@@ -101,7 +101,7 @@ device-type: build
 # What compares layers with resident ones; the others leave the operators unused.
 operators: build
 	"$(PY)" -m pytest --operators $(addprefix tests/training/test_,matrix.py convolutions.py \
-		autocast.py) $(ARGS)
+		autocast.py) $(addprefix tests/clients/test_,compile.py compile_fullgraph.py) $(ARGS)
 
 DEVICE ?= cpu
 bench: build

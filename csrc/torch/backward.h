@@ -42,6 +42,10 @@ inline void note_trainable(PyObject *state, int64_t task) {
                                            static_cast<PyObject *>(number), nullptr));
 }
 
+/* Gradients of input, weight and bias, and whether they are wanted. */
+using Gradients = std::array<at::Tensor, 3>;
+using Needs = std::array<bool, 3>;
+
 /* What forward found. */
 struct Origin {
     PyObject *layer, *masters;
@@ -54,24 +58,28 @@ struct Origin {
     std::array<bool, 2> stand_in; /* what takes their gradients: it brings them to the host */
 
     bool trains_any() const { return trains[0] || trains[1]; }
-};
+    bool was_coded_written() const;
+    bool is_unchanged() const;
 
-/* Gradients of input, weight and bias, and whether they are wanted. */
-using Gradients = std::array<at::Tensor, 3>;
-using Needs = std::array<bool, 3>;
+    /* `Layer.lend_backward`; nothing where Python must take over. */
+    template <typename Compute>
+    auto lend_again(Device &device, const at::Tensor &gradient, const Needs &needs,
+                    const Compute &compute) const -> std::optional<decltype(compute(Weights()))>;
+};
 
 /* The input that forward kept, taken at most once: a checkpoint computes it again. */
 class Saved {
   public:
-    Saved(const SavedVariable &found) : variable(found) {}
+    explicit Saved(const SavedVariable &found) : variable(&found) {}
+    explicit Saved(at::Tensor found) : input(std::move(found)) {}
     const at::Tensor &get() {
         if (!input.defined())
-            input = variable.unpack();
+            input = variable->unpack();
         return input;
     }
 
   private:
-    const SavedVariable &variable;
+    const SavedVariable *variable = nullptr;
     at::Tensor input;
 };
 
@@ -120,11 +128,6 @@ class ManagedBackward : public Node {
         input.reset_data();
     }
 
-    /* `Layer.lend_backward`; nothing where Python must take over. */
-    template <typename Compute>
-    auto lend_again(Device &device, const at::Tensor &gradient, const Needs &needs,
-                    const Compute &compute) const -> std::optional<decltype(compute(Weights()))>;
-
     const Origin origin;
 
   protected:
@@ -139,54 +142,51 @@ class ManagedBackward : public Node {
     bool differentiate_here(Device &device, const at::Tensor &gradient, Saved &saved,
                             Gradients &found) const;
     Gradients differentiate_there(const at::Tensor &gradient, Saved &saved) const;
-    bool was_coded_written() const;
-    bool is_unchanged() const;
     void bring_to_host(Device &device, Gradients &found, bool here) const;
 
     SavedVariable input;
 };
 
 /* Whether what the engine has are codes of weights that were written since. */
-inline bool ManagedBackward::was_coded_written() const {
-    if (!is_true(origin.layer, names.coded))
+inline bool Origin::was_coded_written() const {
+    if (!is_true(layer, names.coded))
         return false;
-    const Owned reads = get(origin.layer, names.backward_reads);
-    return is_true(
-        ask(origin.layer, names.was_coded_written, origin.masters, static_cast<PyObject *>(reads)));
+    const Owned reads = get(layer, names.backward_reads);
+    return is_true(ask(layer, names.was_coded_written, masters, static_cast<PyObject *>(reads)));
 }
 
 /* Whether the weight is as forward left it: what `check_unchanged` looks at. Where it has moved to
  * the device, it lies elsewhere. */
-inline bool ManagedBackward::is_unchanged() const {
+inline bool Origin::is_unchanged() const {
     if (was_coded_written())
         return false;
-    const Owned parameters = get(origin.layer, names.parameters);
+    const Owned parameters = get(layer, names.parameters);
     PyObject *weight = PyDict_Check(parameters) ? find(parameters, names.weight) : nullptr;
     if (!weight || !THPVariable_Check(weight))
         return false;
     const at::Tensor &master = THPVariable_Unpack(weight);
-    return master.const_data_ptr() == origin.where && version_of(master) == origin.version;
+    return master.const_data_ptr() == where && version_of(master) == version;
 }
 
 template <typename Compute>
-auto ManagedBackward::lend_again(Device &device, const at::Tensor &gradient, const Needs &needs,
-                                 const Compute &compute) const
+auto Origin::lend_again(Device &device, const at::Tensor &gradient, const Needs &needs,
+                        const Compute &compute) const
     -> std::optional<decltype(compute(Weights()))> {
     if (!is_unchanged())
         return {};
     oo_request request{};
-    request.member = static_cast<uint32_t>(integer(origin.layer, names.member));
+    request.member = static_cast<uint32_t>(integer(layer, names.member));
     request.kind = OO_BACKWARD;
     request.task = torch::autograd::get_current_graph_task_id();
-    request.stamp = stamp_of(get(origin.layer, names.masters));
+    request.stamp = stamp_of(get(layer, names.masters));
     if (device.is_simulated) {
         const Owned wrapped(THPVariable_Wrap(gradient));
         const Owned wanted = tuple_of(Flags(needs.begin(), needs.end()));
         request.seconds =
-            number(ask(origin.layer, names.backward_seconds, static_cast<PyObject *>(wrapped),
+            number(ask(layer, names.backward_seconds, static_cast<PyObject *>(wrapped),
                        static_cast<PyObject *>(wanted)));
     }
-    return lend(origin.layer, device, request, origin.dtype, compute);
+    return lend(layer, device, request, dtype, compute);
 }
 
 /* As Python counts them: by what needed a gradient in forward. */
@@ -207,28 +207,28 @@ inline at::Tensor download(PyObject *engine, const at::Tensor &gradient, uintptr
     return host;
 }
 
+/* `Gradients.to_host`. */
+inline at::Tensor to_host(PyObject *layer, Device &device, const at::Tensor &gradient) {
+    if (!device.is_plain() || static_cast<int64_t>(gradient.nbytes()) >=
+                                  integer(find(gradients_globals, names.LEAST_BYTES))) {
+        const Owned gradients = get(get(layer, names.attachment), names.gradients);
+        const Owned wrapped(THPVariable_Wrap(gradient));
+        return THPVariable_Unpack(ask(gradients, names.to_host, static_cast<PyObject *>(wrapped)));
+    }
+    if (!device.stream)
+        device.stream = stream_of(device.state);
+    if (device.is_simulated) {
+        const Owned stream(PyLong_FromUnsignedLongLong(*device.stream));
+        ask(get(device.state, names.time), names.flush, static_cast<PyObject *>(stream));
+    }
+    return download(device.engine, gradient, *device.stream);
+}
+
 /* Where the masters lie, their gradients go. Without autocast Python has brought its own there. */
 inline void ManagedBackward::bring_to_host(Device &device, Gradients &found, bool here) const {
-    for (size_t i = 0; i < 2; i++) {
-        at::Tensor &gradient = found[i + 1];
-        if (!gradient.defined() || origin.stand_in[i] || !(here || origin.dtype))
-            continue;
-        if (!device.is_plain() || static_cast<int64_t>(gradient.nbytes()) >=
-                                      integer(find(gradients_globals, names.LEAST_BYTES))) {
-            const Owned gradients = get(get(origin.layer, names.attachment), names.gradients);
-            const Owned wrapped(THPVariable_Wrap(gradient));
-            gradient =
-                THPVariable_Unpack(ask(gradients, names.to_host, static_cast<PyObject *>(wrapped)));
-            continue;
-        }
-        if (!device.stream)
-            device.stream = stream_of(device.state);
-        if (device.is_simulated) {
-            const Owned stream(PyLong_FromUnsignedLongLong(*device.stream));
-            ask(get(device.state, names.time), names.flush, static_cast<PyObject *>(stream));
-        }
-        gradient = download(device.engine, gradient, *device.stream);
-    }
+    for (size_t i = 0; i < 2; i++)
+        if (found[i + 1].defined() && !origin.stand_in[i] && (here || origin.dtype))
+            found[i + 1] = to_host(origin.layer, device, found[i + 1]);
 }
 
 /* By the loan here; false where Python must take over. */

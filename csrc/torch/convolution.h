@@ -10,6 +10,11 @@
 
 namespace oo {
 
+/* Whether something pads in its own way: a ``_conv_forward`` that was put into the module. */
+inline bool is_patched(PyObject *module) {
+    return find(Owned(PyObject_GenericGetDict(module, nullptr)), names._conv_forward);
+}
+
 template <int axes> struct Convolution {
     static constexpr char name[] = {'C', 'o', 'n', 'v', '0' + axes, 'd', 0};
     static constexpr char node_name[] = {'M', 'a', 'n', 'a',        'g', 'e', 'd', 'C',
@@ -22,18 +27,16 @@ template <int axes> struct Convolution {
         int64_t groups;
 
         Owned kept(const Origin &origin) const;
-        bool derive(const ManagedBackward &node, Device &device, const at::Tensor &gradient,
+        bool derive(const Origin &origin, Device &device, const at::Tensor &gradient,
                     const Needs &needs, Saved &saved, Gradients &found) const;
     };
 
     /* `ConvLayer.ready` and what `ConvLayer.call` does before the loan. */
     std::optional<Call> prepare(PyObject *layer, const Found &found, const at::Tensor &x) {
         const Owned module(PyObject_CallNoArgs(get(layer, names.module)));
-        if (module == Py_None)
+        if (module == Py_None || is_patched(module))
             return {};
         const Owned own(PyObject_GenericGetDict(module, nullptr));
-        if (find(own, names._conv_forward)) /* a patch, which pads in its own way */
-            return {};
         if (!is_read(own, found.serial))
             read(layer, module, own, found.serial);
         const std::optional<Call> made = call; /* whatever other threads read meanwhile */
@@ -115,14 +118,13 @@ template <int axes> Owned Convolution<axes>::Call::kept(const Origin &origin) co
 }
 
 template <int axes>
-bool Convolution<axes>::Call::derive(const ManagedBackward &node, Device &device,
+bool Convolution<axes>::Call::derive(const Origin &origin, Device &device,
                                      const at::Tensor &gradient, const Needs &needs, Saved &saved,
                                      Gradients &found) const {
-    const Origin &origin = node.origin;
     const at::Tensor x = origin.trains[0]
                              ? saved.get()
                              : at::empty_strided(origin.shape, origin.stride, gradient.options());
-    const auto made = node.lend_again(device, gradient, needs, [&](const Weights &weights) {
+    const auto made = origin.lend_again(device, gradient, needs, [&](const Weights &weights) {
         const Sizes size = {weights.weight.size(0)};
         return at::convolution_backward(
             gradient, x, weights.weight,

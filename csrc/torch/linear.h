@@ -51,7 +51,7 @@ struct Linear {
         std::optional<Sizes> folded;
 
         Owned kept(const Origin &origin) const;
-        bool derive(const ManagedBackward &node, Device &device, const at::Tensor &gradient,
+        bool derive(const Origin &origin, Device &device, const at::Tensor &gradient,
                     const Needs &needs, Saved &saved, Gradients &found) const;
         at::Tensor of_input(const Origin &origin, const at::Tensor &gradient,
                             const Weights &weights) const;
@@ -141,12 +141,10 @@ inline at::Tensor of_bias(const Origin &origin, const at::Tensor &gradient) {
     return g.sum(all);
 }
 
-inline bool Linear::Call::derive(const ManagedBackward &node, Device &device,
-                                 const at::Tensor &gradient, const Needs &needs, Saved &saved,
-                                 Gradients &found) const {
-    const Origin &origin = node.origin;
+inline bool Linear::Call::derive(const Origin &origin, Device &device, const at::Tensor &gradient,
+                                 const Needs &needs, Saved &saved, Gradients &found) const {
     if (needs[0]) {
-        const auto made = node.lend_again(device, gradient, needs, [&](const Weights &weights) {
+        const auto made = origin.lend_again(device, gradient, needs, [&](const Weights &weights) {
             return of_input(origin, gradient, weights);
         });
         if (!made)

@@ -41,6 +41,7 @@ using Flags = std::vector<bool>;
     NAME(member)                                                                                   \
     NAME(module)                                                                                   \
     NAME(moving)                                                                                   \
+    NAME(native)                                                                                   \
     NAME(next_look)                                                                                \
     NAME(of)                                                                                       \
     NAME(pace)                                                                                     \
@@ -58,6 +59,7 @@ using Flags = std::vector<bool>;
     NAME(stream)                                                                                   \
     NAME(stride)                                                                                   \
     NAME(structure)                                                                                \
+    NAME(taking)                                                                                   \
     NAME(tasks_with_gradients)                                                                     \
     NAME(time)                                                                                     \
     NAME(to_host)                                                                                  \

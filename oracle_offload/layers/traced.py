@@ -14,6 +14,7 @@ results of an operator at a block's end.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from abc import abstractmethod
@@ -45,7 +46,7 @@ after_autograd = torch._C._after_autograd_keyset
 functorch_active = torch._C._are_functorch_transforms_active
 _graph_task = torch._C._current_graph_task_id
 _numbers = itertools.count()
-_layers: weakref.WeakValueDictionary[int, Numbered] = weakref.WeakValueDictionary()
+layers: dict[int, weakref.ref[Numbered]] = {}  # csrc/torch looks there, too
 _kernels: dict[Any, Callable[..., Any]] = {}  # what an operator runs, for who stands before it
 _computes: dict[Any, Callable[..., Tensor]] = {}  # what it computes, with tensors on the device
 
@@ -76,7 +77,7 @@ class Numbered(Leaf):
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
         super().__init__(module, name, structure)
         self.number = next(_numbers)
-        _layers[self.number] = self
+        layers[self.number] = weakref.ref(self, functools.partial(layers.pop, self.number))
         with torch.inference_mode(False):
             self.key = torch.tensor(self.number)
 
@@ -224,12 +225,13 @@ def above_autograd() -> Iterator[None]:
 
 def layer_by_number(number: int) -> Numbered | None:
     """Return a leaf by its number; None where it is gone."""
-    return _layers.get(number)
+    reference = layers.get(number)
+    return None if reference is None else reference()
 
 
 def layer_of(key: Tensor) -> Any:
     """Return the leaf that a forward of compiled code names."""
-    layer = _layers.get(int(key))
+    layer = layer_by_number(int(key))
     if layer is None or layer.member < 0:
         raise OffloadError(
             "compiled code computes with a managed layer that was detached since; call the "
@@ -240,7 +242,7 @@ def layer_of(key: Tensor) -> Any:
 
 def layer_in_backward(key: Tensor) -> Any:
     """Return the leaf that a backward of compiled code names."""
-    layer = _layers.get(int(key))
+    layer = layer_by_number(int(key))
     if layer is None:
         raise OffloadError(
             "a managed layer of compiled code was detached between forward and backward; run "
@@ -412,8 +414,9 @@ def define_operator(
     name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
 ) -> Any:
     """Define an operator that runs `kernel`, and of which compilers are told `fake`."""
-    _library.define(name + schema, tags=_TAGS)
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    for each in _twins(name):
+        _library.define(each + schema, tags=_TAGS)
+        _library.impl(each, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     _kernels[_overload(name)] = kernel
     return _overload(name)
@@ -421,7 +424,16 @@ def define_operator(
 
 def differentiate_by(name: str, kernel: Callable[..., Any]) -> None:
     """Let `kernel` run in an operator's place where autograd looks on; it gets the key set too."""
-    _library.impl(name, kernel, "Autograd", with_keyset=True)
+    for each in _twins(name):
+        _library.impl(each, kernel, "Autograd", with_keyset=True)
+
+
+def _twins(name: str) -> tuple[str, str]:
+    """Return an operator's name, and that of its twin: of the first csrc/torch has kernels, too.
+
+    They hand what is not as usual to the twin; graphs know nothing of it.
+    """
+    return name, f"{name}_in_python"
 
 
 def _overload(name: str) -> Any:

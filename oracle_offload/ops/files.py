@@ -18,8 +18,9 @@ COMMAND = "oracle-offload build-ops"
 _PACKAGE = Path(__file__).resolve().parent
 # In a source tree, and where setup.py puts it for a wheel.
 _SOURCES = (
-    *(f"torch/{name}" for name in ("ops.cpp", "backward.h", "convolution.h", "linear.h")),
-    *("torch/loan.h", "torch/objects.h", "python/handover.h", "include/oracle_offload.h"),
+    *(f"torch/{name}" for name in ("ops.cpp", "backward.h", "convolution.h", "dispatcher.h")),
+    *(f"torch/{name}" for name in ("forward.h", "linear.h", "loan.h", "objects.h")),
+    *("python/handover.h", "include/oracle_offload.h"),
 )
 SHIPPED = "source"
 

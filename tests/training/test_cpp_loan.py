@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import models
@@ -23,6 +22,7 @@ import test_gradients
 import test_matrix
 import test_writes
 import torch
+from cpp import Taken, managed
 from equality import (
     Recorder,
     assert_models_agree,
@@ -37,44 +37,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from oracle_offload import OffloadError, StaleWeightsError, gradients, selection
-from oracle_offload.ops import compiling, load
 from oracle_offload.witness import Witness
-
-FOLDER = Path(__file__).resolve().parents[2] / "build" / "tests-ops"
-
-
-@pytest.fixture(scope="module")
-def built() -> Path:
-    """Where the operators are; they are compiled the first time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(FOLDER))
-        try:
-            compiling.compiler()
-        except OffloadError as error:
-            pytest.skip(str(error))
-        return compiling.build()[0]
-
-
-class Taken:
-    """Counts what was computed in C++ since the last look."""
-
-    def __init__(self, native: Any) -> None:
-        self._native = native
-        self._before = native.counts()
-
-    def __call__(self) -> tuple[int, int]:
-        before, self._before = self._before, self._native.counts()
-        return self._before[0] - before[0], self._before[1] - before[1]
 
 
 @pytest.fixture(autouse=True)
-def taken(built: Path, monkeypatch: pytest.MonkeyPatch) -> Taken:
+def taken(in_cpp: Taken) -> Taken:
     """Models that are attached from now on use the operators."""
-    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(FOLDER))
-    monkeypatch.setenv("ORACLE_OFFLOAD_OPS", "auto")
-    native = load.operators()
-    assert native is not None
-    return Taken(native)
+    return in_cpp
 
 
 def stack(*, bias: bool = True, depth: int = 3) -> nn.Sequential:
@@ -91,14 +60,6 @@ def large() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Linear(WIDE, WIDE, bias=False) for _ in range(DEPTH)]
     return nn.Sequential(*layers).requires_grad_(False)
-
-
-@contextlib.contextmanager
-def managed(model: nn.Module, mode: str = "auto", **options: Any) -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ORACLE_OFFLOAD_OPS", mode)
-        with attached(model, "cpu", **options) as manager:
-            yield manager
 
 
 def in_both(run: Callable[[str], Any]) -> Any:
