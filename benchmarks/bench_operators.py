@@ -3,9 +3,10 @@
 Chains of modules alternate in one run, by the time of the processor, over a driver whose calls cost
 nothing, every use a hit: torch's module; the function that it calls; a module with an
 ``autograd.Function`` that calls torch's operators and does nothing else; a managed module by the
-loan in Python; and, where they were built, by the operators in C++ (goal: 1.15 of the least). With
-``TOOLKIT=checkout of AI-Toolkit`` its own manager is among them. There is no GPU: its streams and
-events are stood in for, and its copies cost nothing.
+loan in Python; and, where they were built, by the operators in C++ (goal: 1.15 of the least), and
+what ``torch.compile`` makes of these three chains of modules. With ``TOOLKIT=checkout of
+AI-Toolkit`` its own manager is among them. There is no GPU: its streams and events are stood in
+for, and its copies cost nothing.
 """
 
 from __future__ import annotations
@@ -224,6 +225,11 @@ def chains(kind: str, trained: bool) -> Iterator[dict[str, Any]]:
             stack.callback(manager.detach)
             assert len(manager.layers) == LAYERS
             assert all((layer.native is None) == (mode == "off") for layer in manager.layers)
+        if built() is not None:  # so there is a compiler of C++
+            torch.compiler.reset()
+            for name in ("module", "managed_python", "managed"):
+                runs[f"compiled_{name}"] = torch.compile(models[name], fullgraph=True)
+                models[f"compiled_{name}"] = models[name]
         yield {name: (run, models[name]) for name, run in runs.items()}
 
 

@@ -31,6 +31,11 @@ WAYS = {
     "forward": "forward",
     "forward_backward": "forward and backward",
 }
+COMPILED = {
+    "compiled_module": "torch's module",
+    "compiled_managed_python": "managed, Python",
+    "compiled_managed": "managed, C++",
+}
 COLUMNS = {
     "function": "torch's function",
     "module": "torch's module",
@@ -45,20 +50,14 @@ def table(record: Mapping[str, Any]) -> str:
     """Return the table of what was measured, and where; a column that was not has dashes."""
     rows: Sequence[Mapping[str, Any]] = record["benchmarks"]
     found = {row["name"]: row for row in rows}
-    lines = [
-        f"| microseconds per layer | {' | '.join(COLUMNS.values())} |",
-        "| --- " * (len(COLUMNS) + 1) + "|",
-    ]
-    for layer, said in LAYERS.items():
-        for way, what in WAYS.items():
-            row = found[f"{layer}_{way}"]
-            cells = [_cell(row, column) for column in COLUMNS]
-            lines.append(f"| {said}: {what} | {' | '.join(cells)} |")
+    lines = _rows(found, COLUMNS)
     most = max(row.get("managed_over_least_ratio", 0.0) for row in rows)
     lines += [
         "",
         f"In no row do the operators in C++ take more than {most:.2f} of the least in Python.",
     ]
+    lines += ["", "The same modules, compiled by `torch.compile` (inductor):", ""]
+    lines += _rows(found, COMPILED)
     loads = sorted({row["load_count"] for row in rows})
     load = " to ".join(f"{count:g}" for count in dict.fromkeys((loads[0], loads[-1])))
     lines += [
@@ -67,6 +66,18 @@ def table(record: Mapping[str, Any]) -> str:
         f"meanwhile; {record['date'][:10]}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _rows(found: Mapping[str, Mapping[str, Any]], columns: Mapping[str, str]) -> list[str]:
+    lines = [
+        f"| microseconds per layer | {' | '.join(columns.values())} |",
+        "| --- " * (len(columns) + 1) + "|",
+    ]
+    for layer, said in LAYERS.items():
+        for way, what in WAYS.items():
+            cells = [_cell(found[f"{layer}_{way}"], column) for column in columns]
+            lines.append(f"| {said}: {what} | {' | '.join(cells)} |")
+    return lines
 
 
 def _cell(row: Mapping[str, Any], column: str) -> str:
