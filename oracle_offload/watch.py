@@ -92,7 +92,7 @@ class Watch(Witness):
         if master is not None and (is_exempt() or self._is_adapted(master)):
             # A managed layer, or its adapter, brings what it computes with to the device.
             meets_device = True
-        elif master is not None and meets_device and not self._copies_to_host(func, args):
+        elif master is not None and meets_device and func is not _copy:  # which crosses devices
             raise refusal(verb, master)
         result = run_in_mode(func, args, kwargs)
         if meets_device or master is not None:
@@ -120,10 +120,6 @@ class Watch(Witness):
                             "would be lost. Leave the module resident: "
                             f"attach(..., ignore_modules=[{layer.name!r}])."
                         )
-
-    def _copies_to_host(self, func: Any, args: Any) -> bool:
-        """Whether the operator is a copy into a master, which crosses devices."""
-        return func is _copy and any(True for _ in self._masters.touched(*memory_of(args[0])))
 
     def _note(self, values: Any, master: str | None = None) -> None:
         """Remember tensors as the device's, or as what comes of `master`."""

@@ -550,6 +550,19 @@ def test_a_weight_that_changes_before_backward_is_refused(write, name):
             loss.backward()
 
 
+@pytest.mark.parametrize("name", ["eager", "aot_eager"])
+def test_a_kernel_that_changes_is_refused_for_its_own_gradient_as_well(name):
+    """torch's convolution keeps the weight for whichever gradient is asked for."""
+    model = nn.Sequential(nn.Conv2d(2, 2, 3))
+    with attached(model):
+        called = torch.compile(model, backend=name, fullgraph=True)
+        loss = called(torch.randn(1, 2, 8, 8)).sum()
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace"):
+            loss.backward()
+
+
 def pair():
     """Return a small model and its resident equal."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).requires_grad_(False)

@@ -886,6 +886,18 @@ def test_inference_has_the_residents_bits(device, kind):
         assert held(manager) == 0
 
 
+def test_the_places_of_a_module_are_a_mapping_of_its_masters():
+    module = nn.ModuleDict({"one": nn.Linear(2, 3), "two": nn.Linear(3, 4)})
+    names = ["one.weight", "two.bias"]
+    places = any_module.Places(module, names)
+    found = {name: module.get_parameter(name) for name in names}
+    assert len(places) == 2 and dict(places) == found and list(places) == names
+    places.put({"two.bias": torch.zeros(4)})
+    assert dict(places) == found and module["two"].bias is not found["two.bias"]
+    places.restore()
+    assert module["two"].bias is found["two.bias"]
+
+
 def test_other_tensors_in_the_places_are_computed_with(device):
     torch.manual_seed(0)
     managed, resident = resident_pair(Net(Einsum))

@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from equality import assert_same, attached, copied_bytes, gradients
+from equality import assert_same, attached, copied_bytes, gradients, resident_pair
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
@@ -698,6 +698,19 @@ def test_a_refusal_says_what_the_operator_does_with_the_weight(use, said):
     assert re.match(
         f"operator {said} the host master of '0\\.inner\\.weight': ", str(refused.value)
     )
+
+
+def test_a_copy_of_what_comes_of_a_weight_may_go_to_the_device():
+    one, other = resident_pair(build())
+    for model in (one, other):
+
+        def forward(x, layer=model[0].inner):
+            return x + x.detach().clone().copy_(layer.weight.clone()[:3])
+
+        model[1].forward = forward
+    with attached(one, "cpu") as manager:
+        assert_same(one(inputs()), other(inputs()))
+        assert [layer.name for layer in manager.layers] == ["0.inner", "2.inner"]
 
 
 class Lent(nn.Module):

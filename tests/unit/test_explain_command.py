@@ -421,6 +421,19 @@ def test_a_named_pipe_is_read_to_its_end_and_its_history_once(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
+def test_the_history_of_what_is_followed_is_read_once_where_it_is_a_pipe(
+    tmp_path: Path, log: Path
+) -> None:
+    steps = _pipe(tmp_path / "steps")
+    writer = _write(steps, '{"step": 0, "phase": "forward"}\n{"step": 0, "phase": "backward"}\n')
+    command = [*COMMAND, "--follow", "--json", "--history", str(steps), "-"]
+    with log.open("rb") as given:
+        ended = subprocess.run(command, stdin=given, capture_output=True, text=True, timeout=60)
+    writer.join(60)
+    assert json.loads(ended.stdout)["cause"]["name"] == "first_backward"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
 def test_following_a_pipe_explains_while_the_writer_is_silent(tmp_path: Path) -> None:
     path = _pipe(tmp_path / "log")
     following = Following(path)
