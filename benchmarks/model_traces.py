@@ -9,12 +9,12 @@ last input. Weights are frozen and blocks checkpointed: a backward computes the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 ALIGNMENT = 256
 MIB = 2**20
 TOGETHER_BYTES = 4 * MIB  # consecutive layers of a block that are smaller share a unit
-FORWARD, RECOMPUTE, BACKWARD = range(3)
+FORWARD, RECOMPUTE, BACKWARD, RECORDED = range(4)
 ATTENTION_BACKWARD = 2.5  # times its forward
 
 
@@ -339,7 +339,7 @@ def trace_of(model: str, size: int, card: Card, dtype: str) -> Trace:
         blocks.append(list(enumerate(units, first)))
     for block in blocks:
         trace.sample += [Visit(number, FORWARD, unit.forward_s) for number, unit in block]
-    trace.train = list(trace.sample)
+    trace.train = [replace(visit, kind=RECORDED) for visit in trace.sample]
     for block in reversed(blocks):
         trace.train += [Visit(number, RECOMPUTE, unit.forward_s) for number, unit in block]
         trace.train += [

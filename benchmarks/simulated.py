@@ -148,7 +148,7 @@ def _play(engine: Any, visits: Sequence[Visit], members: Sequence[int], number: 
 
     stream = engine.compute_stream
     for visit in visits:
-        task = number if visit.kind else -1
+        task = number if visit.kind in (1, 2) else -1
         ticket, *_, fetched = engine.acquire(members[visit.unit], stream, 0, visit.kind, task, 0.0)
         if fetched:
             engine.stamp([(members[unit], 0) for unit in fetched])

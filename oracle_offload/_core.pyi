@@ -11,6 +11,7 @@ from typing import Final, Self, TypedDict, TypeVar, final, type_check_only
 
 FORWARD: Final = 0  # a forward outside any graph task
 RECOMPUTE: Final = 1  # a forward inside a graph task: a checkpoint recomputes
+RECORDED: Final = 3  # a forward outside any graph task, under grad mode: of training, not a sample
 BACKWARD: Final = 2
 ALIGNMENT: Final = 256  # bytes; of every tensor in host and device memory
 STAGING_BYTES: Final = 33554432  # device memory that any coded tensor can pass through
@@ -219,9 +220,9 @@ class Engine:
         """Make the member's unit ready for work queued on `stream` after this call.
 
         `stamp` is any integer that changes when a master is rewritten (``_version``); `kind` is
-        FORWARD, RECOMPUTE or BACKWARD; `task` the id of the running graph task or -1; `seconds`
-        how long a simulated device computes with the unit (a real one is not asked). The simulated
-        copy arrives before this returns, so nothing can read the address too early.
+        FORWARD, RECORDED, RECOMPUTE or BACKWARD; `task` the id of the running graph task or -1;
+        `seconds` how long a simulated device computes with the unit (a real one is not asked). The
+        simulated copy arrives before this returns, so nothing can read the address too early.
         Returns (ticket, device address of the unit, units whose copy was enqueued or None); the
         caller must `stamp` the members of those units at once.
         """
@@ -276,7 +277,7 @@ class Engine:
         """Trainable masters may be rewritten from now on: drop their copies, prefetch none."""
 
     def resume(self) -> None:
-        """They are stable again (an optimizer step ended); a FORWARD acquire does this too."""
+        """They are stable again (an optimizer step ended); a forward's acquire does this too."""
 
     def refresh(self, model: int, /) -> None:
         """Every device copy of the model is stale."""

@@ -34,6 +34,7 @@ SCHEMA = schema("order", 1)
 MOST_USES = 32768  # OO_MAX_EXPECTED
 _MOST_BYTES = 1 << 20
 _KINDS = 3
+_WRITTEN = {_core.RECORDED: _core.FORWARD}  # what is expected of the one is expected of the other
 _MOST_PACE = 2**63  # nanoseconds, and bytes a second
 _ABOUT = 1.5  # times as much is about as much
 # What a file of ours begins with, of whatever version, also where the rest of it is lost.
@@ -181,7 +182,8 @@ class OrderFile:
         }
         engine = attachment.state.engine
         visits = engine.visits(attachment.model)
-        sweep = repeated_sweep([(numbers[u], kind) for u, kind in visits if u in numbers])
+        uses = [(numbers[u], _WRITTEN.get(kind, kind)) for u, kind in visits if u in numbers]
+        sweep = repeated_sweep(uses)
         if sweep is None or len(sweep) > MOST_USES:
             return None
         rows, link_bps = engine.pace(attachment.model)

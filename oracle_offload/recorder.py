@@ -737,7 +737,7 @@ def _events_of(part: _Part) -> list[dict[str, Any]]:
         elif kind == "decode":
             event["chunks"] = detail
         elif kind == "compute":
-            event["kind"] = ("forward", "recompute", "backward")[detail]
+            event["kind"] = ("forward", "recompute", "backward", "forward")[detail]
         events.append(event)
     rows = [*part.steps, *part.phases]
     events += [*part.arenas, *part.batches, *([part.stepping] if part.stepping else ())]

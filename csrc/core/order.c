@@ -30,7 +30,7 @@ static enum oo_status oo__check_visits(const struct oo_engine *engine,
         const uint32_t unit = visits[i].unit;
         if (unit >= engine->n_units || engine->units[unit].removed)
             return oo__fail(OO_E_ARGUMENT, "unit %u, which is expected, does not exist", unit);
-        if ((unsigned)visits[i].kind > OO_BACKWARD)
+        if ((unsigned)visits[i].kind > OO_RECORDED)
             return oo__fail(OO_E_ARGUMENT, "a use of kind %d is expected", (int)visits[i].kind);
     }
     return OO_OK;

@@ -70,6 +70,7 @@ struct oo_rounds {
     int spread;      /* those that stay are */
     int over;        /* until a moment ago: in the forward of this step */
     int spread_over; /* likewise, and those that stay are spread */
+    int last;        /* this forward is training's, and its units go as in those rounds */
     uint64_t number; /* rounds laid so far */
     uint64_t length; /* of the latest, in visits */
     uint64_t layout; /* the arena's, when the latest was */
@@ -87,6 +88,7 @@ struct oo_plan {
     uint64_t expected;            /* those before this one were another run's */
     uint64_t match;     /* an earlier visit after which the future is expected to repeat */
     uint64_t confirmed; /* for so many visits it has */
+    int alike;          /* for now, those that are and those that are not are one kind */
     struct oo_ahead ahead;
     struct oo_furthest furthest; /* what is in the arena, by the visits that are predicted */
     int furthest_holds;          /* they still are */
@@ -214,9 +216,17 @@ static int oo__remembered(const struct oo_plan *plan, uint64_t index) {
     return index != OO_NOWHERE && index + OO_TRACE > plan->now;
 }
 
+static int oo__is_forward(enum oo_kind kind) { return kind == OO_FORWARD || kind == OO_RECORDED; }
+
+static int oo__is_forward_at(const struct oo_plan *plan, uint64_t index) {
+    return oo__is_forward(oo__visit_at(plan, index)->kind);
+}
+
 static int oo__same_visit(const struct oo_plan *plan, uint64_t a, uint64_t b) {
-    return oo__visit_at(plan, a)->unit == oo__visit_at(plan, b)->unit &&
-           oo__visit_at(plan, a)->kind == oo__visit_at(plan, b)->kind;
+    const struct oo_trace_entry *one = oo__visit_at(plan, a), *other = oo__visit_at(plan, b);
+    return one->unit == other->unit &&
+           (one->kind == other->kind ||
+            (plan->alike && oo__is_forward(one->kind) && oo__is_forward(other->kind)));
 }
 
 /* How many visits before a and b are equal, with a and b. */
@@ -290,7 +300,7 @@ static void oo__learn_block(struct oo_plan *plan) {
     size_t bytes = 0;
     plan->marks++;
     for (uint64_t i = begin; i < current; i++) {
-        if (oo__visit_at(plan, i)->kind == OO_FORWARD)
+        if (oo__is_forward_at(plan, i))
             return; /* another step lies between: not one block */
         struct oo_plan_unit *between = oo__first_met(plan, i);
         if (between)
@@ -348,8 +358,7 @@ static size_t oo__home(struct oo_plan *plan, uint32_t id) {
 static void oo__learn_order(struct oo_plan *plan) {
     const uint64_t end = plan->now - 1;
     uint64_t begin = end;
-    while (begin > 0 && oo__remembered(plan, begin - 1) &&
-           oo__visit_at(plan, begin - 1)->kind == OO_FORWARD)
+    while (begin > 0 && oo__remembered(plan, begin - 1) && oo__is_forward_at(plan, begin - 1))
         begin--;
     uint32_t rank = 0;
     int kept = 1;
@@ -428,8 +437,7 @@ static void oo__learn_piles(struct oo_plan *plan) {
     plan->pile_layout = OO_NOWHERE;
     if (!oo__is_small(plan) || plan->arena.total_bytes < plan->block_bytes)
         return;
-    while (begin > 0 && oo__remembered(plan, begin - 1) &&
-           oo__visit_at(plan, begin - 1)->kind != OO_FORWARD)
+    while (begin > 0 && oo__remembered(plan, begin - 1) && !oo__is_forward_at(plan, begin - 1))
         begin--;
     plan->marks++;
     for (uint64_t i = begin; i < end; i++) {
@@ -448,7 +456,7 @@ static void oo__learn_piles(struct oo_plan *plan) {
 /* Where a predicted visit wants its unit if in a pile; OO_ANYWHERE: in none. */
 static size_t oo__pile(const struct oo_plan *plan, uint64_t index) {
     const struct oo_trace_entry *visit = oo__visit_at(plan, index);
-    return visit->kind != OO_FORWARD && plan->pile_layout == plan->arena.layout
+    return !oo__is_forward(visit->kind) && plan->pile_layout == plan->arena.layout
                ? plan->units[visit->unit].pile
                : OO_ANYWHERE;
 }
@@ -631,23 +639,28 @@ static void oo__settle(struct oo_plan *plan) {
     }
 }
 
-/* Forward turns into backward, or that into the next forward. A first backward tells what a block
- * is. */
-static void oo__turn_rounds(struct oo_plan *plan, enum oo_kind kind) {
+/* Training comes after samples: its forward, where that is recorded, or else its backward. Until
+ * that its units go as those of a sample did, for whom there is room. */
+static void oo__end_rounds(struct oo_plan *plan) {
     struct oo_rounds *rounds = &plan->rounds;
-    if (rounds->on)
-        rounds->before = rounds->count;
-    if (kind == OO_FORWARD && (rounds->over || plan->relaid)) {
-        if (rounds->over && plan->arena.total_bytes - plan->home_floor < 2 * plan->block_bytes)
-            oo__settle(plan);
-        plan->stray = 0;
-        plan->relaid = 0;
-    }
+    rounds->before = rounds->count;
     /* A unit that is used twice makes a first forward look like two rounds. */
-    rounds->over = rounds->on && (rounds->between || (rounds->spread && rounds->count > 1));
+    rounds->over = rounds->between || (rounds->spread && rounds->count > 1);
+    rounds->spread_over = rounds->over && rounds->spread;
+    rounds->last = 1;
     if (rounds->over)
         oo__settle(plan);
-    rounds->spread_over = rounds->over && rounds->spread;
+}
+
+/* Backward turns into the next forward. A first backward tells what a block is. */
+static void oo__end_step(struct oo_plan *plan) {
+    struct oo_rounds *rounds = &plan->rounds;
+    if (rounds->over && plan->arena.total_bytes - plan->home_floor < 2 * plan->block_bytes)
+        oo__settle(plan);
+    if (rounds->over || plan->relaid)
+        plan->stray = 0;
+    plan->relaid = 0;
+    rounds->over = rounds->spread_over = 0;
 }
 
 /* How often there have been as many rounds as are many, doubled each time: who stays is asked anew
@@ -697,7 +710,8 @@ static void oo__learn_round(struct oo_plan *plan) {
 }
 
 static int oo__has_place(const struct oo_plan *plan, uint32_t unit) {
-    return plan->rounds.on && plan->units[unit].round == plan->rounds.number &&
+    const struct oo_rounds *rounds = &plan->rounds;
+    return (rounds->on || rounds->last) && plan->units[unit].round == rounds->number &&
            plan->units[unit].place != OO_ANYWHERE;
 }
 
@@ -743,7 +757,7 @@ static void oo__ahead_pass(struct oo_plan *plan) {
 }
 
 static uint64_t oo__forwards(const struct oo_plan *plan, enum oo_kind kind) {
-    if (kind != OO_FORWARD)
+    if (!oo__is_forward(kind))
         return 0;
     return plan->now ? oo__visit_at(plan, plan->now - 1)->forwards + 1 : 1;
 }
@@ -775,13 +789,21 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
     /* The prediction held if the visit after the match is this one. Until it has done so for a
      * whole period, each turn may tell of a better match. */
     const uint64_t expected = plan->match + 1;
+    const enum oo_kind before = plan->now > 1 ? oo__visit_at(plan, plan->now - 2)->kind : kind;
+    const int turned = oo__is_forward(kind) != oo__is_forward(before);
+    if (turned) /* what comes after a backward is expected to be training */
+        plan->alike = oo__is_forward(kind);
     const int repeats = oo__remembered(plan, plan->match) && expected < plan->now - 1 &&
                         oo__same_visit(plan, expected, plan->now - 1);
-    const int turned = plan->now > 1 && (kind == OO_FORWARD) !=
-                                            (oo__visit_at(plan, plan->now - 2)->kind == OO_FORWARD);
-    const int in_rounds = plan->rounds.on && !turned;
-    if (turned)
-        oo__turn_rounds(plan, kind);
+    plan->alike = plan->alike && (repeats || turned);
+    const int trains = !oo__is_forward(kind) || (kind == OO_RECORDED && before == OO_FORWARD);
+    const int in_rounds = plan->rounds.on && !trains;
+    if (plan->rounds.on && trains)
+        oo__end_rounds(plan);
+    if (!oo__is_forward(kind))
+        plan->rounds.last = 0;
+    else if (turned)
+        oo__end_step(plan);
     const uint64_t match = repeats && !(turned && plan->confirmed < plan->now - 1 - expected)
                                ? expected
                                : oo__find_match(plan);
@@ -790,7 +812,7 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
         oo__follow(plan, oo__find_match(plan), 0);
     if (kind == OO_BACKWARD)
         oo__learn_block(plan);
-    if (turned && kind != OO_FORWARD)
+    if (turned && !oo__is_forward(kind))
         oo__learn_order(plan);
     else if (turned)
         oo__learn_piles(plan);
@@ -833,7 +855,7 @@ void oo_plan_expect_link(struct oo_plan *plan, double bps) {
 
 int oo_plan_wants_seconds(const struct oo_plan *plan) {
     const struct oo_trace_entry *current = oo__visit_at(plan, plan->now - 1);
-    return current->kind == OO_FORWARD && current->previous != OO_NOWHERE &&
+    return oo__is_forward(current->kind) && current->previous != OO_NOWHERE &&
            current->previous >= plan->expected &&
            (plan->units[current->unit].measured < OO_MEASURED ||
             plan->now % OO_REMEASURED_ONE_IN == 0);
@@ -905,7 +927,7 @@ static uint64_t oo__use_after(const struct oo_plan *plan, uint64_t index) {
 /* When the unit of predicted visit `index` is used in the next forward, if that visit is none. */
 static uint64_t oo__use_in_next_forward(const struct oo_plan *plan, uint64_t index) {
     for (int i = 0; i < OO_LOOKAHEAD && index < plan->now; i++) {
-        if (oo__visit_at(plan, index)->kind == OO_FORWARD)
+        if (oo__is_forward_at(plan, index))
             break;
         index = oo__use_after(plan, index);
     }
@@ -1045,7 +1067,7 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
         return 0;
     *unit = oo__visit_at(plan, ahead->end)->unit;
     uint64_t distance = ahead->end - plan->match;
-    if (oo__has_place(plan, *unit))
+    if (oo__has_place(plan, *unit) && oo__is_forward_at(plan, ahead->end))
         return distance <= oo__to_next_round(plan) &&
                oo__place_is_free(plan, *unit, oo__place(plan, *unit), distance, window);
     const size_t pile = oo__pile(plan, ahead->end);
@@ -1054,7 +1076,7 @@ static int oo__fetch_predicted(struct oo_plan *plan, uint32_t *unit, struct oo_w
     uint64_t after = oo__use_after(plan, ahead->end);
     /* Who was spread or streamed may lie in a home and be needed before those that have been used.
      */
-    if (plan->rounds.spread_over && oo__visit_at(plan, ahead->end)->kind != OO_FORWARD)
+    if (plan->rounds.spread_over && !oo__is_forward_at(plan, ahead->end))
         after = oo__use_in_next_forward(plan, after);
     const uint64_t again = after - plan->match;
     const int early = ahead->bytes > oo__lead_bytes(plan);

@@ -266,7 +266,8 @@ int oo_pages_own(void *memory, size_t bytes);
 enum oo_kind {
     OO_FORWARD = 0,   /* a forward outside any graph task */
     OO_RECOMPUTE = 1, /* a forward inside a graph task: a checkpoint recomputes */
-    OO_BACKWARD = 2
+    OO_BACKWARD = 2,
+    OO_RECORDED = 3 /* a forward outside any graph task, under grad mode: of training, not a sample */
 };
 
 enum oo_flags {

@@ -529,7 +529,7 @@ static int oo__release_use(PyObject *object, uint64_t ticket, uintptr_t stream,
 static const struct oo_parameter oo__acquire_takes[] = {OO_ID("member"),
                                                         OO_ADDRESS("stream"),
                                                         OO_NUMBER("stamp"),
-                                                        {"kind", OO_FORWARD, OO_BACKWARD},
+                                                        {"kind", OO_FORWARD, OO_RECORDED},
                                                         {"task", -1, INT64_MAX}};
 
 static PyObject *oo__engine_acquire(PyObject *object, PyObject *const *arguments,
@@ -1060,7 +1060,7 @@ static PyObject *oo__engine_visits(PyObject *object, PyObject *argument) {
     return list;
 }
 
-static const struct oo_parameter oo__expect_takes[] = {OO_ID("unit"), {"kind", 0, OO_BACKWARD}};
+static const struct oo_parameter oo__expect_takes[] = {OO_ID("unit"), {"kind", 0, OO_RECORDED}};
 
 static PyObject *oo__engine_expect(PyObject *object, PyObject *list) {
     if (!PyList_Check(list)) {

@@ -161,6 +161,7 @@ static int oo__execute(PyObject *module) {
         PyModule_AddIntConstant(module, "FORWARD", OO_FORWARD) < 0 ||
         PyModule_AddIntConstant(module, "RECOMPUTE", OO_RECOMPUTE) < 0 ||
         PyModule_AddIntConstant(module, "BACKWARD", OO_BACKWARD) < 0 ||
+        PyModule_AddIntConstant(module, "RECORDED", OO_RECORDED) < 0 ||
         PyModule_AddIntConstant(module, "ALIGNMENT", (long)OO_ALIGNMENT) < 0 ||
         PyModule_AddIntConstant(module, "STAGING_BYTES", (long)OO_STAGING_BYTES) < 0)
         return -1;

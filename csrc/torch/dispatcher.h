@@ -23,7 +23,8 @@ inline PyObject *layers_there; /* of Python: weak references to layers, by their
 struct Forward {
     enum : size_t { x, weight, bias, key, dtype, recorded, others };
 };
-struct Again { /* backward */
+enum : int64_t { NOT, HERE, BY_GRAPH }; /* what `recorded` is */
+struct Again {                          /* backward */
     enum : size_t { gradient, x, size, stride, weight, bias, key, dtype, needs, others };
 };
 
@@ -31,7 +32,7 @@ class Given {
   public:
     Given(const c10::OperatorHandle &op, Stack &stack)
         : count(op.schema().arguments().size()), first(&stack[stack.size() - count]) {}
-    c10::IValue &operator[](size_t i) const { return first[i]; }
+    const c10::IValue &operator[](size_t i) const { return first[i]; }
     const at::Tensor &tensor(size_t i) const { return first[i].toTensor(); }
     at::Tensor optional(size_t i) const {
         return first[i].isNone() ? at::Tensor() : first[i].toTensor();
@@ -51,7 +52,7 @@ class Given {
     const size_t count;
 
   private:
-    c10::IValue *const first;
+    const c10::IValue *const first;
 };
 
 /* `above_autograd`: torch is called as by eager code. */
@@ -135,9 +136,11 @@ template <typename Call> at::Tensor restore(Call &, const Origin &, at::Tensor x
 
 template <typename Kind> at::Tensor compute_by_operator(const Given &given) {
     const Owned layer = layer_of(given.tensor(Forward::key));
-    Native<Kind> *self = given[Forward::recorded].toBool() ? nullptr : native_of<Kind>(layer);
+    const int64_t recorded = given[Forward::recorded].toInt();
+    Native<Kind> *self = recorded == HERE ? nullptr : native_of<Kind>(layer);
     if (!self)
         return {};
+    const bool training = recorded == BY_GRAPH || at::GradMode::is_enabled();
     const AboveAutograd above;
     const at::AutoGradMode off(false);
     const at::Tensor &x = given.tensor(Forward::x);
@@ -149,7 +152,7 @@ template <typename Kind> at::Tensor compute_by_operator(const Given &given) {
     auto call = call_of(&self->kind, given, Forward::others);
     if (!takes(call, layer, Device(layer)))
         return {};
-    const at::Tensor y = compute<Kind>(*found, layer, x, std::move(call));
+    const at::Tensor y = compute<Kind>(*found, layer, x, std::move(call), training);
     n_forward += y.defined();
     return y;
 }
@@ -279,7 +282,7 @@ inline void run_below_autograd(const c10::OperatorHandle &op, c10::DispatchKeySe
     if (at::GradMode::is_enabled())
         for (const size_t i : {+Forward::x, +Forward::weight, +Forward::bias})
             records |= !given[i].isNone() && given.tensor(i).requires_grad();
-    const bool begins = given[Forward::recorded].toBool();
+    const bool begins = given[Forward::recorded].toInt() != NOT;
     if (records || is_traced)
         return run_in_python(op, keys, stack);
     if (begins && !with_python([&] {
@@ -292,7 +295,6 @@ inline void run_below_autograd(const c10::OperatorHandle &op, c10::DispatchKeySe
             return true;
         }))
         return run_in_python(op, keys, stack);
-    given[Forward::recorded] = false;
     const at::AutoDispatchBelowAutograd below;
     op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }

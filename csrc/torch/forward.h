@@ -90,11 +90,11 @@ inline at::Tensor kept_cast(const at::Tensor &x, at::ScalarType dtype) {
 
 /* What is asked of the engine for a forward now. */
 inline oo_request forward_request(PyObject *layer, const Device &device, PyObject *masters,
-                                  const at::Tensor &x) {
+                                  const at::Tensor &x, bool training) {
     const int64_t task = torch::autograd::get_current_graph_task_id();
     oo_request request{};
     request.member = static_cast<uint32_t>(integer(layer, names.member));
-    request.kind = task == -1 ? OO_FORWARD : OO_RECOMPUTE;
+    request.kind = task != -1 ? OO_RECOMPUTE : training ? OO_RECORDED : OO_FORWARD;
     request.stamp = stamp_of(masters);
     request.task = task;
     if (device.is_simulated) {
@@ -131,7 +131,7 @@ at::Tensor record(const Found &found, PyObject *layer, const at::Tensor &x,
     oo_request request;
     {
         const at::AutoGradMode off(false);
-        request = forward_request(layer, device, found.masters, x);
+        request = forward_request(layer, device, found.masters, x, true);
         y = lend(layer, device, request, found.dtype, [&](const Weights &weights) {
             return Kind::record(call, saved, weights, of_weight.defined());
         });
@@ -165,11 +165,12 @@ at::Tensor record(const Found &found, PyObject *layer, const at::Tensor &x,
 
 /* Compute as `Layer.lend_unrecorded` does. */
 template <typename Kind>
-at::Tensor compute(const Found &found, PyObject *layer, at::Tensor x, typename Kind::Call &&call) {
+at::Tensor compute(const Found &found, PyObject *layer, at::Tensor x, typename Kind::Call &&call,
+                   bool training) {
     Device device(layer);
     /* A view of a trained weight requires grad even without grad mode; a cast one does not. */
     const bool trains = found.weight.requires_grad() && !is_cast(found.weight, found.dtype);
-    const oo_request request = forward_request(layer, device, found.masters, x);
+    const oo_request request = forward_request(layer, device, found.masters, x, training);
     return lend(layer, device, request, found.dtype,
                 [&](const Weights &weights) { return Kind::compute(call, x, weights, trains); })
         .value_or(at::Tensor());
@@ -209,8 +210,9 @@ template <typename Kind> at::Tensor forward(Native<Kind> &self, PyObject *layer,
     const bool records =
         at::GradMode::is_enabled() && (x.requires_grad() || found.weight.requires_grad() ||
                                        (found.bias.defined() && found.bias.requires_grad()));
-    const at::Tensor y = records ? record<Kind>(found, layer, x, std::move(*call))
-                                 : compute<Kind>(found, layer, x, std::move(*call));
+    const at::Tensor y =
+        records ? record<Kind>(found, layer, x, std::move(*call))
+                : compute<Kind>(found, layer, x, std::move(*call), at::GradMode::is_enabled());
     n_forward += y.defined();
     return y;
 }

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function, profiler
 
-from .._core import BACKWARD, FORWARD, RECOMPUTE
+from .._core import BACKWARD
 from ..errors import OffloadError
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
@@ -31,7 +31,7 @@ from ..locks import Lock
 from .compiled import Whole
 from .flatten import is_wrapper, value_at
 from .leaf import Masters, Tensors, version_of
-from .loan import Borrower, once_differentiable
+from .loan import Borrower, forward_kind, once_differentiable
 from .swap import HANDLE, list_weights, swap_in
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class AnyLayer(Whole, Borrower):
             note_trainable(state, task)
         if records and state.turned and task == -1:
             state.begin_forward()
-        slot = self.borrow(FORWARD if task == -1 else RECOMPUTE, task)
+        slot = self.borrow(forward_kind(task, records), task)
         lent = self._tensors_in(slot)
         versions = [tensor._version for tensor in lent.values()]
         try:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad, profiler
 
-from .._core import BACKWARD, FORWARD, RECOMPUTE
+from .._core import BACKWARD, FORWARD, RECOMPUTE, RECORDED
 from ..autocast import cast_dtype, cast_input, cast_tensors
 from ..errors import NoRoomError, OffloadError, StaleWeightsError, no_room_error
 from ..exemption import exempt
@@ -42,6 +42,13 @@ Compute = Callable[[Tensors], Any]  # queues all work that uses a slot's tensors
 Needs = tuple[bool, ...]  # whether the input's gradient is wanted, and that of each named tensor
 
 
+def forward_kind(task: int, training: bool) -> int:
+    """Return what the engine is told of a forward in a graph task, -1 for none."""
+    if task != -1:
+        return RECOMPUTE
+    return RECORDED if training else FORWARD
+
+
 class Borrower(Leaf):
     """A leaf that something computes with, for as long as it has a slot."""
 
@@ -54,7 +61,8 @@ class Borrower(Leaf):
         Parameters
         ----------
         kind : int
-            ``FORWARD``, ``BACKWARD``, or ``RECOMPUTE``: a forward in a graph task, by a checkpoint.
+            ``FORWARD``, ``RECORDED``: a forward under grad mode, ``RECOMPUTE``: a forward in a
+            graph task, by a checkpoint, or ``BACKWARD``.
         task : int
             The running graph task, -1 for none.
         seconds : float
@@ -335,11 +343,16 @@ class Layer(Borrower, ABC):
         flops, moved = self.backward_cost(grad, needs)
         return self.state.time.kernel_seconds(flops, moved, grad.dtype)
 
-    def lend_unrecorded(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """`lend` in a forward of which autograd records nothing."""
+    def lend_unrecorded(
+        self, x: Tensor, dtype: torch.dtype | None, training: bool | None = None
+    ) -> Tensor:
+        """`lend` in a forward of which autograd records nothing.
+
+        `training`: whether it is part of one that is recorded; by grad mode, where that is None.
+        """
         task, compute = _graph_task(), self.compute
         seconds = self.forward_seconds(x) if self.state.simulated else 0.0
-        kind = FORWARD if task == -1 else RECOMPUTE
+        kind = forward_kind(task, torch.is_grad_enabled() if training is None else training)
         return cast("Tensor", self.lend(kind, task, seconds, dtype, lambda t: compute(x, t)))
 
     def lend_backward(
@@ -414,7 +427,7 @@ class Loan(Function):
         masters = layer.masters
         record, recorded = layer.record, trained or masters.none
         seconds = layer.forward_seconds(x) if state.simulated else 0.0
-        kind = FORWARD if task == -1 else RECOMPUTE
+        kind = forward_kind(task, True)
         if state.turned and task == -1:
             state.begin_forward()
         y: Tensor = layer.lend(kind, task, seconds, cast, lambda t: record(ctx, x, recorded, t))

@@ -27,13 +27,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from .._core import FORWARD, RECOMPUTE
 from ..autocast import cast_dtype, cast_input
 from ..errors import OffloadError, StaleWeightsError
 from ..exemption import exempt
 from ..gradients import note_trainable
 from .leaf import Leaf, version_of
-from .loan import Layer, once_differentiable
+from .loan import Layer, forward_kind, once_differentiable
 from .swap import is_exporting, refuse_tracing, untraced
 
 if TYPE_CHECKING:
@@ -50,6 +49,8 @@ layers: dict[int, weakref.ref[Numbered]] = {}  # csrc/torch looks there, too
 _kernels: dict[Any, Callable[..., Any]] = {}  # what an operator runs, for who stands before it
 _computes: dict[Any, Callable[..., Tensor]] = {}  # what it computes, with tensors on the device
 
+# Whether autograd records a call: no, by the operator's own node, or by one of the whole graph.
+NOT, HERE, BY_GRAPH = range(3)
 # Both move bytes as they like: no part of a CUDA graph.
 _TAGS = tuple(
     getattr(torch.Tag, name)
@@ -57,7 +58,7 @@ _TAGS = tuple(
     if hasattr(torch.Tag, name)
 )
 _FORWARD = (
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor key, ScalarType? dtype, bool recorded{}) "
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor key, ScalarType? dtype, int recorded{}) "
     "-> Tensor"
 )
 _BACKWARD = (
@@ -109,7 +110,7 @@ class Traced(Numbered, Layer):
             return cast("Tensor", untraced(self, x))  # which refuses
         if is_exporting():
             refuse_tracing("torch.export")
-        y = self.operator(x, *self.given(module), self.key, dtype, False, *arguments)
+        y = self.operator(x, *self.given(module), self.key, dtype, NOT, *arguments)
         advance(self.attachment.sequence, y)
         return cast("Tensor", y)
 
@@ -259,19 +260,23 @@ def _forward(
     bias: Tensor | None,
     key: Tensor,
     dtype: torch.dtype | None,
-    recorded: bool,
+    recorded: int,
     *arguments: Any,
 ) -> Tensor:
     layer = layer_of(key)
+    training = recorded == BY_GRAPH or torch.is_grad_enabled()
     with above_autograd():
         # A compiler hands over what a weight was before it is written, or what takes its place.
         own = layer.ready(x) and layer.is_given(weight, bias)
-        if not own and recorded:
+        if not own and recorded == HERE:
             raise computed_weight_error(layer.name)
         if not own:
             return cast("Tensor", layer.compute_given(x, (weight, bias), dtype, *arguments))
         with layer.taking(*arguments), torch.no_grad():
-            y = _lend_recorded(layer, x, dtype) if recorded else layer.lend_unrecorded(x, dtype)
+            if recorded == HERE:
+                y = _lend_recorded(layer, x, dtype)
+            else:
+                y = layer.lend_unrecorded(x, dtype, training)
         return cast("Tensor", layer.as_told(y, *arguments))
 
 
@@ -294,7 +299,7 @@ def _lend_recorded(layer: Traced, x: Tensor, dtype: torch.dtype | None) -> Tenso
     """Compute where a graph records the layer; as `loan.Loan` does, which keeps more."""
     state, masters, task = layer.state, layer.masters, _graph_task()
     seconds = layer.forward_seconds(x) if state.simulated else 0.0
-    kind = FORWARD if task == -1 else RECOMPUTE
+    kind = forward_kind(task, True)
     trained = tuple([t if t is not None and t.requires_grad else None for t in masters.tensors])
     kept = Kept()
     _begin_forward(state)
@@ -370,7 +375,7 @@ def _define(
         bias: Tensor | None,
         key: Tensor,
         dtype: torch.dtype | None,
-        recorded: bool,
+        recorded: int,
         *arguments: Any,
     ) -> Tensor:
         tensors = [_on(x.device, tensor, dtype) for tensor in (weight, bias)]
@@ -448,7 +453,7 @@ def _autograd(
     `reads_always`: its backward reads the weight for whatever gradient, as torch counts it.
     """
 
-    def run(keyset: Any, recorded: bool, *given: Any) -> Any:
+    def run(keyset: Any, recorded: int, *given: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return forward.redispatch(keyset & after_autograd, *given[:5], recorded, *given[6:])
 
@@ -463,7 +468,7 @@ def _autograd(
             ctx.keeps_input = weight.requires_grad or reads_input(x, given[2], *given[6:])
             if ctx.keeps_input:
                 ctx.save_for_backward(x)
-            return run(keyset, True, *given)
+            return run(keyset, HERE if type(given[3]) is Tensor else BY_GRAPH, *given)
 
         @once_differentiable
         def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -488,9 +493,9 @@ def _autograd(
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return apply(keyset, *given)
         key, recorded = given[3], given[5]
-        if recorded and type(key) is Tensor:  # of a graph that autograd has recorded as a whole
+        if recorded and type(key) is Tensor:
             _begin_forward(layer_of(key).state)
-        return run(keyset, False, *given)
+        return run(keyset, recorded, *given)
 
     return kernel
 

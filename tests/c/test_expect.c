@@ -80,7 +80,7 @@ static void test_what_cannot_be_expected_is_refused(void) {
         many[i] = (struct oo_visit){w.unit[0], OO_FORWARD};
     CHECK(oo_engine_expect(w.engine, many, OO_MAX_EXPECTED + 1) == OO_E_ARGUMENT, "too many");
     CHECK(oo_engine_expect(w.engine, many, 0) == OO_E_ARGUMENT, "none");
-    many[1].kind = (enum oo_kind)3;
+    many[1].kind = (enum oo_kind)4;
     CHECK(oo_engine_expect(w.engine, many, 2) == OO_E_ARGUMENT, "another kind");
     static const uint32_t strangers[] = {UNITS, UINT32_MAX};
     for (int i = 0; i < 2; i++) {

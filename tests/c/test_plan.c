@@ -744,6 +744,112 @@ static void test_training_goes_on_after_samples(void) {
     }
 }
 
+/* Training as `m`, whose forwards are recorded from unit `first` on, `every` so many. */
+static struct model recorded(const struct model *m, unsigned first, unsigned every) {
+    struct model training = *m;
+    for (unsigned i = first; i < m->n; i += every)
+        training.step[i].kind = OO_RECORDED;
+    return training;
+}
+
+/* Where training's forward can be told from a sample, the first step after samples knows that a
+ * backward follows, however many they were: what a sample would want next is not fetched at its
+ * turn. So it moves fewer bytes, and all later ones are as without samples, or nearly. */
+static void test_recorded_forwards_tell_training_from_samples(void) {
+    static struct model m, training;
+    static const unsigned samples[] = {4, 4, 5, 30, 12, 30}, ways[][2] = {{0, 1}, {5, 1}, {3, 7}};
+    flux(&m, 3072, 1);
+    for (size_t way = 0; way < CHECK_COUNT(ways); way++)
+        for (int percent = 30; percent <= 75; percent += 15) {
+            training = recorded(&m, ways[way][0], ways[way][1]);
+            const size_t capacity = aligned(m.total / 100 * (size_t)percent);
+            const double least = (double)x_min(&m, capacity);
+            struct oo_plan *plan = plan_of(&m, capacity);
+            for (size_t preview = 0; preview < CHECK_COUNT(samples); preview++) {
+                for (int step = 0; step < 4; step++) {
+                    const struct outcome o = run(plan, &training, training.step, m.n_visits);
+                    const double most = step < 2 ? 1.04 : 1.015;
+                    printf("%d%%, preview %zu, step %d: %.3f X_min, %u late\n", percent, preview,
+                           step, (double)o.bytes / least, o.late);
+                    CHECK(preview + (size_t)step == 0 || (double)o.bytes <= most * least,
+                          "%d%%, preview %zu, step %d: %.3f", percent, preview, step,
+                          (double)o.bytes / least);
+                }
+                struct outcome last = {0, 0};
+                for (unsigned sweep = 0; sweep < samples[preview]; sweep++)
+                    last = run(plan, &m, m.step, m.n);
+                CHECK(last.bytes <= m.total - capacity + 5 * m.largest && last.late == 0,
+                      "%d%%, preview %zu: a sweep loads %zu bytes, %u late", percent, preview,
+                      last.bytes, last.late);
+            }
+            oo_plan_destroy(plan);
+        }
+}
+
+/* Where samples are recorded as training's forward is (nobody said that they are samples), all goes
+ * as where neither is. */
+static void test_samples_that_are_recorded_are_no_training(void) {
+    static struct model kinds[2];
+    flux(&kinds[0], 3072, 1);
+    kinds[1] = recorded(&kinds[0], 0, 1);
+    for (int percent = 20; percent <= 80; percent += 20) {
+        const size_t capacity = aligned(kinds[0].total / 100 * (size_t)percent);
+        struct oo_plan *plans[] = {plan_of(&kinds[0], capacity), plan_of(&kinds[1], capacity)};
+        for (int round = 0; round < 40; round++) {
+            struct outcome o[2];
+            for (int i = 0; i < 2; i++)
+                o[i] = run(plans[i], &kinds[i], kinds[i].step,
+                           round % 20 < 4 ? kinds[i].n_visits : kinds[i].n);
+            CHECK(o[0].bytes == o[1].bytes && o[0].late == o[1].late, "%d%%, %d: %zu, %zu", percent,
+                  round, o[0].bytes, o[1].bytes);
+        }
+        oo_plan_destroy(plans[0]);
+        oo_plan_destroy(plans[1]);
+    }
+}
+
+/* The visits of `m`, of units that were created against the order of use. */
+static struct model reversed(const struct model *m) {
+    struct model other = *m;
+    for (unsigned u = 0; u < m->n; u++)
+        other.bytes[m->n - 1 - u] = m->bytes[u];
+    for (unsigned i = 0; i < m->n_visits; i++)
+        other.step[i].unit = m->n - 1 - m->step[i].unit;
+    return other;
+}
+
+/* Once training has found back from samples, its steps move what they did before them: also where
+ * units are created against their order, and whatever else is sampled in between. */
+static void test_steps_are_what_they_were_before_samples(void) {
+    static struct model m, other;
+    static const int resident[] = {15, 25, 40, 60, 85};
+    flux(&m, 3072, 1);
+    for (int against = 0; against < 2; against++)
+        for (int percent = 0; percent < 5; percent++)
+            for (unsigned others = 0; others < 3; others++) {
+                const size_t capacity = aligned(m.total / 100 * (size_t)resident[percent]);
+                other = against ? reversed(&m) : m;
+                struct oo_plan *plan = plan_of(&other, capacity);
+                struct outcome before = {0, 0}, after = {0, 0};
+                /* The last third of the units is sampled alone. */
+                const struct visit *encoder = other.step + m.n - m.n / 3;
+                for (int step = 0; step < 5; step++)
+                    before = run(plan, &other, other.step, m.n_visits);
+                for (int sample = 0; sample < 30; sample++)
+                    run(plan, &other, other.step, m.n);
+                for (int sample = 0; others && sample < (others == 1 ? 4 : 30); sample++)
+                    run(plan, &other, encoder, m.n / 3);
+                for (int step = 0; step < 6; step++) {
+                    after = run(plan, &other, other.step, m.n_visits);
+                    printf("%d%%, against %d, others %u, step %d: %.3f\n", resident[percent],
+                           against, others, step, (double)after.bytes / (double)before.bytes);
+                }
+                CHECK((double)after.bytes <= 1.005 * (double)before.bytes, "%d%%, %d, %u: %zu, %zu",
+                      resident[percent], against, others, after.bytes, before.bytes);
+                oo_plan_destroy(plan);
+            }
+}
+
 /* Nor does what they displaced stay so: from the third step after them on, the link rests as little
  * as without them. */
 static void test_training_takes_as_long_after_samples(void) {
@@ -1302,7 +1408,7 @@ static void test_random_traces_keep_the_arena_sound(void) {
                   "segment");
         const unsigned before = (unsigned)check_failed;
         for (int i = 0; i < 300; i++) {
-            struct visit visit = {(uint32_t)rand() % m.n, (enum oo_kind)(rand() % 3)};
+            struct visit visit = {(uint32_t)rand() % m.n, (enum oo_kind)(rand() % 4)};
             run(plan, &m, &visit, 1);
             if (rand() % 8 == 0)
                 oo_plan_drop(plan, (uint32_t)rand() % m.n);
@@ -1352,6 +1458,9 @@ static const struct check_case cases[] = {
     CASE(test_samples_move_again_only_where_that_pays),
     CASE(test_a_ring_shrinks_once_the_seconds_are_known),
     CASE(test_training_goes_on_after_samples),
+    CASE(test_recorded_forwards_tell_training_from_samples),
+    CASE(test_samples_that_are_recorded_are_no_training),
+    CASE(test_steps_are_what_they_were_before_samples),
     CASE(test_training_takes_as_long_after_samples),
     CASE(test_rounds_of_units_with_several_members),
     CASE(test_long_forwards_after_samples),

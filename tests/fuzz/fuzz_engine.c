@@ -611,14 +611,17 @@ static void release(struct fuzz *f, struct held *h) {
 static void begin_use(struct fuzz *f, struct held *h, struct layer *layer, struct input *in) {
     const unsigned how = below(in, 8), which = below(in, STREAMS);
     const uintptr_t stream = f->streams[which];
-    enum oo_kind kind = how < 3 ? OO_FORWARD : how < 5 ? OO_RECOMPUTE : OO_BACKWARD;
+    static const enum oo_kind kinds[] = {OO_FORWARD,   OO_FORWARD,  OO_RECORDED, OO_RECOMPUTE,
+                                         OO_RECOMPUTE, OO_BACKWARD, OO_BACKWARD, OO_BACKWARD};
+    const enum oo_kind kind = kinds[how];
+    const int forward = kind == OO_FORWARD || kind == OO_RECORDED;
     const int flags = below(in, 8) == 0 ? OO_NONBLOCKING : 0;
-    if (kind != OO_FORWARD && (layer->silent || below(in, 8) == 0))
+    if (!forward && (layer->silent || below(in, 8) == 0))
         f->task++;
     struct oo_use use;
     cover(layer, 0);
     enum oo_status status = acquire(f->w.engine, layer->member, stream, layer->stamp, kind,
-                                    kind == OO_FORWARD ? -1 : f->task, flags, &use);
+                                    forward ? -1 : f->task, flags, &use);
     cover(layer, 1);
     /* No room, or rewritten while in use: only where something is in use. */
     const int no_use = holds_any(f) && (status == OO_E_NO_ROOM || status == OO_E_STATE);

@@ -224,7 +224,7 @@ static void step(struct model *m, int backward, unsigned most) {
 static void one_call(struct model *m, struct input *in) {
     const unsigned call = below(in, 16);
     const uint32_t unit = m->n_units ? below(in, m->n_units) : 0;
-    const enum oo_kind kind = (enum oo_kind)below(in, 3);
+    const enum oo_kind kind = (enum oo_kind)below(in, 4);
     struct oo_window window;
     if (call == 0) {
         add_unit(m, 1 + below(in, 40));
@@ -304,7 +304,7 @@ static void one_call(struct model *m, struct input *in) {
         fetch(m, below(in, 4));
         break;
     }
-    if (kind == OO_FORWARD && call < 8) {
+    if ((kind == OO_FORWARD || kind == OO_RECORDED) && call < 8) {
         oo_plan_took(m->plan, unit, (double)below(in, 100) / 10);
         oo_plan_copied(m->plan, below(in, 4) * GRAIN, 0.5);
     }

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from oracle_offload import OffloadError, StaleWeightsError, gradients, selection
 from oracle_offload.engines import open_states
+from oracle_offload.layers import traced
 
 OPS = torch.ops.oracle_offload
 TRAINED = pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
@@ -68,7 +69,7 @@ def compare(layer: Any, module: Any, x: Any, dtype: Any, *arguments: Any) -> int
     name = "convolution" if arguments else "linear"
     weight, bias = layer.given(module)
     x = x if dtype is None else x.to(dtype)
-    (y,) = assert_twins(name, x, weight, bias, layer.key, dtype, False, *arguments)
+    (y,) = assert_twins(name, x, weight, bias, layer.key, dtype, traced.NOT, *arguments)
     kept = x if weight.requires_grad else None
     trains = weight.requires_grad, bias is not None and bias.requires_grad
     wanted = {*itertools.product(*((False, each) for each in (True, *trains)))} - {(False,) * 3}
@@ -86,7 +87,7 @@ def stack(features: int = 48, depth: int = 3) -> nn.Sequential:
 def forward(layer: Any, module: Any, x: torch.Tensor) -> torch.Tensor:
     """Call the operator of a linear layer."""
     with torch._C._AutoDispatchBelowAutograd():
-        return OPS.linear(x, *layer.given(module), layer.key, None, False)
+        return OPS.linear(x, *layer.given(module), layer.key, None, traced.NOT)
 
 
 def backward(layer: Any, module: Any, x: torch.Tensor, needs: list[bool]) -> list[torch.Tensor]:
@@ -270,11 +271,11 @@ def test_a_forward_after_a_backward_begins_another(taken):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(state), "begin_forward", lambda self: begun.append(self))
             taken()
-            for turned, recorded in itertools.product((False, True), (False, True)):
+            for turned, recorded in itertools.product((False, True), (traced.NOT, traced.BY_GRAPH)):
                 state.turned = turned
                 with torch.no_grad():
                     OPS.linear(torch.ones(5, 48), *layer.given(model[0]), layer.key, None, recorded)
-                assert begun == [state] * (turned and recorded)
+                assert begun == [state] * (turned and recorded != traced.NOT)
                 begun.clear()
         assert taken() == (4, 0)
 
@@ -321,11 +322,11 @@ def test_a_bias_of_another_size_is_no_masters(taken):
         taken()
         with torch._C._AutoDispatchBelowAutograd():
             for used in (None, bias.clone(), bias[:1]):
-                y = OPS.linear(x, weight, used, layer.key, None, False)
+                y = OPS.linear(x, weight, used, layer.key, None, traced.NOT)
                 plain = torch.nn.functional.linear(x, weight, used)
                 assert_same(y, plain)
             for used in (weight.clone(), weight.t()):
-                y = OPS.linear(x, used, bias, layer.key, None, False)
+                y = OPS.linear(x, used, bias, layer.key, None, traced.NOT)
                 assert_same(y, torch.nn.functional.linear(x, used, bias))
         assert taken() == (0, 0)
         assert_same(forward(layer, model[0], x), expected)
@@ -338,7 +339,7 @@ def test_a_recorded_call_below_autograd_goes_to_python(taken):
         taken()
         layer = manager.layers[0]
         with torch._C._AutoDispatchBelowAutograd():
-            OPS.linear(torch.ones(5, 48), *layer.given(model[0]), layer.key, None, True)
+            OPS.linear(torch.ones(5, 48), *layer.given(model[0]), layer.key, None, traced.HERE)
         assert taken() == (0, 0)
 
 
@@ -372,11 +373,13 @@ def test_a_convolution_whose_module_pads_in_its_own_way_goes_to_python(taken):
         layer = manager.layers[0]
         one[0]._conv_forward = one[0]._conv_forward
         taken()
-        y = OPS.convolution(x, *layer.given(one[0]), layer.key, None, False, *window)
+        y = OPS.convolution(x, *layer.given(one[0]), layer.key, None, traced.NOT, *window)
         assert taken() == (0, 0)
         del one[0].__dict__["_conv_forward"]
         assert_same(y, other(x))
-        assert_same(OPS.convolution(x, *layer.given(one[0]), layer.key, None, False, *window), y)
+        assert_same(
+            OPS.convolution(x, *layer.given(one[0]), layer.key, None, traced.NOT, *window), y
+        )
         assert taken() == (1, 0)
 
 
@@ -397,7 +400,7 @@ def test_a_layer_that_was_detached_is_refused(taken):
     key, given, gone = layer.key, layer.given(model[0]), weakref.ref(layer)
     del layer, manager
     assert gone() is None
-    for recorded in (False, True):
+    for recorded in (traced.NOT, traced.BY_GRAPH):
         with pytest.raises(OffloadError, match="was detached since"), torch.no_grad():
             OPS.linear(x, *given, key, None, recorded)
     assert taken() == (0, 0)

@@ -301,7 +301,7 @@ def fail_once() -> None:
     ):
         fails(TypeError, getattr(engine, name), *arguments)
     for name, arguments in (
-        ("acquire", (member, life.stream, 0, 3, -1, 0.0)),
+        ("acquire", (member, life.stream, 0, 4, -1, 0.0)),
         ("acquire", (9999, life.stream, 0, 0, -1, 0.0)),
         ("add_unit", (life.model, [], False)),
         ("add_unit", (life.model, [[]], False)),

@@ -74,7 +74,7 @@ ARGUMENTS: dict[str, dict[str, tuple[int, int] | None]] = {
         "member": ID,
         "stream": ADDRESS,
         "stamp": NUMBER,
-        "kind": (0, 2),
+        "kind": (0, 3),
         "task": (-1, 2**63 - 1),
         "seconds": None,
     },
@@ -227,7 +227,7 @@ def test_a_stamp_of_impossible_numbers_is_refused_and_none_is_given(wrong: tuple
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        ([(0, 3)], ValueError),
+        ([(0, 4)], ValueError),
         ([(0, -1)], ValueError),
         ([(-1, 0)], ValueError),
         ([(2**32 - 1, 0)], ValueError),

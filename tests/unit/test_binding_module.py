@@ -31,7 +31,8 @@ def another() -> ModuleType:
 
 
 def test_its_constants_are_those_of_the_engine() -> None:
-    assert (_core.FORWARD, _core.RECOMPUTE, _core.BACKWARD) == (0, 1, 2)
+    kinds = _core.FORWARD, _core.RECOMPUTE, _core.BACKWARD, _core.RECORDED
+    assert kinds == (0, 1, 2, 3)
     assert _core.ALIGNMENT >= 16 and _core.ALIGNMENT & (_core.ALIGNMENT - 1) == 0
     assert _core.BUILD.startswith("C11")
 
