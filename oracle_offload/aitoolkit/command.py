@@ -32,8 +32,9 @@ def run(args: argparse.Namespace, ok: int, error: int, check_failed: int) -> int
     """Run one action; return one of the three exit codes given."""
     try:
         if args.action == "patch":
-            sys.stdout.buffer.write(checkout.patch(args.path))
-            sys.stdout.buffer.flush()
+            with naming("write", "standard output"):
+                sys.stdout.buffer.write(checkout.patch(args.path))
+                sys.stdout.buffer.flush()
             return ok
         if args.action == "status":
             return _status(args.path, args.json, ok, check_failed)

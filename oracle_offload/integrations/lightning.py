@@ -23,7 +23,7 @@ class LightningCallback(lightning.Callback):  # type: ignore[misc,unused-ignore]
 
     def __init__(self, *sinks: Sink, device: Any = None, sensors: bool = False) -> None:
         self._feed = Feed(*sinks, device=device, sensors=sensors)
-        self._seen = 0
+        self._seen: int  # steps
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to count: what came before belongs to no step."""

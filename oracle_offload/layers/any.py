@@ -199,7 +199,7 @@ class AnyLayer(Whole, Borrower):
             return self._with_foreign(call)
         state, task = self.state, _graph_task()
         records = torch.is_grad_enabled()
-        if records and any(t.requires_grad for t in self.masters.present):
+        if any(tensor.requires_grad for tensor in self.masters.present):
             note_trainable(state, task)
         if records and state.turned and task == -1:
             state.begin_forward()

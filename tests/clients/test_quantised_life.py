@@ -240,6 +240,15 @@ def test_a_quantised_layer_says_why_it_was_lost(change):
         assert layer.why_lost() == "it was deleted" and not layer.has_plain_masters()
 
 
+def test_a_quantised_layer_without_its_bias_is_another():
+    model = model_of("torchao-int8", torch.bfloat16, depth=1)
+    with attached(model) as manager:
+        layer = {layer.name: layer for layer in manager.layers}["0.up.base"]
+        assert "bias" in layer.names and layer.has_plain_masters()
+        layer.module().bias = None
+        assert not layer.has_plain_masters()
+
+
 def plain_layer():
     plain = nn.Linear(64, 128, dtype=torch.bfloat16)
     with torch.no_grad():

@@ -898,6 +898,29 @@ def test_the_places_of_a_module_are_a_mapping_of_its_masters():
     assert module["two"].bias is found["two.bias"]
 
 
+class Wrapper(nn.Module):
+    """As peft's, of one Parameter of what it stands before."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.parameter_name = "weight"
+        self.base_layer = base_layer
+
+    def forward(self, x):
+        return self.base_layer(x)
+
+
+def test_wrappers_are_found_of_what_is_lent_alone():
+    model = nn.ModuleList(Wrapper(Wrapper(make())) for make in (Einsum, lambda: nn.Linear(16, 16)))
+    with attached(model, "cpu") as manager:
+        kinds = {layer.name: isinstance(layer, AnyLayer) for layer in manager.layers}
+        assert kinds == {"0.base_layer.base_layer": True, "1.base_layer.base_layer": False}
+        found = [wrapper for wrapper, _ in any_module.find_wrappers(model)]
+        assert all(wrapper in (model[0], model[0].base_layer) for wrapper in found)
+        for wrapper in (model[0], model[0].base_layer):
+            assert wrapper in found or any_module.HANDLE in wrapper.__dict__
+
+
 def test_other_tensors_in_the_places_are_computed_with(device):
     torch.manual_seed(0)
     managed, resident = resident_pair(Net(Einsum))

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import ctypes
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import oracle_offload
 from oracle_offload import OffloadError, _core, devices, engines, masters
 from oracle_offload import arena as arena_module
+from oracle_offload import manager as managers
 from oracle_offload.sizes import format_size
 
 
@@ -412,3 +414,13 @@ def test_what_is_lent_beside_goes_back_with_its_size():
         arena.lend_staging(1 << 16)
         assert arena.staging_bytes == 1 << 16
     assert arena.segments == [] and arena.staging_bytes == 0
+
+
+def test_what_is_free_is_counted_without_what_is_still_to_come():
+    """Nine tenths of what is free, less what is kept there for good and what codes pass through."""
+    kept = SimpleNamespace(bytes=3 << 20, bytes_to_come=lambda device: 1 << 20)
+    for simulated, to_come in ((True, 3 << 20), (False, 1 << 20)):
+        state = SimpleNamespace(simulated=simulated, device="a card", free_bytes=lambda: 10 << 20)
+        found = managers._capacity(state, [], [1 << 30], 1 << 20, 1.0, "auto", kept, 2 << 20)
+        expected = int(0.9 * ((10 << 20) - to_come - (2 << 20)))
+        assert expected - _core.ALIGNMENT < found <= expected

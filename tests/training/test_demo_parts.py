@@ -180,3 +180,22 @@ def test_a_step_on_the_simulated_device_is_timed_by_its_own_clock():
         assert 0 < seconds <= first
         assert seconds == pytest.approx(simulator.now() - begin)
         assert torch.equal(result, model(x))
+
+
+def test_the_simulated_device_trains_one_resident_model_as_fast_as_it_can(monkeypatch, tmp_path):
+    """On a card there are two, by deterministic kernels, to tell what the card does of itself."""
+    built, deterministic = [], set()
+    build, step = demo.build_model, demo.Runner.step
+
+    def count(*arguments):
+        built.append(arguments)
+        return build(*arguments)
+
+    def look(self, number):
+        deterministic.add(torch.are_deterministic_algorithms_enabled())
+        return step(self, number)
+
+    monkeypatch.setattr(demo, "build_model", count)
+    monkeypatch.setattr(demo.Runner, "step", look)
+    demo.run_demo(steps=4, width=64, device="cpu", svg=str(tmp_path / "a.svg"), progress=False)
+    assert len(built) == 2 and deterministic == {False}

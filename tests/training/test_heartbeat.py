@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -17,10 +18,12 @@ from equality import attached
 from torch import nn
 
 from oracle_offload import OffloadError, heartbeat, simulator
+from oracle_offload.commands import watch as watching
 from oracle_offload.heartbeat import Heartbeat
 from oracle_offload.host.processes import machine
 from oracle_offload.meter import Meter
 from oracle_offload.views import live
+from oracle_offload.views.terminal import FileError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -701,3 +704,16 @@ def test_looks_refused_now_and_then_end_nothing(heart, monkeypatch, capsys):
     arguments = SimpleNamespace(pid=None, once=False, json=True)
     assert command.run(arguments, 0, 1) == 0
     assert len(looks) == 6 and capsys.readouterr().out.count("\n") == 3
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+@pytest.mark.parametrize("as_json", [True, False], ids=["json", "drawn over"])
+def test_a_look_that_cannot_be_written_is_said(as_json, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        look = SimpleNamespace(to_json=lambda: "{}", to_text=lambda **_: "text")
+        with pytest.raises(FileError, match="cannot write standard output"):
+            watching._show(look, as_json, over=True)
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -314,3 +315,17 @@ def test_a_file_of_ours_without_the_original_is_left_out_of_the_patch(
     (toolkit / checkout.FOLDER / "manager.py.before-oracle-offload").unlink()
     changed = re.findall(rb"^\+\+\+ b/\S+/(\S+)", checkout.patch(toolkit), re.MULTILINE)
     assert changed == [b"manager_modules.py"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_a_patch_that_cannot_be_written_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkout, "patch", lambda path: b"a patch")
+    full = open("/dev/full", "w")  # noqa: SIM115
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        assert cli.main(["aitoolkit", "patch", "."]) == 1
+    with contextlib.suppress(OSError):
+        full.close()
+    assert capsys.readouterr().err.startswith("cannot write standard output: ")

@@ -684,3 +684,14 @@ def test_a_log_that_is_followed_no_longer_is_closed(
     (log.parent / "next").rename(log)
     assert next(pieces) == b"" and opened[1].closed
     pieces.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("skipped", [4, 5])
+@pytest.mark.parametrize("order", ["le", "be"])
+def test_the_rest_of_a_log_of_two_bytes_a_character_begins_with_a_whole_one(
+    order: str, skipped: int
+) -> None:
+    mark = "\ufeff".encode(f"utf-16-{order}")
+    head, tail = (text.encode(f"utf-16-{order}") for text in ("one\ntwo\n", "cut\nthree\n"))
+    joined = reading._joined(mark + head, b"?" * (skipped % 2) + tail, skipped)
+    assert joined == f"one\ntwo\n{reading.GAP}\nthree\n"
