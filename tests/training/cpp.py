@@ -27,9 +27,11 @@ class Taken:
 
 
 @contextlib.contextmanager
-def managed(model: nn.Module, mode: str = "auto", **options: Any) -> Iterator[Any]:
+def managed(
+    model: nn.Module, mode: str = "auto", device: str = "cpu", **options: Any
+) -> Iterator[Any]:
     """Attach for a while, with the operators or, by "off", without."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ORACLE_OFFLOAD_OPS", mode)
-        with attached(model, "cpu", **options) as manager:
+        with attached(model, device, **options) as manager:
             yield manager

@@ -142,20 +142,21 @@ def test_convolutions(options, axes, dtype, trained, taken):
 
 @TRAINED
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_step_computes_by_them(backend, trained, taken):
+def test_a_compiled_step_computes_by_them(device, backend, trained, taken):
     """The resident model's bits (under aot_eager), and every use is one in C++."""
     blocks = [nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)]
     one, other = resident_pair(nn.Sequential(*blocks).requires_grad_(trained))
+    other.to(device)
     called = {other: torch.compile(other, backend=backend, fullgraph=True)}
 
     def step(model):
-        x = torch.randn(2, 8, 8, 8, requires_grad=True)
+        x = torch.randn(2, 8, 8, 8).to(device).requires_grad_()
         y = called[model](x)
         y.square().sum().backward()
         with torch.no_grad():
             return [y, x.grad, called[model](x)]
 
-    with managed(one):
+    with managed(one, device=device):
         called[one] = torch.compile(one, backend=backend, fullgraph=True)
         step(one)  # the first forward is watched over, by a mode that asks Python
         one.zero_grad()
