@@ -600,6 +600,10 @@ static int oo__lay_round(struct oo_plan *plan, uint64_t visits, int is_laid, int
         return 1;
     }
     rounds->number++;
+    if (plan->home_floor) { /* of those that were spread before: no training came to settle */
+        plan->home_floor = 0;
+        plan->home_layout = OO_NOWHERE;
+    }
     rounds->length = visits;
     rounds->layout = plan->arena.layout;
     rounds->spread = 0;
@@ -711,8 +715,8 @@ static void oo__learn_round(struct oo_plan *plan) {
 
 static int oo__has_place(const struct oo_plan *plan, uint32_t unit) {
     const struct oo_rounds *rounds = &plan->rounds;
-    return (rounds->on || rounds->last) && plan->units[unit].round == rounds->number &&
-           plan->units[unit].place != OO_ANYWHERE;
+    return (rounds->on || (rounds->last && rounds->layout == plan->arena.layout)) &&
+           plan->units[unit].round == rounds->number && plan->units[unit].place != OO_ANYWHERE;
 }
 
 /* The position of the unit's place; in the ring, of the place that is next. */
@@ -804,9 +808,14 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
         plan->rounds.last = 0;
     else if (turned)
         oo__end_step(plan);
-    const uint64_t match = repeats && !(turned && plan->confirmed < plan->now - 1 - expected)
-                               ? expected
-                               : oo__find_match(plan);
+    uint64_t match = repeats && !(turned && plan->confirmed < plan->now - 1 - expected)
+                         ? expected
+                         : oo__find_match(plan);
+    if (match == OO_NOWHERE && oo__is_forward(kind) && !plan->alike) {
+        plan->alike = 1; /* the first of its kind is expected to go as the other does */
+        match = oo__find_match(plan);
+        plan->alike = match != OO_NOWHERE;
+    }
     oo__follow(plan, match, repeats && match == expected);
     if (in_rounds && !plan->rounds.on) /* those that are repeated end here; these may go on */
         oo__follow(plan, oo__find_match(plan), 0);

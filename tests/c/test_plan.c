@@ -38,13 +38,14 @@ static void add_block(struct model *m, const unsigned *h2_units, unsigned n, siz
         m->block = bytes;
 }
 
-/* FLUX.1: 19 double blocks of 36 h^2 parameters and 38 single blocks of 15 h^2, leaf by leaf. */
-static void flux_of(struct model *m, int depth, size_t hidden, int checkpointed) {
+/* Double blocks of 36 h^2 parameters and single blocks of 15 h^2, leaf by leaf. */
+static void flux_of_blocks(struct model *m, int twins, int singles, size_t hidden,
+                           int checkpointed) {
     static const unsigned twin[] = {6, 6, 3, 3, 1, 1, 4, 4, 4, 4}, single[] = {3, 3, 4, 5};
     *m = (struct model){0};
-    for (int i = 0; i < 19 * depth; i++)
+    for (int i = 0; i < twins; i++)
         add_block(m, twin, 10, hidden);
-    for (int i = 0; i < 38 * depth; i++)
+    for (int i = 0; i < singles; i++)
         add_block(m, single, 4, hidden);
     m->block_begin[m->n_blocks] = m->n;
     for (unsigned u = 0; u < m->n; u++)
@@ -55,6 +56,11 @@ static void flux_of(struct model *m, int depth, size_t hidden, int checkpointed)
         for (unsigned u = m->block_begin[b + 1]; u-- > m->block_begin[b];)
             m->step[m->n_visits++] = (struct visit){u, OO_BACKWARD};
     }
+}
+
+/* FLUX.1 has 19 and 38. */
+static void flux_of(struct model *m, int depth, size_t hidden, int checkpointed) {
+    flux_of_blocks(m, 19 * depth, 38 * depth, hidden, checkpointed);
 }
 
 static void flux(struct model *m, size_t hidden, int checkpointed) {
@@ -786,6 +792,55 @@ static void test_recorded_forwards_tell_training_from_samples(void) {
         }
 }
 
+/* The visits of `m`, of units that were created against the order of use. */
+static struct model reversed(const struct model *m) {
+    struct model other = *m;
+    for (unsigned u = 0; u < m->n; u++)
+        other.bytes[m->n - 1 - u] = m->bytes[u];
+    for (unsigned i = 0; i < m->n_visits; i++)
+        other.step[i].unit = m->n - 1 - m->step[i].unit;
+    return other;
+}
+
+/* The visits of `m`, of units that were created in any order. */
+static struct model shuffled(const struct model *m, unsigned seed) {
+    struct model other = *m;
+    static unsigned order[MAX_UNITS];
+    srand(seed);
+    for (unsigned u = 0; u < m->n; u++)
+        order[u] = u;
+    for (unsigned u = m->n; u-- > 1;) {
+        const unsigned k = (unsigned)rand() % (u + 1), swapped = order[u];
+        order[u] = order[k];
+        order[k] = swapped;
+    }
+    for (unsigned u = 0; u < m->n; u++)
+        other.bytes[order[u]] = m->bytes[u];
+    for (unsigned i = 0; i < m->n_visits; i++)
+        other.step[i].unit = order[m->step[i].unit];
+    return other;
+}
+
+/* The first forward of a kind is expected to go as those of the other kind did, in whatever order
+ * the units were created. */
+static void test_the_first_of_a_kind_knows_the_order(void) {
+    static struct model m, other[2];
+    flux(&m, 3072, 1);
+    m = shuffled(&m, 7);
+    other[0] = m;
+    other[1] = recorded(&m, 0, 1);
+    for (int first = 0; first < 2; first++)
+        for (int percent = 30; percent <= 70; percent += 20) {
+            struct oo_plan *plan = plan_of(&m, aligned(m.total / 100 * (size_t)percent));
+            for (int n = 0; n < 6; n++)
+                run(plan, &m, other[first].step, m.n);
+            const struct outcome o = run(plan, &m, other[!first].step, m.n);
+            CHECK(o.late <= 3, "%d%%, first %d: %u late", percent, first, o.late);
+            CHECK(o.bytes <= m.total, "%d%%, first %d: %zu bytes", percent, first, o.bytes);
+            oo_plan_destroy(plan);
+        }
+}
+
 /* Where samples are recorded as training's forward is (nobody said that they are samples), all goes
  * as where neither is. */
 static void test_samples_that_are_recorded_are_no_training(void) {
@@ -808,14 +863,37 @@ static void test_samples_that_are_recorded_are_no_training(void) {
     }
 }
 
-/* The visits of `m`, of units that were created against the order of use. */
-static struct model reversed(const struct model *m) {
-    struct model other = *m;
-    for (unsigned u = 0; u < m->n; u++)
-        other.bytes[m->n - 1 - u] = m->bytes[u];
-    for (unsigned i = 0; i < m->n_visits; i++)
-        other.step[i].unit = m->n - 1 - m->step[i].unit;
-    return other;
+/* A forward that is recorded and breaks off is no training: what it has settled for those that were
+ * spread then does not bind later samples, and training after them finds back. */
+static void test_forwards_that_break_off_bind_nobody(void) {
+    static struct model m, training;
+    static const struct {
+        unsigned samples, broken, after;
+    } cases[] = {{5, 2, 12}, {61, 30, 0}, {30, 1, 30}, {12, 3, 2}};
+    flux_of_blocks(&m, 8, 12, 1024, 1);
+    training = recorded(&m, 0, 1);
+    for (size_t i = 0; i < CHECK_COUNT(cases); i++)
+        for (int percent = 40; percent <= 85; percent += 5) {
+            const size_t capacity = aligned(m.total / 100 * (size_t)percent);
+            struct oo_plan *plan = plan_of(&m, capacity);
+            struct outcome last = {0, 0};
+            for (int step = 0; step < 4; step++)
+                run(plan, &m, training.step, m.n_visits);
+            for (unsigned n = 0; n < cases[i].samples; n++)
+                run(plan, &m, m.step, m.n);
+            for (unsigned n = 0; n < cases[i].broken; n++)
+                run(plan, &m, training.step, m.n / 2);
+            for (unsigned n = 0; n < cases[i].after; n++)
+                run(plan, &m, m.step, m.n);
+            for (int step = 0; step < 8; step++)
+                last = run(plan, &m, training.step, m.n_visits);
+            printf("%d%%, case %zu: %.3f X_min\n", percent, i,
+                   (double)last.bytes / (double)x_min(&m, capacity));
+            CHECK((double)last.bytes <= 1.06 * (double)x_min(&m, capacity),
+                  "%d%%, case %zu: %.3f X_min", percent, i,
+                  (double)last.bytes / (double)x_min(&m, capacity));
+            oo_plan_destroy(plan);
+        }
 }
 
 /* Once training has found back from samples, its steps move what they did before them: also where
@@ -1459,7 +1537,9 @@ static const struct check_case cases[] = {
     CASE(test_a_ring_shrinks_once_the_seconds_are_known),
     CASE(test_training_goes_on_after_samples),
     CASE(test_recorded_forwards_tell_training_from_samples),
+    CASE(test_the_first_of_a_kind_knows_the_order),
     CASE(test_samples_that_are_recorded_are_no_training),
+    CASE(test_forwards_that_break_off_bind_nobody),
     CASE(test_steps_are_what_they_were_before_samples),
     CASE(test_training_takes_as_long_after_samples),
     CASE(test_rounds_of_units_with_several_members),
