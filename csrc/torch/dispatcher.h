@@ -169,12 +169,16 @@ template <typename Kind> std::optional<Gradients> differentiate_by_operator(cons
     const at::Tensor master = THPVariable_Unpack(weight.tensor);
     if (!is_same(given.tensor(Again::weight), master))
         return {};
+    const at::Tensor &gradient = given.tensor(Again::gradient), x = given.optional(Again::x);
+    const c10::List<bool> wanted = given[Again::needs].toBoolList();
+    const Needs needs = {wanted[0], wanted[1], wanted[2]};
+    if (needs[1] && !x.defined())
+        return {};
     Device device(layer);
     if (PyObject_SetAttr(device.state, names.turned, Py_True) < 0)
         raise();
     const AboveAutograd above;
     const at::AutoGradMode off(false);
-    const at::Tensor &gradient = given.tensor(Again::gradient), x = given.optional(Again::x);
     const int64_t task = torch::autograd::get_current_graph_task_id();
     const Origin origin{layer,
                         masters,
@@ -186,8 +190,6 @@ template <typename Kind> std::optional<Gradients> differentiate_by_operator(cons
                         given.sizes(Again::stride),
                         {x.defined(), false},
                         {}};
-    const c10::List<bool> wanted = given[Again::needs].toBoolList();
-    const Needs needs = {wanted[0], wanted[1], wanted[2]};
     const std::array<at::ScalarType, 2> dtypes = {weight.dtype, bias.dtype};
     auto call = call_of(&self->kind, given, Again::others);
     Saved saved(restore(call, origin, x, bias.tensor != nullptr));

@@ -132,13 +132,13 @@ at::Tensor record(const Found &found, PyObject *layer, const at::Tensor &x,
     {
         const at::AutoGradMode off(false);
         request = forward_request(layer, device, found.masters, x, true);
+        if (request.task == -1 && is_true(device.state, names.turned))
+            ask(device.state, names.begin_forward);
         y = lend(layer, device, request, found.dtype, [&](const Weights &weights) {
             return Kind::record(call, saved, weights, of_weight.defined());
         });
         if (!y)
             return {};
-        if (request.task == -1 && is_true(device.state, names.turned))
-            ask(device.state, names.begin_forward);
         if (of_weight.defined() || of_bias.defined())
             note_trainable(device.state, request.task);
     }

@@ -422,6 +422,33 @@ def test_a_weight_that_is_no_more_what_forward_saw_is_refused(taken):
         assert taken() == (0, 0)
 
 
+def test_a_backward_that_lacks_the_input_is_pythons(taken):
+    model = stack(depth=1)
+    with managed(model) as manager:
+        layer, x = manager.layers[0], torch.ones(5, 48)
+        taken()
+        for operator in twins("linear_backward"):
+            with pytest.raises(ValueError, match="not enough values"):
+                operator(
+                    *(x, None, [5, 48], [48, 1], *layer.given(model[0]), layer.key, None),
+                    [False, True, False],
+                )
+        assert taken() == (0, 0)
+
+
+@pytest.mark.parametrize("mode", ["off", "auto"])
+def test_a_forward_begins_before_its_first_use(mode):
+    model = stack(depth=1)
+    with managed(model, mode) as manager:
+        state, begun = manager.state, []
+        visits = lambda: len(state.engine.visits(manager.attachment.model))  # noqa: E731
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(state), "begin_forward", lambda self: begun.append(visits()))
+            state.turned = True
+            model(torch.ones(5, 48, requires_grad=True))
+        assert begun == [0] and visits() == 1
+
+
 def test_an_error_of_the_engine_is_raised_as_it_is(taken):
     """Through the dispatcher, too: by its class and in its words."""
     model = stack(depth=1)
