@@ -87,6 +87,7 @@ def cast_input(x: Tensor, dtype: torch.dtype) -> Tensor:
         x.requires_grad
         and x.is_leaf
         and x.dtype is torch.float32
+        and not torch.compiler.is_dynamo_compiling()  # where autocast keeps none
         and not x._is_view()
         and torch.is_grad_enabled()
         and torch.is_autocast_cache_enabled()

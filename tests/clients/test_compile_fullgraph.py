@@ -533,6 +533,23 @@ def test_autocast():
     assert backend.count("linear") == 2 * RUNS * ((LAYERS - 1) * DEPTH + 1)
 
 
+@pytest.mark.parametrize("first", [lambda: nn.Linear(16, 16), lambda: nn.Conv1d(4, 4, 1)])
+def test_a_leaf_that_autocast_casts(first):
+    one, other = resident_pair(nn.Sequential(first(), nn.Linear(16, 16)))
+    calls = {m: torch.compile(m, backend="aot_eager", fullgraph=True) for m in (one, other)}
+
+    def cast_step(model):
+        x = torch.randn(2, 4, 16, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = calls[model](x)
+        y.float().square().sum().backward()
+        return [y, x.grad]
+
+    with attached(one) as manager:
+        assert len(manager.layers) == 2
+        assert_models_agree(one, other, cast_step)
+
+
 @pytest.mark.parametrize("name", ["eager", "aot_eager"])
 @pytest.mark.parametrize("write", ["in place", "through .data"])
 def test_a_weight_that_changes_before_backward_is_refused(write, name):
