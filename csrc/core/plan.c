@@ -800,7 +800,10 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
     const int repeats = oo__remembered(plan, plan->match) && expected < plan->now - 1 &&
                         oo__same_visit(plan, expected, plan->now - 1);
     plan->alike = plan->alike && (repeats || turned);
-    const int trains = !oo__is_forward(kind) || (kind == OO_RECORDED && before == OO_FORWARD);
+    /* Within a forward of which some layers are recorded a few units may look like a round. */
+    const int is_whole = 2 * plan->rounds.length >= plan->n_homes;
+    const int trains =
+        !oo__is_forward(kind) || (kind == OO_RECORDED && before == OO_FORWARD && is_whole);
     const int in_rounds = plan->rounds.on && !trains;
     if (plan->rounds.on && trains)
         oo__end_rounds(plan);

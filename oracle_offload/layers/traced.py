@@ -493,7 +493,9 @@ def _autograd(
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return apply(keyset, *given)
         key, recorded = given[3], given[5]
-        if recorded and type(key) is Tensor:
+        if type(key) is not Tensor:  # whoever looks on makes a graph, of training under grad mode
+            recorded = BY_GRAPH if torch.is_grad_enabled() else recorded
+        elif recorded:
             _begin_forward(layer_of(key).state)
         return run(keyset, recorded, *given)
 

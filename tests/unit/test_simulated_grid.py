@@ -7,7 +7,7 @@ import random
 import plans
 import pytest
 import simulated
-from model_traces import BACKWARD, FORWARD, MODELS, RECOMPUTE, Trace, Visit, trace_of
+from model_traces import BACKWARD, FORWARD, MODELS, RECOMPUTE, RECORDED, Trace, Visit, trace_of
 
 
 def small_case(seed):
@@ -213,7 +213,8 @@ def test_models_weigh_what_they_weigh(model, gigabytes):
     assert trace.total_bytes / 1e9 == pytest.approx(gigabytes, rel=0.05)
     kinds = [visit.kind for visit in trace.train]
     n = len(trace.unit_bytes)
-    assert kinds.count(FORWARD) == kinds.count(RECOMPUTE) == kinds.count(BACKWARD) == n
+    assert kinds.count(RECORDED) == kinds.count(RECOMPUTE) == kinds.count(BACKWARD) == n
+    assert {visit.kind for visit in trace.sample} == {FORWARD}
     assert [visit.unit for visit in trace.sample] == list(range(n))
 
 
