@@ -435,8 +435,8 @@ again:
         status = OO_WOULD_BLOCK;
         goto done;
     }
-    if (request->kind == OO_FORWARD ||
-        request->kind == OO_RECORDED) /* the next forward may begin without an optimizer step */
+    /* The next forward may begin without an optimizer step. */
+    if (request->kind == OO_FORWARD || request->kind == OO_RECORDED)
         oo__set_held(engine, 0);
     const int first = oo__first_of_sweep(engine, member, request->task);
     struct oo_stats *stats = &engine->models[unit->model].stats;

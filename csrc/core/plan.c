@@ -88,7 +88,7 @@ struct oo_plan {
     uint64_t expected;            /* those before this one were another run's */
     uint64_t match;     /* an earlier visit after which the future is expected to repeat */
     uint64_t confirmed; /* for so many visits it has */
-    int alike;          /* for now, those that are and those that are not are one kind */
+    int alike;          /* for now, recorded forwards and others count as one kind */
     struct oo_ahead ahead;
     struct oo_furthest furthest; /* what is in the arena, by the visits that are predicted */
     int furthest_holds;          /* they still are */
@@ -643,8 +643,8 @@ static void oo__settle(struct oo_plan *plan) {
     }
 }
 
-/* Training comes after samples: its forward, where that is recorded, or else its backward. Until
- * that its units go as those of a sample did, for whom there is room. */
+/* Training comes after samples: its forward, where that is recorded, or else its backward. A
+ * forward goes as those of the samples did, through their ring. */
 static void oo__end_rounds(struct oo_plan *plan) {
     struct oo_rounds *rounds = &plan->rounds;
     rounds->before = rounds->count;

@@ -267,8 +267,7 @@ enum oo_kind {
     OO_FORWARD = 0,   /* a forward outside any graph task */
     OO_RECOMPUTE = 1, /* a forward inside a graph task: a checkpoint recomputes */
     OO_BACKWARD = 2,
-    OO_RECORDED =
-        3 /* a forward outside any graph task, under grad mode: of training, not a sample */
+    OO_RECORDED = 3 /* as OO_FORWARD, under grad mode: of training, and not a sample */
 };
 
 enum oo_flags {

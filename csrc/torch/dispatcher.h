@@ -103,13 +103,13 @@ typename Convolution<axes>::Call call_of(const Convolution<axes> *, const Given 
 }
 
 /* `ready` of the kind, and `taking`, whose costs a simulated device asks for. */
-inline bool takes(const Linear::Call &, PyObject *, const Device &) { return true; }
+inline bool takes(const Linear::Call &, PyObject *) { return true; }
 
-template <typename Call> bool takes(const Call &call, PyObject *layer, const Device &device) {
+template <typename Call> bool takes(const Call &call, PyObject *layer) {
     const Owned module(PyObject_CallNoArgs(get(layer, names.module)));
     if (module == Py_None || is_patched(module))
         return false;
-    if (device.is_simulated)
+    if (is_true(get(layer, names.state), names.simulated))
         ask(layer, names.taking, static_cast<PyObject *>(tuple_of(call.stride)),
             static_cast<PyObject *>(tuple_of(call.padding)),
             static_cast<PyObject *>(tuple_of(call.dilation)),
@@ -150,7 +150,7 @@ template <typename Kind> at::Tensor compute_by_operator(const Given &given) {
         return {};
     found->dtype = given.dtype(Forward::dtype);
     auto call = call_of(&self->kind, given, Forward::others);
-    if (!takes(call, layer, Device(layer)))
+    if (!takes(call, layer))
         return {};
     const at::Tensor y = compute<Kind>(*found, layer, x, std::move(call), training);
     n_forward += y.defined();
