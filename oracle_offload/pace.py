@@ -86,10 +86,11 @@ class Pace:
 
     def look(self, idle: bool) -> None:
         """A use begins; `idle` says whether the device had run out of work before it."""
-        if self._ended_s is not None:
+        # Threads that train different models look at once: the first takes what had ended.
+        ended_s, self._ended_s = self._ended_s, None
+        if ended_s is not None:
             if idle:
-                self._batch_s += self._now_s() - self._ended_s
-            self._ended_s = None
+                self._batch_s += self._now_s() - ended_s
         else:
             self._looks += 1
             self._idle_looks += idle
