@@ -322,16 +322,21 @@ static void oo__distrust(struct oo_engine *engine, const struct oo_fetched *fetc
         engine->units[fetched->units[i]].stale = 1;
 }
 
-/* The unit's copy is out of date and in use; it is replaced when its uses have ended. OO_OK: one
- * may have ended, so begin the call anew. A thread that holds a use itself must not wait: it would
- * wait for itself, or for a thread that waits for it. Nobody waits for a kept use: it may end in a
- * step to come, and by this thread. */
-static enum oo_status oo__await_uses(struct oo_engine *engine, uint32_t id, int flags,
-                                     double *until_s) {
+/* Whether a call may wait for the uses of other threads to end. A thread that holds a use itself
+ * must not: it would wait for itself, or for a thread that waits for it. */
+static int oo__may_await_uses(const struct oo_engine *engine, double *until_s) {
     const double now_s = oo__clock_s();
     if (*until_s == 0)
         *until_s = now_s + engine->patience_s;
-    if (oo__uses_here || engine->units[id].n_kept || now_s >= *until_s)
+    return !oo__uses_here && now_s < *until_s;
+}
+
+/* The unit's copy is out of date and in use; it is replaced when its uses have ended. OO_OK: one
+ * may have ended, so begin the call anew. Nobody waits for a kept use: it may end in a step to
+ * come, and by this thread. */
+static enum oo_status oo__await_uses(struct oo_engine *engine, uint32_t id, int flags,
+                                     double *until_s) {
+    if (!oo__may_await_uses(engine, until_s) || engine->units[id].n_kept)
         return oo__fail(
             OO_E_STATE,
             "the weights of unit %u were rewritten while another call computes with them", id);
@@ -339,6 +344,17 @@ static enum oo_status oo__await_uses(struct oo_engine *engine, uint32_t id, int 
         return OO_WOULD_BLOCK;
     oo__wait_for_a_release(engine, *until_s);
     return OO_OK;
+}
+
+/* Whether what is in use leaves the unit no place, and a use will end that makes one. */
+static int oo__has_to_await_room(const struct oo_engine *engine, uint32_t id, double *until_s) {
+    struct oo_window window;
+    if (oo_plan_place(engine->plan, id, &window) || !oo__may_await_uses(engine, until_s))
+        return 0;
+    for (uint32_t i = 0; i < engine->n_units; i++)
+        if (oo_plan_pins(engine->plan, i) > engine->units[i].n_kept)
+            return 1;
+    return 0;
 }
 
 /* For the unit's own feed, or for those of units that it drives out. */
@@ -392,10 +408,10 @@ static enum oo_status oo__end_use(struct oo_engine *engine, uint64_t ticket, OOC
 /* After a use has ended, and its row with it. */
 static void oo__use_ended(struct oo_engine *engine, uint32_t id) {
     struct oo_unit *unit = &engine->units[id];
+    oo__mutex_wake(engine->mutex); /* whoever waits for uses: nobody waits for what is kept now */
     if (oo_plan_pins(engine->plan, id))
         return;
     oo__rows_forget(engine, unit); /* of uses that ended on another stream */
-    oo__mutex_wake(engine->mutex);
     /* Without a context its uses cannot be ordered before the copy that will replace it. */
     if (unit->leaving && (!engine->usable || oo__drop(engine, id) != OO_OK))
         unit->stale = 1; /* it stays, but must be copied anew */
@@ -446,6 +462,16 @@ again:
         unit->stale = 1;
     if (unit->stale && oo_plan_pins(engine->plan, id)) {
         OO_TRY(oo__await_uses(engine, id, flags, &until_s));
+        oo__leave(engine);
+        goto again;
+    }
+    /* What other threads compute with at this moment shall not decide whether this one fails. */
+    if (!resident && oo__has_to_await_room(engine, id, &until_s)) {
+        if (flags & OO_NONBLOCKING) {
+            status = OO_WOULD_BLOCK;
+            goto done;
+        }
+        oo__wait_for_a_release(engine, until_s);
         oo__leave(engine);
         goto again;
     }

@@ -171,11 +171,12 @@ static void threads_share_an_engine(int schedule) {
     world_close(&w, "threads");
 }
 
-/* ---- a stale copy that another thread computes with ---- */
+/* ---- what another thread computes with is in the way ---- */
 
 struct late {
     struct world *w;
     uintptr_t stream;
+    unsigned i;
     int holds; /* a use of its own */
     atomic_int asked, got;
     enum oo_status nonblocking, status;
@@ -183,22 +184,23 @@ struct late {
     char said[128];
 };
 
-static void acquire_stale(void *argument) {
+static void acquire_late(void *argument) {
     struct late *late = argument;
     struct world *w = late->w;
     struct oo_use own, use;
     struct oo_fetched fetched;
     if (late->holds)
-        (void)acquire(w->engine, w->member[5], late->stream, 0, OO_FORWARD, -1, 0, &own);
-    late->nonblocking =
-        acquire(w->engine, w->member[3], late->stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &use);
+        (void)acquire(w->engine, w->member[0], late->stream, 0, OO_FORWARD, -1, 0, &own);
+    late->nonblocking = acquire(w->engine, w->member[late->i], late->stream, 0, OO_FORWARD, -1,
+                                OO_NONBLOCKING, &use);
     atomic_store(&late->asked, 1);
-    late->status = acquire(w->engine, w->member[3], late->stream, 0, OO_FORWARD, -1, 0, &use);
+    late->status = acquire(w->engine, w->member[late->i], late->stream, 0, OO_FORWARD, -1, 0, &use);
     snprintf(late->said, sizeof late->said, "%s", oo_error_message());
     atomic_store(&late->got, 1);
     if (late->status == OO_OK) {
-        (void)oo_engine_launch(w->engine, w->member[3], late->stream, 1e-6);
-        late->is_new = memcmp((const void *)use.address, w->master[3], w->bytes[3]) == 0;
+        (void)oo_engine_launch(w->engine, w->member[late->i], late->stream, 1e-6);
+        late->is_new =
+            memcmp((const void *)use.address, w->master[late->i], w->bytes[late->i]) == 0;
         (void)oo_engine_release(w->engine, use.ticket, late->stream, 0, &fetched);
     }
     if (late->holds)
@@ -206,42 +208,74 @@ static void acquire_stale(void *argument) {
 }
 
 /* How the other thread fares: it waits; it may not wait for ever; it holds a use itself. */
+enum { WAITS, IMPATIENT, HOLDS };
+
+/* Start the other thread, which waits until this one gives `n` uses back, or does not wait. */
+static void give_back_to(struct late *late, int how, const struct oo_use *uses, unsigned n,
+                         enum oo_status refused) {
+    const struct world *w = late->w;
+    struct oo_fetched fetched;
+    w->engine->patience_s = how == IMPATIENT ? 0.02 : 1e6; /* who is not woken never comes back */
+    struct oo_thread *thread = oo__thread_start(acquire_late, late);
+    if (how == WAITS) {
+        const double until_s = oo__clock_s() + 0.05;
+        while (!atomic_load(&late->asked) || oo__clock_s() < until_s)
+            continue;
+        CHECK(!atomic_load(&late->got), "it did not wait: %s", oo_status_name(late->status));
+    } else {
+        oo__thread_join(thread);
+    }
+    for (unsigned k = 0; k < n; k++)
+        need(oo_engine_release(w->engine, uses[k].ticket, w->stream, 0, &fetched), "release");
+    if (how == WAITS)
+        oo__thread_join(thread);
+    CHECK(late->nonblocking == (how == HOLDS ? refused : OO_WOULD_BLOCK), "%d: %s", how,
+          oo_status_name(late->nonblocking));
+    CHECK(late->status == (how == WAITS ? OO_OK : refused), "%d: %s: %s", how,
+          oo_status_name(late->status), late->said);
+    CHECK(how != WAITS || late->is_new, "wrong bytes");
+}
+
 static void a_stale_copy_in_use(int how) {
-    enum { WAITS, IMPATIENT, HOLDS };
     struct world w;
     struct oo_use use;
-    struct oo_fetched fetched;
     double end_s;
     world_open(&w, 250000, -1);
-    struct late late = {.w = &w, .stream = new_stream(&w), .holds = how == HOLDS};
+    struct late late = {.w = &w, .stream = new_stream(&w), .i = 3, .holds = how == HOLDS};
     need(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
     sim.simFinish(&end_s);
     fill(w.master[3], w.bytes[3], 99);
     need(oo_engine_refresh(w.engine, w.model), "refresh");
-    w.engine->patience_s = how == IMPATIENT ? 0.02 : 1e6; /* who is not woken never comes back */
-    struct oo_thread *thread = oo__thread_start(acquire_stale, &late);
-    if (how == WAITS) {
-        const double until_s = oo__clock_s() + 0.05;
-        while (!atomic_load(&late.asked) || oo__clock_s() < until_s)
-            continue;
-        CHECK(!atomic_load(&late.got), "it did not wait: %s", oo_status_name(late.status));
-    } else {
-        oo__thread_join(thread);
-    }
-    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
-    if (how == WAITS)
-        oo__thread_join(thread);
-    CHECK(late.nonblocking == (how == HOLDS ? OO_E_STATE : OO_WOULD_BLOCK), "%d: %s", how,
-          oo_status_name(late.nonblocking));
-    if (how == WAITS)
-        CHECK(late.status == OO_OK && late.is_new, "%s: %s", oo_status_name(late.status),
-              late.said);
-    else
-        CHECK(late.status == OO_E_STATE && strstr(late.said, "rewritten"), "%d: %s: %s", how,
-              oo_status_name(late.status), late.said);
+    give_back_to(&late, how, &use, 1, OO_E_STATE);
+    CHECK(how == WAITS || strstr(late.said, "rewritten"), "%d: %s", how, late.said);
     need(use_on(&w, 3, OO_FORWARD, -1, 0, w.stream), "afterwards");
     end_stream(&w, late.stream);
     world_close(&w, "stale");
+}
+
+/* Compute with unit after unit until there is no place for the next, whose number it returns. */
+static unsigned fill_arena(const struct world *w, struct oo_use *uses) {
+    for (unsigned i = 0; i < UNITS; i++)
+        if (acquire(w->engine, w->member[i], w->stream, 0, OO_FORWARD, -1, 0, &uses[i]) != OO_OK)
+            return i;
+    CHECK(0, "the arena has room for all");
+    return 0;
+}
+
+static void an_arena_full_of_uses(int how) {
+    struct world w;
+    struct oo_use uses[UNITS];
+    world_open(&w, 60000, -1);
+    const unsigned n = fill_arena(&w, uses);
+    struct late late = {.w = &w, .stream = new_stream(&w), .i = n, .holds = how == HOLDS};
+    const uint64_t acquired = stats_of(&w).acquires;
+    give_back_to(&late, how, uses, n, OO_E_NO_ROOM);
+    /* The one that had to wait is one use to the plan, however often it was asked for. */
+    CHECK(how != WAITS || stats_of(&w).acquires == acquired + 1, "%llu acquires",
+          (unsigned long long)(stats_of(&w).acquires - acquired));
+    need(use_on(&w, n, OO_FORWARD, -1, 0, w.stream), "afterwards");
+    end_stream(&w, late.stream);
+    world_close(&w, "room");
 }
 
 /* Engines on one device know nothing of each other. */
@@ -282,9 +316,51 @@ static void test_a_stale_copy_in_use_is_waited_for(void) {
         a_stale_copy_in_use(how);
 }
 
+static void test_room_that_others_compute_in_is_waited_for(void) {
+    for (int how = 0; how < 3; how++)
+        an_arena_full_of_uses(how);
+}
+
+/* Kept uses may end in a step to come, and by the thread that would wait. It asks before this
+ * thread has given back what it goes on to keep, or afterwards. */
+static void room_that_is_kept(int before) {
+    struct world w;
+    struct oo_use uses[UNITS], kept[UNITS];
+    struct oo_fetched fetched;
+    world_open(&w, 60000, -1);
+    const unsigned n = fill_arena(&w, uses);
+    struct late late = {.w = &w, .stream = new_stream(&w), .i = n};
+    w.engine->patience_s = 1e6;
+    struct oo_thread *thread = before ? oo__thread_start(acquire_late, &late) : NULL;
+    while (before && !atomic_load(&late.asked))
+        continue;
+    for (unsigned k = 0; k < n; k++)
+        need(oo_engine_keep(w.engine, w.member[k], 0, &kept[k]), "keep");
+    for (unsigned k = 0; k < n; k++)
+        need(oo_engine_release(w.engine, uses[k].ticket, w.stream, 0, &fetched), "release");
+    if (!before)
+        thread = oo__thread_start(acquire_late, &late);
+    oo__thread_join(thread);
+    CHECK(late.nonblocking == (before ? OO_WOULD_BLOCK : OO_E_NO_ROOM), "%s",
+          oo_status_name(late.nonblocking));
+    CHECK(late.status == OO_E_NO_ROOM, "%s: %s", oo_status_name(late.status), late.said);
+    for (unsigned k = 0; k < n; k++)
+        need(oo_engine_end(w.engine, kept[k].ticket, w.stream), "end");
+    need(use_on(&w, n, OO_FORWARD, -1, 0, w.stream), "afterwards");
+    end_stream(&w, late.stream);
+    world_close(&w, "kept");
+}
+
+static void test_room_that_is_kept_is_not_waited_for(void) {
+    room_that_is_kept(0);
+    room_that_is_kept(1);
+}
+
 static const struct check_case cases[] = {
     CASE(test_threads_share_an_engine),
     CASE(test_a_stale_copy_in_use_is_waited_for),
+    CASE(test_room_that_others_compute_in_is_waited_for),
+    CASE(test_room_that_is_kept_is_not_waited_for),
     CASE(test_engines_come_and_go_in_threads),
 };
 
