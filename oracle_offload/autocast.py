@@ -154,12 +154,11 @@ class StandIns:
         """Return what stands for `parameter`'s cast to `dtype`.
 
         Autocast keeps casts of float32 leaves only; others are cast anew at each use, and float64
-        is not cast.
+        is not cast. Where its cache is disabled every use is in a region of its own.
         """
         if not is_cast(parameter):
             dtype = parameter.dtype
-        kept = parameter.dtype is torch.float32 and dtype is not torch.float32
-        if not kept or not torch.is_autocast_cache_enabled():
+        if parameter.dtype is not torch.float32 or dtype is torch.float32:
             return cast("Tensor", _stand_in(parameter, self._gradients, dtype))
         region = self._open_region()
         if region is not self._region:

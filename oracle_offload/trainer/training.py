@@ -157,7 +157,7 @@ class _Loop:
         self._buckets = LengthBuckets(
             task.lengths, settings.batch_size, settings.seed, settings.bucket_pool
         )
-        self._attention = AttentionBackends()
+        self._attention, self._attention_seen = AttentionBackends(), False
         self._eval_loss: float | None = None
 
     def run(self) -> dict[str, Any]:
@@ -234,14 +234,10 @@ class _Loop:
             yield self._buckets.batches(epoch)[at]
 
     def _loss(self, piece: Piece) -> torch.Tensor:
-        with self._amp.autocast():
-            if self._attention.counts:
-                return piece.loss_sum()
-            with self._attention:
-                loss = piece.loss_sum()
-        if not self._attention.counts:
-            self._attention.counts["not called"] = 0
-        return loss
+        watched = contextlib.nullcontext() if self._attention_seen else self._attention
+        self._attention_seen = True
+        with self._amp.autocast(), watched:
+            return piece.loss_sum()
 
     def _evaluate(self) -> float:
         torch.manual_seed(self._settings.seed)

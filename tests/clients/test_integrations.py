@@ -108,6 +108,25 @@ def test_lightning_hands_over_each_step_and_its_loggers_get_it(tmp_path, model, 
     assert logged == [numbers["h2d_bytes"] for numbers in seen]
 
 
+class Skips(Module):
+    """Has no loss for its second batch, which Lightning steps with all the same."""
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        return None if len(self.losses) == 2 else loss
+
+
+def test_a_batch_without_a_loss_is_a_step_without_one(tmp_path, model):
+    seen = []
+    module = Skips(Managed(), model)
+    callback = integrations.LightningCallback(seen.append)
+    lightning_trainer(tmp_path, enable_checkpointing=False, callbacks=[callback]).fit(
+        module, rows()
+    )
+    first, second, third = (numbers.get("loss") for numbers in seen)
+    assert (first, second, third) == (float(module.losses[0]), None, float(module.losses[2]))
+
+
 class ByHand(Module):
     """Steps of its own, whose losses Lightning does not divide, whatever the Trainer says."""
 

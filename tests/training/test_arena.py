@@ -347,6 +347,21 @@ def test_an_arena_that_finds_no_room_to_grow_tries_again_once_there_is(sim, capl
         assert tries(4 << 20) == 0, "it has grown"
 
 
+def test_an_arena_that_has_grown_grows_again_for_a_larger_block():
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(16))).requires_grad_(False)
+    with attached(model, "cpu", offload_percent=1.0) as manager:
+        arena, most = manager.attachment.arena, manager.attachment.managed_bytes
+        largest = arena.floor_bytes // 2
+        found = [arena.capacity_bytes]
+        for units in (4, 4, 3, 7, 7):  # of the blocks that the engine has learned
+            arena.grow(units * largest, largest, most)
+            found.append(arena.capacity_bytes)
+            assert arena.floor_bytes >= units * largest
+        begun = found[0]
+        assert found[1:4] == [begun + 2 * largest] * 3
+        assert found[4:] == [begun + 5 * largest] * 2
+
+
 def test_a_capture_is_refused_before_anything_is_lent(sim):
     """Memory that is allocated while a graph is captured would belong to the graph."""
     managed = checkpointed_tower()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import subprocess
 import sys
 import threading
@@ -472,6 +473,24 @@ def test_layers_that_share_a_parameter_leave_together():
         assert_same(train(managed, first=2), train(resident, first=2))
         assert [layer.name for layer in manager.layers] == ["before"]
         assert managed.after.weight is managed.inner.weight
+
+
+def test_a_layer_leaves_with_one_that_shares_its_parameter_and_whose_module_is_gone():
+    class Tied(Uses):
+        def __init__(self):
+            super().__init__()
+            self.tied = nn.Linear(8, 8)
+            self.tied.weight = self.inner.weight
+
+    torch.manual_seed(0)
+    managed = Tied()
+    resident = copy.deepcopy(managed)
+    with attached(managed, "cpu") as manager:
+        assert "tied" in [layer.name for layer in manager.layers]
+        del managed.tied, resident.tied
+        gc.collect()
+        assert_same(train(managed, first=2), train(resident, first=2))
+        assert not {"tied", "inner"} & {layer.name for layer in manager.layers}
 
 
 def test_without_room_the_branch_is_refused_with_the_remedy(sim):

@@ -80,9 +80,9 @@ def saved(tmp_path, model=None):
     return model, path
 
 
-def without_values(*arguments, **options):
+def without_values(*arguments, kind=Tower, **options):
     with oracle_offload.empty_weights():
-        return Tower(*arguments, **options)
+        return kind(*arguments, **options)
 
 
 def assert_same_state(found, expected):
@@ -297,6 +297,24 @@ def test_keys_that_the_class_ignores_are_ignored(tmp_path):
     managed._keys_to_ignore_on_load_unexpected = [r"old\.inv"]
     with attached(managed, "cpu", weights=path):
         assert_same_state(managed, resident)
+
+
+class KeepsMore(Tower):
+    """With a state that is no tensor, and that no file of tensors has."""
+
+    def get_extra_state(self):
+        return {"steps": 3}
+
+    def set_extra_state(self, state):
+        raise AssertionError("no file has it")
+
+
+def test_a_state_that_is_no_tensor_is_left_as_it_is(tmp_path):
+    resident, path = saved(tmp_path)
+    managed = without_values(kind=KeepsMore)
+    with attached(managed, "cpu", weights=path):
+        found = {k: v for k, v in managed.state_dict().items() if k != "_extra_state"}
+        assert_same(found, dict(resident.state_dict()))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import copy
 import functools
+import gc
 import random
 import subprocess
 import sys
@@ -572,6 +573,16 @@ def test_turns_are_taken_again_from_the_outside_in():
     with attached(Outer(), "cpu", offload_percent=1.0) as manager:
         lending = grains_of(manager.attachment).lending
         assert [layer.name for layer in lending] == ["", "inner"]
+
+
+def test_a_model_that_is_gone_has_no_grains():
+    model = net()
+    manager = oracle_offload.attach(model, "cpu", offload_percent=1.0)
+    attachment = manager.attachment
+    assert grains_of(attachment) != Grains([], [])
+    del model, manager
+    gc.collect()
+    assert grains_of(attachment) == Grains([], [])
 
 
 # ---- what cannot have the loop's bits is refused ----

@@ -66,6 +66,13 @@ def test_a_warm_up_and_a_single_jump_are_no_leak() -> None:
     assert cause(steps(step=list(range(36)), allocated_bytes=held)) == "too_big"
 
 
+@pytest.mark.parametrize(("last", "found"), [(15, "leak"), (16, "too_big")])
+def test_growth_is_a_leak_where_a_line_explains_four_fifths_of_it(last: int, found: str) -> None:
+    """With 15 at the end it explains 0.8 exactly."""
+    held = [14 * GiB + i * GiB // 4 for i in (0, 0, 0, 0, 1, 2, 2, 4, 4, 12, last)]
+    assert cause(steps(step=list(range(len(held))), allocated_bytes=held)) == found
+
+
 def test_a_much_longer_last_batch_is_the_cause() -> None:
     lengths = [4000, 4096, 3900, 4050, 9000]
     assert cause(steps(step=list(range(5)), length=lengths)) == "longest_batch"
