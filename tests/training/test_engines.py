@@ -58,6 +58,27 @@ def test_each_member_of_a_fetched_unit_is_stamped(state, monkeypatch):
     assert [*row] == [10, 11], "a row that somebody reads is not changed"
 
 
+def test_a_member_that_another_thread_lets_go_of_is_not_stamped():
+    """Between a copy and its stamp. The engine stamps the others: see tests/c/test_units.c."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))).requires_grad_(False)
+    with attached(model, "cpu") as manager:
+        model(torch.ones(2, 16))
+        state = manager.state
+        first, second = manager.layers[:2]
+        units = tuple({first.unit, second.unit})
+        state.engine.remove_member(first.member)
+        with pytest.raises(OffloadError, match=rf"member {first.member} is not attached"):
+            state.stamp_units(units)  # whoever lets go of it has the lock
+
+        def stamp_meanwhile():
+            state.forget_member(first.unit, first.member)
+            return 12345
+
+        state.add_member(second.unit, second.member, stamp_meanwhile)
+        state.stamp_units(units)
+        assert all(first.member not in row for row in state.stamps.values())
+
+
 def test_memory_of_the_arena_is_found_by_its_addresses(state):
     assert Segment(1024, CPU).address % 256 == 0
     made = sorted((Segment(1024, CPU) for _ in range(3)), key=lambda segment: segment.address)
