@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import threading
 
@@ -216,6 +217,16 @@ def test_any_module_has_the_residents_bits(device, kind, trainable, reentrant):
         assert held(manager) == 0
 
 
+@functools.cache
+def computes_low_precision_lstm():
+    with torch.autocast("cpu"):
+        try:
+            nn.LSTM(8, 8)(torch.ones(2, 2, 8))
+        except RuntimeError:
+            return False
+    return True
+
+
 @pytest.mark.parametrize("how", ["bfloat16", "autocast"])
 @pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -227,6 +238,8 @@ def test_low_precision_has_the_residents_bits(device, kind, trainable, how):
     with attached(managed, device) as manager:
         assert_all_is_lent(manager)
         step = make_step(device, dtype, how == "autocast")
+        if kind == "lstm" and how == "autocast" and not computes_low_precision_lstm():
+            pytest.skip("oneDNN has no LSTM in bfloat16 for this processor")
         if (kind, trainable, how) == ("gru", True, "autocast"):  # docs/how-it-works.md: differences
             found, expected = step(managed), step(resident)
             assert_same(found, expected)
