@@ -75,6 +75,17 @@ class Simulation:
             assert library.cuDevicePrimaryCtxRelease_v2(0) == 0
 
 
+THREADS = torch.get_num_threads()
+
+
+@pytest.fixture(autouse=True)
+def threads_of_torch():
+    """As many as at first: a new thread begins with that, and other numbers give other bits."""
+    torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(THREADS)
+
+
 @pytest.fixture(autouse=True)
 def sim():
     """Fresh simulator; afterwards no race was reported and nothing is alive."""
