@@ -9,13 +9,14 @@ simulated: results are computed by the CPU, and times are the simulator's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -221,13 +222,6 @@ def run_demo(
 
     place = parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_cuda = place.type == "cuda"
-    threads = torch.get_num_threads()
-    if not on_cuda and width <= 256:
-        # Matrices this small gain nothing from a second thread, and lose much beside other work.
-        torch.set_num_threads(1)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    if on_cuda:
-        torch.use_deterministic_algorithms(True)
     began = time.perf_counter()
     residents = []
     for _ in range(2 if on_cuda else 1):
@@ -244,7 +238,8 @@ def run_demo(
     timed = _timer(manager)
     engine = manager.state.engine
     bar = tqdm(range(steps), desc="training", unit="step", disable=not progress)
-    with record(timed_every=max(1, steps // 2)) as recorder, bar:
+    recording_steps = record(timed_every=max(1, steps // 2))
+    with _settings_of_torch(on_cuda, width), recording_steps as recorder, bar:
         for number in bar:
             for runner in (*residents, managed):
                 # A resident step takes the same simulated time whenever it is measured.
@@ -257,8 +252,6 @@ def run_demo(
                     runner.seconds.append(seconds)
             equal = managed.losses[-1] == residents[0].losses[-1]
             bar.set_postfix(loss=f"{managed.losses[-1]:.6f}", same="yes" if equal else "NO")
-    torch.use_deterministic_algorithms(deterministic)
-    torch.set_num_threads(threads)
     stats = engine.stats(manager.attachment.model)
     stalls, stall_s = stalls_of(stats)
     target = Path(svg)
@@ -302,6 +295,25 @@ def run_demo(
     )
     manager.detach()
     return result, str(report)
+
+
+@contextlib.contextmanager
+def _settings_of_torch(on_cuda: bool, width: int) -> Iterator[None]:
+    """Compute the same bits in every run; however this ends, torch is as it was."""
+    import torch
+
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if on_cuda:
+        torch.use_deterministic_algorithms(True)
+    elif width <= 256:
+        # Matrices this small gain nothing from a second thread, and lose much beside other work.
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_num_threads(threads)
 
 
 def _timer(manager: Any) -> Callable[[Runner, int], tuple[Any, float]]:

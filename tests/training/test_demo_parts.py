@@ -199,3 +199,17 @@ def test_the_simulated_device_trains_one_resident_model_as_fast_as_it_can(monkey
     monkeypatch.setattr(demo.Runner, "step", look)
     demo.run_demo(steps=4, width=64, device="cpu", svg=str(tmp_path / "a.svg"), progress=False)
     assert len(built) == 2 and deterministic == {False}
+
+
+def test_torch_computes_as_before_however_the_demonstration_ends(monkeypatch, tmp_path):
+    during = []
+
+    def fail(self, number):
+        during.append(torch.get_num_threads())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo.Runner, "step", fail)
+    torch.set_num_threads(2)
+    with pytest.raises(KeyboardInterrupt):
+        demo.run_demo(steps=4, width=64, device="cpu", svg=str(tmp_path / "a.svg"), progress=False)
+    assert during == [1] and torch.get_num_threads() == 2
