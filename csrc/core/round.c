@@ -6,18 +6,32 @@
 enum {
     OO_SLOTS = 4,       /* of the largest unit's size: a ring where no seconds are known */
     OO_MOST_SLOTS = 12, /* that are tried */
+    OO_SIZES = 4,       /* of units, of which each is tried as the largest one that streams */
     OO_LAPS = 3         /* after so many a round takes as long as the one before it */
 };
-/* Who stays in `room` of those that are not kept, which have `total` bytes. Returns theirs. */
-static size_t oo__spread(struct oo_turn *turns, size_t count, size_t total, size_t room) {
-    double owed = 0;
+
+/* Bytes of those that stay in any case: they are kept, or larger than those that may stream. */
+static size_t oo__held(const struct oo_turn *turns, size_t count, size_t largest) {
     size_t held = 0;
+    for (size_t i = 0; i < count; i++)
+        held += turns[i].kept || turns[i].bytes > largest ? turns[i].bytes : 0;
+    return held;
+}
+
+/* Who stays in `room`: those, and of the others as many as there is room for, spread evenly. Returns
+ * the bytes that stay. */
+static size_t oo__spread(struct oo_turn *turns, size_t count, size_t largest, size_t room) {
+    double owed = 0;
+    size_t held = oo__held(turns, count, largest), total = 0;
+    for (size_t i = 0; i < count; i++)
+        total += turns[i].bytes;
+    const double share = (double)(room - held) / (double)(total - held);
     for (size_t i = 0; i < count; i++) {
         const double bytes = (double)turns[i].bytes;
-        turns[i].stays = turns[i].kept;
-        if (turns[i].kept)
+        turns[i].stays = turns[i].kept || turns[i].bytes > largest;
+        if (turns[i].stays)
             continue;
-        owed += bytes * (double)room / (double)total;
+        owed += bytes * share;
         turns[i].stays = owed >= bytes / 2 && turns[i].bytes <= room - held;
         if (turns[i].stays) {
             owed -= bytes;
@@ -90,40 +104,67 @@ double oo_round_seconds(struct oo_turn *turns, size_t count, size_t ring, double
     return computed - begin;
 }
 
-/* The smallest ring that costs hardly any time, in slots; the largest is all of the room. */
-static size_t oo__enough(struct oo_turn *turns, size_t count, size_t total, size_t room,
-                         size_t slot, double link_bps) {
-    double seconds[OO_MOST_SLOTS + 1], least = DBL_MAX;
-    for (size_t slots = 1; slots <= OO_MOST_SLOTS; slots++) {
-        const size_t ring = slots * slot < room ? slots * slot : room;
-        const size_t held = oo__spread(turns, count, total, room - ring);
-        seconds[slots] = oo_round_seconds(turns, count, room - held, link_bps);
-        least = seconds[slots] < least ? seconds[slots] : least;
+/* The largest of those that are not kept and smaller than `bytes`; 0: there is none. */
+static size_t oo__next_size(const struct oo_turn *turns, size_t count, size_t bytes) {
+    size_t next = 0;
+    for (size_t i = 0; i < count; i++)
+        if (!turns[i].kept && turns[i].bytes < bytes && turns[i].bytes > next)
+            next = turns[i].bytes;
+    return next;
+}
+
+/* A ring of so many slots; the largest is all that is left. */
+static size_t oo__ring(size_t slots, size_t slot, size_t left) {
+    return slots * slot < left ? slots * slot : left;
+}
+
+/* Of all rings that cost hardly any time, the one that leaves most to those that stay. A slot holds
+ * the largest unit that streams: where larger ones stay, a ring is smaller. */
+static size_t oo__settle(struct oo_turn *turns, size_t count, size_t room, double link_bps) {
+    struct {
+        size_t slot, ring, held;
+        double seconds;
+    } ways[OO_SIZES * OO_MOST_SLOTS];
+    size_t n_ways = 0, slot = oo__next_size(turns, count, SIZE_MAX);
+    size_t held = oo__held(turns, count, slot);
+    double least = DBL_MAX;
+    for (int size = 0; size < OO_SIZES; size++) {
+        for (size_t slots = 1; slots <= OO_MOST_SLOTS; slots++, n_ways++) {
+            ways[n_ways].slot = slot;
+            ways[n_ways].ring = oo__ring(slots, slot, room - held);
+            ways[n_ways].held = oo__spread(turns, count, slot, room - ways[n_ways].ring);
+            ways[n_ways].seconds =
+                oo_round_seconds(turns, count, room - ways[n_ways].held, link_bps);
+            least = ways[n_ways].seconds < least ? ways[n_ways].seconds : least;
+        }
+        slot = oo__next_size(turns, count, slot);
+        held = oo__held(turns, count, slot);
+        if (!slot || held + slot > room)
+            break;
     }
-    size_t slots = 1;
-    while (seconds[slots] > oo_round_nearly(least)) /* one of them is the least */
-        slots++;
-    return slots;
+    size_t best = n_ways;
+    for (size_t i = 0; i < n_ways; i++)
+        if (ways[i].seconds <= oo_round_nearly(least) &&
+            (best == n_ways || ways[i].held > ways[best].held))
+            best = i;
+    return oo__spread(turns, count, ways[best].slot, room - ways[best].ring);
 }
 
 size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double link_bps) {
-    size_t total = 0, largest = 0, kept = 0;
+    size_t total = 0;
     double seconds = 0;
     for (size_t i = 0; i < count; i++) {
         seconds += turns[i].seconds;
-        if (turns[i].kept) {
-            kept += turns[i].bytes;
-            continue;
-        }
         total += turns[i].bytes;
-        largest = turns[i].bytes > largest ? turns[i].bytes : largest;
     }
-    room -= kept;
-    if (total <= room)
-        return kept + oo__spread(turns, count, total, total);
-    const int known = link_bps > 0 && seconds > 0;
-    const size_t slots =
-        known ? oo__enough(turns, count, total, room, largest, link_bps) : OO_SLOTS;
-    const size_t ring = slots * largest < room ? slots * largest : room;
-    return kept + oo__spread(turns, count, total, room - ring);
+    if (total <= room) {
+        for (size_t i = 0; i < count; i++)
+            turns[i].stays = 1;
+        return total;
+    }
+    if (link_bps > 0 && seconds > 0)
+        return oo__settle(turns, count, room, link_bps);
+    const size_t slot = oo__next_size(turns, count, SIZE_MAX);
+    const size_t left = room - oo__held(turns, count, slot);
+    return oo__spread(turns, count, slot, room - oo__ring(OO_SLOTS, slot, left));
 }

@@ -20,7 +20,8 @@ struct oo_turn {
 /* Decide who stays in `room`: turns are in order of use, and those that stay are spread evenly over
  * their bytes, so that the link has as much to do at any time. What they leave is a ring for the
  * others. The larger it is, the earlier a copy can begin, and the more bytes are copied: the
- * seconds tell what is enough. With a `link_bps` of 0 they are not known. Returns the bytes that
+ * seconds tell what is enough. They also tell whether the largest units can all stay, so that the
+ * ring need not hold one. With a `link_bps` of 0 they are not known. Returns the bytes that
  * stay. Those that are `kept` do, whatever else is decided. */
 size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double link_bps);
 

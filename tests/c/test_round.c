@@ -195,6 +195,35 @@ static void test_those_that_are_kept_stay(void) {
     CHECK(held_by(100) == 10000, "%zu bytes stay", held_by(100));
 }
 
+/* Units of two sizes, a large one after every four: where all of the large ones can stay at no cost
+ * of time, the ring is for small ones, and not a byte larger than a slot and what is too little for
+ * one more to stay. */
+static void test_the_largest_stay_where_a_smaller_ring_will_do(void) {
+    for (size_t i = 0; i < 200; i++)
+        turns[i] = (struct oo_turn){.bytes = i % 5 ? 40 : 100, .seconds = 0.3};
+    const size_t held = oo_round_settle(turns, 200, 8000, LINK_BPS);
+    CHECK(held == held_by(200) && held > 8000 - 2 * 40, "%zu bytes stay", held);
+    for (size_t i = 0; i < 200; i += 5)
+        CHECK(turns[i].stays, "unit %zu streams", i);
+    CHECK(oo_round_settle(turns, 200, 4080, LINK_BPS) == 4000, "they alone stay");
+    CHECK(oo_round_settle(turns, 200, 4039, LINK_BPS) <= 3939, "no room for a ring beside them");
+}
+
+/* The small ones are used first, and the link cannot bring so many as fast as they are used. */
+static void test_the_largest_stream_where_the_link_would_rest_else(void) {
+    for (size_t i = 0; i < 200; i++)
+        turns[i] = (struct oo_turn){.bytes = i < 100 ? 40 : 100, .seconds = 0.01};
+    const size_t held = oo_round_settle(turns, 200, 11000, LINK_BPS);
+    const double seconds = oo_round_seconds(turns, 200, 11000 - held, LINK_BPS);
+    size_t large = 0;
+    for (size_t i = 100; i < 200; i++)
+        large += turns[i].stays ? 1 : 0;
+    CHECK(large < 90, "%zu of 100 large ones stay", large);
+    for (size_t i = 0; i < 200; i++)
+        turns[i].stays = i >= 100 || i % 40 == 0;
+    CHECK(seconds < 0.9 * oo_round_seconds(turns, 200, 800, LINK_BPS), "%.3f s", seconds);
+}
+
 static void test_all_stay_where_there_is_room(void) {
     CHECK(settle_alike(100, 100, 0.1, 10000, LINK_BPS) == 10000, "it fits exactly");
     CHECK(settle_alike(100, 100, 0.1, 20000, 0) == 10000, "it fits");
@@ -231,6 +260,8 @@ static const struct check_case cases[] = {
     CASE(test_the_ring_is_no_larger_than_the_seconds_ask_for),
     CASE(test_a_ring_of_all_the_room),
     CASE(test_those_that_are_kept_stay),
+    CASE(test_the_largest_stay_where_a_smaller_ring_will_do),
+    CASE(test_the_largest_stream_where_the_link_would_rest_else),
     CASE(test_all_stay_where_there_is_room),
     CASE(test_those_that_stay_are_spread_evenly),
 };
