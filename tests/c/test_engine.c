@@ -152,6 +152,9 @@ static void test_held_trainable_units_are_dropped_and_not_fetched(void) {
     need(step(&w), "next step");
     CHECK(stats_of(&w).stale == 0, "copies were made before the masters were stable");
     need(oo_engine_hold(w.engine), "hold");
+    need(use(&w, 0, OO_RECORDED), "a forward ends the hold");
+    CHECK(!w.engine->held, "not one that is recorded");
+    need(oo_engine_hold(w.engine), "hold");
     const uint64_t late = stats_of(&w).late;
     need(use(&w, 0, OO_FORWARD), "a forward ends the hold");
     need(step(&w), "step");

@@ -104,7 +104,7 @@ static void copies_of_copy_threads_begin(void) {
 
 /* What copy threads have copied is under way before anybody waits for it, whichever ends last. */
 static void copies_of_copy_threads_begin_at_once(void) {
-    for (int life = 0; life < 12; life++)
+    for (int life = 0; life < 60; life++)
         copies_of_copy_threads_begin();
 }
 

@@ -278,6 +278,43 @@ static void an_arena_full_of_uses(int how) {
     world_close(&w, "room");
 }
 
+static void acquire_and_release(void *argument) {
+    struct late *late = argument;
+    const struct world *w = late->w;
+    struct oo_use use;
+    struct oo_fetched fetched;
+    late->nonblocking = acquire(w->engine, w->member[late->i], late->stream, 0, OO_FORWARD, -1,
+                                OO_NONBLOCKING, &use);
+    if (late->nonblocking == OO_OK)
+        late->status = oo_engine_release(w->engine, use.ticket, late->stream, 0, &fetched);
+}
+
+/* What is there needs no room, however full the arena is. */
+static void test_a_unit_in_use_is_shared_at_once(void) {
+    struct world w;
+    struct oo_use uses[UNITS];
+    struct oo_fetched fetched;
+    world_open(&w, 60000, -1);
+    unsigned n = 0, largest = 0;
+    size_t in_use = 0;
+    for (unsigned i = 0; i < UNITS; i++) {
+        if (acquire(w.engine, w.member[i], w.stream, 0, OO_FORWARD, -1, 0, &uses[n]) != OO_OK)
+            continue;
+        n++;
+        in_use += w.bytes[i];
+        largest = w.bytes[i] > w.bytes[largest] ? i : largest;
+    }
+    CHECK(in_use + w.bytes[largest] > 60000, "there is room for it once more");
+    struct late late = {.w = &w, .stream = new_stream(&w), .i = largest};
+    oo__thread_join(oo__thread_start(acquire_and_release, &late));
+    CHECK(late.nonblocking == OO_OK && late.status == OO_OK, "%s, %s",
+          oo_status_name(late.nonblocking), oo_status_name(late.status));
+    for (unsigned k = 0; k < n; k++)
+        need(oo_engine_release(w.engine, uses[k].ticket, w.stream, 0, &fetched), "release");
+    end_stream(&w, late.stream);
+    world_close(&w, "shared");
+}
+
 /* Engines on one device know nothing of each other. */
 static void own_engine(void *argument) {
     struct worker *worker = argument;
@@ -361,6 +398,7 @@ static const struct check_case cases[] = {
     CASE(test_a_stale_copy_in_use_is_waited_for),
     CASE(test_room_that_others_compute_in_is_waited_for),
     CASE(test_room_that_is_kept_is_not_waited_for),
+    CASE(test_a_unit_in_use_is_shared_at_once),
     CASE(test_engines_come_and_go_in_threads),
 };
 
