@@ -1,8 +1,8 @@
 /* timing.c - events, measured spans, the timeline.
  *
  * Seconds come from pairs of events, of which a sample is recorded, and are read when both have
- * passed, never by waiting: pairs queue in order of recording, and when the queue is full those at
- * its head that have ended are read. */
+ * passed, never by waiting: pairs queue in order of recording, and once in so many those at its head
+ * that have ended are read. */
 #include "timing.h"
 
 #include <stdlib.h>
@@ -172,17 +172,17 @@ void oo__spans_harvest(struct oo_engine *engine) {
         continue;
 }
 
-/* Room for one more span: 0 when there is none to be had. Those that are pending are read when the
- * queue is full: by then most have ended, and each that is asked too early costs a call. */
+/* Room for one more span: 0 when there is none to be had. Those that are pending are read once in a
+ * while: by then most have ended, and each that is asked too early costs a call. */
 static int oo__spans_make_room(struct oo_engine *engine) {
     struct oo_spans *spans = &engine->spans;
-    if (spans->tail - spans->head == spans->capacity)
+    if (spans->tail % OO_SPANS_READ == 0)
         oo__spans_harvest(engine);
     if (spans->tail - spans->head < spans->capacity)
         return 1;
     if (spans->capacity >= (spans->tracing ? OO_SPANS_TRACED : OO_SPANS))
         return 0;
-    const uint64_t capacity = spans->capacity ? 2 * spans->capacity : OO_SPANS;
+    const uint64_t capacity = spans->capacity ? 2 * spans->capacity : OO_SPANS_READ;
     struct oo_span *pending = calloc(capacity, sizeof *pending);
     if (!pending)
         return 0;

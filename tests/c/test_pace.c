@@ -145,6 +145,23 @@ static void add_span(struct world *w) {
     oo__span_add(w->engine, OO_TRACE_COMPUTE, w->unit[0], 0, ends[0], ends[1]);
 }
 
+/* Nobody asks for figures, and the plan learns all the same. */
+static void test_spans_that_have_ended_are_read_soon(void) {
+    struct world w;
+    double end_s;
+    world_open(&w, 400000, -1);
+    const struct oo_spans *spans = &w.engine->spans;
+    sim.cuCtxPushCurrent_v2(w.context);
+    for (unsigned i = 0; i < 3 * OO_SPANS_READ; i++) {
+        add_span(&w);
+        sim.simFinish(&end_s);
+        CHECK(spans->tail - spans->head <= OO_SPANS_READ, "%llu spans are left",
+              (unsigned long long)(spans->tail - spans->head));
+    }
+    sim.cuCtxPopCurrent_v2(NULL);
+    world_close(&w, "read");
+}
+
 /* What has not ended when it is asked costs a call: with room enough nobody asks, and without it
  * one in so many does. */
 static void test_spans_are_seldom_asked_whether_they_have_ended(void) {
@@ -274,6 +291,7 @@ static const struct check_case cases[] = {
     CASE(test_seconds_of_forwards_are_learned),
     CASE(test_a_wait_for_a_copy_is_nobodys_time),
     CASE(test_a_backward_tells_nothing),
+    CASE(test_spans_that_have_ended_are_read_soon),
     CASE(test_spans_are_seldom_asked_whether_they_have_ended),
     CASE(test_a_measurement_is_given_up_where_it_cannot_end),
 };
