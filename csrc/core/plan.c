@@ -548,7 +548,7 @@ static int oo__spread_pays(struct oo_plan *plan, size_t count, size_t ring, size
         return 1;
     oo__mark_laid(plan, count);
     const double as_is = oo_round_seconds(plan->turns, count, plan->arena.total_bytes - ring, bps);
-    const size_t held = oo_round_settle(plan->turns, count, room, bps);
+    const size_t held = oo_round_settle(plan->turns, count, room, bps, !rounds->between);
     const double spread = oo_round_seconds(plan->turns, count, room - held, bps);
     return (as_is - spread) * (double)number > times * total / bps;
 }
@@ -564,7 +564,7 @@ static void oo__lay_more(struct oo_plan *plan, size_t count, size_t room) {
     for (size_t i = 0; i < count; i++)
         plan->turns[i].kept = plan->turns[i].stays;
     const double as_is = oo_round_seconds(plan->turns, count, room - rounds->ring, bps);
-    const size_t held = oo_round_settle(plan->turns, count, room, bps);
+    const size_t held = oo_round_settle(plan->turns, count, room, bps, !rounds->between);
     if (oo_round_seconds(plan->turns, count, room - held, bps) <= oo_round_nearly(as_is))
         rounds->ring = oo__lay_from(plan, rounds->ring, count);
     rounds->cursor = rounds->cursor > rounds->ring ? rounds->cursor : rounds->ring;
@@ -619,7 +619,7 @@ static int oo__lay_round(struct oo_plan *plan, uint64_t visits, int is_laid, int
     rounds->spread =
         spread || (rounds->many && oo__spread_pays(plan, count, rounds->ring, room, 2));
     if (rounds->spread) {
-        (void)oo_round_settle(plan->turns, count, room, oo_plan_link_bps(plan));
+        (void)oo_round_settle(plan->turns, count, room, oo_plan_link_bps(plan), !rounds->between);
         rounds->ring = oo__lay_from(plan, 0, count);
     }
     rounds->cursor = rounds->ring;

@@ -4,11 +4,12 @@
 #include <float.h>
 
 enum {
-    OO_SLOTS = 4,       /* of the largest unit's size: a ring where no seconds are known */
-    OO_MOST_SLOTS = 12, /* that are tried */
-    OO_SIZES = 4,       /* of units, of which each is tried as the largest one that streams */
-    OO_LAPS = 3         /* after so many a round takes as long as the one before it */
+    OO_SLOTS = 4, /* of the largest unit's size: a ring where no seconds are known */
+    OO_RINGS = 7, /* that are tried */
+    OO_SIZES = 4, /* of units, of which each is tried as the largest one that streams */
+    OO_LAPS = 3   /* after so many a round takes as long as the one before it */
 };
+static const size_t oo__slots[OO_RINGS] = {1, 2, 3, 4, 6, 9, 12};
 
 /* Bytes of those that stay in any case: they are kept, or larger than those that may stream. */
 static size_t oo__held(const struct oo_turn *turns, size_t count, size_t largest) {
@@ -18,20 +19,27 @@ static size_t oo__held(const struct oo_turn *turns, size_t count, size_t largest
     return held;
 }
 
-/* Who stays in `room`: those, and of the others as many as there is room for, spread evenly. Returns
- * the bytes that stay. */
-static size_t oo__spread(struct oo_turn *turns, size_t count, size_t largest, size_t room) {
-    double owed = 0;
+/* Who stays in `room`: those, and of the others as many as there is room for, so that the link has
+ * as much to do for each byte of these, or for each second of the round. Returns the bytes that
+ * stay. */
+static size_t oo__spread(struct oo_turn *turns, size_t count, size_t largest, size_t room,
+                         int by_seconds) {
+    double owed = 0, weights = 0;
     size_t held = oo__held(turns, count, largest), total = 0;
-    for (size_t i = 0; i < count; i++)
+    for (size_t i = 0; i < count; i++) {
+        turns[i].stays = turns[i].kept || turns[i].bytes > largest;
+        turns[i].weight = by_seconds       ? turns[i].seconds
+                          : turns[i].stays ? 0
+                                           : (double)turns[i].bytes;
+        weights += turns[i].weight;
         total += turns[i].bytes;
-    const double share = (double)(room - held) / (double)(total - held);
+    }
     for (size_t i = 0; i < count; i++) {
         const double bytes = (double)turns[i].bytes;
-        turns[i].stays = turns[i].kept || turns[i].bytes > largest;
+        owed -= (double)(total - room) * turns[i].weight / weights; /* streams at this time */
         if (turns[i].stays)
             continue;
-        owed += bytes * share;
+        owed += bytes;
         turns[i].stays = owed >= bytes / 2 && turns[i].bytes <= room - held;
         if (turns[i].stays) {
             owed -= bytes;
@@ -120,19 +128,23 @@ static size_t oo__ring(size_t slots, size_t slot, size_t left) {
 
 /* Of all rings that cost hardly any time, the one that leaves most to those that stay. A slot holds
  * the largest unit that streams: where larger ones stay, a ring is smaller. */
-static size_t oo__settle(struct oo_turn *turns, size_t count, size_t room, double link_bps) {
+static size_t oo__settle(struct oo_turn *turns, size_t count, size_t room, double link_bps,
+                         int alone) {
     struct {
         size_t slot, ring, held;
+        int by_seconds;
         double seconds;
-    } ways[OO_SIZES * OO_MOST_SLOTS];
+    } ways[2 * OO_SIZES * OO_RINGS];
     size_t n_ways = 0, slot = oo__next_size(turns, count, SIZE_MAX);
     size_t held = oo__held(turns, count, slot);
     double least = DBL_MAX;
     for (int size = 0; size < OO_SIZES; size++) {
-        for (size_t slots = 1; slots <= OO_MOST_SLOTS; slots++, n_ways++) {
+        for (int way = 0; way < OO_RINGS * (1 + alone); way++, n_ways++) {
             ways[n_ways].slot = slot;
-            ways[n_ways].ring = oo__ring(slots, slot, room - held);
-            ways[n_ways].held = oo__spread(turns, count, slot, room - ways[n_ways].ring);
+            ways[n_ways].ring = oo__ring(oo__slots[way % OO_RINGS], slot, room - held);
+            ways[n_ways].by_seconds = way >= OO_RINGS;
+            ways[n_ways].held =
+                oo__spread(turns, count, slot, room - ways[n_ways].ring, ways[n_ways].by_seconds);
             ways[n_ways].seconds =
                 oo_round_seconds(turns, count, room - ways[n_ways].held, link_bps);
             least = ways[n_ways].seconds < least ? ways[n_ways].seconds : least;
@@ -147,10 +159,11 @@ static size_t oo__settle(struct oo_turn *turns, size_t count, size_t room, doubl
         if (ways[i].seconds <= oo_round_nearly(least) &&
             (best == n_ways || ways[i].held > ways[best].held))
             best = i;
-    return oo__spread(turns, count, ways[best].slot, room - ways[best].ring);
+    return oo__spread(turns, count, ways[best].slot, room - ways[best].ring, ways[best].by_seconds);
 }
 
-size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double link_bps) {
+size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double link_bps,
+                       int alone) {
     size_t total = 0;
     double seconds = 0;
     for (size_t i = 0; i < count; i++) {
@@ -163,8 +176,8 @@ size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double 
         return total;
     }
     if (link_bps > 0 && seconds > 0)
-        return oo__settle(turns, count, room, link_bps);
+        return oo__settle(turns, count, room, link_bps, alone);
     const size_t slot = oo__next_size(turns, count, SIZE_MAX);
     const size_t left = room - oo__held(turns, count, slot);
-    return oo__spread(turns, count, slot, room - oo__ring(OO_SLOTS, slot, left));
+    return oo__spread(turns, count, slot, room - oo__ring(OO_SLOTS, slot, left), 0);
 }

@@ -13,17 +13,19 @@ struct oo_turn {
     size_t bytes;
     double seconds; /* from its begin to the next one's, without waits for copies */
     /* Scratch: */
-    double arrives;
+    double arrives, weight;
     size_t taken;
 };
 
 /* Decide who stays in `room`: turns are in order of use, and those that stay are spread evenly over
- * their bytes, so that the link has as much to do at any time. What they leave is a ring for the
- * others. The larger it is, the earlier a copy can begin, and the more bytes are copied: the
- * seconds tell what is enough. They also tell whether the largest units can all stay, so that the
- * ring need not hold one. With a `link_bps` of 0 they are not known. Returns the bytes that
- * stay. Those that are `kept` do, whatever else is decided. */
-size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double link_bps);
+ * their bytes, so that the link has as much to do at any time; or over the seconds, where such
+ * rounds are `alone`: what training finds in the arena afterwards shall suit a backward, too. What
+ * they leave is a ring for the others. The larger it is, the earlier a copy can begin, and the more
+ * bytes are copied: the seconds tell what is enough. They also tell whether the largest units can
+ * all stay, so that the ring need not hold one. With a `link_bps` of 0 they are not known. Returns
+ * the bytes that stay. Those that are `kept` do, whatever else is decided. */
+size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double link_bps,
+                       int alone);
 
 /* A round may take so long instead of the least if that saves bytes. */
 static inline double oo_round_nearly(double least) { return least * 1.005; }

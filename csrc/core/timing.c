@@ -1,8 +1,8 @@
 /* timing.c - events, measured spans, the timeline.
  *
  * Seconds come from pairs of events, of which a sample is recorded, and are read when both have
- * passed, never by waiting: pairs queue in order of recording, and once in so many those at its head
- * that have ended are read. */
+ * passed, never by waiting: pairs queue in order of recording, and once in so many those at its
+ * head that have ended are read. */
 #include "timing.h"
 
 #include <stdlib.h>

@@ -65,7 +65,7 @@ static void test_hardly_any_choice_is_faster(void) {
             const double seconds = seconds_of(count, stays, room - n);
             best = seconds < best ? seconds : best;
         }
-        const size_t held = oo_round_settle(turns, count, room * bytes, LINK_BPS);
+        const size_t held = oo_round_settle(turns, count, room * bytes, LINK_BPS, 1);
         unsigned chosen = 0;
         for (size_t i = 0; i < count; i++)
             chosen |= (unsigned)turns[i].stays << i;
@@ -145,7 +145,7 @@ static void test_a_ring_has_an_end(void) {
 static size_t settle_alike(size_t count, size_t bytes, double seconds, size_t room, double bps) {
     for (size_t i = 0; i < count; i++)
         turns[i] = (struct oo_turn){.bytes = bytes, .seconds = seconds};
-    return oo_round_settle(turns, count, room, bps);
+    return oo_round_settle(turns, count, room, bps, 1);
 }
 
 static void test_the_ring_is_no_larger_than_the_seconds_ask_for(void) {
@@ -167,7 +167,7 @@ static void test_a_ring_of_all_the_room(void) {
         const size_t bytes = i % 6 ? 40 : 100;
         turns[i] = (struct oo_turn){.bytes = bytes, .seconds = (double)bytes / LINK_BPS};
     }
-    const size_t held = oo_round_settle(turns, 60, 190, LINK_BPS);
+    const size_t held = oo_round_settle(turns, 60, 190, LINK_BPS, 1);
     const double seconds = oo_round_seconds(turns, 60, 190 - held, LINK_BPS);
     for (size_t i = 0; i < 60; i++)
         turns[i].stays = 0;
@@ -181,7 +181,7 @@ static void test_those_that_are_kept_stay(void) {
     (void)settle_alike(100, 100, 0.3, 4000, LINK_BPS);
     for (size_t i = 0; i < 100; i++)
         turns[i].kept = i >= 70;
-    const size_t stays = oo_round_settle(turns, 100, 6000, LINK_BPS);
+    const size_t stays = oo_round_settle(turns, 100, 6000, LINK_BPS, 1);
     CHECK(stays == 5800 && held_by(100) == stays, "%zu bytes stay, not all but two slots", stays);
     size_t streak = 0;
     for (size_t i = 0; i < 100; i++) {
@@ -191,7 +191,7 @@ static void test_those_that_are_kept_stay(void) {
     }
     for (size_t i = 0; i < 100; i++)
         turns[i].kept = i >= 50;
-    CHECK(oo_round_settle(turns, 100, 10000, LINK_BPS) == 10000, "all fit");
+    CHECK(oo_round_settle(turns, 100, 10000, LINK_BPS, 1) == 10000, "all fit");
     CHECK(held_by(100) == 10000, "%zu bytes stay", held_by(100));
 }
 
@@ -201,19 +201,19 @@ static void test_those_that_are_kept_stay(void) {
 static void test_the_largest_stay_where_a_smaller_ring_will_do(void) {
     for (size_t i = 0; i < 200; i++)
         turns[i] = (struct oo_turn){.bytes = i % 5 ? 40 : 100, .seconds = 0.3};
-    const size_t held = oo_round_settle(turns, 200, 8000, LINK_BPS);
+    const size_t held = oo_round_settle(turns, 200, 8000, LINK_BPS, 1);
     CHECK(held == held_by(200) && held > 8000 - 2 * 40, "%zu bytes stay", held);
     for (size_t i = 0; i < 200; i += 5)
         CHECK(turns[i].stays, "unit %zu streams", i);
-    CHECK(oo_round_settle(turns, 200, 4080, LINK_BPS) == 4000, "they alone stay");
-    CHECK(oo_round_settle(turns, 200, 4039, LINK_BPS) <= 3939, "no room for a ring beside them");
+    CHECK(oo_round_settle(turns, 200, 4080, LINK_BPS, 1) == 4000, "they alone stay");
+    CHECK(oo_round_settle(turns, 200, 4039, LINK_BPS, 1) <= 3939, "no room for a ring beside them");
 }
 
 /* The small ones are used first, and the link cannot bring so many as fast as they are used. */
 static void test_the_largest_stream_where_the_link_would_rest_else(void) {
     for (size_t i = 0; i < 200; i++)
         turns[i] = (struct oo_turn){.bytes = i < 100 ? 40 : 100, .seconds = 0.01};
-    const size_t held = oo_round_settle(turns, 200, 11000, LINK_BPS);
+    const size_t held = oo_round_settle(turns, 200, 11000, LINK_BPS, 1);
     const double seconds = oo_round_seconds(turns, 200, 11000 - held, LINK_BPS);
     size_t large = 0;
     for (size_t i = 100; i < 200; i++)
@@ -222,6 +222,19 @@ static void test_the_largest_stream_where_the_link_would_rest_else(void) {
     for (size_t i = 0; i < 200; i++)
         turns[i].stays = i >= 100 || i % 40 == 0;
     CHECK(seconds < 0.9 * oo_round_seconds(turns, 200, 800, LINK_BPS), "%.3f s", seconds);
+}
+
+/* Half of the units are computed with in a tenth of the time: few of these stream, and the link
+ * brings the others while it can. */
+static void test_the_link_has_as_much_to_do_at_any_time(void) {
+    for (size_t i = 0; i < 200; i++)
+        turns[i] = (struct oo_turn){.bytes = 100, .seconds = i < 100 ? 0.02 : 0.2};
+    const size_t held = oo_round_settle(turns, 200, 10000, LINK_BPS, 1);
+    const double seconds = oo_round_seconds(turns, 200, 10000 - held, LINK_BPS);
+    CHECK(seconds < 22 * 1.005, "%.3f s, of kernels 22", seconds);
+    CHECK(held >= 9600, "%zu bytes stay", held);
+    const size_t even = oo_round_settle(turns, 200, 10000, LINK_BPS, 0);
+    CHECK(even <= 9100, "%zu bytes stay where training comes after", even);
 }
 
 static void test_all_stay_where_there_is_room(void) {
@@ -240,7 +253,7 @@ static void test_those_that_stay_are_spread_evenly(void) {
             largest = turns[i].bytes > largest ? turns[i].bytes : largest;
         }
         const size_t room = total / 10 * (1 + (size_t)rand() % 9);
-        const size_t stays = oo_round_settle(turns, MOST, room, 0);
+        const size_t stays = oo_round_settle(turns, MOST, room, 0, 1);
         CHECK(stays <= room - 4 * largest && stays + 6 * largest > room, "seed %u: %zu of %zu",
               seed, stays, room);
         for (size_t i = 0; i < MOST; i++) {
@@ -262,6 +275,7 @@ static const struct check_case cases[] = {
     CASE(test_those_that_are_kept_stay),
     CASE(test_the_largest_stay_where_a_smaller_ring_will_do),
     CASE(test_the_largest_stream_where_the_link_would_rest_else),
+    CASE(test_the_link_has_as_much_to_do_at_any_time),
     CASE(test_all_stay_where_there_is_room),
     CASE(test_those_that_stay_are_spread_evenly),
 };
