@@ -126,40 +126,45 @@ static size_t oo__ring(size_t slots, size_t slot, size_t left) {
     return slots * slot < left ? slots * slot : left;
 }
 
-/* Of all rings that cost hardly any time, the one that leaves most to those that stay. A slot holds
- * the largest unit that streams: where larger ones stay, a ring is smaller. */
+/* One of the ways to go: units of up to `slot` bytes stream through `ring` bytes. */
+struct oo_way {
+    size_t slot, ring, held;
+    int by_seconds;
+    double seconds;
+};
+
+static size_t oo__go(struct oo_turn *turns, size_t count, size_t room, const struct oo_way *way) {
+    return oo__spread(turns, count, way->slot, room - way->ring, way->by_seconds);
+}
+
+/* Of all that cost hardly any time, the one that leaves most to those that stay. A slot of a ring
+ * holds the largest unit that streams: where larger ones stay, the ring is smaller. */
 static size_t oo__settle(struct oo_turn *turns, size_t count, size_t room, double link_bps,
                          int alone) {
-    struct {
-        size_t slot, ring, held;
-        int by_seconds;
-        double seconds;
-    } ways[2 * OO_SIZES * OO_RINGS];
-    size_t n_ways = 0, slot = oo__next_size(turns, count, SIZE_MAX);
-    size_t held = oo__held(turns, count, slot);
+    struct oo_way ways[2 * OO_SIZES * OO_RINGS], *end = ways;
+    size_t slot = oo__next_size(turns, count, SIZE_MAX), held = oo__held(turns, count, slot);
     double least = DBL_MAX;
     for (int size = 0; size < OO_SIZES; size++) {
-        for (int way = 0; way < OO_RINGS * (1 + alone); way++, n_ways++) {
-            ways[n_ways].slot = slot;
-            ways[n_ways].ring = oo__ring(oo__slots[way % OO_RINGS], slot, room - held);
-            ways[n_ways].by_seconds = way >= OO_RINGS;
-            ways[n_ways].held =
-                oo__spread(turns, count, slot, room - ways[n_ways].ring, ways[n_ways].by_seconds);
-            ways[n_ways].seconds =
-                oo_round_seconds(turns, count, room - ways[n_ways].held, link_bps);
-            least = ways[n_ways].seconds < least ? ways[n_ways].seconds : least;
+        for (int i = 0; i < OO_RINGS * (1 + alone); i++) {
+            const size_t ring = oo__ring(oo__slots[i % OO_RINGS], slot, room - held);
+            *end = (struct oo_way){.slot = slot, .ring = ring, .by_seconds = i >= OO_RINGS};
+            end->held = oo__go(turns, count, room, end);
+            end->seconds = oo_round_seconds(turns, count, room - end->held, link_bps);
+            least = end->seconds < least ? end->seconds : least;
+            end++;
         }
         slot = oo__next_size(turns, count, slot);
         held = oo__held(turns, count, slot);
         if (!slot || held + slot > room)
             break;
     }
-    size_t best = n_ways;
-    for (size_t i = 0; i < n_ways; i++)
-        if (ways[i].seconds <= oo_round_nearly(least) &&
-            (best == n_ways || ways[i].held > ways[best].held))
-            best = i;
-    return oo__spread(turns, count, ways[best].slot, room - ways[best].ring, ways[best].by_seconds);
+    const struct oo_way *best = ways;
+    while (best->seconds > oo_round_nearly(least)) /* one of them is the least */
+        best++;
+    for (const struct oo_way *way = best; way < end; way++)
+        if (way->seconds <= oo_round_nearly(least) && way->held > best->held)
+            best = way;
+    return oo__go(turns, count, room, best);
 }
 
 size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double link_bps,
