@@ -141,7 +141,7 @@ static size_t oo__go(struct oo_turn *turns, size_t count, size_t room, const str
  * holds the largest unit that streams: where larger ones stay, the ring is smaller. */
 static size_t oo__settle(struct oo_turn *turns, size_t count, size_t room, double link_bps,
                          int alone) {
-    struct oo_way ways[2 * OO_SIZES * OO_RINGS], *end = ways;
+    struct oo_way ways[2 * OO_SIZES * OO_RINGS] = {{0}}, *end = ways;
     size_t slot = oo__next_size(turns, count, SIZE_MAX), held = oo__held(turns, count, slot);
     double least = DBL_MAX;
     for (int size = 0; size < OO_SIZES; size++) {

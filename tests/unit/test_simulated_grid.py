@@ -275,9 +275,9 @@ def test_training_in_less_than_two_blocks_keeps_up_with_the_best_plan(rows):
 
 
 @pytest.mark.parametrize(
-    "cell, goal",
+    ("cell", "goal"),
     [
-        # The largest units stay, so the ring is for smaller ones: else 1.024 and 1.030 of the bytes.
+        # The largest units stay, so a ring is for smaller ones: else 1.024 and 1.030 of the bytes.
         (("wan-14b", 1024, "5090", "fp8", "25", "sample"), {"time": 1.005, "bytes": 1.015}),
         (("flux1", 1024, "5090", "fp8", "50", "sample"), {"time": 1.005, "bytes": 1.021}),
         # Of many units the seconds are known before the ring is laid: else 1.038 of the time.
