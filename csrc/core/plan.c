@@ -52,6 +52,7 @@ struct oo_plan_unit {
     size_t place;      /* in that: a position in the arena, OO_IN_RING or OO_ANYWHERE */
     double seconds;    /* of a forward, until the next visit; 0: not known */
     uint32_t measured; /* so often */
+    uint32_t begun;    /* so many measurements, which end later */
     uint32_t pins;
     uint64_t since; /* visits before its first pin */
     uint8_t ahead, removed;
@@ -869,8 +870,15 @@ int oo_plan_wants_seconds(const struct oo_plan *plan) {
     const struct oo_trace_entry *current = oo__visit_at(plan, plan->now - 1);
     return oo__is_forward(current->kind) && current->previous != OO_NOWHERE &&
            current->previous >= plan->expected &&
-           (plan->units[current->unit].measured < OO_MEASURED ||
+           (plan->units[current->unit].begun < OO_MEASURED ||
             plan->now % OO_REMEASURED_ONE_IN == 0);
+}
+
+void oo_plan_measures(struct oo_plan *plan, uint32_t unit, int begins) {
+    if (begins)
+        plan->units[unit].begun++;
+    else
+        plan->units[unit].begun--;
 }
 
 double oo_plan_seconds(const struct oo_plan *plan, uint32_t unit) {

@@ -43,6 +43,8 @@ void oo_plan_expect(struct oo_plan *plan, const struct oo_visit *visits, size_t 
 /* Whether to measure from here to the next visit: a forward that this run has made before, since a
  * first one pays for more than itself, and few times, then now and then. */
 int oo_plan_wants_seconds(const struct oo_plan *plan);
+/* Such a measurement of the unit begins; or it was given up. */
+void oo_plan_measures(struct oo_plan *plan, uint32_t unit, int begins);
 /* What was measured, as it comes: seconds from the begin of the unit's forward to the next visit,
  * without waits for copies; and copies of so many bytes of units, as they lie in the arena. Rounds
  * alone go by them, once both are known. */

@@ -38,7 +38,7 @@ enum { OO_SAMPLED_ONE_IN = 16 };
 /* Spans pending at once. When the host runs further ahead of the device, fewer are measured. After
  * OO_SPANS_READ new ones those that have ended are read; the events for so many are always there.
  */
-enum { OO_SPANS_READ = 128, OO_SPANS = 512, OO_SPANS_TRACED = 1 << 18 };
+enum { OO_SPANS_READ = 64, OO_SPANS = 512, OO_SPANS_TRACED = 1 << 18 };
 
 struct oo_spans {
     struct oo_span *pending; /* ring of `capacity`, a power of two */

@@ -258,6 +258,8 @@ enum oo_status oo__span_end(struct oo_engine *engine, enum oo_trace_kind kind, u
 /* ---- what the plan is told ---- */
 
 void oo__pace_forget(struct oo_engine *engine) {
+    if (engine->pace.begin)
+        oo_plan_measures(engine->plan, engine->pace.unit, 0);
     oo__event_give(engine, engine->pace.begin);
     engine->pace.begin = NULL;
 }
@@ -290,7 +292,10 @@ enum oo_status oo__pace_begin(struct oo_engine *engine, uint32_t unit, OOCUstrea
         !oo_plan_wants_seconds(engine->plan) || !oo__pace_has_room(engine))
         return OO_OK;
     engine->pace = (struct oo_pace){unit, stream, NULL};
-    return oo__timed_record(engine, stream, &engine->pace.begin);
+    const enum oo_status status = oo__timed_record(engine, stream, &engine->pace.begin);
+    if (engine->pace.begin)
+        oo_plan_measures(engine->plan, unit, 1);
+    return status;
 }
 
 void oo__spans_free(struct oo_engine *engine) {

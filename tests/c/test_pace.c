@@ -135,6 +135,33 @@ static void test_a_measurement_is_given_up_where_it_cannot_end(void) {
     world_close(&w, "given up");
 }
 
+/* However late a measurement ends, a few of each unit are enough; one that was given up is none. */
+static void test_each_unit_is_measured_a_few_times(void) {
+    struct world w;
+    double end_s;
+    world_open(&w, 400000, -1);
+    sim.simHold((OOCUstream)w.stream, 1);
+    for (int round = 0; round < 8; round++) {
+        for (unsigned i = 0; i < 6; i++) {
+            struct oo_use use;
+            struct oo_fetched fetched;
+            need(acquire(w.engine, w.member[i], w.stream, 0, OO_FORWARD, -1, 0, &use), "acquire");
+            need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+            if (round == 2 && i == 3)
+                oo__pace_forget(w.engine);
+        }
+    }
+    unsigned measured[UNITS] = {0};
+    for (uint64_t i = w.engine->spans.head; i != w.engine->spans.tail; i++)
+        if (oo__span_at(&w.engine->spans, i)->kind == OO_TRACE_COMPUTE)
+            measured[oo__span_at(&w.engine->spans, i)->unit]++;
+    for (unsigned i = 0; i < 6; i++)
+        CHECK(measured[i] == 4, "unit %u is measured %u times", i, measured[i]);
+    sim.simHold((OOCUstream)w.stream, 0);
+    sim.simFinish(&end_s);
+    world_close(&w, "a few times");
+}
+
 /* A span whose end waits for all that is queued on the stream. */
 static void add_span(struct world *w) {
     struct oo_event *ends[2];
@@ -291,6 +318,7 @@ static const struct check_case cases[] = {
     CASE(test_seconds_of_forwards_are_learned),
     CASE(test_a_wait_for_a_copy_is_nobodys_time),
     CASE(test_a_backward_tells_nothing),
+    CASE(test_each_unit_is_measured_a_few_times),
     CASE(test_spans_that_have_ended_are_read_soon),
     CASE(test_spans_are_seldom_asked_whether_they_have_ended),
     CASE(test_a_measurement_is_given_up_where_it_cannot_end),
