@@ -126,7 +126,7 @@ enum oo_status oo_engine_create(const char *library, int device, struct oo_engin
         status = OO_DRIVE(engine, cuStreamCreateWithPriority, &engine->d2h,
                           OOCU_STREAM_NON_BLOCKING, greatest);
     if (status == OO_OK) /* two of each span, and those that one call holds */
-        status = oo__events_reserve(engine, OO_TIMED, 2 * OO_SPANS_READ + 6);
+        status = oo__events_reserve(engine, OO_TIMED, 2 * OO_SPANS + 6);
     if (status == OO_OK) /* of both rings, and those that one call holds */
         status = oo__events_reserve(engine, OO_ORDERS, 2 * OO_RING_PIECES + 4);
     if (status == OO_OK)
