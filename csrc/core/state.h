@@ -36,9 +36,9 @@ struct oo_span {
 /* One span in so many is measured, unless a timeline is being recorded: each takes three calls. */
 enum { OO_SAMPLED_ONE_IN = 16 };
 /* Spans pending at once; the events for so many are always there. When the host runs further ahead
- * of the device, fewer are measured. After OO_SPANS_READ new ones those that have ended are read.
- */
-enum { OO_SPANS_READ = 64, OO_SPANS = 512, OO_SPANS_TRACED = 1 << 18 };
+ * of the device, fewer are measured. */
+enum { OO_SPANS = 512, OO_SPANS_TRACED = 1 << 18 };
+enum { OO_VISITS_READ = 64 }; /* after so many, spans that have ended are read */
 
 struct oo_spans {
     struct oo_span *pending; /* ring of `capacity`, a power of two */

@@ -1,8 +1,8 @@
 /* timing.c - events, measured spans, the timeline.
  *
  * Seconds come from pairs of events, of which a sample is recorded, and are read when both have
- * passed, never by waiting: pairs queue in order of recording, and once in so many those at its
- * head that have ended are read. */
+ * passed, never by waiting: pairs queue in order of recording, and once in so many visits those at
+ * its head that have ended are read. */
 #include "timing.h"
 
 #include <stdlib.h>
@@ -172,17 +172,17 @@ void oo__spans_harvest(struct oo_engine *engine) {
         continue;
 }
 
-/* Room for one more span: 0 when there is none to be had. Those that are pending are read once in a
- * while: by then most have ended, and each that is asked too early costs a call. */
+/* Room for one more span: 0 when there is none to be had. Those that are pending are read when the
+ * queue is full: by then most have ended, and each that is asked too early costs a call. */
 static int oo__spans_make_room(struct oo_engine *engine) {
     struct oo_spans *spans = &engine->spans;
-    if (spans->tail % OO_SPANS_READ == 0)
+    if (spans->tail - spans->head == spans->capacity)
         oo__spans_harvest(engine);
     if (spans->tail - spans->head < spans->capacity)
         return 1;
     if (spans->capacity >= (spans->tracing ? OO_SPANS_TRACED : OO_SPANS))
         return 0;
-    const uint64_t capacity = spans->capacity ? 2 * spans->capacity : OO_SPANS_READ;
+    const uint64_t capacity = spans->capacity ? 2 * spans->capacity : OO_SPANS;
     struct oo_span *pending = calloc(capacity, sizeof *pending);
     if (!pending)
         return 0;
@@ -288,6 +288,8 @@ static int oo__pace_has_room(struct oo_engine *engine) {
 }
 
 enum oo_status oo__pace_begin(struct oo_engine *engine, uint32_t unit, OOCUstream stream) {
+    if (oo_plan_end_of_visits(engine->plan) % OO_VISITS_READ == 0)
+        oo__spans_harvest(engine);
     if (engine->spans.tracing || !engine->driver.cuEventElapsedTime ||
         !oo_plan_wants_seconds(engine->plan) || !oo__pace_has_room(engine))
         return OO_OK;

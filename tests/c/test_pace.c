@@ -178,14 +178,14 @@ static void test_spans_that_have_ended_are_read_soon(void) {
     double end_s;
     world_open(&w, 400000, -1);
     const struct oo_spans *spans = &w.engine->spans;
-    sim.cuCtxPushCurrent_v2(w.context);
-    for (unsigned i = 0; i < 3 * OO_SPANS_READ; i++) {
-        add_span(&w);
+    for (unsigned i = 0; i < 5 * OO_VISITS_READ; i++) {
+        need(use(&w, i % UNITS, OO_FORWARD), "use");
         sim.simFinish(&end_s);
-        CHECK(spans->tail - spans->head <= OO_SPANS_READ, "%llu spans are left",
+        CHECK(spans->tail - spans->head <= OO_VISITS_READ, "%llu spans are left",
               (unsigned long long)(spans->tail - spans->head));
     }
-    sim.cuCtxPopCurrent_v2(NULL);
+    for (unsigned i = 0; i < UNITS; i++)
+        CHECK(oo_plan_seconds(w.engine->plan, w.unit[i]) > 0, "of unit %u nothing is known", i);
     world_close(&w, "read");
 }
 
