@@ -155,7 +155,7 @@ static size_t oo__settle(struct oo_turn *turns, size_t count, size_t room, doubl
         }
         slot = oo__next_size(turns, count, slot);
         held = oo__held(turns, count, slot);
-        if (!slot || held + slot > room)
+        if (held + slot > room) /* so it is where no size is left, as all would stay */
             break;
     }
     const struct oo_way *best = ways;

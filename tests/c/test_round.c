@@ -193,6 +193,11 @@ static void test_those_that_are_kept_stay(void) {
         turns[i].kept = i >= 50;
     CHECK(oo_round_settle(turns, 100, 10000, LINK_BPS, 1) == 10000, "all fit");
     CHECK(held_by(100) == 10000, "%zu bytes stay", held_by(100));
+    /* A ring has no slot for one that is kept. */
+    for (size_t i = 0; i < 200; i++)
+        turns[i] = (struct oo_turn){.bytes = i % 5 ? 40 : 100, .kept = i % 5 == 0};
+    const size_t beside = oo_round_settle(turns, 200, 8000, 0, 1);
+    CHECK(beside > 8000 - 5 * 40 && beside <= 8000 - 4 * 40, "%zu bytes stay", beside);
 }
 
 /* Units of two sizes, a large one after every four: where all of the large ones can stay at no cost
