@@ -32,13 +32,14 @@ static void remove_all_files(void) {
     CHECK(system(command) == 0, "%s stays", sys);
 }
 
-/* The processors that this thread may run on, as a list; and the first of them. */
+/* The processors that this thread may run on, as a list; and the first of them, or -1. */
 static int processors(char *list, size_t capacity) {
     cpu_set_t mine;
     int first = -1;
     size_t length = 0;
-    CHECK(sched_getaffinity(0, sizeof mine, &mine) == 0, "not asked");
     list[0] = '\0';
+    if (sched_getaffinity(0, sizeof mine, &mine) != 0) /* checks are the main thread's */
+        return -1;
     for (size_t i = 0; i < CPU_SETSIZE; i++)
         if (CPU_ISSET(i, &mine)) {
             first = first < 0 ? (int)i : first;
@@ -54,6 +55,7 @@ static void make_system(void) {
     strcpy(sys + sizeof sys - 7, "XXXXXX");
     CHECK(mkdtemp(sys) != NULL, "no folder");
     const int first = processors(everywhere, sizeof everywhere);
+    CHECK(first >= 0, "no processors");
     snprintf(one, sizeof one, "%d-%d\n", first, first);
     snprintf(here, sizeof here, "%d ", first);
     write_file("devices/system/node/node1/cpulist", one);
