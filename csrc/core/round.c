@@ -24,19 +24,19 @@ static size_t oo__held(const struct oo_turn *turns, size_t count, size_t largest
  * stay. */
 static size_t oo__spread(struct oo_turn *turns, size_t count, size_t largest, size_t room,
                          int by_seconds) {
-    double owed = 0, weights = 0;
+    double owed = 0, shares = 0;
     size_t held = oo__held(turns, count, largest), total = 0;
     for (size_t i = 0; i < count; i++) {
         turns[i].stays = turns[i].kept || turns[i].bytes > largest;
-        turns[i].weight = by_seconds       ? turns[i].seconds
-                          : turns[i].stays ? 0
-                                           : (double)turns[i].bytes;
-        weights += turns[i].weight;
+        turns[i].share = by_seconds       ? turns[i].seconds
+                         : turns[i].stays ? 0
+                                          : (double)turns[i].bytes;
+        shares += turns[i].share;
         total += turns[i].bytes;
     }
     for (size_t i = 0; i < count; i++) {
         const double bytes = (double)turns[i].bytes;
-        owed -= (double)(total - room) * turns[i].weight / weights; /* streams at this time */
+        owed -= (double)(total - room) * turns[i].share / shares; /* streams at this time */
         if (turns[i].stays)
             continue;
         owed += bytes;

@@ -13,7 +13,7 @@ struct oo_turn {
     size_t bytes;
     double seconds; /* from its begin to the next one's, without waits for copies */
     /* Scratch: */
-    double arrives, weight;
+    double arrives, share;
     size_t taken;
 };
 
