@@ -37,7 +37,7 @@ struct oo_span {
 enum { OO_SAMPLED_ONE_IN = 16 };
 /* Spans pending at once; the events for so many are always there. When the host runs further ahead
  * of the device, fewer are measured. */
-enum { OO_SPANS = 512, OO_SPANS_TRACED = 1 << 18 };
+enum { OO_SPANS = 256, OO_SPANS_TRACED = 1 << 18 };
 enum { OO_VISITS_READ = 64 }; /* after so many, spans that have ended are read */
 
 struct oo_spans {
