@@ -201,6 +201,27 @@ def test_the_simulated_device_trains_one_resident_model_as_fast_as_it_can(monkey
     assert len(built) == 2 and deterministic == {False}
 
 
+@pytest.mark.parametrize(
+    ("has_card", "device", "taken"),
+    [(True, None, "cuda"), (False, None, "cpu"), (True, "cpu", "cpu"), (True, "cuda:1", "cuda:1")],
+    ids=str,
+)
+def test_the_demonstration_takes_the_card_if_there_is_one_and_nothing_else_is_said(
+    monkeypatch, has_card, device, taken
+):
+    class Asked(Exception):
+        pass
+
+    def ask(device):
+        raise Asked(device)
+
+    monkeypatch.setattr("oracle_offload.devices.parse_device", ask)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_card)
+    with pytest.raises(Asked) as raised:
+        demo.run_demo(steps=4, width=64, device=device, svg="a.svg", progress=False)
+    assert raised.value.args == (taken,)
+
+
 def test_torch_computes_as_before_however_the_demonstration_ends(monkeypatch, tmp_path):
     during = []
 
