@@ -678,6 +678,8 @@ def test_images_and_their_loss_are_those_of_the_pipelines_parts(
 
     model = stable_diffusion if kind == "epsilon" else plain_ddpm(tmp_path)
     task = images(model, pictures, eval_file=str(pictures))
+    others = [part for part in (task._vae, task._encoder) if part is not None]
+    assert task.model.training and not any(part.training for part in others)
     parts = DiffusionPipeline.from_pretrained(model).components
     vae, scheduler = parts.get("vae"), parts["scheduler"]
     side = 8 if vae is None else 2 * 16
