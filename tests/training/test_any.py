@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import OffloadError, StaleWeightsError, selection, simulator
+from oracle_offload._core import BACKWARD
 from oracle_offload.layers import any as any_module
 from oracle_offload.layers.any import AnyLayer
 
@@ -741,6 +743,18 @@ def test_a_loan_takes_the_device_the_time_to_read_what_is_lent(monkeypatch):
         model(torch.ones(2, 3, WIDTH))
     read = sum(p.nbytes for p in model.blocks[0].parameters())
     assert asked == [(0.0, read, torch.uint8)] * 3
+
+
+def test_a_loan_on_a_card_takes_the_time_that_the_card_takes():
+    """None is charged: the clock of the simulated device is not asked."""
+    asked = []
+    layer = SimpleNamespace(
+        state=SimpleNamespace(simulated=False),
+        lend=lambda *given: asked.append(given) or "the slot",
+        _keep="keeps",
+    )
+    assert AnyLayer.borrow(layer, BACKWARD, 7) == "the slot"
+    assert asked == [(BACKWARD, 7, 0.0, None, "keeps")]
 
 
 class Asks(nn.Module):
