@@ -609,6 +609,24 @@ def test_a_gradient_that_is_there_already_is_refused_inside_a_reentrant_checkpoi
     refused(r"'blocks.2.lora_a.weight' has a gradient before", model, loss_of)
 
 
+def test_a_gradient_that_is_there_already_is_refused_inside_a_checkpoint_of_a_checkpoint():
+    class Nested(Net):
+        def forward(self, x):
+            x = self.stem(x)
+            for block in self.blocks:
+                x = checkpoint(
+                    lambda x, block=block: checkpoint(block, x, use_reentrant=True),
+                    x,
+                    use_reentrant=True,
+                )
+            return x
+
+    model = net()
+    model.__class__ = Nested
+    model.blocks[2].lora_a.weight.grad = torch.ones(4, WIDTH)
+    refused(r"'blocks.2.lora_a.weight' has a gradient before", model, loss_of)
+
+
 @pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["nockpt", "reentrant", "nonreentrant"])
 def test_a_trained_weight_that_several_blocks_share_is_refused(reentrant):
     model = net(reentrant=reentrant)
