@@ -385,6 +385,27 @@ def test_a_branch_never_taken_leaves_the_layer_managed():
         assert len(manager.layers) == 3
 
 
+def test_a_line_that_reads_something_else_of_the_layer_moves_no_weight():
+    """It reads the weight on other calls."""
+
+    class Optional(Uses):
+        def forward(self, x):
+            y = self.inner(self.before(x))
+            y = y @ self.inner.weight if hasattr(self.inner, "twice") else y
+            return self.after(y)
+
+    torch.manual_seed(0)
+    managed = Optional()
+    resident = copy.deepcopy(managed)
+    with attached(managed, "cpu") as manager:
+        assert_same(train(managed), train(resident))
+        assert len(manager.layers) == 3 and manager.resident == {}
+        for model in (managed, resident):
+            model.inner.twice = True
+        managed(inputs())
+        assert [layer.name for layer in manager.layers] == ["before", "after"]
+
+
 def test_an_optimizer_that_steps_in_the_first_forward_moves_no_weight():
     """What a step computes with, on whatever device, is its own matter."""
 
