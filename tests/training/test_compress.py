@@ -738,6 +738,20 @@ def test_weights_that_are_coded_no_more_leave_their_file(tmp_path):
         assert not coded_layers(manager)
 
 
+def test_codes_go_back_once_their_weight_is_coded_no_more():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)).bfloat16().requires_grad_(False)
+    with lossless(model) as manager:
+        pieces = manager.attachment.pieces
+        (codes,) = pieces.in_order()
+        assert codes.uses == 1 and codes.end - codes.start < model[0].weight.nbytes
+        model[0].weight.data.mul_(2)
+        model(x_of(model, "cpu"))
+        manager.refresh()
+        assert not coded_layers(manager)
+        (plain,) = pieces.in_order()
+        assert plain.uses == 1 and plain.end - plain.start >= model[0].weight.nbytes
+
+
 @linux_alone
 def test_weights_without_room_stay_in_their_file_after_detach(tmp_path, monkeypatch, caplog):
     resident = build()
