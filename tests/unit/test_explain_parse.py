@@ -64,6 +64,29 @@ def test_sizes_for_people_are_in_gib() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("stated", "damaged", "unknown"),
+    [
+        ("24.00 GiB", f"1{'0' * 20}24.00 GiB", "total"),  # more digits than any size has
+        ("22.50 GiB", f"1{'0' * 20}22.50 GiB", "reserved"),
+        ("2.00 GiB", "2.00 GiB7", "requested"),
+    ],
+)
+def test_a_size_that_further_digits_touch_is_not_read(
+    stated: str, damaged: str, unknown: str
+) -> None:
+    text = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 24.00 GiB total capacity; 22.00 "
+        "GiB already allocated; 0.50 GiB free; 22.50 GiB reserved in total by PyTorch)"
+    )
+    facts = {"requested": 2.0, "total": 24.0, "allocated": 22.0, "free": 0.5, "reserved": 22.5}
+    facts.pop(unknown)
+    assert text.count(f" {stated}") == 1
+    report = explain_oom(text.replace(f" {stated}", f" {damaged}"))
+    found = {name: fact.value / 2**30 for name, fact in report.facts.items() if not fact.derived}
+    assert found == facts
+
+
 # -- never raises, never invents -------------------------------------------------------------------
 
 
