@@ -314,6 +314,21 @@ def test_what_did_not_move_is_not_moved_back():
     assert not calls and tensor.data_ptr() == address and tensor.grad is gradient
 
 
+def test_a_move_back_takes_the_gradient_and_what_shares_the_memory_along():
+    """To a device without memory, which any machine has."""
+    there = torch.device("meta")
+    moved, without = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(2))
+    moved.grad, other = torch.ones(4), torch.randn(4)
+
+    def set_data(tensor, data):
+        torch.utils.swap_tensors(tensor, nn.Parameter(data) if tensor.requires_grad else data)
+
+    masters.move_back([(moved, there, [other]), (without, there, [])], set_data)
+    assert moved.device == moved.grad.device == other.device == without.device == there
+    assert (moved.shape, other.shape, without.shape) == ((4,), (4,), (2,))
+    assert without.grad is None
+
+
 def test_pieces_tell_what_they_hold_and_what_may_be_locked_beside_them(pieces):
     sizes = (4, 8)
     made = [Piece([[nn.Parameter(torch.randn(STEP * n))]]) for n in sizes]
