@@ -7,11 +7,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from oracle_offload import cli
-from oracle_offload.trainer import matrix
+from oracle_offload.trainer import matrix, training
 from oracle_offload.trainer.matrix import CELLS, Cell, Row, run_matrix, to_json, to_text
 
 
@@ -50,6 +51,34 @@ def test_the_peak_of_a_process_is_not_that_of_who_started_it():
     code = "from oracle_offload.trainer.training import _host_peak; print(_host_peak())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert 1 << 26 < int(told.stdout) < len(held)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such module")
+@pytest.mark.parametrize(
+    ("platform", "unit"), [("linux", 1024), ("freebsd14", 1024), ("darwin", 1)]
+)
+def test_the_peak_is_the_systems_own_figure_where_there_is_no_proc(
+    monkeypatch, tmp_path, platform, unit
+):
+    import resource
+
+    monkeypatch.setattr(training, "Path", lambda name: tmp_path / "nothing")
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3000))
+    assert training._host_peak() == 3000 * unit
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert training._host_peak() is None
+
+
+def test_a_library_that_the_sample_needs_is_named(monkeypatch, capsys):
+    def missing(folder):
+        raise ModuleNotFoundError("No module named 'transformers'")
+
+    monkeypatch.setattr(matrix, "write_sample", missing)
+    assert cli.main(["bench", "--matrix", "--device", "cpu"]) == cli.EXIT_ERROR
+    assert capsys.readouterr().err == (
+        "bench: No module named 'transformers'; pip install 'oracle_offload[train]'\n"
+    )
 
 
 def test_where_nothing_or_resident_alone_could_be_trained_it_is_an_error(
