@@ -325,6 +325,21 @@ def test_a_row_is_a_pace_of_the_device_that_is_asked_for(cache):
     assert steps.StepRecord("another").recall(device) is None
 
 
+def test_a_record_that_cannot_be_written_fails_no_step(monkeypatch, caplog):
+    def refuse(key, row):
+        raise OSError("the disk is full")
+
+    found = iter([None, (1.5, 0.25)])
+    monkeypatch.setattr(steps, "measure", lambda attachment: next(found))
+    monkeypatch.setattr(steps._rows, "put", refuse)
+    record = steps.StepRecord("key")
+    with caplog.at_level("INFO", "oracle_offload"):
+        record.keep(None)  # nothing is known yet
+        assert not caplog.messages
+        record.keep(None)
+    assert caplog.messages == ["what the steps took could not be remembered: the disk is full"]
+
+
 def test_steps_are_looked_at_less_and_less_often(monkeypatch):
     looked = []
     monkeypatch.setattr(
