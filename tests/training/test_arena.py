@@ -362,6 +362,20 @@ def test_an_arena_that_has_grown_grows_again_for_a_larger_block():
         assert found[4:] == [begun + 5 * largest] * 2
 
 
+def test_an_arena_that_was_resized_grows_only_beyond_its_size():
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(16))).requires_grad_(False)
+    with attached(model, "cpu", offload_percent=1.0) as manager:
+        arena, most = manager.attachment.arena, manager.attachment.managed_bytes
+        largest = arena.floor_bytes // 2
+        size = arena.capacity_bytes + 4 * largest
+        arena.resize(size)
+        for block, floor in ((3 * largest, 3 * largest), (2 * largest, 3 * largest), (size, size)):
+            arena.grow(block, largest, most)
+            assert (arena.capacity_bytes, arena.floor_bytes) == (size, floor)
+        arena.grow(size + largest, largest, most)
+        assert arena.capacity_bytes == size + 2 * largest
+
+
 def test_a_capture_is_refused_before_anything_is_lent(sim):
     """Memory that is allocated while a graph is captured would belong to the graph."""
     managed = checkpointed_tower()
