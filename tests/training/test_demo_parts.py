@@ -222,6 +222,14 @@ def test_the_demonstration_takes_the_card_if_there_is_one_and_nothing_else_is_sa
     assert raised.value.args == (taken,)
 
 
+def test_on_a_card_the_demonstration_computes_by_deterministic_kernels_and_all_threads():
+    threads = torch.get_num_threads()
+    with demo._settings_of_torch(True, 64):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.get_num_threads() == threads
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_torch_computes_as_before_however_the_demonstration_ends(monkeypatch, tmp_path):
     during = []
 
