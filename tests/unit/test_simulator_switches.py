@@ -255,3 +255,26 @@ def test_a_wait_for_a_host_function_says_how_long_it_was(driver: Driver) -> None
 def test_a_result_without_a_name_is_told_by_its_number() -> None:
     with pytest.raises(DriverError, match=r"^simReset: unknown CUresult \(12345\): why$"):
         simulator._check("simReset", 12345, "why")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_thread_with_its_own_clock_has_not_waited_for_what_another_waited_for(
+    driver: Driver, strict: bool
+) -> None:
+    simulator.strict_threads(strict)
+    stream, memory = driver.stream(), driver.device_bytes(NBYTES)
+    simulator.launch(stream, [], [(memory, NBYTES)], 1e-6)
+
+    def wait() -> None:
+        context = ctypes.c_void_p()
+        driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        driver.call("cuCtxPushCurrent_v2", context)
+        driver.synchronize(stream)
+        driver.call("cuDevicePrimaryCtxRelease_v2", 0)
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    waits.join()
+    simulator.host_access(memory, NBYTES, False)
+    assert len(simulator.reports("race")) == strict
+    simulator.strict_threads(False)
