@@ -13,6 +13,7 @@ from quantised import FORMATS, model_of, quantised_layers, step_of, through
 from torch import nn
 from torchao import quantization as ao
 
+from oracle_offload import StaleWeightsError
 from oracle_offload.layers.flatten import plain_tensors
 from oracle_offload.layers.formats import format_of
 from oracle_offload.layers.linear import LinearLayer
@@ -284,3 +285,47 @@ def test_a_layer_whose_weight_is_replaced_by_a_plain_one_is_managed_as_such(name
             model[1].up.base.weight = plain_layer().weight
         assert_models_agree(managed, resident, step)
         assert_one_is_plain(manager)
+
+
+# Those of bitsandbytes are brought by its own code.
+@pytest.mark.parametrize("name", [name for name in FORMATS if "bitsandbytes" not in name])
+def test_a_layer_computes_with_whatever_stands_there_now(name, monkeypatch):
+    managed, resident = pair(name)
+    base, used = managed[0].up.base, []
+    kind = type(base)
+    forward = kind.forward
+
+    def look(self, x):
+        used.extend(plain_tensors(self, format_of(self).holders)[0].values())
+        return forward(self, x)
+
+    with attached(managed) as manager, torch.no_grad():
+        layer = {layer.name: layer for layer in manager.layers}["0.up.base"]
+        with monkeypatch.context() as patched:
+            patched.setattr(kind, "forward", look)
+            y = layer.foreign(X)
+        assert_same(y, resident[0].up.base(X))
+        pieces = manager.attachment.pieces
+        assert used and not any(pieces.at(tensor.data_ptr()) for tensor in used), "on the device"
+        found = plain_tensors(base, format_of(base).holders)[0].values()
+        nbytes = sum(tensor.nbytes for tensor in found)
+        assert manager.attachment.traffic.computed_bytes == {"0.up.base": nbytes}
+        manager.attachment.let_go(layer, "planted")
+        assert_same(layer.foreign(X), resident[0].up.base(X))
+        assert manager.attachment.traffic.computed_bytes == {"0.up.base": nbytes}, "it lies there"
+
+
+@pytest.mark.parametrize("written", ["weight", "bias"])
+def test_a_write_before_backward_is_refused_of_what_backward_reads(written):
+    managed, _ = pair("torchao-int8")
+    with attached(managed) as manager:
+        layer = {layer.name: layer for layer in manager.layers}["1.up.base"]
+        y = through(managed, X.clone().requires_grad_()).float().sum()
+        for path, tensor in zip(layer.names, layer.tensors(), strict=True):
+            if path.startswith(written):
+                tensor.mul_(1)
+        if written == "bias":
+            y.backward()
+        else:
+            with pytest.raises(StaleWeightsError, match=r"1\.up\.base"):
+                y.backward()
