@@ -496,6 +496,16 @@ def test_layers_that_share_a_parameter_leave_together():
         assert managed.after.weight is managed.inner.weight
 
 
+def test_a_layer_leaves_once(caplog):
+    """Whichever thread was first."""
+    with attached(build(), "cpu") as manager, caplog.at_level("WARNING", "oracle_offload"):
+        inner = {layer.name: layer for layer in manager.layers}["inner"]
+        for _ in range(2):
+            trial.move_to_device(inner, "a loss")
+        assert [layer.name for layer in manager.layers] == ["before", "after"]
+    assert len([said for said in caplog.messages if "a loss computes with" in said]) == 1
+
+
 def test_a_layer_leaves_with_one_that_shares_its_parameter_and_whose_module_is_gone():
     class Tied(Uses):
         def __init__(self):
