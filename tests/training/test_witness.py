@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from equality import attached
@@ -9,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle_offload import OffloadError, simulator
+from oracle_offload import witness as witness_module
 from oracle_offload.exemption import exempt, is_exempt
 from oracle_offload.operators import Operator, operator_of, tensors_in
 from oracle_offload.witness import Witness, refusal
@@ -145,6 +148,16 @@ def test_operators_and_reads_of_the_arena_are_counted():
         with Witness() as witness:
             model(torch.ones(2, 8))
         assert witness.arena_reads == 1 and witness.operators >= 2
+
+
+def test_an_operators_accesses_are_declared_on_the_device_that_each_is_of(monkeypatch):
+    declared = []
+    monkeypatch.setattr(simulator, "launch", lambda *given: declared.append(given))
+    one, other = (SimpleNamespace(simulated=True, stream=lambda n=n: n) for n in (1, 2))
+    card = SimpleNamespace(simulated=False)
+    reads = [(10, 14, one), (20, 21, other), (5, 6, card)]
+    witness_module._declare(reads, [(30, 38, one), (7, 8, card)])
+    assert declared == [(1, [(10, 4)], [(30, 8)], 0.0), (2, [(20, 1)], [], 0.0)]
 
 
 # ---- time ----
