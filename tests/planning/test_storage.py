@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import oracle_offload
-from oracle_offload.planning.storage import QUANTISED
+from oracle_offload.planning.storage import QUANTISED, _output_layer
 
 plan = functools.partial(oracle_offload.plan, measure=False)
 
@@ -312,3 +312,18 @@ def test_a_number_of_parameters_alone_is_quantised_to_as_many_bytes_as_a_large_l
     assert known.parameters == 10**9
     weights = known.on_host()["weights"]
     assert weights <= of_a_layer <= 1.003 * weights
+
+
+@pytest.mark.parametrize("error", [AttributeError, NotImplementedError])
+def test_a_model_that_does_not_tell_its_output_layer_has_none(error: type[Exception]) -> None:
+    class Silent(nn.Module):
+        def get_output_embeddings(self) -> nn.Module:
+            raise error("no head")
+
+    class Told(nn.Module):
+        def get_output_embeddings(self) -> nn.Module:
+            return head
+
+    head = nn.Linear(2, 2)
+    assert _output_layer(Silent()) is _output_layer(nn.Module()) is None
+    assert _output_layer(Told()) is head
