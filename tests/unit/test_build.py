@@ -130,6 +130,24 @@ def test_build_info_without_a_build_says_how_to_get_one(
         module.simulator_path()
 
 
+def test_a_build_whose_simulator_is_gone_says_to_install_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = importlib.import_module("oracle_offload.build_record")
+    record = {"built": True, "folder": str(tmp_path), "simulator": {"file": "simulator.so"}}
+    monkeypatch.setattr(module, "_recorded", lambda: record)
+    with pytest.raises(FileNotFoundError, match=r"simulator\.so is missing .* install the package"):
+        module.simulator_path()
+    (tmp_path / "simulator.so").touch()
+    assert module.simulator_path() == tmp_path / "simulator.so"
+
+
+def test_a_library_that_is_not_installed_has_no_version() -> None:
+    module = importlib.import_module("oracle_offload.build_record")
+    assert module._installed("no-such-distribution") is None
+    assert module._installed("pytest") == pytest.__version__
+
+
 # ---- switches ----
 
 
