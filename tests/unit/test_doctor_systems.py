@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oracle_offload.doctor import CHECKS, System, examine
+from oracle_offload.doctor import CHECKS, System, checks_host, examine
 from oracle_offload.doctor.checks_gpu import check_other_processes
 from oracle_offload.doctor.checks_host import check_shared_memory
 from oracle_offload.doctor.finding import VERDICTS
@@ -677,3 +678,10 @@ def test_windows_without_an_answer_from_the_card_says_why(tmp_path: Path) -> Non
     found = examine(system)["place"]
     assert (found.verdict, found.value) == ("unknown", "Windows")
     assert found.why == "the driver model is not visible: nvidia-ml-py is not installed"
+
+
+def test_a_system_without_resource_limits_has_none_on_locked_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert checks_host._memlock_from_system_call() is None
