@@ -396,6 +396,32 @@ def test_models_and_data_that_do_not_fit_are_refused(
     assert "a.png cannot be read" in said
 
 
+@pytest.mark.parametrize("parts", [["vae"], ["unet", "text_encoder", "text_encoder_2"]], ids=str)
+def test_a_pipeline_without_a_unet_or_of_two_text_encoders_is_refused(
+    capsys, tmp_path, stable_diffusion, pictures, monkeypatch, parts
+):
+    from diffusers import DiffusionPipeline
+
+    class OtherPipeline:
+        components = dict.fromkeys(parts, torch.nn.Identity())
+
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", lambda *_, **__: OtherPipeline())
+    flags = ["--model", stable_diffusion, "--dataset-file", pictures, "--steps", 1]
+    _, said = run(capsys, tmp_path, *flags, code=2)
+    assert (
+        "is a OtherPipeline: this trainer knows pipelines of a UNet with at most one text" in said
+    )
+
+
+def test_no_model_is_in_the_cache_of_a_library_that_is_not_there(
+    capsys, tmp_path, texts, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    flags = ["--model", "some/model", "--dataset-file", texts, "--steps", 1]
+    _, said = run(capsys, tmp_path, *flags, code=2)
+    assert "nor in the local hub cache" in said
+
+
 def test_a_model_of_few_tokens_needs_its_tokenizer(capsys, tmp_path, texts):
     from transformers import LlamaConfig, LlamaForCausalLM
 
