@@ -240,3 +240,13 @@ def test_a_gradient_of_any_layout_arrives_as_it_is(device, kind):
     assert_same(arrived.to_dense(), gradient.to_dense().cpu())
     if kind in ("dense", "transposed"):
         assert arrived.stride() == gradient.stride()
+
+
+def test_backwards_that_ended_by_an_exception_are_forgotten():
+    model = nn.Sequential(nn.Linear(8, 8))
+    with attached(model, "cpu") as manager:
+        tasks = manager.state.tasks_with_gradients
+        for left, after in ((range(1000, 1064), 64), (range(1000, 1065), 0)):
+            tasks.update(left)
+            model(torch.ones(1, 8)).sum().backward()
+            assert len(tasks) == after
