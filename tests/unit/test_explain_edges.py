@@ -520,6 +520,22 @@ OLD = (
 )
 
 
+@pytest.mark.parametrize(
+    ("text", "backend"),
+    [
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "cuda"),
+        ("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`", "rocm"),
+        ("OOM when allocating tensor with shape[9] on /job:a/device:GPU:0 by allocator b", "cuda"),
+        ("OOM when allocating tensor with shape[9] on /job:a/device:CPU:0 by allocator b", "cpu"),
+    ],
+)
+def test_whose_memory_it_was_is_told_by_the_library_and_by_the_device(
+    text: str, backend: str
+) -> None:
+    (finding,) = explain_oom(f"RuntimeError: {text}").findings
+    assert finding.backend == backend
+
+
 @pytest.mark.parametrize("text", [OLD, card(others=3 * GiB), card(cap=8 * GiB)])
 def test_a_message_that_was_cut_off_is_explained_as_far_as_it_goes(text: str) -> None:
     start = text.index("allocate") + len("allocate 2")
