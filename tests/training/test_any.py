@@ -599,6 +599,21 @@ def test_a_weight_that_changed_before_backward_is_refused(device):
                 y.sum().backward()
 
 
+def test_a_weight_that_was_taken_away_before_backward_is_refused(device):
+    managed = train_only(Net(Einsum), False)
+    with attached(managed, device):
+        y = managed(torch.randn(2, 3, WIDTH).to(device).requires_grad_())
+        managed.blocks[1].scale = None
+        with pytest.raises(StaleWeightsError, match=r"scale of managed layer 'blocks\.1'"):
+            y.sum().backward()
+
+
+def test_a_tensor_without_memory_of_its_own_has_no_address():
+    tensor = torch.eye(2)
+    assert any_module._address(tensor) == tensor.data_ptr() != 0
+    assert any_module._address(tensor.to_sparse()) == 0
+
+
 class ChangesActivation(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1155,6 +1170,43 @@ def test_a_shared_weight_that_code_takes_from_the_head_moves_with_its_embedding(
         assert managed.embedding.weight is managed.head.weight
         assert managed.embedding.weight.device.type == torch.device(device).type
         assert "head.weight" in manager.resident and "embedding.weight" in manager.resident
+
+
+class Matrix(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix, self.scale = weights(WIDTH, WIDTH), weights(WIDTH)
+
+    def forward(self, x):
+        return x @ self.matrix * self.scale
+
+
+class Shares(nn.Module):
+    """Code that computes with the weight of a layer, which is used directly where `when` says."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inner = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.own, self.when = Matrix(), False
+        self.own.matrix = self.inner.weight
+
+    def forward(self, x):
+        y = self.inner(self.stem(x))
+        y = y + F.linear(y, self.inner.weight) if self.when else y
+        return self.own(y)
+
+
+def test_code_that_shares_the_weight_of_a_layer_that_leaves_is_let_go(device):
+    managed, resident = resident_pair(train_only(Shares(), False))
+    step = make_step(device)
+    with attached(managed, device) as manager:
+        assert {layer.name for layer in manager.layers} == {"stem", "inner", "own"}
+        assert_models_agree(managed, resident, step, device=device)
+        managed.when = resident.when = True
+        assert_models_agree(managed, resident, step, device=device)
+        assert [layer.name for layer in manager.layers] == ["stem"]
+        assert managed.own.matrix is managed.inner.weight
+        assert "uses the weight that it shares" in manager.resident["own.scale"]
 
 
 def test_what_a_recurrent_module_lists_is_what_stands_there():
