@@ -21,7 +21,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import OffloadError, direct_uses, masters, selection
+from oracle_offload import OffloadError, direct_uses, masters, selection, watch
 from oracle_offload.layers import linear, loan, trial
 from oracle_offload.witness import Witness
 
@@ -494,6 +494,17 @@ def test_layers_that_share_a_parameter_leave_together():
         assert_same(train(managed, first=2), train(resident, first=2))
         assert [layer.name for layer in manager.layers] == ["before"]
         assert managed.after.weight is managed.inner.weight
+
+
+def test_code_outside_of_torch_is_named():
+    names = {"__name__": "torch.nn.anything", "sys": sys, "named": watch._code_outside}
+    exec("def inside(): return named(sys._getframe())", names)
+
+    def outside():
+        return names["inside"]()
+
+    assert outside().endswith("test_code_outside_of_torch_is_named.<locals>.outside")
+    assert watch._code_outside(None) == "some code"
 
 
 def test_a_layer_leaves_once(caplog):
