@@ -14,6 +14,7 @@ from torch import nn
 from torchao import quantization as ao
 
 from oracle_offload import StaleWeightsError
+from oracle_offload.layers import quantised as quantised_module
 from oracle_offload.layers.flatten import plain_tensors
 from oracle_offload.layers.formats import format_of
 from oracle_offload.layers.linear import LinearLayer
@@ -329,3 +330,15 @@ def test_a_write_before_backward_is_refused_of_what_backward_reads(written):
         else:
             with pytest.raises(StaleWeightsError, match=r"1\.up\.base"):
                 y.backward()
+
+
+def test_a_clock_has_the_version_of_a_tensor_and_none_of_its_memory():
+    tensor = torch.ones(2, dtype=torch.float16)
+    clock = quantised_module._clock_of(tensor)
+    tensor.add_(1)
+    assert clock._version == tensor._version == 1
+    with torch.inference_mode():
+        other = quantised_module._clock_of(torch.ones(2, dtype=torch.float16))
+    for made in (clock, other):
+        assert made.numel() == made.untyped_storage().nbytes() == 0
+        assert made.dtype is torch.float16 and not made.is_inference()
