@@ -334,8 +334,11 @@ def test_a_bar_shows_what_matters():
         )
         integrations.postfix(bar)({"step_s": 1.5, "allocated_bytes": 1 << 20})
         assert bar.postfix == "step=1.50 s, torch=1.00 MiB"
-        integrations.postfix(bar)({"stall_s": 1.0, "interval_s": 0.0})
-        assert bar.postfix == ""
+        for lacking in ({"stall_s": 1.0, "interval_s": 0.0}, {"interval_s": 2.0}, {"stall_s": 1.0}):
+            integrations.postfix(bar)(lacking)
+            assert bar.postfix == "", "a share takes both"
+        integrations.postfix(bar)({"loss": 0.0, "step_s": 1.0, "stall_s": 0.0, "interval_s": 2.0})
+        assert bar.postfix == "loss=0, step=1.00 s, stalled=0%"
     assert "\n" not in text.getvalue().strip(), "one bar, not a second one"
 
 

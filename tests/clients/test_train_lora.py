@@ -222,6 +222,38 @@ def test_a_save_that_fails_leaves_the_state_before(capsys, tmp_path, llama, text
     assert (tmp_path / "state.pt").read_bytes() == before
 
 
+def test_a_gradient_is_clipped_to_the_norm_that_is_asked_for(capsys, tmp_path, llama, texts):
+    """Far below its epsilon AdamW takes steps that are small beside the learning rate."""
+    flags = ["--model", llama, "--dataset-file", texts, "--steps", 1, "--learning-rate", 1e-2]
+
+    def moved(name, norm):
+        told, _ = run(capsys, tmp_path / name, *flags, "--no-amp", "--max-grad-norm", norm)
+        return max(value.abs().max() for key, value in adapters(told).items() if "lora_B" in key)
+
+    assert 0 < moved("clipped", 1e-9) < 2e-3 < 9e-3 < moved("whole", 0)
+
+
+@pytest.mark.parametrize("code", [0, 1], ids=["trained", "failed"])
+def test_a_training_leaves_its_model_detached(capsys, tmp_path, llama, texts, monkeypatch, code):
+    tasks, load, train = [], training.load_task, training._Loop.run
+
+    def keep(settings):
+        tasks.append(load(settings))
+        return tasks[0]
+
+    def end(loop):
+        result = train(loop)
+        assert open_states()
+        if code:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30.00 MiB.")
+        return result
+
+    monkeypatch.setattr(training, "load_task", keep)
+    monkeypatch.setattr(training._Loop, "run", end)
+    run(capsys, tmp_path, "--model", llama, "--dataset-file", texts, "--steps", 1, code=code)
+    assert tasks and not open_states()
+
+
 class RunsOut(TorchDispatchMode):
     """Memory runs out at one operator."""
 
@@ -345,13 +377,23 @@ def test_it_says_what_changes_the_training(capsys, tmp_path, llama, texts, monke
     assert "note: context truncated: " in said and "each byte is a token" in said
     assert "no gradient checkpointing" not in said
     assert any("truncated" in note for note in result["notes"])
-    clock = iter(range(0, 1000, 7))
-    monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
+
+
+def test_a_training_ends_when_its_time_is_over(capsys, tmp_path, llama, texts, monkeypatch):
+    now, step = [1000.0], training._Loop._one_step
+
+    def take(loop):
+        now[0] += 20
+        return step(loop)
+
+    monkeypatch.setattr(training._Loop, "_one_step", take)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     result, said = run(
-        capsys, tmp_path / "short", "--model", llama, "--dataset-file", texts,
+        capsys, tmp_path, "--model", llama, "--dataset-file", texts,
         "--steps", 1000, "--duration", "60s",
     )  # fmt: skip
-    assert "the time is over: 60s" in said and 0 < result["steps"] < 20
+    assert "the time is over: 60s" in said
+    assert (result["steps"], result["seconds_per_step"]) == (3, 20)
 
 
 def test_models_and_data_that_do_not_fit_are_refused(

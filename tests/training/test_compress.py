@@ -323,6 +323,23 @@ def test_where_the_system_tells_of_no_write_lines_all_over_the_weight_are_compar
         assert master.was_written(), "what the engine has may be either"
 
 
+def test_where_the_system_tells_of_no_write_that_of_a_neighbour_is_none(monkeypatch):
+    monkeypatch.setattr(_core, "pages_written", lambda *span: None)
+    memory = torch.zeros(30_000, dtype=torch.uint8)
+    master = coded.CodedMaster(memory[10_000:20_000], 0, 1, _core.INT8)
+    memory[:10_000] += 1
+    memory[20_000:] += 1
+    assert not master.was_written()
+
+
+def test_where_the_system_tells_of_no_write_a_weight_of_one_line_is_compared(monkeypatch):
+    monkeypatch.setattr(_core, "pages_written", lambda *span: None)
+    tensor = torch.zeros(64, dtype=torch.uint8)
+    master = coded.CodedMaster(tensor, 0, 1, _core.INT8)
+    tensor[63] += 1
+    assert master.was_written()
+
+
 class Own(nn.Linear):
     def forward(self, x):
         return x @ self.weight.t()

@@ -201,6 +201,27 @@ def test_the_simulated_device_trains_one_resident_model_as_fast_as_it_can(monkey
     assert len(built) == 2 and deterministic == {False}
 
 
+def test_of_the_simulated_device_every_managed_step_is_timed_and_the_last_resident_ones(
+    monkeypatch, tmp_path
+):
+    """A resident step takes the same simulated time whenever it is measured, and a while."""
+    timed, honest = {}, demo._timer
+
+    def timer(manager):
+        time_step = honest(manager)
+
+        def note(runner, number):
+            is_managed = runner.model is manager.attachment.module()
+            timed.setdefault(is_managed, []).append(number)
+            return time_step(runner, number)
+
+        return note
+
+    monkeypatch.setattr(demo, "_timer", timer)
+    demo.run_demo(steps=5, width=64, device="cpu", svg=str(tmp_path / "a.svg"), progress=False)
+    assert timed == {True: [0, 1, 2, 3, 4], False: [2, 3, 4]}
+
+
 @pytest.mark.parametrize(
     ("has_card", "device", "taken"),
     [(True, None, "cuda"), (False, None, "cpu"), (True, "cpu", "cpu"), (True, "cuda:1", "cuda:1")],

@@ -300,6 +300,19 @@ def test_a_part_that_is_replaced_by_its_like_gets_no_watch():
         assert [n for n, p in model.named_modules() if "_compiled_call_impl" in p.__dict__] == [""]
 
 
+def test_a_model_with_a_part_replaced_by_its_like_is_not_watched_again():
+    """The part is the only one of its class: what is gone is not taken for a change of code."""
+    model, depths = build(), []
+    with attached(model, "cpu"):
+        model(inputs())
+        model[1] = nn.LayerNorm(8)
+        model[1].register_forward_hook(
+            lambda *_: depths.append(torch._C._len_torch_dispatch_stack())
+        )
+        model(inputs())
+    assert depths == [0]
+
+
 def test_one_forward_of_an_instance_in_the_place_of_another_is_watched():
     model = build()
     with attached(model, "cpu"):

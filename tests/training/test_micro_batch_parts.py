@@ -749,6 +749,31 @@ def test_a_grain_is_called_and_has_weights_that_travel() -> None:
     assert grains_named(model) == (["few", *heads], [])
 
 
+class Rows(nn.Module):
+    """Has a Parameter of its own beside a layer, and both are too large for one grain."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(width, 4 * width))
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(x @ self.rows))
+
+
+def test_a_module_on_whose_parameter_peft_puts_an_adapter_is_one_grain_however_large() -> None:
+    """The sum of both stands in the Parameter's place until its forward has ended."""
+    peft = pytest.importorskip("peft")
+    net = Net(head=4)
+    net.blocks = nn.ModuleList([Rows(), Rows(), *net.blocks[2:]])
+    net.requires_grad_(False)
+    adapters = peft.LoraConfig(r=4, target_modules=[], target_parameters=["blocks.1.rows"])
+    found, lending = grains_named(peft.get_peft_model(net, adapters))
+    parts = ["blocks.0.down", "blocks.1", *PARTS[4:], "head"]
+    assert found == [f"base_model.model.{name}" for name in parts]
+    assert lending == ["base_model.model.blocks.0"]
+
+
 def test_a_model_that_is_gone_has_no_grains() -> None:
     model = Net()
     attachment = oracle_offload.attach(model, "cpu", offload_percent=1.0).attachment
