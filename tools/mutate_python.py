@@ -1,6 +1,6 @@
 """The mutation gate of the Python layer and its binding: break one place, see that a test notices.
 
-    python tools/mutate_python.py --count 40             # a sample, by the seed of the tree
+    python tools/mutate_python.py --count 40             # a sample, by package and tests
     python tools/mutate_python.py --count 150 --seed 7
     python tools/mutate_python.py --seed gate --near       # no map of all tests: minutes
     python tools/mutate_python.py --seed gate --remember
@@ -662,11 +662,13 @@ def equivalents() -> dict[str, str]:
 
 
 def seed_of_tree() -> str:
-    """Return the tree of HEAD: the same sample wherever the same commit is tried."""
-    command = ["git", "rev-parse", "--short=12", "HEAD^{tree}"]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    """Return what names the package and its tests at HEAD, and not the proofs.
+
+    It is the same sample wherever the same commit is tried, and whatever is proved of it.
+    """
+    command = ["git", "ls-tree", "HEAD", "oracle_offload", "csrc", "tests/"]
+    rows = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return digest(*(row for row in rows.splitlines() if not row.endswith("\ttests/mutation")))[:12]
 
 
 def preload(modules: set[str]) -> None:

@@ -6,6 +6,7 @@ import argparse
 import builtins
 import json
 import logging
+import subprocess
 import types
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,26 @@ def test_the_gate_passes_from_95_percent_on(
     report = gate.report("7")
     assert (report["killed"], report["tried"]) == (killed, len(gate.real()))
     assert report["no_mutants"] == len(outcomes) - len(gate.real())
+
+
+def test_a_sample_is_another_where_package_or_tests_change_and_the_same_whatever_is_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutate_python, "ROOT", tmp_path)
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c")
+    subprocess.run([*git, "init", "-q"], check=True)
+    seeds = []
+    files = "oracle_offload/sizes.py", "csrc/a.c", "tests/mutation/proofs.toml", "README.md"
+    for name in (*files, *files):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{len(seeds)}\n", encoding="utf-8")
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-q", "-m", name], check=True)
+        seeds.append(mutate_python.seed_of_tree())
+    assert seeds[0] != seeds[1] == seeds[2] == seeds[3]
+    assert seeds[3] != seeds[4] != seeds[5] == seeds[6] == seeds[7]
+    assert all(len(seed) == 12 for seed in seeds)
 
 
 def test_the_gate_fails_on_a_proof_whose_mutant_is_gone(
