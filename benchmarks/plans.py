@@ -1,9 +1,9 @@
 """What other plans would take, in virtual time: policies of other programs, and the best known.
 
-Each gets the visits of a step or sweep, over and over, and says what the last one took. A copy
-begins once the link is idle and the bytes it overwrites have been used; a visit begins once its
-unit has arrived. The arena is divisible here: no plan loses bytes to holes in it, but for rings of
-slots, each as large as the largest item.
+Each gets the visits of a step or sweep, over and over, and says what one takes once it has settled.
+A copy begins once the link is idle and the bytes it overwrites have been used; a visit begins once
+its unit has arrived. The arena is divisible here: no plan loses bytes to holes in it, but for rings
+of slots, each as large as the largest item.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from model_traces import BACKWARD, RECOMPUTE, Trace, Visit
 
 COPY_LATENCY_S = 2.5e-6
-ROUNDS = 6
+ROUNDS, SWEEPS = 6, 24  # over and over; a plan may copy in one sweep what it leaves out in others
+SETTLED = 5  # so many have been made: what follows counts
 NEVER = 1 << 60
 
 
@@ -209,6 +210,7 @@ def belady(
     capacity: float,
     link_bps: float,
     lead_bytes: float,
+    rounds: int = ROUNDS,
 ) -> Outcome:
     """Fetch in order of use, evict what is needed last, knowing all that comes.
 
@@ -216,14 +218,14 @@ def belady(
     evicted, which no fetch has to bring back.
     """
     n = len(visits)
-    units = [visit.unit for visit in visits] * (ROUNDS + 2)
+    units = [visit.unit for visit in visits] * (rounds + 2)
     following = _next_uses(units)
     arrival: dict[int, float] = {}
     used = dict.fromkeys(range(len(unit_bytes)), 0.0)
     furthest: list[tuple[int, int]] = []  # (minus the next use, unit)
     next_use: dict[int, int] = {}
     free = capacity
-    gpu = link = begin = moved = 0.0
+    gpu = link = begin = moved = before = 0.0
     ahead: deque[tuple[int, int]] = deque()  # visits that need no fetch: falling maxima
     ahead_bytes, end = 0.0, 0
 
@@ -262,9 +264,9 @@ def belady(
         next_use[unit] = use
         heapq.heappush(furthest, (-use, unit))
 
-    for i in range(ROUNDS * n):
-        if i % n == 0:
-            begin, moved = gpu, 0.0
+    for i in range(rounds * n):
+        if i == SETTLED * n:
+            begin, before = gpu, moved
         unit = units[i]
         if unit not in next_use:
             freed = place(unit, i, -1)
@@ -300,7 +302,8 @@ def belady(
             if freed is None:
                 break
             copy(units[end], max(link, freed), end)
-    return Outcome(gpu - begin, moved)
+    counted = rounds - SETTLED
+    return Outcome((gpu - begin) / counted, (moved - before) / counted)
 
 
 def best_known(
@@ -309,11 +312,13 @@ def best_known(
     """Return what plans with full knowledge take: Belady with leads, residents with rings."""
     leaves = [float(size) for size in trace.unit_bytes]
     largest = max(leaves)
+    sampling = all(visit.kind not in (RECOMPUTE, BACKWARD) for visit in visits)
+    rounds = SWEEPS if sampling else ROUNDS
     plans = [
-        belady(trace.unit_bytes, visits, capacity, link_bps, lead)
+        belady(trace.unit_bytes, visits, capacity, link_bps, lead, rounds)
         for lead in (0.0, largest, 2 * largest, 4 * largest, capacity / 16, capacity / 4, NEVER)
     ]
-    if all(visit.kind not in (RECOMPUTE, BACKWARD) for visit in visits):
+    if sampling:
         stays = [(visit.unit, visit.seconds) for visit in visits]
         for slots in range(1, 13):
             room = capacity - slots * largest

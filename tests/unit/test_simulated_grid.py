@@ -159,6 +159,14 @@ def test_the_best_plan_of_a_zigzag_moves_what_does_not_fit(lead):
     assert outcome.seconds == pytest.approx(kernels, rel=0.2)
 
 
+def test_a_plan_takes_what_its_sweeps_take_on_average():
+    """One of three copies what the two beside it leave out: 15, 10 and 15 of 20 units."""
+    trace = zigzag(20, 1e-3)
+    args = trace.unit_bytes, trace.sample, 10 << 20, 1e9, 4 << 20
+    moved = [plans.belady(*args, rounds).nbytes for rounds in (plans.ROUNDS, plans.SWEEPS)]
+    assert moved == [15 << 20, pytest.approx((15 + 10 + 15) / 3 * (1 << 20), rel=0.01)]
+
+
 def test_an_arena_without_room_for_a_unit_is_an_error():
     trace = zigzag(3, 1e-3)
     with pytest.raises(ValueError, match="the arena of 1024 bytes"):
