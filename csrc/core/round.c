@@ -4,12 +4,13 @@
 #include <float.h>
 
 enum {
-    OO_SLOTS = 4, /* of the largest unit's size: a ring where no seconds are known */
-    OO_RINGS = 7, /* that are tried */
-    OO_SIZES = 4, /* of units, of which each is tried as the largest one that streams */
-    OO_LAPS = 3   /* after so many a round takes as long as the one before it */
+    OO_SLOT = 4,   /* quarters of one, which is as large as the largest unit */
+    OO_SLOTS = 4,  /* a ring where no seconds are known */
+    OO_RINGS = 11, /* that are tried */
+    OO_SIZES = 4,  /* of units, of which each is tried as the largest one that streams */
+    OO_LAPS = 3    /* after so many a round takes as long as the one before it */
 };
-static const size_t oo__slots[OO_RINGS] = {1, 2, 3, 4, 6, 9, 12};
+static const size_t oo__quarters[OO_RINGS] = {4, 5, 6, 7, 8, 10, 12, 16, 24, 36, 48};
 
 /* Bytes of those that stay in any case: they are kept, or larger than those that may stream. */
 static size_t oo__held(const struct oo_turn *turns, size_t count, size_t largest) {
@@ -51,14 +52,16 @@ static size_t oo__spread(struct oo_turn *turns, size_t count, size_t largest, si
 
 size_t oo_round_first(const struct oo_turn *turns, size_t count) {
     size_t first = count;
+    int alike = 1;
     for (size_t i = 0; i < count; i++) {
         if (turns[i].stays)
             continue;
-        first = first < count ? first : i;
-        if (turns[i].bytes != turns[first].bytes)
-            return first;
+        alike = alike && (first == count || turns[i].bytes == turns[first].bytes);
+        if (first == count || turns[i].bytes > turns[first].bytes ||
+            (turns[i].bytes == turns[first].bytes && turns[i].unit < turns[first].unit))
+            first = i;
     }
-    return count;
+    return alike ? count : first;
 }
 
 /* What lies in the ring: each unit where the one before it ends, or from the begin. */
@@ -121,9 +124,10 @@ static size_t oo__next_size(const struct oo_turn *turns, size_t count, size_t by
     return next;
 }
 
-/* A ring of so many slots; the largest is all that is left. */
-static size_t oo__ring(size_t slots, size_t slot, size_t left) {
-    return slots * slot < left ? slots * slot : left;
+/* A ring of so many quarters of a slot; the largest is all that is left. */
+static size_t oo__ring(size_t quarters, size_t slot, size_t left) {
+    const size_t ring = quarters * slot / OO_SLOT;
+    return ring < left ? ring : left;
 }
 
 /* One of the ways to go: units of up to `slot` bytes stream through `ring` bytes. */
@@ -146,7 +150,9 @@ static size_t oo__settle(struct oo_turn *turns, size_t count, size_t room, doubl
     double least = DBL_MAX;
     for (int size = 0; size < OO_SIZES; size++) {
         for (int i = 0; i < OO_RINGS * (1 + alone); i++) {
-            const size_t ring = oo__ring(oo__slots[i % OO_RINGS], slot, room - held);
+            if (!alone && oo__quarters[i] % OO_SLOT)
+                continue; /* from whole slots training finds back sooner */
+            const size_t ring = oo__ring(oo__quarters[i % OO_RINGS], slot, room - held);
             *end = (struct oo_way){.slot = slot, .ring = ring, .by_seconds = i >= OO_RINGS};
             end->held = oo__go(turns, count, room, end);
             end->seconds = oo_round_seconds(turns, count, room - end->held, link_bps);
@@ -184,5 +190,5 @@ size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double 
         return oo__settle(turns, count, room, link_bps, alone);
     const size_t slot = oo__next_size(turns, count, SIZE_MAX);
     const size_t left = room - oo__held(turns, count, slot);
-    return oo__spread(turns, count, slot, room - oo__ring(OO_SLOTS, slot, left), 0);
+    return oo__spread(turns, count, slot, room - oo__ring(OO_SLOTS * OO_SLOT, slot, left), 0);
 }

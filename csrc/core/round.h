@@ -31,7 +31,8 @@ size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double 
 static inline double oo_round_nearly(double least) { return least * 1.005; }
 
 /* The one of those that stream which lies where the ring begins, in every round: else how much is
- * left over at the end of the ring would depend on how it all began. `count`: none, as all of them
+ * left over at the end of the ring would depend on how it all began. It is the largest, of several
+ * the one that was created first, whichever turn comes first here. `count`: none, as all of them
  * are of one size, and nothing is left over. */
 size_t oo_round_first(const struct oo_turn *turns, size_t count);
 

@@ -82,18 +82,21 @@ static void test_hardly_any_choice_is_faster(void) {
 
 /* Seconds of the third of three rounds, byte by byte: a copy waits for the use of all that lie in
  * its place, which begins where the last one ended, or at 0: what would go beyond the ring and, of
- * units of different sizes, the first of each round. */
+ * units of different sizes, the largest. */
 static double lying_seconds(size_t count, size_t ring) {
     struct {
         size_t begin, end;
         double arrives;
     } lies[64];
     double gpu = 0, link = 0, begin = 0;
-    size_t fetched = 0, used = 0, position = 0, ahead = 0, first = 0;
+    size_t fetched = 0, used = 0, position = 0, ahead = 0, first = count;
     int differ = 0;
-    while (first < count && turns[first].stays)
-        first++;
-    for (size_t i = first; i < count; i++)
+    for (size_t i = 0; i < count; i++)
+        if (!turns[i].stays &&
+            (first == count || turns[i].bytes > turns[first].bytes ||
+             (turns[i].bytes == turns[first].bytes && turns[i].unit < turns[first].unit)))
+            first = i;
+    for (size_t i = 0; i < count; i++)
         differ |= !turns[i].stays && turns[i].bytes != turns[first].bytes;
     CHECK(oo_round_first(turns, count) == (differ ? first : count), "%zu is the first", first);
     for (size_t now = 0; now < 3 * count; now++) {
@@ -130,7 +133,8 @@ static void test_a_ring_has_an_end(void) {
         srand(seed);
         const size_t count = 3 + (size_t)rand() % 12, ring = 100 * (4 + (size_t)rand() % 9);
         for (size_t i = 0; i < count; i++)
-            turns[i] = (struct oo_turn){.bytes = 100 * (1 + (size_t)rand() % 4),
+            turns[i] = (struct oo_turn){.unit = (uint32_t)((i + seed) % count),
+                                        .bytes = 100 * (1 + (size_t)rand() % 4),
                                         .seconds = 0.1 * (rand() % 8),
                                         .stays = rand() % 4 == 0};
         const double expected = lying_seconds(count, ring);
@@ -160,18 +164,17 @@ static void test_the_ring_is_no_larger_than_the_seconds_ask_for(void) {
     CHECK(settle_alike(100, 100, 0.3, 300, LINK_BPS) <= 200, "likewise, but for what can stay");
 }
 
-/* The ring is all of the room where whole slots leave some of it that many small units could use.
- */
+/* The ring is all of the room where a smaller one would let a unit stay, and cost seconds. */
 static void test_a_ring_of_all_the_room(void) {
     for (size_t i = 0; i < 60; i++) {
         const size_t bytes = i % 6 ? 40 : 100;
         turns[i] = (struct oo_turn){.bytes = bytes, .seconds = (double)bytes / LINK_BPS};
     }
-    const size_t held = oo_round_settle(turns, 60, 190, LINK_BPS, 1);
-    const double seconds = oo_round_seconds(turns, 60, 190 - held, LINK_BPS);
+    const size_t held = oo_round_settle(turns, 60, 220, LINK_BPS, 1);
+    const double seconds = oo_round_seconds(turns, 60, 220 - held, LINK_BPS);
     for (size_t i = 0; i < 60; i++)
         turns[i].stays = 0;
-    const double streamed = oo_round_seconds(turns, 60, 190, LINK_BPS);
+    const double streamed = oo_round_seconds(turns, 60, 220, LINK_BPS);
     CHECK(held == 0 && seconds == streamed, "%zu bytes stay: %.3f s, else %.3f", held, seconds,
           streamed);
 }
