@@ -19,6 +19,7 @@ enum { OO_MANY_ROUNDS = 8 };                    /* of samples: more are no inter
 enum { OO_SLOTS_BETWEEN = 2 };                  /* of the largest unit: a ring before that */
 enum { OO_SHARES = 6 }; /* of the arena: training goes around one at least */
 enum { OO_MEASURED = 4, OO_REMEASURED_ONE_IN = 4093 }; /* forwards of each unit; of all, a prime */
+enum { OO_MEASURED_ROUNDS = 6 };                       /* in which all of a round are, at most */
 static const double oo__memory = 15.0 / 16;            /* of copies that were measured */
 #define OO_NOWHERE UINT64_MAX                          /* an index into the trace that is none */
 
@@ -87,6 +88,7 @@ struct oo_plan {
     struct oo_trace_entry *trace; /* ring: visit i at i & OO_TRACE_MASK */
     uint64_t now;                 /* visits so far; the current one is now - 1 */
     uint64_t expected;            /* those before this one were another run's */
+    uint64_t untimed;             /* those behind this one were of units with seconds */
     uint64_t match;     /* an earlier visit after which the future is expected to repeat */
     uint64_t confirmed; /* for so many visits it has */
     int alike;          /* for now, recorded forwards and others count as one kind */
@@ -551,7 +553,8 @@ static int oo__spread_pays(struct oo_plan *plan, size_t count, size_t ring, size
     const double as_is = oo_round_seconds(plan->turns, count, plan->arena.total_bytes - ring, bps);
     const size_t held = oo_round_settle(plan->turns, count, room, bps, !rounds->between);
     const double spread = oo_round_seconds(plan->turns, count, room - held, bps);
-    return (as_is - spread) * (double)number > times * total / bps;
+    return as_is > oo_round_nearly(spread) &&
+           (as_is - spread) * (double)number > times * total / bps;
 }
 
 /* A ring that is larger than the seconds ask for, as they are known by now, costs bytes: in what it
@@ -678,6 +681,11 @@ static int oo__many(const struct oo_rounds *rounds) {
     return many;
 }
 
+/* Whether of all units that were used since this one was before, the seconds were known by then. */
+static int oo__all_are_timed(const struct oo_plan *plan, const struct oo_trace_entry *current) {
+    return plan->untimed <= current->previous;
+}
+
 /* Whether the visits that are expected until this unit's next one are a round: forward, as were as
  * many before. Training's forward is none, as its units are used next in its backward. Between
  * training steps those that are in the arena stay, as the backward to come wants them. To spread
@@ -696,11 +704,11 @@ static void oo__learn_round(struct oo_plan *plan) {
     if (next == OO_NOWHERE)
         return;
     rounds->between = current->forwards < plan->now;
-    /* Of samples alone the second round is measured, where anything is. */
-    const int waits =
-        !rounds->between && oo_plan_link_bps(plan) > 0 && plan->units[current->unit].seconds <= 0;
+    /* Of samples alone all units are measured first, where anything is. */
+    const int waits = !was_on && !rounds->between && oo_plan_link_bps(plan) > 0 &&
+                      !oo__all_are_timed(plan, current);
     rounds->on = visits < oo__visit_at(plan, next)->forwards &&
-                 visits < current->forwards / (1 + (uint64_t)waits);
+                 visits < current->forwards / (waits ? OO_MEASURED_ROUNDS : 1);
     if (!rounds->on)
         return;
     const int is_laid =
@@ -791,6 +799,8 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind) {
     if (previous != OO_NOWHERE && oo__remembered(plan, previous))
         plan->trace[previous & OO_TRACE_MASK].next = plan->now;
     plan->units[unit].last = plan->now++;
+    if (plan->units[unit].seconds <= 0 && !plan->units[unit].measured)
+        plan->untimed = plan->now;
     /* The prediction held if the visit after the match is this one. Until it has done so for a
      * whole period, each turn may tell of a better match. */
     const uint64_t expected = plan->match + 1;
@@ -836,6 +846,7 @@ void oo_plan_expect(struct oo_plan *plan, const struct oo_visit *visits, size_t 
     for (size_t i = 0; i < 2 * count; i++)
         oo_plan_visit(plan, visits[i % count].unit, visits[i % count].kind);
     plan->expected = plan->now;
+    plan->untimed = 0;
 }
 
 void oo_plan_took(struct oo_plan *plan, uint32_t unit, double seconds) {
@@ -870,7 +881,8 @@ int oo_plan_wants_seconds(const struct oo_plan *plan) {
     const struct oo_trace_entry *current = oo__visit_at(plan, plan->now - 1);
     return oo__is_forward(current->kind) && current->previous != OO_NOWHERE &&
            current->previous >= plan->expected &&
-           (plan->units[current->unit].begun < OO_MEASURED ||
+           (plan->units[current->unit].begun <
+                (oo__all_are_timed(plan, current) ? OO_MEASURED : 1) ||
             plan->now % OO_REMEASURED_ONE_IN == 0);
 }
 

@@ -41,7 +41,8 @@ void oo_plan_visit(struct oo_plan *plan, uint32_t unit, enum oo_kind kind);
 /* As if this sweep had just been made twice: an earlier run has learned it. */
 void oo_plan_expect(struct oo_plan *plan, const struct oo_visit *visits, size_t count);
 /* Whether to measure from here to the next visit: a forward that this run has made before, since a
- * first one pays for more than itself, and few times, then now and then. */
+ * first one pays for more than itself, and few times, then now and then; once until all others that
+ * are used with it have been. */
 int oo_plan_wants_seconds(const struct oo_plan *plan);
 /* Such a measurement of the unit begins; or it was given up. */
 void oo_plan_measures(struct oo_plan *plan, uint32_t unit, int begins);

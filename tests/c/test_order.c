@@ -85,7 +85,7 @@ static void without_a_context(const char *where) {
     struct world w;
     struct oo_use held;
     struct oo_fetched fetched;
-    open_after_samples(&w, 12, where);
+    open_after_samples(&w, 20, where);
     need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), where);
     const uint64_t before = stats_of(&w).evictions;
     sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
@@ -110,7 +110,7 @@ static void training_after_many_samples(const char *where) {
     without_a_context(where);
     for (int flags = 0; flags <= OO_NONBLOCKING; flags += OO_NONBLOCKING)
         for (int fed = 0; fed < 3; fed++) {
-            const uint64_t left = leave_after(12, flags, fed, &fetched, where);
+            const uint64_t left = leave_after(20, flags, fed, &fetched, where);
             CHECK(flags && fed == 1 ? left == 0 && fetched.more : left >= 3,
                   "%s: %llu units leave, flags %d, fed %d", where, (unsigned long long)left, flags,
                   fed);
