@@ -6,11 +6,11 @@
 enum {
     OO_SLOT = 4,   /* quarters of one, which is as large as the largest unit */
     OO_SLOTS = 4,  /* a ring where no seconds are known */
-    OO_RINGS = 11, /* that are tried */
+    OO_RINGS = 14, /* that are tried */
     OO_SIZES = 4,  /* of units, of which each is tried as the largest one that streams */
     OO_LAPS = 3    /* after so many a round takes as long as the one before it */
 };
-static const size_t oo__quarters[OO_RINGS] = {4, 5, 6, 7, 8, 10, 12, 16, 24, 36, 48};
+static const size_t oo__quarters[OO_RINGS] = {4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 30, 36, 42, 48};
 
 /* Bytes of those that stay in any case: they are kept, or larger than those that may stream. */
 static size_t oo__held(const struct oo_turn *turns, size_t count, size_t largest) {
@@ -147,18 +147,31 @@ static size_t oo__settle(struct oo_turn *turns, size_t count, size_t room, doubl
                          int alone) {
     struct oo_way ways[2 * OO_SIZES * OO_RINGS] = {{0}}, *end = ways;
     size_t slot = oo__next_size(turns, count, SIZE_MAX), held = oo__held(turns, count, slot);
-    double least = DBL_MAX;
-    for (int size = 0; size < OO_SIZES; size++) {
-        for (int i = 0; i < OO_RINGS * (1 + alone); i++) {
+    double least = DBL_MAX, kernels_s = 0, bytes = 0;
+    for (size_t i = 0; i < count; i++) {
+        kernels_s += turns[i].seconds;
+        bytes += (double)turns[i].bytes;
+    }
+    for (int kind = 0; kind < OO_SIZES * (1 + alone); kind++) {
+        for (int i = 0; i < OO_RINGS; i++) {
             if (!alone && oo__quarters[i] % OO_SLOT)
                 continue; /* from whole slots training finds back sooner */
-            const size_t ring = oo__ring(oo__quarters[i % OO_RINGS], slot, room - held);
-            *end = (struct oo_way){.slot = slot, .ring = ring, .by_seconds = i >= OO_RINGS};
+            const size_t ring = oo__ring(oo__quarters[i], slot, room - held);
+            *end = (struct oo_way){.slot = slot, .ring = ring, .by_seconds = alone && kind % 2};
             end->held = oo__go(turns, count, room, end);
             end->seconds = oo_round_seconds(turns, count, room - end->held, link_bps);
-            least = end->seconds < least ? end->seconds : least;
+            const double copies_s = (bytes - (double)end->held) / link_bps;
+            const double bound_s = copies_s > kernels_s ? copies_s : kernels_s;
+            const int is_enough = end->seconds <= oo_round_nearly(bound_s);
+            least = is_enough && bound_s < least         ? bound_s
+                    : !is_enough && end->seconds < least ? end->seconds
+                                                         : least;
             end++;
+            if (is_enough) /* what a larger ring could save is next to nothing */
+                break;
         }
+        if (alone && kind % 2 == 0)
+            continue;
         slot = oo__next_size(turns, count, slot);
         held = oo__held(turns, count, slot);
         if (held + slot > room) /* so it is where no size is left, as all would stay */
