@@ -152,25 +152,24 @@ static size_t oo__settle(struct oo_turn *turns, size_t count, size_t room, doubl
         kernels_s += turns[i].seconds;
         bytes += (double)turns[i].bytes;
     }
-    for (int kind = 0; kind < OO_SIZES * (1 + alone); kind++) {
-        for (int i = 0; i < OO_RINGS; i++) {
+    for (int kind = 0; kind < 2 * OO_SIZES; kind++) {
+        for (int i = 0; i < OO_RINGS && (alone || kind % 2 == 0); i++) {
             if (!alone && oo__quarters[i] % OO_SLOT)
                 continue; /* from whole slots training finds back sooner */
             const size_t ring = oo__ring(oo__quarters[i], slot, room - held);
-            *end = (struct oo_way){.slot = slot, .ring = ring, .by_seconds = alone && kind % 2};
+            *end = (struct oo_way){.slot = slot, .ring = ring, .by_seconds = kind % 2};
             end->held = oo__go(turns, count, room, end);
             end->seconds = oo_round_seconds(turns, count, room - end->held, link_bps);
             const double copies_s = (bytes - (double)end->held) / link_bps;
             const double bound_s = copies_s > kernels_s ? copies_s : kernels_s;
             const int is_enough = end->seconds <= oo_round_nearly(bound_s);
-            least = is_enough && bound_s < least         ? bound_s
-                    : !is_enough && end->seconds < least ? end->seconds
-                                                         : least;
+            const double possible_s = is_enough ? bound_s : end->seconds;
+            least = possible_s < least ? possible_s : least;
             end++;
             if (is_enough) /* what a larger ring could save is next to nothing */
                 break;
         }
-        if (alone && kind % 2 == 0)
+        if (kind % 2 == 0)
             continue;
         slot = oo__next_size(turns, count, slot);
         held = oo__held(turns, count, slot);

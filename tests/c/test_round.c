@@ -164,6 +164,17 @@ static void test_the_ring_is_no_larger_than_the_seconds_ask_for(void) {
     CHECK(settle_alike(100, 100, 0.3, 300, LINK_BPS) <= 200, "likewise, but for what can stay");
 }
 
+/* A ring of one and a half slots holds a large unit and a small one, which is as good as two slots
+ * for units that take turns. Between training steps a ring has whole slots. */
+static void test_a_ring_may_end_within_a_slot(void) {
+    for (int alone = 0; alone <= 1; alone++) {
+        for (size_t i = 0; i < 60; i++)
+            turns[i] = (struct oo_turn){.bytes = i % 2 ? 50 : 100, .seconds = 0.15};
+        const size_t held = oo_round_settle(turns, 60, 2000, LINK_BPS, alone);
+        CHECK(held == (alone ? 1850 : 1800), "alone %d: %zu bytes stay", alone, held);
+    }
+}
+
 /* The ring is all of the room where a smaller one would let a unit stay, and cost seconds. */
 static void test_a_ring_of_all_the_room(void) {
     for (size_t i = 0; i < 60; i++) {
@@ -279,6 +290,7 @@ static const struct check_case cases[] = {
     CASE(test_hardly_any_choice_is_faster),
     CASE(test_a_ring_has_an_end),
     CASE(test_the_ring_is_no_larger_than_the_seconds_ask_for),
+    CASE(test_a_ring_may_end_within_a_slot),
     CASE(test_a_ring_of_all_the_room),
     CASE(test_those_that_are_kept_stay),
     CASE(test_the_largest_stay_where_a_smaller_ring_will_do),
