@@ -847,6 +847,7 @@ void oo_plan_expect(struct oo_plan *plan, const struct oo_visit *visits, size_t 
         oo_plan_visit(plan, visits[i % count].unit, visits[i % count].kind);
     plan->expected = plan->now;
     plan->untimed = 0;
+    plan->rounds.layout = OO_NOWHERE; /* places go by seconds, which are expected next */
 }
 
 void oo_plan_took(struct oo_plan *plan, uint32_t unit, double seconds) {

@@ -684,6 +684,54 @@ static void test_samples_move_again_only_where_that_pays(void) {
     CHECK(mended <= 1.01 * best, "%.4f s where they were far off, %.4f else", mended, best);
 }
 
+/* Seconds of the last of so many samples, where those of the first units are known from the second
+ * sample on, and those of the others `late`. An earlier run may have told the order (-2), and all
+ * seconds, too (-1). */
+static double samples_told_late(const struct model *m, int samples, unsigned first, int late,
+                                const double *kernels_s) {
+    static struct clocks c;
+    struct oo_plan *plan = plan_of(m, aligned(m->total / 4));
+    double seconds = 0;
+    c = (struct clocks){0};
+    if (late < 0) {
+        struct oo_visit visits[MAX_UNITS];
+        for (unsigned unit = 0; unit < m->n; unit++)
+            visits[unit] = (struct oo_visit){unit, OO_FORWARD};
+        oo_plan_expect(plan, visits, m->n);
+        for (unsigned unit = 0; late == -1 && unit < m->n; unit++)
+            oo_plan_expect_seconds(plan, unit, kernels_s[unit]);
+    }
+    oo_plan_copied(plan, 3000, 3000.0 / LINK_BPS);
+    for (int sample = 0; sample < samples; sample++) {
+        for (unsigned unit = 0; unit < m->n; unit++)
+            if (sample == (unit < first ? 1 : late))
+                oo_plan_took(plan, unit, kernels_s[unit]);
+        seconds = timed_round_of(plan, m, &c, m->n, kernels_s).seconds;
+        printf("%u units first, others %d: sample %d takes %.4f s\n", first, late, sample, seconds);
+    }
+    oo_plan_destroy(plan);
+    return seconds;
+}
+
+/* Those that stay are chosen once all seconds are known, or after six samples; at once where an
+ * earlier run has measured them. */
+static void test_samples_wait_for_the_seconds_of_all(void) {
+    static struct model m;
+    static double kernels_s[MAX_UNITS];
+    flux(&m, 3072, 1);
+    for (unsigned unit = 0; unit < m.n; unit++)
+        kernels_s[unit] = (unit < m.n / 2 ? 0.2 : 2.0) * (double)m.bytes[unit] / LINK_BPS;
+    const double best = samples_told_late(&m, 9, m.n, 9, kernels_s);
+    const double late = samples_told_late(&m, 9, m.n / 2, 3, kernels_s);
+    CHECK(late <= 1.01 * best, "%.4f s, %.4f where all were known at once", late, best);
+    const double never = samples_told_late(&m, 9, m.n - 1, 9, kernels_s);
+    CHECK(never <= 1.01 * best, "%.4f s, %.4f where all were known at once", never, best);
+    const double before = samples_told_late(&m, 3, 0, -1, kernels_s);
+    CHECK(before <= 1.01 * best, "%.4f s, %.4f in other runs", before, best);
+    const double order = samples_told_late(&m, 9, m.n, -2, kernels_s);
+    CHECK(order <= 1.01 * best, "%.4f s, %.4f in other runs", order, best);
+}
+
 /* A ring for seconds that were not known is as small as they ask for once they are, and nobody
  * moves for that: samples load no more than they did, but for what one has loaded ahead of the
  * next.
@@ -1534,6 +1582,7 @@ static const struct check_case cases[] = {
     CASE(test_samples_stream_through_a_ring),
     CASE(test_many_samples_are_no_interruption),
     CASE(test_samples_move_again_only_where_that_pays),
+    CASE(test_samples_wait_for_the_seconds_of_all),
     CASE(test_a_ring_shrinks_once_the_seconds_are_known),
     CASE(test_training_goes_on_after_samples),
     CASE(test_recorded_forwards_tell_training_from_samples),
