@@ -202,5 +202,6 @@ size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double 
         return oo__settle(turns, count, room, link_bps, alone);
     const size_t slot = oo__next_size(turns, count, SIZE_MAX);
     const size_t left = room - oo__held(turns, count, slot);
-    return oo__spread(turns, count, slot, room - oo__ring(OO_SLOTS * OO_SLOT, slot, left), 0);
+    return oo__spread(turns, count, slot, room - oo__ring((size_t)OO_SLOTS * OO_SLOT, slot, left),
+                      0);
 }
