@@ -50,15 +50,21 @@ static size_t oo__spread(struct oo_turn *turns, size_t count, size_t largest, si
     return held;
 }
 
+static int oo__goes_first(const struct oo_turn *turn, const struct oo_turn *other) {
+    return turn->bytes != other->bytes ? turn->bytes > other->bytes : turn->unit < other->unit;
+}
+
 size_t oo_round_first(const struct oo_turn *turns, size_t count) {
     size_t first = count;
+    double seconds = 0;
     int alike = 1;
+    for (size_t i = 0; i < count; i++)
+        seconds += turns[i].seconds;
     for (size_t i = 0; i < count; i++) {
         if (turns[i].stays)
             continue;
         alike = alike && (first == count || turns[i].bytes == turns[first].bytes);
-        if (first == count || turns[i].bytes > turns[first].bytes ||
-            (turns[i].bytes == turns[first].bytes && turns[i].unit < turns[first].unit))
+        if (first == count || (seconds > 0 && oo__goes_first(&turns[i], &turns[first])))
             first = i;
     }
     return alike ? count : first;

@@ -32,8 +32,9 @@ static inline double oo_round_nearly(double least) { return least * 1.005; }
 
 /* The one of those that stream which lies where the ring begins, in every round: else how much is
  * left over at the end of the ring would depend on how it all began. It is the largest, of several
- * the one that was created first, whichever turn comes first here. `count`: none, as all of them
- * are of one size, and nothing is left over. */
+ * the one that was created first, whichever turn comes first here; or the first turn where no
+ * seconds are known to judge by. `count`: none, as all of them are of one size, and nothing is left
+ * over. */
 size_t oo_round_first(const struct oo_turn *turns, size_t count);
 
 /* Seconds of a round where those stay that are marked, and the others stream through `ring` bytes;
