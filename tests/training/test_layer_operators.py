@@ -1,0 +1,394 @@
+"""The operators that stand for managed layers in compiled graphs, called without a compiler."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from equality import Recorder, assert_same, attached, resident_pair
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from oracle_offload import OffloadError, StaleWeightsError
+from oracle_offload._core import BACKWARD, FORWARD, RECOMPUTE, RECORDED
+from oracle_offload.layers import traced
+
+KINDS = {
+    "linear": (lambda: nn.Linear(8, 6), lambda: torch.randn(2, 3, 8)),
+    "linear without bias": (lambda: nn.Linear(8, 6, bias=False), lambda: torch.randn(2, 3, 8)),
+    "convolution": (
+        lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2),
+        lambda: torch.randn(2, 4, 7, 8),
+    ),
+    "embedding": (
+        lambda: nn.Embedding(9, 6, padding_idx=2),
+        lambda: torch.arange(12).view(3, 4) % 7,
+    ),
+}
+VALUES = [kind for kind in KINDS if kind != "embedding"]  # of which the input has a gradient
+
+
+def arguments_of(module):
+    """Return what the operator of a module takes beside tensors."""
+    if isinstance(module, nn.Conv2d):
+        return module.stride, module.padding, module.dilation, module.groups
+    if isinstance(module, nn.Embedding):
+        return module.padding_idx, module.scale_grad_by_freq, module.sparse
+    return ()
+
+
+def call(layer, x, weight=None, bias=None, recorded=traced.NOT, dtype=None):
+    """Call the operator of a layer, with its own tensors unless others are given."""
+    module = layer.module()
+    weight = module.weight if weight is None else weight
+    bias = getattr(module, "bias", None) if bias is None else bias
+    return layer.operator(x, weight, bias, layer.key, dtype, recorded, *arguments_of(module))
+
+
+def call_backward(layer, grad, x, needs, size=None, stride=None):
+    """Call the operator of a layer's backward."""
+    module = layer.module()
+    name = {nn.Linear: "linear", nn.Conv2d: "convolution", nn.Embedding: "embedding"}
+    (kind,) = (name[base] for base in name if isinstance(module, base))
+    operator = getattr(torch.ops.oracle_offload, f"{kind}_backward")
+    own = module.weight, getattr(module, "bias", None), layer.key, None, list(needs)
+    size = x.shape if size is None else size
+    stride = x.stride() if stride is None else stride
+    return operator(grad, x, size, stride, *own, *arguments_of(module))
+
+
+def made(kind, trains=True):
+    torch.manual_seed(0)
+    make, build = KINDS[kind]
+    managed, resident = resident_pair(nn.Sequential(make()).requires_grad_(trains))
+    x = build()
+    return managed, resident, x.requires_grad_() if x.is_floating_point() else x
+
+
+class Kinds(Recorder):
+    """Notes what kind of a use each was."""
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.kinds = []
+
+    def acquire(self, member, stream, stamp, kind, *rest):
+        self.kinds.append(kind)
+        return super().acquire(member, stream, stamp, kind, *rest)
+
+
+@pytest.fixture
+def kinds_of_use(monkeypatch):
+    """Let a manager's engine note the kinds of uses."""
+
+    def note(manager):
+        recorder = Kinds(manager.state.engine)
+        monkeypatch.setattr(manager.state, "engine", recorder)
+        return recorder.kinds
+
+    yield note
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trains", "frozen"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_operator_has_the_residents_bits_and_brings_gradients_to_the_host(kind, trains):
+    managed, resident, x = made(kind, trains)
+    with attached(managed) as manager:
+        (layer,) = manager.layers
+        for _ in range(2):
+            results = []
+            for compute in (lambda: call(layer, x), lambda: resident(x)):
+                for model in (managed, resident):
+                    model.zero_grad()
+                x.grad = None
+                before = manager.state.engine.stats()["d2h_bytes"]
+                y = compute()
+                if y.requires_grad:
+                    y.square().sum().backward()
+                moved = manager.state.engine.stats()["d2h_bytes"] - before
+                model = managed if not results else resident
+                results.append([y, x.grad, *(p.grad for p in model.parameters())])
+                own = sum(p.nbytes for p in managed.parameters())
+                assert moved == (own if trains and model is managed else 0)
+            assert_same(*results)
+            with torch.no_grad():
+                assert_same(call(layer, x), resident(x))
+        assert not manager.attachment.held()
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_compilers_are_told_the_geometry_of_each_gradient_and_of_none_that_is_not_asked(kind):
+    managed, _, x = made(kind)
+    biased = managed[0].bias is not None
+    with attached(managed) as manager, torch.no_grad():
+        (layer,) = manager.layers
+        x = x.detach()
+        y = call(layer, x)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake:
+            told = call(layer, fake.from_tensor(x))
+        assert (told.shape, told.stride(), told.dtype) == (y.shape, y.stride(), y.dtype)
+        for needs in itertools.product([True, False], repeat=3):
+            if needs[2] and not biased:
+                continue
+            found = call_backward(layer, y, x, needs)
+            with fake:
+                told = call_backward(layer, fake.from_tensor(y), fake.from_tensor(x), needs)
+            for real, expected, need in zip(found, told, needs, strict=True):
+                assert real.shape == expected.shape and real.dtype is expected.dtype
+                assert bool(real.numel()) is need
+                assert real.stride() == expected.stride()
+
+
+def test_nothing_is_told_of_the_gradient_of_a_bias_that_is_not_there():
+    managed, _, x = made("linear without bias")
+    with attached(managed) as manager:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake:
+            given = fake.from_tensor(x.detach())
+            grad = torch.empty(2, 3, 6)
+            *_, gb = call_backward(manager.layers[0], grad, given, (True, True, True))
+    assert gb.shape == (0,)
+
+
+def other(master, how):
+    """Return what is given in the place of a master."""
+    return {
+        "itself": lambda: master,
+        "an alias": lambda: master.detach(),
+        "other memory": lambda: master.detach().clone(),
+        "another dtype": lambda: master.detach().view(torch.int32),
+        "fewer": lambda: master.detach()[:3],
+        "turned": lambda: master.detach().t(),
+        "none": lambda: None,
+    }[how]()
+
+
+@pytest.mark.parametrize(
+    ("how", "same"),
+    [
+        *(("itself", True), ("an alias", True), ("other memory", False), ("fewer", False)),
+        *(("another dtype", False), ("turned", False), ("none", False)),
+    ],
+)
+def test_a_tensor_is_a_master_where_it_is_all_of_it_as_it_lies(how, same):
+    managed = nn.Sequential(nn.Linear(6, 6))
+    with attached(managed) as manager:
+        (layer,), (weight, bias) = manager.layers, managed[0].parameters()
+        assert layer.is_master("weight", other(weight, how)) is same
+        assert layer.is_given(other(weight, how), bias) is same
+        assert layer.is_given(weight, other(bias, how)) is (same or how == "turned")
+        layer.check_given(weight, other(bias, how))  # backward reads no bias
+        if how == "none" or same:
+            return
+        with pytest.raises(StaleWeightsError, match="the weight of managed layer '0' is not what"):
+            layer.check_given(other(weight, how), bias)
+
+
+def test_no_bias_is_the_master_of_a_layer_without_one():
+    managed = nn.Sequential(nn.Linear(6, 6, bias=False))
+    with attached(managed) as manager:
+        (layer,) = manager.layers
+        assert layer.is_given(managed[0].weight, None)
+        assert not layer.is_given(managed[0].weight, torch.ones(6))
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_another_weight_is_computed_with_where_nothing_is_recorded_and_else_refused(kind):
+    managed, resident, x = made(kind, trains=False)
+    weight = torch.randn_like(managed[0].weight)
+    with attached(managed) as manager:
+        (layer,) = manager.layers
+        with torch.no_grad():
+            expected = torch.func.functional_call(resident, {"0.weight": weight}, (x,))
+            before = manager.state.engine.stats()["acquires"]
+            assert_same(call(layer, x, weight), expected)
+            assert manager.state.engine.stats()["acquires"] == before, "no master is fetched"
+        with pytest.raises(OffloadError, match=r"'0' has a computed weight.*ignore_modules"):
+            call(layer, x, weight)
+        if managed[0].bias is not None:
+            bias = torch.randn(6)
+            with torch.no_grad():
+                expected = torch.func.functional_call(resident, {"0.bias": bias}, (x,))
+                assert_same(call(layer, x, None, bias), expected)
+        assert not manager.attachment.held()
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_weight_that_cannot_be_managed_is_computed_with_as_it_lies(kind):
+    """What the operator is given is the Parameter, but no slot has a place for one with gaps."""
+    managed, resident, x = made(kind, trains=False)
+    weight = torch.randn(2 * len(managed[0].weight), *managed[0].weight.shape[1:])[::2]
+    with attached(managed) as manager:
+        (layer,) = manager.layers
+        for model in (managed, resident):
+            model[0].weight.data = weight
+        before = manager.state.engine.stats()["acquires"]
+        with torch.no_grad():
+            assert_same(call(layer, x), resident(x))
+        assert manager.state.engine.stats()["acquires"] == before
+        with pytest.raises(OffloadError, match="'0' has a computed weight"):
+            call(layer, x)
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_the_engine_is_told_what_each_use_is_for(kind, kinds_of_use):
+    managed, _, x = made(kind)
+    with attached(managed) as manager:
+        (layer,) = manager.layers
+        kinds = kinds_of_use(manager)
+
+        def seen():
+            found = kinds[:]
+            kinds.clear()
+            return found
+
+        y = call(layer, x)
+        assert seen() == [RECORDED]
+        y.sum().backward()
+        assert seen() == [BACKWARD]
+        with torch.no_grad():
+            call(layer, x)
+            assert seen() == [FORWARD]
+            call(layer, x, recorded=traced.BY_GRAPH)
+            assert seen() == [RECORDED]
+        managed.requires_grad_(False)
+        call(layer, x.detach())
+        assert seen() == [RECORDED], "it is part of a forward under grad mode"
+        checkpoint(lambda t: call(layer, t).sin(), x, use_reentrant=False).sum().backward()
+        assert seen() == [RECORDED, RECOMPUTE, BACKWARD]
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_a_forward_after_a_backward_begins_once(kind):
+    """The operator that a graph records says so itself."""
+    managed, _, x = made(kind)
+    with attached(managed) as manager:
+        (layer,), pace = manager.layers, manager.state.pace
+
+        def train(times=1, again=False):
+            y = x
+            for _ in range(times):
+                y = call(layer, x) if not again else checkpoint(run, x, use_reentrant=False)
+            y.sum().backward()
+
+        def run(given):
+            return call(layer, given) * call(layer, given)
+
+        train()
+        assert pace.passes == 0, "nothing was before it"
+        train(3)
+        assert pace.passes == 1
+        train(again=True)
+        assert pace.passes == 2, "a recompute begins no forward"
+        with torch.no_grad():
+            call(layer, x)
+            assert pace.passes == 2, "nor does a sample"
+            call(layer, x, recorded=traced.BY_GRAPH)
+            call(layer, x, recorded=traced.BY_GRAPH)
+            assert pace.passes == 3
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_operator_takes_the_simulated_time_of_the_layer(kind, trains, monkeypatch):
+    managed, _, x = made(kind, trains)
+    asked = []
+    with attached(managed) as manager:
+        (layer,), time = manager.layers, manager.state.time
+        monkeypatch.setattr(
+            type(time), "kernel_seconds", lambda self, *given: asked.append(given) or 1e-9
+        )
+
+        def cost(compute):
+            asked.clear()
+            compute(x).sum().backward()
+            return asked[:]
+
+        expected = cost(managed)
+        assert len(expected) == 2
+        assert cost(lambda given: call(layer, given)) == expected
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_a_weight_that_changes_is_refused_where_torch_reads_it_in_backward(kind):
+    """A convolution keeps it for every gradient, a product for that of the input alone."""
+    for needs_input, trains in ((True, True), (True, False), (False, True)):
+        managed, resident, x = made(kind, trains)
+        x = x.detach().requires_grad_(needs_input)
+
+        def outcome(compute, weight, x=x):
+            y = compute(x)
+            with torch.no_grad():
+                weight.mul_(2)
+            try:
+                y.sum().backward()
+            except RuntimeError as error:
+                return "modified by an inplace operation" in str(error).replace("\n", " ")
+            return None
+
+        with attached(managed) as manager:
+            (layer,) = manager.layers
+            found = outcome(lambda given, layer=layer: call(layer, given), managed[0].weight)
+        expected = outcome(resident, resident[0].weight)
+        assert found == expected
+        assert expected is (True if needs_input or kind == "convolution" else None)
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_an_input_is_kept_for_the_gradient_of_a_weight_alone(kind):
+    for trains in (True, False):
+        managed, _, x = made(kind, trains)
+        kept = []
+
+        def keep(tensor, kept=kept):
+            kept.append(tensor)
+            return tensor
+
+        with attached(managed) as manager:
+            (layer,) = manager.layers
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                y = call(layer, x)
+            assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr()] * trains
+            y.sum().backward()
+            managed[0].bias.requires_grad_(True)
+            kept.clear()
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                call(layer, x)
+            assert len(kept) == trains, "the gradient of a bias asks for no input"
+
+
+@pytest.mark.parametrize("how", ["exact", "over one"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
+def test_backward_of_a_folded_input_has_the_layout_of_eager(bias, how):
+    """A graph keeps the input as it was given; what it is folded to goes by bias and strides."""
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(nn.Linear(5, 4, bias=bias)))
+    plain = torch.randn(1, 3, 5)
+    x = plain if how == "exact" else plain.as_strided((1, 3, 5), (7, 5, 1))
+    for given in (x, torch.randn(3, 2, 5).transpose(0, 1), torch.randn(2, 5, 3).transpose(1, 2)):
+        expected = given.detach().requires_grad_()
+        y = resident(expected)
+        grad = torch.randn_like(y)
+        gx, gw = torch.autograd.grad(y, (expected, resident[0].weight), grad)
+        with attached(managed) as manager:
+            needs = (True, True, bias)
+            found = call_backward(manager.layers[0], grad, given, needs)
+        assert torch.equal(found[0], gx) and found[0].stride() == gx.stride()
+        assert torch.equal(found[1], gw) and found[1].stride() == gw.stride()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_input_elsewhere_is_brought_to_the_device(kind):
+    managed, _, x = made(kind)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with attached(managed) as manager, torch.no_grad():
+        (layer,) = manager.layers
+        expected = call(layer, x)
+        with fake:
+            given = torch.empty(x.shape, dtype=x.dtype, device="cuda")
+            y = layer.traced(managed[0], given)
+        assert y.device.type == "cpu" and y.shape == expected.shape
