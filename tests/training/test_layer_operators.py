@@ -9,6 +9,8 @@ import torch
 from equality import Recorder, assert_same, attached, resident_pair
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from oracle_offload import OffloadError, StaleWeightsError
@@ -269,18 +271,18 @@ def test_a_forward_after_a_backward_begins_once(kind):
     with attached(managed) as manager:
         (layer,), pace = manager.layers, manager.state.pace
 
-        def train(times=1, again=False):
-            y = x
-            for _ in range(times):
-                y = call(layer, x) if not again else checkpoint(run, x, use_reentrant=False)
-            y.sum().backward()
+        def block(given):
+            return given * call(layer, given).sin().mean()
 
-        def run(given):
-            return call(layer, given) * call(layer, given)
+        def train(again=False):
+            y = x
+            for _ in range(3):
+                y = checkpoint(block, y, use_reentrant=False) if again else block(y)
+            y.sum().backward()
 
         train()
         assert pace.passes == 0, "nothing was before it"
-        train(3)
+        train()
         assert pace.passes == 1
         train(again=True)
         assert pace.passes == 2, "a recompute begins no forward"
@@ -392,3 +394,159 @@ def test_an_input_elsewhere_is_brought_to_the_device(kind):
             given = torch.empty(x.shape, dtype=x.dtype, device="cuda")
             y = layer.traced(managed[0], given)
         assert y.device.type == "cpu" and y.shape == expected.shape
+
+
+class Products(TorchDispatchMode):
+    """Notes the operators that multiply."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        shapes = [tuple(t.shape) for t in args if isinstance(t, torch.Tensor)]
+        # What has no elements stands in the graph for what autocast would have cast.
+        if name in ("mm", "bmm", "addmm", "sum") and all(0 not in shape for shape in shapes):
+            self.names.append((name, shapes))
+        kernel = traced.kernel_of(func)
+        if kernel is not None:  # one of ours: look at what it runs
+            with self:
+                return kernel(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trains", "frozen"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
+def test_a_product_is_made_as_torch_makes_it_for_what_is_trained(bias, trains):
+    """By an operator of a graph, by the layer, and where nothing is recorded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4, bias=bias)).requires_grad_(trains)
+    managed, resident = resident_pair(model)
+
+    def products(compute, x, record, autocast=False):
+        with (
+            torch.set_grad_enabled(record),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+            Products() as seen,
+        ):
+            y = compute(x)
+        return seen.names, y
+
+    with attached(managed) as manager:
+        (layer,) = manager.layers
+        for x in (torch.randn(2, 5, 3).transpose(1, 2), torch.randn(3, 2, 5).transpose(0, 1)):
+            for record in (True, False):
+                expected = products(resident, x.requires_grad_(record), record)
+                found = products(managed, x, record)
+                assert found[0] == expected[0] and torch.equal(found[1], expected[1])
+                if record:
+                    found = products(lambda given: call(layer, given), x, record)
+                    assert found[0] == expected[0] and torch.equal(found[1], expected[1])
+                    expected = products(resident, x, record, autocast=True)
+                    found = products(managed, x, record, autocast=True)
+                    assert found[0] == expected[0] and torch.equal(found[1], expected[1])
+                x = x.detach()
+
+
+GEOMETRIES = {
+    "one row": lambda: torch.randn(5),
+    "rows": lambda: torch.randn(3, 5),
+    "columns": lambda: torch.randn(5, 3).t(),
+    "batch": lambda: torch.randn(2, 3, 5),
+    "batch of columns": lambda: torch.randn(2, 5, 3).transpose(1, 2),
+    "batch first last": lambda: torch.randn(3, 2, 5).transpose(0, 1),
+    "batch of batches": lambda: torch.randn(2, 3, 2, 5),
+}
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_the_gradient_of_a_bias_is_summed_as_torch_sums_it(geometry):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(nn.Linear(5, 4)))
+    managed[0].weight.requires_grad_(False)
+    resident[0].weight.requires_grad_(False)
+    x = GEOMETRIES[geometry]()
+    with attached(managed):
+        seen = []
+        for model in (managed, resident):
+            y = model(x.detach())
+            turned = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+            if y.dim() > 1:  # the gradient that comes is not laid out as the result
+                turned = turned.transpose(0, 1).contiguous().transpose(0, 1)
+            with Products() as sums:
+                (gradient,) = torch.autograd.grad(y, model[0].bias, turned)
+            seen.append((gradient, [row for row in sums.names if row[0] == "sum"]))
+    assert torch.equal(seen[0][0], seen[1][0])
+    assert seen[0][1] == seen[1][1]
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_masters_are_held_once_a_graph_task_has_used_what_is_trained(kind, monkeypatch):
+    """They may be rewritten at its end; frozen ones are not."""
+    for trains in (True, False):
+        managed, _, x = made(kind, trains)
+        with attached(managed) as manager:
+            (layer,) = manager.layers
+            held = []
+
+            class Holding(Recorder):
+                def hold(self, held=held):
+                    held.append(1)
+                    return self._engine.hold()
+
+            with monkeypatch.context() as patch:
+                patch.setattr(manager.state, "engine", Holding(manager.state.engine))
+                call(layer, x).sum().backward()
+                assert len(held) == trains
+                y = checkpoint(lambda t, layer=layer: call(layer, t).sin(), x, use_reentrant=False)
+                assert len(held) == trains, "a forward is no graph task"
+                torch.autograd.grad(y.sum(), x)
+                assert len(held) == 2 * trains, "its recompute took part"
+            assert not manager.state.tasks_with_gradients
+
+
+def test_operands_of_a_convolution_look_as_in_training():
+    """torch chooses by that which kernel computes: some are for inference alone."""
+
+    class Looks(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func.__name__ == "convolution":
+                seen.append((torch.is_grad_enabled(), args[0].requires_grad))
+            return func(*args, **(kwargs or {}))
+
+    managed, resident, x = made("convolution")
+    x = x.detach()
+    seen = []
+    with attached(managed), Looks():
+        y = managed(x)
+        assert seen == [(True, True)]
+        assert not x.requires_grad
+        seen.clear()
+        with torch.no_grad():
+            managed(x)
+        assert seen == [(False, False)]
+    assert torch.equal(y, resident(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(lambda: nn.Linear(6, 6), (5, 6)), (lambda: nn.Conv2d(4, 4, 3, padding=1), (2, 4, 5, 6))],
+    ids=["linear", "convolution"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_product_of_backward_moves_its_operands_and_its_result(make, shape, dtype):
+    """In these shapes the gradients of input and result are of one size."""
+    managed = nn.Sequential(make().to(dtype))
+    x = torch.randn(shape, dtype=dtype)
+    with attached(managed) as manager:
+        (layer,) = manager.layers
+        weight = managed[0].weight
+        operations = 2 * x.numel() * weight[0].numel()
+        managed(x)  # which reads the arguments of a convolution
+        assert layer.forward_cost(x)[0] == operations
+        for needs in itertools.product([True, False], repeat=3):
+            products = sum(needs[:2])
+            flops, moved = layer.backward_cost(x, needs)
+            assert flops == products * operations
+            assert moved == products * (2 * x.nbytes + weight.nbytes)
