@@ -1,0 +1,445 @@
+"""A managed layer of quantised weights: what it keeps, runs again, costs and takes for its own.
+
+Its class is a stand-in with the names that ComfyUI's files have; tests/clients computes with the
+libraries themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+
+import pytest
+import torch
+from equality import assert_same, attached, resident_pair
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from oracle_offload import OffloadError
+from oracle_offload.layers import formats
+from oracle_offload.layers.formats import Format
+from oracle_offload.layers.quantised import QuantisedLayer
+
+IN, OUT = 12, 20
+
+
+class Coded(nn.Module):
+    """A linear layer whose weight is of int8, with a scale for each row."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.in_features, self.out_features = IN, OUT
+        weight = torch.randint(-9, 9, (OUT, IN), dtype=torch.int8)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale = nn.Buffer(torch.rand(OUT) / IN)
+        self.comfy_quant = nn.Buffer(torch.zeros(1, dtype=torch.uint8))
+        self.bias = nn.Parameter(torch.randn(OUT)) if bias else None
+
+    def forward(self, x):
+        weight = self.weight.to(x.dtype) * self.weight_scale[:, None].to(x.dtype)
+        return F.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
+
+
+class OfSquares(Coded):
+    """Its gradient depends on the input, and its result is a view."""
+
+    def forward(self, x):
+        return super().forward(x * x)[...]
+
+
+def formula(made, grad, x):
+    """Return the gradient of the input of a `Coded`."""
+    FORMULA.append(x)
+    return grad @ (made.weight.to(grad.dtype) * made.weight_scale[:, None])
+
+
+FORMULA: list[formats.Input] = []
+SETTLED: list[torch.dtype] = []
+PLAIN = Format("coded")
+READS = Format("coded, and its input is read", reads_input=True)
+DERIVED = Format("coded, with a formula", gradient=formula)
+UNKNOWN = Format("coded, without an answer", gradient=lambda made, grad, x: None)
+SETTLES = Format("coded, and settled", settle=lambda module, x: SETTLED.append(x.dtype))
+
+
+@pytest.fixture
+def as_format(monkeypatch):
+    """Let the stand-in be of another format."""
+    torch.manual_seed(0)
+    FORMULA.clear()
+    SETTLED.clear()
+    return lambda found: monkeypatch.setattr(formats, "_COMFY", found)
+
+
+def layer_of(manager):
+    (layer,) = manager.layers
+    assert isinstance(layer, QuantisedLayer)
+    return layer
+
+
+def gradients_of(model, x, autocast=False):
+    x = x.detach().requires_grad_(x.requires_grad)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = model(x)
+    (y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+    bias = model[0].bias
+    found = [y.detach(), x.grad, None if bias is None else bias.grad]
+    model.zero_grad()
+    return found
+
+
+FORMATS = {"plain": PLAIN, "reads": READS, "formula": DERIVED, "no answer": UNKNOWN}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("bias", ["none", "frozen", "trained"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_gradients_are_the_residents_and_a_formula_makes_what_it_can(
+    name, bias, autocast, as_format
+):
+    as_format(FORMATS[name])
+    kind = OfSquares if name == "reads" else Coded
+    managed, resident = resident_pair(nn.Sequential(kind(bias != "none")))
+    trains = bias == "trained"
+    for model in (managed, resident):
+        model.requires_grad_(False)
+        if trains:
+            model[0].bias.requires_grad_()
+    x = torch.randn(3, IN)
+    with attached(managed) as manager:
+        layer = layer_of(manager)
+        assert layer.format is FORMATS[name]
+        for needs in (True, False):
+            x.requires_grad_(needs)
+            if not needs and not trains:
+                continue
+            FORMULA.clear()
+            again = manager.attachment.traffic.flops_again
+            assert_same(gradients_of(managed, x, autocast), gradients_of(resident, x, autocast))
+            derived = name == "formula" and not trains and not autocast
+            assert len(FORMULA) == derived
+            again = manager.attachment.traffic.flops_again - again
+            assert again == (0 if derived else 2 * x.numel() * OUT)
+        with torch.no_grad():
+            assert_same(managed(x), resident(x))
+        assert not manager.attachment.held()
+
+
+def kept_by(compute):
+    """Return the memory that autograd keeps of a call."""
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = compute()
+    del y
+    return kept
+
+
+@pytest.mark.parametrize("name", ["plain", "reads", "formula"])
+def test_the_input_is_kept_where_backward_asks_for_its_values(name, as_format):
+    as_format(FORMATS[name])
+    managed = nn.Sequential(Coded())
+    x = torch.randn(3, IN, requires_grad=True)
+    with attached(managed) as manager:
+        layer = layer_of(manager)
+        for trains in (True, False):
+            managed[0].bias.requires_grad_(trains)
+            keeps = trains or name == "reads"
+            assert kept_by(lambda: managed(x)) == [x.data_ptr()] * keeps
+            assert kept_by(lambda: layer.traced(managed[0], x)) == [x.data_ptr()] * keeps
+        assert not managed(x.detach()).requires_grad
+
+
+def test_a_result_may_be_written_to(as_format):
+    """torch forbids that for views which custom functions return."""
+    as_format(READS)
+    managed, resident = resident_pair(nn.Sequential(OfSquares()))
+    x = torch.randn(3, IN, requires_grad=True)
+    with attached(managed):
+        found = managed(x).mul_(2)
+        assert_same(found, resident(x).mul_(2))
+        found.sum().backward()
+
+
+def test_what_a_first_input_settles_is_settled_before_each_call(as_format):
+    as_format(SETTLES)
+    managed = nn.Sequential(Coded()).requires_grad_(False)
+    with attached(managed) as manager:
+        layer = layer_of(manager)
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(3, IN, dtype=dtype)
+            SETTLED.clear()
+            managed(x)
+            assert [dtype] == SETTLED
+            SETTLED.clear()
+            assert layer.result_of(layer.look, dtype, None) is dtype
+            assert [dtype] == SETTLED, "an input without values settles it as well"
+
+
+# ---- its operator ----
+
+
+class Ours(TorchDispatchMode):
+    """Notes our operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "oracle_offload":
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def traced(layer, x, module=None):
+    """Return a result as compiled code has it, and whether an operator computed it."""
+    with Ours() as ours:
+        y = layer.traced(layer.module() if module is None else module, x)
+    return y, "quantised" in ours.names
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_operator_has_the_bits_and_gradients_of_the_layer(name, autocast, as_format):
+    as_format(FORMATS[name])
+    managed, resident = resident_pair(nn.Sequential(OfSquares() if name == "reads" else Coded()))
+    x = torch.randn(2, 3, IN, requires_grad=True)
+    with attached(managed) as manager:
+        layer = layer_of(manager)
+        for trains in (False, True):
+            for model in (managed, resident):
+                model[0].bias.requires_grad_(trains)
+            results = []
+            for compute in (lambda given: traced(layer, given)[0], resident):
+                given = x.detach().requires_grad_()
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    y = compute(given)
+                y.float().square().sum().backward()
+                results.append([y.detach(), given.grad])
+            assert_same(*results)
+            assert_same(managed[0].bias.grad, resident[0].bias.grad)
+        with torch.no_grad():
+            y, is_one = traced(layer, x)
+            assert is_one
+            assert_same(y, resident(x))
+        assert not manager.attachment.held()
+
+
+def test_a_layer_is_no_operator_of_a_graph_where_something_of_it_is_not_as_it_was(as_format):
+    as_format(PLAIN)
+    managed, resident = resident_pair(nn.Sequential(Coded()).requires_grad_(False))
+    x = torch.randn(3, IN)
+    with attached(managed) as manager, torch.no_grad():
+        layer, module = layer_of(manager), managed[0]
+        expected = resident(x)
+        assert traced(layer, x)[1]
+        module.bias.requires_grad_()
+        assert traced(layer, x)[1], "a trained bias is given to the operator"
+        module.bias.requires_grad_(False)
+        for name, other in (
+            ("weight", nn.Parameter(module.weight.clone(), requires_grad=False)),
+            ("bias", nn.Parameter(module.bias.clone(), requires_grad=False)),
+        ):
+            kept = module._parameters[name]
+            module._parameters[name] = other
+            y, is_one = traced(layer, x)
+            assert not is_one and torch.equal(y, expected)
+            module._parameters[name] = kept
+        module.out_features = float(OUT)  # no size
+        y, is_one = traced(layer, x)
+        assert not is_one and torch.equal(y, expected)
+        del module.out_features
+        assert not traced(layer, x)[1]
+        module.out_features = OUT
+        assert traced(layer, x)[1]
+
+
+def test_a_result_is_as_compiled_code_was_told(as_format):
+    as_format(PLAIN)
+    managed, _ = resident_pair(nn.Sequential(Coded()).requires_grad_(False))
+    with attached(managed) as manager:
+        layer = layer_of(manager)
+        y = torch.randn(OUT, 3).t()
+        found = layer.as_told(y, OUT, torch.float32, torch.float32, None, False)
+        assert torch.equal(found, y) and found.is_contiguous()
+        for features, dtype in ((OUT + 1, torch.float32), (OUT, torch.bfloat16)):
+            with pytest.raises(
+                OffloadError, match=r"'0' returns 20 features of torch.float32, and"
+            ):
+                layer.as_told(y, features, dtype, torch.float32, None, False)
+
+
+def test_a_bias_that_is_not_the_layers_is_refused_by_the_operator(as_format):
+    as_format(PLAIN)
+    managed, resident = resident_pair(nn.Sequential(Coded()).requires_grad_(False))
+    x = torch.randn(3, IN)
+    with attached(managed) as manager, torch.no_grad():
+        layer, module = layer_of(manager), managed[0]
+        arguments = OUT, torch.float32, torch.float32, None, False
+
+        def call(bias):
+            return layer.operator(x, layer.clock, bias, layer.key, None, 0, *arguments)
+
+        assert layer.is_given(layer.clock, None) and layer.is_given(layer.clock, module.bias)
+        assert not layer.is_given(layer.clock, torch.randn(OUT))
+        assert_same(call(module.bias), resident(x))
+        with pytest.raises(OffloadError, match="'0' has a computed weight"):
+            call(torch.randn(OUT))
+        # A weight that no slot has a place for is computed with as it lies.
+        for each in (module, resident[0]):
+            each.weight.data = torch.ones(2 * OUT, IN, dtype=torch.int8)[::2]
+        before = manager.state.engine.stats()["acquires"]
+        assert_same(call(module.bias), resident(x))
+        assert manager.state.engine.stats()["acquires"] == before
+
+
+def test_the_clock_tells_of_writes_and_holds_no_memory(as_format):
+    as_format(PLAIN)
+    managed = nn.Sequential(Coded()).requires_grad_(False)
+    with attached(managed) as manager:
+        layer = layer_of(manager)
+        weight = managed[0].weight
+        before = layer.clock._version
+        assert layer.clock.numel() == 0 and layer.clock.dtype is weight.dtype
+        weight.add_(0)
+        assert layer.clock._version == before + 1 == weight._version
+
+
+# ---- its masters ----
+
+
+def plain(module):
+    module._parameters["weight"] = nn.Parameter(torch.ones(OUT, IN), requires_grad=False)
+
+
+def another(module):
+    weight = torch.ones(OUT, IN, dtype=torch.int8)
+    module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+
+
+def with_gaps(module):
+    module.weight.data = torch.ones(2 * OUT, IN, dtype=torch.int8)[::2]
+
+
+def elsewhere(module):
+    module._buffers["weight_scale"] = torch.ones(OUT, device="meta")
+
+
+def one_more(module):
+    module.register_buffer("more", torch.ones(3))
+
+
+def no_bias(module):
+    module._parameters["bias"] = None
+
+
+OTHERS = "its quantised weights were replaced after attach by others"
+CHANGES = {
+    "nothing": (lambda module: None, True, ""),
+    "another weight": (another, True, ""),
+    "plain": (plain, False, OTHERS),
+    "with gaps": (with_gaps, False, ""),
+    "elsewhere": (elsewhere, False, ""),
+    "one more": (one_more, False, OTHERS),
+    "no bias": (no_bias, False, OTHERS),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_says_whether_its_weights_can_be_managed_and_are_lost(change, as_format):
+    as_format(PLAIN)
+    make, manageable, why = CHANGES[change]
+    managed = nn.Sequential(Coded()).requires_grad_(False)
+    with attached(managed) as manager:
+        layer, module = layer_of(manager), managed[0]
+        kept = {**module._parameters}, {**module._buffers}, module.weight.data
+        make(module)
+        assert (layer.has_plain_masters(), layer.why_lost()) == (manageable, why)
+        module._parameters.update(kept[0])
+        module._buffers.clear()
+        module._buffers.update(kept[1])
+        module.weight.data = kept[2]
+        assert (layer.has_plain_masters(), layer.why_lost()) == (True, "")
+        made, module.__class__ = type(module), Coded
+        assert layer.why_lost() == "its class was replaced after attach, by Coded"
+        module.__class__ = made
+        del module
+        managed[0] = nn.Identity()
+        gc.collect()
+        assert (layer.has_plain_masters(), layer.why_lost()) == (False, "it was deleted")
+
+
+def test_weights_that_no_slot_has_a_place_for_are_named(as_format):
+    as_format(PLAIN)
+    module = Coded()
+    assert QuantisedLayer.unfit(module) == ""
+    module.weight_scale = torch.ones(2 * OUT)[::2]
+    assert (
+        QuantisedLayer.unfit(module)
+        == "'weight_scale' has gaps or overlaps in memory (strides (2,))"
+    )
+    module.weight_scale = torch.eye(3).to_sparse()
+    assert QuantisedLayer.unfit(module) == "'weight_scale' is torch.sparse_coo"
+
+
+def test_a_parameter_that_leads_to_its_module_keeps_it_no_more(as_format):
+    as_format(PLAIN)
+    module, other = Coded(bias=False), Coded()
+    module.weight.module, other.weight.module = module, module
+    for each in (module, other):
+        QuantisedLayer.prepare(each)
+    assert module.weight.module is None and other.weight.module is module
+    assert "module" not in vars(other.bias)
+
+
+def test_a_leaf_that_was_let_go_computes_by_itself(as_format):
+    as_format(PLAIN)
+    managed, resident = resident_pair(nn.Sequential(Coded()).requires_grad_(False))
+    x = torch.randn(3, IN)
+    with attached(managed) as manager:
+        layer, traffic = layer_of(manager), manager.attachment.traffic
+        expected = resident(x)
+        assert traffic.computed_bytes == {}
+        assert_same(layer.foreign(x), expected)
+        own = sum(t.nbytes for t in layer.masters.present)
+        assert traffic.computed_bytes == {"0": own}
+    assert_same(layer.foreign(x), expected)
+    assert traffic.computed_bytes == {"0": own}, "nothing travels"
+
+
+@pytest.mark.parametrize("name", ["plain", "formula"])
+def test_the_cost_is_of_a_product_and_backward_runs_it_once_or_twice(name, as_format):
+    as_format(FORMATS[name])
+    managed = nn.Sequential(Coded()).requires_grad_(False)
+    with attached(managed) as manager:
+        layer = layer_of(manager)
+        weights = sum(t.nbytes for t in layer.masters.present)
+        for dtype, shape in itertools.product(
+            (torch.float32, torch.bfloat16), ((5, IN), (2, 3, IN))
+        ):
+            x = torch.empty(shape, dtype=dtype)
+            y = torch.empty(*shape[:-1], OUT, dtype=dtype)
+            assert layer.forward_cost(x) == (2 * x.numel() * OUT, weights + x.nbytes + y.nbytes)
+            flops, moved = layer.forward_cost(y)
+            for trains in (False, True):
+                times = 1 if name == "formula" and not trains else 2
+                needs = (True, *(False for _ in layer.names[1:]), trains)
+                assert layer.backward_cost(y, needs) == (times * flops, times * moved)
+        assert layer.forward_cost(torch.tensor(2.0))[0] == 2 * OUT
+
+
+def test_a_copy_of_an_attached_model_is_plain(as_format):
+    as_format(PLAIN)
+    managed, resident = resident_pair(nn.Sequential(Coded()).requires_grad_(False))
+    x = torch.randn(3, IN)
+    with attached(managed):
+        copied = copy.deepcopy(managed)
+        assert type(copied[0]) is Coded
+        assert_same(copied(x), resident(x))
