@@ -163,3 +163,27 @@ def test_a_copy_is_the_same_over_other_bytes() -> None:
     late = torch.ones(2)
     assert torch.equal(Copy(replaced, HOLDERS, wrappers).of(late), late)
     assert Copy({}, HOLDERS, {}).of(layer.other) is layer.other
+
+
+class Told(TwoTensor):
+    """Notes on itself who made it."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Any:
+        made = Told(inner["a"], inner["b"])
+        made.by = "unflatten"
+        return made
+
+
+def test_a_copy_of_what_is_made_of_others_has_the_notes_that_it_does_not_make_itself() -> None:
+    layer: Any = nn.Module()
+    weight: Any = Told(torch.ones(2), torch.zeros(2))
+    weight.by, weight.loaded_by, weight.scale = "a loader", "a loader", torch.ones(1)
+    layer.weight = weight
+    found, _ = plain_tensors(layer)
+    replaced = {id(tensor): tensor.detach() + 10 for tensor in found.values()}
+    made = Copy(replaced, frozenset(), {}).module(layer, nn.Module).weight
+    assert type(made) is Told and torch.equal(made.a, torch.full((2,), 11.0))
+    assert made.by == "unflatten" and made.loaded_by == "a loader"
+    assert "scale" not in vars(made), "a tensor is no note"
+    assert weight.by == "a loader" and weight.scale.numel() == 1

@@ -6,6 +6,7 @@ ones.
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from oracle_offload.layers import formats
 from oracle_offload.layers.formats import format_of, held_tensors, unknown_format
+from oracle_offload.layers.kinds import layer_type
 
 INT8 = torch.zeros(2, 2, dtype=torch.int8)
 UINT8 = torch.zeros(2, 2, dtype=torch.uint8)
@@ -278,3 +280,33 @@ def test_what_a_first_input_settles_stays() -> None:
     assert [x is wide for x in asked] == [True], "it is settled once"
     without = module_of(FOUR, UINT8, bias=None)
     formats._settle_8bit(without, wide)
+
+
+def test_compiled_modules_are_of_no_format_and_no_kind() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    assert format_of(scripted) is None
+    assert layer_type(scripted) is None
+
+
+def test_a_kind_is_that_of_the_class_that_computes() -> None:
+    class Other(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return input
+
+    kinds = {
+        nn.Linear: "LinearLayer",
+        nn.Conv1d: "Conv1dLayer",
+        nn.Conv2d: "Conv2dLayer",
+        nn.Conv3d: "Conv3dLayer",
+    }
+    for kind, name in kinds.items():
+        sizes = (2, 2) if kind is nn.Linear else (2, 2, 1)
+        found = layer_type(kind(*sizes))
+        assert found is not None and found.__name__ == name
+    found = layer_type(nn.Embedding(2, 2))
+    assert found is not None and found.__name__ == "EmbeddingLayer"
+    found = layer_type(CASES["fp8"][0])
+    assert found is not None and found.__name__ == "QuantisedLayer"
+    assert layer_type(nn.LayerNorm(2)) is None is layer_type(Other(2, 2))
