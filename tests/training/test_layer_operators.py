@@ -369,6 +369,7 @@ class Products(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.names = []
+        self.ours = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -378,6 +379,7 @@ class Products(TorchDispatchMode):
             self.names.append((name, shapes))
         kernel = traced.kernel_of(func)
         if kernel is not None:  # one of ours: look at what it runs
+            self.ours.append(name)
             with self:
                 return kernel(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -552,3 +554,107 @@ def test_each_product_of_backward_moves_its_operands_and_its_result(make, shape,
             flops, moved = layer.backward_cost(x, needs)
             assert flops == products * operations
             assert moved == products * (2 * x.nbytes + weight.nbytes)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_compiled_code_calls_is_the_operator_with_the_residents_bits(kind, autocast):
+    managed, resident, x = made(kind)
+    with attached(managed) as manager:
+        (layer,) = manager.layers
+        results = []
+        for compute in (lambda given: layer.traced(managed[0], given), resident):
+            given = x.detach().requires_grad_(x.requires_grad)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Products() as seen:
+                y = compute(given)
+            y.float().square().sum().backward()
+            results.append([y.detach(), given.grad])
+            assert bool(seen.ours) is (compute is not resident)
+        assert_same(*results)
+        for one, other in zip(managed.parameters(), resident.parameters(), strict=True):
+            assert_same(one.grad, other.grad)
+        if kind != "embedding":
+            with pytest.raises(OffloadError, match=r"torch\.func transforms over"):
+                torch.func.vmap(lambda t: layer.traced(managed[0], t))(x.detach()[None])
+
+
+PADDINGS = [
+    {"padding": 1},
+    {"padding": "valid"},
+    {"padding": "same", "dilation": 2},
+    {"padding": "same", "kernel_size": (2, 4)},
+    {"padding": (1, 2), "padding_mode": "reflect"},
+    {"padding": (2, 1), "padding_mode": "circular"},
+]
+
+
+@pytest.mark.parametrize("options", PADDINGS, ids=str)
+def test_a_convolution_is_padded_and_batched_before_its_operator(options):
+    torch.manual_seed(0)
+    options = {"kernel_size": 3, **options}
+    managed, resident = resident_pair(nn.Sequential(nn.Conv2d(4, 4, **options)))
+    with attached(managed) as manager:
+        (layer,) = manager.layers
+        for shape in ((2, 4, 7, 8), (4, 7, 8)):
+            results = []
+            for compute in (lambda given: layer.traced(managed[0], given), resident):
+                given = torch.linspace(-1, 1, 448 if len(shape) == 4 else 224).view(shape)
+                given.requires_grad_()
+                y = compute(given)
+                (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+                results.append([y.detach(), given.grad])
+            assert_same(*results)
+            assert_same(managed[0].weight.grad, resident[0].weight.grad)
+        assert not manager.attachment.held()
+
+
+def test_what_was_put_before_an_operator_is_called_from_outside():
+    """A convolution that pads otherwise, and a table that is written to."""
+    managed, resident, x = made("convolution")
+    with attached(managed) as manager, torch.no_grad():
+        (layer,) = manager.layers
+        for model in (managed, resident):
+            model[0]._conv_forward = lambda given, weight, bias, conv=model[0]: (
+                torch.nn.functional.conv2d(given, weight, bias, 1, 0, 1, conv.groups)
+            )
+        with Products() as seen:
+            y = layer.traced(managed[0], x)
+        assert not seen.ours
+        assert_same(y, resident(x))
+    managed, _, rows = made("embedding")
+    with attached(managed) as manager:
+        managed[0].max_norm = 1.0
+        with pytest.raises(OffloadError, match="max_norm of managed layer '0' was set after"):
+            manager.layers[0].traced(managed[0], rows)
+
+
+def test_a_table_costs_the_rows_that_travel():
+    managed, _, rows = made("embedding")
+    managed.to(torch.bfloat16)
+    with attached(managed) as manager:
+        (layer,), time = manager.layers, manager.state.time
+        y = managed(rows)
+        assert layer.forward_cost(rows) == (0, y.nbytes)
+        assert layer.forward_seconds(rows) == time.link_seconds(y.nbytes) > 0
+        assert layer.backward_cost(y, (False, True)) == (0, 0)
+        assert manager.attachment.traffic.rows_bytes == y.nbytes
+
+
+@pytest.mark.parametrize("padding_idx", [None, 3])
+@pytest.mark.parametrize("needs", [True, False])
+def test_the_gradient_of_a_table_is_made_of_its_rows_where_it_is_asked_for(needs, padding_idx):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(nn.Embedding(9, 6, padding_idx=padding_idx)))
+    rows = torch.tensor([[1, 3], [3, 8]])
+    y = resident(rows)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    with attached(managed) as manager, torch.no_grad():
+        (layer,) = manager.layers
+        padding = -1 if padding_idx is None else padding_idx
+        own = managed[0].weight, None, layer.key, None, [False, needs, False]
+        gx, gw, gb = torch.ops.oracle_offload.embedding_backward(
+            grad, rows, rows.shape, rows.stride(), *own, padding, False, False
+        )
+    assert gx.numel() == gb.numel() == 0
+    assert_same(gw, resident[0].weight.grad if needs else torch.empty(0))
