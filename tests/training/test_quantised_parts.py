@@ -35,7 +35,7 @@ class Coded(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale = nn.Buffer(torch.rand(OUT) / IN)
         self.comfy_quant = nn.Buffer(torch.zeros(1, dtype=torch.uint8))
-        self.bias = nn.Parameter(torch.randn(OUT)) if bias else None
+        self.register_parameter("bias", nn.Parameter(torch.randn(OUT)) if bias else None)
 
     def forward(self, x):
         weight = self.weight.to(x.dtype) * self.weight_scale[:, None].to(x.dtype)
