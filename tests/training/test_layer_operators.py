@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import pytest
@@ -658,3 +659,66 @@ def test_the_gradient_of_a_table_is_made_of_its_rows_where_it_is_asked_for(needs
         )
     assert gx.numel() == gb.numel() == 0
     assert_same(gw, resident[0].weight.grad if needs else torch.empty(0))
+
+
+class Recorded(TorchDispatchMode):
+    """Notes of our operators what a graph would hold of who records them."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "oracle_offload" and len(args) > 5:
+            self.found.append(args[5])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_an_operator_of_a_graph_says_who_records_it(kind):
+    """A graph is made with tensors that hold nothing, its key among them."""
+    managed, _, x = made(kind)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with attached(managed) as manager:
+        (layer,) = manager.layers
+        module, given, key = managed[0], fake.from_tensor(x.detach()), fake.from_tensor(layer.key)
+
+        def recorded(key, given):
+            with Recorded() as seen:
+                own = module.weight, module.bias, key, None, traced.NOT
+                layer.operator(given, *own, *arguments_of(module))
+            (found,) = seen.found
+            return found
+
+        for trains in (True, False):
+            managed.requires_grad_(trains)
+            with fake:
+                assert recorded(key, given) == traced.BY_GRAPH
+                with torch.no_grad():
+                    assert recorded(key, given) == traced.NOT
+            assert recorded(layer.key, x.detach()) == (traced.HERE if trains else traced.NOT)
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+def test_a_weight_that_is_replaced_before_backward_is_refused(kind):
+    """torch's versions do not tell of it."""
+    managed, _, x = made(kind)
+    with attached(managed) as manager:
+        (layer,) = manager.layers
+        y = call(layer, x)
+        managed[0].weight.data = managed[0].weight.data.clone()
+        with pytest.raises(StaleWeightsError, match=r"'0' is not what .*replaced through \.data"):
+            y.sum().backward()
+        call(layer, x).sum().backward()
+        assert not manager.attachment.held()
+
+
+def test_nothing_is_kept_of_a_leaf_that_is_gone():
+    managed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with attached(managed) as manager:
+        numbers = {layer.number for layer in manager.layers}
+        assert len(numbers) == 2 and numbers <= traced.layers.keys()
+        assert [int(layer.key) for layer in manager.layers] == sorted(numbers)
+    del managed, manager
+    gc.collect()
+    assert not numbers & traced.layers.keys()
