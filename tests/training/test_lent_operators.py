@@ -270,26 +270,29 @@ def test_transforms_of_functions_are_refused_from_outside():
             torch.func.vmap(lambda x: traced(leaf, x)[0])(torch.randn(3, WIDTH))
 
 
-def test_a_result_that_is_given_or_own_is_a_copy():
-    class Returns(Stack):
-        def forward(self, x, which):
-            return {"x": x, "part": x[1:], "weight": self.weight, "new": x + 0}[which]
+class Returns(Stack):
+    def forward(self, x, which):
+        made = {"x": x, "part": x[1:], "weight": self.weight, "new": x + 0, "pair": (x, x)}[which]
+        self.made_at = made.data_ptr() if which == "new" else 0
+        return made
 
+
+def test_a_result_is_a_copy_where_it_is_given_or_own_and_else_itself():
     managed = nn.Sequential(Returns())
     x = torch.randn(WIDTH, WIDTH)
+    results = {"x": x, "part": x[1:], "weight": managed[0].weight, "new": x}
     with attached(managed) as manager, torch.no_grad():
         leaf = leaf_of(manager)
-        for which, expected in {
-            "x": x,
-            "part": x[1:],
-            "weight": managed[0].weight,
-            "new": x,
-        }.items():
+        for which, expected in results.items():
             y = lent(leaf, [x], call=f"([True],'forward',(...,'{which}'),{{}})")
             assert torch.equal(y, expected)
             assert y.untyped_storage().data_ptr() not in {
                 t.untyped_storage().data_ptr() for t in (x, managed[0].weight)
             }
+        assert y.data_ptr() == managed[0].made_at
+        with pytest.raises(OffloadError, match="'0' returns tuple, and not one tensor"):
+            lent(leaf, [x], call="([True],'forward',(...,'pair'),{})")
+        assert not manager.attachment.held()
 
 
 # ---- what a compiler is told ----
