@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 
+import numpy
 import pytest
 import torch
 from equality import assert_same, attached, resident_pair
@@ -298,6 +299,19 @@ def test_a_result_is_a_copy_where_it_is_given_or_own_and_else_itself():
 # ---- what a compiler is told ----
 
 
+class Turns(Stack):
+    def forward(self, x):
+        return (torch.zeros_like(x, dtype=torch.float64) + x @ self.weight).t()
+
+
+def test_a_compiler_is_told_the_dtype_and_the_strides_of_a_result():
+    with attached(nn.Sequential(Turns())) as manager, torch.no_grad():
+        leaf, x = leaf_of(manager), torch.randn(3, WIDTH)
+        y, found = lent(leaf, [x]), told(leaf, [x])
+        assert (found.shape, found.stride(), found.dtype) == (y.shape, y.stride(), y.dtype)
+        assert found.stride() == (1, WIDTH) and found.dtype is torch.float64
+
+
 def test_a_compiler_is_told_the_geometry_of_a_result():
     with attached(nn.Sequential(Stack())) as manager:
         leaf, x = leaf_of(manager), torch.randn(3, WIDTH)
@@ -335,11 +349,101 @@ class Unused(Stack):
         return x.sin()
 
 
+class Drops(Stack):
+    def forward(self, x):
+        return torch.nn.functional.dropout(x @ self.weight, 0.5, True)
+
+
+class Numpy(Stack):
+    def forward(self, x):
+        return x @ self.weight * float(numpy.random.rand())
+
+
+class Writes(Stack):
+    def forward(self, x):
+        return x.mul_(2) @ self.weight
+
+
+class WritesItsBuffer(Stack):
+    def forward(self, x):
+        self.gain.add_(1)
+        return x @ self.weight
+
+
+class WritesWhatItMade(Stack):
+    def forward(self, x):
+        return (x @ self.weight).mul_(2)
+
+
+class Notes(Stack):
+    """Keeps something in a container of a container."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {"x": ([],)}
+
+    def forward(self, x):
+        self.seen["x"][0].append(1)
+        return x @ self.weight
+
+
+class Counts(Stack):
+    def forward(self, x):
+        self.power += 1
+        return x @ self.weight
+
+
+class NotesBelow(Stack):
+    """Has a child keep something."""
+
+    def __init__(self):
+        super().__init__()
+        self.below = nn.Identity()
+
+    def forward(self, x):
+        self.below.seen = x.shape
+        return self.below(x @ self.weight)
+
+
+class Below(Stack):
+    def __init__(self):
+        super().__init__()
+        self.below = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.below(x @ self.weight)
+
+
+class Pair(Stack):
+    def forward(self, x):
+        return x @ self.weight, x
+
+
+class Asks(Stack):
+    def forward(self, x):
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(z.sin().sum(), z)
+        return x @ self.weight * slope
+
+
 NEEDS = (True, True, False)
+WROTE = "writes to its input, or to itself"
 REFUSED = {
     "raises": (Raises, 1, NEEDS, r"\(first line\)"),
     "raises, unrecorded": (Raises, 1, (), r"\(first line\)"),
     "draws": (Draws, 1, (), "draws random numbers"),
+    "draws by numpy": (Numpy, 1, (), "draws random numbers"),
+    "draws by torch": (Drops, 1, (), "draws random numbers"),
+    "writes": (Writes, 1, (), WROTE),
+    "writes its buffer": (WritesItsBuffer, 1, (), WROTE),
+    "writes what it made": (WritesWhatItMade, 1, NEEDS, ""),
+    "notes": (Notes, 1, (), WROTE),
+    "counts": (Counts, 1, (), WROTE),
+    "notes below": (NotesBelow, 1, (), WROTE),
+    "below": (Below, 1, (), "modules below it have Parameters of their own"),
+    "a pair": (Pair, 1, (), "it returns tuple"),
+    "asks autograd": (Asks, 1, NEEDS, "asks autograd for gradients itself"),
     "twice": (Twice, 1, NEEDS, "uses an input more than once"),
     "twice, where its gradient is not asked for": (Twice, 1, (False, True, False), ""),
     "twice, unrecorded": (Twice, 1, (), ""),
@@ -357,7 +461,10 @@ def test_a_compiler_is_refused_what_cannot_be_made_twice_and_told_why(case):
         leaf, x = leaf_of(manager), torch.randn(3, WIDTH)
         call = f"([True],'forward',({'...,' * count}),{{}})"
         random.seed(5)
-        before = random.getstate()
+        numpy.random.seed(5)
+        before = random.getstate(), numpy.random.random_sample()
+        numpy.random.seed(5)
+        kept = {**vars(managed[0])}, managed[0].gain.clone()
         if not why:
             assert told(leaf, [x] * count, needs, call).shape == x.shape
         else:
@@ -367,7 +474,9 @@ def test_a_compiler_is_refused_what_cannot_be_made_twice_and_told_why(case):
             assert isinstance(reason, OffloadError)
             with pytest.raises(OffloadError, match=rf"'0' is no operator.*{why}.*ignore_modules"):
                 raise reason
-        assert random.getstate() == before, "what is looked at draws nothing"
+        drawn = random.getstate(), numpy.random.random_sample()
+        assert drawn == before, "what is looked at draws nothing"
+        assert vars(managed[0]) == kept[0] and torch.equal(managed[0].gain, kept[1])
         breaks = [leaf_of(manager, name).breaks for name in "012"]
         assert breaks == [bool(why), bool(why), False], "modules like it break, others do not"
 
