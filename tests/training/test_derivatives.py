@@ -92,6 +92,28 @@ def test_the_gradient_is_that_of_a_product_with_the_weight(make: Any, case: str)
         assert found is not None and found.dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("case", INPUTS)
+@pytest.mark.parametrize("group", [IN, 2])
+def test_int8_is_multiplied_before_it_is_scaled_where_a_row_has_one_scale(
+    group: int, case: str
+) -> None:
+    """As torchao's forward does it, whose roundings these are; groups are scaled before."""
+    torch.manual_seed(0)
+    weight = Int8Tensor(group)
+    x = INPUTS[case]().bfloat16().requires_grad_()
+    flat = x.reshape(-1, IN)
+    if group == IN:
+        y = flat @ weight.qdata.to(x.dtype).t() * weight.scale.to(x.dtype).flatten()
+    else:
+        y = flat @ weight.dequantize().to(x.dtype).t()
+    y = y.reshape(*x.shape[:-1], OUT)
+    grad = torch.randn_like(y)
+    (expected,) = torch.autograd.grad(y, x, grad)
+    made = SimpleNamespace(weight=weight, bias=None)
+    found = derivatives.torchao(made, grad, known(x))
+    assert found is not None and torch.equal(found, expected)
+
+
 def test_no_formula_is_no_gradient() -> None:
     x, grad = torch.randn(3, IN), torch.randn(3, OUT)
     weight = Int8Tensor()
