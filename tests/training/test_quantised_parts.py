@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -443,3 +444,71 @@ def test_a_copy_of_an_attached_model_is_plain(as_format):
         copied = copy.deepcopy(managed)
         assert type(copied[0]) is Coded
         assert_same(copied(x), resident(x))
+
+
+def test_a_gradient_is_as_a_compiler_was_told_whatever_a_formula_makes(as_format):
+    def makes_otherwise(made, grad, x):
+        return formula(made, grad, x).double().t().contiguous().t()
+
+    as_format(Format("coded", gradient=makes_otherwise))
+    managed, resident = resident_pair(nn.Sequential(Coded()).requires_grad_(False))
+    x = torch.randn(3, IN, requires_grad=True)
+    (expected,) = torch.autograd.grad(resident(x).sum(), x)
+    with attached(managed) as manager, torch.no_grad():
+        layer = layer_of(manager)
+        own = layer.clock, managed[0].bias, layer.key, None
+        how = OUT, torch.float32, torch.float32, None, False
+        gx, gw, gb = torch.ops.oracle_offload.quantised_backward(
+            torch.ones(3, OUT), None, x.shape, x.stride(), *own, [True, False, False], *how
+        )
+        assert gw.numel() == gb.numel() == 0
+        assert gx.dtype is torch.float32 and gx.is_contiguous()
+        torch.testing.assert_close(gx, expected)
+
+
+def test_a_leaf_that_forgot_its_weights_keeps_none_of_them(as_format):
+    as_format(PLAIN)
+    managed = nn.Sequential(Coded()).requires_grad_(False)
+    with attached(managed) as manager:
+        layer = layer_of(manager)
+        managed(torch.randn(3, IN))
+    weight = weakref.ref(managed[0].weight)
+    del managed, manager
+    layer.forget_masters()
+    gc.collect()
+    assert weight() is None
+    assert not layer.is_current()
+
+
+class Constant(Coded):
+    def forward(self, x):
+        return torch.ones(*x.shape[:-1], OUT, dtype=x.dtype) * self.weight_scale.sum()
+
+
+@pytest.mark.parametrize("name", ["plain", "reads"])
+def test_an_input_that_nothing_depends_on_has_a_gradient_of_zero_in_a_graph(name, as_format):
+    """A compiler was told of one."""
+    as_format(FORMATS[name])
+    managed, resident = resident_pair(nn.Sequential(Constant()).requires_grad_(False))
+    x = torch.randn(3, IN, requires_grad=True)
+    with attached(managed) as manager:
+        y, is_one = traced(layer_of(manager), x)
+        assert is_one
+        assert_same(y.detach(), resident(x))
+        y.sum().backward()
+    assert_same(x.grad, torch.zeros(3, IN))
+
+
+def test_a_weight_that_is_trained_is_no_operators(as_format):
+    as_format(PLAIN)
+    module = Coded()
+    module.weight = nn.Parameter(torch.randn(OUT, IN).to(torch.float8_e4m3fn))
+    managed, resident = resident_pair(nn.Sequential(module).requires_grad_(False))
+    x = torch.randn(3, IN)
+    with attached(managed) as manager, torch.no_grad():
+        layer = layer_of(manager)
+        assert traced(layer, x)[1]
+        managed[0].weight.requires_grad_()
+        y, is_one = traced(layer, x)
+        assert not is_one
+        assert_same(y, resident(x))
