@@ -512,3 +512,99 @@ def test_a_weight_that_is_trained_is_no_operators(as_format):
         y, is_one = traced(layer, x)
         assert not is_one
         assert_same(y, resident(x))
+
+
+class Wide(Coded):
+    def forward(self, x):
+        return super().forward(x).double()
+
+
+class Asks(Coded):
+    """Computes by a value, which an input without values does not have."""
+
+    def forward(self, x):
+        return super().forward(x).double() * float(x.sum())
+
+
+def test_the_dtype_of_a_result_is_found_without_values_where_it_can_be(as_format):
+    as_format(PLAIN)
+    for kind, plain_dtype, cast_dtype in (
+        (Coded, torch.float32, torch.bfloat16),
+        (Wide, torch.float64, torch.float64),
+        (Asks, torch.float32, torch.float32),  # that of the input, which is likely
+    ):
+        with attached(nn.Sequential(kind()).requires_grad_(False)) as manager:
+            layer = layer_of(manager)
+            assert layer.result_of(layer.look, torch.float32, None) is plain_dtype
+            assert layer.result_of(layer.look, torch.float32, torch.bfloat16) is cast_dtype
+            half = layer.result_of(layer.look, torch.bfloat16, None)
+            assert half is (torch.float64 if kind is Wide else torch.bfloat16)
+            assert not manager.attachment.held()
+
+
+def test_layers_look_alike_whatever_their_biases_are(as_format):
+    """One compiled block serves them; the library may cast a bias in its first call."""
+    as_format(PLAIN)
+    wide = Coded()
+    wide.weight = nn.Parameter(wide.weight.repeat(2, 1), requires_grad=False)
+    wide.weight_scale = wide.weight_scale.repeat(2)
+    wide.out_features, wide.bias = 2 * OUT, nn.Parameter(torch.randn(2 * OUT))
+    half = Coded()
+    half.bias = nn.Parameter(half.bias.detach().bfloat16())
+    model = nn.ModuleList([Coded(), Coded(), half, Coded(bias=False), wide])
+    with attached(model.requires_grad_(False)) as manager:
+        looks = [layer.look for layer in manager.layers]
+    assert len(looks) == 5 and len({*looks[:4]}) == 1 and looks[4] != looks[0]
+
+
+class State:
+    """What a library keeps tensors in."""
+
+    def __init__(self, table):
+        self.table = table
+
+
+def test_a_small_table_that_layers_share_is_copied_for_each(as_format):
+    as_format(Format("coded", holders=frozenset({f"{State.__module__}.State"})))
+    shared, large = torch.randn(4), torch.randn(4096)
+    models = [Coded(), Coded()]
+    for module in models:
+        module.state, module.wide = State(shared), State(large)
+        QuantisedLayer.prepare(module)
+        assert torch.equal(module.state.table, shared) and module.wide.table is large
+    assert models[0].state.table is not models[1].state.table is not shared
+    assert [*QuantisedLayer.named_tensors(models[0])][-2:] == ["state.table", "wide.table"]
+
+
+POINTERS = []
+
+
+class Aliased(Coded):
+    """Computes with another tensor over the bytes of its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = self.weight.detach()
+
+    def forward(self, x):
+        POINTERS.append((self.weight.data_ptr(), self.codes.data_ptr()))
+        return F.linear(x, self.codes.to(x.dtype) * self.weight_scale[:, None], self.bias)
+
+
+def test_tensors_over_the_bytes_of_a_weight_are_lent_with_it(as_format):
+    as_format(PLAIN)
+    managed, _ = resident_pair(nn.Sequential(Aliased()).requires_grad_(False))
+    module = managed[0]
+    assert QuantisedLayer.aliases(module) == {id(module.weight): [module.codes]}
+    assert QuantisedLayer.aliases(Coded()) == {}
+    x = torch.randn(3, IN)
+    expected = managed(x)
+    with attached(managed) as manager:
+        layer = layer_of(manager)
+        assert "codes" not in layer.names
+        for compute in (managed, managed, layer.foreign):
+            POINTERS.clear()
+            assert_same(compute(x), expected)
+            ((weight, codes),) = POINTERS
+            assert weight == codes != module.weight.data_ptr()
+    assert module.codes.data_ptr() == module.weight.data_ptr()
