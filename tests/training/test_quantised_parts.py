@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle_offload import OffloadError
-from oracle_offload.layers import formats
+from oracle_offload.layers import formats, quantised
 from oracle_offload.layers.formats import Format
 from oracle_offload.layers.quantised import QuantisedLayer
 
@@ -608,3 +608,66 @@ def test_tensors_over_the_bytes_of_a_weight_are_lent_with_it(as_format):
             ((weight, codes),) = POINTERS
             assert weight == codes != module.weight.data_ptr()
     assert module.codes.data_ptr() == module.weight.data_ptr()
+
+
+class Two(torch.Tensor):
+    """A tensor that is made of two."""
+
+    def __new__(cls, a, b):
+        how = {"strides": a.stride(), "dtype": a.dtype, "device": a.device}
+        return torch.Tensor._make_wrapper_subclass(cls, a.size(), **how)
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+    def __tensor_flatten__(self):
+        return ["a", "b"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, meta, size, stride):
+        return Two(inner["a"], inner["b"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        assert func is torch.ops.aten.detach.default
+        return cls(args[0].a, args[0].b)
+
+
+class OfTwo(Coded):
+    """Its weight is made of two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        codes = self.weight.detach()
+        self.weight = nn.Parameter(Two(codes, codes.clone()), requires_grad=False)
+
+    def forward(self, x):
+        weight = self.weight.a.to(x.dtype) * self.weight_scale[:, None]
+        return F.linear(x, weight, self.bias)
+
+
+def test_a_weight_that_is_made_of_others_stays_the_object_that_it_is(as_format):
+    as_format(PLAIN)
+    managed = nn.Sequential(OfTwo())
+    weight, inner = managed[0].weight, managed[0].weight.a
+    managed[0].bias.requires_grad_(False)
+    x = torch.randn(3, IN)
+    expected = managed(x)
+    with attached(managed) as manager:
+        layer = layer_of(manager)
+        assert layer.names[:2] == ("weight.a", "weight.b")
+        assert layer.required == ("weight", "bias", "weight_scale", "comfy_quant")
+        assert layer.backward_reads == ("weight.a", "weight.b", "weight_scale", "comfy_quant")
+        assert managed[0].weight is weight and weight.a is inner
+        for _ in range(2):
+            assert_same(managed(x), expected)
+        ((address, slot),) = layer.views.items()
+        assert len(slot.wrappers) == 1, "what was made of a slot's tensors is made once"
+        assert layer.view_at(address) is not slot and layer.views[address].wrappers == {}
+
+
+def test_the_clock_of_a_tensor_without_versions_stands_still():
+    with torch.inference_mode():
+        tensor = torch.zeros(3, dtype=torch.int8)
+    clock = quantised._clock_of(tensor)
+    assert clock.numel() == 0 and clock.dtype is torch.int8 and clock._version == 0
