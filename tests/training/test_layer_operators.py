@@ -50,16 +50,14 @@ def call(layer, x, weight=None, bias=None, recorded=traced.NOT, dtype=None):
     return layer.operator(x, weight, bias, layer.key, dtype, recorded, *arguments_of(module))
 
 
-def call_backward(layer, grad, x, needs, size=None, stride=None):
+def call_backward(layer, grad, x, needs, dtype=None):
     """Call the operator of a layer's backward."""
     module = layer.module()
     name = {nn.Linear: "linear", nn.Conv2d: "convolution", nn.Embedding: "embedding"}
     (kind,) = (name[base] for base in name if isinstance(module, base))
     operator = getattr(torch.ops.oracle_offload, f"{kind}_backward")
-    own = module.weight, getattr(module, "bias", None), layer.key, None, list(needs)
-    size = x.shape if size is None else size
-    stride = x.stride() if stride is None else stride
-    return operator(grad, x, size, stride, *own, *arguments_of(module))
+    own = module.weight, getattr(module, "bias", None), layer.key, dtype, list(needs)
+    return operator(grad, x, x.shape, x.stride(), *own, *arguments_of(module))
 
 
 def made(kind, trains=True):
@@ -122,24 +120,30 @@ def test_an_operator_has_the_residents_bits_and_brings_gradients_to_the_host(kin
         assert not manager.attachment.held()
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["", "autocast"])
 @pytest.mark.parametrize("kind", VALUES)
-def test_compilers_are_told_the_geometry_of_each_gradient_and_of_none_that_is_not_asked(kind):
+def test_compilers_are_told_the_geometry_of_each_gradient_and_of_none_that_is_not_asked(
+    kind, dtype
+):
     managed, _, x = made(kind)
     biased = managed[0].bias is not None
     with attached(managed) as manager, torch.no_grad():
         (layer,) = manager.layers
-        x = x.detach()
-        y = call(layer, x)
+        x = x.detach().to(dtype or x.dtype)
+        y = call(layer, x, dtype=dtype)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake:
-            told = call(layer, fake.from_tensor(x))
+            told = call(layer, fake.from_tensor(x), dtype=dtype)
         assert (told.shape, told.stride(), told.dtype) == (y.shape, y.stride(), y.dtype)
         for needs in itertools.product([True, False], repeat=3):
             if needs[2] and not biased:
                 continue
-            found = call_backward(layer, y, x, needs)
+            found = call_backward(layer, y, x, needs, dtype)
             with fake:
-                told = call_backward(layer, fake.from_tensor(y), fake.from_tensor(x), needs)
+                given = fake.from_tensor(y), fake.from_tensor(x)
+                told = call_backward(layer, *given, needs, dtype)
+            own = managed[0].weight.dtype
+            assert [t.dtype for t in found[1:] if t.numel()] == [own] * sum(needs[1:])
             for real, expected, need in zip(found, told, needs, strict=True):
                 assert real.shape == expected.shape and real.dtype is expected.dtype
                 assert bool(real.numel()) is need
@@ -725,3 +729,25 @@ def test_nothing_is_kept_of_a_leaf_that_is_gone():
     del managed, manager
     gc.collect()
     assert not numbers & traced.layers.keys()
+
+
+class Scaled(nn.Embedding):
+    """Asks ``super()`` to look up."""
+
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+def test_a_class_that_asks_super_calls_the_operator_in_compiled_code_alone():
+    torch.manual_seed(0)
+    managed, resident = resident_pair(nn.Sequential(Scaled(9, 6)))
+    rows = torch.arange(12).view(3, 4) % 7
+    torch._dynamo.reset()
+    with attached(managed) as manager, torch.no_grad():
+        with Products() as seen:
+            assert_same(managed(rows), resident(rows))
+        assert not seen.ours
+        compiled = torch.compile(managed, backend="eager", fullgraph=True)
+        assert_same(compiled(rows), resident(rows))
+        assert manager.attachment.traffic.rows_read == 2
+    torch._dynamo.reset()
