@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import simgpu
 import torch
 from equality import Recorder, assert_same, attached, resident_pair
 from test_direct_uses import Uses, build, inputs, train
@@ -155,38 +151,3 @@ def test_an_optimizer_may_keep_more_than_tensors_of_a_parameter_that_moved():
         ]
         assert_same(*found)
     assert optimizers[0].state[model.inner.weight] == {"count": 3, "name": "inner"}
-
-
-ON_A_DEVICE = """
-import sys
-sys.path.insert(0, {folder!r})
-import copy
-import simgpu
-simgpu.install()
-import torch
-from equality import assert_same, attached, gradients
-from test_direct_uses import build, inputs
-managed = build()
-managed.inner.bias.requires_grad_(False)
-resident = copy.deepcopy(managed).to("simgpu")
-with attached(managed, "simgpu"):
-    for model in (managed, resident):
-        for model.when in (False, True):
-            with torch.no_grad():
-                model(inputs().to("simgpu"))
-            model(inputs().to("simgpu")).square().sum().backward()
-    inner, other = managed.inner.weight, resident.inner.weight
-    assert inner.grad.device == inner.device == other.device
-    assert managed.inner.bias.grad is None
-    assert managed.before.weight.grad.device.type == "cpu"
-    assert_same(gradients(managed), gradients(resident))
-"""
-
-
-@pytest.mark.skipif(not simgpu.is_available(), reason="this torch knows no such device type")
-def test_a_gradient_that_is_there_when_its_weight_moves_goes_with_it():
-    code = ON_A_DEVICE.format(folder=str(Path(__file__).parent))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
