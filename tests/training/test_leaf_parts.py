@@ -146,6 +146,10 @@ LOST = {
         lambda m: m._parameters.update(bias=integers()[0].requires_grad_(False)),
         *(False, True, ""),
     ),
+    "a tensor that nobody else holds": (  # a hook may compute one for a while
+        lambda m: m._parameters.update(weight=torch.ones(8, 8)),
+        *(False, True, ""),
+    ),
     "another class": (
         lambda m: object.__setattr__(m, "__class__", Other),
         *(True, False, "its class was replaced after attach, by Other"),
@@ -247,3 +251,28 @@ def test_a_copy_of_a_leaf_is_none():
         assert layer.link_bytes() == (4 * 72, 4 * 72)
     with pytest.raises(OffloadError, match="'0' was detached between forward and backward"):
         layer.refuse_detached()
+
+
+class Reads(nn.Module):
+    """As LyCORIS' LoHa: computes with the layer's weight, and does not call it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.org_module = [layer]
+        vars(layer)["forward"] = self.forward  # where no __setattr__ sees it
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.org_module[0].weight.data * 2)
+
+
+def test_a_layer_is_lost_to_who_reads_its_weight_unless_it_is_lent_to_them():
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).requires_grad_(False)
+    Reads(model[0])
+    with attached(model) as manager:
+        lent, layer = manager.layers
+        assert lent.lends_to_code and not layer.lends_to_code
+        assert (lent.why_lost(), layer.why_lost()) == ("", "")
+        Reads(model[1])
+        lost = [each.why_lost() for each in (lent, layer)]
+        assert lost == ["", "Reads uses its weight without calling it"]
+        del vars(model[1])["forward"]

@@ -295,3 +295,233 @@ def test_a_change_of_layout_has_the_residents_bits(axes: int, layout: torch.memo
             strides = [[p.stride() for p in model.parameters()] for model in (managed, resident)]
             assert strides[0] == strides[1]
             assert_models_agree(managed, resident, step)
+
+
+# ---- what stays of it where somebody derived a class ----
+
+
+class Doubled(nn.Module):
+    def forward(self, tensor: Tensor) -> Tensor:
+        return tensor * 2
+
+
+@pytest.mark.parametrize("name", ["linear", "table"])
+def test_a_class_that_was_derived_after_attach_is_an_ordinary_one_after_detach(name: str) -> None:
+    """A parametrisation's: its base is the managed class still, and manages nothing."""
+    make, shape = MODULES[name]
+    key = {"linear": "bias", "table": "table"}[name]
+    torch.manual_seed(0)
+    made, resident = resident_pair(make())
+    x = torch.randn(shape)
+    with attached(nn.Sequential(made), "cpu", offload_percent=1.0):
+        assert is_managed(made)
+        for each in (made, resident):
+            torch.nn.utils.parametrize.register_parametrization(each, key, Doubled())
+    assert torch.nn.utils.parametrize.is_parametrized(made)
+    assert not is_managed(made) and managed_keys(made) == set()
+    assert torch.equal(result(made, x), result(resident, x))
+    assert len(swap.resident_tensors(made)) == len(swap.resident_tensors(resident))
+    for each in (made, resident):
+        each.double()
+        each.requires_grad_(False)
+    assert {p.dtype for p in made.parameters()} == {torch.float64}
+    assert torch.equal(result(made, x.double()), result(resident, x.double()))
+    compiled = torch.compile(made, backend="eager")
+    assert torch.equal(result(compiled, x.double()), result(resident, x.double()))
+
+
+def test_what_a_graph_breaks_at_says_why_where_torch_lets_it() -> None:
+    def computes(x: Tensor) -> Tensor:
+        return x + 1
+
+    function = swap.outside(computes)
+    x = torch.ones(2)
+    assert torch.equal(function(x), x + 1)
+    compiled = torch.compile(lambda x: function(x) * 2, backend="eager", fullgraph=True)
+    with pytest.raises(Exception) as raised:
+        compiled(x)
+    if "reason" in inspect.signature(torch.compiler.disable).parameters:
+        assert "docs/compile.md" in str(raised.value)
+
+
+# ---- what is lent to, and what is not ----
+
+
+class Names(Table):
+    """Has names that begin as methods do which are lent to, and are none."""
+
+    forward_cache: Any = None
+    forward_limit = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.forward_cache is None and self.forward_limit == 3
+        return super().forward(x)
+
+
+def test_hooks_see_the_masters_and_attributes_stay_what_they_are() -> None:
+    model = nn.Sequential(Names())
+    master = model[0].table
+    seen: list[bool] = []
+    model[0].register_forward_pre_hook(lambda module, _: seen.append(module.table is master))
+    model[0].register_forward_hook(lambda module, *_: seen.append(module.table is master))
+    with attached(model, "cpu", offload_percent=1.0):
+        model(torch.randn(2, 4))
+        assert type(model[0]).forward_limit == 3 and type(model[0]).forward_cache is None
+    assert seen == [True, True]
+
+
+# ---- what a change is made of ----
+
+
+class Looks(nn.Linear):
+    """Looks at its weight in a method that torch calls for each change."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        assert self.weight is not None, "a master is out of its place"
+        return super()._apply(fn, recurse)
+
+
+def test_masters_stay_in_their_places_where_nothing_else_is_to_be_changed() -> None:
+    """Other threads may compute with them meanwhile."""
+    model = nn.Sequential(Looks(4, 4), nn.Linear(4, 4))
+    with attached(model, "cpu", offload_percent=1.0) as manager:
+        assert len(manager.layers) == 2
+        model.double()
+        assert {p.dtype for p in model.parameters()} == {torch.float64}
+
+
+@pytest.mark.parametrize("name", ["table", "recurrent"])
+def test_a_change_that_fails_leaves_the_masters_in_their_places(name: str) -> None:
+    make, shape = MODULES[name]
+    made = make()
+    made.register_buffer("other", torch.ones(3))
+    before = copy.deepcopy(made)
+    x = torch.randn(shape)
+    with attached(made, "cpu", offload_percent=1.0):
+        parameters = dict(made.named_parameters())
+
+        def fails(tensor: Tensor) -> Tensor:
+            raise KeyError("planted")
+
+        with pytest.raises(KeyError, match="planted"):
+            made._apply(fails)
+        assert all(made.get_parameter(key) is tensor for key, tensor in parameters.items())
+        assert [*made._parameters] == [*before._parameters]
+        assert torch.equal(result(made, x), result(before, x))
+        made.double()
+        assert made.other.dtype is torch.float64
+        assert torch.equal(result(made, x.double()), result(before.double(), x.double()))
+
+
+def test_a_module_that_is_not_managed_is_changed_once() -> None:
+    model = nn.BatchNorm1d(3)
+    with torch.no_grad():
+        swap.apply_to_residents(model, lambda tensor: tensor + 1)
+    assert model.running_var.tolist() == [2, 2, 2] and model.weight.tolist() == [2, 2, 2]
+    assert model.num_batches_tracked == 1
+
+
+def test_a_change_without_children_is_of_the_module_alone() -> None:
+    table = Table()
+    with attached(table, "cpu", offload_percent=1.0):
+        table._apply(lambda tensor: tensor.double(), recurse=False)
+        assert table.table.dtype is table.scale.dtype is torch.float64
+        assert table.child.weight.dtype is torch.float32
+        table._apply(lambda tensor: tensor.double())
+        assert table.child.weight.dtype is torch.float64
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 4, 5, 6)], ids=str)
+def test_a_layout_is_by_channels_where_no_other_name_fits(shape: tuple[int, ...]) -> None:
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}[len(shape)]
+    plain = torch.randn(shape)
+    one = plain[:, :1].contiguous()  # with one channel both are the same
+    assert swap._format_of(plain) is torch.contiguous_format
+    assert swap._format_of(plain.contiguous(memory_format=last)) is last
+    assert swap._format_of(one.contiguous(memory_format=last)) is torch.contiguous_format
+    assert swap._format_of(plain.transpose(0, 1)) is torch.contiguous_format
+    assert swap._format_of(plain.flatten(2)) is torch.contiguous_format
+
+
+# ---- who is told of a change ----
+
+
+class Heard:
+    """Stands before an attachment and notes which layers it is to let go."""
+
+    def __init__(self, attachment: Any) -> None:
+        self._attachment = attachment
+        self.layers: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attachment, name)
+
+    def let_go_soon(self, layer: Any) -> None:
+        self.layers.append(layer.name)
+        self._attachment.let_go_soon(layer)
+
+
+class Other(nn.Linear):
+    pass
+
+
+class Reader(nn.Module):
+    """An adapter that computes with a layer's weight."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.org_module = [layer]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.org_module[0].weight.data)
+
+
+def set_class(layer: Any) -> None:
+    layer.__class__ = Other
+
+
+def set_weight(layer: Any) -> None:
+    layer.weight = nn.Parameter(torch.ones(4, 4))
+
+
+def set_reader(layer: Any) -> None:
+    layer.forward = Reader(layer).forward
+
+
+def set_forward(layer: Any) -> None:
+    layer.forward = layer.forward
+
+
+def set_name(layer: Any) -> None:
+    layer.name = "a layer"
+
+
+def set_name_under_a_reader(layer: Any) -> None:
+    vars(layer)["forward"] = Reader(layer).forward
+    layer.name = "a layer"
+    del vars(layer)["forward"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (set_class, True),
+        (set_weight, True),
+        (set_reader, True),
+        (set_forward, False),
+        (set_name, False),
+        (set_name_under_a_reader, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_what_is_set_on_a_layer_is_told_where_it_computes_nothing_without(
+    change: Any, told: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with attached(model, "cpu", offload_percent=1.0) as manager:
+        layer = manager.layers[0]
+        heard = layer.attachment = Heard(layer.attachment)
+        change(model[0])
+        layer.attachment = heard._attachment
+        assert heard.layers == (["0"] if told else [])
+        model(torch.ones(2, 4))
