@@ -157,6 +157,9 @@ def test_a_tensor_that_was_taken_away_makes_the_module_an_ordinary_one():
         model(X)
         for each in (model, resident):
             each[0]._parameters["shift"] = None  # as some code does that no __setattr__ sees
+        structure = manager.layers[0].structure
+        assert_same(model[0](X).detach(), resident[0](X).detach())
+        assert not structure.changed, "what it has now has been seen to before the call went on"
         for _ in range(2):
             assert_same(model(X).detach(), resident(X).detach())
         assert [layer.name for layer in manager.layers] == ["1"]

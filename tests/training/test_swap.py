@@ -525,3 +525,18 @@ def test_what_is_set_on_a_layer_is_told_where_it_computes_nothing_without(
         layer.attachment = heard._attachment
         assert heard.layers == (["0"] if told else [])
         model(torch.ones(2, 4))
+
+
+def test_what_a_recurrent_module_lists_is_its_parameters_after_a_change() -> None:
+    recurrent, other = nn.GRU(4, 4), nn.GRU(4, 4)
+    other.load_state_dict(recurrent.state_dict())
+    for each in (recurrent, other):
+        each.register_buffer("steps", torch.ones(1))  # so that torch's own _apply runs for it
+    x = torch.randn(3, 2, 4).double()
+    with attached(nn.Sequential(recurrent), "cpu", offload_percent=1.0):
+        recurrent.double()
+        assert recurrent.steps.dtype is torch.float64
+        standing = [recurrent._parameters[name] for name in recurrent._flat_weights_names]
+        for listed, parameter in zip(recurrent._flat_weights, standing, strict=True):
+            assert listed is parameter
+    assert torch.equal(result(recurrent, x), result(other.double(), x))

@@ -151,3 +151,31 @@ def test_an_optimizer_may_keep_more_than_tensors_of_a_parameter_that_moved():
         ]
         assert_same(*found)
     assert optimizers[0].state[model.inner.weight] == {"count": 3, "name": "inner"}
+
+
+@pytest.mark.parametrize("trained", [("weight",), ("weight", "bias"), ()], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_under_autocast_a_layer_that_is_leaving_trains_as_the_residents(bias, trained):
+    model = build()
+    if not bias:
+        model.inner.bias = None
+    for name, parameter in model.inner.named_parameters():
+        parameter.requires_grad_(name in trained)
+    model, resident = resident_pair(model)
+
+    def step(each):
+        x = inputs().requires_grad_()
+        each.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = each(x) + each(x * 2)  # of one region
+            with torch.no_grad():
+                sampled = each(x)
+        y.float().square().sum().backward()
+        return [y, sampled, x.grad, *(p.grad for p in each.parameters())]
+
+    with attached(model, "cpu") as manager:
+        model.when = resident.when = True
+        kept = model(inputs())  # the graph is alive: the layer has not left
+        assert_same(step(model), step(resident))
+        assert manager.attachment.leaving and kept is not None
+        assert_same(step(model), step(resident))
