@@ -440,7 +440,8 @@ def test_a_layout_is_by_channels_where_no_other_name_fits(shape: tuple[int, ...]
     assert swap._format_of(plain.contiguous(memory_format=last)) is last
     assert swap._format_of(one.contiguous(memory_format=last)) is torch.contiguous_format
     assert swap._format_of(plain.transpose(0, 1)) is torch.contiguous_format
-    assert swap._format_of(plain.flatten(2)) is torch.contiguous_format
+    for flat in (plain.flatten(2), plain.flatten(2).transpose(0, 1)):
+        assert swap._format_of(flat) is torch.contiguous_format
 
 
 # ---- who is told of a change ----
