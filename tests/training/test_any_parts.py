@@ -295,6 +295,23 @@ def test_a_parametrisation_for_the_length_of_a_forward_is_no_write(after):
         assert [type(model[2]), is_managed(model[0]), is_managed(model[2])] == [Around, True, False]
 
 
+@pytest.mark.parametrize(
+    ("trainable", "context"),
+    [(False, torch.enable_grad), (False, torch.no_grad), (True, torch.inference_mode)],
+    ids=["frozen", "sampling", "inference"],
+)
+def test_what_takes_no_gradient_is_lent_as_a_parameter_by_its_very_class(trainable, context):
+    """Code that compares classes (a library's kernel may) finds what it found."""
+    model = nn.Sequential(Looks()).requires_grad_(trainable)
+    with attached(model) as manager, context():
+        assert len(manager.layers) == 1
+        model(X)
+        assert [type(tensor) for tensor in model[0].seen] == [nn.Parameter, nn.Parameter]
+        assert [tensor.requires_grad for tensor in model[0].seen] == [trainable, trainable]
+        assert all(tensor.grad_fn is None for tensor in model[0].seen)
+        del model[0].seen
+
+
 # ---- what autograd keeps ----
 
 
