@@ -15,7 +15,12 @@ from torch import nn
 
 from oracle_offload import OffloadError
 from oracle_offload.layers import leaf as leaf_module
-from oracle_offload.layers.leaf import Masters, is_memory_held_elsewhere, version_of
+from oracle_offload.layers.leaf import (
+    Masters,
+    is_memory_held_elsewhere,
+    unfit_tensor,
+    version_of,
+)
 
 KIND = types.SimpleNamespace(names=("weight", "bias"), backward_reads=("weight",))
 
@@ -102,6 +107,32 @@ def test_memory_is_taken_over_where_no_other_tensor_sees_it():
         # Who else holds it, torch does not count; a Parameter that was put there is for good.
         numpys = nn.Parameter(torch.from_numpy(numpy.ones(4)))
         assert is_memory_held_elsewhere(numpys, reassigned) is not reassigned
+
+
+PLAIN = nn.Parameter(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "options", "why"),
+    [
+        (PLAIN, {}, ""),
+        (PLAIN, {"floating": False}, ""),
+        (PLAIN, {"plain": torch.Tensor}, "'t' is a Parameter, not a plain parameter"),
+        (torch.ones(4), {}, "'t' is a Tensor, not a plain parameter"),
+        (torch.ones(4), {"plain": torch.Tensor}, ""),
+        (nn.Parameter(torch.eye(4).to_sparse()), {}, "'t' is a Parameter, not a plain parameter"),
+        (nn.Parameter(torch.ones(4).char(), False), {}, "'t' is torch.int8"),
+        (nn.Parameter(torch.ones(4).char(), False), {"floating": False}, ""),
+        (nn.Parameter(torch.ones(0, 4)), {}, "'t' is empty"),
+        (
+            nn.Parameter(torch.ones(4, 8)[:, ::2]),
+            {"floating": False},
+            "'t' has gaps or overlaps in memory (strides (8, 2))",
+        ),
+    ],
+)
+def test_why_a_tensor_cannot_become_a_master(tensor, options, why):
+    assert unfit_tensor("t", tensor, **options) == why
 
 
 # ---- a leaf ----
@@ -329,6 +360,20 @@ def test_a_coded_master_is_told_as_such_while_it_is_what_was_coded(coded):
     assert len(told[0]) == 4 and told[1] == (starts[1], nbytes)
     assert list(coded.coded) == [both[0]]
     coded.coded = both
+
+
+@pytest.mark.parametrize("make", [Two, lambda: nn.Linear(512, 512, bias=False).bfloat16()])
+def test_calls_leave_codes_as_they_are_while_nobody_writes(make):
+    model, resident = resident_pair(nn.Sequential(make()).requires_grad_(False))
+    x = torch.linspace(-1, 1, 1024).view(2, 512).bfloat16().requires_grad_()
+    with attached(model, compress="lossless") as manager:
+        (layer,) = manager.layers
+        before = layer.coded
+        assert before
+        for _ in range(2):
+            found, expected = (torch.autograd.grad(each(x).sum(), x) for each in (model, resident))
+            assert_same(found, expected)
+        assert layer.coded is before
 
 
 def test_codes_are_stale_once_a_tensor_is_written_or_trained(coded):

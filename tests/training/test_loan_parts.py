@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from oracle_offload import StaleWeightsError
+from oracle_offload import OffloadError, StaleWeightsError
 from oracle_offload.layers.leaf import Leaf
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
@@ -103,6 +103,24 @@ def test_an_input_without_a_tangent_is_computed_with_at_any_level_of_forward_mod
     model, resident = pair()
     with attached(model), forward_ad.dual_level():
         assert_same(model(X), resident(X))
+
+
+@pytest.mark.parametrize(
+    "loss", [torch.sum, lambda y: y.square().sum()], ids=["linear", "quadratic"]
+)
+def test_a_gradient_of_a_gradient_is_refused_and_never_left_out(loss):
+    """Also where the gradient of the result is a constant, which asks for none itself."""
+    model, _ = pair(2)
+    x = X.clone().requires_grad_()
+    with attached(model):
+        (grad,) = torch.autograd.grad(loss(model(x)), x, create_graph=True)
+        assert grad.requires_grad
+        penalty = grad.square().sum() + x.square().sum()
+        with pytest.raises(OffloadError, match="double backward through a managed layer"):
+            penalty.backward()
+        (plain,) = torch.autograd.grad(loss(model(x)), x)
+        assert not plain.requires_grad
+        assert_same(grad.detach(), plain)
 
 
 def test_a_backward_whose_weights_are_being_moved_is_refused_and_keeps_nothing():

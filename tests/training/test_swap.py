@@ -541,3 +541,16 @@ def test_what_a_recurrent_module_lists_is_its_parameters_after_a_change() -> Non
         for listed, parameter in zip(recurrent._flat_weights, standing, strict=True):
             assert listed is parameter
     assert torch.equal(result(recurrent, x), result(other.double(), x))
+
+
+def test_a_bias_that_is_an_empty_buffer_is_passed_over() -> None:
+    """As some libraries say that there is none."""
+    linear = nn.Linear(4, 4, bias=False)
+    del linear._parameters["bias"]
+    linear.register_buffer("bias", None)
+    before = copy.deepcopy(linear)
+    x = torch.randn(2, 4)
+    with attached(linear, "cpu", offload_percent=1.0):
+        assert is_managed(linear)
+        assert linear.double().weight.dtype is torch.float64 and linear.bias is None
+        assert torch.equal(result(linear, x.double()), result(before.double(), x.double()))

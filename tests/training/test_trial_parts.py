@@ -179,3 +179,62 @@ def test_under_autocast_a_layer_that_is_leaving_trains_as_the_residents(bias, tr
         assert_same(step(model), step(resident))
         assert manager.attachment.leaving and kept is not None
         assert_same(step(model), step(resident))
+
+
+class Doubled(nn.Module):
+    def forward(self, tensor):
+        return tensor * 2
+
+
+def test_a_class_that_was_derived_of_one_on_trial_is_read_as_any_other_after_detach():
+    """A parametrisation's class stays, and its base still has what looked who reads."""
+    model, resident = resident_pair(build())
+    with attached(model, "cpu"):
+        model(inputs())
+        for each in (model, resident):
+            nn.utils.parametrize.register_parametrization(each.inner, "bias", Doubled())
+    assert HANDLE not in vars(model.inner)
+    assert_same(model.inner.weight, resident.inner.weight)
+    for model.when in (False, True):
+        resident.when = model.when
+        assert_same(model(inputs()), resident(inputs()))
+    with pytest.raises(AttributeError, match="no attribute 'wight'"):
+        model.inner.wight  # noqa: B018
+
+
+def test_a_layer_that_is_leaving_follows_what_lies_on_its_device_alone():
+    model = build()
+    with attached(model, "cpu") as manager:
+        model.when = True
+        kept = model(inputs())  # the graph is alive: the layer has not left
+        (leaving,) = manager.attachment.leaving
+        weight = model.inner.weight
+        places = vars(model.inner)["_parameters"]
+        for other in (None, nn.Parameter(torch.ones(8, 8, device="meta"))):
+            places["weight"] = other
+            assert not leaving.adopt() and leaving.masters.present[0] is weight
+        places["weight"] = nn.Parameter(torch.eye(8))
+        assert leaving.adopt() and leaving.masters.present[0] is places["weight"]
+        places["weight"] = weight
+        assert leaving.adopt() and kept is not None
+
+
+def test_a_layer_that_is_leaving_keeps_no_input_for_a_weight_that_is_frozen():
+    model = build()
+    model.inner.weight.requires_grad_(False)
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.data_ptr())
+        return tensor
+
+    with attached(model, "cpu") as manager:
+        model.when = True
+        kept = model(inputs())  # the graph is alive: the layer has not left
+        assert manager.attachment.leaving and kept is not None
+        for trained in (False, True):
+            model.inner.weight.requires_grad_(trained)
+            x = inputs().requires_grad_()
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                model.inner(x)
+            assert (x.data_ptr() in saved) is trained
