@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from equality import assert_models_agree, attached, resident_pair
+from ostris import to_ostris
 from torch import Tensor, nn
 
 from oracle_offload import selection
@@ -554,3 +555,16 @@ def test_a_bias_that_is_an_empty_buffer_is_passed_over() -> None:
         assert is_managed(linear)
         assert linear.double().weight.dtype is torch.float64 and linear.bias is None
         assert torch.equal(result(linear, x.double()), result(before.double(), x.double()))
+
+
+def test_a_cast_of_quantised_buffers_is_the_residents_and_followed_at_once() -> None:
+    model = nn.Sequential(nn.Linear(256, 256))
+    to_ostris(model[0])
+    model, resident = resident_pair(model)
+    with attached(model, "cpu", offload_percent=1.0) as manager:
+        (layer,) = manager.layers
+        for each in (model, resident):
+            each.to(torch.bfloat16)
+        found = {name: buffer.dtype for name, buffer in model.named_buffers()}
+        assert found == {name: buffer.dtype for name, buffer in resident.named_buffers()}
+        assert torch.bfloat16 in found.values() and not layer.has_moved()
