@@ -1,0 +1,401 @@
+"""`accumulate` on a small model: whose turn it is, what ends it, and what is left after it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from equality import assert_same, attached, gradients
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from oracle_offload import OffloadError, accumulate
+from oracle_offload.micro_batches.accumulate import _are_same
+from oracle_offload.micro_batches.thread_state import can_take_turns
+
+pytest.importorskip("greenlet")
+pytestmark = pytest.mark.skipif(not can_take_turns(), reason="turns are taken from torch 2.8 on")
+WIDTH, LAYERS = 64, 8  # of which the arena holds six
+
+
+class Chain(nn.Module):
+    """Layers one after the other; it notes which micro-batch computes which of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.seen = []
+
+    def layer(self, number, x, index):
+        self.seen.append((index, number))
+        return torch.tanh(self.layers[number](x))
+
+    def forward(self, x, index):
+        for number in range(LAYERS):
+            x = self.layer(number, x, index)
+        return x
+
+
+class Lent(Chain):
+    """Its own Parameter is lent to all of its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(320, WIDTH), requires_grad=False)
+        self.others = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x, index):
+        x = super().forward(x + self.table[:2], index)
+        return x * self.table[2:4]
+
+
+class Pair(Chain):
+    """Two layers in a checkpoint, with something done between them, and the others behind it."""
+
+    def __init__(self, between=None, reentrant=False):
+        super().__init__()
+        self.between, self.reentrant = between, reentrant
+
+    def forward(self, x, index):
+        def both(x):
+            x = self.layer(0, x, index)
+            if self.between is not None:
+                x = self.between(x, index)
+            return self.layer(1, x, index)
+
+        x = checkpoint(both, x, use_reentrant=self.reentrant)
+        for number in range(2, LAYERS):
+            x = self.layer(number, x, index)
+        return x
+
+
+class Copied(torch.autograd.Function):
+    """A function that is written in Python."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@contextlib.contextmanager
+def streamed(model):
+    with attached(model, "cpu", offload_percent=1.0) as manager:
+        assert manager.attachment.managed_bytes > manager.attachment.arena.capacity_bytes
+        yield model
+
+
+def made(kind=Chain, *arguments):
+    torch.manual_seed(0)
+    return kind(*arguments)
+
+
+def batches(count=3):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (index, torch.randn(2, WIDTH, generator=generator, requires_grad=True))
+        for index in range(count)
+    ]
+
+
+def loss_of(model, batch):
+    index, x = batch
+    return model(x, index).square().mean()
+
+
+def in_turns(count, numbers=range(LAYERS)):
+    """Return who computes which layer: the last micro-batch begins."""
+    return [(index, number) for number in numbers for index in reversed(range(count))]
+
+
+def one_by_one(count):
+    return [(index, number) for index in range(count) for number in range(LAYERS)]
+
+
+def forget(model, given):
+    model.zero_grad()
+    model.seen.clear()
+    for _, x in given:
+        x.grad = None
+
+
+def plain(model, given):
+    losses = []
+    for batch in given:
+        loss = loss_of(model, batch)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("calls", [False, True], ids=["returned", "called"])
+@pytest.mark.parametrize("kind", [Chain, Lent, Pair])
+def test_all_compute_one_layer_before_any_goes_on_and_sums_are_the_loops(kind, calls):
+    model = made(kind)
+    resident = copy.deepcopy(model)
+    given, ended = batches(), []
+
+    def step(batch):
+        loss = loss_of(model, batch)
+        if calls:
+            loss.backward()
+            assert model.layers[0].weight.grad is not None
+            assert not any(part._forward_hooks for part in model.modules())
+            ended.append(batch[0])
+        return loss
+
+    with streamed(model):
+        found = accumulate(step, given)
+        assert [loss.requires_grad for loss in found] == [False] * 3
+        layers = {
+            (index, number): at for at, (index, number) in enumerate(model.seen[: 3 * LAYERS])
+        }
+        assert len(layers) == 3 * LAYERS and (
+            kind is Pair or model.seen[: 3 * LAYERS] == in_turns(3)
+        )
+        took = gradients(model)
+        forget(model, given)
+        assert_same(accumulate(step, given, interleave=False), found)
+        assert kind is Pair or model.seen == one_by_one(3)
+        assert_same(gradients(model), took)
+    assert ended == ([0, 1, 2] * 2 if calls else [])
+    forget(resident, given)
+    assert_same(found, plain(resident, given))
+    assert_same(took, gradients(resident))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+@pytest.mark.parametrize("between", [None, lambda x, index: Copied.apply(x)], ids=["", "function"])
+def test_a_checkpoint_is_not_divided_whatever_ends_inside_it(reentrant, between):
+    model = made(Pair, between, reentrant)
+    with streamed(model):
+        accumulate(functools.partial(loss_of, model), batches())
+    pairs = [(index, number) for index in (2, 1, 0) for number in (0, 1)]
+    assert model.seen[: 3 * LAYERS] == [*pairs, *in_turns(3, range(2, LAYERS))]
+
+
+def test_a_function_ends_no_turn_that_no_layer_has_ended():
+    model = made()
+
+    def step(batch):
+        index, x = batch
+        x = model.layer(0, x, index)
+        for name in ("once", "twice"):
+            x = Copied.apply(x)
+            model.seen.append((index, name))
+        return model.layer(1, x, index).square().mean()
+
+    with streamed(model):
+        accumulate(step, batches(2))
+    turn = ["once", "twice", 1]
+    expected = [(1, 0), (0, 0), *((index, number) for index in (1, 0) for number in turn)]
+    assert model.seen == expected
+
+
+def test_a_single_micro_batch_and_none_have_no_turns_to_take():
+    """So what depends on their order is no matter."""
+    model = made()
+    model.norm = nn.BatchNorm1d(WIDTH)
+    step = functools.partial(loss_of, model)
+    with streamed(model):
+        assert accumulate(step, []) == []
+        (found,) = accumulate(step, batches(1))
+        assert model.layers[0].weight.grad is not None and not found.requires_grad
+        model.zero_grad()
+        with pytest.raises(OffloadError, match=r"'norm' \(BatchNorm1d\) trains"):
+            accumulate(step, batches(2))
+
+
+def test_it_is_not_begun_inside_a_backward():
+    told = []
+    x = torch.ones(2, requires_grad=True)
+
+    def inside(gradient):
+        with pytest.raises(OffloadError, match="was called inside a backward, or in inference"):
+            accumulate(lambda batch: (x * batch).sum(), [1.0, 2.0])
+        told.append(x.grad)
+
+    y = x * 2
+    y.register_hook(inside)
+    y.sum().backward()
+    assert told == [None]
+
+
+# ---- what is left after it ----
+
+
+@pytest.mark.parametrize("interleave", [True, False], ids=["together", "one by one"])
+@pytest.mark.parametrize("fails", ["", "begun", "turns"])
+def test_a_backward_that_a_step_has_kept_is_torchs_own_afterwards(interleave, fails):
+    """A module that a step imports may keep the name for good."""
+    model, kept = made(), []
+
+    def step(batch):
+        kept.append(torch.autograd.backward)
+        if fails == "begun":
+            raise KeyError("planned")
+        if fails == "turns" and batch[0] == 0:
+            model.layer(0, batch[1], 0)
+            raise KeyError("planned")
+        return loss_of(model, batch)
+
+    expected = pytest.raises(KeyError, match="planned") if fails else contextlib.nullcontext()
+    with streamed(model):
+        with expected:
+            accumulate(step, batches(), interleave=interleave)
+        assert not any(part._forward_hooks for part in model.modules())
+        x = torch.ones(2, requires_grad=True)
+        for number, backward in enumerate([*kept, torch.autograd.backward], 1):
+            backward((x * 3).sum())
+            assert x.grad.tolist() == [3.0 * number] * 2
+        model.zero_grad()
+        accumulate(functools.partial(loss_of, model), batches())
+
+
+def test_attributes_of_ones_own_are_afterwards_as_the_last_micro_batch_leaves_them():
+    model = made()
+    trainer = SimpleNamespace(step=0, counts={"seen": 0})
+    at_layer = []
+
+    def step(batch):
+        trainer.step = trainer.counts["seen"] = 10 + batch[0]
+        x = model.layer(0, batch[1], batch[0])
+        at_layer.append((batch[0], trainer.step, trainer.counts["seen"]))
+        loss = model.layer(1, x, batch[0]).sum()
+        loss.backward()
+        trainer.step += 10
+        return loss
+
+    with streamed(model):
+        for interleave in (True, False):
+            trainer.step = trainer.counts["seen"] = 0
+            accumulate(step, batches(), interleave=interleave, own=[trainer])
+            assert vars(trainer) == {"step": 22, "counts": {"seen": 12}}
+            assert sorted(at_layer) == [(index, 10 + index, 10 + index) for index in range(3)]
+            at_layer.clear()
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("differs", ["value", "missing", "nothing"])
+def test_attributes_of_a_module_are_the_same_where_backward_begins(differs):
+    model, network = made(), nn.Identity()
+
+    def step(batch):
+        network.multiplier = batch[0] if differs == "value" else 1
+        if differs == "missing" and batch[0] == 1:
+            network.extra = True
+        return loss_of(model, batch)
+
+    with streamed(model):
+        if differs == "nothing":
+            accumulate(step, batches(), own=[SimpleNamespace(a=1), network])
+            return
+        name = "multiplier" if differs == "value" else "extra"
+        match = f"call backward with different '{name}' of Identity"
+        with pytest.raises(OffloadError, match=match):
+            accumulate(step, batches(), own=[SimpleNamespace(a=1), network])
+        assert all(gradient is None for gradient in gradients(model).values())
+
+
+def test_attributes_of_unlike_kinds_differ():
+    pairs = [(torch.ones(1), 1), (None, torch.ones(1)), ((1,), 1), (1, (1,))]
+    assert [_are_same(one, other) for one, other in pairs] == [False] * len(pairs)
+
+
+def test_backward_has_the_state_of_the_first_micro_batch():
+    """Though another one was the last to compute."""
+    model, seen = made(), []
+    before = torch.get_default_dtype()
+
+    class Asks(Copied):
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(torch.get_default_dtype())
+            return gradient
+
+    def step(batch):
+        loss = loss_of(model, batch)
+        if batch[0] == 2:
+            loss = loss + model.layers[0](batch[1].detach()).detach().sum()
+            torch.set_default_dtype(torch.float64)
+        return Asks.apply(loss)
+
+    try:
+        with streamed(model):
+            accumulate(step, batches())
+        assert torch.get_default_dtype() is before
+    finally:
+        torch.set_default_dtype(before)
+    assert seen == [torch.float32] * 3
+
+
+# ---- what ends it ----
+
+
+def warnings_of(caplog):
+    return [row.getMessage() for row in caplog.records if row.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("way", ["", "forward", "backward", "raises"])
+def test_every_step_has_ended_when_one_has_failed(way, caplog):
+    """One that goes on is ended again; one that fails meanwhile is told of."""
+    model, ended = made(), []
+
+    def step(batch):
+        index = batch[0]
+        try:
+            x = model.layer(0, batch[1], index)
+            if index == 1:
+                raise KeyError("planned")
+            model.layer(1, x, index)
+        except KeyError:
+            raise
+        except BaseException:
+            if way == "raises":
+                raise ArithmeticError("while it was ended") from None
+            if way == "forward":
+                model.layer(2, batch[1], index)
+            if way == "backward":
+                torch.autograd.backward((batch[1] * 2).sum())
+            raise
+        finally:
+            ended.append(index)
+
+    given = batches(4)
+    with streamed(model), pytest.raises(KeyError, match="planned"):
+        accumulate(step, given)
+    assert sorted(ended) == [0, 1, 2, 3]
+    told = [f"micro-batch {index} failed while it was ended" for index in (0, 2, 3)]
+    assert warnings_of(caplog) == (told if way == "raises" else [])
+    assert all(x.grad is None for _, x in given)
+
+
+def test_steps_that_have_not_begun_are_not_ended(caplog):
+    model, begun = made(), []
+
+    def step(batch):
+        begun.append(batch[0])
+        raise KeyError("planned")
+
+    with streamed(model), pytest.raises(KeyError, match="planned"):
+        accumulate(step, batches())
+    assert begun == [2] and warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+def test_no_other_goes_on_while_a_checkpoint_fails(reentrant):
+    def fail(x, index):
+        raise KeyError("planned")
+
+    model = made(Pair, fail, reentrant)
+    with streamed(model), pytest.raises(KeyError, match="planned"):
+        accumulate(functools.partial(loss_of, model), batches())
+    assert model.seen == [(2, 0)]
