@@ -141,6 +141,45 @@ def test_a_process_that_says_nothing_failed_by_its_code(monkeypatch, tmp_path):
     assert row.failed == "it ended with -9"
 
 
+def test_a_row_is_what_its_training_has_written_beside_that_of_the_first(monkeypatch, tmp_path):
+    """Where the first failed there is nothing to compare with."""
+    result = {"steps_now": 4, "optimizer_note": "another", "seconds_per_step": 0.5, "watts": 80.0}
+    result |= {"device_peak_bytes": 7, "host_peak_bytes": 8, "optimizer_bytes": 9, "loss_last": 1.5}
+    started = []
+
+    def run(command, **options):
+        name, output = command[-3], Path(command[-1])
+        started.append((command[:-3], output.name))
+        if name == "fails":
+            return subprocess.CompletedProcess(command, 1, "", "one line\nthe last line\n")
+        output.mkdir()
+        (output / "adapter").write_bytes(b"other" if name == "other" else b"same")
+        link = {} if name == "resident" else {"h2d_bytes": 24, "h2d_gbps": 3.0}
+        told = {**result, **link, "adapter": str(output / "adapter")}
+        (output / "result.json").write_text(json.dumps(told), "utf-8")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(matrix.subprocess, "run", run)
+    cells = [
+        Cell(name, (name,), name != "other") for name in ("resident", "fails", "same", "other")
+    ]
+    said = []
+    resident, fails, same, other = run_matrix(["--steps", "4"], tmp_path, said.append, cells)
+    assert said == ["1/4: resident", "2/4: fails", "3/4: same", "4/4: other"]
+    begin = [sys.executable, "-m", "oracle_offload", "train-lora", "--steps", "4"]
+    assert started == [(begin, f"0{number}") for number in range(4)]
+    assert same == Row("same", True, "", "another", 0.5, 7, 8, 6.0, 3.0, 80.0, 9, 1.5, True)
+    assert other == replace(same, name="other", keeps_bits=False, same_bits=False)
+    without = {"h2d_bytes_per_step": None, "h2d_gbps": None}
+    assert resident == replace(same, name="resident", **without)
+    assert fails == Row("fails", True, "the last line")
+    (tmp_path / "again").mkdir()
+    _, alone = run_matrix([], tmp_path / "again", str, cells[1:3])
+    assert alone.same_bits is None and not alone.is_wrong
+    assert [row.is_wrong for row in (resident, same, other)] == [False] * 3
+    assert replace(other, keeps_bits=True).is_wrong
+
+
 @pytest.mark.slow
 def test_the_whole_matrix_in_processes_of_its_own(capsys):
     """`python -m pytest -m slow tests/clients/test_bench_matrix.py` runs it, in minutes."""
@@ -157,3 +196,7 @@ def test_the_sample_is_a_small_model_and_texts_of_several_lengths(tmp_path):
     assert set(sentences) == {2, 3, 4, 5, 6}
     config = json.loads((Path(flags[1]) / "config.json").read_text("utf-8"))
     assert config["num_hidden_layers"] == 4 and config["model_type"] == "llama"
+    (tmp_path / "again").mkdir()
+    again = matrix.write_sample(tmp_path / "again")
+    weights = [(Path(one[1]) / "model.safetensors").read_bytes() for one in (flags, again)]
+    assert weights[0] == weights[1], "the same whoever measures"

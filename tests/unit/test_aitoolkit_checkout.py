@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -329,3 +330,94 @@ def test_a_patch_that_cannot_be_written_is_said(
     with contextlib.suppress(OSError):
         full.close()
     assert capsys.readouterr().err.startswith("cannot write standard output: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "release"),
+    [
+        (b'# of oracle_offload\nRELEASE = "3.1"\n', "3.1"),
+        (b"# written for oracle_offload\nclass MemoryManager: ...\n", None),
+        (b'RELEASE = "3.1"\n', None),
+        (b'# oracle_offload\n    RELEASE = "3.1"\n', None),
+    ],
+)
+def test_a_file_is_ours_that_names_us_and_a_release(content: bytes, release: str | None) -> None:
+    file = checkout.File(Path("manager.py"), content)
+    assert file.release == release
+    expected = "unknown (SHA-256 " if release is None else "oracle_offload 3.1, not of this"
+    assert file.describe().startswith(expected)
+
+
+def test_the_codes_of_a_run_are_those_that_it_was_given(
+    toolkit: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from oracle_offload.aitoolkit import command
+
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+
+    def code(*flags: object) -> tuple[int, str]:
+        args = parser.parse_args([*map(str, flags)])
+        return command.run(args, 10, 11, 12), capfd.readouterr().out
+
+    manager = toolkit / checkout.FOLDER / "manager.py"
+    assert code("status", toolkit)[0] == code("patch", toolkit)[0] == 10
+    found, said = code("install", toolkit)
+    assert found == 10 and "Restart AI-Toolkit" in said
+    assert code("status", toolkit)[0] == code("status", toolkit, "--json")[0] == 10
+    found, said = code("uninstall", toolkit)
+    assert found == 10 and "2 of 2 files changed" in said and "Restart" not in said
+    found, said = code("uninstall", toolkit)
+    assert found == 10 and said.count(": AI-Toolkit's, of 2026-08-12, left as it is\n") == 2
+    for action in ("install", "status", "patch"):
+        assert code(action, tmp_path)[0] == 11
+    manager.write_bytes(b"another\n")
+    assert code("status", toolkit)[0] == code("status", toolkit, "--json")[0] == 12
+    assert code("install", toolkit)[0] == 11
+
+
+def test_a_backup_beside_an_original_is_no_part_of_the_patch(toolkit: Path) -> None:
+    """`git checkout` brings an original back and leaves what was kept beside it."""
+    expected = checkout.patch(toolkit)
+    for file in checkout.read(toolkit):
+        file.backup.write_bytes(b"of another day\n")
+    assert checkout.patch(toolkit) == expected
+    assert checkout.uninstall(toolkit, lambda line: None) == 0
+    assert not any(file.backup.exists() for file in checkout.read(toolkit))
+
+
+def test_what_is_beside_our_manager_is_named() -> None:
+    checkout.refuse_strange_neighbour("0.1.0", "0.1.0", "manager.py")
+    for beside, whose in ((None, "not oracle_offload's"), ("0.2.0", "of oracle_offload 0.2.0")):
+        with pytest.raises(ImportError) as raised:
+            checkout.refuse_strange_neighbour("0.1.0", beside, "folder/manager.py")
+        assert str(raised.value).startswith(
+            "folder/manager.py is of oracle_offload 0.1.0, but manager_modules.py beside it is "
+            f"{whose}; run 'oracle-offload aitoolkit install PATH'"
+        )
+
+
+def test_a_mode_that_cannot_be_copied_leaves_no_file_behind(
+    toolkit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files(toolkit)
+
+    def refuse(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkout.shutil, "copymode", refuse)
+    with pytest.raises(KeyboardInterrupt):
+        checkout.install(toolkit, lambda line: None)
+    assert files(toolkit) == before
+
+
+def test_originals_and_backups_have_the_mode_of_what_they_replace(toolkit: Path) -> None:
+    for file in checkout.read(toolkit):
+        file.path.chmod(0o710)
+    checkout.install(toolkit, lambda line: None)
+    for file in checkout.read(toolkit):
+        assert stat.S_IMODE(file.backup.stat().st_mode) == 0o710
+        file.path.chmod(0o600)
+    checkout.uninstall(toolkit, lambda line: None)
+    modes = {stat.S_IMODE(file.path.stat().st_mode) for file in checkout.read(toolkit)}
+    assert modes == {0o710}

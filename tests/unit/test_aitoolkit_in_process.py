@@ -111,3 +111,38 @@ def test_names_of_the_package_are_told_and_no_others(toolkit: Path) -> None:
     assert aitoolkit.uninstall is in_process.uninstall
     with pytest.raises(AttributeError, match="has no attribute 'attach'"):
         aitoolkit.attach  # noqa: B018
+
+
+def test_it_is_taken_back_with_all_names_and_no_other_finder(
+    toolkit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer: Any = ModuleType("trainer")
+    monkeypatch.setitem(sys.modules, "trainer", trainer)
+    others = [*sys.meta_path]
+    in_process.uninstall()  # of nothing
+    assert sys.meta_path == others
+    in_process.install()
+    package = importlib.import_module(NAME)
+    trainer.Manager, trainer.package = package.MemoryManager, package
+    assert trainer.Manager is aitoolkit.MemoryManager
+    in_process.uninstall()
+    assert sys.meta_path == others
+    assert trainer.package is sys.modules[NAME] is not package
+    assert Path(str(trainer.package.__file__)) == toolkit / "__init__.py"
+    assert trainer.Manager is trainer.package.MemoryManager is not aitoolkit.MemoryManager
+    assert aitoolkit.MemoryManager.__module__ == "oracle_offload.aitoolkit.memory_manager"
+    in_process.install()
+    assert trainer.Manager is aitoolkit.MemoryManager
+
+
+def test_a_module_with_its_own_names_beside_the_exchanged_ones_keeps_them(
+    toolkit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The original's package of some day has no `sync_grad_transfers`."""
+    (toolkit / "__init__.py").write_text("from .manager import MemoryManager\n")
+    package = importlib.import_module(NAME)
+    trainer: Any = ModuleType("trainer")
+    trainer.Manager, trainer.missing = package.MemoryManager, None
+    monkeypatch.setitem(sys.modules, "trainer", trainer)
+    in_process.install()
+    assert trainer.Manager is aitoolkit.MemoryManager and trainer.missing is None
