@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import torch
 from equality import attached
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracle_offload
@@ -559,7 +561,128 @@ def test_attributes_of_objects_and_of_their_dicts_are_put_back() -> None:
     assert network.mode == "other"
 
 
+@pytest.mark.parametrize("torchs", ["all flags", "no flags", "flags in Python alone"])
+def test_modes_are_put_back_whatever_torch_notes_beside_them(
+    torchs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    name = "set_is_in_mode_without_ignore_compile_internals"
+    if torchs == "flags in Python alone":
+        monkeypatch.delattr(dispatch, name, raising=False)
+    else:
+        monkeypatch.setattr(dispatch, name, told.append, raising=False)
+    if torchs == "no flags":
+        monkeypatch.setattr(thread_state, "_FLAGS_OF_MODES", ())
+    modes = thread_state._Modes
+    mode = sees(TorchDispatchMode)
+    before = modes.now()
+    dispatch._push_mode(mode)
+    inside = modes.now()
+    assert (inside[1], len(inside[2])) == ([mode], len(thread_state._FLAGS_OF_MODES))
+    told.clear()
+    modes.restore(before)
+    assert dispatch._get_current_dispatch_mode_stack() == []
+    modes.restore(inside)
+    assert dispatch._get_current_dispatch_mode_stack() == [mode]
+    modes.restore(before)
+    assert dispatch._get_current_dispatch_mode_stack() == []
+    flags = [value[2][-1] for value in (before, inside, before) if value[2]]
+    assert told == ([] if torchs != "all flags" else flags)
+
+
+@pytest.mark.skipif(not can_take_turns(), reason="turns are taken from torch 2.8 on")
+@pytest.mark.parametrize("nth", [0, 1])
+def test_ctrl_c_after_hooks_are_noted_leaves_them_there(nth: int) -> None:
+    code = thread_state._Hooks._pop_all.__code__
+    packed: list[Tensor] = []
+    stops = [nth]
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        if frame.f_code is code and event == "line" and frame.f_locals["pairs"]:
+            stops.append(stops.pop() - 1)
+            if stops == [-1]:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace if frame.f_code.co_filename == thread_state.__file__ else None
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        sys.settrace(trace)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                thread_state._Hooks.now()
+        finally:
+            sys.settrace(None)
+        torch.ones(2, requires_grad=True).exp()
+    assert len(packed) == 1
+
+
 # ---- flags of the whole process ----
+
+
+FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
+    "threads": (torch.get_num_threads, torch.set_num_threads, 3),
+    "determinism": (
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+        "warn",
+    ),
+    "only warned of": (
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+        "error",
+    ),
+    "anomalies": (torch.is_anomaly_enabled, torch.set_anomaly_enabled, True),
+    "benchmark": (
+        lambda: torch.backends.cudnn.benchmark,
+        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_is_what_it_was_by_the_users_own_words(flag: str) -> None:
+    get, put, other = FLAGS[flag]
+    before, ambient = kernel_flags.now(), get()
+    try:
+        put(other)
+        inside, there = kernel_flags.now(), get()
+        assert there != ambient and inside != before
+        kernel_flags.restore(before)
+        assert get() == ambient and kernel_flags.now() == before
+        kernel_flags.restore(inside)
+        assert get() == there
+    finally:
+        kernel_flags.restore(before)
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_how_long_cudnn_searches_is_a_flag_where_there_is_cudnn(
+    available: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudnn: Any = SimpleNamespace(is_available=lambda: available, benchmark_limit=10)
+    monkeypatch.setattr(torch.backends, "cudnn", cudnn)
+    monkeypatch.setattr(kernel_flags, "_FLAGS", tuple(kernel_flags._flags()))
+    before = kernel_flags.now()
+    cudnn.benchmark_limit = 3
+    assert (kernel_flags.now() != before) is available
+    kernel_flags.restore(before)
+    assert cudnn.benchmark_limit == (10 if available else 3)
+
+
+@pytest.mark.parametrize(("name", "other"), [("enabled", False), ("strategy", "greedy")])
+def test_in_which_order_einsum_contracts_is_a_flag(
+    name: str, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not the library is installed that finds one."""
+    einsum = SimpleNamespace(enabled=True, strategy="auto")
+    monkeypatch.setattr(kernel_flags, "opt_einsum", einsum)
+    monkeypatch.setattr(kernel_flags, "_FLAGS", tuple(kernel_flags._flags()))
+    before = kernel_flags.now()
+    setattr(einsum, name, other)
+    assert kernel_flags.now() != before
+    kernel_flags.restore(before)
+    assert einsum == SimpleNamespace(enabled=True, strategy="auto")
 
 
 def others_than(value: Any) -> list[Any]:
