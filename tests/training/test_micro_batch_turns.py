@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import logging
+import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +17,8 @@ from equality import assert_same, attached, gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload import OffloadError, accumulate
-from oracle_offload.micro_batches.accumulate import _are_same
+from oracle_offload import OffloadError, accumulate, structure
+from oracle_offload.micro_batches.accumulate import _Accumulation, _are_same
 from oracle_offload.micro_batches.thread_state import can_take_turns
 
 pytest.importorskip("greenlet")
@@ -229,7 +232,219 @@ def test_it_is_not_begun_inside_a_backward():
     assert told == [None]
 
 
+def test_calls_that_wait_for_their_turn_are_seen_by_a_change_of_the_model():
+    model, seen = made(), []
+
+    def step(batch):
+        loss = loss_of(model, batch)
+        seen.append(len([frame for aside in structure.frames_aside for frame in aside()]))
+        return loss
+
+    with streamed(model):
+        accumulate(step, batches())
+        assert structure.frames_aside == []
+    assert seen == [2, 1, 0]
+
+
+def test_what_a_step_sets_for_its_own_context_is_seen_by_no_other():
+    model, found = made(), []
+    variable = contextvars.ContextVar("variable", default=None)
+    variable.set("ambient")
+
+    def step(batch):
+        found.append(variable.get())
+        variable.set(batch[0])
+        with torch.autocast("cpu", torch.bfloat16, enabled=batch[0] == 1):
+            loss = loss_of(model, batch)
+            assert torch.is_autocast_enabled("cpu") is (batch[0] == 1)
+        found.append(variable.get() == batch[0])
+        return loss.float()
+
+    with streamed(model):
+        accumulate(step, batches(2))
+    assert found == ["ambient", "ambient", True, True] and variable.get() == "ambient"
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_backward_of_another_thread_is_its_own():
+    model, found = made(), []
+
+    def other():
+        x = torch.ones(2, requires_grad=True)
+        (x * 3).sum().backward()
+        found.append(x.grad.tolist())
+
+    def step(batch):
+        x = model.layer(0, batch[1], batch[0])
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return model.layer(1, x, batch[0]).sum()
+
+    with streamed(model):
+        for interleave in (True, False):
+            accumulate(step, batches(2), interleave=interleave)
+            model.zero_grad()
+    assert found == [[3.0, 3.0]] * 4
+
+
+# ---- what is refused ----
+
+
+def refused(match, model, step=None, **options):
+    step = functools.partial(loss_of, model) if step is None else step
+    before = gradients(model)
+    with streamed(model), pytest.raises(OffloadError, match=match):
+        accumulate(step, batches(2), **options)
+    assert_same(gradients(model), before)
+
+
+class Two(Chain):
+    """Each layer in a checkpoint of its own, in one more where that is asked for."""
+
+    def __init__(self, nested=False):
+        super().__init__()
+        self.nested = nested
+
+    def forward(self, x, index):
+        for number in range(LAYERS):
+
+            def once(x, number=number):
+                return checkpoint(self.layer, number, x, index, use_reentrant=True)
+
+            def twice(x, once=once):
+                return checkpoint(once, x, use_reentrant=True)
+
+            x = (twice if self.nested else once)(x)
+        return x
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
+def test_weights_of_reentrant_checkpoints_are_known_when_they_are_computed_again(nested):
+    """No leaf of theirs is in the graph where the joint backward begins."""
+    model = made(Two, nested)
+    model.layers[5].weight.grad = torch.ones(WIDTH, WIDTH)
+    refused(r"'layers.5.weight' has a gradient before", model)
+    model = made(Two, nested)
+    model.layers[6] = model.layers[2]
+    refused(r"'layers.2.(weight|bias)' is used several times", model)
+    model = made(Two, nested)
+    resident = copy.deepcopy(model)
+    with streamed(model):
+        found = accumulate(functools.partial(loss_of, model), given := batches(2))
+    took = gradients(model)
+    forget(model, given)
+    assert_same(found, plain(resident, given))
+    assert_same(took, gradients(resident))
+
+
+def test_a_weight_that_a_checkpoint_and_others_use_is_refused():
+    model = made(Pair, None, True)
+    model.layers[3] = model.layers[1]
+    refused(r"'layers.1.(weight|bias)' is used several times", model)
+
+
+def test_a_weight_that_is_used_twice_is_refused_unless_one_comes_after_the_other():
+    model = made()
+    model.layers[3] = model.layers[1]
+    refused(r"'layers.1.(weight|bias)' is used several times", model)
+    with streamed(model):
+        assert len(accumulate(functools.partial(loss_of, model), batches(), interleave=False)) == 3
+
+
+def test_a_backward_in_unlike_contexts_is_refused():
+    model = made()
+
+    def step(batch):
+        with torch.autocast("cpu", torch.bfloat16, enabled=batch[0] == 1):
+            loss_of(model, batch).float().backward()
+
+    refused("call backward in different contexts", model, step)
+
+
+def test_random_numbers_in_backward_are_refused_unless_one_comes_after_the_other():
+    model = made()
+
+    class Draws(Copied):
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * torch.rand(())
+
+    def step(batch):
+        return Draws.apply(loss_of(model, batch))
+
+    refused("random numbers were drawn in backward", model, step)
+    with streamed(model):
+        assert len(accumulate(step, batches(2), interleave=False)) == 2
+
+
+@pytest.mark.parametrize("interleave", [True, False], ids=["together", "one by one"])
+def test_one_inside_another_is_refused_and_leaves_the_outer_one(interleave):
+    model, told = made(), []
+
+    def step(batch):
+        with pytest.raises(OffloadError, match="already under way in this process"):
+            accumulate(functools.partial(loss_of, model), batches(2))
+        told.append(batch[0])
+        return loss_of(model, batch)
+
+    with streamed(model):
+        assert len(accumulate(step, batches(2), interleave=interleave)) == 2
+        assert model.layers[0].weight.grad is not None
+    assert told == ([1, 0] if interleave else [0, 1])
+
+
 # ---- what is left after it ----
+
+
+def test_ctrl_c_while_torch_gets_its_own_back_is_made_good():
+    """A second one, as people press it: the first has ended the step."""
+    code = _Accumulation.uninstall.__code__
+    before = torch.autograd.backward, torch.autograd.Function.__dict__["apply"]
+
+    def trace(frame, event, argument):
+        if frame.f_code is code and event == "line":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    x = torch.ones(2, requires_grad=True)
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            accumulate(lambda batch: (x * batch).sum(), [1.0, 2.0])
+    finally:
+        sys.settrace(None)
+    assert (torch.autograd.backward, torch.autograd.Function.__dict__["apply"]) == before
+    assert structure.frames_aside == []
+    x.grad = None
+    assert len(accumulate(lambda batch: (x * batch).sum(), [1.0, 2.0])) == 2
+
+
+@pytest.mark.parametrize("interleave", [True, False], ids=["together", "one by one"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_no_gradient_is_left_of_what_failed(where, interleave):
+    model = made()
+    fails_at = 0 if interleave else 2  # which computes last
+
+    class Fails(Copied):
+        @staticmethod
+        def backward(ctx, gradient):
+            raise KeyError("planned")
+
+    def step(batch):
+        x = model.layer(0, batch[1], batch[0])
+        if where == "backward" and batch[0] == 2:
+            x = Fails.apply(x)
+        x = model.layer(1, x, batch[0])
+        if where == "forward" and batch[0] == fails_at:
+            raise KeyError("planned")
+        return model.layer(2, x, batch[0]).sum()
+
+    with streamed(model), pytest.raises(KeyError, match="planned"):
+        accumulate(step, given := batches(), interleave=interleave)
+    assert all(gradient is None for gradient in gradients(model).values())
+    assert all(x.grad is None for _, x in given)
 
 
 @pytest.mark.parametrize("interleave", [True, False], ids=["together", "one by one"])
