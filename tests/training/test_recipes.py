@@ -275,6 +275,13 @@ def test_the_backend_that_ran_is_told_not_the_one_that_is_allowed():
     assert set(allowed_backends()) == {"flash", "memory-efficient", "cuDNN", "math"}
 
 
+def test_watching_attention_leaves_what_operators_are_told():
+    with AttentionBackends():
+        made = torch.zeros(2, dtype=torch.int16)
+        added = torch.add(made, torch.ones(2, dtype=torch.int16), alpha=3)
+    assert made.dtype is torch.int16 and added.tolist() == [3, 3]
+
+
 def test_watching_attention_changes_no_bit_of_a_managed_model(device):
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)

@@ -118,6 +118,7 @@ def test_the_least_of_each_number_is_taken():
     assert (settings.steps, settings.max_length, settings.window_size) == (1, 2, 0)
     assert parsed("--window-size", "-1").chunk_size == 0
     assert parsed("--preview-every", "1", "--preview-prompt", "x").preview_every == 1
+    assert parsed("--optimizer", "adafactor").optimizer_name == "adafactor"
     for name in ("adamw", "adamw8bit"):
         assert parsed("--optimizer", name, "--use-8bit-optimizer").optimizer_name == "adamw8bit"
 

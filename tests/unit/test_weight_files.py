@@ -489,6 +489,24 @@ def test_bytes_are_read_from_where_they_lie(tmp_path, monkeypatch, way):
     file.close()
 
 
+@pytest.mark.skipif(not hasattr(os, "preadv"), reason="an open file cannot be replaced there")
+def test_bytes_are_of_the_file_that_was_opened_whoever_replaces_it(tmp_path):
+    path = tmp_path / "own.safetensors"
+    save_file({"a": torch.zeros(8, dtype=torch.uint8)}, path)
+    file = WeightFile(path)
+    save_file({"a": torch.ones(8, dtype=torch.uint8)}, tmp_path / "other.safetensors")
+    (tmp_path / "other.safetensors").replace(path)
+    found = bytearray(b"\7" * 8)
+    file.read_into(memoryview(found), file.tensors["a"].begin)
+    file.close()
+    assert list(found) == [0] * 8
+
+
+def test_a_file_may_have_no_tensors(tmp_path):
+    assert read(write(tmp_path / "none.safetensors", {})) == {}
+    assert read(write(tmp_path / "words.safetensors", {"__metadata__": {"a": "b"}})) == {}
+
+
 @pytest.mark.parametrize("platform", [sys.platform, "darwin"])
 def test_the_origin_of_bytes_is_where_they_lie_and_shows_them(tmp_path, monkeypatch, platform):
     path = tmp_path / "own.safetensors"

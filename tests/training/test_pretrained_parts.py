@@ -1,0 +1,194 @@
+"""Loading by a library's class, its steps alone: whose class it is, dtypes, and refusals."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from oracle_offload.disk import conversion, pretrained
+from oracle_offload.disk.header import Stored
+from oracle_offload.disk.source import Fragment, Source, whole
+from oracle_offload.errors import OffloadError
+
+
+def named(name, module, *bases):
+    return type(name, bases or (object,), {"__module__": module})
+
+
+def test_whose_class_it_is_follows_from_what_it_is_made_of():
+    base = named("PreTrainedModel", "transformers.modeling_utils")
+    for kind, library in (
+        (named("Own", "somewhere", base), "transformers"),
+        (named("_BaseAutoModelClass", "transformers.models.auto"), "transformers"),
+        (named("Other", "a.b", named("ModelMixin", "diffusers.models")), "diffusers"),
+        (named("ModelMixin", "another.library"), "another"),
+        (nn.Linear, ""),
+        ("transformers.PreTrainedModel", ""),
+    ):
+        assert pretrained._library_of(kind) == library
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [({"quant_method": "gptq"}, "gptq"), ({"bits": 4}, "None"), ("by words", "by words")],
+)
+def test_what_is_quantised_is_refused_by_its_method(config, method, tmp_path):
+    with pytest.raises(OffloadError) as raised:
+        pretrained._refuse_quantised(config, tmp_path)
+    assert str(raised.value).startswith(f"'{tmp_path}' is quantised ({method}): its library")
+    for nothing in (None, {}):
+        pretrained._refuse_quantised(nothing, tmp_path)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_default_dtype_is_the_models_while_it_is_made(dtype, fails):
+    before = torch.get_default_dtype()
+    seen = []
+
+    def make():
+        with pretrained._default_dtype(dtype):
+            seen.append(torch.get_default_dtype())
+            if fails:
+                raise KeyError("planned")
+
+    if fails:
+        with pytest.raises(KeyError, match="planned"):
+            make()
+    else:
+        make()
+    assert seen == [dtype or before] and torch.get_default_dtype() is before
+
+
+def diffuser(kept):
+    """Return a class with what is asked of one of diffusers."""
+
+    class Model(nn.Module):
+        _keep_in_fp32_modules = kept
+
+        def __init__(self, width):
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.block = nn.ModuleDict({"norm": nn.LayerNorm(width), "normal": nn.Linear(width, 1)})
+            self.register_buffer("table", torch.ones(width))
+            self.count = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+            self.registered = {}
+
+        @classmethod
+        def load_config(cls, path):
+            return {"width": 3, "quantization_config": None}
+
+        @classmethod
+        def from_config(cls, config):
+            return cls(config["width"])
+
+        def register_to_config(self, **named):
+            self.registered.update(named)
+
+    return Model
+
+
+@pytest.mark.parametrize(
+    ("kept", "dtype", "found"),
+    [
+        ("norm", torch.bfloat16, ["block.norm", "norm"]),
+        (["block"], torch.float16, ["block.norm", "block.normal"]),
+        (["orm", "table"], torch.bfloat16, []),
+        (None, torch.bfloat16, []),
+        ("norm", None, []),
+    ],
+)
+def test_a_model_of_diffusers_is_of_the_dtype_but_for_what_it_keeps(kept, dtype, found, tmp_path):
+    model, pattern = pretrained._of_diffusers(diffuser(kept), tmp_path, dtype)
+    names = {
+        name.rpartition(".")[0] for name, _ in model.named_parameters() if pattern.search(name)
+    }
+    assert sorted(names) == found
+    dtypes = {p.dtype for name, p in model.named_parameters() if name != "count"}
+    assert dtypes == {dtype or torch.float32} and model.count.dtype is torch.int64
+    assert model.table.dtype is (dtype or torch.float32), "computed as the class does"
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not model.table.is_meta and model.registered == {"_name_or_path": str(tmp_path)}
+
+
+# ---- what becomes of places in files ----
+
+
+def placed(name, *shape):
+    nbytes = 4 * torch.Size(shape).numel()
+    stored = Stored("F32", shape, 0, nbytes)
+    return conversion._Made.of(Source(shape, (Fragment(name, None, stored, whole),)))
+
+
+def filled(made, values):
+    """Return the tensor that its parts fill, each with the values of its name."""
+    source = made.source()
+    target = torch.zeros(source.shape)
+    for fragment in source.fragments:
+        fragment.part_of(target).copy_(values[fragment.name])
+    return target
+
+
+A, B, C = (torch.arange(6.0).view(2, 3) + number for number in (0, 10, 20))
+VALUES = {"a": A, "b": B, "c": C, "wide": torch.arange(8.0).view(2, 4)}
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_tensors_of_a_pattern_are_stacked(dim):
+    operation = SimpleNamespace(dim=dim)
+    made = {"x": [placed("a", 2, 3), placed("b", 2, 3), placed("c", 2, 3)]}
+    found = conversion._merge(operation, made, ["y"], ())
+    assert list(found) == ["y"]
+    assert torch.equal(filled(found["y"][0], VALUES), torch.stack([A, B, C], dim))
+    both = {"x": [placed("a", 2, 3)], "z": [placed("b", 2, 3), placed("c", 2, 3)]}
+    found = conversion._merge(operation, both, ["y"], ())
+    assert list(found) == ["x", "z"]
+    assert torch.equal(filled(found["z"][0], VALUES), torch.stack([B, C], dim))
+
+
+def test_tensors_of_all_patterns_lie_one_behind_the_other():
+    made = {"x": [placed("a", 2, 3)], "y": [placed("wide", 2, 4)], "z": [placed("b", 2, 3)]}
+    (found,) = conversion._concatenate(SimpleNamespace(dim=1), made, ["t"], ())["t"]
+    assert torch.equal(filled(found, VALUES), torch.cat([A, VALUES["wide"], B], 1))
+    stacked = conversion._merge(
+        SimpleNamespace(dim=0),
+        {"x": [placed("a", 2, 3), placed("c", 2, 3)], "y": [placed("b", 2, 3), placed("a", 2, 3)]},
+        ["t"],
+        (),
+    )
+    (found,) = conversion._concatenate(SimpleNamespace(dim=2), stacked, ["t"], ())["t"]
+    expected = torch.cat([torch.stack([A, C]), torch.stack([B, A])], 2)
+    assert torch.equal(filled(found, VALUES), expected)
+
+
+@pytest.mark.parametrize(
+    ("check", "expected", "turns"),
+    [(False, (2, 3), True), (True, (2, 3), False), (True, (3, 2), True)],
+)
+@pytest.mark.parametrize(("targets", "name"), [(["t"], "t"), (["t", "u"], "x")])
+def test_dimensions_are_exchanged_where_the_rule_says_so(check, expected, turns, targets, name):
+    operation = SimpleNamespace(dim0=0, dim1=1, check_dims=check)
+    found = conversion._transpose(operation, {"x": [placed("a", 2, 3)]}, targets, expected)
+    assert list(found) == [name]
+    assert torch.equal(filled(found[name][0], VALUES), A.T if turns else A)
+
+
+def test_names_that_older_files_have_are_left_out_where_the_library_does(monkeypatch):
+    model = nn.Module()
+    model.rotary_emb = nn.Module()
+    model.rotary_emb.register_buffer("inv_freq", torch.ones(1))
+    model.register_buffer("position_ids", torch.ones(1))
+    assert conversion.ignored_patterns(model) == []
+    model._keys_to_ignore_on_load_unexpected = ["own"]
+    assert conversion.ignored_patterns(model) == ["own"]
+    library = SimpleNamespace(PreTrainedModel=nn.Module)
+    monkeypatch.setitem(conversion.sys.modules, "transformers.modeling_utils", library)
+    both = ["own", r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
+    assert conversion.ignored_patterns(model) == both
+    del model.position_ids
+    assert conversion.ignored_patterns(model) == both[:2]
+    assert not conversion._is_of(model, "transformers.modeling_utils", "Another")
+    assert not conversion._is_of(model, "no.such.library", "PreTrainedModel")
