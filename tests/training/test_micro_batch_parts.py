@@ -917,6 +917,15 @@ def test_there_are_no_grains_where_all_weights_have_room() -> None:
         assert grains_of(manager.attachment) == ([], [])
 
 
+def test_there_are_no_grains_where_the_weights_are_as_large_as_the_arena() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    with attached(model, "cpu", offload_percent=1.0) as manager:
+        found = manager.attachment
+        if found.managed_bytes != found.arena.capacity_bytes:
+            pytest.skip("the arena is larger")
+        assert grains_of(found) == ([], [])
+
+
 # ---- what a step hands over, and what it leaves ----
 
 

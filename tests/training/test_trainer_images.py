@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from oracle_offload.trainer import lora
 from oracle_offload.trainer.data import Sample
 from oracle_offload.trainer.images import Images
 from oracle_offload.trainer.settings import Settings, SettingsError
@@ -208,3 +210,106 @@ def test_adapters_are_saved_under_the_names_that_pipelines_read(tmp_path):
     found = load_file(path)
     assert list(found) == ["unet.lora_A.weight"]
     assert torch.equal(found["unet.lora_A.weight"], made.model["lora_A"]["default"].weight)
+
+
+# ---- a pipeline's parts ----
+
+
+class Unet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(sample_size=6)
+        parts = {name: nn.Linear(2, 2) for name in ("to_q", "to_k", "to_v", "other")}
+        parts["to_out"] = nn.ModuleList([nn.Linear(2, 2), nn.Dropout(0.1)])
+        self.block = nn.ModuleDict(parts)
+
+
+class Encoder(nn.Linear):
+    def __init__(self, *channels):
+        super().__init__(2, 2)
+        self.config = SimpleNamespace(block_out_channels=channels)
+        self.train()
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Return a function that makes the task of a pipeline with such parts."""
+
+    def begin(kind="epsilon", settings=(), **parts):
+        given = []
+
+        class Pipeline:
+            components = parts
+            scheduler = SimpleNamespace(config={} if kind is None else {"prediction_type": kind})
+
+            @staticmethod
+            def from_pretrained(model, local_files_only):
+                assert (model, local_files_only) == ("m", True)
+                return Pipeline()
+
+        def inject(model, settings, names):
+            given.append((model, names))
+            return "the adapter"
+
+        monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(DiffusionPipeline=Pipeline))
+        monkeypatch.setattr(lora, "inject", inject)
+        monkeypatch.setattr(Images, "_encode_all", lambda self, path: [path] * (2 + len(path)))
+        monkeypatch.setattr(Images, "_encode_text", lambda self, text: f"encoded {text!r}")
+        made = Images(Settings("m", "d", **dict(settings)))
+        made.given = given
+        return made
+
+    return begin
+
+
+def test_a_unet_is_trained_and_what_encodes_for_it_is_not(begun):
+    unet, vae, encoder = Unet().eval(), Encoder(4, 8, 8), Encoder()
+    made = begun(unet=unet, vae=vae, text_encoder=encoder, safety_checker=None)
+    assert made.model is unet and unet.training and made.notes == []
+    for part in (vae, encoder):
+        assert not part.training and not any(p.requires_grad for p in part.parameters())
+    attention = [f"block.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")]
+    assert made.given == [(unet, attention)]
+    assert (made._vae, made._encoder, made._side) == (vae, encoder, 6 * 4)
+    assert made.lengths == [1] * 3 and made.eval_lengths == []
+    assert made._empty == "encoded ''"
+
+
+@pytest.mark.parametrize(
+    ("channels", "resolution", "side"),
+    [(None, 0, 6), (None, 7, 7), ((4,), 0, 6), ((4, 8), 0, 12), ((4, 8, 8, 8), 16, 16)],
+    ids=str,
+)
+def test_the_side_is_what_the_model_was_made_for_or_what_is_asked(
+    begun, channels, resolution, side
+):
+    vae = None if channels is None else Encoder(*channels)
+    settings = {"resolution": resolution, "eval_file": "ev"}
+    made = begun("v_prediction", settings, unet=Unet(), vae=vae)
+    assert made._side == side and made._encoder is None
+    assert made.eval_lengths == [1] * 4 and made._eval_data == ["ev"] * 4
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "settings", "told"),
+    [
+        ({"vae": None}, "epsilon", {}, "model='m' is a Pipeline: this trainer knows pipelines of"),
+        ({"unet": Unet(), "text_encoder_2": None}, "epsilon", {}, "with at most one text encoder"),
+        ({"unet": Unet()}, "sample", {}, "predicts 'sample': this trainer knows epsilon and v_pr"),
+        ({"unet": Unet()}, "epsilon", {"chunk_size": 3}, "chunk_size=3 is for texts, not for im"),
+        (
+            {"unet": Unet(), "vae": Encoder(4, 8, 8)},
+            "epsilon",
+            {"resolution": 6},
+            "resolution=6 is no multiple of 4",
+        ),
+    ],
+)
+def test_pipelines_that_cannot_be_trained_are_refused(begun, parts, kind, settings, told):
+    with pytest.raises(SettingsError) as raised:
+        begun(kind, settings, **parts)
+    assert told in str(raised.value)
+
+
+def test_a_scheduler_that_says_nothing_predicts_the_noise(begun):
+    assert begun(None, unet=Unet()).model.training
