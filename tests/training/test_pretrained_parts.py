@@ -192,3 +192,110 @@ def test_names_that_older_files_have_are_left_out_where_the_library_does(monkeyp
     assert conversion.ignored_patterns(model) == both[:2]
     assert not conversion._is_of(model, "transformers.modeling_utils", "Another")
     assert not conversion._is_of(model, "no.such.library", "PreTrainedModel")
+
+
+# ---- the library's own rules, by names ----
+
+
+class Rule:
+    """As transformers' converters: patterns of a file, those of the model, and what is done."""
+
+    def __init__(self, sources, targets, *operations):
+        self.source_patterns, self.target_patterns = sources, targets
+        self.operations = operations
+
+
+class MergeModulelist:
+    dim = 0
+
+
+class Unheard:
+    pass
+
+
+class Renaming:
+    pass
+
+
+class Stacks(nn.Module):
+    base_model_prefix = "model"
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleDict({"up": nn.Linear(3, 2, bias=False)})
+        self.experts["up"].weight = nn.Parameter(torch.zeros(3, 2, 3))
+        self.norm = nn.Linear(3, 2, bias=False)
+
+    def get_parameter_or_buffer(self, name):
+        return self.get_parameter(name)
+
+
+@pytest.fixture
+def converted(monkeypatch):
+    """Return a function that finds the sources of a model by rules."""
+
+    def find(rules, *names):
+        asked = []
+
+        def rename(key, renamings, converters, prefix, state):
+            asked.append((key, len(renamings), len(converters), prefix, sorted(state)))
+            number = key.rpartition(".")[2]
+            if number.isdigit():
+                return "experts.up.weight" if "lost" not in key else key, "experts.*"
+            return key.removeprefix("old."), None
+
+        core = SimpleNamespace(
+            WeightConverter=Rule,
+            WeightRenaming=Renaming,
+            dot_natural_key=lambda key: [int(p) if p.isdigit() else p for p in key.split(".")],
+            rename_source_key=rename,
+        )
+        mapping = SimpleNamespace(get_model_conversion_mapping=lambda module: rules)
+        monkeypatch.setitem(conversion.sys.modules, "transformers", SimpleNamespace())
+        monkeypatch.setitem(conversion.sys.modules, "transformers.conversion_mapping", mapping)
+        monkeypatch.setitem(conversion.sys.modules, "transformers.core_model_loading", core)
+        plain = {}
+        for name in names:
+            stored = Stored("F32", (2, 3), 0, 24)
+            plain[name] = Source((2, 3), (Fragment(name, None, stored, whole),))
+        return conversion._of_transformers(Stacks(), plain, "the file"), plain, asked
+
+    return find
+
+
+def test_experts_come_into_their_stack_in_the_order_of_their_numbers(converted):
+    rules = [Rule(["experts.*"], ["up"], MergeModulelist()), Renaming(), Renaming()]
+    names = ["e.10", "e.2", "old.norm.weight", "lost.1", "beside"]
+    found, plain, asked = converted(rules, *names)
+    assert sorted(found) == ["beside", "experts.up.weight", "lost.1", "norm.weight"]
+    assert found["norm.weight"] is plain["old.norm.weight"]
+    assert found["beside"] is plain["beside"] and found["lost.1"] is plain["lost.1"]
+    stack = found["experts.up.weight"]
+    assert stack.shape == (2, 2, 3)
+    target = torch.zeros(2, 2, 3)
+    for fragment, number in zip(stack.fragments, (2, 10), strict=True):
+        assert fragment.name == f"e.{number}"
+        fragment.part_of(target).fill_(number)
+    assert target[0].unique().tolist() == [2] and target[1].unique().tolist() == [10]
+    state = ["experts.up.weight", "norm.weight"]
+    assert {row[1:4] for row in asked} == {(2, 1, "model")} and asked[0][4] == state
+
+
+def test_a_name_of_the_model_itself_comes_before_one_that_is_renamed(converted):
+    found, plain, _ = converted([], "norm.weight", "old.norm.weight")
+    assert found == {"norm.weight": plain["norm.weight"]}
+
+
+def test_what_the_library_does_in_a_way_that_is_not_known_is_refused(converted):
+    with pytest.raises(OffloadError) as raised:
+        converted([Rule(["experts.*"], ["up"], MergeModulelist(), Unheard())], "e.1", "e.2", "e.3")
+    assert str(raised.value).startswith(
+        "'the file': transformers makes 'experts.up.weight' of 'e.1' and 2 others by "
+        "MergeModulelist, Unheard, which cannot be done while they are read"
+    )
+
+
+def test_without_the_library_a_file_has_the_names_of_the_model(monkeypatch):
+    monkeypatch.setitem(conversion.sys.modules, "transformers.conversion_mapping", None)
+    plain = {"a": 1}
+    assert conversion._of_transformers(nn.Linear(1, 1), plain, "x") is plain

@@ -242,6 +242,20 @@ def test_a_tensor_is_read_in_blocks_whatever_its_rows(tmp_path, monkeypatch, dty
     file.close()
 
 
+def test_a_larger_tensor_may_be_converted_after_a_smaller_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "THREADS", 1)  # which keeps what it converts in one place
+    values = {name: torch.arange(count).float() for name, count in (("a", 3), ("b", 90), ("c", 8))}
+    save_file(values, tmp_path / "x.safetensors")
+    file, reader = WeightFile(tmp_path / "x.safetensors"), reading.Reader()
+    for name in ("a", "b", "c", "b"):
+        target = torch.zeros(values[name].shape, dtype=torch.float64)
+        parts = reader.parts(file, file.tensors[name].begin, torch.float32, target)
+        reader.run(parts, lambda nbytes: None)
+        assert torch.equal(target, values[name].double())
+    reader.close()
+    file.close()
+
+
 def test_what_the_library_writes_is_read(tmp_path):
     path = tmp_path / "good.safetensors"
     tensors = {
