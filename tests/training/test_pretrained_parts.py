@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -299,3 +300,149 @@ def test_without_the_library_a_file_has_the_names_of_the_model(monkeypatch):
     monkeypatch.setitem(conversion.sys.modules, "transformers.conversion_mapping", None)
     plain = {"a": 1}
     assert conversion._of_transformers(nn.Linear(1, 1), plain, "x") is plain
+
+
+# ---- a model of transformers, and the whole way ----
+
+
+class Config:
+    def __init__(self, dtype=torch.bfloat16, quantization_config=None):
+        self.dtype, self.quantization_config = dtype, quantization_config
+        self._name_or_path = ""
+
+    @classmethod
+    def from_pretrained(cls, path):
+        (text,) = {file.read_text() for file in path.glob("config.json")}
+        found = cls(*([] if text == "plain" else [torch.float16]))
+        found.read_by = cls.__name__
+        if text == "quantised":
+            found.quantization_config = {"quant_method": "gptq"}
+        return found
+
+
+class OwnConfig(Config):
+    pass
+
+
+class Learner(nn.Module):
+    """What is asked of a model of transformers."""
+
+    _keep_in_fp32_modules = None
+    _keep_in_fp32_modules_strict = None
+
+    def __init__(self, config, generates=True):
+        super().__init__()
+        self.config, self.dtype, self.generates = config, config.dtype, generates
+        self.generation_config = "of the class"
+        self.router = nn.Linear(2, 2)
+        self.norm = nn.ModuleDict({"weight_of_norm": nn.LayerNorm(2)})
+        self.to(config.dtype)
+        self.steps = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+
+    def can_generate(self):
+        return self.generates
+
+
+@pytest.fixture
+def transformers(monkeypatch):
+    """A library of which only the configurations are there."""
+    generation = SimpleNamespace(from_pretrained=lambda path: f"of {path.name}")
+    library = SimpleNamespace(AutoConfig=Config, GenerationConfig=generation)
+    monkeypatch.setitem(sys.modules, "transformers", library)
+
+
+def kind_of(own=None, made="_from_config", generates=True, **kept):
+    class PreTrainedModel(Learner):
+        __module__ = "transformers.modeling_utils"
+
+    def make(config, **named):
+        if "dtype" in named:
+            config.dtype = named["dtype"]
+        return PreTrainedModel(config, generates)
+
+    PreTrainedModel.config_class = own
+    setattr(PreTrainedModel, made, staticmethod(make))
+    for name, value in kept.items():
+        setattr(PreTrainedModel, name, value)
+    return PreTrainedModel
+
+
+@pytest.mark.parametrize("own", [None, OwnConfig])
+@pytest.mark.parametrize("made", ["_from_config", "from_config"])
+@pytest.mark.parametrize(("file", "generates"), [(True, True), (True, False), (False, True)])
+def test_a_model_of_transformers_has_its_configuration_and_that_of_generation(
+    transformers, tmp_path, own, made, file, generates
+):
+    (tmp_path / "config.json").write_text("plain")
+    if file:
+        (tmp_path / "generation_config.json").write_text("{}")
+    model, kept = pretrained._of_transformers(kind_of(own, made, generates), tmp_path, None)
+    assert model.config.read_by == ("Config" if own is None else "OwnConfig")
+    told = f"of {tmp_path.name}" if file and generates else "of the class"
+    assert model.generation_config == told and model.config._name_or_path == str(tmp_path)
+    assert model.dtype is torch.bfloat16 and model.router.weight.is_meta
+    assert not any(kept.search(name) for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "strict", "half", "found"),
+    [
+        (torch.bfloat16, ["router"], ["norm"], ["router"]),
+        (torch.float16, ["router"], ["norm.*norm"], ["norm", "router"]),
+        (torch.float16, None, ["w*norm"], ["norm"]),
+        (torch.float32, ["router"], ["norm"], []),
+        (torch.float16, None, None, []),
+        (torch.bfloat16, None, ["norm"], []),
+    ],
+)
+def test_what_a_class_keeps_in_float32_follows_from_the_dtype(
+    transformers, tmp_path, dtype, strict, half, found
+):
+    (tmp_path / "config.json").write_text("plain")
+    kept = {"_keep_in_fp32_modules_strict": strict, "_keep_in_fp32_modules": half}
+    model, pattern = pretrained._of_transformers(kind_of(**kept), tmp_path, dtype)
+    assert model.dtype is dtype
+    names = {name.split(".")[0] for name, _ in model.named_parameters() if pattern.search(name)}
+    assert sorted(names) == found
+
+
+def test_a_folder_is_attached_as_a_model_in_evaluation_mode(transformers, tmp_path, monkeypatch):
+    folder = tmp_path / "unet"
+    folder.mkdir()
+    (folder / "config.json").write_text("plain")
+    attached = []
+    monkeypatch.setattr(
+        pretrained, "attach", lambda model, device, **named: attached.append((device, named))
+    )
+    kind = kind_of(_keep_in_fp32_modules_strict=["router", "steps"])
+    model = pretrained.from_pretrained(kind, tmp_path, "cpu", subfolder="unet", ram_budget=1)
+    assert not model.training and attached == [("cpu", {"weights": folder, "ram_budget": 1})]
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert dtypes.pop("steps") is torch.int64
+    assert {name for name, kind in dtypes.items() if kind is torch.float32} == {
+        *("router.weight", "router.bias"),
+    }
+    pretrained.from_pretrained(kind, str(folder), weights="elsewhere")
+    assert attached[1] == ("cuda", {"weights": "elsewhere"})
+    (folder / "config.json").write_text("quantised")
+    with pytest.raises(OffloadError, match=r"unet' is quantised \(gptq\)"):
+        pretrained.from_pretrained(kind, folder)
+    with pytest.raises(OffloadError, match="is no model's class of transformers or diffusers"):
+        pretrained.from_pretrained(nn.Linear, folder)
+    with pytest.raises(OffloadError, match="gone' is no folder; nothing is downloaded"):
+        pretrained.from_pretrained(kind, tmp_path / "gone")
+    assert len(attached) == 2
+
+
+def test_a_folder_of_diffusers_is_attached_alike(tmp_path, monkeypatch):
+    attached = []
+    monkeypatch.setattr(
+        pretrained, "attach", lambda model, device, **named: attached.append((device, named))
+    )
+    kind = named("ModelMixin", "diffusers.models", diffuser("norm"))
+    model = pretrained.from_pretrained(kind, tmp_path, "cpu", dtype=torch.bfloat16)
+    assert attached == [("cpu", {"weights": tmp_path})] and not model.training
+    floats = {n for n, p in model.named_parameters() if p.dtype is torch.float32}
+    assert floats == {
+        f"{name}.{part}" for name in ("norm", "block.norm") for part in ("weight", "bias")
+    }
