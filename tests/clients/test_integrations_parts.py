@@ -114,3 +114,13 @@ def test_a_trainer_of_several_processes_keeps_its_own_loop(processes):
     with pytest.raises(OffloadError, match=f"a Trainer of {processes} processes, which shares no"):
         integrations.accumulate_in(trainer)
     assert not {"training_step", "get_batch_samples"} & vars(trainer).keys()
+
+
+def test_a_module_that_is_missing_without_a_name_is_missing_all_the_same(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError("a part of it")
+
+    monkeypatch.setattr(integrations.importlib, "import_module", missing)
+    with pytest.raises(ModuleNotFoundError, match=r"integrations\.postfix needs ") as raised:
+        integrations.__getattr__("postfix")
+    assert str(raised.value.__cause__) == "a part of it"

@@ -185,21 +185,32 @@ def test_a_checkpoint_is_not_divided_whatever_ends_inside_it(reentrant, between)
     assert model.seen[: 3 * LAYERS] == [*pairs, *in_turns(3, range(2, LAYERS))]
 
 
-def test_a_function_ends_no_turn_that_no_layer_has_ended():
+class Refuses(Copied):
+    @staticmethod
+    def forward(ctx, x):
+        raise KeyError("not today")
+
+
+def test_a_function_ends_no_turn_that_no_layer_has_ended_and_none_after_it():
+    """Whether or not it has failed."""
     model = made()
 
     def step(batch):
         index, x = batch
         x = checkpoint(lambda x: model.layer(0, x, index), x, use_reentrant=False)
         for name in ("once", "twice"):
+            with pytest.raises(KeyError, match="not today"):
+                Refuses.apply(x)
             x = Copied.apply(x)
             model.seen.append((index, name))
-        return model.layer(1, x, index).square().mean()
+        for number in (1, 2):
+            x = model.layer(number, x, index)
+        return x.square().mean()
 
     with streamed(model):
         accumulate(step, batches(2))
-    turn = ["once", "twice", 1]
-    expected = [(1, 0), (0, 0), *((index, number) for index in (1, 0) for number in turn)]
+    turns = [[0], ["once", "twice", 1], [2]]
+    expected = [(index, number) for turn in turns for index in (1, 0) for number in turn]
     assert model.seen[: len(expected)] == expected
 
 
@@ -250,9 +261,12 @@ def test_what_a_step_sets_for_its_own_context_is_seen_by_no_other():
     model, found = made(), []
     variable = contextvars.ContextVar("variable", default=None)
     variable.set("ambient")
+    before = torch.backends.cudnn.benchmark
 
     def step(batch):
         found.append(variable.get())
+        assert torch.backends.cudnn.benchmark is before
+        torch.backends.cudnn.benchmark = not before
         variable.set(batch[0])
         with torch.autocast("cpu", torch.bfloat16, enabled=batch[0] == 1):
             loss = loss_of(model, batch)
@@ -261,7 +275,11 @@ def test_what_a_step_sets_for_its_own_context_is_seen_by_no_other():
         return loss.float()
 
     with streamed(model):
-        accumulate(step, batches(2))
+        try:
+            accumulate(step, batches(2))
+            assert torch.backends.cudnn.benchmark is before
+        finally:
+            torch.backends.cudnn.benchmark = before
     assert found == ["ambient", "ambient", True, True] and variable.get() == "ambient"
     assert not torch.is_autocast_enabled("cpu")
 
@@ -332,7 +350,10 @@ def test_weights_of_reentrant_checkpoints_are_known_when_they_are_computed_again
     resident = copy.deepcopy(model)
     with streamed(model):
         found = accumulate(functools.partial(loss_of, model), given := batches(2))
-    took = gradients(model)
+        took = gradients(model)
+        forget(model, given)
+        accumulate(functools.partial(loss_of, model), given, interleave=False)
+    assert_same(gradients(model), took)
     forget(model, given)
     assert_same(found, plain(resident, given))
     assert_same(took, gradients(resident))
