@@ -620,7 +620,7 @@ def test_ctrl_c_after_hooks_are_noted_leaves_them_there(nth: int) -> None:
 
 
 FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
-    "threads": (torch.get_num_threads, torch.set_num_threads, 3),
+    "threads": (torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 2),
     "determinism": (
         torch.get_deterministic_debug_mode,
         torch.set_deterministic_debug_mode,
