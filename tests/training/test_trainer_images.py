@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from oracle_offload.trainer import lora
+from oracle_offload.trainer import images, lora
 from oracle_offload.trainer.data import Sample
 from oracle_offload.trainer.images import Images
 from oracle_offload.trainer.settings import Settings, SettingsError
@@ -253,7 +253,8 @@ def begun(monkeypatch):
 
         monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(DiffusionPipeline=Pipeline))
         monkeypatch.setattr(lora, "inject", inject)
-        monkeypatch.setattr(Images, "_encode_all", lambda self, path: [path] * (2 + len(path)))
+        monkeypatch.setattr(images, "read_samples", lambda path, images: [Sample(path)] * len(path))
+        monkeypatch.setattr(Images, "_encode_image", lambda self, sample: sample.text)
         monkeypatch.setattr(Images, "_encode_text", lambda self, text: f"encoded {text!r}")
         made = Images(Settings("m", "d", **dict(settings)))
         made.given = given
@@ -271,7 +272,7 @@ def test_a_unet_is_trained_and_what_encodes_for_it_is_not(begun):
     attention = [f"block.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")]
     assert made.given == [(unet, attention)]
     assert (made._vae, made._encoder, made._side) == (vae, encoder, 6 * 4)
-    assert made.lengths == [1] * 3 and made.eval_lengths == []
+    assert made.lengths == [1] and made.eval_lengths == []
     assert made._empty == "encoded ''"
 
 
@@ -287,7 +288,7 @@ def test_the_side_is_what_the_model_was_made_for_or_what_is_asked(
     settings = {"resolution": resolution, "eval_file": "ev"}
     made = begun("v_prediction", settings, unet=Unet(), vae=vae)
     assert made._side == side and made._encoder is None
-    assert made.eval_lengths == [1] * 4 and made._eval_data == ["ev"] * 4
+    assert made.eval_lengths == [1] * 2 and made._eval_data == [("ev", "encoded 'ev'")] * 2
 
 
 @pytest.mark.parametrize(
