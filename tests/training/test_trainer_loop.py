@@ -147,6 +147,7 @@ def test_what_came_of_a_training_is_returned_and_in_a_file(trained, tmp_path):
     assert 0.01 < result["h2d_gbps"] <= 26, "the link of the simulated device has 25 GB/s"
     assert result["gradient_checkpointing"] is False and result["watts"] is None
     assert 10 << 20 < result["host_peak_bytes"] < 1 << 40
+    assert result["device_peak_bytes"] is None, "the simulated device counts none"
     assert (result["optimizer"], result["optimizer_note"]) == ("adamw", "")
     assert result["optimizer_bytes"] == 2 * WIDTH * WIDTH * 4 + 4
     assert (result["amp"], result["skipped_steps"]) == ("bfloat16", 0)
