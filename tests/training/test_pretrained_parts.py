@@ -75,6 +75,7 @@ def diffuser(kept):
             self.norm = nn.LayerNorm(width)
             self.block = nn.ModuleDict({"norm": nn.LayerNorm(width), "normal": nn.Linear(width, 1)})
             self.register_buffer("table", torch.ones(width))
+            self.scale = nn.Parameter(torch.ones(width, dtype=torch.float32))  # as some classes do
             self.count = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
             self.registered = {}
 
