@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
+import mmap
 import os
 import pickle
 import sys
@@ -23,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import _core, coded, engines, simulator
+from oracle_offload import _core, coded, engines, masters, simulator
 from oracle_offload.arena import Arena
 from oracle_offload.compress import choice, coder, store
 from oracle_offload.errors import DriverError, OffloadError, StaleWeightsError
@@ -338,6 +340,28 @@ def test_where_the_system_tells_of_no_write_a_weight_of_one_line_is_compared(mon
     master = coded.CodedMaster(tensor, 0, 1, _core.INT8)
     tensor[63] += 1
     assert master.was_written()
+
+
+def test_while_a_layer_uses_a_coded_weight_its_address_is_no_others():
+    tensor = torch.zeros(10_000, dtype=torch.uint8)
+    master = coded.CodedMaster(tensor, 0, 1, _core.INT8)
+    master.uses = 2
+    del tensor
+    assert master.uses == 2 and not master.is_gone()
+    master.uses = 0
+    assert master.is_gone()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system maps files so")
+def test_nothing_is_copied_of_a_coded_weight_that_is_gone(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(1 << 20))
+    with path.open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    master = coded.CodedMaster(tensor, 0, 1, _core.INT8)
+    del tensor, memory
+    assert master.is_gone() and master.own()
 
 
 class Own(nn.Linear):
@@ -657,6 +681,20 @@ def test_weights_of_a_checkpoint_are_read_from_it(monkeypatch, tmp_path, cache):
     assert len(counted) == 8
 
 
+def test_weights_of_a_checkpoint_that_get_no_smaller_are_read_as_they_are(tmp_path):
+    resident = build(depth=2)
+    noise = torch.randint(-(2**15), 2**15, (WIDTH, WIDTH), dtype=torch.int16).view(torch.bfloat16)
+    resident[1].weight.data = torch.where(noise.float().abs() < 1e30, noise, 1.0).bfloat16()
+    path = tmp_path / "model.safetensors"
+    save_file(resident.state_dict(), path)
+    with oracle_offload.empty_weights():
+        model = build(depth=2).bfloat16()
+    model.requires_grad_(False)
+    with attached(model, "cpu", weights=path, compress="lossless") as manager:
+        assert [bool(layer.coded) for layer in manager.layers] == [True, False]
+        assert_same(model.state_dict(), resident.state_dict())
+
+
 def attach_file(path, **options):
     with oracle_offload.empty_weights():
         model = build().bfloat16()
@@ -769,8 +807,22 @@ def test_codes_go_back_once_their_weight_is_coded_no_more():
         assert plain.uses == 1 and plain.end - plain.start >= model[0].weight.nbytes
 
 
+def test_a_coded_weight_that_was_replaced_and_is_gone_is_no_more_of_the_masters():
+    model = build(depth=3)
+    with lossless(model) as manager:
+        pieces = manager.attachment.pieces
+        starts = [module.weight.data_ptr() for module in model]
+        model[0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH).bfloat16(), requires_grad=False)
+        manager.refresh()
+        gc.collect()
+        assert pieces.coded_at(starts[0]) is None and pieces.at(starts[0]) is None
+        assert [one.start for one in pieces.coded] == starts[1:]
+
+
 @linux_alone
-def test_weights_without_room_stay_in_their_file_after_detach(tmp_path, monkeypatch, caplog):
+def test_weights_without_room_stay_in_their_file_after_detach(
+    tmp_path, monkeypatch, caplog, capsys
+):
     resident = build()
     path = tmp_path / "model.safetensors"
     save_file(resident.state_dict(), path)
@@ -779,6 +831,9 @@ def test_weights_without_room_stay_in_their_file_after_detach(tmp_path, monkeypa
     with context as manager:
         assert len(coded_layers(manager)) == 4
         monkeypatch.setattr("oracle_offload.host.memory.available_bytes", lambda: next(room))
+        at_once = functools.partial(masters.DelayedBar, delay_s=0.0)
+        monkeypatch.setattr(masters, "DelayedBar", at_once)
+    assert "oracle_offload: detach" in capsys.readouterr().err
     assert str(path) in shown_files()
     told = [r.message for r in caplog.records if "do not overwrite" in r.message]
     assert len(told) == 1 and "no memory for 256.00 KiB of its weights" in told[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from equality import attached
 from torch import nn
 
 from oracle_offload import demo, simulator
+from oracle_offload.manager import manager_of
 
 
 class Recorded(nn.Module):
@@ -188,8 +190,8 @@ def test_the_simulated_device_trains_one_resident_model_as_fast_as_it_can(monkey
     build, step = demo.build_model, demo.Runner.step
 
     def count(*arguments):
-        built.append(arguments)
-        return build(*arguments)
+        built.append(build(*arguments))
+        return built[-1]
 
     def look(self, number):
         deterministic.add(torch.are_deterministic_algorithms_enabled())
@@ -199,6 +201,7 @@ def test_the_simulated_device_trains_one_resident_model_as_fast_as_it_can(monkey
     monkeypatch.setattr(demo.Runner, "step", look)
     demo.run_demo(steps=4, width=64, device="cpu", svg=str(tmp_path / "a.svg"), progress=False)
     assert len(built) == 2 and deterministic == {False}
+    assert [manager_of(model) for model in built] == [None, None], "what was attached is detached"
 
 
 def test_of_the_simulated_device_every_managed_step_is_timed_and_the_last_resident_ones(
@@ -238,9 +241,11 @@ def test_the_demonstration_takes_the_card_if_there_is_one_and_nothing_else_is_sa
 
     monkeypatch.setattr("oracle_offload.devices.parse_device", ask)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_card)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     with pytest.raises(Asked) as raised:
         demo.run_demo(steps=4, width=64, device=device, svg="a.svg", progress=False)
     assert raised.value.args == (taken,)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8", "or cuBLAS may sum in any order"
 
 
 def test_on_a_card_the_demonstration_computes_by_deterministic_kernels_and_all_threads():
@@ -263,3 +268,18 @@ def test_torch_computes_as_before_however_the_demonstration_ends(monkeypatch, tm
     with pytest.raises(KeyboardInterrupt):
         demo.run_demo(steps=4, width=64, device="cpu", svg=str(tmp_path / "a.svg"), progress=False)
     assert during == [1] and torch.get_num_threads() == 2
+
+
+def test_small_matrices_are_computed_by_one_thread_and_larger_ones_by_all():
+    torch.set_num_threads(2)
+    during = []
+    for width in (64, 256, 320):
+        with demo._settings_of_torch(False, width):
+            during.append(torch.get_num_threads())
+            assert not torch.are_deterministic_algorithms_enabled()
+    assert during == [1, 1, 2] and torch.get_num_threads() == 2
+
+
+def test_the_demonstration_called_from_python_refuses_what_makes_no_sense():
+    with pytest.raises(ValueError, match="steps=2 must be at least 3"):
+        demo.run_demo(steps=2)

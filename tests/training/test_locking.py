@@ -421,3 +421,91 @@ def test_a_twentieth_is_headroom_and_whole_pages_are_locked():
     ]  # fmt: skip
     page = mmap.PAGESIZE
     assert [locking.whole_pages(n) for n in (0, 1, page, page + 1)] == [0, page, page, 2 * page]
+
+
+class Watched:
+    """An engine that keeps what it is told to unlock; then others may lock all that is left."""
+
+    def __init__(self, state, others_are_quick):
+        self._engine, self._others_are_quick = state.engine, others_are_quick
+        self.unlocked = []
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def unlock(self, buffer):
+        self._engine.unlock(buffer)
+        self.unlocked.append(buffer)
+        if self._others_are_quick:
+            simulator.set_lock_quota(self._engine.stats()["locked_bytes"])
+
+
+@pytest.mark.parametrize("others_are_quick", [False, True])
+def test_what_is_unlocked_for_the_wall_and_cannot_be_locked_again_is_known_still(
+    state, monkeypatch, others_are_quick
+):
+    budget = locking.LockBudget(state, "it", float("inf"))
+    pieces = [piece_of() for _ in range(3)]
+    engine = Watched(state, others_are_quick)
+    with simulator.lock_quota(locked_bytes(state) + 8 * CUT), monkeypatch.context() as patch:
+        patch.setattr(state, "engine", engine)
+        for number, piece in enumerate(pieces):
+            budget.lock(piece, pieces[:number])
+    assert [piece.locked_bytes // CUT for piece in pieces] == [4, 0 if others_are_quick else 3, 0]
+    assert all(piece.is_known for piece in pieces)
+    assert pieces[0].buffer not in engine.unlocked, "there was no need"
+    for piece in pieces:
+        budget.unlock(piece)
+
+
+@pytest.mark.parametrize("missing", [0, mmap.PAGESIZE])
+def test_a_twentieth_of_what_may_be_locked_is_room_enough(state, monkeypatch, caplog, missing):
+    monkeypatch.setattr(locking, "WORTH_PROBING_BYTES", 1)
+    budget = locking.LockBudget(state, "it", float("inf"))
+    pieces = [piece_of(19), piece_of(19)]
+    for number, piece in enumerate(pieces):
+        budget.lock(piece, pieces[:number])
+    locked = locked_bytes(state)
+    room = locking.whole_pages(locked // 19) - missing
+    with simulator.lock_quota(locked + room), caplog.at_level(logging.WARNING):
+        budget.leave_headroom(pieces)
+    assert pieces[0].locked_bytes == 19 * CUT
+    assert (pieces[1].locked_bytes < 19 * CUT) == bool(missing)
+    assert ["(no headroom was left)" in said for said in caplog.messages] == [True] * bool(missing)
+    for piece in pieces:
+        budget.unlock(piece)
+
+
+def test_a_wall_that_was_met_is_not_looked_for_again(state, monkeypatch, caplog):
+    """What others lock of the headroom is theirs."""
+    monkeypatch.setattr(locking, "WORTH_PROBING_BYTES", 1)
+    budget = locking.LockBudget(state, "it", float("inf"))
+    pieces = [piece_of() for _ in range(3)]
+    with simulator.lock_quota(locked_bytes(state) + 8 * CUT):
+        for number, piece in enumerate(pieces):
+            budget.lock(piece, pieces[:number])
+    before = [piece.locked_bytes for piece in pieces]
+    with simulator.lock_quota(locked_bytes(state)), caplog.at_level(logging.WARNING):
+        budget.leave_headroom(pieces)
+    assert [piece.locked_bytes for piece in pieces] == before
+    (said,) = caplog.messages
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in said
+    for piece in pieces:
+        budget.unlock(piece)
+
+
+def test_rings_grow_for_a_larger_model_and_stay_for_a_smaller_one(state):
+    budget = locking.LockBudget(state, "it", float("inf"))
+
+    def ring_bytes():
+        return state.engine.stats()["ring_bytes"]
+
+    budget.reserve_rings(4 * CUT)
+    assert ring_bytes() == 8 * CUT
+    with simulator.lock_quota(0):
+        for wanted in (1, CUT, 4 * CUT):
+            budget.reserve_rings(wanted)
+            assert ring_bytes() == 8 * CUT
+    assert budget.allows(0, []), "nothing was refused"
+    budget.reserve_rings(5 * CUT)
+    assert ring_bytes() == 10 * CUT

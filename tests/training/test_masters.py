@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import mmap
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -363,3 +366,27 @@ def test_all_that_is_abandoned_goes_back_at_the_next_attempt_after_one_that_fail
     assert record.getMessage().startswith("Model: old weights are given back later: ")
     pieces.give_back()
     assert pieces.buffers == [] and pieces.own() == 0
+
+
+def held_by_the_process():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system tells what a process holds")
+def test_what_small_weights_left_in_the_heap_goes_back_to_the_system():
+    """Free blocks below one that is in use stay with the process otherwise."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim"):
+        pytest.skip("this system's heap is not glibc's")
+    libc.malloc.restype = ctypes.c_void_p
+    size, count = 64 << 10, 512
+    blocks = [libc.malloc(ctypes.c_size_t(size)) for _ in range(count + 1)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks[:-1]:
+        libc.free(ctypes.c_void_p(block))
+    before = held_by_the_process()
+    masters.trim_heap()
+    after = held_by_the_process()
+    libc.free(ctypes.c_void_p(blocks[-1]))
+    assert before - after > size * count // 2
