@@ -297,3 +297,78 @@ def test_a_detached_model_whose_arena_another_computes_in_takes_part_in_nothing(
     close_leftovers(state)
     assert held not in state.listeners
     second.detach()
+
+
+def left_behind(keeper):
+    """Return what a model leaves that is deleted while another thread could hold a lock."""
+    model = tower(2)
+    left = oracle_offload.attach(model, "cpu").attachment
+    with keeper.state.lock:
+        del model
+    assert left in keeper.state.listeners
+    return left
+
+
+def test_what_was_left_of_a_deleted_model_goes_at_the_next_detach():
+    with attached(tower(2)) as manager:
+        left = left_behind(manager)
+    assert not left.is_attached and not engines.open_states()
+
+
+def test_what_was_left_of_a_deleted_model_goes_at_the_next_attach():
+    with attached(tower(2)) as manager:
+        left = left_behind(manager)
+        with attached(tower(2)):
+            assert left not in manager.state.listeners and not left.is_attached
+
+
+# ---- masters that are others now ----
+
+
+def told_of_replaced(caplog):
+    return [text for text in caplog.messages if "of its weights were replaced by memory" in text]
+
+
+def test_weights_that_were_swapped_for_a_whole_step_are_told_of_once(caplog):
+    model = tower(2)
+    others = [torch.randn_like(layer.weight) for layer in model]
+    with attached(model):
+        step(model)
+        own = [layer.weight.data for layer in model]
+
+        def swap(tensors):
+            for layer, tensor in zip(model, tensors, strict=True):
+                layer.weight.data = tensor
+
+        swap(others)
+        model(torch.ones(1, 128))
+        swap(own)
+        step(model)
+        assert not told_of_replaced(caplog), "they came back before the step was over"
+        for tensors in (others, [tensor.clone() for tensor in others]):
+            swap(tensors)
+            step(model)
+            (said,) = told_of_replaced(caplog)
+            assert said.startswith("Sequential: 128.00 KiB of its weights were replaced by memory")
+
+
+def test_before_a_step_those_weights_leave_their_codes_that_were_written_or_are_trained(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    layers = (nn.Linear(256, 256, bias=False) for _ in range(4))
+    model = nn.Sequential(*layers).bfloat16().requires_grad_(False)
+
+    def coded_after_a_step():
+        torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+        return [layer.name for layer in manager.layers if layer.coded]
+
+    with attached(model, compress="lossless") as manager:
+        assert coded_after_a_step() == ["0", "1", "2", "3"]
+        model[0].weight.data.mul_(2)
+        assert coded_after_a_step() == ["1", "2", "3"]
+        model[1].requires_grad_()
+        assert coded_after_a_step() == ["2", "3"] == coded_after_a_step()
+        assert manager.attachment.trained_units == {manager.layers[1].unit}
+    assert sum("it is not compressed any more" in text for text in caplog.messages) == 1

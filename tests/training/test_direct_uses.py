@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import operator
 import subprocess
 import sys
 import threading
@@ -961,3 +962,58 @@ def test_a_models_own_device_moves_no_weight():
     with attached(model, "cpu") as manager:
         model(inputs())
         assert [layer.name for layer in manager.layers] == ["0"]
+
+
+class Mixes(nn.Module):
+    """Hands what it is lent, and a layer, to a function that takes the layer's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + mixed(self.table, self.layer)
+
+
+def mixed(table, layer):
+    return torch.mul(layer.weight, table).sum(0)
+
+
+def test_a_weight_that_meets_what_is_lent_from_the_arena_makes_its_layer_resident(monkeypatch):
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    torch.manual_seed(0)
+    managed = nn.Sequential(nn.Linear(8, 8), Mixes()).requires_grad_(False)
+    resident = copy.deepcopy(managed)
+    with attached(managed, "cpu") as manager:
+        assert [layer.name for layer in manager.layers] == ["0", "1", "1.layer"]
+        managed.forward = managed.forward
+        assert_same(managed(inputs()), resident(inputs()))
+        assert [layer.name for layer in manager.layers] == ["0", "1"]
+
+
+def test_a_weight_that_is_added_in_place_to_what_lies_on_the_device_makes_its_layer_resident():
+    torch.manual_seed(0)
+    managed = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+    resident = copy.deepcopy(managed)
+    with attached(managed, "cpu") as manager:
+        for model in (managed, resident):
+            model.forward = lambda x, model=model: model[0](x).add_(model[1].bias)
+        assert_same(managed(inputs()), resident(inputs()))
+        assert [layer.name for layer in manager.layers] == ["0"]
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.mul_, operator.imul], ids=["mul_", "*="])
+def test_a_weight_that_is_written_with_what_lies_on_the_device_stays_on_the_host_and_is_refused(
+    write,
+):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+    with attached(model, "cpu") as manager:
+
+        def forward(x):
+            write(model[1].weight, x.mean())
+            return model[1](model[0](x))
+
+        model.forward = forward
+        with pytest.raises(OffloadError, match=r"writes the host master of '1\.weight'"):
+            model(inputs())
+        assert [layer.name for layer in manager.layers] == ["0", "1"]

@@ -17,6 +17,7 @@ from torch import nn
 from oracle_offload import DriverError, _core, masters, simulator
 from oracle_offload._core import HostBuffer
 from oracle_offload.geometry import is_dense
+from oracle_offload.host import memory
 from oracle_offload.masters import Piece, Pieces, split_pieces
 
 STEP = _core.ALIGNMENT
@@ -390,3 +391,25 @@ def test_what_small_weights_left_in_the_heap_goes_back_to_the_system():
     after = held_by_the_process()
     libc.free(ctypes.c_void_p(blocks[-1]))
     assert before - after > size * count // 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system maps files so")
+@pytest.mark.parametrize(
+    ("available", "stay"), [(None, 0), (4.0, 0), (3.9, 2), (0, 2)], ids=["unknown", 4, 3.9, 0]
+)
+def test_what_lies_in_files_is_copied_where_half_of_what_is_free_has_room_for_it(
+    tmp_path, monkeypatch, caplog, available, stay
+):
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+    model.bfloat16().requires_grad_(False)
+    expected, size = [module.weight.clone() for module in model], model[0].weight.nbytes
+    with attached(model, compress="lossless") as manager:
+        pieces = manager.attachment.pieces
+        assert len(pieces.coded) == 2
+        monkeypatch.setattr(memory, "SPARED", 0.5)
+        room = None if available is None else int(available * size / 2)
+        monkeypatch.setattr(memory, "available_bytes", lambda: room)
+        assert pieces.own() == stay * size
+        assert pieces.own() == 0, "what stays is looked at once"
+    assert [torch.equal(m.weight, e) for m, e in zip(model, expected, strict=True)] == [True, True]

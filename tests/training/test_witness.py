@@ -206,3 +206,59 @@ def test_an_exception_under_the_clock_leaves_no_witness_behind():
 
 def test_an_operator_without_a_schema_may_touch_anything():
     assert Operator(object()).touches_bytes
+
+
+def test_what_an_operator_only_writes_of_the_arena_is_declared_and_charged_at_once(monkeypatch):
+    declared = []
+    with attached(nn.Sequential(nn.Linear(64, 64))) as manager:
+        (segment,) = manager.state.segments
+        begin = segment.address - segment.base
+        written = segment.tensor[begin : begin + 512]
+        monkeypatch.setattr(simulator, "launch", lambda *given: declared.append(given))
+        with Witness(clock=True) as witness:
+            written.zero_()
+            assert manager.state.time.pending_kernel_s == 0.0
+        stream = manager.state.stream()
+        monkeypatch.undo()
+    (access, charge) = declared
+    assert access == (stream, [], [(segment.address, 512)], 0.0)
+    assert charge[:3] == (stream, (), ()) and charge[3] > 0
+    assert witness.arena_reads == 0
+
+
+@pytest.mark.parametrize("declare", [False, True])
+def test_what_an_optimizer_does_to_a_master_is_declared_where_that_is_asked_for(
+    monkeypatch, declare
+):
+    declared = []
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    with attached(model), exempt():
+        weight = model[0].weight.data
+        with monkeypatch.context() as patch:
+            patch.setattr(simulator, "host_access", lambda *given: declared.append(given))
+            with Witness(declare=declare):
+                weight.mul_(2)
+        assert declared == [(weight.data_ptr(), weight.nbytes, True)] * declare
+
+
+def test_a_witness_follows_what_is_attached_and_detached_meanwhile():
+    first, second = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))
+    with attached(first) as manager, Witness():
+        with attached(second):
+            for model in (first, second):
+                with pytest.raises(OffloadError, match="reads the host master"):
+                    model[0].weight.detach() * 2
+        second[0].weight.detach() * 2
+        manager.detach()
+        first[0].weight.detach() * 2
+
+
+def test_a_witness_charges_by_the_clock_for_as_long_as_it_is_told_to():
+    with attached(nn.Sequential(nn.Linear(8, 8))) as manager:
+        witness = Witness(clock=True)
+        with witness:
+            assert manager.state.time.witnesses == 1
+        witness.clock = False
+        with witness:
+            torch.ones(2) + 1
+        assert manager.state.time.witnesses == 0 == manager.state.time.pending_kernel_s
