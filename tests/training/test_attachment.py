@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import pytest
 import torch
 from equality import attached
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
@@ -372,3 +374,63 @@ def test_before_a_step_those_weights_leave_their_codes_that_were_written_or_are_
         assert coded_after_a_step() == ["2", "3"] == coded_after_a_step()
         assert manager.attachment.trained_units == {manager.layers[1].unit}
     assert sum("it is not compressed any more" in text for text in caplog.messages) == 1
+
+
+# ---- memory that goes back ----
+
+
+def test_the_memory_of_a_segment_that_is_exchanged_goes_though_layers_have_computed_in_it():
+    model = tower(4)
+    with attached(model) as manager:
+        arena = manager.attachment.arena
+        size = arena.capacity_bytes
+        arena.resize(size + 4 * LAYER)
+        model(torch.ones(1, 128))
+        added = arena.segments[-1]
+        assert any(added.address <= at < added.address + added.nbytes
+                   for layer in manager.layers for at in layer.views)  # fmt: skip
+        memory = StorageWeakRef(added.storage)
+        del added
+        arena.resize(size)
+        gc.collect()
+        assert memory.expired()
+
+
+def test_where_nothing_is_trained_any_more_no_memory_is_locked_for_gradients():
+    model = nn.Sequential(nn.Linear(512, 512, bias=False))
+    with attached(model) as manager:
+        optimizer = torch.optim.SGD(model.parameters())
+
+        def locked_after_a_step():
+            model(torch.ones(1, 512, requires_grad=True)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return manager.state.engine.stats()["locked_bytes"]
+
+        nbytes = model[0].weight.nbytes
+        assert [locked_after_a_step() for _ in range(2)] == [2 * nbytes, 2 * nbytes]
+        model.requires_grad_(False)
+        assert locked_after_a_step() == nbytes
+
+
+def test_a_defect_at_the_end_of_a_deleted_model_is_a_warning_with_its_traceback(
+    monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO, logger="oracle_offload")
+
+    def fail(arena):
+        raise RuntimeError("a defect")
+
+    with attached(tower(2)) as keeper:
+        model = tower(2)
+        left = oracle_offload.attach(model, "cpu").attachment
+        caplog.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Arena, "take_back", fail)
+            del model
+            gc.collect()
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING and record.exc_info is not None
+        assert "could not be given back yet: a defect. It is tried again" in record.getMessage()
+        assert left in keeper.state.listeners
+    assert not engines.open_states()

@@ -1017,3 +1017,20 @@ def test_a_weight_that_is_written_with_what_lies_on_the_device_stays_on_the_host
         with pytest.raises(OffloadError, match=r"writes the host master of '1\.weight'"):
             model(inputs())
         assert [layer.name for layer in manager.layers] == ["0", "1"]
+
+
+def test_a_weight_that_is_copied_to_the_device_by_an_index_stays_where_it_is():
+    torch.manual_seed(0)
+    managed = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+    resident = copy.deepcopy(managed)
+    with attached(managed, "cpu") as manager:
+        for model in (managed, resident):
+
+            def forward(x, model=model):
+                y = model[0](x)
+                y[0] = model[1].bias
+                return model[1](y)
+
+            model.forward = forward
+        assert_same(managed(inputs()), resident(inputs()))
+        assert [layer.name for layer in manager.layers] == ["0", "1"]
