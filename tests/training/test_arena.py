@@ -453,3 +453,29 @@ def test_what_is_free_is_counted_without_what_is_still_to_come():
         found = managers._capacity(state, [], [1 << 30], 1 << 20, 1.0, "auto", kept, 2 << 20)
         expected = int(0.9 * ((10 << 20) - to_come - (2 << 20)))
         assert expected - _core.ALIGNMENT < found <= expected
+
+
+def test_an_arena_that_holds_all_that_its_model_can_use_does_not_grow():
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))).requires_grad_(False)
+    with attached(model, "cpu", offload_percent=1.0) as manager:
+        arena = manager.attachment.arena
+        size, floor = arena.capacity_bytes, arena.floor_bytes
+        arena.grow(2 * floor, floor // 2, size)
+        assert (arena.capacity_bytes, arena.floor_bytes) == (size, floor)
+        arena.grow(2 * floor, floor // 2, size + 1)
+        assert arena.capacity_bytes > size and arena.floor_bytes > floor
+
+
+def test_what_torch_holds_for_nobody_goes_back_before_an_arena_is_resized(monkeypatch):
+    """Only a segment of its very size could be lent of it."""
+    order = []
+    monkeypatch.setattr(
+        devices.Simulated, "release_cached", lambda kind: order.append(len(arena.segments))
+    )
+    with attached(nn.Sequential(nn.Linear(64, 64)), "cpu") as manager:
+        arena = manager.attachment.arena
+        order.clear()
+        for size in (64 << 10, 128 << 10):
+            arena.resize(arena.capacity_bytes + size)
+            assert len(arena.segments) == 2
+        assert order == [1, 1]

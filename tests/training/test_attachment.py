@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import devices, engines
+from oracle_offload import devices, engines, masters
 from oracle_offload.arena import Arena
 from oracle_offload.attachment import close_leftovers
 from oracle_offload.budget import Budget, Change, Reading
@@ -434,3 +434,25 @@ def test_a_defect_at_the_end_of_a_deleted_model_is_a_warning_with_its_traceback(
         assert "could not be given back yet: a defect. It is tried again" in record.getMessage()
         assert left in keeper.state.listeners
     assert not engines.open_states()
+
+
+def test_the_memory_of_a_layer_that_is_let_go_goes_at_once(monkeypatch):
+    monkeypatch.setattr(masters, "PIECE_BYTES", 1)  # a piece for each unit
+    model = tower(2)
+    expected = model(torch.ones(1, 128))
+    with attached(model) as manager:
+        first, second = manager.attachment.buffers
+        assert manager.attachment.let_go(manager.layers[0], "a reason")
+        assert manager.attachment.buffers == [second] and not first.locked
+        assert torch.equal(model(torch.ones(1, 128)), expected)
+
+
+def test_memory_for_gradients_goes_with_its_model():
+    model = nn.Sequential(nn.Linear(512, 512, bias=False))
+    with attached(tower(2)) as keeper:
+        before = keeper.state.engine.stats()["locked_bytes"]
+        with attached(model) as manager:
+            model(torch.ones(1, 512)).sum().backward()
+            locked = manager.state.engine.stats()["locked_bytes"]
+            assert locked == before + 2 * model[0].weight.nbytes
+        assert keeper.state.engine.stats()["locked_bytes"] == before

@@ -413,3 +413,13 @@ def test_what_lies_in_files_is_copied_where_half_of_what_is_free_has_room_for_it
         assert pieces.own() == stay * size
         assert pieces.own() == 0, "what stays is looked at once"
     assert [torch.equal(m.weight, e) for m, e in zip(model, expected, strict=True)] == [True, True]
+
+
+def test_the_heap_is_given_back_as_often_as_a_piece_is_filled(monkeypatch):
+    """What small weights leave would add up to the model else."""
+    calls = []
+    monkeypatch.setattr(masters, "PIECE_BYTES", 1)  # a piece for each unit
+    monkeypatch.setattr(masters, "trim_heap", lambda: calls.append(1))
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(3)))
+    with attached(model) as manager:
+        assert len(calls) == len(manager.attachment.buffers) == 3

@@ -304,3 +304,27 @@ def test_what_was_ignored_or_is_an_adapter_is_not_taken():
         model(torch.randn(2, WIDTH))
         assert kinds(manager) == [QuantisedLayer, LinearLayer, LinearLayer]
         assert {"1.bias", "2.extra.weight"} <= manager.resident.keys()
+
+
+def test_of_layers_that_were_replaced_those_are_counted_that_find_room_and_those_that_find_none(
+    monkeypatch, caplog
+):
+    managed, add_units, asked = chain(), admission.add_units, []
+
+    def add_one(*given):
+        asked.append(given)
+        if len(asked) > 1:
+            raise MemoryError("no room")
+        return add_units(*given)
+
+    caplog.set_level(logging.INFO, "oracle_offload")
+    with attached(managed) as manager:
+        for number in (0, 1, 3):
+            to_ostris(managed[number])
+        with monkeypatch.context() as patch:
+            patch.setattr(admission, "add_units", add_one)
+            managed(torch.ones(1, WIDTH))
+        assert [layer.name for layer in manager.layers] == ["0", "2"]
+        (refused,) = [text for text in caplog.messages if "stay on the device: no room" in text]
+        assert "2 layers that were replaced after attach" in refused
+        assert "Sequential: 1 layers are managed anew" in caplog.messages
