@@ -1034,3 +1034,21 @@ def test_a_weight_that_is_copied_to_the_device_by_an_index_stays_where_it_is():
             model.forward = forward
         assert_same(managed(inputs()), resident(inputs()))
         assert [layer.name for layer in manager.layers] == ["0", "1"]
+
+
+def test_a_weight_that_is_computed_with_on_the_host_alone_stays_there():
+    torch.manual_seed(0)
+    managed = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+    resident = copy.deepcopy(managed)
+    with attached(managed, "cpu") as manager:
+        norms = []
+        for model in (managed, resident):
+
+            def forward(x, model=model):
+                norms.append(float((model[1].weight * model[1].weight).sum()))
+                return model[1](model[0](x))
+
+            model.forward = forward
+        assert_same(managed(inputs()), resident(inputs()))
+        assert norms[0] == norms[1]
+        assert [layer.name for layer in manager.layers] == ["0", "1"]

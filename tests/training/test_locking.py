@@ -509,3 +509,27 @@ def test_rings_grow_for_a_larger_model_and_stay_for_a_smaller_one(state):
     assert budget.allows(0, []), "nothing was refused"
     budget.reserve_rings(5 * CUT)
     assert ring_bytes() == 10 * CUT
+
+
+def test_rings_give_way_last_where_nothing_else_is_beyond_the_wall(state):
+    budget = locking.LockBudget(state, "it", float("inf"))
+    budget.reserve_rings(4 * CUT)
+    wall = locked_bytes(state)
+    assert wall == 8 * CUT
+    piece = piece_of()
+    with simulator.lock_quota(wall):
+        budget.lock(piece, [])
+        assert piece.is_known and piece.locked_bytes == 0
+        assert 0.8 * wall < locked_bytes(state) <= wall - headroom(wall)
+    budget.unlock(piece)
+
+
+def test_a_piece_that_comes_after_attach_and_is_refused_is_told(state, caplog):
+    budget = locking.LockBudget(state, "it", float("inf"))
+    budget.leave_headroom([])
+    piece = piece_of()
+    with simulator.lock_quota(locked_bytes(state)), caplog.at_level(logging.WARNING):
+        budget.lock(piece, [])
+    (said,) = caplog.messages
+    assert said.startswith("it: the system does not page-lock 256.00 KiB of its weights (")
+    budget.unlock(piece)

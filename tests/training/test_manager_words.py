@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 from equality import attached
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -541,3 +542,11 @@ def test_weights_that_code_keeps_refuse_detach_by_name(monkeypatch, count, names
         assert model._memory_manager is manager, "it stays attached"
         for part in model:
             part.cache.clear()
+
+
+def test_an_attach_that_reads_the_weights_says_what_it_has_read(tmp_path, caplog):
+    path = tmp_path / "model.safetensors"
+    save_file(tower(2).state_dict(), path)
+    with caplog.at_level("INFO", "oracle_offload"), attached(tower(2), "cpu", weights=path):
+        (said,) = [text for text in caplog.messages if text.startswith("Sequential: read ")]
+    assert f"0.000 GiB from '{path}' in " in said
