@@ -991,13 +991,18 @@ def test_a_weight_that_meets_what_is_lent_from_the_arena_makes_its_layer_residen
         assert [layer.name for layer in manager.layers] == ["0", "1"]
 
 
-def test_a_weight_that_is_added_in_place_to_what_lies_on_the_device_makes_its_layer_resident():
+@pytest.mark.parametrize(
+    "combine",
+    [torch.Tensor.add_, lambda y, weight: y + weight // y.mean()],
+    ids=["in place", "by an operator of Python"],
+)
+def test_a_weight_that_meets_what_lies_on_the_device_makes_its_layer_resident(combine):
     torch.manual_seed(0)
     managed = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
     resident = copy.deepcopy(managed)
     with attached(managed, "cpu") as manager:
         for model in (managed, resident):
-            model.forward = lambda x, model=model: model[0](x).add_(model[1].bias)
+            model.forward = lambda x, model=model: combine(model[0](x), model[1].bias)
         assert_same(managed(inputs()), resident(inputs()))
         assert [layer.name for layer in manager.layers] == ["0"]
 
@@ -1045,7 +1050,7 @@ def test_a_weight_that_is_computed_with_on_the_host_alone_stays_there():
         for model in (managed, resident):
 
             def forward(x, model=model):
-                norms.append(float((model[1].weight * model[1].weight).sum()))
+                norms.append(float((1 - model[1].weight).abs().sum()))
                 return model[1](model[0](x))
 
             model.forward = forward
