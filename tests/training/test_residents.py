@@ -78,12 +78,12 @@ def test_attach_warns_of_a_model_that_stays_on_the_device_and_names_the_largest(
 
 
 def test_attach_says_nothing_where_nine_tenths_are_managed(warnings):
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.LayerNorm(200))
+    model = nn.Sequential(nn.Linear(60, 60, bias=False), nn.LayerNorm(200))
     with attached(model, "cpu"):
-        assert not warnings()
+        assert not warnings(), "9 of 10 are"
     model.append(nn.LayerNorm(30))
     with attached(model, "cpu"):
-        assert "only 90%" in warnings()[0]
+        assert "only 89%" in warnings()[0]
 
 
 def test_the_summary_has_the_bytes_that_are_not_managed():
