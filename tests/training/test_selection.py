@@ -875,3 +875,18 @@ def test_what_stands_where_a_layer_was_is_managed_anew(monkeypatch):
     tied[1].weight = tied[0].weight
     assert again(tied, "0") == [], "it is tied to what nobody let go"
     assert again(tied, "0", "1") == ["0", "1"]
+
+
+def test_a_module_that_holds_its_own_forward_is_managed_and_one_that_holds_another_is_not(
+    nothing_is_small,
+):
+    """Whoever sets a forward aside and back again leaves the module's own in its dictionary."""
+    model = nn.Sequential(Bare(4, 4), Bare(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    for own in (model[0], model[2]):
+        own.forward = own.forward
+    for other in (model[1], model[3]):
+        other.forward = lambda x: x
+    chosen = choose(model)
+    assert [leaf.name for leaf in chosen.leaves] == ["0", "2"]
+    assert chosen.parameters == {"1.table": "the forward of 1 was replaced"}
+    assert chosen.resident == {"3": "its forward was replaced"}
