@@ -328,3 +328,16 @@ def test_of_layers_that_were_replaced_those_are_counted_that_find_room_and_those
         (refused,) = [text for text in caplog.messages if "stay on the device: no room" in text]
         assert "2 layers that were replaced after attach" in refused
         assert "Sequential: 1 layers are managed anew" in caplog.messages
+
+
+def test_a_layer_that_was_let_go_as_it_is_is_managed_anew_at_the_next_call_of_a_part():
+    """Though nothing was registered: it shares its weight, and so does what stays managed."""
+    model = chain(2, bias=False)
+    model[1].weight = model[0].weight
+    with attached(model) as manager:
+        manager.attachment.let_go(manager.layers[0], "a reason")
+        assert [layer.name for layer in manager.layers] == ["1"]
+        for _ in range(2):
+            model[1](torch.ones(1, WIDTH))
+        assert [layer.name for layer in manager.layers] == ["0", "1"]
+        assert model[0].weight is model[1].weight and not manager.resident
