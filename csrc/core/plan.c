@@ -16,6 +16,7 @@ enum { OO_CANDIDATES = 128, OO_CONTEXT = 256 }; /* bounds of one search for a ma
 enum { OO_LOOKAHEAD = 16 };                     /* uses of a unit looked at to find one far off */
 enum { OO_FEW = 400 };                          /* units in the arena that are all looked at */
 enum { OO_MANY_ROUNDS = 8 };                    /* of samples: more are no interruption */
+enum { OO_ROUNDS_TO_COME = 32 };                /* of samples alone, at least */
 enum { OO_SLOTS_BETWEEN = 2 };                  /* of the largest unit: a ring before that */
 enum { OO_SHARES = 6 }; /* of the arena: training goes around one at least */
 enum { OO_MEASURED = 4, OO_REMEASURED_ONE_IN = 4093 }; /* forwards of each unit; of all, a prime */
@@ -72,6 +73,8 @@ struct oo_rounds {
     int spread;      /* those that stay are */
     int over;        /* until a moment ago: in the forward of this step */
     int spread_over; /* likewise, and those that stay are spread */
+    int timed;       /* they are laid by their seconds */
+    int newly_timed; /* and were not until now */
     int last;        /* this forward is training's, and its units go as in those rounds */
     uint64_t number; /* rounds laid so far */
     uint64_t length; /* of the latest, in visits */
@@ -530,6 +533,7 @@ static void oo__mark_laid(struct oo_plan *plan, size_t count) {
     for (size_t i = 0; i < count; i++) {
         const struct oo_plan_unit *unit = &plan->units[plan->turns[i].unit];
         plan->turns[i].stays = unit->round == plan->rounds.number && unit->place != OO_IN_RING;
+        plan->turns[i].kept = 0;
     }
 }
 
@@ -540,29 +544,17 @@ static void oo__find_first(struct oo_plan *plan, size_t count) {
     plan->rounds.first = first < count ? plan->turns[first].unit : OO_NO_UNIT;
 }
 
-/* Whether rounds of those that are spread in `room` take so much less than as they lie that this
- * pays for what has to move: as many bytes as the arena holds, `times` over. */
-static int oo__spread_pays(struct oo_plan *plan, size_t count, size_t ring, size_t room,
-                           int times) {
-    const struct oo_rounds *rounds = &plan->rounds;
-    const uint64_t number = rounds->count > rounds->before ? rounds->count : rounds->before;
-    const double bps = oo_plan_link_bps(plan), total = (double)plan->arena.total_bytes;
-    if (bps <= 0)
-        return 1;
-    oo__mark_laid(plan, count);
-    const double as_is = oo_round_seconds(plan->turns, count, plan->arena.total_bytes - ring, bps);
-    const size_t held = oo_round_settle(plan->turns, count, room, bps, !rounds->between);
-    const double spread = oo_round_seconds(plan->turns, count, room - held, bps);
-    return as_is > oo_round_nearly(spread) &&
-           (as_is - spread) * (double)number > times * total / bps;
+/* The link's speed, by which rounds are laid; 0: without seconds. */
+static double oo__round_bps(const struct oo_plan *plan) {
+    return plan->rounds.timed ? oo_plan_link_bps(plan) : 0;
 }
 
 /* A ring that is larger than the seconds ask for, as they are known by now, costs bytes: in what it
  * can leave, some that stream stay. Those that stay lie where they lay. */
 static void oo__lay_more(struct oo_plan *plan, size_t count, size_t room) {
     struct oo_rounds *rounds = &plan->rounds;
-    const double bps = oo_plan_link_bps(plan);
-    if (rounds->ring >= room)
+    const double bps = oo__round_bps(plan);
+    if (bps <= 0 || rounds->ring >= room)
         return;
     oo__mark_laid(plan, count);
     for (size_t i = 0; i < count; i++)
@@ -572,8 +564,33 @@ static void oo__lay_more(struct oo_plan *plan, size_t count, size_t room) {
     if (oo_round_seconds(plan->turns, count, room - held, bps) <= oo_round_nearly(as_is))
         rounds->ring = oo__lay_from(plan, rounds->ring, count);
     rounds->cursor = rounds->cursor > rounds->ring ? rounds->cursor : rounds->ring;
-    if (rounds->first == OO_NO_UNIT || plan->units[rounds->first].place != OO_IN_RING)
-        oo__find_first(plan, count);
+    oo__find_first(plan, count);
+}
+
+/* Whether rounds of those that are spread in `room` take so much less than as they lie that this
+ * pays for what has to move: as many bytes as the arena holds, `times` over. Where seconds are new,
+ * it is enough that a round copies less. */
+static int oo__spread_pays(struct oo_plan *plan, size_t count, size_t ring, size_t room,
+                           int times) {
+    const struct oo_rounds *rounds = &plan->rounds;
+    uint64_t number = rounds->count > rounds->before ? rounds->count : rounds->before;
+    const double bps = oo__round_bps(plan), total = (double)plan->arena.total_bytes;
+    double as_is_bytes = 0, bytes = 0;
+    if (bps <= 0)
+        return 1;
+    if (!rounds->between && number < OO_ROUNDS_TO_COME)
+        number = OO_ROUNDS_TO_COME;
+    oo__mark_laid(plan, count);
+    for (size_t i = 0; i < count; i++) {
+        bytes += (double)plan->turns[i].bytes;
+        as_is_bytes += plan->turns[i].stays ? 0 : (double)plan->turns[i].bytes;
+    }
+    const double as_is = oo_round_seconds(plan->turns, count, plan->arena.total_bytes - ring, bps);
+    const size_t held = oo_round_settle(plan->turns, count, room, bps, !rounds->between);
+    const double spread = oo_round_seconds(plan->turns, count, room - held, bps);
+    return (rounds->newly_timed && as_is_bytes > oo_round_nearly(bytes - (double)held)) ||
+           (as_is > oo_round_nearly(spread) &&
+            (as_is - spread) * (double)number > times * total / bps);
 }
 
 /* Where a segment ends, what does not fit into it begins in the next one. */
@@ -599,9 +616,10 @@ static int oo__lay_round(struct oo_plan *plan, uint64_t visits, int is_laid, int
         return 0;
     const size_t room = oo__room_of_round(plan, largest);
     oo__guess_seconds(plan->turns, count);
-    if (is_laid && rounds->spread && !oo__spread_pays(plan, count, rounds->ring, room, 1)) {
+    if (is_laid && rounds->spread) {
         oo__lay_more(plan, count, room);
-        return 1;
+        if (!oo__spread_pays(plan, count, rounds->ring, room, 1))
+            return 1;
     }
     rounds->number++;
     if (plan->home_floor) { /* of those that were spread before: no training came to settle */
@@ -623,7 +641,7 @@ static int oo__lay_round(struct oo_plan *plan, uint64_t visits, int is_laid, int
     rounds->spread =
         spread || (rounds->many && oo__spread_pays(plan, count, rounds->ring, room, 2));
     if (rounds->spread) {
-        (void)oo_round_settle(plan->turns, count, room, oo_plan_link_bps(plan), !rounds->between);
+        (void)oo_round_settle(plan->turns, count, room, oo__round_bps(plan), !rounds->between);
         rounds->ring = oo__lay_from(plan, 0, count);
     }
     rounds->cursor = rounds->ring;
@@ -704,19 +722,20 @@ static void oo__learn_round(struct oo_plan *plan) {
     if (next == OO_NOWHERE)
         return;
     rounds->between = current->forwards < plan->now;
-    /* Of samples alone all units are measured first, where anything is. */
-    const int waits = !was_on && !rounds->between && oo_plan_link_bps(plan) > 0 &&
-                      !oo__all_are_timed(plan, current);
-    rounds->on = visits < oo__visit_at(plan, next)->forwards &&
-                 visits < current->forwards / (waits ? OO_MEASURED_ROUNDS : 1);
+    rounds->on = visits < oo__visit_at(plan, next)->forwards && visits < current->forwards;
     if (!rounds->on)
         return;
     const int is_laid =
         plan->units[current->unit].round == rounds->number && rounds->layout == plan->arena.layout;
     rounds->count = (current->forwards - 1) / (is_laid ? rounds->length : visits);
     const int many = oo__many(rounds);
-    if (is_laid && many == rounds->many && (rounds->spread || was_on))
+    /* Of samples alone some units may not have been measured yet, where anything is. */
+    const int is_timed = (is_laid && rounds->timed) || rounds->between ||
+                         rounds->count >= OO_MEASURED_ROUNDS || oo__all_are_timed(plan, current);
+    if (is_laid && many == rounds->many && is_timed == rounds->timed && (rounds->spread || was_on))
         return;
+    rounds->newly_timed = is_laid && is_timed && !rounds->timed;
+    rounds->timed = is_timed;
     rounds->many = many;
     rounds->on =
         oo__lay_round(plan, visits, is_laid, !rounds->between || (was_on && rounds->spread));

@@ -687,10 +687,10 @@ static void test_samples_move_again_only_where_that_pays(void) {
 /* Seconds of the last of so many samples, where those of the first units are known from the second
  * sample on, and those of the others `late`. An earlier run may have told the order (-2), and all
  * seconds, too (-1). */
-static double samples_told_late(const struct model *m, int samples, unsigned first, int late,
-                                const double *kernels_s) {
+static double samples_told_late(const struct model *m, size_t capacity, int samples, unsigned first,
+                                int late, const double *kernels_s) {
     static struct clocks c;
-    struct oo_plan *plan = plan_of(m, aligned(m->total / 4));
+    struct oo_plan *plan = plan_of(m, capacity);
     double seconds = 0;
     c = (struct clocks){0};
     if (late < 0) {
@@ -713,23 +713,57 @@ static double samples_told_late(const struct model *m, int samples, unsigned fir
     return seconds;
 }
 
-/* Those that stay are chosen once all seconds are known, or after six samples; at once where an
- * earlier run has measured them. */
+/* Those that stay are chosen by the seconds once all of them are known, or after six samples; at
+ * once where an earlier run has measured them. */
 static void test_samples_wait_for_the_seconds_of_all(void) {
     static struct model m;
     static double kernels_s[MAX_UNITS];
     flux(&m, 3072, 1);
     for (unsigned unit = 0; unit < m.n; unit++)
         kernels_s[unit] = (unit < m.n / 2 ? 0.2 : 2.0) * (double)m.bytes[unit] / LINK_BPS;
-    const double best = samples_told_late(&m, 9, m.n, 9, kernels_s);
-    const double late = samples_told_late(&m, 9, m.n / 2, 3, kernels_s);
+    const size_t capacity = aligned(m.total / 4);
+    const double best = samples_told_late(&m, capacity, 9, m.n, 9, kernels_s);
+    const double late = samples_told_late(&m, capacity, 9, m.n / 2, 3, kernels_s);
     CHECK(late <= 1.01 * best, "%.4f s, %.4f where all were known at once", late, best);
-    const double never = samples_told_late(&m, 9, m.n - 1, 9, kernels_s);
+    const double never = samples_told_late(&m, capacity, 9, m.n - 1, 9, kernels_s);
     CHECK(never <= 1.01 * best, "%.4f s, %.4f where all were known at once", never, best);
-    const double before = samples_told_late(&m, 3, 0, -1, kernels_s);
+    const double before = samples_told_late(&m, capacity, 3, 0, -1, kernels_s);
     CHECK(before <= 1.01 * best, "%.4f s, %.4f in other runs", before, best);
-    const double order = samples_told_late(&m, 9, m.n, -2, kernels_s);
+    const double order = samples_told_late(&m, capacity, 9, m.n, -2, kernels_s);
     CHECK(order <= 1.01 * best, "%.4f s, %.4f in other runs", order, best);
+}
+
+/* Before any seconds are known, those that stay are spread all the same, from the second sample on:
+ * what streams comes one by one, and the link has as much to do at any time. */
+static void test_samples_are_spread_before_their_seconds_are_known(void) {
+    static struct model m;
+    static double kernels_s[MAX_UNITS];
+    flux(&m, 3072, 1);
+    for (unsigned unit = 0; unit < m.n; unit++)
+        kernels_s[unit] = 0.75 * (double)m.bytes[unit] / LINK_BPS;
+    const size_t capacity = aligned(m.total / 4);
+    const double best = samples_told_late(&m, capacity, 9, m.n, 9, kernels_s);
+    const double third = samples_told_late(&m, capacity, 3, 0, 9, kernels_s);
+    CHECK(third <= 1.05 * best, "%.4f s, %.4f once they are known", third, best);
+}
+
+/* The ring begins with one that is small while no seconds are known, and is too small for that once
+ * they are. */
+static void test_a_ring_begins_elsewhere_once_the_seconds_are_known(void) {
+    static struct model m;
+    static double kernels_s[MAX_UNITS];
+    static const size_t sizes[] = {8, 1, 1, 8, 28, 28, 28};
+    const size_t capacity = 836 * (size_t)OO_ALIGNMENT;
+    m = (struct model){.n = 560, .largest = sizes[4] * OO_ALIGNMENT};
+    for (unsigned unit = 0; unit < m.n; unit++) {
+        m.bytes[unit] = sizes[unit % 7] * OO_ALIGNMENT;
+        m.total += m.bytes[unit];
+        m.step[unit] = (struct visit){unit, OO_FORWARD};
+        kernels_s[unit] = 1.637 * (double)m.bytes[unit] / LINK_BPS;
+    }
+    const double best = samples_told_late(&m, capacity, 9, m.n, 9, kernels_s);
+    const double late = samples_told_late(&m, capacity, 9, 0, 3, kernels_s);
+    CHECK(late <= 1.01 * best, "%.4f s, %.4f where all were known at once", late, best);
 }
 
 /* A ring for seconds that were not known is as small as they ask for once they are, and nobody
@@ -1583,6 +1617,8 @@ static const struct check_case cases[] = {
     CASE(test_many_samples_are_no_interruption),
     CASE(test_samples_move_again_only_where_that_pays),
     CASE(test_samples_wait_for_the_seconds_of_all),
+    CASE(test_samples_are_spread_before_their_seconds_are_known),
+    CASE(test_a_ring_begins_elsewhere_once_the_seconds_are_known),
     CASE(test_a_ring_shrinks_once_the_seconds_are_known),
     CASE(test_training_goes_on_after_samples),
     CASE(test_recorded_forwards_tell_training_from_samples),
