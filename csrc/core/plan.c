@@ -17,6 +17,7 @@ enum { OO_LOOKAHEAD = 16 };                     /* uses of a unit looked at to f
 enum { OO_FEW = 400 };                          /* units in the arena that are all looked at */
 enum { OO_MANY_ROUNDS = 8 };                    /* of samples: more are no interruption */
 enum { OO_ROUNDS_TO_COME = 32 };                /* of samples alone, at least */
+enum { OO_LAID_AHEAD = 64 };                    /* turns among which one that fits is sought */
 enum { OO_SLOTS_BETWEEN = 2 };                  /* of the largest unit: a ring before that */
 enum { OO_SHARES = 6 }; /* of the arena: training goes around one at least */
 enum { OO_MEASURED = 4, OO_REMEASURED_ONE_IN = 4093 }; /* forwards of each unit; of all, a prime */
@@ -499,18 +500,96 @@ static size_t oo__turns(struct oo_plan *plan, uint64_t visits) {
     return count;
 }
 
-/* Those that stay get their places from `end` on, one after the other. Returns where the ring
- * begins. */
+/* Where the unit lies in the arena; OO_ANYWHERE: it does not. */
+static size_t oo__position(const struct oo_plan *plan, uint32_t unit) {
+    const struct oo_block *block = plan->units[unit].block;
+    if (!block)
+        return OO_ANYWHERE;
+    size_t begin = 0;
+    for (const struct oo_segment *s = plan->arena.segments; s != block->segment; s = s->next)
+        begin += s->bytes;
+    return begin + block->offset;
+}
+
+/* Places are given one after the other. */
+struct oo_laying {
+    size_t end;         /* of those that are */
+    size_t next, count; /* no turn before `next` waits */
+};
+
+/* Whether the turn's unit stays, has no place yet, and lies nowhere that comes later. */
+static int oo__waits(const struct oo_plan *plan, const struct oo_laying *lay, size_t turn) {
+    const uint32_t unit = plan->turns[turn].unit;
+    if (plan->units[unit].place != OO_ANYWHERE)
+        return 0;
+    const size_t position = oo__position(plan, unit);
+    return position == OO_ANYWHERE || position < lay->end;
+}
+
+static void oo__lay(struct oo_plan *plan, struct oo_laying *lay, struct oo_plan_unit *unit) {
+    unit->place = oo_arena_fit(&plan->arena, lay->end, unit->bytes);
+    lay->end = unit->place + unit->bytes;
+}
+
+/* Give those that wait the places in front of `until`, the largest first, so that hardly any of it
+ * is left over. */
+static void oo__lay_until(struct oo_plan *plan, struct oo_laying *lay, size_t until) {
+    struct oo_plan_unit *largest;
+    do {
+        largest = NULL;
+        while (lay->next < lay->count && !oo__waits(plan, lay, lay->next))
+            lay->next++;
+        for (size_t i = lay->next; i < lay->count && i < lay->next + OO_LAID_AHEAD; i++) {
+            struct oo_plan_unit *unit = &plan->units[plan->turns[i].unit];
+            if (lay->end + unit->bytes <= until && oo__waits(plan, lay, i) &&
+                (!largest || unit->bytes > largest->bytes))
+                largest = unit;
+        }
+        if (largest)
+            oo__lay(plan, lay, largest);
+    } while (largest);
+}
+
+/* Who lies in the arena keeps its own place if others fill what is in front of it. Returns whether
+ * most do: what moves has to be copied again. */
+static int oo__lay_in_place(struct oo_plan *plan, struct oo_laying lay, size_t *end) {
+    size_t begin = 0, kept = 0, moved = 0;
+    for (const struct oo_segment *s = plan->arena.segments; s; begin += s->bytes, s = s->next)
+        for (const struct oo_block *block = s->first; block; block = block->next) {
+            const size_t position = begin + block->offset;
+            if (block->unit == OO_NO_UNIT || position < lay.end)
+                continue;
+            struct oo_plan_unit *unit = &plan->units[block->unit];
+            if (unit->round != plan->rounds.number || unit->place != OO_ANYWHERE)
+                continue;
+            oo__lay_until(plan, &lay, position);
+            oo__lay(plan, &lay, unit);
+            *(unit->place == position ? &kept : &moved) += unit->bytes;
+        }
+    *end = lay.end;
+    return kept >= 2 * moved;
+}
+
+static void oo__unlay(struct oo_plan *plan, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        if (!plan->turns[i].kept)
+            plan->units[plan->turns[i].unit].place =
+                plan->turns[i].stays ? OO_ANYWHERE : OO_IN_RING;
+}
+
+/* Those that stay get their places from `end` on: between training steps in order of use, as these
+ * go around them. Returns where the ring begins. */
 static size_t oo__lay_from(struct oo_plan *plan, size_t end, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        const struct oo_turn *turn = &plan->turns[i];
-        struct oo_plan_unit *unit = &plan->units[turn->unit];
-        if (turn->kept)
-            continue;
-        unit->place = turn->stays ? oo_arena_fit(&plan->arena, end, turn->bytes) : OO_IN_RING;
-        end = turn->stays ? unit->place + turn->bytes : end;
+    struct oo_laying lay = {.end = end, .count = count};
+    oo__unlay(plan, count);
+    if (!plan->rounds.between && !oo__lay_in_place(plan, lay, &lay.end)) {
+        lay.end = end;
+        oo__unlay(plan, count);
     }
-    return end;
+    for (size_t i = 0; i < count; i++)
+        if (plan->units[plan->turns[i].unit].place == OO_ANYWHERE)
+            oo__lay(plan, &lay, &plan->units[plan->turns[i].unit]);
+    return lay.end;
 }
 
 /* What lies in the arena stays where it is, but at the end of it, where the ring begins: returned.
@@ -1175,13 +1254,9 @@ int oo_plan_next_fetch(struct oo_plan *plan, uint32_t *unit, struct oo_window *w
 
 /* Whether the unit lies where others have their homes, which then would go elsewhere, too. */
 static int oo__is_astray(struct oo_plan *plan, uint32_t unit) {
-    const struct oo_block *block = plan->units[unit].block;
-    if (!block || plan->units[unit].pins || !plan->units[unit].rank)
-        return 0;
-    size_t begin = 0;
-    for (const struct oo_segment *s = plan->arena.segments; s != block->segment; s = s->next)
-        begin += s->bytes;
-    return begin + block->offset != oo__home(plan, unit);
+    const size_t position = oo__position(plan, unit);
+    return position != OO_ANYWHERE && !plan->units[unit].pins && plan->units[unit].rank &&
+           position != oo__home(plan, unit);
 }
 
 int oo_plan_next_drop(struct oo_plan *plan, uint32_t *unit) {
