@@ -28,6 +28,7 @@ class LinearLayer(Traced):
     required = ("weight",)
     backward_reads = ("weight",)
     node = node_of("ManagedLinear")
+    has_buffers = True
     operator = staticmethod(traced.linear)
     in_cpp = "Linear"
 

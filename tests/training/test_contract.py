@@ -757,6 +757,29 @@ def test_everything_else_is_moved_and_keeps_its_dtype(device):
         assert_models_agree(managed, resident, step, device=device)
 
 
+def test_a_buffer_of_a_linear_layer_moves_with_the_model(device):
+    """The layer's own code asks for none, but a hook may."""
+    torch.manual_seed(0)
+    managed = nn.Sequential(nn.Linear(8, 8))
+    managed[0].register_buffer("shift", torch.randn(8))
+    managed[0].register_forward_hook(lambda module, _, y: y + module.shift)
+    resident = copy.deepcopy(managed)
+
+    def step(model):
+        y = model(torch.ones(3, 8, device=device, dtype=model[0].shift.dtype))
+        y.sum().backward()
+        return [y]
+
+    with attached(managed, device) as manager:
+        assert manager.layers and managed[0].shift.device.type == torch.device(device).type
+        assert_models_agree(managed, resident, step, device=device)
+        for model in (managed, resident):
+            model.to(torch.bfloat16)
+        assert managed[0].shift.dtype is managed[0].weight.dtype is torch.bfloat16
+        assert managed[0].weight.device.type == "cpu", "the layer is not managed"
+        assert_models_agree(managed, resident, step, device=device)
+
+
 # ---- what is refused ----
 
 
