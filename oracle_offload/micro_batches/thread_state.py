@@ -59,7 +59,12 @@ class _Hooks:
         pairs: list[Any] = []
         try:
             _Hooks._pop_all(pairs)
-        finally:
+        finally:  # Ctrl-C may have come between any two of them
+            left: list[Any] = []
+            _Hooks._pop_all(left)
+            if left and pairs and left[-1] == pairs[0]:
+                left.pop()  # it was noted, and not taken off
+            pairs[:0] = left
             _Hooks.restore((pairs, refused))
         return pairs, refused
 

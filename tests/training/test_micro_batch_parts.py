@@ -591,11 +591,16 @@ def test_modes_are_put_back_whatever_torch_notes_beside_them(
 
 
 @pytest.mark.skipif(not can_take_turns(), reason="turns are taken from torch 2.8 on")
-@pytest.mark.parametrize("nth", [0, 1])
-def test_ctrl_c_after_hooks_are_noted_leaves_them_there(nth: int) -> None:
+@pytest.mark.parametrize("nth", range(5))
+def test_ctrl_c_while_hooks_are_noted_leaves_all_of_them_there(nth: int) -> None:
     code = thread_state._Hooks._pop_all.__code__
-    packed: list[Tensor] = []
+    packed: list[str] = []
     stops = [nth]
+
+    def hooks(name: str) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: packed.append(name) or tensor, lambda tensor: tensor
+        )
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
         if frame.f_code is code and event == "line" and frame.f_locals["pairs"]:
@@ -605,15 +610,17 @@ def test_ctrl_c_after_hooks_are_noted_leaves_them_there(nth: int) -> None:
                 raise KeyboardInterrupt
         return trace if frame.f_code.co_filename == thread_state.__file__ else None
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
-        sys.settrace(trace)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                thread_state._Hooks.now()
-        finally:
-            sys.settrace(None)
+    with hooks("outer"):
+        with hooks("inner"):
+            sys.settrace(trace)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    thread_state._Hooks.now()
+            finally:
+                sys.settrace(None)
+            torch.ones(2, requires_grad=True).exp()
         torch.ones(2, requires_grad=True).exp()
-    assert len(packed) == 1
+    assert packed == ["inner", "outer"]
 
 
 # ---- flags of the whole process ----
