@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +36,11 @@ def inject(model: nn.Module, settings: Settings, by_default: Sequence[str]) -> A
             f"target_modules={settings.target_modules!r}: no linear layer has such a name"
         )
     alpha: Any = settings.alpha  # peft divides it by the rank: it need not be whole
-    config = LoraConfig(r=settings.rank, lora_alpha=alpha, target_modules=names)
+    others = {name for name, _ in model.named_modules()} - {*names}
+    only_these = "|".join(map(re.escape, names))  # a pattern of whole names
+    # Of a list, peft takes the ends of names, too.
+    target = only_these if any(_ends_with(name, names) for name in others) else names
+    config = LoraConfig(r=settings.rank, lora_alpha=alpha, target_modules=target)
     torch.manual_seed(settings.seed)
     model.requires_grad_(False)
     inject_adapter_in_model(config, model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -54,6 +55,15 @@ def test_adapters_are_beside_the_linear_layers_that_are_named(named, by_default,
     found = sorted(name.partition(".lora_")[0] for name in lora.trained(model))
     assert found == sorted([*layers, *layers])
     assert (config.r, config.lora_alpha) == (2, 3.0) and sorted(config.target_modules) == layers
+
+
+def test_a_name_that_ends_another_one_stands_for_itself_alone():
+    """peft takes a list for ends of names; what lies deeper is to stay as it is."""
+    model, config = injected("", ["q_proj"])
+    assert {name.partition(".lora_")[0] for name in lora.trained(model)} == {"q_proj"}
+    again = Net()
+    peft.inject_adapter_in_model(config, again)
+    assert lora.trained(again).keys() == lora.trained(model).keys()
 
 
 def test_adapters_are_float32_and_all_that_is_trained():
