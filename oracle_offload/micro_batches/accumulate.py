@@ -570,6 +570,9 @@ def _are_equal(one: Any, other: Any) -> bool:
     return bool(same if isinstance(same, bool) else same.all())
 
 
+_PLAIN = bool | int | float | str | torch.dtype | torch.device
+
+
 def _are_same(one: Any, other: Any) -> bool:
     """Whether two attributes are equal, as far as that can be seen."""
     if one is other:
@@ -578,7 +581,7 @@ def _are_same(one: Any, other: Any) -> bool:
         return torch.equal(one, other)
     if isinstance(one, tuple | list) and type(one) is type(other):
         return len(one) == len(other) and all(map(_are_same, one, other))
-    return isinstance(one, bool | int | float | str | torch.dtype | torch.device) and one == other
+    return isinstance(one, _PLAIN) and isinstance(other, _PLAIN) and one == other
 
 
 def _greenlet(run: Callable[[], None]) -> greenlet.greenlet:

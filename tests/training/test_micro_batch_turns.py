@@ -542,7 +542,8 @@ def test_attributes_of_a_module_are_the_same_where_backward_begins(differs):
 
 
 def test_attributes_of_unlike_kinds_differ():
-    pairs = [(torch.ones(1), 1), (None, torch.ones(1)), ((1,), 1), (1, (1,))]
+    pairs = [(torch.ones(1), 1), (1, torch.ones(1)), (1, torch.ones(2)), (None, torch.ones(1))]
+    pairs += [((1,), 1), (1, (1,))]
     assert [_are_same(one, other) for one, other in pairs] == [False] * len(pairs)
 
 
