@@ -113,8 +113,7 @@ class Pace:
         """
         last = self._marks[-1] if self._marks else None
         if last is not None and last["units"] != counters["units"]:
-            self._marks.clear()
-            self.ended = 0
+            self.ended = 0  # the warm-up begins anew, and lets go of what was noted
         elif last is not None and last["acquires"] == counters["acquires"]:
             return False
         self.ended += 1

@@ -191,6 +191,17 @@ def test_float64_is_not_cast(device):
         assert_models_agree(managed, resident, step, device=device)
 
 
+def test_a_weight_that_is_not_cast_is_its_own_at_each_use(device):
+    """Autocast keeps no copy where it computes in float32, so gradients are summed as they are."""
+    managed = nn.Sequential(nn.Linear(8, 8))
+    kind = torch.device(device).type
+    with attached(managed, device) as manager, torch.autocast(kind, torch.bfloat16):
+        of, weight = manager.attachment.stand_ins.of, managed[0].weight
+        assert of(weight, torch.bfloat16) is of(weight, torch.bfloat16)
+        one, other = of(weight, torch.float32), of(weight, torch.float32)
+        assert one is not other and one.dtype is other.dtype is torch.float32
+
+
 def test_a_weight_of_half_precision_is_cast_at_each_use(device):
     """Autocast keeps casts of float32 leaves: gradients of others are summed as they are."""
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from equality import attached
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
 
 from oracle_offload import OffloadError, engines, phases
@@ -26,6 +27,13 @@ def state():
 
 def step():
     torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+
+
+def test_torch_is_told_of_the_hooks_once(state):
+    hooks = torch_optimizer._global_optimizer_pre_hooks
+    before = len(hooks)
+    engines._install_hooks()  # as where the engine of another device is opened
+    assert len(hooks) == before
 
 
 # ---- what it knows ----

@@ -194,6 +194,34 @@ def test_another_devices_seconds_are_not_told(path):
     assert json.loads(Path(path).read_text())["pace"]["device"] == simulated_name()
 
 
+def test_seconds_are_kept_with_the_speed_of_a_link_alone(path, monkeypatch):
+    class Engine:
+        """The real one, as if it had found the link's speed."""
+
+        def __init__(self, real, link_bps):
+            self.real, self.link_bps = real, link_bps
+
+        def __getattr__(self, name):
+            return getattr(self.real, name)
+
+        def pace(self, model):
+            return self.real.pace(model)[0], self.link_bps
+
+    model = tower()
+    with attached(model, "cpu") as manager:
+        optimizer = torch.optim.SGD([model.scale], lr=1e-3)
+        for _ in range(3):
+            train(model, optimizer)
+        for link_bps in (0, 7):
+            file = order.OrderFile(path)
+            file.tell(manager.attachment)
+            with monkeypatch.context() as patched:
+                patched.setattr(manager.state, "engine", Engine(manager.state.engine, link_bps))
+                file.keep(manager.attachment)
+            known = order.read(path, order.fingerprint_of(manager.attachment), 48)
+            assert (known.pace and known.pace.link_bps) == (link_bps or None)
+
+
 def test_a_file_without_seconds_serves_and_gets_them(path, warnings):
     run(path, 2)
     right = json.loads(Path(path).read_text())

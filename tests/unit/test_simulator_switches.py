@@ -141,6 +141,17 @@ def test_an_error_names_the_call_and_what_it_was_given(
     assert caught.value.call == words.split(":")[0]
 
 
+def test_a_stream_says_whether_it_is_captured(driver: Driver) -> None:
+    stream, relaxed = driver.stream(), 2
+    assert simulator.is_capturing(stream) is False
+    driver.call("cuStreamBeginCapture_v2", ctypes.c_size_t(stream), relaxed)
+    assert simulator.is_capturing(stream) is True
+    graph = ctypes.c_void_p()
+    driver.call("cuStreamEndCapture", ctypes.c_size_t(stream), ctypes.byref(graph))
+    driver.call("cuGraphDestroy", graph)
+    assert simulator.is_capturing(stream) is False
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "fits"),
     [
