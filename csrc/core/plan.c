@@ -813,7 +813,7 @@ static void oo__learn_round(struct oo_plan *plan) {
                          rounds->count >= OO_MEASURED_ROUNDS || oo__all_are_timed(plan, current);
     if (is_laid && many == rounds->many && is_timed == rounds->timed && (rounds->spread || was_on))
         return;
-    rounds->newly_timed = is_laid && is_timed && !rounds->timed;
+    rounds->newly_timed = is_laid && !rounds->between && is_timed && !rounds->timed;
     rounds->timed = is_timed;
     rounds->many = many;
     rounds->on =

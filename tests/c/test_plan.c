@@ -766,6 +766,33 @@ static void test_a_ring_begins_elsewhere_once_the_seconds_are_known(void) {
     CHECK(late <= 1.01 * best, "%.4f s, %.4f where all were known at once", late, best);
 }
 
+/* Seconds that are new once training has come move nobody: the step after those samples would have
+ * to fetch it all back. */
+static void test_seconds_that_training_makes_known_move_nobody(void) {
+    static struct model m;
+    static struct clocks c;
+    flux(&m, 3072, 1);
+    for (int percent = 25; percent <= 50; percent += 25) {
+        const size_t capacity = aligned(m.total / 100 * (size_t)percent);
+        struct oo_plan *plan = plan_of(&m, capacity);
+        c = (struct clocks){0};
+        oo_plan_copied(plan, 3000, 3000.0 / LINK_BPS);
+        for (int sample = 0; sample < 4; sample++)
+            timed_round(plan, &m, &c, m.n);
+        for (unsigned unit = 0; unit + 1 < m.n; unit++)
+            oo_plan_took(plan, unit, 0.2 * (double)m.bytes[unit] / LINK_BPS);
+        for (int step = 0; step < 5; step++)
+            timed_round(plan, &m, &c, m.n_visits);
+        for (int sample = 0; sample < 6; sample++)
+            timed_round(plan, &m, &c, m.n);
+        const double bytes = (double)timed_round(plan, &m, &c, m.n_visits).bytes;
+        const double ratio = bytes / (double)x_min(&m, capacity);
+        CHECK(ratio <= 1.05, "%d%% resident: the step after samples takes %.3f of the least",
+              percent, ratio);
+        oo_plan_destroy(plan);
+    }
+}
+
 /* Those that stay keep their places where most of them can: what moves is copied again. */
 static void test_who_stays_where_it_lies_is_not_copied_again(void) {
     static struct model m;
@@ -1635,6 +1662,7 @@ static const struct check_case cases[] = {
     CASE(test_samples_wait_for_the_seconds_of_all),
     CASE(test_samples_are_spread_before_their_seconds_are_known),
     CASE(test_a_ring_begins_elsewhere_once_the_seconds_are_known),
+    CASE(test_seconds_that_training_makes_known_move_nobody),
     CASE(test_who_stays_where_it_lies_is_not_copied_again),
     CASE(test_a_ring_shrinks_once_the_seconds_are_known),
     CASE(test_training_goes_on_after_samples),
