@@ -16,7 +16,7 @@
 
 #include <stdlib.h>
 
-static const double oo__patience_s = 60;
+static const double oo__patience_s = 60, oo__kept_patience_s = 5;
 
 static enum oo_status oo__open_device(struct oo_engine *engine, int ordinal) {
     enum oo_status status;
@@ -101,6 +101,7 @@ enum oo_status oo_engine_create(const char *library, int device, struct oo_engin
         return oo__fail(OO_E_MEMORY, "no memory for an engine");
     engine->sweep = 1;
     engine->patience_s = oo__patience_s;
+    engine->kept_patience_s = oo__kept_patience_s;
     engine->numa_node = -1;
     engine->sys = OO_SYS;
     engine->mutex = oo__mutex_create();

@@ -50,7 +50,7 @@
 #include "uses.h"
 
 /* Uses of any engine that this thread has begun and not ended. A thread that holds one never waits
- * for others. */
+ * for others. Its address tells threads apart. */
 static _Thread_local uint32_t oo__uses_here;
 
 /* ---- copy in ---- */
@@ -322,39 +322,48 @@ static void oo__distrust(struct oo_engine *engine, const struct oo_fetched *fetc
         engine->units[fetched->units[i]].stale = 1;
 }
 
-/* Whether a call may wait for the uses of other threads to end. A thread that holds a use itself
- * must not: it would wait for itself, or for a thread that waits for it. */
-static int oo__may_await_uses(const struct oo_engine *engine, double *until_s) {
+/* Until when a call may wait for the uses of other threads to end, `patience_s` after it first had
+ * to; 0: it may not. A thread that holds a use itself must not: it would wait for itself, or for a
+ * thread that waits for it. */
+static double oo__await_until(double *since_s, double patience_s) {
     const double now_s = oo__clock_s();
-    if (*until_s == 0)
-        *until_s = now_s + engine->patience_s;
-    return !oo__uses_here && now_s < *until_s;
+    if (*since_s == 0)
+        *since_s = now_s;
+    return !oo__uses_here && now_s < *since_s + patience_s ? *since_s + patience_s : 0;
 }
 
 /* The unit's copy is out of date and in use; it is replaced when its uses have ended. OO_OK: one
  * may have ended, so begin the call anew. Nobody waits for a kept use: it may end in a step to
  * come, and by this thread. */
 static enum oo_status oo__await_uses(struct oo_engine *engine, uint32_t id, int flags,
-                                     double *until_s) {
-    if (!oo__may_await_uses(engine, until_s) || engine->units[id].n_kept)
+                                     double *since_s) {
+    const double until_s = oo__await_until(since_s, engine->patience_s);
+    if (until_s == 0 || engine->units[id].n_kept)
         return oo__fail(
             OO_E_STATE,
             "the weights of unit %u were rewritten while another call computes with them", id);
     if (flags & OO_NONBLOCKING)
         return OO_WOULD_BLOCK;
-    oo__wait_for_a_release(engine, *until_s);
+    oo__wait_for_a_release(engine, until_s);
     return OO_OK;
 }
 
-/* Whether what is in use leaves the unit no place, and a use will end that makes one. */
-static int oo__has_to_await_room(const struct oo_engine *engine, uint32_t id, double *until_s) {
+/* Until when to wait where what is in use leaves the unit no place, and a use may end that makes
+ * one; 0: no longer. What another thread keeps ends with a backward, as a rule soon; what this one
+ * keeps may end in a step to come. */
+static double oo__await_room_until(const struct oo_engine *engine, uint32_t id, double *since_s) {
     struct oo_window window;
-    if (oo_plan_place(engine->plan, id, &window) || !oo__may_await_uses(engine, until_s))
+    int keeps = 0;
+    if (oo_plan_place(engine->plan, id, &window))
         return 0;
-    for (uint32_t i = 0; i < engine->n_units; i++)
-        if (oo_plan_pins(engine->plan, i) > engine->units[i].n_kept)
-            return 1;
-    return 0;
+    for (uint32_t i = 0; i < engine->n_units; i++) {
+        const struct oo_unit *unit = &engine->units[i];
+        const uint32_t lasting = unit->n_kept + unit->n_mapped;
+        if (oo_plan_pins(engine->plan, i) > lasting)
+            return oo__await_until(since_s, engine->patience_s);
+        keeps = keeps || (lasting && unit->lasting != &oo__uses_here);
+    }
+    return keeps ? oo__await_until(since_s, engine->kept_patience_s) : 0;
 }
 
 /* For the unit's own feed, or for those of units that it drives out. */
@@ -408,7 +417,7 @@ static enum oo_status oo__end_use(struct oo_engine *engine, uint64_t ticket, OOC
 /* After a use has ended, and its row with it. */
 static void oo__use_ended(struct oo_engine *engine, uint32_t id) {
     struct oo_unit *unit = &engine->units[id];
-    oo__mutex_wake(engine->mutex); /* whoever waits for uses: nobody waits for what is kept now */
+    oo__mutex_wake(engine->mutex); /* whoever waits for uses */
     if (oo_plan_pins(engine->plan, id))
         return;
     oo__rows_forget(engine, unit); /* of uses that ended on another stream */
@@ -432,7 +441,7 @@ static enum oo_status oo__acquire(struct oo_engine *engine, const struct oo_requ
                                   int flags, struct oo_use *use) {
     const OOCUstream stream = (OOCUstream)request->stream;
     enum oo_status status;
-    double until_s = 0;
+    double since_s = 0;
 again:
     status = oo__enter(engine, flags);
     if (status != OO_OK)
@@ -461,12 +470,13 @@ again:
                      ((first || engine->verify) && oo__masters_changed(engine, member))))
         unit->stale = 1;
     if (unit->stale && oo_plan_pins(engine->plan, id)) {
-        OO_TRY(oo__await_uses(engine, id, flags, &until_s));
+        OO_TRY(oo__await_uses(engine, id, flags, &since_s));
         oo__leave(engine);
         goto again;
     }
     /* What other threads compute with at this moment shall not decide whether this one fails. */
-    if (!resident && oo__has_to_await_room(engine, id, &until_s)) {
+    const double until_s = resident ? 0 : oo__await_room_until(engine, id, &since_s);
+    if (until_s > 0) {
         if (flags & OO_NONBLOCKING) {
             status = OO_WOULD_BLOCK;
             goto done;
@@ -642,6 +652,7 @@ enum oo_status oo_engine_keep(struct oo_engine *engine, uint32_t member, int fla
     struct oo_unit *unit = &engine->units[id];
     oo_plan_pin(engine->plan, id);
     unit->n_kept++;
+    unit->lasting = &oo__uses_here;
     *use = (struct oo_use){.ticket = (uint64_t)unit->generation << 32 | id,
                            .address = oo_block_address(oo_plan_resident(engine->plan, id))};
 done:
@@ -710,6 +721,7 @@ enum oo_status oo_engine_map(struct oo_engine *engine, const struct oo_request *
         OO_TRY(oo__declare_reads(engine, member, stream, request->seconds));
     oo_plan_pin(engine->plan, member->unit);
     engine->units[member->unit].n_mapped++;
+    engine->units[member->unit].lasting = &oo__uses_here;
     *address = mapped;
 done:
     oo__leave(engine);

@@ -236,9 +236,10 @@ struct oo_unit {
     uint32_t n_uses;
     struct oo_begun begun[OO_STREAMS];
     uint32_t n_begun;
-    uint64_t copy;     /* the last one that reads its masters where they lie: see oo_copies */
-    uint32_t n_kept;   /* of its uses: those that oo_engine_end ends */
-    uint32_t n_mapped; /* likewise, oo_engine_unmap */
+    uint64_t copy;       /* the last one that reads its masters where they lie: see oo_copies */
+    uint32_t n_kept;     /* of its uses: those that oo_engine_end ends */
+    uint32_t n_mapped;   /* likewise, oo_engine_unmap */
+    const void *lasting; /* the thread that began the latest of these */
     /* Of waits for its copies, as in struct oo_stats: */
     uint64_t timed_waits, stalls;
     double stall_seconds;
@@ -325,8 +326,9 @@ struct oo_engine {
 
     uint64_t sweep;
     int in_task, held, verify;
-    int submits_late;  /* the driver collects work; a query hands it to the device */
-    double patience_s; /* how long a call waits for the uses of other threads to end */
+    int submits_late;       /* the driver collects work; a query hands it to the device */
+    double patience_s;      /* how long a call waits for the uses of other threads to end */
+    double kept_patience_s; /* likewise, for those that outlast a call */
 
     OOCUmodule module; /* the embedded kernels, loaded on first use */
     OOCUfunction spin;
