@@ -647,27 +647,30 @@ static void oo__lay_more(struct oo_plan *plan, size_t count, size_t room) {
 }
 
 /* Whether rounds of those that are spread in `room` take so much less than as they lie that this
- * pays for what has to move: as many bytes as the arena holds, `times` over. Where seconds are new,
- * it is enough that a round copies less. */
+ * pays for what has to move: as many bytes as the arena holds, `times` over. Where seconds are new
+ * and tell that kernels take all the time, so that the link can move it meanwhile, it is enough
+ * that a round copies less. */
 static int oo__spread_pays(struct oo_plan *plan, size_t count, size_t ring, size_t room,
                            int times) {
     const struct oo_rounds *rounds = &plan->rounds;
     uint64_t number = rounds->count > rounds->before ? rounds->count : rounds->before;
     const double bps = oo__round_bps(plan), total = (double)plan->arena.total_bytes;
-    double as_is_bytes = 0, bytes = 0;
+    double as_is_bytes = 0, bytes = 0, kernels_s = 0;
     if (bps <= 0)
         return 1;
     if (!rounds->between && number < OO_ROUNDS_TO_COME)
         number = OO_ROUNDS_TO_COME;
     oo__mark_laid(plan, count);
     for (size_t i = 0; i < count; i++) {
+        kernels_s += plan->turns[i].seconds;
         bytes += (double)plan->turns[i].bytes;
         as_is_bytes += plan->turns[i].stays ? 0 : (double)plan->turns[i].bytes;
     }
     const double as_is = oo_round_seconds(plan->turns, count, plan->arena.total_bytes - ring, bps);
     const size_t held = oo_round_settle(plan->turns, count, room, bps, !rounds->between);
     const double spread = oo_round_seconds(plan->turns, count, room - held, bps);
-    return (rounds->newly_timed && as_is_bytes > oo_round_nearly(bytes - (double)held)) ||
+    return (rounds->newly_timed && spread <= oo_round_nearly(kernels_s) &&
+            as_is_bytes > oo_round_nearly(bytes - (double)held)) ||
            (as_is > oo_round_nearly(spread) &&
             (as_is - spread) * (double)number > times * total / bps);
 }

@@ -8,45 +8,97 @@ enum {
     OO_SLOTS = 4,  /* a ring where no seconds are known */
     OO_RINGS = 14, /* that are tried */
     OO_SIZES = 4,  /* of units, of which each is tried as the largest one that streams */
+    OO_RATES = 4,  /* of the link, that are tried */
     OO_LAPS = 3    /* after so many a round takes as long as the one before it */
 };
 static const size_t oo__quarters[OO_RINGS] = {4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 30, 36, 42, 48};
 
-/* Bytes of those that stay in any case: they are kept, or larger than those that may stream. */
+/* Whether it stays in any case: it is kept, or larger than those that may stream. */
+static int oo__must_stay(const struct oo_turn *turn, size_t largest) {
+    return turn->kept || turn->bytes > largest;
+}
+
+/* Bytes of those that do. */
 static size_t oo__held(const struct oo_turn *turns, size_t count, size_t largest) {
     size_t held = 0;
     for (size_t i = 0; i < count; i++)
-        held += turns[i].kept || turns[i].bytes > largest ? turns[i].bytes : 0;
+        held += oo__must_stay(&turns[i], largest) ? turns[i].bytes : 0;
     return held;
 }
 
-/* Who stays in `room`: those, and of the others as many as there is room for, so that the link has
- * as much to do for each byte of these, or for each second of the round. Returns the bytes that
- * stay. */
-static size_t oo__spread(struct oo_turn *turns, size_t count, size_t largest, size_t room,
-                         int by_seconds) {
-    double owed = 0, shares = 0;
-    size_t held = oo__held(turns, count, largest), total = 0;
-    for (size_t i = 0; i < count; i++) {
-        turns[i].stays = turns[i].kept || turns[i].bytes > largest;
-        turns[i].share = by_seconds       ? turns[i].seconds
-                         : turns[i].stays ? 0
-                                          : (double)turns[i].bytes;
-        shares += turns[i].share;
-        total += turns[i].bytes;
-    }
+/* How fast the link brings what streams. A share is a byte of those that may, or a second of the
+ * round. */
+struct oo_rate {
+    double bytes;    /* for each share */
+    double ahead;    /* so many can arrive before they are used */
+    double busy;     /* shares in which the link does not rest */
+    double short_of; /* bytes that should stay at some time, and find no room */
+};
+
+/* Who stays in `room`: those that do in any case, and of the others as many as the link cannot
+ * bring in time. Returns the bytes that stay. */
+static size_t oo__stay(struct oo_turn *turns, size_t count, size_t largest, size_t room,
+                       struct oo_rate *rate) {
+    double owed = 0;
+    size_t held = oo__held(turns, count, largest);
+    rate->short_of = 0;
+    rate->busy = 0;
     for (size_t i = 0; i < count; i++) {
         const double bytes = (double)turns[i].bytes;
-        owed -= (double)(total - room) * turns[i].share / shares; /* streams at this time */
+        owed -= rate->bytes * turns[i].share; /* streams at this time */
+        if (owed < -rate->ahead)
+            owed = -rate->ahead;
+        else
+            rate->busy += turns[i].share;
+        turns[i].stays = oo__must_stay(&turns[i], largest);
         if (turns[i].stays)
             continue;
         owed += bytes;
-        turns[i].stays = owed >= bytes / 2 && turns[i].bytes <= room - held;
+        if (owed < bytes / 2)
+            continue;
+        turns[i].stays = turns[i].bytes <= room - held;
         if (turns[i].stays) {
             owed -= bytes;
             held += turns[i].bytes;
+        } else if (owed > rate->short_of) {
+            rate->short_of = owed;
         }
     }
+    return held;
+}
+
+/* Who stays in `room`, spread so that the link has as much to do for each byte of those that may
+ * stream, or for each second of the round. A part of it may need so much that not all that should
+ * stay has room: then the link brings more at any time, until what does is spread over all of that
+ * part (Newton's method: what is missing falls with the rate, ever more slowly). Returns the bytes
+ * that stay. */
+static size_t oo__spread(struct oo_turn *turns, size_t count, size_t largest, size_t room,
+                         size_t ring, int by_seconds) {
+    size_t total = 0;
+    double shares = 0;
+    for (size_t i = 0; i < count; i++) {
+        turns[i].share = by_seconds                          ? turns[i].seconds
+                         : oo__must_stay(&turns[i], largest) ? 0
+                                                             : (double)turns[i].bytes;
+        shares += turns[i].share;
+        total += turns[i].bytes;
+    }
+    struct oo_rate rate = {.bytes = (double)(total - room) / shares,
+                           .ahead = by_seconds ? (double)ring : DBL_MAX};
+    size_t held = 0;
+    for (int i = 0; i <= OO_RATES; i++) {
+        held = oo__stay(turns, count, largest, room, &rate);
+        if (rate.short_of <= (double)largest)
+            break;
+        rate.bytes += rate.short_of / rate.busy;
+    }
+    if (!by_seconds)
+        return held;
+    for (size_t i = 0; i < count; i++) /* what is left over */
+        if (!turns[i].stays && turns[i].bytes <= room - held) {
+            turns[i].stays = 1;
+            held += turns[i].bytes;
+        }
     return held;
 }
 
@@ -144,7 +196,7 @@ struct oo_way {
 };
 
 static size_t oo__go(struct oo_turn *turns, size_t count, size_t room, const struct oo_way *way) {
-    return oo__spread(turns, count, way->slot, room - way->ring, way->by_seconds);
+    return oo__spread(turns, count, way->slot, room - way->ring, way->ring, way->by_seconds);
 }
 
 /* Of all that cost hardly any time, the one that leaves most to those that stay. A slot of a ring
@@ -208,6 +260,6 @@ size_t oo_round_settle(struct oo_turn *turns, size_t count, size_t room, double 
         return oo__settle(turns, count, room, link_bps, alone);
     const size_t slot = oo__next_size(turns, count, SIZE_MAX);
     const size_t left = room - oo__held(turns, count, slot);
-    return oo__spread(turns, count, slot, room - oo__ring((size_t)OO_SLOTS * OO_SLOT, slot, left),
-                      0);
+    const size_t ring = oo__ring((size_t)OO_SLOTS * OO_SLOT, slot, left);
+    return oo__spread(turns, count, slot, room - ring, ring, 0);
 }

@@ -844,6 +844,33 @@ static void test_a_ring_shrinks_once_the_seconds_are_known(void) {
     }
 }
 
+/* Others stay once the seconds are known, if a round copies less then, and the link can move them
+ * while kernels take all the time. Where the link is what a round waits for, that has to pay. */
+static void test_others_stay_for_fewer_bytes_only_while_kernels_take_all_the_time(void) {
+    static struct model m;
+    flux(&m, 3072, 1);
+    const size_t capacity = aligned(m.total / 2);
+    const double missing = (double)(m.total - capacity);
+    for (int by_kernels = 0; by_kernels < 2; by_kernels++) {
+        struct oo_plan *plan = plan_of(&m, capacity);
+        double loaded = 0;
+        for (size_t sample = 0; sample < 12; sample++) {
+            const struct outcome o = run(plan, &m, m.step, m.n);
+            loaded = (double)o.bytes / missing;
+            CHECK(sample < 6 || by_kernels || loaded <= 1.05, "sample %zu: %.3f", sample, loaded);
+            for (unsigned unit = 0; sample == 4 && unit < m.n; unit++)
+                oo_plan_took(plan, unit,
+                             (by_kernels ? 2.0 : 0.2) * (unit % 3 ? 1.3 : 0.4) *
+                                 (double)m.bytes[unit] / LINK_BPS);
+            if (sample == 4)
+                oo_plan_copied(plan, 3000, 3000.0 / LINK_BPS);
+        }
+        printf("%s: %.3f of what is missing\n", by_kernels ? "kernels" : "the link", loaded);
+        CHECK(!by_kernels || loaded <= 1.018, "%.3f of what is missing", loaded);
+        oo_plan_destroy(plan);
+    }
+}
+
 /* Few samples between training steps leave what lies in the arena there: the first step after them
  * has nearly all its bytes back, and so has every later one. The latest training step was followed
  * by samples then, and those before it by training. */
@@ -1665,6 +1692,7 @@ static const struct check_case cases[] = {
     CASE(test_seconds_that_training_makes_known_move_nobody),
     CASE(test_who_stays_where_it_lies_is_not_copied_again),
     CASE(test_a_ring_shrinks_once_the_seconds_are_known),
+    CASE(test_others_stay_for_fewer_bytes_only_while_kernels_take_all_the_time),
     CASE(test_training_goes_on_after_samples),
     CASE(test_recorded_forwards_tell_training_from_samples),
     CASE(test_the_first_of_a_kind_knows_the_order),

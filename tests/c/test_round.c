@@ -261,6 +261,39 @@ static void test_the_link_has_as_much_to_do_at_any_time(void) {
     CHECK(even <= 9100, "%zu bytes stay where training comes after", even);
 }
 
+/* Half of the units need more of the link than it gives, and more of them should stay than there is
+ * room for: those that do are spread over them, so that the link keeps up. */
+static void test_what_room_there_is_goes_to_all_that_need_it(void) {
+    for (size_t i = 0; i < 200; i++)
+        turns[i] = (struct oo_turn){.bytes = 100, .seconds = i < 100 ? 0.07 : 0.3};
+    const size_t held = oo_round_settle(turns, 200, 4000, LINK_BPS, 1);
+    const double seconds = oo_round_seconds(turns, 200, 4000 - held, LINK_BPS);
+    CHECK(seconds < 37 * 1.005, "%.3f s, of kernels 37", seconds);
+    CHECK(held >= 3400, "%zu bytes stay", held);
+    size_t early = 0, late = 0;
+    for (size_t i = 0; i < 100; i++)
+        *(i < 50 ? &early : &late) += turns[i].stays ? 1 : 0;
+    CHECK(early + late >= 30 && early <= late + 5 && late <= early + 5, "%zu and %zu stay", early,
+          late);
+}
+
+/* What is left over is given to those that stream: hardly a place for one of them is. */
+static void test_hardly_any_room_is_left_over(void) {
+    for (unsigned seed = 1; seed <= 50; seed++) {
+        size_t total = 0;
+        srand(seed);
+        for (size_t i = 0; i < 200; i++) {
+            turns[i] = (struct oo_turn){.bytes = 50 * (1 + (size_t)rand() % 4),
+                                        .seconds = (i < 100 ? 0.02 : 0.2) * (1 + rand() % 4)};
+            total += turns[i].bytes;
+        }
+        const size_t room = total / 10 * (1 + (size_t)rand() % 9);
+        const size_t held = oo_round_settle(turns, 200, room, LINK_BPS, 1);
+        CHECK(held == held_by(200) && held < room && held + 13 * 200 > room,
+              "seed %u: %zu of %zu bytes stay, by count %zu", seed, held, room, held_by(200));
+    }
+}
+
 static void test_all_stay_where_there_is_room(void) {
     CHECK(settle_alike(100, 100, 0.1, 10000, LINK_BPS) == 10000, "it fits exactly");
     CHECK(settle_alike(100, 100, 0.1, 20000, 0) == 10000, "it fits");
@@ -301,6 +334,8 @@ static const struct check_case cases[] = {
     CASE(test_the_largest_stay_where_a_smaller_ring_will_do),
     CASE(test_the_largest_stream_where_the_link_would_rest_else),
     CASE(test_the_link_has_as_much_to_do_at_any_time),
+    CASE(test_what_room_there_is_goes_to_all_that_need_it),
+    CASE(test_hardly_any_room_is_left_over),
     CASE(test_all_stay_where_there_is_room),
     CASE(test_those_that_stay_are_spread_evenly),
 };
