@@ -8,6 +8,7 @@ very cast that torch keeps; a weight on the host gets a stand-in for it, `CastSt
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from .gradients import Gradients
@@ -77,6 +79,45 @@ def kept_cast(leaf: Tensor, dtype: torch.dtype) -> Tensor:
         else:
             used = F.prelu(leaf, torch.empty(1, dtype=dtype, device=leaf.device).requires_grad_())
     return cast("Tensor", used.grad_fn._saved_self)  # type: ignore[union-attr]
+
+
+class _Products(TorchDispatchMode):
+    """Whether a batch was multiplied matrix by matrix."""
+
+    each = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.each = self.each or func is torch.ops.aten.bmm.default
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def keeps_casts_with_grad(device_type: str) -> bool:
+    """Whether a cast that autocast keeps on this type of device requires grad, made without or not.
+
+    The next use in the region may need its gradient, which torch 2.6 loses. By a weight that
+    requires grad a transposed batch is multiplied as one matrix.
+    """
+    weight = torch.ones(2, 2, device=device_type, requires_grad=True)
+    x = torch.ones(2, 2, 2, device=device_type).transpose(0, 1)
+    kept = torch.autocast(device_type, torch.bfloat16, cache_enabled=True)
+    products = _Products()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), kept, products:
+        F.linear(x, weight)
+    return not products.each
+
+
+def cast_requires_grad(leaf: Tensor, device_type: str) -> bool:
+    """Whether autocast, where none is recorded, computes with a cast of it that requires grad."""
+    return (
+        leaf.requires_grad
+        and leaf.is_leaf
+        and leaf.dtype is torch.float32
+        and not leaf._is_view()
+        and torch.is_autocast_cache_enabled()
+        and not torch.is_inference_mode_enabled()
+        and keeps_casts_with_grad(device_type)
+    )
 
 
 def cast_input(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,13 +8,14 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/TracerMode.h>
 #include <ATen/autocast_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include "backward.h"
 
 namespace oo {
 
-inline PyObject *kept_cast_there; /* of Python, held for ever */
+inline PyObject *kept_cast_there, *keeps_casts_with_grad_there; /* of Python, held for ever */
 
 /* The node of a kind of layers. */
 template <typename Kind> class Backward : public ManagedBackward {
@@ -78,6 +79,15 @@ inline bool is_kept(const at::Tensor &x) {
     return x.requires_grad() && x.is_leaf() && x.scalar_type() == at::kFloat && !x.is_view() &&
            at::GradMode::is_enabled() && at::autocast::is_autocast_cache_enabled() &&
            at::SavedTensorDefaultHooks::is_enabled();
+}
+
+/* `cast_requires_grad` of autocast.py. */
+inline bool cast_requires_grad(const at::Tensor &x, const c10::Device &device) {
+    if (!x.requires_grad() || !x.is_leaf() || x.scalar_type() != at::kFloat || x.is_view() ||
+        !at::autocast::is_autocast_cache_enabled() || c10::InferenceMode::is_enabled())
+        return false;
+    const Owned type(PyUnicode_FromString(c10::DeviceTypeName(device.type(), true).c_str()));
+    return is_true(Owned(PyObject_CallOneArg(keeps_casts_with_grad_there, type)));
 }
 
 /* The cast that autocast keeps, which Python finds. */
@@ -168,8 +178,10 @@ template <typename Kind>
 at::Tensor compute(const Found &found, PyObject *layer, at::Tensor x, typename Kind::Call &&call,
                    bool training) {
     Device device(layer);
-    /* A view of a trained weight requires grad even without grad mode; a cast one does not. */
-    const bool trains = found.weight.requires_grad() && !is_cast(found.weight, found.dtype);
+    /* A view of a trained weight requires grad even without grad mode; a cast may. */
+    const bool trains = is_cast(found.weight, found.dtype)
+                            ? cast_requires_grad(found.weight, x.device())
+                            : found.weight.requires_grad();
     const oo_request request = forward_request(layer, device, found.masters, x, training);
     return lend(layer, device, request, found.dtype,
                 [&](const Weights &weights) { return Kind::compute(call, x, weights, trains); })

@@ -133,6 +133,7 @@ void find_all() {
     note_trainable_there = attribute("oracle_offload.gradients", "note_trainable");
     layers_there = attribute("oracle_offload.layers.traced", "layers");
     kept_cast_there = attribute("oracle_offload.autocast", "kept_cast");
+    keeps_casts_with_grad_there = attribute("oracle_offload.autocast", "keeps_casts_with_grad");
     gradients_globals = attribute("oracle_offload.gradients", "__dict__");
     profiler_globals = attribute("torch.autograd.profiler", "__dict__");
 }

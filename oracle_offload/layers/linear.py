@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..autocast import cast_requires_grad
 from . import traced
 from .leaf import Tensors
 from .loan import Needs, node_of
@@ -41,8 +42,10 @@ class LinearLayer(Traced):
         """``F.linear`` where autograd records nothing."""
         w, b = tensors
         weight = self.masters.present[0]
-        # A view of a trainable weight requires grad even under no_grad; a cast one does not.
-        return linear(x, w, b, weight.requires_grad and w.dtype is weight.dtype)[0]
+        # A view of a trainable weight requires grad even under no_grad; a cast may.
+        is_cast = w.dtype is not weight.dtype
+        trains = cast_requires_grad(weight, self.device_type) if is_cast else weight.requires_grad
+        return linear(x, w, b, trains)[0]
 
     def record(self, ctx: Any, x: Tensor, trained: Tensors, tensors: Any) -> Tensor:
         """``F.linear``; the input, as it was folded, is kept for a weight gradient alone."""

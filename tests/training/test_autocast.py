@@ -17,7 +17,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from oracle_offload.autocast import cast_dtype, cast_input, cast_tensors, computing_in
+from oracle_offload.autocast import (
+    cast_dtype,
+    cast_input,
+    cast_tensors,
+    computing_in,
+    keeps_casts_with_grad,
+)
 
 RESIDENT = ["r"]
 SHAPES = {
@@ -278,6 +284,31 @@ def test_asking_for_the_region_computes_nothing(device):
         assert not launches.computing
         with torch.autocast(torch.device(device).type, torch.bfloat16):
             assert ask() is not region
+
+
+@pytest.mark.parametrize("cache", [True, False], ids=["kept", "not kept"])
+@pytest.mark.parametrize("trainable", [False, True], ids=["frozen", "trainable"])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "biased"])
+def test_without_grad_a_product_is_the_residents(device, bias, trainable, cache):
+    """torch goes by the weight's cast: the one that it keeps may require grad all the same."""
+    managed, resident = resident_pair(nn.Sequential(nn.Linear(32, 32, bias=bias)))
+    train_only(managed, trainable)
+    train_only(resident, trainable)
+    keeps_casts_with_grad(torch.device(device).type)  # asked once, by a product of its own
+    x = torch.randn(7, 3, 32).transpose(0, 1).to(device)
+    found = []
+    with attached(managed, device) as manager:
+        assert len(manager.layers) == 1
+        resident.to(device)
+        for model in (resident, managed):
+            region = torch.autocast(torch.device(device).type, torch.bfloat16, cache_enabled=cache)
+            with torch.no_grad(), region, Launches() as launches:
+                y = model(x)
+            found.append(({torch.ops.aten.mm.default, torch.ops.aten.bmm.default}
+                          & set(launches.operators), y))  # fmt: skip
+    (expected, y), (used, managed_y) = found
+    assert len(expected) == 1 and used == expected
+    assert torch.equal(managed_y, y)
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "nonreentrant"])
