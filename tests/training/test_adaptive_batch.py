@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections import UserDict, namedtuple
 
 import pytest
@@ -19,13 +18,6 @@ from oracle_offload.survive.attempts import MINUS_16, Shrink
 WIDTH = 8
 Pair = namedtuple("Pair", "rows more")
 PAIRS = Shrink(factor=0.5, floor=2)  # batch norm refuses to train on one sample
-
-
-@pytest.fixture(autouse=True)
-def quick_collections():
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def net():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
 
@@ -29,13 +28,6 @@ from oracle_offload.survive.attempts import (
     release_memory,
     shrink_until_it_fits,
 )
-
-
-@pytest.fixture(autouse=True)
-def quick_collections():
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def sizes(law, size):

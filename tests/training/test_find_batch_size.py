@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import json
 import random
 from types import SimpleNamespace
@@ -26,14 +25,6 @@ WIDTH = 8
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
     return tmp_path / "sizes.json"
-
-
-@pytest.fixture(autouse=True)
-def quick_collections():
-    """Recovery collects garbage: let it pass over what was there before the test."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Data:
