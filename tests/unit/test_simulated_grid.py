@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import shutil
 
 import plans
 import pytest
@@ -346,6 +347,66 @@ def test_the_page_says_what_a_run_says(rows, previews):
     worst = written.split("worst cells, and why")[1].split("## Samples between")[0]
     assert worst.count("\n| ") == 2 + simulated.WORST
     assert simulated.PLOT.read_text(encoding="utf-8") == simulated.plot(simulated.measured(rows))
+
+
+def test_the_page_of_the_grid_counts_and_names_what_is_beyond(rows):
+    shown = [row for row in simulated.measured(rows) if row["cell"][0] != "demo"]
+    missed = next(row for row in shown if row["cell"][5] == "sample")
+    within = [row for row in shown if row is not missed and not simulated.beyond(row)]
+    missed = missed | {"bytes_over_best_ratio": 1.5}
+    page = simulated.grid_page([*within, missed])
+    assert f"{len(within) + 1} of {len(within) + 1} cells stream; {len(within)} of them" in page
+    beyond = page.split("largest units missing")[1].splitlines()[2:]
+    assert beyond[0] == simulated.beyond_line(missed) and not beyond[1]
+    assert beyond[0].startswith(f"| {simulated.name_of(missed)} | bytes | ")
+    counted = [line.split(" | ") for line in page.splitlines() if line.count(" | ") == 9][2:]
+    assert sum(int(columns[2]) for columns in counted) == len(within) + 1
+    assert sum(int(columns[3]) for columns in counted) == len(within)
+
+
+def test_a_cell_is_beyond_the_goals_of_its_kind():
+    row = {"arena_blocks_ratio": 9, "missing_units_ratio": 90, "cell": [*"abcde", "train"]}
+    row |= {f"{what}_ratio": 1.0 for what in ("time_over_bound", "time_over_best",
+                                              "bytes_over_best")}  # fmt: skip
+    beyond = simulated.beyond
+    assert not beyond(row)
+    assert not beyond(row | {"time_over_bound_ratio": 1.03, "bytes_over_best_ratio": 1.02})
+    assert beyond(row | {"time_over_bound_ratio": 1.031}) == ["time"]
+    assert beyond(row | {"bytes_over_best_ratio": 1.021}) == ["bytes"]
+    few = row | {"bytes_over_best_ratio": 1.021, "missing_units_ratio": 39}
+    assert not beyond(few)
+    assert beyond(few | {"arena_blocks_ratio": 1.9}) == ["bytes"]
+    small = row | {"arena_blocks_ratio": 1.9, "time_over_bound_ratio": 2.0}
+    assert not beyond(small | {"time_over_best_ratio": 1.04})
+    assert beyond(small | {"time_over_best_ratio": 1.041}) == ["time"]
+    sample = few | {"cell": [*"abcde", "sample"], "time_over_bound_ratio": 2.0}
+    assert beyond(sample | {"time_over_best_ratio": 1.021}) == ["time", "bytes"]
+
+
+def test_the_page_of_the_grid_is_of_this_plan():
+    """Two of its lines, of cells beyond a goal, measured again."""
+    written = simulated.GRID_PAGE.read_text(encoding="utf-8").splitlines()
+    named = {simulated.name_of({"cell": cell}): cell for cell in simulated.grid()}
+    lines = [line for line in written if line.removeprefix("| ").split(" | ")[0] in named]
+    assert lines
+    for line in {lines[0], lines[-1]}:
+        row = simulated.measure(named[line.removeprefix("| ").split(" | ")[0]])
+        assert line == simulated.beyond_line(row), (
+            "run: python benchmarks/simulated.py --cells all --page"
+        )
+
+
+def test_rows_of_another_plan_are_not_gone_on_from(tmp_path, monkeypatch):
+    before = simulated.results_path()
+    assert before == simulated.results_path()
+    folder = tmp_path / "benchmarks"
+    shutil.copytree(simulated.FOLDER, folder, ignore=shutil.ignore_patterns("results", "out"))
+    core = tmp_path / "csrc" / "core"
+    shutil.copytree(simulated.FOLDER.parent / "csrc" / "core", core)
+    monkeypatch.setattr(simulated, "FOLDER", folder)
+    assert simulated.results_path() == before
+    (core / "plan.c").write_text("")
+    assert simulated.results_path() != before
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path, rows, monkeypatch):
