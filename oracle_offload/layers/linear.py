@@ -166,7 +166,7 @@ def input_gradient(
     rows = 1
     for size in shape[:-1]:
         rows *= size
-    if dims > 2 and folded is None and not folds(shape, stride):
+    if folded is None and not folds(shape, stride):
         biased = len(tensors) > 1 and tensors[1] is not None
         if not (biased and is_contiguous(shape, stride)):
             batch = rows // shape[-2]
@@ -178,7 +178,7 @@ def input_gradient(
         # A meta tensor answers by the same code what the folded view would look like.
         probe = torch.empty_strided(shape, stride, device="meta")
         folded = probe.reshape(rows, features).stride()
-    if folded is not None and folded == (1, rows):
+    if folded == (1, rows):
         return torch.mm(w.t(), g2.t()).t().reshape(shape)
     return torch.mm(g2, w).reshape(shape)
 
