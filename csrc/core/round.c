@@ -217,8 +217,10 @@ static size_t oo__settle(struct oo_turn *turns, size_t count, size_t room, doubl
             const size_t ring = oo__ring(oo__quarters[i], slot, room - held);
             *end = (struct oo_way){.slot = slot, .ring = ring, .by_seconds = kind % 2};
             end->held = oo__go(turns, count, room, end);
-            end->seconds = oo_round_seconds(turns, count, room - end->held, link_bps);
             const double copies_s = (bytes - (double)end->held) / link_bps;
+            if (copies_s > oo_round_nearly(least)) /* and more with a larger ring */
+                break;
+            end->seconds = oo_round_seconds(turns, count, room - end->held, link_bps);
             const double bound_s = copies_s > kernels_s ? copies_s : kernels_s;
             const int is_enough = end->seconds <= oo_round_nearly(bound_s);
             const double possible_s = is_enough ? bound_s : end->seconds;
