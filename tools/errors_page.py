@@ -341,7 +341,8 @@ NOTES: dict[str, dict[str, str]] = {
         "has no place for a unit of": (
             "All of the arena was being computed with, or what is free lies in pieces that "
             "are too small. A thread that computes with nothing itself has waited for what others "
-            "compute with. Raise `vram_budget` or lower `offload_percent`."
+            "compute with, and for what their autograd graphs keep. Raise `vram_budget` or lower "
+            "`offload_percent`."
         ),
         "memory left for weights": (
             "The weights do not fit the host's memory, or the limit of the container: "

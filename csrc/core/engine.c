@@ -361,7 +361,7 @@ static double oo__await_room_until(const struct oo_engine *engine, uint32_t id, 
         const uint32_t lasting = unit->n_kept + unit->n_mapped;
         if (oo_plan_pins(engine->plan, i) > lasting)
             return oo__await_until(since_s, engine->patience_s);
-        keeps = keeps || (lasting && unit->lasting != &oo__uses_here);
+        keeps = keeps || (lasting && unit->keeper != &oo__uses_here);
     }
     return keeps ? oo__await_until(since_s, engine->kept_patience_s) : 0;
 }
@@ -652,7 +652,7 @@ enum oo_status oo_engine_keep(struct oo_engine *engine, uint32_t member, int fla
     struct oo_unit *unit = &engine->units[id];
     oo_plan_pin(engine->plan, id);
     unit->n_kept++;
-    unit->lasting = &oo__uses_here;
+    unit->keeper = &oo__uses_here;
     *use = (struct oo_use){.ticket = (uint64_t)unit->generation << 32 | id,
                            .address = oo_block_address(oo_plan_resident(engine->plan, id))};
 done:
@@ -721,7 +721,7 @@ enum oo_status oo_engine_map(struct oo_engine *engine, const struct oo_request *
         OO_TRY(oo__declare_reads(engine, member, stream, request->seconds));
     oo_plan_pin(engine->plan, member->unit);
     engine->units[member->unit].n_mapped++;
-    engine->units[member->unit].lasting = &oo__uses_here;
+    engine->units[member->unit].keeper = &oo__uses_here;
     *address = mapped;
 done:
     oo__leave(engine);

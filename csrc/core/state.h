@@ -236,10 +236,10 @@ struct oo_unit {
     uint32_t n_uses;
     struct oo_begun begun[OO_STREAMS];
     uint32_t n_begun;
-    uint64_t copy;       /* the last one that reads its masters where they lie: see oo_copies */
-    uint32_t n_kept;     /* of its uses: those that oo_engine_end ends */
-    uint32_t n_mapped;   /* likewise, oo_engine_unmap */
-    const void *lasting; /* the thread that began the latest of these */
+    uint64_t copy;      /* the last one that reads its masters where they lie: see oo_copies */
+    uint32_t n_kept;    /* of its uses: those that oo_engine_end ends */
+    uint32_t n_mapped;  /* likewise, oo_engine_unmap */
+    const void *keeper; /* the thread that began the latest of these */
     /* Of waits for its copies, as in struct oo_stats: */
     uint64_t timed_waits, stalls;
     double stall_seconds;
