@@ -81,6 +81,17 @@ def kept_cast(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     return cast("Tensor", used.grad_fn._saved_self)  # type: ignore[union-attr]
 
 
+def _is_kept(leaf: Tensor) -> bool:
+    """Whether autocast keeps the cast of a tensor for all its uses in the region."""
+    return (
+        leaf.requires_grad
+        and leaf.is_leaf
+        and leaf.dtype is torch.float32
+        and not leaf._is_view()
+        and torch.is_autocast_cache_enabled()
+    )
+
+
 class _Products(TorchDispatchMode):
     """Whether a batch was multiplied matrix by matrix."""
 
@@ -110,11 +121,7 @@ def keeps_casts_with_grad(device_type: str) -> bool:
 def cast_requires_grad(leaf: Tensor, device_type: str) -> bool:
     """Whether autocast, where none is recorded, computes with a cast of it that requires grad."""
     return (
-        leaf.requires_grad
-        and leaf.is_leaf
-        and leaf.dtype is torch.float32
-        and not leaf._is_view()
-        and torch.is_autocast_cache_enabled()
+        _is_kept(leaf)
         and not torch.is_inference_mode_enabled()
         and keeps_casts_with_grad(device_type)
     )
@@ -126,12 +133,9 @@ def cast_input(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x
     if (
         x.requires_grad
-        and x.is_leaf
-        and x.dtype is torch.float32
         and not torch.compiler.is_dynamo_compiling()  # where autocast keeps none
-        and not x._is_view()
+        and _is_kept(x)
         and torch.is_grad_enabled()
-        and torch.is_autocast_cache_enabled()
         and _hooks_allowed()
     ):
         return kept_cast(x, dtype)

@@ -74,17 +74,15 @@ inline bool is_usual(const at::Tensor &x, const c10::Device &device) {
            !x._fw_grad(0).defined();
 }
 
-/* Whether autocast keeps the cast of this leaf for all its uses in the region. */
+/* Whether autocast keeps the cast of this tensor for all its uses in the region. */
 inline bool is_kept(const at::Tensor &x) {
     return x.requires_grad() && x.is_leaf() && x.scalar_type() == at::kFloat && !x.is_view() &&
-           at::GradMode::is_enabled() && at::autocast::is_autocast_cache_enabled() &&
-           at::SavedTensorDefaultHooks::is_enabled();
+           at::autocast::is_autocast_cache_enabled();
 }
 
 /* `cast_requires_grad` of autocast.py. */
 inline bool cast_requires_grad(const at::Tensor &x, const c10::Device &device) {
-    if (!x.requires_grad() || !x.is_leaf() || x.scalar_type() != at::kFloat || x.is_view() ||
-        !at::autocast::is_autocast_cache_enabled() || c10::InferenceMode::is_enabled())
+    if (!is_kept(x) || c10::InferenceMode::is_enabled())
         return false;
     const Owned type(PyUnicode_FromString(c10::DeviceTypeName(device.type(), true).c_str()));
     return is_true(Owned(PyObject_CallOneArg(keeps_casts_with_grad_there, type)));
@@ -214,7 +212,8 @@ template <typename Kind> at::Tensor forward(Native<Kind> &self, PyObject *layer,
         return {};
     if (at::autocast::is_autocast_enabled(self.device.type())) {
         found.dtype = at::autocast::get_autocast_dtype(self.device.type());
-        if (is_cast(x, found.dtype) && is_kept(x))
+        if (is_cast(x, found.dtype) && is_kept(x) && at::GradMode::is_enabled() &&
+            at::SavedTensorDefaultHooks::is_enabled())
             x = kept_cast(x, *found.dtype);
         const pybind11::gil_scoped_release without;
         x = cast(x, found.dtype);
