@@ -516,13 +516,15 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("how", ["error", "shrunk", "interrupt"])
 @pytest.mark.parametrize("at", [0, 3, 8, 13])
-def test_an_end_in_the_middle_changes_nothing(tmp_path, monkeypatch, how, at):
+def test_an_end_in_the_middle_changes_nothing(request, tmp_path, monkeypatch, how, at):
     """Some pieces are locked already then; an interrupt comes while the threads read."""
     resident, path = saved(tmp_path)
     managed = without_values()
     before, shift = before_it(managed), managed.shift.clone()
     monkeypatch.setattr(masters, "PIECE_BYTES", 40_000)
     monkeypatch.setattr("oracle_offload.disk.reading.THREADS", 1)
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job may ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, heard))
     original, count, locked = WeightFile.read_into, [0], []
 
     def read_into(self, view, offset):
