@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -13,37 +15,44 @@ import common
 # Before the simulator is loaded: what the prediction is for.
 os.environ.setdefault("ORACLE_OFFLOAD_SIM_DEVICE", "h200")
 
-OFFLOADS = (0.91, 1.0, 0.5, 0.0)  # what is asked of most first
+OFFLOADS = (0.91, 1.0)
 TRACE_BYTES = 12 * 2**20
 
 
 def benchmarks(device: str) -> Iterator[dict[str, Any]]:
-    """Measure Flux at two widths and a UNet."""
-    import torch
+    """Measure Flux at its real width and depth."""
     import training
+
+    with clock(device):
+        yield from rows_of(training.flux_shape(device, 3072), OFFLOADS, device, draw=True)
+
+
+@contextlib.contextmanager
+def clock(device: str) -> Iterator[None]:
+    """Keep an engine open, and with it the simulated clock, while a resident model is timed."""
+    import torch
 
     import oracle_offload
 
     # Small matrices gain nothing from a second thread.
     if common.is_simulated(device):
         torch.set_num_threads(1)
-    # Keeps the engine open, and with it the simulated clock, while the resident model is timed.
     anchor = torch.nn.Sequential(torch.nn.Linear(8, 8)).requires_grad_(False)
     manager = oracle_offload.attach(anchor, device)
     try:
-        for shape, offloads in (
-            (training.flux_shape(device, 1024), OFFLOADS),
-            (training.flux_shape(device, 3072), OFFLOADS),
-            (training.unet_shape(device), (0.91, 0.0)),  # its host cost, with copies and without
-        ):
-            yield from rows_of(shape, offloads, device)
-            training.clean(device)
+        yield
     finally:
         manager.detach(anchor)
 
 
-def rows_of(shape: Any, offloads: tuple[float, ...], device: str) -> Iterator[dict[str, Any]]:
-    """Yield one row for the resident training and one for each share offloaded."""
+def rows_of(
+    shape: Any, offloads: tuple[float, ...], device: str, draw: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Yield one row for the resident training and two for each share offloaded.
+
+    The first of the two is the prediction, which is there before the step is measured. With `draw`
+    the first share's timeline and trace are written, after all rows.
+    """
     import training
 
     nbytes = training.weight_bytes(shape)
@@ -55,32 +64,26 @@ def rows_of(shape: Any, offloads: tuple[float, ...], device: str) -> Iterator[di
         yield {"name": shape.name, "skipped": why, "weights_bytes": nbytes, **shape.sizes}
         return
     begin = time.perf_counter()
-    model = training.build(shape, device)
-    runner = training.Training(model, shape, device)
+    runner = training.Training(training.build(shape, device), shape, device)
     built_s = time.perf_counter() - begin
-    row, losses = measure(runner, device, None)
-    resident_s = row["step_s"]
-    yield {
-        "name": f"{shape.name}, resident",
-        **shape.sizes,
-        "weights_bytes": nbytes,
-        "build_s": built_s,
-        **row,
-    }
-    recorded = None
+    compared = Compared(runner, device)
+    for row in common.attempt(f"{shape.name}, resident", compared.resident):
+        yield {**shape.sizes, "weights_bytes": nbytes, "build_s": built_s, **row}
     took = 0.0
     for offload in offloads:
         name = f"{shape.name}, offload {offload}"
         if common.left_s() < 1.5 * took:
-            yield {
-                "name": name,
-                "skipped": f"{common.left_s():.0f} s are left, it takes {took:.0f}",
-            }
+            why = f"{common.left_s():.0f} s are left, it takes {took:.0f}"
+            yield {"name": name, "skipped": why}
             continue
         begin = time.perf_counter()
-        row, recorded = offloaded(runner, device, offload, recorded, losses, resident_s)
+        for row in common.attempt(name, compared.offloaded, offload):
+            yield {"offload": offload, **row}
         took = time.perf_counter() - begin
-        yield {"name": name, "offload": offload, **row}
+    if draw and offloads:
+        yield from common.attempt(f"{shape.name}, pictures", compared.draw, offloads[0])
+    del compared, runner
+    training.clean(device)
 
 
 def memory_figures(device: str) -> dict[str, int]:
@@ -156,57 +159,114 @@ def per_step(before: Any, after: Any, steps: int) -> dict[str, Any]:
     return row
 
 
-def offloaded(
-    runner: Any, device: str, offload: float, recorded: Any, losses: list[float], resident_s: float
-) -> tuple[dict[str, Any], Any]:
-    """Attach, train, detach, and let the simulator predict the same.
+class Compared:
+    """One model, trained resident and at several shares offloaded, from the same LoRA.
 
-    `recorded` is what a step asks of its engine, whatever is offloaded: recorded once.
+    Parameters
+    ----------
+    runner : training.Training
+    device : str
     """
-    import replay
-    import training
 
-    import oracle_offload
-    from oracle_offload.replay import predict
+    def __init__(self, runner: Any, device: str) -> None:
+        self.runner, self.device = runner, device
+        self.losses: list[float] = []
+        self.resident_s = 0.0
+        # What a step asks of its engine, whatever is offloaded: recorded once.
+        self.recorded: tuple[Any, Any] | None = None
 
-    begin = time.perf_counter()
-    manager = oracle_offload.attach(
-        runner.model,
-        device,
-        offload_percent=offload,
-        ignore_modules=training.adapters(runner.model),
-    )
-    attach_s = time.perf_counter() - begin
-    try:
-        row, found = measure(runner, device, manager)
-        row |= {"attach_s": attach_s, "over_resident_ratio": row["step_s"] / resident_s}
-        shared = min(len(losses), len(found))
-        row["compared_steps_count"] = shared
-        row["equal_losses_count"] = sum(
-            a == b for a, b in zip(losses[:shared], found[:shared], strict=True)
-        )
-        if recorded is None:
-            recorded = replay.record(manager, runner.step), replay.units_of(manager)
-            pictures(runner, device, manager)
-        segments = [segment.nbytes for segment in manager.attachment.arena.segments]
-    finally:
+    def resident(self) -> Iterator[dict[str, Any]]:
+        """Yield the resident training's row."""
+        row, self.losses = measure(self.runner, self.device, None)
+        self.resident_s = row["step_s"]
+        yield {"name": f"{self.runner.shape.name}, resident", **row}
+
+    @contextlib.contextmanager
+    def attached(self, offload: float) -> Iterator[tuple[Any, float]]:
+        """Attach for the block; gives the manager, and the seconds that attach took."""
+        import training
+
+        import oracle_offload
+
         begin = time.perf_counter()
-        manager.detach(runner.model)
-        detach_s = time.perf_counter() - begin
-    training.clean(device)
-    meter, units = recorded
-    return {**row, "detach_s": detach_s, **predict(meter.events, units, segments)}, recorded
+        manager = oracle_offload.attach(
+            self.runner.model,
+            self.device,
+            offload_percent=offload,
+            ignore_modules=training.adapters(self.runner.model),
+        )
+        try:
+            yield manager, time.perf_counter() - begin
+        finally:
+            manager.detach(self.runner.model)
+
+    def offloaded(self, offload: float) -> Iterator[dict[str, Any]]:
+        """Predict from the card's own rates, then measure; yield a row for each."""
+        name = f"{self.runner.shape.name}, offload {offload}"
+        with self.attached(offload) as (manager, attach_s):
+            for _ in range(2):  # until the arena has room for the largest block
+                self.runner.step()
+            predicted = self.predict(manager)
+            yield {"name": f"{name}, predicted", **predicted}
+            row, found = measure(self.runner, self.device, manager)
+            begin = time.perf_counter()
+        row |= {"attach_s": attach_s, "detach_s": time.perf_counter() - begin}
+        if self.resident_s:
+            row["over_resident_ratio"] = row["step_s"] / self.resident_s
+        row["over_predicted_ratio"] = row["step_s"] / predicted["predicted_step_s"]
+        shared = min(len(self.losses), len(found))
+        pairs = zip(self.losses[:shared], found[:shared], strict=True)
+        row["compared_steps_count"] = shared
+        row["equal_losses_count"] = sum(a == b for a, b in pairs)
+        yield {"name": name, **row, **predicted}
+
+    def predict(self, manager: Any) -> dict[str, Any]:
+        """Return what the simulator says of the step, with this card's rates where they are known.
+
+        The step that is recorded for it runs on the device, and is not timed.
+        """
+        from oracle_offload import simulator
+        from oracle_offload.replay import predict
+
+        rates = {} if common.is_simulated(self.device) else common.measured_rates()
+        said = {"predicted_from": "this card's link and rates" if rates else "a preset"}
+        if common.is_simulated(self.device):  # its engine is open: the device stays as it is
+            return said | self._replayed(manager, predict)
+        card = simulator.preset(os.environ["ORACLE_OFFLOAD_SIM_DEVICE"])
+        with simulator.device(dataclasses.replace(card, **rates)):
+            return said | self._replayed(manager, predict)
+
+    def _replayed(self, manager: Any, predict: Any) -> dict[str, Any]:
+        import replay
+
+        if self.recorded is None:
+            meter = replay.record(manager, self.runner.step)
+            self.recorded = meter, replay.units_of(manager)
+            common.synchronize(self.device)
+        meter, units = self.recorded
+        segments = [segment.nbytes for segment in manager.attachment.arena.segments]
+        found: dict[str, Any] = predict(meter.events, units, segments, rounds=6)
+        return found
+
+    def draw(self, offload: float) -> Iterator[dict[str, Any]]:
+        """Write the engine's timeline of a step and torch's trace of another; yield what it said."""
+        with self.attached(offload) as (manager, _):
+            for _ in range(2):
+                self.runner.step()
+            said = pictures(self.runner, self.device, manager)
+        if said:
+            yield {"name": f"{self.runner.shape.name}, pictures", "skipped": said}
 
 
-def pictures(runner: Any, device: str, manager: Any) -> None:
-    """Write the engine's timeline of one step and torch's trace of another, once."""
+def pictures(runner: Any, device: str, manager: Any) -> str:
+    """Write the engine's timeline of one step and torch's trace of another; say what is missing."""
     import torch
 
     from oracle_offload.views.timeline import timeline_svg
 
     timeline, trace = common.artifact("step-timeline.svg"), common.artifact("step-trace.json.gz")
-    if timeline is None or trace is None or timeline.exists():
-        return
+    if timeline is None or trace is None:
+        return ""
     engine = manager.state.engine
     engine.trace_start()
     runner.step()
@@ -222,7 +282,8 @@ def pictures(runner: Any, device: str, manager: Any) -> None:
         runner.step()
         common.synchronize(device)
     profile.export_chrome_trace(str(trace))
-    if trace.stat().st_size > TRACE_BYTES:
-        size = trace.stat().st_size
+    size = trace.stat().st_size
+    if size > TRACE_BYTES:
         trace.unlink()
-        print(f"the trace of {size} bytes is too large to bring home", flush=True)
+        return f"the trace of {size} bytes is too large to bring home"
+    return ""

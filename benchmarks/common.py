@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,48 @@ def artifact(name: str) -> Path | None:
     return _artifacts / name if _artifacts else None
 
 
+def attempt(
+    name: str, function: Callable[..., Iterable[dict[str, Any]]], *arguments: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a function; what it raises becomes a row, and the rows after it still come.
+
+    Parameters
+    ----------
+    name : str
+        Of the row that says ``error``.
+    function : callable
+        Returns rows, or yields them.
+    """
+    try:
+        yield from function(*arguments)
+    except Exception as error:  # the next row may be well
+        traceback.print_exc()
+        yield {"name": name, "error": f"{type(error).__name__}: {error}"[:600]}
+
+
+def measured_rates() -> dict[str, Any]:
+    """Return what the check has measured of this card, for `oracle_offload.simulator.Device`.
+
+    ``link_gbps`` is the fastest copy to the device of 16 MiB or more from registered memory;
+    ``tflops``, ``memory_gbps`` and ``launch_s`` are the rows of `bench_rates`. Of the results at
+    ``GPU_CHECK_RESULTS`` no other row is read. Empty where one of the four is missing.
+    """
+    path = os.environ.get("GPU_CHECK_RESULTS", "")
+    try:
+        report = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError):
+        return {}
+    link = [
+        row["rate_gbps"]
+        for row in report.get("link", {}).get("rows", [])
+        if re.match(r"registered_\w+_h2d_", row.get("name", "")) and row["copy_bytes"] >= 2**24
+    ]
+    rates = {"link_gbps": max(link)} if link else {}
+    for row in report.get("rates", {}).get("rows", []):
+        rates |= {key: row[key] for key in ("tflops", "memory_gbps", "launch_s") if key in row}
+    return rates if len(rates) == 4 else {}
+
+
 def is_simulated(device: str) -> bool:
     """Whether `device` is the simulated one."""
     return device == "cpu"
@@ -50,7 +94,14 @@ def driver_path(device: str) -> str | None:
 
 
 def host_available_bytes() -> int:
-    """Return the host memory that can be had: MemAvailable, less where a control group has less."""
+    """Return the host memory that can be had: MemAvailable, less where a control group has less.
+
+    ``GPU_CHECK_HOST_GIB`` takes its place where MemAvailable is wrong: on machines that are given
+    their memory as they use it.
+    """
+    said = os.environ.get("GPU_CHECK_HOST_GIB")
+    if said:
+        return int(float(said) * GIB)
     free = 0
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

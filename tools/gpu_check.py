@@ -1,10 +1,11 @@
 """What `make gpu-check` runs on a machine with a GPU: measurements, GPU tests, driver conformance.
 
-Needs no network and no git, and uses the torch of the Python that runs it. The parts run in order
-of value, each in a process of its own with a limit of its own, all within 500 seconds. results.json
-is rewritten after each part and each row of a part, so that a run that is cut short keeps what it
-has; a part that crashes or hangs ends alone. `--resume results.json` runs what is missing there.
-What cannot run is named.
+Needs no network and no git, and uses the torch of the Python that runs it. The parts run in the
+order of `CLOCK`: what a first quarter of an hour with a card must bring home comes first. Each has
+a process of its own and a limit of its own. results.json is rewritten after each part and each row
+of a part, so that a run that is cut short keeps what it has; a part that crashes or hangs ends alone.
+Only where the first tests fail does nothing follow: what they find makes the rest worthless.
+`--resume results.json` runs what is missing there. What cannot run is named.
 
 Without a GPU it says so and exits 1. GPU_CHECK_DEVICE=sim rehearses everything on the simulated
 driver, with smaller sizes; its results say that they are simulated.
@@ -18,6 +19,7 @@ import argparse
 import contextlib
 import ctypes
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -40,8 +42,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
-SCHEMA = "oracle_offload/gpu-check/2"
-BUDGET_S = 500.0
+SCHEMA = "oracle_offload/gpu-check/3"
+BUDGET_S = 880.0
 GRACE_S = 4.0  # between asking a program to stop and killing it
 LOG_CHARACTERS = 40_000  # of one program's output: megabytes help nobody
 
@@ -53,34 +55,53 @@ ENDED = ("done", "failed")
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the check: a file of benchmarks/, or tests that share a process."""
+    """One part of the check: a file of benchmarks/, the conformance program, or tests.
+
+    Parts whose `beside` is the same run at the same time. Tests prove, and time nothing; what is
+    measured has the card for itself.
+    """
 
     name: str
     limit_s: float
     path: str = ""  # of the tests; of several, with spaces between
+    beside: str = ""
 
 
-# In order of value: what a first run must bring home comes first.
-FIRST_TESTS = Part("tests/gpu", 60, "tests/gpu")
-MEASUREMENTS = tuple(
-    Part(name, limit_s)
-    for name, limit_s in (("link", 45), ("step", 200), ("calls", 25), ("layers", 40), ("bits", 50))
-)
-TESTS = tuple(
-    Part(f"tests/{names[0]}", 140, " ".join(f"tests/training/test_{name}.py" for name in names))
-    for names in (
-        *(("matrix",), ("autocast",), ("models",), ("writes", "step_scalars", "gradients")),
-        *(("memory",), ("contract",), ("exceptions",)),
-    )
-)
-CONFORMANCE = Part("conformance", 150)
-LATER = (
-    *(Part("decode", 40), Part("formats", 60), Part("lock", 60)),
-    *(Part("memory", 80), Part("faults", 100)),
+def _tests(beside: str, limit_s: float, *names: str) -> Part:
+    """Return tests of tests/training that share a process; the first name is the part's."""
+    paths = " ".join(f"tests/training/test_{name}.py" for name in names)
+    return Part(f"tests/{names[0]}", limit_s, paths, beside)
+
+
+PREPARATION = (Part("machine", 60), Part("ram", 30))
+FIRST_TESTS = Part("tests/gpu", 90, "tests/gpu")
+# By the clock of a lease of fifteen minutes. Limits are about twice what a part should take.
+CLOCK = (
+    FIRST_TESTS,
+    Part("conformance", 90),  # it alone names the simulator's false assumption
+    *(Part("rates", 30), Part("link", 45)),  # what a step is predicted from
+    *(Part("step", 150), Part("rivals", 250), Part("bits", 60)),
+    # What has never run: kernels that read the host's memory, modules of any class, convolutions.
+    _tests("new", 120, "any"),
+    _tests("new", 120, "convolutions"),
+    _tests("new", 120, "matrix"),
+    _tests("new", 120, "embedding", "reading_adapters", "kept"),
+    _tests("more", 120, "compress"),  # decoded by our own kernels
+    _tests("more", 120, "autocast", "writes", "gradients", "step_scalars"),
+    _tests("more", 120, "models", "micro_batches", "exceptions"),
+    _tests("more", 120, "recording", "aitoolkit", "from_disk", "first_step_proof", "taken_anew"),
+    *(Part("unet", 60), Part("calls", 25), Part("layers", 40)),
+    *(Part("lock", 40), Part("memory", 50), Part("faults", 60)),
+    *(Part("decode", 40), Part("formats", 60)),
+    # These watch or cap the memory of the whole card.
+    _tests(
+        *("", 120, "memory", "auto_budget", "find_batch_size", "adaptive_batch", "arena"),
+        *("attempts", "guards", "idle", "recipes", "contract", "first_forward", "direct_uses"),
+    ),
 )
 OBJECTS = (
-    *("machine", "build", "link", "step", "calls", "layers", "bits", "tests", "conformance"),
-    *("decode", "formats", "lock", "memory", "faults", "power"),
+    *("machine", "ram", "build", "conformance", "rates", "link", "step", "rivals", "bits"),
+    *("tests", "unet", "calls", "layers", "lock", "memory", "faults", "decode", "formats", "power"),
 )
 
 
@@ -465,6 +486,8 @@ def put_power(check: Check) -> None:
             if "epoch_s" in entry:
                 label = name if entry is check.report[name] else f"{name}: {entry['name']}"
                 row = power.row(label, *entry["epoch_s"])
+                if row and "step_s" in entry:
+                    row["joules_per_step"] = round(row["power_w_mean"] * entry["step_s"], 1)
                 rows += [row] if row else []
     if rows:
         check.put("power", state="done", why="", rows=rows)
@@ -520,7 +543,13 @@ def install_wheels(check: Check, wheels: Path) -> None:
         check.say("pip refused; unpacking the wheels that fit this Python")
         shutil.rmtree(site, ignore_errors=True)
         unpack(check, files, site)
-    check.environment["PYTHONPATH"] = os.pathsep.join([str(site), str(ROOT)])
+    check.environment["PYTHONPATH"] = search_path(site, ROOT)
+
+
+def search_path(*folders: Path) -> str:
+    """Return a PYTHONPATH: these folders, then what the user has exported."""
+    exported = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*map(str, folders), *([exported] if exported else [])])
 
 
 def unpack(check: Check, files: Sequence[Path], site: Path) -> None:
@@ -632,16 +661,9 @@ def measure(check: Check, wanted: Part) -> None:
         check.put(name, state=state, why=why)
 
 
-def measure_all(check: Check, parts: Sequence[Part]) -> None:
-    """Measure one part after the other; simulated times do not depend on what else runs."""
-    with ThreadPoolExecutor(2 if check.device.simulated else 1) as pool:
-        for job in [pool.submit(measure, check, wanted) for wanted in parts]:
-            job.result()
-
-
-def conformance(check: Check) -> None:
+def conformance(check: Check, wanted: Part) -> None:
     """Run the conformance program on the driver under test; its lines go to conformance.txt."""
-    with part(check, CONFORMANCE.name, CONFORMANCE.limit_s) as limit_s:
+    with part(check, wanted.name, wanted.limit_s) as limit_s:
         if not limit_s:
             return
         sys.path.insert(0, str(ROOT / "tools"))
@@ -830,23 +852,56 @@ def resume(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace, check: Check) -> None:
-    """Run the parts in order of value."""
-    install_wheels(check, arguments.wheels)
-    measure(check, Part("machine", 40))
-    if not build(check):
+    """Run the parts by the clock."""
+    # Of the three one needs processors, one the disk, and one the host's memory.
+    with ThreadPoolExecutor(3) as pool:
+        jobs = [pool.submit(measure, check, wanted) for wanted in PREPARATION]
+        built = build(check)
+        for job in jobs:
+            job.result()
+    if not built:
         return
+    use_ram(check)
     with initialised_device(check):
-        test_file(check, FIRST_TESTS)
-        measure_all(check, MEASUREMENTS)
-        # The tests prove, and time nothing: they share the card, a few at a time.
-        with ThreadPoolExecutor(max(2, min(4, (os.cpu_count() or 1) // 4))) as pool:
-            jobs = [pool.submit(test_file, check, wanted) for wanted in TESTS[:2]]
-            jobs.append(pool.submit(conformance, check))
-            jobs += [pool.submit(test_file, check, wanted) for wanted in TESTS[2:]]
-            for job in jobs:
-                job.result()
-        summarise_tests(check)
-        measure_all(check, LATER)
+        for _, together in itertools.groupby(CLOCK, key=lambda part: part.beside or part.name):
+            side_by_side(check, list(together))
+            if not arguments.keep_going and first_tests_failed(check):
+                check.say(f"{FIRST_TESTS.name} failed: nothing follows (--keep-going goes on)")
+                for name in OBJECTS:
+                    if check.report[name]["state"] == "not reached":
+                        check.put(name, why=f"{FIRST_TESTS.name} failed")
+                return
+    summarise_tests(check)
+
+
+def first_tests_failed(check: Check) -> bool:
+    """Whether the first tests ran and did not end well."""
+    rows = {row["name"]: row for row in check.report["tests"]["rows"]}
+    return rows.get(FIRST_TESTS.name, {}).get("state") in ("failed", "crashed", "timeout")
+
+
+def side_by_side(check: Check, parts: Sequence[Part]) -> None:
+    """Run parts that may share the card, as many as there are processors for."""
+    with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 2))) as pool:
+        for job in [pool.submit(run_part, check, wanted) for wanted in parts]:
+            job.result()
+
+
+def run_part(check: Check, wanted: Part) -> None:
+    """Run one part, whatever kind it is."""
+    if wanted.path:
+        test_file(check, wanted)
+    elif wanted.name == "conformance":
+        conformance(check, wanted)
+    else:
+        measure(check, wanted)
+
+
+def use_ram(check: Check) -> None:
+    """Let the parts know how much host memory there is, where the machine's own word is wrong."""
+    found = [row["host_gib"] for row in check.report["ram"].get("rows", []) if "host_gib" in row]
+    if found:
+        check.environment.setdefault("GPU_CHECK_HOST_GIB", str(found[-1]))
 
 
 def finish(check: Check, why: str) -> int:
@@ -883,6 +938,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", default="", help="recorded in the results")
     parser.add_argument("--resume", default="", help="results.json of a run that was cut short")
     parser.add_argument("--only", default="", help="parts to run, with commas: link,step,tests")
+    parser.add_argument(
+        "--keep-going", action="store_true", help=f"also where {FIRST_TESTS.name} fails"
+    )
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds in all")
     parser.add_argument("--part-limit-s", type=float, default=float("inf"), help=argparse.SUPPRESS)
     parser.add_argument(
@@ -890,9 +948,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     arguments = parser.parse_args(argv)
     arguments.only = tuple(filter(None, arguments.only.split(",")))
-    unknown = set(arguments.only) - set(OBJECTS)
+    known = dict.fromkeys((*OBJECTS, *(part.name for part in CLOCK)))
+    unknown = set(arguments.only) - set(known)
     if unknown:
-        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(OBJECTS)}")
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     return arguments
 
 
@@ -922,7 +981,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CANNOT_RUN
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": search_path(ROOT),
+        "GPU_CHECK_RESULTS": str(results / "results.json"),  # for what is predicted from others
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -942,7 +1002,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, check.end)
         try:
-            torch = find_torch(device, max(1.0, min(120.0, check.left_s())))
+            # A cold disk takes its time for both.
+            with ThreadPoolExecutor(1) as pool:
+                wheels = pool.submit(install_wheels, check, arguments.wheels)
+                torch = find_torch(device, max(1.0, min(120.0, check.left_s())))
+                wheels.result()
             check.report |= {"torch": torch["torch"], "cuda": torch["cuda"]}
             check.write()
             check.say(f"{device.name}, driver {device.driver}, torch {torch['torch']}")

@@ -12,14 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from gpu_check import OBJECTS, ROOT, SCHEMA
+
 RESULTS = ROOT / "benchmarks" / "results"
-SCHEMA = "oracle_offload/gpu-check/2"
 NEEDED = ("schema", "command", "date", "commit", "device", "driver", "torch")
-PARTS = (
-    *("machine", "link", "lock", "calls", "layers", "step", "bits", "formats", "faults", "memory"),
-    "tests",
-)
 
 
 class ImportRefusedError(RuntimeError):
@@ -43,7 +39,7 @@ def check(results: Any) -> dict[str, Any]:
         found = results.get("schema") if isinstance(results, dict) else type(results).__name__
         raise ImportRefusedError(f"schema is {found!r}, not {SCHEMA!r}: not a GPU check's results")
     missing = [key for key in NEEDED if key not in results]
-    missing += [name for name in PARTS if not {"state", "seconds"} <= set(results.get(name, ()))]
+    missing += [name for name in OBJECTS if not {"state", "seconds"} <= set(results.get(name, ()))]
     if missing:
         raise ImportRefusedError(f"lacks {', '.join(missing)}")
     if not re.match(r"\d{4}-\d{2}-\d{2}T", str(results["date"])):

@@ -137,17 +137,18 @@ def test_a_file_of_tests_that_was_killed_is_counted_by_what_it_had_printed() -> 
     assert found["last"] == "tests/training/test_matrix.py::test_hangs[cuda-forward pre]"
 
 
-PARTS = (
-    *("machine", "link", "lock", "calls", "layers", "step", "bits", "decode", "formats"),
-    *("faults", "memory"),
-    "tests",
+MEASURED = tuple(
+    part.name
+    for part in (*gpu_check.PREPARATION, *gpu_check.CLOCK)
+    if not part.path and part.name != "conformance"
 )
+PARTS = (*MEASURED, "tests")
 
 
 def stand_ins(folder: Path, **sources: str) -> Path:
     """Measurements that take no time, or do what `sources` says; the real runner runs them."""
     folder.mkdir()
-    for name in PARTS[:-1]:
+    for name in MEASURED:
         quick = "def benchmarks(device):\n    yield {'name': 'one', 'took_s': 1.0}\n"
         (folder / f"bench_{name}.py").write_text(sources.get(name, quick))
     return folder
@@ -155,7 +156,7 @@ def stand_ins(folder: Path, **sources: str) -> Path:
 
 def rehearse(results: Path, *arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
     """Run without tests and conformance, which the whole rehearsal runs."""
-    only = "machine,link,step,calls,layers,bits,decode,formats,lock,memory,faults"
+    only = ",".join(MEASURED)
     done = gpu_check_command(
         *("--results", str(results), "--wheels", str(results / "none")),
         *([] if "--only" in arguments else ["--only", only]),
@@ -221,7 +222,7 @@ def test_a_resumed_run_runs_what_is_missing_and_keeps_the_rest(tmp_path: Path) -
     again = ("--benchmarks", str(mended), "--resume", str(first / "results.json"))
     _, report = rehearse(tmp_path / "second", *again, "--commit", "abc")
     assert report["machine"]["rows"][0]["took_s"] == 42.0, "a part that had ended ran again"
-    assert {report[name]["state"] for name in PARTS[:-1]} == {"done"}
+    assert {report[name]["state"] for name in MEASURED} == {"done"}
     assert len(report["resumed"]) == 1
 
     done = gpu_check_command(
@@ -269,7 +270,7 @@ def test_killed_at_any_time_it_leaves_a_valid_file_with_what_was_done(tmp_path: 
         report = json.loads((results / "results.json").read_text())
         said = output.read_text()
         assert set(PARTS) <= set(report), f"kill {number}"
-        for name in PARTS[:-1]:
+        for name in MEASURED:
             assert {"seconds", "state", "rows"} <= set(report[name])
             states.add(report[name]["state"])
             # What was told to have ended is in the file as it ended.
@@ -355,10 +356,13 @@ def test_the_whole_rehearsal_on_the_simulator(tmp_path: Path) -> None:
     # Beside other work the clock says little; what the processors did says how long it takes alone.
     assert min(report["elapsed_s"], report["processor_s"]) < 90
     assert len(report["conformance"]["rows"]) > 10
-    offloads = [row["offload"] for row in report["step"]["rows"] if "offload" in row]
+    rows = [*report["step"]["rows"], *report["unet"]["rows"]]
+    offloads = [row["offload"] for row in rows if "offload" in row]
     assert sorted(set(offloads)) == [0.0, 0.5, 0.91, 1.0]
-    for row in report["step"]["rows"]:
-        if "offload" in row:
+    predictions = {row["name"] for row in rows if row["name"].endswith(", predicted")}
+    for row in rows:
+        if "offload" in row and row["name"] not in predictions:
+            assert f"{row['name']}, predicted" in predictions
             assert row["equal_losses_count"] == row["compared_steps_count"] > 0
             assert row["acquires_count"] > 0
             # The same simulator, the same calls: a prediction that differs predicts another thing.
@@ -387,7 +391,7 @@ def results_file(tmp_path: Path, **changes: Any) -> Path:
         "simulated": False,
         "driver": "580.1 (CUDA 13.0)",
         "torch": "2.11.0+cu130",
-        **{name: {"state": "done", "seconds": 1.0, "rows": []} for name in PARTS},
+        **{name: {"state": "done", "seconds": 1.0, "rows": []} for name in gpu_check.OBJECTS},
         **changes,
     }
     path = tmp_path / "results.json"
@@ -418,7 +422,7 @@ def test_import_never_files_a_simulated_run_beside_a_card(tmp_path: Path) -> Non
         ("[]", "schema is 'list'"),
         ("{}", "schema is None"),
         ("not json", "Expecting value"),
-        (json.dumps({"schema": "oracle_offload/gpu-check/2"}), "lacks command, date"),
+        (json.dumps({"schema": "oracle_offload/gpu-check/3"}), "lacks command, date"),
         (json.dumps({"schema": "oracle_offload/gpu-check/1"}), "not a GPU check's results"),
     ],
 )

@@ -1,0 +1,81 @@
+"""What the card's kernels reach: the rates that a step is predicted from, beside the link's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import common
+
+TOKENS, WIDTH = 4608, 3072  # of Flux; its layers are this wide, and 3, 4, 5 and 7 times so
+OUTPUTS = (1, 3, 4, 7)
+
+
+def benchmarks(device: str) -> Iterator[dict[str, Any]]:
+    """Measure products of matrices, traffic within the device, and launches."""
+    for name, function in (("matmul", matmul), ("traffic", traffic), ("launches", launches)):
+        yield from common.attempt(name, function, device)
+
+
+def seconds(device: str, work: Callable[[], object], repeats: int) -> float:
+    """Return the median seconds of `work` by events, after it has run once."""
+    if common.is_simulated(device):
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+    import torch
+
+    work()
+    pairs = []
+    for _ in range(repeats):
+        begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin_event.record()
+        work()
+        end_event.record()
+        pairs.append((begin_event, end_event))
+    torch.cuda.synchronize()
+    return float(median(1e-3 * begin.elapsed_time(end) for begin, end in pairs))
+
+
+def matmul(device: str) -> Iterator[dict[str, Any]]:
+    """Yield the rate over the layers of a block, in bfloat16 on random data."""
+    import torch
+
+    shrink = 64 if common.is_simulated(device) else 1
+    tokens, width = TOKENS // shrink, WIDTH // shrink
+    x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
+    total_s, flops = 0.0, 0.0
+    for times in OUTPUTS:
+        weight = torch.randn(times * width, width, device=device, dtype=torch.bfloat16)
+        took_s = seconds(device, lambda w=weight: x @ w.t(), 20)  # type: ignore[misc]
+        operations = 2.0 * tokens * width * times * width
+        total_s, flops = total_s + took_s, flops + operations
+        name = f"{tokens} x {width} x {times * width}"
+        yield {"name": name, "took_s": took_s, "matmul_tflops": 1e-12 * operations / took_s}
+    yield {"name": "matmul", "took_s": total_s, "tflops": 1e-12 * flops / total_s}
+
+
+def traffic(device: str) -> Iterator[dict[str, Any]]:
+    """Yield the bytes that an elementwise operator reads and writes in a second."""
+    import torch
+
+    count = 2**20 if common.is_simulated(device) else 2**28
+    one, other = (torch.randn(count, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(one)
+    took_s = seconds(device, lambda: torch.add(one, other, out=out), 10)
+    yield {"name": "traffic", "took_s": took_s, "memory_gbps": 1e-9 * 6 * count / took_s}
+
+
+def launches(device: str) -> Iterator[dict[str, Any]]:
+    """Yield the seconds from one kernel to the next where neither has anything to do."""
+    import torch
+
+    x, count = torch.zeros(1, device=device), 1000
+
+    def work() -> None:
+        for _ in range(count):
+            x.add_(1)
+
+    yield {"name": "launches", "launch_s": seconds(device, work, 5) / count}
