@@ -196,12 +196,13 @@ static const struct {
 #undef SIM_SYMBOL
 };
 
-/* Base names only; an unknown one is SUCCESS with a NULL pointer. A version above the driver's
- * gives the function all the same, as drivers 535 and 550 do. */
+/* Base names only; an unknown one is SUCCESS with a NULL pointer. A version far above the driver's
+ * is refused, as driver 580 does; 535 and 550 gave the function all the same. */
 OOCUresult cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags,
                                int *status) {
     enum { PER_THREAD_DEFAULT_STREAM = 2, FIRST_PER_THREAD = 7000 };
-    if (!name || !function || flags > PER_THREAD_DEFAULT_STREAM)
+    if (!name || !function || flags > PER_THREAD_DEFAULT_STREAM ||
+        version / 1000 > DRIVER_VERSION / 1000)
         return OOCU_ERROR_INVALID_VALUE;
     int found = SYMBOL_NOT_FOUND;
     any_function symbol = NULL;

@@ -21,8 +21,10 @@ static void symbols_are_found_by_base_name_and_version(void) {
             continue;
         OK(cu.cuGetProcAddress(rows[i].name, &function, rows[i].introduced, 1, &status));
         CHECK(function && status == 0, "%s at %d", rows[i].name, rows[i].introduced);
-        OK(cu.cuGetProcAddress(rows[i].name, &function, 99000, 1, &status));
+        OK(cu.cuGetProcAddress(rows[i].name, &function, 12990, 1, &status));
         CHECK(function && status == 0, "%s above the driver's version", rows[i].name);
+        IS(OOCU_ERROR_INVALID_VALUE,
+           cu.cuGetProcAddress(rows[i].name, &function, 99000, 1, &status));
         OK(cu.cuGetProcAddress(rows[i].name, &function, rows[i].introduced - 10, 1, &status));
         CHECK(!function && status == 2, "%s below %d", rows[i].name, rows[i].introduced);
     }

@@ -85,6 +85,24 @@ def assert_same(found: Any, expected: Any, what: str = "value") -> None:
         assert_same(one, other, f"{what}[{index}]")
 
 
+def step_alike(
+    managed: nn.Module, resident: nn.Module, optimizers: Sequence[Any], device: str
+) -> None:
+    """Step the managed model's optimizer and the resident one's, in this order, and zero both.
+
+    A card's optimizer rounds differently from the host's, which is the managed one: there the
+    resident model takes the weights that the host has stepped.
+    """
+    ours, theirs = optimizers
+    ours.step()
+    if is_simulated(device):
+        theirs.step()
+    else:
+        resident.load_state_dict(managed.state_dict())
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Return each parameter's gradient by name."""
     return {name: parameter.grad for name, parameter in model.named_parameters()}

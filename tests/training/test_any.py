@@ -18,6 +18,7 @@ from equality import (
     attached,
     is_simulated,
     resident_pair,
+    step_alike,
 )
 from models import compute_device, enable_checkpointing
 from torch import nn
@@ -243,7 +244,7 @@ def test_low_precision_has_the_residents_bits(device, kind, trainable, how):
         if kind == "lstm" and how == "autocast" and not computes_low_precision_lstm():
             pytest.skip("oneDNN has no LSTM in bfloat16 for this processor")
         if (kind, trainable, how) == ("gru", True, "autocast"):  # docs/how-it-works.md: differences
-            found, expected = step(managed), step(resident)
+            found, expected = step(managed), step(resident.to(device))
             assert_same(found, expected)
             for one, other in zip(managed.parameters(), resident.parameters(), strict=True):
                 torch.testing.assert_close(one.grad, other.grad, rtol=0.1, atol=0.01)
@@ -907,9 +908,7 @@ def test_optimizer_steps_have_the_residents_bits(device):
         ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (managed, resident))
         for _ in range(3):
             assert_same(run(managed, device), run(resident, device))
-            for one in (ours, theirs):
-                one.step()
-                one.zero_grad()
+            step_alike(managed, resident, (ours, theirs), device)
         assert_same(managed.state_dict(), resident.state_dict())
 
 

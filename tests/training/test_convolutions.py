@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from equality import assert_models_agree, assert_same, attached, resident_pair
+from equality import assert_models_agree, assert_same, attached, is_simulated, resident_pair
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -105,6 +105,8 @@ PADDINGS = [
 @pytest.mark.parametrize("options", PADDINGS, ids=str)
 @pytest.mark.parametrize("axes", [1, 3])
 def test_each_padding_has_the_residents_bits(device, axes, options, trainable):
+    if not is_simulated(device) and axes == 3 and options.get("padding_mode") == "reflect":
+        pytest.skip("torch's reflection_pad3d does not compute the same gradient twice on a card")
     torch.manual_seed(0)
     made, kind = CLASSES[axes]
     options = {"kernel_size": 3, **options}

@@ -16,6 +16,7 @@ from equality import (
     attached,
     is_simulated,
     resident_pair,
+    step_alike,
 )
 from torch import nn
 from torch.nn import functional as F
@@ -177,8 +178,11 @@ def test_sparse_gradients_are_the_residents(device):
             step = make_step(device, ids=ids_of(number))
             assert_same(step(managed), step(resident))
             found, expected = managed.tokens.weight.grad, resident.tokens.weight.grad
-            assert found.is_sparse and found.is_coalesced() == expected.is_coalesced()
-            assert found.device.type == "cpu" and found.shape == expected.shape
+            assert found.is_sparse and found.device.type == "cpu" and found.shape == expected.shape
+            if is_simulated(device):
+                assert found.is_coalesced() == expected.is_coalesced()
+            else:  # a card lines up what it adds, the host merges rows that are the same
+                found, expected = found.coalesce(), expected.coalesce()
             assert_same(found._indices(), expected._indices())
             assert_same(found._values(), expected._values())
         optimizers = [
@@ -258,9 +262,7 @@ def test_optimizer_steps_have_the_residents_bits(device):
                 with torch.no_grad():
                     model(ids_of(9).to(device), torch.zeros(WIDTH).to(device))
             assert_same(step(managed), step(resident))
-            for one in (ours, theirs):
-                one.step()
-                one.zero_grad()
+            step_alike(managed, resident, (ours, theirs), device)
         assert_same(managed.state_dict(), resident.state_dict())
 
 
