@@ -8,7 +8,7 @@
 .PHONY: help build demo test device-type operators lint format bench ctest asan-check asan-python tsan-check \
         windows-check analyze compile_commands.json \
         proof mutation mutation-python mutation-python-all coverage fuzz conformance screenshots \
-        aitoolkit-check wheel gpu-wheels gpu-check gpu-rehearsal gpu-import environment clean
+        aitoolkit-check wheel gpu-wheels gpu-rivals gpu-check gpu-rehearsal gpu-import environment clean
 
 ifdef PYTHON
 # sys.executable, not the name: `python3` may be a shell shim, which sanitizers cannot live in.
@@ -49,6 +49,7 @@ help:
 	@echo "make aitoolkit-check  the drop-in over AI-Toolkit's own code: TOOLKIT=path of a checkout"
 	@echo "make wheel         dist/*.whl and dist/*.tar.gz"
 	@echo "make gpu-wheels    fetch the wheels that a GPU machine without network lacks"
+	@echo "make gpu-rivals    collect what gpu-check measures beside this project"
 	@echo "make gpu-check     GPU tests and measurements [WHEELS=dir] [RESULTS=dir] [COMMIT=id] [RESUME=file]"
 	@echo "make gpu-rehearsal all of gpu-check on the simulator, and how it bears crashes and kills"
 	@echo "make gpu-import    file its results: FILE=results.json"
@@ -183,6 +184,10 @@ GPU_PY = $(if $(PYTHON),$(PY),python3)
 
 gpu-wheels: $(call ready,test)
 	"$(PY)" tools/gpu_wheels.py --output "$(WHEELS)"
+
+# What others' managers are measured from: into .rivals, ignored; it travels with the source tree.
+gpu-rivals: $(call ready,test)
+	"$(PY)" tools/rivals.py $(ARGS)
 
 gpu-check:
 	"$(GPU_PY)" tools/gpu_check.py --wheels "$(WHEELS)" --results "$(RESULTS)" --commit "$(COMMIT)" \

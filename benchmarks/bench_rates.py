@@ -69,9 +69,9 @@ def traffic(device: str) -> Iterator[dict[str, Any]]:
 
 
 def launches(device: str) -> Iterator[dict[str, Any]]:
-    """Yield the seconds from one kernel to the next: where all are queued, and as torch queues them.
+    """Yield the seconds from one kernel to the next, as torch queues them, and where all wait.
 
-    Queued: behind a product of matrices that takes longer than the host takes for all of them.
+    They wait behind a product of matrices that takes longer than the host does for all of them.
     """
     import torch
 

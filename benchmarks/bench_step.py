@@ -249,7 +249,7 @@ class Compared:
         return found
 
     def draw(self, offload: float) -> Iterator[dict[str, Any]]:
-        """Write the engine's timeline of a step and torch's trace of another; yield what it said."""
+        """Write the engine's timeline of a step and torch's trace of one; yield what it said."""
         with self.attached(offload) as (manager, _):
             for _ in range(2):
                 self.runner.step()

@@ -15,6 +15,10 @@ from torch import Tensor, nn
 
 warnings.filterwarnings("ignore", category=UserWarning)
 
+# cuDNN 9.19, which torch 2.11 takes on Hopper cards before the other kernels for attention, reads
+# memory that is not there in the backward of these models, resident as well; flash attention runs.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 
 @dataclass
 class Shape:

@@ -3,7 +3,8 @@
 Needs no network and no git, and uses the torch of the Python that runs it. The parts run in the
 order of `CLOCK`: what a first quarter of an hour with a card must bring home comes first. Each has
 a process of its own and a limit of its own. results.json is rewritten after each part and each row
-of a part, so that a run that is cut short keeps what it has; a part that crashes or hangs ends alone.
+of a part, so that a run that is cut short keeps what it has; a part that crashes or hangs ends
+alone.
 Only where the first tests fail does nothing follow: what they find makes the rest worthless.
 `--resume results.json` runs what is missing there. What cannot run is named.
 

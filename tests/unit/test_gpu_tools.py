@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -149,8 +150,7 @@ def stand_ins(folder: Path, **sources: str) -> Path:
     """Measurements that take no time, or do what `sources` says; the real runner runs them."""
     folder.mkdir()
     for name in MEASURED:
-        quick = "def benchmarks(device):\n    yield {'name': 'one', 'took_s': 1.0}\n"
-        (folder / f"bench_{name}.py").write_text(sources.get(name, quick))
+        (folder / f"bench_{name}.py").write_text(sources.get(name, QUICK))
     return folder
 
 
@@ -168,6 +168,10 @@ def rehearse(results: Path, *arguments: str, **environment: str) -> tuple[int, d
     return done.returncode, json.loads((results / "results.json").read_text())
 
 
+QUICK = """
+def benchmarks(device):
+    yield {"name": "one", "took_s": 1.0}
+"""
 CRASH = """
 import os, signal
 def benchmarks(device):
@@ -335,6 +339,138 @@ def test_watts_are_told_for_each_part_by_the_samplers_own_clock(
     assert row["power_w_mean"] == 200 and row["power_w_max"] == 300 and row["samples_count"] == 3
     assert row["link_gen_mean"] == 5 and "link_width_mean" not in row
     assert power.row("step", begin + 1000, begin + 2000) is None
+
+
+# Seconds of the parts on an H200, about; what is not named takes 30.
+TOOK_S = {"machine": 5, "ram": 5, "build": 16, "tests/gpu": 14, "rates": 4, "link": 4, "step": 80}
+TOOK_S |= {"rivals": 220, "bits": 45, "tests/any": 54, "tests/matrix": 57, "calls": 2}
+
+
+class FakeLease:
+    """Calls of the check, on a clock of its own: each program takes the seconds it is given."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.tmp_path, self.started = 1000.0, tmp_path, list[str]()
+        monkeypatch.setattr(gpu_check.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(gpu_check.os, "cpu_count", lambda: 2)  # one after the other
+        monkeypatch.setattr(gpu_check, "initialised_device", lambda check: contextlib.nullcontext())
+        monkeypatch.setattr(gpu_check, "conformance", self.conformance)
+        monkeypatch.setattr(gpu_check.Check, "call", lambda check, *call, **_: self.program(*call))
+        monkeypatch.setattr(gpu_check, "put_power", lambda check: None)
+        self.broken: set[str] = set()
+
+    def program(self, command: list[str], timeout_s: float, *_: Any) -> int | None:
+        """Take the time of a program; None where it is more than it may take."""
+        words = [word for word in command if word.startswith("tests/")]
+        name = words[0].replace("training/test_", "").removesuffix(".py") if words else command[2]
+        for word in command:
+            if word.startswith("--junitxml="):
+                Path(word.partition("=")[2]).write_text("<testsuites/>")
+        return self.take("build" if name == "--quiet" else name, timeout_s)
+
+    def conformance(self, check: Any, wanted: Any) -> None:
+        with gpu_check.part(check, wanted.name, wanted.limit_s) as limit_s:
+            if limit_s:
+                self.take(wanted.name, limit_s)
+                check.put(wanted.name, state="done", why="")
+
+    def take(self, name: str, timeout_s: float) -> int | None:
+        self.started.append(name)
+        took_s = TOOK_S.get(name, 30)
+        self.now += min(took_s, timeout_s)
+        return None if took_s > timeout_s else int(name in self.broken)
+
+    def call(self, seconds: float, *arguments: str) -> dict[str, Any]:
+        """Call the check for so many seconds; it goes on where an earlier call has ended."""
+        path = self.tmp_path / "results.json"
+        device = gpu_check.Device("NVIDIA H200", "580.1", False)
+        resume = ["--resume", str(path)] if path.exists() else []
+        parsed = gpu_check.parse([*arguments, *resume, "--budget-s", str(seconds)])
+        report = gpu_check.empty_report(parsed, device)
+        if resume:
+            report = gpu_check.resume(path, report)
+        with (self.tmp_path / "log.txt").open("w") as log:
+            check = gpu_check.Check(
+                *(device, self.tmp_path, self.tmp_path, log, self.now + seconds, {}), report=report
+            )
+            check.started, check.only = self.now, parsed.only
+            gpu_check.run(parsed, check)
+            gpu_check.finish(check, "all parts had their turn")
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+
+def states_of(report: dict[str, Any]) -> dict[str, str]:
+    """The state of each part of the clock; tests by their file."""
+    rows = {row["name"]: row["state"] for row in report["tests"]["rows"]}
+    return {
+        part.name: rows.get(part.name, "not reached") if part.path else report[part.name]["state"]
+        for part in gpu_check.CLOCK
+    }
+
+
+def test_by_the_clock_of_a_lease_what_counts_comes_first_and_a_second_call_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = FakeLease(tmp_path, monkeypatch)
+    begun = lease.now
+    first = states_of(lease.call(585))
+    assert lease.now - begun <= 585
+    names = list(first)
+    reached = [name for name in names if first[name] != "not reached"]
+    assert names[: len(reached)] == reached, "a part went before one of more value"
+    assert {first[name] for name in ("step", "rivals", "bits", "tests/any")} <= {"done", "failed"}
+    assert "not reached" in first.values()
+
+    before = len(lease.started)
+    second = states_of(lease.call(400))
+    again = set(lease.started[before:]) & {n for n in names if first[n] in gpu_check.ENDED}
+    assert not again, f"ran again: {again}"
+    missing = [name for name in names if first[name] == "not reached"]
+    assert second[missing[0]] != "not reached" and lease.now - begun <= 985
+
+
+def test_a_lease_called_twice_goes_on_and_leaves_copies(tmp_path: Path) -> None:
+    folder = stand_ins(tmp_path / "parts", link=CRASH)
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    environment = {**os.environ, "GPU_CHECK_DEVICE": "sim", "PYTHON": sys.executable}
+    environment |= {"RESULTS": str(tmp_path / "out"), "WHEELS": str(tmp_path / "none")}
+
+    def lease(parts: str) -> dict[str, Any]:
+        command = ["sh", str(ROOT / "tools" / "lease.sh"), "120", str(copies)]
+        command += ["--benchmarks", str(folder), "--only", parts]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode in (gpu_check.EXIT_OK, gpu_check.EXIT_FAILED), done.stderr
+        found: dict[str, Any] = json.loads((copies / "results.json").read_text())
+        assert found["budget_s"] == 105, "it must end before the machine does"
+        return found
+
+    first = lease("rates,link")
+    assert (first["rates"]["state"], first["link"]["state"]) == ("done", "crashed")
+    (folder / "bench_rates.py").write_text(CRASH)
+    (folder / "bench_link.py").write_text(QUICK)
+    second = lease("rates,link")
+    assert second["rates"] == first["rates"], "a part that had ended ran again"
+    assert second["link"]["state"] == "done"
+
+
+def test_nothing_follows_first_tests_that_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = FakeLease(tmp_path, monkeypatch)
+    lease.broken = {"tests/gpu"}
+    report = lease.call(585)
+    assert "tests/gpu" in lease.started and "step" not in lease.started
+    assert report["step"] | {"rows": []} == {
+        "state": "not reached",
+        "why": "tests/gpu failed",
+        "seconds": 0.0,
+        "rows": [],
+    }
+    (tmp_path / "results.json").unlink()
+    lease.call(585, "--keep-going")
+    assert "step" in lease.started
 
 
 @pytest.mark.slow
