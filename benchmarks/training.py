@@ -188,20 +188,25 @@ class Training:
         self.losses.append(loss.detach())
 
     def timed(self) -> float:
-        """Run a step and return its seconds, on the simulated device those of its clock."""
-        if not common.is_simulated(self.device):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            self.step()
-            torch.cuda.synchronize()
-            return time.perf_counter() - begin
-        from oracle_offload import simulator
-        from oracle_offload.witness import Witness
+        """Run a step; see `time_step`."""
+        return time_step(self.step, self.device)
 
-        virtual = simulator.finish()
-        with Witness(strict=False, clock=True):
-            self.step()
-        return simulator.finish() - virtual
+
+def time_step(step: Callable[[], object], device: str) -> float:
+    """Run a step and return its seconds, on the simulated device those of its clock."""
+    if not common.is_simulated(device):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+    from oracle_offload import simulator
+    from oracle_offload.witness import Witness
+
+    virtual = simulator.finish()
+    with Witness(strict=False, clock=True):
+        step()
+    return simulator.finish() - virtual
 
 
 def clean(device: str) -> None:

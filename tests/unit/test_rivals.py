@@ -1,0 +1,186 @@
+"""The benchmark beside rivals: what is collected, that rows are independent, equal work."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import bench_rivals
+import common
+import contender
+import pytest
+import rivals
+import run
+import torch
+
+WORKER = """
+import json, sys, time
+who, less = sys.argv[1], "--less-gib" in sys.argv
+if who == "aitoolkit":
+    raise RuntimeError("broke")
+if who == "musubi":
+    time.sleep(60)
+if who == "ours" and not less:
+    print(json.dumps({"error": "OutOfMemoryError: too much", "out_of_memory": True}))
+else:
+    print("a library said something")
+    print(json.dumps({"step_s": 1.0}))
+"""
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(folder), *identity, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def upstream(tmp_path: Path) -> tuple[Path, str]:
+    """A repository whose newest commit is not the one that is named."""
+    folder = tmp_path / "upstream"
+    (folder / "package").mkdir(parents=True)
+    git(folder, "init", "--quiet")
+    for text in ("old", "new"):
+        (folder / "package" / "part.py").write_text(text)
+        (folder / "secret.py").write_text("not asked for")
+        git(folder, "add", ".")
+        git(folder, "commit", "--quiet", "-m", text)
+    return folder, git(folder, "rev-parse", "HEAD~1")
+
+
+@pytest.mark.parametrize("by", ["path", "url"])
+def test_named_files_of_a_named_commit_are_collected(
+    tmp_path: Path, upstream: tuple[Path, str], by: str
+) -> None:
+    folder, commit = upstream
+    place = folder.as_uri() if by == "url" else str(folder)
+    wanted = rivals.Repository("one", place, commit, {"package/part.py": "other/part.py"})
+    gone = rivals.Repository("gone", str(folder), "0" * 40, {"package/part.py": "gone.py"})
+    into = tmp_path / "into"
+    assert list(rivals.collect(into, {}, [gone, wanted], [])) == ["gone"]
+    assert (into / "other" / "part.py").read_text() == "old"
+    assert {path.name for path in into.rglob("*") if path.is_file()} == {"part.py", rivals.LIST}
+    listed = json.loads((into / rivals.LIST).read_text())
+    assert listed == {"one": {"version": commit, "files": ["other/part.py"], "size_bytes": 3}}
+
+
+def test_a_wheel_is_unpacked_only_if_it_is_the_one_that_is_named(tmp_path: Path) -> None:
+    wheel = tmp_path / "thing-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("thing/__init__.py", "x = 1")
+        archive.writestr("thing/data.bin", "no")
+        archive.writestr("thing-1.0.dist-info/METADATA", "no")
+    right = rivals.Package("thing", "1.0", hashlib.sha256(wheel.read_bytes()).hexdigest(), "thing")
+    wrong = rivals.Package("thing", "1.0", "0" * 64, "thing")
+    into = tmp_path / "into"
+    place = {"thing": str(tmp_path)}
+    assert "not " + "0" * 64 in rivals.collect(into, place, [], [wrong])["thing"]
+    assert bench_rivals.collected(into) == {}
+    assert rivals.collect(into, place, [], [right]) == {}
+    assert [path.name for path in (into / "thing").iterdir()] == ["__init__.py"]
+    assert bench_rivals.collected(into)["thing"]["version"] == "1.0"
+
+
+def test_rows_of_contenders_survive_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One breaks, one hangs, one is not there, one has no room at first."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    listed = {"ai-toolkit": {"version": "a1"}, "musubi-tuner": {"version": "b2"}}
+    (tmp_path / "rivals.json").write_text(json.dumps(listed))
+    monkeypatch.setattr(bench_rivals, "RUNS", bench_rivals.RUNS[:3] + bench_rivals.RUNS[6:9])
+    monkeypatch.setattr(bench_rivals, "LIMIT_S", 2.0)
+    monkeypatch.setattr(bench_rivals, "LEAST_S", 0.1)
+    found = list(bench_rivals.benchmarks("cuda", tmp_path, worker))
+    for row in found:
+        run.check_row(row)
+    rows = {row["contender"]: row for row in found}
+    assert list(rows) == ["ours", "aitoolkit", "musubi", "resident", "fsdp2", "ramtorch"]
+    assert rows["ours"]["step_s"] == 1.0
+    assert rows["ours"]["first_error"] == "OutOfMemoryError: too much"
+    assert rows["aitoolkit"]["error"] == "ended with 1: RuntimeError: broke"
+    assert rows["aitoolkit"]["version"] == "a1"
+    assert "not done after 2 s" in rows["musubi"]["error"]
+    assert rows["resident"]["step_s"] == rows["fsdp2"]["step_s"] == 1.0
+    assert "no ramtorch" in rows["ramtorch"]["skipped"]
+
+
+def test_without_time_left_a_contender_is_skipped_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "left_s", lambda: 3.0)
+    rows = list(bench_rivals.benchmarks("cuda", tmp_path, tmp_path / "never started"))
+    assert len(rows) == len(bench_rivals.RUNS)
+    assert rows[0]["skipped"] == "not run: 3 s are left"
+
+
+def test_on_the_simulator_ours_and_resident_have_equal_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ORACLE_OFFLOAD_SIM_DEVICE", "h200")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    threads = torch.get_num_threads()
+
+    def here(command: list[str], limit_s: float) -> dict[str, Any]:
+        contender.main(command[2:])
+        row: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return row
+
+    monkeypatch.setattr(bench_rivals, "run", here)
+    try:
+        rows = {row["contender"]: row for row in bench_rivals.benchmarks("cpu", tmp_path)}
+    finally:
+        torch.set_num_threads(threads)
+    assert {who for who, row in rows.items() if "skipped" in row} == {
+        *("aitoolkit", "musubi", "fsdp2", "ramtorch")
+    }
+    losses = rows["ours"]["losses"]
+    assert losses == rows["resident"]["losses"]
+    assert losses[-1] < losses[0] - 1e-3  # the adapters learn: else any weights would do
+    assert rows["ours"]["managed_bytes"] == rows["ours"]["weights_bytes"]
+    assert rows["ours"]["arena_bytes"] < rows["ours"]["managed_bytes"]
+    assert rows["ours"]["h2d_bytes"] > 0
+
+
+def test_the_share_for_aitoolkit_is_the_least_whose_layers_fit() -> None:
+    sizes = [57, 132, 94] * 20
+
+    def stay(share: float) -> int:
+        random.seed(7)
+        # As its attach decides: one draw for each layer.
+        return sum(size for size in sizes if random.random() > share)
+
+    for room in (0, 50, 1000, 3000, sum(sizes) - 1, sum(sizes)):
+        share = contender.least_share(sizes, room, 7)
+        assert stay(share) <= room
+        if share:
+            assert stay(share - 1e-9) > room
+
+
+def test_device_figures_count_copies_by_their_way_and_overlapping_kernels_once() -> None:
+    def event(cat: str, name: str, ts: float, dur: float, nbytes: int = 0) -> dict[str, Any]:
+        entry = {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+        return entry | {"args": {"bytes": nbytes}}
+
+    found = contender.device_figures(
+        [
+            event("kernel", "a", 0, 10),
+            event("kernel", "b", 5, 10),
+            event("kernel", "c", 100, 1),
+            event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 0, 20, 40_000),
+            event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 0, 20, 7),
+            event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 0, 20, 9),
+            event("cuda_runtime", "cudaLaunchKernel", 0, 1000),
+            {"ph": "M", "name": "process_name"},
+        ]
+    )
+    assert found["kernels_s"] == pytest.approx(16e-6)
+    assert (found["profiled_h2d_bytes"], found["profiled_d2h_bytes"]) == (40_000, 7)
+    assert found["copy_rate_gbps"] == pytest.approx(2.0)

@@ -1,0 +1,199 @@
+"""Collect what `benchmarks/bench_rivals.py` measures beside this project, into ignored .rivals/.
+
+    python tools/rivals.py                                   # from the projects' own repositories
+    python tools/rivals.py --mirror ai-toolkit=/mirrors/ai-toolkit.git
+
+Named files at named commits, as they are; nothing of it is ever committed. Which file came from
+where is written to rivals.json there, and from it into the rows of the benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / ".rivals"
+LIST = "rivals.json"
+
+
+@dataclass(frozen=True)
+class Repository:
+    """Files of a git repository: each path there, and the one below .rivals/ that it gets."""
+
+    name: str
+    url: str
+    commit: str
+    files: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Package:
+    """A wheel of the package index: its package folder, and what it must be."""
+
+    name: str
+    version: str
+    sha256: str
+    folder: str
+
+
+# Without toolkit/__init__.py, which changes another library: Python takes the folder without it.
+REPOSITORIES = (
+    Repository(
+        "ai-toolkit",
+        "https://github.com/ostris/ai-toolkit",
+        "27a03a91f23eb1b757d5ec2e80ee3e129cfcc350",
+        {
+            f"toolkit/memory_management/{name}": f"toolkit/memory_management/{name}"
+            for name in ("__init__.py", "manager.py", "manager_modules.py")
+        }
+        | {"LICENSE": "LICENSE-ai-toolkit"},
+    ),
+    Repository(
+        "musubi-tuner",
+        "https://github.com/kohya-ss/musubi-tuner",
+        "30c658c4f4b0bf05038b3346eff9670259b10fc7",
+        {
+            "src/musubi_tuner/modules/custom_offloading_utils.py": (
+                "musubi_tuner/modules/custom_offloading_utils.py"
+            ),
+        },
+    ),
+)
+PACKAGES = (
+    Package(
+        "ramtorch",
+        "1.11.0",
+        "69f968c23bec1c6d6ccaccc05c20ac5abc641e740705c758bbbc0ce9ae960648",
+        "ramtorch",
+    ),
+)
+
+
+class NotCollected(Exception):
+    """What could not be had of one rival, and why."""
+
+
+def run(command: Sequence[str | Path]) -> bytes:
+    """Return what the command prints; `NotCollected` with its last line if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, check=False)
+    except OSError as error:
+        raise NotCollected(str(error)) from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        words = " ".join(str(word) for word in command[:6])
+        raise NotCollected(f"{words}: {said[-1] if said else f'exit status {done.returncode}'}")
+    return done.stdout
+
+
+def fetched(repository: Repository, source: str, scratch: Path) -> list[str | Path]:
+    """Return the git command that can show the commit's files; fetches no others."""
+    if Path(source).is_dir():
+        here = Path(source)
+        return ["git", "--git-dir", here / ".git" if (here / ".git").exists() else here]
+    git: list[str | Path] = ["git", "-C", scratch]
+    run(["git", "init", "--quiet", scratch])
+    run([*git, "remote", "add", "origin", source])
+    how = ("--quiet", "--depth", "1", "--filter=blob:none")
+    run([*git, "fetch", *how, "origin", repository.commit])
+    return git
+
+
+def collect_repository(repository: Repository, into: Path, source: str = "") -> list[str]:
+    """Copy the files of one repository; return their paths below `into`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        git = fetched(repository, source or repository.url, Path(scratch))
+        texts = {
+            there: run([*git, "show", f"{repository.commit}:{path}"])
+            for path, there in repository.files.items()
+        }
+    for there, text in texts.items():
+        (into / there).parent.mkdir(parents=True, exist_ok=True)
+        (into / there).write_bytes(text)
+    return list(texts)
+
+
+def collect_package(package: Package, into: Path, source: str = "") -> list[str]:
+    """Unpack the Python files of one wheel; `source` is a folder with it, else pip fetches it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(source or scratch)
+        if not source:
+            how = ("--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check")
+            what = f"{package.name}=={package.version}"
+            run([sys.executable, "-m", "pip", "download", *how, "--dest", scratch, what])
+        wheels = sorted(folder.glob(f"{package.name}-{package.version}-*.whl"))
+        if not wheels:
+            raise NotCollected(f"{folder} has no wheel of {package.name} {package.version}")
+        found = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
+        if found != package.sha256:
+            raise NotCollected(f"{wheels[0].name} has the sum {found}, not {package.sha256}")
+        with zipfile.ZipFile(wheels[0]) as archive:
+            names = [
+                name
+                for name in archive.namelist()
+                if name.startswith(f"{package.folder}/") and name.endswith(".py")
+            ]
+            archive.extractall(into, names)
+    return names
+
+
+def collect(
+    into: Path,
+    mirrors: Mapping[str, str],
+    repositories: Sequence[Repository] = REPOSITORIES,
+    packages: Sequence[Package] = PACKAGES,
+) -> dict[str, str]:
+    """Fill `into` anew and print what it got; return why what is missing could not be had."""
+    shutil.rmtree(into, ignore_errors=True)
+    into.mkdir(parents=True)
+    taken, missing = dict[str, dict[str, object]](), dict[str, str]()
+    rivals: list[Repository | Package] = [*repositories, *packages]
+    for rival in rivals:
+        source = mirrors.get(rival.name, "")
+        try:
+            if isinstance(rival, Repository):
+                version, files = rival.commit, collect_repository(rival, into, source)
+            else:
+                version, files = rival.version, collect_package(rival, into, source)
+        except NotCollected as error:
+            missing[rival.name] = str(error)
+            print(f"{rival.name}: {error}", file=sys.stderr)
+            continue
+        nbytes = sum((into / name).stat().st_size for name in files)
+        taken[rival.name] = {"version": version, "files": files, "size_bytes": nbytes}
+        print(f"{rival.name} {version}: {len(files)} files, {nbytes} bytes")
+    (into / LIST).write_text(json.dumps(taken, indent=2) + "\n", encoding="utf-8")
+    return missing
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Collect; 1 if something could not be had."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--into", type=Path, default=FOLDER)
+    parser.add_argument(
+        *("--mirror", "-m"),
+        action="append",
+        default=[],
+        metavar="NAME=PLACE",
+        help="another git repository (path or URL), or a folder with the wheel",
+    )
+    arguments = parser.parse_args(argv)
+    mirrors = dict(text.partition("=")[::2] for text in arguments.mirror)
+    known = {rival.name for rival in REPOSITORIES} | {rival.name for rival in PACKAGES}
+    if mirrors.keys() - known:
+        parser.error(f"no rival {', '.join(sorted(mirrors.keys() - known))}; there are {known}")
+    return 1 if collect(arguments.into, mirrors) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
