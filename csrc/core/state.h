@@ -213,6 +213,7 @@ struct oo_begun {
 
 enum {
     OO_STREAMS = 4, /* streams that use one unit at a time without further bookkeeping */
+    OO_LASTING = 3, /* handles of streams that outlive the engine: oo__stream_lasts */
     OO_USES = 16    /* uses a unit can have while the driver refuses to order them */
 };
 
@@ -230,7 +231,8 @@ struct oo_unit {
     uint8_t only_decoded;          /* nothing else writes to its slot */
     struct oo_feed *feed;          /* NULL until the first one */
     struct oo_event *ready;        /* its copy has arrived */
-    OOCUstream waited[OO_STREAMS]; /* streams already ordered after `ready` */
+    uint8_t awaited;               /* `ready` is, by some stream */
+    OOCUstream waited[OO_LASTING]; /* streams that last, and are ordered after `ready` already */
     uint32_t n_waited;
     struct oo_last_use uses[OO_USES];
     uint32_t n_uses;
@@ -263,8 +265,8 @@ struct oo_reads {
 struct oo_copies {
     uint64_t queued; /* the last one's */
     uint64_t ended;  /* all up to this one have */
-    /* Of the stream that waited for one last: what is queued on it next comes after all up to this
-     * one. */
+    /* Of the stream that waited for one last, of those that last: what is queued on it next comes
+     * after all up to this one. */
     OOCUstream stream;
     uint64_t awaited;
 };

@@ -7,6 +7,19 @@
 
 #include <string.h>
 
+int oo__stream_lasts(const struct oo_engine *engine, OOCUstream stream) {
+    return !stream || stream == OOCU_STREAM_LEGACY || stream == engine->compute;
+}
+
+/* The stream that the mark is of may have ended, and this one have got its handle: what it marks
+ * next must come after that use as well. Of the same stream it does anyway, and nothing waits. */
+static int oo__comes_after(struct oo_engine *engine, OOCUstream stream,
+                           const struct oo_last_use *mark) {
+    /* H2, H7: whoever waits for the mark waits for the earlier use, too. */
+    return oo__stream_lasts(engine, stream) || mark->lost || !engine->usable ||
+           OO_DRIVE(engine, cuStreamWaitEvent, stream, mark->event->handle, 0) == OO_OK;
+}
+
 /* The entry of `stream` among the unit's last uses; NULL when there is no room for one. When more
  * streams than entries use the unit, the oldest use is ordered before the h2d stream at once, which
  * is all that an eviction would do (H2). */
@@ -14,7 +27,7 @@ static struct oo_last_use *oo__use_entry(struct oo_engine *engine, struct oo_uni
                                          OOCUstream stream) {
     struct oo_last_use *entry = NULL;
     for (uint32_t i = 0; i < unit->n_uses; i++)
-        if (unit->uses[i].stream == stream)
+        if (unit->uses[i].stream == stream && oo__comes_after(engine, stream, &unit->uses[i]))
             entry = &unit->uses[i];
     if (!entry && unit->n_uses >= OO_STREAMS) {
         struct oo_last_use *oldest = &unit->uses[0];
@@ -91,7 +104,7 @@ enum oo_status oo__mark_read(struct oo_engine *engine, OOCUstream stream) {
     struct oo_reads *reads = &engine->reads;
     struct oo_last_use *entry = NULL;
     for (uint32_t i = 0; i < reads->count; i++)
-        if (reads->last[i].stream == stream)
+        if (reads->last[i].stream == stream && oo__comes_after(engine, stream, &reads->last[i]))
             entry = &reads->last[i];
     if (!entry && reads->count >= OO_STREAMS) {
         enum oo_status status = oo__await_first_read(engine);
@@ -131,7 +144,7 @@ void oo__forget_copy(struct oo_engine *engine, uint32_t id) {
     oo__event_give(engine, unit->ready);
     unit->ready = NULL;
     unit->n_uses = unit->n_waited = 0;
-    unit->stale = unit->leaving = 0;
+    unit->awaited = unit->stale = unit->leaving = 0;
     unit->generation++;
 }
 

@@ -280,7 +280,7 @@ enum oo_flags {
 struct oo_request {
     uint32_t member;
     enum oo_kind kind;
-    uintptr_t stream; /* that the work will be queued on; it lives as long as the engine */
+    uintptr_t stream; /* that the work will be queued on; it lives until the use has ended */
     uint64_t stamp;   /* of the member's masters now */
     int64_t task;     /* the running graph task, -1 for none */
     double seconds;   /* with OO_LAUNCH: as in oo_engine_launch */

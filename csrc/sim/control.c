@@ -67,7 +67,8 @@ uint64_t sim__handle_new(enum sim_object_kind kind, void *object) {
     struct sim_object *slot = &objects[index];
     slot->object = object;
     slot->kind = (int)kind;
-    slot->generation = slot->generation % 0x0FFFFFFFu + 1;
+    if (kind != OBJECT_STREAM || !sim.switches[SIM_RECYCLED_STREAMS] || !slot->generation)
+        slot->generation = slot->generation % 0x0FFFFFFFu + 1;
     return (uint64_t)slot->generation << (KIND_BITS + INDEX_BITS) | (uint64_t)index << KIND_BITS |
            kind;
 }
@@ -333,7 +334,7 @@ OOCUresult simGetSchedule(int *schedule, uint64_t *seed) {
 }
 
 OOCUresult simSwitch(int which, int on) {
-    if (which < SIM_RACES || which > SIM_LATE_SUBMISSION)
+    if (which < SIM_RACES || which > SIM_RECYCLED_STREAMS)
         return OOCU_ERROR_INVALID_VALUE;
     sim_os_lock(&sim.lock);
     sim__boot();

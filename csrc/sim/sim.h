@@ -89,7 +89,10 @@ enum sim_switch {
     /* What is queued is handed to the device only when somebody queries or waits for its stream, or
      * for an event of it, or launches a kernel that comes after it (default 0): as on Windows,
      * where the driver (WDDM) collects a batch first. cuEventElapsedTime hands nothing over. */
-    SIM_LATE_SUBMISSION = 5
+    SIM_LATE_SUBMISSION = 5,
+    /* A new stream may have the handle of one that was destroyed (default 0, so that a handle that is
+     * used after its end is found): as of a real driver, whose handles are addresses. */
+    SIM_RECYCLED_STREAMS = 6
 };
 SIM_API OOCUresult simSwitch(int which, int on);
 /* Whether SIM_LATE_SUBMISSION is on: what an engine asks, as it asks the system of a real driver.

@@ -168,23 +168,29 @@ static void more_streams_than_entries(const char *where) {
 }
 
 /* A stream that is ordered after a copy already waits for no event again; another one does. */
-static void test_each_stream_waits_for_a_copy_once(void) {
+static void test_a_stream_that_lasts_waits_for_a_copy_once(void) {
     struct world w;
+    uintptr_t compute;
     world_open_on_device(&w, 400000);
-    const uintptr_t other = new_stream(&w);
-    need(use(&w, 0, OO_FORWARD), "first");
-    uint64_t waits = sim.simCallCount("cuStreamWaitEvent");
-    need(use(&w, 0, OO_FORWARD), "second");
-    CHECK(sim.simCallCount("cuStreamWaitEvent") == waits, "a stream waits twice for one copy");
-    need(use_on(&w, 0, OO_FORWARD, -1, 0, other), "other stream");
-    CHECK(sim.simCallCount("cuStreamWaitEvent") == waits + 1, "the other stream does not wait");
-    end_stream(&w, other);
+    need(oo_engine_compute_stream(w.engine, &compute), "compute stream");
+    const uintptr_t lasting[] = {compute, 0, (uintptr_t)OOCU_STREAM_LEGACY};
+    for (unsigned s = 0; s < CHECK_COUNT(lasting); s++) {
+        for (int again = 0; again < 3; again++) {
+            const uint64_t waits = sim.simCallCount("cuStreamWaitEvent");
+            need(use_on(&w, 0, OO_FORWARD, -1, 0, lasting[s]), "use");
+            CHECK(sim.simCallCount("cuStreamWaitEvent") - waits == !again,
+                  "stream %u, use %d: %llu waits", s, again,
+                  (unsigned long long)(sim.simCallCount("cuStreamWaitEvent") - waits));
+        }
+    }
+    CHECK(stats_of(&w).waits == 1, "%llu streams were the first to wait for the copy",
+          (unsigned long long)stats_of(&w).waits);
     world_close(&w, "waits");
 }
 
-/* More streams than the unit remembers as ordered: the rest waits every time, nothing is overrun.
- */
-static void test_more_streams_than_are_remembered_wait_each_time(void) {
+/* More streams than the unit has marks for, each of which may be another by now: each waits every
+ * time, nothing is overrun. */
+static void test_more_streams_than_have_marks_wait_each_time(void) {
     enum { STREAMS = OO_STREAMS + 3 };
     struct world w;
     uintptr_t streams[STREAMS];
@@ -196,16 +202,98 @@ static void test_more_streams_than_are_remembered_wait_each_time(void) {
         for (int s = 0; s < STREAMS; s++)
             need(use_on(&w, 0, OO_FORWARD, -1, 0, streams[s]), "use");
         const uint64_t made = sim.simCallCount("cuStreamWaitEvent") - waits;
-        CHECK(w.engine->units[w.unit[0]].n_waited == OO_STREAMS, "%u streams remembered",
+        CHECK(w.engine->units[w.unit[0]].n_waited == 0, "%u streams remembered",
               w.engine->units[w.unit[0]].n_waited);
-        /* Second round: those not remembered wait for the copy, and each use displaces an older
-         * one. */
-        CHECK(round == 0 || made == STREAMS - OO_STREAMS + STREAMS, "%llu waits",
-              (unsigned long long)made);
+        /* Second round: all wait for the copy, and each use displaces an older one. */
+        CHECK(round == 0 || made == 2 * STREAMS, "%llu waits", (unsigned long long)made);
     }
     for (int s = 0; s < STREAMS; s++)
         end_stream(&w, streams[s]);
     world_close(&w, "many streams");
+}
+
+/* ---- streams that have ended, and those that have their handles ---- */
+
+static void a_kernel_on_a_stream_with_an_old_handle(const char *where) {
+    struct world w;
+    struct oo_use first;
+    struct oo_fetched fetched;
+    world_open_on_device(&w, 400000);
+    uintptr_t stream = new_stream(&w);
+    need(acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &first), where);
+    need(oo_engine_release(w.engine, first.ticket, stream, 0, &fetched), where);
+    stream = recycle_stream(&w, stream);
+    need(use_on(&w, 0, OO_FORWARD, -1, 0, stream), where);
+    end_stream(&w, stream);
+    world_close(&w, where);
+}
+
+/* One use of unit 0 by a kernel of `seconds`. */
+static void use_for(struct world *w, uintptr_t stream, double seconds) {
+    struct oo_use use;
+    struct oo_fetched fetched;
+    need(acquire_launched(w->engine, w->member[0], stream, 0, OO_FORWARD, -1, seconds, 0, &use),
+         "acquire");
+    need(oo_engine_release(w->engine, use.ticket, stream, 0, &fetched), "release");
+}
+
+static void a_copy_over_what_a_stream_that_has_ended_reads(const char *where) {
+    struct world w;
+    world_open_on_device(&w, 30000);
+    uintptr_t stream = new_stream(&w);
+    use_for(&w, stream, 1);
+    stream = recycle_stream(&w, stream);
+    use_for(&w, stream, 1e-6);
+    for (unsigned i = 1; i < UNITS; i++)
+        need(use(&w, i, OO_FORWARD), where);
+    end_stream(&w, stream);
+    world_close(&w, where);
+}
+
+/* The same while a wait of the new stream for the old one's use is refused: both are marked. */
+static void a_refused_wait_for_a_stream_that_has_ended(const char *where) {
+    struct world w;
+    struct oo_use again;
+    struct oo_fetched fetched;
+    world_open_on_device(&w, 30000);
+    uintptr_t stream = new_stream(&w);
+    use_for(&w, stream, 1);
+    stream = recycle_stream(&w, stream);
+    need(acquire_launched(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 1e-6, 0, &again),
+         where);
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_INVALID_HANDLE, 0);
+    need(oo_engine_release(w.engine, again.ticket, stream, 0, &fetched), where);
+    CHECK(w.engine->units[w.unit[0]].n_uses == 2, "%u uses are marked",
+          w.engine->units[w.unit[0]].n_uses);
+    for (unsigned i = 1; i < UNITS; i++)
+        need(use(&w, i, OO_FORWARD), where);
+    end_stream(&w, stream);
+    world_close(&w, where);
+}
+
+static void map_for(struct world *w, uintptr_t stream, double seconds) {
+    const struct oo_request request = {
+        .member = w->member[0], .stream = stream, .seconds = seconds};
+    uintptr_t address;
+    need(oo_engine_map(w->engine, &request, 0, &address), "map");
+    need(oo_engine_unmap(w->engine, w->member[0], stream), "unmap");
+}
+
+static void masters_written_under_a_stream_that_has_ended(const char *where) {
+    for (int refused = 0; refused < 2; refused++) {
+        struct world w;
+        world_open_on_device(&w, 60000);
+        uintptr_t stream = new_stream(&w);
+        map_for(&w, stream, 1);
+        stream = recycle_stream(&w, stream);
+        if (refused)
+            sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_INVALID_HANDLE, 0);
+        map_for(&w, stream, 1e-6);
+        need(oo_engine_hold(w.engine), where);
+        CHECK(sim.simHostAccess(w.master[0], w.bytes[0], 1) == 0, "refused");
+        end_stream(&w, stream);
+        world_close(&w, where);
+    }
 }
 
 /* A long kernel on another stream still reads a unit when it is dropped (its master changed) and
@@ -522,6 +610,18 @@ static void steps_on_the_default_stream_on_every_schedule(void) {
 static void more_streams_than_entries_on_every_schedule(void) {
     for_each_schedule(more_streams_than_entries, "many streams");
 }
+static void a_kernel_on_a_stream_with_an_old_handle_on_every_schedule(void) {
+    for_each_schedule(a_kernel_on_a_stream_with_an_old_handle, "old handle");
+}
+static void a_copy_over_what_a_stream_that_has_ended_reads_on_every_schedule(void) {
+    for_each_schedule(a_copy_over_what_a_stream_that_has_ended_reads, "ended stream");
+}
+static void a_refused_wait_for_a_stream_that_has_ended_on_every_schedule(void) {
+    for_each_schedule(a_refused_wait_for_a_stream_that_has_ended, "ended stream, refused");
+}
+static void masters_written_under_a_stream_that_has_ended_on_every_schedule(void) {
+    for_each_schedule(masters_written_under_a_stream_that_has_ended, "ended stream, masters");
+}
 static void dropped_while_a_kernel_reads_on_every_schedule(void) {
     for_each_schedule(dropped_while_a_kernel_reads, "drop");
 }
@@ -567,8 +667,12 @@ static const struct check_case cases[] = {
     CASE(training_after_many_samples_on_every_schedule),
     CASE(steps_on_the_default_stream_on_every_schedule),
     CASE(more_streams_than_entries_on_every_schedule),
-    CASE(test_each_stream_waits_for_a_copy_once),
-    CASE(test_more_streams_than_are_remembered_wait_each_time),
+    CASE(test_a_stream_that_lasts_waits_for_a_copy_once),
+    CASE(test_more_streams_than_have_marks_wait_each_time),
+    CASE(a_kernel_on_a_stream_with_an_old_handle_on_every_schedule),
+    CASE(a_copy_over_what_a_stream_that_has_ended_reads_on_every_schedule),
+    CASE(a_refused_wait_for_a_stream_that_has_ended_on_every_schedule),
+    CASE(masters_written_under_a_stream_that_has_ended_on_every_schedule),
     CASE(dropped_while_a_kernel_reads_on_every_schedule),
     CASE(a_segment_from_a_busy_stream_on_every_schedule),
     CASE(a_second_segment_from_another_stream_on_every_schedule),

@@ -106,6 +106,15 @@ static inline void end_stream(struct world *w, uintptr_t stream) {
     sim.cuCtxPopCurrent_v2(NULL);
 }
 
+/* The stream ends, whatever is queued on it, and the next one has its handle. */
+static inline uintptr_t recycle_stream(struct world *w, uintptr_t stream) {
+    CHECK(sim.simSwitch(SIM_RECYCLED_STREAMS, 1) == 0, "no such switch");
+    end_stream(w, stream);
+    const uintptr_t next = new_stream(w);
+    CHECK(next == stream, "the next stream has another handle");
+    return next;
+}
+
 /* Device memory of the driver, as a real device's: the simulated one can be read by the host, too.
  */
 static inline char *device_memory(struct world *w, size_t bytes) {
