@@ -716,8 +716,11 @@ enum oo_status oo_engine_map(struct oo_engine *engine, const struct oo_request *
     if (!oo__all_locked(engine, member))
         goto done;
     OOCUdeviceptr mapped = 0;
-    OO_TRY(OO_DRIVE(engine, cuPointerGetAttribute, &mapped, OOCU_POINTER_ATTRIBUTE_DEVICE_POINTER,
-                    (OOCUdeviceptr)member->tensors[0].host));
+    const OOCUresult result = engine->driver.cuPointerGetAttribute(
+        &mapped, OOCU_POINTER_ATTRIBUTE_DEVICE_POINTER, (OOCUdeviceptr)member->tensors[0].host);
+    if (result == OOCU_ERROR_INVALID_VALUE) /* the device has no address for it: it is copied */
+        goto done;
+    OO_TRY(oo__check(engine, "cuPointerGetAttribute", result));
     if (oo__declares_kernels(engine))
         OO_TRY(oo__declare_reads(engine, member, stream, request->seconds));
     oo_plan_pin(engine->plan, member->unit);

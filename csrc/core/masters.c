@@ -40,6 +40,10 @@ static struct oo_known **oo__find_known(struct oo_engine *engine, const struct o
 
 /* ---- registrations: under the memory's mutex ---- */
 
+/* For every context, and with an address that kernels read the memory at (oo_engine_map). */
+static const unsigned oo__register_flags =
+    OOCU_MEMHOSTREGISTER_PORTABLE | OOCU_MEMHOSTREGISTER_DEVICEMAP;
+
 /* A new registration; or NULL, with `result` saying why. */
 static enum oo_status oo__registration_make(struct oo_engine *engine, struct oo_host *host,
                                             size_t bytes, OOCUresult *result,
@@ -50,7 +54,7 @@ static enum oo_status oo__registration_make(struct oo_engine *engine, struct oo_
     /* Before locking: a fork between the two would copy every locked page. */
     if (!host->locked)
         (void)oo__pages_inherit(host->pages, host->mapped_bytes, 0);
-    *result = engine->driver.cuMemHostRegister(host->pages, bytes, OOCU_MEMHOSTREGISTER_PORTABLE);
+    *result = engine->driver.cuMemHostRegister(host->pages, bytes, oo__register_flags);
     if (*result == OOCU_SUCCESS) {
         *registration = (struct oo_registration){.library = engine->driver.library,
                                                  .bytes = bytes,
@@ -237,7 +241,7 @@ enum oo_status oo_engine_lockable(struct oo_engine *engine, struct oo_host *host
         char *pages = (char *)host->pages + found;
         OOCUresult result = OOCU_ERROR_OUT_OF_MEMORY;
         if (step <= host->mapped_bytes - found)
-            result = engine->driver.cuMemHostRegister(pages, step, OOCU_MEMHOSTREGISTER_PORTABLE);
+            result = engine->driver.cuMemHostRegister(pages, step, oo__register_flags);
         if (result == OOCU_SUCCESS) {
             probes[n_probes++] = pages;
             found += step;

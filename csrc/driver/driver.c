@@ -63,6 +63,7 @@ int oo_driver_is_sticky(OOCUresult result) {
     case OOCU_ERROR_EXTERNAL_DEVICE:
     case OOCU_ERROR_CONTEXT_IS_DESTROYED:
     case OOCU_ERROR_DEINITIALIZED:
+    case OOCU_ERROR_UNKNOWN:
         return 1;
     default:
         return 0;

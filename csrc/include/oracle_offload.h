@@ -333,9 +333,9 @@ enum oo_status oo_engine_keep(struct oo_engine *engine, uint32_t member, int fla
 enum oo_status oo_engine_end(struct oo_engine *engine, uint64_t ticket, uintptr_t stream);
 /* Begin a use of a member's masters where they lie: work queued on request->stream reads what it
  * needs of them over the link, and nothing is copied. `address` is that of the first tensor as the
- * device sees it, 0 where some of the tensors are not page-locked; then nothing has begun. Of the
- * request, `kind`, `stamp` and `task` are not asked for; a simulated device computes for `seconds`.
- * Until oo_engine_unmap the member is in use. */
+ * device sees it, 0 where some of the tensors are not page-locked or the device cannot address
+ * them; then nothing has begun. Of the request, `kind`, `stamp` and `task` are not asked for; a
+ * simulated device computes for `seconds`. Until oo_engine_unmap the member is in use. */
 enum oo_status oo_engine_map(struct oo_engine *engine, const struct oo_request *request, int flags,
                              uintptr_t *address);
 /* The work that reads the masters has been queued on `stream`. Any thread may say so. To

@@ -56,6 +56,7 @@ int sim__is_sticky(OOCUresult result) {
     case OOCU_ERROR_EXTERNAL_DEVICE:
     case OOCU_ERROR_CONTEXT_IS_DESTROYED:
     case OOCU_ERROR_DEINITIALIZED:
+    case OOCU_ERROR_UNKNOWN:
         return 1;
     default:
         return 0;

@@ -499,7 +499,8 @@ static void page_locked_memory_has_an_address_on_the_device(void) {
                                 (OOCUdeviceptr)pinned + 100));
     TRUE(mapped != 0);
     char *memory = pages();
-    OK(cu.cuMemHostRegister(memory, PAGE, OOCU_MEMHOSTREGISTER_PORTABLE));
+    OK(cu.cuMemHostRegister(memory, PAGE,
+                            OOCU_MEMHOSTREGISTER_PORTABLE | OOCU_MEMHOSTREGISTER_DEVICEMAP));
     OOCUdeviceptr next = 0;
     OK(cu.cuPointerGetAttribute(&mapped, OOCU_POINTER_ATTRIBUTE_DEVICE_POINTER,
                                 (OOCUdeviceptr)memory));

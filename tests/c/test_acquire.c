@@ -130,7 +130,7 @@ static void test_an_acquire_that_launches(void) {
     CHECK(memcmp((const void *)held.address, w.master[2], w.bytes[2]) == 0, "not there yet");
     need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
     need(oo_engine_refresh(w.engine, w.model), "refresh");
-    sim.simFault("simLaunch", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("simLaunch", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(acquire_launched(w.engine, w.member[2], w.stream, 0, OO_FORWARD, -1, 1e-6, 0, &held) ==
               OO_E_DRIVER,
           "launched in spite of a fault");
@@ -175,21 +175,22 @@ static void test_what_an_acquire_launches_is_on_its_stream(void) {
  * again. */
 static void test_a_wait_whose_end_could_not_be_measured_is_not_repeated(void) {
     struct world w;
+    const uintptr_t stream = 0; /* the default one: it lasts */
     struct oo_use held;
     struct oo_trace_row *rows;
     size_t count;
     world_open_on_device(&w, 400000);
     need(use(&w, 0, OO_FORWARD), "use"); /* and copies ahead */
     need(oo_trace_start(w.engine), "trace");
-    sim.simFault("cuEventRecord", 2, OOCU_ERROR_UNKNOWN, 0); /* before, and after */
-    CHECK(acquire(w.engine, w.member[1], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
+    sim.simFault("cuEventRecord", 2, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0); /* before, and after */
+    CHECK(acquire(w.engine, w.member[1], stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "no error");
     const uint64_t waits = sim.simCallCount("cuStreamWaitEvent");
-    need(acquire(w.engine, w.member[1], w.stream, 0, OO_FORWARD, -1, 0, &held), "again");
+    need(acquire(w.engine, w.member[1], stream, 0, OO_FORWARD, -1, 0, &held), "again");
     CHECK(sim.simCallCount("cuStreamWaitEvent") == waits && stats_of(&w).stale == 0,
           "waited for twice");
     struct oo_fetched fetched;
-    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    need(oo_engine_release(w.engine, held.ticket, stream, 0, &fetched), "release");
     need(oo_trace_stop(w.engine, &rows, &count), "trace");
     oo_trace_free(rows);
     need(step(&w), "step");
@@ -205,7 +206,7 @@ static void test_a_failed_upload_leaves_the_unit_absent(void) {
         struct world w;
         struct oo_use use;
         world_open_on_device(&w, 60000);
-        sim.simFault(calls[i], nth[i], OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault(calls[i], nth[i], OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
         CHECK(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_DRIVER,
               "%s", calls[i]);
         CHECK(stats_of(&w).resident_units == (i == 2 ? 1u : 0u), "%s %u: resident", calls[i], i);
@@ -227,7 +228,7 @@ static void test_an_acquire_that_fails_behind_its_copy(void) {
     sim.simFinish(&end_s);
     need(oo_engine_refresh(w.engine, w.model), "refresh");
     need(oo_trace_start(w.engine), "trace");
-    sim.simFault("cuEventRecord", 5, OOCU_ERROR_UNKNOWN,
+    sim.simFault("cuEventRecord", 5, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES,
                  0); /* begin, ready, end, before, and after the wait */
     CHECK(acquire(w.engine, w.member[0], w.stream, 1, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "no error");
@@ -237,7 +238,7 @@ static void test_an_acquire_that_fails_behind_its_copy(void) {
     oo_trace_free(rows);
     need(oo_engine_refresh(w.engine, w.model), "refresh");
     need(use_on(&w, 1, OO_RECOMPUTE, 3, 1, w.stream), "use");
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(acquire(w.engine, w.member[0], w.stream, 1, OO_RECOMPUTE, 3, 0, &held) == OO_E_DRIVER,
           "no error");
     const uint64_t stale = stats_of(&w).stale;
@@ -265,7 +266,7 @@ static void test_a_copy_that_nobody_was_told_of_is_not_trusted(void) {
     need(oo_unit_add(w.engine, w.model, tensors, ones, 2, 0, &unit, members, offsets), "unit");
     struct oo_use held;
     struct oo_fetched fetched;
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(acquire(w.engine, members[0], w.stream, 1, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "no error");
     double end_s;
@@ -298,7 +299,7 @@ static void test_a_wait_that_failed_is_waited_for_by_the_next_call(void) {
     const uintptr_t other = new_stream(&w);
     for (unsigned i = 1; i < 3; i++) {
         const uint64_t late = stats_of(&w).late, waits = stats_of(&w).waits;
-        sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
         CHECK(acquire(w.engine, w.member[i], other, 5, OO_RECOMPUTE, 7, 0, &held) == OO_E_DRIVER,
               "no error");
         CHECK(stats_of(&w).late == late, "unit %u was not copied ahead", i);

@@ -248,7 +248,7 @@ static void a_chunk_passes_through_the_ring_in_steps(void) {
     for (int struck = 1; struck && nth < 10;) {
         need(oo_engine_refresh(m->engine, OO_ALL_MODELS), "refresh");
         const struct oo_stats before = stats_of_model(m);
-        sim.simFault("cuMemcpyHtoDAsync", ++nth, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault("cuMemcpyHtoDAsync", ++nth, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
         const enum oo_status status = use_layer(m, 0, "a step fails");
         const struct oo_stats after = stats_of_model(m);
         struck = status == OO_E_DRIVER;

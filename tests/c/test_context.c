@@ -45,7 +45,7 @@ static void test_a_context_that_was_asked_for_stays(void) {
     CHECK(current == w.context, "another context is below");
     sim.cuCtxGetCurrent(&current);
     CHECK(current == NULL, "it was made current twice");
-    sim.simFault("cuCtxPushCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuCtxPushCurrent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(oo_engine_make_current(w.engine) == OO_E_DRIVER, "no error");
     sim.cuCtxGetCurrent(&current);
     CHECK(current == NULL, "current all the same");
@@ -85,7 +85,7 @@ static void test_a_release_without_a_context(void) {
     static const char *const calls[] = {"cuCtxPushCurrent", "cuCtxGetCurrent"};
     for (int i = 0; i < 2; i++) {
         need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
-        sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault(calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
         need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
         sim.cuCtxGetCurrent(&current);
         CHECK(current == other, "%s: the caller's context was popped", calls[i]);
@@ -123,7 +123,7 @@ static void test_a_release_without_a_context_asks_the_driver_for_nothing(void) {
             before[c] = sim.simCallCount(calls[c]);
         struct oo_event *pool = NULL, **end = &w.engine->spans.free_events[OO_ORDERS];
         if (i == 1 || i == OO_STREAMS) {
-            sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
+            sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
             pool = *end; /* with none in reserve, an event would have to be created */
             *end = NULL;
         }
@@ -137,7 +137,7 @@ static void test_a_release_without_a_context_asks_the_driver_for_nothing(void) {
     need(acquire(w.engine, w.member[3], streams[2], 0, OO_FORWARD, -1, 0, &use[0]),
          "on a stream that has its mark");
     const uint64_t records = sim.simCallCount("cuEventRecord");
-    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     need(oo_engine_release(w.engine, use[0].ticket, streams[2], 0, &fetched), "release");
     CHECK(sim.simCallCount("cuEventRecord") == records, "a mark was tried");
     for (int i = 0; i < 2; i++)
@@ -145,7 +145,7 @@ static void test_a_release_without_a_context_asks_the_driver_for_nothing(void) {
     need(oo_engine_refresh(w.engine, w.model), "refresh");
     need(acquire(w.engine, w.member[0], streams[2], 0, OO_FORWARD, -1, 0, &use[0]),
          "with much to fetch ahead");
-    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     need(oo_engine_release(w.engine, use[0].ticket, streams[2], 0, &fetched), "release");
     CHECK(fetched.count == 0 && stats_of(&w).prefetch_failures == 0, "a copy was tried");
     need(oo_trace_stop(w.engine, &rows, &count), "rows");
@@ -194,7 +194,7 @@ static void test_each_call_needs_the_context(void) {
     char memory[512];
 #define FAILS(call)                                                                                \
     do {                                                                                           \
-        sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);                                 \
+        sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);                 \
         const enum oo_status status = call;                                                        \
         CHECK(status == OO_E_DRIVER && strstr(oo_error_message(), "cuCtxGetCurrent"), "%s: %s",    \
               #call, oo_status_name(status));                                                      \
@@ -231,7 +231,7 @@ static void test_each_call_needs_the_context(void) {
     FAILS(oo_engine_unit_waits(w.engine, &waits, 1, &count));
     FAILS(oo_engine_destroy(w.engine));
 #undef FAILS
-    sim.simFault(NULL, 1, OOCU_ERROR_UNKNOWN, 1);
+    sim.simFault(NULL, 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 1);
     need(oo_engine_stamp(w.engine, &(struct oo_stamp){w.member[0], 0}, 1, 0),
          "a stamp needs no driver");
     sim.simFaultClear();

@@ -169,7 +169,7 @@ static void a_wait_that_fails_is_made_again(void) {
     struct world w;
     open_one_by_one(&w);
     touch(&w, 3, OO_FORWARD, w.stream);
-    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(oo_engine_hold(w.engine) == OO_E_DRIVER, "no error");
     CHECK(hold_and_write(&w, 0) == 1, "not waited for");
     world_close(&w, "fault");
@@ -179,7 +179,7 @@ static void a_wait_that_was_not_queued_tells_nothing(void) {
     struct world w;
     struct oo_use use;
     open_one_by_one(&w);
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_DRIVER,
           "no error");
     gradient_from(&w, w.stream);
@@ -193,8 +193,8 @@ static void a_gradient_that_has_not_arrived_tells_nothing(void) {
         struct world w;
         open_one_by_one(&w);
         touch(&w, 3, OO_FORWARD, w.stream);
-        sim.simFault("cuEventSynchronize", nth, OOCU_ERROR_UNKNOWN, 0);
-        sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault("cuEventSynchronize", nth, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
         CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient,
                                  w.stream) == OO_E_DRIVER,
               "%u: no error", nth);
@@ -208,7 +208,8 @@ static void a_copy_that_failed_half_way_is_waited_for(void) {
     struct world w;
     struct oo_use use;
     open_one_by_one(&w);
-    sim.simFault("cuEventRecord", 2, OOCU_ERROR_UNKNOWN, 0); /* the first begins a measurement */
+    sim.simFault("cuEventRecord", 2, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES,
+                 0); /* the first begins a measurement */
     CHECK(acquire(w.engine, w.member[3], w.stream, 0, OO_FORWARD, -1, 0, &use) == OO_E_DRIVER,
           "no error");
     CHECK(hold_and_write(&w, 0) == 1, "not waited for");

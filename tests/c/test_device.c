@@ -44,10 +44,11 @@ static void test_each_status_has_its_name(void) {
           oo_status_name((enum oo_status)99));
 }
 
-/* Those of which cuda.h says that the process must be relaunched, or that the context is gone. */
+/* Those of which cuda.h says that the process must be relaunched, or that the context is gone; and
+ * 999, which drivers keep on giving when they have lost the device. */
 static void test_after_which_errors_a_context_is_lost(void) {
     static const int lost[] = {4,   214, 220, 226, 700, 702, 709, 710, 714,
-                               715, 716, 717, 718, 719, 721, 810, 911};
+                               715, 716, 717, 718, 719, 721, 810, 911, 999};
     for (int code = 0, i = 0; code < 1024; code++) {
         const int expected = (size_t)i < CHECK_COUNT(lost) && lost[i] == code;
         i += expected;
@@ -122,7 +123,7 @@ static void test_a_creation_that_fails_leaves_nothing(void) {
             OOCUcontext context;
             CHECK(sim.cuDevicePrimaryCtxRetain(&context, 0) == 0, "context");
             const uint64_t before = sim.simCallCount(calls[i]);
-            sim.simFault(calls[i], nth, OOCU_ERROR_UNKNOWN, 0);
+            sim.simFault(calls[i], nth, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
             const enum oo_status status = oo_engine_create(sim.path, 0, &engine);
             CHECK(sim.simCallCount(calls[i]) > before, "%s is not called", calls[i]);
             const int struck = sim.simCallCount(calls[i]) - before >= nth;

@@ -196,7 +196,7 @@ static void test_a_unit_that_leaves_without_a_context_keeps_its_bytes(void) {
     need(acquire(w.engine, w.member[22], w.stream, 0, OO_BACKWARD, 7, 0, &held), "acquire");
     need(oo_engine_launch(w.engine, w.member[22], w.stream, 5e-3), "a long kernel");
     need(oo_engine_hold(w.engine), "hold");
-    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 1);
+    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 1);
     need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
     sim.simFaultClear();
     const uint64_t recoveries = stats_of(&w).recoveries;

@@ -22,9 +22,9 @@ struct fault {
     enum lasts lasts;
 };
 
-static const OOCUresult transient_codes[] = {OOCU_ERROR_UNKNOWN,       OOCU_ERROR_INVALID_VALUE,
-                                             OOCU_ERROR_OUT_OF_MEMORY, OOCU_ERROR_INVALID_HANDLE,
-                                             OOCU_ERROR_NOT_READY,     OOCU_ERROR_NOT_SUPPORTED};
+static const OOCUresult transient_codes[] = {
+    OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, OOCU_ERROR_INVALID_VALUE, OOCU_ERROR_OUT_OF_MEMORY,
+    OOCU_ERROR_INVALID_HANDLE,          OOCU_ERROR_NOT_READY,     OOCU_ERROR_NOT_SUPPORTED};
 static const OOCUresult sticky_codes[] = {OOCU_ERROR_ILLEGAL_ADDRESS, OOCU_ERROR_LAUNCH_FAILED};
 enum { TRANSIENT_CODES = 6, STICKY_CODES = 2 };
 
@@ -314,7 +314,7 @@ static void sweep(const char *what, void (*life)(const struct fault *), const OO
 static void sweep_all_calls(const char *what, enum lasts lasts, uint64_t sample) {
     uint64_t faults = 0;
     for (uint64_t n = 1; n <= calls_of_all; n += sample * stride, faults++) {
-        const struct fault fault = {NULL, n, OOCU_ERROR_UNKNOWN, lasts};
+        const struct fault fault = {NULL, n, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, lasts};
         live(&fault);
     }
     printf("faults: %llu of %llu %s\n", (unsigned long long)faults,

@@ -586,7 +586,7 @@ static void what_was_stopped_is_copied_anew(void) {
     struct world w;
     begin(&w, 400000);
     shut_behind_the_first(&w);
-    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(waits_for_the_copy_threads(&w, NULL, remove_the_lease) == OO_E_DRIVER, "no error");
     w.leased = 1;
     need(step(&w), "step");
@@ -594,7 +594,7 @@ static void what_was_stopped_is_copied_anew(void) {
     begin(&w, 400000); /* a unit of a single piece would be whole when it stops */
     need(oo_engine_reserve_rings(w.engine, OO_RING_PIECES * oo__page_bytes()), "many pieces");
     shut_behind_the_first(&w);
-    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(waits_for_the_copy_threads(&w, NULL, remove_the_model) == OO_E_DRIVER, "no error");
     need(step(&w), "step");
     end(&w, "a model that stays");
@@ -653,27 +653,31 @@ static int fails(const char *call) {
 }
 
 static OOCUresult OOCUDAAPI failing_push(OOCUcontext context) {
-    return fails("cuCtxPushCurrent") ? OOCU_ERROR_UNKNOWN : real.cuCtxPushCurrent(context);
+    return fails("cuCtxPushCurrent") ? OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES
+                                     : real.cuCtxPushCurrent(context);
 }
 static OOCUresult OOCUDAAPI failing_copy(OOCUdeviceptr target, const void *source, size_t bytes,
                                          OOCUstream stream) {
-    return fails("cuMemcpyHtoDAsync") ? OOCU_ERROR_UNKNOWN
+    return fails("cuMemcpyHtoDAsync") ? OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES
                                       : real.cuMemcpyHtoDAsync(target, source, bytes, stream);
 }
 static OOCUresult OOCUDAAPI failing_record(OOCUevent event, OOCUstream stream) {
-    return fails("cuEventRecord") ? OOCU_ERROR_UNKNOWN : real.cuEventRecord(event, stream);
+    return fails("cuEventRecord") ? OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES
+                                  : real.cuEventRecord(event, stream);
 }
 static OOCUresult OOCUDAAPI failing_query(OOCUevent event) {
-    return fails("cuEventQuery") ? OOCU_ERROR_UNKNOWN : real.cuEventQuery(event);
+    return fails("cuEventQuery") ? OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES : real.cuEventQuery(event);
 }
 static OOCUresult OOCUDAAPI failing_wait(OOCUevent event) {
-    return fails("cuEventSynchronize") ? OOCU_ERROR_UNKNOWN : real.cuEventSynchronize(event);
+    return fails("cuEventSynchronize") ? OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES
+                                       : real.cuEventSynchronize(event);
 }
 static OOCUresult OOCUDAAPI failing_synchronise(OOCUstream stream) {
-    return fails("cuStreamSynchronize") ? OOCU_ERROR_UNKNOWN : real.cuStreamSynchronize(stream);
+    return fails("cuStreamSynchronize") ? OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES
+                                        : real.cuStreamSynchronize(stream);
 }
 static OOCUresult OOCUDAAPI failing_access(const void *memory, size_t bytes, int is_write) {
-    return fails("simHostAccess") ? OOCU_ERROR_UNKNOWN
+    return fails("simHostAccess") ? OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES
                                   : real.simHostAccess(memory, bytes, is_write);
 }
 
@@ -737,7 +741,7 @@ static void whichever_call_of_theirs_fails_the_next_use_is_right(void) {
 static void a_failure_is_told_to_who_waits_for_it(void) {
     struct world w;
     begin(&w, 400000);
-    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(use(&w, 0, OO_FORWARD) == OO_E_DRIVER &&
               strncmp(oo_error_message(), "cuMemcpyHtoDAsync", 17) == 0,
           "%s", oo_error_message());
@@ -747,7 +751,7 @@ static void a_failure_is_told_to_who_waits_for_it(void) {
     end(&w, "told");
     begin(&w, 400000);
     shut_behind_the_first(&w);
-    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     shut = 0;
     feeds_end(&w);
     CHECK(stats_of(&w).prefetch_failures == 0, "counted before anybody asked");
@@ -792,7 +796,7 @@ static void a_loss_is_not_named_after_what_failed_before(void) {
     struct world w;
     begin(&w, 400000);
     shut_behind_the_first(&w);
-    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     shut = 0;
     feeds_end(&w);
     sim.simFault("cuStreamIsCapturing", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);

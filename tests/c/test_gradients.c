@@ -31,7 +31,7 @@ static void test_a_refused_gradient_is_not_kept(void) {
         world_open(&w, 60000, -1);
         fill(gradient, sizeof gradient, 1);
         sim.simGetLive(&before);
-        sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault(calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
         const enum oo_status status =
             oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream);
         CHECK(status == (i == 3 ? OO_OK : OO_E_DRIVER), "%s: %s", calls[i], oo_status_name(status));
@@ -63,7 +63,7 @@ static void test_a_failed_download_leaves_no_copy_behind(void) {
         need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
         kernel(w.stream, gradient, 50000, 1, 1e-3);
         const struct oo_stats before = stats_of(&w);
-        sim.simFault(calls[i], nth[i], OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault(calls[i], nth[i], OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
         CHECK(oo_engine_download(w.engine, oo_host_address(host), (uintptr_t)gradient, 50000,
                                  w.stream) == OO_E_DRIVER &&
                   strstr(oo_error_message(), calls[i]),
@@ -99,9 +99,9 @@ static void test_what_a_failed_download_left_is_ended_by_the_next(void) {
         fill(first, sizeof first, 1);
         fill(second, sizeof second, 2);
         sim.simGetLive(&before);
-        sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
-        sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
-        sim.simFault("simDrop", 1, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        sim.simFault("simDrop", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
         CHECK(oo_engine_download(w.engine, target, (uintptr_t)first, sizeof first, w.stream) ==
                   OO_E_DRIVER,
               "no error");
@@ -113,7 +113,7 @@ static void test_what_a_failed_download_left_is_ended_by_the_next(void) {
             /* To end it may fail as well: it is kept, and tried again. */
             static const char *const ends[] = {"cuStreamSynchronize", "simDrop"};
             for (int i = 0; i < 2; i++) {
-                sim.simFault(ends[i], 1, OOCU_ERROR_UNKNOWN, 0);
+                sim.simFault(ends[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
                 CHECK(oo_engine_download(w.engine, target, (uintptr_t)second, sizeof second,
                                          w.stream) == OO_E_DRIVER &&
                           w.engine->unfinished == (uintptr_t)first,
@@ -140,8 +140,8 @@ static void test_an_unfinished_download_of_the_same_address(void) {
     char gradient[2048], target[2048];
     world_open(&w, 60000, -1);
     fill(gradient, sizeof gradient, 1);
-    sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
-    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, sizeof gradient, w.stream) ==
               OO_E_DRIVER,
           "no error");

@@ -175,7 +175,7 @@ static void test_what_failed_is_not_written(void) {
     world_open(&w, 60000, -1);
     const uintptr_t stream = new_stream(&w);
     need(oo_journal_start(w.engine, ROOM), "start");
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &none) == OO_E_DRIVER,
           "acquired");
     CHECK(stats_of(&w).waits == 0, "a wait was counted");
@@ -184,7 +184,7 @@ static void test_what_failed_is_not_written(void) {
         CHECK(entries[i].deed == OO_DEED_COPY_IN, "entry %zu is of another kind", i);
     CHECK(count == 1, "%zu entries", count);
     need(oo_engine_refresh(w.engine, w.model), "refresh");
-    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &none) == OO_E_DRIVER,
           "acquired");
     CHECK(read_from(&w, 1, &first) == 0, "a copy that failed was written");

@@ -69,9 +69,9 @@ static void test_what_cannot_be_mapped(void) {
     oo__mutex_lock(w.engine->mutex);
     CHECK(oo_engine_map(w.engine, &request, OO_NONBLOCKING, &address) == OO_WOULD_BLOCK, "waited");
     oo__mutex_unlock(w.engine->mutex);
-    sim.simFault("cuPointerGetAttribute", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuPointerGetAttribute", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(oo_engine_map(w.engine, &request, 0, &address) == OO_E_DRIVER && !address, "no address");
-    sim.simFault("simLaunch", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("simLaunch", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(oo_engine_map(w.engine, &request, 0, &address) == OO_E_DRIVER && !address, "no kernel");
     request.stream = new_stream(&w); /* not one of the engine's own */
     sim.cuCtxPushCurrent_v2(w.context);
@@ -101,6 +101,48 @@ static void test_a_real_driver_needs_no_declaration(void) {
     CHECK(moved().kernels == kernels, "a kernel");
     need(oo_engine_unmap(w.engine, w.member[3], w.stream), "unmap");
     world_close(&w, "real");
+}
+
+/* A device may have no address for locked memory: then it is copied, which is no failure. */
+static void test_what_the_device_cannot_address_is_not_mapped(void) {
+    struct world w;
+    uintptr_t address = 1;
+    world_open(&w, 60000, -1);
+    sim.simFault("cuPointerGetAttribute", 1, OOCU_ERROR_INVALID_VALUE, 0);
+    need(map_for(&w, 3, w.stream, 1e-3, &address), "map");
+    CHECK(!address && !oo_plan_pins(w.engine->plan, w.unit[3]), "mapped to %#zx", (size_t)address);
+    need(use(&w, 3, OO_FORWARD), "copied");
+    map(&w, 3, w.stream);
+    need(oo_engine_unmap(w.engine, w.member[3], w.stream), "unmap");
+    world_close(&w, "no address");
+}
+
+static OOCUresult(OOCUDAAPI *real_register)(void *, size_t, unsigned int);
+static unsigned registered; /* flags that all registrations have had */
+static OOCUresult OOCUDAAPI register_with_flags(void *ptr, size_t bytes, unsigned int flags) {
+    registered &= flags;
+    return real_register(ptr, bytes, flags);
+}
+
+/* Without the flag a driver need not give memory an address of the device's. */
+static void test_what_is_locked_is_mapped_for_every_context(void) {
+    struct world w;
+    struct oo_host *host;
+    size_t bytes;
+    world_begin(&w);
+    real_register = w.engine->driver.cuMemHostRegister;
+    w.engine->driver.cuMemHostRegister = register_with_flags;
+    registered = ~0u;
+    CHECK(world_attach(&w, 60000, -1), "attach: %s", oo_error_message());
+    CHECK(registered == (OOCU_MEMHOSTREGISTER_PORTABLE | OOCU_MEMHOSTREGISTER_DEVICEMAP),
+          "locked with flags %#x", registered);
+    need(oo_host_create(1 << 20, &host), "memory");
+    registered = ~0u;
+    need(oo_engine_lockable(w.engine, host, &bytes), "lockable");
+    CHECK(registered == (OOCU_MEMHOSTREGISTER_PORTABLE | OOCU_MEMHOSTREGISTER_DEVICEMAP),
+          "probed with flags %#x", registered);
+    oo_host_destroy(host);
+    world_close(&w, "flags");
 }
 
 static void test_what_is_not_locked_is_not_mapped(void) {
@@ -188,7 +230,7 @@ static void test_more_streams_while_waiting_fails(void) {
     struct world w;
     uintptr_t streams[OO_USES + 1];
     world_open(&w, 60000, -1);
-    sim.simFault("cuEventQuery", 1, OOCU_ERROR_UNKNOWN, 1);
+    sim.simFault("cuEventQuery", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 1);
     for (int i = 0; i < OO_USES + 1; i++) {
         streams[i] = new_stream(&w);
         map(&w, 3, streams[i]);
@@ -210,16 +252,16 @@ static void test_an_end_that_cannot_be_marked(void) {
     struct world w;
     world_open(&w, 60000, -1);
     map(&w, 3, w.stream);
-    sim.simFault("cuEventRecord", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuEventRecord", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     need(oo_engine_unmap(w.engine, w.member[3], w.stream), "unmap");
     CHECK(stats_of(&w).lost_uses == 1 && w.engine->reads.last[0].lost, "not lost");
-    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(oo_engine_hold(w.engine) == OO_E_DRIVER && w.engine->reads.count == 1, "not waited for");
     need(oo_engine_hold(w.engine), "hold");
     CHECK(stats_of(&w).recoveries == 2 && w.engine->reads.count == 0, "%llu recoveries",
           (unsigned long long)stats_of(&w).recoveries);
     map(&w, 3, w.stream); /* a later mark mends what was lost */
-    sim.simFault("cuEventRecord", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuEventRecord", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     need(oo_engine_unmap(w.engine, w.member[3], w.stream), "unmap");
     map(&w, 3, w.stream);
     need(oo_engine_unmap(w.engine, w.member[3], w.stream), "unmap");
@@ -237,7 +279,7 @@ static void test_masters_of_an_end_that_was_not_marked_are_the_hosts_after_a_wai
         map(&w, 3, stream);
         struct oo_event **spare = &w.engine->spans.free_events[OO_ORDERS], *const events = *spare;
         *spare = NULL;
-        sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 1);
+        sim.simFault(calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 1);
         need(oo_engine_unmap(w.engine, w.member[3], stream), calls[i]);
         sim.simFaultClear();
         *spare = events;
@@ -263,7 +305,7 @@ static void test_an_end_without_the_context(void) {
     map(&w, 3, w.stream);
     OOCUresult(OOCUDAAPI *const real)(OOCUevent, OOCUstream) = w.engine->driver.cuEventRecord;
     w.engine->driver.cuEventRecord = counted_record;
-    sim.simFault("cuCtxPushCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuCtxPushCurrent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     need(oo_engine_unmap(w.engine, w.member[3], w.stream), "unmap");
     w.engine->driver.cuEventRecord = real;
     CHECK(recorded == 0 && w.engine->reads.last[0].lost, "recorded without a context");
@@ -326,6 +368,8 @@ static const struct check_case cases[] = {
     CASE(test_a_mapped_member_is_in_use),
     CASE(test_what_cannot_be_mapped),
     CASE(test_a_real_driver_needs_no_declaration),
+    CASE(test_what_the_device_cannot_address_is_not_mapped),
+    CASE(test_what_is_locked_is_mapped_for_every_context),
     CASE(test_what_is_not_locked_is_not_mapped),
     CASE(test_all_tensors_must_be_locked),
     CASE(test_a_kernel_is_declared_of_each_tensor_but_takes_its_time_once),

@@ -43,7 +43,7 @@ static void test_memory_that_cannot_be_unlocked_is_kept(void) {
     for (int i = 0; i < 3; i++) {
         static const char *const calls[] = {"cuMemHostUnregister", "cuStreamSynchronize",
                                             "cuStreamSynchronize"};
-        sim.simFault(calls[i], i == 2 ? 2 : 1, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault(calls[i], i == 2 ? 2 : 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
         oo_host_destroy(host);
         CHECK(w.engine->n_known == 2 && host->known->engine == w.engine && host->locked,
               "%d: forgotten", i);
@@ -91,8 +91,9 @@ static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
     sim.simRefuseRegistration(1);
     world_open_on_device(&w, 60000);
     char *gradient = device_memory(&w, 5000);
-    kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 5e-3);      /* uploads are slow */
-    sim.simFault("cuEventRecord", 2, OOCU_ERROR_UNKNOWN, 0); /* the copy's begin, then the piece */
+    kernel((uintptr_t)w.engine->h2d, NULL, 0, 0, 5e-3); /* uploads are slow */
+    sim.simFault("cuEventRecord", 2, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES,
+                 0); /* the copy's begin, then the piece */
     CHECK(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "no error");
     CHECK(w.engine->up.lost[0] == 1, "not lost");
@@ -106,7 +107,7 @@ static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
           sim.simNow() - began);
     /* A copy that could not be queued: nobody knows, so it is waited for as well. */
     feeds_end(&w);
-    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(acquire(w.engine, w.member[12], w.stream, 0, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "no error");
     for (unsigned i = 13; i < 13 + OO_RING_PIECES; i++)
@@ -116,7 +117,8 @@ static void test_a_lost_piece_of_the_ring_is_waited_for(void) {
     /* Downwards a failed download waits itself; the next one starts afresh. */
     fill(gradient, 5000, 1);
     feeds_end(&w);
-    sim.simFault("cuEventRecord", 3, OOCU_ERROR_UNKNOWN, 0); /* computed, begin, piece */
+    sim.simFault("cuEventRecord", 3, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES,
+                 0); /* computed, begin, piece */
     CHECK(oo_engine_download(w.engine, target, (uintptr_t)gradient, 5000, w.stream) == OO_E_DRIVER,
           "no error");
     need(oo_engine_download(w.engine, target, (uintptr_t)gradient, 5000, w.stream), "again");
@@ -201,7 +203,7 @@ static void test_how_much_may_be_locked_is_found_by_trying(void) {
     size_t found;
     sim.simLockQuota(UINT64_MAX);
     /* What cannot be let go at once is tried again; what cannot at all is never freed. */
-    sim.simFault("cuMemHostUnregister", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuMemHostUnregister", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     need(oo_engine_lockable(w.engine, host, &found), "lockable");
     CHECK(!host->kept && w.engine->n_leaked == 0, "kept");
     need(oo_engine_lock(w.engine, host, OO_ALL_BYTES), "lock");
@@ -210,7 +212,7 @@ static void test_how_much_may_be_locked_is_found_by_trying(void) {
     oo_host_destroy(host);
     need(oo_host_create(SIZE, &host), "host");
     char *pages = oo_host_address(host);
-    sim.simFault("cuMemHostUnregister", 1, OOCU_ERROR_UNKNOWN, 1);
+    sim.simFault("cuMemHostUnregister", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 1);
     need(oo_engine_lockable(w.engine, host, &found), "lockable");
     CHECK(host->kept && w.engine->n_leaked == 1, "not kept");
     sim.simFaultClear();
@@ -239,7 +241,7 @@ static void test_rings_are_as_large_as_the_system_allows(void) {
           (unsigned long long)stats_of(&w).ring_bytes);
     const uint64_t taken = stats_of(&w).locked_bytes;
     /* What cannot wait for the old one keeps it, and not the new one too. */
-    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuStreamSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     struct sim_live live;
     CHECK(oo_engine_reserve_rings(w.engine, 3 * piece) == OO_E_DRIVER, "no error");
     sim.simGetLive(&live);

@@ -43,7 +43,7 @@ static void test_a_detach_that_failed_can_be_repeated(void) {
                              w.stream) == OO_E_DRIVER,
               "twice");
         need(step(&w), "step");
-        sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault(calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
         CHECK(world_remove(&w) == OO_E_DRIVER && strstr(oo_error_message(), calls[i]), "%s: %s",
               calls[i], oo_error_message());
         end_stream(&w, other);
@@ -61,7 +61,7 @@ static void test_a_segment_that_failed_is_given_back(void) {
         sim.simGetLive(&live);
         const uint64_t adopted = live.adopted_bytes, arena = stats_of(&w).arena_bytes;
         char *more = malloc(8192);
-        sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault(calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
         CHECK(oo_segment_add(w.engine, w.lease, (uintptr_t)more, 8192, w.stream) == OO_E_DRIVER,
               "%s", calls[i]);
         sim.simGetLive(&live);

@@ -198,7 +198,7 @@ static void a_driver_that_does_not_know_the_node_is_no_failure(void) {
     CHECK(node_of(&w) == -1, "not supported");
     refusal = OOCU_ERROR_INVALID_VALUE;
     CHECK(node_of(&w) == -1, "not known");
-    refusal = OOCU_ERROR_UNKNOWN;
+    refusal = OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES;
     CHECK(oo__ask_node(w.engine) == OO_E_DRIVER, "a failure");
     refusal = OOCU_ERROR_INVALID_VALUE;
     world_close(&w, "node");

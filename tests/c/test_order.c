@@ -88,7 +88,7 @@ static void without_a_context(const char *where) {
     open_after_samples(&w, 20, where);
     need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, 0, &held), where);
     const uint64_t before = stats_of(&w).evictions;
-    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), where);
     CHECK(stats_of(&w).evictions == before, "%s: units leave without the driver", where);
     for (unsigned i = 1; i < UNITS; i++)

@@ -378,7 +378,7 @@ static uint64_t life(const char *call, uint64_t nth, int first) {
     failures = leaks = 0;
     const uint64_t before = sim.simCallCount(call);
     if (nth)
-        sim.simFault(call, nth, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault(call, nth, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     for (int i = 0; i < READERS; i++)
         open_reader(&r[i], sim.path, i, host, 1);
     for (int i = 0; i < READERS; i++)

@@ -55,7 +55,7 @@ static void the_nth_call_of_one_kind(void) {
     OK(program(stream, event, device, host));
     IS(OOCU_ERROR_INVALID_VALUE, program(stream, event, device, host));
     OK(program(stream, event, device, host));
-    OK(cu.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0));
+    OK(cu.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0));
     OK(cu.simFault("cuMemcpyHtoDAsync", 0, OOCU_SUCCESS, 0)); /* cleared */
     OK(program(stream, event, device, host));
     OK(cu.simFault("simAdopt", 1, OOCU_ERROR_OUT_OF_MEMORY, 0));
@@ -78,17 +78,17 @@ static void a_failed_call_does_nothing(void) {
     OK(cu.cuStreamQuery(stream));
     OK(cu.simGetStats(&after));
     CHECK(before.h2d_copies == after.h2d_copies, "a refused copy was counted");
-    OK(cu.simFault("cuStreamDestroy", 1, OOCU_ERROR_UNKNOWN, 0));
-    IS(OOCU_ERROR_UNKNOWN, cu.cuStreamDestroy(stream));
+    OK(cu.simFault("cuStreamDestroy", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0));
+    IS(OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, cu.cuStreamDestroy(stream));
     OK(cu.cuStreamQuery(stream));
     sim_test_end();
 }
 
 static void a_sticky_error_kills_the_context(void) {
     static const OOCUresult sticky[] = {
-        OOCU_ERROR_ILLEGAL_ADDRESS,       OOCU_ERROR_LAUNCH_FAILED,  OOCU_ERROR_ECC_UNCORRECTABLE,
-        OOCU_ERROR_NVLINK_UNCORRECTABLE,  OOCU_ERROR_CONTAINED,      OOCU_ERROR_TENSOR_MEMORY_LEAK,
-        OOCU_ERROR_MPS_CLIENT_TERMINATED, OOCU_ERROR_EXTERNAL_DEVICE};
+        OOCU_ERROR_ILLEGAL_ADDRESS,       OOCU_ERROR_LAUNCH_FAILED,   OOCU_ERROR_ECC_UNCORRECTABLE,
+        OOCU_ERROR_NVLINK_UNCORRECTABLE,  OOCU_ERROR_CONTAINED,       OOCU_ERROR_TENSOR_MEMORY_LEAK,
+        OOCU_ERROR_MPS_CLIENT_TERMINATED, OOCU_ERROR_EXTERNAL_DEVICE, OOCU_ERROR_UNKNOWN};
     for (size_t i = 0; i < sizeof sticky / sizeof sticky[0]; i++) {
         begin();
         memset((void *)device, 0, 64);

@@ -119,7 +119,7 @@ static void what_could_not_be_copied_is_not_decoded(void) {
     struct world w;
     begin(&w);
     const uint64_t launches = sim.simCallCount("cuLaunchKernel");
-    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuMemcpyHtoDAsync", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(use(&w, 1, OO_FORWARD) == OO_E_DRIVER, "no failure");
     CHECK(sim.simCallCount("cuLaunchKernel") == launches, "decoded");
     CHECK(stats_of(&w).h2d_bytes == 0 && stats_of(&w).decodes == 0, "counted");
@@ -140,7 +140,7 @@ static void a_piece_that_cannot_be_had_is_free_again(void) {
     for (int i = 0; i < 2; i++) {
         struct oo_failure failure = {0};
         w.engine->decoder.free_first->lost = 1;
-        sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault(calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
         CHECK(!oo__piece_take(w.engine, &part, &failure) && !strcmp(failure.call, calls[i]),
               "%s cannot fail", calls[i]);
         sim.simFaultClear();
@@ -173,7 +173,7 @@ static void a_piece_is_lost_where_its_decode_has_no_mark(void) {
         struct oo_staging_piece *piece = take(&w, part->bytes);
         w.engine->driver.cuMemcpyHtoDAsync(piece->address, part->host, part->bytes, w.engine->h2d);
         piece->lost = 0;
-        sim.simFault(rows[i].call, (uint64_t)rows[i].nth, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault(rows[i].call, (uint64_t)rows[i].nth, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
         const int works =
             oo__piece_decode(w.engine, part, target + part->offset, piece, &untimed, &failure);
         sim.simFaultClear();
@@ -312,7 +312,7 @@ static void decodes_are_loose_until_they_are_waited_for(void) {
     oo__mutex_lock(w.engine->mutex);
     for (int i = 0; i < 2; i++) {
         w.engine->decoder.loose = 1;
-        sim.simFault(calls[i], 1, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault(calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
         CHECK(oo__decodes_settle(w.engine) == OO_E_DRIVER, "%s cannot fail", calls[i]);
         sim.simFaultClear();
         const uint64_t waits = sim.simCallCount("cuStreamWaitEvent");

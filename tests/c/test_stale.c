@@ -211,7 +211,8 @@ static void test_an_acquire_that_fails_is_counted(void) {
     struct oo_use held;
     world_open(&w, 400000, -1);
     need(use(&w, 3, OO_FORWARD), "use");
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0); /* of the drop of what is stale */
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES,
+                 0); /* of the drop of what is stale */
     CHECK(acquire(w.engine, w.member[3], w.stream, 1, OO_FORWARD, -1, 0, &held) == OO_E_DRIVER,
           "dropped");
     CHECK(stats_of(&w).acquires == 2 && stats_of(&w).stale == 1, "%llu acquires",
@@ -265,7 +266,7 @@ static void test_what_is_in_use_becomes_stale(void) {
     need(oo_engine_resume(w.engine), "resume");
     need(acquire(w.engine, w.member[3], w.stream, 0, OO_RECOMPUTE, 1, 0, &held), "acquire");
     need(oo_engine_hold(w.engine), "hold");
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
     const uint64_t before = stats_of(&w).stale;
     need(use(&w, 3, OO_BACKWARD), "use");

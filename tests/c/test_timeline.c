@@ -83,7 +83,7 @@ static void test_each_stream_has_its_own_row_of_a_unit_in_the_timeline(void) {
     struct oo_use none;
     sim.simAdvance(1e-3); /* what any event recorded before now would be seen by */
     need(oo_trace_start(w.engine), "a fourth time");
-    sim.simFault("cuEventRecord", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuEventRecord", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(acquire(w.engine, w.member[0], a, 0, OO_FORWARD, -1, 0, &none) == OO_E_DRIVER,
           "acquired without its row's begin");
     const struct oo_use alone = begin_use(&w, a, 10e-6);
@@ -101,13 +101,13 @@ static void test_a_timeline_that_fails_can_be_repeated(void) {
     struct oo_trace_row *rows;
     size_t count;
     world_open(&w, 60000, -1);
-    sim.simFault("cuEventRecord", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuEventRecord", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(oo_trace_start(w.engine) == OO_E_DRIVER && !w.engine->spans.tracing,
           "started all the same");
     need(oo_trace_start(w.engine), "start again");
     need(step(&w), "step");
     const uint64_t waits = stats_of(&w).host_waits;
-    sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(oo_trace_stop(w.engine, &rows, &count) == OO_E_DRIVER && !rows && count == 0, "no error");
     CHECK(stats_of(&w).host_waits == waits + 1, "%llu waits",
           (unsigned long long)(stats_of(&w).host_waits - waits));
@@ -176,7 +176,7 @@ static void test_a_timeline_begins_when_its_call_returns(void) {
     CHECK(found == 1, "%d rows", found);
     oo_trace_free(rows);
     need(use_on(&w, 5, OO_FORWARD, -1, 0, idle), "a copy is under way again");
-    sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuEventSynchronize", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     CHECK(oo_trace_start(w.engine) == OO_E_DRIVER && !w.engine->spans.tracing &&
               !w.engine->spans.origin,
           "started, although its beginning is unknown");

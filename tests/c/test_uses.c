@@ -83,7 +83,7 @@ static void test_a_use_that_could_not_be_marked_is_waited_for(void) {
         const uintptr_t slow = new_stream(&w);
         need(acquire(w.engine, w.member[0], slow, 0, OO_FORWARD, -1, 0, &held), "acquire");
         need(oo_engine_launch(w.engine, w.member[0], slow, 5e-3), "launch");
-        sim.simFault("cuEventRecord", 1, OOCU_ERROR_UNKNOWN, 0);
+        sim.simFault("cuEventRecord", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
         need(oo_engine_release(w.engine, held.ticket, slow, 0, &fetched), "release");
         const struct oo_stats before = stats_of(&w);
         const double began = sim.simNow();
@@ -130,7 +130,7 @@ static void test_a_use_without_an_entry_is_waited_for(void) {
     need(acquire(w.engine, w.member[0], streams[OO_STREAMS], 0, OO_FORWARD, -1, 0, &held),
          "acquire");
     need(oo_engine_launch(w.engine, w.member[0], streams[OO_STREAMS], 5e-3), "launch");
-    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_UNKNOWN, 0);
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
     const double began = sim.simNow();
     const struct oo_stats before = stats_of(&w);
     need(oo_engine_release(w.engine, held.ticket, streams[OO_STREAMS], 0, &fetched), "release");
@@ -163,7 +163,7 @@ static void test_a_release_returns_while_a_fault_lasts(void) {
              "acquire");
         need(oo_engine_launch(w.engine, w.member[HELD], streams[s], 1e-3), "launch");
     }
-    sim.simFault(NULL, 1, OOCU_ERROR_UNKNOWN, 1);
+    sim.simFault(NULL, 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 1);
     for (int s = 0; s < OO_USES; s++)
         need(oo_engine_release(w.engine, held[s].ticket, streams[s], 0, &fetched), "release");
     for (int i = 0; i < 2; i++)

@@ -23,7 +23,7 @@ from oracle_offload import (  # noqa: E402
     simulator,
 )
 
-OUT_OF_MEMORY, INVALID_HANDLE, ILLEGAL_ADDRESS, UNKNOWN = 2, 400, 700, 999
+OUT_OF_MEMORY, INVALID_HANDLE, ILLEGAL_ADDRESS, NO_RESOURCES = 2, 400, 700, 701
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def attach(model: Any) -> Any:
 def test_a_refused_registration_is_one_warning_and_the_same_bits(warnings: Said) -> None:
     model, x = frozen(), torch.randn(3, 64)
     wanted = model(x)
-    for code in (UNKNOWN, OUT_OF_MEMORY, 801):
+    for code in (NO_RESOURCES, OUT_OF_MEMORY, 801):
         simulator.set_fault("cuMemHostRegister", 1, code, lasting=True)
         manager = attach(model)
         for _ in range(3):
@@ -100,7 +100,7 @@ def test_each_wait_of_a_recovery_is_counted() -> None:
     assert stats["recoveries"] == before["recoveries"] and simulator.stats().host_waits == waits
     moved = 0
     for nth in range(1, records + 1):
-        simulator.set_fault("cuEventRecord", nth, UNKNOWN)
+        simulator.set_fault("cuEventRecord", nth, NO_RESOURCES)
         before, waits = manager.state.engine.stats(), simulator.stats().host_waits
         failed = False
         for _ in range(3):
@@ -128,13 +128,13 @@ def test_detach_returns_whatever_lasts_and_the_next_attach_gives_back(
     wanted = model(x)
     manager = attach(model)
     model(x)
-    simulator.set_fault(call, 1, UNKNOWN, lasting=True)
+    simulator.set_fault(call, 1, NO_RESOURCES, lasting=True)
     manager.detach()
     assert "_memory_manager" not in model.__dict__
     assert torch.equal(model(x), wanted)
     told = warnings()
     assert len(told) == 2 and "second attempt" in told[0] and "given back yet" in told[1]
-    assert all(call in text and str(UNKNOWN) in text for text in told)
+    assert all(call in text and str(NO_RESOURCES) in text for text in told)
     if call == "cuCtxGetCurrent":
         for _ in range(2):
             with pytest.raises(DriverError, match=call):
@@ -148,7 +148,7 @@ def test_detach_returns_whatever_lasts_and_the_next_attach_gives_back(
 def test_detach_tries_again_what_failed_once(warnings: Said) -> None:
     model = frozen()
     manager = attach(model)
-    simulator.set_fault("cuMemHostUnregister", 1, UNKNOWN)
+    simulator.set_fault("cuMemHostUnregister", 1, NO_RESOURCES)
     manager.detach()
     (text,) = warnings()
     assert "second attempt" in text and "cuMemHostUnregister" in text
@@ -234,7 +234,7 @@ def test_a_swapped_weight_is_found_again_after_the_move_failed() -> None:
     model(x)
     model[2].weight.data = 3 * model[2].weight.data
     wanted = torch.nn.functional.linear(x, model[2].weight.clone(), model[2].bias.clone())
-    simulator.set_fault("cuCtxGetCurrent", 1, UNKNOWN)
+    simulator.set_fault("cuCtxGetCurrent", 1, NO_RESOURCES)
     with pytest.raises(DriverError):
         model[2](x)
     assert torch.equal(model[2](x), wanted), "computed with the weight from before"
@@ -264,7 +264,7 @@ def test_an_arena_that_could_not_grow_stays_as_it_was(warnings: Said) -> None:
         while engine.stats()["learned_block_bytes"] <= arena.floor_bytes:
             step().sum().backward()
         # Nothing but the growth calls these between the begin of a forward and its second layer.
-        simulator.set_fault(call, 1, UNKNOWN)
+        simulator.set_fault(call, 1, NO_RESOURCES)
         manager.state.begin_forward()
         simulator.clear_faults()
         assert any(f"the arena stays at 2.00 MiB: {call}" in text for text in warnings()), call
@@ -286,7 +286,7 @@ def test_an_attach_that_fails_leaves_nothing_open() -> None:
     manager.detach()
     failed = 0
     for nth in range(1, calls + 1, 3):
-        simulator.set_fault(None, nth, UNKNOWN)
+        simulator.set_fault(None, nth, NO_RESOURCES)
         try:
             attach(model).detach()
         except OffloadError as error:

@@ -29,8 +29,8 @@ torch = pytest.importorskip("torch")
 import oracle_offload  # noqa: E402
 from oracle_offload import DriverError, OffloadError, engines, masters, simulator  # noqa: E402
 
-OUT_OF_MEMORY, UNKNOWN = 2, 999
-TRANSIENT = (UNKNOWN, 1, OUT_OF_MEMORY, 400, 600, 801)
+OUT_OF_MEMORY, NO_RESOURCES = 2, 701
+TRANSIENT = (NO_RESOURCES, 1, OUT_OF_MEMORY, 400, 600, 801)
 STICKY = (700, 719)
 STEPS = 3
 WORKERS = 2
@@ -60,7 +60,7 @@ class Fault:
 
     call: str | None
     nth: int
-    code: int = UNKNOWN
+    code: int = NO_RESOURCES
     lasting: bool = False
 
 
@@ -491,7 +491,7 @@ def test_every_call_fails_once() -> None:
 @pytest.mark.proof
 @pytest.mark.slow
 def test_every_kind_of_call_fails_for_a_while() -> None:
-    work = by_kind((UNKNOWN, OUT_OF_MEMORY), lasting=True)
+    work = by_kind((NO_RESOURCES, OUT_OF_MEMORY), lasting=True)
     sweep("with all of their kind until lifted, two codes", work, len(work))
 
 

@@ -832,7 +832,8 @@ static void set_fault(struct fuzz *f, struct input *in) {
                                         "cuStreamCreateWithPriority"};
     const char *call = calls[below(in, sizeof calls / sizeof calls[0])];
     const unsigned nth = 1 + below(in, 40), lasting = below(in, 3) == 0;
-    OOCUresult result = below(in, 2) ? OOCU_ERROR_UNKNOWN : OOCU_ERROR_OUT_OF_MEMORY;
+    OOCUresult result =
+        below(in, 2) ? OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES : OOCU_ERROR_OUT_OF_MEMORY;
     if (below(in, 12) == 0) {
         static const char *const ways[] = {"async h2d", "async d2h", "async kernel"};
         static const OOCUresult ends[] = {OOCU_ERROR_ILLEGAL_ADDRESS, OOCU_ERROR_LAUNCH_FAILED};

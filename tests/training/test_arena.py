@@ -336,7 +336,7 @@ def test_an_arena_that_finds_no_room_to_grow_tries_again_once_there_is(sim, capl
             assert tries(4096) == 1, "refused once, not in every step"
             (difference,) = tried
             assert tries(4095 + difference) == 0, "not that much more is free"
-            sim.set_fault("simAdopt", 1, 999)
+            sim.set_fault("simAdopt", 1, 701)
             assert tries(4096 + difference) == 1, "refused again"
         assert len([r for r in caplog.records if "the arena stays" in r.message]) == 1
         assert arena.capacity_bytes == begun == manager.state.engine.stats()["arena_bytes"]

@@ -1065,12 +1065,12 @@ def life(model, call, nth=0):
         try:
             return action()
         except DriverError as error:
-            assert nth and error.call == call and error.code == 999
+            assert nth and error.call == call and error.code == 701
             return action()
 
     made = simulator.call_count(call)
     if nth:
-        simulator.set_fault(call, nth, 999)
+        simulator.set_fault(call, nth, 701)
     try:
         manager = persist(lambda: oracle_offload.attach(model, "cpu", compress="lossless"))
         assert len(coded_layers(manager)) == len(manager.layers) == 4

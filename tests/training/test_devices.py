@@ -74,7 +74,7 @@ def test_an_engine_that_could_not_be_set_up_is_closed_at_once(monkeypatch):
 
 def test_an_engine_that_could_not_be_set_up_is_closed_once_the_driver_lets_it(monkeypatch):
     def fail(ordinal):
-        simulator.set_fault(None, result=999, lasting=True)
+        simulator.set_fault(None, result=701, lasting=True)
         raise OffloadError("the device does not answer")
 
     with monkeypatch.context() as patch:

@@ -190,7 +190,7 @@ def test_a_piece_that_is_refused_and_cannot_be_forgotten_goes_back_later(pieces)
     piece = Piece([[nn.Parameter(torch.randn(STEP))]])
     calls = simulator.call_count("cuCtxGetCurrent")
     with simulator.fault("cuMemHostRegister", result=2, lasting=True):
-        simulator.set_fault("cuCtxGetCurrent", 3, 999)  # stats, lock, unlock
+        simulator.set_fault("cuCtxGetCurrent", 3, 701)  # stats, lock, unlock
         with pytest.raises(DriverError, match="cuCtxGetCurrent"):
             pieces.add(piece)
     assert simulator.call_count("cuCtxGetCurrent") == calls + 3
@@ -202,7 +202,7 @@ def test_a_piece_that_is_refused_and_cannot_be_forgotten_goes_back_later(pieces)
 def test_a_piece_that_could_not_be_unlocked_goes_back_later(pieces, caplog):
     pieces.add(Piece([[nn.Parameter(torch.randn(4))]]))
     gc.collect()
-    with caplog.at_level(logging.WARNING), simulator.fault("cuMemHostUnregister", result=999):
+    with caplog.at_level(logging.WARNING), simulator.fault("cuMemHostUnregister", result=701):
         pieces.give_back()
     assert "Model: old weights are given back later" in caplog.text
     assert len(pieces.buffers) == 1
@@ -359,7 +359,7 @@ def test_all_that_is_abandoned_goes_back_at_the_next_attempt_after_one_that_fail
     for _ in range(3):
         pieces.add(Piece([[nn.Parameter(torch.randn(4))]]))
     gc.collect()
-    fault = simulator.fault("cuMemHostUnregister", result=999, lasting=True)
+    fault = simulator.fault("cuMemHostUnregister", result=701, lasting=True)
     with caplog.at_level(logging.WARNING), fault:
         pieces.give_back()
         assert len(pieces.buffers) == 3

@@ -258,7 +258,7 @@ def test_a_driver_that_fails_while_old_masters_go_costs_no_step(sim, warnings):
         agree(managed, resident, False)
         for model in (managed, resident):
             model.load_state_dict(other_weights(model, 1), assign=True)
-        with sim.fault("cuMemHostUnregister", result=999):
+        with sim.fault("cuMemHostUnregister", result=701):
             agree(managed, resident, False)
         assert "given back later" in warnings()[0]
         manager.refresh()

@@ -321,7 +321,7 @@ def fail_once() -> None:
         fails((ValueError, OffloadError), getattr(engine, name), *arguments)
     fails(OffloadError, engine.release, 12345, life.stream)
     fails(OffloadError, engine.close)
-    with simulator.fault("cuStreamWaitEvent", result=999):
+    with simulator.fault("cuStreamWaitEvent", result=701):
         fails(DriverError, engine.acquire, member, life.stream, 1, _core.FORWARD, -1, 0.0)
     life.view[:4] = b"\x7f" * 4
     life.close()

@@ -428,7 +428,7 @@ def test_an_engine_that_dies_while_an_error_is_raised_leaves_the_error(
     monkeypatch.setattr(sys, "unraisablehook", lambda what: told.append(what.exc_value))
 
     def fail() -> None:
-        simulator.set_fault("cuStreamDestroy", 1, 999)
+        simulator.set_fault("cuStreamDestroy", 1, 701)
         raise KeyError("on its way")
 
     def both(*_: Any) -> None:
@@ -438,7 +438,7 @@ def test_an_engine_that_dies_while_an_error_is_raised_leaves_the_error(
         both(_core.Engine(LIBRARY, 0), fail())  # type: ignore[func-returns-value]
     gc.collect()
     assert len(told) == 1 and isinstance(told[0], DriverError), told
-    assert told[0].code == 999 and "cuStreamDestroy" in str(told[0])
+    assert told[0].code == 701 and "cuStreamDestroy" in str(told[0])
     assert _core.live()["engines"] == 0
     simulator.clear_reports()
 

@@ -179,9 +179,9 @@ def test_what_the_driver_keeps_is_told_by_close() -> None:
     engine = _core.Engine(LIBRARY, 0)
     assert engine.compute_stream
     alive = _core.live()["engines"]
-    with simulator.fault("cuStreamDestroy", result=999):
+    with simulator.fault("cuStreamDestroy", result=701):
         said = engine.close()
-    assert said is not None and "cuStreamDestroy" in said and "999" in said
+    assert said is not None and "cuStreamDestroy" in said and "701" in said
     assert _core.live()["engines"] == alive - 1 and engine.close() is None
     simulator.clear_reports()
 
@@ -193,10 +193,10 @@ def test_more_memory_than_there_is_and_less_arena_than_a_unit_are_told_apart() -
     _, [(member, _)] = life.engine.add_unit(life.model, [[(life.buffer.address, 128 * KIB)]], False)
     with pytest.raises(NoRoomError, match="131072"):
         life.engine.acquire(member, life.stream, 1, _core.FORWARD, -1, 0.0)
-    with simulator.fault("cuMemcpyHtoDAsync", result=999), pytest.raises(DriverError) as raised:
+    with simulator.fault("cuMemcpyHtoDAsync", result=701), pytest.raises(DriverError) as raised:
         life.engine.acquire(next(iter(life.tensors)), life.stream, 1, _core.FORWARD, -1, 0.0)
-    assert (raised.value.call, raised.value.code) == ("cuMemcpyHtoDAsync", 999)
-    assert raised.value.name == "CUDA_ERROR_UNKNOWN"
+    assert (raised.value.call, raised.value.code) == ("cuMemcpyHtoDAsync", 701)
+    assert raised.value.name == "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
     life.close_unused()
 
 

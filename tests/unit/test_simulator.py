@@ -351,8 +351,8 @@ def test_faults_strike_where_they_are_set(driver: Driver) -> None:
     record = driver.library.cuEventRecord
     arguments = ctypes.c_size_t(event), ctypes.c_size_t(stream)
     before = simulator.call_count("cuEventRecord")
-    with simulator.fault("cuEventRecord", 2, 999):
-        assert [record(*arguments) for _ in range(3)] == [0, 999, 0]
+    with simulator.fault("cuEventRecord", 2, 701):
+        assert [record(*arguments) for _ in range(3)] == [0, 701, 0]
     with simulator.fault("cuEventRecord", 1, 2, lasting=True):
         assert [record(*arguments) for _ in range(3)] == [2, 2, 2]
     assert record(*arguments) == 0

@@ -106,8 +106,8 @@ def test_what_a_block_changed_is_back_after_an_error() -> None:
         assert changed.tflops == simulator.get_device().tflops == 1.0
         raise KeyError
     assert simulator.get_device() == device
-    with pytest.raises(KeyError), simulator.fault("cuInit", result=999, lasting=True):
-        assert simulator.library().cuInit(0) == 999
+    with pytest.raises(KeyError), simulator.fault("cuInit", result=701, lasting=True):
+        assert simulator.library().cuInit(0) == 701
         raise KeyError
     assert simulator.library().cuInit(0) == 0
 
@@ -221,11 +221,11 @@ def test_the_schedule_says_how_to_replay_it() -> None:
 def test_a_fault_strikes_the_nth_call_and_the_later_ones_if_it_lasts(lasting: bool) -> None:
     simulator.reset()
     call = simulator.library().cuInit
-    with simulator.fault("cuInit", nth=2, result=999, lasting=lasting):
-        assert [call(0) for _ in range(3)] == [0, 999, 999 if lasting else 0]
+    with simulator.fault("cuInit", nth=2, result=701, lasting=lasting):
+        assert [call(0) for _ in range(3)] == [0, 701, 701 if lasting else 0]
     assert call(0) == 0
-    simulator.set_fault("cuInit", result=999, lasting=lasting)
-    assert [call(0) for _ in range(2)] == [999, 999 if lasting else 0]
+    simulator.set_fault("cuInit", result=701, lasting=lasting)
+    assert [call(0) for _ in range(2)] == [701, 701 if lasting else 0]
     simulator.clear_faults()
     assert call(0) == 0
     simulator.set_fault("cuInit")
