@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, repeat, starmap
+from operator import call, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +28,8 @@ Owned = list[tuple[dict[str, Any], dict[str, Any]]]
 _autograd: Any = torch._C._autograd
 _C: Any = torch._C
 # What torch 2.6 and 2.7 lack: there the saved-tensor hooks cannot be exchanged.
-_top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+_top_hooks: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+_DEEPER, _LESS_DEEP = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 _autocast_kinds = getattr(_C, "_autocast_supported_devices", lambda: ("cpu", "cuda"))
 _FLAGS_OF_MODES = tuple(
     name
@@ -48,8 +53,16 @@ _SWITCHES: tuple[tuple[Callable[[], bool], Callable[[bool], Any]], ...] = (
 )
 
 
+def _at_once(*calls: Iterable[object]) -> None:
+    """Make calls one after the other, from iterators and functions in C alone.
+
+    Ctrl-C is raised between two instructions of Python, and here is none.
+    """
+    deque(chain(*calls), maxlen=0)
+
+
 class _Hooks:
-    """The saved-tensor hooks: pairs of functions, the innermost last, or why there may be none."""
+    """The saved-tensor hooks: pairs of functions, the innermost first, or why there may be none."""
 
     @staticmethod
     def now() -> tuple[list[Any], str | None] | None:
@@ -57,35 +70,32 @@ class _Hooks:
             return None
         refused = _autograd._saved_tensors_hooks_get_disabled_error_message()
         pairs: list[Any] = []
-        try:
-            _Hooks._pop_all(pairs)
-        finally:  # Ctrl-C may have come between any two of them
-            left: list[Any] = []
-            _Hooks._pop_all(left)
-            if left and pairs and left[-1] == pairs[0]:
-                left.pop()  # it was noted, and not taken off
-            pairs[:0] = left
-            _Hooks.restore((pairs, refused))
+        _at_once(_Hooks._take_off(pairs), _Hooks._put_on(pairs, refused))
         return pairs, refused
 
     @staticmethod
     def restore(value: tuple[list[Any], str | None] | None) -> None:
-        if value is None:
-            return
-        pairs, refused = value
-        _Hooks._pop_all([])
-        for pair in pairs:
-            _autograd._push_saved_tensors_default_hooks(*pair)
-        if refused is not None:
-            _autograd._saved_tensors_hooks_disable(refused)
+        if value is not None:
+            _at_once(_Hooks._take_off([]), _Hooks._put_on(*value))
 
     @staticmethod
-    def _pop_all(pairs: list[Any]) -> None:
-        """Take all off, and note them in `pairs` before."""
-        _autograd._saved_tensors_hooks_enable()
-        while _top_hooks is not None and (pair := _top_hooks(True)) is not None:
-            pairs.insert(0, pair)
-            _autograd._pop_saved_tensors_default_hooks()
+    def _take_off(pairs: list[Any]) -> Iterator[object]:
+        """Return what takes all off and adds them to `pairs`: only the innermost can be seen."""
+        pop = _autograd._pop_saved_tensors_default_hooks
+        pops = starmap(pop, repeat(()))
+        seen_and_popped = zip(iter(partial(_top_hooks, True), None), pops, strict=False)
+        allow = map(call, [_autograd._saved_tensors_hooks_enable])
+        return chain(allow, map(pairs.append, map(itemgetter(0), seen_and_popped)))
+
+    @staticmethod
+    def _put_on(pairs: list[Any], refused: str | None) -> Iterator[object]:
+        """Return what puts on again all that `pairs` holds by then."""
+        outermost_first = chain.from_iterable(map(reversed, [pairs]))
+        refuse = [] if refused is None else [refused]
+        return chain(
+            starmap(_autograd._push_saved_tensors_default_hooks, outermost_first),
+            map(_autograd._saved_tensors_hooks_disable, refuse),
+        )
 
 
 class _Modes:
@@ -122,10 +132,8 @@ class _Autocast:
 
     @staticmethod
     def now() -> tuple[Any, ...]:
-        depth = torch.autocast_increment_nesting() - 1
-        torch.autocast_decrement_nesting()
         return (
-            depth,
+            _Autocast._depth(),
             torch.is_autocast_cache_enabled(),
             *(
                 (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -136,16 +144,19 @@ class _Autocast:
     @staticmethod
     def restore(value: tuple[Any, ...]) -> None:
         wanted, cached, *rows = value
-        depth = torch.autocast_increment_nesting()
-        while depth > wanted:
-            depth = torch.autocast_decrement_nesting()
-        while depth < wanted:
-            depth = torch.autocast_increment_nesting()
+        deeper = wanted - _Autocast._depth()
+        _at_once(map(call, repeat(_DEEPER if deeper > 0 else _LESS_DEEP, abs(deeper))))
         torch.clear_autocast_cache()  # its casts are of another micro-batch's graph
         torch.set_autocast_cache_enabled(cached)
         for kind, enabled, dtype in rows:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
+
+    @staticmethod
+    def _depth() -> int:
+        """Return the depth, which only a change of it tells."""
+        _, depth = tuple(map(call, (_DEEPER, _LESS_DEEP)))
+        return depth
 
 
 class Generators:
@@ -264,7 +275,14 @@ class ThreadStates:
         return [(values, dict(values)) for values in found]
 
     def restore(self, state: ThreadState) -> None:
-        """Make this thread's state what it was."""
+        """Make this thread's state what it was; Ctrl-C in the middle of that comes out after it."""
+        try:
+            self._put(state)
+        except BaseException:
+            self._put(state)  # each part is put there whatever stands there by then
+            raise
+
+    def _put(self, state: ThreadState) -> None:
         _Modes.restore(state.modes)  # first: none is to see what the others do
         _Hooks.restore(state.hooks)
         _Autocast.restore(state.autocast)

@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 from equality import attached
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -590,37 +590,113 @@ def test_modes_are_put_back_whatever_torch_notes_beside_them(
     assert told == ([] if torchs != "all flags" else flags)
 
 
-@pytest.mark.skipif(not can_take_turns(), reason="turns are taken from torch 2.8 on")
-@pytest.mark.parametrize("nth", range(5))
-def test_ctrl_c_while_hooks_are_noted_leaves_all_of_them_there(nth: int) -> None:
-    code = thread_state._Hooks._pop_all.__code__
-    packed: list[str] = []
-    stops = [nth]
+class StopsAt:
+    """Raises KeyboardInterrupt at one instruction, or line, of the code that it is for."""
 
-    def hooks(name: str) -> Any:
-        return torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: packed.append(name) or tensor, lambda tensor: tensor
-        )
+    def __init__(self, at: int, event: str) -> None:
+        self.left, self.event = at, event
 
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        if frame.f_code is code and event == "line" and frame.f_locals["pairs"]:
-            stops.append(stops.pop() - 1)
-            if stops == [-1]:
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        files = thread_state.__file__, thread_state.kernel_flags.__file__
+        if frame.f_code.co_filename not in files:
+            return None
+        frame.f_trace_opcodes = self.event == "opcode"
+        if event == self.event:
+            self.left -= 1
+            if self.left < 0:
                 sys.settrace(None)
                 raise KeyboardInterrupt
-        return trace if frame.f_code.co_filename == thread_state.__file__ else None
+        return self
 
-    with hooks("outer"):
-        with hooks("inner"):
-            sys.settrace(trace)
-            try:
-                with pytest.raises(KeyboardInterrupt):
-                    thread_state._Hooks.now()
-            finally:
-                sys.settrace(None)
-            torch.ones(2, requires_grad=True).exp()
-        torch.ones(2, requires_grad=True).exp()
-    assert packed == ["inner", "outer"]
+    def stops(self, function: Callable[..., Any], *args: Any) -> bool:
+        """Whether it raised in a call."""
+        sys.settrace(self)
+        try:
+            function(*args)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+
+def innermost_first() -> list[Any]:
+    found: list[Any] = []
+    hooks = torch._C._autograd  # type: ignore[attr-defined]
+    while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        found.append(pair)
+        hooks._pop_saved_tensors_default_hooks()
+    for pair in reversed(found):
+        hooks._push_saved_tensors_default_hooks(*pair)
+    return found
+
+
+def autocast_depth() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+@pytest.mark.skipif(not can_take_turns(), reason="turns are taken from torch 2.8 on")
+def test_ctrl_c_at_any_instruction_leaves_what_is_noted_as_it_was() -> None:
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with torch.autocast("cpu", torch.bfloat16), hooks(repr, eval), hooks(str, eval):
+        before = innermost_first(), autocast_depth()
+        assert before == ([(str, eval), (repr, eval)], 1)
+        for note in (thread_state._Hooks.now, thread_state._Autocast.now):
+            at = 0
+            while StopsAt(at, "opcode").stops(note):
+                assert (innermost_first(), autocast_depth()) == before, at
+                at += 1
+            assert at > 20
+        assert thread_state._Hooks.now() == (before[0], None)
+        assert thread_state._Autocast.now()[0] == 1
+
+
+@pytest.mark.skipif(not can_take_turns(), reason="turns are taken from torch 2.8 on")
+def test_ctrl_c_at_any_line_of_putting_back_comes_out_after_it() -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, *args: Any) -> Any:
+            raise AssertionError(func)
+
+    def now() -> Any:
+        return [
+            innermost_first(),
+            overrides._get_current_function_mode_stack(),
+            dispatch._get_current_dispatch_mode_stack(),
+            autocast_depth(),
+            torch.is_autocast_enabled("cpu"),
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            torch.backends.cudnn.benchmark,
+            random.getstate(),
+        ]
+
+    states = ThreadStates([])
+    outer, as_outer = states.now(), now()
+    with contextlib.ExitStack() as stack:
+        for context in (
+            torch.no_grad(),
+            torch.autocast("cpu", torch.bfloat16),
+            torch.autograd.graph.saved_tensors_hooks(repr, eval),
+            torch.backends.cudnn.flags(benchmark=True),
+            torch.device("cpu"),
+        ):
+            stack.enter_context(context)
+        random.random()
+        with Mode():
+            inner, as_inner = states.now(), now()
+            for at in itertools.count():
+                stopped = StopsAt(at, "line").stops(states.restore, outer)
+                found = now()
+                states.restore(inner)
+                assert now() == as_inner
+                # Where `restore` itself has done nothing yet, nothing is done.
+                assert found == as_outer or (found == as_inner and at < 2), at
+                if not stopped:
+                    break
+            assert at > 30
+    random.setstate(as_outer[-1])
+    assert now() == as_outer
 
 
 # ---- flags of the whole process ----

@@ -954,6 +954,11 @@ def test_an_error_unwinds_every_micro_batch_in_its_own_state(device, where, erro
         assert_same(gradients(managed), gradients(resident))
 
 
+def autocast_depth():
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 def as_torch_has_it(model):
     """Return what `accumulate` exchanges, and what is kept per thread."""
     return (
@@ -964,6 +969,7 @@ def as_torch_has_it(model):
         [hook for part in model.modules() for hook in part._forward_hooks.values()],
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
+        autocast_depth(),
         torch.get_default_dtype(),
         torch._C._autograd._top_saved_tensors_default_hooks(True),
         torch.backends.cudnn.benchmark,
