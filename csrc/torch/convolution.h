@@ -3,6 +3,7 @@
 #ifndef OO_CONVOLUTION_H
 #define OO_CONVOLUTION_H
 
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 
@@ -57,7 +58,8 @@ template <int axes> struct Convolution {
         const at::Tensor needing = x.requires_grad() ? x : x.detach().requires_grad_();
         const at::AutoDispatchBelowAutograd below;
         const at::AutoGradMode on(true);
-        return compute(call, needing, weights, true);
+        const at::Tensor y = compute(call, needing, weights, true);
+        return y.is_view() ? at::_unsafe_view(y, y.sizes()) : y; /* of one axis, in torch */
     }
 
   private:

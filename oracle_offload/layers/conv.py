@@ -167,7 +167,9 @@ class ConvLayer(WithInherited):
         if not x.requires_grad:
             x = x.detach().requires_grad_()
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
-            return self.compute(x, tensors)
+            y = self.compute(x, tensors)
+        # Of one axis it is a view of two, which torch forbids to change once a function returns it.
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     def derivative(self, ctx: Any, grad: Tensor, needs: Needs) -> Tensors:
         """Return the gradients of input, weight and bias.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 
 import pytest
@@ -195,8 +196,10 @@ def test_outputs_can_be_changed_in_place(device, shape, trainable, autocast):
     """As the resident layer's can: torch forbids it for a view that a custom function returns."""
     torch.manual_seed(0)
     kinds = [lambda: nn.Linear(8, 8)]
-    if shape[-3:] == (8, 5, 8):
-        kinds.append(lambda: nn.Conv2d(8, 8, 3, padding=1))
+    for axes, kind in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1):
+        if len(shape) in (axes + 1, axes + 2):
+            channels = shape[-axes - 1]
+            kinds.append(functools.partial(kind, channels, channels, 3, padding=1))
     x = torch.randn(shape)
     for build in kinds:
         model = nn.Sequential(ChangesInPlace(build()), ChangesInPlace(build()))
