@@ -581,8 +581,8 @@ NOTES: dict[str, dict[str, str]] = {
             "tensor, or a tuple or dictionary of them."
         ),
         "does not compute the resident block's bits": (
-            "On a GPU first make kernels repeat themselves, as the message says. A difference "
-            "that stays is a bug of this library: report it with the block's class."
+            "What kernels do not repeat is not compared, so this is a bug of this library, or a "
+            "block that counts its calls: report it with the block's class."
         ),
         "give those that it was taken of": (
             "The generators given now are not those that the state was taken of."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -94,6 +96,98 @@ def test_a_block_that_computes_other_bits_is_refused(device, monkeypatch):
             model(torch.ones(2, WIDTH, device=device)).sum().backward()
         assert not proof.equal and proof.compared == 4
         monkeypatch.undo()
+
+
+class Unsteady(torch.autograd.Function):
+    """The identity; each backward adds the next of `noise` to the gradient."""
+
+    noise: ClassVar[list[float]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + Unsteady.noise.pop(0)
+
+
+class UnsteadyBlock(nn.Module):
+    """As flash attention: its result repeats, and gradients of what comes before do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.after(Unsteady.apply(self.before(x)))
+
+
+UNSTEADY = ["gradient of input 0", "gradient of before.weight", "gradient of before.bias"]
+
+
+@pytest.mark.parametrize("compute_is_right", [True, False])
+def test_what_the_resident_copy_does_not_repeat_is_named_and_the_rest_compared(
+    compute_is_right, device, monkeypatch, caplog
+):
+    model = nn.Sequential(UnsteadyBlock(), nn.Linear(WIDTH, WIDTH))
+    Unsteady.noise[:] = range(100)
+    with attached(model, device) as manager:
+        assert len(manager.layers) == 3
+        if not compute_is_right:
+            layer = manager.layers[1]
+            honest = type(layer).__call__
+            wrong = lambda self, x: honest(self, x) + (self is layer)  # noqa: E731
+            monkeypatch.setattr(type(layer), "__call__", wrong)
+        error = pytest.raises(OffloadError, match=r"bits: result 0 differ \(1 of 3\), in which")
+        with (
+            contextlib.nullcontext() if compute_is_right else error,
+            first_step_proof(model) as found,
+        ):
+            model(torch.ones(2, WIDTH, device=device)).sum().backward()
+        monkeypatch.undo()
+    assert found.not_deterministic == UNSTEADY and found.compared == 3
+    assert found.equal is compute_is_right
+    said = "is not deterministic when resident: " + ", ".join(UNSTEADY) + " (3 of 6 tensors)"
+    assert [said in caplog.text, "use_deterministic_algorithms" in caplog.text] == (
+        [compute_is_right] * 2
+    )
+
+
+def test_a_copy_that_repeats_itself_by_luck_is_asked_again_before_a_block_is_called_wrong(device):
+    model = nn.Sequential(UnsteadyBlock())
+    with attached(model, device):
+        x = torch.ones(2, WIDTH, device=device)
+        # Of training, of the managed repetition, and of the copy, which differs in its third run.
+        Unsteady.noise[:] = [0, 1, 2, 2, 3]
+        with first_step_proof(model) as found:
+            model(x).sum().backward()
+        assert found.not_deterministic == UNSTEADY and found.equal and not Unsteady.noise
+        Unsteady.noise[:] = [0, 1] + [2] * proof._MOST_RUNS
+        with (
+            pytest.raises(OffloadError, match=r"gradient of before.bias differ \(3 of 6\)"),
+            first_step_proof(model) as found,
+        ):
+            model(x).sum().backward()
+        assert not found.equal and not found.not_deterministic and not Unsteady.noise
+
+
+def test_a_block_of_which_nothing_repeats_is_neither_right_nor_wrong(device, caplog):
+    noise = iter(range(100))
+
+    class Restless(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.layer(x.float()) + next(noise)
+
+    model = nn.Sequential(Restless().requires_grad_(False))
+    with attached(model, device), first_step_proof(model) as found:
+        model(torch.ones(2, WIDTH, dtype=torch.int64, device=device))
+    assert found.not_deterministic == ["result 0"] and not found.equal and not found.compared
+    assert "resident block's bits" not in caplog.text
 
 
 def test_a_block_can_be_named_and_what_cannot_be_proved_is_refused(device):
