@@ -26,6 +26,9 @@ WORKER = FOLDER / "contender.py"
 RUNS = (
     *((24.0, 4608, who) for who in ("ours", "aitoolkit", "musubi")),
     *((12.0, 1536, who) for who in ("ours", "aitoolkit", "musubi")),
+)
+# A part of its own (bench_rivals_more.py), which has its turn later.
+MORE_RUNS = (
     *((24.0, 4608, who) for who in ("resident", "fsdp2", "ramtorch")),
     *((12.0, 1536, who) for who in ("resident", "fsdp2", "ramtorch")),
 )
@@ -33,22 +36,25 @@ RUNS = (
 NEEDED = {"aitoolkit": "ai-toolkit", "musubi": "musubi-tuner", "ramtorch": "ramtorch"}
 LIMIT_S = 75.0  # of one contender, a second try included
 LEAST_S = 25.0  # what building, attaching and a few steps take at least
-SIMULATED = ("ours", "resident")
+SIMULATED = ("ours", "resident")  # the others need a card
 SMALL = ("--blocks", "6", "--width", "128", "--tokens", "48")
 
 
 def benchmarks(
-    device: str, rivals: Path = RIVALS, worker: Path = WORKER
+    device: str,
+    runs: tuple[tuple[float, int, str], ...] = RUNS,
+    rivals: Path = RIVALS,
+    worker: Path = WORKER,
 ) -> Iterator[dict[str, Any]]:
     """Run the contenders one after the other; none can cost another its row."""
     versions = collected(rivals)
     simulated = common.is_simulated(device)
-    for cap_gib, tokens, who in RUNS[:0] if simulated else RUNS:
+    for cap_gib, tokens, who in runs[:0] if simulated else runs:
         row = {"name": f"{who}, {cap_gib:.0f} GiB, {tokens} tokens", "contender": who}
         command = [sys.executable, str(worker), who, "--device", device, "--rivals", str(rivals)]
         command += ["--cap-gib", str(cap_gib), "--tokens", str(tokens)]
         yield {**row, **version_of(who, versions), **result(who, command, versions)}
-    for who in dict.fromkeys(who for _, _, who in RUNS) if simulated else ():
+    for who in dict.fromkeys(who for _, _, who in runs) if simulated else ():
         row = {"name": f"{who}, small", "contender": who}
         command = [sys.executable, str(worker), who, "--device", device, *SMALL]
         if who not in SIMULATED:

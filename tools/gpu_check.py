@@ -81,7 +81,7 @@ CLOCK = (
     FIRST_TESTS,
     Part("conformance", 90),  # it alone names the simulator's false assumption
     *(Part("rates", 30), Part("link", 45)),  # what a step is predicted from
-    *(Part("step", 150), Part("rivals", 250), Part("bits", 60)),
+    *(Part("step", 150), Part("rivals", 220), Part("bits", 60)),
     # What has never run: kernels that read the host's memory, modules of any class, convolutions.
     _tests("new", 120, "any"),
     _tests("new", 120, "convolutions"),
@@ -91,7 +91,7 @@ CLOCK = (
     _tests("more", 120, "autocast", "writes", "gradients", "step_scalars"),
     _tests("more", 120, "models", "micro_batches", "exceptions"),
     _tests("more", 120, "recording", "aitoolkit", "from_disk", "first_step_proof", "taken_anew"),
-    *(Part("unet", 60), Part("calls", 25), Part("layers", 40)),
+    *(Part("unet", 60), Part("calls", 25), Part("layers", 40), Part("rivals_more", 200)),
     *(Part("lock", 40), Part("memory", 50), Part("faults", 60)),
     *(Part("decode", 40), Part("formats", 60)),
     # These watch or cap the memory of the whole card.
@@ -102,7 +102,19 @@ CLOCK = (
 )
 OBJECTS = (
     *("machine", "ram", "build", "conformance", "rates", "link", "step", "rivals", "bits"),
-    *("tests", "unet", "calls", "layers", "lock", "memory", "faults", "decode", "formats", "power"),
+    *(
+        "tests",
+        "unet",
+        "calls",
+        "layers",
+        "rivals_more",
+        "lock",
+        "memory",
+        "faults",
+        "decode",
+        "formats",
+        "power",
+    ),
 )
 
 

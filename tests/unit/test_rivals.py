@@ -95,10 +95,10 @@ def test_rows_of_contenders_survive_each_other(
     worker.write_text(WORKER)
     listed = {"ai-toolkit": {"version": "a1"}, "musubi-tuner": {"version": "b2"}}
     (tmp_path / "rivals.json").write_text(json.dumps(listed))
-    monkeypatch.setattr(bench_rivals, "RUNS", bench_rivals.RUNS[:3] + bench_rivals.RUNS[6:9])
+    runs = bench_rivals.RUNS[:3] + bench_rivals.MORE_RUNS[:3]
     monkeypatch.setattr(bench_rivals, "LIMIT_S", 2.0)
     monkeypatch.setattr(bench_rivals, "LEAST_S", 0.1)
-    found = list(bench_rivals.benchmarks("cuda", tmp_path, worker))
+    found = list(bench_rivals.benchmarks("cuda", runs, tmp_path, worker))
     for row in found:
         run.check_row(row)
     rows = {row["contender"]: row for row in found}
@@ -116,7 +116,7 @@ def test_without_time_left_a_contender_is_skipped_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(common, "left_s", lambda: 3.0)
-    rows = list(bench_rivals.benchmarks("cuda", tmp_path, tmp_path / "never started"))
+    rows = list(bench_rivals.benchmarks("cuda", rivals=tmp_path, worker=tmp_path / "never started"))
     assert len(rows) == len(bench_rivals.RUNS)
     assert rows[0]["skipped"] == "not run: 3 s are left"
 
@@ -135,7 +135,9 @@ def test_on_the_simulator_ours_and_resident_have_equal_losses(
 
     monkeypatch.setattr(bench_rivals, "run", here)
     try:
-        rows = {row["contender"]: row for row in bench_rivals.benchmarks("cpu", tmp_path)}
+        runs = bench_rivals.RUNS + bench_rivals.MORE_RUNS
+        found = bench_rivals.benchmarks("cpu", runs, tmp_path)
+        rows = {row["contender"]: row for row in found}
     finally:
         torch.set_num_threads(threads)
     assert {who for who, row in rows.items() if "skipped" in row} == {
