@@ -242,7 +242,9 @@ class Compared:
         if self.recorded is None:
             meter = replay.record(manager, self.runner.step)
             self.recorded = meter, replay.units_of(manager)
-            common.synchronize(self.device)
+        # The replay's copies move no byte; where both are simulated, none of the model's may be
+        # among them.
+        common.synchronize(self.device)
         meter, units = self.recorded
         segments = [segment.nbytes for segment in manager.attachment.arena.segments]
         found: dict[str, Any] = predict(meter.events, units, segments, rounds=6)
