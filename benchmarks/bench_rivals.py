@@ -105,7 +105,7 @@ def result(who: str, command: list[str], versions: dict[str, Any]) -> dict[str, 
 
 
 def run(command: list[str], limit_s: float) -> dict[str, Any]:
-    """Return the last line that a process prints; its end is this function's, whatever it does."""
+    """Return the last row that a process prints; its end is this function's, whatever it does."""
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             command,
@@ -120,7 +120,7 @@ def run(command: list[str], limit_s: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             ended = f"not done after {limit_s:.0f} s"
             end_group(process)
-            output = b""
+            output, _ = process.communicate()
         except BaseException:
             end_group(process)
             raise
@@ -130,7 +130,8 @@ def run(command: list[str], limit_s: float) -> dict[str, Any]:
     for line in reversed(output.decode(errors="replace").splitlines()):
         if line.startswith("{"):
             found: dict[str, Any] = json.loads(line)
-            return found
+            # It printed what it had measured before it ended like this.
+            return found if process.returncode == 0 else {**found, "profile_error": ended}
     last = (log.strip().splitlines() or ["it said nothing"])[-1]
     return {"error": f"{ended}: {last}"}
 

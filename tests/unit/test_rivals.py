@@ -20,7 +20,7 @@ import run
 import torch
 
 WORKER = """
-import json, sys, time
+import json, os, sys, time
 who, less = sys.argv[1], "--less-gib" in sys.argv
 if who == "aitoolkit":
     raise RuntimeError("broke")
@@ -30,7 +30,11 @@ if who == "ours" and not less:
     print(json.dumps({"error": "OutOfMemoryError: too much", "out_of_memory": True}))
 else:
     print("a library said something")
-    print(json.dumps({"step_s": 1.0}))
+    print(json.dumps({"step_s": 1.0}), flush=True)
+if who == "resident":
+    time.sleep(60)
+if who == "fsdp2":
+    os._exit(7)
 """
 
 
@@ -90,14 +94,18 @@ def test_a_wheel_is_unpacked_only_if_it_is_the_one_that_is_named(tmp_path: Path)
 def test_rows_of_contenders_survive_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One breaks, one hangs, one is not there, one has no room at first."""
+    """One breaks, one hangs, one has no room at first; two end badly once they have measured."""
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
     listed = {"ai-toolkit": {"version": "a1"}, "musubi-tuner": {"version": "b2"}}
     (tmp_path / "rivals.json").write_text(json.dumps(listed))
     runs = bench_rivals.RUNS[:3] + bench_rivals.MORE_RUNS[:3]
-    monkeypatch.setattr(bench_rivals, "LIMIT_S", 2.0)
-    monkeypatch.setattr(bench_rivals, "LEAST_S", 0.1)
+    real = bench_rivals.run
+
+    def limited(command: list[str], limit_s: float) -> dict[str, Any]:
+        return real(command, {"musubi": 1.0, "resident": 4.0}.get(command[2], limit_s))
+
+    monkeypatch.setattr(bench_rivals, "run", limited)
     found = list(bench_rivals.benchmarks("cuda", runs, tmp_path, worker))
     for row in found:
         run.check_row(row)
@@ -107,8 +115,10 @@ def test_rows_of_contenders_survive_each_other(
     assert rows["ours"]["first_error"] == "OutOfMemoryError: too much"
     assert rows["aitoolkit"]["error"] == "ended with 1: RuntimeError: broke"
     assert rows["aitoolkit"]["version"] == "a1"
-    assert "not done after 2 s" in rows["musubi"]["error"]
+    assert "not done after 1 s" in rows["musubi"]["error"]
     assert rows["resident"]["step_s"] == rows["fsdp2"]["step_s"] == 1.0
+    assert rows["resident"]["profile_error"] == "not done after 4 s"
+    assert rows["fsdp2"]["profile_error"] == "ended with 7"
     assert "no ramtorch" in rows["ramtorch"]["skipped"]
 
 
