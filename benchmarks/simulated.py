@@ -455,7 +455,7 @@ def page(rows: Sequence[dict[str, Any]], cells: int, previews: Sequence[dict[str
             "",
             "The engine as it is, over the simulated driver, in virtual time: the sizes and",
             "kernels of real models (`benchmarks/model_traces.py`), and copies that take their",
-            "time. No card was measured for this page.",
+            "time. What cards have measured stands in [measured.md](measured.md).",
             "",
             "*Bound*: the longest chain of intervals, each the longer of its kernels and of the",
             "copies it needs. *Best plan*: the fastest plan known for the cell, found with full",

@@ -855,7 +855,7 @@ def resume(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
         if name == "tests":
             rows = [row for row in old[name]["rows"] if row.get("state") in ENDED]
             fresh[name] = {**fresh[name], "rows": rows}
-        elif old[name]["state"] in ENDED:
+        elif old.get(name, {}).get("state") in ENDED:
             fresh[name] = old[name]
     fresh["resumed"] = [
         *old.get("resumed", []),
