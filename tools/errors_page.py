@@ -645,9 +645,10 @@ NOTES: dict[str, dict[str, str]] = {
         "the steps call backward in different contexts": (
             "End the `with` block before `loss.backward()`, as PyTorch advises for autocast."
         ),
-        "and a checkpoint that computes again has one": (
-            "One backward computes the checkpoints of all micro-batches again, and finds what is "
-            "there then: a network's multiplier, say, is one for all."
+        "leaves there reaches the next in another order. If each sets it": (
+            "An attribute of a module, or a global that the model's code reads, is written by the "
+            "steps, and whether the next micro-batch reads what the one before has left cannot be "
+            "seen. Where each sets it first, `own=[...]` gives each its own."
         ),
         "computes the batches of a step in a loop of its own": (
             "The setting lets AI-Toolkit's SDTrainer, and trainers that inherit its loop, fetch "

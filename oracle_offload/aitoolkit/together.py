@@ -67,15 +67,9 @@ class _Together:
         self._refuse()
         sd = trainer.sd
         own = (trainer, trainer.timer, trainer.network, sd, getattr(sd, "noise_scheduler", None))
-        # One backward computes the checkpoints of all again, with one network: a smaller batch at
-        # the end of a bucket, or one of another weight, would have the multipliers of another.
-        weights: list[Any] = [
-            getattr(batch, "get_network_weight_list", list)() for batch in self._batches
-        ]
         return accumulate(
             self._loss,
             self._batches,
-            interleave=all(one == weights[0] for one in weights),
             own=[one for one in own if one is not None],
         )
 

@@ -12,6 +12,7 @@ gradients as a loop over them does.
 from __future__ import annotations
 
 import contextvars
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,14 +29,16 @@ from .. import structure
 from ..attachment import attachments_on
 from ..engines import open_states
 from ..errors import OffloadError
+from .attributes import Attributes, missing_or
 from .grains import Grains, grains_of
 from .leaves import Graph, Leaves, no_graph_task
-from .thread_state import Owned, ThreadState, ThreadStates, can_take_turns
+from .thread_state import ThreadState, ThreadStates, can_take_turns
 
 if TYPE_CHECKING:
     import greenlet
 
 _checkpoint_hook: Any = checkpoint._checkpoint_hook
+_CheckpointFrame: Any = checkpoint._CheckpointFrame
 _CONTEXT = {"__enter__", "__exit__"}
 logger = logging.getLogger("oracle_offload")
 Batch = TypeVar("Batch")
@@ -69,9 +72,8 @@ def accumulate(
         done where every weight has room on the device, and for a single micro-batch.
     own : iterable of object
         A trainer, say, or a network of adapters: what a step keeps in their attributes (and in
-        dicts there, unless it is a module) is each micro-batch's own; afterwards they are as the
-        last one leaves them. Where backward begins, a module's must be the same for all, since a
-        checkpoint computes with them again.
+        dicts there, unless it is a module) is each micro-batch's own, also where a checkpoint
+        computes again; afterwards they are as the last one leaves them.
 
     Returns
     -------
@@ -84,8 +86,9 @@ def accumulate(
     OffloadError
         A parameter has a gradient already; a step neither returns a loss nor calls ``backward``, or
         calls it twice; or the gradients could not have the loop's bits: batch norm that trains, a
-        buffer that a forward writes, a parameter that one micro-batch uses several times, random
-        numbers drawn in backward. Whatever raises, `.grad` is None as before.
+        buffer that a forward writes, an attribute or a global that steps leave different, a
+        parameter that one micro-batch uses several times, random numbers drawn in backward.
+        Whatever raises, `.grad` is None as before.
     ImportError
         greenlet is not installed: ``pip install 'oracle_offload[micro-batches]'``.
 
@@ -136,7 +139,7 @@ class _MicroBatch:
         self.seed = seed
         self.greenlet: greenlet.greenlet | None = None
         self.state: ThreadState  # as it was set aside, or its step ended, last
-        self.left: Owned  # as the step ended: the attributes that are its own
+        self.left: Attributes  # as the step ended: the attributes that are its own
         self.wholes = 0  # that it is inside, and which are not divided
         self.is_due = False  # to make room, as soon as it is inside none
         self.roots: tuple[Tensor, ...] = ()  # what it hands over to backward
@@ -194,6 +197,9 @@ class _Accumulation:
         self._leaves = Leaves(self._name_of)
         self._backward = torch.autograd.backward
         self._apply = Function.__dict__["apply"]
+        self._set_attribute = nn.Module.__setattr__
+        self._begin_frame = _CheckpointFrame.__init__
+        self._again: _MicroBatch | None = None  # whose attributes backward has now
         self._ended_hook = torch.compiler.disable(self._grain_ended)
         self._current: _MicroBatch | None = None  # that computes now
         self._main: greenlet.greenlet  # that lets them take turns
@@ -252,7 +258,33 @@ class _Accumulation:
             saved_tensors_hooks.__exit__(hooks, kind, *details)
             self._end_whole(failed=kind is not None)
 
+        set_attribute, begin_frame = self._set_attribute, self._begin_frame
+
+        def attribute_set(module: nn.Module, name: str, value: Any) -> None:
+            if torch.compiler.is_dynamo_compiling() or not self._is_interleaved:
+                set_attribute(module, name, value)
+                return
+            before = missing_or(vars(module), name)
+            set_attribute(module, name, value)
+            if self._here() is not None:
+                self._states.places.written(module, name, before)
+
+        def frame_begins(
+            frame: Any, recompute: Callable[..., Any], *rest: Any, **more: Any
+        ) -> None:
+            # One inside another begins where the other is computed again.
+            owner = self._here() or self._again
+
+            def again(*args: Any, **kwargs: Any) -> Any:
+                if owner is not None:
+                    self._turn_to(owner)
+                return recompute(*args, **kwargs)
+
+            begin_frame(frame, again, *rest, **more)
+
         torch.autograd.backward = self._called_backward
+        nn.Module.__setattr__ = attribute_set  # type: ignore[method-assign, assignment]
+        _CheckpointFrame.__init__ = frame_begins
         Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
         _checkpoint_hook.__enter__ = checkpoint_begins
         _checkpoint_hook.__exit__ = checkpoint_ends
@@ -263,6 +295,8 @@ class _Accumulation:
         if _running[:1] == [self]:
             torch.autograd.backward = self._backward
             Function.apply = self._apply  # type: ignore[method-assign]
+            nn.Module.__setattr__ = self._set_attribute  # type: ignore[method-assign]
+            _CheckpointFrame.__init__ = self._begin_frame
             for name in _CONTEXT & vars(_checkpoint_hook).keys():
                 delattr(_checkpoint_hook, name)
             if self._frames_aside in structure.frames_aside:
@@ -384,7 +418,7 @@ class _Accumulation:
         if not micro_batch.roots:
             micro_batch.hand_over(_checked_loss(micro_batch.result))
             micro_batch.state = self._states.now()  # which its backward is to find
-        micro_batch.left = self._states.attributes()
+        micro_batch.left = self._states.places.now()
 
     # ---- the two ways ----
 
@@ -431,6 +465,7 @@ class _Accumulation:
 
     def _forwards(self) -> None:
         carried = _CarriedState(self._models())
+        self._states.places.watch(self._models())
         for grains in self._grains:
             for module in grains.modules:
                 module.register_forward_hook(self._ended_hook)
@@ -451,10 +486,13 @@ class _Accumulation:
                 "hooks, flags of precision): the backward of all micro-batches has one. Call "
                 "backward after the context has ended, or pass interleave=False."
             )
-        self._check_attributes([state.owned for state in states])
+        self._states.places.check([state.owned for state in states])
         self._states.restore(states[0]._replace(generators=self._ambient.generators))
         before = self._states.generators.now()
+        self._again = self.micro_batches[0]
         self._backward_of(self.micro_batches)
+        self._keep_attributes(self._again)
+        self._again = None
         if not _are_equal(before, self._states.generators.now()):
             raise OffloadError(
                 "random numbers were drawn in backward (a checkpoint with "
@@ -462,26 +500,25 @@ class _Accumulation:
                 "interleave=False."
             )
 
-    def _check_attributes(self, of_each: Sequence[Owned]) -> None:
-        """Raise where a checkpoint would compute again with another micro-batch's attributes."""
-        for index, one in enumerate(self._states.own):
-            if not isinstance(one, nn.Module):
-                continue
-            first, *others = (owned[index][1] for owned in of_each)
-            for other in others:
-                for name in first.keys() | other.keys():
-                    if not _are_same(first.get(name), other.get(name)):
-                        raise OffloadError(
-                            f"the steps call backward with different {name!r} of "
-                            f"{type(one).__name__}, and a checkpoint that computes again has one. "
-                            "Make them equal, or pass interleave=False."
-                        )
+    def _turn_to(self, micro_batch: _MicroBatch) -> None:
+        """Let backward find the attributes of a micro-batch: something of its is computed again."""
+        if self._again is micro_batch or self._again is None:
+            return
+        self._keep_attributes(self._again)
+        self._states.places.restore(micro_batch.state.owned)
+        self._again = micro_batch
+
+    def _keep_attributes(self, micro_batch: _MicroBatch) -> None:
+        """Let a micro-batch go on with the attributes that its backward has left."""
+        micro_batch.state = micro_batch.state._replace(owned=self._states.places.now())
 
     def _backward_of(self, micro_batches: Sequence[_MicroBatch]) -> None:
         graphs = [Graph(micro_batch.roots) for micro_batch in micro_batches]
         for micro_batch, graph in zip(micro_batches, graphs, strict=True):
             self._leaves.note(graph)
             self._owners.update(dict.fromkeys(graph.functions, micro_batch.index))
+            if self._is_interleaved and self._states.places:
+                graph.before_functions(functools.partial(self._turn_to, micro_batch))
         if self._is_interleaved:
             self._leaves.check_order(graphs)
         del graphs, graph  # backward frees what their nodes hold, one after the other
@@ -568,20 +605,6 @@ def _are_equal(one: Any, other: Any) -> bool:
         return all(map(_are_equal, one, other))
     same = one == other
     return bool(same if isinstance(same, bool) else same.all())
-
-
-_PLAIN = bool | int | float | str | torch.dtype | torch.device
-
-
-def _are_same(one: Any, other: Any) -> bool:
-    """Whether two attributes are equal, as far as that can be seen."""
-    if one is other:
-        return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, tuple | list) and type(one) is type(other):
-        return len(one) == len(other) and all(map(_are_same, one, other))
-    return isinstance(one, _PLAIN) and isinstance(other, _PLAIN) and one == other
 
 
 def _greenlet(run: Callable[[], None]) -> greenlet.greenlet:

@@ -35,6 +35,7 @@ class Graph:
     def __init__(self, roots: Sequence[Tensor]) -> None:
         self.edges: dict[Any, list[Any]] = {}
         self.functions: list[int] = []
+        self.nodes: set[Any]
         self.nodes = seen = {root.grad_fn for root in roots if root.grad_fn is not None}
         waiting: list[Any] = list(seen)
         while waiting:
@@ -49,6 +50,12 @@ class Graph:
                 else:
                     seen.add(below)
                     waiting.append(below)
+
+    def before_functions(self, call: Callable[[], None]) -> None:
+        """Make a call before each function written in Python is computed in backward."""
+        for node in self.nodes:
+            if isinstance(node, BackwardCFunction):
+                node.register_prehook(lambda *_: call())
 
 
 class Leaves:

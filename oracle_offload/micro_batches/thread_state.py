@@ -22,9 +22,8 @@ from torch.utils import _python_dispatch as dispatch
 
 from .. import engines, exemption, first_forward
 from . import kernel_flags
+from .attributes import Attributes, Places
 
-# Dicts, those of objects' attributes first, each with what it held.
-Owned = list[tuple[dict[str, Any], dict[str, Any]]]
 _autograd: Any = torch._C._autograd
 _C: Any = torch._C
 # What torch 2.6 and 2.7 lack: there the saved-tensor hooks cannot be exchanged.
@@ -229,7 +228,7 @@ class ThreadState(NamedTuple):
     phase: str
     exempt_depth: int
     watched: bool
-    owned: Owned
+    owned: Attributes
 
 
 class ThreadStates:
@@ -245,7 +244,7 @@ class ThreadStates:
 
     def __init__(self, devices: Sequence[torch.device], own: Sequence[object] = ()) -> None:
         self.generators = Generators(devices)
-        self.own = own
+        self.places = Places(own)
         self._cuda = [device for device in devices if device.type == "cuda"]
 
     def now(self) -> ThreadState:
@@ -263,16 +262,8 @@ class ThreadStates:
             phase=engines.phase_now(),
             exempt_depth=exemption.depth(),
             watched=first_forward.is_watched(),
-            owned=self.attributes(),
+            owned=self.places.now(),
         )
-
-    def attributes(self) -> Owned:
-        """Return the attributes of objects that are exchanged, and what their dicts hold."""
-        found = [vars(one) for one in self.own]
-        for one in self.own:
-            if not isinstance(one, torch.nn.Module):
-                found += [value for value in vars(one).values() if type(value) is dict]
-        return [(values, dict(values)) for values in found]
 
     def restore(self, state: ThreadState) -> None:
         """Make this thread's state what it was; Ctrl-C in the middle of that comes out after it."""
@@ -299,7 +290,4 @@ class ThreadStates:
             engines.begin_phase(state.phase)
         exemption.set_depth(state.exempt_depth)
         first_forward.set_watched(state.watched)
-        for found, values in state.owned:
-            found.update(values)
-            for name in found.keys() - values.keys():
-                del found[name]
+        self.places.restore(state.owned)

@@ -546,7 +546,7 @@ def test_attributes_of_objects_and_of_their_dicts_are_put_back() -> None:
     counts, table = trainer.counts, network.table
     states = ThreadStates([], [trainer, network])
     before = states.now()
-    assert [one for one, _ in before.owned] == [vars(trainer), vars(network), counts]
+    assert [one for one, _ in before.owned.named] == [vars(trainer), vars(network), counts]
     trainer.step, trainer.late = 2, 3
     trainer.counts["a"], trainer.counts["c"] = 2, 3
     del trainer.rows

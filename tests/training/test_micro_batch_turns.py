@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from oracle_offload import OffloadError, accumulate, structure
-from oracle_offload.micro_batches.accumulate import _Accumulation, _are_same
+from oracle_offload.micro_batches.accumulate import _Accumulation
+from oracle_offload.micro_batches.attributes import are_same
 from oracle_offload.micro_batches.thread_state import can_take_turns
 
 pytest.importorskip("greenlet")
@@ -520,31 +521,10 @@ def test_attributes_of_ones_own_are_afterwards_as_the_last_micro_batch_leaves_th
             model.zero_grad()
 
 
-@pytest.mark.parametrize("differs", ["value", "missing", "nothing"])
-def test_attributes_of_a_module_are_the_same_where_backward_begins(differs):
-    model, network = made(), nn.Identity()
-
-    def step(batch):
-        network.multiplier = batch[0] if differs == "value" else 1
-        if differs == "missing" and batch[0] == 1:
-            network.extra = True
-        return loss_of(model, batch)
-
-    with streamed(model):
-        if differs == "nothing":
-            accumulate(step, batches(), own=[SimpleNamespace(a=1), network])
-            return
-        name = "multiplier" if differs == "value" else "extra"
-        match = f"call backward with different '{name}' of Identity"
-        with pytest.raises(OffloadError, match=match):
-            accumulate(step, batches(), own=[SimpleNamespace(a=1), network])
-        assert all(gradient is None for gradient in gradients(model).values())
-
-
 def test_attributes_of_unlike_kinds_differ():
     pairs = [(torch.ones(1), 1), (1, torch.ones(1)), (1, torch.ones(2)), (None, torch.ones(1))]
     pairs += [((1,), 1), (1, (1,))]
-    assert [_are_same(one, other) for one, other in pairs] == [False] * len(pairs)
+    assert [are_same(one, other) for one, other in pairs] == [False] * len(pairs)
 
 
 def test_backward_has_the_state_of_the_first_micro_batch():

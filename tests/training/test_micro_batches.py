@@ -25,7 +25,7 @@ import oracle_offload
 from oracle_offload import OffloadError, accumulate
 from oracle_offload.engines import open_states
 from oracle_offload.micro_batches import thread_state
-from oracle_offload.micro_batches.accumulate import _are_same
+from oracle_offload.micro_batches.attributes import are_same
 from oracle_offload.micro_batches.grains import Grains, _collect, grains_of
 from oracle_offload.micro_batches.thread_state import Generators
 from oracle_offload.witness import Witness
@@ -1180,8 +1180,8 @@ def test_attributes_are_the_same_where_that_can_be_seen():
         *(((1, [2]), (1, [3])), ((1,), [1]), ([1], [1, 2]), (torch.ones(2), torch.zeros(2))),
         *((torch.ones(2), 1), ({1: 2}, {1: 2}), (SimpleNamespace(a=1), SimpleNamespace(a=1))),
     ]
-    assert [_are_same(copy.deepcopy(a), b) for a, b in same] == [True] * len(same)
-    assert [_are_same(a, b) for a, b in others] == [False] * len(others)
+    assert [are_same(copy.deepcopy(a), b) for a, b in same] == [True] * len(same)
+    assert [are_same(a, b) for a, b in others] == [False] * len(others)
 
 
 def test_a_grain_is_the_largest_module_up_to_its_share():

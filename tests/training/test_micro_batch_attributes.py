@@ -1,0 +1,242 @@
+"""`accumulate`: what steps keep in attributes and globals is each micro-batch's own."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from equality import assert_same, attached, gradients
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from oracle_offload import OffloadError, accumulate
+from oracle_offload.micro_batches.thread_state import can_take_turns
+from oracle_offload.witness import Witness
+
+pytest.importorskip("greenlet")
+pytestmark = pytest.mark.skipif(not can_take_turns(), reason="turns are taken from torch 2.8 on")
+WIDTH, BLOCKS = 32, 6
+knob = SimpleNamespace(scale=1.0)
+level = 1.0
+
+
+def at_level(x):
+    return x * level
+
+
+class Twice(torch.autograd.Function):
+    """Computes again in backward what it was given, as checkpoints of other libraries do."""
+
+    @staticmethod
+    def forward(ctx, block, x):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        y.backward(gradient)
+        return None, x.grad
+
+
+def nested(block, x):
+    return checkpoint(
+        lambda x: checkpoint(block, x, use_reentrant=False) * 1.5, x, use_reentrant=False
+    )
+
+
+RUN = {
+    "plain": lambda block, x: block(x),
+    "reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
+    "nonreentrant": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "nested": nested,
+    "other": Twice.apply,
+}
+
+
+class Block(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.net = [net]
+
+    def forward(self, x):
+        (net,) = self.net
+        return x + at_level(self.down(torch.tanh(self.up(x)) * knob.scale * net.scale))
+
+
+class Net(nn.Module):
+    """Its blocks read an attribute of it, one of a global object, and a global."""
+
+    def __init__(self, run="plain", sets=None):
+        super().__init__()
+        self.run, self.sets = RUN[run], sets
+        self.scale = 1.0
+        self.blocks = nn.ModuleList(Block(self) for _ in range(BLOCKS))
+
+    def forward(self, x):
+        if self.sets is not None:
+            self.sets(self, x)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return x
+
+
+@pytest.fixture(autouse=True)
+def globals_as_before():
+    global level
+    yield
+    knob.scale = level = 1.0
+
+
+def pair(*arguments):
+    torch.manual_seed(0)
+    model = Net(*arguments)
+    return model, copy.deepcopy(model)
+
+
+def inputs(device, count=3):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, WIDTH, generator=generator).to(device) for _ in range(count)]
+
+
+@contextlib.contextmanager
+def streamed(model, device):
+    with attached(model, device, offload_percent=1.0) as manager:
+        assert len(manager.layers) == 2 * BLOCKS
+        assert manager.attachment.managed_bytes > manager.attachment.arena.capacity_bytes
+        yield model
+
+
+def loss_of(model, x):
+    return model(x.requires_grad_()).square().mean()
+
+
+def loop(model, batches, step):
+    for batch in batches:
+        step(model, batch).backward()
+
+
+def is_as_the_loop(model, resident, device, step, own):
+    """Compare, with and without the witness; no gradient is equal by chance."""
+    with streamed(model, device):
+        for watched in (contextlib.nullcontext(), Witness()):
+            with watched:
+                accumulate(lambda x: step(model, x), inputs(device), own=own)
+            resident.to(device).zero_grad()
+            loop(resident, inputs(device), step)
+            assert_same(gradients(model), gradients(resident))
+            assert all(gradient.any() for gradient in gradients(model).values())
+            model.zero_grad()
+
+
+def number_of(x):
+    return 1.0 + x[0, 0].item()
+
+
+def turn_knob(model, x):
+    knob.scale = number_of(x)
+    return loss_of(model, x)
+
+
+@pytest.mark.parametrize("run", RUN)
+def test_a_checkpoint_computes_again_with_the_attributes_of_its_micro_batch(device, run):
+    is_as_the_loop(*pair(run), device, turn_knob, own=[knob])
+
+
+@pytest.mark.parametrize("run", RUN)
+def test_attributes_of_a_model_that_are_set_in_its_forward_are_its_micro_batchs(device, run):
+    def sets(net, x):
+        net.scale = number_of(x)
+
+    model, resident = pair(run, sets)
+    is_as_the_loop(model, resident, device, loss_of, own=[model])
+
+
+@pytest.mark.parametrize("run", RUN)
+def test_what_is_as_before_at_the_end_is_each_micro_batchs_meanwhile(device, run):
+    """Nobody has named it: that it is written is found out."""
+
+    def step(model, x):
+        model.scale = knob.scale = number_of(x)
+        y = model(x.requires_grad_())
+        model.scale = knob.scale = 1.0
+        return y.square().mean()
+
+    is_as_the_loop(*pair(run), device, step, own=[])
+
+
+def global_level(model, x):
+    global level
+    level = number_of(x)
+    return loss_of(model, x)
+
+
+def sets_scale(net, x):
+    net.scale = number_of(x)
+
+
+def counts(net, x):
+    net.calls = getattr(net, "calls", 0) + 1
+
+
+@pytest.mark.parametrize(
+    ("step", "sets", "names"),
+    [
+        (turn_knob, None, "'scale' of SimpleNamespace"),
+        (global_level, None, f"'level' of {__name__}"),
+        (loss_of, sets_scale, "'scale' of Net"),
+    ],
+    ids=["object", "global", "model"],
+)
+def test_what_the_next_micro_batch_would_find_is_refused_by_name(device, step, sets, names):
+    model, resident = pair("plain", sets)
+    with streamed(model, device):
+        with pytest.raises(OffloadError, match=f"leave different {names}"):
+            accumulate(lambda x: step(model, x), inputs(device))
+        assert all(gradient is None for gradient in gradients(model).values())
+        assert (knob.scale, level, model.scale) == (1.0, 1.0, 1.0)
+        accumulate(lambda x: step(model, x), inputs(device), interleave=False)
+        found = gradients(model)
+    loop(resident.to(device), inputs(device), step)
+    assert_same(found, gradients(resident))
+
+
+def test_a_counter_that_was_there_is_refused(device):
+    model, _ = pair("plain", counts)
+    model.calls = 5
+    with streamed(model, device):
+        with pytest.raises(OffloadError, match="leave different 'calls' of Net"):
+            accumulate(lambda x: loss_of(model, x), inputs(device))
+        assert model.calls == 5
+
+
+def test_what_is_computed_once_and_kept_or_only_moved_is_allowed(device):
+    def sets(net, x):
+        if net.table is None:
+            net.table = torch.arange(3.0)
+        net.moved = net.moved.to(x.device)
+        net.scale = (net.table.sum() + net.moved.sum()).item()
+
+    model, resident = pair("plain", sets)
+    for one in (model, resident):
+        one.table, one.moved, one.scale = None, torch.ones(2), 5.0
+    is_as_the_loop(model, resident, device, loss_of, own=[])
+    assert model.table.tolist() == [0.0, 1.0, 2.0]
+    assert model.moved.device.type == torch.device(device).type
+
+
+def test_afterwards_attributes_are_as_the_last_micro_batch_leaves_them(device):
+    model, _ = pair("reentrant", sets_scale)
+    with streamed(model, device):
+        accumulate(lambda x: turn_knob(model, x), inputs(device), own=[knob, model])
+        last = number_of(inputs(device)[-1])
+        assert (knob.scale, model.scale) == (last, last)
