@@ -5,8 +5,8 @@
 #include "state.h"
 
 /* Whether the handle is of one stream as long as the engine lives: the default stream, and the
- * engine's own. The caller may destroy any other, even with work in it, and the driver gives the next
- * one its handle. */
+ * engine's own. The caller may destroy any other, even with work in it, and the driver gives the
+ * next one its handle. */
 int oo__stream_lasts(const struct oo_engine *engine, OOCUstream stream);
 /* `stream` has queued its last use of the unit so far. A use whose end cannot be marked counts as
  * lost: only a synchronise can tell when it ends, and what overwrites the bytes does that first. */

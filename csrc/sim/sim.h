@@ -90,8 +90,8 @@ enum sim_switch {
      * for an event of it, or launches a kernel that comes after it (default 0): as on Windows,
      * where the driver (WDDM) collects a batch first. cuEventElapsedTime hands nothing over. */
     SIM_LATE_SUBMISSION = 5,
-    /* A new stream may have the handle of one that was destroyed (default 0, so that a handle that is
-     * used after its end is found): as of a real driver, whose handles are addresses. */
+    /* A new stream may have the handle of one that was destroyed (default 0, so that a handle that
+     * is used after its end is found): as of a real driver, whose handles are addresses. */
     SIM_RECYCLED_STREAMS = 6
 };
 SIM_API OOCUresult simSwitch(int which, int on);
