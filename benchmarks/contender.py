@@ -541,7 +541,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=84)
     parser.add_argument("--width", type=int, default=3072)
     parser.add_argument("--tokens", type=int, default=4608)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of timed steps")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of timed steps")
     arguments = parser.parse_args(argv)
     sys.path.insert(0, str(arguments.rivals))
     anchor = manager = None
