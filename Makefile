@@ -5,7 +5,7 @@
 #   ARGS="-k name -x"        more arguments for pytest, the demo or the benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test device-type operators lint format bench ctest asan-check asan-python tsan-check \
+.PHONY: help build demo test test-all test-bill device-type operators lint format bench ctest asan-check asan-python tsan-check \
         windows-check analyze compile_commands.json \
         proof mutation mutation-python mutation-python-all coverage fuzz conformance screenshots \
         aitoolkit-check wheel gpu-wheels gpu-rivals gpu-check gpu-rehearsal gpu-import environment clean
@@ -25,7 +25,9 @@ endif
 
 help:
 	@echo "make demo          train a Flux transformer with 91% of it offloaded, next to the resident one"
-	@echo "make test          build in place and run the tests that need no GPU"
+	@echo "make test          build in place and run what a change breaks most often: minutes"
+	@echo "make test-all      every behaviour once, as .ci/run has it"
+	@echo "make test-bill     the same, and what each test costs into docs/development.md"
 	@echo "make device-type   the tests that take a device, on a device type that is not cpu"
 	@echo "make operators     the matrix of layers and compiled models, computed by the operators in C++"
 	@echo "make lint          style, types, compiler warnings"
@@ -92,17 +94,30 @@ demo: build
 
 # A file's tests stay in one process, which has its own simulated driver.
 side_by_side = -n auto --maxprocesses 4 --dist loadfile
+slowest = --durations=30 --durations-min=1
+# Three tiers, by two markers: tools/tiers.py.
 test: build
-	"$(PY)" -m pytest $(side_by_side) $(ARGS)
+	"$(PY)" -m pytest $(side_by_side) -m "not gpu and not slow and not ci" $(ARGS)
+
+# Of a test that takes a device the cases of `make test`: device-type has them all.
+test-all: build
+	"$(PY)" -m pytest $(side_by_side) $(slowest) -m "not gpu and not slow and not (ci and elsewhere)" \
+		$(ARGS)
+
+test-bill: build
+	"$(PY)" -m pytest $(side_by_side) -p bill --bill out/bill.json $(ARGS)
+	"$(PY)" tools/bill.py out/bill.json --write
 
 # The tests that take a device, on one whose type is not "cpu". In processes of their own.
 device-type: build
-	"$(PY)" -m pytest $(side_by_side) tests/training --device simgpu $(ARGS)
+	"$(PY)" -m pytest $(side_by_side) $(slowest) tests/training --device simgpu $(ARGS)
 
-# What compares layers with resident ones; the others leave the operators unused.
+# What compares layers with resident ones; the others leave the operators unused. The first cases:
+# tests/training/test_cpp_loan.py has the matrix by the operators in C++ as a part of `make test-all`.
 operators: build
-	"$(PY)" -m pytest --operators $(addprefix tests/training/test_,matrix.py convolutions.py \
-		autocast.py) $(addprefix tests/clients/test_,compile.py compile_fullgraph.py) $(ARGS)
+	"$(PY)" -m pytest --operators -m "not gpu and not slow and not ci" \
+		$(addprefix tests/training/test_,matrix.py convolutions.py autocast.py) \
+		$(addprefix tests/clients/test_,compile.py compile_fullgraph.py) $(ARGS)
 
 DEVICE ?= cpu
 bench: build

@@ -11,6 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+import tiers
 
 # Read when CUDA starts: without it cuBLAS may sum in another order each time, and strict
 # determinism refuses to work.
@@ -60,8 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
         simgpu.install()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With --device, leave out what runs on none or on another; "simgpu" wants to be asked for."""
+    tiers.mark(items)
     only = config.getoption("--device")
     left_out = [
         item

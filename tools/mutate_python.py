@@ -324,6 +324,8 @@ class Tree:
         options = ["-q", "-p", "no:cacheprovider", f"--basetemp={self.folder}.tmp"]
         if reporter.places is None:
             options.append("-x")
+        if reporter.order:
+            options += ["-m", "not gpu"]  # what is named runs, of whichever tier it is
         return int(pytest.main([*options, *files], plugins=[reporter]))
 
     # ---- the map ----

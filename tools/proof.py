@@ -80,6 +80,28 @@ PARTS = (
     Part(
         "codec", (*PYTEST, "tests/kernels", "tests/training/test_compress.py", "-m", "slow"), 3600
     ),
+    Part(
+        "slow tests",  # that no other part runs
+        (
+            *(*PYTEST, "tests", "-m", "slow and not gpu and not proof"),
+            *("--ignore=tests/kernels", "--ignore=tests/training/test_compress.py"),
+        ),
+        14400,
+    ),
+    Part(
+        "slow tests, simgpu",
+        (*PYTEST, "tests/training", "--device", "simgpu", "-m", "slow and not proof"),
+        7200,
+    ),
+    Part(
+        "operators",
+        (
+            *(*PYTEST, "--operators", "-m", "not gpu"),
+            *(f"tests/training/test_{name}.py" for name in ("matrix", "convolutions", "autocast")),
+            *(f"tests/clients/test_{name}.py" for name in ("compile", "compile_fullgraph")),
+        ),
+        7200,
+    ),
     Part("planted bugs", (*PYTEST, "tests/mutation", "-m", "not gpu"), 600),
     Part("coverage", ("tools/c_coverage.py", "--output", "{output}"), 300),
     Part("fuzz", ("tools/fuzz.py", "--seconds", "30", "--output", "{output}"), 300),

@@ -62,7 +62,12 @@ CALLS = {  # of three sizes, but SDXL
     "Qwen3-MoE": read,
 }
 BLOCK = re.compile(r"\w+_blocks\.\d+\.(resnets|attentions)\.\d+|(model\.)?\w+(\.\d+)?")
-families = pytest.mark.parametrize("family", CALLS)
+
+
+def families(*dear):
+    """Of dear families `make proof` has what a cheaper one shows in .ci/run."""
+    rows = [pytest.param(f, marks=pytest.mark.slow if f in dear else ()) for f in CALLS]
+    return pytest.mark.parametrize("family", rows)
 
 
 def step(family, model, size=0):
@@ -79,7 +84,7 @@ def blocks_of(model):
             yield name, module
 
 
-@families
+@families("Flux")
 def test_a_model_that_was_compiled_and_run_before_attach_is_one_graph_of_any_size(family):
     managed, resident = resident_pair(FAMILIES[family].make().requires_grad_(False))
     backend = Backend("aot_eager")
@@ -98,7 +103,7 @@ def test_a_model_that_was_compiled_and_run_before_attach_is_one_graph_of_any_siz
     assert backend.graphs <= 1 + 2  # for one size, and for any
 
 
-@families
+@families()
 def test_compiled_blocks_with_adapters_and_checkpoints(family):
     """diffusers checkpoints around the blocks, transformers inside them."""
     managed, resident = resident_pair(FAMILIES[family].make())
@@ -154,7 +159,7 @@ def blocks_in(order):
 MORE_BYTES = {"Flux": 1.25, "Qwen-Image": 1.25, "SDXL": 1.25, "Wan": 1.05}
 
 
-@families
+@families("SDXL")
 def test_checkpoints_inside_the_graph_keep_order_bytes_and_bits(family):
     """Within a block a compiler orders the operators, and leaves out what nothing needs.
 
@@ -175,7 +180,7 @@ def test_checkpoints_inside_the_graph_keep_order_bytes_and_bits(family):
     assert not counters["graph_break"]
 
 
-@families
+@families("Flux", "Qwen-Image", "Wan", "SDXL")
 def test_inductor_rounds_otherwise_and_no_more(family, monkeypatch, tmp_path):
     """It fuses what lies between the layers; measured were up to 1.5e-6 of a tensor's norm."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what it wrote before is no proof

@@ -147,8 +147,15 @@ def uses(model, how, backend, steps=2):
     return [names[member] for member in recorder.acquired], brought, results
 
 
-@pytest.mark.parametrize("name", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("checkpointing", "name"),
+    [
+        (False, "aot_eager"),
+        (True, "aot_eager"),
+        (True, "inductor"),
+        pytest.param(False, "inductor", marks=pytest.mark.slow),
+    ],
+)
 def test_order_and_bytes_are_those_of_eager(name, checkpointing):
     """A recompute stands directly before its backward, and what nothing comes of is used too."""
     model = Model(checkpointing, unused=not checkpointing).requires_grad_(False)

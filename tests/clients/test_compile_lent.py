@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import itertools
 import random
 import re
 import subprocess
@@ -169,9 +170,15 @@ def once(names):
     return [name for name, last in zip(names, [None, *names], strict=False) if name != last]
 
 
-@pytest.mark.parametrize("name", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(
-    ("checkpointing", "train"), [("", False), ("", True), ("inside", False), ("inside", True)]
+    ("checkpointing", "train", "name"),
+    [
+        *itertools.product(("", "inside"), (False, True), ["aot_eager"]),
+        ("inside", False, "inductor"),
+        pytest.param("", False, "inductor", marks=pytest.mark.slow),
+        pytest.param("", True, "inductor", marks=pytest.mark.slow),
+        pytest.param("inside", True, "inductor", marks=pytest.mark.slow),
+    ],
 )
 def test_order_and_bytes_are_those_of_eager(checkpointing, train, name):
     model = Model(checkpointing).requires_grad_(train)
@@ -277,6 +284,7 @@ def test_experts_are_in_one_graph(implementation, train, name):
         assert not manager.attachment.held()
 
 
+@pytest.mark.slow  # half a minute of gcc; test_compile_families.py has experts under inductor
 @pytest.mark.usefixtures("experts_alone")
 def test_experts_under_inductor(monkeypatch, tmp_path):
     """Not the bits of eager: what lies around the experts has other roundings."""
@@ -823,10 +831,15 @@ torch.testing.assert_close(found, expected)
 """
 
 
-def test_what_torch_keeps_on_disk_serves_no_other_code(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "forms",
+    [("same", "wide"), pytest.param(("same", "double", "wide"), marks=pytest.mark.slow)],
+    ids=["two", "three"],
+)
+def test_what_torch_keeps_on_disk_serves_no_other_code(forms, tmp_path, monkeypatch):
     """Its names for what it compiled know nothing of the code of a module."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    for form in ("same", "double", "wide"):
+    for form in forms:
         command = [sys.executable, "-c", KEPT_ON_DISK, form, "inductor"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert ended.returncode == 0, ended.stderr[-2000:]

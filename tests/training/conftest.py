@@ -18,7 +18,8 @@ def pytest_generate_tests(metafunc):
         "device" in marker.args[0] for marker in metafunc.definition.iter_markers("parametrize")
     ):
         cuda = pytest.param("cuda", marks=pytest.mark.gpu)
-        metafunc.parametrize("device", [only] if only else ["cpu", cuda])
+        cpu = pytest.param("cpu", marks=pytest.mark.elsewhere)  # in `make device-type`
+        metafunc.parametrize("device", [only] if only else [cpu, cuda])
 
 
 @pytest.fixture(autouse=True)

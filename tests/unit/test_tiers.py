@@ -1,0 +1,162 @@
+"""Three tiers of tests: what `.ci/run` and `make test` leave out is a sample, and never a test."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import bill
+import pytest
+import tiers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def product(*sizes: int) -> list[dict[str, int]]:
+    ranges = [range(size) for size in sizes]
+    names = [f"p{nth}" for nth in range(len(sizes))]
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*ranges)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most"), [((2, 2, 2), 4), ((3, 2, 2, 3, 2), 12), ((7, 2, 2), 14), ((5, 4), 20)]
+)
+def test_a_covering_has_every_pair_of_values(sizes: tuple[int, ...], most: int) -> None:
+    cases = product(*sizes)
+    chosen = tiers.covering(cases)
+    assert len(chosen) <= most
+
+    def pairs(numbers: Any) -> set[Any]:
+        rows = (itertools.combinations(sorted(cases[nth].items()), 2) for nth in numbers)
+        return {pair for row in rows for pair in row}
+
+    assert pairs(chosen) == pairs(range(len(cases)))
+
+
+def test_parameters_of_one_decorator_vary_together() -> None:
+    assert tiers.parameters(product(3, 2, 2)) == 3
+    assert tiers.parameters([{**case, "same": case["p0"]} for case in product(3, 2)]) == 2
+    assert tiers.parameters([{**case, "one": 1} for case in product(3, 2)]) == 2
+
+
+class Item(SimpleNamespace):
+    """What is asked of an item of pytest."""
+
+    def get_closest_marker(self, name: str) -> Any:
+        return name if name in self.marks else None
+
+    def add_marker(self, marker: Any) -> None:
+        self.marks.add(marker.name)
+
+
+def items(name: str, cases: list[dict[str, Any]], *marks: str) -> list[Any]:
+    return [
+        Item(
+            nodeid=f"{name}[{case.get('device', '')}-{nth}]",
+            callspec=SimpleNamespace(params=case),
+            marks=set(marks),
+        )
+        for nth, case in enumerate(cases)
+    ]
+
+
+def marks(found: list[Any], marker: str) -> int:
+    return sum(marker in item.marks for item in found)
+
+
+def test_of_a_product_a_covering_is_left_and_of_that_three_cases() -> None:
+    found = items("tests/training/test_a.py::test", product(3, 2, 2, 3, 2))
+    chosen = len(tiers.covering(product(3, 2, 2, 3, 2)))
+    tiers.mark(found)
+    assert marks(found, "slow") == 72 - chosen
+    assert marks(found, "ci") == chosen - 3
+    assert not any({"ci", "slow"} <= item.marks for item in found)
+
+
+def test_what_is_small_or_elsewhere_or_marked_is_left_whole() -> None:
+    for found in (
+        items("tests/training/test_a.py::test", product(3)),
+        items("tests/unit/test_a.py::test", product(3, 3, 3)),
+        items("tests/training/test_a.py::test", product(3, 3, 3), "gpu"),
+    ):
+        before = [set(item.marks) for item in found]
+        tiers.mark(found)
+        assert [item.marks for item in found] == before
+    pairs = items("tests/clients/test_a.py::test", product(5, 4))
+    tiers.mark(pairs)
+    assert (marks(pairs, "slow"), marks(pairs, "ci")) == (0, 17)
+
+
+def test_each_device_has_a_covering_of_its_own() -> None:
+    cases = [{**case, "device": name} for name in ("cpu", "simgpu") for case in product(3, 2, 2)]
+    found = items("tests/training/test_a.py::test", cases)
+    tiers.mark(found)
+    for half in (found[:12], found[12:]):
+        assert marks(half, "slow") == 12 - len(tiers.covering(product(3, 2, 2))) > 0
+
+
+def test_what_the_other_device_skips_is_not_left_to_it() -> None:
+    name = "tests/training/test_any.py::test_an_activation_that_forward_changes_in_place"
+    cases = [{"device": "cpu", "n": n} for n in range(9)]
+    skipped, others = items(name, cases, "elsewhere"), items(f"{name[:30]}", cases, "elsewhere")
+    tiers.mark(skipped)
+    tiers.mark(others)
+    assert (marks(skipped, "ci"), marks(others, "ci")) == (0, 6)
+
+
+def test_every_dear_test_is_there_and_begins_the_middle_tier() -> None:
+    assert tiers.dear()
+    for name in tiers.dear():
+        file, _, function = name.rpartition("::")
+        source = (ROOT / file.partition("::")[0]).read_text(encoding="utf-8")
+        assert re.search(rf"^ *def {function}\(", source, re.M), f"run make test-bill: {name}"
+    (found,) = items(next(iter(tiers.dear())), [{}])
+    tiers.mark([found])
+    assert found.marks == {"ci"}
+
+
+def test_a_bill_has_each_phase_of_each_test(tmp_path: Path) -> None:
+    (tmp_path / "test_costs.py").write_text(
+        "import pytest, subprocess, sys, time\n"
+        "def burn(seconds):\n"
+        "    end = time.process_time() + seconds\n"
+        "    while time.process_time() < end: pass\n"
+        "burn(0.2)\n"
+        "@pytest.fixture\n"
+        "def dear():\n    burn(0.3)\n"
+        "def test_set_up(dear): pass\n"
+        "@pytest.mark.parametrize('n', [1, 2])\n"
+        "def test_call(n): burn(0.4)\n"
+        "def test_process():\n"
+        "    subprocess.run([sys.executable, '-c', 'for i in range(10**7): pass'])\n"
+    )
+    for more in ([], ["-n", "2"]):
+        path = tmp_path / f"bill{len(more)}.json"
+        done = subprocess.run(
+            [*(sys.executable, "-m", "pytest", "-q", "-p", "bill", "--bill", str(path)), *more],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "tools")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        costs = bill.read([path])
+        assert costs["test_costs.py"]["import"] >= 0.2 * (1 if not more else 2)
+        assert costs["test_costs.py::test_set_up"]["set-up"] >= 0.3
+        assert costs["test_costs.py::test_call[2]"]["call"] >= 0.4
+        assert costs["test_costs.py::test_process"]["processes"] > 0.05
+        (row,) = re.findall(
+            r"^\| `test_costs.py::test_call` \| 2 \|.* (\d+) \|$", bill.page(costs), re.M
+        )
+        assert int(row) == 1
+        assert bill.dear({**costs, "a::b[1]": costs["a::b"]}) == []
+        costs["a::dear[1]"].update(call=2 * tiers.DEAR_S)
+        costs["a::dear[2]"].update(call=0.1)
+        assert bill.dear(costs) == ["a::dear"]

@@ -1,0 +1,123 @@
+"""Which tests run when: three tiers by two markers, which conftest.py puts on with this.
+
+    make test     what has neither marker
+    .ci/run       and what is marked ci
+    make proof    and what is marked slow
+
+A test that is no part of .ci/run is marked slow by hand. What `make test` leaves out goes by what a
+case was measured to take (tests/dear.txt, which `make test-bill` writes). Where parameters are
+multiplied, of a product of three and more every pair of values is in some case of .ci/run, and the
+whole product runs in `make proof`; of what is left `make test` runs the first, the middle and the
+last case. What takes a device runs in .ci/run on the one that is not "cpu" (`make device-type`);
+and on "cpu" as far as `make test` has it, or where the other skips it: the marker elsewhere.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDERS = ("tests/training/", "tests/clients/", "tests/planning/")  # where a case is a training
+PRODUCT = 8  # cases: a smaller product is left whole
+FEW = 3  # cases of a test in `make test`
+DEAR = Path(__file__).resolve().parent.parent / "tests" / "dear.txt"
+SKIPPED = Path(__file__).resolve().parent.parent / "tests" / "training" / "simgpu_skips.txt"
+DEAR_S = 2.0  # seconds of processors that a case of a dear test takes
+
+
+def covering(cases: Sequence[Mapping[str, int]]) -> list[int]:
+    """Return which cases have every pair of values of two parameters that any case has.
+
+    Parameters
+    ----------
+    cases : sequence of mappings
+        The value of each parameter, by its number.
+
+    Returns
+    -------
+    list of int
+        Their numbers, in order; of cases with as many new pairs the first one is taken.
+    """
+    pairs = [set(itertools.combinations(sorted(case.items()), 2)) for case in cases]
+    missing = set().union(*pairs)
+    chosen = []
+    while missing:
+        best = max(range(len(cases)), key=lambda nth: len(pairs[nth] & missing))
+        chosen.append(best)
+        missing -= pairs[best]
+    return sorted(chosen)
+
+
+def spread(count: int) -> set[int]:
+    """Return the first, the middle and the last number below `count`."""
+    return {(count - 1) * nth // (FEW - 1) for nth in range(FEW)} if count else set()
+
+
+def values_of(items: Sequence[Any]) -> list[dict[str, int]]:
+    """Return each item's parameters, by the number of their value."""
+    numbers: dict[str, dict[int, int]] = defaultdict(dict)
+    return [
+        {
+            name: numbers[name].setdefault(id(value), len(numbers[name]))
+            for name, value in item.callspec.params.items()
+        }
+        for item in items
+    ]
+
+
+def parameters(cases: Sequence[Mapping[str, int]]) -> int:
+    """Return how many parameters vary by themselves: names of one decorator vary together."""
+    columns = {tuple(case[name] for case in cases) for name in cases[0]}
+    return sum(len(set(column)) > 1 for column in columns)
+
+
+@functools.cache
+def dear() -> frozenset[str]:
+    """Return the tests whose cases were measured to be dear, without parameters."""
+    return frozenset(DEAR.read_text(encoding="utf-8").split("\n")) - {""}
+
+
+@functools.cache
+def skipped() -> list[str]:
+    """Return the patterns of the tests that do not run on the other type of device."""
+    lines = SKIPPED.read_text(encoding="utf-8").splitlines()
+    return [line.split()[0] for line in lines if line.strip() and not line.startswith("#")]
+
+
+def has_twin(item: pytest.Item) -> bool:
+    """Whether .ci/run has a test if it is left out on "cpu": where it takes no device, or both."""
+    if item.get_closest_marker("elsewhere") is None:
+        return True
+    twin = item.nodeid.rpartition("/")[2].replace("[cpu", "[simgpu", 1)
+    return not any(fnmatch.fnmatch(twin, pattern) for pattern in skipped())
+
+
+def mark(items: Sequence[pytest.Item]) -> None:
+    """Mark the cases that `make test` or `.ci/run` leave out."""
+    tests: dict[tuple[str, object], list[Any]] = defaultdict(list)
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if name in dear() and has_twin(item):
+            item.add_marker(pytest.mark.ci)
+        callspec = getattr(item, "callspec", None)
+        if callspec is None or not item.nodeid.startswith(FOLDERS):
+            continue
+        if not any(item.get_closest_marker(marker) for marker in ("slow", "gpu")):
+            tests[name, callspec.params.get("device")].append(item)
+    for same in tests.values():
+        cases = values_of(same)
+        if len(same) >= PRODUCT and parameters(cases) >= 3:
+            chosen = covering(cases)
+            for nth in set(range(len(same))).difference(chosen):
+                same[nth].add_marker(pytest.mark.slow)
+            same = [same[nth] for nth in chosen]
+        for nth in set(range(len(same))).difference(spread(len(same))):
+            if has_twin(same[nth]):
+                same[nth].add_marker(pytest.mark.ci)
