@@ -10,6 +10,7 @@ import sys
 from collections.abc import Generator
 from pathlib import Path
 
+import left_behind
 import pytest
 import tiers
 
@@ -117,6 +118,15 @@ def quick_collections() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def leaves_the_process_as_it_was() -> Generator[None, None, None]:
+    """Fail the test that changes what others rely on, and not those that come after it."""
+    before = left_behind.look()
+    yield
+    changed = left_behind.difference(before, left_behind.look())
+    assert not changed, f"the test has left behind: {'; '.join(changed)}"
 
 
 @pytest.hookimpl(wrapper=True)

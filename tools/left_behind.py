@@ -1,0 +1,100 @@
+"""What a test may leave behind in its process, and others rely on: looked at around every test.
+
+Torch's switches and stacks, which a test that fails half-way or forgets a `with` leaves changed,
+so that others fail that pass alone; the handlers of signals; threads that the interpreter's end
+would wait for. Nothing is imported for it: without torch there is nothing of torch to look at.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+SIGNALS = [
+    signal.Signals[name]
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+    if name in signal.Signals.__members__
+]
+# Questions to torch and to torch._C, by name; not every version has each.
+SWITCHES = (
+    *("is_autocast_cache_enabled", "is_grad_enabled", "is_inference_mode_enabled"),
+    *("is_anomaly_enabled", "get_default_dtype", "get_float32_matmul_precision"),
+    "are_deterministic_algorithms_enabled",
+    "is_deterministic_algorithms_warn_only_enabled",
+)
+DEPTHS_AND_FLAGS = (
+    *("_len_torch_dispatch_stack", "_len_torch_function_stack"),
+    *("_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic"),
+    *("_get_cudnn_allow_tf32", "_get_cublas_allow_tf32", "_get_mkldnn_enabled"),
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_bf16_reduced_precision_reduction",
+    *("_get_flash_sdp_enabled", "_get_math_sdp_enabled"),
+    *("_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled"),
+)
+
+State = tuple[tuple[str, ...], list[Any], int]  # names, values, threads
+
+
+@functools.cache
+def questions(torch: Any, simulated: bool) -> tuple[tuple[str, ...], tuple[Callable[[], Any], ...]]:
+    """Return what is asked of torch: names, and what answers each."""
+
+    def nesting() -> int:
+        depth: int = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
+        return depth
+
+    hooks = torch.nn.modules.module
+    found: dict[str, Callable[[], Any]] = {
+        "depth of autocast": nesting,
+        "default generator": lambda: id(torch.default_generator),
+        "hooks of saved tensors": functools.partial(
+            torch._C._autograd._top_saved_tensors_default_hooks, False
+        ),
+        "default device": lambda: getattr(
+            sys.modules.get("torch.utils._device"), "CURRENT_DEVICE", None
+        ),
+        "hooks of all modules": lambda: (
+            len(hooks._global_forward_hooks)
+            + len(hooks._global_forward_pre_hooks)
+            + len(hooks._global_backward_hooks)
+        ),
+    }
+    for device in ("cpu", "cuda", *(["simgpu"] if simulated else [])):
+        found[f"autocast of {device}"] = functools.partial(torch.is_autocast_enabled, device)
+        found[f"autocast's type of {device}"] = functools.partial(torch.get_autocast_dtype, device)
+    for place, names in ((torch, SWITCHES), (torch._C, DEPTHS_AND_FLAGS)):
+        found |= {name: getattr(place, name) for name in names if hasattr(place, name)}
+    return tuple(found), tuple(found.values())
+
+
+def look() -> State:
+    """Return what there is now."""
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    threads = threading.active_count()
+    if threads > 1:  # how many the interpreter would wait for: pools of libraries end by themselves
+        threads = sum(
+            not (thread.daemon or thread.name.startswith("ThreadPoolExecutor"))
+            for thread in threading.enumerate()
+        )
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "compile"):  # not imported, or not to its end
+        return (), handlers, threads
+    names, answers = questions(
+        torch, bool(getattr(sys.modules.get("simgpu"), "_registrations", ()))
+    )
+    return names, handlers + [answer() for answer in answers], threads
+
+
+def difference(before: State, after: State) -> list[str]:
+    """Return what has changed, in words."""
+    names = [number.name for number in SIGNALS] + [*before[0]]
+    values = zip(names, before[1], after[1], strict=False)
+    changed = [f"{name}: {old!r} became {new!r}" for name, old, new in values if old != new]
+    if after[2] > before[2]:
+        changed.append(f"threads: {before[2]} became {after[2]}: {threading.enumerate()}")
+    return changed
