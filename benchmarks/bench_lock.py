@@ -12,12 +12,15 @@ from typing import Any
 import common
 
 SIZES = (1, 4, 24)  # GiB on a card
+ATTACHED_GIB = 8  # of a model that attach takes over
 SIMULATED_SHARE = 512  # how much less the simulated device locks
 PIECE_BYTES = common.GIB  # as masters are made
 
 
 def benchmarks(device: str) -> Iterator[dict[str, Any]]:
     """Lock as attach does: pieces of 1 GiB, filled with the engine's threads."""
+    for where in ("device", "host"):
+        yield from common.attempt(f"attach from the {where}", attached, device, where)
     largest = 2 * 2**20  # for the exit of a process that has locked next to nothing
     for gib in SIZES:
         nbytes = gib * common.GIB // (SIMULATED_SHARE if common.is_simulated(device) else 1)
@@ -34,6 +37,49 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
             yield {"name": "process exit", "size_bytes": largest, **exit_s(device, largest)}
         largest = nbytes
     yield {"name": "process exit", "size_bytes": largest, **exit_s(device, largest)}
+
+
+def attached(device: str, where: str) -> Iterator[dict[str, Any]]:
+    """Yield the seconds in which attach takes a model over that lies on the device or the host."""
+    import torch
+
+    import oracle_offload
+
+    nbytes = ATTACHED_GIB * common.GIB // (SIMULATED_SHARE if common.is_simulated(device) else 1)
+    name = f"attach, {nbytes / common.GIB:.3g} GiB on the {where}"
+    why = common.does_not_fit(device, 2.1 * nbytes, 1.1 * nbytes)
+    if why:
+        yield {"name": name, "skipped": why, "size_bytes": nbytes}
+        return
+    model = model_of(nbytes, device if where == "device" else "cpu")
+    common.synchronize(device)
+    begin = time.perf_counter()
+    manager = oracle_offload.attach(model, device)
+    taken = time.perf_counter()
+    locked_bytes = manager.state.engine.stats()["locked_bytes"]
+    manager.detach(model)
+    row = {"attach_s": taken - begin, "detach_s": time.perf_counter() - taken}
+    row["attach_per_gib_s"] = row["attach_s"] * common.GIB / nbytes
+    yield {"name": name, "size_bytes": nbytes, "locked_bytes": locked_bytes, **row}
+    del model, manager
+    if not common.is_simulated(device):
+        torch.cuda.empty_cache()
+
+
+def model_of(nbytes: int, device: str) -> Any:
+    """Return frozen layers of so many bytes, without values of their own."""
+    import torch
+
+    width = 4096 if nbytes >= common.GIB else 1024
+    layers = max(1, nbytes // (2 * width * width))
+    with torch.device("meta"):
+        model = torch.nn.Sequential(
+            *(
+                torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16)
+                for _ in range(layers)
+            )
+        )
+    return model.to_empty(device=device).requires_grad_(False)
 
 
 def engine_of(device: str) -> Any:
@@ -112,21 +158,10 @@ def exit_s(device: str, nbytes: int) -> dict[str, Any]:
 
 def main() -> None:
     """Attach a model of so many bytes, and end without detaching."""
-    import torch
-
     import oracle_offload
 
     device, nbytes = sys.argv[1], int(sys.argv[2])
-    width = 4096 if nbytes >= common.GIB else 1024
-    layers = max(1, nbytes // (2 * width * width))
-    with torch.device("meta"):
-        model = torch.nn.Sequential(
-            *(
-                torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16)
-                for _ in range(layers)
-            )
-        )
-    model.to_empty(device="cpu").requires_grad_(False)
+    model = model_of(nbytes, "cpu")
     manager = oracle_offload.attach(model, device)
     locked_bytes = manager.state.engine.stats()["locked_bytes"]
     print(locked_bytes, time.time(), flush=True)

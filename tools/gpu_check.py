@@ -83,14 +83,14 @@ CLOCK = (
     *(Part("rates", 30), Part("link", 45)),  # what a step is predicted from
     *(Part("step", 150), Part("rivals", 220), Part("bits", 60)),
     # What has never run: kernels that read the host's memory, modules of any class, convolutions.
-    _tests("new", 120, "any"),
-    _tests("new", 120, "convolutions"),
-    _tests("new", 120, "matrix"),
-    _tests("new", 120, "embedding", "reading_adapters", "kept"),
-    _tests("more", 120, "compress"),  # decoded by our own kernels
-    _tests("more", 120, "autocast", "writes", "gradients", "step_scalars"),
-    _tests("more", 120, "models", "micro_batches", "exceptions"),
-    _tests("more", 120, "recording", "aitoolkit", "from_disk", "first_step_proof", "taken_anew"),
+    _tests("tests", 150, "any"),
+    _tests("tests", 150, "convolutions"),
+    _tests("tests", 150, "matrix"),
+    _tests("tests", 150, "embedding", "reading_adapters", "kept"),
+    _tests("tests", 150, "compress"),  # decoded by our own kernels
+    _tests("tests", 150, "autocast", "writes", "gradients", "step_scalars"),
+    _tests("tests", 150, "models", "micro_batches", "exceptions"),
+    _tests("tests", 150, "recording", "aitoolkit", "from_disk", "first_step_proof", "taken_anew"),
     *(Part("unet", 60), Part("calls", 25), Part("layers", 40), Part("rivals_more", 200)),
     *(Part("lock", 40), Part("memory", 50), Part("faults", 60)),
     *(Part("decode", 40), Part("formats", 60)),
@@ -895,7 +895,7 @@ def first_tests_failed(check: Check) -> bool:
 
 def side_by_side(check: Check, parts: Sequence[Part]) -> None:
     """Run parts that may share the card, as many as there are processors for."""
-    with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 2))) as pool:
+    with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 1) // 2))) as pool:
         for job in [pool.submit(run_part, check, wanted) for wanted in parts]:
             job.result()
 

@@ -285,13 +285,14 @@ def locking(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield from table(
         {
             "memory": figure("name", "s"),
+            "attach s/GiB": figure("attach_per_gib_s", ".3f"),
             "fill s/GiB": figure("fill_per_gib_s", ".3f"),
             "lock s/GiB": figure("register_per_gib_s", ".3f"),
             "unlock s/GiB": figure("unregister_per_gib_s", ".3f"),
             "fork s": figure("fork_s", ".4f"),
             "exit s": figure("exit_s", ".2f"),
         },
-        (row for row in rows_of(reports, "lock") if "fill_s" in row or "exit_s" in row),
+        (row for row in rows_of(reports, "lock") if "skipped" not in row and "error" not in row),
     )
 
 
@@ -345,7 +346,7 @@ PARTS: tuple[tuple[str, str, Callable[[Sequence[dict[str, Any]]], Iterator[str]]
     ("Beside others", RIVALS_TEXT, rivals),
     ("The card", CARD_TEXT, card),
     ("Host time of a layer's call", "", host),
-    ("Page-locking", "", locking),
+    ("Attach and page-locking", "", locking),
     ("Bits without determinism flags", "", bits),
     ("Tests on the card", "", tests),
 )
