@@ -51,6 +51,8 @@ def attached(device: str, where: str) -> Iterator[dict[str, Any]]:
     if why:
         yield {"name": name, "skipped": why, "size_bytes": nbytes}
         return
+    first = model_of(2**21, "cpu")
+    oracle_offload.attach(first, device).detach(first)  # what is imported and opened once
     model = model_of(nbytes, device if where == "device" else "cpu")
     common.synchronize(device)
     begin = time.perf_counter()
