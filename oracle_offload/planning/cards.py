@@ -1,6 +1,6 @@
-"""Cards, links and hosts that `plan` knows by name: what their makers state, nothing measured.
+"""Cards, links and hosts that `plan` knows by name: what makers state, or what was measured.
 
-docs/plan.md cites where each figure is from.
+docs/plan.md cites where each figure is from, docs/measured.md what cards have measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Card:
     launch_s : tuple of float
         What a kernel takes besides, the slowest first.
     measured : frozenset of str
-        Rates that were given, and are not from a maker.
+        Rates that were given or measured, and are not from a maker.
     """
 
     name: str
@@ -70,7 +70,22 @@ def _card(name: str, gib: int, link: Interval, memory_gbps: float, tflops: float
     )
 
 
-# The smallest common card of each size.
+def _within(value: float) -> Interval:
+    return value * (1 - _MEASURED), value * (1 + _MEASURED)
+
+
+# benchmarks/results/nvidia-h200: its matrix rate from what a training step reached, attention and
+# small kernels included, to what products of matrices reach alone.
+_H200 = Card(
+    "H200",
+    150_109_880_320,
+    link_gbps=(55.1, 55.5),  # of copies within a step, and of copies alone
+    memory_gbps=_within(4367.0),
+    tflops=(503.0, 779.0),
+    launch_s=(1.8e-6 * (1 + _MEASURED), 1.8e-6 * (1 - _MEASURED)),
+    measured=frozenset({"link_gbps", "memory_gbps", "tflops", "launch_s"}),
+)
+# The smallest common card of each size, and those that were measured.
 CARDS = {
     card.name: card
     for card in (
@@ -82,6 +97,7 @@ CARDS = {
         _card("RTX 5090", 32, _PCIE5_X16, 1792, 209.5),
         _card("A40", 48, _PCIE4_X16, 696, 149.7),
         _card("A100 80GB", 80, _PCIE4_X16, 2039, 312.0),
+        _H200,
     )
 }
 BY_SIZE = {
@@ -127,7 +143,7 @@ def card_of(
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
             raise ValueError(f"{name}={value!r}: a rate is a number above zero")
-        slower, faster = value * (1 - _MEASURED), value * (1 + _MEASURED)
+        slower, faster = _within(value)
         ends = (faster, slower) if name == "launch_s" else (slower, faster)
         changed: dict[str, Any] = {name: ends, "measured": found.measured | {name}}
         found = replace(found, **changed)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import architectures
+import measured_page
 import pytest
 import torch
 from torch import nn
@@ -431,7 +432,8 @@ def test_a_card_reaches_the_same_share_of_what_its_maker_says_whichever_it_is() 
         ("nvidia a100 80gb", "A100 80GB"),
         ("NVIDIA A40", "A40"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA H200", None),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", None),
     ],
 )
 def test_a_card_is_known_by_what_a_driver_calls_it(name: str, card: str | None) -> None:
@@ -449,6 +451,7 @@ def test_a_card_is_what_its_maker_says() -> None:
         "RTX 5090": (32, 50.0, 57.0),
         "A40": (48, 23.9, 26.4),
         "A100 80GB": (80, 23.9, 26.4),
+        "H200": (139, 55.1, 55.5),
     }
     rates = CARDS["RTX 3090"].rates(0.25)
     assert rates == pytest.approx(
@@ -464,6 +467,24 @@ def test_a_card_is_what_its_maker_says() -> None:
     for wrong in (1e9, -0.0, 0):
         with pytest.raises(ValueError, match=r"tflops=.*: a rate is a number above zero"):
             card_of(24, tflops=wrong)
+
+
+def test_a_card_that_was_measured_has_the_rates_of_its_filed_results() -> None:
+    card = CARDS["H200"]
+    reports = measured_page.read(measured_page.RESULTS)["NVIDIA H200"]
+    rows = {row["name"]: row for row in measured_page.rows_of(reports, "step")}
+    resident, step = rows["flux width 3072, resident"], rows["flux width 3072, offload 0.91"]
+    rates: dict[str, float] = {}
+    for row in measured_page.rows_of(reports, "rates"):
+        rates |= {key: row[key] for key in ("tflops", "memory_gbps", "launch_s") if key in row}
+    reached = rates["tflops"] * step["predicted_kernels_s"] / resident["step_s"]
+    assert card.tflops == pytest.approx((reached, rates["tflops"]), rel=0.02)
+    assert card.link_gbps == pytest.approx(
+        (step["rate_gbps"], measured_page.link_gbps(reports)), rel=0.02
+    )
+    assert sum(card.memory_gbps) / 2 == pytest.approx(rates["memory_gbps"], rel=0.02)
+    assert sum(card.launch_s) / 2 == pytest.approx(rates["launch_s"], rel=0.05)
+    assert card.measured == set(card.rates(0.5))
 
 
 def test_every_size_of_card_and_host_has_its_preset() -> None:
