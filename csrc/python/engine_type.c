@@ -302,8 +302,31 @@ static PyObject *oo__engine_add_staging(PyObject *object, PyObject *const *argum
     return oo__none_or_raise(object, status);
 }
 
-/* The numbers of a tuple of two in a list; -1 on error. They must be ints, so that no Python code
- * runs that could change the list. */
+/* The rows of a list, as they are now; NULL with an exception. Whatever is read in several steps is
+ * read from such a copy: any allocation may run a finalizer, and that may change the list. So it
+ * may while PyList_AsTuple has its memory in hand. */
+static PyObject *oo__rows(PyObject *list, const char *error) {
+    PyObject *rows = NULL;
+    Py_ssize_t count = 0;
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, error);
+        return NULL;
+    }
+    do {
+        Py_XDECREF(rows);
+        count = PyList_Size(list);
+        rows = PyTuple_New(count);
+    } while (rows && PyList_Size(list) != count);
+    for (Py_ssize_t i = 0; rows && i < count; i++) { /* which allocates nothing */
+        PyObject *row = PyList_GetItem(list, i);
+        Py_INCREF(row);
+        PyTuple_SetItem(rows, i, row);
+    }
+    return rows;
+}
+
+/* The numbers of a tuple of two; -1 on error. They must be ints: reading them runs no Python code.
+ */
 static int oo__pair(PyObject *pair, const char *what, const struct oo_parameter *parameters,
                     unsigned long long *values) {
     const int is_pair = PyTuple_Check(pair) && PyTuple_Size(pair) == 2;
@@ -341,12 +364,31 @@ static int oo__tensor(PyObject *row, struct oo_tensor *tensor) {
     return result;
 }
 
-/* A list of them appended to `tensors` from `*n` on; -1 on error. */
-static int oo__append_tensors(PyObject *list, struct oo_tensor *tensors, size_t *n) {
-    for (Py_ssize_t i = 0; i < PyList_Size(list); i++)
-        if (oo__tensor(PyList_GetItem(list, i), &tensors[(*n)++]) < 0)
+/* Rows of them appended to `tensors` from `*n` on; -1 on error. */
+static int oo__append_tensors(PyObject *rows, struct oo_tensor *tensors, size_t *n) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(rows); i++)
+        if (oo__tensor(PyTuple_GetItem(rows, i), &tensors[(*n)++]) < 0)
             return -1;
     return 0;
+}
+
+/* The rows of each list of a list, as they are now, and how many there are of all; NULL with an
+ * exception. */
+static PyObject *oo__rows_of_members(PyObject *lists, size_t *n_tensors) {
+    PyObject *members = oo__rows(lists, "members are a list");
+    const Py_ssize_t count = members ? PyTuple_Size(members) : 0;
+    PyObject *rows = members ? PyTuple_New(count) : NULL;
+    *n_tensors = 0;
+    for (Py_ssize_t i = 0; rows && i < count; i++) {
+        PyObject *row =
+            oo__rows(PyTuple_GetItem(members, i), "each member is a list of (address, nbytes)");
+        if (row)
+            *n_tensors += (size_t)PyTuple_Size(row);
+        if (!row || PyTuple_SetItem(rows, i, row) < 0)
+            Py_CLEAR(rows);
+    }
+    Py_XDECREF(members);
+    return rows;
 }
 
 static PyObject *oo__offsets_list(const size_t *offsets, size_t count) {
@@ -367,16 +409,11 @@ static PyObject *oo__engine_add_unit(PyObject *object, PyObject *arguments) {
     if (!PyArg_ParseTuple(arguments, "OO!p", &id, &PyList_Type, &lists, &trainable) ||
         oo__integer(id, "add_unit", &parameter, &model) < 0)
         return NULL;
-    const size_t n_members = (size_t)PyList_Size(lists);
-    size_t n_tensors = 0;
-    for (size_t i = 0; i < n_members; i++) {
-        PyObject *list = PyList_GetItem(lists, (Py_ssize_t)i);
-        if (!PyList_Check(list)) {
-            PyErr_SetString(PyExc_TypeError, "each member is a list of (address, nbytes)");
-            return NULL;
-        }
-        n_tensors += (size_t)PyList_Size(list);
-    }
+    size_t n_tensors;
+    PyObject *rows = oo__rows_of_members(lists, &n_tensors);
+    if (!rows)
+        return NULL;
+    const size_t n_members = (size_t)PyTuple_Size(rows);
     /* One more than needed: malloc(0) may be NULL. */
     struct oo_tensor *tensors = PyMem_Malloc((n_tensors + 1) * sizeof *tensors);
     size_t *offsets = PyMem_Malloc((n_tensors + 1) * sizeof *offsets);
@@ -390,7 +427,7 @@ static PyObject *oo__engine_add_unit(PyObject *object, PyObject *arguments) {
     size_t filled = 0;
     for (size_t i = 0; i < n_members; i++) {
         const size_t before = filled;
-        if (oo__append_tensors(PyList_GetItem(lists, (Py_ssize_t)i), tensors, &filled) < 0)
+        if (oo__append_tensors(PyTuple_GetItem(rows, (Py_ssize_t)i), tensors, &filled) < 0)
             goto done;
         counts[i] = (uint32_t)(filled - before);
     }
@@ -417,6 +454,7 @@ static PyObject *oo__engine_add_unit(PyObject *object, PyObject *arguments) {
     if (members)
         result = Py_BuildValue("(IN)", (unsigned int)unit, members);
 done:
+    Py_DECREF(rows);
     PyMem_Free(tensors);
     PyMem_Free(offsets);
     PyMem_Free(counts);
@@ -444,7 +482,10 @@ static PyObject *oo__engine_move_member(PyObject *object, PyObject *arguments) {
     if (!PyArg_ParseTuple(arguments, "OO!", &id, &PyList_Type, &list) ||
         oo__integer(id, "move_member", &parameter, &member) < 0)
         return NULL;
-    size_t count = (size_t)PyList_Size(list), filled = 0;
+    PyObject *rows = oo__rows(list, "tensors are a list");
+    if (!rows)
+        return NULL;
+    size_t count = (size_t)PyTuple_Size(rows), filled = 0;
     struct oo_tensor *tensors = PyMem_Malloc((count + 1) * sizeof *tensors);
     size_t *offsets = PyMem_Malloc((count + 1) * sizeof *offsets);
     uint32_t unit = 0;
@@ -452,7 +493,7 @@ static PyObject *oo__engine_move_member(PyObject *object, PyObject *arguments) {
         PyErr_NoMemory();
         goto done;
     }
-    if (oo__append_tensors(list, tensors, &filled) < 0)
+    if (oo__append_tensors(rows, tensors, &filled) < 0)
         goto done;
     struct oo_engine *engine = oo__engine_of(object);
     if (!engine)
@@ -464,10 +505,11 @@ static PyObject *oo__engine_move_member(PyObject *object, PyObject *arguments) {
         oo__raise_for(object, status);
         goto done;
     }
-    PyObject *rows = oo__offsets_list(offsets, count);
-    if (rows)
-        result = Py_BuildValue("(IN)", (unsigned int)unit, rows);
+    PyObject *starts = oo__offsets_list(offsets, count);
+    if (starts)
+        result = Py_BuildValue("(IN)", (unsigned int)unit, starts);
 done:
+    Py_DECREF(rows);
     PyMem_Free(tensors);
     PyMem_Free(offsets);
     return result;
@@ -709,18 +751,19 @@ static PyObject *oo__engine_release(PyObject *object, PyObject *const *arguments
 static const struct oo_parameter oo__stamp_takes[] = {OO_ID("member"), OO_NUMBER("stamp")};
 
 static PyObject *oo__engine_stamp(PyObject *object, PyObject *list) {
-    if (!PyList_Check(list)) {
-        PyErr_SetString(PyExc_TypeError, "stamp() takes a list of (member, stamp)");
+    PyObject *rows = oo__rows(list, "stamp() takes a list of (member, stamp)");
+    if (!rows)
         return NULL;
-    }
-    const Py_ssize_t count = PyList_Size(list);
-    struct oo_stamp *stamps = PyMem_Malloc(((size_t)count + 1) * sizeof *stamps);
-    if (!stamps)
-        return PyErr_NoMemory();
+    const Py_ssize_t count = PyTuple_Size(rows);
     PyObject *result = NULL;
+    struct oo_stamp *stamps = PyMem_Malloc(((size_t)count + 1) * sizeof *stamps);
+    if (!stamps) {
+        PyErr_NoMemory();
+        goto done;
+    }
     for (Py_ssize_t i = 0; i < count; i++) {
         unsigned long long v[2];
-        if (oo__pair(PyList_GetItem(list, i), "a stamp", oo__stamp_takes, v) < 0)
+        if (oo__pair(PyTuple_GetItem(rows, i), "a stamp", oo__stamp_takes, v) < 0)
             goto done;
         stamps[i] = (struct oo_stamp){(uint32_t)v[0], v[1]};
     }
@@ -732,6 +775,7 @@ static PyObject *oo__engine_stamp(PyObject *object, PyObject *list) {
         OO_BLOCKING(status, oo_engine_stamp(engine, stamps, (uint32_t)count, 0));
     result = oo__none_or_raise(object, status);
 done:
+    Py_DECREF(rows);
     PyMem_Free(stamps);
     return result;
 }
@@ -1065,18 +1109,19 @@ static PyObject *oo__engine_visits(PyObject *object, PyObject *argument) {
 static const struct oo_parameter oo__expect_takes[] = {OO_ID("unit"), {"kind", 0, OO_RECORDED}};
 
 static PyObject *oo__engine_expect(PyObject *object, PyObject *list) {
-    if (!PyList_Check(list)) {
-        PyErr_SetString(PyExc_TypeError, "expect() takes a list of (unit, kind)");
+    PyObject *rows = oo__rows(list, "expect() takes a list of (unit, kind)");
+    if (!rows)
         return NULL;
-    }
-    const Py_ssize_t count = PyList_Size(list);
-    struct oo_visit *visits = PyMem_Malloc(((size_t)count + 1) * sizeof *visits);
-    if (!visits)
-        return PyErr_NoMemory();
+    const Py_ssize_t count = PyTuple_Size(rows);
     PyObject *result = NULL;
+    struct oo_visit *visits = PyMem_Malloc(((size_t)count + 1) * sizeof *visits);
+    if (!visits) {
+        PyErr_NoMemory();
+        goto done;
+    }
     for (Py_ssize_t i = 0; i < count; i++) {
         unsigned long long v[2];
-        if (oo__pair(PyList_GetItem(list, i), "an expected use", oo__expect_takes, v) < 0)
+        if (oo__pair(PyTuple_GetItem(rows, i), "an expected use", oo__expect_takes, v) < 0)
             goto done;
         visits[i] = (struct oo_visit){(uint32_t)v[0], (enum oo_kind)v[1]};
     }
@@ -1087,6 +1132,7 @@ static PyObject *oo__engine_expect(PyObject *object, PyObject *list) {
     OO_BLOCKING(status, oo_engine_expect(engine, visits, (size_t)count));
     result = oo__none_or_raise(object, status);
 done:
+    Py_DECREF(rows);
     PyMem_Free(visits);
     return result;
 }
@@ -1132,26 +1178,31 @@ static PyObject *oo__engine_expect_pace(PyObject *object, PyObject *const *argum
     }
     if (oo__integers("expect_pace", arguments + 1, 1, oo__expect_pace_takes, 1, &link_bps) < 0)
         return NULL;
-    const Py_ssize_t n_rows = PyList_Size(arguments[0]);
-    struct oo_unit_pace *rows = PyMem_Malloc(((size_t)n_rows + 1) * sizeof *rows);
+    PyObject *rows = oo__rows(arguments[0], "an expected pace is a list");
     if (!rows)
-        return PyErr_NoMemory();
+        return NULL;
+    const Py_ssize_t n_rows = PyTuple_Size(rows);
     PyObject *result = NULL;
+    struct oo_unit_pace *paces = PyMem_Malloc(((size_t)n_rows + 1) * sizeof *paces);
+    if (!paces) {
+        PyErr_NoMemory();
+        goto done;
+    }
     for (Py_ssize_t i = 0; i < n_rows; i++) {
         unsigned long long v[2];
-        if (oo__pair(PyList_GetItem(arguments[0], i), "an expected pace", oo__unit_pace_takes, v) <
-            0)
+        if (oo__pair(PyTuple_GetItem(rows, i), "an expected pace", oo__unit_pace_takes, v) < 0)
             goto done;
-        rows[i] = (struct oo_unit_pace){(uint32_t)v[0], (uint64_t)v[1]};
+        paces[i] = (struct oo_unit_pace){(uint32_t)v[0], (uint64_t)v[1]};
     }
     struct oo_engine *engine = oo__engine_of(object);
     if (!engine)
         goto done;
     enum oo_status status;
-    OO_BLOCKING(status, oo_engine_expect_pace(engine, rows, (size_t)n_rows, (uint64_t)link_bps));
+    OO_BLOCKING(status, oo_engine_expect_pace(engine, paces, (size_t)n_rows, (uint64_t)link_bps));
     result = oo__none_or_raise(object, status);
 done:
-    PyMem_Free(rows);
+    Py_DECREF(rows);
+    PyMem_Free(paces);
     return result;
 }
 

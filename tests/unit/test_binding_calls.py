@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import json
 import os
 import sys
@@ -476,4 +477,39 @@ def test_a_call_without_memory_for_its_answer_says_so_and_keeps_nothing(name: st
     assert sum(row[3] for row in engine.residents()) == pins
     if name == "keep":
         engine.release(ticket, life.stream)
+    life.close_unused()
+
+
+class Lengthens:
+    """A cycle whose finalizer lengthens a list."""
+
+    def __init__(self, rows: list[Any], by: list[Any]) -> None:
+        self.rows, self.by, self.me = rows, by, self
+
+    def __del__(self) -> None:
+        self.rows.extend(self.by)
+
+
+@pytest.mark.parametrize("call", ["add_unit", "move_member"])
+def test_a_list_that_a_finalizer_lengthens_is_read_as_it_was(call: str) -> None:
+    """Reading rows allocates, and any allocation may collect garbage."""
+    life = Life()
+    row = (life.buffer.address, 256, 0, 0)  # as a coded one: it is read in slices
+    member = next(iter(life.tensors))
+    threshold = gc.get_threshold()
+    for allocations in range(1, 30):
+        tensors = [row] * 4
+        gc.collect()
+        gc.disable()
+        Lengthens(tensors, [row] * 64)
+        gc.set_threshold(allocations)
+        gc.enable()
+        try:
+            if call == "add_unit":
+                _, [(_, offsets)] = life.engine.add_unit(life.model, [tensors], False)
+            else:
+                _, offsets = life.engine.move_member(member, tensors)
+        finally:
+            gc.set_threshold(*threshold)
+        assert len(offsets) in (4, 68)  # before it was lengthened, or after that
     life.close_unused()
