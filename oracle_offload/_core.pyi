@@ -276,6 +276,9 @@ class Engine:
     def hold(self) -> None:
         """Trainable masters may be rewritten from now on: drop their copies, prefetch none."""
 
+    def settle(self) -> None:
+        """Wait until nothing that is queued reads masters: any of them may be rewritten then."""
+
     def resume(self) -> None:
         """They are stable again (an optimizer step ended); a forward's acquire does this too."""
 

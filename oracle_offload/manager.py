@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -190,6 +190,22 @@ class MemoryManager:
             raise OffloadError("this manager manages another model")
         self.state.engine.refresh(self.attachment.model)
         self.attachment.take_over()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Write to weights in a ``with`` block: in place, by ``.data``, from numpy.
+
+        A copy that a forward has queued may read a weight after that forward has returned, and
+        nothing sees a write through a tensor that somebody kept. At its entry the block waits for
+        what is queued; at its exit all device copies are forgotten, as by `refresh`. Nothing in it
+        may call the model. ``load_state_dict`` waits by itself.
+        """
+        self.state.check_process()
+        self.state.engine.settle()
+        try:
+            yield
+        finally:
+            self.refresh()
 
     def memory_summary(self, abbreviated: bool = False) -> Any:
         """Return the `MemoryReport` of this model."""

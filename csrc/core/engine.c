@@ -796,6 +796,19 @@ done:
     return status;
 }
 
+enum oo_status oo_engine_settle(struct oo_engine *engine) {
+    enum oo_status status = oo__enter(engine, 0);
+    if (status != OO_OK)
+        return status;
+    oo__feeds_await(engine);
+    /* H7: the caller may rewrite any master that a copy, or a kernel, still reads where it lies. */
+    OO_TRY(oo__await_copies(engine, engine->copies.queued));
+    OO_TRY(oo__await_reads(engine));
+done:
+    oo__leave(engine);
+    return status;
+}
+
 enum oo_status oo_engine_resume(struct oo_engine *engine) {
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)

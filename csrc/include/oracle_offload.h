@@ -385,6 +385,9 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
 enum oo_status oo_engine_hold(struct oo_engine *engine);
 /* They are stable again. A forward acquire outside a graph task says so too. */
 enum oo_status oo_engine_resume(struct oo_engine *engine);
+/* Wait on the host until nothing that is queued reads masters: any of them may be rewritten until
+ * the next acquire, map or prefetch. */
+enum oo_status oo_engine_settle(struct oo_engine *engine);
 /* All device copies of the model (or OO_ALL_MODELS) are stale: every later acquire copies anew. */
 enum oo_status oo_engine_refresh(struct oo_engine *engine, uint32_t model);
 /* Hash whole masters instead of samples, at every hit. */

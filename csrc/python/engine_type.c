@@ -834,6 +834,16 @@ static PyObject *oo__engine_hold(PyObject *object, PyObject *unused) {
     return oo__none_or_raise(object, status);
 }
 
+static PyObject *oo__engine_settle(PyObject *object, PyObject *unused) {
+    (void)unused;
+    struct oo_engine *engine = oo__engine_of(object);
+    if (!engine)
+        return NULL;
+    enum oo_status status;
+    OO_BLOCKING(status, oo_engine_settle(engine));
+    return oo__none_or_raise(object, status);
+}
+
 static PyObject *oo__engine_resume(PyObject *object, PyObject *unused) {
     (void)unused;
     struct oo_engine *engine = oo__engine_of(object);
@@ -1322,6 +1332,8 @@ static PyMethodDef oo__engine_methods[] = {
      "spin($self, stream, nanoseconds, /)\n--\n\nKeep a stream busy."},
     {"hold", oo__engine_hold, METH_NOARGS,
      "hold($self, /)\n--\n\nTrainable masters may be rewritten."},
+    {"settle", oo__engine_settle, METH_NOARGS,
+     "settle($self, /)\n--\n\nWait until nothing that is queued reads masters."},
     {"resume", oo__engine_resume, METH_NOARGS,
      "resume($self, /)\n--\n\nTrainable masters are stable."},
     {"refresh", oo__engine_refresh, METH_O,

@@ -174,6 +174,12 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
         _apply_to_masters(self, fn)
         return self
 
+    def _load_from_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+        leaf: Leaf | None = self.__dict__.get(HANDLE)
+        if leaf is not None:  # what is queued may still read what is written here
+            leaf.state.engine.settle()
+        base._load_from_state_dict(self, *args, **kwargs)
+
     def __setattr__(self: Any, name: str, value: Any) -> None:
         base.__setattr__(self, name, value)
         leaf: Leaf | None = self.__dict__.get(HANDLE)
@@ -201,6 +207,7 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
             "__doc__": base.__doc__,
             "_apply": _apply,
             "__setattr__": __setattr__,
+            "_load_from_state_dict": _load_from_state_dict,
             "__reduce_ex__": __reduce_ex__,
             _BASE: base,
             **members,

@@ -96,6 +96,33 @@ static void a_copy_ahead_is_waited_for(void) {
     world_close(&w, "ahead");
 }
 
+/* Frozen masters, too, may be rewritten once it has settled. */
+static void what_has_settled_may_be_rewritten(void) {
+    for (int locked = 0; locked < 2; locked++) {
+        struct world w;
+        if (!locked)
+            sim.simLockQuota(0);
+        world_open(&w, 60000, -1);
+        for (unsigned i = 0; i < 5; i++) /* and copies ahead what nobody waits for */
+            touch(&w, i, OO_FORWARD, w.stream);
+        const struct oo_request request = {
+            .member = w.member[9], .stream = w.stream, .seconds = 1e-3};
+        uintptr_t address;
+        need(oo_engine_map(w.engine, &request, 0, &address), "map");
+        CHECK((address != 0) == locked, "mapped to %#zx", (size_t)address);
+        if (locked)
+            need(oo_engine_unmap(w.engine, w.member[9], w.stream), "unmap");
+        need(oo_engine_settle(w.engine), "settle");
+        const uint64_t waits = stats_of(&w).host_waits;
+        CHECK(sim.simHostAccess(oo_host_address(w.host), w.total, 1) == 0, "refused");
+        check_no_reports("settled");
+        need(oo_engine_settle(w.engine), "settle");
+        CHECK(stats_of(&w).host_waits == waits, "waited twice");
+        world_close(&w, "settled");
+        sim.simLockQuota(UINT64_MAX);
+    }
+}
+
 /* Units are copied one by one, on request: nothing is fetched ahead. */
 static void open_one_by_one(struct world *w) {
     world_open(w, 400000, 0);
@@ -305,6 +332,7 @@ static const struct check_case cases[] = {
     CASE(a_step_after_a_forward_alone_waits_once),
     CASE(copies_of_frozen_weights_are_not_waited_for),
     CASE(a_copy_ahead_is_waited_for),
+    CASE(what_has_settled_may_be_rewritten),
     CASE(a_gradient_tells_of_its_own_stream_alone),
     CASE(a_gradient_tells_nothing_of_a_stream_with_the_same_handle),
     CASE(what_two_streams_wait_for_is_told_apart),

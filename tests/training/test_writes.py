@@ -699,3 +699,41 @@ def test_a_move_that_the_engine_refuses_leaves_the_layer_as_it_was():
         expected = torch.nn.functional.linear(x, managed[0].weight, managed[0].bias)
         assert torch.equal(managed(x), expected)
         assert manager.layers
+
+
+@pytest.mark.parametrize("how", ["writing", "load_state_dict"])
+def test_a_write_after_a_forward_that_nobody_waited_for(sim, how):
+    """A copy that is still queued does not read what the host writes; the strict witness cannot."""
+    model = build().requires_grad_(False)
+    other = {key: value * 1.5 + 0.25 for key, value in copy.deepcopy(model.state_dict()).items()}
+    manager = oracle_offload.attach(model, "cpu", offload_percent=1.0)
+    assert manager.layers
+    x = torch.randn(4, 64)
+
+    def write():
+        for name, parameter in model.named_parameters():
+            nbytes = parameter.numel() * parameter.element_size()
+            sim.host_access(parameter.data_ptr(), nbytes, True)
+            parameter.data.copy_(other[name])
+
+    try:
+        model(x)
+        write()  # without either: the race that they close
+        assert sim.reports()
+        sim.clear_reports()
+        manager.refresh()
+        model(x)
+        if how == "writing":
+            with manager.writing():
+                write()
+        else:
+            model.load_state_dict(model.state_dict())
+            write()
+        assert sim.reports() == []
+        resident = build().requires_grad_(False)
+        resident.load_state_dict(other)
+        assert torch.equal(model(x), resident(x))
+    finally:
+        sim.clear_reports()
+        manager.detach()
+        sim.clear_reports()
