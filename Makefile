@@ -7,7 +7,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help build demo test test-all test-bill device-type operators lint format bench ctest asan-check asan-python tsan-check \
         windows-check analyze compile_commands.json \
-        proof mutation mutation-python mutation-python-all coverage fuzz conformance screenshots \
+        proof mutation mutation-near mutation-python mutation-python-all coverage fuzz conformance screenshots \
         aitoolkit-check wheel gpu-wheels gpu-rivals gpu-check gpu-rehearsal gpu-import environment clean
 
 ifdef PYTHON
@@ -42,6 +42,7 @@ help:
 	@echo "make compile_commands.json  how each C source is compiled, for editors"
 	@echo "make proof         every proof of order and of behaviour under faults, with figures"
 	@echo "make mutation      the mutation gate of the engine alone"
+	@echo "make mutation-near those of its mutants near the last change, and a sample"
 	@echo "make mutation-python      that of the Python layer and the binding, a sample of 40"
 	@echo "make mutation-python-all  every mutant of them, hours; goes on where it was stopped"
 	@echo "make coverage      branches of the core that the C programs take"
@@ -156,6 +157,9 @@ proof: build
 
 mutation: $(call ready,test)
 	"$(PY)" tools/mutate.py $(ARGS)
+
+mutation-near: $(call ready,test)
+	"$(PY)" tools/mutate.py --near $(ARGS)
 
 # The seed is fixed: a sample that changes with every commit would fail where nothing was done.
 mutation-python: build

@@ -3,6 +3,8 @@
     python tools/mutate.py                # all mutants; exit 3 when too many survive
     python tools/mutate.py --list         # what would be tried
     python tools/mutate.py --only engine.c:210
+    python tools/mutate.py --near         # those near the change, and a sample of the others
+    python tools/mutate.py --near --since v0.1.0
     python tools/mutate.py --remember     # and write which test killed each, for the next run
     python tools/mutate.py --self-test    # without the race detector, survivors must appear
 
@@ -17,6 +19,11 @@ package that trains with torch (tests/mutation/torch_training.py).
 Before all that a mutant meets the one test that is remembered as its killer
 (tests/mutation/killers.json), a single case of a program where that is enough. What survives it
 takes the way above: what is remembered decides how long the gate takes, and never what it says.
+
+--near is what continuous integration runs, and `make proof` all: the mutants within NEAR_LINES of a
+line that changed, those whose remembered killer is a program that changed, and of the others those
+NEAR_SAMPLE whose keys' digest comes first. A change is what the working tree has since HEAD left
+the main branch, or on that branch itself since NEAR_COMMITS commits ago.
 
 A mutant that does not compile is none, nor is one whose object code (-O2, no debug information)
 equals the original's or another mutant's. Survivors that cannot change behaviour are listed with
@@ -61,6 +68,7 @@ TIMEOUT_S = 10.0
 SLOW_TIMEOUT_S = 120.0  # of the two that only survivors of the rest meet
 SURVIVORS_ALLOWED = 0.03
 FAULT_STRIDE = 6  # of the sample of faults every sixth: the sweep is a test of its own
+NEAR_LINES, NEAR_COMMITS, NEAR_SAMPLE = 3, 10, 60
 ADDRESS_SPACE_KIB = 8 << 20  # a mutant that allocates without end
 # A header without kernels, so that loading it can be tested: the simulated driver asks no more.
 FATBIN = """#include "fatbin.h"
@@ -324,6 +332,64 @@ def write_killers(rows: Sequence[tuple[Mutant, str]], known: Mapping[str, str]) 
     KILLERS.write_text(json.dumps(dict(sorted(killers.items())), indent=1) + "\n")
 
 
+# ---- what is near a change ----
+
+
+def git(*arguments: str, root: Path = ROOT) -> str:
+    """Return what git says; empty where it fails, as without a repository or such a commit."""
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def begin_of_change(root: Path = ROOT) -> str:
+    """Return the commit that a change began at; empty where there is no earlier one."""
+    head = git("rev-parse", "HEAD", root=root)
+    main = git("merge-base", "HEAD", "origin/HEAD", root=root)
+    if main and main != head:
+        return main
+    earlier = git(
+        "rev-list", f"--max-count={NEAR_COMMITS + 1}", "--first-parent", "HEAD", root=root
+    )
+    return "" if earlier.count("\n") < 1 else earlier.split("\n")[-1]
+
+
+def changed_lines(since: str, root: Path = ROOT) -> dict[str, set[int]]:
+    """Return the lines, and those about them, that the working tree has otherwise, by file name.
+
+    Of C sources alone; where lines are gone, those around the place.
+    """
+    found: dict[str, set[int]] = {}
+    difference = git("diff", "--unified=0", since, "--", "csrc", "tests/c", root=root)
+    name = ""
+    for row in difference.splitlines() if since else ():
+        if row.startswith("+++ "):
+            name = row.rpartition("/")[2]
+        elif hunk := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", row):
+            first, count = int(hunk[1]), int(hunk[2] or 1)
+            around = range(first - NEAR_LINES, first + max(count, 1) + NEAR_LINES)
+            found.setdefault(name, set()).update(around)
+    return found
+
+
+def near(
+    mutants: Sequence[Mutant], lines: Mapping[str, set[int]], killers: Mapping[str, str]
+) -> list[Mutant]:
+    """Return the mutants that a change of these lines may concern, and a sample of the others."""
+
+    def concerned(mutant: Mutant) -> bool:
+        program = re.split(r"::| under ", killers.get(mutant.key, ""))[0]
+        return mutant.line in lines.get(mutant.file, ()) or f"{program}.c" in lines
+
+    def digest(mutant: Mutant) -> bytes:
+        return hashlib.sha256(mutant.key.encode()).digest()
+
+    chosen = {mutant for mutant in mutants if concerned(mutant)}
+    others = sorted((mutant for mutant in mutants if mutant not in chosen), key=digest)
+    chosen.update(others[:NEAR_SAMPLE])
+    return [mutant for mutant in mutants if mutant in chosen]
+
+
 def equivalents() -> dict[str, str]:
     """Return the mutants proved to change nothing: key of the mutant -> proof."""
     if not EQUIVALENT.exists():
@@ -342,6 +408,8 @@ def main() -> int:
     parser.add_argument(
         "--fast", action="store_true", help="without ThreadSanitizer and torch for the survivors"
     )
+    parser.add_argument("--near", action="store_true", help="those near the change, and a sample")
+    parser.add_argument("--since", default="", help="the commit that the change began at")
     parser.add_argument("--verbose", action="store_true", help="say of every mutant what killed it")
     parser.add_argument("--remember", action="store_true", help="write which test killed each")
     parser.add_argument(
@@ -351,6 +419,11 @@ def main() -> int:
     mutants = [m for m in all_mutants() if args.only in m.name]
     if args.self_test:  # the waits and records are what the race detector is for
         mutants = [m for m in mutants if "WaitEvent" in m.kind or "Record" in m.kind]
+    killers: dict[str, str] = json.loads(KILLERS.read_text(encoding="utf-8"))
+    if args.near:
+        since = args.since or begin_of_change()
+        mutants = near(mutants, changed_lines(since), killers)
+        print(f"{len(mutants)} mutants near what changed since {since or 'no commit'}, and others")
     if args.list:
         for mutant in mutants:
             print(f"{mutant.name}\n    {' '.join(mutant.original.split())[:110]}")
@@ -360,7 +433,6 @@ def main() -> int:
     proofs = equivalents()
     rows: list[tuple[Mutant, str]] = []
     slow = not (args.fast or args.self_test)
-    killers: dict[str, str] = json.loads(KILLERS.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         gate = Gate(
             Path(folder),
@@ -393,7 +465,7 @@ def main() -> int:
     survivors = [mutant for mutant, outcome in tried if outcome == "survived"]
     unproved = [m for m in survivors if m.key not in proofs]
     keys = {m.key for m in survivors}
-    whole = not (args.only or args.fast or args.self_test)
+    whole = not (args.only or args.fast or args.self_test or args.near)
     idle = [key for key in proofs if whole and key not in keys]
     share = len(survivors) / max(1, len(tried))
     seconds = time.monotonic() - start
@@ -419,6 +491,8 @@ def main() -> int:
         if not survivors:
             print("the gate proves nothing: no mutant survives without the race detector")
         return 0 if survivors else 3
+    if args.near:  # a share of few says little
+        return 3 if unproved else 0
     return 3 if unproved or idle or share > SURVIVORS_ALLOWED else 0
 
 
