@@ -1,4 +1,4 @@
-"""A test that leaves torch or the process changed fails by itself, and says what it changed."""
+"""A test that leaves torch or the process changed is named, with what it changed."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def test_that_changes_nothing():
 """
 CONFTEST = """
 import sys
+import warnings
 import pytest
 sys.path.insert(0, {tools!r})
 import left_behind
@@ -74,7 +75,10 @@ def test_each_change_is_named_by_the_test_that_made_it(tmp_path: Path) -> None:
     conftest = CONFTEST.format(tools=str(ROOT / "tools"), fixture=the_fixture())
     (tmp_path / "conftest.py").write_text(conftest)
     done = subprocess.run(
-        [*(sys.executable, "-m", "pytest", "-q", "-rE"), *("-p", "no:cacheprovider", "--tb=no")],
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-rE", "-W", "error:the test has left behind"),
+            *("-p", "no:cacheprovider", "--tb=no"),
+        ],
         cwd=tmp_path,
         env={**os.environ, "COLUMNS": "500"},
         capture_output=True,
