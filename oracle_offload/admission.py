@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from . import masters
 from .geometry import unit_bytes
+from .intake import Intake
 from .layers.leaf import Leaf
 from .layers.swap import swap_in
 from .layers.trial import Trial
@@ -46,7 +48,13 @@ def build_masters(
     total = sum(
         unit_bytes(unit) if of_files is None else sum(map(of_files, unit)) for unit in tensors
     )
-    with DelayedBar(total, "oracle_offload: attach") as bar:
+    beside = {id(tensor): tensor for unit in tensors for tensor in unit}.values()
+    host_bytes = sum(buffer.nbytes for buffer in pieces.buffers)
+    with (
+        DelayedBar(total, "oracle_offload: attach") as bar,
+        pieces.intake(beside) as intake,
+        _LockedBeside(pieces, intake) as locked,
+    ):
         piece_bytes = None if loading is None else loading.piece_bytes
         for units_of_piece in masters.split_pieces(tensors, piece_bytes):
             of_piece = [tensor for unit in units_of_piece for tensor in unit]
@@ -55,13 +63,84 @@ def build_masters(
                 for tensor in of_piece
                 if tensor.device.type != "cpu"
             ]
-            piece = masters.Piece(units_of_piece, bar.update, pieces.node, loading, coder)
+            locked.begin()
+            piece = masters.Piece(units_of_piece, bar.update, pieces.node, loading, coder, intake)
+            locked.take(piece)
             for tensor in of_piece:
                 masters.share_memory(tensor, aliases.get(id(tensor), ()))
             masters.trim_heap()
-            pieces.add(piece)
+            locked.end()
+            host_bytes += piece.buffer.nbytes
             if coder is not None:
-                coder.check_budget(sum(buffer.nbytes for buffer in pieces.buffers))
+                coder.check_budget(host_bytes)
+
+
+class _LockedBeside:
+    """Locks each piece while the next one is filled; a context manager.
+
+    Parameters
+    ----------
+    pieces : Pieces
+        Those that are locked, in the order in which they were taken.
+    intake : Intake
+        Closed where the system refuses to lock a piece, which may have its room.
+    """
+
+    def __init__(self, pieces: masters.Pieces, intake: Intake) -> None:
+        self._pieces = pieces
+        self._intake = intake
+        self._pool = ThreadPoolExecutor(1, "oracle_offload-lock")
+        self._filled: masters.Piece | None = None
+        self._locking: tuple[masters.Piece, Future[str | None]] | None = None
+
+    def __enter__(self) -> _LockedBeside:
+        return self
+
+    def take(self, piece: masters.Piece) -> None:
+        """Lock `piece`, which is filled, at the next `begin` or at the end."""
+        self._filled = piece
+
+    def begin(self) -> None:
+        """Begin to lock what was taken."""
+        if self._filled is not None:
+            attempt = self._pieces.budget.attempt
+            future = self._pool.submit(attempt, self._filled, self._pieces.in_order())
+            self._locking, self._filled = (self._filled, future), None
+
+    def end(self) -> None:
+        """Wait for what was begun.
+
+        However often the wait is interrupted: what is locked by half could not be given back.
+        """
+        if self._locking is None:
+            return
+        (piece, future), interrupt = self._locking, None
+        while not future.done():
+            try:
+                wait([future])
+            except BaseException as error:
+                interrupt = error
+        self._locking = None
+        self._pieces.note(piece)
+        if interrupt is not None:
+            raise interrupt
+        if future.result() is not None:
+            self._intake.close()
+            self._pieces.add(piece)
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        try:
+            self.end()
+            if kind is None and self._filled is not None:
+                piece, self._filled = self._filled, None
+                self._pieces.add(piece)
+        except Exception:
+            if kind is None:
+                raise
+        finally:
+            if self._filled is not None:
+                self._pieces.abandon(self._filled)
+            self._pool.shutdown()
 
 
 def add_units(structure: Structure, units: Sequence[Sequence[Chosen]]) -> list[Leaf]:

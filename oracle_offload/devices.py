@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,19 @@ class Counted(NamedTuple):
     peak_bytes: int
     failures: int
     limit_bytes: int | None
+
+
+class CopiesAside(Protocol):
+    """Copies from a device to page-locked memory that the host does not wait for at once."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy `source` once all that this thread has queued so far has computed it.
+
+        Who calls keeps `source` and `target` as they are until the copy has ended.
+        """
+
+    def mark(self) -> Callable[[], object]:
+        """Return what waits until all copies that were begun so far have ended."""
 
 
 class Device(abc.ABC):
@@ -129,6 +142,10 @@ class Device(abc.ABC):
     def is_capturing(self, stream: int) -> bool:
         """Whether `stream`, as above, is part of a graph that is captured: nothing is allocated."""
 
+    def copies_aside(self) -> CopiesAside | None:
+        """Return what copies beside the host's work; None where no copy takes the host's time."""
+        return None
+
     def set_data(self, tensor: Tensor, data: Tensor) -> None:
         """Let `tensor`, which others know by its identity, be `data` from now on."""
         tensor.data = data
@@ -190,6 +207,25 @@ class Simulated(Device):
     def is_capturing(self, stream: int) -> bool:
         """Whether `stream` is part of a graph that is captured."""
         return self._has_clock and simulator.is_capturing(stream)
+
+
+class _CudaCopies:
+    """On a stream of their own; see `CopiesAside`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        # The source is written on the stream that torch computes on.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def mark(self) -> Callable[[], object]:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event.synchronize
 
 
 class Cuda(Device):
@@ -266,6 +302,10 @@ class Cuda(Device):
             stats["num_ooms"] + stats["num_alloc_retries"],
             limit,
         )
+
+    def copies_aside(self) -> CopiesAside:
+        """Return copies on a stream of their own."""
+        return _CudaCopies(self.device)
 
     def begin_peak(self) -> None:
         """Begin torch's peak anew."""

@@ -91,16 +91,24 @@ class LockBudget:
             Those of the same model, oldest first; where the wall was overstepped, the newest that
             nothing uses yet are unlocked again.
         """
-        limit = self._limit - sum(other.locked_bytes for other in others)
-        refused = self._lock(piece, limit)
+        refused = self.attempt(piece, others)
         if refused is not None:
             self._meet_wall(refused, piece.buffer)
             self._fit(others)
             # Where somebody has locked memory meanwhile, the piece stays as it is.
-            if self._lock(piece, limit) is not None:
+            if self.attempt(piece, others) is not None:
                 self._lock(piece, 0)
         if self._is_attached:
             self._tell_refusal([piece])
+
+    def attempt(self, piece: Lockable, others: Sequence[Lockable]) -> str | None:
+        """As `lock`, but what the system refuses stays unknown; return why it does."""
+        return self._lock(piece, self._limit - sum(other.locked_bytes for other in others))
+
+    @property
+    def has_met_wall(self) -> bool:
+        """Whether the system has refused to lock something."""
+        return self._refusal is not None
 
     def unlock(self, piece: Lockable) -> None:
         """Let the engine forget a piece, as far as it knows it."""

@@ -1,10 +1,10 @@
 """Host masters: weights move, piece by piece, into page-locked memory of exact size.
 
 A piece is one `HostBuffer` of about 1 GiB. It is touched and filled, the originals are dropped, and
-it is locked before the next piece begins, so that the process never holds more than the weights and
-one or two pieces. Where the system does not lock all of it, its beginning is locked, up to a cut: a
-page at which a unit begins, so that no tensor is locked by half. A `Parameter` keeps its identity:
-only ``.data`` is re-pointed, to a tensor whose storage is exactly its own bytes. So torch itself
+it is locked while the next piece is filled, so that the process never holds more than the weights
+and one or two pieces. Where the system does not lock all of it, its beginning is locked, up to a
+cut: a page at which a unit begins, so that no tensor is locked by half. A `Parameter` keeps its
+identity: only ``.data`` is re-pointed, to a tensor whose storage is exactly its own bytes. So torch itself
 counts who holds a master, and a piece is given back, as a whole, when nobody holds any of it.
 """
 
@@ -28,6 +28,7 @@ from .engines import DeviceState
 from .errors import OffloadError
 from .geometry import aligned, contiguous_stride, is_dense, tensor_bytes, unit_bytes
 from .host import memory
+from .intake import Intake
 from .locking import LockBudget, whole_pages
 from .sizes import GIB, MIB
 from .views.progress import DelayedBar
@@ -122,6 +123,8 @@ class Piece:
         Where the values of those tensors come from that have none yet.
     coder : Coder, optional
         What codes those tensors that it wants.
+    intake : Intake, optional
+        What takes tensors off the device.
 
     Attributes
     ----------
@@ -144,6 +147,7 @@ class Piece:
         node: int = -1,
         files: Files | None = None,
         coder: Coder | None = None,
+        intake: Intake | None = None,
     ) -> None:
         on_bytes = on_bytes or (lambda nbytes: None)
         prepared = {} if coder is None else code(units, coder, files, on_bytes)
@@ -158,6 +162,7 @@ class Piece:
         self.is_known = False
         self.coded: dict[int, CodedMaster] = {}
         to_read: list[tuple[Tensor, Tensor]] = []
+        to_fetch: list[tuple[Tensor, int]] = []
         for unit, offset in zip(units, offsets, strict=True):
             for tensor in unit:
                 if id(tensor) in prepared:
@@ -167,10 +172,14 @@ class Piece:
                     continue
                 if files is not None and files.have(tensor):
                     to_read.append((tensor, master_at(self.buffer, offset, tensor)))
+                elif intake is not None and intake.takes(tensor):
+                    to_fetch.append((tensor, offset))
                 else:
                     move_into(tensor, self.buffer, offset)
                     on_bytes(tensor_bytes(tensor))
                 offset += aligned(tensor_bytes(tensor))
+        if intake is not None and to_fetch:
+            intake.fetch(to_fetch, self.buffer, on_bytes, self._point)
         if files is not None and to_read:
             files.read(to_read, on_bytes)
             for tensor, master in to_read:
@@ -178,6 +187,9 @@ class Piece:
         self._storages = [
             StorageWeakRef(tensor.untyped_storage()) for unit in units for tensor in unit
         ]
+
+    def _point(self, tensor: Tensor, offset: int) -> None:
+        point_at(tensor, master_at(self.buffer, offset, tensor.detach()))
 
     def _take(self, tensor: Tensor, found: Prepared, offset: int) -> None:
         """Make `tensor` a coded master at `offset`."""
@@ -337,12 +349,28 @@ class Pieces:
         try:
             self.budget.lock(piece, self.in_order())
         finally:
-            if piece.is_known:  # perhaps in spite of an exception
-                with self._state.lock:
-                    self._pieces[piece.start] = piece
-                    bisect.insort(self._starts, piece.start)
-                    self._coded.update(piece.coded)
-                    self._mapped += piece.coded.values()
+            self.note(piece)
+
+    def note(self, piece: Piece) -> None:
+        """Keep a piece that the engine knows, perhaps in spite of an exception."""
+        if piece.is_known:
+            with self._state.lock:
+                self._pieces[piece.start] = piece
+                bisect.insort(self._starts, piece.start)
+                self._coded.update(piece.coded)
+                self._mapped += piece.coded.values()
+
+    def abandon(self, piece: Piece) -> None:
+        """Have `own` copy what lies in files of a piece that nobody will `note`."""
+        self._mapped += piece.coded.values()
+
+    def intake(self, tensors: Iterable[Tensor]) -> Intake:
+        """Return what takes those of `tensors` that lie on the device off it, once it is entered.
+
+        Where the system has refused to lock something, the weights need all that it does lock.
+        """
+        there = sum(aligned(tensor_bytes(t)) for t in tensors if t.device == self._state.device)
+        return Intake(self._state, 0 if self.budget.has_met_wall else there)
 
     def in_order(self) -> list[Piece]:
         """Return the pieces, oldest first."""
