@@ -17,7 +17,7 @@ import compressed_memory
 import models
 import pytest
 import torch
-from equality import assert_models_agree, assert_same, attached, resident_pair
+from equality import assert_models_agree, assert_same, attached, resident_pair, step_alike
 from safetensors.torch import load_file, save_file
 from test_matrix import Block, make_step
 from test_models import BUILDS
@@ -532,8 +532,7 @@ def test_weights_that_are_trained_after_attach(device, fused):
             optimizers.append(torch.optim.AdamW([model[1].weight], lr=0.01, fused=fused))
         for _ in range(3):
             assert_models_agree(managed, resident, step, steps=1, device=device)
-            for optimizer in optimizers:
-                optimizer.step()
+            step_alike(managed, resident, optimizers, device)
         assert_same(managed[1].weight, resident[1].weight)
         assert [bool(layer.coded) for layer in manager.layers] == [True, False, True, True]
 
@@ -543,10 +542,12 @@ def test_weights_that_are_unfrozen_between_backward_and_step(device):
     step = make_step(torch.randn(6, WIDTH).bfloat16(), device, False)
     with lossless(managed, device) as manager:
         assert_models_agree(managed, resident, step, steps=1, device=device)
+        optimizers = []
         for model in (managed, resident):
             weight = model[1].weight.requires_grad_()
             weight.grad = torch.ones_like(weight)
-            torch.optim.SGD([weight], lr=0.1).step()
+            optimizers.append(torch.optim.SGD([weight], lr=0.1))
+        step_alike(managed, resident, optimizers, device)
         assert_same(managed[1].weight, resident[1].weight)
         assert len(coded_layers(manager)) == 3  # before anything is computed with it
         assert_models_agree(managed, resident, step, steps=1, device=device)
@@ -568,8 +569,7 @@ def test_a_trained_layer_without_codes_takes_them_from_its_neighbours(device, ke
             optimizers.append(torch.optim.SGD([parameter], lr=0.1))
         for _ in range(2):
             assert_models_agree(managed, resident, step, steps=1, device=device)
-            for optimizer in optimizers:
-                optimizer.step()
+            step_alike(managed, resident, optimizers, device)
         assert_same(getattr(managed[1], key), getattr(resident[1], key))
         assert not coded_layers(manager)
 

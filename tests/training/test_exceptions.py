@@ -222,6 +222,9 @@ def test_an_exception_at_any_boundary_leaves_the_next_step_identical(device, kin
             with Raising(managed, kind, at, error), pytest.raises(RuntimeError) as caught:
                 step(managed)
             assert caught.value is error
+            # The frames keep a checkpoint's hooks of saved tensors in force until they go.
+            error.__traceback__ = None
+            del caught
             check_nothing_held(ledger, where)
             assert_models_agree(managed, resident, step, steps=1, device=device)
         assert len(ledger.acquired) > used

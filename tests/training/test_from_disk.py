@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import models
 import pytest
 import torch
-from equality import assert_models_agree, assert_same, attached
+from equality import assert_models_agree, assert_same, attached, step_alike
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -112,8 +112,7 @@ def test_training_is_that_of_the_resident_model(device, tmp_path, reentrant):
         assert_same_state(managed, resident)
         assert_models_agree(managed, resident, tower_step, device=device)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (managed, resident)]
-        for optimizer in optimizers:
-            optimizer.step()
+        step_alike(managed, resident, optimizers, device)
         assert_models_agree(managed, resident, tower_step, device=device)
         assert_same(managed.state_dict(), resident.state_dict())
 

@@ -35,7 +35,10 @@ def build(between=None):
 OPTIMIZERS = {
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "fused sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
-    "fused adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
+    # There is no fused kernel of this one for CUDA.
+    "fused adagrad": lambda p: torch.optim.Adagrad(
+        p, lr=1e-2, fused=all(one.device.type != "cuda" for one in p)
+    ),
     "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "single": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
     "groups": lambda p: torch.optim.AdamW(
