@@ -32,7 +32,8 @@ PHASES = ("import", "set-up", "call", "processes")
 FILES_SHOWN, FUNCTIONS_SHOWN = 25, 25
 WHEN = {"setup": "set-up", "call": "call", "teardown": "set-up"}
 
-Costs = dict[str, Counter[str]]  # of a test, or a file's import: seconds by phase
+# Of a test, or of a file that is imported: a Counter of seconds by phase.
+Costs = dict[str, Any]
 
 
 def spent() -> tuple[float, float]:

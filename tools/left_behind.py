@@ -48,7 +48,6 @@ def questions(torch: Any, simulated: bool) -> tuple[tuple[str, ...], tuple[Calla
         torch.autocast_decrement_nesting()
         return depth
 
-    hooks = torch.nn.modules.module
     found: dict[str, Callable[[], Any]] = {
         "depth of autocast": nesting,
         "default generator": lambda: id(torch.default_generator),
@@ -57,11 +56,6 @@ def questions(torch: Any, simulated: bool) -> tuple[tuple[str, ...], tuple[Calla
         ),
         "default device": lambda: getattr(
             sys.modules.get("torch.utils._device"), "CURRENT_DEVICE", None
-        ),
-        "hooks of all modules": lambda: (
-            len(hooks._global_forward_hooks)
-            + len(hooks._global_forward_pre_hooks)
-            + len(hooks._global_backward_hooks)
         ),
     }
     for device in ("cpu", "cuda", *(["simgpu"] if simulated else [])):

@@ -29,7 +29,6 @@ CHANGES = {
     "get_float32_matmul_precision": 'torch.set_float32_matmul_precision("high")',
     "_get_cudnn_benchmark": "torch.backends.cudnn.benchmark = True",
     "_get_mkldnn_enabled": "torch._C._set_mkldnn_enabled(False)",
-    "hooks of all modules": "nn.modules.module.register_module_forward_hook(print)",
     "default generator": "torch.default_generator = torch.Generator()",
     "SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
     "SIGINT": "signal.signal(signal.SIGINT, lambda *_: None)",
@@ -38,7 +37,6 @@ CHANGES = {
 HEAD = """
 import signal, threading, time
 import torch
-from torch import nn
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 

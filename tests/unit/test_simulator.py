@@ -239,7 +239,7 @@ def test_a_failed_test_says_how_to_replay_it(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "."],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tools'}"},
         capture_output=True,
         text=True,
     )
