@@ -35,6 +35,8 @@ RIVALS_TEXT = """The same LoRA step of 84 Flux-shaped blocks (11.9B parameters, 
 cap of device memory; what each is given stands in [gpu-check.md](gpu-check.md#rivals). *Busy*: the
 share of a step in which a kernel ran.
 """
+TESTS_TEXT = """Of each file of tests its newest run; why one failed stands in that run's results.
+"""
 CARD_TEXT = """What the simulator's preset for this card assumes, and what was measured. Copies are
 of page-locked memory to the device.
 """
@@ -78,21 +80,29 @@ def section(device: str, reports: Sequence[dict[str, Any]]) -> str:
         + ".",
         "",
     ]
-    for title, text, make in PARTS:
+    for title, part, text, make in PARTS:
         table = list(make(reports))
         if table:
-            lines += [f"### {title}", "", *([text] if text else []), *table, ""]
+            used = report_of(reports, part)
+            of = f"Measured at {used['commit']}.\n" if used else ""
+            lines += [f"### {title}", "", *filter(None, (text, of)), *table, ""]
     return "\n".join(lines)
 
 
-def rows_of(reports: Sequence[dict[str, Any]], part: str) -> list[dict[str, Any]]:
-    """Return the rows of the newest file in which the part has ended, or has any."""
+def report_of(reports: Sequence[dict[str, Any]], part: str) -> dict[str, Any] | None:
+    """Return the newest file in which a part has ended, or has any row."""
     for wanted in (ENDED, None):
         for report in reports:
             entry = report.get(part, {})
             if entry.get("rows") and (wanted is None or entry["state"] in wanted):
-                return [row for row in entry["rows"] if isinstance(row, dict)]
-    return []
+                return report
+    return None
+
+
+def rows_of(reports: Sequence[dict[str, Any]], part: str) -> list[dict[str, Any]]:
+    """Return the rows of that file; none where there is no such file."""
+    report = report_of(reports, part)
+    return [row for row in report[part]["rows"] if isinstance(row, dict)] if report else []
 
 
 def table(columns: Mapping[str, Callable[[Any], str]], rows: Iterable[Any]) -> Iterator[str]:
@@ -194,11 +204,13 @@ def link_gbps(reports: Sequence[dict[str, Any]]) -> float | None:
 
 def rivals(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the table of contenders at equal memory."""
-    rows = rows_of(reports, "rivals") + rows_of(reports, "rivals_more")
-    joules = {
-        row["name"].partition(": ")[2]: row.get("joules_per_step")
-        for row in rows_of(reports, "power")
-    }
+    rows, joules = list[dict[str, Any]](), dict[str, float]()
+    for part in ("rivals", "rivals_more"):
+        used = report_of(reports, part)
+        rows += rows_of(reports, part)
+        for row in used["power"]["rows"] if used else ():  # of that run, by its own sampler
+            if "joules_per_step" in row:
+                joules[row["name"].partition(": ")[2]] = row["joules_per_step"]
 
     def what(row: Any) -> str:
         return str(row["name"]).partition(", ")[2]
@@ -220,9 +232,7 @@ def rivals(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
             "locked GiB": figure("locked_bytes", ".1f", GIB),
             "host peak GiB": figure("rss_peak_bytes", ".1f", GIB),
             "busy": figure("busy_ratio", ".0%"),
-            "J a step": lambda row: (
-                format(joules.get(row["name"]) or 0, ".0f") if joules.get(row["name"]) else ""
-            ),
+            "J a step": lambda row: figure("joules", ".0f")({"joules": joules.get(row["name"])}),
             "attach s": figure("attach_s", ".1f"),
             "as": outcome,
         },
@@ -341,14 +351,16 @@ def tests(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
     )
 
 
-PARTS: tuple[tuple[str, str, Callable[[Sequence[dict[str, Any]]], Iterator[str]]], ...] = (
-    ("A training step", STEP_TEXT, steps),
-    ("Beside others", RIVALS_TEXT, rivals),
-    ("The card", CARD_TEXT, card),
-    ("Host time of a layer's call", "", host),
-    ("Attach and page-locking", "", locking),
-    ("Bits without determinism flags", "", bits),
-    ("Tests on the card", "", tests),
+Make = Callable[[Sequence[dict[str, Any]]], Iterator[str]]
+# Title, the part of the check that it is of, what it says first, its table.
+PARTS: tuple[tuple[str, str, str, Make], ...] = (
+    ("A training step", "step", STEP_TEXT, steps),
+    ("Beside others", "rivals", RIVALS_TEXT, rivals),
+    ("The card", "rates", CARD_TEXT, card),
+    ("Host time of a layer's call", "layers", "", host),
+    ("Attach and page-locking", "lock", "", locking),
+    ("Bits without determinism flags", "bits", "", bits),
+    ("Tests on the card", "", TESTS_TEXT, tests),
 )
 
 
