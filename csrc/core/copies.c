@@ -4,7 +4,6 @@
  * driver: a gradient that has arrived came after kernels that came after the copies. */
 #include "copies.h"
 #include "call.h"
-#include "timing.h"
 #include "uses.h"
 
 void oo__note_copy(struct oo_engine *engine, struct oo_unit *unit) {
@@ -31,14 +30,6 @@ uint64_t oo__awaited_by(const struct oo_engine *engine, OOCUstream stream) {
 void oo__note_ended(struct oo_engine *engine, uint64_t copy) {
     if (copy > engine->copies.ended)
         engine->copies.ended = copy;
-}
-
-int oo__queue_may_be_full(struct oo_engine *engine) {
-    const struct oo_copies *copies = &engine->copies;
-    if (copies->sent - copies->passed < OO_QUEUED_PARTS)
-        return 0;
-    oo__spans_harvest(engine);
-    return copies->sent - copies->passed >= OO_QUEUED_PARTS;
 }
 
 enum oo_status oo__await_copies(struct oo_engine *engine, uint64_t copy) {

@@ -13,9 +13,6 @@ void oo__note_awaited(struct oo_engine *engine, const struct oo_unit *unit, OOCU
 uint64_t oo__awaited_by(const struct oo_engine *engine, OOCUstream stream);
 /* The host has waited for what comes after all copies up to this number. */
 void oo__note_ended(struct oo_engine *engine, uint64_t copy);
-/* Whether one more copy may have to wait until the device has taken another from the driver's
- * queue. */
-int oo__queue_may_be_full(struct oo_engine *engine);
 /* Wait on the host for all copies up to this number. */
 enum oo_status oo__await_copies(struct oo_engine *engine, uint64_t copy);
 

@@ -122,7 +122,6 @@ static enum oo_status oo__copy_part(struct oo_engine *engine, uint32_t id,
     struct oo_failure failure = {0};
     enum oo_status status;
     const int decodes = part->header.mode == OO_CODEC_TIERS;
-    engine->copies.sent++;
     /* Between two parts of such a unit the link may rest, for want of staging memory. */
     if (engine->units[id].decodes && part->bytes)
         OO_TRY(oo__times_take(engine, OO_TRACE_H2D, &times.copy_begin, &times.copy_end));
@@ -487,10 +486,6 @@ again:
         oo__leave(engine);
         goto again;
     }
-    if ((flags & OO_NONBLOCKING) && (!resident || unit->stale) && oo__queue_may_be_full(engine)) {
-        status = OO_WOULD_BLOCK;
-        goto done;
-    }
     oo_plan_visit(engine->plan, id, request->kind);
     stats->acquires++;
     if (unit->stale) {
@@ -602,8 +597,7 @@ static void oo__start_copies(struct oo_engine *engine, int flags, struct oo_fetc
     while (engine->usable && oo_plan_next_fetch(engine->plan, &id, &window)) {
         if (fetched->count == OO_MAX_FETCHED ||
             ((flags & OO_NONBLOCKING) && (oo__is_being_fed(engine, &window) ||
-                                          (engine->units[id].decodes && oo__feeds_run(engine)) ||
-                                          oo__queue_may_be_full(engine)))) {
+                                          (engine->units[id].decodes && oo__feeds_run(engine))))) {
             fetched->more = 1;
             return;
         }

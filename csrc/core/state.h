@@ -29,8 +29,6 @@ struct oo_span {
     uint32_t unit;
     uint32_t model;
     uint64_t bytes;
-    uint64_t
-        sent; /* parts that were on the h2d stream before its end: see oo_copies; 0: not known */
     struct oo_event *begin, *end;
     int traced; /* a row of the timeline is wanted */
 };
@@ -271,15 +269,7 @@ struct oo_copies {
      * after all up to this one. */
     OOCUstream stream;
     uint64_t awaited;
-    /* Parts put on the h2d stream by callers, and of those how many are known to have left it: by
-     * spans that have ended. */
-    uint64_t sent, passed;
 };
-
-/* Parts that may be on the h2d stream before a driver's queue counts as full: it takes about 1,000
- * entries of a stream, a part with its waits and records is up to four, and what has ended is
- * noticed some thirty copies late. */
-enum { OO_QUEUED_PARTS = 128 };
 
 /* Segments that go back together: struct oo_segment names it. */
 struct oo_lease {

@@ -132,8 +132,6 @@ static int oo__harvest_one(struct oo_engine *engine) {
         case OO_TRACE_H2D:
             stats->h2d_seconds += seconds;
             stats->h2d_timed_bytes += span->bytes;
-            if (span->sent > engine->copies.passed)
-                engine->copies.passed = span->sent;
             oo_plan_copied(engine->plan, oo__becomes(&engine->units[span->unit], span->bytes),
                            seconds);
             break;
@@ -220,11 +218,8 @@ void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t un
         return;
     }
     const uint32_t model = unit == OO_NO_UNIT ? 0 : engine->units[unit].model;
-    /* Behind a copy of the copy threads there may be others by now. */
-    const int is_last = kind == OO_TRACE_H2D && !engine->units[unit].is_fed;
-    const uint64_t sent = is_last ? engine->copies.sent : 0;
     *oo__span_at(spans, spans->tail++) =
-        (struct oo_span){kind, unit, model, bytes, sent, begin, end, spans->tracing};
+        (struct oo_span){kind, unit, model, bytes, begin, end, spans->tracing};
 }
 
 static enum oo_status oo__timed_record(struct oo_engine *engine, OOCUstream stream,

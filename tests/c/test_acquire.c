@@ -61,73 +61,6 @@ static void test_a_nonblocking_call_leaves_when_the_engine_is_busy(void) {
     world_close(&w, "busy");
 }
 
-/* A unit of so many parts that the driver's queue may be full of them. */
-static struct oo_host *move_apart(struct world *w, unsigned i) {
-    enum { PARTS = OO_QUEUED_PARTS };
-    static struct oo_tensor tensors[PARTS];
-    static size_t offsets[PARTS];
-    struct oo_host *host;
-    uint32_t unit;
-    need(oo_host_create(PARTS * OO_ALIGNMENT, &host), "memory");
-    need(oo_engine_lock(w->engine, host, OO_ALL_BYTES), "lock");
-    for (unsigned t = 0; t < PARTS; t++) /* in the opposite order */
-        tensors[t] = (struct oo_tensor){.host = (char *)oo_host_address(host) +
-                                                (PARTS - 1 - t) * OO_ALIGNMENT,
-                                        .bytes = OO_ALIGNMENT};
-    need(oo_member_move(w->engine, w->member[i], tensors, PARTS, &unit, offsets), "move");
-    static const char zeros[1 << 16];
-    w->unit[i] = unit;
-    w->expected[i] = zeros;
-    CHECK(w->engine->units[unit].n_parts == PARTS, "%u parts", w->engine->units[unit].n_parts);
-    return host;
-}
-
-/* A copy that the driver's queue may have no room for waits until the device has taken another from
- * it: a non-blocking call leaves it to one that may wait. */
-static void test_a_nonblocking_call_queues_nothing_where_the_queue_may_be_full(void) {
-    struct world w;
-    struct oo_use first, other;
-    struct oo_fetched fetched;
-    double end_s;
-    world_open(&w, 400000, -1);
-    struct oo_host *host = move_apart(&w, 0);
-    for (int i = 0; i < 3; i++)
-        need(step(&w), "learn");
-    need(oo_trace_start(w.engine), "trace"); /* each copy is measured, and known to have ended */
-    need(oo_engine_refresh(w.engine, OO_ALL_MODELS), "refresh");
-    sim.simFinish(&end_s);
-    CHECK(sim.simHold(w.engine->h2d, 1) == 0, "not held");
-    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &first),
-         "the first");
-    CHECK(acquire(w.engine, w.member[1], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &other) ==
-              OO_WOULD_BLOCK,
-          "queued behind %llu parts", (unsigned long long)w.engine->copies.sent);
-    need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &other),
-         "a hit");
-    need(oo_engine_release(w.engine, other.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
-    CHECK(fetched.count == 0, "%u copies ahead", fetched.count);
-    need(acquire(w.engine, w.member[1], w.stream, 0, OO_FORWARD, -1, 0, &other), "blocking");
-    need(oo_engine_release(w.engine, other.ticket, w.stream, OO_NONBLOCKING, &fetched), "release");
-    CHECK(fetched.count == 0 && fetched.more, "%u copies ahead", fetched.count);
-    need(oo_engine_prefetch(w.engine, &fetched), "prefetch");
-    CHECK(fetched.count > 0, "nothing is copied ahead");
-    CHECK(sim.simHold(w.engine->h2d, 0) == 0, "still held");
-    sim.simFinish(&end_s);
-    struct oo_trace_row *rows;
-    size_t count;
-    need(acquire(w.engine, w.member[20], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &other),
-         "once they have gone");
-    need(oo_engine_release(w.engine, other.ticket, w.stream, 0, &fetched), "release");
-    need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
-    need(oo_trace_stop(w.engine, &rows, &count), "trace");
-    oo_trace_free(rows);
-    need(world_remove(&w), "remove");
-    need(oo_engine_unlock(w.engine, host), "unlock");
-    oo_host_destroy(host);
-    need(oo_model_add(w.engine, &w.model), "add");
-    world_close(&w, "full");
-}
-
 /* A bit without a meaning today may get one: whoever sets it must not believe that it was heeded.
  */
 static void test_unknown_flags_are_refused(void) {
@@ -390,7 +323,6 @@ static void test_a_wait_that_failed_is_waited_for_by_the_next_call(void) {
 static const struct check_case cases[] = {
     CASE(test_a_nonblocking_call_never_waits),
     CASE(test_a_nonblocking_call_leaves_when_the_engine_is_busy),
-    CASE(test_a_nonblocking_call_queues_nothing_where_the_queue_may_be_full),
     CASE(test_unknown_flags_are_refused),
     CASE(test_no_more_than_eight_copies_in_a_call),
     CASE(test_an_acquire_that_launches),
