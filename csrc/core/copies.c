@@ -4,7 +4,6 @@
  * driver: a gradient that has arrived came after kernels that came after the copies. */
 #include "copies.h"
 #include "call.h"
-#include "uses.h"
 
 void oo__note_copy(struct oo_engine *engine, struct oo_unit *unit) {
     unit->copy = ++engine->copies.queued;
@@ -13,8 +12,6 @@ void oo__note_copy(struct oo_engine *engine, struct oo_unit *unit) {
 void oo__note_awaited(struct oo_engine *engine, const struct oo_unit *unit, OOCUstream stream) {
     struct oo_copies *copies = &engine->copies;
     if (unit->is_fed) /* copies that are queued behind its own may have lower numbers */
-        return;
-    if (!oo__stream_lasts(engine, stream)) /* the next one with this handle has waited for none */
         return;
     if (copies->stream != stream)
         copies->awaited = 0;

@@ -7,7 +7,7 @@
 /* A copy that reads the unit's masters where they lie is queued on the h2d stream, or about to be.
  */
 void oo__note_copy(struct oo_engine *engine, struct oo_unit *unit);
-/* `stream` waits for the arrival of the unit's copy. */
+/* `stream`, which lasts as long as the engine, waits for the arrival of the unit's copy. */
 void oo__note_awaited(struct oo_engine *engine, const struct oo_unit *unit, OOCUstream stream);
 /* The number up to which copies end before what is queued on `stream` next. */
 uint64_t oo__awaited_by(const struct oo_engine *engine, OOCUstream stream);

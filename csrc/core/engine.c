@@ -294,14 +294,15 @@ static enum oo_status oo__order_after_copy(struct oo_engine *engine, uint32_t id
     if (!unit->awaited) /* measure what the first wait for this copy costs its stream */
         OO_TRY(oo__span_begin(engine, OO_TRACE_STALL, stream, &before));
     OO_TRY(OO_DRIVE(engine, cuStreamWaitEvent, stream, unit->ready->handle, 0));
-    oo__note_awaited(engine, unit, stream);
     if (!unit->awaited) {
         engine->models[unit->model].stats.waits++;
         oo__journal(engine, OO_DEED_WAIT, id, 0, 0);
     }
     unit->awaited = 1;
-    if (oo__stream_lasts(engine, stream)) /* else the next one with this handle has not waited */
+    if (oo__stream_lasts(engine, stream)) { /* else the next one with this handle has not waited */
+        oo__note_awaited(engine, unit, stream);
         unit->waited[unit->n_waited++] = stream;
+    }
     OO_TRY(oo__span_end(engine, OO_TRACE_STALL, id, 0, stream, &before));
 done:
     oo__event_give(engine, before);
