@@ -4,8 +4,9 @@ A piece is one `HostBuffer` of about 1 GiB. It is touched and filled, the origin
 it is locked while the next piece is filled, so that the process never holds more than the weights
 and one or two pieces. Where the system does not lock all of it, its beginning is locked, up to a
 cut: a page at which a unit begins, so that no tensor is locked by half. A `Parameter` keeps its
-identity: only ``.data`` is re-pointed, to a tensor whose storage is exactly its own bytes. So torch itself
-counts who holds a master, and a piece is given back, as a whole, when nobody holds any of it.
+identity: only ``.data`` is re-pointed, to a tensor whose storage is exactly its own bytes. So torch
+itself counts who holds a master, and a piece is given back, as a whole, when nobody holds any of
+it.
 """
 
 from __future__ import annotations
