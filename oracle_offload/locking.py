@@ -105,11 +105,6 @@ class LockBudget:
         """As `lock`, but what the system refuses stays unknown; return why it does."""
         return self._lock(piece, self._limit - sum(other.locked_bytes for other in others))
 
-    @property
-    def has_met_wall(self) -> bool:
-        """Whether the system has refused to lock something."""
-        return self._refusal is not None
-
     def unlock(self, piece: Lockable) -> None:
         """Let the engine forget a piece, as far as it knows it."""
         if piece.is_known:

@@ -179,7 +179,8 @@ class Piece:
                     move_into(tensor, self.buffer, offset)
                     on_bytes(tensor_bytes(tensor))
                 offset += aligned(tensor_bytes(tensor))
-        if intake is not None and to_fetch:
+        if to_fetch:
+            assert intake is not None
             intake.fetch(to_fetch, self.buffer, on_bytes, self._point)
         if files is not None and to_read:
             files.read(to_read, on_bytes)
@@ -366,12 +367,9 @@ class Pieces:
         self._mapped += piece.coded.values()
 
     def intake(self, tensors: Iterable[Tensor]) -> Intake:
-        """Return what takes those of `tensors` that lie on the device off it, once it is entered.
-
-        Where the system has refused to lock something, the weights need all that it does lock.
-        """
+        """Return what takes those of `tensors` off the device that lie there, once entered."""
         there = sum(aligned(tensor_bytes(t)) for t in tensors if t.device == self._state.device)
-        return Intake(self._state, 0 if self.budget.has_met_wall else there)
+        return Intake(self._state, there)
 
     def in_order(self) -> list[Piece]:
         """Return the pieces, oldest first."""
