@@ -536,6 +536,30 @@ static void test_a_context_lost_on_the_way_in(void) {
     }
 }
 
+static void test_a_use_on_a_stream_of_the_callers_ends_on_a_dead_engine_without_a_call(void) {
+    struct world w;
+    struct oo_use first, again;
+    struct oo_fetched fetched;
+    world_open(&w, 60000, -1);
+    const uintptr_t stream = new_stream(&w);
+    need(acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &first), "acquire");
+    need(oo_engine_release(w.engine, first.ticket, stream, 0, &fetched), "release");
+    need(acquire(w.engine, w.member[0], stream, 0, OO_FORWARD, -1, 0, &again), "acquire again");
+    sim.simFault("cuCtxGetCurrent", 1, OOCU_ERROR_ILLEGAL_ADDRESS, 0);
+    CHECK(oo_engine_resume(w.engine) == OO_E_DRIVER, "not dead");
+    const uint64_t waits = sim.simCallCount("cuStreamWaitEvent");
+    need(oo_engine_release(w.engine, again.ticket, stream, 0, &fetched), "release when dead");
+    CHECK(sim.simCallCount("cuStreamWaitEvent") == waits, "a dead engine drives");
+    need(world_remove(&w), "detach");
+    need(oo_engine_unlock(w.engine, w.host), "unlock");
+    oo_host_destroy(w.host);
+    const enum oo_status status = oo_engine_destroy(w.engine);
+    /* The context was lost with copies and uses in it, which nobody can give back. */
+    CHECK(status == OO_LEAKED && strstr(oo_error_message(), "restart"), "%s", oo_error_message());
+    free(w.arena);
+    end_lost_context("a use on a dead engine");
+}
+
 static void test_a_context_lost_while_masters_are_freed_leaves_no_engine_behind(void) {
     struct world w;
     world_open(&w, 60000, -1);
@@ -745,6 +769,7 @@ static const struct check_case cases[] = {
     CASE(test_a_sticky_error_of_the_ring_kills_the_engine_and_says_so),
     CASE(test_wherever_the_context_is_lost_all_else_is_given_back),
     CASE(test_a_context_lost_on_the_way_in),
+    CASE(test_a_use_on_a_stream_of_the_callers_ends_on_a_dead_engine_without_a_call),
     CASE(test_a_context_lost_while_masters_are_freed_leaves_no_engine_behind),
 };
 
