@@ -57,14 +57,11 @@ def make_folder(path: Path) -> None:
 
 
 def _make(path: Path) -> None:
+    if not path.parent.is_dir() and path.parent != path:
+        _make(path.parent)
     try:
         os.mkdir(path, 0o700)
-    except FileNotFoundError:
-        if path.parent == path:
-            raise
-        _make(path.parent)
-        os.mkdir(path, 0o700)
-    except OSError:  # there may be one on a disk that cannot be written
+    except OSError:  # another thread was first; or a disk that cannot be written has one
         if not path.is_dir():
             raise
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,20 @@ def test_a_folder_is_made_for_its_user_alone_whatever_the_umask(tmp_path: Path) 
     finally:
         os.umask(before)
     check_folder(tmp_path / "deep")
+
+
+def test_threads_may_make_the_same_folder(tmp_path: Path) -> None:
+    for nth in range(50):
+        path, begin = tmp_path / str(nth) / "deep" / "folder", threading.Barrier(4)
+
+        def make(path: Path = path, begin: threading.Barrier = begin) -> None:
+            begin.wait(30)
+            make_folder(path)
+
+        with ThreadPoolExecutor(4) as pool:
+            for made in [pool.submit(make) for _ in range(4)]:
+                made.result()
+        assert path.is_dir()
 
 
 def test_what_root_owns_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
