@@ -20,6 +20,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -90,12 +91,19 @@ def build(folder: Path = FOLDER) -> None:
 
 
 def runtime() -> str:
-    """Return the compiler's sanitizer runtime, which must be loaded before the interpreter."""
-    command = [*c_build.c_compiler(), "-print-file-name=libasan.so"]
-    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    if not Path(path).is_absolute():
-        raise SystemExit(f"{command[0]} has no libasan.so: gcc brings it; set CC=gcc")
-    return path
+    """Return what must be loaded before the interpreter, for LD_PRELOAD.
+
+    The sanitizers' runtime, and C++'s: the first looks for `__cxa_throw` once, when it is loaded,
+    and ends the process at the first exception that torch throws where it found none.
+    """
+    paths = []
+    for name in ("libasan.so", "libstdc++.so.6"):
+        command = [*c_build.c_compiler(), f"-print-file-name={name}"]
+        path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        if not Path(path).is_absolute():
+            raise SystemExit(f"{command[0]} has no {name}: gcc brings it; set CC=gcc")
+        paths.append(path)
+    return " ".join(paths)
 
 
 def environment(*, leaks: bool, folder: Path = FOLDER) -> dict[str, str]:
@@ -114,17 +122,26 @@ def environment(*, leaks: bool, folder: Path = FOLDER) -> dict[str, str]:
 def run(
     arguments: Sequence[str], *, leaks: bool, folder: Path = FOLDER
 ) -> subprocess.CompletedProcess[str]:
-    """Run this Python in the copy under the sanitizers; exit 66 means that they found something."""
-    # Not `python` from PATH: a shell shim in its place would be what the sanitizers watch.
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environment(leaks=leaks, folder=folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    """Run this Python in the copy under the sanitizers; exit 66 means that they found something.
+
+    What they found is the end of the output: pytest would keep what they print, and end with them.
+    """
+    variables = environment(leaks=leaks, folder=folder)
+    with tempfile.TemporaryDirectory(dir=folder) as found:
+        variables["ASAN_OPTIONS"] += f":log_path={found}/report"
+        # Not `python` from PATH: a shell shim in its place would be what the sanitizers watch.
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        for report in sorted(Path(found).iterdir()):
+            done.stdout += report.read_text(errors="replace")
+    return done
 
 
 def commands(more: Sequence[str]) -> list[tuple[str, list[str], bool]]:

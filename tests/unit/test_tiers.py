@@ -156,7 +156,8 @@ def test_a_bill_has_each_phase_of_each_test(tmp_path: Path) -> None:
             r"^\| `test_costs.py::test_call` \| 2 \|.* (\d+) \|$", bill.page(costs), re.M
         )
         assert int(row) == 1
-        assert bill.dear({**costs, "a::b[1]": costs["a::b"]}) == []
+        costs["a::cheap[1]"].update(call=0.1)
         costs["a::dear[1]"].update(call=2 * tiers.DEAR_S)
         costs["a::dear[2]"].update(call=0.1)
-        assert bill.dear(costs) == ["a::dear"]
+        # Not those that ran: on a busy machine one of them may be dear.
+        assert [name for name in bill.dear(costs) if name.startswith("a::")] == ["a::dear"]
