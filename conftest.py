@@ -7,7 +7,6 @@ import gc
 import importlib
 import os
 import sys
-import warnings
 from collections.abc import Generator
 from pathlib import Path
 
@@ -123,15 +122,11 @@ def quick_collections() -> None:
 
 @pytest.fixture(autouse=True)
 def leaves_the_process_as_it_was() -> Generator[None, None, None]:
-    """Name the test that changes what others rely on, and not those that come after it.
-
-    In the summary of warnings; `-W "error:the test has left behind"` fails it.
-    """
+    """Fail the test that changes what others rely on, and not those that come after it."""
     before = left_behind.look()
     yield
-    changed = left_behind.difference(before, left_behind.look())
-    if changed:
-        warnings.warn(f"the test has left behind: {'; '.join(changed)}", stacklevel=1)
+    changed = left_behind.difference(before, left_behind.look(before))
+    assert not changed, f"the test has left behind: {'; '.join(changed)}"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,6 +11,7 @@ import functools
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -66,15 +67,24 @@ def questions(torch: Any, simulated: bool) -> tuple[tuple[str, ...], tuple[Calla
     return tuple(found), tuple(found.values())
 
 
-def look() -> State:
-    """Return what there is now."""
-    handlers = [signal.getsignal(number) for number in SIGNALS]
+def waited_for() -> int:
+    """Return how many threads the interpreter would wait for: pools of libraries end themselves."""
     threads = threading.active_count()
-    if threads > 1:  # how many the interpreter would wait for: pools of libraries end by themselves
-        threads = sum(
-            not (thread.daemon or thread.name.startswith("ThreadPoolExecutor"))
-            for thread in threading.enumerate()
-        )
+    if threads == 1:
+        return threads
+    return sum(
+        not (thread.daemon or thread.name.startswith("ThreadPoolExecutor"))
+        for thread in threading.enumerate()
+    )
+
+
+def look(before: State | None = None) -> State:
+    """Return what there is now; threads that `before` did not have get two seconds to end."""
+    deadline = time.monotonic() + 2
+    while before and waited_for() > before[2] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    threads = waited_for()
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "compile"):  # not imported, or not to its end
         return (), handlers, threads

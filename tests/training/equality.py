@@ -154,11 +154,12 @@ def as_deterministic_as(
 
     Under warnings alone the fused attention kernels stay nondeterministic: they are left out then.
     """
-    fused = (
-        torch.backends.cuda.enable_flash_sdp,
-        torch.backends.cuda.enable_mem_efficient_sdp,
-        torch.backends.cuda.enable_cudnn_sdp,
-    )
+    cuda = torch.backends.cuda
+    fused = {
+        cuda.enable_flash_sdp: cuda.flash_sdp_enabled(),
+        cuda.enable_mem_efficient_sdp: cuda.mem_efficient_sdp_enabled(),
+        cuda.enable_cudnn_sdp: cuda.cudnn_sdp_enabled(),
+    }
     before = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True)
     try:
@@ -174,8 +175,8 @@ def as_deterministic_as(
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
-        for enable in fused:
-            enable(True)
+        for enable, was in fused.items():
+            enable(was)
 
 
 def agreement_with_itself(
