@@ -9,7 +9,8 @@ case was measured to take (tests/dear.txt, which `make test-bill` writes). Where
 multiplied, of a product of three and more every pair of values is in some case of .ci/run, and the
 whole product runs in `make proof`; of what is left `make test` runs the first, the middle and the
 last case. What takes a device runs in .ci/run on the one that is not "cpu" (`make device-type`);
-and on "cpu" as far as `make test` has it, or where the other skips it: the marker elsewhere.
+and on "cpu" as far as `make test` has it, or where the other skips it: the marker elsewhere. It is
+also on the cases of the C programs that .ci/run has under the sanitizers alone.
 """
 
 from __future__ import annotations
@@ -104,9 +105,14 @@ def mark(items: Sequence[pytest.Item]) -> None:
     tests: dict[tuple[str, object], list[Any]] = defaultdict(list)
     for item in items:
         name = item.nodeid.partition("[")[0]
-        if name in dear() and has_twin(item):
-            item.add_marker(pytest.mark.ci)
         callspec = getattr(item, "callspec", None)
+        takes_device = callspec is not None and "device" in callspec.params
+        if takes_device or item.get_closest_marker("elsewhere") is None:
+            left_out = name in dear() and has_twin(item)
+        else:
+            left_out = True  # another target of .ci/run has it
+        if left_out:
+            item.add_marker(pytest.mark.ci)
         if callspec is None or not item.nodeid.startswith(FOLDERS):
             continue
         if not any(item.get_closest_marker(marker) for marker in ("slow", "gpu")):

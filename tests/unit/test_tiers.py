@@ -93,6 +93,12 @@ def test_what_is_small_or_elsewhere_or_marked_is_left_whole() -> None:
     assert (marks(pairs, "slow"), marks(pairs, "ci")) == (0, 17)
 
 
+def test_what_takes_no_device_and_runs_elsewhere_is_left_to_it() -> None:
+    found = items("tests/c/test_c_programs.py::test_case", [{"name": "a"}], "elsewhere")
+    tiers.mark(found)
+    assert found[0].marks == {"elsewhere", "ci"}
+
+
 def test_each_device_has_a_covering_of_its_own() -> None:
     cases = [{**case, "device": name} for name in ("cpu", "simgpu") for case in product(3, 2, 2)]
     found = items("tests/training/test_a.py::test", cases)
