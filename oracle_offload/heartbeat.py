@@ -23,6 +23,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from .engines import DeviceState, open_states
 from .errors import OffloadError
+from .host.owned import check_folder, create_own, make_folder
 from .host.processes import is_alive, machine
 from .meter import Meter, uuid_of
 from .views.live import SCHEMA, folder, path_of
@@ -154,11 +155,10 @@ class Heartbeat:
             It cannot be written.
         """
         text = json.dumps(pulse(self._meter)).encode("ascii")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         beside = self.path.with_suffix(".new")
         try:
-            # Who trains what is nobody else's matter.
-            file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            file = create_own(beside)  # who trains what is nobody else's matter
             try:
                 written = os.write(file, text)
             finally:
@@ -191,7 +191,7 @@ def start() -> Heartbeat | None:
         try:
             _running = Heartbeat()
             prune()
-        except Exception as error:  # no folder of the user's, or no platformdirs: no attach fails
+        except Exception as error:  # no folder of the user's alone, or no platformdirs
             logger.info("there is no heartbeat of this process: %s", error)
             return None
     if not _is_hooked:  # a fork has its parent's hooks
@@ -218,9 +218,11 @@ def prune() -> None:
     or of an earlier boot, nobody here can ask: what is a month old goes. A process that lives all
     the same writes its file anew at its next step.
     """
+    with contextlib.suppress(FileNotFoundError):
+        check_folder(folder())
     for path in folder().glob("heartbeat-*"):
         with contextlib.suppress(OSError):  # it is gone, or another's
-            age = time.time() - path.stat().st_mtime
+            age = time.time() - path.lstat().st_mtime
             named = re.fullmatch(f"heartbeat-{re.escape(machine())}-([0-9]+)", path.stem)
             is_gone = named is not None and is_alive(int(named[1])) is False
             if age > (_DAY_S if is_gone else _LONG_S):

@@ -7,6 +7,7 @@ import json
 import logging
 from typing import Any
 
+from .host.owned import make_folder, open_own
 from .host.replace import replace_file
 from .views.live import folder
 
@@ -46,14 +47,14 @@ class Rows:
         newest = dict(list(rows.items())[-_MOST_ROWS:])
         text = json.dumps({"schema": self._schema, self._title: newest}).encode()
         try:
-            folder().mkdir(parents=True, exist_ok=True)
+            make_folder(folder())
             replace_file(folder() / self._file, lambda sink: sink.write(text))
         except Exception as error:
             logger.info("%s could not be remembered: %s", self._what, error)
 
     def _read(self) -> dict[str, Any]:
         with contextlib.suppress(Exception):
-            with open(folder() / self._file, "rb") as file:
+            with open(open_own(folder() / self._file), "rb") as file:
                 found = json.loads(file.read(_MOST_BYTES))
             if found.get("schema") == self._schema and isinstance(found[self._title], dict):
                 return dict(found[self._title])

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from .._core import HostBuffer
 from ..disk.origin import map_private
+from ..host.owned import ForeignError, check_folder, create_own, make_folder, open_own
 from ..sizes import GIB, format_size
 from ..views.live import folder
 
@@ -45,9 +46,9 @@ class Store:
         return self.folder / name
 
     def read(self, name: str) -> HostBuffer | None:
-        """Return the bytes of a file; None where there is none."""
+        """Return the bytes of a file; None where there is none of this user's."""
         try:
-            with open(self.path(name), "rb", buffering=0) as file:
+            with open(open_own(self.path(name)), "rb", buffering=0) as file:
                 nbytes = os.fstat(file.fileno()).st_size
                 if not nbytes:
                     return None
@@ -60,7 +61,7 @@ class Store:
                     left = left[count:]
                 self._note_use(name)
                 return buffer
-        except FileNotFoundError:
+        except (FileNotFoundError, ForeignError):
             return None
 
     def _note_use(self, name: str) -> None:
@@ -69,7 +70,10 @@ class Store:
 
     def map(self, name: str, nbytes: int) -> mmap.mmap | None:
         """Return a file of so many bytes, privately mapped; None where there is none."""
-        with contextlib.suppress(FileNotFoundError), open(self.path(name), "rb") as file:
+        with (
+            contextlib.suppress(FileNotFoundError, ForeignError),
+            open(open_own(self.path(name)), "rb") as file,
+        ):
             if os.fstat(file.fileno()).st_size == nbytes:
                 self._note_use(name)
                 return map_private(file.fileno(), 0, nbytes)[0]
@@ -96,12 +100,12 @@ class Store:
 
     def _write(self, name: str, content: memoryview) -> int:
         """Write a file and return its open descriptor."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(self.folder)
         free = shutil.disk_usage(self.folder).free
         if free < content.nbytes + SPARED_BYTES:
             raise OSError(f"the disk has {format_size(free)} left")
         made = self.path(f".{name}-{secrets.token_hex(6)}")
-        descriptor = os.open(made, os.O_CREAT | os.O_EXCL | os.O_RDWR | _BINARY, 0o600)
+        descriptor = create_own(made)
         try:
             while content:
                 content = content[os.write(descriptor, content) :]
@@ -129,7 +133,7 @@ class Store:
             for path in self.folder.iterdir():
                 if path.suffix in (CODED, RAW) or path.name.startswith("."):
                     with contextlib.suppress(OSError):
-                        status = path.stat()
+                        status = path.lstat()
                         found.append((status.st_mtime, status.st_size, path))
         return sorted(found)
 
@@ -143,7 +147,14 @@ class Store:
         -------
         int
             The bytes that were removed.
+
+        Raises
+        ------
+        OSError
+            Others can write the folder, and so decide what in it is removed.
         """
+        with contextlib.suppress(FileNotFoundError):
+            check_folder(self.folder)
         files = self.files()
         left = sum(size for _, size, _ in files)
         removed = 0
@@ -161,6 +172,3 @@ class Store:
 def user_store() -> Store:
     """Return the cache of this user."""
     return Store(folder() / "coded")
-
-
-_BINARY = getattr(os, "O_BINARY", 0)

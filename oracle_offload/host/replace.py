@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from .owned import create_own
 from .processes import is_alive
 
 _ABANDONED_S = 3600.0
@@ -73,9 +74,8 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Sink], object]) 
     path = os.fspath(path)
     _remove_left_overs(path)
     beside = f"{path}.{os.getpid()}.new"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
     try:
-        file = os.open(beside, flags, 0o644)
+        file = create_own(beside, 0o644)
         try:
             sink = Sink(file)
             write(sink)

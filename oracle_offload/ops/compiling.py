@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from ..errors import OffloadError
+from ..host.owned import make_folder, own_name
 from . import files
 from .load import path_here
 
@@ -90,13 +91,15 @@ def build(*, force: bool = False) -> tuple[Path, float]:
         There is no compiler, or it failed.
     """
     path = path_here()
-    if path.is_file() and not force:
-        return path, 0.0
+    if not force:
+        with contextlib.suppress(OSError), own_name(path):
+            return path, 0.0
     start = time.monotonic()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         _run(command(partial), start)
+        partial.chmod(0o700)  # whatever the umask: else it would not be loaded
         partial.replace(path)  # another process may do the same: it appears as a whole
     finally:
         with contextlib.suppress(FileNotFoundError):

@@ -11,6 +11,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from ..host.owned import own_name
 from ..views.live import folder
 
 SWITCH = "ORACLE_OFFLOAD_OPS"
@@ -96,4 +97,10 @@ def record() -> dict[str, Any]:
             "why_not": f"not built for torch {version} and this Python; `{COMMAND}` does it",
         }
     said = {"built": True, "file": str(found[0])}
-    return {**said, "why_not": f"{SWITCH}=off: not used"} if is_switched_off() else said
+    if is_switched_off():
+        return {**said, "why_not": f"{SWITCH}=off: not used"}
+    try:
+        with own_name(found[0]):
+            return said
+    except OSError as error:
+        return {**said, "why_not": f"not used: {error}"}

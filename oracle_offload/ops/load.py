@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..host.owned import own_name
 from . import files
 
 logger = logging.getLogger("oracle_offload")
@@ -34,10 +35,13 @@ def _load(path: Path) -> Any:
     if not path.is_file():
         return None
     try:
-        spec = importlib.util.spec_from_loader(_NAME, ExtensionFileLoader(_NAME, str(path)))
-        assert spec is not None
-        return importlib.util.module_from_spec(spec)
-    except (ImportError, RuntimeError) as error:
+        with own_name(path) as name:
+            spec = importlib.util.spec_from_loader(_NAME, ExtensionFileLoader(_NAME, name))
+            assert spec is not None
+            module = importlib.util.module_from_spec(spec)
+        module.__file__ = str(path)
+        return module
+    except (ImportError, RuntimeError, OSError) as error:
         logger.warning(
             "the operators in C++ cannot be used, the loan in Python is: %s. `%s --force` builds "
             "them anew.",

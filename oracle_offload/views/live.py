@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..doctor.gpus import CLOCK_REASONS
+from ..host.owned import open_own
 from ..host.processes import is_alive, machine
 from .bars import html_bar, text_bar
 from .memory import show_size
@@ -49,8 +50,9 @@ def heartbeats() -> list[Path]:
     """Return the heartbeat files that are there, the newest first."""
     found = []
     for path in folder().glob("heartbeat-*.json"):
-        with contextlib.suppress(OSError):  # it has just been taken away
-            found.append((path.stat().st_mtime, path))
+        # One has just been taken away, or is another user's.
+        with contextlib.suppress(OSError), open(open_own(path), "rb") as file:
+            found.append((os.fstat(file.fileno()).st_mtime, path))
     return [path for _, path in sorted(found, reverse=True)]
 
 
@@ -60,11 +62,12 @@ def read(path: Path) -> Live:
     Raises
     ------
     OSError
-        It cannot be read.
+        It cannot be read, or another user could have written it.
     ValueError
         It is no heartbeat.
     """
-    document = json.loads(path.read_bytes())
+    with open(open_own(path), "rb") as file:
+        document = json.loads(file.read())
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise ValueError(f"{path} is no heartbeat of this version ({SCHEMA})")
     return Live(document)

@@ -101,7 +101,10 @@ def test_a_file_is_read_as_a_whole_or_not_at_all(
     real = os.fstat
 
     def longer(file: int) -> SimpleNamespace:
-        return SimpleNamespace(st_size=real(file).st_size + 9)
+        found = real(file)
+        return SimpleNamespace(
+            st_size=found.st_size + 9, st_mode=found.st_mode, st_uid=found.st_uid
+        )
 
     monkeypatch.setattr(os, "fstat", longer)
     assert store.read("some" + CODED) is None, "it was cut off after it was asked for its size"
