@@ -8,9 +8,10 @@ A test that is no part of .ci/run is marked slow by hand. What `make test` leave
 case was measured to take (tests/dear.txt, which `make test-bill` writes). Where parameters are
 multiplied, of a product of three and more every pair of values is in some case of .ci/run, and the
 whole product runs in `make proof`; of what is left `make test` runs the first, the middle and the
-last case. What takes a device runs in .ci/run on the one that is not "cpu" (`make device-type`);
-and on "cpu" as far as `make test` has it, or where the other skips it: the marker elsewhere. It is
-also on the cases of the C programs that .ci/run has under the sanitizers alone.
+last case. Of a dear test .ci/run has the first and the last case. What takes a device runs in
+.ci/run on the one that is not "cpu" (`make device-type`); and on "cpu" as far as `make test` has
+it, or where the other skips it: the marker elsewhere. It is also on the cases of the C programs
+that .ci/run has under the sanitizers alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import fnmatch
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import pytest
 FOLDERS = ("tests/training/", "tests/clients/", "tests/planning/")  # where a case is a training
 PRODUCT = 8  # cases: a smaller product is left whole
 FEW = 3  # cases of a test in `make test`
+DEAR_FEW = 2  # of a dear one in .ci/run
 DEAR = Path(__file__).resolve().parent.parent / "tests" / "dear.txt"
 SKIPPED = Path(__file__).resolve().parent.parent / "tests" / "training" / "simgpu_skips.txt"
 DEAR_S = 2.0  # seconds of processors that a case of a dear test takes
@@ -56,9 +58,9 @@ def covering(cases: Sequence[Mapping[str, int]]) -> list[int]:
     return sorted(chosen)
 
 
-def spread(count: int) -> set[int]:
-    """Return the first, the middle and the last number below `count`."""
-    return {(count - 1) * nth // (FEW - 1) for nth in range(FEW)} if count else set()
+def spread(count: int, chosen: int = FEW) -> set[int]:
+    """Return `chosen` numbers below `count`: the first, the last, and as far apart as can be."""
+    return {(count - 1) * nth // (chosen - 1) for nth in range(chosen)} if count else set()
 
 
 def values_of(items: Sequence[Any]) -> list[dict[str, int]]:
@@ -106,24 +108,28 @@ def mark(items: Sequence[pytest.Item]) -> None:
     for item in items:
         name = item.nodeid.partition("[")[0]
         callspec = getattr(item, "callspec", None)
-        takes_device = callspec is not None and "device" in callspec.params
-        if takes_device or item.get_closest_marker("elsewhere") is None:
-            left_out = name in dear() and has_twin(item)
-        else:
-            left_out = True  # another target of .ci/run has it
-        if left_out:
+        device = callspec.params.get("device") if callspec else None
+        if device is None and item.get_closest_marker("elsewhere"):
+            item.add_marker(pytest.mark.ci)  # another target of .ci/run has it
+        elif name in dear() and has_twin(item):
             item.add_marker(pytest.mark.ci)
         if callspec is None or not item.nodeid.startswith(FOLDERS):
             continue
         if not any(item.get_closest_marker(marker) for marker in ("slow", "gpu")):
-            tests[name, callspec.params.get("device")].append(item)
-    for same in tests.values():
+            tests[name, device].append(item)
+
+    def leave(same: list[Any], chosen: Collection[int]) -> list[Any]:
+        for nth in set(range(len(same))).difference(chosen):
+            same[nth].add_marker(pytest.mark.slow)
+        return [same[nth] for nth in sorted(chosen)]
+
+    for (name, _), same in tests.items():
         cases = values_of(same)
         if len(same) >= PRODUCT and parameters(cases) >= 3:
-            chosen = covering(cases)
-            for nth in set(range(len(same))).difference(chosen):
-                same[nth].add_marker(pytest.mark.slow)
-            same = [same[nth] for nth in chosen]
+            same = leave(same, covering(cases))
+        if name in dear():
+            leave(same, spread(len(same), DEAR_FEW))
+            continue
         for nth in set(range(len(same))).difference(spread(len(same))):
             if has_twin(same[nth]):
                 same[nth].add_marker(pytest.mark.ci)

@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 PROGRAMS = {path.stem: c_programs.cases(path) for path in c_programs.programs()}
-# A program without a table is one case. Behind the first of each program, what .ci/run has under
-# sanitizers (`make asan-check`).
+# A program without a table is one case. Marked: what .ci/run has under sanitizers (`make
+# asan-check`), all but the first case of each program that is not long.
 CASES = [
-    pytest.param(name, case, marks=pytest.mark.elsewhere if nth else ())
+    pytest.param(name, case, marks=pytest.mark.elsewhere if nth or name in c_programs.LONG else ())
     for name, cases in PROGRAMS.items()
     for nth, case in enumerate(cases or [""])
 ]

@@ -127,6 +127,16 @@ def test_every_dear_test_is_there_and_begins_the_middle_tier() -> None:
     assert found.marks == {"ci"}
 
 
+def test_of_a_dear_test_each_device_has_the_first_and_the_last_case() -> None:
+    name = next(name for name in sorted(tiers.dear()) if name.startswith("tests/training"))
+    cases = [{"device": device, "n": n} for device in ("cpu", "simgpu") for n in range(5)]
+    found = items(name, cases)
+    tiers.mark(found)
+    chosen = [nth for nth, item in enumerate(found) if "slow" not in item.marks]
+    assert chosen == [0, 4, 5, 9]
+    assert marks(found, "ci") == 10
+
+
 def test_a_bill_has_each_phase_of_each_test(tmp_path: Path) -> None:
     (tmp_path / "test_costs.py").write_text(
         "import pytest, subprocess, sys, time\n"
