@@ -129,7 +129,7 @@ def __getattr__(name: str) -> object:
             raise
         raise ModuleNotFoundError(
             f"oracle_offload.{name} needs {error.name}, which is not installed; install the build "
-            "of PyTorch that fits this machine, or: pip install 'oracle_offload[torch]'",
+            "of PyTorch that fits this machine, or: pip install torch numpy",
             name=error.name,
         ) from error
     globals()[name] = value

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, shown: int, error: int, usage: int, wrong: int
             try:
                 flags = write_sample(folder)
             except ModuleNotFoundError as problem:
-                print(f"bench: {problem}; pip install 'oracle_offload[train]'", file=sys.stderr)
+                print(f"bench: {problem}; pip install transformers", file=sys.stderr)
                 return error
         else:
             flags = ["--model", args.model, "--dataset-file", args.dataset_file]

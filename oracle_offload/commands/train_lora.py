@@ -21,7 +21,7 @@ the weights stay in page-locked RAM and stream to the GPU.
 The output folder gets the adapters (as peft and diffusers read them), state.pt to resume from,
 metrics.jsonl (oracle-offload report shows it), previews and result.json."""
 
-_INSTALL = "pip install 'oracle_offload[train]'"
+_INSTALL = "pip install transformers diffusers peft pyyaml pillow"
 
 
 def run(args: argparse.Namespace, trained: int, error: int, usage: int) -> int:

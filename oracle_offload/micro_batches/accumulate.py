@@ -90,7 +90,7 @@ def accumulate(
         parameter that one micro-batch uses several times, random numbers drawn in backward.
         Whatever raises, `.grad` is None as before.
     ImportError
-        greenlet is not installed: ``pip install 'oracle_offload[micro-batches]'``.
+        greenlet is not installed: ``pip install greenlet``.
 
     Notes
     -----
@@ -625,7 +625,7 @@ def _library() -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "oracle_offload.accumulate runs micro-batches in greenlets, and greenlet is not "
-            "installed: pip install 'oracle_offload[micro-batches]', or pass interleave=False.",
+            "installed: pip install greenlet, or pass interleave=False.",
             name=error.name,
         ) from error
     return greenlet

@@ -37,7 +37,7 @@ PAGES = (
 )  # tests/planning/test_plan.py runs those of plan.md
 # What is not run here, and why.
 NOT_RUN = {
-    "pip install 'oracle_offload[train]'": "it needs a package index",
+    "pip install transformers diffusers peft pyyaml pillow": "it needs a package index",
     "cat /sys/fs/cgroup/memory.events": "a file of the kernel, where it has cgroup v2",
     "cat /sys/fs/cgroup/memory/memory.oom_control": "a file of the kernel, where it has cgroup v1",
     "%load_ext oracle_offload.explain": "for a notebook: tests/unit/test_explain_hooks.py runs it",

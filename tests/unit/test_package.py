@@ -34,6 +34,13 @@ def call(command: list[str], cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
+def test_nothing_says_to_install_from_an_index_which_does_not_have_it() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("oracle_offload/**/*.py")]
+    for path in pages:
+        found = re.search(r"pip install ['\"]?oracle[_-]offload", path.read_text(encoding="utf-8"))
+        assert not found, f"{path.name}: {found and found[0]}"
+
+
 # ---- importing ----
 
 

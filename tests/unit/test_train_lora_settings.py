@@ -266,7 +266,7 @@ def test_a_library_that_is_missing_is_named_with_what_to_install(capsys, monkeyp
         assert code == cli.EXIT_ERROR
         said = capsys.readouterr().err
         assert said.startswith("train-lora: ") and name in said
-        assert said.endswith("; pip install 'oracle_offload[train]'\n")
+        assert said.endswith("; pip install transformers diffusers peft pyyaml pillow\n")
 
 
 def test_the_file_of_the_page_is_one(tmp_path):
