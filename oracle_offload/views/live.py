@@ -200,7 +200,8 @@ def _copies(nbytes: int | None, gbps: float | None) -> str:
 def _stalls(stalls: float | None, stall_s: float | None, interval_s: float | None) -> str:
     if stalls is None or stall_s is None:
         return "unknown"
-    share = f", {100 * stall_s / interval_s:.0f}% of the time" if interval_s else ""
+    # One wait in sixteen is timed and scaled: of a short interval that may be more than all of it.
+    share = f", {min(1.0, stall_s / interval_s):.0%} of the time" if interval_s else ""
     return f"{stalls:.0f}, {_seconds(stall_s)}{share}"
 
 

@@ -161,7 +161,8 @@ def judge(
     def bound_s(more_bytes: int = 0) -> float:
         passes = window.passes / steps
         least = sum(load.least_bytes(passes, more_bytes) for load in loads)
-        return max(compute_s, least / rate if rate else 0.0, back_s)
+        # A link that is measured too slow asks for more than the step took: it took no more.
+        return min(step_s, max(compute_s, least / rate if rate else 0.0, back_s))
 
     if compute_s >= _COMPUTES * step_s:
         waited_s = counters["feed_wait_seconds"] / steps

@@ -422,6 +422,8 @@ def test_the_view_says_each_figure_in_the_units_of_people():
     }
     assert all(len(line) <= 100 for line in text.splitlines())
     assert all(shown.split(",")[0] in text for shown in rows.values())
+    short = dict(live.Live(document(numbers={**document()["numbers"], "interval_s": 0.2})).rows())
+    assert short["stalls"] == "3, 250.00 ms, 100% of the time", "scaled from those timed"
 
 
 def test_the_whole_view_of_a_training_elsewhere():

@@ -92,6 +92,14 @@ def test_more_arena_saves_twice_its_bytes_until_computing_is_the_bound() -> None
     assert two.arena_gib_s == pytest.approx(1.0), "each of the two models could have it"
 
 
+def test_a_step_takes_no_less_than_it_could_at_best() -> None:
+    """Whatever the link was measured at: the copies of this one took 1.2 times its step."""
+    slow = replace(WINDOW, seconds=16.6)
+    verdict = found(slow, [Load(12 * GIB, 2 * GIB, 8 * GIB)])
+    assert verdict.link_s == 2.0 and verdict.bound_s == verdict.step_s < 2.0
+    assert "(now 1.00 times that)" in verdict.sentence("cpu")
+
+
 def test_page_locking_saves_the_difference_of_the_rates() -> None:
     verdict = found(pageable_bytes=3 * GIB, unlocked_rate=2.0 * GIB)
     # One of 6 GiB travels with 8 / 6 GiB a step, at 4 GiB/s instead of 2.
