@@ -238,6 +238,7 @@ class DeviceState:
         """
         if self.kind.is_capturing(self.stream()):
             return
+        self.engine.resume()  # what runs first may be no use: rows of a table, or a checkpoint
         self.turned = False
         self.pace.passes += 1
         with self.lock:

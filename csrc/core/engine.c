@@ -249,6 +249,7 @@ static enum oo_status oo__copy_in(struct oo_engine *engine, uint32_t id,
     unit->ready = ready;
     ready = NULL;
     unit->generation++;
+    unit->copied_in = engine->sweep;
     oo__journal(engine, OO_DEED_COPY_IN, id, unit->host_bytes, address);
     oo__journal_decodes(engine, id);
     oo__note_masters(engine, id);
@@ -280,6 +281,25 @@ static int oo__first_of_sweep(struct oo_engine *engine, struct oo_member *member
     member->sweep = engine->sweep;
     member->task = task;
     return first;
+}
+
+/* While trainable masters may be rewritten a copy is good for one sweep: a write to a row between
+ * two forwards changes no stamp, and samples may miss it. A copy in use is left alone: who computes
+ * with masters does not rewrite them. */
+static int oo__is_outdated(const struct oo_engine *engine, uint32_t id, uint64_t sweep) {
+    const struct oo_unit *unit = &engine->units[id];
+    return engine->held && unit->trainable && unit->copied_in < sweep &&
+           !oo_plan_pins(engine->plan, id);
+}
+
+/* Masters are stable from here on; copies from before `sweep` were made while they were not. */
+static void oo__lift(struct oo_engine *engine, uint64_t sweep) {
+    if (!engine->held)
+        return;
+    for (uint32_t i = 0; i < engine->n_units; i++)
+        if (oo__is_outdated(engine, i, sweep) && oo__drop(engine, i) != OO_OK)
+            engine->units[i].stale = 1;
+    oo__set_held(engine, 0);
 }
 
 /* H1: work queued on `stream` from now on comes after the copy's arrival. */
@@ -462,10 +482,12 @@ again:
         status = OO_WOULD_BLOCK;
         goto done;
     }
-    /* The next forward may begin without an optimizer step. */
-    if (request->kind == OO_FORWARD || request->kind == OO_RECORDED)
-        oo__set_held(engine, 0);
     const int first = oo__first_of_sweep(engine, member, request->task);
+    /* The next step may begin without an optimizer's; what is not recorded may be a validation. */
+    if (request->kind == OO_RECORDED)
+        oo__lift(engine, engine->sweep);
+    if (request->kind == OO_FORWARD && oo__is_outdated(engine, id, engine->sweep))
+        OO_TRY(oo__drop(engine, id));
     struct oo_stats *stats = &engine->models[unit->model].stats;
     int resident = oo_plan_resident(engine->plan, id) != NULL;
     if (resident && ((member->stamp_known && member->stamp != request->stamp) ||
@@ -808,7 +830,7 @@ enum oo_status oo_engine_resume(struct oo_engine *engine) {
     enum oo_status status = oo__enter(engine, 0);
     if (status != OO_OK)
         return status;
-    oo__set_held(engine, 0);
+    oo__lift(engine, UINT64_MAX);
     oo__leave(engine);
     return OO_OK;
 }

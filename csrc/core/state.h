@@ -238,6 +238,7 @@ struct oo_unit {
     uint32_t n_uses;
     struct oo_begun begun[OO_STREAMS];
     uint32_t n_begun;
+    uint64_t copied_in; /* the sweep that its device copy was begun in */
     uint64_t copy;      /* the last one that reads its masters where they lie: see oo_copies */
     uint32_t n_kept;    /* of its uses: those that oo_engine_end ends */
     uint32_t n_mapped;  /* likewise, oo_engine_unmap */
@@ -327,7 +328,8 @@ struct oo_engine {
     uint32_t n_known;
 
     uint64_t sweep;
-    int in_task, held, verify;
+    int in_task, verify;
+    int held;               /* trainable masters may be rewritten, by whatever: oo_engine_hold */
     int submits_late;       /* the driver collects work; a query hands it to the device */
     double patience_s;      /* how long a call waits for the uses of other threads to end */
     double kept_patience_s; /* likewise, for those that outlast a call */

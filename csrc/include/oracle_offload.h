@@ -381,9 +381,10 @@ enum oo_status oo_engine_download(struct oo_engine *engine, void *target, uintpt
 /* ---- masters that change ---- */
 
 /* Trainable masters may be rewritten from now on: their copies are dropped, none is prefetched, and
- * mappings have ended (a host wait where the device still reads). */
+ * mappings have ended (a host wait where the device still reads). Forwards that are not recorded
+ * may be made meanwhile: each copies anew what it finds in use no more. */
 enum oo_status oo_engine_hold(struct oo_engine *engine);
-/* They are stable again. A forward acquire outside a graph task says so too. */
+/* They are stable again. An acquire of kind OO_RECORDED says so too. */
 enum oo_status oo_engine_resume(struct oo_engine *engine);
 /* Wait on the host until nothing that is queued reads masters: any of them may be rewritten until
  * the next acquire, map or prefetch. */

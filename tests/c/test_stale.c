@@ -186,7 +186,7 @@ static void test_a_change_of_a_few_bytes_is_seen(void) {
     world_close(&w, "a few bytes");
 }
 
-static void test_only_a_forward_ends_the_hold(void) {
+static void test_only_a_recorded_forward_ends_the_hold(void) {
     struct world w;
     world_open(&w, 400000, 20);
     need(step(&w), "step");
@@ -194,7 +194,9 @@ static void test_only_a_forward_ends_the_hold(void) {
     need(use(&w, 0, OO_RECOMPUTE), "recompute");
     need(use(&w, 0, OO_BACKWARD), "backward");
     CHECK(w.engine->held == 1, "a backward ended the hold");
-    need(use(&w, 0, OO_FORWARD), "forward");
+    need(use(&w, 0, OO_FORWARD), "a validation");
+    CHECK(w.engine->held == 1, "a validation ended the hold");
+    need(use(&w, 0, OO_RECORDED), "forward");
     CHECK(w.engine->held == 0, "a forward did not end the hold");
     need(oo_unit_set_trainable(w.engine, w.unit[2], 1), "set_trainable");
     need(oo_engine_hold(w.engine), "hold");
@@ -204,6 +206,104 @@ static void test_only_a_forward_ends_the_hold(void) {
     CHECK(oo_unit_set_trainable(w.engine, 1000, 1) == OO_E_ARGUMENT, "no such unit");
     need(oo_engine_resume(w.engine), "resume");
     world_close(&w, "hold");
+}
+
+/* The unit's bytes on the device are its master's; `what` has just used it. */
+static void has_the_masters_bytes(struct world *w, unsigned i, const char *what) {
+    const struct oo_block *block = oo_plan_resident(w->engine->plan, w->unit[i]);
+    double end_s;
+    sim.simFinish(&end_s);
+    CHECK(block && memcmp((const void *)oo_block_address(block), w->master[i], w->bytes[i]) == 0,
+          "%s: old bytes", what);
+}
+
+static enum oo_status train(struct world *w, unsigned i) {
+    return use_on(w, i, OO_RECORDED, -1, 0, w->stream);
+}
+
+/* While masters may be rewritten every pass reads them anew, though samples see no change. */
+static void test_a_row_written_between_validations_is_seen(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    world_open(&w, 400000, 4);
+    need(step(&w), "step");
+    need(oo_engine_hold(w.engine), "hold");
+    for (int i = 0; i < 3; i++) {
+        need(use(&w, 4, OO_FORWARD), "validation");
+        has_the_masters_bytes(&w, 4, "validation");
+        w.master[4][UNSEEN] ^= 1;
+    }
+    need(train(&w, 5), "training begins with another");
+    CHECK(!oo_plan_resident(w.engine->plan, w.unit[4]) ||
+              w.engine->units[w.unit[4]].copied_in == w.engine->sweep,
+          "the validation's copy was kept");
+    need(train(&w, 4), "training");
+    has_the_masters_bytes(&w, 4, "training");
+    /* Begun in the same sweep as the first recorded use: a checkpoint's forward came before. */
+    need(oo_engine_hold(w.engine), "hold");
+    need(use(&w, 4, OO_FORWARD), "a checkpoint's forward");
+    const uint64_t late = stats_of(&w).late;
+    need(train(&w, 6), "what follows it");
+    need(use(&w, 4, OO_RECOMPUTE), "recompute");
+    CHECK(stats_of(&w).late == late + 1, "%llu late copies, not that of unit 6 alone",
+          (unsigned long long)(stats_of(&w).late - late));
+    /* An optimizer has stepped: whatever was copied while it did is outdated. */
+    need(oo_engine_hold(w.engine), "hold");
+    need(use(&w, 4, OO_FORWARD), "its closure");
+    w.master[4][UNSEEN] ^= 1;
+    need(oo_engine_resume(w.engine), "resume");
+    need(train(&w, 4), "next step");
+    has_the_masters_bytes(&w, 4, "next step");
+    /* What somebody computes with stays, and frozen ones. */
+    need(oo_engine_hold(w.engine), "hold");
+    need(acquire(w.engine, w.member[4], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+    for (unsigned i = 3; i < 5; i++) {
+        const uint64_t before = stats_of(&w).late;
+        need(use(&w, i, OO_FORWARD), "again");
+        need(use(&w, i, OO_FORWARD), "and again");
+        CHECK(stats_of(&w).late == before, "unit %u was copied anew", i);
+    }
+    need(oo_engine_resume(w.engine), "resume");
+    CHECK(oo_plan_resident(w.engine->plan, w.unit[4]) != NULL, "dropped in use");
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    /* Where the copy cannot be dropped it is not trusted. */
+    need(oo_engine_hold(w.engine), "hold");
+    need(use(&w, 4, OO_FORWARD), "validation");
+    need(use(&w, 3, OO_FORWARD), "another");
+    need(use(&w, 3, OO_FORWARD), "a sweep begins");
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    need(oo_engine_resume(w.engine), "resume");
+    CHECK(w.engine->units[w.unit[4]].stale, "trusted");
+    need(oo_engine_hold(w.engine), "hold");
+    need(use(&w, 4, OO_FORWARD), "validation");
+    sim.simFault("cuStreamWaitEvent", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    CHECK(use(&w, 4, OO_FORWARD) == OO_E_DRIVER, "no error");
+    need(use(&w, 4, OO_FORWARD), "again");
+    world_close(&w, "validations");
+}
+
+/* What travels together is copied once in a pass, however many layers it has. */
+static void test_a_validation_copies_a_unit_of_two_members_once(void) {
+    struct world w;
+    uint32_t unit, members[2];
+    size_t offsets[2];
+    world_open(&w, 400000, -1);
+    const struct oo_tensor tensors[2] = {{.host = w.master[8], .bytes = 4096},
+                                         {.host = w.master[8] + 4096, .bytes = 4096}};
+    const uint32_t each[2] = {1, 1};
+    need(oo_unit_add(w.engine, w.model, tensors, each, 2, 1, &unit, members, offsets), "unit");
+    need(oo_engine_hold(w.engine), "hold");
+    const uint64_t late = stats_of(&w).late;
+    for (int i = 0; i < 6; i++) {
+        struct oo_use held;
+        struct oo_fetched fetched;
+        need(acquire(w.engine, members[i % 2], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+        need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    }
+    CHECK(stats_of(&w).late == late + 3, "%llu copies in three passes",
+          (unsigned long long)(stats_of(&w).late - late));
+    world_close(&w, "two members");
 }
 
 static void test_an_acquire_that_fails_is_counted(void) {
@@ -290,7 +390,9 @@ static const struct check_case cases[] = {
     CASE(test_a_copy_glances_at_what_a_use_has_read),
     CASE(test_a_copy_of_weights_that_were_there_for_a_while),
     CASE(test_a_change_of_a_few_bytes_is_seen),
-    CASE(test_only_a_forward_ends_the_hold),
+    CASE(test_only_a_recorded_forward_ends_the_hold),
+    CASE(test_a_row_written_between_validations_is_seen),
+    CASE(test_a_validation_copies_a_unit_of_two_members_once),
     CASE(test_an_acquire_that_fails_is_counted),
     CASE(test_what_is_in_use_becomes_stale),
 };

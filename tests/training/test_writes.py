@@ -614,6 +614,66 @@ def test_one_row_written_by_hand_between_two_backwards_is_seen():
             assert_models_agree(managed, resident, forward, steps=1)
 
 
+@pytest.mark.parametrize("goes_on", ["trains", "validates"])
+def test_one_row_written_after_a_validation_is_seen(device, goes_on):
+    """A forward that nothing records says nothing of who writes next, through .data by row."""
+    torch.manual_seed(0)
+    managed = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 8))
+    resident = copy.deepcopy(managed)
+    x = torch.ones(2, 512)
+    with attached(managed, device, offload_percent=0.0) as manager:
+        assert len(manager.layers) == 2
+        sides = [(managed, x.to(device)), (resident, x)]
+        for row in range(3, 512, 101):
+            for model, given in sides:
+                model(given).sum().backward()  # no optimizer steps
+            for _ in range(2):
+                with torch.no_grad():
+                    found, expected = [model(given).cpu() for model, given in sides]
+                assert torch.equal(found, expected), "validation"
+                for model, _ in sides:
+                    version = model[0].weight._version
+                    model[0].weight.data[row] += 1.0
+                    model[0].weight.data[row] *= 1.5
+                    assert model[0].weight._version == version
+                row += 1
+            with torch.set_grad_enabled(goes_on == "trains"):
+                found, expected = [model(given).cpu() for model, given in sides]
+            assert torch.equal(found, expected), goes_on
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "ckpt"])
+def test_weights_are_fetched_ahead_in_the_second_micro_batch_of_a_step(reentrant):
+    """The first use of a forward tells that it is one of training, wherever it is recorded."""
+    torch.manual_seed(0)
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(32, 64)
+            self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(24))
+
+        def forward(self, ids):
+            x = self.table(ids)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return x
+
+    model = Blocks()
+    ids = torch.arange(8)
+    with attached(model, "cpu", offload_percent=1.0) as manager:
+        assert "table" in [layer.name for layer in manager.layers]
+        units = {layer.unit for layer in manager.layers if layer.needs_place}
+        assert len(units) > 4
+        late = []
+        for _ in range(4):  # no optimizer steps
+            y = model(ids)
+            late.append(manager.state.engine.stats()["late"])
+            y.sum().backward()
+            late.append(manager.state.engine.stats()["late"])
+        assert late[-2] - late[-3] < len(units) / 2, (late, units)
+
+
 def test_optimizers_that_step_inside_backward_train_alike():
     """One optimizer for each parameter, which steps as soon as its gradient is there."""
     managed = build()
