@@ -51,6 +51,7 @@ from .residents import (
 from .selection import Chosen, group_units, least_bytes, place_bytes
 from .sizes import format_size, parse_size
 from .structure import Structure
+from .views.terminal import printable
 
 logger = logging.getLogger("oracle_offload")
 
@@ -163,9 +164,9 @@ class MemoryManager:
     def __repr__(self) -> str:
         attachment = self.attachment
         return (
-            f"MemoryManager({attachment.name} on {self.device}: {len(attachment.layers)} layers, "
-            f"{format_size(attachment.managed_bytes)} managed, arena "
-            f"{format_size(attachment.arena.capacity_bytes)})"
+            f"MemoryManager({printable(attachment.name)} on {self.device}: "
+            f"{len(attachment.layers)} layers, {format_size(attachment.managed_bytes)} managed, "
+            f"arena {format_size(attachment.arena.capacity_bytes)})"
         )
 
     def contains(self, module: nn.Module) -> bool:

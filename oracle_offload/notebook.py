@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
-import html
 import inspect
 import threading
 from typing import Any
@@ -28,7 +27,7 @@ from .explain import hooks
 from .meter import Meter, Numbers
 from .sizes import format_size
 from .views.live import Live
-from .views.page import fragment
+from .views.page import escape, fragment
 from .views.summary import memory_summary
 
 _LEVELS = (
@@ -86,7 +85,7 @@ class CellReport:
 
     def _repr_html_(self) -> str:
         cells = (
-            f"<tr><td>{html.escape(label)}</td><td>{html.escape(text)}</td></tr>"
+            f"<tr><td>{escape(label)}</td><td>{escape(text)}</td></tr>"
             for label, text in self.rows()
         )
         return fragment("cell", [f"<table>{''.join(cells)}</table>"])

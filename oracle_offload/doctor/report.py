@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from ..views.page import fragment, page
+from ..views.page import escape, fragment, page
 from ..views.schema import schema
 from ..views.terminal import WIDEST, Text
 from .finding import VERDICTS, Finding, worst
@@ -93,21 +93,19 @@ class DoctorReport:
         return json.dumps(self.to_dict(), indent=2, default=str) + "\n"
 
     def _repr_html_(self) -> str:
-        import html
-
         rows = []
         for finding in self._sorted():
             detail = "".join(
-                f'<div class="oo-{label}">{label}: {html.escape(text)}</div>'
+                f'<div class="oo-{label}">{label}: {escape(text)}</div>'
                 for label, text in (("why", finding.why), ("fix", finding.fix))
                 if text
             )
             rows.append(
                 f'<tr><td class="oo-verdict oo-{finding.verdict}">{finding.verdict}</td>'
-                f"<th>{html.escape(finding.name)}</th>"
-                f"<td>{html.escape(finding.value)}{detail}</td></tr>"
+                f"<th>{escape(finding.name)}</th>"
+                f"<td>{escape(finding.value)}{detail}</td></tr>"
             )
-        head = f"<p><b>doctor</b>: {html.escape(self.summary())}</p>"
+        head = f"<p><b>doctor</b>: {escape(self.summary())}</p>"
         return fragment("doctor", [head, "<table>", *rows, "</table>"])
 
     def to_html(self) -> str:

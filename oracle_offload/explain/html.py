@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
 
 from ..views.bars import html_bar
-from ..views.page import fragment
+from ..views.page import escape, fragment
 from ..views.page import page as whole_page
 from .facts import FACT_TITLES, format_size
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import html
 import json
 from typing import TYPE_CHECKING, Any
 
 from ..sizes import format_size
 from ..views.bars import Part, html_bar, text_bar
-from ..views.page import fragment, page
+from ..views.page import escape, fragment, page
 from ..views.run_report import show
 from ..views.schema import schema
-from ..views.terminal import Text, printable
+from ..views.terminal import Text
 from . import paste
 from .fit import NOWHERE, RESIDENT
 from .ladder import ABSENT
@@ -142,7 +141,7 @@ _HEAD = ("persistent", "bytes", "a parameter", "on the device", "on the host")
 def as_text(plan: Plan, width: int, color: bool) -> str:
     """Return the plan for a terminal."""
     text = Text(width, color=color)
-    text.block(printable(plan.sentence()), style=_STYLES.get(plan.verdict, "yellow"))
+    text.block(plan.sentence(), style=_STYLES.get(plan.verdict, "yellow"))
     text.block(speed(plan))
     text.line()
     for title, parts in _bars(plan):
@@ -180,18 +179,18 @@ def as_text(plan: Plan, width: int, color: bool) -> str:
                 text.line(f"    {line}".rstrip())
     text.line()
     for said in plan.assumptions:
-        text.block(printable(said), "assumed: ", "         ")
+        text.block(said, "assumed: ", "         ")
     return str(text)
 
 
 def as_fragment(plan: Plan) -> str:
     """Return the plan as a notebook shows it."""
-    body = [f"<h2>{html.escape(plan.sentence())}</h2>"]
-    body.append(f"<p>{html.escape(speed(plan))}</p>")
+    body = [f"<h2>{escape(plan.sentence())}</h2>"]
+    body.append(f"<p>{escape(speed(plan))}</p>")
     for title, parts in _bars(plan):
-        body += [f"<p>{html.escape(title)}</p>", *html_bar(parts, _size)]
+        body += [f"<p>{escape(title)}</p>", *html_bar(parts, _size)]
     cells = "".join(
-        "<tr><td>" + '</td><td class="n">'.join(map(html.escape, row)) + "</td></tr>"
+        "<tr><td>" + '</td><td class="n">'.join(map(escape, row)) + "</td></tr>"
         for row in _anatomy(plan)
     )
     head = "".join(f"<th>{name}</th>" for name in _HEAD)
@@ -201,18 +200,18 @@ def as_fragment(plan: Plan) -> str:
         for rung in plan.alternatives:
             mark = f' <span class="mark">{_MARK}</span>' if rung.changes_result else ""
             body.append(
-                f"<li>{html.escape(rung.name)}: {_saved(rung)}, then {rung.verdict}; "
-                f"{html.escape(rung.cost)}{mark}</li>"
+                f"<li>{escape(rung.name)}: {_saved(rung)}, then {rung.verdict}; "
+                f"{escape(rung.cost)}{mark}</li>"
             )
         body.append("</ol>")
     body.append("<h3>Not in this library</h3>\n<ul>")
-    body += [f"<li>{html.escape(f'{what}: {gives} ({who})')}</li>" for what, gives, who in ABSENT]
+    body += [f"<li>{escape(f'{what}: {gives} ({who})')}</li>" for what, gives, who in ABSENT]
     body.append("</ul>")
     for title, code in (("Python", _python(plan)), ("AI-Toolkit", _yaml(plan))):
         if code:
-            body += [f"<h3>{title}</h3>", f"<pre>{html.escape(code)}</pre>"]
+            body += [f"<h3>{title}</h3>", f"<pre>{escape(code)}</pre>"]
     body.append("<h3>Assumed</h3>\n<ul>")
-    body += [f"<li>{html.escape(said)}</li>" for said in plan.assumptions]
+    body += [f"<li>{escape(said)}</li>" for said in plan.assumptions]
     body.append("</ul>")
     return fragment("plan", body)
 

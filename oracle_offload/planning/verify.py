@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..geometry import tensor_bytes
 from ..sizes import format_size
-from ..views.page import fragment, page
+from ..views.page import escape, fragment, page
 from ..views.recording import Recording
 from ..views.run_report import show
 from ..views.schema import schema
-from ..views.terminal import Text, printable
+from ..views.terminal import Text
 from .fit import STREAMED
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ class Verification:
     def to_text(self, *, width: int = 100, color: bool = False) -> str:
         """Return the rows for a terminal."""
         text = Text(width, color=color)
-        text.block(printable(self.sentence()), style="bold")
+        text.block(self.sentence(), style="bold")
         cells = [_HEAD, *(row.cells() for row in self.rows if row.difference is not None)]
         name, planned, measured = (max(len(row[i]) for row in cells) for i in range(3))
         for first, second, third, said in cells:
@@ -149,11 +148,11 @@ class Verification:
         head = "".join(f"<th>{name}</th>" for name in _HEAD)
         cells = "".join(
             f'<tr><td>{name}</td><td class="n">{planned}</td><td class="n">{measured}</td>'
-            f"<td>{html.escape(said)}</td></tr>"
+            f"<td>{escape(said)}</td></tr>"
             for name, planned, measured, said in (row.cells() for row in self.rows)
         )
         body = f"<table><tr>{head}</tr>{cells}</table>"
-        return fragment("plan", [f"<h2>{html.escape(self.sentence())}</h2>", body])
+        return fragment("plan", [f"<h2>{escape(self.sentence())}</h2>", body])
 
     def __str__(self) -> str:
         return self.to_text()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from ..exemption import exempt
+from ..views.terminal import printable
 
 logger = logging.getLogger("oracle_offload")
 
@@ -54,7 +55,8 @@ class Idle:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.name} has not changed for {self.steps} steps: {self.cause}; {self.fix}"
+        name = printable(self.name)
+        return f"{name} has not changed for {self.steps} steps: {self.cause}; {self.fix}"
 
 
 class _Forward:

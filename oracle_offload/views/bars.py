@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from html import escape
 
+from .page import escape
+from .terminal import printable
+
+_WIDEST = 32
 Part = tuple[str, int | None]  # a name of `LOOKS`, and bytes; None is unknown
+
+_UNKNOWN = ("?", "#777")  # of a part that a later version names
 
 LOOKS = {  # the character and the colour of each part
     "tensors": ("#", "#2f6db5"),
@@ -44,10 +49,10 @@ def text_bar(parts: Sequence[Part], width: int, show: Callable[[int | None], str
     line, used = "", 0
     for name, size in parts:
         used += size or 0
-        line += LOOKS[name][0] * (round(cells * used / total) - len(line))
+        line += _look(name)[0] * (round(cells * used / total) - len(line))
     rows = [""]
     for name, size in parts:
-        item = f"{LOOKS[name][0]} {name} {show(size)}"
+        item = f"{_look(name)[0]} {_named(name)} {show(size)}"
         joined = f"{rows[-1]}  {item}" if rows[-1] else f"   {item}"
         if len(joined) <= width:
             rows[-1] = joined
@@ -56,20 +61,28 @@ def text_bar(parts: Sequence[Part], width: int, show: Callable[[int | None], str
     return [f"  [{line}]", *rows]
 
 
+def _look(name: str) -> tuple[str, str]:
+    return LOOKS.get(name, _UNKNOWN)
+
+
+def _named(name: str) -> str:
+    return name if name in LOOKS else f"unknown ({printable(name)[:_WIDEST]})"
+
+
 def html_bar(parts: Sequence[Part], show: Callable[[int | None], str]) -> list[str]:
     """Return the bar as HTML; nothing where nothing is known."""
     total = sum(size or 0 for _, size in parts)
     if not total:
         return []
     cells = "".join(
-        f'<div style="width:{100 * size / total:.2f}%;background:{LOOKS[name][1]}" '
-        f'title="{escape(name)} {show(size)}"></div>'
+        f'<div style="width:{100 * size / total:.2f}%;background:{_look(name)[1]}" '
+        f'title="{escape(_named(name))} {show(size)}"></div>'
         for name, size in parts
         if size is not None
     )
     keys = "".join(
-        f'<span class="part"><span class="key" style="background:{LOOKS[name][1]}"></span>'
-        f"{escape(name)} {show(size)}</span>"
+        f'<span class="part"><span class="key" style="background:{_look(name)[1]}"></span>'
+        f"{escape(_named(name))} {show(size)}</span>"
         for name, size in parts
     )
     return [f'<div class="bar">{cells}</div>', f"<p>{keys}</p>"]

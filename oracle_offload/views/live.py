@@ -7,7 +7,6 @@ nothing here imports torch.
 from __future__ import annotations
 
 import contextlib
-import html
 import json
 import os
 import time
@@ -20,9 +19,9 @@ from ..host.owned import open_own
 from ..host.processes import is_alive, machine
 from .bars import html_bar, text_bar
 from .memory import show_size
-from .page import fragment, page
+from .page import escape, fragment, page
 from .schema import schema
-from .terminal import WIDEST, Text, printable
+from .terminal import WIDEST, Text
 
 SCHEMA = schema("heartbeat", 2)
 STALE_S = 10.0  # a step that takes longer is worth a word
@@ -70,7 +69,12 @@ def read(path: Path) -> Live:
         document = json.loads(file.read())
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise ValueError(f"{path} is no heartbeat of this version ({SCHEMA})")
-    return Live(document)
+    try:
+        live = Live(document)
+        live.to_text()
+    except Exception as error:  # whatever a file says, a watcher is told in one line
+        raise ValueError(f"{path} is no heartbeat of this version: {error!r}") from error
+    return live
 
 
 class Live:
@@ -141,19 +145,19 @@ class Live:
 
     def _heading(self) -> str:
         pid, on = self.document["pid"], self.document["machine"]
-        return f"process {pid}" if on == machine() else f"process {pid} on {printable(on)}"
+        return f"process {pid}" if on == machine() else f"process {pid} on {on}"
 
     def to_text(self, *, width: int = WIDEST, color: bool = False) -> str:
         """Return the view for a terminal, at most `width` (60 to 100) columns wide."""
         text = Text(width, color=color)
         text.block(self._heading(), style="bold")
         for sentence in self._sentences():
-            text.block(printable(sentence))
+            text.block(sentence)
         for note in self._notes():
             text.block(note, style="yellow")
         for memory in self._bars():
             text.line()
-            text.line(f"{printable(memory['title'])}: {show_size(memory['total_bytes'])}")
+            text.line(f"{memory['title']}: {show_size(memory['total_bytes'])}")
             for line in text_bar(list(memory["parts"].items()), text.width, show_size):
                 text.line(line)
         text.line()
@@ -167,15 +171,13 @@ class Live:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        body = [f'<p class="oo-verdict">{html.escape(text)}</p>' for text in self._sentences()]
-        body += [f'<p class="oo-warn">{html.escape(text)}</p>' for text in self._notes()]
+        body = [f'<p class="oo-verdict">{escape(text)}</p>' for text in self._sentences()]
+        body += [f'<p class="oo-warn">{escape(text)}</p>' for text in self._notes()]
         for memory in self._bars():
-            title = html.escape(str(memory["title"]))
+            title = escape(str(memory["title"]))
             body.append(f"<h3>{title}: {show_size(memory['total_bytes'])}</h3>")
             body += html_bar(list(memory["parts"].items()), show_size)
-        cells = (
-            f"<tr><td>{html.escape(a)}</td><td>{html.escape(b)}</td></tr>" for a, b in self.rows()
-        )
+        cells = (f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in self.rows())
         body.append(f"<table>{''.join(cells)}</table>")
         return fragment("live", body)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from html import escape
+from html import escape as _escape
+
+from .terminal import printable
 
 # Scoped to our own class, as a notebook holds other tables; the colour of text is inherited, as a
 # notebook has a theme of its own. Jupyter aligns the cells of tables to the right by a rule that
@@ -32,6 +34,11 @@ STYLE = """
 .oo-explain table tr td.q{white-space:normal}
 .oo-doctor table tr :is(td,th){padding:.3rem .7rem;border-top:1px solid #8884}
 """
+
+
+def escape(text: str) -> str:
+    """Return `text` as it stands in HTML, without what would steer or turn what is shown."""
+    return _escape("\n".join(map(printable, text.split("\n"))))
 
 
 def fragment(kind: str, body: Iterable[str]) -> str:

@@ -6,7 +6,6 @@ docs/recording.md says what each event holds. Nothing here needs torch.
 from __future__ import annotations
 
 import csv
-import html
 import io
 import json
 import os
@@ -16,7 +15,7 @@ from typing import Any
 
 from ..host.replace import replace_file
 from ..sizes import format_size
-from .page import fragment, page
+from .page import escape, fragment, page
 from .schema import schema
 from .snapshot import sentences as memory_sentences
 from .snapshot import tables as holders
@@ -308,14 +307,14 @@ class Recording:
         return [stay for stay in (*stays, *there.values()) if stay.end_s > stay.begin_s]
 
     def _repr_html_(self) -> str:
-        body = [f'<p class="oo-verdict">{html.escape(line)}</p>' for line in self._sentences()]
+        body = [f'<p class="oo-verdict">{escape(line)}</p>' for line in self._sentences()]
         for title, picture in self.pictures():
-            shown = f"<summary>{html.escape(title)}</summary>{picture}"
+            shown = f"<summary>{escape(title)}</summary>{picture}"
             body.append(f"<details>{shown}</details>" if "part" in title else f"<p>{picture}</p>")
         for title, rows in self._tables():
-            body.append(f"<h3>{html.escape(title)}</h3>")
+            body.append(f"<h3>{escape(title)}</h3>")
             cells = "".join(
-                "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+                "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
                 for row in rows
             )
             body.append(f"<table>{cells}</table>")

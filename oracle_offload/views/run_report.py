@@ -5,7 +5,6 @@ Each figure is of steps after the warm-up where there are any, and None where no
 
 from __future__ import annotations
 
-import html
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,10 @@ from typing import Any, Protocol
 from ..metrics import MetricsRun
 from ..sizes import format_size
 from ..traffic import stalls_of
-from .page import fragment, page
+from .page import escape, fragment, page
 from .recording import Recording
 from .schema import schema
-from .terminal import WIDEST, Text, printable
+from .terminal import WIDEST, Text
 
 SCHEMA = schema("report", 1)
 WARM_UP_STEPS = 2  # as in `oracle_offload.pace`, which imports nothing of this
@@ -99,7 +98,7 @@ class RunReport:
     def to_text(self, *, width: int = WIDEST, color: bool = False) -> str:
         """Return the table for a terminal."""
         text = Text(width, color=color)
-        text.block(f"{printable(self.name)}: {self.kind}", style="bold")
+        text.block(f"{self.name}: {self.kind}", style="bold")
         for key, label, how in _SHOWN:
             text.line(f"  {label:<28}{show(self.figures[key], how)}")
         if self.explained is None:
@@ -112,7 +111,7 @@ class RunReport:
             f'<tr><td>{label}</td><td class="n">{show(self.figures[key], how)}</td></tr>'
             for key, label, how in _SHOWN
         )
-        body = [f"<h2>{html.escape(self.name)}</h2>", f"<table>{rows}</table>"]
+        body = [f"<h2>{escape(self.name)}</h2>", f"<table>{rows}</table>"]
         body += [f"<h3>{label}</h3>\n{line_svg(label, s)}" for label, s in self.series.items() if s]
         why = "" if self.explained is None else self.explained.to_html(page=False)
         return page(self.name, fragment("report", body) + why + self.body)
@@ -157,8 +156,8 @@ class Comparison:
     def to_text(self, *, width: int = WIDEST, color: bool = False) -> str:
         """Return the table for a terminal."""
         text = Text(width, color=color)
-        text.block(f"before: {printable(self.before.name)}", style="bold")
-        text.block(f"after:  {printable(self.after.name)}", style="bold")
+        text.block(f"before: {self.before.name}", style="bold")
+        text.block(f"after:  {self.after.name}", style="bold")
         for label, before, after, change in [("", "before", "after", "change"), *self.rows()]:
             text.line(f"  {label:<26}{before:>14}{after:>14}  {change}")  # a cut figure is another
         return str(text)
@@ -170,7 +169,7 @@ class Comparison:
             f'<td class="n">{change}</td></tr>'
             for label, before, after, change in self.rows()
         )
-        names = [html.escape(report.name) for report in (self.before, self.after)]
+        names = [escape(report.name) for report in (self.before, self.after)]
         head = f"<tr><th></th><th>{names[0]}</th><th>{names[1]}</th><th>change</th></tr>"
         return page("before and after", fragment("report", [f"<table>{head}{cells}</table>"]))
 
@@ -302,7 +301,7 @@ def line_svg(label: str, points: Sequence[tuple[int, float]]) -> str:
         for x, y in finite
     )
     axis = [(top, 15), (low, high - 25)] if top != low else [(low, high - 25)]
-    name = html.escape(label)
+    name = escape(label)
     marks = "".join(
         f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{_tick(value, label)}</text>'
         for value, y in axis

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 from ..sizes import format_size
 from .bars import Part, html_bar, text_bar
 from .memory import show_size
-from .page import fragment, page
+from .page import escape, fragment, page
 from .schema import schema
 from .terminal import WIDEST, Text, printable
 
@@ -109,14 +108,13 @@ def tables(held: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str, str]
 def body(held: Mapping[str, Any]) -> list[str]:
     """Return the report as lines of HTML."""
     lines = [
-        f'<p class="oo-{"why" if number else "verdict"}">{html.escape(sentence)}</p>'
+        f'<p class="oo-{"why" if number else "verdict"}">{escape(sentence)}</p>'
         for number, sentence in enumerate(sentences(held))
     ]
     lines += html_bar(_parts(held), show_size)
     for title, rows in tables(held):
         cells = "".join(
-            f'<tr><td>{html.escape(who)}</td><td class="n">{size}</td><td class="n">{blocks}</td>'
-            "</tr>"
+            f'<tr><td>{escape(who)}</td><td class="n">{size}</td><td class="n">{blocks}</td></tr>'
             for who, size, blocks in rows
         )
         head = "<tr><th></th><th>bytes</th><th>blocks</th></tr>"

@@ -7,7 +7,6 @@ call and seconds come from events on the device.
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import textwrap
@@ -28,7 +27,7 @@ from ..sizes import format_size
 from ..traffic import stalls_of, stalls_text
 from .bars import html_bar, text_bar
 from .memory import Memory, device_memory, host_memory, show_size
-from .page import fragment, page
+from .page import escape, fragment, page
 from .schema import schema
 from .terminal import Text, printable
 from .verdict import Load, Verdict, judge
@@ -250,14 +249,14 @@ class MemoryReport:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        body = [f'<p class="oo-verdict">{html.escape(text)}</p>' for text in self._verdicts()]
-        body += [f'<p class="oo-warn">{html.escape(text)}</p>' for text in self.notes]
+        body = [f'<p class="oo-verdict">{escape(text)}</p>' for text in self._verdicts()]
+        body += [f'<p class="oo-warn">{escape(text)}</p>' for text in self.notes]
         for memory in self.memory:
-            body.append(f"<h3>{html.escape(memory.title)}: {show_size(memory.total_bytes)}</h3>")
+            body.append(f"<h3>{escape(memory.title)}: {show_size(memory.total_bytes)}</h3>")
             body += html_bar(list(memory.parts.items()), show_size)
-            body += [f'<p class="oo-why">{html.escape(note)}</p>' for note in memory.notes]
+            body += [f'<p class="oo-why">{escape(note)}</p>' for note in memory.notes]
         for device in self.devices:
-            body.append(f"<h3>{html.escape(_label(device))}</h3>")
+            body.append(f"<h3>{escape(_label(device))}</h3>")
             body.append(_html_table(_device_rows(device, self.abbreviated)))
             for model in device.models:
                 units = f"{model.layers} layers in {model.units} units"
@@ -268,7 +267,7 @@ class MemoryReport:
         if self.optimizer_bytes:
             body.append(_html_table(_optimizer_rows(self)))
         if self.devices and not self.abbreviated:
-            body += [f'<p class="oo-why">{html.escape(line)}</p>' for line in _LEGEND]
+            body += [f'<p class="oo-why">{escape(line)}</p>' for line in _LEGEND]
         return fragment("summary", body)
 
 
@@ -561,7 +560,8 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
 
 def _table(device: DeviceUsage, report: MemoryReport) -> str:
     rule, thin = f"|{'=' * _WIDTH}|", f"|{'-' * _WIDTH}|"
-    lines = [rule, f"|{'oracle_offload memory summary, ' + _label(device):^{_WIDTH}}|", rule]
+    title = printable(f"oracle_offload memory summary, {_label(device)}")
+    lines = [rule, f"|{title:^{_WIDTH}}|", rule]
     lines += [_row(*row) for row in _device_rows(device, report.abbreviated)]
     for model in device.models:
         lines += [thin, _row(model.name, f"{model.layers} layers in {model.units} units")]
@@ -621,9 +621,7 @@ def _optimizer_rows(report: MemoryReport) -> list[tuple[str, str]]:
 
 
 def _html_table(rows: Sequence[tuple[str, str]]) -> str:
-    cells = (
-        f"<tr><td>{_indented(html.escape(a))}</td><td>{html.escape(b)}</td></tr>" for a, b in rows
-    )
+    cells = (f"<tr><td>{_indented(escape(a))}</td><td>{escape(b)}</td></tr>" for a, b in rows)
     return f"<table>{''.join(cells)}</table>"
 
 
@@ -762,6 +760,6 @@ def _traffic(nbytes: int, copies: int, rate: float | None) -> str:
 
 def _row(label: str, value: str) -> str:
     """Return a row within the frame, in as many lines as its value needs."""
-    first, *more = textwrap.wrap(value, _WIDTH - 42)
-    lines = [(label, first), *(("", line) for line in more)]
+    first, *more = textwrap.wrap(printable(value), _WIDTH - 42) or [""]
+    lines = [(printable(label), first), *(("", line) for line in more)]
     return "\n".join(f"| {left:<39}| {right:<{_WIDTH - 42}}|" for left, right in lines)

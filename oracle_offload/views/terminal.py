@@ -1,7 +1,9 @@
 """How reports reach a terminal: width, colour, encoding; and what is said when a file fails.
 
-Names of files and devices, values of variables and lines of logs come from elsewhere: shown as they
-are, they could steer the terminal.
+Names of files, modules, devices and processes, values of variables and lines of logs come from
+elsewhere: shown as they are, they could steer the terminal, or show a line as another by turning
+its direction. So what a `Text` takes is made printable there, and what a page takes in
+`oracle_offload.views.page`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ _SEQUENCE = re.compile(
 WIDEST, NARROWEST = 100, 60
 _VIRTUAL_TERMINAL = 0x4  # ENABLE_VIRTUAL_TERMINAL_PROCESSING
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
+_STYLE = re.compile(r"(\x1b\[[0-9]{1,2}m)")  # what `Text.styled` writes
 
 
 class FileError(Exception):
@@ -49,7 +52,7 @@ def naming(verb: str, name: str) -> Iterator[None]:
         raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name, a closed stream
         number = error.errno if isinstance(error, OSError) else None
-        reason = str(error) if number is None else os.strerror(number)
+        reason = printable(str(error)) if number is None else os.strerror(number)
         code = "" if number is None else f" ({errno.errorcode.get(number, '?')}, errno {number})"
         raise FileError(f"cannot {verb} {printable(name) or repr(name)}: {reason}{code}") from error
 
@@ -132,6 +135,7 @@ class Text:
 
     def styled(self, text: str, style: str) -> str:
         """Return `text` bold, dim, red, green or yellow."""
+        text = printable(text)
         return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if self.color else text
 
     def wrapped(self, text: str, indent: str = "") -> list[str]:
@@ -139,18 +143,23 @@ class Text:
         from textwrap import wrap
 
         # Paths and package names hold hyphens, and are copied from here.
-        return wrap(text, self.width - len(indent), break_on_hyphens=False)
+        return wrap(printable(text), self.width - len(indent), break_on_hyphens=False)
 
     def line(self, text: str = "") -> None:
-        """Add a line as it is."""
-        self._lines.append(text)
+        """Add a line, of which parts may be `styled`."""
+        parts = _STYLE.split(text)  # every second is a style
+        if self.color:
+            parts[::2] = map(printable, parts[::2])
+            self._lines.append("".join(parts))
+        else:
+            self._lines.append(printable(text))
 
     def block(self, text: str, first: str = "", rest: str = "", style: str = "") -> None:
         """Add wrapped text, behind `first` on its first line and `rest` on the others."""
         from textwrap import wrap
 
         lines = wrap(
-            text,
+            printable(text),
             self.width,
             initial_indent=first,
             subsequent_indent=rest,

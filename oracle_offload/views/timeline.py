@@ -7,13 +7,13 @@ notebook; a box tells its layer and times to whoever points at it.
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..sizes import format_size
+from .page import escape
 
 _LANES = (
     ("compute", "managed layers", "#4c78a8"),
@@ -153,10 +153,10 @@ def timeline_svg(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
         f'width="{_WIDTH}" height="{height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="8" y="24" font-size="15">{html.escape(title)}</text>',
+        f'<text x="8" y="24" font-size="15">{escape(title)}</text>',
     ]
     for number, line in enumerate(_wrapped(sentence, 140)):
-        parts.append(f'<text x="8" y="{46 + 16 * number}">{html.escape(line)}</text>')
+        parts.append(f'<text x="8" y="{46 + 16 * number}">{escape(line)}</text>')
     parts += _block_marks(blocks, x, floor)
     for index, (kind, label, colour) in enumerate(lanes):
         y = top + index * (_LANE + _GAP)
@@ -220,7 +220,7 @@ def _lane(
         left, right = x(first), x(last)
         parts.append(
             f'<rect x="{left:.2f}" y="{y}" width="{max(right - left, 0.3):.2f}" '
-            f'height="{_LANE}" fill="{colour}"><title>{html.escape(told)}</title></rect>'
+            f'height="{_LANE}" fill="{colour}"><title>{escape(told)}</title></rect>'
         )
     return parts
 
@@ -247,7 +247,7 @@ def _block_marks(blocks: Sequence[tuple[str, float]], x: Any, floor: int) -> lis
     free = float(_LEFT)
     for name, second in blocks:
         at = x(second)
-        told = f"<title>{html.escape(name)}</title>"
+        told = f"<title>{escape(name)}</title>"
         parts.append(
             f'<line x1="{at:.2f}" y1="{_TOP + 4}" x2="{at:.2f}" y2="{floor}" stroke="#888" '
             f'stroke-width="0.5" stroke-dasharray="2 2">{told}</line>'
@@ -258,7 +258,7 @@ def _block_marks(blocks: Sequence[tuple[str, float]], x: Any, floor: int) -> lis
         if at >= free and at + room <= _WIDTH:
             parts.append(
                 f'<text x="{at:.2f}" y="{_TOP + 12}" font-size="10" fill="#555">'
-                f"{html.escape(short)}{told}</text>"
+                f"{escape(short)}{told}</text>"
             )
             free = at + room
     return parts
@@ -289,7 +289,7 @@ def _arena(stays: Sequence[Stay], y: int, x: Any, max_boxes: int) -> list[str]:
         parts.append(
             f'<rect x="{left:.2f}" y="{upper:.2f}" width="{max(right - left, 0.3):.2f}" '
             f'height="{max(lower - upper, 0.3):.2f}" fill="{colour[block_of(stay.layer)]}" '
-            f'stroke="white" stroke-width="0.3"><title>{html.escape(told)}</title></rect>'
+            f'stroke="white" stroke-width="0.3"><title>{escape(told)}</title></rect>'
         )
     return parts
 

@@ -513,8 +513,47 @@ def test_text_of_others_cannot_steer_the_terminal():
     odd["devices"][0]["sentence"] = "\x1b[2Jgone"
     odd["devices"][0]["memory"]["title"] = "a\x1b]0;title\x07b"
     assert "\x1b" not in str(live.Live(odd))
-    odd["devices"][0]["sentence"] = "<script>"
-    assert "<script>" not in live.Live(odd).to_html()
+    odd["devices"][0]["sentence"] = "<script>\u202e\x1b"
+    page = live.Live(odd).to_html()
+    assert "<script>" not in page and not {"\u202e", "\x1b"} & set(page)
+
+
+def test_a_part_of_a_later_version_is_shown_as_unknown(tmp_path):
+    odd = document()
+    odd["host"]["parts"] = {"free": 1 << 30, "new\u202e\x1b[2J" + "w" * 99: 2 << 30, "b<": None}
+    path = tmp_path / "heartbeat-1.json"
+    path.write_text(live.Live(odd).to_json())
+    view = live.read(path)
+    name = "unknown (new " + "w" * 28 + ")"
+    assert f"? {name} 2.00 GiB" in str(view) and "? unknown (b<) unknown" in str(view)
+    page = view.to_html()
+    assert f"{name} 2.00 GiB</span>" in page and "unknown (b&lt;) unknown</span>" in page
+    assert not {"\u202e", "\x1b"} & {*str(view), *page}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"numbers": []},
+        {"numbers": {"step_s": "soon"}},
+        {"devices": [{}]},
+        {"host": None},
+        {"host": {"title": "host", "total_bytes": 1, "parts": {"free": "all"}}},
+        {"time_s": None},
+        {"pid": "mine"},
+    ],
+    ids=str,
+)
+def test_a_document_that_is_none_is_refused_in_one_line(tmp_path, monkeypatch, capsys, change):
+    from oracle_offload import cli
+
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
+    path = tmp_path / f"heartbeat-{machine()}-5.json"
+    path.write_text(json.dumps(document(**change)))
+    with pytest.raises(ValueError, match="is no heartbeat of this version"):
+        live.read(path)
+    assert cli.main(["watch", "--once"]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_colour_is_asked_for():

@@ -398,3 +398,17 @@ def test_the_examples_of_the_page_are_what_the_command_prints(monkeypatch):
     assert summary_page.written(page) == page, "python tools/summary_page.py"
     for name in summary_page.DEVICES:
         assert page.count(f"<!-- example: {name} -->\n```\ncpu is {name}-bound: ") == 1
+
+
+def test_names_of_strangers_steer_no_terminal_and_turn_no_line(device):
+    """Nothing that the manager and its report show does, whatever modules and their class say."""
+    odd = "a\x1b[2Jb\u202ec"
+    block = type(odd, (nn.Sequential,), {})()
+    for number in range(3):
+        block.add_module(f"{odd}{number}", nn.Linear(64, 64))
+    with attached(block, device, offload_percent=1.0) as manager:
+        train(block, 2)
+        assert manager.layers
+        report = oracle_offload.memory_summary(model=block)
+        shown = f"{manager!r}{report!r}{report}{report.to_html()}"
+    assert "ab c" in shown and not {"\x1b", "\u202e"} & set(shown)

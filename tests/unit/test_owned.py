@@ -251,7 +251,9 @@ def test_what_others_remembered_is_not_believed(folder: Path, change: Change, wh
 def test_a_heartbeat_that_others_wrote_is_not_shown(folder: Path, change: Change, why: str) -> None:
     folder.mkdir(mode=0o700)
     path = folder / "heartbeat-here-1.json"
-    path.write_text(json.dumps({"schema": live.SCHEMA, "numbers": {}}))
+    host = {"title": "host", "total_bytes": 1, "parts": {}}
+    document = {"schema": live.SCHEMA, "pid": 1, "machine": "here", "time_s": 0.0, "host": host}
+    path.write_text(json.dumps({**document, "numbers": {}, "devices": []}))
     assert live.heartbeats() == [path] and live.read(path).numbers == {}
     change(path)
     assert live.heartbeats() == []

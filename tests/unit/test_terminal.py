@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from oracle_offload.views import terminal
+from oracle_offload.views.page import escape
 from oracle_offload.views.terminal import (
     FileError,
     Text,
@@ -183,3 +184,27 @@ def test_a_stream_that_does_not_tell_its_encoding_is_given_ascii() -> None:
     assert stream.encoding is None
     put(stream, "naïve …")
     assert stream.getvalue() == "na?ve ?"
+
+
+STRANGE = "a\x1b[2Jb\u202ec\x07d\u2066e"
+SHOWN = "ab c d e"
+
+
+@pytest.mark.parametrize("color", [False, True])
+def test_a_report_shows_nothing_that_steers_or_turns_what_is_shown(color: bool) -> None:
+    text = Text(color=color)
+    text.line(STRANGE)
+    text.line(f"  {text.styled(STRANGE, 'red')} {STRANGE}")
+    text.block(STRANGE, "  ", style="bold")
+    text.line(*text.wrapped(STRANGE))
+    red, bold, end = ("\x1b[31m", "\x1b[1m", "\x1b[0m") if color else ("", "", "")
+    assert str(text).splitlines() == [
+        SHOWN,
+        f"  {red}{SHOWN}{end} {SHOWN}",
+        f"{bold}  {SHOWN}{end}",
+        SHOWN,
+    ]
+
+
+def test_a_page_shows_nothing_that_turns_what_is_shown() -> None:
+    assert escape(f"<{STRANGE}>\n  {STRANGE}") == f"&lt;{SHOWN}&gt;\n  {SHOWN}"
