@@ -8,6 +8,7 @@
 .PHONY: help build demo test test-all test-bill device-type operators lint format bench ctest asan-check asan-python tsan-check \
         windows-check analyze compile_commands.json \
         proof mutation mutation-near mutation-python mutation-python-all coverage fuzz conformance screenshots \
+        cuda-environment cuda-build cuda-core cuda-check \
         aitoolkit-check wheel gpu-wheels gpu-rivals gpu-check gpu-rehearsal gpu-import environment clean
 
 ifdef PYTHON
@@ -29,6 +30,8 @@ help:
 	@echo "make test-all      every behaviour once, as .ci/run has it"
 	@echo "make test-bill     the same, and what each test costs into docs/development.md"
 	@echo "make device-type   the tests that take a device, on a device type that is not cpu"
+	@echo "make cuda-check    PyTorch's CUDA build over the simulated driver, in .venv-cuda (5.5 GB)"
+	@echo "make cuda-core     the part of it that a change breaks most often: minutes"
 	@echo "make operators     the matrix of layers and compiled models, computed by the operators in C++"
 	@echo "make lint          style, types, compiler warnings"
 	@echo "make format        apply the formatters"
@@ -85,6 +88,27 @@ check-%:
 
 environment: $(call ready,test)
 
+# PyTorch's CUDA build stands beside: what it brings is 5.5 GB. It may be another Python than PYTHON.
+cuda_py := .venv-cuda/bin/python
+.venv-cuda/bin/python:
+	@python=$$(sh tools/find_python.sh $(CUDA_PYTHON)) && echo "creating .venv-cuda with $$python" \
+		&& "$$python" -m venv .venv-cuda
+
+# torch brings an nvrtc of its own: two pins would not agree.
+.venv-cuda/installed: tools/requirements-cuda.txt tools/requirements-test.txt \
+		tools/requirements-beside.txt | .venv-cuda/bin/python
+	sed -e '/^-r/d' -e '/^nvidia-cuda-nvrtc/d' tools/requirements-test.txt > .venv-cuda/tests.txt
+	$(cuda_py) -m pip install --quiet --disable-pip-version-check -r $< -r .venv-cuda/tests.txt
+	$(cuda_py) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target .venv-cuda/beside -r tools/requirements-beside.txt
+	@touch $@
+
+cuda-environment: .venv-cuda/installed
+
+cuda-build: .venv-cuda/installed
+	$(cuda_py) setup.py --quiet build_ext --inplace
+	$(cuda_py) tests/cuda/build.py .venv-cuda
+
 build: $(call ready,test)
 	"$(PY)" setup.py --quiet build_ext --inplace
 
@@ -112,6 +136,13 @@ test-bill: build
 # The tests that take a device, on one whose type is not "cpu". In processes of their own.
 device-type: build
 	"$(PY)" -m pytest $(side_by_side) $(slowest) tests/training --device simgpu $(ARGS)
+
+# Everything about torch.cuda that can be run without a GPU: docs/simulator.md says what that proves.
+cuda-check: cuda-build
+	$(cuda_py) tools/cuda_check.py $(ARGS)
+
+cuda-core: cuda-build
+	$(cuda_py) tools/cuda_check.py core $(ARGS)
 
 # What compares layers with resident ones; the others leave the operators unused. The first cases:
 # tests/training/test_cpp_loan.py has the matrix by the operators in C++ as a part of `make test-all`.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import left_behind
 import pytest
+import skip_lists
 import tiers
 
 # Read when CUDA starts: without it cuBLAS may sum in another order each time, and strict
@@ -21,6 +22,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ["ORACLE_OFFLOAD_HEARTBEAT"] = "0"
 # Whatever this user has built: tests that want the operators in C++ ask for them.
 os.environ.setdefault("ORACLE_OFFLOAD_OPS", "off")
+# In an environment of `make cuda-check`: PyTorch's CUDA build over a simulated driver of its own.
+pytest_plugins = ["simulated_cuda"] if "before_torch" in sys.modules else []
 
 
 @functools.cache
@@ -77,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if only == "simgpu":
         import simgpu
 
-        simgpu.skip_listed(items)
+        skip_lists.skip_listed(items, simgpu.SKIPS)
 
 
 def pytest_collection_finish() -> None:

@@ -334,7 +334,7 @@ OOCUresult simGetSchedule(int *schedule, uint64_t *seed) {
 }
 
 OOCUresult simSwitch(int which, int on) {
-    if (which < SIM_RACES || which > SIM_RECYCLED_STREAMS)
+    if (which < SIM_RACES || which > SIM_CONCURRENT_KERNELS)
         return OOCU_ERROR_INVALID_VALUE;
     sim_os_lock(&sim.lock);
     sim__boot();

@@ -49,6 +49,12 @@ static int is_device(const struct sim_range *range) {
     return range->kind == MEM_DEVICE || range->kind == MEM_ADOPTED;
 }
 
+/* Two pieces that were mapped side by side (cuMemMap, tests/cuda): one memory to who uses them. */
+static int touch(const struct sim_range *range, const struct sim_range *next) {
+    return range->kind == MEM_DEVICE && next->kind == MEM_DEVICE && !range->block && !next->block &&
+           range->device == next->device && range->hi == next->lo;
+}
+
 enum sim_place sim__place(uintptr_t lo, size_t bytes, struct sim_range **range) {
     *range = NULL;
     if (!lo || lo > UINTPTR_MAX - bytes)
@@ -56,15 +62,18 @@ enum sim_place sim__place(uintptr_t lo, size_t bytes, struct sim_range **range) 
     size_t i = first_over(lo);
     if (i == n_ranges || ranges[i]->lo >= lo + bytes)
         return PLACE_PAGEABLE;
-    if (ranges[i]->lo > lo || ranges[i]->hi < lo + bytes)
-        return PLACE_INVALID; /* partly known, or over two ranges */
+    if (ranges[i]->lo > lo)
+        return PLACE_INVALID; /* partly known */
+    for (size_t last = i; ranges[last]->hi < lo + bytes; last++)
+        if (last + 1 == n_ranges || !touch(ranges[last], ranges[last + 1]))
+            return PLACE_INVALID; /* over two ranges */
     *range = ranges[i];
     return is_device(ranges[i]) ? PLACE_DEVICE : PLACE_PINNED;
 }
 
-void sim__copy_uses(struct sim_range *range, uint32_t actor, uint64_t epoch) {
-    if (range)
-        sim__clock_set(&range->copies, actor, epoch);
+void sim__copy_uses(struct sim_range *range, uintptr_t hi, uint32_t actor, uint64_t epoch) {
+    for (size_t i = range ? first_over(range->lo) : n_ranges; i < n_ranges && ranges[i]->lo < hi; i++)
+        sim__clock_set(&ranges[i]->copies, actor, epoch);
 }
 
 static void account(const struct sim_range *range, int add) {

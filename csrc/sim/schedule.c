@@ -318,14 +318,31 @@ static void engine_queue(struct sim_op *op) {
     engines_waiting++;
 }
 
+/* Where the engine may begin an operation now; NULL while it is fully taken. */
+static struct sim_op **free_place(struct sim_engine *engine, int kind) {
+    const int wide = kind == ENGINE_COMPUTE && sim.switches[SIM_CONCURRENT_KERNELS];
+    for (int i = 0; i < (wide ? SIM_AT_ONCE : 1); i++)
+        if (!engine->busy[i])
+            return &engine->busy[i];
+    return NULL;
+}
+
+static int is_busy_with(const struct sim_engine *engine, const struct sim_op *op) {
+    int found = 0;
+    for (int i = 0; i < SIM_AT_ONCE; i++)
+        found |= engine->busy[i] == op;
+    return found;
+}
+
 static int start_engines(void) {
     int started = 0;
     for (int device = 0; engines_waiting && device < sim.n_devices; device++) {
         for (int kind = 0; kind < ENGINE_COUNT; kind++) {
             struct sim_engine *engine = &sim.engines[device][kind];
-            if (engine->busy || !engine->first)
+            struct sim_op **place = free_place(engine, kind);
+            if (!place || !engine->first)
                 continue;
-            struct sim_op *op = engine->busy = engine->first;
+            struct sim_op *op = *place = engine->first;
             engine->first = op->next_waiting;
             if (!engine->first)
                 engine->last = NULL;
@@ -344,8 +361,9 @@ static void end_op(struct sim_op *op) {
     struct sim_stream *stream = op->stream;
     if (!is_marker(op) && op->kind != OP_HOSTFN) {
         struct sim_engine *engine = &sim.engines[stream->device][engine_of(op)];
-        if (engine->busy == op)
-            engine->busy = NULL;
+        for (int i = 0; i < SIM_AT_ONCE; i++)
+            if (engine->busy[i] == op)
+                engine->busy[i] = NULL;
         double busy_s = op->end_s - op->start_s;
         if (op->kind == OP_H2D)
             sim.stats.h2d_busy_s += busy_s;
@@ -687,7 +705,7 @@ void sim__hold(struct sim_stream *stream, int on) {
             in_heap |= heap[i].op == op;
         if (!op->wait_time && !in_heap && !op->next_waiting &&
             sim.engines[stream->device][engine_of(op)].last != op &&
-            sim.engines[stream->device][engine_of(op)].busy != op) {
+            !is_busy_with(&sim.engines[stream->device][engine_of(op)], op)) {
             if (op->ready_s < sim.now_s)
                 op->ready_s = sim.now_s;
             time_ready(op);

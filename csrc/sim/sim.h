@@ -92,7 +92,10 @@ enum sim_switch {
     SIM_LATE_SUBMISSION = 5,
     /* A new stream may have the handle of one that was destroyed (default 0, so that a handle that
      * is used after its end is found): as of a real driver, whose handles are addresses. */
-    SIM_RECYCLED_STREAMS = 6
+    SIM_RECYCLED_STREAMS = 6,
+    /* Kernels of different streams run at the same time, up to four of them (default 0: one after
+     * the other, as kernels that each fill the card do). */
+    SIM_CONCURRENT_KERNELS = 7
 };
 SIM_API OOCUresult simSwitch(int which, int on);
 /* Whether SIM_LATE_SUBMISSION is on: what an engine asks, as it asks the system of a real driver.

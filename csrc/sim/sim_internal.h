@@ -157,9 +157,11 @@ struct sim_event {
     struct sim_clock clock;
 };
 
-/* One resource of a device that serves one operation at a time, in the order they became ready. */
+/* One resource of a device. It serves in the order in which operations became ready: one at a time,
+ * or kernels of several streams, see SIM_CONCURRENT_KERNELS. */
+enum { SIM_AT_ONCE = 4 };
 struct sim_engine {
-    struct sim_op *busy;
+    struct sim_op *busy[SIM_AT_ONCE];
     struct sim_op *first, *last;
 };
 enum sim_engine_kind { ENGINE_H2D, ENGINE_D2H, ENGINE_COMPUTE, ENGINE_COUNT };
@@ -222,7 +224,8 @@ struct sim_range {
 enum sim_place { PLACE_PAGEABLE, PLACE_PINNED, PLACE_DEVICE, PLACE_INVALID };
 enum sim_place sim__place(uintptr_t lo, size_t bytes, struct sim_range **range);
 struct sim_range *sim__range_at(uintptr_t address);
-void sim__copy_uses(struct sim_range *range, uint32_t actor, uint64_t epoch);
+/* What sim__place found, and the pieces after it that begin below `hi`; NULL: nothing. */
+void sim__copy_uses(struct sim_range *range, uintptr_t hi, uint32_t actor, uint64_t epoch);
 OOCUresult sim__range_add(uintptr_t lo, size_t bytes, enum sim_memory kind, int device,
                           unsigned int flags, void *block);
 /* Refused, with a report, while copies that the host has not waited for touch it. */

@@ -11,8 +11,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifndef SIM_DRIVER_VERSION
+#define SIM_DRIVER_VERSION 12080 /* tests/cuda, whose torch wants a newer one, says another */
+#endif
+
 enum {
-    DRIVER_VERSION = 12080,
+    DRIVER_VERSION = SIM_DRIVER_VERSION,
     MAX_CONTEXTS = 64,
     SYMBOL_NOT_FOUND = 1,
     VERSION_NOT_SUFFICIENT = 2
@@ -656,8 +660,8 @@ static OOCUresult copy(enum sim_op_kind kind, uintptr_t device_side, uintptr_t h
     enum sim_access_kind access = to_device ? SIM_BY_H2D : SIM_BY_D2H;
     sim__access(actor, access, 0, (uintptr_t)op->src, (uintptr_t)op->src + bytes);
     sim__access(actor, access, 1, (uintptr_t)op->dst, (uintptr_t)op->dst + bytes);
-    sim__copy_uses(device_range, actor, epoch);
-    sim__copy_uses(host_range, actor, epoch);
+    sim__copy_uses(device_range, device_side + bytes, actor, epoch);
+    sim__copy_uses(host_range, host_side + bytes, actor, epoch);
     uint64_t *counter = to_device ? &sim.stats.h2d_bytes : &sim.stats.d2h_bytes;
     *counter += bytes;
     counter = to_device ? &sim.stats.h2d_copies : &sim.stats.d2h_copies;
@@ -702,7 +706,7 @@ OOCUresult cuMemsetD32Async(OOCUdeviceptr ptr, unsigned int value, size_t count,
     const struct sim_device *device = &sim.devices[stream->device];
     op->cost_s = device->launch_s + (double)op->bytes / (device->memory_gbps * 1e9);
     sim__access(stream->actor, SIM_BY_MEMSET, 1, ptr, ptr + op->bytes);
-    sim__copy_uses(range, stream->actor, sim.actors[stream->actor].epoch);
+    sim__copy_uses(range, ptr + op->bytes, stream->actor, sim.actors[stream->actor].epoch);
     sim__submit(op);
     SIM_LEAVE;
 }
@@ -742,7 +746,8 @@ static OOCUresult check_ranges(const OOSimRange *ranges, size_t count) {
 static void kernel_uses(const struct sim_stream *stream, const OOSimRange *touched) {
     struct sim_range *range;
     if (touched->bytes && sim__place(touched->ptr, touched->bytes, &range) == PLACE_PINNED)
-        sim__copy_uses(range, stream->actor, sim.actors[stream->actor].epoch);
+        sim__copy_uses(range, touched->ptr + touched->bytes, stream->actor,
+                       sim.actors[stream->actor].epoch);
 }
 
 static OOCUresult launch(struct sim_stream *stream, const OOSimRange *reads, size_t n_reads,
@@ -1240,7 +1245,8 @@ static OOCUresult launch_store(struct sim_stream *stream, uintptr_t address, uns
     if (address % sizeof value == 0 && sim__place(address, sizeof value, &range) == PLACE_DEVICE) {
         op->dst = (void *)address;
         sim__access(stream->actor, SIM_BY_KERNEL, 1, address, address + sizeof value);
-        sim__copy_uses(range, stream->actor, sim.actors[stream->actor].epoch);
+        sim__copy_uses(range, address + sizeof value, stream->actor,
+                       sim.actors[stream->actor].epoch);
     } else {
         op->fails = OOCU_ERROR_ILLEGAL_ADDRESS; /* when it runs, not now */
     }

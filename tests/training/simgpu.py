@@ -15,13 +15,11 @@ torch's hook for it (`_setup_privateuseone_for_python_backend`) is experimental 
 from __future__ import annotations
 
 import ctypes
-import fnmatch
 import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils import backend_registration
@@ -355,24 +353,6 @@ class _Module:
 
 
 SKIPS = Path(__file__).with_name("simgpu_skips.txt")
-
-
-def skip_listed(items: list[pytest.Item]) -> None:
-    """Skip what the list names; it must not hide more than it says, nor more than a quarter."""
-    skipped: set[pytest.Item] = set()
-    for line in SKIPS.read_text().splitlines():
-        if line.strip() and not line.startswith("#"):
-            pattern, reason = line.split(maxsplit=1)
-            named = [item for item in items if fnmatch.fnmatch(item.nodeid.split("/")[-1], pattern)]
-            file_is_there = any(item.path.name == pattern.split("::")[0] for item in items)
-            if file_is_there and not named:
-                raise pytest.UsageError(f"{SKIPS.name}: no test is named {pattern}")
-            for item in named:
-                item.add_marker(pytest.mark.skip(reason=reason))
-            skipped.update(named)
-    files = len({item.path for item in items})
-    if files > 1 and len(skipped) > len(items) / 4:
-        raise pytest.UsageError(f"{SKIPS.name} names {len(skipped)} of {len(items)} tests")
 
 
 class SimGpu(devices.Simulated):
