@@ -2,6 +2,7 @@
 #include "call.h"
 
 #include "../base/os.h"
+#include "copies.h"
 
 #include <stdio.h>
 
@@ -93,6 +94,11 @@ enum oo_status oo__enter(struct oo_engine *engine, int flags) {
         oo__mutex_lock(engine->mutex);
     else if (!oo__mutex_try(engine->mutex))
         return OO_WOULD_BLOCK;
+    /* Before the driver is asked for the context: the call that may wait asks for it. */
+    if ((flags & OO_NONBLOCKING) && (flags & OO__QUEUES) && !oo__queue_has_room(engine, 1)) {
+        oo__mutex_unlock(engine->mutex);
+        return OO_WOULD_BLOCK;
+    }
     const int drives = engine->dead == OO_OK && !(flags & OO__WITHOUT_DRIVER);
     enum oo_status status = drives ? oo__context_enter(engine) : OO_OK;
     engine->usable = drives && status == OO_OK;

@@ -7,8 +7,14 @@
 /* Begin and end a call: mutex, pid, context. `enter` fails with nothing to undo. A call that has
  * work to do on a dead engine, or without a context, passes one of the first two flags, and looks
  * at engine->usable before it calls the driver. A call that never calls the driver passes the
- * third. */
-enum { OO__EVEN_DEAD = 256, OO__EVEN_WITHOUT_CONTEXT = 512, OO__WITHOUT_DRIVER = 1024 };
+ * third. One that queues copies passes the fourth: with OO_NONBLOCKING it does not begin where the
+ * driver's queue may be full. */
+enum {
+    OO__EVEN_DEAD = 256,
+    OO__EVEN_WITHOUT_CONTEXT = 512,
+    OO__WITHOUT_DRIVER = 1024,
+    OO__QUEUES = 2048
+};
 enum oo_status oo__enter(struct oo_engine *engine, int flags);
 void oo__leave(struct oo_engine *engine);
 /* Give the mutex up until another call ends a use, or the clock shows `until_s`; may return for no

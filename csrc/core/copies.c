@@ -29,6 +29,17 @@ void oo__note_ended(struct oo_engine *engine, uint64_t copy) {
         engine->copies.ended = copy;
 }
 
+void oo__queue_look(struct oo_engine *engine) {
+    struct oo_copies *copies = &engine->copies;
+    if (oo__queue_has_room(engine, 1) || engine->spans.head != engine->spans.tail)
+        return;
+    const OOCUresult result = engine->driver.cuStreamQuery(engine->h2d);
+    if (result == OOCU_SUCCESS)
+        copies->left = copies->sent;
+    else if (result != OOCU_ERROR_NOT_READY)
+        (void)oo__note(engine, "cuStreamQuery", result);
+}
+
 enum oo_status oo__await_copies(struct oo_engine *engine, uint64_t copy) {
     if (copy <= engine->copies.ended)
         return OO_OK;

@@ -13,6 +13,13 @@ void oo__note_awaited(struct oo_engine *engine, const struct oo_unit *unit, OOCU
 uint64_t oo__awaited_by(const struct oo_engine *engine, OOCUstream stream);
 /* The host has waited for what comes after all copies up to this number. */
 void oo__note_ended(struct oo_engine *engine, uint64_t copy);
+/* Whether so many parts more find room in the driver's queue: where it is full, a call that queues
+ * one waits until the device has taken another. Asks the driver nothing. */
+static inline int oo__queue_has_room(const struct oo_engine *engine, uint32_t parts) {
+    return engine->copies.sent - engine->copies.left + parts <= OO_QUEUED_PARTS;
+}
+/* Where no copy that was measured tells how many have left the queue, ask whether all have. */
+void oo__queue_look(struct oo_engine *engine);
 /* Wait on the host for all copies up to this number. */
 enum oo_status oo__await_copies(struct oo_engine *engine, uint64_t copy);
 

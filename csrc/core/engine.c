@@ -122,6 +122,7 @@ static enum oo_status oo__copy_part(struct oo_engine *engine, uint32_t id,
     struct oo_failure failure = {0};
     enum oo_status status;
     const int decodes = part->header.mode == OO_CODEC_TIERS;
+    engine->copies.sent++;
     /* Between two parts of such a unit the link may rest, for want of staging memory. */
     if (engine->units[id].decodes && part->bytes)
         OO_TRY(oo__times_take(engine, OO_TRACE_H2D, &times.copy_begin, &times.copy_end));
@@ -465,7 +466,7 @@ static enum oo_status oo__acquire(struct oo_engine *engine, const struct oo_requ
     enum oo_status status;
     double since_s = 0;
 again:
-    status = oo__enter(engine, flags);
+    status = oo__enter(engine, flags | OO__QUEUES);
     if (status != OO_OK)
         return status;
     use->fetched.count = 0;
@@ -508,6 +509,11 @@ again:
         oo__wait_for_a_release(engine, until_s);
         oo__leave(engine);
         goto again;
+    }
+    if ((flags & OO_NONBLOCKING) && (!resident || unit->stale) &&
+        !oo__queue_has_room(engine, unit->n_parts)) {
+        status = OO_WOULD_BLOCK;
+        goto done;
     }
     oo_plan_visit(engine->plan, id, request->kind);
     stats->acquires++;
@@ -619,8 +625,10 @@ static void oo__start_copies(struct oo_engine *engine, int flags, struct oo_fetc
     }
     while (engine->usable && oo_plan_next_fetch(engine->plan, &id, &window)) {
         if (fetched->count == OO_MAX_FETCHED ||
-            ((flags & OO_NONBLOCKING) && (oo__is_being_fed(engine, &window) ||
-                                          (engine->units[id].decodes && oo__feeds_run(engine))))) {
+            ((flags & OO_NONBLOCKING) &&
+             (oo__is_being_fed(engine, &window) ||
+              (engine->units[id].decodes && oo__feeds_run(engine)) ||
+              !oo__queue_has_room(engine, engine->units[id].n_parts)))) {
             fetched->more = 1;
             return;
         }
@@ -647,7 +655,7 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
     if (status != OO_OK)
         return status;
     /* Release ends the use even if the driver failed; otherwise detach could never succeed. */
-    status = oo__enter(engine, flags | OO__EVEN_DEAD | OO__EVEN_WITHOUT_CONTEXT);
+    status = oo__enter(engine, flags | OO__QUEUES | OO__EVEN_DEAD | OO__EVEN_WITHOUT_CONTEXT);
     if (status != OO_OK)
         return status;
     fetched->count = 0;

@@ -29,6 +29,7 @@ struct oo_span {
     uint32_t unit;
     uint32_t model;
     uint64_t bytes;
+    uint64_t sent; /* of a copy, the parts up to its end: see oo_copies; 0: not known */
     struct oo_event *begin, *end;
     int traced; /* a row of the timeline is wanted */
 };
@@ -270,7 +271,14 @@ struct oo_copies {
      * after all up to this one. */
     OOCUstream stream;
     uint64_t awaited;
+    /* Parts that callers have put on the h2d stream, and of those how many are known to have left
+     * it, by copies that were measured. */
+    uint64_t sent, left;
 };
+
+/* So many parts on the h2d stream, and the driver's queue may be full. It takes about 1,000 entries
+ * of a stream, and a part with what is waited for and recorded beside it is five, or some more. */
+enum { OO_QUEUED_PARTS = 128 };
 
 /* Segments that go back together: struct oo_segment names it. */
 struct oo_lease {

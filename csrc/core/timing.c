@@ -4,6 +4,7 @@
  * passed, never by waiting: pairs queue in order of recording, and once in so many visits those at
  * its head that have ended are read. */
 #include "timing.h"
+#include "copies.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -132,6 +133,8 @@ static int oo__harvest_one(struct oo_engine *engine) {
         case OO_TRACE_H2D:
             stats->h2d_seconds += seconds;
             stats->h2d_timed_bytes += span->bytes;
+            if (span->sent > engine->copies.left)
+                engine->copies.left = span->sent;
             oo_plan_copied(engine->plan, oo__becomes(&engine->units[span->unit], span->bytes),
                            seconds);
             break;
@@ -218,8 +221,11 @@ void oo__span_add(struct oo_engine *engine, enum oo_trace_kind kind, uint32_t un
         return;
     }
     const uint32_t model = unit == OO_NO_UNIT ? 0 : engine->units[unit].model;
+    /* Behind a copy of the copy threads there may be others by now. */
+    const int is_last = kind == OO_TRACE_H2D && !engine->units[unit].is_fed;
+    const uint64_t sent = is_last ? engine->copies.sent : 0;
     *oo__span_at(spans, spans->tail++) =
-        (struct oo_span){kind, unit, model, bytes, begin, end, spans->tracing};
+        (struct oo_span){kind, unit, model, bytes, sent, begin, end, spans->tracing};
 }
 
 static enum oo_status oo__timed_record(struct oo_engine *engine, OOCUstream stream,
@@ -288,8 +294,10 @@ static int oo__pace_has_room(struct oo_engine *engine) {
 }
 
 enum oo_status oo__pace_begin(struct oo_engine *engine, uint32_t unit, OOCUstream stream) {
-    if (oo_plan_end_of_visits(engine->plan) % OO_VISITS_READ == 0)
+    if (oo_plan_end_of_visits(engine->plan) % OO_VISITS_READ == 0) {
         oo__spans_harvest(engine);
+        oo__queue_look(engine);
+    }
     if (engine->spans.tracing || !engine->driver.cuEventElapsedTime ||
         !oo_plan_wants_seconds(engine->plan) || !oo__pace_has_room(engine))
         return OO_OK;

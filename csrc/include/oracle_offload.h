@@ -271,9 +271,9 @@ enum oo_kind {
 };
 
 enum oo_flags {
-    OO_NONBLOCKING =
-        1, /* acquire, release, keep, map, stamp: OO_WOULD_BLOCK rather than wait on the host */
-    OO_LAUNCH = 2 /* acquire: declare the kernel that reads the member, too */
+    OO_NONBLOCKING = 1, /* acquire, release, keep, map, stamp: OO_WOULD_BLOCK rather than wait on
+                           the host, as a copy does that the driver's queue has no room for */
+    OO_LAUNCH = 2       /* acquire: declare the kernel that reads the member, too */
 };
 
 /* What a layer asks for. */

@@ -2,7 +2,9 @@
  *
  * The GIL: acquire and release first try without blocking and keep it (dropping it for a
  * microsecond of work invites every other thread to take it for five milliseconds); only when the
- * engine says that it would block are they repeated with the GIL released. */
+ * engine says that it would block are they repeated with the GIL released. So they are where many
+ * copies are queued and one more may wait for room in the driver's queue: the host is far ahead of
+ * the device then, and has the time. */
 #include "binding.h"
 #include "handover.h"
 

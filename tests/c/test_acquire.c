@@ -1,6 +1,9 @@
 /* Acquire: whether it waits, how far it copies ahead, what it launches, and how it fails. */
 #include "world.h"
 
+#include "copies.h"
+#include "timing.h"
+
 static void test_a_nonblocking_call_never_waits(void) {
     struct world w;
     struct oo_use use;
@@ -59,6 +62,201 @@ static void test_a_nonblocking_call_leaves_when_the_engine_is_busy(void) {
     need(oo_model_add(w.engine, &w.model), "add");
     need(oo_engine_destroy(NULL), "destroy nothing");
     world_close(&w, "busy");
+}
+
+/* A unit of so many parts, in memory of its own: each but the first lies before the last one. */
+static struct oo_host *move_apart(struct world *w, unsigned i, uint32_t parts) {
+    struct oo_tensor *tensors = calloc(parts, sizeof *tensors);
+    size_t *offsets = calloc(parts, sizeof *offsets);
+    struct oo_host *host;
+    uint32_t unit;
+    need(oo_host_create(parts * OO_ALIGNMENT, &host), "memory");
+    need(oo_engine_lock(w->engine, host, OO_ALL_BYTES), "lock");
+    for (uint32_t t = 0; t < parts; t++)
+        tensors[t] = (struct oo_tensor){.host = (char *)oo_host_address(host) +
+                                                (parts - 1 - t) * OO_ALIGNMENT,
+                                        .bytes = OO_ALIGNMENT};
+    need(oo_member_move(w->engine, w->member[i], tensors, parts, &unit, offsets), "move");
+    static const char zeros[1 << 17];
+    w->unit[i] = unit;
+    w->expected[i] = zeros;
+    CHECK(w->engine->units[unit].n_parts == parts, "%u parts", w->engine->units[unit].n_parts);
+    free(tensors);
+    free(offsets);
+    return host;
+}
+
+/* Learn the order of uses, with unit 0 of so many parts; nothing is on the device then. */
+static struct oo_host *open_apart(struct world *w, uint32_t parts, int measures) {
+    double end_s;
+    world_open(w, 800000, -1);
+    if (!measures)
+        w->engine->driver.cuEventElapsedTime = NULL;
+    struct oo_host *host = move_apart(w, 0, parts);
+    for (int i = 0; i < 3; i++)
+        need(step(w), "learn");
+    need(oo_engine_refresh(w->engine, OO_ALL_MODELS), "refresh");
+    sim.simFinish(&end_s);
+    empty_queue(w->engine);
+    return host;
+}
+
+static void close_apart(struct world *w, struct oo_host *host, const char *what) {
+    need(world_remove(w), "remove");
+    need(oo_engine_unlock(w->engine, host), "unlock");
+    oo_host_destroy(host);
+    need(oo_model_add(w->engine, &w->model), "add");
+    world_close(w, what);
+}
+
+static enum oo_status try_acquire(struct world *w, unsigned i, int flags, struct oo_use *use) {
+    return acquire(w->engine, w->member[i], w->stream, 0, OO_FORWARD, -1, flags, use);
+}
+
+/* A copy that the driver's queue has no room for waits until the device has taken another from it:
+ * a non-blocking call leaves it to one that may wait, and has asked the driver nothing by then. */
+static void test_a_nonblocking_call_queues_nothing_where_the_queue_may_be_full(void) {
+    struct world w;
+    struct oo_use first, other;
+    struct oo_fetched fetched;
+    double end_s;
+    struct oo_host *host = open_apart(&w, OO_QUEUED_PARTS, 1);
+    CHECK(sim.simHold(w.engine->h2d, 1) == 0, "not held");
+    need(try_acquire(&w, 0, OO_NONBLOCKING, &first), "the first");
+    const uint64_t calls = sim.simCallCount(NULL);
+    CHECK(try_acquire(&w, 1, OO_NONBLOCKING, &other) == OO_WOULD_BLOCK &&
+              oo_engine_release(w.engine, first.ticket, w.stream, OO_NONBLOCKING, &fetched) ==
+                  OO_WOULD_BLOCK,
+          "queued behind %llu parts", (unsigned long long)w.engine->copies.sent);
+    CHECK(sim.simCallCount(NULL) == calls, "%llu calls",
+          (unsigned long long)(sim.simCallCount(NULL) - calls));
+    const struct oo_stamp stamp = {w.member[0], 0};
+    need(oo_engine_stamp(w.engine, &stamp, 1, OO_NONBLOCKING), "a call that queues nothing");
+    need(try_acquire(&w, 1, 0, &other), "blocking");
+    need(oo_engine_release(w.engine, other.ticket, w.stream, 0, &fetched), "release");
+    CHECK(fetched.count > 0, "nothing is copied ahead");
+    CHECK(sim.simHold(w.engine->h2d, 0) == 0, "still held");
+    sim.simFinish(&end_s);
+    need(oo_engine_release(w.engine, first.ticket, w.stream, 0, &fetched), "release");
+    close_apart(&w, host, "full");
+}
+
+/* One unit alone may fill the queue. */
+static void test_a_nonblocking_call_queues_no_unit_of_many_parts(void) {
+    struct world w;
+    struct oo_use use;
+    struct oo_fetched fetched;
+    struct oo_host *host = open_apart(&w, OO_QUEUED_PARTS + 1, 1);
+    CHECK(try_acquire(&w, 0, OO_NONBLOCKING, &use) == OO_WOULD_BLOCK, "acquired");
+    CHECK(!oo_plan_resident(w.engine->plan, w.unit[0]), "copied");
+    /* Its next use is the nearest but one of those that are left. */
+    for (unsigned i = 1; i < UNITS; i++) {
+        need(try_acquire(&w, i, 0, &use), "acquire");
+        fetched.more = 0;
+        const enum oo_status status =
+            oo_engine_release(w.engine, use.ticket, w.stream, OO_NONBLOCKING, &fetched);
+        if (status == OO_WOULD_BLOCK)
+            need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+        if (fetched.more && fetched.count == 0)
+            break;
+    }
+    CHECK(!oo_plan_resident(w.engine->plan, w.unit[0]) && fetched.more && fetched.count == 0,
+          "%u copied ahead, more %d", fetched.count, fetched.more);
+    need(oo_engine_prefetch(w.engine, &fetched), "prefetch");
+    CHECK(fetched.count > 0 && fetched.units[0] == w.unit[0], "%u copied", fetched.count);
+    CHECK(oo_plan_resident(w.engine->plan, w.unit[0]) != NULL, "not copied by a call that may");
+    empty_queue(w.engine);
+    need(try_acquire(&w, 0, OO_NONBLOCKING, &use), "a hit");
+    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    empty_queue(w.engine);
+    CHECK(acquire(w.engine, w.member[0], w.stream, 1, OO_FORWARD, -1, OO_NONBLOCKING, &use) ==
+              OO_WOULD_BLOCK,
+          "copied anew");
+    close_apart(&w, host, "many parts");
+}
+
+/* A hit by a call that may wait. */
+static void hit(struct world *w) {
+    struct oo_use use;
+    struct oo_fetched fetched;
+    need(try_acquire(w, 0, 0, &use), "a hit");
+    need(oo_engine_release(w->engine, use.ticket, w->stream, 0, &fetched), "release");
+}
+
+/* Whether there is room after so many visits that the engine has looked for some. */
+static int finds_room(struct world *w) {
+    for (unsigned i = 0; i < OO_VISITS_READ; i++)
+        hit(w);
+    return oo__queue_has_room(w->engine, 1);
+}
+
+/* What has left the queue is known by copies that are measured; else the stream is asked. */
+static void queue_is_known_to_be_empty(int measured) {
+    struct world w;
+    struct oo_use use;
+    double end_s;
+    struct oo_host *host = open_apart(&w, OO_QUEUED_PARTS, measured);
+    if (measured)
+        need(oo_trace_start(w.engine), "trace");
+    const uintptr_t own = w.stream;
+    w.stream = new_stream(&w); /* none of the engine's is busy but the one that counts */
+    CHECK(sim.simHold(w.engine->h2d, 1) == 0, "not held");
+    hit(&w);
+    const uint64_t queries = sim.simCallCount("cuStreamQuery");
+    CHECK(!finds_room(&w), "nothing has left yet");
+    CHECK(sim.simHold(w.engine->h2d, 0) == 0, "still held");
+    sim.simFinish(&end_s);
+    sim.simFault("cuStreamQuery", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    CHECK(finds_room(&w) == measured, "measured %d", measured);
+    CHECK(finds_room(&w), "no room in an empty queue");
+    sim.simFaultClear();
+    need(try_acquire(&w, 0, OO_NONBLOCKING, &use), "acquire");
+    struct oo_fetched fetched;
+    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    CHECK(finds_room(&w), "an empty queue fills up without copies");
+    const uint64_t asked = sim.simCallCount("cuStreamQuery") - queries;
+    CHECK(asked == (measured ? 0 : 3), "asked %llu times", (unsigned long long)asked);
+    if (measured) {
+        struct oo_trace_row *rows;
+        size_t count;
+        need(oo_trace_stop(w.engine, &rows, &count), "trace");
+        oo_trace_free(rows);
+    }
+    end_stream(&w, w.stream);
+    w.stream = own;
+    close_apart(&w, host, "empty");
+}
+
+/* Behind what a copy thread has queued there may be others, by when its end is measured. */
+static void test_the_end_of_a_fed_copy_tells_nothing_of_others(void) {
+    for (uint8_t fed = 0; fed < 2; fed++) {
+        struct world w;
+        struct oo_event *begin, *end;
+        struct oo_host *host = open_apart(&w, OO_QUEUED_PARTS, 1);
+        struct oo_engine *engine = w.engine;
+        need(oo__enter(engine, 0), "enter");
+        oo__spans_harvest(engine);
+        const uint64_t left = engine->copies.left;
+        need(oo__event_take(engine, OO_TIMED, &begin), "event");
+        need(oo__event_take(engine, OO_TIMED, &end), "event");
+        CHECK(engine->driver.cuEventRecord(begin->handle, engine->h2d) == 0, "no record");
+        CHECK(engine->driver.cuEventRecord(end->handle, engine->h2d) == 0, "no record");
+        need(oo__synchronize(engine, engine->h2d, 0), "synchronize");
+        engine->copies.sent += 5;
+        engine->units[w.unit[1]].is_fed = fed;
+        oo__span_add(engine, OO_TRACE_H2D, w.unit[1], 256, begin, end);
+        engine->units[w.unit[1]].is_fed = 0;
+        oo__spans_harvest(engine);
+        CHECK(engine->copies.left == left + (fed ? 0 : 5), "%d fed: %llu have left", fed,
+              (unsigned long long)(engine->copies.left - left));
+        oo__leave(engine);
+        close_apart(&w, host, "fed");
+    }
+}
+
+static void test_the_queue_is_known_to_be_empty(void) {
+    queue_is_known_to_be_empty(1);
+    queue_is_known_to_be_empty(0);
 }
 
 /* A bit without a meaning today may get one: whoever sets it must not believe that it was heeded.
@@ -323,6 +521,10 @@ static void test_a_wait_that_failed_is_waited_for_by_the_next_call(void) {
 static const struct check_case cases[] = {
     CASE(test_a_nonblocking_call_never_waits),
     CASE(test_a_nonblocking_call_leaves_when_the_engine_is_busy),
+    CASE(test_a_nonblocking_call_queues_nothing_where_the_queue_may_be_full),
+    CASE(test_a_nonblocking_call_queues_no_unit_of_many_parts),
+    CASE(test_the_end_of_a_fed_copy_tells_nothing_of_others),
+    CASE(test_the_queue_is_known_to_be_empty),
     CASE(test_unknown_flags_are_refused),
     CASE(test_no_more_than_eight_copies_in_a_call),
     CASE(test_an_acquire_that_launches),

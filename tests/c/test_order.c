@@ -72,6 +72,7 @@ static uint64_t leave_after(int samples, int flags, int fed, struct oo_fetched *
         feeds[i].open = fed == 1;
     }
     const uint64_t before = stats_of(&w).evictions;
+    empty_queue(w.engine);
     need(oo_engine_release(w.engine, held.ticket, w.stream, flags, fetched), where);
     const uint64_t left = stats_of(&w).evictions - before;
     for (unsigned i = 0; i < UNITS; i++)

@@ -596,8 +596,9 @@ static void release(struct fuzz *f, struct held *h) {
     struct oo_fetched fetched;
     if (h->known) /* else the master may have been rewritten since a first kernel could not start */
         (void)compute(f, h);
-    const enum oo_status status =
-        oo_engine_release(f->w.engine, h->ticket, h->stream, flags, &fetched);
+    enum oo_status status = oo_engine_release(f->w.engine, h->ticket, h->stream, flags, &fetched);
+    if (status == OO_WOULD_BLOCK && flags) /* the driver's queue may be full */
+        status = oo_engine_release(f->w.engine, h->ticket, h->stream, 0, &fetched);
     judge(f, status, 0, 1, "release");
     if (status != OO_OK)
         return;

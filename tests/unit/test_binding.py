@@ -328,36 +328,49 @@ def test_a_device_number_of_none_is_refused(value: int) -> None:
 
 
 @contextlib.contextmanager
-def a_thread_inside(engine: Any) -> Iterator[threading.Event]:
-    """Another thread is in a download, until the event is set and Python runs there."""
+def a_stream_that_waits(stream: int) -> Iterator[threading.Event]:
+    """What is queued on the stream comes after the event is set, and Python has run on a thread."""
     driver = ctypes.CDLL(str(simulator.library_path()))
-    source, target = (ctypes.create_string_buffer(64) for _ in range(2))
     go_on = threading.Event()
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     def wait(_: int | None) -> None:
         go_on.wait(60)
 
-    stream, context = engine.compute_stream, ctypes.c_void_p()
+    context = ctypes.c_void_p()
     assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
     assert driver.cuCtxPushCurrent_v2(context) == 0
     assert driver.cuLaunchHostFunc(ctypes.c_void_p(stream), wait, None) == 0
-    assert driver.cuCtxPopCurrent_v2(None) == 0
-    before = simulator.call_count("cuMemcpyDtoHAsync")
+    try:
+        yield go_on
+    finally:
+        go_on.set()
+        assert driver.cuStreamSynchronize(ctypes.c_void_p(stream)) == 0
+        assert driver.cuCtxPopCurrent_v2(None) == 0
+        assert driver.cuDevicePrimaryCtxRelease_v2(0) == 0
+
+
+@contextlib.contextmanager
+def a_thread_inside(engine: Any) -> Iterator[threading.Event]:
+    """Another thread is in a download, until the event is set and Python runs there."""
+    source, target = (ctypes.create_string_buffer(64) for _ in range(2))
+    stream = engine.compute_stream
     download = threading.Thread(
         target=engine.download,
         args=(ctypes.addressof(target), ctypes.addressof(source), 64, stream),
     )
-    download.start()
-    try:
-        deadline = time.monotonic() + 60
-        while simulator.call_count("cuMemcpyDtoHAsync") == before and time.monotonic() < deadline:
-            time.sleep(0.001)  # until the other thread is inside, where it waits for `wait`
-        yield go_on
-    finally:
-        go_on.set()
-        download.join()
-        assert driver.cuDevicePrimaryCtxRelease_v2(0) == 0
+    with a_stream_that_waits(stream) as go_on:
+        before = simulator.call_count("cuMemcpyDtoHAsync")
+        download.start()
+        try:
+            deadline = time.monotonic() + 60
+            while simulator.call_count("cuMemcpyDtoHAsync") == before:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)  # until the other thread is inside, where it waits for `wait`
+            yield go_on
+        finally:
+            go_on.set()
+            download.join()
 
 
 def test_an_engine_is_not_closed_under_a_call_of_another_thread() -> None:
@@ -392,6 +405,45 @@ def test_a_call_waits_for_another_thread_without_the_interpreter_s_lock(call: st
         life.engine.release(ticket, life.stream)
     del answer
     life.close_unused()
+
+
+def test_a_copy_that_finds_the_driver_s_queue_full_waits_without_the_interpreter_s_lock() -> None:
+    """What the device waits for is Python: with the lock kept, no room would ever come."""
+    parts = 1100  # the simulated driver's queue has 1,024 entries
+    engine = _core.Engine(LIBRARY, 0)
+    buffer = _core.HostBuffer(2 * parts * _core.ALIGNMENT)
+    assert engine.lock(buffer) is None
+    lease, model = engine.add_lease(), engine.add_model()
+    nbytes = parts * _core.ALIGNMENT
+    block = ctypes.create_string_buffer(nbytes + _core.ALIGNMENT)
+    engine.add_segment(lease, ctypes.addressof(block), len(block), engine.compute_stream)
+    # In the opposite order no two of them are one copy.
+    tensors = [(buffer.address + i * _core.ALIGNMENT, _core.ALIGNMENT) for i in range(parts)]
+    many, [(member, _)] = engine.add_unit(model, [tensors[::-1]], False)
+    _, [(other, _)] = engine.add_unit(model, [[(buffer.address + nbytes, nbytes)]], False)
+
+    def acquire(which: int) -> int:
+        ticket: int = engine.acquire(which, engine.compute_stream, 1, _core.FORWARD, -1, 0.0)[0]
+        return ticket
+
+    for _ in range(4):  # there is room for one of them
+        engine.release(acquire(member), engine.compute_stream)
+        engine.release(acquire(other), engine.compute_stream)
+    engine.release(acquire(member), engine.compute_stream)
+    ticket = acquire(other)
+    copies = engine.stats()["h2d_copies"]
+    with a_stream_that_waits(engine.compute_stream) as go_on:
+        timer = threading.Timer(0.05, go_on.set)
+        timer.start()
+        assert engine.release(ticket, engine.compute_stream) == (many,)
+        assert engine.stats()["h2d_copies"] == copies + parts
+        assert go_on.is_set()
+        timer.join()
+    engine.remove_model(model)
+    engine.remove_lease(lease)
+    engine.unlock(buffer)
+    assert engine.close() is None
+    assert simulator.reports() == []
 
 
 def test_an_acquire_that_waits_lets_other_threads_run() -> None:
