@@ -25,7 +25,7 @@ PYTHON_PATHS = ("oracle_offload", "tools", "tests", "benchmarks", "setup.py", "c
 
 def c_files() -> list[str]:
     """Return every C source, header and kernel of the repository."""
-    folders = ("csrc", "tests/c", "tests/fuzz")
+    folders = ("csrc", "tests/c", "tests/cuda", "tests/fuzz")
     return sorted(
         path.relative_to(ROOT).as_posix()
         for folder in folders

@@ -72,7 +72,8 @@ enum sim_place sim__place(uintptr_t lo, size_t bytes, struct sim_range **range) 
 }
 
 void sim__copy_uses(struct sim_range *range, uintptr_t hi, uint32_t actor, uint64_t epoch) {
-    for (size_t i = range ? first_over(range->lo) : n_ranges; i < n_ranges && ranges[i]->lo < hi; i++)
+    for (size_t i = range ? first_over(range->lo) : n_ranges; i < n_ranges && ranges[i]->lo < hi;
+         i++)
         sim__clock_set(&ranges[i]->copies, actor, epoch);
 }
 

@@ -35,8 +35,8 @@ def run(*command: str | Path) -> str:
 
 def folder_of_torch(venv: Path) -> Path:
     """Return where torch lies, without importing it."""
-    where = "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
-    return Path(run(venv / "bin" / "python", "-S", "-c", f"import site; site.main(); {where}").strip())
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(run(venv / "bin" / "python", "-c", where).strip()) / "torch"
 
 
 def toolkit_headers(torch: Path) -> Path:
@@ -57,6 +57,8 @@ def imports(torch: Path, library: str) -> list[str]:
             "driver": r" U (cu[A-Z]\w+)$",
         }[library]
         found |= set(re.findall(wanted, table, re.MULTILINE))
+    if not found:
+        raise SystemExit(f"{torch} asks nothing of CUDA: is it PyTorch's CUDA build?")
     return sorted(name for name in found if not name.startswith("cuFile"))
 
 
@@ -69,7 +71,7 @@ def exports(path: Path) -> set[str]:
 def stubs(names: list[str], target: Path, fails: str) -> None:
     """Write a function for each name: it fails, by its name."""
     lines = [
-        f"__attribute__((visibility(\"default\"))) int {name}(void);\n"
+        f'__attribute__((visibility("default"))) int {name}(void);\n'
         f"int {name}(void) {{ {fails.format(name=name)} }}\n"
         for name in names
     ]

@@ -9,9 +9,9 @@
 // torch's own stay: allocation, views, streams, events, copies between host and device, random
 // state, autograd, autocast. What the CPU has no kernel for is an error that names the operator.
 #include <ATen/ATen.h>
+#include <ATen/SDPBackend.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
-#include <ATen/SDPBackend.h>
 #include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/cuda/CUDAException.h>
@@ -53,9 +53,9 @@ void declare(const std::vector<Range> &reads, const std::vector<Range> &writes) 
         for (const Range &range : *ranges)
             bytes += range.bytes;
     const double seconds = LAUNCH_S + static_cast<double>(bytes) / BYTES_PER_S;
-    C10_CUDA_CHECK(static_cast<cudaError_t>(launch(c10::cuda::getCurrentCUDAStream(), reads.data(),
-                                                   reads.size(), writes.data(), writes.size(),
-                                                   seconds)));
+    C10_CUDA_CHECK(
+        static_cast<cudaError_t>(launch(c10::cuda::getCurrentCUDAStream(), reads.data(),
+                                        reads.size(), writes.data(), writes.size(), seconds)));
 }
 
 // Everything from a tensor's first element to its last, what lies between them included.
@@ -104,10 +104,13 @@ struct Below {
 
 // Operators that take tensors of the host beside those of a card.
 bool takes_both(const std::string &name) {
-    static const std::set<std::string> some = {
-        "aten::index",          "aten::index_put_", "aten::_index_put_impl_",
-        "aten::_unsafe_index",  "aten::_pack_padded_sequence",
-        "aten::_foreach_copy_", "aten::_amp_foreach_non_finite_check_and_unscale_"};
+    static const std::set<std::string> some = {"aten::index",
+                                               "aten::index_put_",
+                                               "aten::_index_put_impl_",
+                                               "aten::_unsafe_index",
+                                               "aten::_pack_padded_sequence",
+                                               "aten::_foreach_copy_",
+                                               "aten::_amp_foreach_non_finite_check_and_unscale_"};
     return some.count(name) != 0;
 }
 
@@ -250,8 +253,8 @@ void on_cpu(const OperatorHandle &op, DispatchKeySet /*keys*/, Stack *stack) {
     const auto &schema = op.schema();
     const size_t count = schema.arguments().size(), first = stack->size() - count;
     Call call(schema.name());
-    TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(DispatchKey::CPU),
-                                schema.name(), ".", schema.overload_name(),
+    TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(DispatchKey::CPU), schema.name(),
+                                ".", schema.overload_name(),
                                 " has no kernel without a GPU: the CPU has none");
     std::optional<at::Generator> generator;
     for (size_t i = 0; i < count; i++) {
@@ -316,8 +319,8 @@ Tensor histogram(const Tensor &values, int64_t bins, const at::Scalar &low,
 }
 
 int64_t attention_by_mathematics(const Tensor &, const Tensor &, const Tensor &,
-                                 const std::optional<Tensor> &, double, bool,
-                                 std::optional<double>, bool) {
+                                 const std::optional<Tensor> &, double, bool, std::optional<double>,
+                                 bool) {
     return static_cast<int64_t>(at::SDPBackend::math);
 }
 
@@ -335,9 +338,10 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor &from_input, const Ten
     return {out * next.tanh(), next, at::cat({in, keep, what, out}, 1)};
 }
 
-std::tuple<Tensor, Tensor, Tensor>
-lstm_cell_backward(const std::optional<Tensor> &of_hidden, const std::optional<Tensor> &of_cell,
-                   const Tensor &cell, const Tensor &next, const Tensor &workspace, bool biased) {
+std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const std::optional<Tensor> &of_hidden,
+                                                      const std::optional<Tensor> &of_cell,
+                                                      const Tensor &cell, const Tensor &next,
+                                                      const Tensor &workspace, bool biased) {
     const bool has_hidden = of_hidden && of_hidden->defined(),
                has_cell = of_cell && of_cell->defined();
     if (!has_hidden && !has_cell)
@@ -349,9 +353,10 @@ lstm_cell_backward(const std::optional<Tensor> &of_hidden, const std::optional<T
     Tensor inner = hidden * out * (1 - squashed * squashed);
     if (has_cell)
         inner = inner + *of_cell;
-    const Tensor gates = at::cat({inner * what * in * (1 - in), inner * cell * keep * (1 - keep),
-                                  inner * in * (1 - what * what), hidden * squashed * out * (1 - out)},
-                                 1);
+    const Tensor gates =
+        at::cat({inner * what * in * (1 - in), inner * cell * keep * (1 - keep),
+                 inner * in * (1 - what * what), hidden * squashed * out * (1 - out)},
+                1);
     return {gates, inner * keep, biased ? gates.sum(0) : Tensor()};
 }
 
@@ -463,7 +468,8 @@ int install() {
         if (name.name.rfind("aten::", 0) != 0 || !op)
             continue;
         const std::string plain = name.name.substr(6),
-                          full = name.overload_name.empty() ? plain : plain + "." + name.overload_name;
+                          full =
+                              name.overload_name.empty() ? plain : plain + "." + name.overload_name;
         if (full == "copy_") {
             torchs_copy.emplace(op->getComputedKernelForDispatchKey(DispatchKey::CUDA));
             aten->impl("copy_", torch::CppFunction::makeFromBoxedFunction<&copy>());

@@ -1,9 +1,10 @@
-// runtime.cpp - libcudart.so.13 without a GPU: what PyTorch asks of the CUDA runtime, over driver.c.
+// runtime.cpp - libcudart.so.13 without a GPU: what PyTorch asks of the CUDA runtime, over
+// driver.c.
 //
-// It adds what the runtime adds to the driver: a current device per thread with its primary context,
-// a last error, unified addressing of copies. It has no kernels: what PyTorch's operators compute
-// comes from operators.cpp. A kernel that is launched all the same is an error that names it, but
-// for torch.cuda._sleep's, which writes nothing.
+// It adds what the runtime adds to the driver: a current device per thread with its primary
+// context, a last error, unified addressing of copies. It has no kernels: what PyTorch's operators
+// compute comes from operators.cpp. A kernel that is launched all the same is an error that names
+// it, but for torch.cuda._sleep's, which writes nothing.
 //
 // What PyTorch's libraries import and this file lacks is made by build.py: it fails by its name.
 #include <cuda.h>
@@ -218,7 +219,7 @@ API const char *cudaGetErrorName(cudaError_t error) {
 
 // ---- memory ----
 
-FORWARD(cudaMemGetInfo, (size_t * available, size_t *total), cuMemGetInfo(available, total))
+FORWARD(cudaMemGetInfo, (size_t *available, size_t *total), cuMemGetInfo(available, total))
 FORWARD(cudaMalloc, (void **pointer, size_t bytes),
         cuMemAlloc(reinterpret_cast<CUdeviceptr *>(pointer), bytes))
 API cudaError_t cudaFree(void *pointer) {
@@ -590,7 +591,8 @@ int (*missing_call(const std::string &name))() {
     std::abort();
 }
 
-// What expandable segments ask of a card: they are there, and go to no other process and no network.
+// What expandable segments ask of a card: they are there, and go to no other process and no
+// network.
 CUresult device_attribute(int *value, CUdevice_attribute which, CUdevice device) {
     switch (which) {
     case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:

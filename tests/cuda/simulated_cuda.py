@@ -47,7 +47,9 @@ def simulator() -> ModuleType:
     """Return `oracle_offload.simulator` once more, for the simulator that torch runs over."""
     package = importlib.util.find_spec("oracle_offload.simulator")
     assert package is not None and package.origin is not None
-    spec = importlib.util.spec_from_file_location("oracle_offload.simulator_of_cuda", package.origin)
+    spec = importlib.util.spec_from_file_location(
+        "oracle_offload.simulator_of_cuda", package.origin
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where its dataclasses look for themselves

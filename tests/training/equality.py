@@ -118,6 +118,16 @@ def copied_bytes() -> tuple[int, int]:
     )
 
 
+def h2d_bytes(device: str = "cpu") -> int:
+    """Return the bytes that travelled to the device: by the driver's count where it is simulated.
+
+    A real driver counts nothing: there it is the engines' count.
+    """
+    if is_simulated(device):
+        return simulator.stats().h2d_bytes
+    return sum(state.engine.stats()["h2d_bytes"] for state in open_states())
+
+
 def count_acquires() -> int:
     """Return how often layers asked their engines for a slot so far."""
     return sum(state.engine.stats()["acquires"] for state in open_states())
@@ -154,12 +164,9 @@ def as_deterministic_as(
 
     Under warnings alone the fused attention kernels stay nondeterministic: they are left out then.
     """
-    cuda = torch.backends.cuda
-    fused = {
-        cuda.enable_flash_sdp: cuda.flash_sdp_enabled(),
-        cuda.enable_mem_efficient_sdp: cuda.mem_efficient_sdp_enabled(),
-        cuda.enable_cudnn_sdp: cuda.cudnn_sdp_enabled(),
-    }
+    kinds = ("flash", "mem_efficient", "cudnn")
+    fused = [getattr(torch.backends.cuda, f"enable_{kind}_sdp") for kind in kinds]
+    enabled = [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in kinds]
     before = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True)
     try:
@@ -175,7 +182,7 @@ def as_deterministic_as(
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
-        for enable, was in fused.items():
+        for enable, was in zip(fused, enabled, strict=True):
             enable(was)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from equality import assert_models_agree, assert_same, count_acquires
+from equality import assert_models_agree, assert_same, count_acquires, h2d_bytes
 from ostris import OstrisLinear, to_ostris
 from torch import nn
 
@@ -30,10 +30,6 @@ ROOT = Path(__file__).parent.parent.parent
 def mlp(width=64, layers=3, bias=True):
     made = [nn.Linear(width, width, bias=bias) for _ in range(layers)]
     return nn.Sequential(*made).requires_grad_(False)
-
-
-def h2d_bytes():
-    return simulator.stats().h2d_bytes
 
 
 def attach(model, device="cpu", at_least=1, **options):
@@ -220,7 +216,7 @@ def test_training_through_the_drop_in_has_the_bits_of_the_resident_model(device)
             model.to(device)
         late = LoRA(model[1]).apply_to().to(device)
         optimizer.add_param_group({"params": list(late.parameters())})
-        before, losses = h2d_bytes(), []
+        before, losses = h2d_bytes(device), []
         for step in range(3):
             torch.manual_seed(step)
             x = torch.randn(4, 64).to(device)
@@ -232,7 +228,7 @@ def test_training_through_the_drop_in_has_the_bits_of_the_resident_model(device)
             losses.append(loss.detach())
         state = [p.detach().clone() for lora in (early, late) for p in lora.parameters()]
         if managed:
-            assert h2d_bytes() - before >= sum(p.nbytes for p in model.parameters())
+            assert h2d_bytes(device) - before >= sum(p.nbytes for p in model.parameters())
             MemoryManager.detach(model)
         results.append([losses, state, [p.detach().to(device) for p in model.parameters()]])
     assert_same(results[1], results[0])
@@ -320,12 +316,12 @@ def test_to_is_idempotent_and_moves_no_byte(device):
     x = torch.randn(2, 64, device=device)
     expected = model(x)
     pointers = [p.data_ptr() for p in model.parameters()]
-    before = h2d_bytes()
+    before = h2d_bytes(device)
     for _ in range(3):
         assert model.to(device) is model and model.to(device, dtype=torch.float32) is model
         assert model.to("cpu") is model
     assert model.to(device) is model
-    assert h2d_bytes() == before
+    assert h2d_bytes(device) == before
     assert [p.data_ptr() for p in model.parameters()] == pointers
     assert_same(model(x), expected)
     MemoryManager.detach(model)
@@ -358,9 +354,9 @@ def test_layers_that_it_has_quantised_stream_their_buffers(bias, checkpointing, 
         with torch.no_grad():
             return [y.detach(), given.grad, module(x)]
 
-    before = h2d_bytes()
+    before = h2d_bytes(device)
     assert_models_agree(model, resident, step, steps=3, device=device)
-    assert h2d_bytes() > before
+    assert h2d_bytes(device) > before
     model.to("meta")
     assert not any(buffer.is_meta for buffer in model.buffers())
     MemoryManager.detach(model)
@@ -383,10 +379,10 @@ def test_adapters_that_mend_a_layer_are_attached_with_it(device):
         assert hasattr(lora.lora_down, "_layer_memory_manager")
         assert lora.lora_up._memory_management_device == manager.device
         assert MemoryManager.attach(lora, device) is None  # it is already
-    before = h2d_bytes()
+    before = h2d_bytes(device)
     assert_same(model(x.to(device)), expected)
     mended = sum(p.nbytes for lora in mending for p in lora.parameters())
-    assert h2d_bytes() - before >= mended + sum(p.nbytes for p in model.parameters())
+    assert h2d_bytes(device) - before >= mended + sum(p.nbytes for p in model.parameters())
     MemoryManager.detach(model)
     assert not any(hasattr(p, "_layer_memory_manager") for lora in mending for p in lora.modules())
     for lora in mending:
@@ -404,7 +400,7 @@ def test_an_adapter_may_begin_to_mend_a_layer_after_attach(device):
     lora = LoRA(model[0], mends=True).apply_to().requires_grad_(False).to(device)
     before = count_acquires()
     mended = model(x.to(device))
-    assert count_acquires() - before == 3 and h2d_bytes() > 0
+    assert count_acquires() - before == 3 and h2d_bytes(device) > 0
     assert manager.adapters is None and not torch.equal(mended.cpu(), plain)
     attach(lora.to("cpu"), device, at_least=2)
     assert_same(model(x.to(device)), mended)

@@ -154,6 +154,7 @@ def test_no_attempt_leaves_a_trace_and_training_goes_on_with_the_same_bits(fresh
                 each.forward(3)  # gradients that are being accumulated
         gradients = [p.grad for p in run.model.parameters()]
         before, held = run.state(), identities(run)
+        card = torch.cuda.get_rng_state() if device == "cuda" else None
         result = run.find()
         assert int(result) == 11 and result.too_large == 12 and result.stepped
         assert result.notes == () and list(range(20))[result] == 11
@@ -163,6 +164,8 @@ def test_no_attempt_leaves_a_trace_and_training_goes_on_with_the_same_bits(fresh
         assert all(p.grad is g for p, g in zip(run.model.parameters(), gradients, strict=True))
         for each in (run, other):
             torch.set_rng_state(before[0]["random"])
+            if card is not None:
+                torch.cuda.set_rng_state(card)
             each.step(4)
             each.step(5)
         assert_same(run.state()[0], other.state()[0])

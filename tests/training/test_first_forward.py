@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from equality import assert_same, attached, copied_bytes, gradients, resident_pair
+from equality import assert_same, attached, copied_bytes, gradients, is_simulated, resident_pair
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
@@ -548,7 +548,10 @@ def test_an_adapter_may_compute_with_the_weight_of_its_layer(kind, calls, device
                 y.square().sum().backward()
                 found += [y.detach(), *(adapter.delta.grad.clone() for adapter in adapters)]
             if attach:
-                assert copied_bytes()[0] > 0 and len(model._memory_manager.layers) == 3
+                assert (
+                    copied_bytes()[not is_simulated(device)] > 0
+                    and len(model._memory_manager.layers) == 3
+                )
         return found
 
     assert_same(train(True), train(False))

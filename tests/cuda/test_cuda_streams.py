@@ -1,4 +1,4 @@
-"""What PyTorch's streams, events and allocator order is ordered here; what they do not is a race."""
+"""What PyTorch's streams, events and allocator order is ordered here; all else is a race."""
 
 from __future__ import annotations
 

@@ -13,8 +13,10 @@ def test_two_cards_take_part_in_one_graph():
         x = torch.randn(2, 8)
         y = layers[1](layers[0](x.to("cuda:0")).to("cuda:1"))
         y.square().sum().backward()
-        expected = torch.nn.functional.linear(x, layers[0].weight.cpu(), layers[0].bias.cpu())
-        expected = torch.nn.functional.linear(expected, layers[1].weight.cpu(), layers[1].bias.cpu())
+        expected = x
+        for layer in layers:
+            tensors = layer.weight.cpu(), layer.bias.cpu()
+            expected = torch.nn.functional.linear(expected, *tensors)
         print(torch.cuda.device_count(), y.device, torch.equal(y.cpu(), expected),
               *(layer.weight.grad.device for layer in layers), len(races()))
         """,

@@ -1,0 +1,149 @@
+"""What `make cuda-check` runs on PyTorch's CUDA build over the simulated driver, without a GPU.
+
+    .venv-cuda/bin/python tools/cuda_check.py               # every part
+    .venv-cuda/bin/python tools/cuda_check.py core          # what `make cuda-core` runs
+    .venv-cuda/bin/python tools/cuda_check.py gpu demo      # some
+    .venv-cuda/bin/python tools/cuda_check.py --list
+
+The parts run one after the other, tests in processes beside each other. What a part says goes to
+out/cuda-check/; of one that failed the end is printed. The last line has the counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTPUT = ROOT / "out" / "cuda-check"
+PYTEST = (
+    *("-m", "pytest", "-o", "addopts=", "-ra", "--strict-markers", "-q", "-p", "no:cacheprovider"),
+    *("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--junitxml={junit}"),
+)
+ON_CUDA = ("--device", "cuda", "-m", "not slow")
+
+
+def files(*names: str, folder: str = "training") -> tuple[str, ...]:
+    """Return the paths of test files."""
+    return tuple(f"tests/{folder}/test_{name}.py" for name in names)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process: its command after the interpreter; {junit} is the file for its counts."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float = 3600
+    environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def counted(self) -> bool:
+        """Whether it counts tests."""
+        return "--junitxml={junit}" in self.command
+
+
+CORE = (
+    Part(
+        "core",
+        (
+            *(*PYTEST, *ON_CUDA, *files("matrix", "writes", "exceptions", "models", "compress")),
+            *files("any", "convolutions"),
+        ),
+    ),
+    Part("core, the room's own tests", (*PYTEST, "tests/cuda")),
+    Part("core, demo", ("-m", "oracle_offload", "demo", "--device", "cuda")),
+)
+PARTS = (
+    Part("room", (*PYTEST, "tests/cuda")),
+    Part("training", (*PYTEST, "tests/training", *ON_CUDA)),
+    Part(
+        "gpu",
+        (*PYTEST, "tests", "--ignore=tests/training", "--ignore=tests/cuda", "-m", "gpu"),
+    ),
+    Part("clients", (*PYTEST, "tests/clients", "-m", "not slow")),
+    Part("demo", ("-m", "oracle_offload", "demo", "--device", "cuda")),
+    Part("conformance", ("tools/conformance.py", "--driver", "build/cuda/libcuda.so.1")),
+)
+
+
+def run(part: Part) -> tuple[bool, dict[str, int], float]:
+    """Run a part; return whether it passed, its counts, and its seconds."""
+    begun = time.monotonic()
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    stem = "".join(c if c.isalnum() else "-" for c in part.name)
+    log, junit = OUTPUT / f"{stem}.log", OUTPUT / f"{stem}.xml"
+    junit.unlink(missing_ok=True)
+    command = [word.replace("{junit}", str(junit)) for word in part.command]
+    with log.open("w", encoding="utf-8") as said:
+        try:
+            code = subprocess.run(
+                [sys.executable, *command],
+                cwd=ROOT,
+                env={**os.environ, **dict(part.environment)},
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                timeout=part.limit_s,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            said.write(f"\nended after {part.limit_s:.0f} s\n")
+            code = 1
+    if code:
+        print(log.read_text(encoding="utf-8")[-6000:])
+    counts = counted(junit) if part.counted else {"passed": int(not code), "failed": int(code != 0)}
+    return code == 0, counts, time.monotonic() - begun
+
+
+def counted(junit: Path) -> dict[str, int]:
+    """Return how many tests of a JUnit report passed, failed and were skipped."""
+    if not junit.is_file():
+        return {"passed": 0, "failed": 1, "skipped": 0}
+    cases = list(ElementTree.parse(junit).getroot().iter("testcase"))
+    failed = sum(any(case.find(k) is not None for k in ("failure", "error")) for case in cases)
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return {"passed": len(cases) - failed - skipped, "failed": failed, "skipped": skipped}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the parts that are named; 1 where one fails."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="parts, or core; default: every part")
+    parser.add_argument("--list", action="store_true", help="print the parts and their commands")
+    args = parser.parse_args(argv)
+    known = {part.name: part for part in PARTS}
+    unknown = sorted(set(args.names) - {*known, "core"})
+    if unknown:
+        parser.error(f"no part {', '.join(unknown)}; there are core, {', '.join(known)}")
+    chosen: list[Part] = []
+    for name in args.names or known:
+        chosen += CORE if name == "core" else [known[name]]
+    if args.list:
+        for part in chosen:
+            print(f"{part.name:28} python {' '.join(part.command)}")
+        return 0
+    if "before_torch" not in sys.modules:
+        parser.error("this is no environment of `make cuda-build`")
+    total = {"passed": 0, "failed": 0, "skipped": 0}
+    good = True
+    for part in chosen:
+        print(f"{part.name} ...", flush=True)
+        passed, counts, seconds = run(part)
+        good &= passed
+        for what, number in counts.items():
+            total[what] += number
+        shown = ", ".join(f"{number} {what}" for what, number in counts.items())
+        print(f"{'ok  ' if passed else 'FAIL'} {part.name:28} {seconds:5.0f} s  {shown}", flush=True)
+    print(", ".join(f"{number} {what}" for what, number in total.items()))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
