@@ -140,7 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for what, number in counts.items():
             total[what] += number
         shown = ", ".join(f"{number} {what}" for what, number in counts.items())
-        print(f"{'ok  ' if passed else 'FAIL'} {part.name:28} {seconds:5.0f} s  {shown}", flush=True)
+        row = f"{'ok  ' if passed else 'FAIL'} {part.name:28} {seconds:5.0f} s  {shown}"
+        print(row, flush=True)
     print(", ".join(f"{number} {what}" for what, number in total.items()))
     return 0 if good else 1
 
