@@ -278,6 +278,11 @@ NOTES: dict[str, dict[str, str]] = {
         ),
     },
     "Device and driver": {
+        "the driver cannot read the kernels of this build": (
+            "They decode compressed weights (`compress=`), and were compiled by a newer CUDA than "
+            "the driver's: in binary for some cards, and as PTX of compute capability 8.0 for all "
+            "others; an older driver may refuse either. Nothing else that trains needs them."
+        ),
         "is not a device; use 'cuda'": "Write a device as torch does.",
         "only 'cuda' and 'cpu'": (
             'Weights are streamed by the CUDA driver; other accelerators have none. `"cpu"` '

@@ -73,7 +73,7 @@ def build(mode: str, folder: Path) -> Kernels:
                 raise
             result.why = str(error)
     result.nbytes = len(image)
-    _write_if_changed(source, _as_c(image))
+    _write_if_changed(source, _as_c(image, _toolkit(result.nvcc_version) if image else 0))
     return result
 
 
@@ -99,7 +99,8 @@ def _compile(folder: Path, result: Kernels) -> bytes:
     unit = folder / "all_kernels.cu"
     unit.write_text("".join(f'#include "{path.as_posix()}"\n' for path in files))
     fatbin = folder / "all_kernels.fatbin"
-    command = [nvcc, "-fatbin", "-std=c++17", "-O3", "--threads=0", *gencode]
+    # How nvcc compresses differs between versions, and a driver older than it cannot read that.
+    command = [nvcc, "-fatbin", "-std=c++17", "-O3", "--no-compress", "--threads=0", *gencode]
     # A build in place runs this each time: compile only what changed.
     text = "".join(path.read_text() for path in [*sorted(FOLDER.glob("*.h")), *files])
     key = hashlib.sha256(f"{version}{command}{text}".encode()).hexdigest()
@@ -124,7 +125,13 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _as_c(image: bytes) -> str:
+def _toolkit(nvcc_version: str) -> int:
+    """Return the CUDA version as drivers tell theirs: 13000 of 13.0.88; 0 where it is not known."""
+    match = re.match(r"(\d+)\.(\d+)", nvcc_version)
+    return 1000 * int(match[1]) + 10 * int(match[2]) if match else 0
+
+
+def _as_c(image: bytes, toolkit: int) -> str:
     rows = [
         ",".join(str(byte) for byte in image[start : start + 24])
         for start in range(0, len(image), 24)
@@ -137,6 +144,7 @@ def _as_c(image: bytes) -> str:
         "#include <stdalign.h>\n\n"
         f"alignas(16) const unsigned char oo_kernels_fatbin[] = {{\n{body}\n}};\n"
         f"const size_t oo_kernels_fatbin_size = {len(image)};\n"
+        f"const int oo_kernels_toolkit = {toolkit};\n"
     )
 
 

@@ -74,6 +74,7 @@ ADDRESS_SPACE_KIB = 8 << 20  # a mutant that allocates without end
 FATBIN = """#include "fatbin.h"
 const unsigned char oo_kernels_fatbin[16] = {0x50, 0xED, 0x55, 0xBA, 1, 0, 16};
 const size_t oo_kernels_fatbin_size = sizeof oo_kernels_fatbin;
+const int oo_kernels_toolkit = 13000;
 """
 
 

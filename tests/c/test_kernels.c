@@ -84,6 +84,34 @@ static void test_spin_by_the_embedded_kernels(void) {
     world_close(&w, "spin");
 }
 
+/* A driver below the kernels' toolkit says only that it does not understand. */
+static void test_a_driver_older_than_the_kernels_is_named(void) {
+    static const int refusals[] = {OOCU_ERROR_INVALID_IMAGE, OOCU_ERROR_NO_BINARY_FOR_GPU,
+                                   OOCU_ERROR_UNSUPPORTED_PTX_VERSION,
+                                   OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES};
+    for (size_t i = 0; i < CHECK_COUNT(refusals) && oo_kernels_fatbin_size; i++)
+        for (int newer = 0; newer < 2; newer++) {
+            struct world w;
+            const char *call, *name;
+            int code;
+            world_open(&w, 60000, -1);
+            w.engine->driver.simLaunch = NULL;
+            w.engine->driver.version = newer ? oo_kernels_toolkit : 12040;
+            sim.simFault("cuModuleLoadData", 1, refusals[i], 0);
+            CHECK(oo_engine_spin(w.engine, w.stream, 1000) == OO_E_DRIVER, "loaded all the same");
+            oo_error_driver(&call, &code, &name);
+            CHECK(strcmp(call, "cuModuleLoadData") == 0 && code == refusals[i] &&
+                      strstr(oo_error_message(), name),
+                  "%s, %d, %s: %s", call, code, name, oo_error_message());
+            const int told = strstr(oo_error_message(), "of CUDA 12.4, and they") &&
+                             strstr(oo_error_message(), "nvcc of CUDA 12.4 or older");
+            const int older = !newer && refusals[i] != OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES;
+            CHECK(told == older, "%d, newer %d: %s", code, newer, oo_error_message());
+            need(oo_engine_spin(w.engine, w.stream, 1000), "again");
+            world_close(&w, "an older driver");
+        }
+}
+
 /* The simulator's, and whether it was called where the engine works: in its context. */
 static OOCUresult (*launch_of_simulator)(OOCUstream, const OOSimRange *, size_t, const OOSimRange *,
                                          size_t, double);
@@ -112,6 +140,7 @@ static void test_a_launch_is_declared_inside_the_engine(void) {
 static const struct check_case cases[] = {
     CASE(test_declared_kernels_run_on_the_callers_stream),
     CASE(test_spin_by_the_embedded_kernels),
+    CASE(test_a_driver_older_than_the_kernels_is_named),
     CASE(test_a_launch_is_declared_inside_the_engine),
 };
 

@@ -190,6 +190,11 @@ def test_kernels_hold_binaries_for_the_named_architectures_and_ptx(tmp_path: Pat
     image = embedded(built.source, tmp_path)
     assert len(image) == built.nbytes > 0
     assert image[:4] == bytes.fromhex("50ed55ba")  # the fatbin's magic number
+    # The newest driver alone reads what its own nvcc compresses.
+    assert re.search(rb"\n\.version \d+\.\d+\n\.target sm_80\n", image), "the PTX is compressed"
+    major, minor = built.nvcc_version.split(".")[:2]
+    toolkit = f"oo_kernels_toolkit = {1000 * int(major) + 10 * int(minor)};"
+    assert toolkit in built.source.read_text()
     inspect = Path(kernels.find_nvcc()).with_name("cuobjdump")
     if inspect.is_file():
         fatbin = tmp_path / "embedded.fatbin"
