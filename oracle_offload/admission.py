@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from . import masters
+from .errors import OffloadError
 from .geometry import unit_bytes
 from .intake import Intake
 from .layers.leaf import Leaf
@@ -25,6 +28,40 @@ if TYPE_CHECKING:
     from .structure import Structure
 
 logger = logging.getLogger("oracle_offload")
+
+_PLAIN = Tensor, nn.Parameter
+
+
+def leave_inference_mode(module: nn.Module) -> None:
+    """Make ordinary tensors, in their memory, of those that were made under inference mode.
+
+    torch counts no writes to these, and goes on counting none where they take other memory, as
+    masters and all that moves to a device do: from then on its own operators raise, outside
+    inference mode.
+
+    Raises
+    ------
+    OffloadError
+        Something but Python holds such a tensor, which torch then exchanges for no other.
+    """
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    for name, tensor in list(named):
+        if not tensor.is_inference() or tensor.is_meta or type(tensor) not in _PLAIN:
+            continue
+        with torch.inference_mode(False), torch.no_grad():
+            made = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+                tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
+        made.requires_grad_(tensor.requires_grad)
+        try:
+            # Not `swap_tensors`, which refuses what Python code holds weakly, a GRU its weights.
+            torch._C._swap_tensor_impl(tensor, made)
+        except RuntimeError as error:
+            raise OffloadError(
+                f"'{name}' was made under torch.inference_mode(), and something in C++ holds it, "
+                f"which keeps it from becoming an ordinary tensor ({error}): make the model "
+                "outside inference mode."
+            ) from error
 
 
 def build_masters(

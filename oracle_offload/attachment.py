@@ -535,8 +535,8 @@ class Attachment:
         left = self.pieces.own()
         if left:
             logger.warning(
-                "%s: the host has no memory for %s of its weights, which are read from their files "
-                "as before: do not overwrite these while the model is used.",
+                "%s: the host has no memory for %s of its weights, which are read from files of "
+                "the cache as before.",
                 self.name,
                 format_size(left),
             )

@@ -1,4 +1,4 @@
-"""Where the bytes of a tensor lie: addresses, strides, and sizes as the engine counts them."""
+"""Where the bytes of a tensor lie: addresses, strides, sizes as the engine counts; and writes."""
 
 from __future__ import annotations
 
@@ -58,6 +58,18 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def count_writes(tensor: Tensor) -> int:
+    """Return how many writes to a tensor torch knows of; 0 for all that it does not count.
+
+    It counts none to what was made in inference mode, and goes on counting none where memory that
+    was not takes the place of its own: `is_inference` says no then.
+    """
+    try:
+        return int(tensor._version)
+    except RuntimeError:
+        return 0
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:

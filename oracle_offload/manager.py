@@ -331,6 +331,7 @@ def attach(
         )
     where = parse_device(device)
     refuse_weight_movers(module)
+    admission.leave_inference_mode(module)
     lock_limit = _lock_limit(lock)
     check(compress)
     order = None if order_file is None else OrderFile(order_file)

@@ -51,6 +51,13 @@ NOTES: dict[str, dict[str, str]] = {
             "The first argument is the model itself, not its name, its state dict or a "
             "pipeline: pass `pipeline.transformer`."
         ),
+        "was made under torch.inference_mode()": (
+            "Weights that count no writes have to become ordinary tensors; make the model outside "
+            "`torch.inference_mode()`, or attach before anything in C++ holds its weights."
+        ),
+        "was written while its weights were read": (
+            "Another program saves to the file: wait until it has ended, and attach again."
+        ),
         "is not a number in [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
         "is outside [0, 1]": "`offload_percent` is a share: 0.9 offloads 90%.",
         "compress=… is none of": (

@@ -19,7 +19,11 @@ inline PyObject *engine_type, *profiler_globals, *no_room_error, *offload_error;
 inline bool is_profiled() { return find(profiler_globals, names._is_profiler_enabled) != Py_False; }
 
 inline uint64_t version_of(const at::Tensor &tensor) {
-    return tensor.is_inference() ? 0 : static_cast<uint64_t>(tensor._version());
+    /* What was made in inference mode has no counter, and keeps having none where memory that was
+     * not takes the place of its own: it is no inference tensor any more then. */
+    return tensor.unsafeGetTensorImpl()->version_counter().enabled()
+               ? static_cast<uint64_t>(tensor._version())
+               : 0;
 }
 
 /* Whether autocast makes another tensor of it. */

@@ -9,9 +9,9 @@ from ..sizes import format_size, parse_size
 from ..views.terminal import FileError, naming, put
 
 DESCRIPTION = """\
-attach(..., compress=...) keeps compressed weights on disk, and of weights that come from no
-checkpoint a copy as they are, which their Parameters are read from. A model that is attached goes
-on when they are removed; the next attach makes them anew.
+attach(..., compress=...) keeps compressed weights on disk, and a copy of them as they are, which
+their Parameters are read from. A model that is attached goes on when they are removed; the next
+attach makes them anew.
 """
 
 

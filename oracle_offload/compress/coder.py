@@ -1,14 +1,15 @@
 """Weights of a model on their way into coded masters: what attach asks for piece by piece.
 
 A coded master is two things. The engine has the coded weights, in a piece of host memory. Python
-has a Parameter that is read from a file: a private mapping of the checkpoint it came from, or of a
-file in the cache. Reading it brings pages of the file to memory, which the system takes back when
-it likes; writing it copies the page, which `oracle_offload.coded` notices.
+has a Parameter that is read from a file of the cache: a private mapping, of a file that nobody else
+can write and nobody writes twice. It is not one of the checkpoint that the weights came from, which
+may be overwritten at any time, by a program that saves the model where it was loaded from, say.
+Reading it brings pages of the file to memory, which the system takes back when it likes; writing it
+copies the page, which `oracle_offload.coded` notices.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import mmap
 import os
@@ -145,8 +146,10 @@ class Coder:
         try:
             with torch.inference_mode(False), torch.no_grad():
                 if isinstance(values, Origin):
-                    return self._of_file(kind, tensor, values)
-                return self._of_memory(kind, tensor, on_host(values))
+                    host = tensor_over(values.memory, values.skipped, tensor)
+                else:
+                    host = on_host(values)
+                return self._code(kind, tensor, host)
         except OSError as error:
             self._failed = True
             if self._ram_budget is not None:
@@ -165,27 +168,8 @@ class Coder:
                 )
             return None
 
-    # ---- weights of a checkpoint: known by the file, and read from it ----
-
-    def _of_file(self, kind: int, tensor: Tensor, origin: Origin) -> Prepared | None:
-        readable = tensor_over(origin.memory, origin.skipped, tensor)
-        count = tensor.numel()
-        key = f"{origin.identity} {count} {kind}".encode()
-        name = hashlib.blake2b(key, digest_size=16).hexdigest() + CODED
-        coded = self._store.read(name)
-        if coded is not None:
-            try:
-                _core.compare_coded(
-                    kind, coded.address, coded.nbytes, self._threads, readable.data_ptr(), count
-                )
-                return Prepared(kind, coded, coded.nbytes, readable)
-            except ValueError as error:
-                self._store.drop(name, error)
-        return self._encode(kind, readable, name, lambda: readable)
-
-    # ---- any other weights: known by their bytes, and read from a file of the cache ----
-
-    def _of_memory(self, kind: int, tensor: Tensor, host: Tensor) -> Prepared | None:
+    def _code(self, kind: int, tensor: Tensor, host: Tensor) -> Prepared | None:
+        """Return what becomes of `tensor`, whose values `host` has: known in the cache by these."""
         count, nbytes = host.numel(), tensor_bytes(host)
         known = f"{kind}-{count:x}-{_core.fingerprint(host.data_ptr(), nbytes):016x}"
         name = known + CODED

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from ..errors import OffloadError
 from .header import MOST_HEADER_BYTES, Stored, read_header
-from .origin import Origin, identity_of, map_private
+from .origin import Origin, map_private
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -35,6 +35,7 @@ class WeightFile:
         except OSError as error:
             raise OffloadError(f"'{path}' cannot be read: {error.strerror}.") from error
         try:
+            self._state = self._current_state()
             self.tensors = read_header(self._file, self.path)
         except BaseException:
             self.close()
@@ -64,9 +65,25 @@ class WeightFile:
         OSError
             The file cannot be mapped.
         """
-        descriptor = self._file.fileno()
-        mapped, skipped = map_private(descriptor, begin, nbytes)
-        return Origin(mapped, skipped, f"{identity_of(descriptor)} {begin}")
+        return Origin(*map_private(self._file.fileno(), begin, nbytes))
+
+    def _current_state(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def check_unwritten(self) -> None:
+        """Refuse what was read where the file was written meanwhile; one in its place is no matter.
+
+        Raises
+        ------
+        OffloadError
+            Nobody knows which of the weights are of before, and which of after.
+        """
+        if self._current_state() != self._state:
+            raise OffloadError(
+                f"'{self.path}' was written while its weights were read: no one file's weights "
+                "were loaded. Attach again once nobody writes it."
+            )
 
     def close(self) -> None:
         """Close the file; what is mapped stays."""
@@ -118,6 +135,11 @@ class Checkpoint:
         for key, name in wanted.items():
             if key not in self.tensors or self.tensors[key][0].path != str(path.parent / name):
                 raise OffloadError(f"'{path}': it says that '{key}' is in '{name}', but it is not.")
+
+    def check_unwritten(self) -> None:
+        """Refuse what was read where a file was written meanwhile; see `WeightFile`."""
+        for file in self._files:
+            file.check_unwritten()
 
     def close(self) -> None:
         """Close all files."""

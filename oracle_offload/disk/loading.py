@@ -183,7 +183,14 @@ class Loading:
                 tensor.data = there
 
     def done(self) -> str:
-        """Keep the values from now on; return what was read, and how fast, in words."""
+        """Keep the values from now on; return what was read, and how fast, in words.
+
+        Raises
+        ------
+        OffloadError
+            A file was written meanwhile.
+        """
+        self._checkpoint.check_unwritten()
         self._is_done = True
         seconds = max(time.monotonic() - self._began, 1e-9)
         return (

@@ -1,10 +1,9 @@
-"""Weights that are read where they lie in a file: a private mapping, whose writes reach no file."""
+"""Files that are read where they lie: a private mapping, whose writes reach no file."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import sys
 from dataclasses import dataclass
 
@@ -21,13 +20,10 @@ class Origin:
         A part of the file, see `map_private`.
     skipped : int
         Bytes of it before theirs.
-    identity : str
-        Of the file, see `identity_of`, and of the place in it.
     """
 
     memory: mmap.mmap
     skipped: int
-    identity: str
 
 
 def map_private(descriptor: int, begin: int, nbytes: int) -> tuple[mmap.mmap, int]:
@@ -50,9 +46,3 @@ def map_private(descriptor: int, begin: int, nbytes: int) -> tuple[mmap.mmap, in
     address = ctypes.addressof(ctypes.c_char.from_buffer(made))
     _core.pages_show(address, length, descriptor, first)
     return made, skipped
-
-
-def identity_of(descriptor: int) -> str:
-    """Return what changes when an open file is replaced or written to, but through a mapping."""
-    found = os.fstat(descriptor)
-    return f"{found.st_dev}-{found.st_ino}-{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}"

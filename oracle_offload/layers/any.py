@@ -25,7 +25,7 @@ from torch.autograd import Function, profiler
 from .._core import BACKWARD
 from ..errors import OffloadError
 from ..exemption import exempt
-from ..geometry import is_dense, tensor_bytes
+from ..geometry import count_writes, is_dense, tensor_bytes
 from ..gradients import note_trainable
 from ..locks import Lock
 from .compiled import Whole
@@ -465,7 +465,7 @@ class _Notes:
             )
         if self._outer is not None:
             return (self._outer[0](tensor),)
-        return tensor, None if tensor.is_inference() else tensor._version
+        return tensor, count_writes(tensor)
 
     def _hooks_found(self) -> tuple[Any, Any] | None:
         """Return what packs and unpacks by the pair outside, if any, where torch does not name it.
@@ -509,7 +509,7 @@ class _Notes:
             return unpacked
         tensor: Tensor = kept[0]
         version = kept[1]
-        if version is not None and tensor._version != version:
+        if count_writes(tensor) != version:
             # torch compares no versions where there are hooks.
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..engines import Layout
 from ..errors import OffloadError
-from ..geometry import is_dense, tensor_bytes
+from ..geometry import count_writes, is_dense, tensor_bytes
 from .swap import is_managed
 from .wrappers import reader_of
 
@@ -453,8 +453,8 @@ def version_of(tensors: Sequence[Tensor]) -> int:
     try:
         for tensor in tensors:
             version += tensor._version
-    except RuntimeError:  # a tensor of inference mode has none
-        return sum(t._version for t in tensors if not t.is_inference())
+    except RuntimeError:
+        return sum(map(count_writes, tensors))
     return version
 
 

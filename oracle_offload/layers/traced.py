@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from ..autocast import cast_dtype, cast_input
 from ..errors import OffloadError, StaleWeightsError
 from ..exemption import exempt
+from ..geometry import count_writes
 from ..gradients import note_trainable
 from .leaf import Leaf, version_of
 from .loan import Layer, forward_kind, once_differentiable
@@ -463,7 +464,7 @@ def _autograd(
             x, weight = given[:2]
             # Aliases: they stay where the masters are now, and know of writes to them.
             ctx.given = *(t if t is None else t.detach() for t in given[1:3]), *given[3:]
-            ctx.version = weight._version
+            ctx.version = count_writes(weight)
             ctx.geometry = x.shape, x.stride()
             ctx.keeps_input = weight.requires_grad or reads_input(x, given[2], *given[6:])
             if ctx.keeps_input:
@@ -475,7 +476,7 @@ def _autograd(
             weight, bias, key, dtype, _, *arguments = ctx.given
             x = ctx.saved_tensors[0] if ctx.keeps_input else None
             needs = list(ctx.needs_input_grad[1:4])
-            if weight._version != ctx.version and (reads_always or needs[0]):
+            if count_writes(weight) != ctx.version and (reads_always or needs[0]):
                 raise StaleWeightsError(
                     "one of the variables needed for gradient computation has been modified by an "
                     "inplace operation: the weight of a managed layer in compiled code is at "

@@ -29,6 +29,7 @@ from .. import structure
 from ..attachment import attachments_on
 from ..engines import open_states
 from ..errors import OffloadError
+from ..geometry import count_writes
 from .attributes import Attributes, missing_or
 from .grains import Grains, grains_of
 from .leaves import Graph, Leaves, no_graph_task
@@ -565,7 +566,7 @@ class _CarriedState:
 
     def _now(self) -> dict[tuple[int, str], tuple[int, int]]:
         return {
-            (index, name): (id(buffer), 0 if buffer.is_inference() else buffer._version)
+            (index, name): (id(buffer), count_writes(buffer))
             for index, model in enumerate(self._models)
             for name, buffer in model.named_buffers()
         }

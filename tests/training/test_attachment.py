@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import devices, engines, masters
+from oracle_offload import devices, engines, masters, selection
 from oracle_offload.arena import Arena
 from oracle_offload.attachment import close_leftovers
 from oracle_offload.budget import Budget, Change, Reading
@@ -456,3 +457,60 @@ def test_memory_for_gradients_goes_with_its_model():
             locked = manager.state.engine.stats()["locked_bytes"]
             assert locked == before + 2 * model[0].weight.nbytes
         assert keeper.state.engine.stats()["locked_bytes"] == before
+
+
+# ---- models that were built under inference mode ----
+
+
+class Mixed(nn.Module):
+    """Layers of several kinds, weights that Python holds weakly, a buffer, tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(50, 64), nn.Linear(64, 50, bias=False)
+        self.out.weight = self.table.weight
+        self.convolution = nn.Conv1d(64, 64, 3, padding=1)
+        self.register_buffer("scale", torch.full((64,), 2.0))
+
+    def forward(self, x):
+        x = self.convolution(self.table(x).mT).mT
+        return self.out(torch.relu(x) * self.scale)
+
+
+def infer(model, x, how):
+    with {"inference": torch.inference_mode, "no_grad": torch.no_grad}[how]():
+        return model(x).cpu().clone()
+
+
+@pytest.mark.parametrize("how", ["inference", "no_grad"])
+def test_a_model_built_under_inference_mode_is_used_and_trained(device, how, monkeypatch):
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    torch.manual_seed(0)
+    ordinary = Mixed().requires_grad_(False)
+    with torch.inference_mode():
+        torch.manual_seed(0)
+        model = Mixed().requires_grad_(False)
+    named = dict(model.named_parameters())
+    held = [weakref.ref(parameter) for parameter in named.values()]  # as a GRU does
+    x = torch.randint(0, 50, (2, 5))
+    ordinary.to(device)
+    with attached(model, device, offload_percent=1.0) as manager:
+        assert {"table", "convolution"} <= {layer.name for layer in manager.layers}
+        for _ in range(3):
+            expected = infer(ordinary, x.to(device), how)
+            assert torch.equal(infer(model, x.to(device), how), expected)
+        for each in (model, ordinary):
+            each.convolution.requires_grad_()
+            each(x.to(device)).sum().backward()
+        torch.testing.assert_close(
+            model.convolution.weight.grad.cpu(),
+            ordinary.convolution.weight.grad.cpu(),
+            rtol=0,
+            atol=0,
+        )
+        model.convolution.weight.data.mul_(2)
+        ordinary.convolution.weight.data.mul_(2)
+        expected = infer(ordinary, x.to(device), how)
+        assert torch.equal(infer(model, x.to(device), how), expected)
+    assert all(model.get_parameter(name) is tensor for name, tensor in named.items())
+    assert model.out.weight is model.table.weight and None not in [each() for each in held]

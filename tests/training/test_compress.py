@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import _core, coded, engines, masters, simulator
+from oracle_offload import _core, admission, coded, engines, masters, simulator
 from oracle_offload.arena import Arena
 from oracle_offload.compress import choice, coder, store
 from oracle_offload.errors import DriverError, OffloadError, StaleWeightsError
@@ -650,7 +650,7 @@ def test_damaged_files_are_made_anew(monkeypatch, caplog, cache, suffix, damage)
     assert len(told) == (damage != "empty" or suffix == ".raw")
 
 
-def test_weights_of_a_checkpoint_are_read_from_it(monkeypatch, tmp_path, cache):
+def test_weights_of_a_checkpoint_are_coded_once(monkeypatch, tmp_path, cache):
     resident = build()
     path = tmp_path / "model.safetensors"
     save_file(resident.state_dict(), path)
@@ -671,7 +671,7 @@ def test_weights_of_a_checkpoint_are_read_from_it(monkeypatch, tmp_path, cache):
             assert_models_agree(model, copy.deepcopy(resident), step, steps=1)
             assert_same(model.state_dict(), resident.state_dict())
         assert len(counted) == 4
-    assert {path.suffix for path in cache.iterdir()} == {".coded"}  # no copy of the checkpoint
+        assert str(path) not in shown_files()
     other = build(seed=9)
     save_file(other.state_dict(), path)  # another file by the same name
     model, context = attach_again()
@@ -702,21 +702,79 @@ def attach_file(path, **options):
     return model, attached(model, "cpu", weights=path, compress="lossless", **options)
 
 
-def test_a_checkpoint_that_was_written_through_a_mapping(monkeypatch, caplog, tmp_path):
+def test_a_checkpoint_that_was_written_through_a_mapping(tmp_path):
     """Its size and times need not change by that: its bytes decide."""
     path = tmp_path / "model.safetensors"
     save_file(build().state_dict(), path)
-    monkeypatch.setattr("oracle_offload.disk.checkpoint.identity_of", lambda descriptor: "same")
     with attach_file(path)[1]:
         pass
+    times = path.stat()
     other = build(seed=9)
     save_file(other.state_dict(), path)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     model, context = attach_file(path)
     with context as manager:
         assert len(coded_layers(manager)) == 4
         assert_same(model.state_dict(), other.state_dict())
         step = make_step(torch.randn(6, WIDTH).bfloat16(), "cpu", False)
         assert_models_agree(model, other, step, steps=1)
+
+
+@pytest.mark.parametrize("write", ["in place", "save_file", "cut off"])
+def test_the_file_that_weights_came_from_may_be_written(device, tmp_path, write):
+    """By a program that saves a model where it was loaded from, say; before and after detach."""
+    resident, other = build(), build(seed=9)
+    path, beside = tmp_path / "model.safetensors", tmp_path / "other.safetensors"
+    save_file(resident.state_dict(), path)
+    save_file(other.state_dict(), beside)
+    before = path.read_bytes()
+    with oracle_offload.empty_weights():
+        model = build().bfloat16()
+    model.requires_grad_(False)
+    step = make_step(torch.randn(6, WIDTH).bfloat16(), device, False)
+    with attached(model, device, weights=path, compress="lossless") as manager:
+        assert len(coded_layers(manager)) == 4
+        assert_models_agree(model, copy.deepcopy(resident), step, steps=1, device=device)
+        if write == "save_file":
+            save_file(model.state_dict(), path)
+            assert path.read_bytes() == before
+        elif write == "in place":
+            with open(path, "r+b") as file:
+                file.write(beside.read_bytes())
+        else:
+            os.truncate(path, 0)
+        assert_same(model.state_dict(), resident.state_dict())
+        assert_models_agree(model, copy.deepcopy(resident), step, steps=1, device=device)
+        assert len(coded_layers(manager)) == 4
+    assert_same(model.state_dict(), resident.state_dict())
+
+
+@pytest.mark.parametrize("compress", [None, "lossless"])
+def test_a_file_that_is_written_while_it_is_read_is_refused(monkeypatch, tmp_path, compress):
+    """The model is as it was, and can be attached once the file is whole."""
+    resident = build()
+    path = tmp_path / "model.safetensors"
+    save_file(resident.state_dict(), path)
+    with oracle_offload.empty_weights():
+        model = build().bfloat16()
+    model.requires_grad_(False)
+    whole = path.read_bytes()
+    add_units = admission.add_units
+
+    def write(*arguments):
+        with open(path, "r+b") as file:
+            file.write(whole)
+        os.utime(path, ns=(0, 0))  # whatever the clock of this file system tells apart
+        return add_units(*arguments)
+
+    written = pytest.raises(OffloadError, match=r"model.safetensors' was written while .* read")
+    with monkeypatch.context() as patch, written:
+        patch.setattr(admission, "add_units", write)
+        oracle_offload.attach(model, "cpu", weights=path, compress=compress)
+    assert not engines.open_states() and all(p.is_meta for p in model.parameters())
+    with attached(model, "cpu", weights=path) as manager:
+        assert len(manager.layers) == 4
+        assert_same(model.state_dict(), resident.state_dict())
 
 
 def test_written_weights_of_a_checkpoint_are_locked(tmp_path):
@@ -746,7 +804,7 @@ linux_alone = pytest.mark.skipif(sys.platform != "linux", reason="maps files as 
 
 
 @linux_alone
-def test_a_checkpoint_may_be_cut_off_after_detach(tmp_path):
+def test_a_checkpoint_may_be_cut_off_while_its_weights_are_used(tmp_path):
     resident = build()
     path = tmp_path / "model.safetensors"
     save_file(resident.state_dict(), path)
@@ -754,11 +812,11 @@ def test_a_checkpoint_may_be_cut_off_after_detach(tmp_path):
     parameters = dict(model.named_parameters())
     with context as manager:
         assert len(coded_layers(manager)) == 4
-        assert str(path) in shown_files()
         held = model.state_dict()["1.weight"]
+        os.truncate(path, 0)
         one_number(model[2].weight)
+        assert any(name.startswith(str(tmp_path)) for name in shown_files())
     assert not any(name.startswith(str(tmp_path)) for name in shown_files())
-    os.truncate(path, 0)
     one_number(resident[2].weight)
     assert_same(model.state_dict(), resident.state_dict())
     assert all(model.get_parameter(name) is p for name, p in parameters.items())
@@ -783,13 +841,13 @@ def test_weights_that_are_coded_no_more_leave_their_file(tmp_path):
     model.requires_grad_(False)
     with attached(model, "cpu", weights=path, compress="lossless") as manager:
         held = model.state_dict()["0.weight"]
-        assert str(path) in shown_files()
+        assert any(name.startswith(str(tmp_path)) for name in shown_files())
         for row in range(2):
             held[row] += 1
             resident[0].weight.data[row] += 1
             step = make_step(torch.randn(6, WIDTH).bfloat16(), "cpu", False)
             assert_models_agree(model, resident, step, steps=1)
-            assert str(path) not in shown_files()
+            assert not any(name.startswith(str(tmp_path)) for name in shown_files())
         assert not coded_layers(manager)
 
 
@@ -821,7 +879,7 @@ def test_a_coded_weight_that_was_replaced_and_is_gone_is_no_more_of_the_masters(
 
 @linux_alone
 def test_weights_without_room_stay_in_their_file_after_detach(
-    tmp_path, monkeypatch, caplog, capsys
+    tmp_path, cache, monkeypatch, caplog, capsys
 ):
     resident = build()
     path = tmp_path / "model.safetensors"
@@ -834,8 +892,8 @@ def test_weights_without_room_stay_in_their_file_after_detach(
         at_once = functools.partial(masters.DelayedBar, delay_s=0.0)
         monkeypatch.setattr(masters, "DelayedBar", at_once)
     assert "oracle_offload: detach" in capsys.readouterr().err
-    assert str(path) in shown_files()
-    told = [r.message for r in caplog.records if "do not overwrite" in r.message]
+    assert any(name.startswith(str(cache)) for name in shown_files())
+    told = [r.message for r in caplog.records if "files of the cache" in r.message]
     assert len(told) == 1 and "no memory for 256.00 KiB of its weights" in told[0]
     assert_same(model.state_dict(), resident.state_dict())
 
@@ -1035,7 +1093,7 @@ def test_of_two_weights_that_cannot_be_written_at_once_one_is_told(monkeypatch, 
         together.wait(timeout=30)
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(coder.Coder, "_of_memory", fail)
+    monkeypatch.setattr(coder.Coder, "_code", fail)
     with lossless(build()) as manager:
         assert not coded_layers(manager)
     assert caplog.text.count("cannot be written: read-only") == 1

@@ -533,8 +533,6 @@ def test_the_origin_of_bytes_is_where_they_lie_and_shows_them(tmp_path, monkeypa
     file.close()  # what is mapped stays
     assert list(one.memory[one.skipped : one.skipped + 64]) == list(range(64))
     assert list(other.memory[other.skipped : other.skipped + 8]) == list(range(8, 16))
-    assert one.identity.endswith(f" {begin}") and other.identity.endswith(f" {begin + 8}")
-    assert one.identity.split()[0] == other.identity.split()[0]
     one.memory[one.skipped] = 7
     assert path.read_bytes()[begin] == 0
 
