@@ -38,10 +38,12 @@ OstrisLinear.__module__ = "toolkit.util.ostris_quant"
 
 
 def to_ostris(layer):
-    weight = layer.weight.detach()
+    device = layer.weight.device
+    weight = layer.weight.detach().cpu()  # where a card divides, the last bit differs
     scales = weight.abs().amax(1, keepdim=True) / 127
-    layer.register_buffer("qdata", (weight / scales).round().to(torch.int8), persistent=False)
-    layer.register_buffer("scales", scales, persistent=False)
+    qdata = (weight / scales).round().to(torch.int8)
+    layer.register_buffer("qdata", qdata.to(device), persistent=False)
+    layer.register_buffer("scales", scales.to(device), persistent=False)
     layer.ostris_quantizer = Int8()
     del layer._parameters["weight"]
     layer.__class__ = OstrisLinear

@@ -17,13 +17,19 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from equality import assert_models_agree, assert_same, attached, gradients, resident_pair
+from equality import (
+    assert_models_agree,
+    assert_same,
+    attached,
+    gradients,
+    h2d_bytes,
+    resident_pair,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
 from oracle_offload import OffloadError, accumulate
-from oracle_offload.engines import open_states
 from oracle_offload.micro_batches import thread_state
 from oracle_offload.micro_batches.attributes import are_same
 from oracle_offload.micro_batches.grains import Grains, _collect, grains_of
@@ -112,10 +118,6 @@ def is_equal_to_reference(model, device, step, **options):
 
     with streamed(managed, device, **options):
         assert_models_agree(managed, resident, both, steps=3, device=device)
-
-
-def h2d_bytes():
-    return sum(state.engine.stats()["h2d_bytes"] for state in open_states())
 
 
 # ---- bits and bytes ----
