@@ -38,7 +38,8 @@ share of a step in which a kernel ran.
 TESTS_TEXT = """Of each file of tests its newest run; why one failed stands in that run's results.
 """
 CARD_TEXT = """What the simulator's preset for this card assumes, and what was measured. Copies are
-of page-locked memory to the device.
+of page-locked memory to the device. The preset stays as it is: what is simulated elsewhere is
+of it. A prediction for this card, here or by `oracle-offload plan`, is of what was measured.
 """
 
 
@@ -271,6 +272,14 @@ def card(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
         },
         (key for key in units if found.get(key) is not None),
     )
+    false = [
+        f"{units[key][0]} ({found[key] / assumed[key]:.2f} of it)"
+        for key in units
+        if assumed and found.get(key) and abs(found[key] / assumed[key] - 1) > TOLERANCE
+    ]
+    if false:
+        yield ""
+        yield f"Assumptions that are off by more than 5%: {', '.join(false)}."
 
 
 def preset_of(device: str) -> dict[str, float] | None:

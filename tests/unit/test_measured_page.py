@@ -75,7 +75,7 @@ def test_a_wrong_prediction_names_the_assumption_that_is_false(
 ) -> None:
     found = report("01", step=part(RESIDENT, step(over, **changes)), link=part(LINK))
     page = measured_page.page({"NVIDIA H200": [found]})
-    assert ("off by more than 5%" in page) is bool(expected)
+    assert ("Predictions that are off by more than 5%" in page) is bool(expected)
     assert expected in page
 
 
@@ -100,6 +100,8 @@ def test_the_newest_file_counts_in_which_a_part_has_ended_and_rehearsals_do_not(
     page = measured_page.page(devices)
     assert "| matrix products, bf16 | TFLOP/s | 700 | 200 |" in page
     assert "| copies to the device | GB/s | 55.0 | 50.0 |" in page
+    false = "copies to the device (0.91 of it), matrix products, bf16 (0.29 of it)"
+    assert f"Assumptions that are off by more than 5%: {false}." in page
     assert "2026-01-03" in page, "the file itself is listed"
 
 
