@@ -7,7 +7,8 @@ room; running out of host memory raises `MemoryError`. An integer that its argum
 `ValueError` with the value, what is no integer `TypeError`.
 """
 
-from typing import Final, Self, TypedDict, TypeVar, final, type_check_only
+from collections.abc import Callable
+from typing import Final, Generic, Self, TypedDict, TypeVar, final, type_check_only
 
 FORWARD: Final = 0  # a forward outside any graph task
 RECOMPUTE: Final = 1  # a forward inside a graph task: a checkpoint recomputes
@@ -24,6 +25,7 @@ VERSION: Final[str]  # of the engine, as oracle_offload.__version__
 BUILD: Final[str]  # compiler, flags and date of this extension
 handover: Final[object]  # a capsule for the operators in C++; see csrc/python/handover.h
 
+_T = TypeVar("_T")
 _Tensor = TypeVar("_Tensor", bound=tuple[int, int] | tuple[int, int, int, int])
 
 @type_check_only
@@ -107,6 +109,30 @@ class HostBuffer:
         """Copy `nbytes` from address `source` to `offset`, with several threads, GIL released."""
 
 @final
+class Use:
+    """A use of a unit; see `Engine.use`."""
+
+    def __enter__(self, /) -> int:
+        """Return the device address of the unit."""
+
+    def __exit__(self, /, *details: object) -> None:
+        """The work that uses the unit has been queued."""
+
+class Taken(Generic[_T]):
+    """Calls `take` at the begin of a ``with`` block, and `give` at its end, whatever happens.
+
+    Where both are functions of C, no interrupt comes between the two, or splits either. A `give`
+    that one cuts short is called again. Where `take` returns False nothing was taken. No variable
+    may hold such an object: an interrupt on the way to the block ends it because it is let go.
+    """
+
+    def __new__(cls, take: Callable[[], _T], give: Callable[[], object]) -> Taken[_T]: ...
+    def __enter__(self, /) -> _T:
+        """Return what `take` returns."""
+
+    def __exit__(self, /, *details: object) -> None:
+        """Call `give`."""
+
 class Engine:
     """The engine of one device. `library` None: the system's CUDA driver."""
 
@@ -225,6 +251,23 @@ class Engine:
         simulated copy arrives before this returns, so nothing can read the address too early.
         Returns (ticket, device address of the unit, units whose copy was enqueued or None); the
         caller must `stamp` the members of those units at once.
+        """
+
+    def use(
+        self,
+        member: int,
+        stream: int,
+        stamp: int,
+        kind: int,
+        task: int,
+        seconds: float,
+        stamp_units: Callable[[tuple[int, ...]], object],
+        /,
+    ) -> Use:
+        """Begin a use as `acquire` does, for a ``with`` block, at whose end it is released.
+
+        An interrupt between any two instructions leaves nothing acquired, as long as no variable
+        holds what this returns. `stamp_units` is called with the units whose copies are enqueued.
         """
 
     def keep(

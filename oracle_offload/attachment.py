@@ -18,7 +18,7 @@ from ._core import HostBuffer
 from .arena import Arena
 from .autocast import StandIns
 from .budget import Budget, Change, Reading
-from .engines import DeviceState, Layout, close_if_unused, locked_if_free
+from .engines import DeviceState, Layout, close_if_unused, registry_if_free
 from .errors import DriverError, OffloadError
 from .geometry import tensor_bytes, unit_bytes
 from .gradients import Gradients
@@ -587,8 +587,8 @@ class Attachment:
 
     def close_deleted(self) -> None:
         """End of a deleted model; where a thread holds a lock, it is left for later."""
-        with locked_if_free(self.state) as free:
-            if free:
+        with self.state.lock.if_free() as device, registry_if_free() as registry:
+            if device and registry:
                 self.close_quietly()
             else:
                 self._is_left = True

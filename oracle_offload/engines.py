@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -281,11 +282,9 @@ def opened(device: torch.device) -> Iterator[DeviceState]:
             close_if_unused(state)
 
 
-@contextlib.contextmanager
-def locked_if_free(state: DeviceState) -> Iterator[bool]:
-    """Take what closing needs, where nobody holds it; yield whether: see `oracle_offload.locks`."""
-    with state.lock.if_free() as device, _registry_lock.if_free() as registry:
-        yield device and registry
+def registry_if_free() -> AbstractContextManager[bool]:
+    """Take the registry's lock for a ``with`` block, if nobody holds it; say whether."""
+    return _registry_lock.if_free()
 
 
 def _close_orphans() -> None:

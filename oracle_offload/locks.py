@@ -30,13 +30,18 @@ it needs if they are free (`Lock.if_free`), and else leaves the work to the next
 
 from __future__ import annotations
 
+import _thread
 import contextlib
-import threading
-from collections.abc import Iterator
+import functools
+from contextlib import AbstractContextManager
+
+from ._core import Taken
 
 
-class Lock:
+class Lock(_thread.RLock):  # type: ignore[misc] # the interpreter allows it
     """A reentrant lock with its line in the order above.
+
+    A ``with`` block takes it and gives it back in C: no interrupt comes in between.
 
     Parameters
     ----------
@@ -44,51 +49,25 @@ class Lock:
         ``"turn"``, ``"structure"``, ``"watch"``, ``"device"`` or ``"registry"``.
     """
 
-    def __init__(self, line: str) -> None:
-        self.line = line
-        self._lock = threading.RLock()
-        self._depth = 0
-        self._owner = 0
+    line: str
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._enter()
-
-    def __exit__(self, *details: object) -> None:
-        self._leave()
-
-    def take_within(self, seconds: float) -> bool:
-        """Take it, unless other threads hold it for so long; return whether it was taken.
-
-        To be given back as at the end of a ``with`` block, by ``__exit__()``.
-        """
-        if not self._lock.acquire(timeout=seconds):
-            return False
-        self._enter()
-        return True
+    def __new__(cls, line: str) -> Lock:
+        """Make one of a line."""
+        made = super().__new__(cls)
+        made.line = line
+        return made
 
     def is_held(self) -> bool:
         """Whether this thread holds it."""
-        return self._owner == threading.get_ident()
+        owned: bool = self._is_owned()  # type: ignore[attr-defined]
+        return owned
 
-    @contextlib.contextmanager
-    def if_free(self) -> Iterator[bool]:
-        """Take it if no thread holds it, this one included; yield whether it was taken."""
-        if self.is_held() or not self._lock.acquire(blocking=False):
-            yield False
-            return
-        self._enter()
-        try:
-            yield True
-        finally:
-            self._leave()
+    def within(self, seconds: float) -> AbstractContextManager[bool]:
+        """Take it for a ``with`` block, unless other threads hold it for so long; say whether."""
+        return Taken(functools.partial(self.acquire, True, seconds), self.release)
 
-    def _enter(self) -> None:
-        self._depth += 1
-        self._owner = threading.get_ident()
-
-    def _leave(self) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = 0
-        self._lock.release()
+    def if_free(self) -> AbstractContextManager[bool]:
+        """Take it for a ``with`` block, if no thread holds it, this one included; say whether."""
+        if self.is_held():
+            return contextlib.nullcontext(False)
+        return Taken(functools.partial(self.acquire, False), self.release)

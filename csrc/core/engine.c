@@ -571,6 +571,15 @@ enum oo_status oo_engine_acquire(struct oo_engine *engine, const struct oo_reque
     return status == OO_OK ? oo__acquire(engine, request, flags, use) : status;
 }
 
+enum oo_status oo_engine_distrust(struct oo_engine *engine, const struct oo_fetched *fetched) {
+    enum oo_status status = oo__enter(engine, OO__WITHOUT_DRIVER);
+    if (status != OO_OK)
+        return status;
+    oo__distrust(engine, fetched);
+    oo__leave(engine);
+    return OO_OK;
+}
+
 /* Does without the driver: a copy that is never stamped would be checked by samples alone. */
 enum oo_status oo_engine_stamp(struct oo_engine *engine, const struct oo_stamp *stamps,
                                uint32_t count, int flags) {

@@ -320,6 +320,9 @@ enum oo_status oo_engine_acquire(struct oo_engine *engine, const struct oo_reque
                                  int flags, struct oo_use *use);
 enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uintptr_t stream,
                                  int flags, struct oo_fetched *fetched);
+/* Copies of these units will not be stamped, as they should have been: they are made anew when they
+ * are asked for. */
+enum oo_status oo_engine_distrust(struct oo_engine *engine, const struct oo_fetched *fetched);
 /* Start the copies that `more` spoke of. */
 enum oo_status oo_engine_prefetch(struct oo_engine *engine, struct oo_fetched *fetched);
 /* Begin one more use of a member that this thread has acquired, on the same copy: one that outlasts

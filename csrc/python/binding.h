@@ -11,6 +11,8 @@
 struct oo_module_state {
     PyTypeObject *host_buffer_type;
     PyTypeObject *engine_type;
+    PyTypeObject *use_type;
+    PyTypeObject *taken_type;
     PyObject *offload_error; /* oracle_offload.errors.OffloadError */
     PyObject *driver_error;  /* errors.driver_error, which makes the exception of a failed call */
     PyObject *no_room_error; /* errors.no_room_error, likewise for an arena that is too small */
@@ -37,7 +39,17 @@ struct oo_py_buffer {
 
 extern PyType_Spec oo__host_buffer_spec;
 extern PyType_Spec oo__engine_spec;
+extern PyType_Spec oo__use_spec;
+extern PyType_Spec oo__taken_spec;
 extern PyMethodDef oo__coded_functions[]; /* of the module */
+
+/* The ids of units as a tuple; None for none of them. */
+PyObject *oo__units_tuple(const uint32_t *units, uint32_t count);
+/* Copies of these units will not be stamped. */
+void oo__distrust_units(PyObject *engine, const struct oo_fetched *fetched);
+/* A use that has begun, of this type; `stamp_units` is called with what a call has fetched. */
+PyObject *oo__use_begin(PyTypeObject *type, PyObject *engine, const struct oo_request *request,
+                        PyObject *stamp_units);
 
 /* An integer argument, and what it may be. */
 struct oo_parameter {

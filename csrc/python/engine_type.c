@@ -530,7 +530,7 @@ static PyObject *oo__engine_remove_member(PyObject *object, PyObject *argument) 
 
 /* ---- use ---- */
 
-static PyObject *oo__units_tuple(const uint32_t *units, uint32_t count) {
+PyObject *oo__units_tuple(const uint32_t *units, uint32_t count) {
     if (count == 0)
         Py_RETURN_NONE;
     PyObject *tuple = PyTuple_New((Py_ssize_t)count);
@@ -570,35 +570,57 @@ static int oo__release_use(PyObject *object, uint64_t ticket, uintptr_t stream,
     return oo__zero_or_raise(object, status);
 }
 
+void oo__distrust_units(PyObject *object, const struct oo_fetched *fetched) {
+    struct oo_engine *engine = ((struct oo_py_engine *)object)->engine;
+    if (engine && fetched->count)
+        (void)oo_engine_distrust(engine, fetched); /* a dead one copies nothing any more */
+}
+
 static const struct oo_parameter oo__acquire_takes[] = {OO_ID("member"),
                                                         OO_ADDRESS("stream"),
                                                         OO_NUMBER("stamp"),
                                                         {"kind", OO_FORWARD, OO_RECORDED},
                                                         {"task", -1, INT64_MAX}};
 
+/* What acquire() and use() are asked for; the first six of `expected` arguments. */
+static int oo__request_of(PyObject *object, const char *function, PyObject *const *arguments,
+                          Py_ssize_t count, Py_ssize_t expected, struct oo_request *request) {
+    unsigned long long v[5];
+    if (count != expected) {
+        PyErr_Format(PyExc_TypeError, "%s() takes %zd arguments, not %zd", function, expected,
+                     count);
+        return -1;
+    }
+    const double seconds = PyFloat_AsDouble(arguments[5]);
+    if (PyErr_Occurred() || oo__integers(function, arguments, 5, oo__acquire_takes, 5, v) < 0)
+        return -1;
+    *request = (struct oo_request){.member = (uint32_t)v[0],
+                                   .stream = (uintptr_t)v[1],
+                                   .stamp = v[2],
+                                   .kind = (enum oo_kind)v[3],
+                                   .task = (int64_t)v[4],
+                                   .seconds = seconds};
+    return oo__engine_of(object) ? 0 : -1;
+}
+
 static PyObject *oo__engine_acquire(PyObject *object, PyObject *const *arguments,
                                     Py_ssize_t count) {
-    unsigned long long v[5];
-    if (count != 6)
-        return PyErr_Format(PyExc_TypeError, "acquire() takes 6 arguments, not %zd", count);
-    const double seconds = PyFloat_AsDouble(arguments[5]);
-    if (PyErr_Occurred())
-        return NULL;
-    if (!OO_ENGINE_WITH(acquire, 5, v))
-        return NULL;
-    const struct oo_request request = {.member = (uint32_t)v[0],
-                                       .stream = (uintptr_t)v[1],
-                                       .stamp = v[2],
-                                       .kind = (enum oo_kind)v[3],
-                                       .task = (int64_t)v[4],
-                                       .seconds = seconds};
+    struct oo_request request;
     struct oo_use use;
-    if (oo__acquire_use(object, &request, &use) < 0)
+    if (oo__request_of(object, "acquire", arguments, count, 6, &request) < 0 ||
+        oo__acquire_use(object, &request, &use) < 0)
         return NULL;
     PyObject *fetched = oo__units_tuple(use.fetched.units, use.fetched.count);
     return fetched ? Py_BuildValue("(KKN)", (unsigned long long)use.ticket,
                                    (unsigned long long)use.address, fetched)
                    : NULL;
+}
+
+static PyObject *oo__engine_use(PyObject *object, PyObject *const *arguments, Py_ssize_t count) {
+    struct oo_request request;
+    if (oo__request_of(object, "use", arguments, count, 7, &request) < 0)
+        return NULL;
+    return oo__use_begin(oo__state_of(Py_TYPE(object))->use_type, object, &request, arguments[6]);
 }
 
 /* A DLPack tensor (its ABI of before version 1, which every torch takes), up to what we set. */
@@ -1315,6 +1337,9 @@ static PyMethodDef oo__engine_methods[] = {
      "acquire($self, member, stream, stamp, kind, task, seconds, /)\n--\n\nMake the member's unit "
      "ready on "
      "a stream."},
+    {"use", OO_FAST(oo__engine_use),
+     "use($self, member, stream, stamp, kind, task, seconds, stamp_units, /)\n--\n\nacquire and "
+     "release, for a `with` block."},
     {"keep", OO_FAST(oo__engine_keep),
      "keep($self, member, stream, offset, nbytes, device_type, device_index, /)\n--\n\nA DLPack "
      "capsule of slot memory that stays until the last alias of its tensor is gone."},

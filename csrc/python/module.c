@@ -153,6 +153,8 @@ static int oo__execute(PyObject *module) {
     if (!state->offload_error || !state->driver_error || !state->no_room_error ||
         oo__add_type(module, &oo__host_buffer_spec, &state->host_buffer_type) < 0 ||
         oo__add_type(module, &oo__engine_spec, &state->engine_type) < 0 ||
+        oo__add_type(module, &oo__use_spec, &state->use_type) < 0 ||
+        oo__add_type(module, &oo__taken_spec, &state->taken_type) < 0 ||
         oo__add_handover(module) < 0 || PyModule_AddFunctions(module, oo__coded_functions) < 0 ||
         PyModule_AddIntConstant(module, "BF16", OO_CODEC_BF16) < 0 ||
         PyModule_AddIntConstant(module, "FP8", OO_CODEC_FP8) < 0 ||
@@ -176,6 +178,8 @@ static int oo__traverse(PyObject *module, visitproc visit, void *arg) {
     const struct oo_module_state *state = oo__state(module);
     Py_VISIT(state->host_buffer_type);
     Py_VISIT(state->engine_type);
+    Py_VISIT(state->use_type);
+    Py_VISIT(state->taken_type);
     Py_VISIT(state->offload_error);
     Py_VISIT(state->driver_error);
     Py_VISIT(state->no_room_error);
@@ -186,6 +190,8 @@ static int oo__clear(PyObject *module) {
     struct oo_module_state *state = oo__state(module);
     Py_CLEAR(state->host_buffer_type);
     Py_CLEAR(state->engine_type);
+    Py_CLEAR(state->use_type);
+    Py_CLEAR(state->taken_type);
     Py_CLEAR(state->offload_error);
     Py_CLEAR(state->driver_error);
     Py_CLEAR(state->no_room_error);

@@ -13,16 +13,20 @@ peft's wrapper where a parametrisation is put on them for each forward.
 
 from __future__ import annotations
 
+import collections
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function, profiler
 
-from .._core import BACKWARD
+from .._core import BACKWARD, Taken
 from ..errors import OffloadError
 from ..exemption import exempt
 from ..geometry import count_writes, is_dense, tensor_bytes
@@ -32,7 +36,7 @@ from .compiled import Whole
 from .flatten import is_wrapper, value_at
 from .leaf import Masters, Tensors, version_of
 from .loan import Borrower, forward_kind, once_differentiable
-from .swap import HANDLE, list_weights, swap_in
+from .swap import HANDLE, swap_in, weight_lists
 
 if TYPE_CHECKING:
     from ..structure import Structure
@@ -41,6 +45,8 @@ _graph_task = torch._C._current_graph_task_id
 _autograd: Any = torch._C._autograd
 _top_hooks = getattr(_autograd, "_top_saved_tensors_default_hooks", None)  # from torch 2.8 on
 _hooks_allowed = _autograd._saved_tensors_hooks_is_enabled
+_push_hooks = _autograd._push_saved_tensors_default_hooks
+_pop_hooks = _autograd._pop_saved_tensors_default_hooks
 _from_dlpack = torch._C._from_dlpack
 _PATIENCE_S = 60.0  # that a call waits for another thread's of the same module
 
@@ -84,26 +90,47 @@ class Places(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._rows)
 
+    def lending(self, tensors: Mapping[str, Tensor]) -> AbstractContextManager[object]:
+        """Let `tensors` stand in the places of these names for a ``with`` block.
+
+        Of an interrupt it is all or nothing.
+        """
+        return Taken(self._putting(tensors), self.restore)
+
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Let `tensors` stand in the places of these names; `restore` undoes it."""
+        self._putting(tensors)()
+
+    def _putting(self, tensors: Mapping[str, Tensor]) -> Callable[[], object]:
+        rows: list[tuple[dict[str, Any], str, Any]] = []
+        lent: dict[str, tuple[Any, Any]] = {}
         for name, tensor in tensors.items():
             parameters, key = self._rows[name]
-            self.lent[name] = tensor, parameters.get(key)
-            parameters[key] = tensor
-        for reference, _ in self.owners.values():
-            if isinstance(owner := reference(), nn.RNNBase):
-                list_weights(owner)
+            lent[name] = tensor, parameters.get(key)
+            rows.append((parameters, key, tensor))
+        return self._exchanging(rows, lent)
 
     def restore(self) -> None:
         """Put back what was there, except where somebody has put something else meanwhile."""
+        rows: list[tuple[dict[str, Any], str, Any]] = []
         for name, (tensor, master) in self.lent.items():
             parameters, key = self._rows[name]
             if parameters.get(key) is tensor:
-                parameters[key] = master
-        self.lent.clear()
+                rows.append((parameters, key, master))
+        self._exchanging(rows, {})()
+
+    def _exchanging(
+        self, rows: list[tuple[dict[str, Any], str, Any]], lent: dict[str, tuple[Any, Any]]
+    ) -> Callable[[], object]:
+        """Return what sets the items of `rows`, and `lent`, in one call of C."""
         for reference, _ in self.owners.values():
             if isinstance(owner := reference(), nn.RNNBase):
-                list_weights(owner)
+                own: Any = owner._parameters
+                changed = {key: value for parameters, key, value in rows if parameters is own}
+                lists = weight_lists(owner, {**own, **changed})
+                rows += [(owner.__dict__, name, found) for name, found in lists.items()]
+        rows.append((vars(self), "lent", lent))
+        return functools.partial(collections.deque, starmap(operator.setitem, rows), 0)
 
 
 class AnyLayer(Whole, Borrower):
@@ -180,18 +207,16 @@ class AnyLayer(Whole, Borrower):
         """
         if self._turn.is_held():
             return call()
-        if not self._turn.take_within(_PATIENCE_S):
-            raise OffloadError(
-                f"another thread has been inside the forward of '{self.name}' for "
-                f"{_PATIENCE_S:.0f} seconds; its weights are lent to one thread at a time."
-            )
-        try:
+        with self._turn.within(_PATIENCE_S) as taken:
+            if not taken:
+                raise OffloadError(
+                    f"another thread has been inside the forward of '{self.name}' for "
+                    f"{_PATIENCE_S:.0f} seconds; its weights are lent to one thread at a time."
+                )
             if profiler._is_profiler_enabled:
                 with self.profiled():
                     return self._lend_to(call)
             return self._lend_to(call)
-        finally:
-            self._turn.__exit__()
 
     def _lend_to(self, call: Callable[[], Any]) -> Any:
         self.look_again()
@@ -203,23 +228,26 @@ class AnyLayer(Whole, Borrower):
             note_trainable(state, task)
         if records and state.turned and task == -1:
             state.begin_forward()
-        slot = self.borrow(forward_kind(task, records), task)
-        lent = self._tensors_in(slot)
-        versions = [tensor._version for tensor in lent.values()]
+        slot: Tensor | None = None
+        lent: dict[str, Tensor] = {}
         try:
-            self.parameters.put(lent)
-            if records and _hooks_allowed():
-                notes = _Notes(self, slot)
-                with torch.autograd.graph.saved_tensors_hooks(notes.pack, notes.unpack):
+            slot = self.borrow(forward_kind(task, records), task)
+            lent.update(self._tensors_in(slot))
+            versions = [tensor._version for tensor in lent.values()]
+            with self.parameters.lending(lent):
+                if records and _hooks_allowed():
+                    notes = _Notes(self, slot)
+                    with Taken(
+                        functools.partial(_push_hooks, notes.pack, notes.unpack), _pop_hooks
+                    ):
+                        result = call()
+                else:
                     result = call()
-            else:
-                result = call()
-            # A parametrisation that comes and goes sets each tensor to itself: no write of bytes.
-            if not self.wrappers and versions != [t._version for t in lent.values()]:
-                self._refuse_writes(lent, versions)
+                # A parametrisation that comes and goes sets each to itself: no write of bytes.
+                if not self.wrappers and versions != [t._version for t in lent.values()]:
+                    self._refuse_writes(lent, versions)
         finally:
-            self.parameters.restore()
-            del slot
+            slot = None
             lent.clear()  # a traceback may keep this frame
         return result
 
@@ -227,12 +255,12 @@ class AnyLayer(Whole, Borrower):
         """Put the masters back while another micro-batch computes in this thread; see `go_on`."""
         lent = {name: tensor for name, (tensor, _) in self.parameters.lent.items()}
         self.parameters.restore()
-        self._turn.__exit__()
+        self._turn.release()
         return lent
 
     def go_on(self, lent: Mapping[str, Tensor]) -> None:
         """Let what `pause` returned stand in the masters' places again."""
-        self._turn.__enter__()
+        self._turn.acquire()
         self.parameters.put(lent)
 
     def _refuse_writes(self, lent: dict[str, Tensor], versions: list[int]) -> None:
@@ -264,11 +292,8 @@ class AnyLayer(Whole, Borrower):
             self.name,
             sum(tensor_bytes(t) for t in now.values() if t is not None and t.device.type == "cpu"),
         )
-        try:
-            self.parameters.put(there)
+        with self.parameters.lending(there):
             return call()
-        finally:
-            self.parameters.restore()
 
     # ---- slots ----
 
@@ -482,11 +507,9 @@ class _Notes:
         return None
 
     def _pack_outside(self, tensor: Tensor) -> Any:
-        _autograd._pop_saved_tensors_default_hooks()  # these: they are the innermost now
-        try:
+        # These are the innermost now.
+        with Taken(_pop_hooks, functools.partial(_push_hooks, self.pack, self.unpack)):
             return _kept_by_hooks(tensor)
-        finally:
-            _autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def _is_made_of_slot(self, tensor: Any) -> bool:
         """Whether a tensor that is made of others is made of what is lent."""

@@ -79,27 +79,26 @@ class Borrower(Leaf):
         """
         state = self.state
         stream = state.begin_use()
+        stamp = version_of(self.masters.present)
+        begun = False
         try:
-            ticket, address, fetched = state.engine.acquire(
-                self.member, stream, version_of(self.masters.present), kind, task, seconds
-            )
+            # No variable has what this block takes: an interrupt ends it, whenever that comes.
+            with state.engine.use(
+                self.member, stream, stamp, kind, task, seconds, state.stamp_units
+            ) as address:
+                begun = True
+                if not self.moving:
+                    tensors = self.views.get(address) or self.view_at(address)
+                    return compute(tensors if dtype is None else self.cast(kind, dtype, tensors))
         except NoRoomError as error:
+            if begun:
+                raise
             raise no_room_error(f"no room for layer '{self.name}': {error}") from error
         except OffloadError:
-            if not self.former:
+            if begun or not self.former:
                 raise
             # Another thread has moved the tensors to the device since this call began.
             return self.lend(kind, task, seconds, dtype, compute)
-        try:
-            if fetched:
-                state.stamp_units(fetched)
-            if not self.moving:
-                tensors = self.views.get(address) or self.view_at(address)
-                return compute(tensors if dtype is None else self.cast(kind, dtype, tensors))
-        finally:
-            fetched = state.engine.release(ticket, stream)  # which copies what comes next
-            if fetched:
-                state.stamp_units(fetched)
         if kind == BACKWARD:
             raise StaleWeightsError(
                 f"the weight of managed layer '{self.name}' was replaced by another thread while "

@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -317,11 +317,24 @@ def apply_to_residents(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Non
             list_weights(module)
 
 
+def weight_lists(module: nn.RNNBase, standing: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the lists that ``nn.RNNBase`` keeps of its Parameters, by attribute; see `standing`.
+
+    Parameters
+    ----------
+    module : nn.RNNBase
+        That keeps them.
+    standing : mapping
+        By key, what is to stand there.
+    """
+    weights = [standing.get(name) for name in module._flat_weights_names]
+    references = [None if weight is None else weakref.ref(weight) for weight in weights]
+    return {"_flat_weights": weights, "_flat_weight_refs": references}
+
+
 def list_weights(module: nn.RNNBase) -> None:
-    """Let the list that ``nn.RNNBase`` keeps of its Parameters be of those that stand there."""
-    weights = [module._parameters.get(name) for name in module._flat_weights_names]
-    module.__dict__["_flat_weights"] = weights
-    module.__dict__["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
+    """Let the lists that ``nn.RNNBase`` keeps of its Parameters be of those that stand there."""
+    module.__dict__.update(weight_lists(module, module._parameters))
 
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions

@@ -306,6 +306,24 @@ static void test_a_validation_copies_a_unit_of_two_members_once(void) {
     world_close(&w, "two members");
 }
 
+/* Whoever should have stamped a copy was interrupted: it is made anew, once. */
+static void test_a_copy_that_is_not_stamped_is_not_trusted(void) {
+    struct world w;
+    world_open(&w, 400000, -1);
+    need(use(&w, 3, OO_FORWARD), "use");
+    need(use(&w, 4, OO_FORWARD), "use");
+    const struct oo_fetched fetched = {.count = 1, .units = {w.unit[3]}};
+    need(oo_engine_distrust(w.engine, &fetched), "distrust");
+    w.master[3][UNSEEN % w.bytes[3]] ^= 1;
+    for (int i = 0; i < 2; i++) {
+        need(use(&w, 3, OO_FORWARD), "use");
+        has_the_masters_bytes(&w, 3, "after it");
+        need(use(&w, 4, OO_FORWARD), "use");
+    }
+    CHECK(stats_of(&w).stale == 1, "%llu stale", (unsigned long long)stats_of(&w).stale);
+    world_close(&w, "not stamped");
+}
+
 static void test_an_acquire_that_fails_is_counted(void) {
     struct world w;
     struct oo_use held;
@@ -393,6 +411,7 @@ static const struct check_case cases[] = {
     CASE(test_only_a_recorded_forward_ends_the_hold),
     CASE(test_a_row_written_between_validations_is_seen),
     CASE(test_a_validation_copies_a_unit_of_two_members_once),
+    CASE(test_a_copy_that_is_not_stamped_is_not_trusted),
     CASE(test_an_acquire_that_fails_is_counted),
     CASE(test_what_is_in_use_becomes_stale),
 };

@@ -34,16 +34,16 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def acquire(self, member: int, *rest: int) -> Any:
-        answer = self._engine.acquire(member, *rest)
-        self.acquired.append(member)
-        self.fetched.extend(answer[2] or ())
-        return answer
+    def use(self, member: int, *rest: Any) -> Any:
+        *request, stamp_units = rest
 
-    def release(self, *arguments: int) -> Any:
-        fetched = self._engine.release(*arguments)
-        self.fetched.extend(fetched or ())
-        return fetched
+        def stamp(units: tuple[int, ...]) -> None:
+            self.fetched.extend(units)
+            stamp_units(units)
+
+        used = self._engine.use(member, *request, stamp)
+        self.acquired.append(member)
+        return used
 
 
 def resident_pair(model: nn.Module) -> tuple[nn.Module, nn.Module]:

@@ -132,37 +132,8 @@ class Raising:
             handle.remove()
 
 
-class Ledger(Recorder):
-    """The tickets that were given out and not given back."""
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
-        self.open: list[int] = []
-
-    def acquire(self, member: int, *rest: int) -> Any:
-        answer = super().acquire(member, *rest)
-        self.open.append(answer[0])
-        return answer
-
-    def release(self, ticket: int, *rest: int) -> Any:
-        answer = super().release(ticket, *rest)
-        self.open.remove(ticket)
-        return answer
-
-
-@contextlib.contextmanager
-def ledger_of(manager: Any) -> Any:
-    state = manager.state
-    state.engine = ledger = Ledger(state.engine)
-    try:
-        yield ledger
-    finally:
-        state.engine = ledger._engine
-
-
-def check_nothing_held(ledger: Ledger, where: str) -> None:
-    assert not ledger.open, f"{where}: tickets that were not given back: {ledger.open}"
-    pinned = [row for row in ledger.residents() if row[-1]]
+def check_nothing_held(manager: Any, where: str) -> None:
+    pinned = [row for row in manager.state.engine.residents() if row[-1]]
     assert not pinned, f"{where}: units still in use: {pinned}"
 
 
@@ -187,7 +158,7 @@ def test_an_exception_at_any_boundary_ends_what_is_lent(device, kind, reentrant,
     def step(model: nn.Module) -> list[Tensor]:
         return micro_step(model, torch.device(device))
 
-    with attached(managed, device, offload_percent=1.0) as manager, ledger_of(manager) as ledger:
+    with attached(managed, device, offload_percent=1.0) as manager:
         assert manager.resident == {}
         assert sum(layer.lends_to_code for layer in manager.layers) == 6
         assert_models_agree(managed, resident, step, steps=1, device=device)
@@ -198,7 +169,7 @@ def test_an_exception_at_any_boundary_ends_what_is_lent(device, kind, reentrant,
             with Raising(managed, kind, at, error), pytest.raises(RuntimeError, match="raised by"):
                 step(managed)
             error.__traceback__ = None  # which keeps the frames, and what they compute with
-            check_nothing_held(ledger, where)
+            check_nothing_held(manager, where)
         assert_models_agree(managed, resident, step, steps=1, device=device)
 
 
@@ -212,10 +183,11 @@ def test_an_exception_at_any_boundary_leaves_the_next_step_identical(device, kin
     step = STEPS[what]
     managed, resident = pair(reentrant)
     resident.to(device)
-    with attached(managed, device, offload_percent=1.0) as manager, ledger_of(manager) as ledger:
+    with attached(managed, device, offload_percent=1.0) as manager:
         assert_models_agree(managed, resident, step, steps=3, device=device)
         count = boundaries(managed, kind, step)
-        used = len(ledger.acquired)
+        state = manager.state
+        state.engine = recorder = Recorder(state.engine)
         for at in range(1, count + 1):
             where = f"{kind} hook {at} of {count}"
             error = RuntimeError(f"raised by user code in {where}")
@@ -225,9 +197,10 @@ def test_an_exception_at_any_boundary_leaves_the_next_step_identical(device, kin
             # The frames keep a checkpoint's hooks of saved tensors in force until they go.
             error.__traceback__ = None
             del caught
-            check_nothing_held(ledger, where)
+            check_nothing_held(manager, where)
             assert_models_agree(managed, resident, step, steps=1, device=device)
-        assert len(ledger.acquired) > used
+        state.engine = recorder._engine
+        assert recorder.acquired
 
 
 class HostStep:
@@ -289,7 +262,7 @@ def test_a_loop_that_catches_running_out_of_memory_goes_on_as_the_resident_one(d
     managed, resident = pair(reentrant=False)
     resident.to(device)
     start = {name: value.clone() for name, value in resident.state_dict().items()}
-    with attached(managed, device, offload_percent=1.0) as manager, ledger_of(manager) as ledger:
+    with attached(managed, device, offload_percent=1.0) as manager:
         on_host = [name for name, p in managed.named_parameters() if p.device.type == "cpu"]
         assert on_host
         # Wherever it strikes, the step is skipped: for the resident model any place will do.
@@ -301,7 +274,7 @@ def test_a_loop_that_catches_running_out_of_memory_goes_on_as_the_resident_one(d
             managed.load_state_dict(start)
             error = torch.OutOfMemoryError("no memory")
             found = train(managed, 4, 1, Raising(managed, kind, at, error))
-            check_nothing_held(ledger, f"{kind} hook {at}")
+            check_nothing_held(manager, f"{kind} hook {at}")
             assert_same(found, expected, f"{kind} hook {at}: losses")
             assert_same(managed.state_dict(), resident.state_dict(), f"{kind} hook {at}: weights")
 
@@ -312,7 +285,7 @@ def test_the_arena_runs_out_and_the_loop_goes_on():
 
     managed, resident = pair(reentrant=False)
     start = {name: value.clone() for name, value in resident.state_dict().items()}
-    with attached(managed, "cpu", offload_percent=1.0) as manager, ledger_of(manager) as ledger:
+    with attached(managed, "cpu", offload_percent=1.0) as manager:
         micro_step(managed)
         calls = simulator.call_count("cuMemcpyHtoDAsync")
         train(managed, 1, -1, None)
@@ -325,7 +298,7 @@ def test_the_arena_runs_out_and_the_loop_goes_on():
             simulator.set_fault("cuMemcpyHtoDAsync", nth, 2)
             found = train(managed, 4, -1, None)
             simulator.clear_faults()
-            check_nothing_held(ledger, f"copy {nth}")
+            check_nothing_held(manager, f"copy {nth}")
             # A prefetch that fails is given up without harm: then no step is skipped.
             skip = next((number for number, loss in enumerate(found) if loss is None), -1)
             skipped += skip >= 0

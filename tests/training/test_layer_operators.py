@@ -75,9 +75,9 @@ class Kinds(Recorder):
         super().__init__(engine)
         self.kinds = []
 
-    def acquire(self, member, stream, stamp, kind, *rest):
+    def use(self, member, stream, stamp, kind, *rest):
         self.kinds.append(kind)
-        return super().acquire(member, stream, stamp, kind, *rest)
+        return super().use(member, stream, stamp, kind, *rest)
 
 
 @pytest.fixture

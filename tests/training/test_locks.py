@@ -124,28 +124,24 @@ def observer(monkeypatch, caplog):
     caplog.set_level(logging.CRITICAL, logger="oracle_offload")
     observer = Observer()
     monkeypatch.setattr(selection, "SMALL_BYTES", 0)
-    enter, leave, wait, wait_long = Lock._enter, Lock._leave, Lock.__enter__, Lock.take_within
+    base = Lock.__base__
 
-    def waiting(lock):
-        observer.wait(lock.line, lock)
-        wait(lock)
+    def acquire(lock, blocking=True, timeout=-1):
+        if blocking:
+            observer.wait(lock.line, lock)
+        taken = base.acquire(lock, blocking, timeout)
+        if taken:
+            observer.held.append((lock.line, lock))
+        return taken
 
-    def waiting_long(lock, seconds):
-        observer.wait(lock.line, lock)
-        return wait_long(lock, seconds)
-
-    def entered(lock):
-        enter(lock)
-        observer.held.append((lock.line, lock))
-
-    def left(lock):
+    def release(lock, *details):
         assert observer.held.pop() == (lock.line, lock), "locks are given back in turn"
-        leave(lock)
+        base.release(lock)
 
-    monkeypatch.setattr(Lock, "__enter__", waiting)
-    monkeypatch.setattr(Lock, "take_within", waiting_long)
-    monkeypatch.setattr(Lock, "_enter", entered)
-    monkeypatch.setattr(Lock, "_leave", left)
+    monkeypatch.setattr(Lock, "acquire", acquire)
+    monkeypatch.setattr(Lock, "release", release)
+    monkeypatch.setattr(Lock, "__enter__", acquire, raising=False)
+    monkeypatch.setattr(Lock, "__exit__", release, raising=False)
 
     def guard(kind, change):
         create = kind.__init__
@@ -388,10 +384,8 @@ def test_turns_taken_in_two_orders_are_found(observer):
     one, other = Lock("turn"), Lock("turn")
     for first, second in ((one, other), (one, other), (other, one)):
         assert not observer.inversions()
-        assert first.take_within(1)
-        with second:
-            pass
-        first.__exit__()
+        with first.within(1) as taken, second:
+            assert taken
     assert observer.inversions() == {("turn", "turn")}
 
 

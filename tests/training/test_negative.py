@@ -79,13 +79,13 @@ def test_a_missing_wait_fails_the_suite(sim):
     manager_ = oracle_offload.attach(managed, "cpu")
     state = manager_.state
     other = sim.create_stream()
-    real = state.engine.acquire
+    real = state.engine.use
 
     class Unordered:
         def __getattr__(self, name):
             return getattr(engine, name)
 
-        def acquire(self, member, stream, *rest):
+        def use(self, member, stream, *rest):
             return real(member, other, *rest)
 
     engine = state.engine

@@ -286,6 +286,8 @@ def fail_once() -> None:
         ("acquire", (member, life.stream)),
         ("acquire", (member, "stream", 0, 0, 0, 0.0)),
         ("acquire", (member, life.stream, 0, 0, 0, "slow")),
+        ("use", (member, life.stream, 0, 0, -1, 0.0)),
+        ("use", (member, life.stream, 0, 0, -1, "slow", list)),
         ("stamp", ()),
         ("stamp", (member, 1)),
         ("stamp", (((member, 1),),)),
@@ -303,6 +305,7 @@ def fail_once() -> None:
     for name, arguments in (
         ("acquire", (member, life.stream, 0, 4, -1, 0.0)),
         ("acquire", (9999, life.stream, 0, 0, -1, 0.0)),
+        ("use", (9999, life.stream, 0, 0, -1, 0.0, list)),
         ("add_unit", (life.model, [], False)),
         ("add_unit", (life.model, [[]], False)),
         ("add_unit", (9, [[(host, 8)]], False)),

@@ -78,6 +78,15 @@ ARGUMENTS: dict[str, dict[str, tuple[int, int] | None]] = {
         "task": (-1, 2**63 - 1),
         "seconds": None,
     },
+    "use": {
+        "member": ID,
+        "stream": ADDRESS,
+        "stamp": NUMBER,
+        "kind": (0, 3),
+        "task": (-1, 2**63 - 1),
+        "seconds": None,
+        "stamp_units": None,
+    },
     "keep": {
         "member": ID,
         "stream": ADDRESS,
@@ -133,6 +142,7 @@ def arguments_of(life: Life, call: str) -> dict[str, Any]:
         "member": member,
         "stamp": 1,
         "stamps": [(member, 1)],
+        "stamp_units": list,
         "visits": [(next(iter(life.units)), _core.FORWARD)],
         "pace": [(next(iter(life.units)), 1000)],
         "link_bps": 10**9,
@@ -513,3 +523,93 @@ def test_a_thousand_lives_leave_no_python_object_behind() -> None:
     grown = blocks_after(LIVES) - before
     # One object lost per life would be 1,000; caches of the interpreter come and go.
     assert grown < LIVES // 10, f"{grown} blocks more after {LIVES} lives"
+
+
+# ---- what is taken for the length of a with block ----
+
+
+def used(life: Life, told: list[Any], fails: bool = False) -> Any:
+    def stamp_units(units: tuple[int, ...]) -> None:
+        told.append(units)
+        if fails:
+            raise KeyboardInterrupt
+
+    member = next(iter(life.tensors))
+    return life.engine.use(member, life.stream, 1, _core.FORWARD, -1, 0.0, stamp_units)
+
+
+def pins_of(life: Life) -> int:
+    return sum(row[3] for row in life.engine.residents())
+
+
+def test_a_use_lasts_as_long_as_its_block() -> None:
+    life = Life()
+    told: list[Any] = []
+    for error in (None, RuntimeError("inside")):
+        with contextlib.suppress(RuntimeError), used(life, told) as address:
+            assert pins_of(life) == 1
+            assert address == next(row[1] for row in life.engine.residents() if row[3])
+            if error:
+                raise error
+        assert pins_of(life) == 0
+    assert told and all(isinstance(units, tuple) for units in told)
+    life.close_unused()
+
+
+def test_a_use_that_is_let_go_ends_and_what_it_fetched_is_not_trusted() -> None:
+    life = Life()
+    told: list[Any] = []
+    with pytest.raises(KeyboardInterrupt):  # before the block, and at its end
+        used(life, told, fails=True)
+    assert told and pins_of(life) == 0
+    stale = life.engine.stats()["stale"]
+    used(life, told)
+    assert pins_of(life) == 0
+    assert life.engine.stats()["stale"] == stale + 1
+    life.engine.refresh(life.model)
+    block = used(life, told)
+    assert pins_of(life) == 1
+    with block:
+        pass
+    with block:  # which has ended
+        assert pins_of(life) == 0
+    del block
+    assert pins_of(life) == 0
+    life.close_unused()
+
+
+def test_what_is_taken_is_given_back_once() -> None:
+    calls: list[str] = []
+
+    def take() -> str:
+        calls.append("take")
+        return "taken"
+
+    def give() -> None:
+        calls.append("give")
+        if len(calls) == cut_at:
+            raise KeyboardInterrupt
+
+    cut_at = 0
+    with _core.Taken(take, give) as found:
+        assert found == "taken" and calls == ["take"]
+    assert calls == ["take", "give"]
+    with contextlib.suppress(RuntimeError), _core.Taken(take, give):
+        raise RuntimeError
+    assert calls == ["take", "give"] * 2
+    calls.clear()
+    _core.Taken(take, give).__enter__()  # let go on the way to the block
+    assert calls == ["take", "give"]
+    calls.clear()
+    with _core.Taken(lambda: False, give) as none:
+        assert none is False
+    assert calls == []
+    _core.Taken(take, give)
+    assert calls == []
+    with pytest.raises(ZeroDivisionError), _core.Taken(lambda: 1 / 0, give):
+        pass
+    assert calls == []
+    cut_at = 2
+    with pytest.raises(KeyboardInterrupt), _core.Taken(take, give):
+        pass
+    assert calls == ["take", "give", "give"]
