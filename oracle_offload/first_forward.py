@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .layers import trial
 from .layers.swap import HANDLE, is_exporting, is_managed, refuse_tracing
 from .locks import Lock
+from .operators import autocast_reaches_kernels
 from .structure import Structure
 from .watch import DirectUses, Watch
 
@@ -262,10 +263,17 @@ class _Entry:
         finally:
             _set_eval_frame(compiler)
         if watch is None:
-            return call(*args, **kwargs)
+            if not is_watched():
+                return call(*args, **kwargs)
+            with autocast_reaches_kernels():  # a region may have begun since the model was called
+                return call(*args, **kwargs)
         set_watched(True)
         try:
-            with watch, self._first_forward.direct_uses(watch, compiling):
+            with (
+                autocast_reaches_kernels(),
+                watch,
+                self._first_forward.direct_uses(watch, compiling),
+            ):
                 result = call(*args, **kwargs)
         finally:
             set_watched(False)

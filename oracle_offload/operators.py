@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -22,33 +23,63 @@ _NO_KERNEL = frozenset(
 
 
 _AUTOCAST = ("cpu", "cuda")  # device types whose dispatch key for autocast has their name
-_BELOW_AUTOCAST = ("aten", "prim", "prims")  # operators that autocast has seen already
+_NESTING = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
+_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 _thread = threading.local()
 
 
 @contextlib.contextmanager
-def autocast_reaches_kernels(device_type: str) -> Iterator[None]:
-    """Let the kernels of a library's operators see autocast as it is now, under a mode too.
+def autocast_reaches_kernels() -> Iterator[None]:
+    """Let what a mode's handler calls in this thread compute under autocast as it is now.
 
-    Torch runs a mode's handler below autocast. An operator's kernel that is itself written in
-    Python, and calls torch, would therefore compute otherwise under a mode than without one.
+    Torch runs a handler below autocast, from where nobody can ask for it. Kernels that call
+    operators (`nn.Bilinear`'s, an encoder's fast path, those that a library wrote in Python) would
+    compute otherwise under a mode than without one; under inference mode, where an operator that is
+    made of others arrives whole, so would these. Where a region begins or ends meanwhile, nothing
+    is known until this is called again: as each module is called that is watched.
     """
     before = getattr(_thread, "autocast", None)
-    enabled = torch.is_autocast_enabled(device_type)
-    name = f"Autocast{'PrivateUse1' if device_type not in _AUTOCAST else device_type.upper()}"
-    _thread.autocast = getattr(torch._C.DispatchKey, name) if enabled else None
+    _thread.autocast = _nesting(), _enabled_keys()
     try:
         yield
     finally:
         _thread.autocast = before
 
 
+def _nesting() -> int:
+    """Return how many regions of autocast this thread is in; no interrupt comes in between."""
+    return int(tuple(map(operator.call, _NESTING))[1])
+
+
+def _enabled_keys() -> tuple[Any, ...]:
+    other = torch._C._get_privateuse1_backend_name()
+    named = [(kind, kind.upper()) for kind in _AUTOCAST]
+    if hasattr(torch, other):  # else it is no device type here
+        named.append((other, "PrivateUse1"))
+    return tuple(
+        getattr(torch._C.DispatchKey, f"Autocast{name}")
+        for kind, name in named
+        if torch.is_autocast_enabled(kind)
+    )
+
+
+def _is_composite(func: Any) -> bool:
+    """Whether torch has made of other operators what arrives whole under inference mode alone."""
+    return isinstance(func, torch._ops.OpOverload) and bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    )
+
+
 def run_in_mode(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call an operator from a mode's handler; see `autocast_reaches_kernels`."""
-    key = getattr(_thread, "autocast", None)
-    if key is None or getattr(func, "namespace", "aten") in _BELOW_AUTOCAST:
-        return func(*args, **kwargs)
-    with torch._C._SetExcludeDispatchKeyGuard(key, False):
+    """Call an operator from a mode's handler, so that it computes as it would without the mode."""
+    nesting, keys = getattr(_thread, "autocast", None) or (0, ())
+    if keys and _nesting() != nesting:
+        keys = ()
+    if torch.is_inference_mode_enabled() and _is_composite(func):
+        keys = *keys, _VIEWS  # a view that it takes of a trained weight then requires grad
+    with contextlib.ExitStack() as stack:
+        for key in keys:
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
         return func(*args, **kwargs)
 
 

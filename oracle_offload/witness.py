@@ -12,6 +12,7 @@ A milder one watches the first forward of every attached model, see `oracle_offl
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -25,7 +26,13 @@ from .errors import OffloadError
 from .exemption import is_exempt
 from .geometry import Spans, memory_of
 from .layers.traced import kernel_of
-from .operators import Operator, operator_of, run_in_mode, tensors_in
+from .operators import (
+    Operator,
+    autocast_reaches_kernels,
+    operator_of,
+    run_in_mode,
+    tensors_in,
+)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -69,6 +76,7 @@ class Witness(TorchDispatchMode):
         self.operators = 0
         self.arena_reads = 0
         self._clocked: list[DeviceState] = []
+        self._autocast = contextlib.ExitStack()
         self._layout = -1
         self._masters = Spans([])
         self._arena = Spans([])
@@ -80,6 +88,7 @@ class Witness(TorchDispatchMode):
             self._clocked = [state for state in states if state.simulated]
             for state in self._clocked:
                 state.time.witnesses += 1
+        self._autocast.enter_context(autocast_reaches_kernels())
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -109,6 +118,7 @@ class Witness(TorchDispatchMode):
     @_untraced
     def __exit__(self, *details: Any) -> None:
         super().__exit__(*details)  # type: ignore[no-untyped-call]
+        self._autocast.close()
         for state in self._clocked:
             state.time.flush(state.stream())
             state.time.witnesses -= 1

@@ -317,7 +317,7 @@ class QuantisedLayer(Traced):
     def base_call(self, module: Any, x: Tensor, tensors: Tensors) -> Tensor:
         """Compute what the library does, with the given tensors."""
         made = self.copy(module, tensors)
-        with autocast_reaches_kernels(self.device_type):
+        with autocast_reaches_kernels():
             return cast("Tensor", base_class(module).forward(made, x))
 
     def compute(self, x: Tensor, tensors: Tensors) -> Tensor:
@@ -365,7 +365,7 @@ class QuantisedLayer(Traced):
         with (
             torch.enable_grad(),
             torch.autocast(self.device_type, cast_dtype, enabled, cache_enabled=False),
-            autocast_reaches_kernels(self.device_type),
+            autocast_reaches_kernels(),
         ):
             x.requires_grad_(needs[0])
             made = self.copy(module, tensors, trains=True)

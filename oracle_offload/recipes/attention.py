@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..operators import autocast_reaches_kernels, run_in_mode
 
 # aten's operators by what people call the backends.
 _BACKENDS = {
@@ -44,12 +47,22 @@ class AttentionBackends(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
+        self._autocast = contextlib.ExitStack()
+
+    def __enter__(self) -> AttentionBackends:
+        self._autocast.enter_context(autocast_reaches_kernels())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)  # type: ignore[no-untyped-call]
+        self._autocast.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = _BACKENDS.get(func.overloadpacket.__name__)
         if name is not None:
             self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
+        return run_in_mode(func, args, kwargs or {})
 
     def __str__(self) -> str:
         if not self.counts:

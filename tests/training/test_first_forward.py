@@ -758,3 +758,64 @@ def test_a_write_to_what_is_lent_is_refused_by_name_and_leaves_no_trace(monkeypa
         model[1].write = False
         with torch.no_grad():
             assert torch.equal(model(torch.ones(1, 64)), torch.full((1, 64), 64.0 * 64))
+
+
+# ---- the bits of what is watched ----
+
+
+class Decomposed(nn.Module):
+    """What a dispatch mode makes other operators of: kernels that call operators, and composites.
+
+    On a device that a test defines there are no recurrent kernels and none of attention.
+    """
+
+    def __init__(self, device):
+        super().__init__()
+        self.layer, self.product = nn.Linear(64, 64), nn.Bilinear(64, 64, 16)
+        self.recurrent = self.attention = None
+        if device != "simgpu":
+            self.recurrent = nn.GRU(64, 64, batch_first=True)
+            self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x):
+        x = self.layer(x)
+        if self.recurrent is not None:
+            x = self.recurrent(x)[0]
+            x = self.attention(x, x, x)[0]
+        x = torch.einsum("bsi,bti->bst", x, x).float() @ x.float()
+        return self.product(x.float(), x.float())
+
+
+class Region(nn.Module):
+    """A model whose forward begins a region of autocast, as accelerate's does."""
+
+    def __init__(self, model, device):
+        super().__init__()
+        self.model, self.device = model, device
+
+    def forward(self, x):
+        with torch.autocast(self.device, torch.bfloat16):
+            return self.model(x)
+
+
+@pytest.mark.parametrize("where", ["no region", "around", "within"])
+@pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_a_first_forward_has_the_bits_of_any_other(device, where, grad, trained):
+    torch.manual_seed(0)
+    model = Decomposed(device).requires_grad_(trained)
+    if where == "within":
+        model = Region(model, device)
+    resident = copy.deepcopy(model).to(device)
+    x = torch.randn(2, 7, 64).to(device)
+    region = torch.autocast(device, torch.bfloat16, enabled=where == "around")
+    with attached(model, device, offload_percent=1.0) as manager:
+        assert any(layer.name.endswith("layer") for layer in manager.layers)
+        with grad(), region:
+            expected = resident(x)
+            first, second = model(x), model(x)
+            assert torch.equal(first, expected) and torch.equal(second, expected)
+            if where != "within":  # a witness knows autocast as it was where its block began
+                with Witness():
+                    third = model(x)
+                assert torch.equal(third, expected)
