@@ -148,10 +148,10 @@ def assert_blocks_are_fetched_once(model, device):
     with streamed(model, device):
         for interleave in (False, True):
             for _ in range(4):  # the order is learned by the third
-                before = h2d_bytes()
+                before = h2d_bytes(device)
                 model.zero_grad()
                 accumulate(lambda x: loss_of(model, x), inputs(device), interleave=interleave)
-                moved[interleave] = h2d_bytes() - before
+                moved[interleave] = h2d_bytes(device) - before
     assert moved[True] <= 0.26 * moved[False]
 
 
@@ -330,13 +330,13 @@ def test_several_models_take_turns_together(device):
         for interleave in (False, True):
             for _ in range(4):
                 managed.zero_grad()
-                before = h2d_bytes()
+                before = h2d_bytes(device)
                 accumulate(
                     lambda x: loss_of(managed[1], managed[0](x)),
                     inputs(device),
                     interleave=interleave,
                 )
-                moved[interleave] = h2d_bytes() - before
+                moved[interleave] = h2d_bytes(device) - before
     assert moved[True] <= 0.3 * moved[False]
 
 
