@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from . import _core, devices, simulator, step_scalars
+from . import _core, devices, optimizer_states, simulator, step_scalars
 from .errors import OffloadError
 from .locks import Lock
 from .pace import Pace
@@ -352,6 +352,7 @@ def _install_hooks() -> None:
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Cover what the end of a graph task cannot: a backward that raised, gradients set by hand."""
+    optimizer_states.follow(optimizer)
     step_scalars.settle(optimizer)
     for state in open_states():
         with state.lock:  # while somebody listens, nobody closes the engine

@@ -10,9 +10,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from . import _core, admission, heartbeat, masters, selection
+from . import _core, admission, answers, heartbeat, masters, selection
+from .answers import Answers
 from .attachment import Attachment, close_leftovers
 from .budget import Budget
 from .compress.choice import (
@@ -40,6 +42,7 @@ from .kept import Kept, Unit
 from .layers.any import find_wrappers, wrap
 from .layers.formats import unknown_format
 from .layers.leaf import Leaf
+from .optimizer_states import note_moved
 from .order import OrderFile
 from .residents import (
     Resident,
@@ -55,8 +58,8 @@ from .views.terminal import printable
 
 logger = logging.getLogger("oracle_offload")
 
-ATTRIBUTE = "_memory_manager"  # on the attached module; AI-Toolkit's name
-_REDUCE = "__reduce_ex__"
+ATTRIBUTE = answers.MANAGER
+_HOST = torch.device("cpu")
 
 
 class _DetachMethod:
@@ -65,7 +68,7 @@ class _DetachMethod:
     def __get__(
         self, manager: MemoryManager | None, owner: type[MemoryManager]
     ) -> Callable[..., nn.Module | None]:
-        def detach(module: nn.Module | None = None) -> nn.Module | None:
+        def detach(module: nn.Module | None = None, *, to: Any = None) -> nn.Module | None:
             """Make the module an ordinary one again; see `MemoryManager`."""
             found = manager
             if module is not None:
@@ -77,37 +80,24 @@ class _DetachMethod:
                     )
             if found is None:
                 raise TypeError("MemoryManager.detach() needs the attached module")
-            return found._detach()
+            return found._detach(to)
 
         return detach
-
-
-class _Reducer:
-    """``__reduce_ex__`` of an attached module: a copy of it is an ordinary one, without a manager.
-
-    In the module's own dictionary, where `copy` and `pickle` look first.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __call__(self, protocol: Any) -> tuple[Any, ...]:
-        module = self._module()
-        kind: Any = type(module)
-        make, arguments, state, *rest = kind.__reduce_ex__(module, protocol)
-        if isinstance(state, dict):
-            state = {k: v for k, v in state.items() if k not in (ATTRIBUTE, _REDUCE)}
-        return make, arguments, state, *rest
 
 
 class MemoryManager:
     """Streams the weights of one attached model; made by `attach`.
 
     ``manager.detach()`` or ``MemoryManager.detach(module)`` waits for all copies, gives the arena
-    back and makes the layers ordinary ones again. Their weights stay in host memory, in the same
-    Parameters; parts that were not managed stay on the device. Once the model is deleted, detach
-    does nothing, because that gave everything back. A driver that fails does not keep it from that:
-    what could not be given back is logged, kept, and tried again at the next attach or detach.
+    back and makes the layers ordinary ones again, in the same Parameters. All of the model,
+    adapters and norms too, is then on the device where the weights were before attach, or on
+    another: ``detach(to="cuda")``. Where that has no room, all of it is on the host, and a warning
+    says so. Once the model is deleted, detach does nothing, because that gave everything back. A
+    driver that fails does not keep it from that: what could not be given back is logged, kept, and
+    tried again at the next attach or detach.
+
+    Until then the model is *on the device* to code that asks it (``model.device``), and a deep copy
+    of it is an ordinary model on the host.
 
     Attributes
     ----------
@@ -127,6 +117,8 @@ class MemoryManager:
         self.attachment = structure.attachment
         self.state = self.attachment.state
         self.device = self.state.device
+        self.home = _HOST  # where the weights were before attach
+        self.answers: Answers | None = None
         self.finalizer: Any = None
         self.first_forward: FirstForward | None = None
 
@@ -221,7 +213,8 @@ class MemoryManager:
         if self.finalizer.alive:
             self._detach()
 
-    def _detach(self) -> nn.Module | None:
+    def _detach(self, to: Any = None) -> nn.Module | None:
+        where = self.home if to is None else parse_device(to)
         module = self.structure.module
         if module is None:
             return None  # its memory was given back when it was deleted
@@ -234,10 +227,26 @@ class MemoryManager:
             self.first_forward.end()
         self.attachment.restore_wrappers()
         module.__dict__.pop(ATTRIBUTE, None)
-        module.__dict__.pop(_REDUCE, None)
+        if self.answers is not None:
+            self.answers.end()
         self.structure.end()
         self.attachment.own_weights()
+        self._bring_to(where, module)
         return module
+
+    def _bring_to(self, device: torch.device, module: nn.Module) -> None:
+        """Move all of a model to one device: nobody knows of two, once it is detached."""
+        try:
+            move_residents(module.modules(), device)
+        except torch.OutOfMemoryError as error:
+            move_residents(module.modules(), _HOST)
+            logger.warning(
+                "%s is detached, and all of it is on the host: %s has no room for it (%s).",
+                self.attachment.name,
+                device,
+                str(error).partition(". ")[0],
+            )
+        note_moved(module.parameters())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of an attached model is an ordinary one."""
@@ -347,6 +356,7 @@ def attach(
         all_locked = lock_limit == float("inf")
         sizes = [place_bytes(unit, all_locked) for unit in units]
         floor = least_bytes(units, all_locked)
+        home = _home_of(units)
         close_leftovers(open_state(where))
         with opened(where) as state:
             reasons = {**chosen.parameters, **chosen.resident, **kept.reasons()}
@@ -404,12 +414,12 @@ def attach(
                 if loading is None:  # else they have no values again
                     attachment.own_weights()
                 raise
+    manager.home = home
+    manager.answers = Answers(module, where)  # below the classes of managed modules
     admission.take_over_calls(layers)
     for outer, inner in list(find_wrappers(module)):
         wrap(outer, inner)
     module.__dict__[ATTRIBUTE] = manager
-    if not hasattr(type(module), "__deepcopy__"):  # which may copy the whole dictionary
-        module.__dict__[_REDUCE] = _Reducer(module)
     manager.finalizer = weakref.finalize(module, attachment.close_deleted)
     try:
         move_residents(module.modules(), where)
@@ -417,6 +427,7 @@ def attach(
         manager.detach()
         masters.move_back(moved, state.kind.set_data)
         raise
+    note_moved(module.parameters())
     structure.watch()
     manager.first_forward = watch_first_forward(structure)
     logger.info("attached %r; %d layers stay resident", manager, len(chosen.resident))
@@ -427,6 +438,14 @@ def attach(
         order.tell(attachment)
     heartbeat.start()
     return manager
+
+
+def _home_of(units: Iterable[Unit]) -> torch.device:
+    """Return where the weights are before they move: the host, where that is no one device."""
+    devices = {tensor.device for unit in units for leaf in unit for tensor in leaf.tensors()}
+    return (
+        devices.pop() if len(devices) == 1 and not {d.type for d in devices} & {"meta"} else _HOST
+    )
 
 
 def _warn_of_unknown_formats(module: nn.Module, name: str) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 ENTRY_METHODS = ("forward", "__call__", "encode", "decode", "forward_features")
 HANDLE = "_layer_memory_manager"
 _BASE = "_oracle_offload_base"
+ANSWERS_FOR = "_oracle_offload_answers_for"  # the class below; see `oracle_offload.answers`
 
 
 def _is_tracing_for_export() -> bool:
@@ -196,7 +197,8 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
         _, _, state, *rest = cast("Any", super(made, self)).__reduce_ex__(2)
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key != HANDLE}
-        return copyreg._reconstructor, (base, object, None), state, *rest  # type: ignore[attr-defined]
+        kind = unanswered(base)
+        return copyreg._reconstructor, (kind, object, None), state, *rest  # type: ignore[attr-defined]
 
     made = type(
         base.__name__,
@@ -259,6 +261,11 @@ def swap_out(module: nn.Module) -> None:
 def base_class(module: nn.Module) -> Any:
     """Return the class of a module as it was before it was managed."""
     return getattr(type(module), _BASE, type(module))
+
+
+def unanswered(kind: Any) -> Any:
+    """Return the class that the user knows, for one by which an attached model answers."""
+    return vars(kind).get(ANSWERS_FOR, kind)
 
 
 def _follow_class(module: nn.Module) -> None:
