@@ -24,6 +24,7 @@ from .layers.swap import ANSWERS_FOR, resident_tensors, unanswered
 
 _ANSWER = "_oracle_offload_device"  # on each module that answers: where the model computes
 MANAGER = "_memory_manager"  # on the attached module; AI-Toolkit's name
+_PLAIN = (Tensor, nn.Parameter)
 _OWN = (_ANSWER, MANAGER)  # what a copy does not get
 
 
@@ -66,7 +67,7 @@ def _has_device(kind: Any) -> bool:
 def _copy_residents(model: nn.Module, memo: dict[int, Any]) -> None:
     """Copy to the host what is not there, as `copy.deepcopy` will find in `memo`."""
     for tensor in (tensor for module in model.modules() for tensor in resident_tensors(module)):
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type == "cpu":
+        if tensor is None or type(tensor) not in _PLAIN or tensor.device.type == "cpu":
             continue  # of another class: it knows how it is copied
         if id(tensor) not in memo and tensor.is_leaf:
             copied = tensor.detach().to("cpu").requires_grad_(tensor.requires_grad)
