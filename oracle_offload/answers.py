@@ -20,12 +20,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .layers.swap import ANSWERS_FOR, resident_tensors, unanswered
+from .layers.swap import ANSWERS_FOR, HANDLE, base_class, resident_tensors, unanswered
 
 _ANSWER = "_oracle_offload_device"  # on each module that answers: where the model computes
 MANAGER = "_memory_manager"  # on the attached module; AI-Toolkit's name
 _PLAIN = (Tensor, nn.Parameter)
-_OWN = (_ANSWER, MANAGER)  # what a copy does not get
+_OWN = (_ANSWER, MANAGER, HANDLE)  # what a copy does not get
 
 
 class Answers:
@@ -76,14 +76,32 @@ def _copy_residents(model: nn.Module, memo: dict[int, Any]) -> None:
             memo[id(tensor)] = copied
 
 
+class _State(dict[str, Any]):
+    """The state of a module that answers, on its way into a copy or a pickle: there it is a dict.
+
+    A deep copy begins with it.
+    """
+
+    model: nn.Module | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        if self.model is not None:
+            _copy_residents(self.model, memo)
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
 @functools.cache
 def _class_for(base: Any) -> Any:
     """Return the subclass of `base` that answers; one per base, same name."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         make, arguments, state, *rest = cast("Any", super(made, self)).__reduce_ex__(protocol)
-        if isinstance(state, dict):
-            state = {key: value for key, value in state.items() if key not in _OWN}
+        if type(state) is dict:
+            state = _State({key: value for key, value in state.items() if key not in _OWN})
+            state.model = self if _ANSWER in vars(self) else None
         if make is copyreg.__newobj__ and arguments == (made,):  # type: ignore[attr-defined]
             # pickle insists that it makes an object of the very class of this one.
             return copyreg._reconstructor, (base, object, None), state, *rest  # type: ignore[attr-defined]
@@ -93,15 +111,10 @@ def _class_for(base: Any) -> Any:
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         if _ANSWER in vars(self):
             _copy_residents(self, memo)
-        if hasattr(base, "__deepcopy__"):
-            copied = base.__deepcopy__(self, memo)
-            for name in _OWN:
-                vars(copied).pop(name, None)
-            copied.__class__ = unanswered(type(copied))
-            return copied
-        make, arguments, state, *_ = self.__reduce_ex__(4)
-        copied = memo[id(self)] = make(*arguments)
-        copied.__setstate__(copy.deepcopy(state, memo))
+        copied = base.__deepcopy__(self, memo)
+        for name in _OWN:
+            vars(copied).pop(name, None)
+        copied.__class__ = base_class(copied)
         return copied
 
     members: dict[str, Any] = {
@@ -109,14 +122,15 @@ def _class_for(base: Any) -> Any:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": __reduce_ex__,
-        "__deepcopy__": __deepcopy__,
         ANSWERS_FOR: base,
     }
+    if hasattr(base, "__deepcopy__"):  # else it would be that of a wrapper that has `__getattr__`
+        members["__deepcopy__"] = __deepcopy__
     if _has_device(base):
         own: property = inspect.getattr_static(base, "device")
 
         def device(self: Any) -> Any:
-            answer = vars(self).get(_ANSWER)
+            answer = self.__dict__.get(_ANSWER)
             return cast("Any", own.fget)(self) if answer is None else answer
 
         members["device"] = property(device, own.fset, own.fdel, own.__doc__)

@@ -146,7 +146,8 @@ class Device(abc.ABC):
         """Return what copies beside the host's work; None where no copy takes the host's time."""
         return None
 
-    def set_data(self, tensor: Tensor, data: Tensor) -> None:
+    @staticmethod
+    def set_data(tensor: Tensor, data: Tensor) -> None:
         """Let `tensor`, which others know by its identity, be `data` from now on."""
         tensor.data = data
 
@@ -351,6 +352,20 @@ class Cuda(Device):
 
 
 KINDS: dict[str, type[Device]] = {"cuda": Cuda, "cpu": Simulated}  # by torch's device type
+
+
+def repoint(tensor: Tensor, data: Tensor) -> None:
+    """Let `tensor`, which others know by its identity, be `data`, on another device perhaps.
+
+    Its gradient goes with it.
+    """
+    types = {tensor.device.type, data.device.type} - {"cpu"}
+    kind = KINDS.get(types.pop() if types else "cpu", Simulated)
+    with torch.inference_mode(False), torch.no_grad():
+        gradient = tensor.grad
+        kind.set_data(tensor, data)
+        if gradient is not None:
+            tensor.grad = gradient.to(data.device)
 
 
 def parse_device(device: Any) -> torch.device:

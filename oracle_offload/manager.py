@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from . import _core, admission, answers, heartbeat, masters, selection
+from . import _core, admission, answers, heartbeat, masters, other_libraries, selection
 from .answers import Answers
 from .attachment import Attachment, close_leftovers
 from .budget import Budget
@@ -215,6 +215,19 @@ class MemoryManager:
 
     def _detach(self, to: Any = None) -> nn.Module | None:
         where = self.home if to is None else parse_device(to)
+        module = self._end()
+        if module is not None:
+            self._bring_to(where, module)
+        return module
+
+    def _end(self) -> nn.Module | None:
+        """Make the model an ordinary one; `detach`, but that all of it stays where it is.
+
+        Returns
+        -------
+        nn.Module or None
+            The model, unless it was deleted.
+        """
         module = self.structure.module
         if module is None:
             return None  # its memory was given back when it was deleted
@@ -231,15 +244,22 @@ class MemoryManager:
             self.answers.end()
         self.structure.end()
         self.attachment.own_weights()
-        self._bring_to(where, module)
         return module
 
-    def _bring_to(self, device: torch.device, module: nn.Module) -> None:
-        """Move all of a model to one device: nobody knows of two, once it is detached."""
+    def _bring_to(self, device: torch.device, module: nn.Module) -> bool:
+        """Move all of a model that has ended to one device: nobody knows of two.
+
+        Returns
+        -------
+        bool
+            Whether it had room for it; else all of it is on the host.
+        """
+        has_room = True
         try:
-            move_residents(module.modules(), device)
+            move_residents(module.modules(), device, leave_meta=True)
         except torch.OutOfMemoryError as error:
-            move_residents(module.modules(), _HOST)
+            has_room = False
+            move_residents(module.modules(), _HOST, leave_meta=True)
             logger.warning(
                 "%s is detached, and all of it is on the host: %s has no room for it (%s).",
                 self.attachment.name,
@@ -247,6 +267,7 @@ class MemoryManager:
                 str(error).partition(". ")[0],
             )
         note_moved(module.parameters())
+        return has_room
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of an attached model is an ordinary one."""
@@ -424,10 +445,12 @@ def attach(
     try:
         move_residents(module.modules(), where)
     except BaseException:  # the device has no room for them
-        manager.detach()
-        masters.move_back(moved, state.kind.set_data)
+        manager._end()
+        if manager._bring_to(home, module):
+            masters.move_back(moved, state.kind.set_data)
         raise
     note_moved(module.parameters())
+    other_libraries.bring_together()
     structure.watch()
     manager.first_forward = watch_first_forward(structure)
     logger.info("attached %r; %d layers stay resident", manager, len(chosen.resident))

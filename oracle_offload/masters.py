@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._core import HostBuffer
 from .coded import CodedMaster
+from .devices import repoint
 from .disk.origin import Origin
 from .engines import DeviceState
 from .errors import OffloadError
@@ -252,10 +253,7 @@ def master_at(buffer: HostBuffer, offset: int, tensor: Tensor) -> Tensor:
 
 def point_at(tensor: Tensor, master: Tensor) -> None:
     """Re-point ``tensor.data`` to `master`; a gradient comes to the host with it."""
-    with torch.inference_mode(False), torch.no_grad():
-        tensor.data = master
-        if tensor.grad is not None and tensor.grad.device.type != "cpu":
-            tensor.grad = tensor.grad.to("cpu")
+    repoint(tensor, master)
 
 
 def move_into(tensor: Tensor, buffer: HostBuffer, offset: int) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from . import masters
+from .devices import repoint
 from .geometry import memory_of, stored_bytes, tensor_bytes
-from .layers.swap import apply_to_residents, managed_keys, resident_tensors
+from .layers.swap import apply_to_residents, list_weights, managed_keys, resident_tensors
+
+logger = logging.getLogger("oracle_offload")
 
 
 class Resident(str):
@@ -58,7 +62,10 @@ def resident_gradient_bytes(module: nn.Module) -> int:
 
 
 def move_residents(
-    modules: Iterable[nn.Module], device: torch.device, pieces: masters.Pieces | None = None
+    modules: Iterable[nn.Module],
+    device: torch.device,
+    pieces: masters.Pieces | None = None,
+    leave_meta: bool = False,
 ) -> None:
     """Move what `modules` themselves have besides masters to `device`, dtypes untouched.
 
@@ -70,10 +77,11 @@ def move_residents(
     left: list[int] = []  # bytes, since then
     places = collections.Counter(id(t) for inner in modules for t in resident_tensors(inner))
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # of what has several; the rest is gone at once
+    replaced: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
     def stays(tensor: Tensor) -> bool:
         if tensor.device != device:
-            return False
+            return leave_meta and tensor.is_meta
         return pieces is None or pieces.at(memory_of(tensor)[0]) is None
 
     def move(tensor: Tensor) -> Tensor:
@@ -92,9 +100,59 @@ def move_residents(
         for inner in modules:
             own = resident_tensors(inner)
             if any(tensor is not None and not stays(tensor) for tensor in own):
-                apply_to_residents(inner, move)
+                try:
+                    apply_to_residents(inner, move)
+                except RuntimeError as error:
+                    if "swap" not in str(error):
+                        raise
+                    _move_each(inner, move, replaced)
             if sum(left) >= masters.PIECE_BYTES:
                 left.clear()
                 masters.trim_heap()
     if left:
         masters.trim_heap()
+
+
+def _move_each(
+    module: nn.Module,
+    move: Callable[[Tensor], Tensor],
+    replaced: dict[int, tuple[Tensor, nn.Parameter]],
+) -> None:
+    """Move what `module` has besides masters where torch would swap tensors, and cannot.
+
+    It swaps those of libraries' classes, and none that something else refers to. What cannot even
+    be re-pointed, because a graph holds it, is replaced, unless it is trained: an optimizer would
+    go on with the one that it knows.
+    """
+    managed = managed_keys(module)
+    for key, parameter in module._parameters.items():
+        if parameter is None or key in managed:
+            continue
+        if id(parameter) in replaced:
+            module._parameters[key] = replaced[id(parameter)][1]
+            continue
+        with torch.no_grad():
+            there = move(parameter)
+        if there is parameter:
+            continue
+        try:
+            repoint(parameter, there)
+        except RuntimeError as error:
+            if parameter.requires_grad:
+                logger.warning(
+                    "%s.%s stays on %s: it is trained, and something holds it, as a graph does "
+                    "that awaits its backward (%s). Let go of that, then move the model.",
+                    type(module).__name__,
+                    key,
+                    parameter.device,
+                    error,
+                )
+            else:
+                now = nn.Parameter(there, requires_grad=False)
+                module._parameters[key] = now
+                replaced[id(parameter)] = parameter, now
+    for key, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[key] = move(buffer)
+    if isinstance(module, nn.RNNBase):
+        list_weights(module)

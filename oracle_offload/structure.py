@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from . import admission
+from . import admission, other_libraries
 from .attachment import Attachment
 from .direct_uses import used_directly
 from .layers.any import find_wrappers, wrap
@@ -132,6 +132,7 @@ class Structure:
                 if not is_due:  # else it is taken before its next call, as a rule
                     attachment.warn_of_lost()
                 move_residents(module.modules(), self.device, attachment.pieces)
+                other_libraries.bring_together()
                 self._look_for_direct_uses(module)
                 self._parts = frozenset(id(part) for part in module.modules())
                 for listener in self.listeners:

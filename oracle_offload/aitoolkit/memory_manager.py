@@ -20,6 +20,8 @@ from ..kept import OFFLOADED
 from ..layers.kinds import layer_type
 from ..layers.swap import is_managed
 from ..masters import trim_heap
+from ..optimizer_states import note_moved
+from ..residents import move_residents
 from .run_folder import find_run_folder
 from .self_streaming import keep_in_place, let_move
 from .together import follow_setting
@@ -41,7 +43,8 @@ class _DetachMethod:
                 raise TypeError("MemoryManager.detach() needs the attached module")
             module = module if module is not None else cast("MemoryManager", found).module
             if _end(module):
-                module._apply(lambda t: t if t.is_meta else t.to("cpu"))
+                move_residents(module.modules(), torch.device("cpu"), leave_meta=True)
+                note_moved(module.parameters())
             return None
 
         return detach
@@ -247,7 +250,7 @@ def _end(module: nn.Module) -> bool:
         adapters = getattr(found, "adapters", None)
         if adapters is not None:
             _end(adapters)
-        manager.MemoryManager.detach(found.module)
+        found._end()
     if managers:
         unmark(module)
     let_move(module)

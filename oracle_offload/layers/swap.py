@@ -195,7 +195,7 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
         # pickle insists that what __newobj__ makes has the object's own class; the older
         # reconstructor of the standard library does the same without asking.
         _, _, state, *rest = cast("Any", super(made, self)).__reduce_ex__(2)
-        if isinstance(state, dict):
+        if type(state) is dict:  # else it is made already, by `oracle_offload.answers`
             state = {key: value for key, value in state.items() if key != HANDLE}
         kind = unanswered(base)
         return copyreg._reconstructor, (kind, object, None), state, *rest  # type: ignore[attr-defined]
@@ -221,7 +221,7 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
 def has_own_forward(module: nn.Module) -> bool:
     """Whether ``module.forward`` was set to the class's own: what removing a hook leaves behind."""
     forward = module.__dict__.get("forward")
-    base: Any = base_class(module)
+    base: Any = getattr(type(module), _BASE, type(module))
     return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) in (
         base.forward,
         managed_class(base, False, None).forward,
@@ -259,8 +259,8 @@ def swap_out(module: nn.Module) -> None:
 
 
 def base_class(module: nn.Module) -> Any:
-    """Return the class of a module as it was before it was managed."""
-    return getattr(type(module), _BASE, type(module))
+    """Return the class of a module as it was before attach."""
+    return unanswered(getattr(type(module), _BASE, type(module)))
 
 
 def unanswered(kind: Any) -> Any:

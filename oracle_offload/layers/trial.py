@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..autocast import cast_input
+from ..devices import repoint
 from ..engines import Layout
 from ..errors import OffloadError
 from ..exemption import exempt
+from ..optimizer_states import note_moved
 from ..sizes import format_size
 from .leaf import Leaf, Masters, Tensors
 from .loan import Cast, Compute, Layer
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("oracle_offload")
 
 _FRAMES = 4  # between the layer and the reader may stand an adapter's property
-_moved: Any = WeakIdKeyDictionary()  # Parameters
-register_optimizer_step_pre_hook(lambda *step: follow(*step))
 
 
 class OnDevice(Layer):
@@ -124,10 +122,8 @@ def move_to_device(layer: Leaf, where: str) -> None:
         memory = [tensor.untyped_storage() for tensor in tensors.values()]
         for key, tensor in tensors.items():
             _keep_earlier_gradients(tensor)
-            layer.state.kind.set_data(tensor, copies[key])
-            _moved[tensor] = None
-            if tensor.grad is not None:
-                tensor.grad = tensor.grad.to(tensor.device)
+            repoint(tensor, copies[key])
+        note_moved(tensors.values())
         for other in group:
             _leave(attachment, other, memory)
             attachment.reasons[other.name] = f"{where} uses its weight without calling it"
@@ -189,15 +185,6 @@ def _keep_earlier_gradients(parameter: Tensor) -> None:
 
     node.register_prehook(set_aside)
     node.register_hook(bring)
-
-
-def follow(optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
-    """Before a step: bring an optimizer's state to where its Parameters have moved."""
-    for parameter in list(_moved):
-        state = optimizer.state.get(parameter, {})
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
-                state[key] = value.to(parameter.device)
 
 
 def _leave(attachment: Attachment, layer: Leaf, memory: Sequence[torch.UntypedStorage]) -> None:

@@ -365,9 +365,18 @@ class SimGpu(devices.Simulated):
         """Return the only one there is."""
         return torch.device(NAME, 0)
 
-    def set_data(self, tensor: Tensor, data: Tensor) -> None:
-        """As on any device; torch refuses ``.data =`` across types that it does not know."""
-        torch.utils.swap_tensors(tensor, torch.nn.Parameter(data, tensor.requires_grad))
+    @staticmethod
+    def set_data(tensor: Tensor, data: Tensor) -> None:
+        """As on any device; torch refuses ``.data =`` across types that it does not know.
+
+        It refuses to swap where weak references are, which follow the object here as there.
+        """
+        if type(tensor) is not torch.nn.Parameter:
+            torch.utils.swap_tensors(tensor, torch.nn.Parameter(data, tensor.requires_grad))
+            return
+        if tensor._use_count() > 1 + (tensor.grad_fn is None and tensor.requires_grad):
+            raise RuntimeError(f"cannot swap a tensor that {tensor._use_count()} refer to")
+        torch._C._swap_tensor_impl(tensor, torch.nn.Parameter(data, tensor.requires_grad))
 
 
 def _operator(name: str) -> Any:

@@ -20,6 +20,7 @@ from oracle_offload.aitoolkit.together import SETTING
 from oracle_offload.engines import open_states
 from oracle_offload.layers.linear import LinearLayer
 from oracle_offload.layers.quantised import QuantisedLayer
+from oracle_offload.layers.swap import is_managed
 
 HANDLE = "_layer_memory_manager"
 
@@ -347,22 +348,18 @@ def test_memory_that_only_garbage_holds_is_given_back():
         gc.enable()
 
 
-def test_detach_brings_to_the_cpu_what_was_attached_and_moves_nothing_else():
-    class Counted(nn.Sequential):
-        moved = 0
+def test_detach_brings_to_the_cpu_what_was_attached_and_moves_nothing_else(device):
+    def places() -> list[str]:
+        return [parameter.device.type for parameter in model.parameters()]
 
-        def _apply(self, fn, recurse=True):
-            self.moved += 1
-            assert fn(torch.empty(1, device="meta")).is_meta
-            return super()._apply(fn, recurse)
-
-    model = Counted(nn.Linear(32, 32))
+    model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256)).to(device)
+    there = torch.device(device).type
     MemoryManager.detach(model)
-    assert model.moved == 0
-    MemoryManager.attach(model, "cpu")
-    before = model.moved
+    assert places() == [there] * 4
+    MemoryManager.attach(model, device)
+    assert is_managed(model[0]) and places() == ["cpu"] * 2 + [there] * 2
     MemoryManager.detach(model)
-    assert model.moved == before + 1
+    assert places() == ["cpu"] * 4
 
 
 @pytest.mark.parametrize(

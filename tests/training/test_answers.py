@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import oracle_offload
+from oracle_offload import residents
 from oracle_offload.layers.swap import is_managed
 from oracle_offload.witness import Witness
 
@@ -130,8 +131,6 @@ def test_after_detach_all_of_it_is_on_one_device(device, to):
 
 
 def test_what_was_on_the_device_before_goes_back_there(device):
-    if device == "simgpu":
-        pytest.skip("torch re-points no tensor between this type and the host's")
     model = made().to(device)
     with oracle_offload.attach(model, device, offload_percent=1.0) as manager:
         assert len(manager.layers) == 4 and "cpu" in devices_of(model)
@@ -146,12 +145,12 @@ def test_a_device_without_room_leaves_all_of_it_on_the_host(device, monkeypatch,
     model(inputs(device))
     move_residents = oracle_offload.manager.move_residents
 
-    def move(modules, where, *rest):
+    def move(modules, where, **rest):
         moves.append(where.type)
         if len(moves) > 1:
-            return move_residents(modules, where, *rest)
+            return move_residents(modules, where, **rest)
         first, *_ = modules = list(modules)
-        move_residents([first, *list(modules)[1:4]], where, *rest)
+        move_residents([first, *list(modules)[1:4]], where, **rest)
         raise torch.OutOfMemoryError("no room. Whatever else it says.")
 
     monkeypatch.setattr(oracle_offload.manager, "move_residents", move)
@@ -229,10 +228,77 @@ def test_what_a_pickle_makes_is_an_ordinary_model(kind):
     check_is_ordinary(torch.load(kept, weights_only=False), model, kind)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+class PassesOn(Located):
+    """As peft's: what it lacks is asked of the model that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Model()
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+def test_a_deep_copy_of_what_passes_questions_on_is_of_its_own_class(device):
+    model = nn.Sequential(made(PassesOn))
+    with attached(model, device, offload_percent=1.0) as manager:
+        assert len(manager.layers) == 4
+        expected = model(inputs(device)).to("cpu")
+        for part, kind in ((model, nn.Sequential), (model[0], PassesOn)):
+            copied = copy.deepcopy(part)
+            check_is_ordinary(copied, part, kind)
+            assert_same(copied(inputs("cpu")), expected)
+
+
+def test_a_graph_of_all_of_it_may_ask_where_it_is(device):
+    model, resident = made(), made().to(device)
+    with attached(model, device, offload_percent=1.0):
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert_same(compiled(inputs(device)), resident(inputs(device)))
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_what_something_holds_moves_where_it_can(trained, caplog):
+    """To the meta device: torch re-points no tensor of the host there, nor swaps what is held."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model = nn.ModuleList([nn.LayerNorm(4), nn.LayerNorm(4), nn.BatchNorm1d(4)])
+        model[1].weight = model[0].weight
+        model[0].weight.requires_grad_(trained)
+        held = model[0].weight * torch.ones(4, requires_grad=True)
+        known = model[0].weight
+        with caplog.at_level(logging.WARNING, logger="oracle_offload"):
+            residents.move_residents(model.modules(), torch.device("meta"))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    assert held is not None and model[1].weight is model[0].weight
+    left = {name for name, t in model.state_dict().items() if not t.is_meta}
+    if trained:
+        assert left == {"0.weight", "1.weight"} and model[0].weight is known
+        assert "LayerNorm.weight stays on cpu: it is trained" in caplog.text
+    else:
+        assert not left and not caplog.text
+
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.1}),
+    "fused": (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.1}),  # whose state has other shapes
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_optimizers_state_goes_where_its_parameters_went(device, kind):
     """Loaded before attach; and after detach, on the host again."""
-    options = {"lr": 0.1} if kind is torch.optim.AdamW else {"lr": 0.1, "momentum": 0.9}
+    kind, options = OPTIMIZERS[kind]
 
     def train(managed):
         model = made()

@@ -22,7 +22,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import oracle_offload
-from oracle_offload import OffloadError, direct_uses, masters, selection, watch
+from oracle_offload import OffloadError, direct_uses, masters, optimizer_states, selection, watch
 from oracle_offload.layers import linear, loan, trial
 from oracle_offload.witness import Witness
 
@@ -856,8 +856,8 @@ def test_an_optimizers_state_follows_a_parameter_that_moved():
     optimizer = torch.optim.AdamW([parameter, other])
     for each in (parameter, other):
         optimizer.state[each] = {"exp_avg": torch.ones(4), "step": torch.tensor(1.0)}
-    trial._moved[parameter] = None
-    trial.follow(optimizer)
+    optimizer_states.note_moved([parameter])
+    optimizer_states.follow(optimizer)
     assert optimizer.state[parameter]["exp_avg"].is_meta
     assert not optimizer.state[parameter]["step"].is_meta, "torch keeps it on the host"
     assert not optimizer.state[other]["exp_avg"].is_meta, "not ours to move"

@@ -166,11 +166,15 @@ def test_after_detach_a_model_holds_what_it_held_before():
 
 
 def test_an_attach_whose_residents_find_no_room_leaves_an_ordinary_model(monkeypatch):
-    def refuse(modules, device):
-        assert type(model[0]) is not nn.Linear
-        raise torch.OutOfMemoryError("no room")
+    refusals = [torch.OutOfMemoryError("no room")]
 
-    model = tower(2)
+    def refuse(*arguments, **options):
+        if refusals:
+            assert type(model[0]) is not nn.Linear
+            raise refusals.pop()
+        move_residents(*arguments, **options)
+
+    model, move_residents = tower(2), manager_module.move_residents
     with monkeypatch.context() as patched:
         patched.setattr(manager_module, "move_residents", refuse)
         with pytest.raises(torch.OutOfMemoryError, match="no room"):
