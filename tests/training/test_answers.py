@@ -270,6 +270,7 @@ def test_what_something_holds_moves_where_it_can(trained, caplog):
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model = nn.ModuleList([nn.LayerNorm(4), nn.LayerNorm(4), nn.BatchNorm1d(4)])
+        model.requires_grad_(False)
         model[1].weight = model[0].weight
         model[0].weight.requires_grad_(trained)
         held = model[0].weight * torch.ones(4, requires_grad=True)
