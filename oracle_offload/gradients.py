@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from ._core import HostBuffer
 from .engines import DeviceState
@@ -54,6 +55,10 @@ class Gradients:
         """
         if gradient is None:
             return None
+        if is_legacy_batchedtensor(
+            gradient
+        ):  # several at once (``is_grads_batched``): it has no address
+            return gradient.to(_HOST)
         if gradient.is_sparse:
             rows, values = self.to_host(gradient._indices()), self.to_host(gradient._values())
             return torch.sparse_coo_tensor(

@@ -319,7 +319,7 @@ def attach(
         Page-lock the weights as far as the system allows, not at all, or no more than a size. What
         is not locked is copied through a small locked ring.
     ignore_modules : iterable of nn.Module, Parameter or str
-        Modules and parameters that stay resident: by object, or modules by dotted name or pattern
+        Modules and parameters that stay resident: by object, or by dotted name or pattern
         (``"blocks.*.attn"``, as in `fnmatch`).
     order_file : str or path, optional
         Where the order in which layers are used is kept from one run to the next, so that the first

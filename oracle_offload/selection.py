@@ -84,8 +84,8 @@ def select(root: nn.Module, ignore_modules: Iterable[Any] = ()) -> Selection:
     root : nn.Module
         The model.
     ignore_modules : iterable of nn.Module, Tensor or str
-        What stays resident: modules (with everything below them), single parameters, or dotted
-        names of modules, which may have the wildcards of `fnmatch` (``"blocks.*.attn"``). A module
+        What stays resident: modules (with everything below them) and single parameters, by object
+        or by dotted name, which may have the wildcards of `fnmatch` (``"blocks.*.attn"``). A module
         that is managed already stays so, by its own manager.
 
     Raises
@@ -435,12 +435,14 @@ def _ignored(modules: dict[str, nn.Module], entries: Any) -> tuple[set[int], set
     for entry in as_entries(entries):
         if isinstance(entry, str):
             named = [name for name in modules if fnmatch.fnmatchcase(name, entry)]
-            if not named:
+            own = [] if named else _named_parameters(modules, entry)
+            tensors.update(map(id, own))
+            if not named and not own:
                 words = [*modules, *(name.rpartition(".")[2] for name in modules)]
                 near = difflib.get_close_matches(entry, sorted(set(words) - {""}))
                 near += [name for name in modules if name.endswith(f".{entry}")][:3]
                 raise ValueError(
-                    f"ignore_modules: the model has no module named {entry!r}"
+                    f"ignore_modules: the model has no module or parameter named {entry!r}"
                     + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
                     + " Names are dotted, with the wildcards of fnmatch: 'blocks.*.attn'."
                 )
@@ -455,6 +457,16 @@ def _ignored(modules: dict[str, nn.Module], entries: Any) -> tuple[set[int], set
                 f"ignore_modules: {entry!r} is neither a module, a parameter nor a module's name"
             )
     return ids, tensors
+
+
+def _named_parameters(modules: dict[str, nn.Module], pattern: str) -> list[Tensor]:
+    return [
+        parameter
+        for name, module in modules.items()
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+        if fnmatch.fnmatchcase(f"{name}.{key}" if name else key, pattern)
+    ]
 
 
 def _below_adapters(modules: dict[str, nn.Module]) -> dict[int, str]:

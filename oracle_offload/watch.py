@@ -114,11 +114,12 @@ class Watch(Witness):
                 for layer in attachment.layers:
                     if layer.lends_to_code and _holds(layer, found.get(layer.unit, -1)):
                         state.engine.refresh(attachment.model)
+                        named = [layer.name] if layer.name else [*layer.names]  # the model's own
                         raise OffloadError(
                             f"operator {func} writes to the weights of '{layer.name}' in its "
                             "forward. They lie on the host: what is written to the device's copy "
                             "would be lost. Leave the module resident: "
-                            f"attach(..., ignore_modules=[{layer.name!r}])."
+                            f"attach(..., ignore_modules={named})."
                         )
 
     def _note(self, values: Any, master: str | None = None) -> None:

@@ -187,10 +187,11 @@ class Witness(TorchDispatchMode):
 
 def refusal(what: str, name: str) -> OffloadError:
     """Say that a weight was computed with where it lies; `what` ends in a verb."""
+    # A weight of the model itself is named alone: its module is the whole model.
     return OffloadError(
         f"{what} the host master of '{name}': some code computes with the weight of a managed "
         "layer instead of calling the layer. Leave it resident: "
-        f"attach(..., ignore_modules=[{name.rpartition('.')[0]!r}])."
+        f"attach(..., ignore_modules=[{name.rpartition('.')[0] or name!r}])."
     )
 
 

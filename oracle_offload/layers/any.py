@@ -267,10 +267,11 @@ class AnyLayer(Whole, Borrower):
         state = self.state
         state.engine.refresh(self.attachment.model)
         written = [n for n, v in zip(lent, versions, strict=True) if lent[n]._version != v]
+        names = [f"{self.name}.{name}".lstrip(".") for name in written]
         raise OffloadError(
             f"the forward of '{self.name}' writes to its {' and '.join(written)}, which lie on the "
-            "host: what it writes to the device's copy would be lost. Leave the module resident: "
-            f"attach(..., ignore_modules=[{self.name!r}])."
+            "host: what it writes to the device's copy would be lost. Leave them resident: "
+            f"attach(..., ignore_modules={names})."
         )
 
     def _with_foreign(self, call: Callable[[], Any]) -> Any:

@@ -300,9 +300,13 @@ class Leaf:
         for name in self.names:
             tensor = self.parameters.get(name)
             plain = is_plain_master(tensor, self.floating)
-            if not (plain or (tensor is None and name not in self.required)):
+            if not (plain or (tensor is None and not self._is_missing(name))):
                 return False
         return True
+
+    def _is_missing(self, name: str) -> bool:
+        """Whether a tensor that is no Parameter (any more) is needed, or computed since."""
+        return name in self.required or getattr(self.module(), name, None) is not None
 
     def forget_masters(self) -> None:
         """Let go of the tensors, so that their memory can go; they are current no more."""
@@ -333,12 +337,13 @@ class Leaf:
             return f"its class was replaced after attach, by {type(module).__name__}"
         if not self.lends_to_code and (reader := reader_of(module)) is not None:
             return f"{type(reader).__name__} uses its weight without calling it"
-        for name in self.required:
+        for name in dict.fromkeys((*self.required, *self.names)):
             now = self.parameters.get(name)
-            if now is None:
+            if now is None and self._is_missing(name):
                 return f"its {name} was taken away after attach, or is computed since"
             if (
-                isinstance(now, nn.Parameter)
+                name in self.required
+                and isinstance(now, nn.Parameter)
                 and not is_plain_master(now, self.floating)
                 and self.masters.holds_alone(name)
             ):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import inspect
+import re
 import sys
 import weakref
 from collections.abc import Callable, Container, Mapping
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 # Methods that compute, where a module has them. Setup methods (diffusers' fuse_projections, weight
 # initialisation) are not among them.
 ENTRY_METHODS = ("forward", "__call__", "encode", "decode", "forward_features")
+_OTHER_ENTRY = re.compile(r"forward.*|generate|get_\w+_features")
 HANDLE = "_layer_memory_manager"
 _BASE = "_oracle_offload_base"
 ANSWERS_FOR = "_oracle_offload_answers_for"  # the class below; see `oracle_offload.answers`
@@ -150,9 +152,10 @@ def lending_class(base: Any, around_call: bool) -> Any:
 
     if around_call:
         return _derive(base, {"__call__": lending(base.__call__)})
-    # A parent may call another method of that kind: ``experts.forward_routed(...)``.
-    forwards = (name for name in dir(base) if name.startswith("forward"))
-    methods = {name: getattr(base, name, None) for name in {*ENTRY_METHODS, *forwards}}
+    # A parent may call another method of that kind: ``experts.forward_routed(...)``; and others
+    # begin with one of transformers' that computes with the model's own Parameters.
+    others = (name for name in dir(base) if _OTHER_ENTRY.fullmatch(name))
+    methods = {name: getattr(base, name, None) for name in {*ENTRY_METHODS, *others}}
     return _derive(
         base,
         {
@@ -289,8 +292,8 @@ def managed_keys(module: nn.Module) -> set[str]:
 
 
 def _watched(leaf: Leaf, module: nn.Module) -> Container[str]:
-    """Return the attributes of `module` without which the leaf computes nothing."""
-    return leaf.keys_of(module) if leaf.lends_to_code else leaf.required
+    """Return the attributes of `module` that the leaf computes with."""
+    return leaf.keys_of(module) if leaf.lends_to_code else (*leaf.required, *leaf.names)
 
 
 def resident_tensors(module: nn.Module) -> list[Tensor | None]:

@@ -31,6 +31,7 @@ from oracle_offload import OffloadError, StaleWeightsError, selection, simulator
 from oracle_offload._core import BACKWARD
 from oracle_offload.layers import any as any_module
 from oracle_offload.layers.any import AnyLayer
+from oracle_offload.witness import Witness
 
 WIDTH = 16
 
@@ -673,6 +674,52 @@ def test_a_forward_that_writes_its_weight_is_refused_by_name(device, through_dat
     ignoring.append = nn.Linear(2, 2)
     with attached(ignoring, device, ignore_modules=["blocks"]):
         run(ignoring, device)
+
+
+class Queries(nn.Module):
+    """Has a Parameter of its own, which methods beside forward begin with."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.layer = weights(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.layer(x + self.queries)
+
+    @torch.no_grad()
+    def generate(self, x):
+        return self.layer(self(x) + self.queries)
+
+    def get_text_features(self, x):
+        return self.layer(x * self.queries)
+
+    def another(self, x):
+        return self.layer(x @ self.queries)
+
+
+def test_a_models_own_parameter_is_lent_to_what_it_generates_with(device):
+    torch.manual_seed(0)
+    managed, resident = resident_pair(Queries().requires_grad_(False))
+    resident.to(device)
+    x = torch.ones(WIDTH, WIDTH).to(device)
+    with attached(managed, device) as manager:
+        assert [layer.name for layer in manager.layers] == ["", "layer"]
+        for name in ("generate", "get_text_features", "forward"):
+            expected = getattr(resident, name)(x)
+            assert_same(getattr(managed, name)(x), expected)
+            with Witness():
+                assert_same(getattr(managed, name)(x), expected)
+        remedy = r"'queries'.*attach\(\.\.\., ignore_modules=\['queries'\]\)"
+        with pytest.raises(OffloadError, match=remedy), Witness():
+            managed.another(x)
+    with attached(managed, device, ignore_modules=["queries"]) as manager:
+        assert [layer.name for layer in manager.layers] == ["layer"]
+        assert "named in ignore_modules" in manager.resident["queries"]
+        for name in ("another", "generate", "forward"):
+            expected = getattr(resident, name)(x)
+            assert_same(getattr(managed, name)(x), expected)
+            with Witness():
+                assert_same(getattr(managed, name)(x), expected)
 
 
 def test_a_write_is_refused_where_nothing_watches(device):

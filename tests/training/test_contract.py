@@ -239,7 +239,7 @@ def test_a_budget_that_is_not_finite_is_refused_with_its_value(name, value):
 
 
 def test_ignore_modules_that_do_not_exist():
-    with pytest.raises(ValueError, match="no module named 'attn'"):
+    with pytest.raises(ValueError, match="no module or parameter named 'attn'"):
         oracle_offload.attach(mlp(8, 8), "cpu", ignore_modules=["attn"])
     with pytest.raises(ValueError, match="neither a module"):
         oracle_offload.attach(mlp(8, 8), "cpu", ignore_modules=[3])
@@ -282,7 +282,9 @@ def test_ignored_by_pattern(patterns, left):
     ("pattern", "near"), [("proj_ot", "'proj_out'"), ("attn", r"'blocks\.0\.attn'"), ("x.*", "")]
 )
 def test_a_pattern_that_matches_nothing_names_what_is_near(pattern, near):
-    with pytest.raises(ValueError, match=f"no module named '{re.escape(pattern)}'.*{near}"):
+    with pytest.raises(
+        ValueError, match=f"no module or parameter named '{re.escape(pattern)}'.*{near}"
+    ):
         oracle_offload.attach(blocks(), "cpu", ignore_modules=[pattern])
 
 

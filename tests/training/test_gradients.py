@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 
@@ -11,6 +12,7 @@ from equality import assert_same, attached, gradients
 from torch import nn
 
 from oracle_offload import gradients as module
+from oracle_offload.witness import Witness
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +49,39 @@ def both(device):
 
 def locked(manager):
     return manager.state.engine.stats()["locked_bytes"]
+
+
+class Several(nn.Module):
+    """Has a layer of each kind that trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.conv = nn.Embedding(64, 96), nn.Conv1d(96, 96, 3, padding=1)
+        self.layer, self.own = nn.Linear(96, 96), nn.Parameter(torch.randn(192, 96))
+
+    def forward(self, x):
+        x = x + self.table(torch.arange(4, device=x.device))
+        return self.layer(self.conv(x[:, :, None].repeat(1, 1, 5))[:, :, 2]) @ self.own.t()
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_gradients_of_many_outputs_at_once_are_the_resident_ones(device, autocast):
+    torch.manual_seed(0)
+    managed = Several()
+    resident = copy.deepcopy(managed).to(device)
+    with attached(managed, device) as manager:
+        assert [layer.name for layer in manager.layers] == ["", "table", "conv", "layer"]
+        found = []
+        for model, watch in ((managed, None), (resident, None), (managed, Witness())):
+            x = torch.ones(4, 96).to(device).requires_grad_()
+            with watch or contextlib.nullcontext():
+                with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
+                    y = model(x).float()
+                wanted = torch.eye(4 * 192)[:5].reshape(5, 4, 192).to(device)
+                of = [x, *model.parameters()]
+                found.append(torch.autograd.grad(y, of, wanted, is_grads_batched=True))
+        assert_same(found[0], found[1])
+        assert_same(found[2], found[1])
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["cleared", "accumulated"])

@@ -394,6 +394,45 @@ def test_a_weight_that_is_taken_away_makes_its_layer_an_ordinary_one():
         assert "taken away" in manager.resident["2.weight_orig"]
 
 
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize("when", ["at once", "after a step"])
+@pytest.mark.parametrize("change", ["prune", "parametrize"])
+def test_a_bias_that_is_computed_since_makes_its_layer_an_ordinary_one(device, change, when):
+    managed, resident = resident_pair(chain())
+    resident.to(device)
+
+    def step_there(model):
+        x = torch.randn(5, WIDTH).to(device).requires_grad_()
+        y = model(x)
+        y.square().sum().backward()
+        return [y, x.grad]
+
+    with attached(managed, device) as manager:
+        if when == "after a step":
+            assert_models_agree(managed, resident, step_there, device=device)
+        for model in (managed, resident):
+            if change == "prune":
+                prune.l1_unstructured(model[2], "bias", 0.5)
+            else:
+                parametrize.register_parametrization(model[2], "bias", Twice())
+        assert_models_agree(managed, resident, step_there, device=device)
+        assert len(manager.layers) == 5
+        assert "its bias was taken away" in manager.resident["2.weight"]
+        for model in (managed, resident):
+            if change == "prune":
+                prune.remove(model[2], "bias")
+            else:
+                parametrize.remove_parametrizations(model[2], "bias")
+        assert_models_agree(managed, resident, step_there, device=device)
+        managed[4].bias, resident[4].bias = None, None  # which needs none
+        assert_models_agree(managed, resident, step_there, device=device)
+        assert len(manager.layers) == (6 if change == "prune" else 5)
+
+
 def test_a_layer_that_is_deleted_gives_its_memory_back(monkeypatch):
     monkeypatch.setattr(masters, "PIECE_BYTES", 1)
     model = chain()

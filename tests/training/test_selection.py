@@ -239,9 +239,12 @@ def test_what_is_ignored_stays(entries, left):
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ("upp", r"no module named 'upp'; did you mean 'up'\? Names are dotted"),
-        ("0", r"no module named '0'; did you mean '0' or 'up.0' or 'down.0'\?"),
-        ("zzz", r"no module named 'zzz' Names are dotted, with the wildcards of fnmatch"),
+        ("upp", r"no module or parameter named 'upp'; did you mean 'up'\? Names are dotted"),
+        ("0", r"no module or parameter named '0'; did you mean '0' or 'up.0' or 'down.0'\?"),
+        (
+            "zzz",
+            r"no module or parameter named 'zzz' Names are dotted, with the wildcards of fnmatch",
+        ),
         (3, "ignore_modules: 3 is neither a module, a parameter nor a module's name"),
     ],
 )
