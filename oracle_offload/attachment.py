@@ -141,19 +141,48 @@ class Attachment:
         return {unit: ", ".join(layers) for unit, layers in names.items()}
 
     def x_min_bytes(self) -> int:
-        """Least bytes a step can move to the device: 2 max(0, W - C), docs/how-it-works.md.
+        """Least bytes a step can move to the device: max(0, W - C) a sweep, docs/how-it-works.md.
 
-        W counts the weights alone, without tables that are read where they lie: the padding
-        between them need not travel. Where some are compressed, those travel that get smallest.
+        W counts the weights that the sweep needs, without tables that are read where they lie: the
+        padding between them need not travel. Where some are compressed, those travel that get
+        smallest.
         """
-        travels = [layer.link_bytes() for layer in list(self.layers) if layer.needs_place]
+        layers = [layer for layer in list(self.layers) if layer.needs_place]
+        return sum(
+            self._least(
+                [layer.link_bytes() for layer in layers if units is None or layer.unit in units]
+            )
+            for units in self._sweeps()
+        )
+
+    def _least(self, travels: list[tuple[int, int]]) -> int:
         missing = sum(weights for weights, _ in travels) - self.arena.capacity_bytes
         least = 0.0
         for weights, moved in sorted(travels, key=lambda row: row[1] / row[0]):
             share = min(1.0, max(0, missing) / weights)
             least += share * moved
             missing -= weights
-        return 2 * int(least)
+        return int(least)
+
+    def _sweeps(self) -> list[set[int] | None]:
+        """Return the units that the last forward and its backward used; None stands for all.
+
+        One sweep where there are only forwards that nothing records; two of all units while no
+        backward has told which of them it needs.
+        """
+        visits = self.state.engine.visits(self.model)
+        sweeps: list[tuple[bool, set[int]]] = []
+        for unit, kind in visits:
+            is_backward = kind in (_core.BACKWARD, _core.RECOMPUTE)
+            if not sweeps or sweeps[-1][0] != is_backward:
+                sweeps.append((is_backward, set()))
+            sweeps[-1][1].add(unit)
+        for nth, (is_backward, units) in reversed(list(enumerate(sweeps))):
+            if is_backward:
+                return [sweeps[nth - 1][1] if nth else None, units]
+        return (
+            [None] if visits and all(kind == _core.FORWARD for _, kind in visits) else [None, None]
+        )
 
     def coded_bytes(self) -> tuple[int, int]:
         """Return the bytes of the compressed weights: as they are, and on the host."""

@@ -46,6 +46,26 @@ def test_the_least_bytes_of_a_step_are_what_finds_no_room():
             assert manager.attachment.x_min_bytes() == 2 * (8 * LAYER - room)
 
 
+def test_a_sweep_counts_what_it_needs():
+    """Behind what trains no backward needs a weight, and samples have no backward."""
+    room = 3 * LAYER
+    model = tower()
+    with attached(model, "cpu", vram_budget=room) as manager:
+        held, x = manager.attachment, torch.ones(1, 128)
+        model[4].register_forward_pre_hook(lambda _, given: given[0].requires_grad_())
+        model(x)
+        assert held.x_min_bytes() == 2 * (8 * LAYER - room), "no backward has told yet"
+        for _ in range(4):
+            model(x).sum().backward()
+            torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+        assert held.x_min_bytes() == (8 * LAYER - room) + (4 * LAYER - room)
+        moved = manager.memory_summary().devices[0].models[0].step_h2d_bytes
+        assert held.x_min_bytes() <= moved <= 1.25 * held.x_min_bytes()
+    with attached(model, "cpu", vram_budget=room) as manager, torch.no_grad():
+        model(torch.ones(1, 128))
+        assert manager.attachment.x_min_bytes() == 8 * LAYER - room
+
+
 def test_of_compressed_weights_those_travel_that_get_smallest(tmp_path, monkeypatch):
     monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
     torch.manual_seed(0)
