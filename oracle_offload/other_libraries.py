@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .answers import MANAGER
 from .attachment import Attachment
 from .engines import open_states
+from .errors import OffloadError
 from .layers.swap import is_managed
 from .residents import move_residents
 
@@ -33,6 +34,10 @@ _AVERAGES = {
     "toolkit.ema": ("ExponentialMovingAverage", "update"),
 }
 _TUNERS = "peft.tuners.tuners_utils"
+_OF_PLAIN_LAYERS = (
+    "peft.tuners.glora.model",
+    "GloraModel",
+)  # takes layers of torch's own class alone
 _HOST = torch.device("cpu")
 _done: set[Any] = set()  # functions that stand for a library's
 _step_hooks: list[Any] = []
@@ -68,6 +73,9 @@ def bring_merges() -> None:
                 pending += kind.__subclasses__()
                 for method in methods:
                     _stand_before(kind, method, put)
+    module, name = _OF_PLAIN_LAYERS
+    if (found := getattr(sys.modules.get(module), name, None)) is not None:
+        _stand_before(found, "_create_and_replace", _adapt)
 
 
 def _stand_before(kind: Any, method: str, put: Callable[[Any], Any]) -> None:
@@ -134,3 +142,20 @@ def _unload(unload: Callable[..., Any]) -> Callable[..., Any]:
         return unload(tuner, *args, **kwargs)
 
     return end_first
+
+
+def _adapt(adapt: Callable[..., Any]) -> Callable[..., Any]:
+    def explain(
+        tuner: Any, config: Any, name: str, target: nn.Module, *rest: Any, **more: Any
+    ) -> Any:
+        try:
+            return adapt(tuner, config, name, target, *rest, **more)
+        except ValueError as error:
+            if not is_managed(getattr(target, "get_base_layer", lambda: target)()):
+                raise
+            raise OffloadError(
+                f"{type(tuner).__name__} adapts layers of torch's own class alone, and those of an "
+                "attached model are of a derived one: add the adapter before attach."
+            ) from error
+
+    return explain

@@ -17,6 +17,7 @@ from equality import assert_same, attached
 from torch import nn
 
 import oracle_offload
+from oracle_offload import OffloadError
 from oracle_offload.layers.swap import is_managed
 from oracle_offload.witness import Witness
 
@@ -117,6 +118,22 @@ def test_a_model_whose_adapters_are_taken_off_is_on_one_device(device, kept, cap
             assert_same(logits(plain, "cpu"), logits(expected, "cpu"))
         else:
             assert_same(logits(plain, device, manager), logits(expected.to(device), device))
+
+
+def test_adapters_of_plain_layers_are_added_before_attach():
+    config = peft.GloraConfig(r=4, target_modules=["q_proj"])
+    model = models.llama().requires_grad_(False)
+    with attached(model, "cpu", offload_percent=1.0) as manager:
+        with pytest.raises(OffloadError, match=r"GloraModel .* add the adapter before attach"):
+            peft.get_peft_model(model, config)
+        assert len(manager.layers) > 10
+    unknown = peft.GloraConfig(r=4, target_modules=["norm"])
+    with pytest.raises(ValueError, match="not a plain"):
+        peft.get_peft_model(models.llama(), unknown)
+    adapted = peft.get_peft_model(models.llama().requires_grad_(False), config)
+    with attached(adapted, "cpu", offload_percent=1.0) as manager:
+        adapted(input_ids=IDS, labels=IDS).loss.backward()
+        assert len(manager.layers) > 10
 
 
 # ---- averages ----
