@@ -118,6 +118,11 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content.replace(b"\r\n", b"\n")).hexdigest()[:32]
 
 
+def folder(root: str | os.PathLike[str]) -> Path:
+    """Return the folder that changes, as it is found from everywhere."""
+    return (Path(root) / FOLDER).resolve()
+
+
 def read(root: str | os.PathLike[str]) -> list[File]:
     """Return the two files of the checkout at `root`, in the order in which they go in.
 
@@ -126,10 +131,9 @@ def read(root: str | os.PathLike[str]) -> list[File]:
     CheckoutError
         It has no such files.
     """
-    folder = Path(root) / FOLDER
     files = []
     for name in NAMES:
-        path = folder / name
+        path = Path(root) / FOLDER / name
         try:
             files.append(File(path, path.read_bytes()))
         except OSError as error:

@@ -39,8 +39,13 @@ def run(args: argparse.Namespace, ok: int, error: int, check_failed: int) -> int
         if args.action == "status":
             return _status(args.path, args.json, ok, check_failed)
         action = checkout.install if args.action == "install" else checkout.uninstall
-        with naming("change", args.path):
-            changed = action(args.path, _tell)
+        try:
+            with naming("change", str(checkout.folder(args.path))):
+                changed = action(args.path, _tell)
+        except FileError:
+            found = checkout.status(args.path)
+            print(f"oracle_offload is {found}.{_again(found, args.path)}", file=sys.stderr)
+            raise
         found = checkout.status(args.path)
         print(f"{changed} of {len(checkout.NAMES)} files changed; oracle_offload is {found}.")
         if changed and args.action == "install":
@@ -64,8 +69,19 @@ def _status(path: str, as_json: bool, ok: int, check_failed: int) -> int:
         for file, kept in files:
             told = f"; original kept as {kept}" if kept else ""
             _tell(f"{file.path}: {file.describe()}{told}")
-        print(f"oracle_offload is {found}." if found != "unknown" else "This version is not known.")
+        known = f"oracle_offload is {found}.{_again(found, path)}"
+        print(known if found != "unknown" else "This version is not known.")
     return ok if found in ("installed", "not installed") else check_failed
+
+
+def _again(found: str, path: str) -> str:
+    """Return what to do where one of two files is in its place; nothing elsewhere."""
+    if found != "partly installed":
+        return ""
+    return (
+        " The two files do not belong together: run 'oracle-offload aitoolkit install "
+        f"{printable(path)}' again, or uninstall, as a user who may write there."
+    )
 
 
 def _tell(line: str) -> None:

@@ -222,6 +222,34 @@ def test_a_checkout_that_cannot_be_written_is_left_as_it_was(
     assert code == 1 and "EACCES" in error and files(toolkit) == before
 
 
+@pytest.mark.parametrize("action", ["install", "uninstall"])
+def test_a_file_that_cannot_be_written_is_named_and_half_an_install_said_aloud(
+    toolkit: Path, action: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(toolkit)
+    if action == "uninstall":
+        run(capsys, "install", Path("."))
+    replace, written = os.replace, []
+
+    def refuse(new: Path, path: Path) -> None:
+        if written:
+            raise PermissionError(13, "Permission denied")
+        if not path.name.endswith("oracle-offload"):
+            written.append(path)
+        replace(new, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", refuse)
+        code, _, error = run(capsys, action, Path("."))
+    assert code == 1 and f"cannot change {toolkit.resolve() / checkout.FOLDER}" in error
+    assert "Permission denied (EACCES" in error
+    again = "partly installed. The two files do not belong together: run 'oracle-offload aitoolkit"
+    assert again in error
+    assert run(capsys, "status", Path("."))[0] == 3
+    code, out, _ = run(capsys, action, Path("."))
+    assert code == 0 and f"is {'' if action == 'install' else 'not '}installed." in out
+
+
 @pytest.mark.parametrize("installed", [False, True])
 def test_git_applies_the_patch_to_what_install_makes(
     toolkit: Path, installed: bool, tmp_path: Path
