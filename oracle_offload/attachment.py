@@ -107,7 +107,8 @@ class Attachment:
         self.stand_ins = StandIns(self.gradients)
         self.operators = operators()
         with torch.inference_mode(False):
-            self.sequence = torch.zeros(1)  # in compiled code each use of a layer writes it
+            # In compiled code each use of a layer writes it.
+            self.sequence = torch.zeros(1, device="cpu")
         self._pid = os.getpid()
         self._replaced_outside = False  # masters lie in no piece, perhaps only for a while
         self._replaced_warning_shown = False

@@ -320,7 +320,7 @@ class Cuda(Device):
     @property
     def model(self) -> simulator.Device | None:
         """A card with the link of this one: the fastest of a few copies tells its rate."""
-        host = torch.empty(_TIMED_BYTES, dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(_TIMED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
         there = torch.empty(_TIMED_BYTES, dtype=torch.uint8, device=self.device)
         fastest_s = float("inf")
         for _ in range(_TIMED_COPIES):

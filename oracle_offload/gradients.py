@@ -87,7 +87,8 @@ class Gradients:
         give = self._free.setdefault(buffer.nbytes, []).append
         weakref.finalize(export, give, buffer).atexit = False
         flat = torch.frombuffer(export, dtype=dtype)
-        return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, size, stride)
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        return empty.set_(flat.untyped_storage(), 0, size, stride)
 
     def _take(self, nbytes: int) -> HostBuffer | None:
         """Return locked memory; None where a gradient has to do with ordinary memory."""

@@ -225,7 +225,9 @@ def code(
             wanted.append((tensor, origin))
         else:
             with torch.inference_mode(False):
-                host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                host = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                )
             to_read.append((tensor, host))
             wanted.append((tensor, host))
     if files is not None and to_read:
@@ -247,7 +249,7 @@ def master_at(buffer: HostBuffer, offset: int, tensor: Tensor) -> Tensor:
     stride = tensor.stride() if is_dense(tensor) else contiguous_stride(tensor.shape)
     with torch.inference_mode(False), torch.no_grad():
         flat = torch.frombuffer(buffer, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-        empty = torch.empty(0, dtype=tensor.dtype)
+        empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return empty.set_(flat.untyped_storage(), 0, tensor.shape, stride)
 
 
@@ -272,7 +274,7 @@ def share_memory(master: Tensor, others: Iterable[Tensor]) -> None:
     """Re-point ``.data`` of `others`, which lay where `master` was, to where it lies now."""
     for other in others:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            other.data = torch.empty(0, dtype=master.dtype).set_(
+            other.data = torch.empty(0, dtype=master.dtype, device="cpu").set_(
                 master.untyped_storage(), master.storage_offset(), master.size(), master.stride()
             )
 

@@ -32,7 +32,7 @@ def make_scaler_wait() -> None:
     overflow in. Without the wait the first is read too early, and the second overwritten too late.
     """
     replicator = getattr(grad_scaler, "_MultiDeviceReplicator", None)
-    if replicator is None or vars(replicator(torch.zeros(()))).keys() != _REPLICATOR:
+    if replicator is None or vars(replicator(torch.zeros((), device="cpu"))).keys() != _REPLICATOR:
         logger.warning(
             "torch %s: its GradScaler is not one that this version of oracle_offload knows, and "
             "may read scales on the host before they have arrived. Train weights that are managed "

@@ -221,7 +221,7 @@ def tensor_over(mapped: mmap.mmap, begin: int, like: Tensor) -> Tensor:
     """
     stride = like.stride() if is_dense(like) else contiguous_stride(like.shape)
     flat = torch.frombuffer(mapped, dtype=like.dtype, count=like.numel(), offset=begin)
-    empty = torch.empty(0, dtype=like.dtype)
+    empty = torch.empty(0, dtype=like.dtype, device="cpu")
     return empty.set_(flat.untyped_storage(), 0, like.shape, stride)
 
 

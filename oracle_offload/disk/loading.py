@@ -206,14 +206,15 @@ class Loading:
 def _on_host(tensor: Tensor) -> Tensor:
     """Return ordinary memory for the values of `tensor`."""
     with torch.inference_mode(False):
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
     """Return a host tensor with the shape, dtype and attributes of `tensor`, and no memory."""
     stride = tensor.stride() if is_dense(tensor) else contiguous_stride(tensor.shape)
     with torch.inference_mode(False), torch.no_grad():
-        made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)  # nobody touches it
+        # Nobody touches it.
+        made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu")
         made.untyped_storage().resize_(0)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)

@@ -66,7 +66,7 @@ class Quantiser:
             if id(tensor) not in left:
                 self._uses[id(tensor)] -= 1
                 if not self._uses[id(tensor)]:  # else tied to something that has it still
-                    tensor.data = torch.empty(0, dtype=tensor.dtype)
+                    tensor.data = torch.empty(0, dtype=tensor.dtype, device="cpu")
 
     def _remember(self, inner: nn.Module) -> None:
         state = {

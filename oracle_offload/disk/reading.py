@@ -97,7 +97,7 @@ class Reader:
             nbytes = block.numel() * dtype.itemsize
             staging: Tensor | None = getattr(self._staging, "bytes", None)
             if staging is None or len(staging) < nbytes:
-                staging = self._staging.bytes = torch.empty(nbytes, dtype=torch.uint8)
+                staging = self._staging.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             source = staging[:nbytes]
             file.read_into(memory(source), begin)
             with torch.no_grad():

@@ -179,7 +179,7 @@ class AnyLayer(Whole, Borrower):
 
     def forget_masters(self) -> None:
         """Let go of the tensors, so that their memory can go; they are current no more."""
-        self.masters = Masters(self, dict.fromkeys(self.names, torch.empty(0)))
+        self.masters = Masters(self, dict.fromkeys(self.names, torch.empty(0, device="cpu")))
         self.parameters = Places(nn.Module(), ())
 
     def is_lending(self) -> bool:
@@ -499,7 +499,9 @@ class _Notes:
         A function that saves a tensor has it packed by them; a saved tensor that has been packed
         takes no hooks of its own.
         """
-        kept = _kept_by_hooks(torch.empty(0))  # it has to live as long as what its node has saved
+        kept = _kept_by_hooks(
+            torch.empty(0, device="cpu")
+        )  # it has to live as long as what its node has saved
         saved = kept.grad_fn._raw_saved_tensors[0]
         try:
             saved.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
@@ -560,7 +562,7 @@ class _Keeping(Function):
 def _kept_by_hooks(tensor: Tensor) -> Any:
     """Return a result whose node has saved a tensor by the hooks that are the innermost now."""
     with torch.enable_grad():
-        return _keep(torch.empty(0, requires_grad=True), tensor)
+        return _keep(torch.empty(0, device="cpu", requires_grad=True), tensor)
 
 
 _keep: Any = super(Function, _Keeping).apply

@@ -310,7 +310,7 @@ class Leaf:
 
     def forget_masters(self) -> None:
         """Let go of the tensors, so that their memory can go; they are current no more."""
-        self.masters = Masters(self, dict.fromkeys(self.names, torch.empty(0)))
+        self.masters = Masters(self, dict.fromkeys(self.names, torch.empty(0, device="cpu")))
         self.parameters = {}
 
     def replaced_for_good(self) -> Iterator[tuple[Tensor, bool]]:

@@ -41,7 +41,7 @@ _constant: Callable[..., Any] = torch.compiler.assume_constant_result  # to a co
 def _clock_of(tensor: Tensor) -> Tensor:
     """Return an empty tensor whose version is that of `tensor`, and which holds no memory of it."""
     with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
-        nothing = torch.empty(0, dtype=tensor.dtype)
+        nothing = torch.empty(0, dtype=tensor.dtype, device="cpu")
         if tensor.is_inference():
             return nothing
         clock = tensor.detach()

@@ -376,9 +376,8 @@ def _outcome(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> _Outcome:
     if known is None:
         dim, dtype, memory_format = key
         with torch.no_grad():
-            result = fn(
-                torch.zeros((2,) * dim, dtype=dtype).contiguous(memory_format=memory_format)
-            )
+            probe = torch.zeros((2,) * dim, dtype=dtype, device="cpu")
+            result = fn(probe.contiguous(memory_format=memory_format))
         known = _outcomes[1][key] = result.dtype, _format_of(result)
     return known
 

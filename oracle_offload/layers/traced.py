@@ -81,7 +81,7 @@ class Numbered(Leaf):
         self.number = next(_numbers)
         layers[self.number] = weakref.ref(self, functools.partial(layers.pop, self.number))
         with torch.inference_mode(False):
-            self.key = torch.tensor(self.number)
+            self.key = torch.tensor(self.number, device="cpu")
 
 
 class Traced(Numbered, Layer):

@@ -754,6 +754,29 @@ def test_everything_else_is_moved_and_keeps_its_dtype(device):
         assert_models_agree(managed, resident, step, device=device)
 
 
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("default", ["meta", "its own"])
+def test_it_does_not_matter_where_torch_makes_tensors_by_default(default, trains, device):
+    """Masters and gradients lie on the host, whatever `torch.set_default_device` says."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.LayerNorm(8), nn.Conv1d(8, 8, 1), nn.Embedding(4, 8)]
+    managed = nn.ModuleList(layers).requires_grad_(trains)
+    resident = copy.deepcopy(managed)
+    x = torch.randn(2, 3, 8, device=device)
+    index = torch.tensor([[0, 1, 2], [3, 2, 1]], device=device)
+
+    def step(model):
+        linear, norm, conv, embedding = model
+        given = x.clone().requires_grad_()
+        y = conv(norm(linear(given)).transpose(1, 2)).transpose(1, 2) + embedding(index)
+        y.square().sum().backward()
+        return [y, given.grad]
+
+    with torch.device(device if default == "its own" else default), attached(managed, device):
+        assert_models_agree(managed, resident, step, device=device)
+    assert managed[0].weight.device.type == "cpu"
+
+
 def test_a_buffer_of_a_linear_layer_moves_with_the_model(device):
     """The layer's own code asks for none, but a hook may."""
     torch.manual_seed(0)

@@ -203,7 +203,8 @@ def test_the_link_of_a_card_is_as_fast_as_the_fastest_of_a_few_copies(card, ente
     monkeypatch.setattr(torch, "empty", make)
     model = card.model
     (nbytes, host), there = made
-    assert host == {"pin_memory": True} and there == (nbytes, {"device": torch.device("cuda", 1)})
+    assert host == {"pin_memory": True, "device": "cpu"}
+    assert there == (nbytes, {"device": torch.device("cuda", 1)})
     assert entered[:4] == [torch.device("cuda", 1), "recorded", "recorded", "left"]
     assert buffers[1].tolist() == buffers[0].tolist() == [1] * 4
     assert model.link_gbps == pytest.approx(nbytes / 2e-3 / 1e9)
