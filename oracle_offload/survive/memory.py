@@ -153,10 +153,16 @@ def set_memory_fraction(fraction: float, device: Any = None) -> float:
 
 
 def fraction_of(found: torch.device) -> float:
-    """Return the share of a card's memory that torch may take now."""
+    """Return the share of a card's memory that torch may take now, as it was set."""
     # Older torch does not say; nothing but `set_memory_fraction` sets it as a rule.
     ask = getattr(torch.cuda, "get_per_process_memory_fraction", lambda it: _caps.get(it, 1.0))
-    return float(ask(found))
+    share = float(ask(found))
+    # torch keeps whole bytes and divides them again: 0.65 comes back as 0.649999999984478. What was
+    # set is the shortest number that is as near as a byte of 4 GiB.
+    return next(
+        (short for short in (round(share, n) for n in range(1, 11)) if abs(short - share) < 2**-32),
+        share,
+    )
 
 
 @contextlib.contextmanager

@@ -295,6 +295,20 @@ def test_a_cap_that_torch_does_not_tell_is_known_and_taken_off_after_an_error(ca
     assert memory.fraction_of(card) == 0.5
 
 
+@pytest.mark.parametrize("share", [0.65, 0.9, 1 / 3, 1.0, 0.123456789, 1e-3])
+def test_a_cap_is_told_as_it_was_set_though_torch_keeps_whole_bytes(share, monkeypatch):
+    total = 24 * 2**30
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_per_process_memory_fraction",
+        lambda card: int(share * total) / total,
+        raising=False,
+    )
+    told = memory.fraction_of(torch.device("cuda", 0))
+    assert told == pytest.approx(share, abs=2**-32)
+    assert told == share or share == 1 / 3
+
+
 def test_the_host_s_memory_is_what_its_control_group_allows(tmp_path):
     for name, text in {
         "proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 600 kB\n",
