@@ -180,11 +180,7 @@ class BuildExt(build_ext):
             return
         extension.extra_link_args = ["-Wl,--as-needed", "-ldl", "-lpthread", "-lm"]
         if isinstance(extension, SimulatedDriver):
-            extension.extra_link_args += [
-                # Its own name: a library called libcuda.so.1 would be handed to torch later.
-                f"-Wl,-soname,{c_build.SIMULATOR_SONAME}",
-                "-Wl,--no-undefined",
-            ]
+            extension.extra_link_args += [*c_build.SIMULATOR_LINK, "-Wl,--no-undefined"]
 
     def _compiler_text(self) -> str:
         if self.compiler.compiler_type == "msvc":

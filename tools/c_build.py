@@ -42,7 +42,12 @@ ENGINE = "engine"
 # What stands outside csrc may include these besides the engine's headers.
 TEST_INCLUDES = ("csrc/sim", "tests/c", "tests/fuzz")
 
-SIMULATOR_SONAME = "liboracle_offload_simcuda.so.1"
+SIMULATOR_LINK = (
+    # Its own name: a library called libcuda.so.1 would be handed to torch later.
+    "-Wl,-soname,liboracle_offload_simcuda.so.1",
+    # Its own functions in its table of them, though a libcuda.so.1 may have been loaded for all.
+    "-Wl,-Bsymbolic",
+)
 # The limited API is not there for free-threaded interpreters before 3.15: they get their own wheel.
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
@@ -405,8 +410,7 @@ class Build:
     def simulator(self) -> Path:
         """Build the simulated driver, a shared library."""
         target = self.folder / self.variant.simulator
-        name = () if self.variant.simulator.endswith(".dll") else (f"-soname,{SIMULATOR_SONAME}",)
-        flags = ["-shared", *(f"-Wl,{option}" for option in name)]
+        flags = ["-shared", *(SIMULATOR_LINK if target.suffix != ".dll" else ())]
         return self.link(target, self.objects(_some("simulator")), flags)
 
     def program(self, source: str, objects: Sequence[Path]) -> Path:

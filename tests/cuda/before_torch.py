@@ -18,7 +18,7 @@ if ON:
     os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")  # kernels in Triton: nothing runs them
     # By these names whoever asks for them later finds them: torch, pynvml, an engine.
     for _name in ("libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1"):
-        ctypes.CDLL(str(FOLDER / _name), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(FOLDER / _name))
 
 
 def after_torch() -> None:
