@@ -355,7 +355,35 @@ static void late_submission(void) {
     CHECK(late == 0, "a reset ends it");
 }
 
+/* Six kernels of 1 ms on six streams, begun together: one after the other, or four at a time. Two
+ * of one stream never overlap. */
+static void kernels_overlap_where_they_are_told_to(void) {
+    enum { STREAMS = 6 };
+    for (int wide = 0; wide < 2; wide++) {
+        sim_test_begin(SIM_TIMED, 7);
+        OK(cu.simSwitch(SIM_CONCURRENT_KERNELS, wide));
+        OOCUstream streams[STREAMS];
+        double end_s;
+        for (int i = 0; i < STREAMS; i++)
+            streams[i] = new_stream();
+        double start_s = cu.simNow();
+        for (int i = 0; i < STREAMS; i++)
+            OK(cu.simLaunch(streams[i], NULL, 0, NULL, 0, 1e-3));
+        OK(cu.simFinish(&end_s));
+        near(end_s - start_s, wide ? 2e-3 : 6e-3, "six streams");
+        start_s = end_s;
+        for (int i = 0; i < 2; i++)
+            OK(cu.simLaunch(streams[0], NULL, 0, NULL, 0, 1e-3));
+        OK(cu.simFinish(&end_s));
+        near(end_s - start_s, 2e-3, "one stream");
+        for (int i = 0; i < STREAMS; i++)
+            OK(cu.cuStreamDestroy(streams[i]));
+        sim_test_end();
+    }
+}
+
 static const struct check_case cases[] = {
+    CASE(kernels_overlap_where_they_are_told_to),
     CASE(late_submission),
     CASE(a_step_of_two_layers_takes_what_the_model_says),
     CASE(engines_are_shared_in_ready_order),

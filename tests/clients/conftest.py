@@ -12,6 +12,7 @@ import os
 import subprocess
 
 import pytest
+import sides
 import torch
 from sides import CORE  # which puts the helpers of tests/training on the path
 
@@ -22,6 +23,11 @@ _spec = importlib.util.spec_from_file_location("core_conftest", CORE / "conftest
 _core = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_core)
 sim = _core.sim  # a fresh simulated device for every test, and nothing left on it
+
+
+def pytest_configure(config):
+    if config.getoption("--device") == "cuda":
+        sides.DEVICE = "cuda"
 
 
 @pytest.fixture
