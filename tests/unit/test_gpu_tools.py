@@ -15,10 +15,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import bench_ram
+import bench_step
+import common
 import gpu_check
 import gpu_import
 import gpu_wheels
 import pytest
+import training
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -512,6 +516,79 @@ def test_the_whole_rehearsal_on_the_simulator(tmp_path: Path) -> None:
     assert "skipped" in formats["MXFP4"] and "skipped" in formats["torchao int4, tile_packed_to_4d"]
     filed = gpu_import.file_results(results / "results.json", tmp_path / "filed")
     assert filed.parent.name == "simulated-h200"
+
+
+# ---- what a part finds ----
+
+
+def test_rows_of_a_step_survive_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measurement that raises, and pictures that do: the other rows are there."""
+    real = bench_step.measure
+    begun: list[Any] = []
+
+    def measure(runner: Any, device: str, manager: Any) -> Any:
+        begun.append(manager)
+        if len(begun) == 2:  # the first that is offloaded
+            raise OSError("planted")
+        return real(runner, device, manager)
+
+    def draw(*_: Any) -> str:
+        raise KeyError("planted, too")
+
+    monkeypatch.setattr(bench_step, "measure", measure)
+    monkeypatch.setattr(bench_step, "pictures", draw)
+    shape = training.flux(width=64, head=32, layers=(1, 1), tokens=(4, 4), outside=16)
+    with bench_step.clock("cpu"):
+        rows = list(bench_step.rows_of(shape, (0.5, 1.0), "cpu", draw=True))
+    found = {row["name"].removeprefix(f"{shape.name}, "): row for row in rows}
+    ended = ["resident", "offload 0.5, predicted", "offload 1.0, predicted", "offload 1.0"]
+    assert sorted(found) == sorted([*ended, "offload 0.5", "pictures"])
+    assert found["offload 0.5"]["error"] == "OSError: planted"
+    assert found["pictures"]["error"] == "KeyError: 'planted, too'"
+    assert not any("error" in found[name] for name in ended)
+    assert found["offload 1.0"]["acquires_count"] > 0
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_memory_that_a_machine_is_given_as_it_uses_it_is_found_by_touching_it(
+    grows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: list[Any] = []
+    real = bench_ram.touch
+
+    def touch(nbytes: int) -> Any:
+        touched.append(nbytes)
+        return real(nbytes)
+
+    def available() -> int:
+        return (24 << 20) - (0 if grows else sum(touched))
+
+    monkeypatch.delenv("GPU_CHECK_HOST_GIB", raising=False)
+    monkeypatch.setattr(bench_ram, "touch", touch)
+    monkeypatch.setattr(bench_ram, "WANTED_BYTES", 1 << 27)
+    with monkeypatch.context() as patched:
+        patched.setattr(common, "host_available_bytes", available)
+        rows = list(bench_ram.benchmarks("cpu"))
+    assert [row.get("host_gib") for row in rows[:-1]] == [None] * (len(rows) - 1)
+    assert touched[0] == bench_ram.PIECE_BYTES // 1024
+    assert ("host_gib" in rows[-1]) is grows and len(touched) == (7 if grows else 1)
+    check = make_check(tmp_path)
+    check.report = {"ram": {"rows": rows}}
+    check.environment.pop("GPU_CHECK_HOST_GIB", None)
+    gpu_check.use_ram(check)
+    said = check.environment.get("GPU_CHECK_HOST_GIB")
+    assert said == (str(rows[-1]["host_gib"]) if grows else None)
+    if said:
+        monkeypatch.setenv("GPU_CHECK_HOST_GIB", said)
+        assert common.host_available_bytes() == int(float(said) * common.GIB)
+        assert "skipped" in next(bench_ram.benchmarks("cpu"))
+
+
+def test_a_search_path_that_was_exported_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    assert gpu_check.search_path(Path("/ours")) == f"/ours{os.pathsep}/theirs"
+    monkeypatch.delenv("PYTHONPATH")
+    assert gpu_check.search_path(Path("/ours"), Path("/more")) == f"/ours{os.pathsep}/more"
 
 
 # ---- gpu-import ----
