@@ -145,6 +145,7 @@ class Check:
     report: dict[str, Any] = field(default_factory=dict)
     only: tuple[str, ...] = ()
     part_limit_s: float = float("inf")
+    patience: float = 1.0  # by which each limit of a part is longer
     benchmarks: Path = ROOT / "benchmarks"
     started: float = field(default_factory=time.monotonic)
     lock: Any = field(default_factory=threading.RLock)
@@ -597,7 +598,7 @@ def part(check: Check, name: str, limit_s: float) -> Iterator[float]:
         check.put(name, state="skipped", why="not asked for", seconds=0.0)
         yield 0.0
         return
-    limit_s = min(limit_s, check.part_limit_s, check.left_s() - GRACE_S)
+    limit_s = min(limit_s * check.patience, check.part_limit_s, check.left_s() - GRACE_S)
     if limit_s < min(2.0, check.part_limit_s):
         check.put(name, state="not reached", why="the time was up", seconds=0.0)
         yield 0.0
@@ -968,6 +969,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds in all")
     parser.add_argument("--part-limit-s", type=float, default=float("inf"), help=argparse.SUPPRESS)
+    parser.add_argument("--patience", type=float, default=1.0, help=argparse.SUPPRESS)
     parser.add_argument(
         "--benchmarks", type=Path, default=ROOT / "benchmarks", help=argparse.SUPPRESS
     )
@@ -1022,6 +1024,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         check.started = started
         check.only, check.part_limit_s = arguments.only, arguments.part_limit_s
+        check.patience = arguments.patience
         check.benchmarks = arguments.benchmarks.resolve()
         check.write()
         for signal_number in (signal.SIGTERM, signal.SIGINT):

@@ -105,6 +105,7 @@ PARTS = (
     Part("planted bugs", (*PYTEST, "tests/mutation", "-m", "not gpu"), 600),
     Part("coverage", ("tools/c_coverage.py", "--output", "{output}"), 300),
     Part("fuzz", ("tools/fuzz.py", "--seconds", "30", "--output", "{output}"), 300),
+    Part("lease", (*PYTEST, "tests/unit/test_gpu_tools.py", "-m", "proof"), 7200),
     Part("soak", (*PYTEST, "tests/fault/test_soak.py", "-m", "proof"), 300),
 )
 

@@ -96,6 +96,14 @@ def _soak(figures: Figures) -> str:
     return f"resident memory grows by {figures['rss_bytes_per_step'][0]:.0f} bytes a step"
 
 
+def _lease(figures: Figures) -> str:
+    (found,) = figures["lease"]
+    return (
+        f"{found['parts']} parts of the check of a card come home, killed {found['kills']} times, "
+        f"over {found['over']}"
+    )
+
+
 def _conformance(figures: Figures) -> str:
     recordings = figures["recordings"]
     real = f"{recordings} recordings of real drivers" if recordings else "no recording to compare"
@@ -117,6 +125,7 @@ SHOWN: dict[str, Callable[[Figures], str]] = {
     "planted bugs": _tests,
     "coverage": _coverage,
     "fuzz": _fuzz,
+    "lease": _lease,
     "soak": _soak,
 }
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -589,6 +590,120 @@ def test_a_search_path_that_was_exported_is_kept(monkeypatch: pytest.MonkeyPatch
     assert gpu_check.search_path(Path("/ours")) == f"/ours{os.pathsep}/theirs"
     monkeypatch.delenv("PYTHONPATH")
     assert gpu_check.search_path(Path("/ours"), Path("/more")) == f"/ours{os.pathsep}/more"
+
+
+# ---- the real lease, killed ----
+
+CUDA_PARTS = ("machine", "tests/gpu", "conformance", "link", "calls")  # a CPU ends them in time
+
+
+def cuda_environment() -> dict[str, str] | None:
+    """What PyTorch's CUDA build over the simulated driver needs; None where it is not built."""
+    venv = (ROOT / ".venv-cuda").resolve()
+    python, libraries = venv / "bin" / "python", venv.parent / "build" / "cuda"
+    if not python.is_file() or not (libraries / "liboperators.so").is_file():
+        return None
+    # What is no Python, as the conformance program, finds the driver there.
+    return {"PYTHON": str(python), "LD_LIBRARY_PATH": str(libraries)}
+
+
+def ended_parts(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The parts that have ended, and files of tests."""
+    rows = {name: report[name] for name in gpu_check.OBJECTS if name not in ("tests", "power")}
+    rows |= {row["name"]: row for row in report["tests"]["rows"]}
+    return {name: row for name, row in rows.items() if row["state"] in gpu_check.ENDED}
+
+
+def shape_of(report: dict[str, Any]) -> dict[str, Any]:
+    """Names of parts and rows, and what each row tells; no figure."""
+
+    def tells(row: Any) -> Any:
+        return (row["name"], *sorted(row)) if isinstance(row, dict) else "line"
+
+    # How much memory there is to touch differs from one moment to the next.
+    names = set(gpu_check.OBJECTS) - {"tests", "ram"}
+    rows = {name: report[name]["rows"] for name in names}
+    found = {name: sorted(map(tells, of_part)) for name, of_part in rows.items()}
+    return found | {row["name"]: row["state"] for row in report["tests"]["rows"]}
+
+
+def has_ended(count: int) -> Callable[[dict[str, Any]], bool]:
+    """Whether so many parts have ended, and at least the build has begun."""
+
+    def is_time(report: dict[str, Any]) -> bool:
+        begun = bool(report) and report["build"]["state"] != "not reached"
+        return begun and len(ended_parts(report)) >= count
+
+    return is_time
+
+
+class RealLease:
+    """tools/lease.sh as whoever has a card calls it, again and again over the same results."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.path = folder / "results.json"
+        over = cuda_environment()
+        self.over = "the simulated device" if over is None else "CUDA's torch"
+        self.parts = CUDA_PARTS if over else ()
+        given = {"RESULTS": str(folder), "WHEELS": str(folder / "none"), "COMMIT": "abc123"}
+        given |= over or {"GPU_CHECK_DEVICE": "sim", "PYTHON": sys.executable}
+        self.environment = {**os.environ, **given}
+
+    def report(self) -> dict[str, Any]:
+        """The results; a file that is no JSON fails."""
+        found: dict[str, Any] = json.loads(self.path.read_text()) if self.path.is_file() else {}
+        return found
+
+    def call(self, until: Callable[[dict[str, Any]], bool] | None = None) -> dict[str, Any]:
+        """Run it to its end, or until the results are such that it is killed, without a warning."""
+        # A busy machine takes longer than a lease lasts.
+        command = ["sh", str(ROOT / "tools" / "lease.sh"), "7200", "", "--patience", "10"]
+        command += ["--only", ",".join(self.parts)] if self.parts else []
+        with self.path.with_name("output").open("a") as output:
+            process = subprocess.Popen(
+                command,
+                env=self.environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # what is taken away with a machine is all of it
+            )
+            try:
+                while process.poll() is None and not (until and until(self.report())):
+                    time.sleep(0.05)
+                assert (process.poll() is None) == (until is not None), "it ended by itself"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return self.report()
+
+
+@pytest.mark.slow
+@pytest.mark.proof
+def test_a_lease_that_is_killed_three_times_comes_home_whole(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """The real parts, on the simulated device or over CUDA's torch where that is."""
+    whole = shape_of(RealLease(tmp_path / "whole").call())
+    lease = RealLease(tmp_path / "killed")
+    asked = lease.parts or (*gpu_check.OBJECTS, *(part.name for part in gpu_check.CLOCK))
+    parts = {"build", *asked} - {"tests", "power"}
+    ended: dict[str, dict[str, Any]] = {}
+    for kill in range(3):
+        report = lease.call(has_ended(max(len(parts) * kill // 3, len(ended))))
+        found = ended_parts(report)
+        assert ended == {name: found[name] for name in ended}, "a part that had ended ran again"
+        ended = {name: row for name, row in found.items() if name != "build"}
+    report = lease.call()
+    found = ended_parts(report)
+    assert ended == {name: found[name] for name in ended}, "a part that had ended ran again"
+    assert len(report["resumed"]) == 3
+    states = {name: row["state"] for name, row in found.items()}
+    assert states == dict.fromkeys(parts, "done"), {name: found[name]["why"] for name in found}
+    assert shape_of(report) == whole
+    said = {"kills": 3, "parts": len(parts), "over": lease.over}
+    record_property("lease", json.dumps(said))
 
 
 # ---- gpu-import ----

@@ -50,6 +50,7 @@ FIGURES = {
     "planted bugs": {"tests": 18, "failed": 0},
     "coverage": {"files": {"plan.c": {"taken": 95, "branches": 100}}},
     "fuzz": {"targets": {"plan": {"inputs": 1000, "seconds": 30}}},
+    "lease": {"lease": [{"kills": 3, "parts": 24, "over": "the simulated device"}]},
     "soak": {"rss_bytes_per_step": [78.4]},
 }
 PARTS = {
