@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from .autocast import StandIns
 from .budget import Budget, Change, Reading
 from .engines import DeviceState, Layout, close_if_unused, registry_if_free
 from .errors import DriverError, OffloadError
-from .geometry import tensor_bytes, unit_bytes
+from .geometry import memory_of, tensor_bytes, unit_bytes
 from .gradients import Gradients
 from .layers.leaf import Leaf, is_memory_held_elsewhere
 from .layers.swap import HANDLE, swap_out
@@ -322,6 +322,15 @@ class Attachment:
             for layer in list(self.layers)
             if any(tensor.requires_grad for tensor in layer.tensors())
         }
+
+    def before_frozen_write(self, tensors: Sequence[Tensor]) -> None:
+        """Wait for copies of masters that a step may write though it trains none of them."""
+        if not self.is_attached:
+            return
+        own = {id(master) for layer in list(self.layers) for master in layer.tensors()}
+        if any(id(t) in own or self.pieces.at(memory_of(t)[0]) is not None for t in tensors):
+            self.state.engine.settle()
+            self.state.engine.refresh(self.model)  # nothing is copied until the next use
 
     def after_step(self) -> None:
         """Take the bytes that moved since the last optimizer step, and free what nobody holds."""

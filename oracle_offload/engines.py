@@ -11,11 +11,12 @@ import bisect
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
 from . import _core, devices, optimizer_states, simulator, step_scalars
@@ -62,6 +63,9 @@ class Listener(Protocol):
 
     def before_step(self) -> bool:
         """An optimizer is about to step; return whether it trains anything held here."""
+
+    def before_frozen_write(self, tensors: Sequence[Tensor]) -> None:
+        """A step may write these, which need no gradient; `before_step` does not count them."""
 
     def after_step(self) -> None:
         """An optimizer has stepped."""
@@ -350,15 +354,31 @@ def _install_hooks() -> None:
         torch_optimizer.register_optimizer_step_post_hook(_after_step)
 
 
+def _frozen_in(optimizer: Any) -> list[Tensor]:
+    """Return the tensors on the host that need no gradient, and that a step may write (MeZO)."""
+    skips = type(optimizer).__module__.startswith("torch.optim.")  # what has no gradient
+    return [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if not parameter.requires_grad
+        if parameter.is_cpu and not (skips and parameter.grad is None)
+    ]
+
+
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Cover what the end of a graph task cannot: a backward that raised, gradients set by hand."""
     optimizer_states.follow(optimizer)
     step_scalars.settle(optimizer)
+    frozen = _frozen_in(optimizer)
     for state in open_states():
         with state.lock:  # while somebody listens, nobody closes the engine
             trained = [listener.before_step() for listener in state.listeners]
             if any(trained):
                 state.engine.hold()
+            if frozen:
+                for listener in state.listeners:
+                    listener.before_frozen_write(frozen)
             if state.listeners:
                 for observer in observers:
                     observer.begins_step(state)

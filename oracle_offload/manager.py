@@ -191,7 +191,9 @@ class MemoryManager:
         A copy that a forward has queued may read a weight after that forward has returned, and
         nothing sees a write through a tensor that somebody kept. At its entry the block waits for
         what is queued; at its exit all device copies are forgotten, as by `refresh`. Nothing in it
-        may call the model. ``load_state_dict`` waits by itself.
+        may call the model. ``load_state_dict`` waits by itself, and so does a step of an optimizer
+        that holds the weights. MeZO's perturbations in a loop of one's own belong here, and merges
+        of adapters.
         """
         self.state.check_process()
         self.state.engine.settle()

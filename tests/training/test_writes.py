@@ -761,6 +761,55 @@ def test_a_move_that_the_engine_refuses_leaves_the_layer_as_it_was():
         assert manager.layers
 
 
+class Perturbs(torch.optim.Optimizer):
+    """Writes what it is given, without gradients."""
+
+    def __init__(self, parameters, told):
+        super().__init__(parameters, {})
+        self.told = told
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.told(parameter)
+                parameter.data[0] += 1.0
+
+
+@pytest.mark.parametrize("holds", ["masters", "adapters", "views"])
+def test_a_step_that_trains_nothing_waits_where_it_may_write_masters(sim, holds):
+    """MeZO's, say; one that holds adapters alone does not wait."""
+    model, extra = build().requires_grad_(False), nn.Linear(8, 8)
+    resident = copy.deepcopy(model)
+    x = torch.randn(4, 64)
+
+    def told(parameter):
+        nbytes = parameter.numel() * parameter.element_size()
+        sim.host_access(parameter.data_ptr(), nbytes, True)
+
+    with attached(model, offload_percent=1.0) as manager:
+        assert manager.layers
+        written = {
+            "masters": list(model.parameters()),
+            "adapters": list(extra.parameters()),
+            "views": [nn.Parameter(p.data, requires_grad=False) for p in model.parameters()],
+        }[holds]
+        optimizer = Perturbs(written, told)
+        same = Perturbs(extra.parameters() if holds == "adapters" else resident.parameters(), id)
+        plain = torch.optim.SGD(written, lr=0.1)  # which passes over what has no gradient
+        for _ in range(3):
+            assert torch.equal(model(x), resident(x))
+            before = manager.state.engine.stats()["resident_units"]
+            plain.step()
+            assert manager.state.engine.stats()["resident_units"] == before > 0
+            optimizer.step()
+            if holds != "adapters":
+                same.step()
+            left = manager.state.engine.stats()["resident_units"]
+            assert left == (before if holds == "adapters" else 0)
+        assert torch.equal(model(x), resident(x))
+        assert sim.reports() == []
+
+
 @pytest.mark.parametrize("how", ["writing", "load_state_dict"])
 def test_a_write_after_a_forward_that_nobody_waited_for(sim, how):
     """A copy that is still queued does not read what the host writes; the strict witness cannot."""
