@@ -339,6 +339,33 @@ static void chunks_take_turns_in_the_staging_memory(void) {
     CHECK(sim_reset(&sim) == 0, "not reset");
 }
 
+/* Its decodes run still, into bytes that are free again: the next copy comes after them. */
+static void a_copy_that_failed_after_decodes_leaves_them_loose(void) {
+    struct world w;
+    uint32_t unit, members[2];
+    size_t offsets[2];
+    struct oo_use use_of_it;
+    world_coded = 1;
+    world_open(&w, 400000, -1);
+    world_coded = 0;
+    const uint32_t ones[] = {1, 1};
+    const struct oo_tensor row[] = {{.host = w.master[4],
+                                     .bytes = w.bytes[4],
+                                     .coded_bytes = w.coded_bytes[4],
+                                     .coded_kind = OO_CODEC_INT8},
+                                    {.host = w.master[3], .bytes = w.bytes[3]}};
+    need(oo_unit_add(w.engine, w.model, row, ones, 2, 0, &unit, members, offsets), "unit");
+    CHECK(w.engine->units[unit].decodes && !w.engine->units[unit].only_decoded, "not mixed");
+    const unsigned last = w.engine->units[unit].n_parts;
+    sim.simFault("cuMemcpyHtoDAsync", last, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+    CHECK(acquire(w.engine, members[0], w.stream, 0, OO_FORWARD, -1, 0, &use_of_it) == OO_E_DRIVER,
+          "no error of copy %u", last);
+    CHECK(w.engine->decoder.loose, "the next copy would not wait for %u decodes", last - 1);
+    sim.simFaultClear();
+    need(step(&w), "over it");
+    world_close(&w, "loose");
+}
+
 /* The driver has refused to mark the ends of decodes: what comes after them knows all the same. */
 static void a_piece_whose_decode_has_no_mark_is_used_after_it(void) {
     for (int schedule = SIM_TIMED; schedule <= SIM_DELAYED; schedule++) {
@@ -960,6 +987,7 @@ static const struct check_case cases[] = {
     CASE(what_travels_is_counted_as_it_is_coded),
     CASE(a_chunk_passes_through_the_ring_in_steps),
     CASE(a_locked_chunk_passes_through_no_ring),
+    CASE(a_copy_that_failed_after_decodes_leaves_them_loose),
     CASE(chunks_take_turns_in_the_staging_memory),
     CASE(a_piece_whose_decode_has_no_mark_is_used_after_it),
     CASE(what_is_no_coded_master_is_refused),

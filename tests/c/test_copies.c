@@ -123,6 +123,39 @@ static void what_has_settled_may_be_rewritten(void) {
     }
 }
 
+/* While a copy thread still has masters to read, settling does not return: who goes on writes. */
+static void copy_threads_are_waited_for(void) {
+    enum { BYTES = 32 << 20 };
+    struct world w;
+    struct oo_host *host;
+    uint32_t unit;
+    size_t offset;
+    world_open(&w, BYTES + 400000, -1);
+    need(oo_host_create(BYTES, &host), "host memory");
+    need(oo_engine_lock(w.engine, host, 0), "which is known and not locked");
+    const struct oo_tensor tensor = {.host = oo_host_address(host), .bytes = BYTES};
+    need(oo_member_move(w.engine, w.member[4], &tensor, 1, &unit, &offset), "move");
+    for (int round = 0; round < 3; round++) /* learned */
+        for (unsigned i = 3; i < 6; i++) {
+            struct oo_use held;
+            struct oo_fetched fetched;
+            need(acquire(w.engine, w.member[i], w.stream, 0, OO_FORWARD, -1, 0, &held), "acquire");
+            need(oo_engine_launch(w.engine, w.member[i], w.stream, 1e-6), "launch");
+            if (round == 2 && i == 3)
+                need(oo_engine_refresh(w.engine, w.model), "refresh");
+            need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+            if (round < 2 || i > 3)
+                continue;
+            CHECK(oo_plan_resident(w.engine->plan, unit) != NULL, "not copied ahead");
+            need(oo_engine_settle(w.engine), "settle");
+            CHECK(!oo__feeds_run(w.engine), "a copy thread reads masters");
+        }
+    need(oo_member_remove(w.engine, w.member[4]), "remove");
+    need(oo_engine_unlock(w.engine, host), "unlock");
+    need(oo_host_destroy(host), "destroy");
+    world_close(&w, "copy threads");
+}
+
 /* Units are copied one by one, on request: nothing is fetched ahead. */
 static void open_one_by_one(struct world *w) {
     world_open(w, 400000, 0);
@@ -190,6 +223,18 @@ static void what_is_known_is_never_less(void) {
     gradient_from(&w, w.stream); /* of which nothing is known */
     CHECK(hold_and_write(&w, 0) == 0, "waited");
     world_close(&w, "never less");
+}
+
+/* It stays until its use ends, and so it may be written while its copy reads it. */
+static void a_copy_of_what_is_in_use_is_waited_for(void) {
+    struct world w;
+    struct oo_use held;
+    struct oo_fetched fetched;
+    open_one_by_one(&w);
+    need(acquire(w.engine, w.member[3], w.stream, 0, OO_BACKWARD, 1, 0, &held), "acquire");
+    CHECK(hold_and_write(&w, 0) == 1, "not waited for");
+    need(oo_engine_release(w.engine, held.ticket, w.stream, 0, &fetched), "release");
+    world_close(&w, "in use");
 }
 
 static void a_wait_that_fails_is_made_again(void) {
@@ -333,11 +378,13 @@ static const struct check_case cases[] = {
     CASE(copies_of_frozen_weights_are_not_waited_for),
     CASE(a_copy_ahead_is_waited_for),
     CASE(what_has_settled_may_be_rewritten),
+    CASE(copy_threads_are_waited_for),
     CASE(a_gradient_tells_of_its_own_stream_alone),
     CASE(a_gradient_tells_nothing_of_a_stream_with_the_same_handle),
     CASE(what_two_streams_wait_for_is_told_apart),
     CASE(what_is_known_is_never_less),
     CASE(a_wait_that_fails_is_made_again),
+    CASE(a_copy_of_what_is_in_use_is_waited_for),
     CASE(a_wait_that_was_not_queued_tells_nothing),
     CASE(a_gradient_that_has_not_arrived_tells_nothing),
     CASE(a_copy_that_failed_half_way_is_waited_for),

@@ -68,6 +68,9 @@ static void test_a_rewritten_master_is_refused_while_its_unit_is_kept(void) {
     const struct oo_use kept = keep(&w, 3, w.stream);
     CHECK(acquire(w.engine, w.member[3], w.stream, 1, OO_FORWARD, -1, 0, &use) == OO_E_STATE,
           "a stale copy was handed out, or waited for");
+    CHECK(acquire(w.engine, w.member[3], w.stream, 1, OO_FORWARD, -1, OO_NONBLOCKING, &use) ==
+              OO_E_STATE,
+          "it would be waited for");
     need(oo_engine_end(w.engine, kept.ticket, w.stream), "end");
     need(acquire(w.engine, w.member[3], w.stream, 1, OO_FORWARD, -1, 0, &use), "afterwards");
     struct oo_fetched fetched;

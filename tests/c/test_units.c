@@ -189,6 +189,44 @@ static void test_what_left_a_unit_travels_no_more(void) {
     world_close(&w, "left");
 }
 
+static enum oo_status use_member(struct world *w, uint32_t member) {
+    struct oo_use held;
+    struct oo_fetched fetched;
+    const enum oo_status status =
+        acquire(w->engine, member, w->stream, 0, OO_FORWARD, -1, 0, &held);
+    return status == OO_OK ? oo_engine_release(w->engine, held.ticket, w->stream, 0, &fetched)
+                           : status;
+}
+
+/* Memory that the engine does not know is copied on request alone; without it the unit is not. */
+static void test_what_is_left_of_a_unit_is_fetched_ahead(void) {
+    struct world w;
+    uint32_t unit, members[2];
+    size_t offsets[2];
+    world_open(&w, 400000, -1);
+    char *elsewhere = malloc(4096);
+    fill(elsewhere, 4096, 9);
+    const uint32_t ones[] = {1, 1};
+    const struct oo_tensor row[] = {{.host = w.master[4], .bytes = 4096},
+                                    {.host = elsewhere, .bytes = 4096}};
+    need(oo_unit_add(w.engine, w.model, row, ones, 2, 0, &unit, members, offsets), "unit");
+    for (int knows = 0; knows < 2; knows++) {
+        for (int round = 0; round < 4; round++) {
+            need(oo_engine_refresh(w.engine, w.model), "refresh");
+            need(use(&w, 3, OO_FORWARD), "the one before");
+            if (round == 3)
+                CHECK((oo_plan_resident(w.engine->plan, unit) != NULL) == knows,
+                      "fetched ahead, and it has %d member", 2 - knows);
+            need(use_member(&w, members[0]), "the unit");
+            need(use(&w, 5, OO_FORWARD), "the one after");
+        }
+        if (!knows)
+            need(oo_member_remove(w.engine, members[1]), "remove");
+    }
+    world_close(&w, "ahead");
+    free(elsewhere);
+}
+
 /* A member that could not be moved is copied from where it was. */
 static void test_a_move_that_fails_changes_nothing(void) {
     struct world w;
@@ -233,6 +271,25 @@ static void test_a_move_that_fails_changes_nothing(void) {
     need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
     world_close(&w, "move");
     free(elsewhere);
+}
+
+/* Device memory that could not be ordered before our copies is the caller's alone. */
+static void test_a_segment_that_is_refused_is_not_adopted(void) {
+    static char memory[8192];
+    struct world w;
+    struct sim_live before, after;
+    world_open(&w, 60000, -1);
+    const char *calls[] = {"cuEventRecord", "cuStreamWaitEvent"};
+    for (int i = 0; i < 2; i++) {
+        sim.simGetLive(&before);
+        sim.simFault(calls[i], 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
+        CHECK(oo_segment_add(w.engine, w.lease, (uintptr_t)memory, sizeof memory, w.stream) ==
+                  OO_E_DRIVER,
+              "%s: no error", calls[i]);
+        sim.simGetLive(&after);
+        CHECK(after.adopted_bytes == before.adopted_bytes, "%s: adopted still", calls[i]);
+    }
+    world_close(&w, "refused");
 }
 
 static void test_what_was_removed_is_known_no_more(void) {
@@ -306,6 +363,8 @@ static void test_members_of_a_refused_unit_are_not_there(void) {
 static const struct check_case cases[] = {
     CASE(test_units_of_several_members_and_tensors),
     CASE(test_what_left_a_unit_travels_no_more),
+    CASE(test_what_is_left_of_a_unit_is_fetched_ahead),
+    CASE(test_a_segment_that_is_refused_is_not_adopted),
     CASE(test_what_travels_as_one_copy),
     CASE(test_a_member_that_moves_keeps_its_unit_only_alone_and_alike),
     CASE(test_a_move_that_fails_changes_nothing),

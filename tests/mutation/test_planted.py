@@ -48,8 +48,8 @@ BUGS = [
     Bug(
         "no slot wait",
         "uses.c",
-        "OO_DRIVE(engine, cuStreamWaitEvent, engine->h2d, use->event->handle, 0)",
-        "OO_OK",
+        "OO_DRIVE(engine, cuStreamWaitEvent, writer, use->event->handle, 0)",
+        "(writer ? OO_OK : OO_OK)",
     ),
     Bug(
         "no wait for the copy",
@@ -59,9 +59,9 @@ BUGS = [
     ),
     Bug(
         "record on the wrong stream",
-        "engine.c",
-        "OO_DRIVE(engine, cuEventRecord, ready->handle, engine->h2d)",
-        "OO_DRIVE(engine, cuEventRecord, ready->handle, engine->d2h)",
+        "staging.c",
+        "engine->driver.cuEventRecord(ready->handle, engine->h2d)",
+        "engine->driver.cuEventRecord(ready->handle, engine->d2h)",
     ),
     Bug(
         "wait before its record",
@@ -98,8 +98,8 @@ BUGS = [
     Bug(
         "trap 4: layers are assumed to run in the order they were created",
         "plan.c",
-        "    return best;\n",
-        "    return OO_NOWHERE;\n",
+        "        best[n_best++] = candidate;\n",
+        "        (void)candidate;\n",
     ),
     Bug(
         "trap 5: tensors with a gap between them travel as one",
@@ -112,6 +112,44 @@ BUGS = [
         "engine.c",
         "return member->fingerprint != before;",
         "return 0;",
+    ),
+    # Each of these lived once.
+    Bug(
+        "a step does not wait for copies of what is in use",
+        "engine.c",
+        "            unit->leaving = 1; /*",
+        "            { unit->leaving = 1; continue; } /*",
+    ),
+    Bug(
+        "decodes of a copy that failed are not waited for",
+        "engine.c",
+        "        engine->decoder.loose |= unit->decodes;\n",
+        "",
+    ),
+    Bug(
+        "a kept use is waited for",
+        "engine.c",
+        "if (until_s == 0 || engine->units[id].n_kept)",
+        "if (until_s == 0)",
+    ),
+    Bug(
+        "settling does not wait for copy threads",
+        "engine.c",
+        "    oo__feeds_await(engine);\n    /* H7: the caller may rewrite any master",
+        "    /* H7: the caller may rewrite any master",
+    ),
+    Bug(
+        "device memory that was refused stays adopted",
+        "lease.c",
+        "    if (status != OO_OK && adopted)\n        (void)oo__disown(engine, address);\n",
+        "    (void)adopted;\n",
+    ),
+    Bug(
+        "what is left of a unit is never fetched ahead",
+        "model.c",
+        "        oo__unit_take_parts(engine, unit, &made);\n"
+        "        oo_plan_allow(engine->plan, id, oo__may_fetch_ahead(engine, unit));\n",
+        "        oo__unit_take_parts(engine, unit, &made);\n",
     ),
 ]
 
