@@ -14,11 +14,19 @@
 
 namespace oo {
 
+/* Whether ``at::matmul`` of this torch goes by the stride of an axis of one: see layers/linear.py,
+ * which asks it, and tells before any layer computes here. */
+inline bool reads_ones;
+
 /* Whether ``at::matmul`` multiplies an input of three or more dimensions as one matrix. */
 inline bool folds(at::IntArrayRef shape, at::IntArrayRef stride) {
     bool exact = true;
-    for (size_t i = 0; i + 2 < shape.size(); i++)
-        exact &= stride[i] == stride[i + 1] * shape[i + 1];
+    int64_t before = -1; /* the stride of the axis before */
+    for (size_t i = 0; i + 1 < shape.size(); i++)
+        if (reads_ones || shape[i] != 1) {
+            exact &= before < 0 || before == stride[i] * shape[i];
+            before = stride[i];
+        }
     return exact || std::find(shape.begin(), shape.end(), 0) != shape.end();
 }
 

@@ -128,6 +128,7 @@ void find_all() {
 #undef INTERN
     engine_type = attribute("oracle_offload._core", "Engine");
     offload_error = attribute("oracle_offload.errors", "OffloadError");
+    reads_ones = Owned(attribute("oracle_offload.layers.linear", "READS_ONES")) == Py_True;
     no_room_error = attribute("oracle_offload.errors", "NoRoomError");
     differentiate = attribute("oracle_offload.layers.loan", "differentiate");
     note_trainable_there = attribute("oracle_offload.gradients", "note_trainable");

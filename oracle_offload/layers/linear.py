@@ -8,6 +8,7 @@ the layout of the operands decide the last bits.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ def is_one_matrix(x: Tensor, biased: bool) -> bool:
     """Whether torch multiplies `x` as one matrix even by a weight that is not trained.
 
     With a bias ``at::linear`` asks whether `x` is contiguous; without one ``at::matmul`` goes by
-    the strides alone, also by that of an axis of one, which may be any.
+    the strides alone.
     """
     return x.dim() <= 2 or (x.is_contiguous() and (biased or folds(x.shape, x.stride())))
 
@@ -196,7 +197,23 @@ def folds(shape: torch.Size, stride: tuple[int, ...]) -> bool:
     """Whether ``at::matmul`` multiplies an input of three or more dimensions as one matrix."""
     if 0 in shape:
         return True
-    return all(stride[i] == stride[i + 1] * shape[i + 1] for i in range(len(shape) - 2))
+    axes = [axis for axis in range(len(shape) - 1) if READS_ONES or shape[axis] != 1]
+    return all(stride[i] == stride[j] * shape[j] for i, j in itertools.pairwise(axes))
+
+
+def _reads_ones() -> bool:
+    """Whether ``at::matmul`` of this torch goes by the stride of an axis of one, which may be any.
+
+    Where it does not multiply as one matrix, it multiplies each of a batch; torch 2.14 reads none.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(4, device="cpu", requires_grad=True).as_strided((1, 2, 2), (7, 2, 1))
+        product = F.linear(x, torch.ones(2, 2, device="cpu")).grad_fn
+        assert product is not None
+        return product.next_functions[0][0].name().startswith("Bmm")
+
+
+READS_ONES = _reads_ones()
 
 
 def is_contiguous(shape: torch.Size, stride: tuple[int, ...]) -> bool:
