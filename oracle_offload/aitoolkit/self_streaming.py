@@ -42,7 +42,7 @@ def _kept_class(base: Any) -> Any:
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         def cast(tensor: Tensor) -> Tensor:
-            dtype = fn(torch.zeros((), dtype=tensor.dtype)).dtype
+            dtype = fn(torch.zeros((), dtype=tensor.dtype, device="cpu")).dtype
             return tensor if dtype == tensor.dtype else tensor.to(dtype)
 
         return base._apply(self, cast, recurse)

@@ -197,6 +197,7 @@ class _Accumulation:
         self._states = ThreadStates([state.device for state in open_states()], own)
         self._leaves = Leaves(self._name_of)
         self._backward = torch.autograd.backward
+        self._begins_backward = False
         self._apply = Function.__dict__["apply"]
         self._set_attribute = nn.Module.__setattr__
         self._begin_frame = _CheckpointFrame.__init__
@@ -345,6 +346,10 @@ class _Accumulation:
                 self._make_room(micro_batch)
 
     def _called_backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if self._begins_backward and no_graph_task():
+            # A mode of torch functions is active, a default device say, and hands the call on.
+            self._backward(tensors, *args, **kwargs)
+            return
         micro_batch = self._here()
         if micro_batch is None:
             if not no_graph_task():
@@ -523,10 +528,14 @@ class _Accumulation:
         if self._is_interleaved:
             self._leaves.check_order(graphs)
         del graphs, graph  # backward frees what their nodes hold, one after the other
-        self._backward(
-            [root for micro_batch in micro_batches for root in micro_batch.roots],
-            [gradient for micro_batch in micro_batches for gradient in micro_batch.gradients],
-        )
+        self._begins_backward = True
+        try:
+            self._backward(
+                [root for micro_batch in micro_batches for root in micro_batch.roots],
+                [gradient for micro_batch in micro_batches for gradient in micro_batch.gradients],
+            )
+        finally:
+            self._begins_backward = False
 
     def _unwind(self) -> None:
         """End the steps that are under way, each in its own state."""

@@ -53,7 +53,8 @@ def estimated_pace(
             torch.no_grad(),
         ):
             model = copy_with(
-                module, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
+                module,
+                lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu"),
             )
             arguments, said = inputs(model, None, 1)
             clock = _Clock(SimulatedTime(rates), [model.get_submodule(table) for table in tables])

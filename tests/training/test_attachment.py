@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import weakref
@@ -534,3 +535,43 @@ def test_a_model_built_under_inference_mode_is_used_and_trained(device, how, mon
         assert torch.equal(infer(model, x.to(device), how), expected)
     assert all(model.get_parameter(name) is tensor for name, tensor in named.items())
     assert model.out.weight is model.table.weight and None not in [each() for each in held]
+
+
+# ---- a default device ----
+
+
+class Twofold(nn.Sequential):
+    """Layers in a row, the last of which takes what it is given twice."""
+
+    def forward(self, x):
+        x = self[1](self[0](x))
+        return self[2](x, x)
+
+
+def twofold():
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 256), nn.Conv1d(2, 2, 3, padding=1), nn.Bilinear(256, 256, 256)]
+    model = Twofold(*layers).bfloat16().requires_grad_(False)
+    model[1].requires_grad_()
+    return model
+
+
+@pytest.mark.parametrize("how", ["plain", "compress", "weights"])
+def test_a_default_device_is_for_what_the_user_makes_alone(how, tmp_path, monkeypatch):
+    """As of a script that has called `torch.set_default_device("cuda")`."""
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    resident, path = twofold(), tmp_path / "model.safetensors"
+    oracle_offload.save_weights(resident, path)
+    options = {"plain": {}, "compress": {"compress": "lossless"}, "weights": {"weights": path}}
+    with oracle_offload.empty_weights() if how == "weights" else contextlib.nullcontext():
+        model = twofold()
+    x = [torch.randn(3, 2, 256).bfloat16() for _ in range(2)]
+    with torch.device("meta"), attached(model, "cpu", **options[how]) as manager:
+        assert len(manager.layers) == 3
+        oracle_offload.accumulate(lambda i: model(x[i]).sum(), range(2))
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            assert torch.equal(model(x[0]), resident(x[0]))
+    for each in x:
+        resident(each).sum().backward()
+    assert torch.equal(model[1].weight.grad, resident[1].weight.grad)
