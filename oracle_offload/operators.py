@@ -23,6 +23,16 @@ _NO_KERNEL = frozenset(
 
 
 _AUTOCAST = ("cpu", "cuda")  # device types whose dispatch key for autocast has their name
+_BELOW_AUTOCAST = ("aten", "prim", "prims")  # operators that autocast has seen already
+# Those whose kernels call operators that autocast casts for, and which nothing calls that autocast
+# has cast for itself: what softmax calls in an attention computes in the attention's dtype.
+_CALL_OPERATORS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("_trilinear", "linalg_pinv"),
+        *("_native_multi_head_attention", "_transformer_encoder_layer_fwd"),
+    )
+)
 _NESTING = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView
 _thread = threading.local()
@@ -63,20 +73,25 @@ def _enabled_keys() -> tuple[Any, ...]:
     )
 
 
-def _is_composite(func: Any) -> bool:
-    """Whether torch has made of other operators what arrives whole under inference mode alone."""
-    return isinstance(func, torch._ops.OpOverload) and bool(
-        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    )
+def _has_kernel(func: Any, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
 
 
 def run_in_mode(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call an operator from a mode's handler, so that it computes as it would without the mode."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return func(*args, **kwargs)
+    # Of other operators torch has made what arrives whole under inference mode alone.
+    is_whole = torch.is_inference_mode_enabled() and _has_kernel(func, "CompositeImplicitAutograd")
     nesting, keys = getattr(_thread, "autocast", None) or (0, ())
-    if keys and _nesting() != nesting:
-        keys = ()
-    if torch.is_inference_mode_enabled() and _is_composite(func):
-        keys = *keys, _VIEWS  # a view that it takes of a trained weight then requires grad
+    if keys:
+        is_top = func.namespace not in _BELOW_AUTOCAST or func._schema.name in _CALL_OPERATORS
+        if not (is_top or is_whole) or _nesting() != nesting:
+            keys = ()
+        else:  # what autocast casts for, it does not look into
+            keys = tuple(key for key in keys if not _has_kernel(func, key.name))
+    if is_whole:  # a view that it takes of a trained weight then requires grad
+        keys = *keys, _VIEWS
     with contextlib.ExitStack() as stack:
         for key in keys:
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))

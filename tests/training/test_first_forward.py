@@ -782,6 +782,7 @@ class Decomposed(nn.Module):
         if self.recurrent is not None:
             x = self.recurrent(x)[0]
             x = self.attention(x, x, x)[0]
+        x = F.scaled_dot_product_attention(*[x.unsqueeze(1)] * 3).squeeze(1)
         x = torch.einsum("bsi,bti->bst", x, x).float() @ x.float()
         return self.product(x.float(), x.float())
 
