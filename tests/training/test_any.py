@@ -984,6 +984,25 @@ def test_the_places_of_a_module_are_a_mapping_of_its_masters():
     assert dict(places) == found and module["two"].bias is not found["two.bias"]
     places.restore()
     assert module["two"].bias is found["two.bias"]
+    places.put({name: torch.zeros(1) for name in names})
+    another = nn.Parameter(torch.ones(3, 2))
+    module["one"]._parameters["weight"] = another  # while device tensors stood there
+    places.restore()
+    assert module["one"].weight is another and module["two"].bias is found["two.bias"]
+    assert not places.lent
+
+
+def test_a_byte_of_a_slot_belongs_to_the_tensor_that_begins_there_or_before():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.GRU(64, 64, num_layers=2))
+    with attached(model) as manager:
+        (layer,) = manager.layers
+        named = [name for name, _ in layer.masters.named()]
+        starts = [offset - layer.offsets[0] for offset in layer.offsets]
+        assert len(named) > 2 and len(set(starts)) == len(named)
+        for name, start, (_, master) in zip(named, starts, layer.masters.named(), strict=True):
+            for at in (start, start + 1, start + master.nbytes - 1):
+                assert layer.name_at(at) == name
 
 
 class Wrapper(nn.Module):

@@ -19,6 +19,7 @@ from oracle_offload import devices, engines, masters, selection
 from oracle_offload.arena import Arena
 from oracle_offload.attachment import close_leftovers
 from oracle_offload.budget import Budget, Change, Reading
+from oracle_offload.compress import coder
 from oracle_offload.sizes import format_size
 
 LAYER = 64 << 10  # bytes of one of `tower`, a unit of its own
@@ -396,6 +397,22 @@ def test_before_a_step_those_weights_leave_their_codes_that_were_written_or_are_
         assert coded_after_a_step() == ["2", "3"] == coded_after_a_step()
         assert manager.attachment.trained_units == {manager.layers[1].unit}
     assert sum("it is not compressed any more" in text for text in caplog.messages) == 1
+
+
+def test_a_step_knows_the_units_of_what_left_its_codes_for_it(tmp_path, monkeypatch):
+    """A layer that shares a unit gets one of its own when its codes go: that one is trained."""
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(coder, "SMALLEST_BYTES", 1)
+    torch.manual_seed(0)
+    layers = (nn.Linear(96, 96, bias=False) for _ in range(3))
+    model = nn.Sequential(*layers).bfloat16().requires_grad_(False)
+    with attached(model, compress="lossless") as manager:
+        first, middle, last = manager.layers
+        assert first.unit == middle.unit == last.unit and middle.coded
+        model[1].requires_grad_()
+        torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+        assert not middle.coded and len({first.unit, middle.unit, last.unit}) == 3
+        assert manager.attachment.trained_units == {middle.unit}
 
 
 # ---- memory that goes back ----

@@ -160,7 +160,9 @@ def test_a_refusal_to_lock_is_an_answer_and_the_memory_is_known() -> None:
     assert rings is not None and "CUDA_ERROR_OUT_OF_MEMORY (2)" in rings
     with pytest.raises(OffloadError, match="know"):
         engine.lock(buffer)
+    references = sys.getrefcount(engine)
     engine.unlock(buffer)
+    assert sys.getrefcount(engine) == references - 1, "memory that it knows keeps it alive"
     assert engine.reserve_rings(1 << 20) is None and engine.stats()["ring_bytes"] == 2 << 20
     assert engine.reserve_rings(0) is None and engine.stats()["ring_bytes"] == 0
     life.close_unused()
