@@ -1038,7 +1038,19 @@ static void use_model(struct fuzz *f, struct attached *m, unsigned call, struct 
             }
         break;
     case 7:
-        excuse(f, oo_engine_resume(f->w.engine), 0, "resume");
+        if (below(in, 2)) {
+            excuse(f, oo_engine_resume(f->w.engine), 0, "resume");
+            break;
+        }
+        status = oo_engine_settle(f->w.engine); /* then the host may write any master */
+        excuse(f, status, 0, "settle");
+        if (status == OO_OK && !is_coded(layer)) {
+            for (unsigned t = 0; t < layer->n_tensors; t++)
+                (void)sim.simHostAccess((void *)(uintptr_t)layer->tensors[t].host,
+                                        layer->tensors[t].bytes, 1);
+            rewrite(f, layer);
+            layer->stamp++;
+        }
         break;
     case 8:
         excuse(f, oo_engine_refresh(f->w.engine, below(in, 2) ? m->id : OO_ALL_MODELS), 0,
