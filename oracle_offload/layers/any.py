@@ -36,7 +36,7 @@ from .compiled import Whole
 from .flatten import is_wrapper, value_at
 from .leaf import Masters, Tensors, version_of
 from .loan import Borrower, forward_kind, once_differentiable
-from .swap import HANDLE, swap_in, weight_lists
+from .swap import HANDLE, base_class, swap_in, weight_lists
 
 if TYPE_CHECKING:
     from ..structure import Structure
@@ -191,6 +191,11 @@ class AnyLayer(Whole, Borrower):
         return self._turn.is_held() and self.is_lending()
 
     # ---- a forward ----
+
+    def __call__(self, x: Tensor) -> Any:
+        """Compute for code that keeps the forward which the module had as another kind of leaf."""
+        module: Any = self.module()
+        return self.lend_to(functools.partial(base_class(module).forward, module, x))
 
     def lend_to(self, call: Callable[[], Any]) -> Any:
         """Return ``call()``, with device tensors in the masters' places while it runs.

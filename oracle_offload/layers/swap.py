@@ -175,7 +175,11 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
         for child in self.children() if recurse else ():
             child._apply(fn)
         apply_to_residents(self, fn)
-        _apply_to_masters(self, fn)
+        leaf: Any = self.__dict__[HANDLE]
+        if leaf.lends_to_code and leaf.is_lending_here():
+            _apply_to_lent(self, leaf, fn)
+        else:
+            _apply_to_masters(self, fn)
         return self
 
     def _load_from_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -193,6 +197,8 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
             or (name == "forward" and reader_of(self) is not None)
         ):
             leaf.attachment.let_go_soon(leaf)
+        elif leaf is not None and name == "forward" and "_diffusers_hook" in self.__dict__:
+            leaf.structure.settle_soon()  # which of its hooks came is told later
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         # pickle insists that what __newobj__ makes has the object's own class; the older
@@ -380,6 +386,15 @@ def _outcome(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> _Outcome:
             result = fn(probe.contiguous(memory_format=memory_format))
         known = _outcomes[1][key] = result.dtype, _format_of(result)
     return known
+
+
+def _apply_to_lent(module: nn.Module, leaf: Any, fn: Callable[[Tensor], Tensor]) -> None:
+    """``module._apply(fn)`` by code that computes with what is lent to it: for this call alone."""
+    for key in leaf.keys_of(module):
+        tensor = module._parameters.get(key)
+        if tensor is not None:
+            with torch.no_grad():
+                tensor.data = fn(tensor)
 
 
 def _apply_to_masters(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:

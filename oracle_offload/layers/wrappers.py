@@ -34,7 +34,13 @@ def wrapper_of(module: nn.Module) -> Any | None:
 
 
 def reader_of(module: nn.Module) -> Any | None:
-    """Return the object in the chain that computes with the weight of `module` itself, if any."""
+    """Return the object in the chain that computes with the weight of `module` itself, if any.
+
+    Or that replaces the weight while `module` is called, as diffusers' layerwise casting does.
+    """
+    casts = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {}).get("layerwise_casting")
+    if casts is not None:
+        return casts
     forward = module.__dict__.get("forward")
     for _ in range(_MOST):
         if not isinstance(forward, types.MethodType):

@@ -17,7 +17,7 @@ from equality import assert_same, attached
 from torch import nn
 
 import oracle_offload
-from oracle_offload import OffloadError
+from oracle_offload import OffloadError, selection
 from oracle_offload.layers.swap import is_managed
 from oracle_offload.witness import Witness
 
@@ -134,6 +134,43 @@ def test_adapters_of_plain_layers_are_added_before_attach():
     with attached(adapted, "cpu", offload_percent=1.0) as manager:
         adapted(input_ids=IDS, labels=IDS).loss.backward()
         assert len(manager.layers) > 10
+
+
+# ---- casts ----
+
+
+@pytest.mark.parametrize("when", ["before", "after", "after a forward"])
+def test_weights_that_diffusers_casts_layer_by_layer_are_streamed_as_stored(
+    device, when, monkeypatch
+):
+    monkeypatch.setattr(selection, "SMALL_BYTES", 0)
+    monkeypatch.setattr(selection, "SMALL_TOGETHER", (0, 0))
+    dtypes = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": torch.bfloat16}
+    torch.manual_seed(0)
+    managed = models.unet().to(torch.bfloat16).eval().requires_grad_(False)
+    resident = copy.deepcopy(managed).to(device)
+    inputs = torch.randn(1, 4, 8, 8).bfloat16(), torch.tensor([1]), torch.randn(1, 3, 32).bfloat16()
+    there = [each.to(device) for each in inputs]
+    if when == "before":
+        managed.enable_layerwise_casting(**dtypes)
+    with torch.no_grad(), attached(managed, device, offload_percent=1.0) as manager:
+        if when == "after a forward":
+            assert_same(managed(*there).sample, resident(*there).sample)
+        if when != "before":
+            managed.enable_layerwise_casting(**dtypes)
+        resident.enable_layerwise_casting(**dtypes)
+        expected = resident(*there).sample
+        for _ in range(2):
+            assert_same(managed(*there).sample, expected)
+        with Witness():
+            assert_same(managed(*there).sample, expected)
+        assert len(manager.layers) > 100 and not manager.resident
+        cast = [p for p in managed.parameters() if p.dtype == torch.float8_e4m3fn]
+        assert len(cast) > 100 and {p.device.type for p in cast} == {"cpu"}
+    for p, other in zip(managed.parameters(), resident.parameters(), strict=True):
+        assert p.dtype == other.dtype and torch.equal(p.float(), other.cpu().float())
+    with torch.no_grad():
+        managed(*inputs)
 
 
 # ---- averages ----
