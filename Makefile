@@ -183,7 +183,7 @@ compile_commands.json: $(call ready,test)
 	"$(PY)" tools/c_build.py
 
 # The parts are listed by `python tools/proof.py --list`; each can be run alone.
-proof: build
+proof: build cuda-build
 	"$(PY)" tools/proof.py $(ARGS)
 
 mutation: $(call ready,test)

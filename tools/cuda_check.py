@@ -1,9 +1,9 @@
 """What `make cuda-check` runs on PyTorch's CUDA build over the simulated driver, without a GPU.
 
-    .venv-cuda/bin/python tools/cuda_check.py               # every part
-    .venv-cuda/bin/python tools/cuda_check.py core          # what `make cuda-core` runs
-    .venv-cuda/bin/python tools/cuda_check.py gpu demo      # some
-    .venv-cuda/bin/python tools/cuda_check.py --list
+    python tools/cuda_check.py               # every part
+    python tools/cuda_check.py core          # what `make cuda-core` runs
+    python tools/cuda_check.py gpu demo      # some
+    python tools/cuda_check.py --list
 
 The parts run one after the other, tests in processes beside each other. What a part says goes to
 out/cuda-check/; of one that failed the end is printed. The last line has the counts.
@@ -12,6 +12,7 @@ out/cuda-check/; of one that failed the end is printed. The last line has the co
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -22,12 +23,22 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
+PYTHON = ROOT / ".venv-cuda" / "bin" / "python"
 OUTPUT = ROOT / "out" / "cuda-check"
 PYTEST = (
     *("-m", "pytest", "-o", "addopts=", "-ra", "--strict-markers", "-q", "-p", "no:cacheprovider"),
     *("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--junitxml={junit}"),
 )
 ON_CUDA = ("--device", "cuda", "-m", "not slow")
+
+
+def continue_in_environment() -> None:
+    """Go on in the Python of .venv-cuda, where this one is another."""
+    if "before_torch" in sys.modules:
+        return
+    if not PYTHON.is_file():
+        raise SystemExit("there is no .venv-cuda: make cuda-build makes it")
+    os.execv(PYTHON, [str(PYTHON), *sys.argv])
 
 
 def files(*names: str, folder: str = "training") -> tuple[str, ...]:
@@ -68,9 +79,8 @@ PARTS = (
         "gpu",
         (*PYTEST, "tests", "--ignore=tests/training", "--ignore=tests/cuda", "-m", "gpu"),
     ),
-    Part("clients", (*PYTEST, "tests/clients", "-m", "not slow")),
+    Part("clients", (*PYTEST, *ON_CUDA, *files("families", "diffusers", "peft", folder="clients"))),
     Part("demo", ("-m", "oracle_offload", "demo", "--device", "cuda")),
-    Part("conformance", ("tools/conformance.py", "--driver", "build/cuda/libcuda.so.1")),
 )
 
 
@@ -117,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="parts, or core; default: every part")
     parser.add_argument("--list", action="store_true", help="print the parts and their commands")
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
     args = parser.parse_args(argv)
     known = {part.name: part for part in PARTS}
     unknown = sorted(set(args.names) - {*known, "core"})
@@ -129,8 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for part in chosen:
             print(f"{part.name:28} python {' '.join(part.command)}")
         return 0
-    if "before_torch" not in sys.modules:
-        parser.error("this is no environment of `make cuda-build`")
+    continue_in_environment()
     total = {"passed": 0, "failed": 0, "skipped": 0}
     good = True
     for part in chosen:
@@ -143,6 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = f"{'ok  ' if passed else 'FAIL'} {part.name:28} {seconds:5.0f} s  {shown}"
         print(row, flush=True)
     print(", ".join(f"{number} {what}" for what, number in total.items()))
+    if args.output:
+        figures = {"tests": total["passed"] + total["failed"], **total}
+        args.output.write_text(json.dumps(figures) + "\n", encoding="utf-8")
     return 0 if good else 1
 
 

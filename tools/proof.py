@@ -102,6 +102,9 @@ PARTS = (
         ),
         7200,
     ),
+    # Over PyTorch's CUDA build, in .venv-cuda: `make cuda-build`.
+    Part("cuda", ("tools/cuda_check.py", "--output", "{output}"), 10800),
+    Part("cuda waits", ("tools/cuda_mutants.py", "--output", "{output}"), 7200),
     Part("planted bugs", (*PYTEST, "tests/mutation", "-m", "not gpu"), 600),
     Part("coverage", ("tools/c_coverage.py", "--output", "{output}"), 300),
     Part("fuzz", ("tools/fuzz.py", "--seconds", "30", "--output", "{output}"), 300),

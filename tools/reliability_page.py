@@ -122,6 +122,8 @@ SHOWN: dict[str, Callable[[Figures], str]] = {
     "slow tests": _tests,
     "slow tests, simgpu": _tests,
     "operators": _tests,
+    "cuda": _tests,
+    "cuda waits": _mutants,
     "planted bugs": _tests,
     "coverage": _coverage,
     "fuzz": _fuzz,

@@ -1,0 +1,119 @@
+"""Train on PyTorch's CUDA build with weights offloaded in several ways: what tells a broken wait.
+
+    .venv-cuda/bin/python tests/cuda/mutant_training.py     # PYTHONPATH: the package that is tried
+
+Each way runs under some schedules of the simulated driver, next to the same model resident on the
+card. It ends with 0 where all is equal and nothing was reported, and else says what it saw first.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+
+import simulated_cuda
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+import oracle_offload
+
+WIDTH = 256
+SCHEDULES = (("TIMED", 0), ("RANDOM", 7), ("DELAYED", 41))
+WAYS: tuple[dict[str, object], ...] = (
+    dict(trains=False, options=dict(offload_percent=1.0)),
+    dict(trains=True, options=dict(offload_percent=0.5)),
+    dict(trains=True, options=dict(offload_percent=1.0, lock="never")),
+    dict(trains=False, options=dict(offload_percent=1.0, compress="lossless"), coded=True),
+    dict(trains=False, options=dict(offload_percent=1.0), from_card=True),
+    dict(trains=False, options=dict(offload_percent=1.0), rewritten=True),
+)
+
+
+class Seen(Exception):
+    """What tells that something is wrong."""
+
+
+def chain(trains: bool, coded: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [part for _ in range(8) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    model = nn.Sequential(*layers).requires_grad_(trains)
+    if coded:  # as trained weights are: they take fewer bytes in code
+        for parameter in model.bfloat16().parameters():
+            nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def step(model: nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    given = x.clone().requires_grad_()
+    y = checkpoint_sequential(model, 4, given, use_reentrant=False)
+    y.square().mean().backward()
+    found = [y.detach(), given.grad]
+    torch.cuda.synchronize()
+    found += [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return [value.cpu().clone() for value in found]
+
+
+def judge(what: str) -> None:
+    torch.cuda.synchronize()
+    reports = simulated_cuda.verdict()
+    if reports:
+        raise Seen(f"{what}: {reports[0].splitlines()[0]}")
+
+
+def fill(value: float) -> None:
+    """Write over what torch's allocator has free: the arena may lie there next, or has lain."""
+    for exponent in range(10, 18):
+        torch.empty(1 << exponent, device="cuda").fill_(value)
+
+
+def train(trains: bool, options: dict[str, object], **how: bool) -> None:
+    model = chain(trains, coded=how.get("coded", False))
+    resident = copy.deepcopy(model).cuda()
+    if how.get("from_card"):
+        model = model.cuda()
+    fill(1)
+    manager = oracle_offload.attach(model, "cuda", **options)  # type: ignore[arg-type]
+    if len(manager.layers) != 8:
+        raise RuntimeError(f"{len(manager.layers)} layers are managed, not 8")
+    for index in range(3):
+        torch.manual_seed(index)
+        x = torch.randn(16, WIDTH, device="cuda").to(model[0].weight.dtype)
+        for one, other in zip(step(model, x), step(resident, x), strict=True):
+            if not torch.equal(one, other):
+                raise Seen(f"step {index} has other bits")
+        if trains or how.get("rewritten"):
+            with torch.no_grad():
+                for mine, theirs in zip(model.parameters(), resident.parameters(), strict=True):
+                    mine.mul_(0.99)
+                    theirs.copy_(mine)
+        judge(f"step {index}")
+    if how.get("coded") and not manager.state.engine.stats()["decoded_bytes"]:
+        raise RuntimeError("nothing was decoded on the card")
+    manager.detach()
+    fill(2)
+    judge("detach")
+    for mine, theirs in zip(model.parameters(), resident.parameters(), strict=True):
+        if not torch.equal(mine.cpu(), theirs.cpu()):
+            raise Seen("weights come back with other bits")
+
+
+def main() -> int:
+    simulator = simulated_cuda.simulator()
+    for name, seed in SCHEDULES:
+        for way in WAYS:
+            simulator.set_schedule(simulator.Schedule[name], seed)
+            try:
+                train(**way)  # type: ignore[arg-type]
+            except Seen as error:
+                print(f"{name.lower()}:{seed}, {way}: {error}", file=sys.stderr)
+                return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

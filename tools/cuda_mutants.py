@@ -1,0 +1,152 @@
+"""Take each wait out of the engine, and see PyTorch's CUDA build over the simulated driver tell.
+
+    python tools/cuda_mutants.py           # every wait; exit 3 where one goes unseen
+    python tools/cuda_mutants.py --list
+    python tools/cuda_mutants.py --only uses.c:20
+
+A wait is a call that tools/mutants.py would delete and whose name says that something is waited
+for. Each goes into an extension module of the package, by which tests/cuda/mutant_training.py
+trains: on torch's own streams, with torch's own allocator, the engine taking the driver for a real
+one. So what is seen here is seen without the engine's declarations to the simulator. The waits
+which that training does not need are listed in tests/cuda/unseen_waits.txt: tools/mutate.py tries
+those on the C programs. A list that names one that is seen is an error as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import c_build
+import cuda_check
+from c_build import ROOT, Build, BuildError
+from mutants import Mutant, all_mutants
+from mutate import FATBIN
+
+TRAINING = ROOT / "tests" / "cuda" / "mutant_training.py"
+UNSEEN = ROOT / "tests" / "cuda" / "unseen_waits.txt"
+WAIT = re.compile(
+    r"delete (cuStreamWaitEvent|cuStreamSynchronize|cuEventSynchronize|oo__synchronize|"
+    r"oo__\w*await\w*|oo__order_after_\w+|oo__slot_wait|oo__feed_stop)"
+)
+LIMIT_S = 120.0
+
+
+def waits() -> list[Mutant]:
+    """Return the mutants that take a wait out."""
+    return [mutant for mutant in all_mutants() if WAIT.fullmatch(mutant.kind)]
+
+
+def listed() -> set[str]:
+    """Return the keys of the waits that the training does not need."""
+    lines = UNSEEN.read_text(encoding="utf-8").splitlines()
+    return {line for line in lines if line and not line.startswith("#")}
+
+
+class Trial:
+    """The objects of the unchanged sources, and what it takes to try one changed file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        names = c_build.sources(c_build.ENGINE)
+        self.sources = {Path(name).name: (ROOT / name).read_text() for name in names}
+        (folder / "fatbin.c").write_text(FATBIN)
+        self.build = Build(c_build.optimised(), folder)
+        made = self.build.engine(str(folder / "fatbin.c"))
+        self.objects = dict(zip((*self.sources, "fatbin.c"), made, strict=True))
+        self.bindings = self.build.objects(c_build.sources("binding"))
+
+    def of(self, mutant: Mutant | None) -> str:
+        """Return what the training said of a mutant (None: of the engine as it is); "" if nothing.
+
+        Raises
+        ------
+        BuildError
+            It does not compile.
+        """
+        with tempfile.TemporaryDirectory(dir=self.folder) as name:
+            folder, changed = Path(name), {}
+            if mutant is not None:
+                source = self.sources[mutant.file]
+                path = folder / mutant.file
+                path.write_text(source[: mutant.begin] + mutant.text + source[mutant.end :])
+                made = self.build.object(str(path), target=path.with_suffix(".o"))
+                changed = {mutant.file: made}
+            package = folder / "oracle_offload"
+            package.mkdir()
+            for path in (ROOT / "oracle_offload").iterdir():
+                if not path.name.startswith("_core.") or path.suffix == ".pyi":
+                    (package / path.name).symlink_to(path)
+            objects = [*{**self.objects, **changed}.values(), *self.bindings]
+            self.build.link(package / "_core.abi3.so", objects, ["-shared"])
+            return train(folder)
+
+
+def train(folder: Path) -> str:
+    """Train with the package in a folder; what told that something is wrong."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, str(TRAINING)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "it hangs"
+    if done.returncode == 0:
+        return ""
+    said = done.stderr.strip().splitlines()
+    return said[-1] if said else f"ended with {done.returncode}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Try the waits; 3 where what is seen is not what the list says."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="print the waits")
+    parser.add_argument("--only", action="append", default=[], help="file.c:line, or a part of it")
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    args = parser.parse_args(argv)
+    chosen = [m for m in waits() if not args.only or any(o in m.name for o in args.only)]
+    if args.list:
+        print("\n".join(mutant.name for mutant in chosen))
+        return 0
+    cuda_check.continue_in_environment()
+    wrong, seen, compiled, allowed = [], 0, 0, listed()
+    with tempfile.TemporaryDirectory() as name:
+        trial = Trial(Path(name))
+        said = trial.of(None)
+        if said:
+            raise SystemExit(f"the training fails without any mutation: {said}")
+        for mutant in chosen:
+            try:
+                said = trial.of(mutant)
+            except BuildError:
+                print(f"{mutant.name}: does not compile", flush=True)
+                continue
+            compiled += 1
+            seen += bool(said)
+            print(f"{mutant.name}: {said or 'not seen'}", flush=True)
+            if bool(said) == (mutant.key in allowed):
+                wrong.append(mutant)
+    print(f"{seen} of {compiled} waits are missed when they are not there")
+    for mutant in wrong:
+        listed_too = mutant.key in allowed
+        print(f"{'seen, though listed' if listed_too else 'not seen'}: {mutant.key}")
+    if args.output:
+        figures = {"schema": "oracle_offload/mutation/1", "tried": compiled, "killed": seen}
+        args.output.write_text(json.dumps(figures) + "\n", encoding="utf-8")
+    return 3 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
