@@ -81,7 +81,7 @@ CLOCK = (
     FIRST_TESTS,
     Part("conformance", 90),  # it alone names the simulator's false assumption
     *(Part("rates", 30), Part("link", 45)),  # what a step is predicted from
-    *(Part("step", 150), Part("rivals", 220), Part("bits", 60)),
+    *(Part("step", 150), Part("rivals", 220), Part("bits", 90)),
     # What has never run: kernels that read the host's memory, modules of any class, convolutions.
     _tests("tests", 150, "any"),
     _tests("tests", 150, "convolutions"),

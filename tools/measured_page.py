@@ -330,7 +330,7 @@ def host(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def bits(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield what is equal to the last bit without any determinism flag."""
+    """Yield what is equal to the last bit: without any determinism flag where none is named."""
     yield from table(
         {
             "what": figure("name", "s"),
@@ -368,7 +368,7 @@ PARTS: tuple[tuple[str, str, str, Make], ...] = (
     ("The card", "rates", CARD_TEXT, card),
     ("Host time of a layer's call", "layers", "", host),
     ("Attach and page-locking", "lock", "", locking),
-    ("Bits without determinism flags", "bits", "", bits),
+    ("Bits, with determinism flags and without", "bits", "", bits),
     ("Tests on the card", "", TESTS_TEXT, tests),
 )
 

@@ -348,7 +348,7 @@ def test_watts_are_told_for_each_part_by_the_samplers_own_clock(
 
 # Seconds of the parts on an H200, about; what is not named takes 30.
 TOOK_S = {"machine": 5, "ram": 5, "build": 16, "tests/gpu": 14, "rates": 4, "link": 4, "step": 80}
-TOOK_S |= {"rivals": 220, "bits": 45, "tests/any": 54, "tests/matrix": 57, "calls": 2}
+TOOK_S |= {"rivals": 220, "bits": 65, "tests/any": 54, "tests/matrix": 57, "calls": 2}
 
 
 class FakeLease:
@@ -508,7 +508,9 @@ def test_the_whole_rehearsal_on_the_simulator(tmp_path: Path) -> None:
             assert row["acquires_count"] > 0
             # The same simulator, the same calls: a prediction that differs predicts another thing.
             assert row["predicted_step_s"] == pytest.approx(row["step_s"], rel=0.05)
-    assert all(row["equal_losses_count"] == row["steps_count"] for row in report["bits"]["rows"])
+    bits = report["bits"]["rows"]
+    assert all(row["equal_losses_count"] == row["steps_count"] for row in bits)
+    assert [row["name"].endswith(", deterministic") for row in bits] == 4 * [False] + 3 * [True]
     assert len(report["decode"]["rows"]) == 18
     assert all(row["equal_count"] == 2 for row in report["decode"]["rows"])
     assert sum(row["decodes_count"] for row in report["decode"]["rows"]) >= 24
