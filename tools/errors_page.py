@@ -102,9 +102,12 @@ NOTES: dict[str, dict[str, str]] = {
             " weights are not managed."
         ),
         "on the meta device, without values": "The weights were never loaded: load, then attach.",
-        "the model has no module named": (
-            "The name is not one of `dict(model.named_modules())`; a wrapper (DDP, peft) puts"
-            " its own name before those inside."
+        "the model has no module or parameter named": (
+            "The name is not one of `dict(model.named_modules())`, nor of its parameters; a wrapper"
+            " (DDP, peft) puts its own name before those inside."
+        ),
+        "adapts layers of torch's own class alone": (
+            "peft's GLoRA asks for `nn.Linear` itself: put it on, then attach."
         ),
         "is neither a module, a parameter nor": (
             "`ignore_modules` takes names, modules and parameters."
