@@ -118,6 +118,7 @@ class Use:
     def __exit__(self, /, *details: object) -> None:
         """The work that uses the unit has been queued."""
 
+@final
 class Taken(Generic[_T]):
     """Calls `take` at the begin of a ``with`` block, and `give` at its end, whatever happens.
 
@@ -133,6 +134,7 @@ class Taken(Generic[_T]):
     def __exit__(self, /, *details: object) -> None:
         """Call `give`."""
 
+@final
 class Engine:
     """The engine of one device. `library` None: the system's CUDA driver."""
 
