@@ -87,7 +87,7 @@ def link_driver(target: Path, objects: list[Path]) -> None:
     script = OUTPUT / "driver.map"
     script.write_text("{ global: cu*; local: *; };\n", encoding="utf-8")
     run(
-        *("gcc", "-shared", "-pthread", f"-Wl,-soname,{target.name}"),
+        *("gcc", "-shared", "-pthread", "-Wl,-Bsymbolic", f"-Wl,-soname,{target.name}"),
         *(f"-Wl,--version-script={script}", "-o", target, *objects, "-ldl", "-lm"),
     )
 
