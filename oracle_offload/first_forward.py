@@ -231,6 +231,27 @@ def _look_again_of(first_forward: FirstForward) -> Callable[[Any], None]:
     return look_again
 
 
+class _Reaching:
+    """`autocast_reaches_kernels` where torch.compile compiles each frame: but none of these."""
+
+    @_untraced_alone
+    def __enter__(self) -> None:
+        compiler = _set_eval_frame(None)
+        try:
+            self._reaching = autocast_reaches_kernels()
+            self._reaching.__enter__()
+        finally:
+            _set_eval_frame(compiler)
+
+    @_untraced_alone
+    def __exit__(self, *_: object) -> None:
+        compiler = _set_eval_frame(None)
+        try:
+            self._reaching.__exit__(None, None, None)
+        finally:
+            _set_eval_frame(compiler)
+
+
 class _Entry:
     """What torch calls for ``module(...)``; false, because nothing was compiled."""
 
@@ -265,12 +286,12 @@ class _Entry:
         if watch is None:
             if not is_watched():
                 return call(*args, **kwargs)
-            with autocast_reaches_kernels():  # a region may have begun since the model was called
+            with _Reaching():  # a region may have begun since the model was called
                 return call(*args, **kwargs)
         set_watched(True)
         try:
             with (
-                autocast_reaches_kernels(),
+                _Reaching(),
                 watch,
                 self._first_forward.direct_uses(watch, compiling),
             ):

@@ -85,8 +85,8 @@ class Counting(Recorder):
 
     most = 0
 
-    def acquire(self, *arguments):
-        answer = super().acquire(*arguments)
+    def use(self, *arguments):
+        answer = super().use(*arguments)
         held = [unit for unit, *_, pins in self.residents() if pins]
         self.most = max(self.most, len(held))
         return answer

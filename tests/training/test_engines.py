@@ -263,9 +263,9 @@ def test_the_arena_grows_before_a_forward_takes_its_first_weight(kind):
             def __getattr__(self, name):
                 return getattr(self.real, name)
 
-            def acquire(self, *arguments):
+            def use(self, *arguments):
                 grown.append(arena.capacity_bytes)
-                return self.real.acquire(*arguments)
+                return self.real.use(*arguments)
 
         state.engine = Engine(state.engine)
         run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -148,10 +149,12 @@ def test_a_forward_whose_weights_are_being_moved_computes_with_the_new_ones():
         begun, noticed = threading.Event(), threading.Event()
 
         class Notices(Recorder):
-            def release(self, *arguments):
-                if layer.moving:
-                    noticed.set()
-                return super().release(*arguments)
+            @contextlib.contextmanager
+            def use(self, *arguments):
+                with super().use(*arguments) as address:
+                    yield address
+                    if layer.moving:
+                        noticed.set()
 
         def move():
             with state.lock:
@@ -241,9 +244,9 @@ def test_time_is_charged_for_what_forward_and_backward_do(sim):
         asked = []
 
         class Hears(Recorder):
-            def acquire(self, member, *rest):
-                asked.append(rest[-1])
-                return super().acquire(member, *rest)
+            def use(self, member, *rest):
+                asked.append(rest[-2])
+                return super().use(member, *rest)
 
         engine, manager.state.engine = manager.state.engine, Hears(manager.state.engine)
         try:
