@@ -343,7 +343,7 @@ def test_adopted_memory_counts_and_is_poisoned(driver: Driver) -> None:
     simulator.drop(address)
     assert simulator.live().adopted_bytes == 0
     with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY"):
-        simulator.adopt(address, 25 << 30)
+        simulator.adopt(address, int(simulator.get_device().memory_bytes) + 1)
 
 
 def test_faults_strike_where_they_are_set(driver: Driver) -> None:
