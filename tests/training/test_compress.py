@@ -873,7 +873,9 @@ def test_a_coded_weight_that_was_replaced_and_is_gone_is_no_more_of_the_masters(
         model[0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH).bfloat16(), requires_grad=False)
         manager.refresh()
         gc.collect()
-        assert pieces.coded_at(starts[0]) is None and pieces.at(starts[0]) is None
+        assert pieces.coded_at(starts[0]) is None
+        new = pieces.at(model[0].weight.data_ptr())  # which may lie where the old one lay
+        assert new is not None and pieces.at(starts[0]) in (None, new)
         assert [one.start for one in pieces.coded] == starts[1:]
 
 

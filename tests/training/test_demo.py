@@ -44,7 +44,7 @@ def test_demo_trains_alike_and_draws_its_step(tmp_path, capsys, monkeypatch):
     assert len(result["losses"]) == result["equal_steps"] == 3
     assert len(set(result["losses"])) == 3, "the loss moves"
     assert result["weights_equal"] is True
-    assert result["step_s"] >= result["resident_step_s"] > 0
+    assert result["step_s"] > (1 - 1e-9) * result["resident_step_s"] > 0
     assert 0 < result["peak_in_arena_bytes"] <= result["arena_bytes"] < result["managed_bytes"] / 5
     assert result["step_h2d_bytes"] >= result["x_min_bytes"] > 0
     assert threads == [1, 3], "one thread for small matrices, then as many as before"

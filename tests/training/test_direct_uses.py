@@ -851,7 +851,9 @@ def test_a_layer_leaves_between_a_threads_check_and_its_loan(monkeypatch):
         assert_same(found, [expected])
 
 
-def test_an_optimizers_state_follows_a_parameter_that_moved():
+def test_an_optimizers_state_follows_a_parameter_that_moved(monkeypatch):
+    # Another test's parameter that moved may have had the `id` of one of these.
+    monkeypatch.setattr(optimizer_states, "_moved", {})
     parameter, other = (nn.Parameter(torch.ones(4, device="meta")) for _ in range(2))
     optimizer = torch.optim.AdamW([parameter, other])
     for each in (parameter, other):
