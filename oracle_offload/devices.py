@@ -166,7 +166,17 @@ class Simulated(Device):
 
     @staticmethod
     def find(device: torch.device) -> torch.device:
-        """Return the device without a number."""
+        """Return the device without a number.
+
+        Raises
+        ------
+        OffloadError
+            A number above zero: there is one.
+        """
+        if device.index:
+            raise OffloadError(
+                f"device={str(device)!r}, but there is one simulated device; use {device.type!r}"
+            )
         return torch.device(device.type)
 
     def open_engine(self) -> _core.Engine:

@@ -92,9 +92,9 @@ class MemoryManager:
     back and makes the layers ordinary ones again, in the same Parameters. All of the model,
     adapters and norms too, is then on the device where the weights were before attach, or on
     another: ``detach(to="cuda")``. Where that has no room, all of it is on the host, and a warning
-    says so. Once the model is deleted, detach does nothing, because that gave everything back. A
-    driver that fails does not keep it from that: what could not be given back is logged, kept, and
-    tried again at the next attach or detach.
+    says so. A second detach does nothing, nor does one once the model is deleted, because that gave
+    everything back. A driver that fails does not keep it from that: what could not be given back is
+    logged, kept, and tried again at the next attach or detach.
 
     Until then the model is *on the device* to code that asks it (``model.device``), and a deep copy
     of it is an ordinary model on the host.
@@ -217,6 +217,8 @@ class MemoryManager:
 
     def _detach(self, to: Any = None) -> nn.Module | None:
         where = self.home if to is None else parse_device(to)
+        if not self.finalizer.alive:  # detached already, or deleted
+            return self.structure.module
         module = self._end()
         if module is not None:
             self._bring_to(where, module)
@@ -233,8 +235,6 @@ class MemoryManager:
         module = self.structure.module
         if module is None:
             return None  # its memory was given back when it was deleted
-        if not self.finalizer.alive:
-            raise OffloadError(f"{self.attachment.name} is detached already")
         self.state.check_process()
         self.attachment.close_patiently()
         self.finalizer.detach()
@@ -351,7 +351,13 @@ def attach(
         The host has no memory left for the weights.
     """
     if not isinstance(module, nn.Module):
-        raise ValueError(f"attach() takes an nn.Module, not {type(module).__name__}")
+        components = getattr(module, "components", None)
+        parts = components if isinstance(components, dict) else {}
+        names = [f"{name!r}" for name, part in parts.items() if isinstance(part, nn.Module)]
+        what = type(module).__name__
+        if names:
+            what += f"; attach its parts one by one: {', '.join(names)}"
+        raise ValueError(f"attach() takes an nn.Module, not {what}")
     if isinstance(offload_percent, bool) or not isinstance(offload_percent, int | float):
         raise ValueError(f"offload_percent={offload_percent!r} is not a number in [0, 1]")
     if not 0.0 <= offload_percent <= 1.0:
@@ -362,6 +368,13 @@ def attach(
             f"{type(module).__name__} is attached already; detach it first (MemoryManager.detach)."
         )
     where = parse_device(device)
+    if vram_budget is not None and offload_percent != 1.0:
+        logger.warning(
+            "vram_budget=%r says what weights may take on %s; offload_percent=%r is passed over.",
+            vram_budget,
+            where,
+            offload_percent,
+        )
     refuse_weight_movers(module)
     admission.leave_inference_mode(module)
     lock_limit = _lock_limit(lock)

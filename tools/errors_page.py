@@ -298,6 +298,7 @@ NOTES: dict[str, dict[str, str]] = {
             'Weights are streamed by the CUDA driver; other accelerators have none. `"cpu"` '
             "is the simulated device."
         ),
+        "but there is one simulated device": "It has no number; several cards are CUDA's.",
         "but torch sees no CUDA device": (
             "torch was built without CUDA, or the driver does not answer: `oracle-offload "
             "doctor` says which."
@@ -486,7 +487,6 @@ NOTES: dict[str, dict[str, str]] = {
         "needs the attached module": (
             "`manager.detach()` needs no argument; `MemoryManager.detach(model)` does."
         ),
-        "is detached already": "Detaching twice; drop the second call.",
         "has been deleted": "The manager outlived its model; its memory is given back already.",
         "is being computed with; detach": (
             "Another thread is inside forward or backward: wait for it, then detach."

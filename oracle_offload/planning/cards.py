@@ -157,7 +157,11 @@ def card_named(name: str) -> Card | None:
 
 
 def _squeezed(name: str) -> str:
-    return name.lower().replace(" ", "").removesuffix("gb")
+    """Return a card's name without what its users leave out: ``"4090"``."""
+    shorter = name.lower().replace(" ", "").removesuffix("gb")
+    for word in ("nvidia", "geforce", "rtx"):
+        shorter = shorter.removeprefix(word)
+    return shorter
 
 
 def _named(card: str | int) -> Card:

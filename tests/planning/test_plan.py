@@ -490,7 +490,8 @@ def test_a_card_that_was_measured_has_the_rates_of_its_filed_results() -> None:
 def test_every_size_of_card_and_host_has_its_preset() -> None:
     assert list(BY_SIZE) == [8, 12, 16, 24, 32, 48, 80]
     for size, name in BY_SIZE.items():
-        for said in (size, f"{size}GB", f"{size} gb", name, name.lower()):
+        bare = name.removeprefix("RTX ")
+        for said in (size, f"{size}GB", f"{size} gb", name, name.lower(), bare, f"NVIDIA {name}"):
             assert card_of(said) is CARDS[name]
         assert CARDS[name].memory_bytes == size * GIB
         for ram in (32, "64", 128):

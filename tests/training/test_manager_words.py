@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,6 +65,15 @@ def test_a_manager_outlives_its_model_and_says_that_it_is_gone():
     ("options", "error", "said"),
     [
         ({"module": 3}, ValueError, "attach() takes an nn.Module, not int"),
+        (
+            {"module": SimpleNamespace(components={"unet": nn.Linear(1, 1), "steps": 3})},
+            ValueError,
+            "attach() takes an nn.Module, not SimpleNamespace; attach its parts one by one: 'unet'",
+        ),
+        (
+            {"device": "cpu:7"}, OffloadError,
+            "device='cpu:7', but there is one simulated device; use 'cpu'",
+        ),
         ({"offload_percent": True}, ValueError, "offload_percent=True is not a number in [0, 1]"),
         ({"offload_percent": "1"}, ValueError, "offload_percent='1' is not a number in [0, 1]"),
         ({"offload_percent": None}, ValueError, "offload_percent=None is not a number in [0, 1]"),
@@ -103,6 +113,18 @@ def test_an_argument_that_makes_no_sense_is_told_with_its_value(options, error, 
     assert "_memory_manager" not in model.__dict__
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("budget", ["1MiB", None])
+def test_the_one_of_two_budgets_that_is_passed_over_is_named(caplog, budget, share):
+    model = nn.Sequential(nn.Linear(256, 256))
+    with attached(model, "cpu", vram_budget=budget, offload_percent=share):
+        said = (
+            "vram_budget='1MiB' says what weights may take on cpu; "
+            "offload_percent=0.5 is passed over."
+        )
+        assert (said in caplog.messages) == (budget is not None and share != 1.0)
+
+
 @pytest.mark.parametrize("share", [0, 1, 0.0, 1.0])
 def test_the_ends_of_offload_percent_are_taken(share):
     with attached(nn.Sequential(nn.Linear(8, 8)), "cpu", offload_percent=share) as manager:
@@ -129,8 +151,7 @@ def test_a_model_is_attached_once_and_detached_once():
         manager.refresh(model[0])
         its.refresh()
         assert oracle_offload.MemoryManager.detach(model) is model
-        with pytest.raises(OffloadError, match=r"^Sequential is detached already$"):
-            manager.detach()
+        assert manager.detach() is model
         assert oracle_offload.manager.manager_of(model) is None
     assert type(model[0]) is nn.Linear
     with oracle_offload.attach(model, "cpu") as manager:
