@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,10 +19,22 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ._core import Taken
+
 if TYPE_CHECKING:
     from .gradients import Gradients
 
-_hooks_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+_autograd: Any = torch._C._autograd
+_hooks_allowed = _autograd._saved_tensors_hooks_is_enabled
+
+
+def saving(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Taken[Any]:
+    """Have autograd save tensors so, as `torch.autograd.graph.saved_tensors_hooks` does.
+
+    No interrupt leaves these in force behind the ``with`` block.
+    """
+    push = functools.partial(_autograd._push_saved_tensors_default_hooks, pack, unpack)
+    return Taken(push, _autograd._pop_saved_tensors_default_hooks)
 
 
 def cast_dtype(device_type: str) -> torch.dtype | None:
@@ -68,7 +80,7 @@ def kept_cast(leaf: Tensor, dtype: torch.dtype) -> Tensor:
         Of `dtype`, shape and strides of `leaf`.
     """
     # The innermost hooks decide what is saved: a checkpoint's, further out, must not count this.
-    with torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is):
+    with saving(_as_is, _as_is):
         if leaf.dim() in (2, 3):
             # In the cast's dtype: float32 zeros would be kept by autocast, too.
             nothing = torch.empty(

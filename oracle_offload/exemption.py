@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from torch.optim import optimizer as torch_optimizer
 
-_exempt = threading.local()
+from ._core import Taken
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.blocks: list[None] = []  # of `exempt`, one in the other
+
+
+_exempt = _Thread()
 _STEP_FILE = torch_optimizer.Optimizer.profile_hook_step.__code__.co_filename  # wraps each step()
 
 
-@contextmanager
-def exempt() -> Iterator[None]:
-    """Let operators of this thread touch masters: what an optimizer step may do."""
-    before = depth()
-    set_depth(before + 1)
-    try:
-        yield
-    finally:
-        set_depth(before)
+def exempt() -> AbstractContextManager[object]:
+    """Let operators of this thread touch masters: what an optimizer step may do.
+
+    Both ends are calls of C, which no interrupt comes between.
+    """
+    blocks = _exempt.blocks
+    return Taken(functools.partial(blocks.append, None), blocks.pop)
 
 
 def depth() -> int:
     """Return how many `exempt` blocks this thread is in."""
-    found: int = getattr(_exempt, "depth", 0)
-    return found
+    return len(_exempt.blocks)
 
 
 def set_depth(value: int) -> None:
     """Say so: another micro-batch goes on in this thread."""
-    _exempt.depth = value
+    _exempt.blocks[:] = [None] * value
 
 
 def is_exempt() -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import Function, profiler
 
 from .._core import BACKWARD, Taken
+from ..autocast import saving
 from ..errors import OffloadError
 from ..exemption import exempt
 from ..geometry import count_writes, is_dense, tensor_bytes
@@ -242,9 +243,7 @@ class AnyLayer(Whole, Borrower):
             with self.parameters.lending(lent):
                 if records and _hooks_allowed():
                     notes = _Notes(self, slot)
-                    with Taken(
-                        functools.partial(_push_hooks, notes.pack, notes.unpack), _pop_hooks
-                    ):
+                    with saving(notes.pack, notes.unpack):
                         result = call()
                 else:
                     result = call()

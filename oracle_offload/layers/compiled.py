@@ -33,7 +33,7 @@ from torch.autograd import Function
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..autocast import cast_dtype, computing_in
+from ..autocast import cast_dtype, computing_in, saving
 from ..errors import OffloadError, StaleWeightsError
 from ..operators import operator_of
 from .swap import HANDLE, base_class, is_exporting, refuse_tracing
@@ -304,8 +304,7 @@ def _forward(
             with torch.no_grad():
                 return leaf.call(given, *how)
         # Recorded, for code may choose by that what it runs; kept is nothing.
-        keeping = torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing)
-        with torch.enable_grad(), keeping:
+        with torch.enable_grad(), saving(_nothing, _nothing):
             return leaf.call(_leaves(given, needs[: len(given)]), *how).detach()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable
@@ -11,15 +12,16 @@ import torch
 from equality import assert_same, attached
 from torch import nn
 
-from oracle_offload import locks, selection
+from oracle_offload import autocast, exemption, locks, selection
 from oracle_offload.layers import any as lent
 from oracle_offload.layers import embedding, loan
 
-FILES = {module.__file__ for module in (loan, lent, embedding, locks)}
+FILES = {module.__file__ for module in (loan, lent, embedding, locks, exemption, autocast)}
+FILES.add(__file__)
 # What takes, and what gives back.
 BORROWS = set(
     "lend lend_to _lend_to borrow _keep _with_foreign take_again lending restore _putting "
-    "_exchanging within".split()
+    "_exchanging within exempt saving kept_cast as_an_optimizer".split()
 )
 
 
@@ -159,3 +161,25 @@ def test_an_interrupt_at_any_instruction_of_a_loan_gives_back_what_was_taken(kin
         check_given_back(manager)
         manager.detach()
     assert_same(train(managed, x), expected, "detached")
+
+
+@pytest.mark.parametrize("how", [Interrupt.at_opcodes, Interrupt.after_calls_of_c])
+def test_an_interrupt_leaves_neither_an_exemption_nor_hooks_of_saved_tensors(how):
+    leaf = torch.ones(3, 3, requires_grad=True)
+
+    def as_an_optimizer():
+        with exemption.exempt():
+            autocast.kept_cast(leaf, torch.bfloat16)
+
+    number = 0
+    with torch.autocast("cpu", torch.bfloat16):
+        while True:
+            number += 1
+            interrupt = Interrupt(number)
+            with contextlib.suppress(KeyboardInterrupt):
+                how(interrupt, as_an_optimizer)
+            assert exemption.depth() == 0
+            assert lent._top_hooks is None or lent._top_hooks(True) is None
+            if interrupt.left > 0:
+                break
+    assert number > (30 if how is Interrupt.at_opcodes else 8)
