@@ -4,6 +4,9 @@
     python benchmarks/simulated.py --cells ci --page      # ... and docs/performance.md
     python benchmarks/simulated.py --cells all --page     # the whole grid, docs/performance-grid.md
 
+What cards have measured of it comes into the page by `tools/measured_page.py`, which writes that
+section alone, too.
+
 A cell is the engine as it is, over the simulated driver: true sizes, copies that move no byte,
 kernels that take what `model_traces` says. Beside it stand the bound by intervals, the best plan
 known and policies of other programs (`plans`), all over the same visits and arena.
@@ -24,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER.parent), str(FOLDER)]
+sys.path[:0] = [str(FOLDER.parent), str(FOLDER), str(FOLDER.parent / "tools")]
 
-import plans  # noqa: E402 - the folder must be findable first
+import measured_page  # noqa: E402 - the folder must be findable first
+import plans  # noqa: E402
 from model_traces import CARDS, DTYPES, MODELS, Card, Trace, Visit, trace_of  # noqa: E402
 
 RESULTS = FOLDER / "results"
@@ -455,7 +459,8 @@ def page(rows: Sequence[dict[str, Any]], cells: int, previews: Sequence[dict[str
             "",
             "The engine as it is, over the simulated driver, in virtual time: the sizes and",
             "kernels of real models (`benchmarks/model_traces.py`), and copies that take their",
-            "time. What cards have measured stands in [measured.md](measured.md).",
+            "time. Beside it stands [what cards have measured](#measured-beside-simulated) of the",
+            "same cells; all of that is in [measured.md](measured.md).",
             "",
             "*Bound*: the longest chain of intervals, each the longer of its kernels and of the",
             "copies it needs. *Best plan*: the fastest plan known for the cell, found with full",
@@ -469,6 +474,7 @@ def page(rows: Sequence[dict[str, Any]], cells: int, previews: Sequence[dict[str
             "",
             "![how far over the bound, cell by cell in order](images/performance.svg)",
             "",
+            measured_page.beside_simulated(measured_page.read(measured_page.RESULTS)),
             f"## The {WORST} worst cells, and why",
             "",
             "| cell | / bound | bytes / least | |",

@@ -1,7 +1,8 @@
 """Write docs/measured.md from the filed results of cards: `python tools/measured_page.py`.
 
 Every figure there is a row of benchmarks/results/<device>/*.json, which `make gpu-import` files. Of
-each part and device the newest file counts in which the part has ended.
+each part and device the newest file counts in which the part has ended. The cells that both a card
+and the simulator have go into docs/performance.md, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from gpu_check import ENDED, ROOT, SCHEMA
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "measured.md"
+SIMULATED_PAGE = ROOT / "docs" / "performance.md"
+BESIDE = "## Measured beside simulated"
 TOLERANCE = 0.05  # of a prediction; where it is exceeded the page says which assumption was false
 GB, GIB = 1e9, 2**30
 
@@ -37,6 +40,10 @@ share of a step in which a kernel ran.
 """
 TESTS_TEXT = """Of each file of tests its newest run; why one failed stands in that run's results.
 """
+BESIDE_TEXT = f"""What cards have measured, and what the simulator had predicted of the same cells
+from that card's own link and kernel rates alone, before the step was measured. Where they differ by
+more than {TOLERANCE:.0%}, [measured.md](measured.md) says which assumption was false.
+"""
 CARD_TEXT = """What the simulator's preset for this card assumes, and what was measured. Copies are
 of page-locked memory to the device. The preset stays as it is: what is simulated elsewhere is
 of it. A prediction for this card, here or by `oracle-offload plan`, is of what was measured.
@@ -44,8 +51,13 @@ of it. A prediction for this card, here or by `oracle-offload plan`, is of what 
 
 
 def main() -> int:
-    """Write the page."""
-    PAGE.write_text(page(read(RESULTS)), encoding="utf-8")
+    """Write the page, and its section of the simulator's."""
+    devices = read(RESULTS)
+    PAGE.write_text(page(devices), encoding="utf-8")
+    text = SIMULATED_PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BESIDE)
+    after = rest[rest.index("\n## ") + 1 :]
+    SIMULATED_PAGE.write_text(f"{before}{beside_simulated(devices)}\n{after}", encoding="utf-8")
     return 0
 
 
@@ -125,15 +137,42 @@ def figure(key: str, form: str, scale: float = 1.0) -> Callable[[Any], str]:
     return cell
 
 
+def beside_simulated(devices: Mapping[str, list[dict[str, Any]]]) -> str:
+    """Return the section of docs/performance.md: cells that were measured, beside predictions."""
+    rows = [
+        {"card": device, **row}
+        for device, reports in devices.items()
+        for row in steps_of(reports)
+        if "offload" in row and "predicted_step_s" in row
+    ]
+    columns = {
+        "card": figure("card", "s"),
+        "cell": lambda row: f"{shape_of(row)}, {row['offload']:.0%} offloaded, train",
+        "simulated s": figure("predicted_step_s", ".3f"),
+        "measured s": figure("step_s", ".3f"),
+        "/ simulated": figure("over_predicted_ratio", ".3f"),
+        "simulated GB": figure("predicted_h2d_bytes", ".1f", GB),
+        "measured GB": figure("h2d_bytes", ".1f", GB),
+    }
+    lines = list(table(columns, rows)) or ["No card has been measured yet."]
+    return "\n".join([BESIDE, "", BESIDE_TEXT, *lines, ""])
+
+
+def steps_of(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of training steps that were timed."""
+    rows = rows_of(reports, "step") + rows_of(reports, "unet")
+    return [row for row in rows if "step_s" in row]
+
+
 def steps(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the table of training steps, and what was predicted wrongly."""
-    rows = rows_of(reports, "step") + rows_of(reports, "unet")
+    rows = steps_of(reports)
     resident = {
         row["name"].removesuffix(", resident"): row
         for row in rows
-        if row["name"].endswith(", resident") and "step_s" in row
+        if row["name"].endswith(", resident")
     }
-    measured = [row for row in rows if "step_s" in row and "offload" in row]
+    measured = [row for row in rows if "offload" in row]
 
     def of_resident(row: Any) -> str:
         return figure("step_s", ".3f")(resident.get(shape_of(row), {}))

@@ -1,4 +1,7 @@
-"""docs/measured.md: each figure is a filed row; a wrong prediction names what was false."""
+"""docs/measured.md: each figure is a filed row; a wrong prediction names what was false.
+
+The cells that the simulator has, too, stand in docs/performance.md beside what it predicted.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,39 @@ LINK = {"name": "registered_huge_pages_h2d_65536_KiB", "copy_bytes": 2**26, "rat
 def test_the_page_is_what_the_filed_results_say() -> None:
     made = measured_page.page(measured_page.read(measured_page.RESULTS))
     assert measured_page.PAGE.read_text(encoding="utf-8") == made
+
+
+def test_the_page_of_the_simulator_has_what_was_measured_beside_what_it_predicted() -> None:
+    devices = measured_page.read(measured_page.RESULTS)
+    made = measured_page.beside_simulated(devices)
+    assert f"\n{made}\n" in measured_page.SIMULATED_PAGE.read_text(encoding="utf-8")
+    for device, reports in devices.items():
+        for row in measured_page.steps_of(reports):
+            if "predicted_step_s" in row:
+                assert f"| {row['predicted_step_s']:.3f} | {row['step_s']:.3f} |" in made, device
+    assert made.count("\n| NVIDIA H200 |") >= 2
+
+
+def test_what_is_filed_replaces_that_section_of_the_simulators_page_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = report("01", step=part(RESIDENT, step(1.25), step(1.0, offload=1.0)))
+    pages = tmp_path / "measured.md", tmp_path / "performance.md"
+    monkeypatch.setattr(measured_page, "PAGE", pages[0])
+    monkeypatch.setattr(measured_page, "SIMULATED_PAGE", pages[1])
+    monkeypatch.setattr(measured_page, "RESULTS", tmp_path)
+    (tmp_path / "card").mkdir()
+    (tmp_path / "card" / "one.json").write_text(json.dumps(found))
+    pages[1].write_text(f"# Before\n\n{measured_page.BESIDE}\n\nold\n\n## After\n\nkept\n")
+    for _ in range(2):
+        measured_page.main()
+        text = pages[1].read_text()
+        assert text.startswith("# Before\n\n## ") and text.endswith("|\n\n## After\n\nkept\n")
+        assert "old" not in text
+        assert "| flux width 3072, 91% offloaded, train | 2.000 | 2.500 | 1.250 | 40.0 |" in text
+        assert "| flux width 3072, 100% offloaded, train | 2.000 | 2.000 | 1.000 | 40.0 |" in text
+    assert "1.25 of the prediction" in pages[0].read_text()
+    assert "No card has been measured yet." in measured_page.beside_simulated({})
 
 
 @pytest.mark.parametrize(
