@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 from equality import assert_models_agree, attached, resident_pair
@@ -12,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import oracle_offload  # noqa: E402
-from oracle_offload import devices, intake, masters  # noqa: E402
+from oracle_offload import devices, intake, locking, masters  # noqa: E402
 
 WIDTHS = (64, 200, 33, 128)  # a layer of 200 x 64 fills more than one buffer of the tests
 
@@ -22,6 +23,7 @@ class Late:
 
     def __init__(self):
         self.pending, self.copied_bytes = [], 0
+        self.goes_on = []  # of each wait: whether later copies were under way meanwhile
 
     def copy(self, target, source):
         self.pending.append((target, source))
@@ -30,6 +32,8 @@ class Late:
         begun = list(self.pending)
 
         def wait():
+            waited = {id(target) for target, _ in begun}
+            self.goes_on.append(any(id(target) not in waited for target, _ in self.pending))
             for target, source in begun:
                 if any(target is other for other, _ in self.pending):
                     target.copy_(source)
@@ -77,6 +81,42 @@ def test_all_weights_arrive_whole_and_where_they_belong(late, monkeypatch, piece
         assert all(piece.buffer.locked for piece in manager.attachment.pieces.in_order())
         for one, other in zip(managed.parameters(), resident.parameters(), strict=True):
             assert torch.equal(one, other) and one.stride() == other.stride()
+        assert_models_agree(managed, resident, step)
+
+
+def test_the_link_is_busy_while_what_has_arrived_is_spread(late):
+    with attached(net(), "cpu"):
+        *waits, last, closed = late.goes_on
+    assert len(waits) >= 2 and all(waits)
+    assert not last and not closed
+
+
+def test_a_piece_is_locked_while_the_next_one_is_filled(monkeypatch):
+    """Each lock waits for the next piece to be begun: one after the other they would not meet."""
+    monkeypatch.setattr(masters, "PIECE_BYTES", 30_000)
+    turn, begun, met = threading.Condition(), [], []
+    make, attempt = masters.Piece.__init__, locking.LockBudget.attempt
+
+    def begin(self, *args):
+        with turn:
+            begun.append(self)
+            turn.notify_all()
+        make(self, *args)
+
+    def lock(self, piece, others):
+        if threading.current_thread() is not threading.main_thread():
+            later = begun.index(piece) + 2
+            with turn:
+                met.append(turn.wait_for(lambda: len(begun) >= later, timeout=20))
+        return attempt(self, piece, others)
+
+    monkeypatch.setattr(masters.Piece, "__init__", begin)
+    monkeypatch.setattr(locking.LockBudget, "attempt", lock)
+    managed, resident = resident_pair(net())
+    with attached(managed, "cpu") as manager:
+        assert len(begun) == len(manager.attachment.pieces.in_order()) >= 3
+        assert met == [True] * (len(begun) - 1)
+        assert all(piece.buffer.locked for piece in begun)
         assert_models_agree(managed, resident, step)
 
 
