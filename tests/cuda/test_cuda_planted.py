@@ -17,7 +17,7 @@ from own_process import in_a_process
 from torch import nn
 
 import oracle_offload
-from oracle_offload import devices
+from oracle_offload import devices, intake
 
 
 def chain(layers=6, width=256):
@@ -104,7 +104,7 @@ TWO = f"""
 import sys
 sys.path.append({HERE!r})
 import test_cuda_planted as planted
-from oracle_offload import devices
+from oracle_offload import devices, intake
 """
 
 
@@ -149,6 +149,28 @@ def taken_off():
 
 def test_weights_come_off_a_card_whole():
     assert taken_off() == (True, [])
+
+
+def test_weights_leave_a_card_by_locked_memory_at_the_speed_of_its_link(monkeypatch):
+    model = chain(6, 1024).cuda()  # 24 MiB, by two buffers of 4
+    torch.cuda.synchronize()
+    of_cuda, locked, copy = simulated_cuda.simulator(), [], devices._CudaCopies.copy
+
+    def watched(self, target, source):
+        locked.extend([target.nbytes] if target.is_pinned() else [])
+        copy(self, target, source)
+
+    monkeypatch.setattr(devices._CudaCopies, "copy", watched)
+    monkeypatch.setattr(intake, "HALF_BYTES", 4 << 20)
+    with of_cuda.trace() as timeline:
+        manager = oracle_offload.attach(model, "cuda")
+        of_cuda.finish()
+    manager.detach()
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    copies = [row for row in timeline if row.kind == "d2h"]
+    assert sum(locked) == sum(row.bytes for row in copies) == nbytes
+    took_s = max(row.end_s for row in copies) - min(row.start_s for row in copies)
+    assert took_s <= 1.05 * nbytes / (of_cuda.get_device(0).link_gbps * 1e9)
 
 
 def test_a_copy_aside_that_does_not_wait_for_the_current_stream_is_a_race(monkeypatch):
