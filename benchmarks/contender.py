@@ -287,7 +287,7 @@ class Chunk(nn.Module):
 
 def ramtorch(work: Work) -> str:
     """RamTorch: `OffloadModel`, its window of two, and pinned chunks as far as they fit."""
-    library = importlib.import_module("ramtorch")
+    library = importlib.import_module("ramtorch.offload")
     window = 2
     # Loads do not wait for the computation: one chunk more than the window is being filled.
     fit = work.room_bytes // work.block_bytes - window - 1
@@ -543,7 +543,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=4608)
     parser.add_argument("--seconds", type=float, default=4.0, help="of timed steps")
     arguments = parser.parse_args(argv)
-    sys.path.insert(0, str(arguments.rivals))
+    sys.path[:0] = [str(arguments.rivals), *map(str, sorted(arguments.rivals.glob("*.zip")))]
     anchor = manager = None
     try:
         if common.is_simulated(arguments.device):

@@ -4,7 +4,10 @@
     python tools/rivals.py --mirror ai-toolkit=/mirrors/ai-toolkit.git
 
 Named files at named commits, as they are; nothing of it is ever committed. Which file came from
-where is written to rivals.json there, and from it into the rows of the benchmark.
+where is written to rivals.json there, and from it into the rows of the benchmark. The folder
+travels with the source tree to machines that are lent for minutes: it may have LIMIT_BYTES. So of
+RamTorch, whose 26 files have 626 KiB, it gets the three that `OffloadModel` imports, and these in
+an archive, from which Python imports them.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".rivals"
 LIST = "rivals.json"
+LIMIT_BYTES = 212 * 2**10
 
 
 @dataclass(frozen=True)
@@ -38,15 +42,16 @@ class Repository:
 
 @dataclass(frozen=True)
 class Package:
-    """A wheel of the package index: its package folder, and what it must be."""
+    """Files of a wheel of the package index, which become an archive below .rivals/."""
 
     name: str
     version: str
     sha256: str
-    folder: str
+    files: Sequence[str]
 
 
-# Without toolkit/__init__.py, which changes another library: Python takes the folder without it.
+# Without toolkit/__init__.py, which changes another library, and ramtorch's, which imports all of
+# it: Python takes the folder without it.
 REPOSITORIES = (
     Repository(
         "ai-toolkit",
@@ -74,7 +79,7 @@ PACKAGES = (
         "ramtorch",
         "1.11.0",
         "69f968c23bec1c6d6ccaccc05c20ac5abc641e740705c758bbbc0ce9ae960648",
-        "ramtorch",
+        [f"ramtorch/{name}.py" for name in ("offload", "nvme_store", "offload_simulator")],
     ),
 )
 
@@ -124,7 +129,7 @@ def collect_repository(repository: Repository, into: Path, source: str = "") -> 
 
 
 def collect_package(package: Package, into: Path, source: str = "") -> list[str]:
-    """Unpack the Python files of one wheel; `source` is a folder with it, else pip fetches it."""
+    """Archive the files of one wheel; `source` is a folder with it, else pip fetches it."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(source or scratch)
         if not source:
@@ -137,14 +142,16 @@ def collect_package(package: Package, into: Path, source: str = "") -> list[str]
         found = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
         if found != package.sha256:
             raise NotCollected(f"{wheels[0].name} has the sum {found}, not {package.sha256}")
-        with zipfile.ZipFile(wheels[0]) as archive:
-            names = [
-                name
-                for name in archive.namelist()
-                if name.startswith(f"{package.folder}/") and name.endswith(".py")
-            ]
-            archive.extractall(into, names)
-    return names
+        archive = into / f"{package.name}.zip"
+        with (
+            zipfile.ZipFile(wheels[0]) as wheel,
+            zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as made,
+        ):
+            for there in sorted({name.rpartition("/")[0] for name in package.files}):
+                made.mkdir(there)  # Python finds a package without __init__.py by it
+            for name in package.files:
+                made.writestr(name, wheel.read(name))
+    return [archive.name]
 
 
 def collect(
@@ -176,8 +183,17 @@ def collect(
     return missing
 
 
+def size_bytes(folder: Path) -> int:
+    """Return what travels of a folder: all but what Python makes where it imports."""
+    return sum(
+        path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Collect; 1 if something could not be had."""
+    """Collect; 1 if something could not be had, or it is more than may travel."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--into", type=Path, default=FOLDER)
     parser.add_argument(
@@ -192,7 +208,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = {rival.name for rival in REPOSITORIES} | {rival.name for rival in PACKAGES}
     if mirrors.keys() - known:
         parser.error(f"no rival {', '.join(sorted(mirrors.keys() - known))}; there are {known}")
-    return 1 if collect(arguments.into, mirrors) else 0
+    missing = collect(arguments.into, mirrors)
+    nbytes = size_bytes(arguments.into)
+    print(f"{arguments.into}: {nbytes} of {LIMIT_BYTES} bytes")
+    return 1 if missing or nbytes > LIMIT_BYTES else 0
 
 
 if __name__ == "__main__":

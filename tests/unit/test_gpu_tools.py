@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -344,6 +345,19 @@ def test_watts_are_told_for_each_part_by_the_samplers_own_clock(
     assert row["power_w_mean"] == 200 and row["power_w_max"] == 300 and row["samples_count"] == 3
     assert row["link_gen_mean"] == 5 and "link_width_mean" not in row
     assert power.row("step", begin + 1000, begin + 2000) is None
+
+
+def test_the_page_has_each_part_in_its_order_with_its_limit() -> None:
+    text = (ROOT / "docs" / "gpu-check.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (\w[\w/]*) \| .* \| (\d+) \|$", text, re.MULTILINE))
+    parts = [part for part in (*gpu_check.PREPARATION, *gpu_check.CLOCK) if part.name in rows]
+    assert {part.name: rows[part.name] for part in parts} == {
+        part.name: str(round(part.limit_s)) for part in parts
+    }
+    listed = [name for name in rows if name != "build"]
+    assert [part.name for part in parts] == listed
+    alone = {part.name for part in (*gpu_check.PREPARATION, *gpu_check.CLOCK) if not part.path}
+    assert alone | {gpu_check.FIRST_TESTS.name} == set(listed)
 
 
 # Seconds of the parts on an H200, about; what is not named takes 30.

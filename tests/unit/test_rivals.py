@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import json
@@ -77,21 +78,46 @@ def test_named_files_of_a_named_commit_are_collected(
     assert listed == {"one": {"version": commit, "files": ["other/part.py"], "size_bytes": 3}}
 
 
-def test_a_wheel_is_unpacked_only_if_it_is_the_one_that_is_named(tmp_path: Path) -> None:
+def test_named_files_of_a_wheel_are_archived_only_if_it_is_the_one_that_is_named(
+    tmp_path: Path,
+) -> None:
     wheel = tmp_path / "thing-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("thing/__init__.py", "x = 1")
-        archive.writestr("thing/data.bin", "no")
-        archive.writestr("thing-1.0.dist-info/METADATA", "no")
-    right = rivals.Package("thing", "1.0", hashlib.sha256(wheel.read_bytes()).hexdigest(), "thing")
-    wrong = rivals.Package("thing", "1.0", "0" * 64, "thing")
+        archive.writestr("thing/__init__.py", "raise RuntimeError('imports more than is there')")
+        archive.writestr("thing/part.py", "from .other import value")
+        archive.writestr("thing/other.py", "value = 5")
+        archive.writestr("thing/unused.py", "x = 1")
+    files = ["thing/part.py", "thing/other.py"]
+    right = rivals.Package("thing", "1.0", hashlib.sha256(wheel.read_bytes()).hexdigest(), files)
+    wrong = rivals.Package("thing", "1.0", "0" * 64, files)
     into = tmp_path / "into"
     place = {"thing": str(tmp_path)}
     assert "not " + "0" * 64 in rivals.collect(into, place, [], [wrong])["thing"]
     assert bench_rivals.collected(into) == {}
     assert rivals.collect(into, place, [], [right]) == {}
-    assert [path.name for path in (into / "thing").iterdir()] == ["__init__.py"]
     assert bench_rivals.collected(into)["thing"]["version"] == "1.0"
+    with zipfile.ZipFile(into / "thing.zip") as made:
+        assert made.namelist() == ["thing/", *files]
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import thing.part as t; print(t.value)"
+    command = [sys.executable, "-c", program, str(into / "thing.zip")]
+    assert subprocess.run(command, capture_output=True, check=True).stdout.strip() == b"5"
+
+
+def test_more_than_may_travel_is_an_error(
+    tmp_path: Path, upstream: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, commit = upstream
+    wanted = rivals.Repository("one", str(folder), commit, {"package/part.py": "part.py"})
+    monkeypatch.setattr(
+        rivals, "collect", functools.partial(rivals.collect, repositories=[wanted], packages=[])
+    )
+    assert rivals.main(["--into", str(tmp_path / "into")]) == 0
+    (tmp_path / "into" / "part.pyc").write_bytes(b"of Python's own")
+    assert rivals.size_bytes(tmp_path / "into") == sum(
+        (tmp_path / "into" / name).stat().st_size for name in ("part.py", rivals.LIST)
+    )
+    monkeypatch.setattr(rivals, "LIMIT_BYTES", rivals.size_bytes(tmp_path / "into") - 1)
+    assert rivals.main(["--into", str(tmp_path / "into")]) == 1
 
 
 def test_rows_of_contenders_survive_each_other(
