@@ -99,6 +99,12 @@ CLOCK = (
         *("", 120, "memory", "auto_budget", "find_batch_size", "adaptive_batch", "arena"),
         *("attempts", "guards", "idle", "recipes", "contract", "first_forward", "direct_uses"),
     ),
+    # Few of each, of what others have proved before.
+    _tests(
+        *("", 150, "other_libraries", "micro_batch_attributes", "answers", "replaced_weights"),
+        *("cpp_operators", "cpp_loan", "attachment", "summary", "saving", "masters"),
+        *("checkpoint", "aitoolkit_layers"),
+    ),
 )
 OBJECTS = (
     *("machine", "ram", "build", "conformance", "rates", "link", "step", "rivals", "bits"),

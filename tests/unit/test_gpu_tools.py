@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -345,6 +347,14 @@ def test_watts_are_told_for_each_part_by_the_samplers_own_clock(
     assert row["power_w_mean"] == 200 and row["power_w_max"] == 300 and row["samples_count"] == 3
     assert row["link_gen_mean"] == 5 and "link_width_mean" not in row
     assert power.row("step", begin + 1000, begin + 2000) is None
+    check = make_check(tmp_path)
+    check.power = power
+    check.report = gpu_check.empty_report(gpu_check.parse([]), check.device)
+    contender = {"name": "ours", "step_s": 0.5, "epoch_s": [begin, time.time()]}
+    check.report["rivals"]["rows"] = [contender, {"name": "musubi", "error": "not there"}]
+    gpu_check.put_power(check)
+    rows = {row["name"]: row for row in check.report["power"]["rows"]}
+    assert list(rows) == ["rivals: ours"] and rows["rivals: ours"]["joules_per_step"] == 100
 
 
 def test_the_page_has_each_part_in_its_order_with_its_limit() -> None:
@@ -358,6 +368,26 @@ def test_the_page_has_each_part_in_its_order_with_its_limit() -> None:
     assert [part.name for part in parts] == listed
     alone = {part.name for part in (*gpu_check.PREPARATION, *gpu_check.CLOCK) if not part.path}
     assert alone | {gpu_check.FIRST_TESTS.name} == set(listed)
+
+
+def takes_a_device(path: Path) -> bool:
+    """Whether a test of the file, or a fixture in it, is run on each device."""
+    return "pytest.mark.gpu" in path.read_text(encoding="utf-8") or any(
+        isinstance(node, ast.FunctionDef)
+        and "device" in [argument.arg for argument in node.args.args]
+        and (node.name.startswith("test_") or "fixture" in ast.dump(ast.List(node.decorator_list)))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    )
+
+
+def test_every_file_of_tests_that_takes_a_device_has_its_turn() -> None:
+    paths = {path for part in gpu_check.CLOCK for path in part.path.split()}
+    files = {
+        f"tests/training/{path.name}"
+        for path in (ROOT / "tests" / "training").glob("test_*.py")
+        if takes_a_device(path) and path.stem not in ("test_demo_parts", "test_simgpu")
+    }  # these two say of which devices
+    assert paths - {"tests/gpu"} == files and len(files) > 40
 
 
 # Seconds of the parts on an H200, about; what is not named takes 30.
@@ -566,10 +596,39 @@ def test_rows_of_a_step_survive_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     found = {row["name"].removeprefix(f"{shape.name}, "): row for row in rows}
     ended = ["resident", "offload 0.5, predicted", "offload 1.0, predicted", "offload 1.0"]
     assert sorted(found) == sorted([*ended, "offload 0.5", "pictures"])
+    names = [row["name"] for row in rows]
+    for offload in (0.5, 1.0):
+        of = [name for name in names if f"offload {offload}" in name]
+        assert of[0].endswith(", predicted"), "a prediction came after what it predicts"
     assert found["offload 0.5"]["error"] == "OSError: planted"
     assert found["pictures"]["error"] == "KeyError: 'planted, too'"
     assert not any("error" in found[name] for name in ended)
     assert found["offload 1.0"]["acquires_count"] > 0
+
+
+def test_a_prediction_has_the_rates_of_this_card_and_of_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(name: str, mib: int, gbps: float) -> dict[str, Any]:
+        return {"name": name, "copy_bytes": mib << 20, "rate_gbps": gbps}
+
+    link = [copy("registered_plain_h2d_4_KiB", 4, 99.0), copy("pageable_h2d_64_KiB", 64, 98.0)]
+    link += [copy("registered_huge_h2d_64_KiB", 64, 55.0), copy("registered_x_d2h_1_KiB", 64, 97.0)]
+    rates = [{"name": "matmul", "tflops": 700.0}, {"name": "copy", "memory_gbps": 4000.0}]
+    step = {"name": "offload 0.91", "step_s": 0.1, "rate_gbps": 1.0, "tflops": 1.0, "launch_s": 1.0}
+    report = {"link": {"rows": link}, "rates": {"rows": rates}, "step": {"rows": [step]}}
+    path = tmp_path / "results.json"
+    monkeypatch.setenv("GPU_CHECK_RESULTS", str(path))
+    path.write_text(json.dumps(report))
+    assert common.measured_rates() == {}, "the time from kernel to kernel is a step's"
+    rates.append({"name": "launch", "launch_s": 2e-6})
+    path.write_text(json.dumps(report))
+    assert common.measured_rates() == {
+        "link_gbps": 55.0,
+        "tflops": 700.0,
+        "memory_gbps": 4000.0,
+        "launch_s": 2e-6,
+    }
 
 
 @pytest.mark.parametrize("grows", [True, False])
@@ -766,6 +825,28 @@ def test_import_never_files_a_simulated_run_beside_a_card(tmp_path: Path) -> Non
     assert filed.parent.name == "simulated-nvidia-h200"
 
 
+def test_import_writes_what_was_measured_into_both_pages(tmp_path: Path) -> None:
+    root = tmp_path / "checkout"
+    shutil.copytree(ROOT / "tools", root / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("docs/measured.md", "docs/performance.md", "csrc/sim/control.c"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    step = {"name": "small, offload 0.5", "offload": 0.5, "step_s": 1.2, "predicted_step_s": 1.0}
+    step |= {"over_predicted_ratio": 1.2, "predicted_kernels_s": 0.5, "h2d_bytes": 2e9}
+    step |= {"predicted_h2d_bytes": 1e9, "equal_losses_count": 3, "compared_steps_count": 3}
+    rows = [{"name": "small, resident", "step_s": 0.5}, step]
+    part = {"step": {"state": "done", "seconds": 1.0, "rows": rows}}
+    path = results_file(tmp_path, system="Linux", cpus_count=2, **part)
+    command = [sys.executable, str(root / "tools" / "gpu_import.py"), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    filed = "benchmarks/results/nvidia-h200/2026-01-31-0123456789ab.json"
+    assert (root / filed).read_text() == path.read_text() and filed in done.stdout
+    measured, simulated = ((root / f"docs/{n}.md").read_text() for n in ("measured", "performance"))
+    assert "small, offload 0.5: 1.20 of the prediction: the bytes 2 GB instead of 1" in measured
+    assert "| small, 50% offloaded, train | 1.000 | 1.200 | 1.200 | 1.0 | 2.0 |" in simulated
+    assert "flux width" not in simulated, "of the results that are not there"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -810,6 +891,16 @@ def test_wheels_of_other_versions_are_removed(tmp_path: Path) -> None:
         "hf_xet-1.8.0",
         "peft-0.21.2",
     }
+
+
+def test_the_wheels_have_what_the_formats_are_computed_with() -> None:
+    pins = (ROOT / "tools" / "requirements-gpu.txt").read_text(encoding="utf-8")
+    carried = {line.partition("==")[0] for line in pins.splitlines() if "==" in line}
+    source = (ROOT / "benchmarks" / "bench_formats.py").read_text(encoding="utf-8")
+    asked = set(re.findall(r'import_module\("([\w.]+)"\)', source))
+    packages = {"torchao.quantization": "torchao", "optimum.quanto": "optimum-quanto"}
+    assert packages.keys() <= asked
+    assert set(packages.values()) <= carried
 
 
 # ---- the benchmark runner ----

@@ -41,6 +41,20 @@ def test_nothing_says_to_install_from_an_index_which_does_not_have_it() -> None:
         assert not found, f"{path.name}: {found and found[0]}"
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/how-it-works.md"])
+def test_where_bits_are_promised_determinism_is_named(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    promises = [part for part in re.split(r"\n\n|\n- ", prose) if "to the last bit" in part]
+    assert promises
+    for promise in promises:
+        assert "deterministic" in promise, promise
+        assert "#optimizers-and-where-equality-ends)" in promise, promise
+    where = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
+    section = where.split("\n## Optimizers, and where equality ends\n")[1].split("\n## ")[0]
+    assert "torch.use_deterministic_algorithms(True)" in section and "flash attention" in section
+
+
 # ---- importing ----
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import bench_rivals
 import common
 import contender
+import measured_page
 import pytest
 import rivals
 import run
@@ -206,6 +207,21 @@ def test_the_share_for_aitoolkit_is_the_least_whose_layers_fit() -> None:
         assert stay(share) <= room
         if share:
             assert stay(share - 1e-9) > room
+
+
+def test_what_cards_have_measured_of_rivals_is_equal_work_below_one_cap() -> None:
+    """Of each cap the first losses, up to what flash attention's backward scatters."""
+    compared = 0
+    for reports in measured_page.read(measured_page.RESULTS).values():
+        rows = [row for row in measured_page.rows_of(reports, "rivals") if "step_s" in row]
+        for row in rows:
+            assert row["peak_reserved_bytes"] <= row["cap_bytes"], row["name"]
+            assert {"h2d_bytes", "locked_bytes", "busy_ratio", "epoch_s"} <= row.keys()
+            others = [other for other in rows if other["cap_bytes"] == row["cap_bytes"]]
+            assert {other["weights_bytes"] for other in others} == {row["weights_bytes"]}
+            assert row["losses"] == pytest.approx(others[0]["losses"], rel=1e-3)
+            compared += row is not others[0]
+    assert compared >= 3
 
 
 def test_device_figures_count_copies_by_their_way_and_overlapping_kernels_once() -> None:
