@@ -16,7 +16,7 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
     """Train one model again and again from the same LoRA and compare; then so in a process of its
     own, because cuBLAS reads once what makes it deterministic.
     """
-    yield from compared(device, 20, (1.0, 0.5))
+    yield from common.attempt("bits", compared, device, 20, (1.0, 0.5))
     done = subprocess.run(
         [sys.executable, __file__, device],
         env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
@@ -71,7 +71,8 @@ def compared(device: str, steps: int, offloads: Sequence[float]) -> Iterator[dic
 
     first = train()
     yield compare("resident against itself", first, train(), shape)
-    for offload in offloads:
+
+    def offloaded(name: str, offload: float) -> Iterator[dict[str, Any]]:
         manager = oracle_offload.attach(
             runner.model,
             device,
@@ -79,7 +80,6 @@ def compared(device: str, steps: int, offloads: Sequence[float]) -> Iterator[dic
             ignore_modules=training.adapters(runner.model),
         )
         try:
-            name = f"managed against resident, offload {offload}"
             row = compare(name, first, train(), shape)
             row["acquires_count"] = manager.state.engine.stats()["acquires"]
             assert row["acquires_count"], "no layer was managed"
@@ -88,6 +88,10 @@ def compared(device: str, steps: int, offloads: Sequence[float]) -> Iterator[dic
                 yield compare("managed against itself", train(), train(), shape)
         finally:
             manager.detach(runner.model)
+
+    for offload in offloads:
+        name = f"managed against resident, offload {offload}"
+        yield from common.attempt(name, offloaded, name, offload)
         if not common.is_simulated(device):
             runner.model.to(device)
 

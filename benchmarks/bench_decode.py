@@ -40,8 +40,8 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
     for kind, name in enumerate(KINDS, 1):
         for pattern in PATTERNS:
             weights = draw(name, pattern, count, generator)
-            row = decode(engine, arena, kind, weights, stream)
-            yield {"name": f"{name}, {pattern}", **row}
+            what = f"{name}, {pattern}"
+            yield from common.attempt(what, decode, engine, arena, kind, weights, stream)
     engine.remove_lease(lease)
     engine.close()
 

@@ -179,7 +179,7 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
         if simulated and name not in SIMULATED:
             yield {"name": name, "skipped": "on a GPU alone"}
         else:
-            yield {"name": name, **compare(make, trains, device)}
+            yield from common.attempt(name, compare, make, trains, device)
 
 
 def compare(make: Callable[[str], Any], trains: bool, device: str) -> dict[str, Any]:

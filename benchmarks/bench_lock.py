@@ -32,11 +32,11 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
         if why:
             yield {"name": name, "skipped": why, "size_bytes": nbytes}
             continue
-        yield {"name": name, "size_bytes": nbytes, **locked(device, nbytes)}
+        yield from common.attempt(name, locked, device, nbytes)
         if gib == SIZES[0]:
-            yield {"name": "process exit", "size_bytes": largest, **exit_s(device, largest)}
+            yield from common.attempt("process exit", exit_s, device, largest)
         largest = nbytes
-    yield {"name": "process exit", "size_bytes": largest, **exit_s(device, largest)}
+    yield from common.attempt("process exit", exit_s, device, largest)
 
 
 def attached(device: str, where: str) -> Iterator[dict[str, Any]]:
@@ -145,7 +145,7 @@ def locked(device: str, nbytes: int) -> dict[str, Any]:
     engine.close()
     for what in ("fill", "register", "unregister"):
         row[f"{what}_per_gib_s"] = row[f"{what}_s"] * common.GIB / nbytes
-    return row
+    return {"size_bytes": nbytes, **row}
 
 
 def exit_s(device: str, nbytes: int) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def exit_s(device: str, nbytes: int) -> dict[str, Any]:
     ended = time.time()
     if done.returncode != 0:
         return {"error": (done.stderr.strip() or f"ended with {done.returncode}")[-300:]}
-    return {"exit_s": ended - float(done.stdout.split()[-1])}
+    return {"size_bytes": nbytes, "exit_s": ended - float(done.stdout.split()[-1])}
 
 
 def main() -> None:

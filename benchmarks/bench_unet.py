@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import bench_step
+import common
 
 
 def benchmarks(device: str) -> Iterator[dict[str, Any]]:
@@ -13,6 +14,8 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
     import training
 
     with bench_step.clock(device):
-        yield from bench_step.rows_of(training.unet_shape(device), (0.91, 0.0), device)
-        narrow = training.flux_shape(device, 1024)
-        yield from bench_step.rows_of(narrow, (0.91, 1.0, 0.5, 0.0), device)
+        for shape, offloads in (
+            (training.unet_shape(device), (0.91, 0.0)),
+            (training.flux_shape(device, 1024), (0.91, 1.0, 0.5, 0.0)),
+        ):
+            yield from common.attempt(shape.name, bench_step.rows_of, shape, offloads, device)

@@ -37,20 +37,24 @@ def artifact(name: str) -> Path | None:
     return _artifacts / name if _artifacts else None
 
 
+Row = dict[str, Any]
+
+
 def attempt(
-    name: str, function: Callable[..., Iterable[dict[str, Any]]], *arguments: Any
-) -> Iterator[dict[str, Any]]:
+    name: str, function: Callable[..., Row | Iterable[Row]], *arguments: Any
+) -> Iterator[Row]:
     """Yield the rows of a function; what it raises becomes a row, and the rows after it still come.
 
     Parameters
     ----------
     name : str
-        Of the row that says ``error``.
+        Of the row that says ``error``, and of one that is returned without a name.
     function : callable
-        Returns rows, or yields them.
+        Returns a row, or yields rows.
     """
     try:
-        yield from function(*arguments)
+        found = function(*arguments)
+        yield from [{"name": name, **found}] if isinstance(found, dict) else found
     except Exception as error:  # the next row may be well
         traceback.print_exc()
         yield {"name": name, "error": f"{type(error).__name__}: {error}"[:600]}

@@ -57,7 +57,10 @@ def run_file(path: Path, device: str) -> Iterator[dict[str, Any]]:
         sys.modules[path.stem] = module
         spec.loader.exec_module(module)
         for row in module.benchmarks(device):
-            check_row(row)
+            try:
+                check_row(row)
+            except ValueError as error:  # the next row may be well
+                row = {"name": str(row.get("name", name)), "error": str(error)}
             yield {"file": name, **row}
     except Exception as error:  # one broken benchmark must not cost the others
         traceback.print_exc()

@@ -14,19 +14,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import bench_bits
 import bench_ram
 import bench_step
+import bench_unet
 import common
 import gpu_check
 import gpu_import
 import gpu_wheels
 import pytest
+import torch
 import training
+
+import oracle_offload
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -631,6 +636,87 @@ def test_a_prediction_has_the_rates_of_this_card_and_of_no_step(
     }
 
 
+class OnceBroken:
+    """Raises at its first call, and is what it stands for from then on."""
+
+    def __init__(self, real: Callable[..., Any]) -> None:
+        self.real, self.calls = real, 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        if self.calls == 1:
+            raise OSError("planted")
+        return self.real(*args, **options)
+
+
+def one_row(*_: Any) -> dict[str, Any]:
+    return {"took_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("part", "broken", "quick", "expected"),
+    [
+        ("memory", "at_the_cap", {"many_steps": one_row}, ["at 97% of the cap", "short steps"]),
+        ("decode", "decode", {"KINDS": ("bf16",), "decode": one_row}, ["bf16, gaussian"]),
+        ("lock", "locked", {"exit_s": one_row, "attached": one_row, "locked": one_row}, ["1 GiB"]),
+        ("formats", "compare", {"compare": one_row}, ["torchao int8"]),
+        ("rates", "matmul", {"traffic": one_row, "launches": one_row}, ["matmul", "traffic"]),
+    ],
+)
+def test_rows_of_other_parts_survive_each_other(
+    part: str,
+    broken: str,
+    quick: dict[str, Any],
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = importlib.import_module(f"bench_{part}")
+    for name, stands in quick.items():
+        monkeypatch.setattr(bench, name, stands)
+    monkeypatch.setattr(bench, broken, OnceBroken(getattr(bench, broken)))
+    threads = torch.get_num_threads()
+    try:
+        rows = list(bench.benchmarks("cpu"))
+    finally:
+        torch.set_num_threads(threads)
+    errors = [row for row in rows if "error" in row]
+    assert [row["error"] for row in errors] == ["OSError: planted"]
+    assert errors[0]["name"].startswith(expected[0])
+    assert rows.index(errors[0]) < len(rows) - 1, "nothing came after it"
+    names = [row["name"] for row in rows]
+    assert all(any(name.startswith(wanted) for name in names) for wanted in expected)
+
+
+def test_bits_of_one_share_survive_those_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_process(command: Any, **_: Any) -> Any:
+        return subprocess.CompletedProcess(command, 0, stdout="")
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(bench_bits.subprocess, "run", no_process)
+    monkeypatch.setattr(oracle_offload, "attach", OnceBroken(oracle_offload.attach))
+    try:
+        rows = {row["name"]: row for row in bench_bits.benchmarks("cpu")}
+    finally:
+        torch.set_num_threads(threads)
+    assert rows["managed against resident, offload 1.0"]["error"] == "OSError: planted"
+    row = rows["managed against resident, offload 0.5"]
+    assert row["equal_losses_count"] == row["steps_count"] and row["acquires_count"] > 0
+
+
+def test_models_of_a_part_survive_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows_of(shape: Any, *_: Any) -> Iterator[dict[str, Any]]:
+        yield {"name": shape.name, "step_s": 1.0}
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(bench_step, "rows_of", OnceBroken(rows_of))
+    try:
+        broken, whole = bench_unet.benchmarks("cpu")
+    finally:
+        torch.set_num_threads(threads)
+    assert broken["error"] == "OSError: planted" and whole["step_s"] == 1.0
+    assert broken["name"] != whole["name"]
+
+
 @pytest.mark.parametrize("grows", [True, False])
 def test_memory_that_a_machine_is_given_as_it_uses_it_is_found_by_touching_it(
     grows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -924,7 +1010,8 @@ def test_the_runner_keeps_the_figures_of_good_benchmarks_beside_a_broken_one(
     )
     (tmp_path / "bench_broken.py").write_text("def benchmarks(device): raise OSError('no disk')\n")
     (tmp_path / "bench_vague.py").write_text(
-        "def benchmarks(device): return [{'name': 'speed', 'value': 3}]\n"
+        "def benchmarks(device):\n"
+        "    return [{'name': 'speed', 'value': 3}, {'name': 'next', 'took_s': 1.0}]\n"
     )
     found = run.files(folder=tmp_path)
     monkeypatch.setattr(run, "files", lambda only=(), folder=None: found)
@@ -932,7 +1019,8 @@ def test_the_runner_keeps_the_figures_of_good_benchmarks_beside_a_broken_one(
     assert run.main(["--output", str(output), "--device", "cpu"]) == 1
     report = json.loads(output.read_text())
     assert report["schema"] == "oracle_offload/benchmarks/1"
-    rows = {row["file"]: row for row in report["benchmarks"]}
+    rows = {row["file"]: row for row in report["benchmarks"] if row["name"] != "next"}
+    assert report["benchmarks"][-1]["name"] == "next", "a vague row cost the one after it"
     assert rows["good"]["rate_gbps"] == 12.5 and rows["good"]["device"] == "cpu"
     assert rows["broken"]["error"] == "OSError: no disk"
     assert "has no figure" in rows["vague"]["error"]
