@@ -38,9 +38,9 @@ def benchmarks(device: str) -> Iterator[dict[str, Any]]:
         "/proc/driver/nvidia/version",
     ):
         yield file(path)
-    yield host()
-    yield versions(device)
-    yield driver(device)
+    yield from common.attempt("host", host)
+    yield from common.attempt("versions", versions, device)
+    yield from common.attempt("driver", driver, device)
 
 
 def program(*command: str) -> dict[str, Any]:

@@ -656,6 +656,7 @@ def one_row(*_: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("part", "broken", "quick", "expected"),
     [
+        ("machine", "versions", {}, ["versions", "host"]),
         ("memory", "at_the_cap", {"many_steps": one_row}, ["at 97% of the cap", "short steps"]),
         ("decode", "decode", {"KINDS": ("bf16",), "decode": one_row}, ["bf16, gaussian"]),
         ("lock", "locked", {"exit_s": one_row, "attached": one_row, "locked": one_row}, ["1 GiB"]),
