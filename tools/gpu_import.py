@@ -96,6 +96,8 @@ def main() -> int:
     print(f"filed as {target.relative_to(ROOT)}")
     measured_page.main()
     print(f"{measured_page.PAGE.relative_to(ROOT)} says so")
+    results = json.loads(target.read_text(encoding="utf-8"))
+    print(measured_page.beside_simulated({results["device"]: [results]}), end="")
     return 0
 
 
