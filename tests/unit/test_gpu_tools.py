@@ -549,8 +549,9 @@ def test_the_whole_rehearsal_on_the_simulator(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert report["simulated"] is True and report["device"] == "simulated h200"
     assert report["commit"] == "abc123"
-    # Beside other work the clock says little; what the processors did says how long it takes alone.
-    assert min(report["elapsed_s"], report["processor_s"]) < 90
+    # Beside other work the clock says little; what the processors did, two parts at a time, says
+    # how long it takes alone.
+    assert min(report["elapsed_s"], report["processor_s"] / 2) < 90
     assert len(report["conformance"]["rows"]) > 10
     rows = [*report["step"]["rows"], *report["unet"]["rows"]]
     offloads = [row["offload"] for row in rows if "offload" in row]
