@@ -11,7 +11,6 @@ with its name. Classes of managed modules (`oracle_offload.layers.swap`) are der
 from __future__ import annotations
 
 import copy
-import copyreg
 import functools
 import inspect
 import weakref
@@ -20,7 +19,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .layers.swap import ANSWERS_FOR, HANDLE, base_class, resident_tensors, unanswered
+from .layers.swap import (
+    ANSWERS_FOR,
+    HANDLE,
+    base_class,
+    made_by,
+    reduced,
+    resident_tensors,
+    unanswered,
+)
 
 _ANSWER = "_oracle_offload_device"  # on each module that answers: where the model computes
 MANAGER = "_memory_manager"  # on the attached module; AI-Toolkit's name
@@ -98,15 +105,12 @@ def _class_for(base: Any) -> Any:
     """Return the subclass of `base` that answers; one per base, same name."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        make, arguments, state, *rest = cast("Any", super(made, self)).__reduce_ex__(protocol)
+        answer = cast("Any", super(made, self)).__reduce_ex__(protocol)
+        make, arguments, state, *rest = reduced(answer)
         if type(state) is dict:
             state = _State({key: value for key, value in state.items() if key not in _OWN})
             state.model = self if _ANSWER in vars(self) else None
-        if make is copyreg.__newobj__ and arguments == (made,):  # type: ignore[attr-defined]
-            # pickle insists that it makes an object of the very class of this one.
-            return copyreg._reconstructor, (base, object, None), state, *rest  # type: ignore[attr-defined]
-        arguments = tuple(base if argument is made else argument for argument in arguments)
-        return make, arguments, state, *rest
+        return *made_by(make, arguments, made, base), state, *rest
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         if _ANSWER in vars(self):

@@ -355,30 +355,41 @@ def _install_hooks() -> None:
 
 
 def _frozen_in(optimizer: Any) -> list[Tensor]:
-    """Return the tensors on the host that need no gradient, and that a step may write (MeZO)."""
-    skips = type(optimizer).__module__.startswith("torch.optim.")  # what has no gradient
+    """Return the tensors on the host that need no gradient, and that a step may write (MeZO).
+
+    Of an optimizer that has gradients, what has none is passed over: it was given the whole model.
+    """
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    skips = type(optimizer).__module__.startswith("torch.optim.") or any(
+        parameter.grad is not None for parameter in given
+    )
     return [
         parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        for parameter in given
         if not parameter.requires_grad
         if parameter.is_cpu and not (skips and parameter.grad is None)
     ]
+
+
+def before_frozen_write(tensors: Sequence[Tensor]) -> None:
+    """Wait for the copies of masters that are about to be written, though nothing trains them."""
+    for state in open_states():
+        with state.lock:
+            for listener in state.listeners:
+                listener.before_frozen_write(tensors)
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Cover what the end of a graph task cannot: a backward that raised, gradients set by hand."""
     optimizer_states.follow(optimizer)
     step_scalars.settle(optimizer)
-    frozen = _frozen_in(optimizer)
+    if frozen := _frozen_in(optimizer):
+        before_frozen_write(frozen)
     for state in open_states():
         with state.lock:  # while somebody listens, nobody closes the engine
             trained = [listener.before_step() for listener in state.listeners]
             if any(trained):
                 state.engine.hold()
-            if frozen:
-                for listener in state.listeners:
-                    listener.before_frozen_write(frozen)
             if state.listeners:
                 for observer in observers:
                     observer.begins_step(state)

@@ -288,8 +288,8 @@ class _Entry:
                 return call(*args, **kwargs)
             with _Reaching():  # a region may have begun since the model was called
                 return call(*args, **kwargs)
-        set_watched(True)
         try:
+            set_watched(True)
             with (
                 _Reaching(),
                 watch,

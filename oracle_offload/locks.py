@@ -41,7 +41,8 @@ from ._core import Taken
 class Lock(_thread.RLock):  # type: ignore[misc] # the interpreter allows it
     """A reentrant lock with its line in the order above.
 
-    A ``with`` block takes it and gives it back in C: no interrupt comes in between.
+    A ``with`` block takes it and gives it back in C: no interrupt comes in between, up to CPython
+    3.13.
 
     Parameters
     ----------

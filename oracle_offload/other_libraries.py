@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .answers import MANAGER
 from .attachment import Attachment
-from .engines import open_states
+from .engines import before_frozen_write, open_states
 from .errors import OffloadError
 from .layers.swap import is_managed
 from .residents import move_residents
@@ -106,11 +106,16 @@ def _average(update: Callable[..., Any]) -> Callable[..., Any]:
 def _merge(merge: Callable[..., Any]) -> Callable[..., Any]:
     def bring(adapter: Any, *args: Any, **kwargs: Any) -> Any:
         base = adapter.get_base_layer()
-        homes = {} if not is_managed(base) else dict(_homes(adapter, base))
+        if not is_managed(base):
+            return merge(adapter, *args, **kwargs)
+        homes = dict(_homes(adapter, base))
         move_residents(homes, _HOST)
+        weights = list(base.parameters())
+        before_frozen_write(weights)
         try:
             return merge(adapter, *args, **kwargs)
         finally:
+            before_frozen_write(weights)  # a merge may have called the layer
             for module, home in homes.items():
                 move_residents([module], home)
 

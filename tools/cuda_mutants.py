@@ -1,6 +1,6 @@
 """Take each wait out of the engine, and see PyTorch's CUDA build over the simulated driver tell.
 
-    python tools/cuda_mutants.py           # every wait; exit 3 where one goes unseen
+    python tools/cuda_mutants.py           # every wait; exit 3 for an unseen one not listed
     python tools/cuda_mutants.py --list
     python tools/cuda_mutants.py --only uses.c:20
 

@@ -201,13 +201,10 @@ def _derive(base: Any, members: dict[str, Any], below: Any = None) -> Any:
             leaf.structure.settle_soon()  # which of its hooks came is told later
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        # pickle insists that what __newobj__ makes has the object's own class; the older
-        # reconstructor of the standard library does the same without asking.
-        _, _, state, *rest = cast("Any", super(made, self)).__reduce_ex__(2)
+        make, arguments, state, *rest = reduced(cast("Any", super(made, self)).__reduce_ex__(2))
         if type(state) is dict:  # else it is made already, by `oracle_offload.answers`
             state = {key: value for key, value in state.items() if key != HANDLE}
-        kind = unanswered(base)
-        return copyreg._reconstructor, (kind, object, None), state, *rest  # type: ignore[attr-defined]
+        return *made_by(make, arguments, made, unanswered(base)), state, *rest
 
     made = type(
         base.__name__,
@@ -270,6 +267,27 @@ def swap_out(module: nn.Module) -> None:
 def base_class(module: nn.Module) -> Any:
     """Return the class of a module as it was before attach."""
     return unanswered(getattr(type(module), _BASE, type(module)))
+
+
+def reduced(answer: Any) -> tuple[Any, ...]:
+    """Return what an object's ``__reduce_ex__`` answers, with a state: it may have none."""
+    make, arguments, *rest = answer
+    return make, arguments, *(rest or [None])
+
+
+def made_by(make: Any, arguments: tuple[Any, ...], kind: Any, base: Any) -> tuple[Any, Any]:
+    """Return what makes an object of `base` in a copy or a pickle, for one of the class `kind`.
+
+    pickle insists that what ``__newobj__`` makes has the object's own class; the older
+    reconstructor of the standard library does the same without asking.
+    """
+
+    def named(given: Any) -> Any:
+        return base if isinstance(given, type) and issubclass(given, kind) else given
+
+    if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (base, object, None)  # type: ignore[attr-defined]
+    return named(make), tuple(map(named, arguments))
 
 
 def unanswered(kind: Any) -> Any:

@@ -26,7 +26,9 @@ _SEQUENCE = re.compile(
 WIDEST, NARROWEST = 100, 60
 _VIRTUAL_TERMINAL = 0x4  # ENABLE_VIRTUAL_TERMINAL_PROCESSING
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33"}
-_STYLE = re.compile(r"(\x1b\[[0-9]{1,2}m)")  # what `Text.styled` writes
+# What `Text.styled` writes for ESC, until the line is added: no name can have it.
+_MARK = f"\x1b{os.urandom(8).hex()}"
+_STYLE = re.compile(f"{_MARK}([0-9]{{1,2}});")
 
 
 class FileError(Exception):
@@ -134,9 +136,9 @@ class Text:
         return "\n".join(self._lines) + "\n"
 
     def styled(self, text: str, style: str) -> str:
-        """Return `text` bold, dim, red, green or yellow."""
+        """Return `text` bold, dim, red, green or yellow, as part of what `line` takes."""
         text = printable(text)
-        return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if self.color else text
+        return f"{_MARK}{_CODES[style]};{text}{_MARK}0;" if self.color else text
 
     def wrapped(self, text: str, indent: str = "") -> list[str]:
         """Return `text` as lines that leave room for `indent`."""
@@ -148,11 +150,9 @@ class Text:
     def line(self, text: str = "") -> None:
         """Add a line, of which parts may be `styled`."""
         parts = _STYLE.split(text)  # every second is a style
-        if self.color:
-            parts[::2] = map(printable, parts[::2])
-            self._lines.append("".join(parts))
-        else:
-            self._lines.append(printable(text))
+        parts[::2] = map(printable, parts[::2])
+        parts[1::2] = (f"\x1b[{code}m" for code in parts[1::2])
+        self._lines.append("".join(parts))
 
     def block(self, text: str, first: str = "", rest: str = "", style: str = "") -> None:
         """Add wrapped text, behind `first` on its first line and `rest` on the others."""
@@ -165,4 +165,5 @@ class Text:
             subsequent_indent=rest,
             break_on_hyphens=False,
         )
-        self._lines += [self.styled(line, style) if style else line for line in lines]
+        for line in lines:
+            self.line(self.styled(line, style) if style else line)

@@ -228,6 +228,33 @@ def test_what_a_pickle_makes_is_an_ordinary_model(kind):
     check_is_ordinary(torch.load(kept, weights_only=False), model, kind)
 
 
+class Reduces(Model):
+    """Says how it is made, and nothing of its state."""
+
+    def __reduce__(self):
+        return made, (type(self),)
+
+
+def test_a_model_that_says_how_it_is_made_is_copied_so(device):
+    model, kept = made(Reduces), io.BytesIO()
+    with attached(model, device, offload_percent=1.0):
+        expected = model(inputs(device)).to("cpu")
+        torch.save(model, kept)
+        kept.seek(0)
+        loaded = torch.load(kept, weights_only=False)
+        for copied in (copy.deepcopy(model), copy.copy(model), loaded):
+            assert type(copied) is Reduces and copied is not model
+            assert_same(copied(inputs("cpu")), expected)
+
+
+def test_a_deep_copy_of_a_compiled_model_is_an_ordinary_one(device):
+    model, resident = torch.compile(made(), backend="eager"), made()
+    with attached(model, device, offload_percent=1.0):
+        copied = copy.deepcopy(model)
+    assert type(copied) is type(model) and devices_of(copied) == {"cpu"}
+    assert_same(copied._orig_mod(inputs("cpu")), resident(inputs("cpu")))
+
+
 class PassesOn(Located):
     """As peft's: what it lacks is asked of the model that it holds."""
 

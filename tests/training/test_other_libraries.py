@@ -65,6 +65,28 @@ def test_a_merge_into_managed_weights_is_the_residents(device, safe):
         assert all(p is known[name] for name, p in managed.named_parameters())
 
 
+def test_a_merge_of_one_row_is_seen_where_the_device_keeps_its_copy(device):
+    """No sample of the weights finds it, and the copies are waited for."""
+    managed, resident = (nn.Sequential(nn.Linear(1024, 1024)) for _ in range(2))
+    resident.load_state_dict(managed.state_dict())
+    options = peft.LoraConfig(r=1, lora_alpha=1, target_modules=["0"])
+    managed, resident = (peft.get_peft_model(m, options) for m in (managed, resident))
+    for model in (managed, resident):
+        layer = model.base_model.model[0]
+        with torch.no_grad():
+            layer.lora_A["default"].weight.fill_(1.0)
+            layer.lora_B["default"].weight[700] = 1.0
+    resident.to(device)
+    x = torch.ones(1, 1024, device=device)
+    with attached(managed, device, offload_percent=0.0), torch.no_grad():
+        assert is_managed(managed.base_model.model[0].base_layer)
+        for step in ("merge_adapter", "unmerge_adapter", "merge_adapter"):
+            assert_same(managed(x), resident(x))
+            for model in (managed, resident):
+                getattr(model, step)()
+        assert_same(managed(x), resident(x))
+
+
 def test_a_fused_pipelines_part_is_the_residents(device):
     def made():
         torch.manual_seed(0)

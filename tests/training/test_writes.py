@@ -810,6 +810,26 @@ def test_a_step_that_trains_nothing_waits_where_it_may_write_masters(sim, holds)
         assert sim.reports() == []
 
 
+class OfAnotherLibrary(torch.optim.Optimizer):
+    def step(self):
+        """Train what has a gradient: here nothing is left of it."""
+
+
+def test_an_optimizer_that_was_given_the_whole_model_copies_none_of_it_again():
+    """transformers' Adafactor, bitsandbytes' and others of ``model.parameters()``."""
+    model = build().requires_grad_(False)
+    head = nn.Linear(8, 8)
+    optimizer = OfAnotherLibrary([*model.parameters(), *head.parameters()], {})
+    with attached(model, offload_percent=0.0) as manager:
+        assert manager.layers
+        copied = []
+        for _ in range(3):
+            head(model(torch.ones(4, 64))).sum().backward()
+            optimizer.step()
+            copied.append(manager.state.engine.stats()["h2d_bytes"])
+        assert copied[0] == copied[-1] > 0
+
+
 @pytest.mark.parametrize("how", ["writing", "load_state_dict"])
 def test_a_write_after_a_forward_that_nobody_waited_for(sim, how):
     """A copy that is still queued does not read what the host writes; the strict witness cannot."""

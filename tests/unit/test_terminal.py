@@ -186,7 +186,7 @@ def test_a_stream_that_does_not_tell_its_encoding_is_given_ascii() -> None:
     assert stream.getvalue() == "na?ve ?"
 
 
-STRANGE = "a\x1b[2Jb\u202ec\x07d\u2066e"
+STRANGE = "a\x1b[2J\x1b[8mb\u202ec\x07d\u2066e"
 SHOWN = "ab c d e"
 
 

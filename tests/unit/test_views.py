@@ -62,4 +62,6 @@ def test_colour_surrounds_the_text_of_each_line() -> None:
     text = Text(color=True)
     text.block("word " * 30, style="red")
     assert all(re.fullmatch("\x1b\\[31m[word ]+\x1b\\[0m", line) for line in str(text).splitlines())
-    assert text.styled("x", "dim") == "\x1b[2mx\x1b[0m"
+    text = Text(color=True)
+    text.line(text.styled("x", "dim"))
+    assert str(text) == "\x1b[2mx\x1b[0m\n"
