@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import stat
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _ROOT = 0
+_slashes = itertools.count(1)  # in a name, which needs one
 
 
 class ForeignError(OSError):
@@ -127,7 +129,9 @@ def own_name(path: Path) -> Iterator[str]:
     """Yield a name of a file of this user's, for who can only be given a name (on Linux).
 
     Whatever is renamed meanwhile, it leads to the file that was looked at: it begins at the folder
-    that is open, into which nobody else can put another.
+    that is open, into which nobody else can put another. No name comes twice in a process, whatever
+    number the folder's descriptor has: Python and the system's loader give out again what they have
+    loaded by the same name.
 
     Raises
     ------
@@ -140,7 +144,7 @@ def own_name(path: Path) -> Iterator[str]:
     try:
         _check(os.fstat(folder), path.parent)
         os.close(open_own(path, folder))
-        yield f"/proc/self/fd/{folder}/{path.name}"
+        yield f"/proc/self/fd/{folder}{'/' * next(_slashes)}{path.name}"
     finally:
         os.close(folder)
 

@@ -16,7 +16,7 @@ from . import files
 
 logger = logging.getLogger("oracle_offload")
 
-_NAME = "_ops"
+_NAME = "oracle_offload._ops"
 
 
 def path_here() -> Path:
@@ -36,12 +36,7 @@ def _load(path: Path) -> Any:
         return None
     try:
         with own_name(path) as name:
-            # Python gives out again what it loaded by the same two names, and the one by a
-            # descriptor comes again for another file.
-            module_name = f"{str(path).replace('.', '_')}.{_NAME}"
-            spec = importlib.util.spec_from_loader(
-                module_name, ExtensionFileLoader(module_name, name)
-            )
+            spec = importlib.util.spec_from_loader(_NAME, ExtensionFileLoader(_NAME, name))
             assert spec is not None
             module = importlib.util.module_from_spec(spec)
         module.__file__ = str(path)

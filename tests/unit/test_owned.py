@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -299,11 +300,20 @@ def test_a_library_that_others_could_have_written_does_not_run(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the operators are built on Linux alone")
-def test_a_library_of_this_user_runs(has_run: Path) -> None:
+def test_a_library_of_this_user_runs(
+    has_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from oracle_offload.ops import load
 
-    assert load.operators() is None  # it is no module
-    assert has_run.exists()
+    path = load.path_here()
+    for folder in ("cache", "another"):  # the second by no name that the first had
+        monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path / folder))
+        make_folder(load.path_here().parent)
+        if load.path_here() != path:
+            shutil.copy2(path, load.path_here())
+        assert load.operators() is None  # it is no module
+        assert has_run.exists()
+        has_run.unlink()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="so is a library loaded, on Linux alone")
@@ -312,7 +322,10 @@ def test_a_name_leads_to_what_was_looked_at_whatever_is_renamed(tmp_path: Path) 
     path = tmp_path / "ours" / "file"
     path.write_text("ours")
     path.chmod(0o600)
+    with owned.own_name(path) as before:
+        pass
     with owned.own_name(path) as name:
+        assert os.path.normpath(name) == os.path.normpath(before) and name != before
         path.parent.rename(tmp_path / "away")
         path.parent.mkdir()
         path.write_text("another")
