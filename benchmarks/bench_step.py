@@ -12,9 +12,6 @@ from typing import Any
 
 import common
 
-# Before the simulator is loaded: what the prediction is for.
-os.environ.setdefault("ORACLE_OFFLOAD_SIM_DEVICE", "h200")
-
 OFFLOADS = (0.91, 1.0)
 TRACE_BYTES = 12 * 2**20
 
@@ -33,16 +30,21 @@ def clock(device: str) -> Iterator[None]:
     import torch
 
     import oracle_offload
+    from oracle_offload import simulator
 
-    # Small matrices gain nothing from a second thread.
-    if common.is_simulated(device):
-        torch.set_num_threads(1)
-    anchor = torch.nn.Sequential(torch.nn.Linear(8, 8)).requires_grad_(False)
-    manager = oracle_offload.attach(anchor, device)
-    try:
+    with contextlib.ExitStack() as held:
+        if common.is_simulated(device):
+            torch.set_num_threads(1)  # small matrices gain nothing from a second thread
+            held.enter_context(simulator.device(simulated_card()))
+        anchor = torch.nn.Sequential(torch.nn.Linear(8, 8)).requires_grad_(False)
+        manager = oracle_offload.attach(anchor, device)
+        held.callback(manager.detach)
         yield
-    finally:
-        manager.detach(anchor)
+
+
+def simulated_card() -> str:
+    """Return the preset that stands for the card, where none is measured."""
+    return os.environ.get("ORACLE_OFFLOAD_SIM_DEVICE") or "h200"
 
 
 def rows_of(
@@ -232,7 +234,7 @@ class Compared:
         said = {"predicted_from": "this card's link and rates" if rates else "a preset"}
         if common.is_simulated(self.device):  # its engine is open: the device stays as it is
             return said | self._replayed(manager, predict)
-        card = simulator.preset(os.environ["ORACLE_OFFLOAD_SIM_DEVICE"])
+        card = simulator.preset(simulated_card())
         with simulator.device(dataclasses.replace(card, **rates)):
             return said | self._replayed(manager, predict)
 

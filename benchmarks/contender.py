@@ -13,6 +13,7 @@ weights, and each contender is told to offload the least that keeps below that
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import json
@@ -31,7 +32,8 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parent), str(FOLDER)]
 
-import common  # noqa: E402 - the folder must be findable first
+import bench_step  # noqa: E402 - the folder must be findable first
+import common  # noqa: E402
 import torch  # noqa: E402
 import training  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
@@ -544,17 +546,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=4.0, help="of timed steps")
     arguments = parser.parse_args(argv)
     sys.path[:0] = [str(arguments.rivals), *map(str, sorted(arguments.rivals.glob("*.zip")))]
-    anchor = manager = None
+    simulated = common.is_simulated(arguments.device)
+    held = contextlib.ExitStack()
     try:
-        if common.is_simulated(arguments.device):
-            # Before the simulator is loaded: as in bench_step.py.
-            os.environ.setdefault("ORACLE_OFFLOAD_SIM_DEVICE", "h200")
-            import oracle_offload
-
-            torch.set_num_threads(1)
-            # Keeps the engine open, and with it the simulated clock.
-            anchor = nn.Sequential(nn.Linear(8, 8)).requires_grad_(False)
-            manager = oracle_offload.attach(anchor, arguments.device)
+        if simulated:
+            held.enter_context(bench_step.clock(arguments.device))
         row = contend(arguments)
     except torch.OutOfMemoryError as error:
         traceback.print_exc()
@@ -564,9 +560,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(row), flush=True)
     sys.stderr.flush()
-    if manager is None:
+    if not simulated:
         os._exit(0)  # a worker thread may be waiting, and unlocking is the lock part's figure
-    manager.detach(anchor)
+    gc.collect()  # what contended is attached still
+    held.close()
     return 0
 
 

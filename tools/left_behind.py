@@ -1,13 +1,15 @@
 """What a test may leave behind in its process, and others rely on: looked at around every test.
 
 Torch's switches and stacks, which a test that fails half-way or forgets a `with` leaves changed,
-so that others fail that pass alone; the handlers of signals; threads that the interpreter's end
-would wait for. Nothing is imported for it: without torch there is nothing of torch to look at.
+so that others fail that pass alone; the handlers of signals; the project's variables of the
+environment; the simulated device; threads that the interpreter's end would wait for. Nothing is
+imported for it: without torch there is nothing of torch to look at.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import sys
 import threading
@@ -36,6 +38,8 @@ DEPTHS_AND_FLAGS = (
     *("_get_flash_sdp_enabled", "_get_math_sdp_enabled"),
     *("_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled"),
 )
+
+OWN_SETTINGS = ("ORACLE_OFFLOAD_", "GPU_CHECK_")  # what variables of the environment begin with
 
 State = tuple[tuple[str, ...], list[Any], int]  # names, values, threads
 
@@ -78,12 +82,23 @@ def waited_for() -> int:
     )
 
 
+def simulated_device() -> Any:
+    """Return what the first simulated device is like; None where no simulator was loaded."""
+    simulator = sys.modules.get("oracle_offload.simulator")
+    loaded = simulator is not None and simulator.library.cache_info().currsize
+    return simulator.get_device() if simulator is not None and loaded else None
+
+
 def look(before: State | None = None) -> State:
     """Return what there is now; threads that `before` did not have get two seconds to end."""
     deadline = time.monotonic() + 2
     while before and waited_for() > before[2] and time.monotonic() < deadline:
         time.sleep(0.01)
-    handlers = [signal.getsignal(number) for number in SIGNALS]
+    handlers: list[Any] = [signal.getsignal(number) for number in SIGNALS]
+    handlers.append(
+        {name: os.environ[name] for name in os.environ if name.startswith(OWN_SETTINGS)}
+    )
+    handlers.append(simulated_device())
     threads = waited_for()
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "compile"):  # not imported, or not to its end
@@ -96,9 +111,13 @@ def look(before: State | None = None) -> State:
 
 def difference(before: State, after: State) -> list[str]:
     """Return what has changed, in words."""
-    names = [number.name for number in SIGNALS] + [*before[0]]
+    names = [*(number.name for number in SIGNALS), "environment", "simulated device", *before[0]]
     values = zip(names, before[1], after[1], strict=False)
-    changed = [f"{name}: {old!r} became {new!r}" for name, old, new in values if old != new]
+    changed = [
+        f"{name}: {old!r} became {new!r}"
+        for name, old, new in values
+        if old != new and (name != "simulated device" or old is not None)
+    ]
     if after[2] > before[2]:
         changed.append(f"threads: {before[2]} became {after[2]}: {threading.enumerate()}")
     return changed

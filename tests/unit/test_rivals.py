@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import json
 import random
@@ -21,8 +20,6 @@ import pytest
 import rivals
 import run
 import torch
-
-from oracle_offload import simulator
 
 WORKER = """
 import json, os, sys, time
@@ -169,17 +166,13 @@ def test_on_the_simulator_ours_and_resident_have_equal_losses(
 
     def here(command: list[str], limit_s: float) -> dict[str, Any]:
         contender.main(command[2:])
-        gc.collect()  # what is attached still: a process of its own would end here
         row: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
         return row
 
     monkeypatch.setattr(bench_rivals, "run", here)
     try:
         runs = bench_rivals.RUNS + bench_rivals.MORE_RUNS
-        with simulator.device("h200"):
-            # Only now: the device of a simulator that loads is for the rest of the process.
-            monkeypatch.setenv("ORACLE_OFFLOAD_SIM_DEVICE", "h200")
-            found = list(bench_rivals.benchmarks("cpu", runs, tmp_path))
+        found = list(bench_rivals.benchmarks("cpu", runs, tmp_path))
         rows = {row["contender"]: row for row in found}
     finally:
         torch.set_num_threads(threads)
