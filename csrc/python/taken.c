@@ -17,6 +17,9 @@ static void oo__free_object(PyObject *object) {
 
 /* ---- a use of a unit ---- */
 
+/* The collector does not know of uses: one is made for each call of a layer. No circle leads back
+ * to it: an engine holds no object, and `stamp_units`, which is there before the use and after it,
+ * is not told of it. */
 struct oo_py_use {
     PyObject_HEAD PyObject *engine; /* NULL once it has ended */
     PyObject *stamp_units;          /* called with the units whose copies a call has enqueued */
@@ -154,6 +157,17 @@ static PyObject *oo__taken_enter(PyObject *object, PyObject *unused) {
     return result;
 }
 
+/* Callers choose what is called, so it may lead back here. Only the collector finds such a circle.
+ * There is nothing to clear: what is called is given when the object is made, so another object of
+ * the circle was changed later, and can be again. */
+static int oo__taken_traverse(PyObject *object, visitproc visit, void *arg) {
+    struct oo_py_taken *self = (struct oo_py_taken *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->take);
+    Py_VISIT(self->give);
+    return 0;
+}
+
 /* An exception that cuts it short is an interrupt: what was begun is done again, to its end. */
 static int oo__taken_end(struct oo_py_taken *self) {
     if (!self->is_taken)
@@ -182,13 +196,20 @@ static PyObject *oo__taken_exit(PyObject *object, PyObject *const *details, Py_s
     Py_RETURN_NONE;
 }
 
-static void oo__taken_dealloc(PyObject *object) {
+/* Of a circle the collector calls it first, while what gives back is whole. */
+static void oo__taken_finalize(PyObject *object) {
     struct oo_py_taken *self = (struct oo_py_taken *)object;
     PyObject *kind, *value, *traceback;
     PyErr_Fetch(&kind, &value, &traceback);
     if (oo__taken_end(self) < 0)
         PyErr_WriteUnraisable(self->give);
     PyErr_Restore(kind, value, traceback);
+}
+
+static void oo__taken_dealloc(PyObject *object) {
+    struct oo_py_taken *self = (struct oo_py_taken *)object;
+    PyObject_GC_UnTrack(object);
+    oo__taken_finalize(object);
     Py_XDECREF(self->take);
     Py_XDECREF(self->give);
     oo__free_object(object);
@@ -209,6 +230,8 @@ static PyType_Slot oo__taken_slots[] = {
     {Py_tp_doc, oo__taken_doc},
     {Py_tp_new, (void *)oo__taken_new},
     {Py_tp_dealloc, (void *)oo__taken_dealloc},
+    {Py_tp_traverse, (void *)oo__taken_traverse},
+    {Py_tp_finalize, (void *)oo__taken_finalize},
     {Py_tp_methods, oo__taken_methods},
     {0, NULL},
 };
@@ -216,6 +239,6 @@ static PyType_Slot oo__taken_slots[] = {
 PyType_Spec oo__taken_spec = {
     .name = "oracle_offload._core.Taken",
     .basicsize = sizeof(struct oo_py_taken),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = oo__taken_slots,
 };

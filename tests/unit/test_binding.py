@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -613,3 +614,27 @@ def test_what_is_taken_is_given_back_once() -> None:
     with pytest.raises(KeyboardInterrupt), _core.Taken(take, give):
         pass
     assert calls == ["take", "give", "give"]
+
+
+class Owner:
+    """Holds what it has taken, and gives it back: a circle of references."""
+
+    def __init__(self, given: list[str]) -> None:
+        self.given = given
+        self.block = _core.Taken(lambda: True, self.give)
+
+    def give(self) -> None:
+        self.given.append("back")
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_what_is_taken_by_a_circle_is_given_back_before_that_is_taken_apart(is_taken: bool) -> None:
+    given: list[str] = []
+    owner = Owner(given)
+    if is_taken:
+        owner.block.__enter__()
+    gone = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert gone() is None
+    assert given == ["back"] * is_taken
