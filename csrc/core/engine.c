@@ -571,8 +571,11 @@ enum oo_status oo_engine_acquire(struct oo_engine *engine, const struct oo_reque
     return status == OO_OK ? oo__acquire(engine, request, flags, use) : status;
 }
 
-enum oo_status oo_engine_distrust(struct oo_engine *engine, const struct oo_fetched *fetched) {
-    enum oo_status status = oo__enter(engine, OO__WITHOUT_DRIVER);
+enum oo_status oo_engine_distrust(struct oo_engine *engine, const struct oo_fetched *fetched,
+                                  int flags) {
+    enum oo_status status = oo__check_flags("oo_engine_distrust", flags, OO_NONBLOCKING);
+    if (status == OO_OK)
+        status = oo__enter(engine, flags | OO__WITHOUT_DRIVER);
     if (status != OO_OK)
         return status;
     oo__distrust(engine, fetched);

@@ -271,8 +271,9 @@ enum oo_kind {
 };
 
 enum oo_flags {
-    OO_NONBLOCKING = 1, /* acquire, release, keep, map, stamp: OO_WOULD_BLOCK rather than wait on
-                           the host, as a copy does that the driver's queue has no room for */
+    OO_NONBLOCKING = 1, /* acquire, release, distrust, keep, map, stamp: OO_WOULD_BLOCK rather than
+                           wait on the host, as a copy does that the driver's queue has no room
+                           for */
     OO_LAUNCH = 2       /* acquire: declare the kernel that reads the member, too */
 };
 
@@ -322,7 +323,8 @@ enum oo_status oo_engine_release(struct oo_engine *engine, uint64_t ticket, uint
                                  int flags, struct oo_fetched *fetched);
 /* Copies of these units will not be stamped, as they should have been: they are made anew when they
  * are asked for. */
-enum oo_status oo_engine_distrust(struct oo_engine *engine, const struct oo_fetched *fetched);
+enum oo_status oo_engine_distrust(struct oo_engine *engine, const struct oo_fetched *fetched,
+                                  int flags);
 /* Start the copies that `more` spoke of. */
 enum oo_status oo_engine_prefetch(struct oo_engine *engine, struct oo_fetched *fetched);
 /* Begin one more use of a member that this thread has acquired, on the same copy: one that outlasts

@@ -572,8 +572,12 @@ static int oo__release_use(PyObject *object, uint64_t ticket, uintptr_t stream,
 
 void oo__distrust_units(PyObject *object, const struct oo_fetched *fetched) {
     struct oo_engine *engine = ((struct oo_py_engine *)object)->engine;
-    if (engine && fetched->count)
-        (void)oo_engine_distrust(engine, fetched); /* a dead one copies nothing any more */
+    if (!engine || !fetched->count)
+        return;
+    enum oo_status status = oo_engine_distrust(engine, fetched, OO_NONBLOCKING);
+    if (status == OO_WOULD_BLOCK)
+        OO_BLOCKING(status, oo_engine_distrust(engine, fetched, 0));
+    (void)status; /* a dead one copies nothing any more */
 }
 
 static const struct oo_parameter oo__acquire_takes[] = {OO_ID("member"),

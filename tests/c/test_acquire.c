@@ -48,8 +48,14 @@ static void test_a_nonblocking_call_leaves_when_the_engine_is_busy(void) {
     const struct oo_stamp stamp = {w.member[0], 7};
     CHECK(oo_engine_stamp(w.engine, &stamp, 1, OO_NONBLOCKING) == OO_WOULD_BLOCK,
           "stamped in a busy engine");
+    const struct oo_fetched unstamped = {.count = 1, .units = {w.unit[0]}};
+    CHECK(oo_engine_distrust(w.engine, &unstamped, OO_NONBLOCKING) == OO_WOULD_BLOCK,
+          "distrusted in a busy engine");
     oo__mutex_unlock(w.engine->mutex);
     CHECK(w.engine->members[w.member[0]].stamp != 7, "stamped all the same");
+    CHECK(!w.engine->units[w.unit[0]].stale, "distrusted all the same");
+    need(oo_engine_distrust(w.engine, &unstamped, OO_NONBLOCKING), "distrust");
+    CHECK(w.engine->units[w.unit[0]].stale, "trusted");
     need(oo_engine_stamp(w.engine, &stamp, 1, OO_NONBLOCKING), "stamp");
     CHECK(w.engine->members[w.member[0]].stamp == 7, "not stamped");
     need(acquire(w.engine, w.member[0], w.stream, 0, OO_FORWARD, -1, OO_NONBLOCKING, &held),
@@ -287,6 +293,13 @@ static void test_unknown_flags_are_refused(void) {
                       w.engine->members[w.member[0]].stamp != 7 &&
                       strstr(oo_error_message(), "oo_engine_stamp: unknown flags 0x"),
                   "stamp with bit %u: %s", bit, oo_error_message());
+        if (flag != OO_NONBLOCKING)
+            CHECK(oo_engine_distrust(w.engine,
+                                     &(struct oo_fetched){.count = 1, .units = {w.unit[0]}},
+                                     flag) == OO_E_ARGUMENT &&
+                      !w.engine->units[w.unit[0]].stale &&
+                      strstr(oo_error_message(), "oo_engine_distrust: unknown flags 0x"),
+                  "distrust with bit %u: %s", bit, oo_error_message());
         CHECK(stats_of(&w).acquires == before.acquires &&
                   oo_plan_pins(w.engine->plan, w.unit[0]) == 1,
               "bit %u: done all the same", bit);

@@ -313,7 +313,7 @@ static void test_a_copy_that_is_not_stamped_is_not_trusted(void) {
     need(use(&w, 3, OO_FORWARD), "use");
     need(use(&w, 4, OO_FORWARD), "use");
     const struct oo_fetched fetched = {.count = 1, .units = {w.unit[3]}};
-    need(oo_engine_distrust(w.engine, &fetched), "distrust");
+    need(oo_engine_distrust(w.engine, &fetched, 0), "distrust");
     w.master[3][UNSEEN % w.bytes[3]] ^= 1;
     for (int i = 0; i < 2; i++) {
         need(use(&w, 3, OO_FORWARD), "use");

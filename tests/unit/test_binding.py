@@ -579,6 +579,39 @@ def test_a_use_that_is_let_go_ends_and_what_it_fetched_is_not_trusted() -> None:
     life.close_unused()
 
 
+@pytest.mark.parametrize("at_its_begin", [True, False])
+def test_what_is_not_trusted_waits_without_the_interpreter_s_lock(at_its_begin: bool) -> None:
+    """An interrupt, while another thread is in a call of the engine that waits for Python."""
+    life = Life()
+    members = list(life.tensors)
+    calls: list[tuple[int, ...]] = []
+    with contextlib.ExitStack() as stack:
+
+        def interrupted(units: tuple[int, ...]) -> None:
+            calls.append(units)
+            if len(calls) == (1 if at_its_begin else 2):
+                timer = threading.Timer(0.05, stack.enter_context(a_thread_inside(life.engine)).set)
+                timer.start()
+                stack.callback(timer.join)
+                raise KeyboardInterrupt
+
+        for task in range(3):  # learn, so that a release copies ahead
+            life.step(task)
+        life.engine.refresh(life.model)
+        use = life.engine.use
+        with (
+            pytest.raises(KeyboardInterrupt),
+            use(members[0], life.stream, life.stamp, _core.FORWARD, -1, 0.0, interrupted),
+        ):
+            assert len(calls) == 1
+    assert len(calls) == (1 if at_its_begin else 2)
+    stale = life.engine.stats()["stale"]
+    member = life.units[calls[-1][0]][0]
+    life.use(member, _core.FORWARD, -1)
+    assert life.engine.stats()["stale"] == stale + 1
+    life.close()
+
+
 def test_what_is_taken_is_given_back_once() -> None:
     calls: list[str] = []
 
