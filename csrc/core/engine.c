@@ -271,17 +271,21 @@ static void oo__set_held(struct oo_engine *engine, int held) {
 /* ---- acquire ---- */
 
 /* A sweep is one pass over the units: forward and backward are two. The first hit of a member in a
- * sweep checks its fingerprint, since no version counter sees every write. */
-static int oo__first_of_sweep(struct oo_engine *engine, struct oo_member *member, int64_t task) {
+ * sweep checks its fingerprint, since no version counter sees every write. Which sweep a use that
+ * is asked for now belongs to; it is counted by oo__note_sweep, once no call begins anew. */
+static uint64_t oo__sweep_of(const struct oo_engine *engine, const struct oo_member *member,
+                             int64_t task) {
     const int in_task = task >= 0;
-    if (in_task != engine->in_task ||
-        (member->sweep == engine->sweep && (!in_task || member->task != task)))
-        engine->sweep++;
-    engine->in_task = in_task;
-    const int first = member->sweep != engine->sweep;
-    member->sweep = engine->sweep;
+    const int is_next = in_task != engine->in_task ||
+                        (member->sweep == engine->sweep && (!in_task || member->task != task));
+    return engine->sweep + (uint64_t)is_next;
+}
+
+static void oo__note_sweep(struct oo_engine *engine, struct oo_member *member, int64_t task,
+                           uint64_t sweep) {
+    engine->sweep = member->sweep = sweep;
+    engine->in_task = task >= 0;
     member->task = task;
-    return first;
 }
 
 /* While trainable masters may be rewritten a copy is good for one sweep: a write to a row between
@@ -483,11 +487,12 @@ again:
         status = OO_WOULD_BLOCK;
         goto done;
     }
-    const int first = oo__first_of_sweep(engine, member, request->task);
+    const uint64_t sweep = oo__sweep_of(engine, member, request->task);
+    const int first = member->sweep != sweep;
     /* The next step may begin without an optimizer's; what is not recorded may be a validation. */
     if (request->kind == OO_RECORDED)
-        oo__lift(engine, engine->sweep);
-    if (request->kind == OO_FORWARD && oo__is_outdated(engine, id, engine->sweep))
+        oo__lift(engine, sweep);
+    if (request->kind == OO_FORWARD && oo__is_outdated(engine, id, sweep))
         OO_TRY(oo__drop(engine, id));
     struct oo_stats *stats = &engine->models[unit->model].stats;
     int resident = oo_plan_resident(engine->plan, id) != NULL;
@@ -515,6 +520,7 @@ again:
         status = OO_WOULD_BLOCK;
         goto done;
     }
+    oo__note_sweep(engine, member, request->task, sweep);
     oo_plan_visit(engine->plan, id, request->kind);
     stats->acquires++;
     if (unit->stale) {

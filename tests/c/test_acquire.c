@@ -181,6 +181,26 @@ static void test_a_nonblocking_call_queues_no_unit_of_many_parts(void) {
     close_apart(&w, host, "many parts");
 }
 
+/* What is repeated because it may wait is one use, and begins one pass over the units. */
+static void test_a_use_that_is_asked_for_again_begins_one_sweep(void) {
+    struct world w;
+    struct oo_use use;
+    struct oo_host *host = open_apart(&w, OO_QUEUED_PARTS + 1, 1);
+    for (uint64_t pass = 0; pass < 3; pass++) {
+        const uint64_t before = w.engine->sweep;
+        CHECK(acquire(w.engine, w.member[0], w.stream, pass + 1, OO_FORWARD, -1, OO_NONBLOCKING,
+                      &use) == OO_WOULD_BLOCK,
+              "acquired");
+        CHECK(acquire(w.engine, w.member[0], w.stream, pass + 1, OO_FORWARD, -1, 0, &use) == OO_OK,
+              "%s", oo_error_message());
+        CHECK(w.engine->sweep - before == 1, "pass %llu: %llu sweeps", (unsigned long long)pass,
+              (unsigned long long)(w.engine->sweep - before));
+        struct oo_fetched fetched;
+        need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
+    }
+    close_apart(&w, host, "one sweep");
+}
+
 /* A hit by a call that may wait. */
 static void hit(struct world *w) {
     struct oo_use use;
@@ -538,6 +558,7 @@ static const struct check_case cases[] = {
     CASE(test_a_nonblocking_call_queues_no_unit_of_many_parts),
     CASE(test_the_end_of_a_fed_copy_tells_nothing_of_others),
     CASE(test_the_queue_is_known_to_be_empty),
+    CASE(test_a_use_that_is_asked_for_again_begins_one_sweep),
     CASE(test_unknown_flags_are_refused),
     CASE(test_no_more_than_eight_copies_in_a_call),
     CASE(test_an_acquire_that_launches),
