@@ -4,6 +4,7 @@
  * driver: a gradient that has arrived came after kernels that came after the copies. */
 #include "copies.h"
 #include "call.h"
+#include "timing.h"
 
 void oo__note_copy(struct oo_engine *engine, struct oo_unit *unit) {
     unit->copy = ++engine->copies.queued;
@@ -31,13 +32,23 @@ void oo__note_ended(struct oo_engine *engine, uint64_t copy) {
 
 void oo__queue_look(struct oo_engine *engine) {
     struct oo_copies *copies = &engine->copies;
-    if (oo__queue_has_room(engine, 1) || engine->spans.head != engine->spans.tail)
+    const uint32_t half = OO_QUEUED_PARTS / 2;
+    if (!engine->usable || oo__queue_has_room(engine, half))
         return;
-    const OOCUresult result = engine->driver.cuStreamQuery(engine->h2d);
-    if (result == OOCU_SUCCESS)
-        copies->left = copies->sent;
-    else if (result != OOCU_ERROR_NOT_READY)
-        (void)oo__note(engine, "cuStreamQuery", result);
+    if (copies->unlooked) {
+        copies->unlooked--;
+        return;
+    }
+    oo__spans_harvest(engine);
+    if (!oo__queue_has_room(engine, half) && engine->spans.head == engine->spans.tail) {
+        const OOCUresult result = engine->driver.cuStreamQuery(engine->h2d);
+        if (result == OOCU_SUCCESS)
+            copies->left = copies->sent;
+        else if (result != OOCU_ERROR_NOT_READY)
+            (void)oo__note(engine, "cuStreamQuery", result);
+    }
+    if (!oo__queue_has_room(engine, half)) /* the host is far ahead, and will be for a while */
+        copies->unlooked = OO_USES_UNLOOKED;
 }
 
 enum oo_status oo__await_copies(struct oo_engine *engine, uint64_t copy) {

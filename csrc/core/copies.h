@@ -18,7 +18,10 @@ void oo__note_ended(struct oo_engine *engine, uint64_t copy);
 static inline int oo__queue_has_room(const struct oo_engine *engine, uint32_t parts) {
     return engine->copies.sent - engine->copies.left + parts <= OO_QUEUED_PARTS;
 }
-/* Where no copy that was measured tells how many have left the queue, ask whether all have. */
+/* Where less than half of that room is known to be left, find out how many parts have gone: by
+ * copies that were measured, or if all of those were read, by asking whether the stream is empty.
+ * Each use begins so, before an empty queue could turn a non-blocking call away; where the device
+ * is that far behind, one in a few. */
 void oo__queue_look(struct oo_engine *engine);
 /* Wait on the host for all copies up to this number. */
 enum oo_status oo__await_copies(struct oo_engine *engine, uint64_t copy);

@@ -473,6 +473,7 @@ again:
     status = oo__enter(engine, flags | OO__QUEUES);
     if (status != OO_OK)
         return status;
+    oo__queue_look(engine);
     use->fetched.count = 0;
     use->fetched.more = 0;
     if (request->member >= engine->n_members || engine->members[request->member].removed) {

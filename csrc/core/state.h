@@ -272,13 +272,18 @@ struct oo_copies {
     OOCUstream stream;
     uint64_t awaited;
     /* Parts that callers have put on the h2d stream, and of those how many are known to have left
-     * it, by copies that were measured. */
+     * it, by copies that were measured. Those of copy threads are not counted: what is not locked
+     * passes the ring, and they wait on the host before a piece of it is used again, so that few
+     * are queued at once. A unit of which some is locked adds the parts of that. */
     uint64_t sent, left;
+    uint32_t unlooked; /* uses that do not look how many have left: see oo__queue_look */
 };
 
 /* So many parts on the h2d stream, and the driver's queue may be full. It takes about 1,000 entries
- * of a stream, and a part with what is waited for and recorded beside it is five, or some more. */
+ * of a stream, and a part with what is waited for and recorded beside it is five, or some more; the
+ * rest is for what copy threads queue. */
 enum { OO_QUEUED_PARTS = 128 };
+enum { OO_USES_UNLOOKED = 7 }; /* after one that has looked for room, and found less than half */
 
 /* Segments that go back together: struct oo_segment names it. */
 struct oo_lease {

@@ -4,7 +4,6 @@
  * passed, never by waiting: pairs queue in order of recording, and once in so many visits those at
  * its head that have ended are read. */
 #include "timing.h"
-#include "copies.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -294,10 +293,8 @@ static int oo__pace_has_room(struct oo_engine *engine) {
 }
 
 enum oo_status oo__pace_begin(struct oo_engine *engine, uint32_t unit, OOCUstream stream) {
-    if (oo_plan_end_of_visits(engine->plan) % OO_VISITS_READ == 0) {
+    if (oo_plan_end_of_visits(engine->plan) % OO_VISITS_READ == 0)
         oo__spans_harvest(engine);
-        oo__queue_look(engine);
-    }
     if (engine->spans.tracing || !engine->driver.cuEventElapsedTime ||
         !oo_plan_wants_seconds(engine->plan) || !oo__pace_has_room(engine))
         return OO_OK;

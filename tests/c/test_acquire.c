@@ -86,6 +86,7 @@ static struct oo_host *move_apart(struct world *w, unsigned i, uint32_t parts) {
     static const char zeros[1 << 17];
     w->unit[i] = unit;
     w->expected[i] = zeros;
+    w->bytes[i] = parts * OO_ALIGNMENT;
     CHECK(w->engine->units[unit].n_parts == parts, "%u parts", w->engine->units[unit].n_parts);
     free(tensors);
     free(offsets);
@@ -201,6 +202,36 @@ static void test_a_use_that_is_asked_for_again_begins_one_sweep(void) {
     close_apart(&w, host, "one sweep");
 }
 
+/* Of copies of four parts each, one in 16 is measured, or none: a device that has done all that it
+ * was given sends no call away. */
+static void test_an_idle_device_turns_no_nonblocking_call_away(void) {
+    for (int measures = 0; measures < 2; measures++) {
+        struct world w;
+        struct oo_use use;
+        struct oo_fetched fetched;
+        double end_s;
+        unsigned refused = 0;
+        struct oo_host *host = open_apart(&w, 4, measures);
+        const uint64_t before = w.engine->copies.sent;
+        for (uint64_t stamp = 1; stamp <= 200; stamp++) { /* each copies the unit anew */
+            const int flags[] = {OO_NONBLOCKING, 0};
+            int i = 0;
+            while (acquire(w.engine, w.member[0], w.stream, stamp, OO_FORWARD, -1, flags[i],
+                           &use) == OO_WOULD_BLOCK)
+                refused++, i = 1;
+            i = 0;
+            while (oo_engine_release(w.engine, use.ticket, w.stream, flags[i], &fetched) ==
+                   OO_WOULD_BLOCK)
+                refused++, i = 1;
+            sim.simFinish(&end_s);
+        }
+        CHECK(w.engine->copies.sent - before >= 4 * 200, "%llu parts",
+              (unsigned long long)(w.engine->copies.sent - before));
+        CHECK(refused == 0, "measures %d: %u of 400 calls", measures, refused);
+        close_apart(&w, host, "idle");
+    }
+}
+
 /* A hit by a call that may wait. */
 static void hit(struct world *w) {
     struct oo_use use;
@@ -209,17 +240,18 @@ static void hit(struct world *w) {
     need(oo_engine_release(w->engine, use.ticket, w->stream, 0, &fetched), "release");
 }
 
-/* Whether there is room after so many visits that the engine has looked for some. */
-static int finds_room(struct world *w) {
-    for (unsigned i = 0; i < OO_VISITS_READ; i++)
+/* So many that none looks. */
+static void hit_unlooked(struct world *w) {
+    const uint64_t left = w->engine->copies.left, calls = sim.simCallCount("cuStreamQuery");
+    for (unsigned i = 0; i < OO_USES_UNLOOKED; i++)
         hit(w);
-    return oo__queue_has_room(w->engine, 1);
+    CHECK(w->engine->copies.left == left && sim.simCallCount("cuStreamQuery") == calls, "looked");
 }
 
-/* What has left the queue is known by copies that are measured; else the stream is asked. */
+/* What has left the queue is known by copies that are measured; else the stream is asked: not again
+ * by the next uses, where the device is behind. */
 static void queue_is_known_to_be_empty(int measured) {
     struct world w;
-    struct oo_use use;
     double end_s;
     struct oo_host *host = open_apart(&w, OO_QUEUED_PARTS, measured);
     if (measured)
@@ -227,21 +259,30 @@ static void queue_is_known_to_be_empty(int measured) {
     const uintptr_t own = w.stream;
     w.stream = new_stream(&w); /* none of the engine's is busy but the one that counts */
     CHECK(sim.simHold(w.engine->h2d, 1) == 0, "not held");
-    hit(&w);
     const uint64_t queries = sim.simCallCount("cuStreamQuery");
-    CHECK(!finds_room(&w), "nothing has left yet");
+    hit(&w); /* not yet one */
+    hit(&w);
+    CHECK(!oo__queue_has_room(w.engine, 1), "nothing has left yet");
     CHECK(sim.simHold(w.engine->h2d, 0) == 0, "still held");
     sim.simFinish(&end_s);
+    hit_unlooked(&w);
     sim.simFault("cuStreamQuery", 1, OOCU_ERROR_LAUNCH_OUT_OF_RESOURCES, 0);
-    CHECK(finds_room(&w) == measured, "measured %d", measured);
-    CHECK(finds_room(&w), "no room in an empty queue");
+    hit(&w);
+    CHECK(oo__queue_has_room(w.engine, OO_QUEUED_PARTS) == measured, "measured %d", measured);
     sim.simFaultClear();
-    need(try_acquire(&w, 0, OO_NONBLOCKING, &use), "acquire");
-    struct oo_fetched fetched;
-    need(oo_engine_release(w.engine, use.ticket, w.stream, 0, &fetched), "release");
-    CHECK(finds_room(&w), "an empty queue fills up without copies");
+    hit_unlooked(&w);
+    hit(&w);
+    CHECK(oo__queue_has_room(w.engine, OO_QUEUED_PARTS), "no room in an empty queue");
+    for (unsigned i = 0; i < OO_VISITS_READ; i++) /* an empty queue fills up without copies? */
+        hit(&w);
     const uint64_t asked = sim.simCallCount("cuStreamQuery") - queries;
     CHECK(asked == (measured ? 0 : 3), "asked %llu times", (unsigned long long)asked);
+    w.engine->copies.sent += OO_QUEUED_PARTS / 2;
+    hit(&w);
+    CHECK(!oo__queue_has_room(w.engine, OO_QUEUED_PARTS / 2 + 1), "looked while half is left");
+    w.engine->copies.sent++;
+    hit(&w);
+    CHECK(oo__queue_has_room(w.engine, OO_QUEUED_PARTS), "did not look");
     if (measured) {
         struct oo_trace_row *rows;
         size_t count;
@@ -559,6 +600,7 @@ static const struct check_case cases[] = {
     CASE(test_the_end_of_a_fed_copy_tells_nothing_of_others),
     CASE(test_the_queue_is_known_to_be_empty),
     CASE(test_a_use_that_is_asked_for_again_begins_one_sweep),
+    CASE(test_an_idle_device_turns_no_nonblocking_call_away),
     CASE(test_unknown_flags_are_refused),
     CASE(test_no_more_than_eight_copies_in_a_call),
     CASE(test_an_acquire_that_launches),

@@ -50,8 +50,10 @@ static struct counted count_calls(struct world *w) {
 
 /* What two calls of the engine ask of the driver: whose context is current (twice), whether the
  * stream is capturing, and to mark the use; and for a copy itself, its arrival, the use that it
- * waits for and the one that waits for it. A sixteenth of copies and waits is measured. */
+ * waits for and the one that waits for it. A sixteenth of copies and waits is measured. The device
+ * does nothing before it is waited for, so some uses look in vain what has left its queue. */
 static void test_calls_of_a_use(void) {
+    const double looks = 1.0 / (1 + OO_USES_UNLOOKED);
     struct world w;
     open_with_context(&w, UNITS);
     const struct counted hit = count_calls(&w);
@@ -60,12 +62,12 @@ static void test_calls_of_a_use(void) {
     close_with_context(&w, "hits");
     open_with_context(&w, 1); /* nothing can be fetched ahead: each use copies its own unit */
     const struct counted late = count_calls(&w);
-    CHECK(late.copies >= 1 && late.calls <= 4.01 + 4.39 * late.copies,
+    CHECK(late.copies >= 1 && late.calls <= 4.01 + looks + 4.39 * late.copies,
           "%.3f calls and %.3f copies of a late use", late.calls, late.copies);
     close_with_context(&w, "late");
     open_with_context(&w, 4);
     const struct counted ahead = count_calls(&w);
-    CHECK(ahead.copies > 0.8 && ahead.calls <= 4.01 + 4.39 * ahead.copies,
+    CHECK(ahead.copies > 0.8 && ahead.calls <= 4.01 + looks + 4.39 * ahead.copies,
           "%.3f calls and %.3f copies of a use", ahead.calls, ahead.copies);
     close_with_context(&w, "ahead");
 }

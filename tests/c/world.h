@@ -366,6 +366,7 @@ static inline enum oo_status acquire_launched(struct oo_engine *engine, uint32_t
 /* As if all copies had left the driver's queue: a call need not wait for room in it. */
 static inline void empty_queue(struct oo_engine *engine) {
     engine->copies.left = engine->copies.sent;
+    engine->copies.unlooked = 0;
 }
 
 /* One use: acquire, "compute" by comparing what is on the device with the master, release. */
