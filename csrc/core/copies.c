@@ -33,7 +33,7 @@ void oo__note_ended(struct oo_engine *engine, uint64_t copy) {
 void oo__queue_look(struct oo_engine *engine) {
     struct oo_copies *copies = &engine->copies;
     const uint32_t half = OO_QUEUED_PARTS / 2;
-    if (!engine->usable || oo__queue_has_room(engine, half))
+    if (oo__queue_has_room(engine, half))
         return;
     if (copies->unlooked) {
         copies->unlooked--;
