@@ -278,6 +278,15 @@ class MemoryManager:
         return type(None), ()
 
 
+def _described(given: Any) -> str:
+    """Return the type of what was given for a model, and what of it can be attached."""
+    components = getattr(given, "components", None)
+    parts = components if isinstance(components, dict) else {}
+    names = [f"{name!r}" for name, part in parts.items() if isinstance(part, nn.Module)]
+    hint = f"; attach its parts one by one: {', '.join(names)}" if names else ""
+    return f"{type(given).__name__}{hint}"
+
+
 def attach(
     module: nn.Module,
     device: Any = "cuda",
@@ -351,13 +360,7 @@ def attach(
         The host has no memory left for the weights.
     """
     if not isinstance(module, nn.Module):
-        components = getattr(module, "components", None)
-        parts = components if isinstance(components, dict) else {}
-        names = [f"{name!r}" for name, part in parts.items() if isinstance(part, nn.Module)]
-        what = type(module).__name__
-        if names:
-            what += f"; attach its parts one by one: {', '.join(names)}"
-        raise ValueError(f"attach() takes an nn.Module, not {what}")
+        raise ValueError(f"attach() takes an nn.Module, not {_described(module)}")
     if isinstance(offload_percent, bool) or not isinstance(offload_percent, int | float):
         raise ValueError(f"offload_percent={offload_percent!r} is not a number in [0, 1]")
     if not 0.0 <= offload_percent <= 1.0:
