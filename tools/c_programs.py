@@ -30,7 +30,7 @@ from c_build import ROOT, Build, BuildError, Variant
 
 PROGRAM_FOLDER = "tests/c"
 PROGRAM_PATTERNS = ("test_*.c", "example.c", "conformance.c")
-TIMEOUT_S = 600
+TIMEOUT_S = 1200  # a sweep of faults under a sanitizer, beside others
 # Sweeps of minutes under a sanitizer: their cases run side by side, before all else.
 LONG = ("test_faults",)
 
