@@ -37,7 +37,7 @@ help:
 	@echo "make format        apply the formatters"
 	@echo "make bench         measure (DEVICE=cuda on a GPU)"
 	@echo "make ctest         the C programs of tests/c alone"
-	@echo "make asan-check    the C programs under AddressSanitizer and UBSan, leak check and floors of coverage"
+	@echo "make asan-check    the C programs under AddressSanitizer and UBSan, with leak check"
 	@echo "make asan-python   the Python tests without torch, over a sanitized build; leak check of the binding"
 	@echo "make tsan-check    the C programs under ThreadSanitizer"
 	@echo "make windows-check cross-compile the C sources for Windows; run them where Wine is"
@@ -159,7 +159,7 @@ ctest: $(call ready,test)
 	"$(PY)" tools/c_programs.py run $(ARGS)
 
 asan-check: $(call ready,test)
-	"$(PY)" tools/c_coverage.py --sanitize address,undefined $(ARGS)
+	"$(PY)" tools/c_programs.py run --sanitize address,undefined $(ARGS)
 
 asan-python: $(call ready,test)
 	"$(PY)" tools/sanitized_python.py $(ARGS)

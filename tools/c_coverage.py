@@ -1,8 +1,7 @@
 """Branch coverage of the core by the C programs, by gcov; exit 3 below the floor.
 
-    python tools/c_coverage.py                    # run the engine's C programs, print a table
+    python tools/c_coverage.py                    # run all C programs, print a table
     python tools/c_coverage.py --missed plan.c    # and the branches of one file that were not taken
-    python tools/c_coverage.py --sanitize address,undefined    # run all of them under sanitizers
 
 Counts branches of the code that this machine's compiler was given: what is compiled for Windows
 alone is not among them.
@@ -18,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import c_build
@@ -61,26 +61,26 @@ def main() -> int:
     """Measure; 0, or 3 when a file is below its floor."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--missed", default="", help="print this file's branches never taken")
-    parser.add_argument(
-        "--sanitize",
-        default="",
-        help="address, undefined, with a comma: run all programs under them",
-    )
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     if not shutil.which("gcov"):
         raise SystemExit("gcov is not installed: it comes with gcc")
     start = time.monotonic()
-    sanitizers = [name for name in args.sanitize.split(",") if name]
-    if not sanitizers:  # of the sample of faults every third: the whole sweep adds no branch
-        os.environ.setdefault("ORACLE_OFFLOAD_TEST_FAULT_STRIDE", "3")
-    variant = c_build.checked(*sanitizers, coverage=True)
+    # Of the sample of faults every third: the whole sweep adds no branch.
+    os.environ.setdefault("ORACLE_OFFLOAD_TEST_FAULT_STRIDE", "3")
+    programs = c_programs.engine_tests()
+    variant = c_build.checked(coverage=True)
+    failed = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        built = c_programs.build(variant, [] if sanitizers else c_programs.engine_tests(), folder)
-        print(f"{variant.name}: built {len(built.programs)} programs", flush=True)
-        counted = c_programs.run_all(variant, built)
-        failed = [program for program, row in counted.items() if row["exit"]]
+        built = c_programs.build(variant, programs, folder)
+        print(f"built; running {len(programs)} programs", flush=True)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            runs = pool.map(lambda name: c_programs.run(variant, built, name), programs)
+            for program, done in zip(programs, runs, strict=True):
+                print(f"{program}: exit {done.returncode}", flush=True)
+                if done.returncode != 0:
+                    failed.append(program)
         rows = {}
         paths = {Path(source).name: source for source in c_build.sources(c_build.ENGINE)}
         for file in sorted(paths, key=lambda name: (name not in FLOORS, name)):

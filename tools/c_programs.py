@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from c_build import ROOT, Build, BuildError, Variant
 
 PROGRAM_FOLDER = "tests/c"
 PROGRAM_PATTERNS = ("test_*.c", "example.c", "conformance.c")
-TIMEOUT_S = 1200  # a sweep of faults under a sanitizer, beside others
+TIMEOUT_S = 600
 # Sweeps of minutes under a sanitizer: their cases run side by side, before all else.
 LONG = ("test_faults",)
 
@@ -171,61 +171,6 @@ def figures(output: str) -> dict[str, Any]:
     return found
 
 
-def run_all(
-    variant: Variant,
-    built: Built,
-    chosen: Mapping[str, Sequence[str]] | None = None,
-    *,
-    verbose: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """Run every program that was built, side by side, and print how each ended.
-
-    Parameters
-    ----------
-    variant : Variant
-        How they were built.
-    built : Built
-        What `build` returned.
-    chosen : mapping, optional
-        Program -> the cases to run; of the others all cases.
-    verbose : bool
-        Print what programs that pass say.
-
-    Returns
-    -------
-    dict
-        Program -> its exit status ("exit"), seconds ("duration_s") and `figures`.
-    """
-
-    def timed(job: tuple[str, list[str]]) -> tuple[subprocess.CompletedProcess[str], float]:
-        start = time.monotonic()
-        done = run(variant, built, *job)
-        return done, time.monotonic() - start
-
-    jobs = [
-        (name, cases) for name in built.programs for cases in parts(name, (chosen or {}).get(name))
-    ]
-    jobs.sort(key=lambda job: job[0] not in LONG)
-    counted = {}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        running = [(name, pool.submit(timed, (name, cases))) for name, cases in jobs]
-        for name in built.programs:
-            rows = [job.result() for which, job in running if which == name]
-            status = max((done.returncode for done, _ in rows), key=abs)
-            output = "".join(done.stdout for done, _ in rows)
-            seconds = sum(seconds for _, seconds in rows)
-            how = "ok" if status == 0 else f"exit {status}"
-            print(f"{name}: {how} ({seconds:.1f} s)", flush=True)
-            counted[name] = {"exit": status, "duration_s": seconds, **figures(output)}
-            if status != 0:
-                # A sweep that fails says thousands of lines: the first ones tell the cause.
-                lines = output.splitlines()
-                print("\n".join([*lines[:40], "...", *lines[-10:]] if len(lines) > 50 else lines))
-            elif verbose:
-                print(output)
-    return counted
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Build, and unless asked not to, run each program; 0 when all of them ended with 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -266,11 +211,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{variant.name}: not run: {variant.why_not_run}")
         return 0
 
-    counted = run_all(variant, built, chosen, verbose=args.verbose)
+    def timed(job: tuple[str, list[str]]) -> tuple[subprocess.CompletedProcess[str], float]:
+        start = time.monotonic()
+        done = run(variant, built, *job)
+        return done, time.monotonic() - start
+
+    jobs = [(name, cases) for name in built.programs for cases in parts(name, chosen.get(name))]
+    jobs.sort(key=lambda job: job[0] not in LONG)
+    failed = []
+    counted = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        running = [(name, pool.submit(timed, (name, cases))) for name, cases in jobs]
+        for name in built.programs:
+            rows = [job.result() for which, job in running if which == name]
+            status = max((done.returncode for done, _ in rows), key=abs)
+            output = "".join(done.stdout for done, _ in rows)
+            seconds = sum(seconds for _, seconds in rows)
+            how = "ok" if status == 0 else f"exit {status}"
+            print(f"{name}: {how} ({seconds:.1f} s)", flush=True)
+            counted[name] = {"exit": status, "duration_s": seconds, **figures(output)}
+            if status != 0:
+                # A sweep that fails says thousands of lines: the first ones tell the cause.
+                lines = output.splitlines()
+                print("\n".join([*lines[:40], "...", *lines[-10:]] if len(lines) > 50 else lines))
+                failed.append(name)
+            elif args.verbose:
+                print(output)
     if args.output:
         report = {"schema": "oracle_offload/c-programs/1", "programs": counted}
         args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    failed = [name for name, row in counted.items() if row["exit"]]
     if failed:
         print(f"{variant.name}: failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
