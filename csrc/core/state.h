@@ -283,7 +283,7 @@ struct oo_copies {
  * of a stream, and a part with what is waited for and recorded beside it is five, or some more; the
  * rest is for what copy threads queue. */
 enum { OO_QUEUED_PARTS = 128 };
-enum { OO_USES_UNLOOKED = 7 }; /* after one that has looked for room, and found less than half */
+enum { OO_USES_UNLOOKED = 15 }; /* after one that has looked for room, and found less than half */
 
 /* Segments that go back together: struct oo_segment names it. */
 struct oo_lease {
