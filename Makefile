@@ -9,7 +9,7 @@
         windows-check analyze compile_commands.json \
         proof mutation mutation-near mutation-python mutation-python-all coverage fuzz conformance screenshots \
         cuda-environment cuda-build cuda-core cuda-check \
-        aitoolkit-check wheel gpu-wheels gpu-rivals gpu-check gpu-rehearsal gpu-import environment clean
+        site aitoolkit-check wheel gpu-wheels gpu-rivals gpu-check gpu-rehearsal gpu-import environment clean
 
 ifdef PYTHON
 # sys.executable, not the name: `python3` may be a shell shim, which sanitizers cannot live in.
@@ -51,6 +51,7 @@ help:
 	@echo "make coverage      branches of the core that the C programs take"
 	@echo "make fuzz          random plans and random lives of an engine, FUZZ_S=30 seconds each"
 	@echo "make conformance   the simulator against recordings of real drivers"
+	@echo "make site          the pages of docs/, and the API from docstrings, as HTML: out/site"
 	@echo "make screenshots   the pictures of docs/images that a browser takes"
 	@echo "make aitoolkit-check  the drop-in over AI-Toolkit's own code: TOOLKIT=path of a checkout"
 	@echo "make wheel         dist/*.whl and dist/*.tar.gz"
@@ -82,7 +83,7 @@ help:
 
 .venv/installed-test: .venv/installed-beside
 
-.PHONY: check-test check-lint check-windows check-analysis
+.PHONY: check-test check-site check-lint check-windows check-analysis
 check-%:
 	@"$(PY)" tools/check_environment.py $*
 
@@ -215,6 +216,11 @@ aitoolkit-check:
 	@test -n "$(TOOLKIT)" || { echo "aitoolkit-check needs TOOLKIT=path of an AI-Toolkit checkout"; exit 2; }
 	"$(PY)" setup.py --quiet build_ext --inplace
 	TOOLKIT="$(TOOLKIT)" "$(PY)" -m pytest tests/toolkit $(ARGS)
+
+# Whatever a page or a docstring names must be there. -E: what tools print has no date to go by.
+site: $(call ready,site) build
+	"$(PY)" -m sphinx -q -W -n -E --keep-going -b html -d out/site-read docs out/site $(ARGS)
+	@echo "out/site/index.html"
 
 screenshots: $(call ready,screenshots) build
 	"$(PY)" tools/screenshots.py docs/images

@@ -319,7 +319,7 @@ def attach(
         rest and a floor of two of the largest units (later: one checkpointed block).
     vram_budget : int, float, str, optional
         What weights may take on the device, in bytes (``"8GiB"``, a fraction of its memory,
-        ``"auto"`` for what the steps leave, see docs/auto-budget.md); replaces what follows from
+        ``"auto"`` for what the steps leave, see docs/memory.md); replaces what follows from
         `offload_percent`. No more is taken than the model can use.
     ram_budget : int, float, str, optional
         Most host memory for weights: bytes (``"20GiB"``, a fraction of the machine's memory),

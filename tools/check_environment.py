@@ -16,6 +16,7 @@ NEEDED = {
     "lint": ("ruff", "mypy", "clang-format"),
     "windows": ("ziglang",),
     "analysis": ("clang-tidy", "cppcheck"),
+    "site": ("torch", "Sphinx", "myst-parser", "furo"),
     "screenshots": ("torch", "nbconvert", "ipykernel"),
 }
 

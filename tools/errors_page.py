@@ -1,9 +1,9 @@
-"""Write docs/errors.md from the places that raise: `python tools/errors_page.py`.
+"""Print what the site has of every error of the package: `python tools/errors_page.py`.
 
 `--missing` lists the places for which `NOTES` has no cause and remedy.
 
 Every error of `oracle_offload/` and every failure of `csrc/` is read from the source: none can be
-left out. A test compares the page with what this prints.
+left out. `make site` puts it into the page of errors.
 """
 
 from __future__ import annotations
@@ -17,32 +17,6 @@ from textwrap import wrap
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "errors.md"
-
-HEAD = """\
-# Errors of this library
-
-Every error that `oracle_offload` raises, with cause and remedy; `…` stands for what is filled in.
-The page is printed by `python tools/errors_page.py` from the source. Messages of
-PyTorch, CUDA and the system are explained by `oracle-offload explain`, see
-[out of memory](out-of-memory.md).
-
-| class | is a | means |
-|---|---|---|
-| `OffloadError` | `RuntimeError` | base of all below |
-| `DriverError` | `OffloadError` | a CUDA driver call failed; `call`, `code`, `name` say which |
-| `StaleWeightsError` | `OffloadError` | a weight was changed between forward and its backward |
-| `NothingToManage` | `OffloadError` | the model has no layer to manage |
-| `CheckoutError` | `OffloadError` | a checkout of AI-Toolkit that is not to be changed |
-| `NoRoomError` | `OffloadError` | the arena on the device has no room for a layer |
-| `OutOfMemoryError` | `DriverError` or `NoRoomError`, and torch's | either, with torch imported |
-| `torch.OutOfMemoryError` | `RuntimeError` | the device had no room for the arena |
-| `ValueError`, `TypeError` | | an argument that makes no sense; the message has its value |
-| `MemoryError` | | the host has no memory for weights |
-
-After an error the model is as it was before the call: nothing half attached, and a step that failed
-can be repeated. Only after a lost GPU context (below) the process has to be started again.
-"""
 
 # A piece of the message, as the page shows it, and what to say of it; by section.
 NOTES: dict[str, dict[str, str]] = {
@@ -440,11 +414,12 @@ NOTES: dict[str, dict[str, str]] = {
         "forward-mode differentiation": "Dual numbers are not supported. Leave the layer resident.",
         "a forked child": (
             "A DataLoader worker or another fork used the model. Use it in the parent alone, "
-            "or start workers with `spawn`; see [DataLoader workers](dataloader-workers.md)."
+            "or start workers with `spawn`; see [DataLoader workers]"
+            "(memory.md#what-a-dataloader-worker-may-not-do)."
         ),
         "is a fork of the one that trains": (
             "A DataLoader worker or another fork used the model. Use it in the parent alone; "
-            "see [DataLoader workers](dataloader-workers.md)."
+            "see [DataLoader workers](memory.md#what-a-dataloader-worker-may-not-do)."
         ),
         "the host master of": (
             "Code computes with `layer.weight` and does not call the layer. Name the layer in"
@@ -838,13 +813,13 @@ def entry(site: Site, note: str) -> list[str]:
     return out + ([*wrap(note, 100, break_on_hyphens=False), ""] if note else [])
 
 
-def page() -> str:
-    """Return the whole page."""
+def printed() -> str:
+    """Return the sections of the page."""
     by_section: dict[str, list[tuple[Site, str]]] = {name: [] for name in (*NOTES, OTHERS, INSIDE)}
     for site in sites():
         section, note = noted(site) or (OTHERS, "")
         by_section[section].append((site, note))
-    out = [HEAD]
+    out = []
     for section, entries in by_section.items():
         if not entries:
             continue
@@ -866,4 +841,4 @@ if __name__ == "__main__":
             if noted(place) is None:
                 print(f"{place.path}: {place.kind}: {place.message}")
     else:
-        PAGE.write_text(page(), encoding="utf-8")
+        print(printed(), end="")

@@ -1,7 +1,7 @@
-"""Write docs/messages.md from the templates and the corpus: `python tools/messages_page.py`.
+"""Write the causes and fixes into docs/messages.md: `python tools/messages_page.py`.
 
 Every message the parser knows, with lines in that format, the versions it was seen in, and what it
-means. A test compares the page with what this prints, so neither can go stale.
+means, is on the site alone: `make site` puts it into that page, and `--print` prints it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,9 @@ NO_BREAK = "\N{NO-BREAK SPACE}"
 NUMBER = re.compile(r"(\d+)")
 PAGE = ROOT / "docs" / "messages.md"
 
-HEAD = """\
-# Every message, and what it means
-
-All message formats that `python -m oracle_offload explain` knows, by what ran out. The lines are
-in the exact format of the versions named; their sizes and paths are examples. The name is the
-`template` of the JSON report. This page is printed by `python tools/messages_page.py` from
-`oracle_offload/explain/templates.py` and the messages in `tests/data/oom`, where each one has the
-public place in which the format was seen.
-
-Is a format missing? A line in `tests/data/oom/corpus.jsonl` with its source and a row in
-`templates.py` add it; `tests/data/oom/README.md` has the keys.
-"""
+BLOCK = re.compile(
+    r"(<!-- causes: python tools/messages_page.py -->\n).*?(<!-- end of causes -->\n)", re.S
+)
 
 GROUPS = (
     ("On the card, with figures", "Complete in themselves: cause and fixes follow from the sizes."),
@@ -152,6 +143,7 @@ def section(template: Template, layouts: dict[str, tuple[str, list[str]]]) -> li
 def causes() -> list[str]:
     """Return the table of causes: what gave out, and what to change."""
     out = [
+        "",
         "## The causes",
         "",
         "What a report can name as cause, where memory gave out, and its fixes in their order.",
@@ -173,17 +165,25 @@ def causes() -> list[str]:
     return [*out, ""]
 
 
-def page() -> str:
-    """Return the whole page."""
+def printed() -> str:
+    """Return every message, by what ran out."""
     found = examples()
-    out = [HEAD]
+    out = []
     for index, (title, lead) in enumerate(GROUPS):
         out += [f"## {title}", "", *wrap(lead, 100, break_on_hyphens=False), ""]
         for template in TEMPLATES:
             if group(template) == index:
                 out += section(template, found[template.name])
-    return "\n".join(out + causes()).rstrip() + "\n"
+    return "\n".join(out).rstrip() + "\n"
+
+
+def page(text: str) -> str:
+    """Return the page with its causes and fixes written anew."""
+    return BLOCK.sub(lambda block: block[1] + "\n".join(causes()) + block[2], text)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    if "--print" in sys.argv:
+        print(printed(), end="")
+    else:
+        PAGE.write_text(page(PAGE.read_text("utf-8")), encoding="utf-8")

@@ -132,7 +132,7 @@ class OomReport:
 
     @property
     def verdict(self) -> str:
-        """One line: what ran out, where."""
+        """What ran out, and where, in one line."""
         if not self.found:
             return "No out-of-memory error found"
         place = _NAMES.get(self.backend or "", "an unnamed device")

@@ -24,11 +24,8 @@ from oracle_offload.trainer import matrix
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    "it-does-not-fit.md",
-    "it-got-slower.md",
     "killed-without-a-message.md",
-    "my-ram-is-full.md",
-    "two-models.md",
+    "memory.md",
     "train-lora.md",
     "bench-matrix.md",
     "resume.md",

@@ -1041,10 +1041,6 @@ def test_the_code_of_the_page(
     assert "recorded on Simulated" in capsys.readouterr().out
 
 
-def test_the_page_is_linked_from_the_readme() -> None:
-    assert "(docs/plan.md)" in (ROOT / "README.md").read_text("utf-8")
-
-
 def test_what_a_host_lacks_is_what_lies_there_beyond_its_room() -> None:
     for found in (
         oracle_offload.plan("4B", train="full", card=24, ram="8GB"),

@@ -34,7 +34,3 @@ def test_every_variable_that_code_names_is_in_the_table_and_no_other() -> None:
     assert sorted(listed) == sorted(set(listed))
     assert {name: place for name, place in found.items() if name not in listed} == {}
     assert set(listed) <= set(found)
-
-
-def test_the_page_is_linked_from_the_readme() -> None:
-    assert "(docs/environment.md)" in (ROOT / "README.md").read_text("utf-8")

@@ -65,6 +65,5 @@ def test_no_path_of_the_machine_that_wrote_it_is_committed() -> None:
     assert "/home/" not in written and "/tmp/" not in written
 
 
-def test_it_is_linked_from_its_page_and_that_from_the_readme() -> None:
+def test_it_is_linked_from_its_page() -> None:
     assert "(notebook.ipynb)" in (ROOT / "docs" / "notebook.md").read_text("utf-8")
-    assert "(docs/notebook.md)" in (ROOT / "README.md").read_text("utf-8")

@@ -142,10 +142,6 @@ def test_the_metrics_file_of_the_page(
     assert len(eval(losses)) == 3 and eval(series) == moved
 
 
-def test_the_page_is_linked_from_the_readme() -> None:
-    assert "(docs/numbers.md)" in (ROOT / "README.md").read_text("utf-8")
-
-
 def test_every_number_is_in_the_table() -> None:
     from oracle_offload import Meter
 
