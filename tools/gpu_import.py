@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import measured_page
+import readme_page
 from gpu_check import OBJECTS, ROOT, SCHEMA
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -95,7 +96,8 @@ def main() -> int:
         return 1
     print(f"filed as {target.relative_to(ROOT)}")
     measured_page.main()
-    print(f"{measured_page.PAGE.relative_to(ROOT)} says so")
+    readme_page.main()
+    print(f"{measured_page.PAGE.relative_to(ROOT)} and README.md say so")
     results = json.loads(target.read_text(encoding="utf-8"))
     print(measured_page.beside_simulated({results["device"]: [results]}), end="")
     return 0

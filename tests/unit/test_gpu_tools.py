@@ -914,16 +914,18 @@ def test_import_never_files_a_simulated_run_beside_a_card(tmp_path: Path) -> Non
     assert filed.parent.name == "simulated-nvidia-h200"
 
 
-def test_import_writes_what_was_measured_into_both_pages(tmp_path: Path) -> None:
+def test_import_writes_what_was_measured_into_the_pages(tmp_path: Path) -> None:
     root = tmp_path / "checkout"
     shutil.copytree(ROOT / "tools", root / "tools", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("docs/measured.md", "docs/performance.md", "csrc/sim/control.c"):
+    for name in ("README.md", "docs/measured.md", "docs/performance.md", "csrc/sim/control.c"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     step = {"name": "small, offload 0.5", "offload": 0.5, "step_s": 1.2, "predicted_step_s": 1.0}
+    step |= {"peak_reserved_bytes": 2**31, "over_x_min_ratio": 1.01}
     step |= {"over_predicted_ratio": 1.2, "predicted_kernels_s": 0.5, "h2d_bytes": 2e9}
     step |= {"predicted_h2d_bytes": 1e9, "equal_losses_count": 3, "compared_steps_count": 3}
-    rows = [{"name": "small, resident", "step_s": 0.5}, step]
+    resident = {"name": "small, resident", "step_s": 0.5}
+    rows = [resident | {"weights_bytes": 2**32, "peak_reserved_bytes": 2**33}, step]
     part = {"step": {"state": "done", "seconds": 1.0, "rows": rows}}
     path = results_file(tmp_path, system="Linux", cpus_count=2, **part)
     command = [sys.executable, str(root / "tools" / "gpu_import.py"), str(path)]
@@ -935,6 +937,9 @@ def test_import_writes_what_was_measured_into_both_pages(tmp_path: Path) -> None
     row = "| small, 50% offloaded, train | 1.000 | 1.200 | 1.200 | 1.0 | 2.0 |"
     assert row in simulated and row in done.stdout
     assert "flux width" not in simulated, "of the results that are not there"
+    readme = (root / "README.md").read_text()
+    assert "| The same, 50% of them in host memory | 1.200 s, 2.0 GiB of the GPU |" in readme
+    assert "AI-Toolkit 0." not in readme, "of the results that are not there"
 
 
 @pytest.mark.parametrize(
