@@ -119,12 +119,24 @@ if TYPE_CHECKING:
     from .views.summary import memory_summary as memory_summary
 
 
+def _not_built() -> ImportError:
+    return ImportError(
+        f"the engine is not built in {__path__[0]}, which is a source tree: build it there "
+        "(make build), or run from another folder to use the package that is installed",
+        name=f"{__name__}._core",
+    )
+
+
 def __getattr__(name: str) -> object:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
+        if name == "_core":  # `from . import _core` asks here first
+            return importlib.import_module(f"{__name__}._core")
+        if name not in _PUBLIC:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
     except ModuleNotFoundError as error:
+        if error.name == f"{__name__}._core":
+            raise _not_built() from error
         if error.name not in ("torch", "numpy"):
             raise
         raise ModuleNotFoundError(

@@ -325,6 +325,10 @@ NOTES: dict[str, dict[str, str]] = {
             "They decode compressed weights (`compress=`); nothing else that trains needs them. "
             "Build where nvcc is, or leave `compress=` out."
         ),
+        "the engine is not built in": (
+            "Python finds the folder of a clone before the installed package when it is started "
+            "there."
+        ),
         "is missing though it was built": "The installation is damaged: install again.",
         "which is not installed; install the build": (
             "Training needs torch, which pip does not bring: install the build that fits the card."
