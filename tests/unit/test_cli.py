@@ -6,7 +6,6 @@ import argparse
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -224,21 +223,6 @@ def test_a_public_name_is_imported_once_and_an_unknown_one_is_refused() -> None:
     assert oracle_offload.__dict__["configure_allocator"] is found
     with pytest.raises(AttributeError, match="module 'oracle_offload' has no attribute 'attatch'"):
         oracle_offload.attatch  # noqa: B018
-
-
-@pytest.mark.parametrize("code", ["oracle_offload.attach", "from oracle_offload import _core"])
-def test_in_a_source_tree_that_is_not_built_it_says_where_to_go(tmp_path: Path, code: str) -> None:
-    """Python started in a clone finds its folder, and not the package that was installed."""
-    pytest.importorskip("torch", reason="what the engine is asked from imports it")
-    package = Path(oracle_offload.__file__).parent
-    native = shutil.ignore_patterns("*.so", "*.pyd", "*.dll", "__pycache__")
-    shutil.copytree(package, tmp_path / "oracle_offload", ignore=native)
-    command = [sys.executable, "-c", f"import oracle_offload; {code}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    said = done.stderr.splitlines()[-1]
-    assert done.returncode == 1
-    assert said.startswith(f"ImportError: the engine is not built in {tmp_path}"), done.stderr
-    assert "make build" in said
 
 
 @pytest.mark.parametrize("missing", ["torch", "numpy", "tqdm"])

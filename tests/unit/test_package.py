@@ -68,6 +68,20 @@ def test_importing_costs_little_and_loads_nothing_of_others(name: str) -> None:
     assert cost.events < 5_000 and len(cost.modules) < 60, cost
 
 
+@pytest.mark.parametrize("code", ["oracle_offload.attach", "from oracle_offload import _core"])
+def test_in_a_source_tree_that_is_not_built_it_says_where_to_go(tmp_path: Path, code: str) -> None:
+    """Python started in a clone finds its folder, and not the package that was installed."""
+    pytest.importorskip("torch", reason="what the engine is asked from imports it")
+    native = shutil.ignore_patterns("*.so", "*.pyd", "*.dll", "__pycache__")
+    shutil.copytree(ROOT / "oracle_offload", tmp_path / "oracle_offload", ignore=native)
+    command = [sys.executable, "-c", f"import oracle_offload; {code}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+    assert said.startswith(f"ImportError: the engine is not built in {tmp_path}"), done.stderr
+    assert "make build" in said
+
+
 def test_every_public_name_is_found_where_the_table_says() -> None:
     pytest.importorskip("torch")
     import oracle_offload
