@@ -92,6 +92,14 @@ def page(text: str, devices: Mapping[str, Sequence[Mapping[str, Any]]], performa
     return BLOCK.sub(lambda block: block[1] + "\n".join(lines) + "\n" + block[2], text)
 
 
+def printed() -> str:
+    """Return what the first page of the site has of README.md: its first code, and the table."""
+    text = PAGE.read_text("utf-8")
+    code = re.search(r"^```python\n.*?^```\n", text, re.MULTILINE | re.DOTALL)
+    table = BLOCK.search(text)
+    return "\n".join(part[0] for part in (code, table) if part)
+
+
 def main() -> int:
     """Write the page."""
     devices = measured_page.read(measured_page.RESULTS)
