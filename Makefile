@@ -219,6 +219,7 @@ aitoolkit-check:
 
 # Whatever a page or a docstring names must be there. -E: what tools print has no date to go by.
 site: $(call ready,site) build
+	rm -rf out/site
 	"$(PY)" -m sphinx -q -W -n -E --keep-going -b html -d out/site-read docs out/site $(ARGS)
 	@echo "out/site/index.html"
 
