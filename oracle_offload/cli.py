@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("report", report, "show what a run has left, or compare two", _ALL[:2]),
         ("train-lora", train_lora, "train a LoRA on a local folder of data", _ALL[:3]),
         ("bench", bench, "what each option of a training saves and costs", _ALL),
-        ("cache", cache, "compressed weights on disk: how much, and remove them", _ALL[:2]),
+        ("cache", cache, "what this package keeps on disk: how much, and remove it", _ALL[:2]),
         ("build-ops", build_ops, "compile the operators in C++ for this torch", _ALL[:2]),
         ("aitoolkit", aitoolkit, "offload layers in an AI-Toolkit checkout", _CHECK),
     )

@@ -14,7 +14,6 @@ import errno
 import json
 import logging
 import os
-import re
 import time
 from dataclasses import asdict
 from typing import Any
@@ -26,7 +25,7 @@ from .errors import OffloadError
 from .host.owned import check_folder, create_own, make_folder
 from .host.processes import is_alive, machine
 from .meter import Meter, uuid_of
-from .views.live import SCHEMA, folder, path_of
+from .views.live import SCHEMA, folder, path_of, pid_of
 from .views.memory import device_memory, host_memory
 from .views.summary import verdict_on
 
@@ -223,7 +222,7 @@ def prune() -> None:
     for path in folder().glob("heartbeat-*"):
         with contextlib.suppress(OSError):  # it is gone, or another's
             age = time.time() - path.lstat().st_mtime
-            named = re.fullmatch(f"heartbeat-{re.escape(machine())}-([0-9]+)", path.stem)
-            is_gone = named is not None and is_alive(int(named[1])) is False
+            pid = pid_of(path)
+            is_gone = pid is not None and is_alive(pid) is False
             if age > (_DAY_S if is_gone else _LONG_S):
                 path.unlink()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,12 @@ def path_of(pid: int) -> Path:
     Machines and containers may share the folder, and use the same process ids.
     """
     return folder() / f"heartbeat-{machine()}-{pid}.json"
+
+
+def pid_of(path: Path) -> int | None:
+    """Return the process of this machine that has written a file; None for another machine's."""
+    found = re.fullmatch(f"heartbeat-{re.escape(machine())}-([0-9]+)", path.stem)
+    return int(found[1]) if found else None
 
 
 def heartbeats() -> list[Path]:

@@ -1,18 +1,24 @@
-"""The command that tells what compressed weights take of the disk, and removes them."""
+"""The command that tells what this package keeps on the disk, and removes it."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import oracle_offload
 from oracle_offload import cli
 from oracle_offload.commands import cache
 from oracle_offload.compress.store import CODED, RAW, Store
+from oracle_offload.host.owned import make_folder
+from oracle_offload.host.processes import machine
+from oracle_offload.sizes import format_size
+from oracle_offload.views.live import folder
 
 
 @pytest.fixture
@@ -33,17 +39,135 @@ def names(store: Store) -> set[str]:
 
 
 def test_it_tells_how_much_there_is(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    ops = store.folder.parent / "ops"
+    ops.mkdir(mode=0o700)
+    (ops / "ops-2.13.0-cpython-311-abi1-0123456789abcdef.so").write_bytes(bytes(1 << 19))
     assert cli.main(["cache"]) == 0
-    assert capsys.readouterr().out == f"{store.folder}: 3.00 MiB of compressed weights\n"
+    assert capsys.readouterr().out == (
+        f"{store.folder.parent}\n"
+        "  compressed weights  3.00 MiB in 3 files\n"
+        "  operators in C++    512.00 KiB in 1 file\n"
+        "  batch sizes         0 B in 0 files\n"
+        "  times of steps      0 B in 0 files\n"
+        "  heartbeats          2 B in 1 file\n"
+        "  in all              3.50 MiB in 5 files\n"
+    )
     assert len(names(store)) == 4
 
 
 def test_clear_removes_what_is_the_caches(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    (store.folder.parent / "settings.json").write_text("not ours")
     assert cli.main(["cache", "--clear"]) == 0
-    assert capsys.readouterr().out.startswith("removed 3.00 MiB\n")
+    assert capsys.readouterr().out.startswith("removed 3.00 MiB in 4 files\n")
     assert names(store) == {"notes.txt"}
-    assert (store.folder.parent / "heartbeat-1.json").exists()
+    assert sorted(os.listdir(store.folder.parent)) == ["coded", "settings.json"]
     assert cli.main(["cache", "--clear"]) == 0
+    assert capsys.readouterr().out.startswith("removed 0 B in 0 files\n")
+
+
+def written_by_the_package() -> dict[str, Path]:
+    """Let each module that writes into the cache folder do so; return module -> its file."""
+    pytest.importorskip("torch")
+    from oracle_offload import heartbeat
+    from oracle_offload.compress import steps
+    from oracle_offload.compress.store import user_store
+    from oracle_offload.ops import files
+    from oracle_offload.survive import known_sizes
+
+    store = user_store()
+    store.write("some" + CODED, memoryview(b"x" * 10))
+    make_folder(files.builds())
+    built = files.builds() / files.file_name("2.13.0+cpu", "1")
+    built.write_bytes(b"x" * 20)
+    for module in (known_sizes, steps):
+        module._rows.put("a key", {"size": 1})
+    heart = heartbeat.Heartbeat()
+    heart.write()
+    return {
+        "compress/store.py": store.path("some" + CODED),
+        "ops/files.py": built,
+        "survive/known_sizes.py": folder() / "sizes.json",
+        "compress/steps.py": folder() / "steps.json",
+        "heartbeat.py": heart.path,
+    }
+
+
+def test_all_that_the_package_writes_is_listed_and_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = Path(oracle_offload.__file__).parent
+    found = set()
+    for path in package.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if re.search(r"^from \.*(views\.)?live import .*\bfolder\b|= Rows\(", text, re.MULTILINE):
+            found.add(path.relative_to(package).as_posix())
+    reading = {"commands/cache.py", "commands/watch.py", "remembered.py"}  # of Rows
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path / "cache"))
+    written = written_by_the_package()
+    assert found - reading == set(written), "who else writes into the cache folder?"
+    assert {path for path in (tmp_path / "cache").rglob("*") if path.is_file()} == {
+        *written.values()
+    }
+    nbytes = sum(path.stat().st_size for path in written.values())
+
+    assert cli.main(["cache"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(" in ")[2] for line in said[1:]] == ["1 file"] * 5 + ["5 files"]
+    assert f"{format_size(nbytes)} in 5 files" in said[-1]
+
+    assert cli.main(["cache", "--clear"]) == 0
+    assert os.listdir(tmp_path / "cache") == [written["heartbeat.py"].name], "this process lives"
+    monkeypatch.setattr(cache, "is_alive", lambda pid: False if pid == os.getpid() else None)
+    assert cli.main(["cache", "--clear"]) == 0
+    assert os.listdir(tmp_path / "cache") == []
+
+
+def test_clear_leaves_what_is_being_written_and_the_heartbeats_of_trainings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cache, "is_alive", lambda pid: {1: True, 2: False, 3: None}[pid])
+    hour, now = 3600, time.time()
+    stays = {
+        f"heartbeat-{machine()}-1.json": 9 * hour,
+        f"heartbeat-{machine()}-1.new": 9 * hour,
+        f"heartbeat-{machine()}-3.json": 0,
+        "ops/ops-1.so.77": hour - 60,
+        "sizes.json.77.new": hour - 60,
+        "coded/.some.raw-77": hour - 60,
+        "coded/notes.txt": 9 * hour,
+    }
+    goes = {
+        f"heartbeat-{machine()}-2.json": 0,
+        f"heartbeat-{machine()}-2.new": 0,
+        "heartbeat-elsewhere-1.json": 0,
+        "ops/ops-1.so": 0,
+        "ops/ops-1.so.78": hour + 60,
+        "sizes.json": 0,
+        "sizes.json.78.new": hour + 60,
+        "steps.json": 0,
+        "coded/.some.raw-78": hour + 60,
+        "coded/some.raw": 0,
+    }
+    for name, age in {**stays, **goes}.items():
+        path = tmp_path / name
+        make_folder(path.parent)
+        path.write_bytes(b"x")
+        os.utime(path, (now - age, now - age))
+    assert cli.main(["cache", "--clear"]) == 0
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == set(stays)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="nothing is asked there")
+@pytest.mark.parametrize("which", ["", "coded"])
+def test_nothing_is_removed_from_a_folder_that_others_can_write(
+    store: Store, which: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (store.folder.parent / which).chmod(0o777)
+    assert cli.main(["cache", "--clear"]) == 1
+    assert "can be written by other users" in capsys.readouterr().err
+    assert len(names(store)) == 4
 
 
 def test_keep_removes_what_was_not_used_longest(
@@ -51,9 +175,11 @@ def test_keep_removes_what_was_not_used_longest(
 ) -> None:
     assert store.read("oldest" + CODED) is not None  # which is a use
     assert cli.main(["cache", "--keep", "2MiB"]) == 0
-    left = f"{store.folder}: 2.00 MiB of compressed weights\n"
-    assert capsys.readouterr().out == f"removed 1.00 MiB\n{left}"
+    said = capsys.readouterr().out
+    assert said.startswith("removed 1.00 MiB\n")
+    assert "  compressed weights  2.00 MiB in 2 files\n" in said
     assert names(store) == {"new" + CODED, "oldest" + CODED, "notes.txt"}
+    assert (store.folder.parent / "heartbeat-1.json").exists()
 
 
 def test_the_command_returns_the_code_it_was_given(store: Store) -> None:
@@ -86,7 +212,7 @@ def test_without_a_folder_there_is_nothing(
     monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path / "none"))
     assert cli.main(["cache", "--clear"]) == 0
     assert not (tmp_path / "none").exists()
-    assert "0 B of compressed weights" in capsys.readouterr().out
+    assert "in all              0 B in 0 files" in capsys.readouterr().out
 
 
 def test_a_file_is_read_as_a_whole_or_not_at_all(
