@@ -4,14 +4,51 @@
 
 #if defined(__GNUC__) && defined(__x86_64__)
 
+#include <cpuid.h>
 #include <immintrin.h>
 
 #define OO_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt")))
+/* These versions of clang ask for registers of 512 bits by a name of their own; zig's cc says no to
+ * whatever its target has not. */
+#if defined(__clang__) && __clang_major__ >= 18 && __clang_major__ < 22
+#define OO_512_BITS ",evex512"
+#else
+#define OO_512_BITS
+#endif
 #define OO_AVX512                                                                                  \
     __attribute__((target("avx2,bmi,bmi2,popcnt,avx512f,avx512bw,avx512vl,avx512vbmi,"             \
-                          "avx512vbmi2")))
+                          "avx512vbmi2" OO_512_BITS)))
 
 /* ---- both ---- */
+
+enum {
+    OO_CPU_POPCNT = 1 << 23, /* leaf 1, ECX */
+    OO_CPU_OSXSAVE = 1 << 27,
+    OO_CPU_AVX = 1 << 28,
+    OO_CPU_BMI = 1 << 3, /* leaf 7, EBX */
+    OO_CPU_AVX2 = 1 << 5,
+    OO_CPU_BMI2 = 1 << 8,
+    OO_CPU_AVX512F = 1 << 16,
+    OO_CPU_AVX512BW = 1 << 30,
+    OO_CPU_AVX512VBMI = 1 << 1, /* leaf 7, ECX */
+    OO_CPU_AVX512VBMI2 = 1 << 6,
+    OO_SAVED_256 = 0x6, /* the registers that the system keeps for each thread */
+    OO_SAVED_512 = 0xE6,
+};
+#define OO_CPU_AVX512VL (1U << 31) /* leaf 7, EBX */
+
+/* Whether the processor has all of these features, and the system keeps these registers. Asked here
+ * and not by __builtin_cpu_supports: zig has no library that answers it. */
+static int oo__cpu_has(unsigned leaf7_ebx, unsigned leaf7_ecx, unsigned saved) {
+    const unsigned leaf1_ecx = OO_CPU_POPCNT | OO_CPU_OSXSAVE | OO_CPU_AVX;
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & leaf1_ecx) != leaf1_ecx)
+        return 0; /* without OSXSAVE, xgetbv is no instruction */
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low & saved) != saved || !__get_cpuid_count(7, 0, &a, &b, &c, &d))
+        return 0;
+    return (b & leaf7_ebx) == leaf7_ebx && (c & leaf7_ecx) == leaf7_ecx;
+}
 
 OO_AVX2 static __m128i oo__load_128(const void *bytes) { return _mm_loadu_si128(bytes); }
 OO_AVX2 static __m256i oo__load_256(const void *bytes) { return _mm256_loadu_si256(bytes); }
@@ -246,10 +283,7 @@ const struct oo_codec *oo__codec_avx2(void) {
         .encode = oo__encode_avx2,
         .decode = oo__decode_avx2,
     };
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
-                   __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt")
-               ? &codec
-               : NULL;
+    return oo__cpu_has(OO_CPU_AVX2 | OO_CPU_BMI | OO_CPU_BMI2, 0, OO_SAVED_256) ? &codec : NULL;
 }
 
 /* ---- AVX-512 with VBMI2: sixteen pairs of lanes, 64 weights each ---- */
@@ -461,11 +495,10 @@ const struct oo_codec *oo__codec_avx512(void) {
         .encode = oo__encode_avx512,
         .decode = oo__decode_avx512,
     };
-    return oo__codec_avx2() && __builtin_cpu_supports("avx512f") &&
-                   __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                   __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2")
-               ? &codec
-               : NULL;
+    const unsigned wanted =
+        OO_CPU_AVX2 | OO_CPU_BMI | OO_CPU_BMI2 | OO_CPU_AVX512F | OO_CPU_AVX512BW | OO_CPU_AVX512VL;
+    return oo__cpu_has(wanted, OO_CPU_AVX512VBMI | OO_CPU_AVX512VBMI2, OO_SAVED_512) ? &codec
+                                                                                     : NULL;
 }
 
 #else

@@ -71,6 +71,21 @@ static struct oo_codec_header header_of(const struct chunk *chunk) {
 
 /* ---- cases ---- */
 
+/* The compiler's library answers the same question, where there is one: for zig there is none. */
+static void an_implementation_is_there_where_the_processor_has_its_instructions(void) {
+#if defined(__x86_64__) && !defined(_WIN32)
+    const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+                     __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+    const int avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                       __builtin_cpu_supports("avx512vbmi") &&
+                       __builtin_cpu_supports("avx512vbmi2");
+    CHECK((oo_codec_named("avx2") != NULL) == avx2, "avx2: %d", avx2);
+    CHECK((oo_codec_named("avx512") != NULL) == avx512, "avx512: %d", avx512);
+#endif
+    CHECK(oo_codec_named("portable") != NULL, "the plain one");
+}
+
 static void every_implementation_gives_back_the_bits(void) {
     static const size_t counts[] = {1, 2, 31, 1023, 1024, 1025, 3000, 8192, MOST};
     seed = 1;
@@ -78,7 +93,7 @@ static void every_implementation_gives_back_the_bits(void) {
         for (int what = 0; what < N_WHAT; what++)
             for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
                 struct chunk chunk = make(kinds[k], counts[i]);
-                fill(kinds[k], what, counts[i], chunk.weights);
+                fill(kinds[k], (enum what)what, counts[i], chunk.weights);
                 round_trip(kinds[k], counts[i], &chunk);
                 drop(&chunk);
             }
@@ -625,6 +640,7 @@ static void what_does_not_decode_again_is_never_kept(void) {
 }
 
 static const struct check_case cases[] = {
+    CASE(an_implementation_is_there_where_the_processor_has_its_instructions),
     CASE(every_implementation_gives_back_the_bits),
     CASE(each_byte_of_either_half_is_a_symbol),
     CASE(trained_weights_become_smaller),
