@@ -9,7 +9,8 @@
         windows-check analyze compile_commands.json \
         proof mutation mutation-near mutation-python mutation-python-all coverage fuzz conformance screenshots \
         cuda-environment cuda-build cuda-core cuda-check \
-        site aitoolkit-check wheel gpu-wheels gpu-rivals gpu-check gpu-rehearsal gpu-import environment clean
+        site aitoolkit-check wheel wheels wheels-environment gpu-wheels gpu-rivals gpu-check gpu-rehearsal \
+        gpu-import environment clean
 
 ifdef PYTHON
 # sys.executable, not the name: `python3` may be a shell shim, which sanitizers cannot live in.
@@ -54,7 +55,8 @@ help:
 	@echo "make site          the pages of docs/, and the API from docstrings, as HTML: out/site"
 	@echo "make screenshots   the pictures of docs/images that a browser takes"
 	@echo "make aitoolkit-check  the drop-in over AI-Toolkit's own code: TOOLKIT=path of a checkout"
-	@echo "make wheel         dist/*.whl and dist/*.tar.gz"
+	@echo "make wheel         dist/*.whl and dist/*.tar.gz, for this machine"
+	@echo "make wheels        those of a release: an sdist, a wheel for Linux, one for Windows"
 	@echo "make gpu-wheels    fetch the wheels that a GPU machine without network lacks"
 	@echo "make gpu-rivals    collect what gpu-check measures beside this project"
 	@echo "make gpu-check     GPU tests and measurements [WHEELS=dir] [RESULTS=dir] [COMMIT=id] [RESUME=file]"
@@ -105,6 +107,15 @@ cuda_py := .venv-cuda/bin/python
 	@touch $@
 
 cuda-environment: .venv-cuda/installed
+
+# What makes the wheels of a release, and what looks at them, stands beside as well.
+.venv-wheels/installed: tools/requirements-wheels.txt
+	@python=$$(sh tools/find_python.sh) && echo "creating .venv-wheels with $$python" \
+		&& "$$python" -m venv .venv-wheels
+	.venv-wheels/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+wheels-environment: .venv-wheels/installed
 
 cuda-build: .venv-cuda/installed
 	$(cuda_py) setup.py --quiet build_ext --inplace
@@ -184,7 +195,7 @@ compile_commands.json: $(call ready,test)
 	"$(PY)" tools/c_build.py
 
 # The parts are listed by `python tools/proof.py --list`; each can be run alone.
-proof: build cuda-build
+proof: build cuda-build wheels-environment $(call ready,windows)
 	"$(PY)" tools/proof.py $(ARGS)
 
 mutation: $(call ready,test)
@@ -228,6 +239,9 @@ screenshots: $(call ready,screenshots) build
 
 wheel: $(call ready,test)
 	"$(PY)" -m build --outdir dist
+
+wheels: .venv-wheels/installed
+	.venv-wheels/bin/python tools/wheels.py $(ARGS)
 
 # ---- machines with a GPU ----
 

@@ -328,8 +328,7 @@ def windows() -> Variant:
         program_suffix=".exe",
         simulator="simcuda.dll",
         runner=[wine] if wine else [],
-        # A Windows of its own: what it keeps of registry and files is nobody's home folder.
-        environment={"WINEDEBUG": "-all", "WINEPREFIX": str(ROOT / "build" / "wine")},
+        environment={"WINEDEBUG": "-all"},
         why_not_run="" if wine else "Wine is not installed",
     )
 

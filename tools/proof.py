@@ -108,6 +108,10 @@ PARTS = (
     Part("planted bugs", (*PYTEST, "tests/mutation", "-m", "not gpu"), 600),
     Part("coverage", ("tools/c_coverage.py", "--output", "{output}"), 300),
     Part("fuzz", ("tools/fuzz.py", "--seconds", "30", "--output", "{output}"), 300),
+    # By zig, in .venv-wheels: `make wheels-environment`.
+    Part("wheels", (*PYTEST, "tests/unit/test_wheels.py", "-m", "proof"), 1800),
+    # Where Wine is not installed, nothing is run, and no figures say so.
+    Part("windows", ("tools/c_programs.py", "run", "--windows", "--output", "{output}"), 3600),
     Part("lease", (*PYTEST, "tests/unit/test_gpu_tools.py", "-m", "proof"), 7200),
     Part("soak", (*PYTEST, "tests/fault/test_soak.py", "-m", "proof"), 300),
 )

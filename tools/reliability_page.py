@@ -127,6 +127,8 @@ SHOWN: dict[str, Callable[[Figures], str]] = {
     "planted bugs": _tests,
     "coverage": _coverage,
     "fuzz": _fuzz,
+    "wheels": _tests,
+    "windows": _programs,
     "lease": _lease,
     "soak": _soak,
 }

@@ -52,6 +52,8 @@ FIGURES = {
     "planted bugs": {"tests": 18, "failed": 0},
     "coverage": {"files": {"plan.c": {"taken": 95, "branches": 100}}},
     "fuzz": {"targets": {"plan": {"inputs": 1000, "seconds": 30}}},
+    "wheels": {"tests": 6, "failed": 0},
+    "windows": {"programs": {"test_order": {"cases": 5, "passed": 6000, "failed": 0}}},
     "lease": {"lease": [{"kills": 3, "parts": 24, "over": "the simulated device"}]},
     "soak": {"rss_bytes_per_step": [78.4]},
 }
@@ -77,6 +79,8 @@ def test_another_record_gives_another_page() -> None:
     for words in (
         "7 of 7 cases on the simulator; no recording",
         "3 cases of 1 programs, 4,000 checks",
+        "6 of 6 tests pass",
+        "5 cases of 1 programs, 6,000 checks",
         "5,678 faults, every one of 1,234 calls, in 1 ways",
         "| calls fail once | 5,678 of 5,678 |",
         "| allocations fail once | 12 of 34 |",
