@@ -7,10 +7,12 @@ import hashlib
 import json
 import re
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import c_build
 import pytest
 import wheels
 from test_package import EMPTY, TRAIN, call, environment, install
@@ -61,6 +63,21 @@ def test_what_a_wheel_may_not_need_is_complained_of(where: str, value: Any, said
     inside[last] = value
     (found,) = wheels.complaints(seen)
     assert said in found
+
+
+def test_the_classifiers_name_what_the_wheels_are_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    versions = [
+        tuple(map(int, found[1].split(".")))
+        for line in project["classifiers"]
+        if (found := re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", line))
+    ]
+    assert project["requires-python"] == ">={}.{}".format(*wheels.PYTHON_ABI)
+    assert versions[0] == wheels.PYTHON_ABI and versions == sorted(versions)
+    macros = dict(c_build.macros("binding"))
+    assert macros.get("Py_LIMITED_API") in (None, "0x{:02X}{:02X}0000".format(*wheels.PYTHON_ABI))
+    for system in ("Microsoft :: Windows", "POSIX :: Linux"):
+        assert f"Operating System :: {system}" in project["classifiers"]
 
 
 # ---- built ----
