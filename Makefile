@@ -85,7 +85,7 @@ help:
 
 .venv/installed-test: .venv/installed-beside
 
-.PHONY: check-test check-site check-lint check-windows check-analysis
+.PHONY: check-test check-site check-lint check-analysis
 check-%:
 	@"$(PY)" tools/check_environment.py $*
 
@@ -108,7 +108,7 @@ cuda_py := .venv-cuda/bin/python
 
 cuda-environment: .venv-cuda/installed
 
-# What makes the wheels of a release, and what looks at them, stands beside as well.
+# zig, what makes the wheels of a release, and what looks at them, stand beside as well.
 .venv-wheels/installed: tools/requirements-wheels.txt
 	@python=$$(sh tools/find_python.sh) && echo "creating .venv-wheels with $$python" \
 		&& "$$python" -m venv .venv-wheels
@@ -179,7 +179,7 @@ asan-python: $(call ready,test)
 tsan-check: $(call ready,test)
 	"$(PY)" tools/c_programs.py run --sanitize thread $(ARGS)
 
-windows-check: $(call ready,windows)
+windows-check: $(call ready,test) .venv-wheels/installed
 	"$(PY)" tools/c_programs.py run --windows $(ARGS)
 
 lint: $(call ready,lint) build
@@ -195,7 +195,7 @@ compile_commands.json: $(call ready,test)
 	"$(PY)" tools/c_build.py
 
 # The parts are listed by `python tools/proof.py --list`; each can be run alone.
-proof: build cuda-build wheels-environment $(call ready,windows)
+proof: build cuda-build wheels-environment
 	"$(PY)" tools/proof.py $(ARGS)
 
 mutation: $(call ready,test)

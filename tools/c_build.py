@@ -133,6 +133,8 @@ WARNINGS_CLANG_ONLY = ("-Wcast-align", "-Wno-enum-float-conversion")
 WARNINGS_WITHOUT_PYTHON = ("-Wpedantic",)
 
 MSVC_FLAGS = ("/std:c11", "/experimental:c11atomics", "/W3", "/O2")
+# A compiler with headers and libraries of other systems, in the environment of `make wheels`.
+ZIG = (str(ROOT / ".venv-wheels" / "bin" / "python"), "-m", "ziglang")
 DEBUG_FLAGS = ("-O1", "-g", "-fPIC", "-pthread", "-fno-omit-frame-pointer")
 
 # One setting for all that runs under a sanitizer; 66 is how it ends where one objects.
@@ -321,7 +323,7 @@ def windows() -> Variant:
     wine = shutil.which("wine64", path=places) or shutil.which("wine")
     return Variant(
         name="windows",
-        compiler=[sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-windows-gnu"],
+        compiler=[*ZIG, "cc", "-target", "x86_64-windows-gnu"],
         # zig adds UBSan traps to unoptimised code: this variant is about compiling and running.
         flags=["-O2", "-g", "-fno-sanitize=undefined"],
         libraries=(),

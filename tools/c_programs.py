@@ -3,7 +3,7 @@
     python tools/c_programs.py run                                   # all, on the simulated driver
     python tools/c_programs.py run test_plan --sanitize address,undefined
     python tools/c_programs.py run test_plan::test_the_trace_wraps   # one case
-    python tools/c_programs.py build --windows                       # with PyPI's ziglang
+    python tools/c_programs.py build --windows      # by zig: make wheels-environment
 
 A program is tests/c/test_*.c, example.c or conformance.c, linked with the engine. It finds the
 simulated driver through ORACLE_OFFLOAD_DRIVER.

@@ -14,7 +14,6 @@ TOOLS = Path(__file__).resolve().parent
 NEEDED = {
     "test": ("torch", "numpy", "setuptools", "pytest", "hypothesis", "tqdm", "platformdirs"),
     "lint": ("ruff", "mypy", "clang-format"),
-    "windows": ("ziglang",),
     "analysis": ("clang-tidy", "cppcheck"),
     "site": ("torch", "Sphinx", "myst-parser", "furo"),
     "screenshots": ("torch", "nbconvert", "ipykernel"),

@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import Any
 
 import c_build
-from c_build import ROOT
+from c_build import ROOT, ZIG
 
 PACKAGE = "oracle_offload"
 MANYLINUX, GLIBC = "manylinux_2_28_x86_64", "2.28"  # Debian 10, Ubuntu 18.10, RHEL 8
 WINDOWS = "win_amd64"
-ZIG = (sys.executable, "-m", "ziglang")
 PYTHON_ABI = (3, 11)  # Py_LIMITED_API
 # Windows' own: the C runtime is a part of it since Windows 10.
 SYSTEM_LIBRARY = re.compile(r"(kernel32|ntdll|advapi32|api-ms-win-crt-[a-z]+-l1-1-0)\.dll")

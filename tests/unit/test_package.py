@@ -224,6 +224,7 @@ torch.manual_seed(0)
 resident = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
 managed = copy.deepcopy(resident)
 manager = oracle_offload.attach(managed, "cpu", offload_percent=1.0)
+assert manager.resident == {}, "every parameter is the engine's"
 losses = []
 for model in (resident, managed):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import c_build
+import c_programs
 import pytest
 import wheels
 from test_package import EMPTY, TRAIN, call, environment, install
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = ROOT / ".venv-wheels" / "bin" / "python"
+PYTHON = Path(c_build.ZIG[0])
 
 SEEN: dict[str, Any] = {
     "sdist": "oracle_offload-1.2.3.tar.gz",
@@ -149,6 +150,20 @@ class TestBuilt:
         for one, other in zip(made[:3], again[:3], strict=True):
             assert one.read_bytes() == other.read_bytes(), one.name
 
+    def test_the_simulator_for_windows_runs_a_life_of_the_engine_under_wine(
+        self, made: Made, tmp_path: Path
+    ) -> None:
+        variant = c_build.windows()
+        if variant.why_not_run:
+            pytest.skip(variant.why_not_run)
+        with zipfile.ZipFile(made.windows) as archive:
+            simulator = Path(archive.extract("oracle_offload/simcuda.dll", tmp_path))
+        names = ["example", "test_sim_calls", "test_units"]
+        programs = c_programs.build(variant, names).programs
+        for name in names:
+            done = c_programs.run(variant, c_programs.Built(simulator, programs), name)
+            assert done.returncode == 0, done.stdout
+
     def test_the_wheel_in_an_empty_environment_has_the_simulator(
         self, made: Made, tmp_path: Path
     ) -> None:
@@ -162,11 +177,3 @@ class TestBuilt:
         python = environment(tmp_path / "torch", with_this_ones_packages=True)
         install(python, str(made.linux))
         assert "same bits" in call([str(python), "-c", TRAIN], cwd=tmp_path)
-
-
-def test_one_zig_compiles_the_c_programs_and_the_wheel() -> None:
-    pins = [
-        re.findall(r"^ziglang==.*$", (ROOT / "tools" / name).read_text("utf-8"), re.MULTILINE)
-        for name in ("requirements-windows.txt", "requirements-wheels.txt")
-    ]
-    assert pins[0] == pins[1] != []
