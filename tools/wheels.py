@@ -132,12 +132,10 @@ def build_for_linux(sdist: Path, output: Path, folder: Path) -> Path:
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     (tree,) = folder.glob(f"{PACKAGE}-*")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, tree]
+    command = (sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, tree)
     call(command, cwd=folder, CC=str(zig_cc(folder)), LDFLAGS="-s", CFLAGS="-g0")
     (made,) = folder.glob("*.whl")
-    tag = ["wheel", "tags", "--remove", "--platform-tag", MANYLINUX, made]
-    name = call([sys.executable, "-m", *tag], cwd=folder).split()[-1]
-    return Path(shutil.move(folder / name, output))
+    return Path(shutil.move(retagged(made, MANYLINUX), output))
 
 
 def build_for_windows(linux: Path, output: Path, folder: Path) -> Path:
@@ -161,9 +159,13 @@ def build_for_windows(linux: Path, output: Path, folder: Path) -> Path:
     info["simulator"]["file"] = variant.simulator
     record.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
     call([sys.executable, "-m", "wheel", "pack", "--dest-dir", folder, tree])
-    tag = ["wheel", "tags", "--remove", "--platform-tag", WINDOWS, folder / linux.name]
-    name = call([sys.executable, "-m", *tag], cwd=folder).split()[-1]
-    return Path(shutil.move(folder / name, output))
+    return Path(shutil.move(retagged(folder / linux.name, WINDOWS), output))
+
+
+def retagged(wheel: Path, platform: str) -> Path:
+    """Return the wheel under the name, and with the tag, of a platform."""
+    words = ("wheel", "tags", "--remove", "--platform-tag", platform, wheel)
+    return wheel.with_name(call([sys.executable, "-m", *words]).split()[-1])
 
 
 def windows_variant(headers: Path) -> c_build.Variant:
