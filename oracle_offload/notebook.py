@@ -27,7 +27,7 @@ from .explain import hooks
 from .meter import Meter, Numbers
 from .sizes import format_size
 from .views.live import Live
-from .views.page import escape, fragment
+from .views.sections import Section, render
 from .views.summary import memory_summary
 
 _LEVELS = (
@@ -84,11 +84,7 @@ class CellReport:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        cells = (
-            f"<tr><td>{escape(label)}</td><td>{escape(text)}</td></tr>"
-            for label, text in self.rows()
-        )
-        return fragment("cell", [f"<table>{''.join(cells)}</table>"])
+        return render("cell", [Section(rows=self.rows())])
 
 
 def _size(nbytes: float | None) -> str:

@@ -10,26 +10,25 @@ from .terminal import printable
 _WIDEST = 32
 Part = tuple[str, int | None]  # a name of `LOOKS`, and bytes; None is unknown
 
-_UNKNOWN = ("?", "#777")  # of a part that a later version names
-
-LOOKS = {  # the character and the colour of each part
-    "tensors": ("#", "#2f6db5"),
-    "weights": ("#", "#2f6db5"),
-    "other tensors": ("t", "#3a9188"),
-    "gradients": ("g", "#b279a2"),
-    "optimizer state": ("o", "#d1913c"),
-    "activations": ("a", "#3a9188"),
-    "not told apart": ("?", "#6b7d8c"),
-    "arena": ("A", "#12477f"),
-    "page-locked": ("L", "#12477f"),
-    "pageable": ("P", "#2f6db5"),
-    "cached": ("+", "#8fb8e8"),
-    "page cache": ("+", "#8fb8e8"),
-    "other processes": ("@", "#b5522f"),
-    "outside": ("=", "#8c8c8c"),
-    "everything else": ("=", "#8c8c8c"),
-    "free": (".", "#4d9a5f"),
+LOOKS = {  # the character of each part; its colour is that of its name
+    "tensors": "#",
+    "weights": "#",
+    "other tensors": "t",
+    "gradients": "g",
+    "optimizer state": "o",
+    "activations": "a",
+    "not told apart": "?",
+    "arena": "A",
+    "page-locked": "L",
+    "pageable": "P",
+    "cached": "+",
+    "page cache": "+",
+    "other processes": "@",
+    "outside": "=",
+    "everything else": "=",
+    "free": ".",
 }
+_UNKNOWN = "?"  # of a part that a later version names
 
 
 def text_bar(parts: Sequence[Part], width: int, show: Callable[[int | None], str]) -> list[str]:
@@ -49,10 +48,10 @@ def text_bar(parts: Sequence[Part], width: int, show: Callable[[int | None], str
     line, used = "", 0
     for name, size in parts:
         used += size or 0
-        line += _look(name)[0] * (round(cells * used / total) - len(line))
+        line += LOOKS.get(name, _UNKNOWN) * (round(cells * used / total) - len(line))
     rows = [""]
     for name, size in parts:
-        item = f"{_look(name)[0]} {_named(name)} {show(size)}"
+        item = f"{LOOKS.get(name, _UNKNOWN)} {_named(name)} {show(size)}"
         joined = f"{rows[-1]}  {item}" if rows[-1] else f"   {item}"
         if len(joined) <= width:
             rows[-1] = joined
@@ -61,8 +60,16 @@ def text_bar(parts: Sequence[Part], width: int, show: Callable[[int | None], str
     return [f"  [{line}]", *rows]
 
 
-def _look(name: str) -> tuple[str, str]:
-    return LOOKS.get(name, _UNKNOWN)
+def colour_of(name: str) -> str:
+    """Return the palette's name of a part's colour; what is free has none, it is left empty."""
+    if name not in LOOKS:
+        return "unknown"
+    return "" if name == "free" else name.replace(" ", "-")
+
+
+def _filled(name: str) -> str:
+    colour = colour_of(name)
+    return f"background:var(--oo-{colour})" if colour else ""
 
 
 def _named(name: str) -> str:
@@ -75,13 +82,13 @@ def html_bar(parts: Sequence[Part], show: Callable[[int | None], str]) -> list[s
     if not total:
         return []
     cells = "".join(
-        f'<div style="width:{100 * size / total:.2f}%;background:{_look(name)[1]}" '
+        f'<div style="width:{100 * size / total:.2f}%;{_filled(name)}" '
         f'title="{escape(_named(name))} {show(size)}"></div>'
         for name, size in parts
-        if size is not None
+        if size  # nothing has no width, but would have a gap
     )
     keys = "".join(
-        f'<span class="part"><span class="key" style="background:{_look(name)[1]}"></span>'
+        f'<span class="part"><span class="key" style="{_filled(name)}"></span>'
         f"{escape(_named(name))} {show(size)}</span>"
         for name, size in parts
     )

@@ -18,10 +18,11 @@ from typing import Any
 from ..doctor.gpus import CLOCK_REASONS
 from ..host.owned import open_own
 from ..host.processes import is_alive, machine
-from .bars import html_bar, text_bar
+from .bars import text_bar
 from .memory import show_size
-from .page import escape, fragment, page
+from .page import page
 from .schema import schema
+from .sections import Section, render
 from .terminal import WIDEST, Text
 
 SCHEMA = schema("heartbeat", 2)
@@ -178,15 +179,16 @@ class Live:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        body = [f'<p class="oo-verdict">{escape(text)}</p>' for text in self._sentences()]
-        body += [f'<p class="oo-warn">{escape(text)}</p>' for text in self._notes()]
-        for memory in self._bars():
-            title = escape(str(memory["title"]))
-            body.append(f"<h3>{title}: {show_size(memory['total_bytes'])}</h3>")
-            body += html_bar(list(memory["parts"].items()), show_size)
-        cells = (f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in self.rows())
-        body.append(f"<table>{''.join(cells)}</table>")
-        return fragment("live", body)
+        said = [("verdict", text) for text in self._sentences()]
+        said += [("warn", text) for text in self._notes()]
+        bars = [
+            Section(
+                f"{memory['title']}: {show_size(memory['total_bytes'])}",
+                bar=list(memory["parts"].items()),
+            )
+            for memory in self._bars()
+        ]
+        return render("live", [Section(says=said), *bars, Section(rows=self.rows())])
 
     def to_html(self) -> str:
         """Return the view as one self-contained page without scripts."""

@@ -10,17 +10,19 @@ import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..host.replace import replace_file
 from ..sizes import format_size
-from .page import escape, fragment, page
+from .page import page
 from .schema import schema
+from .sections import Section, render
 from .snapshot import sentences as memory_sentences
 from .snapshot import tables as holders
 from .terminal import Text
-from .timeline import STALL_FLOOR_S, Stay, details, timeline_svg
+from .timeline import STALL_FLOOR_S, Stay, blocks_within, details, timeline_svg
 
 SCHEMA = schema("recording", 1)
 _SUFFIXES = {".html": "html", ".htm": "html", ".json": "chrome", ".csv": "csv", ".jsonl": "jsonl"}
@@ -245,10 +247,11 @@ class Recording:
             tables.append(("errors", [(str(error["what"]),) for error in errors]))
         return tables
 
-    def pictures(self, span_s: float = 0.0) -> list[tuple[str, str]]:
+    def pictures(self, span_s: float = 0.0, *, fluid: bool = False) -> list[tuple[str, str]]:
         """Return title and SVG of each timed step: the whole of it, then its details in order.
 
-        The axis of a whole step has at least `span_s` seconds, so that several steps compare.
+        The axis of a whole step has at least `span_s` seconds, so that several steps compare. One
+        that is `fluid` is as wide as its place in a page, others are files of their own.
         """
         made = []
         known = {str(device["device"]): device for device in self.header["devices"]}
@@ -257,11 +260,14 @@ class Recording:
             stays = self._stays(device, number)
             clock = "simulated times" if known[device]["simulated"] else "measured by events"
             title = f"step {number} on {device}, {known[device]['name']} ({clock})"
-            made.append((title, timeline_svg(rows, title, stays=stays, span_s=span_s)))
+            draw = partial(timeline_svg, rows, stays=stays, fluid=fluid)
+            made.append((title, draw(title, span_s=span_s)))
             windows = details(rows)
             for i, window in enumerate(windows, 1):
                 part = f"{title}, part {i} of {len(windows)}"
-                made.append((part, timeline_svg(rows, part, stays=stays, window=window)))
+                if names := blocks_within(rows, window):
+                    part += f": {names}"
+                made.append((part, draw(part, window=window)))
         return made
 
     def _timed_rows(self, device: str, number: int) -> list[dict[str, Any]]:
@@ -307,18 +313,19 @@ class Recording:
         return [stay for stay in (*stays, *there.values()) if stay.end_s > stay.begin_s]
 
     def _repr_html_(self) -> str:
-        body = [f'<p class="oo-verdict">{escape(line)}</p>' for line in self._sentences()]
-        for title, picture in self.pictures():
-            shown = f"<summary>{escape(title)}</summary>{picture}"
-            body.append(f"<details>{shown}</details>" if "part" in title else f"<p>{picture}</p>")
-        for title, rows in self._tables():
-            body.append(f"<h3>{escape(title)}</h3>")
-            cells = "".join(
-                "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-                for row in rows
+        sections = [Section(says=[("verdict", line) for line in self._sentences()])]
+        whole = None
+        for title, picture in self.pictures(fluid=True):
+            if whole is None or not title.startswith(f"{whole}, part "):
+                whole, folded = title, ""
+            else:  # its title stands above already
+                folded = title.removeprefix(f"{whole}, ")
+            sections.append(Section(pictures=[(folded, picture)]))
+        for title, (first, *rows) in self._tables():
+            sections.append(
+                Section(title, head=first, rows=rows) if rows else Section(title, rows=[first])
             )
-            body.append(f"<table>{cells}</table>")
-        return fragment("recording", body)
+        return render("recording", sections)
 
     # ---- files ----
 

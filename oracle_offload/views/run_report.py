@@ -14,10 +14,12 @@ from typing import Any, Protocol
 from ..metrics import MetricsRun
 from ..sizes import format_size
 from ..traffic import stalls_of
-from .page import escape, fragment, page
+from .page import escape, page
 from .recording import Recording
 from .schema import schema
+from .sections import Section, render
 from .terminal import WIDEST, Text
+from .timeline import round_steps
 
 SCHEMA = schema("report", 1)
 WARM_UP_STEPS = 2  # as in `oracle_offload.pace`, which imports nothing of this
@@ -107,14 +109,13 @@ class RunReport:
 
     def to_html(self) -> str:
         """Return one self-contained page without scripts: the table and the pictures."""
-        rows = "".join(
-            f'<tr><td>{label}</td><td class="n">{show(self.figures[key], how)}</td></tr>'
-            for key, label, how in _SHOWN
-        )
-        body = [f"<h2>{escape(self.name)}</h2>", f"<table>{rows}</table>"]
-        body += [f"<h3>{label}</h3>\n{line_svg(label, s)}" for label, s in self.series.items() if s]
+        rows = [(label, show(self.figures[key], how)) for key, label, how in _SHOWN]
+        sections = [Section(self.name, rows=rows, numbers=True)]
+        for label, points in self.series.items():
+            if picture := line_svg(label, points):
+                sections.append(Section(label, pictures=[("", picture)]))
         why = "" if self.explained is None else self.explained.to_html(page=False)
-        return page(self.name, fragment("report", body) + why + self.body)
+        return page(self.name, render("report", sections) + why + self.body)
 
 
 @dataclass(frozen=True)
@@ -164,14 +165,9 @@ class Comparison:
 
     def to_html(self) -> str:
         """Return one self-contained page without scripts."""
-        cells = "".join(
-            f'<tr><td>{label}</td><td class="n">{before}</td><td class="n">{after}</td>'
-            f'<td class="n">{change}</td></tr>'
-            for label, before, after, change in self.rows()
-        )
-        names = [escape(report.name) for report in (self.before, self.after)]
-        head = f"<tr><th></th><th>{names[0]}</th><th>{names[1]}</th><th>change</th></tr>"
-        return page("before and after", fragment("report", [f"<table>{head}{cells}</table>"]))
+        head = ("", self.before.name, self.after.name, "change")
+        table = Section(head=head, rows=self.rows(), numbers=True)
+        return page("before and after", render("report", [table]))
 
 
 # ---- where the figures come from ----
@@ -180,7 +176,7 @@ class Comparison:
 def of_metrics(name: str, runs: Sequence[MetricsRun]) -> RunReport:
     """Return the report of a metrics file."""
     series = {
-        label: [point for run in runs for point in run.series(key)]
+        label: [point for run in runs for point in _drawn(run, key)]
         for label, key in (
             ("loss", "loss"),
             ("seconds per step", "step_s"),
@@ -246,6 +242,12 @@ def _warm(runs: Sequence[MetricsRun], key: str) -> list[float]:
     return warm or _all(runs, key)
 
 
+def _drawn(run: MetricsRun, key: str) -> Sequence[tuple[int, float]]:
+    """Return the numbers of a run, without those of its warm-up, which would set the scale."""
+    points = run.series(key)
+    return points if key == "loss" else points[WARM_UP_STEPS + 1 :] or points
+
+
 def _sum(runs: Sequence[MetricsRun], key: str) -> float:
     return sum(_all(runs, key))
 
@@ -287,34 +289,63 @@ def _change(difference: float | None, before: float | None, how: str) -> str:
 
 
 def line_svg(label: str, points: Sequence[tuple[int, float]]) -> str:
-    """Return a line through (step, number) as an SVG picture, with its extremes written beside."""
+    """Return a line through (step, number) as an SVG picture for a page, with round numbers."""
     finite = [(x, y) for x, y in points if abs(y) < float("inf")]  # nan is not less either
     if not finite:
         return ""
-    wide, high, left = 760, 140, 100
     first, last = min(x for x, _ in finite), max(x for x, _ in finite)
-    low, top = min(y for _, y in finite), max(y for _, y in finite)
-    spread_x, spread_y = (last - first) or 1, (top - low) or 1
-    path = " ".join(
-        f"{left + (x - first) / spread_x * (wide - left - 10):.1f},"
-        f"{high - 25 - (y - low) / spread_y * (high - 40):.1f}"
-        for x, y in finite
-    )
-    axis = [(top, 15), (low, high - 25)] if top != low else [(low, high - 25)]
-    name = escape(label)
-    marks = "".join(
-        f'<text x="{left - 6}" y="{y + 4}" text-anchor="end">{_tick(value, label)}</text>'
-        for value, y in axis
-    )
+    marks, unit, each = _scale(min(y for _, y in finite), max(y for _, y in finite), label)
+    high, above, below = 120, 8, 26
+    spread_x, spread_y = (last - first) or 1, (marks[-1] - marks[0]) or 1
+
+    def down(value: float) -> float:
+        return high * (marks[-1] - value / each) / spread_y
+
+    path = " ".join(f"{1000 * (x - first) / spread_x:.1f},{down(y):.1f}" for x, y in finite)
+    lines = []
+    for mark in marks:
+        y = above + down(mark * each)
+        lines.append(
+            f'<line x1="0" y1="{y:.1f}" x2="100%" y2="{y:.1f}" stroke="var(--oo-faint)" '
+            f'stroke-opacity="0.4"/><text x="-8" y="{y + 4:.1f}" text-anchor="end">'
+            f"{f'{mark:.6g} {unit}'.strip()}</text>"
+        )
+    for step in sorted({first, last, *map(round, round_steps(first, last, 4))}):
+        at = (step - first) / spread_x
+        if first < step < last and not 0.2 < at < 0.75:  # it would lie on one of these
+            continue
+        anchor = "start" if step == first else "end" if step == last else "middle"
+        lines.append(
+            f'<text x="{at:.1%}" y="{above + high + 20}" text-anchor="{anchor}">step {step}</text>'
+        )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" width="{wide}" '
-        f'height="{high}" font-family="sans-serif" font-size="12" fill="currentColor" role="img">'
-        f"<title>{name}</title>{marks}"
-        f'<text x="{left}" y="{high - 6}">step {first}</text>'
-        f'<text x="{wide - 10}" y="{high - 6}" text-anchor="end">step {last}</text>'
-        f'<polyline points="{path}" fill="none" stroke="#4c78a8" stroke-width="1.5"/></svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{above + high + below}" '
+        'style="box-sizing:border-box;padding-left:5.5rem;overflow:visible" '
+        'font-family="sans-serif" font-size="12" fill="currentColor" role="img">'
+        f"<title>{escape(label)}</title>"
+        f'<svg y="{above}" height="{high}" viewBox="0 0 1000 {high}" preserveAspectRatio="none" '
+        f'overflow="visible"><polyline points="{path}" fill="none" stroke="var(--oo-compute)" '
+        f'stroke-width="1.5" vector-effect="non-scaling-stroke"/></svg>{"".join(lines)}</svg>'
     )
 
 
-def _tick(value: float, label: str) -> str:
-    return show(value, "size" if label.startswith("bytes") else "number")
+def _scale(low: float, top: float, label: str) -> tuple[list[float], str, float]:
+    """Return round numbers from below the least to above the largest; their unit, and its size."""
+    unit, each = "", 1.0
+    if label.startswith("bytes"):
+        largest = max(abs(low), abs(top))
+        unit, each = next(
+            (name, float(1 << 10 * power))
+            for power, name in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB"), (0, "B"))
+            if largest >= 1 << 10 * power or not power
+        )
+    elif label.startswith("seconds"):
+        unit, each = ("s", 1.0) if top >= 1 else ("ms", 1e-3)
+    low, top = low / each, top / each
+    marks = round_steps(low, top, 4) if top > low else []
+    if len(marks) < 2:
+        return ([low, top] if top > low else [low]), unit, each
+    step = marks[1] - marks[0]
+    before = [marks[0] - step] if marks[0] - low > 1e-6 * step else []
+    after = [marks[-1] + step] if top - marks[-1] > 1e-6 * step else []
+    return [*before, *marks, *after], unit, each

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..sizes import format_size
-from .bars import Part, html_bar, text_bar
+from .bars import Part, text_bar
 from .memory import show_size
-from .page import escape, fragment, page
+from .page import page
 from .schema import schema
+from .sections import Section, render
 from .terminal import WIDEST, Text, printable
 
 SCHEMA = schema("memory-holders", 1)
@@ -66,7 +67,7 @@ class SnapshotReport:
 
     def to_html(self) -> str:
         """Return one self-contained page without scripts."""
-        return page(self.name, fragment("snapshot", body(self.held)))
+        return page(self.name, render("snapshot", sections(self.held)))
 
 
 def sentences(held: Mapping[str, Any]) -> list[str]:
@@ -105,21 +106,14 @@ def tables(held: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str, str]
     return found
 
 
-def body(held: Mapping[str, Any]) -> list[str]:
-    """Return the report as lines of HTML."""
-    lines = [
-        f'<p class="oo-{"why" if number else "verdict"}">{escape(sentence)}</p>'
-        for number, sentence in enumerate(sentences(held))
-    ]
-    lines += html_bar(_parts(held), show_size)
+def sections(held: Mapping[str, Any]) -> list[Section]:
+    """Return the report as parts of a page."""
+    said = [("why" if number else "verdict", text) for number, text in enumerate(sentences(held))]
+    found = [Section(says=said, bar=_parts(held))]
     for title, rows in tables(held):
-        cells = "".join(
-            f'<tr><td>{escape(who)}</td><td class="n">{size}</td><td class="n">{blocks}</td></tr>'
-            for who, size, blocks in rows
-        )
-        head = "<tr><th></th><th>bytes</th><th>blocks</th></tr>"
-        lines.append(f"<h3>{title}</h3>\n<table>{head}{cells}</table>")
-    return lines
+        head = ("", "bytes", "blocks")
+        found.append(Section(title, head=head, rows=rows, numbers=True))
+    return found
 
 
 def _rows(holders: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:

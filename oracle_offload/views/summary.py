@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,10 +25,11 @@ from ..errors import OffloadError
 from ..residents import list_residents, resident_bytes, resident_gradient_bytes
 from ..sizes import format_size
 from ..traffic import stalls_of, stalls_text
-from .bars import html_bar, text_bar
+from .bars import text_bar
 from .memory import Memory, device_memory, host_memory, show_size
-from .page import escape, fragment, page
+from .page import page
 from .schema import schema
+from .sections import Section, render
 from .terminal import Text, printable
 from .verdict import Load, Verdict, judge
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 SCHEMA = schema("memory-summary", 1)
 _WIDTH = 80
+_LABEL = 38  # columns of a row's label
 _MOST_STALLED = 3  # layers that the text names; `to_dict` has all
 _LEGEND = (
     "late: not in the arena when asked for; stale: in it, but changed on the host",
@@ -249,26 +251,22 @@ class MemoryReport:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        body = [f'<p class="oo-verdict">{escape(text)}</p>' for text in self._verdicts()]
-        body += [f'<p class="oo-warn">{escape(text)}</p>' for text in self.notes]
+        said = [("verdict", text) for text in self._verdicts()]
+        sections = [Section(says=[*said, *(("warn", text) for text in self.notes)])]
         for memory in self.memory:
-            body.append(f"<h3>{escape(memory.title)}: {show_size(memory.total_bytes)}</h3>")
-            body += html_bar(list(memory.parts.items()), show_size)
-            body += [f'<p class="oo-why">{escape(note)}</p>' for note in memory.notes]
+            title = f"{memory.title}: {show_size(memory.total_bytes)}"
+            sections.append(Section(title, bar=list(memory.parts.items()), notes=memory.notes))
         for device in self.devices:
-            body.append(f"<h3>{escape(_label(device))}</h3>")
-            body.append(_html_table(_device_rows(device, self.abbreviated)))
+            sections.append(Section(_label(device), rows=_device_rows(device, self.abbreviated)))
             for model in device.models:
                 units = f"{model.layers} layers in {model.units} units"
                 rows = _model_rows(model, self.abbreviated)
-                body.append(_html_table([(model.name, units), *rows]))
+                sections.append(Section(rows=[(model.name, units), *rows]))
             for phase in _told_phases(device, self.abbreviated):
-                body.append(_html_table(_phase_rows(phase)))
-        if self.optimizer_bytes:
-            body.append(_html_table(_optimizer_rows(self)))
-        if self.devices and not self.abbreviated:
-            body += [f'<p class="oo-why">{escape(line)}</p>' for line in _LEGEND]
-        return fragment("summary", body)
+                sections.append(Section(rows=_phase_rows(phase)))
+        legend = _LEGEND if self.devices and not self.abbreviated else ()
+        sections.append(Section(rows=_optimizer_rows(self), notes=legend))
+        return render("summary", sections)
 
 
 def memory_summary(
@@ -561,6 +559,7 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
 def _table(device: DeviceUsage, report: MemoryReport) -> str:
     rule, thin = f"|{'=' * _WIDTH}|", f"|{'-' * _WIDTH}|"
     title = printable(f"oracle_offload memory summary, {_label(device)}")
+    title = title if len(title) <= _WIDTH else f"{title[: _WIDTH - 3]}..."
     lines = [rule, f"|{title:^{_WIDTH}}|", rule]
     lines += [_row(*row) for row in _device_rows(device, report.abbreviated)]
     for model in device.models:
@@ -618,17 +617,6 @@ def _optimizer_rows(report: MemoryReport) -> list[tuple[str, str]]:
         (f"optimizer state on {place}", format_size(nbytes))
         for place, nbytes in report.optimizer_bytes.items()
     ]
-
-
-def _html_table(rows: Sequence[tuple[str, str]]) -> str:
-    cells = (f"<tr><td>{_indented(escape(a))}</td><td>{escape(b)}</td></tr>" for a, b in rows)
-    return f"<table>{''.join(cells)}</table>"
-
-
-def _indented(text: str) -> str:
-    """Return HTML that begins as far to the right as the text."""
-    bare = text.lstrip(" ")
-    return "&nbsp;" * 2 * (len(text) - len(bare)) + bare
 
 
 def _model_rows(model: ModelUsage, abbreviated: bool) -> list[tuple[str, str]]:
@@ -760,6 +748,9 @@ def _traffic(nbytes: int, copies: int, rate: float | None) -> str:
 
 def _row(label: str, value: str) -> str:
     """Return a row within the frame, in as many lines as its value needs."""
+    label = printable(label)
+    if len(label) > _LABEL:  # the name of a class: its beginning tells most
+        label = f"{label[: _LABEL - 3]}..."
     first, *more = textwrap.wrap(printable(value), _WIDTH - 42) or [""]
-    lines = [(printable(label), first), *(("", line) for line in more)]
-    return "\n".join(f"| {left:<39}| {right:<{_WIDTH - 42}}|" for left, right in lines)
+    lines = [(label, first), *(("", line) for line in more)]
+    return "\n".join(f"| {left:<{_LABEL + 1}}| {right:<{_WIDTH - 42}}|" for left, right in lines)

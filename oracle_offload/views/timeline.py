@@ -9,34 +9,46 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 from ..sizes import format_size
 from .page import escape
+from .palette import COLOURS, themed
+from .terminal import printable
 
+# The kind of the rows, which names their colour, too; and the words above their lane.
 _LANES = (
-    ("compute", "managed layers", "#4c78a8"),
-    ("stall", "stalls", "#e45756"),
-    ("rest", "neither of the two", "#eeca3b"),
-    ("h2d", "copies to the device", "#54a24b"),
-    ("decode", "decodes of weights", "#ff9da6"),
-    ("d2h", "copies to the host", "#b279a2"),
+    ("compute", "managed layers compute"),
+    ("stall", "stalls: the device waits for a copy"),
+    ("rest", "neither: other operators, or nothing queued"),
+    ("h2d", "copies to the device: weights"),
+    ("decode", "decodes of weights"),
+    ("d2h", "copies to the host: gradients"),
 )
-_LEGEND = {
-    "compute": "a managed layer computes",
-    "stall": "the device waits for a copy",
-    "rest": "other operators compute, or the host has queued nothing",
-    "h2d": "weights travel to the device",
-    "decode": "coded weights are decoded",
-    "d2h": "gradients travel to the host",
-}
-# None is like that of a lane.
-_ARENA_COLOURS = ("#72b7b2", "#d8c8a8", "#9d755d", "#c9c5c1", "#f4b6a6", "#7d8a8c", "#c3e3e0")
-_WIDTH, _LEFT, _RIGHT, _TOP = 1000, 170, 30, 84
+_ARENA_LABEL = "arena: weights, a colour for each block, height is bytes"
+_BLOCK_COLOURS = tuple(name for name in COLOURS if name.startswith("arena-"))
+_STYLE = (
+    themed([".oo-step"], ["ground", "ink", "faint", *(kind for kind, _ in _LANES), *_BLOCK_COLOURS])
+    + "".join(
+        f".oo-step .oo-{name}{{fill:var(--oo-{name})}}"
+        for name in ("ground", "ink", "faint", *(kind for kind, _ in _LANES), *_BLOCK_COLOURS)
+    )
+    + (
+        ".oo-step line{stroke:var(--oo-faint)}"
+        ".oo-step text{paint-order:stroke;stroke:var(--oo-ground);stroke-width:3px}"
+        ".oo-step .oo-arena rect{stroke:var(--oo-ground)}"
+        "@media (max-width:700px){.oo-step .oo-wide{display:none}}"
+        "@media (min-width:700.1px){.oo-step .oo-narrow{display:none}}"
+    )
+)
+_WIDTH, _NARROW = 1000, 440  # pixels that names of blocks and times are laid out for
+_LANE, _LABEL, _GAP, _BLOCKS, _ARENA = 28, 18, 8, 18, 180
+_NEAREST = 24  # pixels between two lines
+_THINNEST = 0.3 / _WIDTH
 STALL_FLOOR_S = 10e-6  # shorter waits are two events in a row, as the engine's own counter has it
-_MOST_TICKS = 9
-_LANE, _GAP, _BLOCKS, _ARENA = 34, 10, 18, 180
+_TICK_PIXELS = 110  # that a time has at least
 _DETAIL_BOXES = 80  # uses of layers that one detail shows: each is then wide enough to tell apart
 _MOST_DETAILS = 24
 
@@ -80,7 +92,7 @@ def what_to_look_at(rows: Sequence[Row]) -> str:
     if rest > max(stall, 0.25 * span):
         worst, longest = _worst(gaps)
         return (
-            f"Look at the yellow: for {_time(rest)} of {_time(span)} no managed layer computes "
+            f"Look at the orange: for {_time(rest)} of {_time(span)} no managed layer computes "
             f"and no copy is waited for, longest {worst} ({_time(longest)}): other operators "
             f"compute, or the host has queued nothing; {link_share}."
         )
@@ -104,6 +116,7 @@ def timeline_svg(
     window: tuple[float, float] | None = None,
     span_s: float = 0.0,
     max_boxes: int = 4000,
+    fluid: bool = False,
 ) -> str:
     """Draw trace rows.
 
@@ -122,6 +135,9 @@ def timeline_svg(
         Seconds that the axis has at least, so that pictures of several steps compare.
     max_boxes : int
         Neighbouring boxes of a lane are merged until no more than this many are left in it.
+    fluid : bool
+        Part of a page: as wide as its place, and its words stay as large as they are. Otherwise a
+        file of its own, which is scaled as a whole.
 
     Returns
     -------
@@ -135,47 +151,55 @@ def timeline_svg(
     rows += _rest(rows)
     end = max(end, begin + span_s)
     span = max(end - begin, 1e-12)
-    scale = (_WIDTH - _LEFT - _RIGHT) / span
     blocks = _blocks(rows, begin, end)
     rows = _within(rows, begin, end)
     stays = [stay for stay in stays if stay.end_s > begin and stay.begin_s < end]
     used = {row["kind"] for row in rows} | {"stall", "rest"}  # a step without is worth showing
-    lanes = [lane for lane in _LANES if lane[0] in used]
-    top = _TOP + (_BLOCKS if blocks else 0)
-    below = top + len(lanes) * (_LANE + _GAP)
-    floor = below + (_ARENA + _GAP if stays else 0)
-    height = floor + 24 + 18 * len(lanes) + 18 * bool(stays) + 12
 
     def x(second: float) -> float:
-        return _LEFT + (min(max(second, begin), end) - begin) * scale
+        """Return where a time is, as a share of the width."""
+        return (min(max(second, begin), end) - begin) / span
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
-        f'width="{_WIDTH}" height="{height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="8" y="24" font-size="15">{escape(title)}</text>',
-    ]
-    for number, line in enumerate(_wrapped(sentence, 140)):
-        parts.append(f'<text x="8" y="{46 + 16 * number}">{escape(line)}</text>')
-    parts += _block_marks(blocks, x, floor)
-    for index, (kind, label, colour) in enumerate(lanes):
-        y = top + index * (_LANE + _GAP)
-        parts += _lane(_of(rows, kind), kind, label, colour, y, x, span, max_boxes)
+    y, parts = 0, []
+    for words, size, width in ((title, 15, 54), (sentence, 12, 64)):
+        for line in wrap(printable(words), width):
+            y += size + 5
+            parts.append(f'<text y="{y}" font-size="{size}">{escape(line)}</text>')
+    top = y + 10 + (_BLOCKS if blocks else 0)
+    lanes, y = [], top
+    for kind, label in _LANES:
+        if kind in used:
+            lanes += _lane(_of(rows, kind), kind, label, y, x, span, max_boxes)
+            y += _LABEL + _LANE + _GAP
     if stays:
-        parts += _arena(stays, below, x, max_boxes)
-    for second, told in _ticks(begin - zero, end - zero):
-        at = x(second + zero)
-        parts.append(f'<line x1="{at:.1f}" y1="{top}" x2="{at:.1f}" y2="{floor}" stroke="#bbb"/>')
-        parts.append(f'<text x="{at:.1f}" y="{floor + 14}" text-anchor="middle">{told}</text>')
-    y = floor + 36
-    for kind, _, colour in lanes:
-        parts += _legend(y, colour, _LEGEND[kind])
-        y += 18
-    if stays:
-        parts += _legend(
-            y, _ARENA_COLOURS[0], "weights in the arena, one colour for each block: height is bytes"
-        )
-    return "\n".join([*parts, "</svg>", ""])
+        lanes += _arena(stays, y, x, max_boxes)
+        y += _LABEL + _ARENA + _GAP
+    for kind, width in (("wide", _WIDTH), ("narrow", _NARROW))[: 1 + fluid]:
+        parts.append(f'<g class="oo-{kind}">')
+        parts += _block_marks(blocks, x, top, y, width)
+        for second, told in _ticks(begin - zero, end - zero, width // _TICK_PIXELS):
+            at = x(second + zero)
+            anchor = "start" if at < 0.04 else "end" if at > 0.96 else "middle"
+            parts.append(_line(at, top, y))
+            parts.append(f'<text x="{at:.3%}" y="{y + 14}" text-anchor="{anchor}">{told}</text>')
+        parts.append("</g>")
+    height = y + 24
+    scaled = "" if fluid else f'viewBox="0 0 {_WIDTH} {height}" '
+    ink, ground = COLOURS["ink"][0], COLOURS["ground"][0]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="oo-step" {scaled}width="{_WIDTH}" '
+            f'height="{height}" style="max-width:100%" font-family="sans-serif" font-size="12">',
+            f"<style>{_STYLE}</style>",
+            f'<rect class="oo-ground" width="100%" height="{height}" fill="{ground}"/>',
+            f'<g class="oo-ink" fill="{ink}">',
+            *parts,
+            "</g>",
+            *lanes,
+            "</svg>",
+            "",
+        ]
+    )
 
 
 def details(rows: Sequence[Row]) -> list[tuple[float, float]]:
@@ -196,9 +220,8 @@ def _lane(
     rows: Sequence[Row],
     kind: str,
     label: str,
-    colour: str,
     y: int,
-    x: Any,
+    x: Callable[[float], float],
     span: float,
     max_boxes: int,
 ) -> list[str]:
@@ -209,20 +232,47 @@ def _lane(
         note += f", {format_size(moved)}"
         if busy > 0:
             note += f", {moved / busy / 1e9:.1f} GB/s"
-    parts = [
-        f'<text x="8" y="{y + 15}">{label}</text>',
-        f'<text x="8" y="{y + 30}" fill="#666" font-size="10.5">{note}</text>',
-        f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_LANE}" '
-        'fill="#f2f2f2"/>',
-    ]
+    parts = [*_words(y, label, note), _group(kind, kind)]
     ordered = sorted(rows, key=lambda row: float(row["start_s"]))
     for first, last, told in _merged(ordered, span, max_boxes):
-        left, right = x(first), x(last)
-        parts.append(
-            f'<rect x="{left:.2f}" y="{y}" width="{max(right - left, 0.3):.2f}" '
-            f'height="{_LANE}" fill="{colour}"><title>{escape(told)}</title></rect>'
-        )
-    return parts
+        parts.append(_box(x(first), x(last), y + _LABEL, _LANE, told))
+    return [*parts, "</g>"]
+
+
+def _words(y: float, label: str, note: str) -> list[str]:
+    """Return the words above a lane: what it shows, and how much."""
+    ink, faint = (COLOURS[name][0] for name in ("ink", "faint"))
+    return [
+        f'<text class="oo-ink" fill="{ink}" y="{y + 13}">{label}</text>',
+        f'<text class="oo-faint" fill="{faint}" x="100%" y="{y + 13}" text-anchor="end">'
+        f"{note}</text>",
+    ]
+
+
+def _group(name: str, colour: str) -> str:
+    """Return what begins boxes of one colour; who knows no variables shows the light one."""
+    return f'<g class="oo-{name}" fill="{COLOURS[colour][0]}">'
+
+
+def _box(left: float, right: float, y: float, height: float, told: str) -> str:
+    return (
+        f'<rect x="{left:.3%}" y="{y:.5g}" width="{max(right - left, _THINNEST):.3%}" '
+        f'height="{height:.5g}"><title>{escape(told)}</title></rect>'
+    )
+
+
+def _line(at: float, y1: float, y2: float, look: str = "") -> str:
+    colour = COLOURS["faint"][0]
+    return (
+        f'<line x1="{at:.3%}" y1="{y1}" x2="{at:.3%}" y2="{y2}" stroke="{colour}" '
+        f'stroke-opacity="0.4"{look}/>'
+    )
+
+
+def blocks_within(rows: Sequence[Row], window: tuple[float, float]) -> str:
+    """Return what computes in a window: its first block and its last; "" where names are none."""
+    names = [name for name, _ in _blocks(_without_short_waits(rows), *window)]
+    return " to ".join(dict.fromkeys(name.split(",")[0] for name in (names[:1] + names[-1:])))
 
 
 def _blocks(rows: Sequence[Row], begin: float, end: float) -> list[tuple[str, float]]:
@@ -241,64 +291,59 @@ def _blocks(rows: Sequence[Row], begin: float, end: float) -> list[tuple[str, fl
     return before + [(name, second) for name, second in begun if begin <= second <= end]
 
 
-def _block_marks(blocks: Sequence[tuple[str, float]], x: Any, floor: int) -> list[str]:
-    """Draw where each block begins, and its name where there is room for it."""
+def _block_marks(
+    blocks: Sequence[tuple[str, float]],
+    x: Callable[[float], float],
+    top: int,
+    floor: int,
+    width: int,
+) -> list[str]:
+    """Draw where blocks begin: a name where there is room for one, a line where it can be seen."""
     parts = []
-    free = float(_LEFT)
+    free, clear = 0.0, 0.0
     for name, second in blocks:
         at = x(second)
-        told = f"<title>{escape(name)}</title>"
-        parts.append(
-            f'<line x1="{at:.2f}" y1="{_TOP + 4}" x2="{at:.2f}" y2="{floor}" stroke="#888" '
-            f'stroke-width="0.5" stroke-dasharray="2 2">{told}</line>'
-        )
         first = name.split(",")[0]  # of layers that travel together
         short = ".".join(part[:9] for part in first.rsplit(".", 2)[-2:]) if "." in first else first
         room = 6.2 * len(short) + 6
-        if at >= free and at + room <= _WIDTH:
+        told = f"<title>{escape(name)}</title>"
+        is_named = free <= at * width <= width - room
+        if is_named:
             parts.append(
-                f'<text x="{at:.2f}" y="{_TOP + 12}" font-size="10" fill="#555">'
-                f"{escape(short)}{told}</text>"
+                f'<text x="{at:.3%}" y="{top - 6}" font-size="10">{escape(short)}{told}</text>'
             )
-            free = at + room
+            free = at * width + room
+        if is_named or at * width >= clear:
+            parts.append(_line(at, top - _BLOCKS + 2, floor, ' stroke-dasharray="2 2"'))
+            clear = at * width + _NEAREST
     return parts
 
 
-def _arena(stays: Sequence[Stay], y: int, x: Any, max_boxes: int) -> list[str]:
+def _arena(stays: Sequence[Stay], y: int, x: Callable[[float], float], max_boxes: int) -> list[str]:
     """Draw what lies in the arena: time to the right, addresses downwards, gaps between closed."""
     ranges = _union((stay.address, stay.address + stay.nbytes) for stay in stays)
     total = sum(last - first for first, last in ranges)
 
     def down(address: int) -> float:
         before = sum(max(0, min(last, address) - first) for first, last in ranges)
-        return y + _ARENA * before / total
+        return y + _LABEL + _ARENA * before / total
 
-    names = list(dict.fromkeys(block_of(stay.layer) for stay in stays))
-    colour = {name: _ARENA_COLOURS[i % len(_ARENA_COLOURS)] for i, name in enumerate(names)}
     parts = [
-        f'<text x="8" y="{y + 15}">arena</text>',
-        f'<text x="8" y="{y + 30}" fill="#666" font-size="10.5">{format_size(int(total))}</text>',
-        f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_ARENA}" '
-        'fill="#f2f2f2"/>',
+        *_words(y, _ARENA_LABEL, format_size(int(total))),
+        '<g class="oo-arena" stroke="#fff">',
     ]
     largest = sorted(stays, key=lambda stay: (stay.begin_s - stay.end_s) * stay.nbytes)[:max_boxes]
-    for stay in sorted(largest, key=lambda stay: (stay.begin_s, stay.address)):
-        left, right = x(stay.begin_s), x(stay.end_s)
-        upper, lower = down(stay.address), down(stay.address + stay.nbytes)
-        told = f"{stay.layer}, {format_size(stay.nbytes)}"
-        parts.append(
-            f'<rect x="{left:.2f}" y="{upper:.2f}" width="{max(right - left, 0.3):.2f}" '
-            f'height="{max(lower - upper, 0.3):.2f}" fill="{colour[block_of(stay.layer)]}" '
-            f'stroke="white" stroke-width="0.3"><title>{escape(told)}</title></rect>'
-        )
-    return parts
-
-
-def _legend(y: int, colour: str, text: str) -> list[str]:
-    return [
-        f'<rect x="{_LEFT}" y="{y - 10}" width="12" height="12" fill="{colour}"/>',
-        f'<text x="{_LEFT + 20}" y="{y}">{text}</text>',
-    ]
+    names = dict.fromkeys(block_of(stay.layer) for stay in stays)
+    for number, name in enumerate(names):
+        mine = [stay for stay in largest if block_of(stay.layer) == name]
+        colour = _BLOCK_COLOURS[number % len(_BLOCK_COLOURS)]
+        parts += [_group(colour, colour)] if mine else []
+        for stay in sorted(mine, key=lambda stay: (stay.begin_s, stay.address)):
+            upper, lower = down(stay.address), down(stay.address + stay.nbytes)
+            told = f"{stay.layer}, {format_size(stay.nbytes)}"
+            parts.append(_box(x(stay.begin_s), x(stay.end_s), upper, max(lower - upper, 0.3), told))
+        parts += ["</g>"] if mine else []
+    return [*parts, "</g>"]
 
 
 # ---- rows and times ----
@@ -404,22 +449,22 @@ def _time(seconds: float) -> str:
     )
 
 
-def _ticks(begin: float, end: float) -> list[tuple[float, str]]:
+def _ticks(begin: float, end: float, most: int) -> list[tuple[float, str]]:
     """Return the round times from `begin` to `end`, and how each is written."""
-    power = 10.0 ** math.floor(math.log10(max(end - begin, 1e-12) / _MOST_TICKS))
-    step = next(
-        power * digit for digit in (1, 2, 5, 10) if power * digit * _MOST_TICKS > end - begin
-    )
     unit, each = ("s", 1.0) if end >= 10 else ("ms", 1e-3) if end >= 1e-3 else ("us", 1e-6)
+    return [(at, f"{round(at / each, 6):g} {unit}") for at in round_steps(begin, end, most)]
+
+
+def round_steps(begin: float, end: float, most: int) -> list[float]:
+    """Return the multiples of 1, 2 or 5 times a power of ten within two numbers, `most` or fewer.
+
+    Where `begin` itself is one, there may be one more.
+    """
+    power = 10.0 ** math.floor(math.log10(max(end - begin, 1e-12) / most))
+    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit * most > end - begin)
     first, last = math.ceil(begin / step - 1e-6), math.floor(end / step + 1e-6)
-    return [(i * step, f"{round(i * step / each, 6):g} {unit}") for i in range(first, last + 1)]
+    return [i * step for i in range(first, last + 1)]
 
 
 def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole > 0 else "0%"
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    from textwrap import wrap
-
-    return wrap(text, width)

@@ -57,16 +57,18 @@ def test_demo_trains_alike_and_draws_its_step(tmp_path, capsys, monkeypatch):
     assert "simulated" in "".join(drawn.itertext())
     assert "transformer_blocks.0" in "".join(drawn.itertext()), "layers have their names"
     part = xml.etree.ElementTree.parse(svg.with_name("step-part.svg")).getroot()
-    boxes = [box.attrib for box in part.iter("{http://www.w3.org/2000/svg}rect")]
-    uses = [float(box["x"]) for box in boxes if box["fill"] == "#4c78a8" and box["height"] == "34"]
+    svg_name = "{http://www.w3.org/2000/svg}"
+    (lane,) = (g for g in part.iter(f"{svg_name}g") if g.attrib["class"] == "oo-compute")
+    uses = [10 * float(box.attrib["x"].rstrip("%")) for box in lane.iter(f"{svg_name}rect")]
     assert 40 < len({round(x) for x in uses}) == len(uses), "each use can be told apart"
     most = result["peak_in_arena_bytes"]
     for picture, least in ((drawn, most), (part, 0.9 * most)):  # of a part it is the part's own
-        said = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
-        peak = said[said.index("arena") + 1]
+        said = [str(text.text) for text in picture.iter(f"{svg_name}text")]
+        (arena,) = (number for number, text in enumerate(said) if text.startswith("arena: "))
+        peak = said[arena + 1]
         assert parse_size(format_size(int(least))) <= parse_size(peak)
         assert parse_size(peak) <= parse_size(format_size(most))
-        assert {"managed layers", "neither of the two", "copies to the device"} < set(said)
+        assert {"managed layers compute", "copies to the device: weights"} < set(said)
 
 
 def tensor_bytes(model):

@@ -326,16 +326,53 @@ def test_the_page_draws_what_is_known(tmp_path: Path) -> None:
         assert f"<h3>{label}</h3>" in page
 
 
-def test_a_line_has_a_point_per_number_and_its_extremes_beside_it() -> None:
+def scale(picture: str) -> list[str]:
+    return re.findall(r'x="-8"[^>]*>([^<]*)<', picture)
+
+
+def test_a_line_has_a_point_per_number_between_round_ones() -> None:
     picture = line_svg("loss", [(10, 4.0), (11, float("nan")), (12, 1.0), (14, 2.5)])
     (points,) = re.findall(r'points="([^"]+)"', picture)
     found = [tuple(map(float, point.split(","))) for point in points.split()]
-    assert [x for x, _ in found] == [100.0, 425.0, 750.0]
-    assert [y for _, y in found] == [15.0, 115.0, 65.0]
-    assert ">4<" in picture and ">1<" in picture and "step 10" in picture and "step 14" in picture
+    assert [x for x, _ in found] == [0, 500, 1000]
+    assert [y for _, y in found] == [0, 120, 60]
+    assert scale(picture) == ["1", "2", "3", "4"]
+    assert re.findall(r">(step \d+)<", picture) == ["step 10", "step 12", "step 14"]
     flat = line_svg("bytes", [(1, 1 << 30)])
-    assert flat.count("1.00 GiB") == 1 and 'y="119" text-anchor="end">1.00 GiB<' in flat
+    assert scale(flat) == ["1 GiB"] and flat.count("step 1<") == 1
     assert line_svg("loss", [(1, float("inf"))]) == line_svg("loss", []) == ""
+
+
+@pytest.mark.parametrize(
+    ("label", "low", "top", "shown"),
+    [
+        ("bytes allocated", 18.2 * GIB, 19.1 * GIB, ["18 GiB", "18.5 GiB", "19 GiB", "19.5 GiB"]),
+        ("bytes allocated", 0, 900, ["0 B", "500 B", "1000 B"]),
+        ("bytes allocated", 0, 3 << 40, ["0 TiB", "1 TiB", "2 TiB", "3 TiB"]),
+        ("bytes allocated", 5 << 20, 6 << 20, ["5 MiB", "5.5 MiB", "6 MiB"]),
+        ("bytes allocated", 2 << 10, 3 << 10, ["2 KiB", "2.5 KiB", "3 KiB"]),
+        ("seconds per step", 0.0812, 0.0934, ["80 ms", "85 ms", "90 ms", "95 ms"]),
+        ("seconds per step", 0.5, 2.9, ["0 s", "1 s", "2 s", "3 s"]),
+        ("loss", -0.21, 0.33, ["-0.4", "-0.2", "0", "0.2", "0.4"]),
+    ],
+)  # fmt: skip
+def test_a_scale_holds_all_and_is_round(
+    label: str, low: float, top: float, shown: list[str]
+) -> None:
+    picture = line_svg(label, [(1, low), (2, top)])
+    assert scale(picture) == shown
+    (points,) = re.findall(r'points="([^"]+)"', picture)
+    assert all(0 <= float(point.split(",")[1]) <= 120 for point in points.split())
+
+
+def test_what_is_slow_at_first_does_not_set_the_scale(tmp_path: Path) -> None:
+    path = write_metrics(tmp_path / "metrics.jsonl", runs=2)
+    series = of_metrics("x", read_metrics(path)).series
+    assert [step for step, _ in series["seconds per step"]] == [*range(3, 8), *range(11, 16)]
+    assert [step for step, _ in series["loss"]] == [*range(16)]
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    series = of_metrics("x", read_metrics(path)).series
+    assert [step for step, _ in series["seconds per step"]] == [0, 1], "there is nothing else"
 
 
 def test_it_needs_no_torch() -> None:

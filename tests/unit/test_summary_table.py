@@ -322,6 +322,20 @@ def test_a_long_name_of_a_layer_keeps_its_end() -> None:
         ]
 
 
+def test_no_name_is_longer_than_its_place_in_the_box() -> None:
+    model = replace(MODEL, name="StableCascadeUNetWithImageProjection" + "X" * 40)
+    device = replace(DEVICE, name="NVIDIA RTX 6000 Ada Generation " + "Y" * 60, models=[model])
+    report = MemoryReport([device])
+    box = [line for line in str(report).splitlines() if line.startswith("|")]
+    assert {len(line) for line in box} == {82} and all(line.endswith("|") for line in box)
+    (named,) = (line for line in box if "StableCascade" in line)
+    assert named.startswith("| StableCascadeUNetWithImageProjectio... | 12 layers")
+    assert "RTX 6000" in box[1] and box[1].endswith("YYY...|")
+    assert model.name in report.to_html(), "a page has room"
+    fits = replace(MODEL, name="a" * 38)
+    assert f"| {fits.name} |" in str(MemoryReport([replace(DEVICE, models=[fits])]))
+
+
 def test_the_short_table_leaves_the_counters_out() -> None:
     report = MemoryReport([DEVICE], abbreviated=True)
     assert rows(report) == [RULE, (TITLE, ""), RULE, *BASE, THIN, *OF_MODEL, RULE]

@@ -6,12 +6,17 @@ import re
 import subprocess
 from pathlib import Path
 
+from test_timeline import ROWS, STAYS
+
 from oracle_offload.doctor.finding import Finding
 from oracle_offload.doctor.report import DoctorReport
 from oracle_offload.explain import explain_oom
 from oracle_offload.views.page import STYLE, fragment, page
+from oracle_offload.views.run_report import line_svg
 from oracle_offload.views.schema import schema
+from oracle_offload.views.sections import Section, render
 from oracle_offload.views.terminal import Text
+from oracle_offload.views.timeline import timeline_svg
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,6 +48,33 @@ def test_reports_share_the_page_and_the_style_sheet() -> None:
         assert re.sub("<title>.*?</title>", "<title>TITLE</title>", whole).startswith(head)
     assert fragment("x", ["<p>"]).count("<style>") == 1
     assert "&lt;a&gt;" in page("<a>", "")
+
+
+def test_what_a_template_shows_is_text_that_neither_steers_nor_turns_nor_is_read_as_html() -> None:
+    strange = "<script>a\x1b[2J\u202eb\u2066</script>&"
+    shown = "&lt;script&gt;a b &lt;/script&gt;&amp;"
+    section = Section(
+        strange,
+        says=[("warn", strange)],
+        bar=[(strange, 1)],
+        pictures=[(strange, "<svg/>")],
+        head=[strange],
+        rows=[[strange, strange]],
+        notes=[strange],
+    )
+    page = render("x", [section])
+    assert page.count(shown) == 9 and "<script" not in page and "<svg/>" in page
+    assert not re.search("[\x1b\u202e\u2066]", page)
+
+
+def test_every_page_is_of_itself_alone() -> None:
+    picture = timeline_svg(ROWS, "", stays=STAYS, fluid=True) + line_svg(
+        "loss", [(1, 2.0), (2, 1.0)]
+    )
+    whole = page("x", render("x", [Section("x", bar=[("arena", 1)], pictures=[("", picture)])]))
+    for word in ("<script", "src=", "href", "@import", "url(", "<link", "<iframe"):
+        assert word not in whole
+    assert set(re.findall(r"https?://[^\"<> ]*", whole)) == {"http://www.w3.org/2000/svg"}
 
 
 def test_lines_are_wrapped_between_the_narrowest_and_the_widest() -> None:
