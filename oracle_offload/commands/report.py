@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     from ..views.snapshot import SnapshotReport
 
 _MOST_FIRST_LINE = 1 << 20
+_WANTED = (
+    "Wanted is a recording in .jsonl (recorder.export('run.jsonl')), a metrics file, torch's "
+    "memory snapshot, or the log of a training that ran out of memory."
+)
+_FOR_OTHERS = (  # what a file begins with that somebody may take for one of these
+    (b"<!doctype html", "a page, which a browser shows"),
+    (b"<html", "a page, which a browser shows"),
+    (b"<svg", "a picture, which a browser shows"),
+    (b'{"traceevents"', "a trace, which ui.perfetto.dev shows"),
+    (b"event,", "a table, which any spreadsheet shows"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +85,8 @@ def _read(path: str) -> RunReport | OomReport | SnapshotReport:
     with naming("read", path):
         with open(path, "rb") as file:
             first = file.readline(_MOST_FIRST_LINE)
+            file.seek(0)
+            begin = file.read(4096)
         if first.startswith(FIRST_BYTE):
             return SnapshotReport(path, held(read_snapshot(path)))
         found = _schema(first)
@@ -85,9 +98,17 @@ def _read(path: str) -> RunReport | OomReport | SnapshotReport:
         if found == METRICS:
             return of_metrics(path, read_metrics(path))
         if found is not None:
-            raise ValueError(f"it is of {found}, which this command does not show")
+            raise ValueError(f"it is of {found}, which this command does not show. {_WANTED}")
+        for beginning, told in _FOR_OTHERS:
+            if begin.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(beginning):
+                raise ValueError(f"it is {told}. {_WANTED}")
+        if b"\0" in begin:
+            raise ValueError(f"it is no text. {_WANTED}")
         with open(path, "rb") as log:
-            return explain(read_excerpt(log).text, None, None)
+            report = explain(read_excerpt(log).text, None, None)
+        if not report.found:
+            raise ValueError(f"as a log, it tells of no memory that ran out. {_WANTED}")
+        return report
 
 
 def _schema(line: bytes) -> str | None:

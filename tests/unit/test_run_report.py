@@ -286,6 +286,39 @@ def test_what_cannot_be_shown_is_said(tmp_path: Path, text: str, says: str) -> N
     assert done.returncode == 1 and "No such file" in done.stderr
 
 
+WHOLE = Recording(
+    {"schema": RECORDING, "devices": [], "dropped": {}},
+    [{"event": "error", "what": "x", "t_s": 0.0}],
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("run.html", WHOLE.to_html(), "it is a page, which a browser shows"),
+        ("other.htm", "\ufeff\n <HTML><body>", "it is a page, which a browser shows"),
+        ("step.svg", '<svg xmlns="x"/>', "it is a picture"),
+        ("run.json", WHOLE.to_chrome(), "it is a trace, which ui.perfetto.dev shows"),
+        ("run.csv", WHOLE.to_csv(), "it is a table"),
+        ("model.safetensors", "\x18\0\0\0\0\0\0\0{", "it is no text"),
+        ("config.json", '{\n  "hidden_size": 64\n}\n', "it tells of no memory that ran out"),
+        ("empty", "", "it tells of no memory that ran out"),
+    ],
+)
+def test_another_file_is_told_what_is_wanted_instead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, says: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(path), "--html", str(page)]) == 1
+    said = capsys.readouterr()
+    assert not said.out and not page.exists()
+    assert said.err.startswith(f"cannot read {path}: ") and says in said.err
+    assert "Wanted is a recording in .jsonl (recorder.export('run.jsonl'))" in said.err
+    assert len(said.err.splitlines()) == 1
+
+
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_the_command_returns_the_code_it_was_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
