@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..doctor.sensors import Sensors
@@ -24,38 +26,81 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, shown: int, error: int) -> int:
     """Run the command; return one of the two exit codes given."""
+    # Off a terminal there is nothing to draw over: one look, or a line of JSON per look.
+    once = args.once or not (obeys(sys.stdout) or args.json)
     try:
         path = _chosen(args.pid)
-        # Off a terminal there is nothing to draw over: one look, or a line of JSON per look.
-        once = args.once or not (obeys(sys.stdout) or args.json)
-        sensors: dict[str, Sensors] = {}
-        refused = False
-        while True:
-            try:
-                with naming("read", str(path)):
-                    live = _with_card(read(path), sensors)
-            except FileError as problem:
-                # Windows refuses to open a file while it is replaced.
-                if isinstance(problem.__cause__, PermissionError) and not refused:
-                    refused = True
-                    time.sleep(EVERY_S)
-                    continue
-                if once or path.exists():
-                    raise
-                print(
-                    "the training has ended, or cannot write its heartbeat any more "
-                    f"({path.name} is gone)",
-                    file=sys.stderr,
-                )
-                return shown
-            refused = False
-            _show(live, args.json, not once)
-            if once:
-                return shown
-            time.sleep(EVERY_S)
+        with naming("write", "standard output"), _viewer(args.json, once) as show_look:
+            _watch(path, once, show_look)
+        if not once:
+            print(
+                "the training has ended, or cannot write its heartbeat any more "
+                f"({path.name} is gone)",
+                file=sys.stderr,
+            )
+        return shown
     except FileError as problem:
         print(problem, file=sys.stderr)
         return error
+    except KeyboardInterrupt:  # how one who watches leaves
+        if once:
+            raise
+        return shown
+
+
+def _watch(path: Path, once: bool, show_look: Callable[[Live], None]) -> None:
+    """Look again and again, until the heartbeat has gone."""
+    sensors: dict[str, Sensors] = {}
+    refused = False
+    while True:
+        try:
+            with naming("read", str(path)):
+                live = _with_card(read(path), sensors)
+        except FileError as problem:
+            # Windows refuses to open a file while it is replaced.
+            if isinstance(problem.__cause__, PermissionError) and not refused:
+                refused = True
+                time.sleep(EVERY_S)
+                continue
+            if once or path.exists():
+                raise
+            return
+        refused = False
+        show_look(live)
+        if once:
+            return
+        time.sleep(EVERY_S)
+
+
+@contextmanager
+def _viewer(as_json: bool, once: bool) -> Iterator[Callable[[Live], None]]:
+    """Give what shows a look: a line of JSON, text, or a view that is drawn over."""
+    if as_json:
+        yield _show_json
+        return
+    if once:
+        yield lambda live: show(
+            sys.stdout, lambda width, color: live.to_text(width=width, color=color)
+        )
+        return
+    try:
+        from ..views.screen import Screen
+    except ImportError:  # rich is not there
+        yield _show_over
+        return
+    with Screen(sys.stdout) as screen:
+        yield screen.show
+
+
+def _show_json(live: Live) -> None:
+    put(sys.stdout, live.to_json())
+    sys.stdout.flush()
+
+
+def _show_over(live: Live) -> None:
+    text = live.to_text(width=columns(sys.stdout), color=wants_color(sys.stdout))
+    put(sys.stdout, f"{_HOME}{_CLEAR_BELOW}{text}")
+    sys.stdout.flush()
 
 
 def _chosen(pid: int | None) -> Path:
@@ -82,16 +127,3 @@ def _with_card(live: Live, sensors: dict[str, Sensors]) -> Live:
                 sensors[uuid] = Sensors(uuid)
             return Live(live.document, sensors[uuid].read())
     return live
-
-
-def _show(live: Live, as_json: bool, over: bool) -> None:
-    with naming("write", "standard output"):
-        if as_json:
-            put(sys.stdout, live.to_json())
-            sys.stdout.flush()
-        elif over:
-            text = live.to_text(width=columns(sys.stdout), color=wants_color(sys.stdout))
-            put(sys.stdout, f"{_HOME}{_CLEAR_BELOW}{text}")
-            sys.stdout.flush()
-        else:
-            show(sys.stdout, lambda width, color: live.to_text(width=width, color=color))

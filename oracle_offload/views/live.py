@@ -23,9 +23,10 @@ from .memory import show_size
 from .page import page
 from .schema import schema
 from .sections import Section, render
-from .terminal import WIDEST, Text
+from .terminal import NARROWEST, WIDEST, Text
 
 SCHEMA = schema("heartbeat", 2)
+_PANE = 32  # columns of the narrowest pane that somebody watches in
 STALE_S = 10.0  # a step that takes longer is worth a word
 
 
@@ -110,7 +111,8 @@ class Live:
         """Return `to_dict` as one line of JSON."""
         return json.dumps(self.to_dict()) + "\n"
 
-    def _notes(self) -> list[str]:
+    def notes(self) -> list[str]:
+        """Return what is to be known of the process, where something is."""
         pid, age = self.document["pid"], time.time() - self.document["time_s"]
         if self.document["machine"] == machine() and is_alive(pid) is False:
             return [f"process {pid} has ended without taking leave, {age:.0f} s after this"]
@@ -124,7 +126,7 @@ class Live:
         steps = ", ".join(str(device["steps"]) for device in self.document["devices"])
         rows = [
             ("steps so far", steps or "none"),
-            ("time per step", _seconds(value("step_s"))),
+            ("time per step", show_seconds(value("step_s"))),
             ("to the device", _copies(value("h2d_bytes"), value("h2d_gbps"))),
             ("to the host", _copies(value("d2h_bytes"), value("d2h_gbps"))),
             ("stalls", _stalls(value("stalls"), value("stall_s"), value("interval_s"))),
@@ -144,33 +146,40 @@ class Live:
             ]
         return rows
 
-    def _bars(self) -> list[Mapping[str, Any]]:
+    def bars(self) -> list[Mapping[str, Any]]:
+        """Return who holds the memory of each device, and of the host."""
         return [*(device["memory"] for device in self.document["devices"]), self.document["host"]]
 
-    def _sentences(self) -> list[str]:
+    def sentences(self) -> list[str]:
+        """Return what bounds a step, of each device."""
         said = [device["sentence"] for device in self.document["devices"]]
         return said or ["no model is attached"]
 
-    def _heading(self) -> str:
+    def heading(self) -> str:
+        """Return whose figures these are."""
         pid, on = self.document["pid"], self.document["machine"]
         return f"process {pid}" if on == machine() else f"process {pid} on {on}"
 
     def to_text(self, *, width: int = WIDEST, color: bool = False) -> str:
-        """Return the view for a terminal, at most `width` (60 to 100) columns wide."""
-        text = Text(width, color=color)
-        text.block(self._heading(), style="bold")
-        for sentence in self._sentences():
+        """Return the view for a terminal, at most `width` (32 to 100) columns wide."""
+        text = Text(width, color=color, narrowest=_PANE)
+        text.block(self.heading(), style="bold")
+        for sentence in self.sentences():
             text.block(sentence)
-        for note in self._notes():
+        for note in self.notes():
             text.block(note, style="yellow")
-        for memory in self._bars():
+        for memory in self.bars():
             text.line()
             text.line(f"{memory['title']}: {show_size(memory['total_bytes'])}")
             for line in text_bar(list(memory["parts"].items()), text.width, show_size):
                 text.line(line)
         text.line()
         for label, shown in self.rows():
-            text.block(shown, f"  {label:<24}", " " * 26)
+            if text.width < NARROWEST:
+                text.line(f"  {label}")
+                text.block(shown, "    ", "    ")
+            else:
+                text.block(shown, f"  {label:<24}", " " * 26)
         return str(text)
 
     def __str__(self) -> str:
@@ -179,14 +188,14 @@ class Live:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        said = [("verdict", text) for text in self._sentences()]
-        said += [("warn", text) for text in self._notes()]
+        said = [("verdict", text) for text in self.sentences()]
+        said += [("warn", text) for text in self.notes()]
         bars = [
             Section(
                 f"{memory['title']}: {show_size(memory['total_bytes'])}",
                 bar=list(memory["parts"].items()),
             )
-            for memory in self._bars()
+            for memory in self.bars()
         ]
         return render("live", [Section(says=said), *bars, Section(rows=self.rows())])
 
@@ -195,14 +204,20 @@ class Live:
         return page("oracle_offload", self._repr_html_())
 
 
-def _seconds(seconds: float | None) -> str:
+def show_seconds(seconds: float | None) -> str:
+    """Return seconds for people; None is "unknown"."""
     if seconds is None:
         return "unknown"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
+def show_rate(gbps: float) -> str:
+    """Return a rate, in 10^9 bytes per second, for people."""
+    return f"{gbps:.1f} GB/s"
+
+
 def _copies(nbytes: int | None, gbps: float | None) -> str:
-    rate = "" if gbps is None else f", {gbps:.1f} GB/s"
+    rate = "" if gbps is None else f", {show_rate(gbps)}"
     return f"{show_size(nbytes)} since the last look{rate}" if nbytes is not None else "unknown"
 
 
@@ -211,7 +226,7 @@ def _stalls(stalls: float | None, stall_s: float | None, interval_s: float | Non
         return "unknown"
     # One wait in sixteen is timed and scaled: of a short interval that may be more than all of it.
     share = f", {min(1.0, stall_s / interval_s):.0%} of the time" if interval_s else ""
-    return f"{stalls:.0f}, {_seconds(stall_s)}{share}"
+    return f"{stalls:.0f}, {show_seconds(stall_s)}{share}"
 
 
 def _hits(hits: int | None, acquires: int | None) -> str:

@@ -122,13 +122,17 @@ class Text:
     Parameters
     ----------
     width : int
-        Columns; clamped to `NARROWEST` .. `WIDEST`.
+        Columns; clamped to `narrowest` .. `WIDEST`.
     color : bool
         Whether `styled` does anything.
+    narrowest : int
+        Columns that the report needs.
     """
 
-    def __init__(self, width: int = WIDEST, *, color: bool = False) -> None:
-        self.width = min(max(width, NARROWEST), WIDEST)
+    def __init__(
+        self, width: int = WIDEST, *, color: bool = False, narrowest: int = NARROWEST
+    ) -> None:
+        self.width = min(max(width, narrowest), WIDEST)
         self.color = color
         self._lines: list[str] = []
 

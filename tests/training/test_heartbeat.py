@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,7 +25,6 @@ from oracle_offload.heartbeat import Heartbeat
 from oracle_offload.host.processes import machine
 from oracle_offload.meter import Meter
 from oracle_offload.views import live
-from oracle_offload.views.terminal import FileError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -587,6 +588,7 @@ def test_on_a_terminal_the_view_is_drawn_over_until_the_training_ends(
 ):
     from oracle_offload.commands import watch as command
 
+    monkeypatch.setitem(sys.modules, "oracle_offload.views.screen", None)  # as without rich
     monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
@@ -634,6 +636,7 @@ def test_it_looks_again_on_a_terminal_or_for_json_and_draws_over_text_alone(
 ):
     from oracle_offload.commands import watch as command
 
+    monkeypatch.setitem(sys.modules, "oracle_offload.views.screen", None)  # as without rich
     monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
@@ -749,13 +752,97 @@ def test_looks_refused_now_and_then_end_nothing(heart, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
-@pytest.mark.parametrize("as_json", [True, False], ids=["json", "drawn over"])
-def test_a_look_that_cannot_be_written_is_said(as_json, monkeypatch):
+@pytest.mark.parametrize("as_json", [True, False], ids=["json", "text"])
+def test_a_look_that_cannot_be_written_is_said(as_json, heart, monkeypatch, capsys):
+    heart.write()
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        look = SimpleNamespace(to_json=lambda: "{}", to_text=lambda **_: "text")
-        with pytest.raises(FileError, match="cannot write standard output"):
-            watching._show(look, as_json, over=True)
+        arguments = SimpleNamespace(pid=os.getpid(), once=True, json=as_json)
+        code = watching.run(arguments, 0, 1)
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             full.close()
+    assert code == 1 and "cannot write standard output" in capsys.readouterr().err
+
+
+# ---- in a terminal ----
+
+
+def in_terminal(folder, columns, *, rich, until, keys="\x03"):
+    """Run `watch` in a pseudo terminal; send it keys once it shows `until`. Return code, output."""
+    import fcntl
+    import pty
+    import termios
+
+    hide = "" if rich else "sys.modules['rich'] = None; "
+    code = f"import sys; {hide}from oracle_offload.cli import main; sys.exit(main(['watch', '7']))"
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (60, columns))
+    environment = {**os.environ, "ORACLE_OFFLOAD_CACHE_DIR": str(folder), "TERM": "xterm"}
+    for name in ("NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR"):
+        environment.pop(name, None)
+    process = subprocess.Popen(
+        [sys.executable, "-X", "utf8", "-c", code],
+        env=environment,
+        cwd=ROOT,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    said = b""
+    with contextlib.suppress(OSError):  # the other side has gone
+        while piece := os.read(ours, 65536):
+            said += piece
+            if keys and until in said:
+                os.write(ours, keys.encode())
+                keys = ""
+    os.close(ours)
+    return process.wait(60), said.decode()
+
+
+def shown(text):
+    """Return the lines of what a terminal was told last, without what steers it."""
+    last = re.split(r"\x1b\[\?1049l|\x1b\[H\x1b\[J", text)[-1]
+    plain = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", last).replace("^C", "")
+    return [line.rstrip() for line in plain.splitlines()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a pseudo terminal")
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "without rich"])
+@pytest.mark.parametrize("columns", [40, 120])
+def test_in_a_terminal_of_any_width_it_fits_and_control_c_leaves_it(tmp_path, columns, rich):
+    path = tmp_path / f"heartbeat-{machine()}-7.json"
+    path.write_text(json.dumps(document(pid=7)))
+    path.chmod(0o600)
+    code, text = in_terminal(tmp_path, columns, rich=rich, until=b"host memory")
+    assert code == 0 and "Traceback" not in text and "interrupted" not in text
+    assert ("\x1b[?1049h" in text) == ("\x1b[?1049l" in text) == rich, "the screen is given back"
+    lines = shown(text)
+    assert max(map(len, lines)) <= min(columns, 100)
+    words = " ".join(" ".join(lines).split())
+    for part in ("process 7", "cuda:0 is link-bound", "steps so far 7", "A arena 4.00 GiB", "hits"):
+        assert part in words
+    assert re.search(r"[\[;]32m", text) or not rich, "parts have their colours"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a pseudo terminal")
+def test_what_was_lately_is_shown_and_names_steer_no_terminal():
+    screen = pytest.importorskip("oracle_offload.views.screen")
+    told = document()
+    told["devices"][0]["sentence"] = "odd [red]\x1b[2J\u202ename[/red]"
+    for encoding, marks in (("utf-8", "▁█▄"), ("ascii", "_#=")):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+        with screen.Screen(stream) as drawn:
+            for number, step_s in enumerate((0.1, 0.5, 0.3, 0.3)):
+                numbers = {**told["numbers"], "step_s": step_s}
+                # A look without a step since the last one is none of a step.
+                when = min(number, 2)
+                drawn.show(live.Live({**told, "numbers": numbers, "time_s": float(when)}))
+        text = stream.buffer.getvalue().decode(encoding)
+        last = "\n".join(shown(text))
+        assert f"{marks} 100.00 ms to 500.00 ms" in last
+        assert "25.0 GB/s all along" in last
+        assert "odd [red] name[/red]" in last and "\u202e" not in text
