@@ -590,8 +590,9 @@ NOTES: dict[str, dict[str, str]] = {
     },
     "Numbers": {
         "is no number": "`Meter.read` and `MetricsFile.log` take numbers, and None for unknown.",
-        "which this command does not show": (
-            "`report` shows metrics files, recordings as `.jsonl`, memory snapshots, and logs."
+        "report does not show this file": (
+            "`report` shows metrics files, recordings as `.jsonl`, memory snapshots, and logs in "
+            "which memory ran out. A page that it wrote is for a browser."
         ),
         "a memory snapshot holds plain data alone": (
             "The file would run code, or was written by something else than torch: do not load it "

@@ -10,7 +10,7 @@ no GPU is needed.
 
 from __future__ import annotations
 
-import html
+import io
 import json
 import os
 import re
@@ -162,19 +162,30 @@ def example() -> str:
 
 def terminal() -> str:
     """Return what `oracle-offload watch` shows of a training, as a page that looks like one."""
+    from rich.console import Console
+    from rich.terminal_theme import SVG_EXPORT_THEME
+    from rich.text import Text
     from summary_page import trained
 
     from oracle_offload import Meter
     from oracle_offload.heartbeat import pulse
     from oracle_offload.views.live import Live
+    from oracle_offload.views.screen import Screen
 
-    meter, pulses = Meter(), []
-    with trained("link", lambda: pulses.append(pulse(meter))):
-        document = pulses[-1]
-    shown = Live(document).to_text(color=True).replace(str(os.getpid()), "4711", 1)
-    text = html.escape(f"$ oracle-offload watch\n{shown}")
-    text = re.sub(r"\x1b\[1m(.*?)\x1b\[0m", r"<b>\1</b>", text)
-    return TERMINAL.format(re.sub(r"\x1b\[\d*m", "", text))
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    os.environ.update(TERM="xterm-256color", COLUMNS="100")
+    meter, stream = Meter(), Terminal()
+    with Screen(stream) as screen, trained("link", lambda: screen.show(Live(pulse(meter)))):
+        pass
+    last = stream.getvalue().rpartition("\x1b[?1049l")[2].replace(str(os.getpid()), "4711", 1)
+    page = Console(record=True, width=100, file=io.StringIO())
+    page.print(Text.from_ansi(f"$ oracle-offload watch\n{last}"))
+    return TERMINAL.format(
+        page.export_html(theme=SVG_EXPORT_THEME, inline_styles=True, code_format="{code}")
+    )
 
 
 def summary() -> str:
@@ -206,8 +217,10 @@ def timelines(*names: str) -> list[str]:
 
 
 def unlabelled(picture: str) -> str:
-    """Return a timeline without its title and its sentence."""
-    return re.sub(r'<text x="8" y="(?:24|46|62|78)"[^>]*>.*?</text>\n', "", picture)
+    """Return a timeline without its title and its sentence: the words before the first group."""
+    head, inks, rest = picture.partition('<g class="oo-ink"')
+    begin, wide, lanes = rest.partition('<g class="oo-wide">')
+    return head + inks + re.sub(r"<text .*?</text>\n", "", begin) + wide + lanes
 
 
 def main(arguments: list[str]) -> int:

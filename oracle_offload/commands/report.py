@@ -97,18 +97,23 @@ def _read(path: str) -> RunReport | OomReport | SnapshotReport:
             return replace(of_recording(path, recording), explained=why if why.found else None)
         if found == METRICS:
             return of_metrics(path, read_metrics(path))
-        if found is not None:
-            raise ValueError(f"it is of {found}, which this command does not show. {_WANTED}")
-        for beginning, told in _FOR_OTHERS:
-            if begin.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(beginning):
-                raise ValueError(f"it is {told}. {_WANTED}")
-        if b"\0" in begin:
-            raise ValueError(f"it is no text. {_WANTED}")
-        with open(path, "rb") as log:
-            report = explain(read_excerpt(log).text, None, None)
-        if not report.found:
-            raise ValueError(f"as a log, it tells of no memory that ran out. {_WANTED}")
-        return report
+        what = f"it is of {found}" if found else _of_others(begin)
+        if not what:
+            with open(path, "rb") as log:
+                report = explain(read_excerpt(log).text, None, None)
+            if report.found:
+                return report
+            what = "as a log, it tells of no memory that ran out"
+        raise ValueError(f"report does not show this file: {what}. {_WANTED}")
+
+
+def _of_others(begin: bytes) -> str:
+    """Return what a file is by its first bytes, "" where it may be a log."""
+    text = begin.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    for beginning, told in _FOR_OTHERS:
+        if text.startswith(beginning):
+            return f"it is {told}"
+    return "it is no text" if b"\0" in begin else ""
 
 
 def _schema(line: bytes) -> str | None:

@@ -33,9 +33,9 @@ _COLOURS = {
     "A": "green",
     "L": "green",
     "P": "blue",
-    "+": "white",
+    "+": "bright_cyan",
     "@": "red",
-    "=": "bright_black",
+    "=": "white",
 }
 _LATELY = (("time per step", "step_s", show_seconds), ("to the device", "h2d_gbps", show_rate))
 _MOST_LOOKS = 240
@@ -97,9 +97,9 @@ class Screen:
         table = Table.grid(padding=(0, 2))
         for label, shown in self._rows(look, width):
             if width >= NARROWEST:
-                table.add_row(Text(f"  {label}", style="dim"), shown)
+                table.add_row(Text(f"  {label}"), shown)
             else:
-                parts += [Text(label, style="dim"), Padding(shown, (0, 0, 0, 2))]
+                parts += [Text(label), Padding(shown, (0, 0, 0, 2))]
         parts.append(table)
         for memory in look.bars():
             title = printable(f"{memory['title']}: {show_size(memory['total_bytes'])}")

@@ -39,8 +39,8 @@ _STYLE = (
         ".oo-step line{stroke:var(--oo-faint)}"
         ".oo-step text{paint-order:stroke;stroke:var(--oo-ground);stroke-width:3px}"
         ".oo-step .oo-arena rect{stroke:var(--oo-ground)}"
-        "@media (max-width:700px){.oo-step .oo-wide{display:none}}"
-        "@media (min-width:700.1px){.oo-step .oo-narrow{display:none}}"
+        "@media (max-width:700px){.oo-fluid .oo-wide{display:none}}"
+        "@media (min-width:700.1px){.oo-fluid .oo-narrow{display:none}}"
     )
 )
 _WIDTH, _NARROW = 1000, 440  # pixels that names of blocks and times are laid out for
@@ -184,12 +184,16 @@ def timeline_svg(
             parts.append(f'<text x="{at:.3%}" y="{y + 14}" text-anchor="{anchor}">{told}</text>')
         parts.append("</g>")
     height = y + 24
-    scaled = "" if fluid else f'viewBox="0 0 {_WIDTH} {height}" '
+    way = (
+        'class="oo-step oo-fluid"'
+        if fluid
+        else f'class="oo-step" style="max-width:100%;height:auto" viewBox="0 0 {_WIDTH} {height}"'
+    )
     ink, ground = COLOURS["ink"][0], COLOURS["ground"][0]
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="oo-step" {scaled}width="{_WIDTH}" '
-            f'height="{height}" style="max-width:100%" font-family="sans-serif" font-size="12">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {way} width="{_WIDTH}" height="{height}" '
+            'font-family="sans-serif" font-size="12">',
             f"<style>{_STYLE}</style>",
             f'<rect class="oo-ground" width="100%" height="{height}" fill="{ground}"/>',
             f'<g class="oo-ink" fill="{ink}">',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -140,6 +141,10 @@ def test_a_file_is_scaled_as_a_whole_and_a_part_of_a_page_is_laid_out_for_two_wi
     assert ElementTree.fromstring(file).attrib["viewBox"] == "0 0 1000 282"
     assert "viewBox" not in ElementTree.fromstring(part).attrib
     assert boxes(part) == boxes(file) and not marks(file, "narrow")
+    # A file has one layout, whatever the width of what shows it.
+    assert 'class="oo-step"' in file and 'class="oo-step oo-fluid"' in part
+    hidden = re.findall(r"[{}](\S+) \.oo-(?:wide|narrow)\{display:none", part)
+    assert hidden == [".oo-fluid"] * 2
     assert marks(part) == marks(file) and len(marks(file)) > 1.5 * len(marks(part, "narrow")) > 15
     narrow = [g for g in ElementTree.fromstring(part).iter(f"{SVG}g") if name_of(g) == "narrow"]
     told = [(str(t.text), 0.44 * figure(t, "x")) for t in narrow[0].iter(f"{SVG}text")]
