@@ -1,12 +1,14 @@
 """A step of a model without memory: what its activations take, and what it asks of an engine.
 
 The step runs under torch's FakeTensorMode: shapes and dtypes are computed, nothing else. Each
-operator's work is noted, and each use of a managed leaf, as the engine would be asked for it.
+operator's work is noted, and each use of a managed leaf, as the engine would be asked for it. Of
+blocks that are alike four are run: `oracle_offload.planning.alike`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,9 +29,12 @@ from ..layers.linear import LinearLayer, input_gradient, linear
 from ..operators import operator_of, tensors_in
 from ..selection import Chosen
 from ..simulated_time import SimulatedTime
+from .alike import Mark, Row, rows_of, shortened, told
 from .sample import UnknownSample, inputs
 from .source import copy_with, switch_of
 from .storage import Pair
+
+logger = logging.getLogger("oracle_offload")
 
 _TICKETS = 1 << 32  # more than a micro-batch has uses
 _graph_task = torch._C._current_graph_task_id
@@ -187,14 +192,78 @@ def measure(
     sample, batch
         See `oracle_offload.planning.sample.inputs`.
     """
+    numbers = {leaf.name: number for number, leaf in enumerate(leaves)}
+    arguments = module, leaves, numbers, adapters, adapter_dtype, checkpointing, sample, batch
+    rows = rows_of(module, numbers, adapters)
+    if rows:
+        marks, why, note = _run(rows, *arguments)
+        whole = told(marks, rows, numbers) if marks else None
+        if whole is not None:
+            return _step(whole, numbers, note)
+        logger.debug("blocks that look alike are not, so each of them is run: %s", why)
+    marks, why, note = _run((), *arguments)
+    return _step(marks, numbers, note) if marks else Step(why=why)
+
+
+def _step(marks: Sequence[Mark], numbers: dict[str, int], note: str) -> Step:
+    """Return the step that marks tell, its tickets and regions numbered as they come."""
+    tickets: dict[Any, int] = {}
+    numbered: dict[Any, int] = {0: 0}
+    events: list[tuple[Any, ...]] = []
+    regions: dict[int, int] = {}
+    for event, region, *_ in marks:
+        if event[0] == "acquire":
+            ticket = tickets[event[3]] = len(tickets) + 1
+            if region:
+                regions[event[1]] = numbered.setdefault(region, len(numbered))
+            events.append((*event[:3], ticket))
+        elif event[0] == "release":
+            events.append(("release", tickets[event[1]]))
+        elif event[0] == "work":
+            events.append(event)
+    return Step(stages_of(marks), events, numbers, regions, note=note)
+
+
+def stages_of(marks: Sequence[Mark]) -> list[Stage]:
+    """Return the stages of a step, with what lives in each."""
+    stages: list[Stage] = []
+    live = peak = least = begun = 0
+    for mark in marks:
+        peak, least = max(peak, live + mark.high), min(least, live + mark.low)
+        live += mark.delta
+        if mark.event[0] != "stage":
+            continue
+        # Those that are through with forward wait with what it has left, the others begin with it.
+        stages.append(Stage(peak, begun if stages else live))
+        # What a region computes before it is computed again is not left by the one before it.
+        begun = least if len(stages) > 1 else live
+        peak = least = live
+    return stages
+
+
+def _run(
+    rows: Sequence[Row],
+    module: nn.Module,
+    leaves: Sequence[Chosen],
+    numbers: dict[str, int],
+    adapters: dict[str, Pair],
+    adapter_dtype: torch.dtype,
+    checkpointing: bool,
+    sample: Any,
+    batch: int,
+) -> tuple[list[Mark], str, str]:
+    """Run a step of which `rows` are shortened: return its marks, or why there are none."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # what a class keeps in plain attributes
     with fake:
-        model = copy_with(module, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype))
+        with shortened(rows) as renamed:
+            model = copy_with(
+                module, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
+            )
         model.train()
         try:
             arguments, note = inputs(model, sample, batch)
         except UnknownSample as error:
-            return Step(why=str(error))
+            return [], str(error), ""
         switch = switch_of(model)
         if checkpointing and switch:
             getattr(model, switch)()
@@ -209,16 +278,22 @@ def measure(
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        tracer = _Tracer(model, leaves)
+        there: list[tuple[int, Any, Chosen]] = []
         for leaf in leaves:
-            frozen: Any = model.get_submodule(leaf.name)
+            name = renamed(leaf.name)
+            if name is not None:
+                there.append((numbers[leaf.name], model.get_submodule(name), leaf))
+        tracer = _Tracer(model, there)
+        for _, frozen, leaf in there:
             if any(parameter.requires_grad for parameter in frozen.parameters()):
                 continue
             if leaf.kind is LinearLayer:
                 frozen.forward = partial(_forward, _FrozenLinear, frozen)
             elif issubclass(leaf.kind, ConvLayer) and _pads_itself(frozen):
                 frozen.forward = partial(_forward, _FrozenConv, frozen)
-        tracer.keep(_add_adapters(model, adapters, adapter_dtype))
+        named = {renamed(name): pair for name, pair in adapters.items()}
+        added = {name: pair for name, pair in named.items() if name is not None}
+        tracer.keep(_add_adapters(model, added, adapter_dtype))
         try:
             with tracer, tracer.noting_regions():
                 tracer.count(arguments)
@@ -229,11 +304,10 @@ def measure(
             Exception
         ) as error:  # whatever a model's own code does with values that are not there
             said = str(error).strip().splitlines() or [type(error).__name__]
-            return Step(why=f"its forward or backward cannot be run without values: {said[0]}")
+            return [], f"its forward or backward cannot be run without values: {said[0]}", ""
     tracer.flush()
     tracer.end_stage()
-    numbers = {leaf.name: number for number, leaf in enumerate(leaves)}
-    return Step(tracer.stages, tracer.events, numbers, tracer.regions, note=note)
+    return tracer.marks, "", note
 
 
 def _loss(output: Any) -> Tensor:
@@ -337,22 +411,17 @@ class _Tracer(TorchDispatchMode):
 
     Attributes
     ----------
-    stages : list of Stage
-        See `Step`.
-    events : list
-        See `Step`.
-    regions : dict
-        See `Step`.
+    marks : list of Mark
+        Of what was run.
     """
 
-    def __init__(self, model: nn.Module, leaves: Sequence[Chosen]) -> None:
+    def __init__(
+        self, model: nn.Module, leaves: Sequence[tuple[int, nn.Module, Chosen]] = ()
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[tuple[Any, ...]] = []
-        self.stages: list[Stage] = []
-        self.regions: dict[int, int] = {}
+        self.marks: list[Mark] = []
         self._region = self._depth = 0  # the last checkpointed one, and how many it is inside
-        self._peak = self._live = self._begun = 0
-        self._least = 0  # that lived in this stage
+        self._live = self._high = self._low = 0  # since the last mark
         self._kind = FORWARD  # of the last use
         self._work: list[Work] = []
         self._leaf_at: dict[int, int] = {}  # by the storage of its tensors
@@ -361,8 +430,7 @@ class _Tracer(TorchDispatchMode):
         self._tickets = 0
         self._known: Any = weakref.WeakKeyDictionary()  # storages that are counted, or kept anyway
         self.keep([*model.parameters(), *model.buffers()])
-        for number, leaf in enumerate(leaves):
-            module = model.get_submodule(leaf.name)
+        for number, module, leaf in leaves:
             for tensor in leaf.kind.named_tensors(module).values():
                 self._leaf_at[tensor.untyped_storage()._cdata] = number
             if not leaf.kind.needs_place:
@@ -425,29 +493,27 @@ class _Tracer(TorchDispatchMode):
         if kind == RECOMPUTE != self._kind:
             self.end_stage()
         self._kind = kind
-        if self._depth and kind == FORWARD:
-            self.regions[leaf] = self._region
+        region = self._region if self._depth and kind == FORWARD else 0
         self._tickets += 1
-        self.events.append(("acquire", leaf, kind, self._tickets))
+        self._mark(("acquire", leaf, kind, self._tickets), region)
         return self._tickets
 
     def _release(self, ticket: int) -> None:
         self.flush()
-        self.events.append(("release", ticket))
+        self._mark(("release", ticket))
+
+    def _mark(self, event: tuple[Any, ...], region: int = 0) -> None:
+        self.marks.append(Mark(event, region, self._high, self._low, self._live))
+        self._live = self._high = self._low = 0
 
     def end_stage(self) -> None:
         """Another part of the step begins: backward, or a checkpointed region in it."""
-        # Those that are through with forward wait with what it has left, the others begin with it.
-        waiting = self._begun if self.stages else self._live
-        self.stages.append(Stage(self._peak, waiting))
-        # What a region computes before it is computed again is not left by the one before it.
-        self._begun = self._least if len(self.stages) > 1 else self._live
-        self._peak = self._least = self._live
+        self._mark(("stage",))
 
     def flush(self) -> None:
         """Note the work since the last event."""
         if self._work:
-            self.events.append(("work", self._work))
+            self._mark(("work", self._work))
             self._work = []
 
     def count(self, values: Any) -> None:
@@ -461,11 +527,11 @@ class _Tracer(TorchDispatchMode):
             self._known[storage] = nbytes
             self._live += nbytes
             weakref.finalize(storage, self._forget, nbytes).atexit = False
-        self._peak = max(self._peak, self._live)
+        self._high = max(self._high, self._live)
 
     def _forget(self, nbytes: int) -> None:
         self._live -= nbytes
-        self._least = min(self._least, self._live)
+        self._low = min(self._low, self._live)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import oracle_offload
 from oracle_offload import simulator
 from oracle_offload._core import BACKWARD, FORWARD, RECOMPUTE
-from oracle_offload.planning.measure import Stage, Step, _Tracer
+from oracle_offload.planning.measure import Stage, Step, _Tracer, stages_of
 from oracle_offload.simulated_time import SimulatedTime
 
 ROWS = 4
@@ -314,7 +314,7 @@ def test_a_step_replayed_at_other_rates() -> None:
 def test_memory_is_counted_from_its_first_tensor_to_its_last() -> None:
     model = nn.Linear(4, 4)
     model.weight.grad = torch.zeros(4, 4)
-    tracer = _Tracer(model, [])
+    tracer = _Tracer(model)
     first, second = torch.zeros(100), torch.zeros(200)
     tracer.count({"first": first, "view": first[1:], "kept": model.weight})
     tracer.count([second, [first, model.weight.grad], "no tensor"])
@@ -327,12 +327,12 @@ def test_memory_is_counted_from_its_first_tensor_to_its_last() -> None:
     tracer.count([last])
     tracer.end_stage()
     tracer.end_stage()
-    assert tracer.stages == [Stage(1200, 800), Stage(2000, 800), Stage(100, 0)]
+    assert stages_of(tracer.marks) == [Stage(1200, 800), Stage(2000, 800), Stage(100, 0)]
     kept = torch.zeros(50)
     tracer.keep([kept])
     tracer.count([kept])
     tracer.end_stage()
-    assert tracer.stages[3:] == [Stage(100, 100)]
+    assert stages_of(tracer.marks)[3:] == [Stage(100, 100)]
 
 
 class Wrong(nn.Linear):
