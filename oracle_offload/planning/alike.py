@@ -204,6 +204,17 @@ def told(marks: Sequence[Mark], rows: Sequence[Row], numbers: dict[str, int]) ->
     return found
 
 
+class _Part(NamedTuple):
+    """Where one block computes, and then another; the places of those that they stand for."""
+
+    begin: int
+    turn: int
+    end: int
+    places: range
+    one: int
+    other: int
+
+
 def _told(marks: Sequence[Mark], row: Row, numbers: dict[str, int]) -> list[Mark] | None:
     names = {number: name for name, number in numbers.items()}
     blocks: dict[int, tuple[int, str]] = {}  # by leaf: its block, and its name in it
@@ -227,14 +238,14 @@ def _told(marks: Sequence[Mark], row: Row, numbers: dict[str, int]) -> list[Mark
     backward = begins(False, middle, third, second)
     if -1 in forward:
         return None
-    parts = [(*forward, range(third, last), third, middle)]
+    parts = [_Part(*forward, range(third, last), third, middle)]
     if backward != [-1] * 3:
         if -1 in backward:
             return None
-        parts.append((*backward, range(last - 1, second, -1), middle, third))
-    ends = [at for part in parts for at in part[:3]]
+        parts.append(_Part(*backward, range(last - 1, second, -1), middle, third))
+    ends = [at for part in parts for at in (part.begin, part.turn, part.end)]
     inner = [at for at, block, _ in asked if block in (third, middle)]
-    spans = [range(part[0], part[2]) for part in parts]
+    spans = [range(part.begin, part.end) for part in parts]
     if ends != sorted(ends) or not all(any(at in span for span in spans) for at in inner):
         return None  # not one after the other, or a block computes again elsewhere
     found: list[Mark] = []
