@@ -207,9 +207,7 @@ def told(marks: Sequence[Mark], rows: Sequence[Row], numbers: dict[str, int]) ->
 class _Part(NamedTuple):
     """Where one block computes, and then another; the places of those that they stand for."""
 
-    begin: int
-    turn: int
-    end: int
+    marks: list[int]  # where the one begins, the other, and what is behind both
     places: range
     one: int
     other: int
@@ -220,9 +218,9 @@ def _told(marks: Sequence[Mark], row: Row, numbers: dict[str, int]) -> list[Mark
     blocks: dict[int, tuple[int, str]] = {}  # by leaf: its block, and its name in it
     for number, name in names.items():
         if name.startswith(f"{row.name}."):
-            place, _, rest = name.removeprefix(f"{row.name}.").partition(".")
-            if row.begin <= int(place) < row.end:
-                blocks[number] = int(place), rest
+            block, _, rest = name.removeprefix(f"{row.name}.").partition(".")
+            if row.begin <= int(block) < row.end:
+                blocks[number] = int(block), rest
     asked = [
         (at, blocks[mark.event[1]][0], mark.event[2] == FORWARD)
         for at, mark in enumerate(marks)
@@ -238,19 +236,19 @@ def _told(marks: Sequence[Mark], row: Row, numbers: dict[str, int]) -> list[Mark
     backward = begins(False, middle, third, second)
     if -1 in forward:
         return None
-    parts = [_Part(*forward, range(third, last), third, middle)]
+    parts = [_Part(forward, range(third, last), third, middle)]
     if backward != [-1] * 3:
         if -1 in backward:
             return None
-        parts.append(_Part(*backward, range(last - 1, second, -1), middle, third))
-    ends = [at for part in parts for at in (part.begin, part.turn, part.end)]
+        parts.append(_Part(backward, range(last - 1, second, -1), middle, third))
+    ends = [at for part in parts for at in part.marks]
     inner = [at for at, block, _ in asked if block in (third, middle)]
-    spans = [range(part.begin, part.end) for part in parts]
+    spans = [range(part.marks[0], part.marks[2]) for part in parts]
     if ends != sorted(ends) or not all(any(at in span for span in spans) for at in inner):
         return None  # not one after the other, or a block computes again elsewhere
     found: list[Mark] = []
     done = 0
-    for begin, turn, end, places, one, other in parts:
+    for (begin, turn, end), places, one, other in parts:
         period, beside = marks[begin:turn], marks[turn:end]
         outside = {mark.region for mark in (*marks[:begin], *marks[turn:])} - {0}
         if _form(period, blocks, one) != _form(beside, blocks, other):
@@ -265,7 +263,7 @@ def _told(marks: Sequence[Mark], row: Row, numbers: dict[str, int]) -> list[Mark
 
 
 def _form(marks: Sequence[Mark], blocks: dict[int, tuple[int, str]], place: int) -> list[Any]:
-    """Return what can be compared of two blocks: numbers by first appearance, names in the block."""
+    """Return what is compared of two blocks: numbers by first appearance, names in the block."""
     tickets: dict[Hashable, int] = {}
     regions: dict[Hashable, int] = {0: 0}
     found: list[Any] = []
