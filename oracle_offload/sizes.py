@@ -74,6 +74,18 @@ def _positive(number: int | float, value: object, name: str) -> int:
     return number
 
 
+def written_size(number: int) -> str:
+    """Return bytes as `parse_size` takes them, for people to paste: ``"17.95GiB"``.
+
+    Two places behind the point, rounded up: by less than 0.01 GiB of what is a GiB and more.
+    """
+    for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if number >= scale:
+            whole, hundredths = divmod(-(-100 * number // scale), 100)
+            return f"{whole}.{hundredths:02}".rstrip("0").rstrip(".") + unit
+    return str(number)
+
+
 def format_size(
     number: float,
     *,

@@ -199,7 +199,7 @@ NOTES: dict[str, dict[str, str]] = {
             'lighter `optimizer`, or `train="lora"`.'
         ),
         "its state is not known": "Name one whose state has the same shape.",
-        "is neither 'lora' nor 'full'": 'QLoRA is `train="lora"` with `quantise="nf4"`.',
+        "is neither 'lora' nor 'full'": 'QLoRA is `train="lora"` with `quantize="nf4"`.',
         "bytes of addresses for a replay": (
             "A planned step is replayed with an arena of addresses alone, which take no memory; "
             "only a 32-bit process, or a limit of the system on addresses, runs out of them."
@@ -231,7 +231,7 @@ NOTES: dict[str, dict[str, str]] = {
         "nothing is downloaded": "`hf download` fetches a config or a whole model.",
         "is of a model that is quantised already": (
             "What its layers keep is known to its library alone. Give the folder of the model "
-            "before it was quantised, and the form with `quantise=`."
+            "before it was quantised, and the form with `quantize=`."
         ),
         "is no name of a tensor in any model": "A damaged or forged file.",
         "which torch … does not have": "A newer torch has that dtype.",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from typing import TYPE_CHECKING
 
+from ..views.patience import Patience, quiet_libraries
 from ..views.terminal import FileError, naming, printable, put, show
 
 if TYPE_CHECKING:
@@ -13,21 +15,47 @@ if TYPE_CHECKING:
     from ..planning.verify import Verification
 
 
+_LOGGER = "oracle_offload.planning"
+
+DESCRIPTION = """\
+Say whether a training fits a card and a host, and how long a step takes, before anything is loaded.
+
+  oracle-offload plan FLUX.1-dev --card 4090 --ram 64GB
+  oracle-offload plan ./my-model --train full --optimizer adafactor
+  oracle-offload plan owner/name --fetch --card 12
+
+MODEL is a model that is known by name (docs/plan.md has the list), a folder of diffusers or
+transformers, a config.json, a safetensors file or index, owner/name from the local hub cache, or a
+number of parameters such as 12B. Nothing uses a network but --fetch.
+
+Exit code: 0 what is known fits, 3 it does not, 2 an argument makes no sense, 1 a file failed."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `plan` takes; docs/plan.md explains each."""
     parser.add_argument(
-        "model", help="a folder, config.json, safetensors file or index, owner/name or 12B"
+        "model", metavar="MODEL", help="a name, a folder, a file, owner/name, or 12B"
     )
-    parser.add_argument("--train", choices=("lora", "full"), default="lora")
+    parser.add_argument(
+        "--fetch", action="store_true", help="ask the hub for the config of owner/name"
+    )
+    parser.add_argument(
+        "--train", choices=("lora", "full"), default="lora", help="what is trained (lora)"
+    )
     parser.add_argument("--rank", type=int, default=16, help="of the LoRA (16)")
     parser.add_argument("--targets", nargs="+", default="all-linear", help="layers with a LoRA")
     parser.add_argument("--optimizer", default="adamw", help="adamw, adamw8bit, adafactor, sgd ...")
     parser.add_argument("--dtype", help="of the weights: bf16, fp16, fp32, fp8")
     parser.add_argument("--adapter-dtype", default="fp32", help="of the LoRA (fp32)")
     parser.add_argument("--master-dtype", help="of a second copy of trained weights")
-    parser.add_argument("--quantise", help="frozen weights: int8, fp8, qfloat8, nf4")
+    parser.add_argument("--quantize", help="frozen weights: int8, fp8, qfloat8, nf4")
     parser.add_argument("--compress", choices=("lossless", "auto"), help="weights in fewer bytes")
-    parser.add_argument("--no-checkpointing", dest="checkpointing", action="store_false")
+    parser.add_argument(
+        "--no-checkpointing",
+        dest="checkpointing",
+        action="store_false",
+        help="keep all activations for backward",
+    )
     parser.add_argument("--batch", type=int, default=1, help="samples in a micro-batch (1)")
     parser.add_argument(
         "--micro-batches", type=int, default=1, help="of a step, with one fetch for all (1)"
@@ -38,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-measure", dest="measure", action="store_false", help="leave activations and time out"
     )
-    parser.add_argument("--card", help="by name or GB: 8, 12, 16, 24, 32, 48, 80 (24)")
+    parser.add_argument("--card", help="4090, 'RTX 4090', or GB: 8, 12, 16, 24, 32, 48, 80 (24)")
     parser.add_argument("--vram", help="its memory, where that is another: 20GiB")
     parser.add_argument("--ram", help="the host's memory: 32, 64, 128, or 48GB (this machine's)")
     parser.add_argument("--link-gbps", type=float, help="measured: 1e9 bytes/s to the device")
@@ -56,6 +84,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, fits: int, error: int, usage: int, does_not_fit: int) -> int:
     """Run the command; return one of the exit codes given."""
+    with Patience("plan", _LOGGER), quiet_libraries():
+        return _run(args, fits, error, usage, does_not_fit)
+
+
+def _run(args: argparse.Namespace, fits: int, error: int, usage: int, does_not_fit: int) -> int:
+    from ..planning.known import known
+
+    logger = logging.getLogger(_LOGGER)
+    model = known(args.model)
+    sizes = f"{model.name} has {model.parameters / 1e9:.2f} B parameters; " if model else ""
+    logger.info("%simporting torch", sizes)
     from ..errors import OffloadError
     from ..planning import plan
 

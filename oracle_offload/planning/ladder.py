@@ -141,10 +141,10 @@ def ladder(
         add(f"optimizer {lighter.name}", "its state is coarser", option, True, changed)
         lighter = OPTIMIZERS.get(lighter.lighter)
     if recipe.train == "lora":
-        for quantise in ("int8", "nf4") if recipe.quantise is None else ():
-            option = f"quantise={quantise!r}"
-            changed = replace(recipe, quantise=quantise)
-            name = f"frozen weights in {quantise}"
+        for quantize in ("int8", "nf4") if recipe.quantize is None else ():
+            option = f"quantize={quantize!r}"
+            changed = replace(recipe, quantize=quantize)
+            name = f"frozen weights in {quantize}"
             add(name, "the base model is rounded", option, True, changed)
         if recipe.rank > 4:
             half = recipe.rank // 2

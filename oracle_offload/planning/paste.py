@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..sizes import written_size
 from .fit import RESIDENT, Fit
 from .storage import Recipe
 
@@ -16,15 +17,15 @@ def python(fit: Fit, recipe: Recipe, switch: str, *, follows_steps: bool, togeth
     go `together`.
     """
     lines = [f"model.{switch}()"] if switch else []
-    if recipe.quantise is not None:
-        lines = [f"# first quantise the frozen Linear weights: {recipe.quantise}", *lines]
+    if recipe.quantize is not None:
+        lines = [f"# first quantize the frozen Linear weights: {recipe.quantize}", *lines]
     if fit.verdict == RESIDENT:
         return "\n".join([*lines, 'model.to("cuda")', ""])
     together_bytes = fit.arena_bytes + fit.storage.kept_bytes + fit.storage.staging_bytes
-    budget = '"auto"' if follows_steps else str(together_bytes)
-    arguments = [f"vram_budget={budget}"]
+    budget = "auto" if follows_steps else written_size(together_bytes)
+    arguments = [f'vram_budget="{budget}"']
     if fit.ram_budget is not None:
-        arguments.append(f"ram_budget={fit.ram_budget}")
+        arguments.append(f'ram_budget="{written_size(fit.ram_budget)}"')
     if recipe.compress is not None:
         arguments.append(f'compress="{recipe.compress}"')
     lines.append("import oracle_offload")
@@ -60,12 +61,12 @@ def yaml(fit: Fit, recipe: Recipe, checkpointing: bool, batch: int, micro_batche
         f"  optimizer: {recipe.optimizer.name}",
         "  dtype: bf16",
         "model:",
-        f"  quantize: {_said(recipe.quantise is not None)}",
+        f"  quantize: {_said(recipe.quantize is not None)}",
     ]
-    if recipe.quantise is not None:
-        kept = _QTYPES.get(recipe.quantise)
+    if recipe.quantize is not None:
+        kept = _QTYPES.get(recipe.quantize)
         lines.append(
-            f"  qtype: {kept}" if kept else f"  qtype: uint4  # it has no {recipe.quantise}"
+            f"  qtype: {kept}" if kept else f"  qtype: uint4  # it has no {recipe.quantize}"
         )
     lines.append(f"  layer_offloading: {_said(streams)}")
     if streams:

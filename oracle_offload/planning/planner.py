@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,8 @@ from .sample import parse_sample
 from .source import DTYPES, source_of
 from .speed import Speed, speed_of
 from .storage import QUANTISED, Recipe, Storage, storage_of
+
+logger = logging.getLogger("oracle_offload.planning")
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,29 @@ class Plan:
         return self.fit.verdict != NOWHERE
 
     @property
+    def unknown(self) -> tuple[str, ...]:
+        """What is counted nowhere: of ``"activations"`` and ``"the LoRA"``."""
+        no_lora = self.question.source.module is None and self.question.recipe.train == "lora"
+        return (
+            *(("activations",) if self.step.activations is None else ()),
+            *(("the LoRA",) if no_lora else ()),
+        )
+
+    @property
     def verdict(self) -> str:
-        """``"fits resident"``, ``"fits streamed"`` or ``"does not fit"``."""
-        return self.fit.verdict
+        """``"fits resident"``, ``"fits streamed"`` or ``"does not fit"``.
+
+        Where something is counted nowhere, ``"weights fit resident; activations unknown"``.
+        """
+        unknown = " and ".join(self.unknown)
+        said = self.said(self.fit.verdict)
+        return f"{said}; {unknown} unknown" if unknown and self.fits else said
+
+    def said(self, verdict: str) -> str:
+        """Return a verdict on all that is needed as one on what is known."""
+        if not self.unknown or verdict == NOWHERE:
+            return verdict
+        return f"weights {verdict.replace('fits', 'fit')}"
 
     @property
     def shares_arena(self) -> bool:
@@ -87,14 +110,17 @@ class Plan:
             said = f"{' and '.join(missing)} missing" if missing else fit.why
             return f"{name}: does not fit {card} with {host}: {said}."
         free = f"{format_size(fit.device_room - fit.device_bytes)} of the device stay free"
+        unknown = " and ".join(self.unknown)
         if self.shares_arena:
-            free = "what activations take, which is unknown, comes off the arena"
-        elif "activations" not in fit.device:
-            free += " for activations, which are unknown"
+            free = f"what {unknown} take, which are unknown, comes off the arena"
+        elif unknown:
+            free += f" for {unknown}, which are unknown"
+        said = self.said(fit.verdict)
         if fit.verdict == RESIDENT:
-            return f"{name}: fits resident on {card}, oracle_offload is not needed; {free}."
+            need = "" if self.unknown else ", oracle_offload is not needed"
+            return f"{name}: {said} on {card}{need}; {free}."
         return (
-            f"{name}: fits streamed on {card} with {host}: an arena of "
+            f"{name}: {said} on {card} with {host}: an arena of "
             f"{format_size(fit.arena_bytes)}, {format_size(fit.host_bytes)} on the host, at least "
             f"{format_size(fit.x_min_bytes)} to the device in a step"
             f"{'' if fit.sweep_bytes else ' that uses all of them forward and backward'}; {free}."
@@ -183,7 +209,7 @@ def plan(
     dtype: str | torch.dtype | None = None,
     adapter_dtype: str | torch.dtype = "fp32",
     master_dtype: str | torch.dtype | None = None,
-    quantise: str | None = None,
+    quantize: str | None = None,
     compress: str | None = None,
     checkpointing: bool = True,
     batch: int = 1,
@@ -199,6 +225,7 @@ def plan(
     launch_s: float | None = None,
     offload_percent: float | None = None,
     margin: float = 0.08,
+    fetch: bool = False,
 ) -> Plan:
     """Say whether a training fits a card and a host, before anything is loaded.
 
@@ -208,7 +235,8 @@ def plan(
         A module (on the meta device, or any other: it is not touched); a class, with `config`; a
         folder of diffusers or transformers, a ``config.json``, a safetensors file or index, of
         which only headers are read; the name of a repository in the local hub cache
-        (``"owner/name"``; nothing is downloaded); or a number of parameters, ``"12B"``.
+        (``"owner/name"``); a model that is known by name (``"FLUX.1-dev"``, docs/plan.md has the
+        list); or a number of parameters, ``"12B"``.
     config : mapping, path or config object, optional
         Of a class: what its constructor takes, or its library's config.
     train : {"lora", "full"}
@@ -227,7 +255,7 @@ def plan(
     master_dtype : str or torch.dtype, optional
         With ``train="full"``: a second copy of narrower weights, which has the gradients and is
         stepped (``"fp32"``, mixed precision: 18 bytes a parameter with AdamW).
-    quantise : {"int8", "fp8", "qfloat8", "nf4"}, optional
+    quantize : {"int8", "fp8", "qfloat8", "nf4"}, optional
         Frozen Linear weights as torchao, optimum-quanto or bitsandbytes keep them.
     compress : {"lossless", "auto"}, optional
         What `attach` is to be told. How small weights get is told by encoding parts of them where
@@ -259,6 +287,8 @@ def plan(
         What `attach` is to be told; by default all that activations leave free is arena.
     margin : float
         Share of the card that is left to CUDA, rounding and what nobody foresees.
+    fetch : bool
+        Whether to ask the hub for the config of a repository; nothing else uses a network.
 
     Returns
     -------
@@ -274,8 +304,8 @@ def plan(
     """
     if train not in ("lora", "full"):
         raise ValueError(f"train={train!r} is neither 'lora' nor 'full'")
-    if quantise is not None and quantise not in QUANTISED:
-        raise ValueError(f"quantise={quantise!r} is not known; there are {', '.join(QUANTISED)}")
+    if quantize is not None and quantize not in QUANTISED:
+        raise ValueError(f"quantize={quantize!r} is not known; there are {', '.join(QUANTISED)}")
     check(compress)
     for name, value in (
         ("rank", rank),
@@ -292,11 +322,12 @@ def plan(
         (targets,) if isinstance(targets, str) else tuple(targets),
         _dtype(adapter_dtype, "adapter_dtype"),
         None if master_dtype is None else _dtype(master_dtype, "master_dtype"),
-        quantise,
+        quantize,
         optimizer_of(optimizer),
         compress,
     )
-    source = source_of(model, config, None if dtype is None else _dtype(dtype, "dtype"))
+    dtype = None if dtype is None else _dtype(dtype, "dtype")
+    source = source_of(model, config, dtype, fetch=fetch)
     chosen = card_of(
         card,
         vram=vram,
@@ -349,6 +380,7 @@ def answer(question: Question, step: Step | None = None) -> Plan:
 
 
 def _step(question: Question, storage: Storage) -> Step:
+    logger.info("measuring a step without values; --no-measure leaves it out")
     module = question.source.module if question.source.runs else None
     if module is None:
         return Step(why="no forward is known")

@@ -47,6 +47,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "trained": storage.trained,
         "verdict": plan.verdict,
         "fits": plan.fits,
+        "unknown": list(plan.unknown),
         "why": fit.why,
         "persistent_bytes": {row.name: row.bytes for row in storage.rows},
         "device_bytes": fit.device,
@@ -84,7 +85,7 @@ def as_json(plan: Plan) -> str:
 
 def _python(plan: Plan) -> str:
     question = plan.question
-    if plan.verdict == NOWHERE:
+    if plan.fit.verdict == NOWHERE:
         return ""
     switch = switch_of(question.source.module) if question.checkpointing else ""
     together = plan.step.micro_batches if plan.step.together else 1
@@ -94,7 +95,7 @@ def _python(plan: Plan) -> str:
 
 def _yaml(plan: Plan) -> str:
     question = plan.question
-    if plan.verdict == NOWHERE:
+    if plan.fit.verdict == NOWHERE:
         return ""
     recipe, micro_batches = question.recipe, question.micro_batches
     return paste.yaml(plan.fit, recipe, question.checkpointing, question.batch, micro_batches)
@@ -141,7 +142,7 @@ _HEAD = ("persistent", "bytes", "a parameter", "on the device", "on the host")
 def as_text(plan: Plan, width: int, color: bool) -> str:
     """Return the plan for a terminal."""
     text = Text(width, color=color)
-    text.block(plan.sentence(), style=_STYLES.get(plan.verdict, "yellow"))
+    text.block(plan.sentence(), style=_STYLES.get(plan.fit.verdict, "yellow"))
     text.block(speed(plan))
     text.line()
     for title, parts in _bars(plan):
@@ -157,7 +158,7 @@ def as_text(plan: Plan, width: int, color: bool) -> str:
         for rung in plan.alternatives:
             mark = f" [{_MARK}]" if rung.changes_result else ""
             text.block(
-                f"{rung.name}: {_saved(rung)}, then {rung.verdict}; {rung.cost}{mark} "
+                f"{rung.name}: {_saved(rung)}, then {plan.said(rung.verdict)}; {rung.cost}{mark} "
                 f"({rung.option})",
                 "  ",
                 "      ",
@@ -200,7 +201,7 @@ def as_fragment(plan: Plan) -> str:
         for rung in plan.alternatives:
             mark = f' <span class="mark">{_MARK}</span>' if rung.changes_result else ""
             body.append(
-                f"<li>{escape(rung.name)}: {_saved(rung)}, then {rung.verdict}; "
+                f"<li>{escape(rung.name)}: {_saved(rung)}, then {plan.said(rung.verdict)}; "
                 f"{escape(rung.cost)}{mark}</li>"
             )
         body.append("</ol>")
@@ -227,12 +228,13 @@ def speed(plan: Plan) -> str:
     if found.low_s is None:
         return f"How long a step takes is unknown: {found.why}."
     said = f"A step takes {show(found.low_s, 'time')} to {show(found.high_s, 'time')}"
-    if plan.verdict == RESIDENT:
+    if plan.fit.verdict == RESIDENT:
         return f"{said}, all of it computing."
     return (
-        f"{said}, {found.bottleneck}-bound: computing takes {show(found.compute_s, 'time')}, "
-        f"copying {format_size(found.h2d_bytes)} {show(found.link_s, 'time')}; no step with this "
-        f"arena takes less than {show(found.bound_s, 'time')}."
+        f"{said}, {found.bottleneck}-bound: in the middle of that computing takes "
+        f"{show(found.compute_s, 'time')}, copying {format_size(found.h2d_bytes)} "
+        f"{show(found.link_s, 'time')}; no step with this arena takes less than "
+        f"{show(found.bound_s, 'time')}."
     )
 
 

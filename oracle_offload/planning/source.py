@@ -1,11 +1,12 @@
-"""The model that is planned for, on the meta device: from a class, a config, files or a count.
+"""The model that is planned for, on the meta device: from a name, a class, files or a count.
 
-Only headers of weight files are read, and nothing ever asks a network.
+Only headers of weight files are read, and nothing asks a network but what is told to fetch.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 import re
@@ -25,6 +26,9 @@ from ..disk.source import DTYPES as STORED_DTYPES
 from ..errors import OffloadError
 from ..selection import listed
 from .estimated import Estimated
+from .known import Known, known, similar
+
+logger = logging.getLogger("oracle_offload.planning")
 
 DTYPES = {
     "fp32": torch.float32,
@@ -38,6 +42,10 @@ DTYPES = {
 _COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMBT])\s*", re.IGNORECASE)
 _PARTS = ("transformer", "unet")  # of a pipeline: what is trained
 _DEEPEST = 100  # a name of a tensor, in modules
+
+
+class NotInstalled(OffloadError):
+    """The library of a config, or its class in the release that is there, is missing."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,9 @@ class Source:
     expected: Estimated = field(default_factory=Estimated)
 
 
-def source_of(model: Any, config: Any = None, dtype: torch.dtype | None = None) -> Source:
+def source_of(
+    model: Any, config: Any = None, dtype: torch.dtype | None = None, *, fetch: bool = False
+) -> Source:
     """Return the model that `plan` was given.
 
     Parameters
@@ -79,14 +89,18 @@ def source_of(model: Any, config: Any = None, dtype: torch.dtype | None = None) 
         Of a class.
     dtype : torch.dtype, optional
         Of floating-point weights; by default what the module or the files have, or bfloat16.
+    fetch : bool
+        Whether to ask the hub for the config of a repository.
 
     Raises
     ------
     ValueError
         Nothing that a model could be made of.
     OffloadError
-        A file or class that does not hold what it should.
+        A file or class that does not hold what it should, or a hub that cannot be reached.
     """
+    if fetch:
+        fetch_config(_repository(model))
     if isinstance(model, nn.Module):
         copied = on_meta(model)
         found = _of_module(copied, type(model).__name__, dtype)
@@ -100,10 +114,11 @@ def source_of(model: Any, config: Any = None, dtype: torch.dtype | None = None) 
         return Source(f"{count / 1e9:g} B parameters", None, count, (note,), runs=False)
     if not isinstance(model, str | os.PathLike):
         raise ValueError(
-            f"plan() takes an nn.Module, a class with config=, a path or a number of parameters, "
-            f"not {type(model).__name__}"
+            f"plan() takes an nn.Module, a class with config=, a path, the name of a model or a "
+            f"number of parameters, not {type(model).__name__}"
         )
-    return _of_path(_found(model), dtype)
+    found_at = _found(_repository(model) if fetch else model)
+    return _of_known(found_at, dtype) if isinstance(found_at, Known) else _of_path(found_at, dtype)
 
 
 def on_meta(module: nn.Module) -> nn.Module:
@@ -197,7 +212,6 @@ def _build(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> nn.Module:
     """Return a module of this class on the meta device, as its loader makes it."""
     values = config
     config_class = getattr(kind, "config_class", None)
-    make: Any = kind
     default = torch.get_default_dtype()
     try:
         if isinstance(config, Mapping):
@@ -206,15 +220,13 @@ def _build(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> nn.Module:
                 values = config_class.from_dict(values)
         if dtype.itemsize > 1:
             torch.set_default_dtype(dtype)
+        logger.info("building %s", kind.__name__)
         with empty_weights():
-            if config_class is not None:
-                built = make(values)
-            elif hasattr(kind, "from_config") and isinstance(values, Mapping):
-                built = make.from_config(values)
-            elif isinstance(values, Mapping):
-                built = make(**values)
-            else:
-                built = make(values)
+            try:
+                with torch.device("meta"):  # tables, too: shapes are all that counts
+                    built = _constructed(kind, values)
+            except Exception:  # it asks for values, or is wrong otherwise
+                built = _constructed(kind, values)
     except Exception as error:  # whatever a class's own code does with a config of anyone's
         said = str(error) or type(error).__name__
         raise OffloadError(f"{kind.__name__} cannot be made of this config: {said}") from error
@@ -223,7 +235,17 @@ def _build(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> nn.Module:
     return on_meta(built)  # its buffers, too
 
 
-def _class_of(config: Mapping[str, Any], path: Path) -> type[nn.Module]:
+def _constructed(kind: Any, values: Any) -> nn.Module:
+    """Return a module made as the class takes its config."""
+    found: nn.Module
+    if getattr(kind, "config_class", None) is None and isinstance(values, Mapping):
+        found = kind.from_config(values) if hasattr(kind, "from_config") else kind(**values)
+    else:
+        found = kind(values)
+    return found
+
+
+def _class_of(config: Mapping[str, Any], path: Path | str) -> type[nn.Module]:
     """Return the class that a config file is of."""
     if name := config.get("_class_name"):
         library, names = "diffusers", [name]
@@ -235,16 +257,17 @@ def _class_of(config: Mapping[str, Any], path: Path) -> type[nn.Module]:
             " give the class: plan(Class, config=...)"
         )
     module: Any
+    logger.info("importing %s", library)
     try:
         if library == "diffusers":
             import diffusers as module
         else:
             import transformers as module
     except ImportError as error:
-        raise OffloadError(f"{path} is a config of {library}, which is not installed") from error
+        raise NotInstalled(f"{path} is a config of {library}, which is not installed") from error
     found = getattr(module, names[0], None)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise OffloadError(
+        raise NotInstalled(
             f"{path} is of class {names[0]!r}, which {library} {module.__version__} does not have;"
             " give the class: plan(Class, config=...)"
         )
@@ -254,20 +277,98 @@ def _class_of(config: Mapping[str, Any], path: Path) -> type[nn.Module]:
 # ---- files ----
 
 
-def _found(model: str | os.PathLike[str]) -> Path:
-    """Return the path that is meant: a file, a folder, or a repository in the local hub cache."""
+def _found(model: str | os.PathLike[str]) -> Path | Known:
+    """Return what is meant: a path, a repository in the local hub cache, or a known model."""
     path = Path(model).expanduser()
     if path.exists():
         return snapshot(path)
-    if isinstance(model, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        cached = hub_cache() / f"models--{model.replace('/', '--')}"
-        if cached.is_dir():
-            return snapshot(cached)
+    name = str(model)
+    is_repository = isinstance(model, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", model)
+    cached = hub_cache() / f"models--{name.replace('/', '--')}"
+    if is_repository and cached.is_dir():
+        return snapshot(cached)
+    found = known(name) if isinstance(model, str) else None
+    if found is not None:
+        return found
+    close = f"; known by name are {listed(similar(name))}" if similar(name) else ""
+    if is_repository:
         raise ValueError(
             f"{model!r} is neither a path nor in the local hub cache {hub_cache()}; nothing is "
-            "downloaded: fetch its config first, or give the folder it lies in"
+            f"downloaded unless told to: fetch=True (--fetch) asks the hub for its config{close}"
         )
-    raise ValueError(f"{str(model)!r} is no file, no folder and no number of parameters like '12B'")
+    raise ValueError(
+        f"{name!r} is no file, no folder, no model that is known by name (docs/plan.md lists them) "
+        f"and no number of parameters like '12B'{close}"
+    )
+
+
+def _repository(model: Any) -> str:
+    """Return the name by which the hub has a model."""
+    found = known(model) if isinstance(model, str) else None
+    if found is not None:
+        return found.repository
+    if isinstance(model, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        return model
+    raise ValueError(
+        f"fetch=True (--fetch) takes the name of a repository, 'owner/name': {model!r}"
+    )
+
+
+def fetch_config(repository: str) -> None:
+    """Ask the hub for the config of a model, which its cache keeps; of a pipeline, of its part.
+
+    Parameters
+    ----------
+    repository : str
+        ``"owner/name"``.
+
+    Raises
+    ------
+    OffloadError
+        Nothing came: the hub cannot be reached, has no such repository, or asks who you are.
+    """
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise NotInstalled("--fetch needs huggingface_hub, which is not installed") from error
+    logger.info("asking the hub for the config of %s", repository)
+
+    def has(name: str) -> bool:
+        try:
+            hub.hf_hub_download(repository, name)
+        except LocalEntryNotFoundError:  # which is how it says that nothing answers
+            raise
+        except EntryNotFoundError:
+            return False
+        return True
+
+    try:
+        is_pipeline = has("model_index.json")
+        names = [f"{part}/config.json" for part in _PARTS] if is_pipeline else ["config.json"]
+        if any(has(name) for name in names):
+            return
+    except Exception as error:  # whatever the hub's library makes of a network
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise OffloadError(
+            f"the hub has not given the config of {repository}: {said} Without a network give a "
+            "folder, a model that is known by name, or a number of parameters."
+        ) from error
+    raise OffloadError(f"{repository} has none of {', '.join(names)} on the hub")
+
+
+def _of_known(model: Known, dtype: torch.dtype | None) -> Source:
+    """Return a model that is known by name: of its class, or of its size where that is missing."""
+    notes = [f"{model.name} is {model.kind} as this release knows it: {model.source}"]
+    if dtype is None:
+        dtype = torch.bfloat16
+        notes.append("weights are taken for bfloat16; dtype= says otherwise")
+    try:
+        kind = _class_of(model.config, model.name)
+    except NotInstalled as error:
+        notes.append(f"{error}: units, floor and activations are unknown")
+        return Source(model.name, None, model.parameters, tuple(notes), runs=False)
+    return _of_module(_build(kind, model.config, dtype), model.name, dtype, notes)
 
 
 def hub_cache() -> Path:
@@ -322,7 +423,7 @@ def _of_config(path: Path, files: list[Path], dtype: torch.dtype | None) -> Sour
     if config.get("quantization_config"):
         raise OffloadError(
             f"{path} is of a model that is quantised already: its library makes other layers for "
-            "it; plan the model that it was made of, with quantise="
+            "it; plan the model that it was made of, with quantize="
         )
     notes = []
     stored = Counter[torch.dtype]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from .cards import Card
 from .fit import NOWHERE, RESIDENT, Fit
 from .measure import Step
 
+logger = logging.getLogger("oracle_offload.planning")
+
 _COPY_LATENCY_S = 2.5e-6  # as the simulator's presets have it: assumed
 
 
@@ -28,7 +31,7 @@ class Speed:
     low_s, step_s, high_s : float or None
         At the fastest rates that are likely, in the middle, and at the slowest; None unknown.
     bound_s : float or None
-        No step of this arena can be shorter, in the middle: docs/plan.md has the formula.
+        No step of this arena can be shorter, at the fastest rates: docs/plan.md has the formula.
     compute_s, link_s : float
         What the kernels take, and what the copies to the device take, in the middle.
     h2d_bytes : float
@@ -60,10 +63,10 @@ def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
         why = "weights on the host are stepped there, and how long that takes is not modelled"
         return Speed(why=why)
     times = [_time(card, share) for share in (0.0, 0.5, 1.0)]
-    forward_s, backward_s = step.phases(times[1])
     if fit.verdict == RESIDENT:
         slow, middle, fast = (sum(step.phases(time)) for time in times)
-        return Speed(fast, middle, slow, middle, middle, bottleneck="compute")
+        return Speed(fast, middle, slow, fast, middle, bottleneck="compute")
+    logger.info("replaying a step at three speeds")
     questions = [question(step, fit, card, share) for share in (0.0, 0.5, 1.0)]
     try:
         answers = predict_elsewhere(questions)
@@ -71,22 +74,30 @@ def speed_of(step: Step, fit: Fit, card: Card) -> Speed:
         return Speed(why=str(error))
     slow, middle, fast = (answer["predicted_step_s"] for answer in answers)
     moved = answers[1]["predicted_h2d_bytes"]
-    rate = 1e9 * card.rates(0.5)["link_gbps"]
-    forward_copies_s, backward_copies_s = (
-        fit.storage.link_share * max(0, used - fit.arena_bytes) / rate for used in fit.sweep_bytes
-    )
-    bound_s = max(forward_s, forward_copies_s) + max(backward_s, backward_copies_s)
-    compute_s = forward_s + backward_s
+    compute_s = sum(step.phases(times[1]))
+    best = zip(step.phases(times[2]), _copies_s(fit, card, 1.0), strict=True)
+    bound_s = min(fast, sum(max(computed, copied) for computed, copied in best))
     return Speed(
         fast,
         middle,
         slow,
         bound_s,
         compute_s,
-        moved / rate,
+        moved / _link_rate(card, 0.5),
         moved,
         "compute" if compute_s >= 0.9 * middle else "link",
     )
+
+
+def _link_rate(card: Card, share: float) -> float:
+    return 1e9 * card.rates(share)["link_gbps"]
+
+
+def _copies_s(fit: Fit, card: Card, share: float) -> list[float]:
+    """Return the seconds that the least copies of forward and of backward take."""
+    rate = _link_rate(card, share)
+    missing = (max(0, used - fit.arena_bytes) for used in fit.sweep_bytes)
+    return [fit.storage.link_share * nbytes / rate for nbytes in missing]
 
 
 def _device(card: Card, share: float) -> Device:

@@ -100,7 +100,7 @@ class Recipe:
         Of the LoRA's matrices.
     master_dtype : torch.dtype or None
         Of a second copy of trained weights, which the optimizer steps.
-    quantise : str or None
+    quantize : str or None
         A key of `QUANTISED`.
     optimizer : Optimizer
     compress : str or None
@@ -112,7 +112,7 @@ class Recipe:
     targets: tuple[str, ...]
     adapter_dtype: torch.dtype
     master_dtype: torch.dtype | None
-    quantise: str | None
+    quantize: str | None
     optimizer: Optimizer
     compress: str | None = None
 
@@ -266,9 +266,9 @@ def storage_of(source: Source, recipe: Recipe) -> Storage:
     ValueError
         A LoRA for layers that are not there, or a full training of quantised weights.
     """
-    if recipe.train == "full" and recipe.quantise:
+    if recipe.train == "full" and recipe.quantize:
         raise ValueError(
-            f"quantise={recipe.quantise!r} with train='full': quantised weights are not trained; "
+            f"quantize={recipe.quantize!r} with train='full': quantised weights are not trained; "
             "use train='lora'"
         )
     if source.module is None:
@@ -279,8 +279,8 @@ def storage_of(source: Source, recipe: Recipe) -> Storage:
 def _of_count(count: int, recipe: Recipe) -> Storage:
     """Return the shares of a number of parameters, as if they were one tensor of bfloat16."""
     weights = 2 * count
-    if recipe.quantise:
-        weights = math.ceil(count * _BITS[recipe.quantise] / 8)
+    if recipe.quantize:
+        weights = math.ceil(count * _BITS[recipe.quantize] / 8)
     rows = [Row("weights", weights)]
     trained = count if recipe.train == "full" else 0
     if trained:
@@ -304,7 +304,7 @@ def _of_module(source: Source, module: nn.Module, recipe: Recipe) -> Storage:
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.requires_grad_(full)
-    packed = _packed(module, recipe.quantise)
+    packed = _packed(module, recipe.quantize)
     adapters = {} if full else _adapters(module, recipe)
     parameters = list(module.parameters())
     weights = sum(stored_bytes(tensor) for tensor in parameters if id(tensor) not in packed)
@@ -364,13 +364,13 @@ def _distinct(units: Iterable[Sequence[Chosen]]) -> list[Tensor]:
 # ---- quantised weights ----
 
 
-def _packed(module: nn.Module, quantise: str | None) -> dict[int, tuple[Tensor, ...]]:
+def _packed(module: nn.Module, quantize: str | None) -> dict[int, tuple[Tensor, ...]]:
     """Return what the weights of Linear layers would be made of, by the `id` of each.
 
     A weight that two modules share stays as it is, and so does what makes the output of a language
     model: their quantisers leave both alone.
     """
-    if quantise is None:
+    if quantize is None:
         return {}
     users = Counter(id(p) for m in module.modules() for p in m._parameters.values())
     output = _output_layer(module)
@@ -380,7 +380,7 @@ def _packed(module: nn.Module, quantise: str | None) -> dict[int, tuple[Tensor, 
             continue
         found[id(child.weight)] = tuple(
             torch.empty(count, dtype=dtype, device="meta")
-            for count, dtype in QUANTISED[quantise](child.weight)
+            for count, dtype in QUANTISED[quantize](child.weight)
         )
     return found
 

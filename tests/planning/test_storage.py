@@ -224,7 +224,7 @@ def test_a_part_that_torchscript_compiled_stays_resident_in_a_plan_too(sim: Any)
 @pytest.mark.parametrize("how", ["int8", "fp8", "qfloat8", "nf4"])
 def test_quantised_weights_are_as_their_library_keeps_them(how: str, sim: Any) -> None:
     model = quantised(how)
-    found = plan(net(), quantise=how, targets=("0", "2"), card=24, ram="64GB", offload_percent=1.0)
+    found = plan(net(), quantize=how, targets=("0", "2"), card=24, ram="64GB", offload_percent=1.0)
     manager = oracle_offload.attach(model, "cpu")
     try:
         stats = manager.state.engine.stats(manager.attachment.model)
@@ -308,7 +308,7 @@ def test_a_number_of_parameters_alone_is_quantised_to_as_many_bytes_as_a_large_l
 ) -> None:
     rows = QUANTISED[how](torch.empty(31250, 32000, device="meta", dtype=torch.bfloat16))
     of_a_layer = sum(count * dtype.itemsize for count, dtype in rows)
-    known = plan("1B", quantise=how, card=24, ram="64GB").storage
+    known = plan("1B", quantize=how, card=24, ram="64GB").storage
     assert known.parameters == 10**9
     weights = known.on_host()["weights"]
     assert weights <= of_a_layer <= 1.003 * weights
