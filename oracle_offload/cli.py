@@ -24,7 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command; each subcommand sets `run(args) -> exit code`."""
     from . import demo
     from .aitoolkit import command as aitoolkit
-    from .commands import bench, build_ops, cache, doctor, explain, plan, report, train_lora, watch
+    from .commands import bench, build_ops, cache, doctor, explain, plan, report, watch
 
     table: tuple[tuple[str, ModuleType, str, tuple[int, ...]], ...] = (
         ("demo", demo, "train a Flux transformer offloaded and resident", _ALL),
@@ -33,7 +33,6 @@ def build_parser() -> argparse.ArgumentParser:
         ("explain", explain, "explain an out-of-memory error in a log", _CHECK),
         ("watch", watch, "show what a running training does now", _ALL[:2]),
         ("report", report, "show what a run has left, or compare two", _ALL[:2]),
-        ("train-lora", train_lora, "train a LoRA on a local folder of data", _ALL[:3]),
         ("bench", bench, "what each option of a training saves and costs", _ALL),
         ("cache", cache, "what this package keeps on disk: how much, and remove it", _ALL[:2]),
         ("build-ops", build_ops, "compile the operators in C++ for this torch", _ALL[:2]),

@@ -20,7 +20,16 @@ from pathlib import Path
 import c_build
 from c_build import ROOT
 
-PYTHON_PATHS = ("oracle_offload", "tools", "tests", "benchmarks", "docs", "setup.py", "conftest.py")
+PYTHON_PATHS = (
+    "oracle_offload",
+    "tools",
+    "tests",
+    "benchmarks",
+    "docs",
+    "examples",
+    "setup.py",
+    "conftest.py",
+)
 
 
 def c_files() -> list[str]:

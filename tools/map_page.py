@@ -26,7 +26,6 @@ FOLDERS = {
     "oracle_offload/views": "what people see",
     "oracle_offload/survive": "what keeps a training alive and honest; could be deleted whole",
     "oracle_offload/recipes": "wrappers over what torch has; could be deleted whole",
-    "oracle_offload/trainer": "an example trainer of LoRAs; could be deleted whole",
     "oracle_offload/host": "the host as the system shows it",
     "oracle_offload/aitoolkit": "the drop-in for AI-Toolkit; could be deleted whole",
     "oracle_offload/integrations": "numbers to loggers and from trainers; could be deleted whole",
@@ -42,6 +41,7 @@ FOLDERS = {
     "csrc/driver": "the table of CUDA driver calls",
     "csrc/base": "below driver and core",
     "csrc/sim": "the simulated CUDA driver, a library of its own",
+    "examples": "complete trainings, to read and to change",
     "tools": "what `make` runs",
     "benchmarks": "what `make bench` and `make gpu-check` measure with",
 }

@@ -1,4 +1,4 @@
-"""Execute docs/notebook.ipynb and write its outputs anew: `python tools/notebook.py`.
+"""Execute examples/notebook.ipynb and write its outputs anew: `python tools/notebook.py`.
 
 A test executes it too, and compares what each cell shows with what is committed: the kinds of
 outputs, not their figures.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
+NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 CELL_S = 60  # a cell that takes longer has hung
 
 

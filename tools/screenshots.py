@@ -155,8 +155,8 @@ def as_html(book: Any) -> str:
 
 
 def example() -> str:
-    """Return the notebook of docs/ as it was executed last."""
-    book = import_module("nbformat").read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    """Return the notebook of examples/ as it was executed last."""
+    book = import_module("nbformat").read(ROOT / "examples" / "notebook.ipynb", as_version=4)
     return as_html(book)
 
 

@@ -10,14 +10,15 @@ import importlib.util
 import io
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 import sides
 import torch
 from sides import CORE  # which puts the helpers of tests/training on the path
 
-from oracle_offload import cli, selection
-from oracle_offload.trainer import matrix
+from oracle_offload import selection
+from oracle_offload.commands import bench
 
 _spec = importlib.util.spec_from_file_location("core_conftest", CORE / "conftest.py")
 _core = importlib.util.module_from_spec(_spec)
@@ -56,16 +57,16 @@ def as_it_was():
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Run what `bench --matrix` would run in a process here; the list has the flags of each."""
-    started = []
+    """Run what `bench --matrix` would run in a process here: an example."""
 
-    def run(command, **options):
-        assert command[1:4] == ["-m", "oracle_offload", "train-lora"]
-        started.append(command[4:])
+    def started(command, **options):
         said, problem = io.StringIO(), io.StringIO()
+        example = importlib.import_module(Path(command[1]).stem)
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(problem):
-            code = cli.main(command[3:])
+            try:
+                code = example.main(command[2:])
+            except SystemExit as error:
+                code = error.code
         return subprocess.CompletedProcess(command, code, said.getvalue(), problem.getvalue())
 
-    monkeypatch.setattr(matrix.subprocess, "run", run)
-    return started
+    monkeypatch.setattr(bench.subprocess, "run", started)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -13,20 +14,21 @@ from pathlib import Path
 from subprocess import run as run_shell  # the fixture of a matrix replaces the module's
 
 import pytest
+import small_models
 import torch
 from equality import attached
 from torch import nn
 
 import oracle_offload
 from oracle_offload import cli
+from oracle_offload.commands import bench
 from oracle_offload.heartbeat import Heartbeat
-from oracle_offload.trainer import matrix
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "killed-without-a-message.md",
     "memory.md",
-    "train-lora.md",
+    "examples.md",
     "bench-matrix.md",
     "resume.md",
     "out-of-memory.md",
@@ -34,15 +36,15 @@ PAGES = (
 )  # tests/planning/test_plan.py runs those of plan.md
 # What is not run here, and why.
 NOT_RUN = {
-    "pip install transformers diffusers peft pyyaml pillow": "it needs a package index",
+    "pip install transformers diffusers peft pillow": "it needs a package index",
     "cat /sys/fs/cgroup/memory.events": "a file of the kernel, where it has cgroup v2",
     "cat /sys/fs/cgroup/memory/memory.oom_control": "a file of the kernel, where it has cgroup v1",
     "%load_ext oracle_offload.explain": "for a notebook: tests/unit/test_explain_hooks.py runs it",
 }
 PROGRAM = "oracle-offload "
+EXAMPLE = "python examples/"
 # As many steps as show that the command works, and the simulated device in place of a GPU.
-SHORTER = {"--steps 200": "--steps 2", "--steps 800": "--steps 3", "--steps 20": "--steps 1"}
-TRAINING = ("train-lora", "bench")
+SHORTER = {"--steps 200": "--steps 1", "--steps 800": "--steps 3", "--steps 20": "--steps 1"}
 # These end with 3, too: it does not fit, a check of this machine failed.
 MAY_SAY_NO = ("plan", "doctor")
 
@@ -72,30 +74,17 @@ def training():
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
     """A folder with what a user of the pages has: a model, data, a run, logs."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("pages")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "llama")
-    rows = [json.dumps({"text": f"the number {number}"}) for number in range(8)]
-    (folder / "texts.jsonl").write_text("\n".join(rows))
-    page = (ROOT / "docs" / "train-lora.md").read_text("utf-8")
-    (settings,) = re.findall(r"^```yaml\n(.*?)^```$", page, flags=re.M | re.S)
-    (folder / "run.yaml").write_text(settings.replace("steps: 400", "steps: 2\ndevice: cpu"))
+    small_models.llama(folder / "llama")
+    small_models.texts(folder / "texts.jsonl")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    command = EXAMPLE + "llm_lora.py --model ./llama --data texts.jsonl --steps 2 --output run"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert cli.main(["train-lora", "--config", "run.yaml"]) == 0
-    for name in ("before", "after", "run"):
+        assert run_example(command) == 0
+    for name in ("before", "after"):
         (folder / name).mkdir()
-        shutil.copy(folder / "longer-run" / "metrics.jsonl", folder / name)
+        shutil.copy(folder / "run" / "metrics.jsonl", folder / name)
     errors = (ROOT / "tests" / "data" / "oom" / "corpus.jsonl").read_text("utf-8").splitlines()
     log = json.loads(errors[0])["text"]
     (folder / "train.log").write_text(log)
@@ -115,8 +104,7 @@ def here(left, tmp_path, monkeypatch, in_this_process):
     shutil.copytree(left, folder)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("ORACLE_OFFLOAD_CACHE_DIR", str(tmp_path / "cache"))
-    rows = tuple(cell for cell in matrix.CELLS if cell.name in ("resident", "managed"))
-    monkeypatch.setattr(matrix.run_matrix, "__defaults__", (rows,))
+    monkeypatch.setattr(bench, "CELLS", bench.CELLS[:2])
     return folder
 
 
@@ -125,10 +113,19 @@ def arguments(command: str) -> list[str]:
     for long, short in SHORTER.items():
         command = command.replace(long, short)
     words = shlex.split(command.removeprefix("python -m oracle_offload").removeprefix(PROGRAM))
-    added = ["--device", "cpu"] if words[0] in TRAINING else []
-    if added and not {"--steps", "--config"} & set(words):
-        added += ["--steps", "1"]
-    return [words[0], *added, *words[1:]]
+    few = ["--device", "cpu", *(() if "--steps" in words else ("--steps", "1"))]
+    return [words[0], *(few if words[0] == "bench" else ()), *words[1:]]
+
+
+def run_example(command: str) -> int:
+    """Run a command of an example in this process."""
+    words = shlex.split(command.removeprefix(EXAMPLE))
+    example = importlib.import_module(words[0].removesuffix(".py"))
+    if example is small_models:
+        small_models.write(Path(words[1]))
+        return 0
+    few = ("--device", "cpu", *(() if "--steps" in words else ("--steps", "1")))
+    return example.main([*words[1:], *few])
 
 
 @pytest.mark.parametrize("command", [c for c in EVERY if c not in NOT_RUN])
@@ -142,9 +139,13 @@ def test_the_command_runs(command, here, capsys, sim):
         assert done.returncode == 0 and "Out of memory" in done.stdout, done.stderr
         return
     words = arguments(command)
-    if "--config" in words and "--resume" not in words:
-        shutil.rmtree("longer-run")  # the training begins
-    if words[0] == "watch":
+    if command.startswith(EXAMPLE):
+        if "--resume" not in words:
+            shutil.rmtree("run")  # the training begins
+        if "out/small" in command:
+            small_models.write(Path("out/small"))
+        code = run_example(" ".join(["python", *words[1:]]))
+    elif words[0] == "watch":
         with training():
             heart = Heartbeat()
             heart.write()
@@ -154,7 +155,7 @@ def test_the_command_runs(command, here, capsys, sim):
         code = cli.main(words)
     said = capsys.readouterr()
     assert code in ((0, 3) if words[0] in MAY_SAY_NO else (0,)), said.err
-    assert said.out
+    assert said.out or "small_models.py" in command
 
 
 def test_what_is_left_out_stands_on_a_page():

@@ -142,10 +142,7 @@ PLAN = {
     "memory_gbps": None, "tflops": None, "launch_s": None, "offload_percent": None,
     "margin": 0.08, "verify": None, "json": False, "html": None,
 }  # fmt: skip
-BENCH = {
-    "matrix": True, "model": None, "dataset_file": None, "steps": "8", "device": "cuda",
-    "json": None, "more": [],
-}  # fmt: skip
+BENCH = {"matrix": "a.py", "steps": "8", "device": "cuda", "json": None, "more": []}
 EXPLAIN = {
     "log": "-", "follow": False, "json": False, "all": False, "html": None, "history": None,
 }  # fmt: skip
@@ -163,10 +160,9 @@ TAKEN: dict[str, dict[str, object]] = {
         "ram": "48GB", "link_gbps": 25.0, "memory_gbps": 900.0, "tflops": 80.0, "launch_s": 1e-5,
         "offload_percent": 0.5, "margin": 0.1, "verify": "run.jsonl", "json": True, "html": "page",
     },
-    "bench --matrix": BENCH,
-    "bench --matrix --model m --dataset-file d --steps 2 --device cpu --json f -- --rank 3": {
-        "matrix": True, "model": "m", "dataset_file": "d", "steps": "2", "device": "cpu",
-        "json": "f", "more": ["--rank", "3"],
+    "bench --matrix a.py": BENCH,
+    "bench --matrix a.py --steps 2 --device cpu --json f -- --rank 3": {
+        "matrix": "a.py", "steps": "2", "device": "cpu", "json": "f", "more": ["--rank", "3"],
     },
     "watch": {"pid": None, "once": False, "json": False},
     "watch 7 --once --json": {"pid": 7, "once": True, "json": True},

@@ -66,4 +66,4 @@ def test_no_path_of_the_machine_that_wrote_it_is_committed() -> None:
 
 
 def test_it_is_linked_from_its_page() -> None:
-    assert "(notebook.ipynb)" in (ROOT / "docs" / "notebook.md").read_text("utf-8")
+    assert "(../examples/notebook.ipynb)" in (ROOT / "docs" / "notebook.md").read_text("utf-8")

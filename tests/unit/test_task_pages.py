@@ -25,4 +25,6 @@ def test_the_page_or_its_section_ends_in_commands(task):
     if section:
         text = text.split(f"\n## {section}\n")[1].split("\n## ")[0].rstrip() + "\n"
     (last,) = re.findall(r"^```\n([^`]*)^```\n\Z", text, flags=re.M)
-    assert last and all(line.startswith("oracle-offload ") for line in last.splitlines())
+    assert last and all(
+        line.startswith(("oracle-offload ", "python examples/")) for line in last.splitlines()
+    )

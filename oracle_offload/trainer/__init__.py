@@ -1,1 +1,0 @@
-"""An example trainer of LoRAs: `oracle-offload train-lora`; docs/train-lora.md."""
