@@ -30,6 +30,8 @@ def train(args: argparse.Namespace) -> Path:
     """Train, and return the file of the adapters, as peft reads them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if args.loop == "trainer":
+        check_for_trainer(args)
     with shared.loaded(AutoModelForCausalLM, args) as model:
         tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
         data = texts.Texts(args, tokenizer)
@@ -43,6 +45,17 @@ def train(args: argparse.Namespace) -> Path:
             by_trainer(args, model, data)
         model.save_pretrained(args.output)
     return Path(args.output) / "adapter_model.safetensors"
+
+
+def check_for_trainer(args: argparse.Namespace) -> None:
+    """Refuse what a Trainer would pass over in silence."""
+    for name in ("chunk_size", "window_size", "preview_every", "record", "attention"):
+        if getattr(args, name):
+            raise shared.BadInput(f"--{name.replace('_', '-')} needs --loop plain")
+    if args.batch_size % (args.at_once or args.batch_size):
+        raise shared.BadInput(
+            f"--batch-size {args.batch_size} is no multiple of --at-once {args.at_once}"
+        )
 
 
 def by_trainer(args: argparse.Namespace, model: Any, data: texts.Texts) -> None:
@@ -59,7 +72,7 @@ def by_trainer(args: argparse.Namespace, model: Any, data: texts.Texts) -> None:
         output_dir=args.output,
         max_steps=args.steps,
         per_device_train_batch_size=at_once,
-        gradient_accumulation_steps=max(1, args.batch_size // at_once),
+        gradient_accumulation_steps=args.batch_size // at_once,
         lr_scheduler_type="constant",
         max_grad_norm=args.max_grad_norm,
         bf16=args.amp,

@@ -106,7 +106,7 @@ def run(example: Callable[[argparse.Namespace], object], args: argparse.Namespac
     """Run an example; return 0, or 1 after an error, 2 for bad input, 130 once interrupted."""
     try:
         if "resume" in args:
-            _check_folder(Path(args.output), args.resume)
+            _check(args)
         print(example(args))
         return 0
     except KeyboardInterrupt:
@@ -131,11 +131,15 @@ def _saved(folder: Path) -> list[Path]:
     return [*folder.glob("state.pt"), *sorted(folder.glob("checkpoint-*"))]
 
 
-def _check_folder(folder: Path, resume: bool) -> None:
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what would be found out only once the model is loaded, or not at all."""
+    if args.preview_every and not args.prompt:
+        raise BadInput("--preview-every needs a --prompt")
+    folder = Path(args.output)
     saved = _saved(folder)
-    if resume and not saved:
+    if args.resume and not saved:
         raise BadInput(f"there is nothing to resume in {folder}")
-    if saved and not resume:
+    if saved and not args.resume:
         raise BadInput(f"{saved[0]} is of a training: --resume it, or name another --output")
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -283,9 +287,10 @@ class Training:
         for step in range(self.done + 1, self.args.steps + 1):
             torch.manual_seed(self.args.seed * 1_000_003 + step)
             yield step
+            self.done = step
             self.checkpoint.after_step(step)
-        if self.checkpoint.saved != self.args.steps:
-            self.checkpoint.save(self.args.steps, "the end")
+        if self.checkpoint.saved != self.done:
+            self.checkpoint.save(self.done, "the end")
 
     def step(self, step: int, batches: Iterable[Any]) -> None:
         """Learn from batches whose losses add up: backward, clip, step, and write the numbers."""

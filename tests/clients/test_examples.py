@@ -24,6 +24,7 @@ from oracle_offload import cli, read_metrics, read_recording
 from oracle_offload.commands import bench
 from oracle_offload.engines import open_states
 from oracle_offload.recipes import mixed_precision
+from oracle_offload.witness import Witness
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {
@@ -91,7 +92,7 @@ TRAININGS = {
     "lora by Trainer": (llm_lora, 14, ("--loop", "trainer", "--at-once", 1)),
     "flux": (flux_lora_24gb, 45, ()),
     "full": (full_finetune, 14, ()),
-    "full AdamW": (full_finetune, 14, ("--optimizer", "adamw", "--window-size", 8)),
+    "full AdamW": (full_finetune, 14, ("--optimizer", "adamw", "--chunk-size", 16)),
 }
 
 
@@ -111,6 +112,22 @@ def test_it_learns_the_same_managed_and_resident(run, tmp_path, name):
         assert here[1]["optimizer_bytes"] > 0 and "attention: " in managed.err
         assert here[1]["at_once"] == (1 if "parts" in name else 2)
     assert ("math" in managed.err) is (name == "lora plain")
+
+
+@pytest.mark.parametrize("name", ["lora", "flux", "full"])
+def test_no_operator_of_a_step_touches_a_weight_on_the_host(run, monkeypatch, name):
+    example, _, flags = TRAININGS[name]
+    expected = run(example, "managed", "--steps", 2, *flags)
+    step, reads = shared.Training.step, []
+
+    def watched(training, *details):
+        with Witness() as witness:
+            step(training, *details)
+        reads.append(witness.arena_reads)
+
+    monkeypatch.setattr(shared.Training, "step", watched)
+    assert_same(run(example, "witnessed", "--steps", 2, *flags), expected, name != "full")
+    assert len(reads) == 2 and min(reads) > 40
 
 
 def test_a_pipeline_samples_the_same_managed_and_resident(run, tmp_path):
@@ -231,6 +248,8 @@ def test_where_not_one_sample_fits_it_is_explained_and_a_checkpoint_goes_on(run)
     rest = run(llm_lora, "parts", *flags, "--steps", 3, "--resume")
     assert "resumed behind step 2\n" in rest.err
     assert_same(rest, whole)
+    assert_same(run(llm_lora, "parts", *flags, "--steps", 1, "--resume"), whole)
+    assert "behind step 3\n" in run(llm_lora, "parts", *flags, "--steps", 3, "--resume").err
 
 
 def test_what_is_resumed_must_be_the_same_training(run, tmp_path):
@@ -293,6 +312,9 @@ def test_a_window_is_said_to_train_something_else(run):
         (flux_lora_24gb, ("--data", "{broken}"), "0.png cannot be read: "),
         (llm_lora, ("--vram-budget", "much"), "vram_budget="),
         (llm_lora, ("--offload-percent", "2"), "offload_percent="),
+        (llm_lora, ("--preview-every", "1"), "--preview-every needs a --prompt"),
+        (llm_lora, ("--loop", "trainer", "--chunk-size", "8"), "--chunk-size needs --loop plain"),
+        (llm_lora, ("--loop", "trainer", "--at-once", "4"), "2 is no multiple of --at-once 4"),
         (llm_lora, ("--device", "nowhere"), "'nowhere' is not a device"),
     ],
 )
