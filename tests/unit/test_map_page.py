@@ -16,7 +16,7 @@ def test_the_map_is_what_the_files_say_of_themselves():
 def test_every_folder_of_sources_is_on_the_map():
     sources = {
         path.parent.relative_to(ROOT).as_posix()
-        for top in ("oracle_offload", "csrc", "tools", "benchmarks")
+        for top in ("oracle_offload", "csrc", "tools", "benchmarks", "examples")
         for path in (ROOT / top).rglob("*")
         if path.suffix in map_page.SOURCES
     }
