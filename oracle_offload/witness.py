@@ -13,7 +13,7 @@ A milder one watches the first forward of every attached model, see `oracle_offl
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,6 +25,7 @@ from .engines import DeviceState, Layout, open_states
 from .errors import OffloadError
 from .exemption import is_exempt
 from .geometry import Spans, memory_of
+from .layers.handle import computes
 from .layers.traced import kernel_of
 from .operators import (
     Operator,
@@ -129,11 +130,11 @@ class Witness(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if (kernel := kernel_of(func)) is not None:  # a managed layer: what it runs is looked at
-            super().__enter__()  # type: ignore[no-untyped-call]
-            try:
+            with self._looking_on():
                 return kernel(*args, **kwargs)
-            finally:
-                super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if (run := computes(types, args, kwargs)) is not None:  # with weights that it borrows
+            with self._looking_on():
+                return run(func, types, args, kwargs)
         operator = operator_of(func)
         if not operator.touches_bytes:
             return func(*args, **kwargs)
@@ -141,6 +142,14 @@ class Witness(TorchDispatchMode):
         if self._layout != Layout.version:
             self._map_memory()
         return self._observe(operator, func, args, kwargs)
+
+    @contextlib.contextmanager
+    def _looking_on(self) -> Iterator[None]:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _observe(self, operator: Operator, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator that touches bytes, and see to what it touches."""

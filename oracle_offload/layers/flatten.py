@@ -192,10 +192,16 @@ class Copy:
             taken = self._replaced.get(id(value))
             if taken is None:  # it has no elements, or came after attach
                 taken = value.to(self._device)
-            made = taken.detach()  # whose ``.data`` the code may re-point
-            if type(value) in _PLAIN:
-                return made
-            made = Tensor._make_subclass(type(value), made, False)
+            of_kind = getattr(type(taken), "of_kind", None)
+            if of_kind is not None:  # a `Handle`
+                if type(value) in _PLAIN:
+                    return taken
+                made = of_kind(taken, type(value))
+            else:
+                made = taken.detach()  # whose ``.data`` the code may re-point
+                if type(value) in _PLAIN:
+                    return made
+                made = Tensor._make_subclass(type(value), made, False)
         for name, inner in vars(value).items():
             made.__dict__[name] = self.of(inner)
         return made

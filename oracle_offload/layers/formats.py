@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ..exemption import exempt
-from . import derivatives
-from .derivatives import Input
 from .flatten import class_name, is_wrapper, value_at
 from .swap import base_class
 
@@ -32,9 +30,6 @@ class Format:
         Full names of classes, beside tensors, whose objects hold tensors.
     reads_input : bool
         Whether the gradient of the input depends on the input's values, which then are kept.
-    gradient : callable, optional
-        The gradient of the input, of the module made again over a slot, the gradient of the result
-        and what is known of the input; see `derivatives`.
     settle : callable, optional
         What the library's forward changes on the module, given the input, before it computes.
     """
@@ -42,7 +37,6 @@ class Format:
     name: str
     holders: frozenset[str] = frozenset()
     reads_input: bool = False
-    gradient: Callable[[Any, Tensor, Input], Tensor | None] | None = None
     settle: Callable[[Any, Tensor], None] | None = None
 
 
@@ -181,21 +175,19 @@ def _is_of(kind: type, package: str) -> bool:
 _BITSANDBYTES_8BIT = Format(
     "bitsandbytes int8",
     frozenset({"bitsandbytes.autograd._functions.MatmulLtState"}),
-    gradient=derivatives.bitsandbytes_8bit,
     settle=_settle_8bit,
 )
 _BITSANDBYTES_4BIT = Format(
     "bitsandbytes 4-bit",
     frozenset({"bitsandbytes.functional.QuantState"}),
-    gradient=derivatives.bitsandbytes_4bit,
     settle=_settle_4bit,
 )
-_GGUF = Format("GGUF", gradient=derivatives.gguf)
-_QUANTO = Format("optimum-quanto", gradient=derivatives.quanto)
+_GGUF = Format("GGUF")
+_QUANTO = Format("optimum-quanto")
 _OSTRIS = Format("AI-Toolkit's OstrisLinear", reads_input=True)
-_TORCHAO = Format("torchao", gradient=derivatives.torchao)
+_TORCHAO = Format("torchao")
 _TORCHAO_DYNAMIC = Format("torchao, dynamic activations", reads_input=True)
-_FP8 = Format("FP8Linear", gradient=derivatives.fp8)
+_FP8 = Format("FP8Linear")
 _NVFP4 = Format("NVFP4Linear", reads_input=True)
 _COMFY = Format("weight, weight_scale and comfy_quant", reads_input=True)
 _FORMATS: tuple[Callable[[Any, Tensor], Format | None], ...] = (

@@ -1,8 +1,10 @@
 """Managed modules with quantised weights: what travels is the quantised bytes.
 
 The library's own operator runs, on the library's own tensor class made again over the slot
-(`flatten.Copy`): a dequantised weight and ``F.linear`` would not have the same bits. Backward is a
-formula of the format where there is one, else the operator runs once more, where torch records it.
+(`flatten.Copy`): a dequantised weight and ``F.linear`` would not have the same bits. Where autograd
+records, it is made again over handles (`layers.handle`), and backward is what torch and the library
+make of it. Where the library's code asks a weight for its address, and in compiled code, the
+operator gets the slot's tensors, and runs once more in backward, where torch records it.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ from ..autocast import cast_dtype, computing_in
 from ..errors import OffloadError
 from ..exemption import exempt
 from ..geometry import is_dense, tensor_bytes
+from ..gradients import note_trainable
 from ..operators import autocast_reaches_kernels
 from . import traced
-from .derivatives import Input
 from .flatten import Copy, Places, copy_tables, is_wrapper, plain_tensors
 from .formats import Format, format_of
-from .leaf import Masters, Tensors
-from .loan import Cast, Needs, node_of
+from .handle import WantsMemory, WasWritten, handles_of, lent, trained, with_memory
+from .leaf import Masters, Tensors, version_of
+from .loan import Cast, Needs, forward_kind, node_of
 from .swap import base_class, is_managed, untraced
 from .traced import Traced, computed_weight_error
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from ..structure import Structure
 
 _LARGEST_TABLE = 4096  # bytes
+_graph_task = torch._C._current_graph_task_id
 _constant: Callable[..., Any] = torch.compiler.assume_constant_result  # to a compiler
 
 
@@ -66,6 +70,7 @@ class QuantisedLayer(Traced):
     node = node_of("ManagedQuantised")
     operator = staticmethod(traced.quantised)
     may_be_tried = False
+    wants_memory = False  # its code asks a weight for its address, and not operators alone
 
     def __init__(self, module: nn.Module, name: str, structure: Structure) -> None:
         self.format = _format_of(module)
@@ -74,6 +79,7 @@ class QuantisedLayer(Traced):
         # What the input's gradient asks for: of plain parameters, the bias alone is not.
         self.backward_reads = tuple(path for path in self.names if path != "bias")
         self._alike: tuple[Masters | None, list[tuple[Tensor | None, ...]]] = None, []
+        self._handles: tuple[Masters, int, Slot] | None = None
         super().__init__(module, name, structure)
         self._bring_wrappers_home(module)
 
@@ -245,7 +251,7 @@ class QuantisedLayer(Traced):
         """Put into `ctx` what `record` had kept there."""
         _, _, dtype, autocast, _ = arguments
         ctx.autocast = autocast is not None, autocast  # where it is off, of none
-        ctx.input = Input(shape, stride, dtype)
+        ctx.input = shape, stride, dtype
         ctx.keeps_input = x is not None
         if x is not None:
             ctx.save_for_backward(x)
@@ -311,6 +317,7 @@ class QuantisedLayer(Traced):
         """Let go of the tensors, so that their memory can go; they are current no more."""
         super().forget_masters()
         self._alike = None, []
+        self._handles = None
 
     # ---- what a kind says ----
 
@@ -329,7 +336,7 @@ class QuantisedLayer(Traced):
         y = self.compute(x, tensors)
         device = self.device_type
         ctx.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        ctx.input = Input(x.shape, x.stride(), x.dtype)
+        ctx.input = x.shape, x.stride(), x.dtype
         ctx.keeps_input = self.format.reads_input or any(t is not None for t in trained)
         if ctx.keeps_input:
             ctx.save_for_backward(x)
@@ -340,18 +347,8 @@ class QuantisedLayer(Traced):
         """Return the gradients of the input and of the trainable parameters."""
         return cast(
             "Tensors",
-            self.lend_backward(ctx, grad, needs, lambda t: self._gradients(ctx, grad, needs, t)),
+            self.lend_backward(ctx, grad, needs, lambda t: self._run_again(ctx, grad, needs, t)),
         )
-
-    def _gradients(self, ctx: Any, grad: Tensor, needs: Needs, tensors: Tensors) -> Tensors:
-        """Return the gradients by the format's formula, or by running the operator again."""
-        formula = self.format.gradient
-        if formula is not None and True not in needs[1:] and not ctx.autocast[0]:
-            made = self.copy(cast("nn.Module", self.module()), tensors)
-            found = formula(made, grad, ctx.input)
-            if found is not None:
-                return found, *(None for _ in needs[1:])
-        return self._run_again(ctx, grad, needs, tensors)
 
     def _run_again(self, ctx: Any, grad: Tensor, needs: Needs, tensors: Tensors) -> Tensors:
         """Return the gradients that torch finds by recording the operator."""
@@ -391,8 +388,7 @@ class QuantisedLayer(Traced):
     def backward_cost(self, grad: Tensor, needs: Needs) -> tuple[float, int]:
         """The same for the input's gradient, and for forward where that is run again."""
         flops, moved = self.forward_cost(grad)
-        products = 1 if self.format.gradient is not None and True not in needs[1:] else 2
-        return products * flops, products * moved
+        return 2 * flops, 2 * moved
 
     # ---- the call ----
 
@@ -405,12 +401,57 @@ class QuantisedLayer(Traced):
     def call(self, x: Tensor) -> Tensor:
         """Compute with borrowed tensors; what autocast does, it does inside the library's code."""
         if torch.is_grad_enabled():
-            trained = self.trained(None)
-            if any(tensor is not None for tensor in trained):
-                return cast("Tensor", self.node(x, self, None, *trained))
-            if x.requires_grad:
-                return cast("Tensor", self.node(x, self, None))
+            given = self.trained(None)
+            trains = any(tensor is not None for tensor in given)
+            if trains or x.requires_grad:
+                if not self.wants_memory:
+                    return self._use_handles(x, trains)
+                return cast("Tensor", self.node(x, self, None, *(given if trains else ())))
         return self.lend_unrecorded(x, None)
+
+    def _use_handles(self, x: Tensor, trains: bool) -> Tensor:
+        """Run the library's forward on handles, of which autograd keeps what backward asks for."""
+        state, task = self.state, _graph_task()
+        if trains:
+            note_trainable(state, task)
+        if state.turned and task == -1:
+            state.begin_forward()
+        seconds = self.forward_seconds(x) if state.simulated else 0.0
+        try:
+            return cast(
+                "Tensor",
+                self.lend(forward_kind(task, True), task, seconds, None, self._forward_of(x)),
+            )
+        except WantsMemory:
+            self.wants_memory = True
+        except WasWritten:
+            if not self.puts_off:
+                raise
+            self.puts_off = False
+        return self.call(x)
+
+    def _forward_of(self, x: Tensor) -> Callable[[Tensors], Tensor]:
+        module: Any = self.module()
+        made = self._copy_of_handles(module)
+
+        def compute(tensors: Tensors) -> Tensor:
+            with lent(self, tensors), autocast_reaches_kernels():
+                return cast("Tensor", with_memory(base_class(module).forward(made, x)))
+
+        return compute
+
+    def _copy_of_handles(self, module: Any) -> Any:
+        """Return the module made again over handles; its trained parameters pass gradients on."""
+        version = version_of(self.masters.read)
+        if self._handles is None or self._handles[:2] != (self.masters, version):
+            slot = Slot(handles_of(self))
+            slot.wrappers = {}
+            self._handles = self.masters, version, slot
+        made = self.copy(module, self._handles[2])
+        for key, own in module._parameters.items():
+            if own is not None and own.requires_grad:
+                made._parameters[key] = trained(own, self, made._parameters[key])
+        return made
 
     def trained(self, dtype: torch.dtype | None) -> Tensors:
         """Return the module's parameters that need a gradient, None for those that do not."""

@@ -22,9 +22,7 @@ def test_a_quantised_model_trains_its_adapters_to_the_residents_bits(name, mode,
     with attached(managed) as manager:
         assert len(quantised_layers(manager)) == 6, manager.resident
         assert_models_agree(managed, resident, step_of(x, mode))
-        again = manager.attachment.traffic.runs_again
-        assert again == (24 if mode == "autocast" else 0)
-        assert ("forward again in backward" in str(manager.memory_summary())) == bool(again)
+        assert manager.attachment.traffic.runs_again == 0
 
 
 INPUTS = {
@@ -62,7 +60,7 @@ def test_the_gradient_of_an_input_of_any_geometry(name, geometry, dtype):
     with attached(managed) as manager:
         found = gradient_of(managed[0].up.base, x, DTYPES[dtype])
         expected = gradient_of(resident[0].up.base, x, DTYPES[dtype])
-        assert manager.attachment.traffic.runs_again == 0 or geometry == "empty"
+        assert manager.attachment.traffic.runs_again == 0
     if expected[0] is None:
         assert (name, geometry) == ("quanto-qint8", "columns"), expected[1]
         assert found[0] is None, f"the resident layer refuses this: {expected[1]}"
@@ -153,8 +151,5 @@ def test_a_layer_costs_its_operations_and_the_bytes_that_it_reads_and_writes():
                 work, moved = layer.forward_cost(x)
                 assert work == 2 * rows * module.in_features * module.out_features
                 assert moved == held + 2 * rows * (module.in_features + module.out_features)
-                assert layer.format.gradient is not None
-                # By a formula, or by running the operator again, too.
-                for needs, products in (((True, False), 1), ((True, True), 2)):
-                    again = products * work, products * moved
-                    assert layer.backward_cost(x, needs) == again
+                # Compiled code runs the operator again in backward.
+                assert layer.backward_cost(x, (True, False)) == (2 * work, 2 * moved)
