@@ -147,12 +147,11 @@ def build_for_windows(linux: Path, output: Path, folder: Path) -> Path:
         path.unlink()
     variant = windows_variant(python_headers(folder))
     build = c_build.Build(variant, folder / "objects")
-    shutil.copy(build.simulator(), package / variant.simulator)
     objects = [*build.engine(), *build.objects(c_build.sources("binding"))]
     flags = ["-shared", str(stable_library(folder))]
-    build.link(package / "_core.pyd", objects, flags)
-    for path in package.glob("*.made"):
-        path.unlink()
+    # Linked elsewhere: the linker puts an import library beside.
+    for path in (build.simulator(), build.link(build.folder / "_core.pyd", objects, flags)):
+        shutil.copy(path, package / path.name)
     record = package / "_build_info.json"
     info = json.loads(record.read_text(encoding="utf-8"))
     info["platform"] = "win-amd64"
