@@ -207,9 +207,16 @@ NOTES: dict[str, dict[str, str]] = {
         "=… is not known; there are …": "The message lists what is.",
         "is outside [0, 1)": "`margin` is a share of the card: 0.08 leaves 8% to CUDA.",
         "is not a whole number above zero": "`rank`, `batch` and `micro_batches` count.",
-        "is no file, no folder and no number of parameters": (
-            "Check the path; a number of parameters has K, M, B or T behind it."
+        "is no file, no folder, no model that is known by name": (
+            "Check the path or the name; a number of parameters has K, M, B or T behind it."
         ),
+        "takes the name of a repository": "`--fetch` asks the hub for a config by that name.",
+        "the hub has not given the config of": (
+            "Nothing answers, there is no such repository, or it wants to know who you are: "
+            "`hf auth login`."
+        ),
+        "--fetch needs huggingface_hub": "`pip install huggingface_hub`.",
+        "has none of … on the hub": "Give the class: `plan(Class, config=...)`.",
         "no result of the model depends on what is trained": (
             "The plan says so under what it assumed; `targets` name layers that forward uses."
         ),
@@ -220,7 +227,7 @@ NOTES: dict[str, dict[str, str]] = {
         ),
         "is neither a safetensors file, an index": "Give the folder that it lies in.",
         "plan() takes an nn.Module": (
-            "Give the model, its class with `config=`, a path, or a number of parameters."
+            "Give the model, its class with `config=`, a path, a name, or a number of parameters."
         ),
         "a shape is like (4096, 64)": "`sample=` maps the arguments of forward to shapes.",
         "there is nothing to plan": "Give the part of the pipeline that has weights.",
@@ -228,7 +235,7 @@ NOTES: dict[str, dict[str, str]] = {
         "give the class: plan(Class, config=...)": (
             "The config is of a class of nobody installed here; import it, and give it."
         ),
-        "nothing is downloaded": "`hf download` fetches a config or a whole model.",
+        "nothing is downloaded unless told to": "`--fetch` fetches the config, and no weights.",
         "is of a model that is quantised already": (
             "What its layers keep is known to its library alone. Give the folder of the model "
             "before it was quantised, and the form with `quantize=`."

@@ -44,10 +44,6 @@ _PARTS = ("transformer", "unet")  # of a pipeline: what is trained
 _DEEPEST = 100  # a name of a tensor, in modules
 
 
-class NotInstalled(OffloadError):
-    """The library of a config, or its class in the release that is there, is missing."""
-
-
 @dataclass(frozen=True)
 class Source:
     """A model to be planned for.
@@ -264,10 +260,10 @@ def _class_of(config: Mapping[str, Any], path: Path | str) -> type[nn.Module]:
         else:
             import transformers as module
     except ImportError as error:
-        raise NotInstalled(f"{path} is a config of {library}, which is not installed") from error
+        raise OffloadError(f"{path} is a config of {library}, which is not installed") from error
     found = getattr(module, names[0], None)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise NotInstalled(
+        raise OffloadError(
             f"{path} is of class {names[0]!r}, which {library} {module.__version__} does not have;"
             " give the class: plan(Class, config=...)"
         )
@@ -331,7 +327,7 @@ def fetch_config(repository: str) -> None:
         import huggingface_hub as hub
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
     except ImportError as error:
-        raise NotInstalled("--fetch needs huggingface_hub, which is not installed") from error
+        raise OffloadError("--fetch needs huggingface_hub, which is not installed") from error
     logger.info("asking the hub for the config of %s", repository)
 
     def has(name: str) -> bool:
@@ -365,7 +361,7 @@ def _of_known(model: Known, dtype: torch.dtype | None) -> Source:
         notes.append("weights are taken for bfloat16; dtype= says otherwise")
     try:
         kind = _class_of(model.config, model.name)
-    except NotInstalled as error:
+    except OffloadError as error:
         notes.append(f"{error}: units, floor and activations are unknown")
         return Source(model.name, None, model.parameters, tuple(notes), runs=False)
     return _of_module(_build(kind, model.config, dtype), model.name, dtype, notes)
