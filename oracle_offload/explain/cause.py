@@ -26,6 +26,7 @@ TITLES = {
     "other_process": "Other processes hold the memory",
     "leak": "Memory grows with every step",
     "host_memory": "Host memory (RAM) ran out, not the card",
+    "one_tensor": "This one tensor exceeds your RAM",
     "memory_limit": "A memory limit of the container, job or shell was reached",
     "shared_memory": "Shared memory (/dev/shm) is full",
     "locked_memory": "Page-locked (pinned) host memory was refused",
@@ -63,6 +64,7 @@ def where(cause: str, backend: str | None) -> str:
     """Return what gave out: `device`, `host`, `limit`, `setting`, `program` or `unknown`."""
     fixed = {
         "host_memory": "host",
+        "one_tensor": "host",
         "memory_limit": "limit",
         "shared_memory": "limit",
         "locked_memory": "limit",
@@ -78,7 +80,12 @@ def where(cause: str, backend: str | None) -> str:
 
 
 def rank(
-    finding: Finding, text: str, history: list[Sign], *, expandable: bool | None = None
+    finding: Finding,
+    text: str,
+    history: list[Sign],
+    *,
+    expandable: bool | None = None,
+    ram: int | None = None,
 ) -> list[Cause]:
     """Return the causes of one message, the most likely first.
 
@@ -92,9 +99,11 @@ def rank(
         What a step history showed; outweighs what the log shows.
     expandable : bool, optional
         Whether expandable segments were on, where that is known from outside the text.
+    ram : int, optional
+        Bytes of the machine's memory, where the text is of this machine.
     """
     before = text[max(0, finding.position - LOOK_BACK) : finding.position]
-    base = _of_message(finding, before, expandable)
+    base = _of_message(finding, before, expandable, ram)
     seen = list(history) or _of_surroundings(before)
     causes = [base]
     device = finding.backend in DEVICE_BACKENDS
@@ -109,7 +118,7 @@ def rank(
     return causes
 
 
-def _of_message(finding: Finding, before: str, expandable: bool | None) -> Cause:
+def _of_message(finding: Finding, before: str, expandable: bool | None, ram: int | None) -> Cause:
     template = finding.template
     if finding.absurd:
         return Cause("bad_size", "high", "no card holds an exabyte: the size was computed wrongly")
@@ -128,6 +137,9 @@ def _of_message(finding: Finding, before: str, expandable: bool | None) -> Cause
     if template.cause is not None:
         return Cause(template.cause, _confidence(finding, before), template.says)
     if template.backend == "cpu":
+        if ram is not None and requested is not None and requested > ram:
+            why = f"{format_size(requested)} were asked for at once, of {format_size(ram)} of RAM"
+            return Cause("one_tensor", "high", why)
         asked = f" ({format_size(requested)} asked for)" if requested is not None else ""
         return Cause("host_memory", "high", f"the allocation{asked} was in host memory")
     if template.name == "mps-allocator":

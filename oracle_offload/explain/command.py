@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ..views.terminal import FileError, naming, printable, put, show
 from .history import read_history
-from .pipeline import explain
+from .pipeline import explain, machine_ram
 from .reading import read_excerpt
 from .report import OomReport
 
@@ -63,7 +63,7 @@ def _once(path: str, history: History) -> Iterator[OomReport]:
         excerpt = read_excerpt(log)
     if excerpt.note:
         print(f"{printable(name)}: {excerpt.note}", file=sys.stderr)
-    yield explain(excerpt.text, history, None)
+    yield explain(excerpt.text, history, None, ram=machine_ram())
 
 
 def _opened(path: str) -> IO[bytes]:
@@ -106,7 +106,7 @@ class Follower:
 
     def report(self) -> OomReport | None:
         """Return a report on what came since the last one, or None where that holds no message."""
-        report = explain(self.text, self.history, None, since=self.explained)
+        report = explain(self.text, self.history, None, since=self.explained, ram=machine_ram())
         self.explained = len(self.text)
         return report if report.found else None
 

@@ -223,6 +223,12 @@ CATALOGUE: dict[str, tuple[str, str, bool]] = {
         "an overflowed or corrupt length.",
         False,
     ),
+    "smaller_tensor": (
+        "Never have all of it in memory",
+        "Compute it in parts, keep it in a file (numpy.memmap, torch.from_file), or in fewer bytes "
+        "an element.",
+        False,
+    ),
     "first_error": (
         "Run once with CUDA_LAUNCH_BLOCKING=1",
         "The failing call is then the one in the traceback.",
@@ -242,6 +248,7 @@ PLANS: dict[str, tuple[str, ...]] = {
     "other_process": ("stop_others", "offload_weights", "checkpointing", "accumulate"),
     "leak": ("release", "snapshot", "no_grad"),
     "host_memory": ("prove_kill", *_HOST),
+    "one_tensor": ("check_size", "smaller_tensor", "more_ram"),
     "memory_limit": ("raise_limit", "fewer_workers", "lazy_load", "pin_less"),
     "shared_memory": ("raise_shm", "fewer_workers", "shm_strategy"),
     "locked_memory": ("raise_memlock", "pin_less"),

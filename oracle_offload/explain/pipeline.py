@@ -65,6 +65,7 @@ def explain(
     history: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None,
     env: Mapping[str, str] | None,
     since: int = 0,
+    ram: int | None = None,
 ) -> OomReport:
     """`explain_oom`, whose own faults show.
 
@@ -72,12 +73,16 @@ def explain(
     ----------
     since : int
         Where in the text to begin: what stands before it was explained already, and stays context.
+    ram : int, optional
+        Bytes of the memory of the machine that a text is of; an exception is of this one.
     """
     text = _text(error)
     recorded = errors_in(text)
     if recorded is not None:  # the recording of what failed, in the place of its log
         history = history or list(records_in(text.split("\n")))
         text = recorded
+    if ram is None and isinstance(error, BaseException):
+        ram = machine_ram()
     if env is None:
         env = os.environ if isinstance(error, BaseException) else {}
     findings = [finding for finding in find(text) if finding.position >= since]
@@ -91,8 +96,18 @@ def explain(
             rows = read_history(history)
             steps = history_of(rows) if is_recording(rows) else rows
             shown = [*pieces_in(rows), *signs(steps)]
-    causes = rank(finding, text, shown, expandable=expandable)
+    causes = rank(finding, text, shown, expandable=expandable, ram=ram)
     return OomReport(finding, causes, plan(finding, causes, expandable=expandable), findings)
+
+
+def machine_ram() -> int | None:
+    """Return the bytes of this machine's memory; None where the system does not tell."""
+    from ..host.memory import total_bytes
+
+    try:
+        return total_bytes()
+    except (OSError, ValueError):
+        return None
 
 
 def is_oom(error: BaseException | None) -> bool:

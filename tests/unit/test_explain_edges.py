@@ -587,3 +587,16 @@ def test_a_chain_that_runs_in_a_circle_is_told_once() -> None:
     for error in (first, second, both):
         assert pipeline._messages(error).count("the second") == 1
         assert len(explain_oom(error).findings) == 1
+
+
+def test_a_tensor_larger_than_the_machine_is_told_so_and_not_to_use_fewer_workers() -> None:
+    from oracle_offload.explain.pipeline import explain
+
+    text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 42949672960 bytes."
+    larger = explain(text, None, None, ram=32 << 30)
+    assert larger.cause.name == "one_tensor" and larger.cause.confidence == "high"
+    assert "exceeds your RAM" in str(larger) and "32.00 GiB of RAM" in str(larger)
+    assert "workers" not in str(larger)
+    for ram in (40 << 30, None):  # it would fit; or nobody knows
+        fits = explain(text, None, None, ram=ram)
+        assert fits.cause.name == "host_memory" and "fewer data workers" in str(fits)

@@ -62,8 +62,12 @@ def test_the_cpu_allocator_of_the_installed_torch() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 46, dtype=torch.uint8)
     report = explain_oom(caught.value)
-    assert (report.template, report.cause.name) == ("cpu-allocator-enomem", "host_memory")
+    assert (report.template, report.cause.name) == ("cpu-allocator-enomem", "one_tensor")
     assert report.value("requested") == 1 << 46
+    said = str(report)
+    assert report.cause.title == "This one tensor exceeds your RAM" and report.cause.title in said
+    assert "64.0 TiB were asked for at once" in said or "65536.00 GiB were asked for" in said
+    assert "workers" not in said and report.fixes[0].key == "check_size"
     assert is_oom(caught.value)
 
 
