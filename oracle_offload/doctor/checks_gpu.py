@@ -46,6 +46,10 @@ def check_driver(system: System) -> Finding:
         if system.container:
             fix = "give the container the card: docker run --gpus all"
         return Finding("driver", "bad", "none, but a card is installed", why, fix, facts)
+    if system.names("/sys/bus/pci/devices") and not system.wsl:
+        fix = "a machine with a card of NVIDIA; the demo and the tests run on the simulated device"
+        why = "no card of NVIDIA is on this machine's bus"
+        return Finding("driver", "bad", "no GPU: training cannot run here", why, fix, facts)
     return Finding("driver", "unknown", "no NVIDIA driver visible", view.why, facts=facts)
 
 

@@ -406,7 +406,9 @@ SLOT = {
         ("driver", "none for the card", {}, "bad"),
         ("driver", "nouveau", {"sys/module/nouveau/version": "1"}, "bad"),
         ("driver", "none in a container", {".dockerenv": "\n"}, "bad"),
-        ("driver", "none, and no card", {PCI + "vendor": "0x1002"}, "unknown"),
+        ("driver", "none, and no card", {PCI + "vendor": "0x1002"}, "bad"),
+        ("driver", "none, and no card that Windows shows",
+         {PCI + "vendor": "0x1002", "proc/sys/kernel/osrelease": "6.6-microsoft"}, "unknown"),
         ("driver", "by its module", {"sys/module/nvidia/version": "550.54.14\n"}, "ok"),
         ("driver", "by its version file", {
             "proc/driver/nvidia/version":

@@ -488,7 +488,7 @@ APP = "sys/fs/cgroup/user.slice/user-1000.slice/user@1000.service/app.slice/app-
         ("no_swap", "proc/driver/nvidia/version", "560.35.03", "no version", "driver", "ok",
          "bad"),
         ("hybrid", "sys/bus/pci/devices/0000:00:05.0/class", "0x030200", "0x040300", "driver",
-         "bad", "unknown"),
+         "bad", "bad"),
         ("hybrid", "sys/bus/pci/devices/0000:00:05.0/class", "0x030200", "0x040300", "torch",
          "bad", "ok"),
     ],
