@@ -119,7 +119,7 @@ def test_arguments_that_make_sense(changed):
         ({"width": 65}, "width=65 must be"),
         ({"steps": 0}, "steps=0 must be at least 3: the engine learns"),
         ({"steps": 2}, "steps=2 must be at least 3"),
-        ({"offload": 91}, r"offload=91 is a share, from 0 to 1; did you mean 0.91\?$"),
+        ({"offload": 91}, r"offload-percent=91 is a share, from 0 to 1; did you mean 0.91\?$"),
         ({"offload": 100}, r"did you mean 1.0\?$"),
         ({"offload": 101}, "from 0 to 1$"),
         ({"offload": -0.1}, "from 0 to 1$"),

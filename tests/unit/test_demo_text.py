@@ -62,7 +62,7 @@ def test_a_simulated_run_is_told_line_by_line() -> None:
         "to the device   44.00 MiB = 1.100 x X_min (40.00 MiB) per step",
         "arena           3.00 MiB, peak use 2.00 MiB, for 20.00 MiB of managed weights",
         "stalls          7, 1.50 ms (simulated)",
-        "timeline        out/step.svg",
+        "timeline        out/step.svg: a step from its first use of a weight to its last",
         "wall time       9.5 s for everything",
         "",
         "THE SUMMARY",
@@ -118,7 +118,7 @@ def test_the_exit_code_follows_the_bits(
 
     monkeypatch.setattr(demo, "run_demo", ended)
     options = ["--device", "cpu", "--preset", "h200", "--width", "64", "--steps", "5"]
-    options += ["--offload", "0.5", "--seed", "3", "--svg", "x.svg"]
+    options += ["--offload-percent", "0.5", "--seed", "3", "--svg", "x.svg"]
     assert cli.main(["demo", *options]) == code
     assert given == ["cpu", "h200", 64, 5, 0.5, 3, "x.svg"]
     assert capsys.readouterr().out == describe(replace(RESULT, **changes), "the summary") + "\n"
@@ -150,12 +150,18 @@ def test_weights_are_the_same_where_all_that_is_trained_is() -> None:
 
 
 def test_what_libraries_say_at_their_import_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "run_demo", lambda *given: (RESULT, ""))
-    for name in ("bitsandbytes", "peft"):
-        logging.getLogger(name).setLevel(logging.INFO)
+    names = ("bitsandbytes", "peft", "torchao", "torch.utils._pytree")
+    before = [logging.getLogger(name).level for name in names]
+    during: list[int] = []
+
+    def ended(*given: Any) -> tuple[DemoResult, str]:
+        during.extend(logging.getLogger(name).level for name in names)
+        return RESULT, ""
+
+    monkeypatch.setattr(demo, "run_demo", ended)
     assert cli.main(["demo"]) == cli.EXIT_OK
-    levels = [logging.getLogger(name).level for name in ("bitsandbytes", "peft")]
-    assert levels == [logging.ERROR, logging.ERROR]
+    assert during == [logging.ERROR] * 4
+    assert [logging.getLogger(name).level for name in names] == before
 
 
 def test_steps_are_equal_one_by_one() -> None:
