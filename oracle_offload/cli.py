@@ -18,6 +18,12 @@ EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_CHECK_FAILED = 0, 1, 2, 3
 # What the `run` of each command is given, in this order.
 _ALL = (EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_CHECK_FAILED)
 _CHECK = (EXIT_OK, EXIT_ERROR, EXIT_CHECK_FAILED)
+_SAID = {
+    EXIT_OK: "0 ok, or it fits",
+    EXIT_ERROR: "1 an error",
+    EXIT_USAGE: "2 arguments that make no sense",
+    EXIT_CHECK_FAILED: "3 it does not fit, a check failed, or nothing was found",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,7 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
         subparser = commands.add_parser(
             name,
             help=told,
-            description=getattr(command, "DESCRIPTION", None),
+            description=getattr(command, "DESCRIPTION", f"{told[0].upper()}{told[1:]}."),
+            epilog="Exit code:\n"
+            + "\n".join(f"  {_SAID[code]}" for code in sorted({*codes, EXIT_USAGE})),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(subparser)

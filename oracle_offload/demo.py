@@ -421,9 +421,7 @@ def describe(result: DemoResult, summary: str) -> str:
 
 DESCRIPTION = """\
 Train a LoRA of a Flux transformer at its real depth with 91% of its weights offloaded, after the
-same training with all of them resident, and compare each loss and each trained weight, bit by bit.
-
-Exit code: 0 the same bits, 3 the trainings differ, 2 an argument makes no sense, 1 an error."""
+same training with all of them resident, and compare each loss and each trained weight by bits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

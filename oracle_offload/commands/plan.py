@@ -26,9 +26,7 @@ Say whether a training fits a card and a host, and how long a step takes, before
 
 MODEL is a model that is known by name (docs/plan.md has the list), a folder of diffusers or
 transformers, a config.json, a safetensors file or index, owner/name from the local hub cache, or a
-number of parameters such as 12B. Nothing uses a network but --fetch.
-
-Exit code: 0 what is known fits, 3 it does not, 2 an argument makes no sense, 1 a file failed."""
+number of parameters such as 12B. Nothing uses a network but --fetch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

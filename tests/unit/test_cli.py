@@ -235,3 +235,18 @@ def test_a_name_that_needs_what_is_not_installed_says_how_to_get_it(
         oracle_offload.attach  # noqa: B018
     assert said.value.name == missing
     assert said.match(expected if missing != "tqdm" else "No module named 'tqdm'")
+
+
+def test_every_command_and_every_option_says_what_it_is_and_how_it_exits() -> None:
+    parser = cli.build_parser()
+    (found,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    for name, command in found.choices.items():
+        assert command.description and len(command.description) > 20, name
+        assert command.epilog is not None and command.epilog.startswith("Exit code:\n  0 ok"), name
+        for action in command._actions:
+            told = action.help or isinstance(action, argparse._SubParsersAction)
+            assert told, f"{name} {action.option_strings or action.dest} has no help"
+        spelled = {option for action in command._actions for option in action.option_strings}
+        assert not spelled & {"--quantise", "--offload", "--percent"}, name
+        json_of = [a for a in command._actions if "--json" in a.option_strings]
+        assert all(a.help.startswith(("print JSON", "write the rows")) for a in json_of), name
