@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """What is counted nowhere: of ``"activations"`` and ``"the LoRA"``."""
+        """Name what is counted nowhere, of ``"activations"`` and ``"the LoRA"``."""
         no_lora = self.question.source.module is None and self.question.recipe.train == "lora"
         return (
             *(("activations",) if self.step.activations is None else ()),
