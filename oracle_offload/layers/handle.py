@@ -17,6 +17,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import zip_longest
 from typing import Any, NoReturn, cast
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, profiler
 
-from .._core import BACKWARD
+from .._core import BACKWARD, FORWARD, Taken
 from ..errors import OffloadError
 from ..geometry import tensor_bytes
 from ..gradients import note_trainable
@@ -226,29 +227,23 @@ def handles_of(layer: Borrower) -> Tensors:
     return tuple(found)
 
 
-@contextlib.contextmanager
-def lent(layer: Borrower, tensors: Tensors) -> Iterator[None]:
-    """Let the handles of `layer` stand for `tensors`, in this thread, for a ``with`` block."""
-    here = _thread.lent
-    before = here.get(id(layer))
-    here[id(layer)] = tensors
-    try:
-        yield
-    finally:
-        if before is None:
-            del here[id(layer)]
-        else:
-            here[id(layer)] = before
+def lent(layer: Borrower, tensors: Tensors) -> AbstractContextManager[object]:
+    """Let the handles of `layer` stand for `tensors`, in this thread, for a ``with`` block.
+
+    No interrupt leaves them standing for a slot that was given back.
+    """
+    here, key = _thread.lent, id(layer)
+    return Taken(
+        functools.partial(here.__setitem__, key, tensors), functools.partial(here.pop, key, None)
+    )
 
 
 def with_memory(value: Any) -> Any:
     """Return the result of a forward, of which nothing is put off any more."""
     if isinstance(value, Handle):
-        _thread.ends = True
-        try:
+        ends = functools.partial(setattr, _thread, "ends")
+        with Taken(functools.partial(ends, True), functools.partial(ends, False)):
             return value.clone()
-        finally:
-            _thread.ends = False
     if type(value) in (list, tuple):
         return type(value)(map(with_memory, value))
     return value
@@ -392,12 +387,13 @@ def _lend(handle: Handle, seconds: float, compute: Callable[[Tensors], Any]) -> 
     if layer.member < 0:
         layer.refuse_detached()
     layer.check_unchanged(layer.backward_reads, handle.masters, handle.version)
+    kind = FORWARD
     if task != -1:
-        layer.state.turned = True
+        layer.state.turned, kind = True, BACKWARD
     if profiler._is_profiler_enabled:
         with layer.profiled("backward"):
-            return layer.lend(BACKWARD, task, seconds, None, compute)
-    return layer.lend(BACKWARD, task, seconds, None, compute)
+            return layer.lend(kind, task, seconds, None, compute)
+    return layer.lend(kind, task, seconds, None, compute)
 
 
 def _seconds(layer: Borrower, func: Any, args: Any, kwargs: dict[str, Any]) -> float:
